@@ -1,0 +1,55 @@
+# make demo   set up, build, and see a cache described, written, gathered and inspected
+# make test   set up, build, lint, type-check and run every test
+# On a GPU machine without network: make test-gpu, make bench-gpu (the system's python3 and its torch).
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+BUILD := build/dev
+# One architecture in tests: a full list takes minutes more and shows nothing new.
+TEST_ARCHS := $(if $(KVX_CUDA_ARCHS),$(KVX_CUDA_ARCHS),90a)
+GPU_PY ?= python3
+
+.PHONY: demo test build lint unit clean test-gpu bench-gpu build-gpu sanitize-gpu
+
+demo: build
+	$(PY) -m kvx demo
+
+test: build lint unit
+
+$(VENV)/ready: requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+build: $(VENV)/ready
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" KVX_CUDA_ARCHS="$(TEST_ARCHS)" cmake -S . -B $(BUILD) -G Ninja -DCMAKE_INSTALL_PREFIX="$(CURDIR)" >$(BUILD).log 2>&1 \
+	  || { mkdir -p build; PATH="$(CURDIR)/$(VENV)/bin:$$PATH" KVX_CUDA_ARCHS="$(TEST_ARCHS)" cmake -S . -B $(BUILD) -G Ninja -DCMAKE_INSTALL_PREFIX="$(CURDIR)"; }
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake --build $(BUILD)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake --install $(BUILD) >/dev/null
+
+lint:
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+unit:
+	$(PY) -m pytest -n 2
+
+build-gpu:
+	KVX_REQUIRE_CUDA=1 KVX_CUDA_ARCHS="$(TEST_ARCHS)" cmake -S . -B build/gpu -G Ninja -DCMAKE_INSTALL_PREFIX="$(CURDIR)" >/dev/null
+	cmake --build build/gpu
+	cmake --install build/gpu >/dev/null
+
+test-gpu: build-gpu
+	$(GPU_PY) -m pytest -p no:cacheprovider -x tests --ignore=tests/test_package.py
+
+bench-gpu: build-gpu
+	$(GPU_PY) -m kvx.bench write --device cuda
+	$(GPU_PY) -m kvx.bench gather --device cuda
+
+sanitize-gpu: build-gpu
+	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 9 --kernel-name-exclude regex=at:: $(GPU_PY) tests/sanitize.py || exit 1; done
+
+clean:
+	rm -rf build $(VENV) kvx/lib kvx/include

@@ -1,0 +1,394 @@
+/* KVX: the C ABI for paged KV caches. Copy this header into any project: it needs only <stdint.h>.
+ *
+ * Two generations stand side by side in one library:
+ *   v1.1  kvx_*_desc_t and kvx_write_kv / kvx_gather_kv, frozen: a client compiled against the draft runs unchanged.
+ *   v1.2  kvx_array_t, kvx_plane_t, kvx_cache_t and kvx_write / kvx_gather / kvx_amax: everything v1.1 cannot say.
+ *
+ * Rules for every call
+ *   - All structs are borrowed for the duration of the call (device work: until the stream has run it). Nothing is retained.
+ *   - Strides and shapes are in elements, never bytes, unless a field says bytes.
+ *   - Slots, tables, lengths and scales live where the cache lives (host memory for HOST, device memory for DEVICE).
+ *   - Device calls only enqueue on `stream`: they never synchronise and never allocate, and may be captured in a graph.
+ *   - Thread-safe as long as two calls do not write the same cache region at once.
+ *
+ * Normative text: docs/spec.md. */
+#ifndef KVX_ABI_H
+#define KVX_ABI_H
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define KVX_API __declspec(dllexport)
+#elif defined(__GNUC__)
+#define KVX_API __attribute__((visibility("default")))
+#else
+#define KVX_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KVX_ABI_VERSION_MAJOR 1u
+#define KVX_ABI_VERSION_MINOR 2u
+#define KVX_ABI_VERSION_PATCH 0u
+#define KVX_ABI_VERSION ((KVX_ABI_VERSION_MAJOR << 16) | KVX_ABI_VERSION_MINOR)
+#define KVX_MAX_TENSOR_DIMS 5
+
+/* ------------------------------------------------------------------ enums: values are for ever, all are C int (4 bytes) */
+
+typedef enum kvx_status_t {
+  KVX_STATUS_OK = 0,
+  KVX_STATUS_INVALID_ARGUMENT = 1, /* a malformed or disagreeing field                                   */
+  KVX_STATUS_UNSUPPORTED = 2,      /* well formed, but this build or machine cannot do it                */
+  KVX_STATUS_OUT_OF_RANGE = 3,     /* a slot or block id outside the cache; nothing was written (host)   */
+  KVX_STATUS_INCOMPATIBLE = 4,     /* another major ABI version                                          */
+  KVX_STATUS_INTERNAL_ERROR = 5    /* the device runtime failed; kvx_last_error() has its words          */
+} kvx_status_t;
+
+typedef enum kvx_dtype_t {
+  KVX_DTYPE_INVALID = 0,
+  KVX_DTYPE_F16 = 1,
+  KVX_DTYPE_BF16 = 2,
+  KVX_DTYPE_F32 = 3,
+  KVX_DTYPE_F8_E4M3 = 4, /* finite-only e4m3 ("fn"): largest 448, NaN 0x7f                               */
+  KVX_DTYPE_F8_E5M2 = 5, /* largest finite 57344                                                         */
+  KVX_DTYPE_S32 = 6,
+  KVX_DTYPE_S64 = 7,
+  KVX_DTYPE_U32 = 8,
+  KVX_DTYPE_U64 = 9,
+  KVX_DTYPE_U8 = 10,
+  /* since 1.2 */
+  KVX_DTYPE_S8 = 11,
+  KVX_DTYPE_S4 = 12,   /* two's complement nibbles; the even element is the low nibble                   */
+  KVX_DTYPE_E2M1 = 13, /* 4-bit float 0 .5 1 1.5 2 3 4 6; the even element is the low nibble             */
+  KVX_DTYPE_E8M0 = 14  /* power-of-two scale 2^(b-127); 255 is NaN. Scales only.                         */
+} kvx_dtype_t;
+
+typedef enum kvx_memory_type_t {
+  KVX_MEMORY_UNKNOWN = 0,
+  KVX_MEMORY_HOST = 1,
+  KVX_MEMORY_DEVICE = 2,
+  KVX_MEMORY_UNIFIED = 3 /* readable and writable by the device; calls run on the device                 */
+} kvx_memory_type_t;
+
+typedef enum kvx_layout_t {
+  KVX_LAYOUT_INVALID = 0,
+  KVX_LAYOUT_BLOCK_NHD = 1,        /* [num_blocks, block_size, num_kv_heads, head_dim]                   */
+  KVX_LAYOUT_BLOCK_HND = 2,        /* [num_blocks, num_kv_heads, block_size, head_dim]                   */
+  KVX_LAYOUT_BLOCK_HND_PACKED = 3, /* [num_blocks, num_kv_heads, head_dim/pack, block_size, pack]        */
+  KVX_LAYOUT_BLOCK_CUSTOM = 15     /* 4-D: axes named as NHD; 5-D: as HND_PACKED; strides say the order  */
+} kvx_layout_t;
+
+typedef enum kvx_block_table_format_t {
+  KVX_BLOCK_TABLE_INVALID = 0,
+  KVX_BLOCK_TABLE_PACKED = 1,     /* [seq_count, max_blocks_per_seq] block ids                           */
+  KVX_BLOCK_TABLE_RAGGED = 2,     /* one block id per token, indptr per sequence                         */
+  KVX_BLOCK_TABLE_KV_OFFSETS = 3, /* [seq_count, beam_width, 2, max_blocks_per_seq] KVCacheIndex         */
+  KVX_BLOCK_TABLE_PAGE_CSR = 4    /* since 1.2: one block id per block, indptr, last_page_len            */
+} kvx_block_table_format_t;
+
+typedef enum kvx_block_table_flags_t {
+  KVX_BLOCK_TABLE_FLAG_NONE = 0,
+  KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX = 1 /* indices carry bit 31 = secondary pool; -1 = no block          */
+} kvx_block_table_flags_t;
+
+typedef enum kvx_scale_granularity_t {
+  KVX_SCALE_GRANULARITY_NONE = 0,
+  KVX_SCALE_GRANULARITY_PER_TENSOR = 1,     /* []                                                        */
+  KVX_SCALE_GRANULARITY_PER_BLOCK = 2,      /* [num_blocks]                                              */
+  KVX_SCALE_GRANULARITY_PER_HEAD = 3,       /* [num_kv_heads]                                            */
+  KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD = 4, /* [num_blocks, num_kv_heads]                                */
+  /* since 1.2 */
+  KVX_SCALE_GRANULARITY_PER_TOKEN_HEAD = 5, /* [num_blocks, block_size, num_kv_heads]                    */
+  KVX_SCALE_GRANULARITY_PER_GROUP = 6       /* [num_blocks, block_size, num_kv_heads, head_dim/group]    */
+} kvx_scale_granularity_t;
+
+/* ------------------------------------------------------------------ v1.1 structs: neither move nor grow
+ * `size` is sizeof at the producer; a smaller value is INVALID_ARGUMENT, a larger one is accepted. */
+
+typedef struct kvx_version_t {
+  uint32_t size;      /* bytes of this struct; filled by kvx_get_version                                 */
+  uint32_t abi_major; /* another major cannot be used                                                    */
+  uint32_t abi_minor; /* additions only                                                                  */
+  uint32_t abi_patch; /* no change visible here                                                          */
+} kvx_version_t;
+
+typedef struct kvx_tensor_desc_t {
+  uint32_t size;                       /* bytes of this struct                                           */
+  kvx_dtype_t dtype;                   /* element type                                                   */
+  kvx_layout_t layout;                 /* cache tensors: axes of `shape`; IO tensors: ignored            */
+  kvx_memory_type_t memory;            /* HOST, DEVICE or UNIFIED; UNKNOWN is refused                    */
+  uint32_t ndim;                       /* dimensions used in shape and stride, 1..5                      */
+  int64_t shape[KVX_MAX_TENSOR_DIMS];  /* elements                                                       */
+  int64_t stride[KVX_MAX_TENSOR_DIMS]; /* elements; honoured as given                                    */
+  void* data;                          /* borrowed; NULL only when the tensor has no elements            */
+} kvx_tensor_desc_t;
+
+typedef struct kvx_pool_desc_t {
+  uint32_t size;            /* bytes of this struct; 0 = no pool                                         */
+  kvx_memory_type_t memory; /* where both pools live                                                     */
+  uint32_t bytes_per_block; /* one layer's K (or V) block, bytes; KV_OFFSETS only, else 0                */
+  void* primary;            /* borrowed; base for indices with bit 31 clear, advanced to the layer       */
+  void* secondary;          /* borrowed; base for bit 31 set; NULL = there is none. Must be readable
+                               where the call runs (device calls: mapped pinned memory)                  */
+} kvx_pool_desc_t;
+
+typedef struct kvx_cache_desc_t {
+  uint32_t size;         /* bytes of this struct                                                         */
+  uint32_t num_blocks;   /* blocks; KV_OFFSETS: the bound of an index in either pool                     */
+  uint32_t block_size;   /* tokens in a block                                                            */
+  uint32_t num_kv_heads; /* heads                                                                        */
+  uint32_t head_dim;     /* elements of one head, K and V alike                                          */
+  kvx_tensor_desc_t k;   /* key cache                                                                    */
+  kvx_tensor_desc_t v;   /* value cache; same dtype and layout as k                                      */
+  kvx_pool_desc_t pool;  /* KV_OFFSETS only, else zero                                                   */
+} kvx_cache_desc_t;
+
+typedef struct kvx_block_table_t {
+  uint32_t size;                   /* bytes of this struct                                               */
+  kvx_block_table_format_t format; /* PACKED, RAGGED or KV_OFFSETS                                       */
+  kvx_dtype_t index_dtype;         /* S32 or S64; KV_OFFSETS: S32                                        */
+  kvx_dtype_t indptr_dtype;        /* RAGGED: S32 or S64; otherwise ignored                              */
+  uint32_t seq_count;              /* sequences                                                          */
+  uint32_t beam_width;             /* KV_OFFSETS: beams per sequence; otherwise 1                        */
+  uint32_t max_blocks_per_seq;     /* columns of the table                                               */
+  const void* indices;             /* borrowed; block ids or KVCacheIndex                                */
+  const void* indptr;              /* borrowed; RAGGED: token offsets [seq_count + 1]; else NULL         */
+  uint32_t indices_count;          /* elements behind `indices`                                          */
+  uint32_t indptr_count;           /* RAGGED: seq_count + 1; else 0                                      */
+  uint32_t flags;                  /* kvx_block_table_flags_t; KV_OFFSETS needs KVCACHEINDEX             */
+} kvx_block_table_t;
+
+typedef struct kvx_slot_mapping_t {
+  uint32_t size;         /* bytes of this struct                                                         */
+  kvx_dtype_t dtype;     /* S32 or S64                                                                   */
+  uint32_t token_count;  /* slots; equals the number of IO tokens                                        */
+  int64_t invalid_slot;  /* this slot is skipped, and so is every negative one                           */
+  const void* slots;     /* borrowed; block_id * block_size + offset for each token                      */
+} kvx_slot_mapping_t;
+
+typedef struct kvx_seq_lens_t {
+  uint32_t size;       /* bytes of this struct                                                           */
+  kvx_dtype_t dtype;   /* S32 or S64                                                                     */
+  uint32_t seq_count;  /* sequences; equals the table's                                                  */
+  const void* lengths; /* borrowed; tokens in the cache per sequence                                     */
+} kvx_seq_lens_t;
+
+typedef struct kvx_kv_io_desc_t {
+  uint32_t size;           /* bytes of this struct                                                       */
+  kvx_tensor_desc_t key;   /* write: input; gather: output                                               */
+  kvx_tensor_desc_t value; /* write: input; gather: output                                               */
+  uint32_t num_tokens;     /* write: tokens; gather: output rows                                         */
+  uint32_t num_kv_heads;   /* equals the cache's                                                         */
+  uint32_t head_dim;       /* equals the cache's                                                         */
+} kvx_kv_io_desc_t;
+
+typedef struct kvx_scale_desc_t {
+  uint32_t size;                       /* bytes of this struct; 0 = absent                               */
+  kvx_dtype_t dtype;                   /* F32, F16 or BF16                                               */
+  kvx_scale_granularity_t granularity; /* axes of `shape`, see the enum                                  */
+  uint32_t ndim;                       /* dimensions of `shape`; 0 = one scalar                          */
+  int64_t shape[KVX_MAX_TENSOR_DIMS];  /* elements                                                       */
+  int64_t stride[KVX_MAX_TENSOR_DIMS]; /* elements                                                       */
+  const void* data;                    /* borrowed; NULL = use k_scale / v_scale instead                 */
+} kvx_scale_desc_t;
+
+typedef struct kvx_write_desc_t {
+  uint32_t size;                 /* bytes of this struct                                                 */
+  kvx_kv_io_desc_t io;           /* tokens to write                                                      */
+  kvx_slot_mapping_t slots;      /* where each goes                                                      */
+  const void* k_scale;           /* borrowed; one F32, or NULL = 1; ignored by F16, BF16, F32 caches     */
+  const void* v_scale;           /* the same for V                                                       */
+  kvx_scale_desc_t k_scale_desc; /* FP8 caches; data NULL falls back to k_scale                          */
+  kvx_scale_desc_t v_scale_desc; /* the same for V                                                       */
+} kvx_write_desc_t;
+
+typedef struct kvx_gather_desc_t {
+  uint32_t size;                 /* bytes of this struct                                                 */
+  kvx_kv_io_desc_t io;           /* outputs: [S*L, H, D] or [S, L, H, D]; rows past a length become 0    */
+  kvx_block_table_t block_table; /* which blocks                                                         */
+  kvx_seq_lens_t seq_lens;       /* how many tokens of each sequence                                     */
+  uint32_t max_seq_len;          /* L: rows per sequence in the output                                   */
+} kvx_gather_desc_t;
+
+/* ------------------------------------------------------------------ v1.2 structs
+ * `struct_bytes` is sizeof at the producer: it grows, never shrinks, and a smaller one is INVALID_ARGUMENT.
+ * Zero-fill a struct before setting fields, so that later additions read as absent. */
+
+/* A strided array, described and not owned. */
+typedef struct kvx_array_t {
+  void* data;                          /* borrowed; NULL = absent, or an array of no elements            */
+  uint64_t data_bytes;                 /* bytes readable from `data` on; 0 = unknown, not checked        */
+  int64_t shape[KVX_MAX_TENSOR_DIMS];  /* elements; entries past ndim are ignored                        */
+  int64_t stride[KVX_MAX_TENSOR_DIMS]; /* elements (4-bit types: nibbles); never negative                */
+  uint32_t ndim;                       /* 0..5; 0 = one scalar                                           */
+  int32_t dtype;                       /* kvx_dtype_t                                                    */
+} kvx_array_t;
+
+#define KVX_PLANE_FLAG_SCALE_INLINE 1u /* scales stand in the cell: `scale.data` NULL, see scale_offset */
+
+/* K or V of one cache layer, with the scales that give its bytes a meaning. */
+typedef struct kvx_plane_t {
+  kvx_array_t data;            /* the elements; shape as `layout` says                                   */
+  kvx_array_t scale;           /* axes as `granularity` says. Per token-head and per group: written by
+                                  kvx_write. Coarser: read. data NULL = no scale, or inline              */
+  const float* tensor_scale;   /* borrowed; one F32 that multiplies every scale (nvfp4's global scale,
+                                  v1's k_scale); NULL = 1                                                */
+  int32_t layout;              /* kvx_layout_t                                                           */
+  int32_t granularity;         /* kvx_scale_granularity_t; NONE for F16, BF16, F32                       */
+  uint32_t group_size;         /* elements under one scale, PER_GROUP only, else 0; divides head_dim     */
+  uint32_t flags;              /* KVX_PLANE_FLAG_*; unknown bits must be 0                               */
+  int64_t scale_offset;        /* inline: bytes from a (token, head) row's first byte to its scales      */
+  int32_t scale_dtype;         /* inline: kvx_dtype_t of the scales; separate: ignored                   */
+  uint32_t reserved32;         /* 0                                                                      */
+  uint64_t reserved[2];        /* 0                                                                      */
+} kvx_plane_t;
+
+/* One layer's cache. */
+typedef struct kvx_cache_t {
+  uint32_t version;         /* KVX_ABI_VERSION of the producer; another major is INCOMPATIBLE            */
+  uint32_t struct_bytes;    /* sizeof(kvx_cache_t) at the producer                                       */
+  uint64_t flags;           /* 0                                                                         */
+  int64_t num_blocks;       /* blocks; KV_OFFSETS: bound of an index in the primary pool                 */
+  int64_t block_size;       /* tokens in a block                                                         */
+  int64_t num_kv_heads;     /* heads                                                                     */
+  int64_t k_head_dim;       /* elements of one K head                                                    */
+  int64_t v_head_dim;       /* elements of one V head                                                    */
+  int32_t memory;           /* kvx_memory_type_t of every pointer in the call                            */
+  int32_t device;           /* device ordinal; -1 = the calling thread's current device                  */
+  kvx_plane_t k;            /* keys                                                                      */
+  kvx_plane_t v;            /* values; layout, dtype and head_dim may differ from k's                    */
+  void* pool_primary;       /* KV_OFFSETS only: base of the primary pool, advanced to the layer          */
+  void* pool_secondary;     /* base of the secondary pool; NULL = there is none                          */
+  uint64_t bytes_per_block; /* KV_OFFSETS only: one layer's K (or V) block, bytes                        */
+  int64_t secondary_blocks; /* bound of an index in the secondary pool; 0 = num_blocks                   */
+  uint64_t primary_bytes;   /* bytes readable from pool_primary; 0 = unknown                             */
+  uint64_t secondary_bytes; /* bytes readable from pool_secondary; 0 = unknown                           */
+  uint64_t reserved[4];     /* 0                                                                         */
+} kvx_cache_t;
+
+/* Sequence -> blocks, in any of four encodings. */
+typedef struct kvx_table_t {
+  uint32_t struct_bytes;     /* sizeof(kvx_table_t) at the producer                                      */
+  int32_t format;            /* kvx_block_table_format_t                                                 */
+  kvx_array_t indices;       /* S32 or S64. PACKED [S, M] strided; RAGGED [tokens]; PAGE_CSR [pages];
+                                KV_OFFSETS [S, W, 2, M] or [S*W, 2, M], S32                              */
+  kvx_array_t indptr;        /* RAGGED (tokens) and PAGE_CSR (pages): [S + 1]; else absent               */
+  kvx_array_t last_page_len; /* PAGE_CSR: tokens in each sequence's last page [S]; else absent           */
+  kvx_array_t seq_lens;      /* tokens in the cache [S]; PAGE_CSR: absent, it follows from the pages     */
+  int64_t beam_width;        /* KV_OFFSETS: beams per sequence; else 0 or 1                              */
+  uint64_t reserved[2];      /* 0                                                                        */
+} kvx_table_t;
+
+typedef struct kvx_write_args_t {
+  uint32_t version;          /* KVX_ABI_VERSION of the producer                                          */
+  uint32_t struct_bytes;     /* sizeof(kvx_write_args_t) at the producer                                 */
+  uint64_t flags;            /* 0                                                                        */
+  kvx_array_t k;             /* [T, H, Dk], F16, BF16 or F32, any strides                                */
+  kvx_array_t v;             /* [T, H, Dv]                                                               */
+  kvx_array_t slots;         /* [T], S32 or S64                                                          */
+  int64_t invalid_slot;      /* skipped, as every negative slot is; 0-filled structs must set it (-1)    */
+  kvx_array_t k_token_scale; /* scales given with the tokens, F32: per token-head [T, H], per group
+                                [T, H, G]. Absent = computed from the row                                */
+  kvx_array_t v_token_scale; /* the same for V                                                           */
+  uint64_t* errors;          /* borrowed, where the cache lives: out-of-range slots are added to it on
+                                the device; NULL = not counted. Host calls return OUT_OF_RANGE instead   */
+  uint64_t reserved[4];      /* 0                                                                        */
+} kvx_write_args_t;
+
+typedef struct kvx_gather_args_t {
+  uint32_t version;       /* KVX_ABI_VERSION of the producer                                             */
+  uint32_t struct_bytes;  /* sizeof(kvx_gather_args_t) at the producer                                   */
+  uint64_t flags;         /* 0                                                                           */
+  kvx_array_t k;          /* output, F16, BF16 or F32: [S*L, H, Dk] or [S, L, H, Dk]; with cu_seqlens
+                             [tokens, H, Dk]. S counts beams: sequences * beam_width                     */
+  kvx_array_t v;          /* the same for V                                                              */
+  kvx_table_t table;      /* which blocks, how many tokens                                               */
+  kvx_array_t cu_seqlens; /* packed output: row offsets [S + 1], S32 or S64; absent = padded output      */
+  int64_t max_seq_len;    /* L: rows per sequence (padded), or the longest sequence (packed)             */
+  uint64_t* errors;       /* as in kvx_write_args_t; rows of a bad block id come out as zero             */
+  uint64_t reserved[4];   /* 0                                                                           */
+} kvx_gather_args_t;
+
+typedef struct kvx_amax_args_t {
+  uint32_t version;      /* KVX_ABI_VERSION of the producer                                              */
+  uint32_t struct_bytes; /* sizeof(kvx_amax_args_t) at the producer                                      */
+  uint64_t flags;        /* 0                                                                            */
+  kvx_array_t x;         /* [T, H, D], F16, BF16 or F32, any strides                                     */
+  kvx_array_t slots;     /* [T], S32 or S64: names each token's block; absent = granularity has none     */
+  int64_t invalid_slot;  /* skipped, as every negative slot is                                           */
+  kvx_array_t amax;      /* in and out, F32, axes as `granularity`: each entry becomes the larger of
+                            itself and the |x| it covers. NaN and infinities in x do not count           */
+  int64_t block_size;    /* tokens in a block; PER_BLOCK and PER_BLOCK_HEAD only                         */
+  int32_t granularity;   /* PER_TENSOR, PER_HEAD, PER_BLOCK or PER_BLOCK_HEAD                            */
+  int32_t memory;        /* kvx_memory_type_t of every pointer                                           */
+  int32_t device;        /* device ordinal; -1 = current                                                 */
+  uint32_t reserved32;   /* 0                                                                            */
+  uint64_t* errors;      /* as in kvx_write_args_t                                                       */
+  uint64_t reserved[2];  /* 0                                                                            */
+} kvx_amax_args_t;
+
+/* What this library was built with and found on this machine. Strings live as long as the library. */
+typedef struct kvx_build_info_t {
+  uint32_t struct_bytes;   /* in: sizeof at the caller                                                   */
+  uint32_t has_cuda;       /* 1 = device code is in the library                                          */
+  const char* cuda_archs;  /* "80;90a;120+PTX"; "" without CUDA                                          */
+  const char* simd;        /* "avx512", "avx2", "neon" or "plain": what this machine runs                */
+  int32_t max_threads;     /* OpenMP threads a host call may use; 1 without OpenMP                       */
+  int32_t cuda_devices;    /* devices usable now; 0 without a driver                                     */
+  int32_t cuda_runtime;    /* CUDA runtime version, 1000 * major + 10 * minor; 0 without CUDA            */
+  int32_t cuda_driver;     /* the same for the driver; 0 = no driver                                     */
+} kvx_build_info_t;
+
+/* ------------------------------------------------------------------ calls
+ * `stream` is a cudaStream_t (NULL = the default stream); host calls ignore it. */
+
+/* Fill `version`, including its size. */
+KVX_API kvx_status_t kvx_get_version(kvx_version_t* version);
+/* INCOMPATIBLE when `major` is not this library's, OK otherwise. A newer minor is accepted. */
+KVX_API kvx_status_t kvx_check_version(uint32_t major, uint32_t minor);
+/* The name of a status: "OK", "INVALID_ARGUMENT", ... Never NULL. */
+KVX_API const char* kvx_status_text(kvx_status_t status);
+/* The sentence of the last failed call on this thread; "" when none failed. Valid until the next call on this thread. */
+KVX_API const char* kvx_last_error(void);
+KVX_API kvx_status_t kvx_build_info(kvx_build_info_t* info);
+
+/* v1.1 */
+KVX_API kvx_status_t kvx_validate_cache_desc(const kvx_cache_desc_t* cache);
+KVX_API kvx_status_t kvx_write_kv(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, void* stream);
+KVX_API kvx_status_t kvx_gather_kv(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, void* stream);
+
+/* v1.1, the draft's kernel names: they do the same. The typed ones also require that IO type; tokens_per_seq must divide T. */
+KVX_API kvx_status_t kvx_launch_write_kv(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, void* stream);
+KVX_API kvx_status_t kvx_launch_write_kv_f32(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, void* stream);
+KVX_API kvx_status_t kvx_launch_write_kv_f16(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, void* stream);
+KVX_API kvx_status_t kvx_launch_write_kv_bf16(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, void* stream);
+KVX_API kvx_status_t kvx_launch_write_kv_prefill(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
+                                                 int32_t tokens_per_seq, void* stream);
+KVX_API kvx_status_t kvx_launch_write_kv_prefill_f32(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
+                                                     int32_t tokens_per_seq, void* stream);
+KVX_API kvx_status_t kvx_launch_write_kv_prefill_f16(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
+                                                     int32_t tokens_per_seq, void* stream);
+KVX_API kvx_status_t kvx_launch_write_kv_prefill_bf16(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
+                                                      int32_t tokens_per_seq, void* stream);
+KVX_API kvx_status_t kvx_launch_gather_kv(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, void* stream);
+KVX_API kvx_status_t kvx_launch_gather_kv_f32(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, void* stream);
+KVX_API kvx_status_t kvx_launch_gather_kv_f16(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, void* stream);
+KVX_API kvx_status_t kvx_launch_gather_kv_bf16(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, void* stream);
+
+/* v1.2. The validate calls run every check of the call that does not read device memory, and move nothing. */
+KVX_API kvx_status_t kvx_validate_cache(const kvx_cache_t* cache);
+KVX_API kvx_status_t kvx_validate_write(const kvx_cache_t* cache, const kvx_write_args_t* args);
+KVX_API kvx_status_t kvx_validate_gather(const kvx_cache_t* cache, const kvx_gather_args_t* args);
+/* Put each token's K and V into its slot. Two tokens with one slot: one of them wins, unspecified which. */
+KVX_API kvx_status_t kvx_write(const kvx_cache_t* cache, const kvx_write_args_t* args, void* stream);
+/* Read sequences out of the cache, dequantised, in order. */
+KVX_API kvx_status_t kvx_gather(const kvx_cache_t* cache, const kvx_gather_args_t* args, void* stream);
+/* The largest |x| per tensor, head, block or block-head: what a scale is made from. */
+KVX_API kvx_status_t kvx_amax(const kvx_amax_args_t* args, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* KVX_ABI_H */

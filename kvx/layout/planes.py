@@ -1,0 +1,119 @@
+"""From a spec to the dimensions of its cache tensors, and from tensors to K and V views.
+
+A `PlaneMap` says where each axis of K or V lies in a tensor: stride of the axis = tensor stride of `dim` times `mul`.
+The native door and the torch definition both address the cache through it, so strides are honoured in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from kvx.errors import BadArgument
+from kvx.layout.axes import Axis, Layout, PlaneLayout
+from kvx.spec.cache_spec import CacheSpec, PlaneSpec
+
+WHOLE = ("block", "token", "head", "dim")
+SPLIT = ("block", "head", "dim/", "token", "dim%")
+
+
+class PlaneMap(NamedTuple):
+    buffer: int  # which cache tensor
+    shape: tuple[int, ...]  # of that tensor
+    axes: tuple[str, ...]  # WHOLE or SPLIT
+    sizes: tuple[int, ...]  # of each axis, in elements
+    units: tuple[int, ...]  # of each axis, in the tensor's own units (bytes for 4-bit and inline formats)
+    dim: tuple[int, ...]
+    mul: tuple[int, ...]
+    offset_dim: int  # -1: the plane starts where the tensor does
+    offset_mul: int
+
+
+@lru_cache(maxsize=256)
+def plane_maps(spec: CacheSpec) -> tuple[PlaneMap, PlaneMap]:
+    layout = Layout.parse(spec.layout)
+    return _map(spec, layout.k, 0), _map(spec, layout.v, 1)
+
+
+def cache_shapes(spec: CacheSpec) -> tuple[tuple[int, ...], ...]:
+    """The shape of each cache tensor of one layer: one, or K's and V's."""
+    k, v = plane_maps(spec)
+    return (k.shape,) if v.buffer == 0 else (k.shape, v.shape)
+
+
+def cache_tensors(cache: torch.Tensor | Sequence[torch.Tensor], spec: CacheSpec) -> tuple[torch.Tensor, ...]:
+    tensors = (cache,) if isinstance(cache, torch.Tensor) else tuple(cache)
+    shapes = cache_shapes(spec)
+    if len(tensors) != len(shapes):
+        raise BadArgument(
+            f"cache has {len(tensors)} tensors; layout {spec.layout!r} has {len(shapes)}. Pass "
+            + ("(k_cache, v_cache)." if len(shapes) == 2 else "one tensor that holds K and V.")
+        )
+    return tensors
+
+
+def views(cache: torch.Tensor | Sequence[torch.Tensor], spec: CacheSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as strided views: [block, token, head, dim], or [block, head, dim/x, token, dim%x] for split layouts."""
+    tensors = cache_tensors(cache, spec)
+    k, v = (_view(tensors[m.buffer], m) for m in plane_maps(spec))
+    return k, v
+
+
+def _view(tensor: torch.Tensor, m: PlaneMap) -> torch.Tensor:
+    if tuple(tensor.shape) != m.shape:
+        raise BadArgument(f"cache is {list(tensor.shape)}; the spec makes it {list(m.shape)}.")
+    strides = [tensor.stride(d) * mul for d, mul in zip(m.dim, m.mul, strict=True)]
+    offset = tensor.storage_offset() + (tensor.stride(m.offset_dim) * m.offset_mul if m.offset_dim >= 0 else 0)
+    return tensor.as_strided(m.units, strides, offset)
+
+
+def _map(spec: CacheSpec, plane: PlaneLayout, index: int) -> PlaneMap:
+    this, other = spec.plane(index), spec.plane(1 - index)
+    is_split = any(axis.part for dim in plane.dims for axis in dim)
+    names = SPLIT if is_split else WHOLE
+    place: dict[str, tuple[int, int]] = {}
+    offset = (-1, 0)
+    shape = []
+    for i, dim in enumerate(plane.dims):
+        fused_kv = len(dim) > 1 and any(axis.name == "kv" for axis in dim) and dim[-1].name == "dim"
+        size = 1
+        for axis in reversed(dim):  # innermost first: each axis steps over the ones inside it
+            if axis.name == "kv":
+                # K first. With dim inside, V starts after K's row; otherwise after one step of what is inside.
+                step = spec.plane(0).row_units if fused_kv and size == this.row_units else size
+                offset = (i, step) if index == 1 else offset
+                size = this.row_units + other.row_units if fused_kv and size == this.row_units else 2 * size
+            else:
+                place[axis.name + axis.part] = (i, size)
+                size *= _units(spec, this, axis)
+        shape.append(size)
+    sizes = {"block": spec.num_blocks, "token": spec.block_size, "head": spec.num_kv_heads, "dim": this.head_dim}
+    units = {**sizes, "dim": this.head_dim * this.format.element.bits // (8 * this.unit_bytes)}
+    if is_split:
+        pack = this.pack(next(axis.factor for dim in plane.dims for axis in dim if axis.part))
+        pack_units = pack * this.format.element.bits // (8 * this.unit_bytes)
+        sizes |= {"dim/": this.head_dim // pack, "dim%": pack}
+        units |= {"dim/": this.head_dim // pack, "dim%": pack_units}
+    return PlaneMap(
+        buffer=plane.buffer,
+        shape=tuple(shape),
+        axes=names,
+        sizes=tuple(sizes[n] for n in names),
+        units=tuple(units[n] for n in names),
+        dim=tuple(place[n][0] for n in names),
+        mul=tuple(place[n][1] for n in names),
+        offset_dim=offset[0],
+        offset_mul=offset[1],
+    )
+
+
+def _units(spec: CacheSpec, plane: PlaneSpec, axis: Axis) -> int:
+    if axis.name == "dim":
+        if not axis.part:
+            return plane.row_units
+        pack = plane.pack(axis.factor)
+        return plane.head_dim // pack if axis.part == "/" else pack * plane.format.element.bits // (8 * plane.unit_bytes)
+    return {"block": spec.num_blocks, "token": spec.block_size, "head": spec.num_kv_heads}[axis.name]

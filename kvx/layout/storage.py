@@ -1,0 +1,44 @@
+"""Tensors for a spec: what `write` and `gather` take, allocated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvx.layout.planes import cache_shapes
+from kvx.spec.cache_spec import CacheSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """One layer's cache tensors and, where the format has them apart, its scales."""
+
+    cache: Tensor | tuple[Tensor, Tensor]
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+    def scales(self) -> dict[str, Tensor | None]:
+        """The keyword arguments of `write` and `gather`."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+
+def allocate(spec: CacheSpec, device: str | torch.device = "cpu") -> Storage:
+    """Zeroed cache tensors and scales of one."""
+    tensors = []
+    for shape, plane in zip(cache_shapes(spec), spec.planes, strict=False):
+        whole = not plane.format.is_inline and plane.format.element.bits >= 8
+        dtype = getattr(torch, plane.format.element.torch_name) if whole else torch.uint8
+        tensors.append(torch.zeros(shape, dtype=dtype, device=device))
+    cache = tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
+    return Storage(cache, *(_scale(spec, i, device) for i in (0, 1)))
+
+
+def _scale(spec: CacheSpec, index: int, device: str | torch.device) -> Tensor | None:
+    shape, scale = spec.scale_shape(index), spec.plane(index).format.scale
+    if shape is None or scale is None:
+        return None
+    if scale.bits == 8:  # e4m3 and e8m0 both spell 1.0 in one byte
+        return torch.full(shape, 0x38 if scale.name == "fp8_e4m3" else 127, dtype=torch.uint8, device=device)
+    return torch.ones(shape, dtype=getattr(torch, scale.torch_name), device=device)

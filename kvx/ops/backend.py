@@ -1,0 +1,94 @@
+"""Who computes: torch (any device, the definition), cpu and cuda (native). Chosen by where the cache is, or by name.
+
+A native backend that is missing is said aloud, once, when this module is imported; `kvx inspect` prints the same.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument, KvxWarning, OutOfRange, Unsupported
+from kvx.ops import native
+
+BACKENDS = ("torch", "cpu", "cuda")
+
+if not native.HAS_CPU:
+    warnings.warn("libkvx is not built: every op runs on the torch backend. In a source checkout run `make build`.", KvxWarning, stacklevel=2)
+elif torch.cuda.is_available() and not native.HAS_CUDA:
+    warnings.warn(
+        "libkvx was built without CUDA and torch sees a GPU: ops on it run on the torch backend. Rebuild with nvcc on PATH.",
+        KvxWarning,
+        stacklevel=2,
+    )
+
+
+@dataclass
+class _Debug:
+    is_on: bool = False
+
+
+_debug = _Debug()
+
+
+def debug(on: bool = True) -> None:
+    """Check device calls as host calls are: each one waits for the device and raises OutOfRange for bad slots and block ids."""
+    _debug.is_on = on
+
+
+def is_debug() -> bool:
+    return _debug.is_on
+
+
+def reason_missing(backend: str) -> str | None:
+    """Why a backend cannot be used here; None when it can."""
+    if backend == "torch" or (backend == "cpu" and native.HAS_CPU) or (backend == "cuda" and native.HAS_CUDA):
+        return None
+    if not native.HAS_CPU:
+        return "libkvx is not built; run `make build`"
+    if native.INFO is not None and not native.INFO.has_cuda:
+        return "libkvx was built without CUDA; rebuild with nvcc on PATH or CUDA_HOME set"
+    return "no CUDA device or driver on this machine"
+
+
+def choose(call: str, backend: str, tensor: Tensor) -> str:
+    """The backend a call runs on. `auto` is the native one of the tensor's device where it exists, torch otherwise."""
+    device = tensor.device.type
+    if backend == "auto":
+        return device if device in ("cpu", "cuda") and reason_missing(device) is None else "torch"
+    if backend not in BACKENDS:
+        raise BadArgument(f'{call}(): backend is "{backend}"; it is auto, torch, cpu or cuda.')
+    reason = reason_missing(backend)
+    if reason is not None:
+        raise Unsupported(f'{call}(): backend "{backend}" is not there: {reason}. backend="torch" runs anywhere.')
+    if backend != "torch" and backend != device:
+        raise BadArgument(f'{call}(): backend is "{backend}" and the cache is on {device}. Use backend="auto", or move the cache.')
+    return backend
+
+
+def as_tensor(call: str, name: str, x: object) -> Tensor:
+    """A torch view of anything with `__dlpack__` (NumPy, CuPy, JAX). Memory is shared, not copied."""
+    if isinstance(x, Tensor):
+        return x
+    if hasattr(x, "__dlpack__"):
+        return torch.from_dlpack(x)  # type: ignore[attr-defined]
+    raise BadArgument(f"{call}(): {name} is {type(x).__name__}; it is a torch tensor or has __dlpack__.")
+
+
+class ErrorCounter:
+    """The device's count of bad indices, read when debugging. Used as `with`: raises on leaving."""
+
+    def __init__(self, call: str, device: torch.device):
+        self.call = call
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+
+    def __enter__(self) -> Tensor:
+        return self.count
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        bad = int(self.count)
+        if kind is None and bad:
+            raise OutOfRange(f"{self.call}(): {bad} slots or block ids are outside the cache; those rows were skipped (written) or zeroed (gathered).")

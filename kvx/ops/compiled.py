@@ -1,0 +1,71 @@
+"""torch.compile: the same ops as opaque custom ops, taken only while compiling, so that eager calls never pay for them.
+
+Specs cross as their manifest (a string), tables as their tensors. The custom op calls the public function again, eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.manifest import from_json, to_json
+
+_parse = lru_cache(maxsize=256)(from_json)
+_SCALES = "Tensor? k_scale, Tensor? v_scale, Tensor? k_tensor_scale, Tensor? v_tensor_scale"
+_library = torch.library.Library("kvx", "DEF")
+_library.define(
+    "write(Tensor(a!)[] cache, Tensor k, Tensor v, Tensor slot_mapping, str spec, Tensor(b!)? k_scale, Tensor(c!)? v_scale, "
+    "Tensor? k_tensor_scale, Tensor? v_tensor_scale, Tensor? k_token_scale, Tensor? v_token_scale, Tensor(d!)? errors, str backend) -> ()"
+)
+_library.define(
+    f"gather(Tensor[] cache, Tensor[] table, Tensor(a!) k, Tensor(b!) v, str spec, int kind, int max_seq_len, Tensor? cu_seqlens, {_SCALES}, "
+    "Tensor(c!)? errors, str backend) -> ()"
+)
+
+
+@torch.library.impl(_library, "write", "CompositeExplicitAutograd")
+def _write(cache, k, v, slots, spec, k_scale, v_scale, k_tensor, v_tensor, k_token, v_token, errors, backend):  # type: ignore[no-untyped-def]
+    from kvx.ops.write import write as eager
+
+    eager(
+        cache[0] if len(cache) == 1 else tuple(cache), k, v, slot_mapping=slots, spec=_parse(spec), k_scale=k_scale, v_scale=v_scale,
+        k_tensor_scale=k_tensor, v_tensor_scale=v_tensor, k_token_scale=k_token, v_token_scale=v_token, errors=errors, backend=backend,
+    )  # fmt: skip
+
+
+@torch.library.impl(_library, "gather", "CompositeExplicitAutograd")
+def _gather(cache, table, k, v, spec, kind, max_seq_len, cu, k_scale, v_scale, k_tensor, v_tensor, errors, backend):  # type: ignore[no-untyped-def]
+    from kvx.ops.gather import gather as eager
+    from kvx.tables import KvOffsetsTable, PackedTable, PageCsrTable, RaggedTable
+
+    kinds = {t.code: t for t in (PackedTable, RaggedTable, PageCsrTable, KvOffsetsTable)}
+    eager(
+        cache[0] if len(cache) == 1 else tuple(cache), kinds[kind](*table), spec=_parse(spec), max_seq_len=max_seq_len, cu_seqlens=cu, out=(k, v),
+        k_scale=k_scale, v_scale=v_scale, k_tensor_scale=k_tensor, v_tensor_scale=v_tensor, errors=errors, backend=backend,
+    )  # fmt: skip
+
+
+for _name in ("write", "gather"):
+    torch.library.register_fake(f"kvx::{_name}", lambda *args: None, lib=_library)
+
+
+def write(cache, k, v, slots, spec: CacheSpec, extra: tuple[Tensor | None, ...], backend: str) -> None:  # type: ignore[no-untyped-def]
+    torch.ops.kvx.write(_as_list(cache), k, v, slots, _text(spec), *extra, backend)
+
+
+def gather(cache, table, k, v, spec: CacheSpec, max_seq_len: int, cu, extra: tuple[Tensor | None, ...], backend: str) -> None:  # type: ignore[no-untyped-def]
+    tensors = [t for t in vars(table).values() if isinstance(t, Tensor)]
+    torch.ops.kvx.gather(_as_list(cache), tensors, k, v, _text(spec), table.code, max_seq_len, cu, *extra[:4], extra[-1], backend)
+
+
+@torch.compiler.assume_constant_result
+def _text(spec: CacheSpec) -> str:
+    return to_json(spec)
+
+
+def _as_list(cache: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [cache] if isinstance(cache, Tensor) else list(cache)

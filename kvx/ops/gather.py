@@ -1,0 +1,240 @@
+"""gather: read sequences out of the cache, in order, dequantised. The torch body below is the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument, OutOfRange
+from kvx.layout.planes import cache_tensors, views
+from kvx.ops import backend as backends
+from kvx.ops import compiled, native, scales
+from kvx.quant.numbers import decode, torch_dtype
+from kvx.spec.cache_spec import CacheSpec
+from kvx.tables import KvOffsetsTable, PackedTable, PageCsrTable, RaggedTable, Table
+
+_IO = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def gather(
+    cache: Tensor | Sequence[Tensor],  # as in write; KvOffsetsTable: the primary pool, or (primary, secondary)
+    table: Table,
+    *,
+    spec: CacheSpec,
+    max_seq_len: int | None = None,  # rows per sequence; None: the longest (reads seq_lens, so host only)
+    cu_seqlens: Tensor | None = None,  # [batch + 1]: packed output [tokens, num_kv_heads, head_dim]
+    dtype: torch.dtype | None = None,  # of the output; None: the cache's, or bfloat16 for a quantised one
+    out: tuple[Tensor, Tensor] | None = None,  # K and V to fill; 3-D [batch * max_seq_len, ...] or 4-D
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_tensor_scale: Tensor | None = None,
+    v_tensor_scale: Tensor | None = None,
+    errors: Tensor | None = None,  # one int64 on the device: bad block ids are added to it
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """K and V of every sequence: [batch, max_seq_len, num_kv_heads, head_dim], zero past each length.
+
+    With `cu_seqlens`, rows are packed: sequence s fills [cu_seqlens[s], cu_seqlens[s + 1]). A block id outside the cache
+    raises OutOfRange on the host before anything is read; on a device its rows are zero and are counted in `errors`.
+    """
+    extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, None, None, errors)
+    if torch.compiler.is_compiling():
+        if max_seq_len is None:
+            raise BadArgument("gather(): max_seq_len is None; under torch.compile give it, since lengths are not known then.")
+        k, v = _outputs(cache, table, spec, max_seq_len, cu_seqlens, dtype, out)
+        compiled.gather(cache, table, k, v, spec, max_seq_len, cu_seqlens, extra, backend)
+        return k, v
+    tensors = tuple(backends.as_tensor("gather", "cache", c) for c in ((cache,) if isinstance(cache, Tensor) else cache))
+    if not isinstance(table, KvOffsetsTable):
+        cache_tensors(tensors, spec)
+    if max_seq_len is None:
+        lengths = table.lengths(spec.block_size)
+        if not lengths.is_cpu:
+            raise BadArgument("gather(): max_seq_len is None and the lengths are on a device; give it, so that nothing waits.")
+        max_seq_len = max(1, int(lengths.max())) if lengths.numel() else 1
+    scales.require("gather", spec, extra)
+    k, v = _outputs(tensors, table, spec, max_seq_len, cu_seqlens, dtype, out)
+    if backends.choose("gather", backend, tensors[0]) == "torch":
+        _gather_torch(tensors, table, k, v, spec, max_seq_len, cu_seqlens, extra)
+    elif tensors[0].is_cuda and backends.is_debug() and errors is None:
+        with backends.ErrorCounter("gather", tensors[0].device) as count:
+            _gather_native(tensors, table, k, v, spec, max_seq_len, cu_seqlens, (*extra[:-1], count))
+    else:
+        _gather_native(tensors, table, k, v, spec, max_seq_len, cu_seqlens, extra)
+    return k, v
+
+
+def _outputs(
+    cache: Tensor | Sequence[Tensor], table: Table, spec: CacheSpec, max_seq_len: int, cu: Tensor | None, dtype: torch.dtype | None,
+    out: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if out is not None:
+        return out
+    first = cache if isinstance(cache, Tensor) else cache[0]
+    element = spec.plane(0).format.element
+    dtype = dtype or (torch.bfloat16 if element.is_quantised else torch_dtype(element))
+    if dtype not in _IO:
+        raise BadArgument(f"gather(): dtype is {dtype}; it is float16, bfloat16 or float32.")
+    if cu is not None and not torch.compiler.is_compiling():
+        if not cu.is_cpu:
+            raise BadArgument("gather(): cu_seqlens is on a device, so the number of rows is not known here; give `out`.")
+        rows: tuple[int, ...] = (int(cu[-1]),)
+    elif cu is not None:
+        raise BadArgument("gather(): with cu_seqlens under torch.compile, give `out`.")
+    else:
+        rows = (table.num_seqs, max_seq_len)
+    k, v = (torch.empty(*rows, spec.num_kv_heads, p.head_dim, dtype=dtype, device=first.device) for p in spec.planes)
+    return k, v
+
+
+def table_tensors(table: Table) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(indices, indptr, last_page_len, seq_lens)"""
+    match table:
+        case PackedTable():
+            return table.block_table, None, None, table.seq_lens
+        case RaggedTable():
+            return table.indices, table.indptr, None, table.seq_lens
+        case PageCsrTable():
+            return table.indices, table.indptr, table.last_page_len, None
+        case KvOffsetsTable():
+            return table.offsets, None, None, table.seq_lens
+    raise BadArgument(f"gather(): table is {type(table).__name__}; it is one of kvx.tables.")
+
+
+def _gather_native(
+    tensors: tuple[Tensor, ...], table: Table, k: Tensor, v: Tensor, spec: CacheSpec, max_seq_len: int, cu: Tensor | None,
+    extra: tuple[Tensor | None, ...],
+) -> None:  # fmt: skip
+    second = tensors[1] if len(tensors) > 1 else None
+    handles, keep = native.handles(tensors[0], second, k, v, *table_tensors(table), cu, *extra)
+    c0, c1, hk, hv, indices, indptr, last, lens, hcu, *rest = handles
+    pooled = isinstance(table, KvOffsetsTable)
+    door: object
+    if pooled:
+        door = native.pooled_door_spec(spec)
+        address, per_block = native.ctypes.addressof(door), block_bytes(spec)
+        args = native.TableArgs(indices, None, None, lens, hcu, c0, c1, table.code, table.beam_width, max_seq_len, per_block)
+    else:
+        address = native.door_spec(spec)
+        args = native.TableArgs(indices, indptr, last, lens, hcu, None, None, table.code, 1, max_seq_len, 0)
+    table_args, extra_args = native.ctypes.addressof(args), native.Extra(*rest)
+    status = native.gather_call(
+        address, None if pooled else c0, None if pooled else c1, hk, hv, table_args, native.ctypes.addressof(extra_args), native.stream_of(tensors[0])
+    )
+    del keep
+    if status:
+        native.raise_status(status)
+
+
+def block_bytes(spec: CacheSpec) -> int:
+    """KV_OFFSETS: bytes of one layer's K (or V) block, the larger of the two."""
+    return spec.block_size * spec.num_kv_heads * max(p.format.row_bytes(p.head_dim) for p in spec.planes)
+
+
+def _gather_torch(
+    tensors: tuple[Tensor, ...], table: Table, k: Tensor, v: Tensor, spec: CacheSpec, max_seq_len: int, cu: Tensor | None,
+    extra: tuple[Tensor | None, ...],
+) -> None:  # fmt: skip
+    seq, pos, rows = _positions(table, max_seq_len, cu, k, v, spec)
+    length = table.lengths(spec.block_size)
+    impossible = length < 0
+    inside = pos < length[seq]
+    if isinstance(table, KvOffsetsTable):
+        _gather_pools(tensors, table, (k, v), spec, seq, pos, inside, rows, extra, impossible)
+        return
+    found = table.find(seq[inside], pos[inside], spec.block_size, spec.num_blocks)
+    _report(found.is_bad, impossible, extra[-1], spec.num_blocks, seq[inside], pos[inside])
+    keep = found.is_found
+    block, offset = found.k_block[keep], (pos[inside] % spec.block_size)[keep]
+    for view, out, i in zip(views(tensors, spec), (k, v), (0, 1), strict=True):
+        out.zero_()
+        if view.dim() == 5:
+            view = view.permute(0, 3, 1, 2, 4)
+        units = view[block, offset].flatten(2)
+        factor = scales.read(tensors, spec, i, block, offset, extra[i], extra[2 + i])
+        _flat(out)[rows[inside][keep]] = decode(units, spec.plane(i).format.element, factor, out.dtype)
+
+
+def _positions(table: Table, max_seq_len: int, cu: Tensor | None, k: Tensor, v: Tensor, spec: CacheSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """(sequence, position, output row) of every output row."""
+    device = k.device
+    for out, plane in zip((k, v), spec.planes, strict=True):
+        want = {(table.num_seqs * max_seq_len,), (table.num_seqs, max_seq_len)}
+        if list(out.shape[-2:]) != [spec.num_kv_heads, plane.head_dim] or (cu is None and tuple(out.shape[:-2]) not in want):
+            raise BadArgument(f"gather(): {plane.name} is {list(out.shape)}; {table.num_seqs} sequences of {max_seq_len} do not fit.")
+    if cu is None:
+        seq = torch.arange(table.num_seqs, device=device).repeat_interleave(max_seq_len)
+        pos = torch.arange(max_seq_len, device=device).repeat(table.num_seqs)
+        return seq, pos, torch.arange(seq.shape[0], device=device)
+    starts, counts = cu.to(torch.int64)[:-1], cu.to(torch.int64).diff()
+    bad = (starts < 0) | (counts < 0) | (counts > max_seq_len) | (starts + counts > k.shape[0])
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        raise OutOfRange(f"gather(): cu_seqlens[{at}..{at + 1}] is not a range of at most max_seq_len {max_seq_len} rows inside the {k.shape[0]} of the output.")
+    seq = torch.repeat_interleave(torch.arange(table.num_seqs, device=device), counts)
+    pos = torch.arange(seq.shape[0], device=device) - (counts.cumsum(0) - counts)[seq]
+    return seq, pos, starts[seq] + pos
+
+
+def _report(bad: Tensor, impossible: Tensor, errors: Tensor | None, num_blocks: int, seq: Tensor, pos: Tensor) -> None:
+    if not bool(bad.any()) and not bool(impossible.any()):
+        return
+    if bad.is_cpu or backends.is_debug():
+        if bool(impossible.any()):
+            raise OutOfRange(f"gather(): sequence {int(impossible.nonzero()[0])} has a negative or impossible length.")
+        at = int(bad.nonzero()[0])
+        raise OutOfRange(
+            f"gather(): block_table of sequence {int(seq[at])} has no block inside the cache (num_blocks {num_blocks}) for position {int(pos[at])}."
+        )
+    if errors is not None:
+        errors += bad.sum() + impossible.sum()
+
+
+def _flat(out: Tensor) -> Tensor:
+    return out if out.dim() == 3 else out.view(-1, *out.shape[2:])
+
+
+def _gather_pools(
+    pools: tuple[Tensor, ...], table: KvOffsetsTable, outs: tuple[Tensor, Tensor], spec: CacheSpec, seq: Tensor, pos: Tensor, inside: Tensor,
+    rows: Tensor, extra: tuple[Tensor | None, ...], impossible: Tensor,
+) -> None:  # fmt: skip
+    """KV_OFFSETS: K and V are addressed apart, each in the primary or the secondary pool."""
+    per_block = block_bytes(spec)
+    flat = [p.reshape(-1).view(torch.uint8) for p in pools]
+    bound = [spec.num_blocks, flat[1].numel() // per_block if len(flat) > 1 else 0]
+    k_value, v_value, in_table = table.rows(seq[inside], pos[inside], spec.block_size)
+    offset = pos[inside] % spec.block_size
+    bads, plans = [], []
+    for value in (k_value, v_value):
+        secondary, index = (value < 0).long(), value & 0x7FFFFFFF
+        none = in_table & (value == -1)
+        good = in_table & ~none & (index < torch.tensor(bound, device=value.device)[secondary])
+        bads.append(~good & ~none)
+        plans.append((secondary, index, good))
+    _report(bads[0] | bads[1], impossible, extra[-1], spec.num_blocks, seq[inside], pos[inside])
+    for i, (out, (secondary, index, good)) in enumerate(zip(outs, plans, strict=True)):
+        out.zero_()
+        plane = spec.plane(i)
+        dense = native.pooled_door_spec(spec).cache
+        data = (dense.v if i else dense.k).data
+        axes = 4 if data.ndim == 4 else 5
+        unit = torch_dtype(plane.format.element)
+        for which, pool in enumerate(flat):
+            mine = good & (secondary == which)
+            num = pool.numel() // per_block
+            typed = pool[: num * per_block].view(unit).view(num, -1)
+            shape, stride = list(data.shape)[1:axes], list(data.stride)[1:axes]
+            view = typed.as_strided((num, *shape), (typed.stride(0), *stride), typed.storage_offset())
+            view = view if axes == 4 and _token_axis(spec, i) == 1 else view.permute(0, 3, 1, 2, 4)
+            units = view[index[mine], offset[mine]]
+            factor = scales.read(pools, spec, i, index[mine], offset[mine], extra[i], extra[2 + i])
+            units = units.flatten(2)
+            _flat(out)[rows[inside][mine]] = decode(units, plane.format.element, factor, out.dtype)
+
+
+def _token_axis(spec: CacheSpec, index: int) -> int:
+    from kvx.layout.planes import plane_maps
+
+    return plane_maps(spec)[index].axes.index("token")

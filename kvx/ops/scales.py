@@ -1,0 +1,110 @@
+"""Scales inside an op: which tensors a format needs, where a row's scale stands, and settling it when a row is written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument
+from kvx.layout.planes import plane_maps, views
+from kvx.quant.scales import finite_amax, load_scale, round_scale, scale_from_amax
+from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.formats import Granularity
+
+NAMES = ("k_scale", "v_scale", "k_tensor_scale", "v_tensor_scale", "k_token_scale", "v_token_scale", "errors")
+_SHAPE_OF = {
+    Granularity.BLOCK: "[num_blocks]",
+    Granularity.HEAD: "[num_kv_heads]",
+    Granularity.BLOCK_HEAD: "[num_blocks, num_kv_heads]",
+    Granularity.TOKEN_HEAD: "[num_blocks, block_size, num_kv_heads]",
+    Granularity.GROUP: "[num_blocks, block_size, num_kv_heads, groups]",
+}
+
+
+def require(call: str, spec: CacheSpec, extra: tuple[Tensor | None, ...]) -> None:
+    """Refuse scales that the format does not have, and miss the ones it does."""
+    for i, plane in enumerate(spec.planes):
+        scale, tensor_scale, token_scale = extra[i], extra[2 + i], extra[4 + i]
+        name, fmt = f"{plane.name}_scale", plane.format
+        shape = spec.scale_shape(i)
+        if scale is not None and shape is None:
+            why = "keeps its scales inline" if fmt.is_inline else "takes no scales"
+            raise BadArgument(f"{call}(): {name} is given, but format {fmt} {why}.")
+        if scale is None and shape is not None and fmt.granularity > Granularity.TENSOR:
+            raise BadArgument(f"{call}(): format {fmt} needs {name} {_SHAPE_OF[fmt.granularity]} = {list(shape)}.")
+        if scale is not None and shape is not None and tuple(scale.shape) != shape and not (shape == () and tuple(scale.shape) == (1,)):
+            raise BadArgument(f"{call}(): {name} is {list(scale.shape)}; format {fmt} makes it {list(shape)}.")
+        if tensor_scale is not None and not fmt.element.is_quantised:
+            raise BadArgument(f"{call}(): {plane.name}_tensor_scale is given, but format {fmt} takes no scales.")
+        if token_scale is not None and not fmt.granularity.is_stored_per_token:
+            raise BadArgument(f"{call}(): {plane.name}_token_scale is given, but format {fmt} has no scale per token.")
+
+
+def settle(
+    caches: tuple[Tensor, ...], spec: CacheSpec, index: int, x: Tensor, block: Tensor, offset: Tensor,
+    scale: Tensor | None, tensor_scale: Tensor | None, given: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """The factor for each element of x [T, H, D], stored first where it is per token. None is 1."""
+    plane = spec.plane(index)
+    fmt = plane.format
+    if not fmt.granularity.is_stored_per_token:
+        return read(caches, spec, index, block, offset, scale, tensor_scale)
+    assert fmt.scale is not None
+    groups = fmt.num_groups(plane.head_dim)
+    if given is None:
+        s = scale_from_amax(finite_amax(x.unflatten(-1, (groups, -1)), -1), fmt, tensor_scale)  # [T, H, G]
+    else:
+        s = given.to(torch.float32).reshape(*x.shape[:2], groups)
+    stored = round_scale(s, fmt.scale)
+    target = inline_view(caches, spec, index) if fmt.is_inline else scale
+    assert target is not None
+    if target.dim() == 3:
+        stored = stored.squeeze(-1)
+    target.view(stored.dtype)[block, offset] = stored
+    return read(caches, spec, index, block, offset, scale, tensor_scale)
+
+
+def read(
+    caches: tuple[Tensor, ...], spec: CacheSpec, index: int, block: Tensor, offset: Tensor,
+    scale: Tensor | None, tensor_scale: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """The factor of each row at (block, offset), shaped to multiply [..., H, D]. None is 1."""
+    plane = spec.plane(index)
+    fmt = plane.format
+    if fmt.scale is None:
+        return None
+    if fmt.is_inline:
+        scale = inline_view(caches, spec, index)
+        scale = scale if fmt.group_size else scale.squeeze(-1)
+    if scale is None:
+        return tensor_scale
+    kind = fmt.granularity
+    at = {
+        Granularity.TENSOR: lambda s: s.reshape(()),
+        Granularity.BLOCK: lambda s: s[block][..., None, None],
+        Granularity.HEAD: lambda s: s[:, None],
+        Granularity.BLOCK_HEAD: lambda s: s[block][..., None],
+        Granularity.TOKEN_HEAD: lambda s: s[block, offset][..., None],
+        Granularity.GROUP: lambda s: s[block, offset],
+    }[kind](scale)
+    factor = load_scale(at, fmt.scale)
+    if tensor_scale is not None:
+        factor = factor * tensor_scale
+    return factor.repeat_interleave(fmt.group_size, dim=-1) if kind == Granularity.GROUP else factor
+
+
+def inline_view(caches: tuple[Tensor, ...], spec: CacheSpec, index: int) -> Tensor:
+    """Inline scales as [num_blocks, block_size, num_kv_heads, groups] of the scale's type: a view into the cells."""
+    plane = spec.plane(index)
+    scale = plane.format.scale
+    assert scale is not None
+    cells = views(caches, spec)[index]  # bytes [block, token, head, dim]
+    size = scale.bits // 8
+    dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}.get(scale.name, torch.uint8)
+    elements = plane.head_dim * plane.format.element.bits // 8
+    # as_strided by hand: Tensor.view(dtype) wants the last dimension to divide, and a cell's bytes are elements and scales.
+    raw = caches[plane_maps(spec)[index].buffer]
+    flat = torch.empty(0, dtype=dtype, device=raw.device).set_(raw.untyped_storage())  # type: ignore[call-overload]
+    byte_offset = cells.storage_offset() + elements
+    strides = [s // size for s in cells.stride()[:3]]
+    return flat.as_strided((*cells.shape[:3], plane.format.num_groups(plane.head_dim)), (*strides, 1), byte_offset // size)

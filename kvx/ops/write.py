@@ -1,0 +1,147 @@
+"""write: put each token's K and V into its slot. The torch body below is the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument, OutOfRange
+from kvx.layout.planes import cache_tensors, views
+from kvx.ops import backend as backends
+from kvx.ops import compiled, native, scales
+from kvx.quant.numbers import encode
+from kvx.spec.cache_spec import CacheSpec
+
+_is_compiling = torch.compiler.is_compiling
+
+
+def write(
+    cache: Tensor | Sequence[Tensor],  # the tensor, or (K, V), that spec.layout describes; changed in place
+    k: Tensor,  # [num_tokens, num_kv_heads, head_dim] f16, bf16 or f32
+    v: Tensor,  # [num_tokens, num_kv_heads, v_head_dim]
+    *,
+    slot_mapping: Tensor,  # [num_tokens] int32 or int64; negative skips the token
+    spec: CacheSpec,
+    k_scale: Tensor | None = None,  # spec.scale_shape(0); per token-head and per group: written
+    v_scale: Tensor | None = None,  # spec.scale_shape(1)
+    k_tensor_scale: Tensor | None = None,  # one f32 that multiplies every K scale (nvfp4's global scale)
+    v_tensor_scale: Tensor | None = None,
+    k_token_scale: Tensor | None = None,  # [num_tokens, num_kv_heads(, groups)] f32: given instead of computed
+    v_token_scale: Tensor | None = None,
+    errors: Tensor | None = None,  # one int64 on the device: bad slots are added to it
+    backend: str = "auto",
+) -> None:
+    """Put each token's K and V into its slot, cast or quantised to the cache's format.
+
+    Two tokens with the same slot: the result is one of them, unspecified which. A slot past the cache raises OutOfRange on
+    the host before anything is written; on a device it is skipped and counted in `errors` (kvx.debug() raises instead).
+    """
+    if _is_compiling():
+        return compiled.write(
+            cache, k, v, slot_mapping, spec,
+            (k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale, errors), backend,
+        )  # fmt: skip
+    if type(cache) is Tensor:
+        first, second = cache, None
+    else:
+        first, second = _pair(cache, spec)
+    if type(k) is not Tensor or type(v) is not Tensor or type(slot_mapping) is not Tensor or type(first) is not Tensor:
+        first = backends.as_tensor("write", "cache", first)
+        second = None if second is None else backends.as_tensor("write", "v_cache", second)
+        k, v = backends.as_tensor("write", "k", k), backends.as_tensor("write", "v", v)
+        slot_mapping = backends.as_tensor("write", "slot_mapping", slot_mapping)
+
+    is_host = first.is_cpu and native.HAS_CPU and backend in ("auto", "cpu")
+    if is_host and native.IS_EXCHANGED and k_scale is v_scale is k_token_scale is v_token_scale is k_tensor_scale is v_tensor_scale is errors is None:
+        # The short way for the common call: host memory, no scales.
+        status = native.write_call(
+            native.door_spec(spec), id(first), 0 if second is None else id(second), id(k), id(v), id(slot_mapping), 0, 0
+        )
+        if status:
+            native.raise_status(status)
+        return None
+    extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale, errors)
+    if backends.choose("write", backend, first) == "torch":
+        return _write_torch((first,) if second is None else (first, second), k, v, slot_mapping, spec, *extra)
+    return _write_native(first, second, k, v, slot_mapping, spec, extra, native.stream_of(first))
+
+
+def _pair(cache: Sequence[Tensor], spec: CacheSpec) -> tuple[Tensor, Tensor | None]:
+    if isinstance(cache, (tuple, list)) and len(cache) == 2:
+        return cache[0], cache[1]
+    tensors = cache_tensors(cache if isinstance(cache, (Tensor, tuple, list)) else (cache,), spec)
+    return tensors[0], tensors[1] if len(tensors) > 1 else None
+
+
+def _write_native(
+    first: Tensor, second: Tensor | None, k: Tensor, v: Tensor, slots: Tensor, spec: CacheSpec, extra: tuple[Tensor | None, ...], stream: int
+) -> None:
+    cache_tensors((first,) if second is None else (first, second), spec)
+    if first.is_cuda and backends.is_debug() and extra[-1] is None:
+        with backends.ErrorCounter("write", first.device) as errors:
+            return _write_native(first, second, k, v, slots, spec, (*extra[:-1], errors), stream)
+    scales.require("write", spec, extra)
+    named = tuple(None if x is None else backends.as_tensor("write", n, x) for n, x in zip(scales.NAMES, extra, strict=True))
+    (c0, c1, hk, hv, hs, *rest), keep = native.handles(first, second, k, v, slots, *named)
+    args = native.Extra(*rest)
+    status = native.write_call(native.door_spec(spec), c0, c1, hk, hv, hs, native.ctypes.addressof(args), stream)
+    del keep
+    if status:
+        native.raise_status(status)
+
+
+def _write_torch(
+    caches: tuple[Tensor, ...],
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    spec: CacheSpec,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    k_tensor_scale: Tensor | None,
+    v_tensor_scale: Tensor | None,
+    k_token_scale: Tensor | None,
+    v_token_scale: Tensor | None,
+    errors: Tensor | None,
+) -> None:
+    scales.require("write", spec, (k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale, errors))
+    _check_io(k, v, slots, spec)
+    slots = slots.to(torch.int64)
+    bad = slots >= spec.num_slots
+    if bool(bad.any()):
+        if slots.is_cpu or backends.is_debug():
+            at = int(bad.nonzero()[0])
+            raise OutOfRange(f"write(): slot_mapping[{at}] is {int(slots[at])}; the cache has {spec.num_slots} slots. Nothing was written.")
+        if errors is not None:
+            errors += bad.sum()
+    kept = (slots >= 0) & ~bad
+    slots = slots[kept]
+    block, offset = slots // spec.block_size, slots % spec.block_size
+
+    planes = zip(views(caches, spec), (k, v), (0, 1), strict=True)
+    per_plane = ((k_scale, k_tensor_scale, k_token_scale), (v_scale, v_tensor_scale, v_token_scale))
+    for view, x, i in planes:
+        scale, tensor_scale, token_scale = per_plane[i]
+        plane = spec.plane(i)
+        x = x[kept]
+        given = None if token_scale is None else token_scale[kept]
+        factor = scales.settle(caches, spec, i, x, block, offset, scale, tensor_scale, given)
+        units = encode(x, plane.format.element, factor)  # [T, H, units]
+        if view.dim() == 5:  # [block, head, dim/x, token, dim%x]
+            view = view.permute(0, 3, 1, 2, 4)
+            units = units.unflatten(-1, view.shape[-2:])
+        view.view(units.dtype)[block, offset] = units
+
+
+def _check_io(k: Tensor, v: Tensor, slots: Tensor, spec: CacheSpec) -> None:
+    tokens = slots.shape[0] if slots.dim() == 1 else -1
+    if slots.dtype not in (torch.int32, torch.int64) or tokens < 0:
+        raise BadArgument(f"write(): slot_mapping is {list(slots.shape)} {slots.dtype}; it is [num_tokens] int32 or int64.")
+    for x, plane in zip((k, v), spec.planes, strict=True):
+        want = [tokens, spec.num_kv_heads, plane.head_dim]
+        if list(x.shape) != want:
+            raise BadArgument(f"write(): {plane.name} is {list(x.shape)}; slot_mapping and the spec make it {want}.")
+        if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise BadArgument(f"write(): {plane.name} is {x.dtype}; IO is float16, bfloat16 or float32.")

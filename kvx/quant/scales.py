@@ -1,0 +1,57 @@
+"""Scales: from a largest magnitude to a stored scale, and back to the factor a reader multiplies by."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument
+from kvx.spec.dtypes import DType
+from kvx.spec.formats import Format
+
+
+def scale_from_amax(amax: Tensor, format: Format | str, tensor_scale: Tensor | None = None) -> Tensor:
+    """f32 scale that maps `amax` to the format's largest element: max(amax / qmax / tensor_scale, floor)."""
+    fmt = Format.named(format) if isinstance(format, str) else format
+    if fmt.scale is None:
+        raise BadArgument(f"scale_from_amax(): format {fmt} takes no scale.")
+    # A tensor, not a Python number: torch divides a CUDA tensor by a number through its reciprocal, which is not IEEE.
+    s = amax.to(torch.float32) / torch.tensor(fmt.element.qmax, dtype=torch.float32, device=amax.device)
+    if tensor_scale is not None:
+        s = s / tensor_scale
+    floor = torch.tensor(fmt.scale_floor, dtype=torch.float32, device=amax.device)
+    return torch.where(s > floor, s, floor)
+
+
+def finite_amax(x: Tensor, dim: int) -> Tensor:
+    """Largest finite |x| along `dim`, in f32. NaN and infinities do not count: they saturate or stay NaN anyway."""
+    a = x.to(torch.float32).abs()
+    return torch.where(a < torch.inf, a, torch.zeros_like(a)).amax(dim)
+
+
+def round_scale(s: Tensor, dtype: DType) -> Tensor:
+    """f32 scales as the units they are stored in."""
+    if dtype.name == "f32":
+        return s.masked_fill(torch.isnan(s), torch.nan)
+    if dtype.name == "f16":
+        return torch.where(s > 65504.0, torch.full_like(s, 65504.0), s).to(torch.float16)
+    if dtype.name == "bf16":
+        return s.to(torch.bfloat16)
+    if dtype.name == "fp8_e4m3":
+        return s.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(torch.isnan(s), 0x7F)
+    if dtype.name == "e8m0":  # the smallest power of two that is not below s
+        exponent = (s.contiguous().view(torch.int32).to(torch.int64) + 0x7FFFFF) >> 23
+        return exponent.clamp(max=254).masked_fill(torch.isnan(s), 255).to(torch.uint8)
+    raise BadArgument(f"{dtype} is not a scale type.")
+
+
+def load_scale(units: Tensor, dtype: DType) -> Tensor:
+    """Stored scales as f32."""
+    if dtype.name == "fp8_e4m3":
+        return units.view(torch.float8_e4m3fn).to(torch.float32)
+    if dtype.name == "e8m0":
+        bits = units.view(torch.uint8).to(torch.int32) << 23
+        bits = torch.where(units.view(torch.uint8) == 0, torch.full_like(bits, 0x00400000), bits)
+        bits = torch.where(units.view(torch.uint8) == 255, torch.full_like(bits, 0x7FFFFFFF), bits)
+        return bits.view(torch.float32)
+    return units.to(torch.float32)

@@ -1,0 +1,19 @@
+"""Specs: geometry, layout and format of a cache; everything but addresses. Pure data."""
+
+from kvx.spec.cache_spec import CacheSpec, PlaneSpec
+from kvx.spec.dtypes import DTYPES, DType
+from kvx.spec.formats import FORMATS, Format, Granularity
+from kvx.spec.manifest import digest, from_json, to_json
+
+__all__ = [
+    "DTYPES",
+    "FORMATS",
+    "CacheSpec",
+    "DType",
+    "Format",
+    "Granularity",
+    "PlaneSpec",
+    "digest",
+    "from_json",
+    "to_json",
+]

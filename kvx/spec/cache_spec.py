@@ -1,0 +1,84 @@
+"""CacheSpec: what a cache is, without where it is. Frozen, checked when made, hashable, two-way with JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvx.spec.formats import Format
+
+
+@dataclass(frozen=True)
+class PlaneSpec:
+    """K or V of a spec."""
+
+    name: str  # "k" or "v"
+    head_dim: int
+    format: Format
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one unit of the cache tensor's dim axis: an element, or a byte where elements are not whole ones."""
+        return 1 if self.format.is_inline or self.format.element.bits < 8 else self.format.element.bits // 8
+
+    @property
+    def row_units(self) -> int:
+        return self.format.row_bytes(self.head_dim) // self.unit_bytes
+
+    def pack(self, factor: str) -> int:
+        """Elements of one pack of a split dim; `x` is 16 bytes of them."""
+        return 128 // self.format.element.bits if factor == "x" else int(factor)
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """One layer's paged KV cache: geometry, layout and format.
+
+    `layout` is a string of axes (kvx/layout/axes.py); `format` and `v_format` are names of rows (kvx/spec/formats.py).
+    """
+
+    num_blocks: int
+    block_size: int  # tokens in a block
+    num_kv_heads: int
+    head_dim: int  # elements of one K head
+    layout: str = "kv | block token head dim"
+    format: str = "bf16"
+    v_head_dim: int = 0  # 0: as K
+    v_format: str = ""  # "": as K
+
+    def __post_init__(self) -> None:
+        from kvx.spec.validate import validate  # validate reads specs, so it cannot be imported above them
+
+        validate(self)
+
+    @cached_property
+    def planes(self) -> tuple[PlaneSpec, PlaneSpec]:
+        k = Format.named(self.format)
+        v = Format.named(self.v_format) if self.v_format else k
+        return PlaneSpec("k", self.head_dim, k), PlaneSpec("v", self.v_head_dim or self.head_dim, v)
+
+    def plane(self, index: int) -> PlaneSpec:
+        return self.planes[index]
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes one token takes in one layer, K and V, with the scales stored per token."""
+        return self.num_kv_heads * sum(
+            p.format.row_bytes(p.head_dim) + (0 if p.format.is_inline else p.format.scale_bytes(p.head_dim)) for p in self.planes
+        )
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.num_slots * self.token_bytes
+
+    def scale_shape(self, index: int) -> tuple[int, ...] | None:
+        """The shape of K's (0) or V's (1) scale tensor; None when there is none or it is inline."""
+        plane = self.plane(index)
+        if plane.format.scale is None or plane.format.is_inline:
+            return None
+        b, n, h, g = self.num_blocks, self.block_size, self.num_kv_heads, plane.format.num_groups(plane.head_dim)
+        return ((), (), (b,), (h,), (b, h), (b, n, h), (b, n, h, g))[plane.format.granularity]

@@ -1,0 +1,115 @@
+"""The rules of a CacheSpec, one function a rule. Each returns a sentence when it is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvx.errors import BadArgument
+from kvx.layout.axes import Layout
+from kvx.spec.cache_spec import CacheSpec
+
+Rule = Callable[[CacheSpec], str | None]
+
+_LIMIT = 2**30  # of every axis but num_blocks; the C core holds them in 32 bits
+
+
+def fields_are_ints(spec: CacheSpec) -> str | None:
+    for name in ("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim"):
+        value = getattr(spec, name)
+        if type(value) is not int:
+            return f"{name} is {value!r}; it is an int."
+    return None
+
+
+def geometry_is_positive(spec: CacheSpec) -> str | None:
+    for name in ("num_blocks", "block_size", "num_kv_heads", "head_dim"):
+        value = getattr(spec, name)
+        if value < 1 or (name != "num_blocks" and value >= _LIMIT):
+            return f"{name} is {value}; it must be 1 or more{'' if name == 'num_blocks' else f' and under {_LIMIT}'}."
+    if not 0 <= spec.v_head_dim < _LIMIT:
+        return f"v_head_dim is {spec.v_head_dim}; it must be 1 or more, or 0 for head_dim."
+    return None
+
+
+def formats_exist(spec: CacheSpec) -> str | None:
+    spec.planes  # noqa: B018 - raises with the near names
+    return None
+
+
+def layout_reads(spec: CacheSpec) -> str | None:
+    Layout.parse(spec.layout)
+    return None
+
+
+def cache_fits_addresses(spec: CacheSpec) -> str | None:
+    if spec.cache_bytes >= 2**60:
+        return f"the cache would have {spec.cache_bytes} bytes; addresses end at 2**60."
+    return None
+
+
+def rows_are_whole_bytes(spec: CacheSpec) -> str | None:
+    for plane in spec.planes:
+        if plane.head_dim * plane.format.element.bits % 8:
+            return f"{plane.name} head_dim {plane.head_dim} is odd, and {plane.format} stores two elements a byte."
+    return None
+
+
+def groups_divide_dim(spec: CacheSpec) -> str | None:
+    for plane in spec.planes:
+        group = plane.format.group_size
+        if group and plane.head_dim % group:
+            return f"{plane.name} head_dim {plane.head_dim} is not a multiple of {plane.format}'s group of {group}."
+    return None
+
+
+def packs_divide_dim(spec: CacheSpec) -> str | None:
+    layout = Layout.parse(spec.layout)
+    for plane, where in zip(spec.planes, (layout.k, layout.v), strict=True):
+        for axis in (axis for dim in where.dims for axis in dim if axis.part):
+            pack = plane.pack(axis.factor)
+            if plane.head_dim % pack:
+                return f"{plane.name} head_dim {plane.head_dim} is not a multiple of the layout's pack of {pack}."
+            if plane.format.element.bits * pack % 8:
+                return f"the layout's pack of {pack} cuts a byte of {plane.format} in two."
+            if plane.format.is_inline:
+                return f"{plane.format} keeps its scales behind whole rows; layout {spec.layout!r} splits them."
+    return None
+
+
+def shared_tensors_share_a_type(spec: CacheSpec) -> str | None:
+    k, v = spec.planes
+    if Layout.parse(spec.layout).num_buffers == 1 and k.format.element.torch_name != v.format.element.torch_name:
+        sizes = (k.unit_bytes, v.unit_bytes)
+        if sizes != (1, 1):
+            return f"layout {spec.layout!r} puts K and V in one tensor; format {k.format} and v_format {v.format} differ in type."
+    return None
+
+
+def inline_scales_are_aligned(spec: CacheSpec) -> str | None:
+    for plane in spec.planes:
+        fmt = plane.format
+        if fmt.is_inline and fmt.scale is not None and (plane.head_dim * fmt.element.bits // 8) % (fmt.scale.bits // 8):
+            return f"{plane.name} rows of {plane.head_dim} {fmt.element} leave {fmt}'s inline scale unaligned."
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    fields_are_ints,
+    geometry_is_positive,
+    formats_exist,
+    layout_reads,
+    rows_are_whole_bytes,
+    groups_divide_dim,
+    packs_divide_dim,
+    shared_tensors_share_a_type,
+    inline_scales_are_aligned,
+    cache_fits_addresses,
+)
+
+
+def validate(spec: CacheSpec) -> None:
+    """Raise BadArgument with the sentence of the first broken rule."""
+    for rule in RULES:
+        sentence = rule(spec)
+        if sentence:
+            raise BadArgument(f"CacheSpec: {sentence}")

@@ -1,0 +1,215 @@
+"""Sequence -> blocks, in the four encodings engines use, and token -> slot.
+
+A table is frozen tensors and a few numbers. `find(seq, pos)` is its meaning; the ops and the native code follow it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument
+
+
+class Found(NamedTuple):
+    """Where positions lie: block ids (K's and V's), and whether there is a block and whether that is an error."""
+
+    k_block: Tensor
+    v_block: Tensor
+    is_found: Tensor
+    is_bad: Tensor
+
+
+def _check_index(name: str, t: Tensor, ndim: int) -> None:
+    if t.dtype not in (torch.int32, torch.int64):
+        raise BadArgument(f"{name} is {t.dtype}; it is int32 or int64.")
+    if t.dim() != ndim:
+        raise BadArgument(f"{name} is {list(t.shape)}; it has {ndim} dimension{'s' if ndim > 1 else ''}.")
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTable:
+    """vLLM's and most others': [batch, max_blocks] block ids; entries past a sequence's blocks are never read."""
+
+    block_table: Tensor  # [batch, max_blocks] int32 or int64
+    seq_lens: Tensor  # [batch]
+    code: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        _check_index("block_table", self.block_table, 2)
+        _check_index("seq_lens", self.seq_lens, 1)
+        if self.seq_lens.shape[0] != self.block_table.shape[0]:
+            raise BadArgument(f"seq_lens has {self.seq_lens.shape[0]} sequences; block_table has {self.block_table.shape[0]}.")
+
+    @property
+    def num_seqs(self) -> int:
+        return self.block_table.shape[0]
+
+    def lengths(self, block_size: int) -> Tensor:
+        return self.seq_lens.to(torch.int64)
+
+    def find(self, seq: Tensor, pos: Tensor, block_size: int, num_blocks: int) -> Found:
+        logical, width = pos // block_size, self.block_table.shape[1]
+        inside = logical < width
+        if width == 0:
+            return _all_bad(pos)
+        ids = self.block_table[seq, logical.clamp(max=width - 1)].to(torch.int64)
+        return _plain(ids, inside & (ids >= 0) & (ids < num_blocks))
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedTable:
+    """One block id per token; sequence s owns indices[indptr[s]:indptr[s+1]]."""
+
+    indices: Tensor  # [total tokens] int32 or int64
+    indptr: Tensor  # [batch + 1]
+    seq_lens: Tensor  # [batch]
+    code: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        _check_index("indices", self.indices, 1)
+        _check_index("indptr", self.indptr, 1)
+        _check_index("seq_lens", self.seq_lens, 1)
+        if self.indptr.shape[0] != self.seq_lens.shape[0] + 1:
+            raise BadArgument(f"indptr has {self.indptr.shape[0]} entries; {self.seq_lens.shape[0]} sequences make it one more.")
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    def lengths(self, block_size: int) -> Tensor:
+        return self.seq_lens.to(torch.int64)
+
+    def find(self, seq: Tensor, pos: Tensor, block_size: int, num_blocks: int) -> Found:
+        return _find_csr(self.indices, self.indptr, seq, pos, num_blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class PageCsrTable:
+    """FlashInfer's: one block id per block, indptr over blocks, and how full each last block is."""
+
+    indices: Tensor  # [total blocks] int32 or int64
+    indptr: Tensor  # [batch + 1]
+    last_page_len: Tensor  # [batch]
+    code: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        _check_index("indices", self.indices, 1)
+        _check_index("indptr", self.indptr, 1)
+        _check_index("last_page_len", self.last_page_len, 1)
+        if self.indptr.shape[0] != self.last_page_len.shape[0] + 1:
+            raise BadArgument(f"indptr has {self.indptr.shape[0]} entries; {self.last_page_len.shape[0]} sequences make it one more.")
+
+    @property
+    def num_seqs(self) -> int:
+        return self.last_page_len.shape[0]
+
+    def lengths(self, block_size: int) -> Tensor:
+        """Follows from the pages; -1 where pages or last_page_len are impossible."""
+        pages = self.indptr.to(torch.int64).diff()
+        last = self.last_page_len.to(torch.int64)
+        length = torch.where(pages > 0, (pages - 1) * block_size + last, torch.zeros_like(pages))
+        bad = (pages < 0) | ((pages > 0) & ((last < 1) | (last > block_size)))
+        return length.masked_fill(bad, -1)
+
+    def find(self, seq: Tensor, pos: Tensor, block_size: int, num_blocks: int) -> Found:
+        return _find_csr(self.indices, self.indptr, seq, pos // block_size, num_blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class KvOffsetsTable:
+    """TensorRT-LLM's: [batch, beams, 2, max_blocks] KVCacheIndex. Bit 31 is the secondary pool, -1 no block.
+
+    K and V have rows of their own. Beams share their sequence's length and give batch * beams output sequences.
+    """
+
+    offsets: Tensor  # [batch, beams, 2, max_blocks] int32
+    seq_lens: Tensor  # [batch]
+    code: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        if self.offsets.dtype != torch.int32:
+            raise BadArgument(f"offsets is {self.offsets.dtype}; KVCacheIndex is int32.")
+        _check_index("offsets", self.offsets, 4)
+        _check_index("seq_lens", self.seq_lens, 1)
+        if self.offsets.shape[2] != 2:
+            raise BadArgument(f"offsets is {list(self.offsets.shape)}; its third dimension is K and V.")
+        if self.offsets.shape[1] < 1:
+            raise BadArgument(f"offsets is {list(self.offsets.shape)}; there is one beam or more.")
+        if self.seq_lens.shape[0] != self.offsets.shape[0]:
+            raise BadArgument(f"seq_lens has {self.seq_lens.shape[0]} sequences; offsets has {self.offsets.shape[0]}.")
+
+    @property
+    def beam_width(self) -> int:
+        return self.offsets.shape[1]
+
+    @property
+    def num_seqs(self) -> int:
+        return self.offsets.shape[0] * self.offsets.shape[1]
+
+    def lengths(self, block_size: int) -> Tensor:
+        return self.seq_lens.to(torch.int64).repeat_interleave(self.beam_width)
+
+    def rows(self, seq: Tensor, pos: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """K's and V's raw values, and whether the position is inside the table."""
+        logical, width = pos // block_size, self.offsets.shape[3]
+        values = self.offsets.flatten(0, 1)[seq, :, logical.clamp(max=max(width - 1, 0))].to(torch.int64)
+        return values[..., 0], values[..., 1], logical < width
+
+
+Table = PackedTable | RaggedTable | PageCsrTable | KvOffsetsTable
+
+
+def _plain(ids: Tensor, good: Tensor) -> Found:
+    ids = torch.where(good, ids, torch.zeros_like(ids))
+    return Found(ids, ids, good, ~good)
+
+
+def _all_bad(pos: Tensor) -> Found:
+    none = torch.zeros_like(pos, dtype=torch.bool)
+    return Found(torch.zeros_like(pos), torch.zeros_like(pos), none, ~none)
+
+
+def _find_csr(indices: Tensor, indptr: Tensor, seq: Tensor, step: Tensor, num_blocks: int) -> Found:
+    if indices.shape[0] == 0:
+        return _all_bad(step)
+    first, end = indptr.to(torch.int64)[seq], indptr.to(torch.int64)[seq + 1]
+    at = first + step
+    inside = (first >= 0) & (at < end) & (at < indices.shape[0])
+    ids = indices[at.clamp(0, indices.shape[0] - 1)].to(torch.int64)
+    return _plain(ids, inside & (ids >= 0) & (ids < num_blocks))
+
+
+def slot_mapping(block_table: Tensor, positions: Tensor, seq_ids: Tensor, block_size: int) -> Tensor:
+    """[num_tokens] int64 slots of tokens at `positions` of sequences `seq_ids`; a negative position gives -1 (skip)."""
+    pos = positions.to(torch.int64)
+    at = pos.clamp(min=0)
+    blocks = block_table[seq_ids.to(torch.int64), at // block_size].to(torch.int64)
+    return torch.where(pos < 0, torch.full_like(pos, -1), blocks * block_size + at % block_size)
+
+
+def cu_seqlens(seq_lens: Tensor) -> Tensor:
+    """[batch + 1] int32 ragged offsets of `seq_lens`."""
+    zero = torch.zeros(1, dtype=torch.int32, device=seq_lens.device)
+    return torch.cat([zero, seq_lens.cumsum(0).to(torch.int32)])
+
+
+def to_page_csr(table: PackedTable, block_size: int) -> PageCsrTable:
+    """The same blocks as FlashInfer names them."""
+    lens = table.lengths(block_size)
+    pages = (lens + block_size - 1) // block_size
+    keep = torch.arange(table.block_table.shape[1], device=lens.device) < pages[:, None]
+    last = torch.where(lens > 0, (lens - 1) % block_size + 1, torch.zeros_like(lens))
+    return PageCsrTable(table.block_table[keep].to(torch.int32), cu_seqlens(pages), last.to(torch.int32))
+
+
+def to_ragged(table: PackedTable, block_size: int) -> RaggedTable:
+    """The same blocks, named once per token."""
+    lens = table.lengths(block_size)
+    seq = torch.repeat_interleave(torch.arange(table.num_seqs, device=lens.device), lens)
+    offsets = cu_seqlens(lens)
+    pos = torch.arange(seq.shape[0], device=lens.device) - offsets.to(torch.int64)[seq]
+    return RaggedTable(table.block_table[seq, pos // block_size], offsets, table.seq_lens)

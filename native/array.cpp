@@ -1,0 +1,168 @@
+#include "array.h"
+
+#include "format.h"
+
+namespace kvx {
+using namespace common;
+
+kvx_status_t check_array(const char* call, const char* what, const kvx_array_t& a, bool needs_data) {
+  KVX_NEED(a.ndim <= KVX_MAX_TENSOR_DIMS, "%s %s has %u dimensions; at most %d.", call, what, a.ndim, KVX_MAX_TENSOR_DIMS);
+  const int bits = dtype_bits(a.dtype);
+  KVX_NEED(bits > 0, "%s %s has dtype %d, which does not exist.", call, what, a.dtype);
+  int64_t last = 0;  // element offset of the last element
+  bool empty = false;
+  for (uint32_t i = 0; i < a.ndim; i++) {
+    KVX_NEED(a.shape[i] >= 0 && a.shape[i] <= kMaxBytes, "%s %s shape[%u] is %lld; it must be 0 or more.", call, what, i, (long long)a.shape[i]);
+    KVX_NEED(a.stride[i] >= 0 && a.stride[i] <= kMaxBytes, "%s %s stride[%u] is %lld; it must be 0 or more.", call, what, i, (long long)a.stride[i]);
+    if (a.shape[i] == 0) empty = true;
+  }
+  if (empty) return KVX_STATUS_OK;
+  for (uint32_t i = 0; i < a.ndim; i++) {
+    int64_t reach;
+    KVX_NEED(mul_fits(a.shape[i] - 1, a.stride[i], &reach) && last <= kMaxBytes / 64 - reach && reach <= kMaxBytes / 64,
+             "%s %s shape[%u] %lld x stride %lld overflows.", call, what, i, (long long)a.shape[i], (long long)a.stride[i]);
+    last += reach;
+  }
+  if (!needs_data && a.data == nullptr) return KVX_STATUS_OK;
+  KVX_NEED(a.data != nullptr, "%s %s has no data pointer.", call, what);
+  const int align = bits >= 8 ? bits / 8 : 1;
+  KVX_NEED(reinterpret_cast<uintptr_t>(a.data) % align == 0, "%s %s data is at %p, not aligned to its %d-byte elements.", call, what, a.data, align);
+  const uint64_t need = (uint64_t(last + 1) * bits + 7) / 8;
+  KVX_NEED(a.data_bytes == 0 || need <= a.data_bytes, "%s %s shape and strides reach byte %llu; the buffer has %llu.", call, what,
+           (unsigned long long)need, (unsigned long long)a.data_bytes);
+  return KVX_STATUS_OK;
+}
+
+bool overlaps_itself(const kvx_array_t& a) {
+  int64_t shape[KVX_MAX_TENSOR_DIMS], stride[KVX_MAX_TENSOR_DIMS];
+  int n = 0;
+  for (uint32_t i = 0; i < a.ndim; i++) {
+    if (a.shape[i] == 0) return false;
+    if (a.shape[i] == 1) continue;
+    int j = n++;
+    for (; j > 0 && stride[j - 1] > a.stride[i]; j--) shape[j] = shape[j - 1], stride[j] = stride[j - 1];
+    shape[j] = a.shape[i], stride[j] = a.stride[i];
+  }
+  int64_t reach = 0;  // last element of the dimensions inside
+  for (int i = 0; i < n; i++) {
+    if (stride[i] <= reach) return true;
+    reach += stride[i] * (shape[i] - 1);
+  }
+  return false;
+}
+
+namespace {
+
+bool is_index(int dtype) { return dtype == KVX_DTYPE_S32 || dtype == KVX_DTYPE_S64; }
+int index_bytes(int dtype) { return dtype == KVX_DTYPE_S64 ? 8 : 4; }
+
+kvx_status_t check_index_vector(const char* what, const kvx_array_t& a, int64_t count) {
+  KVX_NEED(a.data != nullptr, "%s is missing.", what);
+  KVX_NEED(is_index(a.dtype), "%s is %s; it is s32 or s64.", what, dtype_name(a.dtype));
+  KVX_NEED(a.ndim == 1 && a.shape[0] == count && (a.stride[0] == 1 || count == 1), "%s must be a dense [%lld]; it is [%lld] with %u dimensions.", what,
+           (long long)count, (long long)a.shape[0], a.ndim);
+  return check_array("gather", what, a, true);
+}
+
+}  // namespace
+
+kvx_status_t lower_table(const kvx_cache_t& c, const kvx_table_t& t, GatherParams* out) {
+  TableParams& p = out->table;
+  const kvx_array_t& ids = t.indices;
+  KVX_NEED(t.struct_bytes >= sizeof(kvx_table_t), "table.struct_bytes is %u; this version has %zu.", t.struct_bytes, sizeof(kvx_table_t));
+  KVX_NEED(is_index(ids.dtype), "block_table is %s; it is s32 or s64.", dtype_name(ids.dtype));
+  p.format = t.format;
+  p.beam_width = 1;
+  p.indices = ids.data;
+  p.index_bytes = index_bytes(ids.dtype);
+  const bool offsets = t.format == KVX_BLOCK_TABLE_KV_OFFSETS;
+  KVX_NEED(offsets || (t.beam_width >= 0 && t.beam_width <= 1), "beam_width is %lld; only KV_OFFSETS tables have beams.", (long long)t.beam_width);
+  KVX_NEED(offsets || (c.pool_primary == nullptr), "the cache has a pool, which belongs to KV_OFFSETS tables; this one has format %d.", t.format);
+  const bool csr = t.format == KVX_BLOCK_TABLE_PAGE_CSR, ragged = t.format == KVX_BLOCK_TABLE_RAGGED;
+  KVX_NEED(csr || t.last_page_len.data == nullptr, "last_page_len belongs to page-CSR tables; this one has format %d.", t.format);
+  KVX_NEED(csr || ragged || t.indptr.data == nullptr, "indptr belongs to ragged and page-CSR tables; this one has format %d.", t.format);
+  switch (t.format) {
+    case KVX_BLOCK_TABLE_PACKED:
+      KVX_NEED(ids.ndim == 2, "block_table has %u dimensions; PACKED is [seq_count, max_blocks_per_seq].", ids.ndim);
+      p.num_seqs = ids.shape[0];
+      p.max_blocks = ids.shape[1];
+      p.row_stride = ids.stride[0] * p.index_bytes;
+      p.index_stride = ids.stride[1] * p.index_bytes;
+      break;
+    case KVX_BLOCK_TABLE_RAGGED:
+    case KVX_BLOCK_TABLE_PAGE_CSR:
+      KVX_NEED(ids.ndim == 1, "block_table indices have %u dimensions; RAGGED and PAGE_CSR have one.", ids.ndim);
+      KVX_NEED(t.indptr.ndim == 1 && t.indptr.shape[0] >= 1, "indptr must be [seq_count + 1].");
+      p.num_seqs = t.indptr.shape[0] - 1;
+      KVX_TRY(check_index_vector("indptr", t.indptr, t.indptr.shape[0]));
+      p.indptr = t.indptr.data;
+      p.indptr_bytes = index_bytes(t.indptr.dtype);
+      p.num_indices = ids.shape[0];
+      p.index_stride = ids.stride[0] * p.index_bytes;
+      break;
+    case KVX_BLOCK_TABLE_KV_OFFSETS: {
+      KVX_NEED(ids.dtype == KVX_DTYPE_S32, "KV_OFFSETS indices are %s; they are s32.", dtype_name(ids.dtype));
+      const int64_t w = t.beam_width;
+      KVX_NEED(w >= 1 && w < (1 << 20), "beam_width is %lld; KV_OFFSETS needs 1 or more.", (long long)w);
+      KVX_NEED((c.block_size & (c.block_size - 1)) == 0, "block_size is %lld; KV_OFFSETS needs a power of two.", (long long)c.block_size);
+      KVX_NEED(c.pool_primary != nullptr && c.bytes_per_block != 0, "KV_OFFSETS needs pool_primary and bytes_per_block.");
+      const int n = int(ids.ndim);
+      KVX_NEED((n == 4 && ids.shape[1] == w && ids.shape[2] == 2) || (n == 3 && ids.shape[0] % w == 0 && ids.shape[1] == 2),
+               "KV_OFFSETS indices must be [seq_count, %lld, 2, max_blocks_per_seq] or [seq_count * %lld, 2, max_blocks_per_seq].", (long long)w, (long long)w);
+      KVX_NEED(n == 3 || ids.shape[0] <= 1 || w == 1 || ids.stride[0] == w * ids.stride[1], "KV_OFFSETS beams must be evenly spaced.");
+      p.num_seqs = n == 4 ? ids.shape[0] : ids.shape[0] / w;
+      p.beam_width = int32_t(w);
+      p.max_blocks = ids.shape[n - 1];
+      p.row_stride = (n == 4 && w == 1 ? ids.stride[0] : ids.stride[n - 3]) * 4;
+      p.kv_stride = ids.stride[n - 2] * 4;
+      p.index_stride = ids.stride[n - 1] * 4;
+      out->pool[0] = static_cast<char*>(c.pool_primary);
+      out->pool[1] = static_cast<char*>(c.pool_secondary);
+      out->pool_stride = int64_t(c.bytes_per_block);
+      KVX_NEED(c.bytes_per_block < (uint64_t(1) << 40), "bytes_per_block is %llu.", (unsigned long long)c.bytes_per_block);
+      KVX_NEED(c.secondary_blocks >= 0, "secondary_blocks is %lld.", (long long)c.secondary_blocks);
+      out->pool_blocks[0] = c.num_blocks;
+      out->pool_blocks[1] = c.pool_secondary ? (c.secondary_blocks ? c.secondary_blocks : c.num_blocks) : 0;
+      const uint64_t sizes[2] = {c.primary_bytes, c.secondary_bytes};
+      for (int i = 0; i < 2; i++) {
+        const PlaneParams& plane = out->plane[i];
+        const int64_t row = plane.dim_hi * (plane.head_dim / plane.pack - 1) +
+                            (dtype_bits(plane.dtype) == 4 ? plane.pack / 2 : (plane.pack - 1) * plane.dim_lo + dtype_bits(plane.dtype) / 8);
+        const int64_t block = plane.token * (c.block_size - 1) + plane.head * (c.num_kv_heads - 1) + row;
+        KVX_NEED(block <= out->pool_stride, "one block of %s has %lld bytes; bytes_per_block is %lld.", i ? "V" : "K", (long long)block,
+                 (long long)out->pool_stride);
+        const int size = dtype_bits(plane.dtype) >= 8 ? dtype_bits(plane.dtype) / 8 : 1;
+        KVX_NEED(out->pool_stride % size == 0 && uintptr_t(out->pool[0]) % size == 0 && uintptr_t(out->pool[1]) % size == 0,
+                 "a pool or bytes_per_block is not aligned to the %d-byte elements.", size);
+        KVX_NEED(plane.scale.mode <= SCALE_READ && plane.scale.block == 0, "KV_OFFSETS reads per-tensor and per-head scales only.");
+        int64_t bytes;
+        KVX_NEED(mul_fits(out->pool_blocks[i], out->pool_stride, &bytes) && (sizes[i] == 0 || uint64_t(bytes) <= sizes[i]),
+                 "%lld blocks of %lld bytes do not fit the %s pool of %llu bytes.", (long long)out->pool_blocks[i], (long long)out->pool_stride,
+                 i ? "secondary" : "primary", (unsigned long long)sizes[i]);
+      }
+      break;
+    }
+    default:
+      return fail(KVX_STATUS_INVALID_ARGUMENT, "block_table format is %d; PACKED 1, RAGGED 2, KV_OFFSETS 3 and PAGE_CSR 4 exist.", t.format);
+  }
+  int64_t count = 1;
+  for (uint32_t i = 0; i < ids.ndim; i++) KVX_NEED(ids.shape[i] >= 0 && mul_fits(count, ids.shape[i], &count), "block_table shape overflows.");
+  KVX_TRY(check_array("gather", "block_table", ids, count > 0));
+  KVX_NEED(p.num_seqs < (int64_t(1) << 31) / p.beam_width, "%lld sequences is more than 2^31.", (long long)p.num_seqs);
+  if (csr) {
+    KVX_NEED(t.seq_lens.data == nullptr, "page-CSR lengths follow from indptr and last_page_len; leave seq_lens out.");
+    if (p.num_seqs > 0) KVX_TRY(check_index_vector("last_page_len", t.last_page_len, p.num_seqs));
+    p.last_page_len = t.last_page_len.data;
+    p.last_bytes = index_bytes(t.last_page_len.dtype);
+  } else {
+    KVX_NEED(is_index(t.seq_lens.dtype), "seq_lens is %s; it is s32 or s64.", dtype_name(t.seq_lens.dtype));
+    KVX_NEED(t.seq_lens.ndim == 1 && t.seq_lens.shape[0] == p.num_seqs, "seq_lens has %lld sequences; the table has %lld.",
+             (long long)(t.seq_lens.ndim == 1 ? t.seq_lens.shape[0] : -1), (long long)p.num_seqs);
+    if (p.num_seqs > 0) KVX_TRY(check_index_vector("seq_lens", t.seq_lens, p.num_seqs));
+    p.seq_lens = t.seq_lens.data;
+    p.len_bytes = index_bytes(t.seq_lens.dtype);
+  }
+  return KVX_STATUS_OK;
+}
+
+}  // namespace kvx

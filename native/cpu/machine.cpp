@@ -1,0 +1,55 @@
+// What this CPU has: the widest row table it runs, and how many threads a call may use.
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#include <stdlib.h>
+#include <string.h>
+
+#include "../run.h"
+#include "rows.h"
+
+namespace kvx {
+namespace cpu {
+
+namespace {
+
+const RowTable& choose() {
+#if defined(__x86_64__)
+  // KVX_SIMD (debugging) takes away instruction sets, so that each path can be tested on one machine.
+  const char* cap = getenv("KVX_SIMD");
+  const bool plain = cap && !strcmp(cap, "plain"), avx2_only = cap && !strcmp(cap, "avx2");
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq");
+  if (avx512 && !plain && !avx2_only) return rows_avx512;
+  if (avx2 && !plain) return rows_avx2;
+#endif
+  return rows_plain;
+}
+
+}  // namespace
+
+const RowTable& best_rows() {
+  static const RowTable& table = choose();
+  return table;
+}
+
+const char* simd_name() {
+#if defined(__aarch64__)
+  return "neon";  // every 64-bit Arm has it: rows_plain is compiled with it
+#else
+  return best_rows().name;
+#endif
+}
+
+int max_threads() {
+#ifdef _OPENMP
+  return omp_get_max_threads();
+#else
+  return 1;
+#endif
+}
+
+}  // namespace cpu
+}  // namespace kvx

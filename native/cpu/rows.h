@@ -1,0 +1,31 @@
+// Row conversions: n adjacent elements to n adjacent elements. rows.cpp is compiled once per instruction set and
+// best_rows() picks at run time; plain C++ loops that the compiler vectorises, the same results in each.
+#pragma once
+#include <stdint.h>
+
+namespace kvx {
+namespace cpu {
+
+using EncodeRow = void (*)(char* dst, const char* src, int64_t n, float scale);  // dst = cache type, x / scale
+using DecodeRow = void (*)(char* dst, const char* src, int64_t n, float scale);  // dst = IO type, x * scale
+using AmaxRow = float (*)(const char* src, int64_t n);                           // largest finite |x|
+
+struct RowTable {
+  const char* name;
+  EncodeRow encode[4][14];  // [IO dtype][cache dtype], kvx_dtype_t values; NULL where there is none
+  DecodeRow decode[14][4];  // [cache dtype][IO dtype]
+  AmaxRow amax[4];          // [IO dtype]
+  void (*stream_copy)(char* dst, const char* src, int64_t bytes);  // past the caches, for what is not read again soon
+  void (*stream_fence)();   // after the last stream_copy of a thread
+};
+
+extern const RowTable rows_plain;
+#if defined(__x86_64__)
+extern const RowTable rows_avx2;
+extern const RowTable rows_avx512;
+#endif
+
+const RowTable& best_rows();
+
+}  // namespace cpu
+}  // namespace kvx

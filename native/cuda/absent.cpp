@@ -1,0 +1,19 @@
+// Stands in for cuda/*.cu in a build without nvcc.
+#include "../run.h"
+
+namespace kvx {
+namespace cuda {
+
+namespace {
+kvx_status_t absent() {
+  return fail(KVX_STATUS_UNSUPPORTED, "the cache is in device memory, and this libkvx was built without CUDA. Install nvcc (or set CUDA_HOME) and rebuild.");
+}
+}  // namespace
+
+kvx_status_t write(const WriteParams&, void*) { return absent(); }
+kvx_status_t gather(const GatherParams&, void*) { return absent(); }
+kvx_status_t amax(const AmaxParams&, void*) { return absent(); }
+void describe(kvx_build_info_t* info) { info->cuda_archs = ""; }
+
+}  // namespace cuda
+}  // namespace kvx

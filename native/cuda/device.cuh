@@ -1,0 +1,97 @@
+// What every kernel file needs: the device guard, launching, and memory access of a given width.
+#pragma once
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "../check.h"
+#include "../format.h"
+#include "../params.h"
+
+namespace kvx {
+namespace cuda {
+
+using namespace common;
+
+// Makes `device` current for one call (-1 leaves it) and restores it. status() says whether there is a device at all.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
+  kvx_status_t status() const { return status_; }
+  int num_sms() const;
+
+ private:
+  int previous_ = -1, current_ = -1;
+  kvx_status_t status_ = KVX_STATUS_OK;
+};
+
+kvx_status_t launch_failed(const char* kernel, cudaError_t error);
+
+// cudaLaunchKernelEx returns this launch's own error; cudaGetLastError would also hand us somebody else's.
+template <class... Params, class... Args>
+kvx_status_t launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, void* stream, Args&&... args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+  return error == cudaSuccess ? KVX_STATUS_OK : launch_failed(name, error);
+}
+
+template <int Bytes> struct Vec;
+template <> struct Vec<16> { using T = uint4; };
+template <> struct Vec<8> { using T = uint2; };
+template <> struct Vec<4> { using T = uint32_t; };
+template <> struct Vec<2> { using T = uint16_t; };
+template <> struct Vec<1> { using T = uint8_t; };
+
+// Rows are read once and not again soon: keep them out of L1 and first to leave L2.
+template <class T> __device__ __forceinline__ T load_once(const void* p) { return __ldcs(static_cast<const T*>(p)); }
+template <class T> __device__ __forceinline__ void store_once(void* p, T v) { __stcs(static_cast<T*>(p), v); }
+
+// slot -> (block, offset). Powers of two shift; others divide, in 32 bits where the slot allows.
+struct BlockDivider {
+  int64_t size;
+  int32_t shift;  // -1 = not a power of two
+  __device__ __forceinline__ void split(int64_t x, int64_t* quotient, int64_t* remainder) const {
+    if (shift >= 0) {
+      *quotient = x >> shift;
+      *remainder = x & (size - 1);
+    } else if (uint64_t(x) <= 0xffffffffu) {  // size < 2^30 always
+      *quotient = uint32_t(x) / uint32_t(size);
+      *remainder = uint32_t(x) % uint32_t(size);
+    } else {
+      *quotient = x / size;
+      *remainder = x % size;
+    }
+  }
+};
+
+inline BlockDivider make_divider(int64_t size) {
+  BlockDivider d{size, -1};
+  if ((size & (size - 1)) == 0) d.shift = __builtin_ctzll(uint64_t(size));
+  return d;
+}
+
+// The widest access every address of a set allows: the lowest set bit of everything or-ed together.
+inline int common_alignment(uint64_t bits) {
+  const uint64_t low = bits & (~bits + 1);
+  return low == 0 || low > 16 ? 16 : int(low);
+}
+
+// The shape of a block of threads: columns along x, tokens along y, all warps full.
+struct Tile {
+  unsigned columns, lanes;
+};
+
+inline Tile make_tile(int64_t columns) {
+  constexpr unsigned kThreads = 256;
+  if (columns >= kThreads) return Tile{kThreads, 1};
+  const unsigned c = unsigned(columns);
+  for (unsigned lanes = kThreads / c; lanes > 0; lanes--)
+    if (c * lanes % 32 == 0) return Tile{c, lanes};
+  return Tile{c, (31 + c) / c};  // a warp that is not full; nothing shuffles across it (see fits_shuffle)
+}
+
+}  // namespace cuda
+}  // namespace kvx

@@ -1,0 +1,347 @@
+// Python's way in (kvx/ops/native.py): tensors arrive as objects, are read as DLTensors through the framework's own
+// exchange function, and leave as v1.2 descriptors. No Python header: objects are opaque here, and the functions that
+// open them and that release the interpreter lock are handed over once, by kvx_door_init. Not part of the public ABI.
+#include <stdio.h>
+#include <string.h>
+
+#include "check.h"
+#include "format.h"
+#include "run.h"
+
+namespace kvx {
+namespace {
+
+// DLPack 1.x, the parts used here.
+struct DLTensor {
+  void* data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  uint8_t type_code, type_bits;
+  uint16_t type_lanes;
+  int64_t* shape;
+  int64_t* strides;  // elements; NULL = dense
+  uint64_t byte_offset;
+};
+
+using OpenTensor = int (*)(void* object, DLTensor* out);
+int copy_tensor(void* object, DLTensor* out) {  // frameworks without an exchange function: the object is a DLTensor already
+  *out = *static_cast<DLTensor*>(object);
+  return 0;
+}
+
+OpenTensor open_tensor = copy_tensor;
+void* (*save_thread)() = nullptr;
+void (*restore_thread)(void*) = nullptr;
+
+constexpr int kMaxDims = 8;
+constexpr kvx_status_t kPythonError = kvx_status_t(-1);  // the framework has raised already
+
+int dtype_of(const DLTensor& t) {
+  if (t.type_code == 17 && t.type_bits == 4) return KVX_DTYPE_U8;  // float4_e2m1fn_x2: two a byte
+  if (t.type_lanes != 1) return KVX_DTYPE_INVALID;
+  switch (t.type_code << 8 | t.type_bits) {
+    case 2 << 8 | 16: return KVX_DTYPE_F16;
+    case 4 << 8 | 16: return KVX_DTYPE_BF16;
+    case 2 << 8 | 32: return KVX_DTYPE_F32;
+    case 10 << 8 | 8: return KVX_DTYPE_F8_E4M3;
+    case 12 << 8 | 8: return KVX_DTYPE_F8_E5M2;
+    case 14 << 8 | 8: return KVX_DTYPE_E8M0;
+    case 0 << 8 | 8: return KVX_DTYPE_S8;
+    case 1 << 8 | 8: return KVX_DTYPE_U8;
+    case 0 << 8 | 32: return KVX_DTYPE_S32;
+    case 0 << 8 | 64: return KVX_DTYPE_S64;
+    default: return KVX_DTYPE_INVALID;
+  }
+}
+
+struct Tensor {
+  DLTensor dl;
+  char* data() const { return static_cast<char*>(dl.data) + dl.byte_offset; }
+  int64_t stride(int i) const {
+    if (dl.strides) return dl.strides[i];
+    int64_t s = 1;
+    for (int j = dl.ndim - 1; j > i; j--) s *= dl.shape[j];
+    return s;
+  }
+  // Bytes the tensor covers: the framework vouches that they exist, so a descriptor made from it cannot leave them.
+  uint64_t bytes() const {
+    int64_t last = 0;
+    for (int i = 0; i < dl.ndim; i++) {
+      if (dl.shape[i] == 0) return 0;
+      last += (dl.shape[i] - 1) * stride(i);
+    }
+    return (uint64_t(last + 1) * dl.type_bits * dl.type_lanes + 7) / 8;
+  }
+};
+
+const char* shape_text(const int64_t* shape, int ndim, char (&text)[160]) {
+  int n = snprintf(text, sizeof text, "[");
+  for (int i = 0; i < ndim && n < 140; i++) n += snprintf(text + n, sizeof text - n, "%s%lld", i ? ", " : "", (long long)shape[i]);
+  snprintf(text + n, sizeof text - n, "]");
+  return text;
+}
+
+struct Door {
+  int32_t device_type = 0, device_id = 0;
+
+  kvx_status_t open(const char* name, void* object, Tensor* t) {
+    if (open_tensor(object, &t->dl) != 0) return kPythonError;
+    KVX_NEED(t->dl.ndim <= kMaxDims, "%s has %d dimensions.", name, t->dl.ndim);
+    if (device_type == 0) {
+      device_type = t->dl.device_type;
+      device_id = t->dl.device_id;
+    }
+    const bool host = t->dl.device_type == 1 || t->dl.device_type == 3;
+    const bool same = host ? (device_type == 1 || device_type == 3) : (t->dl.device_type == device_type && t->dl.device_id == device_id);
+    KVX_NEED(same, "%s is on %s:%d, the cache on %s:%d. Every tensor of a call lives where the cache lives.", name, host ? "cpu" : "device",
+             t->dl.device_id, device_type == 1 || device_type == 3 ? "cpu" : "device", device_id);
+    return KVX_STATUS_OK;
+  }
+
+  kvx_status_t array(const char* name, void* object, kvx_array_t* a) {
+    Tensor t;
+    KVX_TRY(open(name, object, &t));
+    KVX_NEED(t.dl.ndim <= KVX_MAX_TENSOR_DIMS, "%s has %d dimensions; at most %d.", name, t.dl.ndim, KVX_MAX_TENSOR_DIMS);
+    a->dtype = dtype_of(t.dl);
+    KVX_NEED(a->dtype != KVX_DTYPE_INVALID, "%s has an element type (DLPack %d, %d bits) that no cache op takes.", name, t.dl.type_code, t.dl.type_bits);
+    a->ndim = uint32_t(t.dl.ndim);
+    for (int i = 0; i < t.dl.ndim; i++) a->shape[i] = t.dl.shape[i], a->stride[i] = t.stride(i);
+    a->data = t.data();
+    a->data_bytes = t.bytes();
+    if (a->data_bytes == 0) a->data = nullptr;
+    return KVX_STATUS_OK;
+  }
+
+  kvx_status_t optional(const char* name, void* object, kvx_array_t* a) { return object ? array(name, object, a) : KVX_STATUS_OK; }
+
+  int32_t memory() const { return device_type == 2 ? KVX_MEMORY_DEVICE : device_type == 13 ? KVX_MEMORY_UNIFIED : KVX_MEMORY_HOST; }
+};
+
+}  // namespace
+}  // namespace kvx
+
+using namespace kvx;
+
+extern "C" {
+
+// How one plane's axes lie in a cache tensor: stride of axis i = tensor stride[dim[i]] * mul[i]. Made by kvx/ops/native.py.
+typedef struct kvx_door_plane_t {
+  int32_t tensor;       // 0 or 1: which cache tensor
+  int32_t ndim;         // of that tensor
+  int32_t num_axes;     // 4: block token head dim; 5: block head dim/x token dim%x
+  int32_t raw;          // 1: elements are bytes in a uint8/int8 tensor (4-bit types, inline scales)
+  int64_t shape[8];     // of the tensor
+  int64_t axis_size[5];
+  int32_t dim[5];
+  int32_t offset_dim;   // -1: the plane starts where the tensor does
+  int64_t mul[5];
+  int64_t offset_mul;
+} kvx_door_plane_t;
+
+typedef struct kvx_door_spec_t {
+  kvx_cache_t cache;  // everything but addresses
+  kvx_door_plane_t plane[2];
+  int64_t reserved[2];
+} kvx_door_spec_t;
+
+typedef struct kvx_door_extra_t {  // objects; NULL = absent
+  void* k_scale;
+  void* v_scale;
+  void* k_tensor_scale;
+  void* v_tensor_scale;
+  void* k_token_scale;
+  void* v_token_scale;
+  void* errors;
+} kvx_door_extra_t;
+
+typedef struct kvx_door_table_t {
+  void *indices, *indptr, *last_page_len, *seq_lens, *cu_seqlens;
+  void *pool_primary, *pool_secondary;
+  int64_t format, beam_width, max_seq_len, bytes_per_block;
+} kvx_door_table_t;
+
+KVX_API void kvx_door_init(void* open, void* save, void* restore) {
+  open_tensor = open ? reinterpret_cast<OpenTensor>(open) : copy_tensor;
+  save_thread = reinterpret_cast<void* (*)()>(save);
+  restore_thread = reinterpret_cast<void (*)(void*)>(restore);
+}
+
+}  // extern "C"
+
+namespace kvx {
+namespace {
+
+// The interpreter lock is released for work worth another thread's while.
+template <class F>
+kvx_status_t unlocked(int64_t bytes, F&& run) {
+  if (bytes < (64 << 10) || save_thread == nullptr) return run();
+  void* state = save_thread();
+  const kvx_status_t status = run();
+  restore_thread(state);
+  return status;
+}
+
+kvx_status_t open_cache(Door& door, const kvx_door_spec_t& spec, void* cache0, void* cache1, kvx_cache_t* c) {
+  Tensor t[2];
+  KVX_TRY(door.open("cache", cache0, &t[0]));
+  if (cache1) KVX_TRY(door.open("v_cache", cache1, &t[1]));
+  *c = spec.cache;
+  for (int i = 0; i < 2; i++) {
+    const kvx_door_plane_t& d = spec.plane[i];
+    KVX_NEED((cache1 != nullptr) == (spec.plane[1].tensor == 1), "cache is %s; the spec's layout has %s.", cache1 ? "a pair" : "one tensor",
+             cache1 ? "one tensor that holds K and V" : "K and V apart: pass (k_cache, v_cache)");
+    const Tensor& x = t[d.tensor];
+    kvx_array_t& a = i ? c->v.data : c->k.data;
+    const char* name = d.tensor ? "v_cache" : (cache1 ? "k_cache" : "cache");
+    char got[160], want[160];
+    bool same = x.dl.ndim == d.ndim;
+    for (int j = 0; same && j < d.ndim; j++) same = x.dl.shape[j] == d.shape[j];
+    KVX_NEED(same, "%s is %s; the spec makes it %s.", name, shape_text(x.dl.shape, x.dl.ndim, got), shape_text(d.shape, d.ndim, want));
+    const int dtype = dtype_of(x.dl);
+    KVX_NEED(dtype == a.dtype || (common::dtype_bits(a.dtype) <= 8 && (dtype == KVX_DTYPE_U8 || dtype == KVX_DTYPE_S8)), "%s is %s; the spec's format makes it %s%s.",
+             name, dtype_name(dtype), dtype_name(a.dtype), common::dtype_bits(a.dtype) <= 8 ? " (or uint8)" : "");
+    const int64_t unit = common::dtype_bits(a.dtype) == 4 ? 2 : 1;
+    a.ndim = uint32_t(d.num_axes);
+    const int lo = d.num_axes - 1;
+    for (int j = 0; j < d.num_axes; j++) {
+      a.shape[j] = d.axis_size[j];
+      a.stride[j] = x.stride(d.dim[j]) * d.mul[j] * unit;
+    }
+    if (unit == 2) {
+      KVX_NEED(x.stride(d.dim[lo]) * d.mul[lo] == 1, "%s packs two elements a byte and needs stride 1 along dim.", name);
+      a.stride[lo] = 1;
+    }
+    const int64_t offset = d.offset_dim < 0 ? 0 : x.stride(d.offset_dim) * d.offset_mul * x.dl.type_bits * x.dl.type_lanes / 8;
+    a.data = x.data() + offset;
+    const uint64_t bytes = x.bytes();
+    a.data_bytes = bytes > uint64_t(offset) ? bytes - uint64_t(offset) : 1;
+  }
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t open_scales(Door& door, const kvx_door_extra_t* e, kvx_cache_t* c) {
+  if (e == nullptr) return KVX_STATUS_OK;
+  void* const scale[2] = {e->k_scale, e->v_scale};
+  void* const tensor[2] = {e->k_tensor_scale, e->v_tensor_scale};
+  for (int i = 0; i < 2; i++) {
+    kvx_plane_t& plane = i ? c->v : c->k;
+    const int want = plane.scale.dtype;
+    KVX_TRY(door.optional(i ? "v_scale" : "k_scale", scale[i], &plane.scale));
+    const int got = plane.scale.dtype;
+    KVX_NEED(scale[i] == nullptr || got == want || (common::dtype_bits(want) == 8 && got == KVX_DTYPE_U8), "%s is %s; the spec's format makes it %s.", i ? "v_scale" : "k_scale",
+             dtype_name(got), dtype_name(want));
+    plane.scale.dtype = want;
+    if (tensor[i]) {
+      kvx_array_t a{};
+      KVX_TRY(door.array(i ? "v_tensor_scale" : "k_tensor_scale", tensor[i], &a));
+      KVX_NEED(a.dtype == KVX_DTYPE_F32 && a.data && (a.ndim == 0 || (a.ndim == 1 && a.shape[0] == 1)), "%s must be one f32.", i ? "v_tensor_scale" : "k_tensor_scale");
+      plane.tensor_scale = static_cast<const float*>(a.data);
+    }
+  }
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t open_errors(Door& door, void* object, uint64_t** errors) {
+  if (object == nullptr) return KVX_STATUS_OK;
+  kvx_array_t a{};
+  KVX_TRY(door.array("errors", object, &a));
+  KVX_NEED(a.dtype == KVX_DTYPE_S64 && a.data && (a.ndim == 0 || (a.ndim == 1 && a.shape[0] == 1)), "errors must be one int64.");
+  *errors = static_cast<uint64_t*>(a.data);
+  return KVX_STATUS_OK;
+}
+
+}  // namespace
+}  // namespace kvx
+
+extern "C" {
+
+KVX_API int kvx_door_write(const kvx_door_spec_t* spec, void* cache0, void* cache1, void* k, void* v, void* slots, const kvx_door_extra_t* extra, void* stream) {
+  begin_call("write()");
+  Door door;
+  kvx_cache_t c;
+  kvx_write_args_t w{};
+  w.version = KVX_ABI_VERSION;
+  w.struct_bytes = sizeof w;
+  w.invalid_slot = -1;
+  KVX_TRY(open_cache(door, *spec, cache0, cache1, &c));
+  KVX_TRY(door.array("k", k, &w.k));
+  KVX_TRY(door.array("v", v, &w.v));
+  KVX_TRY(door.array("slot_mapping", slots, &w.slots));
+  if (extra) {
+    KVX_TRY(open_scales(door, extra, &c));
+    KVX_TRY(door.optional("k_token_scale", extra->k_token_scale, &w.k_token_scale));
+    KVX_TRY(door.optional("v_token_scale", extra->v_token_scale, &w.v_token_scale));
+    KVX_TRY(open_errors(door, extra->errors, &w.errors));
+  }
+  c.memory = door.memory();
+  c.device = door.device_id;
+  return unlocked(int64_t(w.k.data_bytes + w.v.data_bytes), [&] { return run_write(c, w, stream); });
+}
+
+KVX_API int kvx_door_gather(const kvx_door_spec_t* spec, void* cache0, void* cache1, void* k, void* v, const kvx_door_table_t* table, const kvx_door_extra_t* extra, void* stream) {
+  begin_call("gather()");
+  Door door;
+  kvx_cache_t c;
+  kvx_gather_args_t g{};
+  g.version = KVX_ABI_VERSION;
+  g.struct_bytes = sizeof g;
+  if (table->pool_primary) {
+    c = spec->cache;
+    kvx_array_t pool[2] = {};
+    KVX_TRY(door.array("primary pool", table->pool_primary, &pool[0]));
+    KVX_TRY(door.optional("secondary pool", table->pool_secondary, &pool[1]));
+    c.bytes_per_block = uint64_t(table->bytes_per_block);
+    c.pool_primary = pool[0].data;
+    c.primary_bytes = pool[0].data_bytes;
+    c.pool_secondary = pool[1].data;
+    c.secondary_bytes = pool[1].data_bytes;
+    c.secondary_blocks = c.bytes_per_block ? int64_t(pool[1].data_bytes / c.bytes_per_block) : 0;
+  } else {
+    KVX_TRY(open_cache(door, *spec, cache0, cache1, &c));
+  }
+  KVX_TRY(door.array("k", k, &g.k));
+  KVX_TRY(door.array("v", v, &g.v));
+  g.table.struct_bytes = sizeof g.table;
+  g.table.format = int32_t(table->format);
+  g.table.beam_width = table->beam_width;
+  KVX_TRY(door.array("block_table", table->indices, &g.table.indices));
+  KVX_TRY(door.optional("indptr", table->indptr, &g.table.indptr));
+  KVX_TRY(door.optional("last_page_len", table->last_page_len, &g.table.last_page_len));
+  KVX_TRY(door.optional("seq_lens", table->seq_lens, &g.table.seq_lens));
+  KVX_TRY(door.optional("cu_seqlens", table->cu_seqlens, &g.cu_seqlens));
+  g.max_seq_len = table->max_seq_len;
+  if (extra) {
+    KVX_TRY(open_scales(door, extra, &c));
+    KVX_TRY(open_errors(door, extra->errors, &g.errors));
+  }
+  c.memory = door.memory();
+  c.device = door.device_id;
+  return unlocked(int64_t(g.k.data_bytes + g.v.data_bytes), [&] { return run_gather(c, g, stream); });
+}
+
+KVX_API int kvx_door_amax(void* amax, void* x, void* slots, int granularity, int64_t block_size, void* errors, void* stream) {
+  begin_call("amax()");
+  Door door;
+  kvx_amax_args_t a{};
+  a.version = KVX_ABI_VERSION;
+  a.struct_bytes = sizeof a;
+  a.granularity = granularity;
+  a.block_size = block_size;
+  a.invalid_slot = -1;
+  KVX_TRY(door.array("x", x, &a.x));
+  KVX_TRY(door.array("amax", amax, &a.amax));
+  KVX_TRY(door.optional("slot_mapping", slots, &a.slots));
+  KVX_TRY(open_errors(door, errors, &a.errors));
+  a.memory = door.memory();
+  a.device = door.device_id;
+  return unlocked(int64_t(a.x.data_bytes), [&] { return kvx_amax(&a, stream); });
+}
+
+// Sizes of the door's structs, so that kvx/ops/native.py can refuse a library of another build.
+KVX_API void kvx_door_sizes(int64_t out[3]) {
+  out[0] = sizeof(kvx_door_spec_t);
+  out[1] = sizeof(kvx_door_extra_t);
+  out[2] = sizeof(kvx_door_table_t);
+}
+
+}  // extern "C"
