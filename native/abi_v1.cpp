@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "check.h"
+#include "lower.h"
 #include "run.h"
 
 namespace kvx {
@@ -63,6 +64,7 @@ kvx_status_t translate_cache(const kvx_cache_desc_t* d, kvx_cache_t* c) {
   return KVX_STATUS_OK;
 }
 
+bool is_memory(int memory) { return memory >= KVX_MEMORY_HOST && memory <= KVX_MEMORY_UNIFIED; }
 bool is_device(int memory) { return memory == KVX_MEMORY_DEVICE || memory == KVX_MEMORY_UNIFIED; }
 
 kvx_status_t check_io(const kvx_kv_io_desc_t& io, const kvx_cache_desc_t& cache) {
@@ -72,7 +74,7 @@ kvx_status_t check_io(const kvx_kv_io_desc_t& io, const kvx_cache_desc_t& cache)
   KVX_NEED(io.num_kv_heads == cache.num_kv_heads && io.head_dim == cache.head_dim, "io has %u heads of %u; the cache has %u of %u.", io.num_kv_heads,
            io.head_dim, cache.num_kv_heads, cache.head_dim);
   KVX_NEED(is_device(io.key.memory) == is_device(cache.k.memory) && is_device(io.value.memory) == is_device(cache.k.memory) &&
-               io.key.memory != KVX_MEMORY_UNKNOWN && io.value.memory != KVX_MEMORY_UNKNOWN,
+               is_memory(io.key.memory) && is_memory(io.value.memory),
            "io memory is %d and %d, the cache's is %d; they must be on the same side.", io.key.memory, io.value.memory, cache.k.memory);
   return KVX_STATUS_OK;
 }
@@ -86,6 +88,7 @@ kvx_status_t translate_scale(const char* what, const kvx_scale_desc_t& d, const 
   KVX_TRY(check_size(what, d.size, sizeof d));
   KVX_NEED(d.granularity >= KVX_SCALE_GRANULARITY_PER_TENSOR && d.granularity <= KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD,
            "%s.granularity is %d; v1 has 1 (tensor) to 4 (block-head).", what, d.granularity);
+  KVX_NEED(d.dtype >= KVX_DTYPE_F16 && d.dtype <= KVX_DTYPE_F32, "%s.dtype is %s; v1 scales are f32, f16 or bf16.", what, dtype_name(d.dtype));
   plane->granularity = d.granularity;
   plane->scale.data = const_cast<void*>(d.data);
   memcpy(plane->scale.shape, d.shape, sizeof d.shape);
@@ -154,6 +157,7 @@ kvx_status_t translate_table(const kvx_cache_desc_t& cache, const kvx_gather_des
       KVX_NEED(b.indptr == nullptr && b.indptr_count == 0, "block_table.indptr_count is %u; KV_OFFSETS has no indptr.", b.indptr_count);
       KVX_TRY(check_size("cache.pool", cache.pool.size, sizeof cache.pool));
       KVX_NEED(cache.pool.bytes_per_block != 0 && cache.pool.primary != nullptr, "KV_OFFSETS needs cache.pool.bytes_per_block and primary.");
+      KVX_NEED(is_memory(cache.pool.memory) && is_device(cache.pool.memory) == is_device(cache.k.memory), "cache.pool.memory is %d, the cache's is %d.", cache.pool.memory, cache.k.memory);
       t->beam_width = int64_t(w);
       t->indices.ndim = 4;
       t->indices.shape[0] = int64_t(s), t->indices.shape[1] = int64_t(w), t->indices.shape[2] = 2, t->indices.shape[3] = int64_t(m);
@@ -192,6 +196,7 @@ kvx_status_t gather_v1(const char* name, const kvx_cache_desc_t* cache, const kv
 kvx_status_t prefill_v1(const char* name, const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, int32_t tokens_per_seq, int io_dtype, void* stream) {
   begin_call(name);
   KVX_NEED(write != nullptr, "write is NULL.");
+  KVX_TRY(check_size("write", write->size, sizeof *write));
   KVX_NEED(tokens_per_seq > 0 && write->io.num_tokens % uint32_t(tokens_per_seq) == 0, "tokens_per_seq is %d; it must divide io.num_tokens %u.",
            tokens_per_seq, write->io.num_tokens);
   return write_v1(name, cache, write, io_dtype, stream);
@@ -208,7 +213,10 @@ kvx_status_t kvx_validate_cache_desc(const kvx_cache_desc_t* cache) {
   begin_call("kvx_validate_cache_desc()");
   kvx_cache_t c;
   KVX_TRY(translate_cache(cache, &c));
-  return kvx_validate_cache(&c);
+  PlaneParams plane[2];
+  bool on_device;
+  KVX_TRY(lower_cache(c, plane));
+  return check_memory(c.memory, &on_device);
 }
 
 #define KVX_CACHE const kvx_cache_desc_t* cache

@@ -46,6 +46,15 @@ KVX_HD float float_of(uint32_t b) {
 #endif
 }
 
+// c ? a : b. On the host by masks: a choice written as a branch keeps loops over it from being vectorised.
+KVX_HD uint32_t pick(bool c, uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  return c ? a : b;
+#else
+  return b ^ ((a ^ b) & (0u - (uint32_t)c));
+#endif
+}
+
 KVX_HD bool is_nan(float x) { return (bits_of(x) & 0x7fffffffu) > 0x7f800000u; }
 
 // ---- 16-bit floats
@@ -54,8 +63,9 @@ KVX_HD float f16_to_f32(uint16_t h) {
   uint32_t sign = (uint32_t)(h & 0x8000u) << 16, m = h & 0x7fffu;
   float normal = float_of((m << 13) + (112u << 23));
   float subnormal = float_of((m << 13) + (113u << 23)) - float_of(113u << 23);
-  uint32_t b = m >= 0x7c00u ? (m > 0x7c00u ? 0x7fffffffu : 0x7f800000u) : bits_of(m < 0x0400u ? subnormal : normal);
-  return float_of(m > 0x7c00u ? b : (b | sign));
+  uint32_t b = pick(m < 0x0400u, bits_of(subnormal), bits_of(normal));
+  b = pick(m >= 0x7c00u, 0x7f800000u, b) | sign;
+  return float_of(pick(m > 0x7c00u, 0x7fffffffu, b));
 }
 
 KVX_HD uint16_t f32_to_f16(float x) {
@@ -63,9 +73,9 @@ KVX_HD uint16_t f32_to_f16(float x) {
   b &= 0x7fffffffu;
   uint32_t subnormal = bits_of(float_of(b) + 0.5f) - bits_of(0.5f);  // 0.5 has ulp 2^-24, f16's smallest step
   uint32_t normal = (b + 0xfffu + ((b >> 13) & 1u) - (112u << 23)) >> 13;
-  uint32_t r = b < 0x38800000u ? subnormal : normal;
-  r = b >= 0x477ff000u ? 0x7c00u : r;  // 65520 and up round to infinity
-  return (uint16_t)(b > 0x7f800000u ? 0x7fffu : (r | sign));
+  uint32_t r = pick(b < 0x38800000u, subnormal, normal);
+  r = pick(b >= 0x477ff000u, 0x7c00u, r);  // 65520 and up round to infinity
+  return (uint16_t)pick(b > 0x7f800000u, 0x7fffu, r | sign);
 }
 
 KVX_HD float bf16_to_f32(uint16_t h) { return float_of((uint32_t)h << 16); }
@@ -73,10 +83,10 @@ KVX_HD float bf16_to_f32(uint16_t h) { return float_of((uint32_t)h << 16); }
 KVX_HD uint16_t f32_to_bf16(float x) {
   uint32_t b = bits_of(x);
   uint32_t r = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
-  return (uint16_t)((b & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : r);
+  return (uint16_t)pick((b & 0x7fffffffu) > 0x7f800000u, 0x7fffu, r);
 }
 
-KVX_HD float one_nan(float x) { return is_nan(x) ? float_of(0x7fffffffu) : x; }
+KVX_HD float one_nan(float x) { return float_of(pick(is_nan(x), 0x7fffffffu, bits_of(x))); }
 
 // ---- fp8
 
@@ -84,41 +94,42 @@ KVX_HD float e4m3_to_f32(uint8_t c) {
   uint32_t sign = (uint32_t)(c & 0x80u) << 24, m = c & 0x7fu;
   float normal = float_of((m << 20) + (120u << 23));
   float subnormal = float_of((m << 20) + (121u << 23)) - float_of(121u << 23);
-  uint32_t b = bits_of(m < 8u ? subnormal : normal) | sign;
-  return float_of(m == 0x7fu ? 0x7fffffffu : b);
+  uint32_t b = pick(m < 8u, bits_of(subnormal), bits_of(normal)) | sign;
+  return float_of(pick(m == 0x7fu, 0x7fffffffu, b));
 }
 
 KVX_HD uint8_t f32_to_e4m3(float x) {
   uint32_t b = bits_of(x), sign = (b >> 24) & 0x80u;
   b &= 0x7fffffffu;
-  uint32_t nan = b > 0x7f800000u;
-  b = b > 0x43e00000u ? 0x43e00000u : b;                                    // 448
+  bool nan = b > 0x7f800000u;
+  b = pick(b > 0x43e00000u, 0x43e00000u, b);                                    // 448
   uint32_t subnormal = bits_of(float_of(b) + 16384.0f) - bits_of(16384.0f);  // 16384 has ulp 2^-9
   uint32_t normal = (b + 0x7ffffu + ((b >> 20) & 1u) - (120u << 23)) >> 20;
-  uint32_t r = (b < 0x3c800000u ? subnormal : normal) | sign;
-  return (uint8_t)(nan ? 0x7fu : r);
+  uint32_t r = pick(b < 0x3c800000u, subnormal, normal) | sign;
+  return (uint8_t)pick(nan, 0x7fu, r);
 }
 
 KVX_HD float e5m2_to_f32(uint8_t c) {
   uint32_t m = c & 0x7fu;
-  return m > 0x7cu ? float_of(0x7fffffffu) : f16_to_f32((uint16_t)((uint32_t)c << 8));
+  return float_of(pick(m > 0x7cu, 0x7fffffffu, bits_of(f16_to_f32((uint16_t)((uint32_t)c << 8)))));
 }
 
 KVX_HD uint8_t f32_to_e5m2(float x) {
   uint32_t b = bits_of(x), sign = (b >> 24) & 0x80u;
   b &= 0x7fffffffu;
-  uint32_t nan = b > 0x7f800000u;
-  b = b > 0x47600000u ? 0x47600000u : b;                                // 57344
+  bool nan = b > 0x7f800000u;
+  b = pick(b > 0x47600000u, 0x47600000u, b);                                // 57344
   uint32_t subnormal = bits_of(float_of(b) + 128.0f) - bits_of(128.0f);  // 128 has ulp 2^-16
   uint32_t normal = (b + 0xfffffu + ((b >> 21) & 1u) - (112u << 23)) >> 21;
-  uint32_t r = (b < 0x38800000u ? subnormal : normal) | sign;
-  return (uint8_t)(nan ? 0x7fu : r);
+  uint32_t r = pick(b < 0x38800000u, subnormal, normal) | sign;
+  return (uint8_t)pick(nan, 0x7fu, r);
 }
 
 // ---- integers and fp4
 
-KVX_HD float clamp(float x, float lo, float hi) {  // NaN comes out as lo: callers treat it before
-  return x > lo ? (x < hi ? x : hi) : lo;
+KVX_HD float clamp(float x, float lo, float hi) {  // NaN comes out as lo: callers treat it after
+  x = float_of(pick(x > lo, bits_of(x), bits_of(lo)));
+  return float_of(pick(x < hi, bits_of(x), bits_of(hi)));
 }
 
 // Half away from zero. x is within +-2^22. The largest float under 0.5 is added, since 0.5 itself would carry 0.49999997 to 1.
@@ -127,26 +138,26 @@ KVX_HD int32_t round_half_away(float x) {
   return (int32_t)(x + half);
 }
 
-KVX_HD uint8_t f32_to_s8(float x) { return (uint8_t)(is_nan(x) ? 0 : round_half_away(clamp(x, -128.0f, 127.0f))); }
+KVX_HD uint8_t f32_to_s8(float x) { return (uint8_t)pick(is_nan(x), 0u, (uint32_t)round_half_away(clamp(x, -128.0f, 127.0f))); }
 KVX_HD float s8_to_f32(uint8_t c) { return (float)(int8_t)c; }
 
-KVX_HD uint8_t f32_to_s4(float x) { return (uint8_t)((is_nan(x) ? 0 : round_half_away(clamp(x, -8.0f, 7.0f))) & 15); }
+KVX_HD uint8_t f32_to_s4(float x) { return (uint8_t)(pick(is_nan(x), 0u, (uint32_t)round_half_away(clamp(x, -8.0f, 7.0f))) & 15u); }
 KVX_HD float s4_to_f32(uint8_t c) { return (float)((int32_t)((uint32_t)c << 28) >> 28); }
 
 KVX_HD uint8_t f32_to_e2m1(float x) {
   uint32_t b = bits_of(x), sign = (b >> 28) & 8u;
   b &= 0x7fffffffu;
-  uint32_t nan = b > 0x7f800000u;
-  b = b > 0x40c00000u ? 0x40c00000u : b;                                        // 6
+  bool nan = b > 0x7f800000u;
+  b = pick(b > 0x40c00000u, 0x40c00000u, b);                                        // 6
   uint32_t subnormal = bits_of(float_of(b) + 4194304.0f) - bits_of(4194304.0f);  // 2^22 has ulp 0.5
   uint32_t normal = (b + 0x1fffffu + ((b >> 22) & 1u) - (126u << 23)) >> 22;
-  uint32_t r = (b < 0x3f800000u ? subnormal : normal) | sign;
-  return (uint8_t)(nan ? 0u : r);
+  uint32_t r = pick(b < 0x3f800000u, subnormal, normal) | sign;
+  return (uint8_t)pick(nan, 0u, r);
 }
 
 KVX_HD float e2m1_to_f32(uint8_t c) {
   uint32_t sign = (uint32_t)(c & 8u) << 28, m = c & 7u;
-  uint32_t b = m < 2u ? (m ? 0x3f000000u : 0u) : (m << 22) + (126u << 23);
+  uint32_t b = pick(m < 2u, m * 0x3f000000u, (m << 22) + (126u << 23));
   return float_of(b | sign);
 }
 

@@ -123,6 +123,11 @@ kvx_status_t lower_plane_scale(const char* name, const kvx_plane_t& plane, const
     KVX_NEED((uintptr_t(out->data) + plane.scale_offset) % size == 0 && out->block % size == 0 && out->token % size == 0 && out->head % size == 0,
              "%s inline scales are not aligned to their %lld bytes.", name, (long long)size);
     const int64_t end = plane.scale_offset + s.num_groups * size;
+    kvx_array_t cell{};
+    cell.ndim = 4;
+    const int64_t cs[4] = {g.num_blocks, g.block_size, g.num_kv_heads, end}, ct[4] = {out->block, out->token, out->head, 1};
+    memcpy(cell.shape, cs, sizeof cs), memcpy(cell.stride, ct, sizeof ct);
+    KVX_NEED(!overlaps_itself(cell), "%s inline cells overlap.", name);
     for (int64_t stride : {out->block, out->token, out->head})
       KVX_NEED(stride == 0 || stride >= end, "%s rows are %lld bytes apart; %lld bytes of elements and inline scales do not fit.", name,
                (long long)stride, (long long)end);
@@ -199,7 +204,7 @@ kvx_status_t check_planes_apart(const kvx_cache_t& c, const PlaneParams p[2]) {
     const kvx_array_t& a = c.k.data;
     kvx_array_t plane = a;
     const int bits = dtype_bits(a.dtype);
-    if (a.ndim < 5 && c.k.data.dtype == c.v.data.dtype && c.k_head_dim == c.v_head_dim && (apart * 8) % bits == 0) {
+    if (p[0].pack == p[1].pack && p[0].dim_hi == p[1].dim_hi && p[0].dim_lo == p[1].dim_lo && a.ndim < 5 && c.k.data.dtype == c.v.data.dtype && c.k_head_dim == c.v_head_dim && (apart * 8) % bits == 0) {
       plane.shape[a.ndim] = 2;
       plane.stride[a.ndim] = apart * 8 / bits;
       plane.ndim = a.ndim + 1;
@@ -286,6 +291,7 @@ kvx_status_t lower_write(const kvx_cache_t& c, const kvx_write_args_t& w, WriteP
   KVX_TRY(check_header("args", w.version, w.struct_bytes, sizeof(kvx_write_args_t)));
   KVX_NEED(w.flags == 0, "args.flags is %llu; no flag is known.", (unsigned long long)w.flags);
   KVX_NEED(c.k.data.data && c.v.data.data, "the cache has no data pointers; writes go to k.data and v.data, not to pools.");
+  KVX_TRY(check_planes_apart(c, out->plane));
   KVX_NEED(w.slots.dtype == KVX_DTYPE_S32 || w.slots.dtype == KVX_DTYPE_S64, "slot_mapping is %s; it is s32 or s64.", dtype_name(w.slots.dtype));
   KVX_NEED(w.slots.ndim == 1, "slot_mapping has %u dimensions; it has one.", w.slots.ndim);
   const int64_t tokens = w.slots.shape[0];
@@ -313,6 +319,7 @@ kvx_status_t lower_write(const kvx_cache_t& c, const kvx_write_args_t& w, WriteP
 kvx_status_t lower_amax(const kvx_amax_args_t& a, AmaxParams* out) {
   memset(static_cast<void*>(out), 0, sizeof *out);
   KVX_TRY(check_header("args", a.version, a.struct_bytes, sizeof(kvx_amax_args_t)));
+  KVX_NEED(a.flags == 0, "args.flags is %llu; no flag is known.", (unsigned long long)a.flags);
   const int gran = a.granularity;
   KVX_NEED(gran >= KVX_SCALE_GRANULARITY_PER_TENSOR && gran <= KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD,
            "granularity is %d; 1 (tensor), 2 (block), 3 (head) and 4 (block-head) exist.", gran);
@@ -338,8 +345,9 @@ kvx_status_t lower_amax(const kvx_amax_args_t& a, AmaxParams* out) {
     out->block = a.amax.stride[0] * 4;
   }
   if (by_head) out->head = a.amax.stride[n - 1] * 4;
-  out->num_tokens = tokens;
-  out->num_heads = a.x.shape[1];
+  const bool empty = tokens == 0 || a.x.shape[1] == 0 || a.x.shape[2] == 0;
+  out->num_tokens = empty ? 0 : tokens;
+  out->num_heads = empty ? 0 : a.x.shape[1];
   out->head_dim = a.x.shape[2];
   out->invalid_slot = a.invalid_slot;
   out->block_size = by_block ? a.block_size : 1;
@@ -391,6 +399,8 @@ kvx_status_t lower_gather(const kvx_cache_t& c, const kvx_gather_args_t& g, Gath
     out->cu_bytes = cu.dtype == KVX_DTYPE_S64 ? 8 : 4;
   }
   out->max_seq_len = g.max_seq_len;
+  // Packed: no sequence has more rows than the output, whatever max_seq_len claims. Work is counted by it. 1: an empty grid is no launch.
+  if (out->cu_seqlens && out->num_rows < g.max_seq_len) out->max_seq_len = out->num_rows > 0 ? out->num_rows : 1;
   out->block_size = c.block_size;
   out->num_blocks = c.num_blocks;
   out->num_heads = c.num_kv_heads;

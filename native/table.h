@@ -21,7 +21,7 @@ struct BlockPlace {
 
 // Tokens of output sequence `seq` (beams share their sequence's length). Page-CSR lengths follow from the pages.
 KVX_HD int64_t sequence_length(const TableParams& t, int64_t seq, int64_t block_size) {
-  int64_t s = seq / t.beam_width;
+  int64_t s = (int64_t)((uint32_t)seq / (uint32_t)t.beam_width);  // fewer than 2^31 sequences: array.cpp
   if (t.seq_lens) return read_index(t.seq_lens, s * t.len_bytes, t.len_bytes);
   int64_t first = read_index(t.indptr, s * t.indptr_bytes, t.indptr_bytes);
   int64_t pages = read_index(t.indptr, (s + 1) * t.indptr_bytes, t.indptr_bytes) - first;
@@ -57,9 +57,10 @@ KVX_HD BlockPlace find_block(const GatherParams& p, int64_t seq, int64_t pos, in
     int64_t step = t.format == KVX_BLOCK_TABLE_RAGGED ? pos : logical;  // one entry per token, or per page
     int64_t first = read_index(t.indptr, seq * t.indptr_bytes, t.indptr_bytes);
     int64_t end = read_index(t.indptr, (seq + 1) * t.indptr_bytes, t.indptr_bytes);
-    int64_t i = first + step;
-    if (first < 0 || i >= end || i >= t.num_indices) return place;
-    id = read_index(t.indices, i * t.index_stride, t.index_bytes);
+    // Compared by subtraction: first + step would wrap for an indptr near 2^63.
+    const int64_t limit = end < t.num_indices ? end : t.num_indices;
+    if (first < 0 || first >= limit || step >= limit - first) return place;
+    id = read_index(t.indices, (first + step) * t.index_stride, t.index_bytes);
   }
   if (id < 0 || id >= p.num_blocks) return place;
   place.base = p.plane[plane].data + id * p.plane[plane].block;

@@ -19,7 +19,7 @@ int64_t output_bytes(const GatherParams& p) {
 
 inline void copy_bytes(const RowTable& ops, bool stream, char* dst, const char* src, int64_t bytes) {
   if (stream) ops.stream_copy(dst, src, bytes);
-  else memcpy(dst, src, size_t(bytes));
+  else ops.copy(dst, src, bytes);
 }
 
 kvx_status_t check_tables(const GatherParams& p) {
@@ -62,8 +62,12 @@ void gather_run(const RowTable& ops, const GatherParams& p, int i, int64_t seq, 
     copy_bytes(ops, stream, dst, src, row * run);
     return;
   }
-  for (int64_t t = 0; t < run; t++)
-    for (int64_t h = 0; h < heads; h++) {
+  // In the order of the block: it is then read once, front to back, and the scattered side is the buffered stores.
+  const bool by_head = c.head > c.token;
+  const int64_t outer = by_head ? heads : run, inner = by_head ? run : heads;
+  for (int64_t a = 0; a < outer; a++)
+    for (int64_t b = 0; b < inner; b++) {
+      const int64_t h = by_head ? a : b, t = by_head ? b : a;
       char *to = dst + t * r.token + h * r.head, *from = src + t * c.token + h * c.head;
       if (copy) copy_bytes(ops, stream, to, from, row);
       else gather_row(ops, c, r, to, from, ScaleAt{place.id, offset + t, h, 0});

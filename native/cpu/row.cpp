@@ -62,7 +62,7 @@ void write_row(const RowTable& ops, const PlaneParams& p, const RowsParams& rows
     for (int64_t d = g * size; d < (g + 1) * size;) {  // a piece ends with the group or with the pack
       const int64_t n = least((g + 1) * size - d, p.pack - d % p.pack);
       char* to = element_at(p, cell, d);
-      if (copy) memcpy(to, src + d * rows.dim, size_t(span_bytes(p.dtype, n)));
+      if (copy) ops.copy(to, src + d * rows.dim, span_bytes(p.dtype, n));
       else ops.encode[rows.dtype][p.dtype](to, src + d * rows.dim, n, scale);
       d += n;
     }
@@ -78,7 +78,7 @@ void gather_row(const RowTable& ops, const PlaneParams& p, const RowsParams& row
     for (int64_t d = g * size; d < (g + 1) * size;) {
       const int64_t n = least((g + 1) * size - d, p.pack - d % p.pack);
       char* from = element_at(p, cell, d);
-      if (copy) memcpy(dst + d * rows.dim, from, size_t(span_bytes(p.dtype, n)));
+      if (copy) ops.copy(dst + d * rows.dim, from, span_bytes(p.dtype, n));
       else ops.decode[p.dtype][rows.dtype](dst + d * rows.dim, from, n, scale);
       d += n;
     }

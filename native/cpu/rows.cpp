@@ -51,55 +51,98 @@ void cast_row(char* dst, const char* src, int64_t n, float) {
   for (int64_t i = 0; i < n; i++) d[i] = Float<C>::store(Float<IO>::load(s[i]));
 }
 
-template <int IO, int C>
-void encode_row(char* dst, const char* src, int64_t n, float scale) {
-  auto* s = reinterpret_cast<const typename Float<IO>::Raw*>(src);
+// Work goes through short arrays, one simple loop a step: each loop then has one element width and vectorises everywhere,
+// where a single loop from 16-bit floats to bytes does not. Rows go in blocks of 64, and what is left (or a small group of
+// elements under one scale) in blocks of 16.
+template <int IO, int N>
+inline void load_block(const char* src, int64_t first, float (&x)[N], int n) {
+  auto* s = reinterpret_cast<const typename Float<IO>::Raw*>(src) + first;
+  uint32_t raw[N] = {};
+  for (int i = 0; i < n; i++) raw[i] = s[i];
+  for (int i = 0; i < N; i++) x[i] = Float<IO>::load(typename Float<IO>::Raw(raw[i]));
+}
+
+template <int IO, int N>
+inline void store_block(char* dst, int64_t first, const float (&x)[N], int n) {
+  auto* d = reinterpret_cast<typename Float<IO>::Raw*>(dst) + first;
+  uint32_t raw[N];
+  for (int i = 0; i < N; i++) raw[i] = Float<IO>::store(x[i]);
+  for (int i = 0; i < n; i++) d[i] = typename Float<IO>::Raw(raw[i]);
+}
+
+template <int IO, int C, int N>
+inline void encode_block(char* dst, const char* src, int64_t first, int n, float scale) {
   auto* d = reinterpret_cast<uint8_t*>(dst);
-  if (scale == 1.0f) {  // x / 1 is x
-    for (int64_t i = 0; i < n; i++) d[i] = Code<C>::encode(Float<IO>::load(s[i]));
+  float x[N];
+  uint32_t codes[N];
+  load_block<IO>(src, first, x, n);
+  for (int i = 0; i < N; i++) x[i] = x[i] / scale;
+  for (int i = 0; i < N; i++) codes[i] = Code<C>::encode(x[i]);
+  if (C == KVX_DTYPE_S4 || C == KVX_DTYPE_E2M1) {
+    for (int i = 0; i < n / 2; i++) d[first / 2 + i] = uint8_t(codes[2 * i] | codes[2 * i + 1] << 4);
   } else {
-    for (int64_t i = 0; i < n; i++) d[i] = Code<C>::encode(Float<IO>::load(s[i]) / scale);
+    for (int i = 0; i < n; i++) d[first + i] = uint8_t(codes[i]);
   }
 }
 
-template <int IO, int C>
-void encode_nibbles(char* dst, const char* src, int64_t n, float scale) {
-  auto* s = reinterpret_cast<const typename Float<IO>::Raw*>(src);
-  auto* d = reinterpret_cast<uint8_t*>(dst);
-  for (int64_t i = 0; i < n / 2; i++) {
-    uint32_t lo = Code<C>::encode(Float<IO>::load(s[2 * i]) / scale), hi = Code<C>::encode(Float<IO>::load(s[2 * i + 1]) / scale);
-    d[i] = uint8_t(lo | hi << 4);
+template <int C, int IO, int N>
+inline void decode_block(char* dst, const char* src, int64_t first, int n, float scale) {
+  auto* s = reinterpret_cast<const uint8_t*>(src);
+  uint32_t codes[N] = {};
+  float x[N];
+  if (C == KVX_DTYPE_S4 || C == KVX_DTYPE_E2M1) {
+    for (int i = 0; i < n / 2; i++) codes[2 * i] = s[first / 2 + i] & 15, codes[2 * i + 1] = s[first / 2 + i] >> 4;
+  } else {
+    for (int i = 0; i < n; i++) codes[i] = s[first + i];
   }
+  for (int i = 0; i < N; i++) x[i] = Code<C>::decode(uint8_t(codes[i])) * scale;
+  store_block<IO>(dst, first, x, n);
+}
+
+template <int IO, int C>
+void encode_row(char* dst, const char* src, int64_t n, float scale) {
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64) encode_block<IO, C, 64>(dst, src, i, 64, scale);
+  for (; i + 16 <= n; i += 16) encode_block<IO, C, 16>(dst, src, i, 16, scale);
+  if (i < n) encode_block<IO, C, 16>(dst, src, i, int(n - i), scale);
 }
 
 template <int C, int IO>
 void decode_row(char* dst, const char* src, int64_t n, float scale) {
-  auto* s = reinterpret_cast<const uint8_t*>(src);
-  auto* d = reinterpret_cast<typename Float<IO>::Raw*>(dst);
-  for (int64_t i = 0; i < n; i++) d[i] = Float<IO>::store(Code<C>::decode(s[i]) * scale);
-}
-
-template <int C, int IO>
-void decode_nibbles(char* dst, const char* src, int64_t n, float scale) {
-  auto* s = reinterpret_cast<const uint8_t*>(src);
-  auto* d = reinterpret_cast<typename Float<IO>::Raw*>(dst);
-  for (int64_t i = 0; i < n / 2; i++) {
-    d[2 * i] = Float<IO>::store(Code<C>::decode(s[i] & 15) * scale);
-    d[2 * i + 1] = Float<IO>::store(Code<C>::decode(s[i] >> 4) * scale);
-  }
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64) decode_block<C, IO, 64>(dst, src, i, 64, scale);
+  for (; i + 16 <= n; i += 16) decode_block<C, IO, 16>(dst, src, i, 16, scale);
+  if (i < n) decode_block<C, IO, 16>(dst, src, i, int(n - i), scale);
 }
 
 // Magnitudes of floats order as their bits do, so the maximum is an integer one and vectorises in any order.
 template <int IO>
 float amax_row(const char* src, int64_t n) {
-  auto* s = reinterpret_cast<const typename Float<IO>::Raw*>(src);
-  uint32_t best = 0;
-  for (int64_t i = 0; i < n; i++) {
-    uint32_t b = bits_of(Float<IO>::load(s[i])) & 0x7fffffffu;
-    b = b < 0x7f800000u ? b : 0u;
-    best = b > best ? b : best;
+  uint32_t best[16] = {};
+  float x[16];
+  for (int64_t first = 0; first < n; first += 16) {
+    load_block<IO>(src, first, x, int(n - first < 16 ? n - first : 16));  // 0 past the end
+    for (int i = 0; i < 16; i++) {
+      uint32_t b = bits_of(x[i]) & 0x7fffffffu;
+      b = b < 0x7f800000u ? b : 0u;
+      best[i] = b > best[i] ? b : best[i];
+    }
   }
-  return float_of(best);
+  uint32_t most = 0;
+  for (int i = 0; i < 16; i++) most = best[i] > most ? best[i] : most;
+  return float_of(most);
+}
+
+// Rows are a few hundred bytes. libc's memcpy writes such a piece in overlapping parts, which keeps a core from seeing whole
+// cache lines go by (measured on Neoverse: 17 GB/s instead of 55); a loop of 64-byte moves does not.
+void copy(char* dst, const char* src, int64_t bytes) {
+  if (bytes >= 4096) {
+    memcpy(dst, src, size_t(bytes));
+    return;
+  }
+  int64_t i = 0;
+  for (; i + 64 <= bytes; i += 64) memcpy(dst + i, src + i, 64);
+  if (i < bytes) memcpy(dst + i, src + i, size_t(bytes - i));
 }
 
 void stream_copy(char* dst, const char* src, int64_t bytes) {
@@ -122,7 +165,7 @@ void stream_copy(char* dst, const char* src, int64_t bytes) {
   }
   memcpy(dst + i, src + i, size_t(bytes - i));
 #else
-  memcpy(dst, src, size_t(bytes));  // Arm cores leave write-allocate by themselves when they see a stream
+  copy(dst, src, bytes);  // Arm cores leave write-allocate by themselves when they see whole lines go by
 #endif
 }
 
@@ -134,7 +177,7 @@ void stream_fence() {
 
 #define KVX_CODE_ROW(fn, io)                                                                                  \
   &fn##_row<io, KVX_DTYPE_F8_E4M3>, &fn##_row<io, KVX_DTYPE_F8_E5M2>, nullptr, nullptr, nullptr, nullptr, nullptr, \
-      &fn##_row<io, KVX_DTYPE_S8>, &fn##_nibbles<io, KVX_DTYPE_S4>, &fn##_nibbles<io, KVX_DTYPE_E2M1>
+      &fn##_row<io, KVX_DTYPE_S8>, &fn##_row<io, KVX_DTYPE_S4>, &fn##_row<io, KVX_DTYPE_E2M1>
 #define KVX_ENCODE_FROM(io) {nullptr, &cast_row<io, KVX_DTYPE_F16>, &cast_row<io, KVX_DTYPE_BF16>, &cast_row<io, KVX_DTYPE_F32>, KVX_CODE_ROW(encode, io)}
 #define KVX_DECODE_TO(fn, c) {nullptr, &fn<c, KVX_DTYPE_F16>, &fn<c, KVX_DTYPE_BF16>, &fn<c, KVX_DTYPE_F32>}
 #define KVX_NO_DECODE {nullptr, nullptr, nullptr, nullptr}
@@ -154,9 +197,10 @@ const RowTable KVX_JOIN(rows_, KVX_ISA) = {
     {{nullptr}, KVX_ENCODE_FROM(KVX_DTYPE_F16), KVX_ENCODE_FROM(KVX_DTYPE_BF16), KVX_ENCODE_FROM(KVX_DTYPE_F32)},
     {KVX_NO_DECODE, KVX_DECODE_TO(cast_row, KVX_DTYPE_F16), KVX_DECODE_TO(cast_row, KVX_DTYPE_BF16), KVX_DECODE_TO(cast_row, KVX_DTYPE_F32),
      KVX_DECODE_TO(decode_row, KVX_DTYPE_F8_E4M3), KVX_DECODE_TO(decode_row, KVX_DTYPE_F8_E5M2), KVX_NO_DECODE, KVX_NO_DECODE, KVX_NO_DECODE,
-     KVX_NO_DECODE, KVX_NO_DECODE, KVX_DECODE_TO(decode_row, KVX_DTYPE_S8), KVX_DECODE_TO(decode_nibbles, KVX_DTYPE_S4),
-     KVX_DECODE_TO(decode_nibbles, KVX_DTYPE_E2M1)},
+     KVX_NO_DECODE, KVX_NO_DECODE, KVX_DECODE_TO(decode_row, KVX_DTYPE_S8), KVX_DECODE_TO(decode_row, KVX_DTYPE_S4),
+     KVX_DECODE_TO(decode_row, KVX_DTYPE_E2M1)},
     {nullptr, &amax_row<KVX_DTYPE_F16>, &amax_row<KVX_DTYPE_BF16>, &amax_row<KVX_DTYPE_F32>},
+    &copy,
     &stream_copy,
     &stream_fence,
 };

@@ -15,6 +15,7 @@ struct RowTable {
   EncodeRow encode[4][14];  // [IO dtype][cache dtype], kvx_dtype_t values; NULL where there is none
   DecodeRow decode[14][4];  // [cache dtype][IO dtype]
   AmaxRow amax[4];          // [IO dtype]
+  void (*copy)(char* dst, const char* src, int64_t bytes);         // a row
   void (*stream_copy)(char* dst, const char* src, int64_t bytes);  // past the caches, for what is not read again soon
   void (*stream_fence)();   // after the last stream_copy of a thread
 };

@@ -52,7 +52,7 @@ CopyPlan plan_copy(const WriteParams& p, int i) {
 
 inline void copy_bytes(const RowTable& ops, bool stream, char* dst, const char* src, int64_t bytes) {
   if (stream) ops.stream_copy(dst, src, bytes);
-  else memcpy(dst, src, size_t(bytes));
+  else ops.copy(dst, src, bytes);
 }
 
 // `run` tokens from `token` on, in consecutive offsets of one block.
@@ -62,8 +62,8 @@ void copy_run(const RowTable& ops, const WriteParams& p, int i, const CopyPlan& 
   char* dst = c.data + block * c.block + offset * c.token;
   const char* src = r.data + token * r.token;
   if (plan.tokens_adjacent) return copy_bytes(ops, stream, dst, src, run * plan.row_bytes);
-  for (int64_t h = 0; h < plan.num_rows; h++)  // heads outside: writes then run through the block in order
-    for (int64_t t = 0; t < run; t++) copy_bytes(ops, stream, dst + h * c.head + t * c.token, src + h * r.head + t * r.token, plan.row_bytes);
+  for (int64_t t = 0; t < run; t++)  // in the order of the input, which is read once and prefetched; stores are buffered
+    for (int64_t h = 0; h < plan.num_rows; h++) copy_bytes(ops, stream, dst + h * c.head + t * c.token, src + h * r.head + t * r.token, plan.row_bytes);
 }
 
 void write_tokens(const RowTable& ops, const WriteParams& p, const CopyPlan plan[2], int64_t begin, int64_t end, bool stream) {

@@ -1,4 +1,4 @@
-// Eight elements at a time: the unit of the fast quantising kernels. Eight 16-bit elements are one 16-byte access.
+// Sixteen elements at a time: the unit of the quantising kernels. Sixteen 8-bit codes are one 16-byte access.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -9,7 +9,59 @@
 namespace kvx {
 namespace cuda {
 
-constexpr int kChunk = 8;
+constexpr int kChunk = 16;
+constexpr uint32_t kInfinity = 0x7f800000u;
+
+template <int C> constexpr int element_bits = C == KVX_DTYPE_F32 ? 32 : (C == KVX_DTYPE_F16 || C == KVX_DTYPE_BF16) ? 16 : (C == KVX_DTYPE_S4 || C == KVX_DTYPE_E2M1) ? 4 : 8;
+template <int C> constexpr int chunk_bytes = kChunk * element_bits<C> / 8;
+template <int C> constexpr bool is_code = element_bits<C> <= 8;
+
+// ---- IO rows: F16, BF16, F32, as loaded
+
+template <int IO> struct RawChunk { uint32_t w[chunk_bytes<IO> / 4]; };
+
+template <int IO> __device__ __forceinline__ RawChunk<IO> load_raw(const char* p) {
+  RawChunk<IO> r;
+#pragma unroll
+  for (int i = 0; i < chunk_bytes<IO> / 16; i++) {
+    const uint4 v = load_once<uint4>(p + 16 * i);
+    r.w[4 * i] = v.x, r.w[4 * i + 1] = v.y, r.w[4 * i + 2] = v.z, r.w[4 * i + 3] = v.w;
+  }
+  return r;
+}
+
+template <int IO> __device__ __forceinline__ float element(const RawChunk<IO>& r, int i) {
+  if constexpr (IO == KVX_DTYPE_F32) return __uint_as_float(r.w[i]);
+  else if constexpr (IO == KVX_DTYPE_BF16) return __uint_as_float(i % 2 ? r.w[i / 2] & 0xffff0000u : r.w[i / 2] << 16);
+  else return __half2float(__ushort_as_half(uint16_t(i % 2 ? r.w[i / 2] >> 16 : r.w[i / 2])));
+}
+
+// Bits of the largest magnitude as f32; at or above kInfinity when a NaN or an infinity is among them. Magnitudes order as
+// their bits do, so 16-bit elements are compared two at a time as integers.
+template <int IO> __device__ __forceinline__ uint32_t magnitude_bits(const RawChunk<IO>& r) {
+  if constexpr (IO == KVX_DTYPE_F32) {
+    uint32_t m = 0;
+#pragma unroll
+    for (int i = 0; i < kChunk; i++) m = max(m, r.w[i] & 0x7fffffffu);
+    return m;
+  } else {
+    uint32_t m = r.w[0] & 0x7fff7fffu;
+#pragma unroll
+    for (int i = 1; i < kChunk / 2; i++) m = __vmaxu2(m, r.w[i] & 0x7fff7fffu);
+    m = max(m & 0xffffu, m >> 16);
+    return IO == KVX_DTYPE_BF16 ? m << 16 : __float_as_uint(__half2float(__ushort_as_half(uint16_t(m))));
+  }
+}
+
+template <int IO> __device__ __forceinline__ uint32_t finite_magnitude_bits(const RawChunk<IO>& r) {
+  uint32_t m = 0;
+#pragma unroll
+  for (int i = 0; i < kChunk; i++) {
+    const uint32_t b = __float_as_uint(element(r, i)) & 0x7fffffffu;
+    m = max(m, b < kInfinity ? b : 0u);
+  }
+  return m;
+}
 
 __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {  // NaN becomes 0x7fff, as format.h has it
   __nv_bfloat162 r = __floats2bfloat162_rn(lo, hi);
@@ -20,118 +72,150 @@ __device__ __forceinline__ uint32_t pack_f16(float lo, float hi) {
   return *reinterpret_cast<uint32_t*>(&r);
 }
 
-// ---- IO rows: F16, BF16, F32
+template <int IO> __device__ __forceinline__ void store_chunk(char* p, const float (&x)[kChunk]) {
+#pragma unroll
+  for (int i = 0; i < chunk_bytes<IO> / 16; i++) {
+    uint32_t w[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      if constexpr (IO == KVX_DTYPE_F32) w[j] = __float_as_uint(one_nan(x[4 * i + j]));
+      else if constexpr (IO == KVX_DTYPE_BF16) w[j] = pack_bf16(x[8 * i + 2 * j], x[8 * i + 2 * j + 1]);
+      else w[j] = pack_f16(x[8 * i + 2 * j], x[8 * i + 2 * j + 1]);
+    }
+    store_once(p + 16 * i, make_uint4(w[0], w[1], w[2], w[3]));
+  }
+}
 
-template <int IO> __device__ __forceinline__ void load_chunk(const char* p, float (&x)[kChunk]) {
-  if constexpr (IO == KVX_DTYPE_F32) {
-    const float4 a = load_once<float4>(p), b = load_once<float4>(p + 16);
-    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-  } else {
-    const uint4 r = load_once<uint4>(p);
-    const uint32_t w[4] = {r.x, r.y, r.z, r.w};
+// ---- quantising
+
+// x / s, correctly rounded, for many x and one s: a reciprocal once, then a product and two exact corrections each (Markstein)
+// instead of a division. Holds for moderate s and for |x| up to 2^17 s, past which every type saturates; other chunks divide.
+struct Quantiser {
+  float s, r;
+  uint32_t limit_bits;  // magnitudes under this take the short way; 0 = none does
+
+  __device__ __forceinline__ explicit Quantiser(float scale) {
+    s = scale;
+    r = __frcp_rn(scale);
+    limit_bits = scale >= 0x1p-80f && scale <= 0x1p100f ? __float_as_uint(scale * 0x1p17f) : 0u;
+  }
+  // Remainders are taken as q*s - x: the signs then work out so that -0 stays -0.
+  __device__ __forceinline__ float quotient(float x) const {
+    float q = __fmul_rn(x, r);
+    q = __fmaf_rn(-__fmaf_rn(q, s, -x), r, q);
+    return __fmaf_rn(-__fmaf_rn(q, s, -x), r, q);
+  }
+};
+
+// Codes of four elements in the bytes of a word (4-bit types: in its low nibbles' bytes, packed later). `Tame`: no NaN, and
+// magnitudes that an int32 holds, so integers need no care.
+template <int C, bool Tame> __device__ __forceinline__ uint32_t encode_four(float a, float b, float c, float d) {
+  if constexpr (C == KVX_DTYPE_F8_E4M3 || C == KVX_DTYPE_F8_E5M2) {
+    constexpr __nv_fp8_interpretation_t kind = C == KVX_DTYPE_F8_E4M3 ? __NV_E4M3 : __NV_E5M2;
+    const uint32_t lo = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kind), hi = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, kind);
+    return __byte_perm(lo, hi, 0x5410);
+  } else if constexpr (C == KVX_DTYPE_S8 && Tame) {
+    const float x[4] = {a, b, c, d};
+    uint32_t v[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      if constexpr (IO == KVX_DTYPE_BF16) {
-        x[2 * i] = __uint_as_float(w[i] << 16), x[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
-      } else {
-        const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&w[i]));
-        x[2 * i] = f.x, x[2 * i + 1] = f.y;
-      }
+      const float y = fminf(fmaxf(x[i], -128.0f), 127.0f);
+      v[i] = uint32_t(__float2int_rz(__fadd_rn(y, __uint_as_float((__float_as_uint(y) & 0x80000000u) | 0x3effffffu))));
+    }
+    return __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
+  } else {
+    return uint32_t(encode8(a, C)) | uint32_t(encode8(b, C)) << 8 | uint32_t(encode8(c, C)) << 16 | uint32_t(encode8(d, C)) << 24;
+  }
+}
+
+template <int C, bool Tame> __device__ __forceinline__ void store_codes(char* p, const float (&x)[kChunk], int width) {
+  uint32_t w[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) w[i] = encode_four<C, Tame>(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+  if constexpr (element_bits<C> == 4) {  // bytes 0y0x -> nibbles yx: two words of four become one of eight
+#pragma unroll
+    for (int i = 0; i < 4; i++) w[i] |= w[i] >> 4;
+    w[0] = __byte_perm(w[0], w[1], 0x6420);
+    w[1] = __byte_perm(w[2], w[3], 0x6420);
+    if (width >= 8) {
+      store_once(p, make_uint2(w[0], w[1]));
+    } else {
+      store_once(p, w[0]), store_once(p + 4, w[1]);
+    }
+  } else if (width >= 16) {
+    store_once(p, make_uint4(w[0], w[1], w[2], w[3]));
+  } else {  // cells with inline scales are multiples of 4 bytes
+#pragma unroll
+    for (int i = 0; i < 4; i++) store_once(p + 4 * i, w[i]);
+  }
+}
+
+template <int IO, int C> __device__ __forceinline__ void encode_chunk(char* p, const RawChunk<IO>& raw, uint32_t magnitude, const Quantiser& quantiser, int width) {
+  float x[kChunk];
+  if (magnitude < quantiser.limit_bits) {
+#pragma unroll
+    for (int i = 0; i < kChunk; i++) x[i] = quantiser.quotient(element(raw, i));
+    store_codes<C, true>(p, x, width);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kChunk; i++) x[i] = __fdiv_rn(element(raw, i), quantiser.s);
+    store_codes<C, false>(p, x, width);
+  }
+}
+
+template <int IO, int C> __device__ __forceinline__ void cast_chunk(char* p, const RawChunk<IO>& raw) {
+  float x[kChunk];
+#pragma unroll
+  for (int i = 0; i < kChunk; i++) x[i] = element(raw, i);
+  store_chunk<C>(p, x);
+}
+
+// ---- dequantising
+
+template <int C> struct CodeChunk { uint32_t w[chunk_bytes<C> / 4]; };
+
+// 0x4b000000 is 2^23 as a float: its low bits count in ones, so an integer becomes a float by an or and a subtraction.
+template <int C> __device__ __forceinline__ void decode_codes(const CodeChunk<C>& r, float (&x)[kChunk]) {
+  if constexpr (C == KVX_DTYPE_F8_E4M3 || C == KVX_DTYPE_F8_E5M2) {
+#pragma unroll
+    for (int i = 0; i < kChunk / 2; i++) {
+      const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(r.w[i / 2] >> (16 * (i % 2))), C == KVX_DTYPE_F8_E4M3 ? __NV_E4M3 : __NV_E5M2);
+      const float2 f = __half22float2(__half2(h));
+      x[2 * i] = f.x, x[2 * i + 1] = f.y;
+    }
+  } else if constexpr (C == KVX_DTYPE_S8) {
+#pragma unroll
+    for (int i = 0; i < kChunk; i++) x[i] = __uint_as_float(__byte_perm(r.w[i / 4] ^ 0x80808080u, 0x4b000000u, 0x7650 | (i % 4))) - 8388736.0f;
+  } else if constexpr (C == KVX_DTYPE_S4) {
+#pragma unroll
+    for (int i = 0; i < kChunk; i++) x[i] = __uint_as_float(((r.w[i / 8] ^ 0x88888888u) >> (4 * (i % 8)) & 15u) | 0x4b000000u) - 8388616.0f;
+  } else {
+    // e2m1's three magnitude bits under f16's exponent are the value times 2^-14, subnormals included.
+#pragma unroll
+    for (int i = 0; i < kChunk; i++) {
+      const uint32_t c = r.w[i / 8] >> (4 * (i % 8));
+      x[i] = __half2float(__ushort_as_half(uint16_t((c & 7u) << 9 | (c & 8u) << 12))) * 16384.0f;
     }
   }
 }
 
-template <int IO> __device__ __forceinline__ void store_chunk(char* p, const float (&x)[kChunk]) {
-  if constexpr (IO == KVX_DTYPE_F32) {
-    store_once(p, make_float4(one_nan(x[0]), one_nan(x[1]), one_nan(x[2]), one_nan(x[3])));
-    store_once(p + 16, make_float4(one_nan(x[4]), one_nan(x[5]), one_nan(x[6]), one_nan(x[7])));
-  } else if constexpr (IO == KVX_DTYPE_BF16) {
-    store_once(p, make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])));
+template <int C> __device__ __forceinline__ CodeChunk<C> load_codes(const char* p, int width) {
+  CodeChunk<C> r;
+  if constexpr (element_bits<C> == 4) {
+    if (width >= 8) {
+      const uint2 v = load_once<uint2>(p);
+      r.w[0] = v.x, r.w[1] = v.y;
+    } else {
+      r.w[0] = load_once<uint32_t>(p), r.w[1] = load_once<uint32_t>(p + 4);
+    }
+  } else if (width >= 16) {
+    const uint4 v = load_once<uint4>(p);
+    r.w[0] = v.x, r.w[1] = v.y, r.w[2] = v.z, r.w[3] = v.w;
   } else {
-    store_once(p, make_uint4(pack_f16(x[0], x[1]), pack_f16(x[2], x[3]), pack_f16(x[4], x[5]), pack_f16(x[6], x[7])));
-  }
-}
-
-// ---- quantised cells
-
-template <int C> constexpr int chunk_bytes = C == KVX_DTYPE_F32 ? 32 : (C == KVX_DTYPE_F16 || C == KVX_DTYPE_BF16) ? 16 : (C == KVX_DTYPE_S4 || C == KVX_DTYPE_E2M1) ? 4 : 8;
-template <int C> constexpr bool is_code = chunk_bytes<C> <= 8;
-
-// x / s, correctly rounded, for many x and one s: a reciprocal once, then a multiplication and two exact corrections each
-// (Markstein), instead of the long division per element. Exact where |s| is moderate; other scales take the division.
-struct Divider {
-  float s, r, limit;
-  bool is_fast, is_one;
-
-  __device__ __forceinline__ explicit Divider(float scale) : s(scale) {
-    const float a = fabsf(scale);
-    is_one = scale == 1.0f;
-    is_fast = a >= 0x1p-80f && a <= 0x1p100f;  // remainders then neither overflow nor vanish where they could matter
-    r = __frcp_rn(scale);
-    limit = a * 0x1p17f;  // beyond every type's largest value (57344): quotients there saturate whatever they are
-  }
-  __device__ __forceinline__ float operator()(float x) const {
-    if (is_one) return x;
-    if (!is_fast) return __fdiv_rn(x, s);
-    // NaN-propagating clamp: keeps infinities out of the corrections, and NaN in.
-    asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-limit));
-    asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(limit));
-    float q = __fmul_rn(x, r);
-    q = __fmaf_rn(__fmaf_rn(-q, s, x), r, q);
-    return __fmaf_rn(__fmaf_rn(-q, s, x), r, q);
-  }
-};
-
-template <int C> __device__ __forceinline__ uint32_t encode_pair(float lo, float hi) {
-  if constexpr (C == KVX_DTYPE_F8_E4M3) {
-    return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, __NV_E4M3);
-  } else if constexpr (C == KVX_DTYPE_F8_E5M2) {
-    return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, __NV_E5M2);
-  } else {
-    return uint32_t(encode8(lo, C)) | uint32_t(encode8(hi, C)) << 8;
-  }
-}
-
-template <int C> __device__ __forceinline__ void encode_chunk(char* p, const float (&x)[kChunk], const Divider& divide) {
-  if constexpr (!is_code<C>) {
-    store_chunk<C>(p, x);
-  } else if constexpr (chunk_bytes<C> == 8) {
-    uint32_t w[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++)
-      w[i] = encode_pair<C>(divide(x[4 * i]), divide(x[4 * i + 1])) | encode_pair<C>(divide(x[4 * i + 2]), divide(x[4 * i + 3])) << 16;
-    store_once(p, make_uint2(w[0], w[1]));
-  } else {
-    uint32_t w = 0;
-#pragma unroll
-    for (int i = 0; i < kChunk; i++) w |= uint32_t(encode8(divide(x[i]), C)) << (4 * i);
-    store_once(p, w);
+    for (int i = 0; i < 4; i++) r.w[i] = load_once<uint32_t>(p + 4 * i);
   }
-}
-
-template <int C> __device__ __forceinline__ void decode_chunk(const char* p, float (&x)[kChunk], float scale) {
-  if constexpr (!is_code<C>) {
-    load_chunk<C>(p, x);
-  } else if constexpr (chunk_bytes<C> == 8) {
-    const uint2 r = load_once<uint2>(p);
-    const uint32_t w[2] = {r.x, r.y};
-#pragma unroll
-    for (int i = 0; i < kChunk; i++) x[i] = decode8(uint8_t(w[i / 4] >> (8 * (i % 4))), C) * scale;
-  } else {
-    const uint32_t w = load_once<uint32_t>(p);
-#pragma unroll
-    for (int i = 0; i < kChunk; i++) x[i] = decode8(uint8_t(w >> (4 * i) & 15), C) * scale;
-  }
-}
-
-__device__ __forceinline__ float chunk_amax(const float (&x)[kChunk]) {
-  float best = 0;
-#pragma unroll
-  for (int i = 0; i < kChunk; i++) {
-    const float a = fabsf(x[i]);
-    best = fmaxf(best, a < __int_as_float(0x7f800000) ? a : 0.0f);  // NaN compares false
-  }
-  return best;
+  return r;
 }
 
 // ---- one row's scale, as cpu/row.h has it
@@ -142,23 +226,41 @@ __device__ __forceinline__ char* scale_at(const ScaleParams& s, int64_t block, i
   return s.data + block * s.block + offset * s.token + head * s.head + group * s.group;
 }
 
+// The usual scale first: the switch over the others is long.
+__device__ __forceinline__ float load_scale_as(const char* p, int dtype) {
+  return dtype == KVX_DTYPE_F32 ? *reinterpret_cast<const float*>(p) : load_scale(p, dtype);
+}
+
 __device__ __forceinline__ float read_scale(const ScaleParams& s, int64_t block, int64_t offset, int64_t head, int64_t group) {
   if (s.mode == SCALE_NONE) return 1.0f;
-  const float tensor = tensor_scale_of(s);
-  return s.data ? load_scale(scale_at(s, block, offset, head, group), s.dtype) * tensor : tensor;
+  const float scale = s.data ? load_scale_as(scale_at(s, block, offset, head, group), s.dtype) : 1.0f;
+  return s.tensor_scale ? scale * *s.tensor_scale : scale;
 }
 
 // The scale as it will be read back, and its store by the one thread that owns it.
 __device__ __forceinline__ float settle_scale(const ScaleParams& s, int dtype, int64_t token, int64_t block, int64_t offset, int64_t head, int64_t group, float amax,
                                               bool owns) {
   if (s.mode <= SCALE_READ) return read_scale(s, block, offset, head, group);
-  const float tensor = tensor_scale_of(s);
-  const float scale = s.mode == SCALE_GIVEN ? *reinterpret_cast<const float*>(s.given + token * s.given_token + head * s.given_head + group * s.given_group)
-                                            : scale_from_amax(amax, dtype, s.dtype, tensor);
-  alignas(4) char stored[4];
-  store_scale(stored, s.dtype, scale);
-  if (owns) store_scale(scale_at(s, block, offset, head, group), s.dtype, scale);
-  return load_scale(stored, s.dtype) * tensor;
+  float scale;
+  if (s.mode == SCALE_GIVEN) {
+    scale = *reinterpret_cast<const float*>(s.given + token * s.given_token + head * s.given_head + group * s.given_group);
+  } else {
+    scale = __fdiv_rn(amax, dtype_qmax(dtype));
+    if (s.tensor_scale) scale = __fdiv_rn(scale, *s.tensor_scale);
+    const float floor = scale_floor(s.dtype);
+    scale = scale > floor ? scale : floor;
+  }
+  char* place = scale_at(s, block, offset, head, group);
+  if (s.dtype == KVX_DTYPE_F32) {
+    scale = one_nan(scale);
+    if (owns) *reinterpret_cast<float*>(place) = scale;
+  } else {
+    alignas(4) char stored[4];
+    store_scale(stored, s.dtype, scale);
+    if (owns) store_scale(place, s.dtype, scale);
+    scale = load_scale(stored, s.dtype);
+  }
+  return s.tensor_scale ? scale * *s.tensor_scale : scale;
 }
 
 }  // namespace cuda

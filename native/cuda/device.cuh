@@ -49,26 +49,40 @@ template <> struct Vec<1> { using T = uint8_t; };
 template <class T> __device__ __forceinline__ T load_once(const void* p) { return __ldcs(static_cast<const T*>(p)); }
 template <class T> __device__ __forceinline__ void store_once(void* p, T v) { __stcs(static_cast<T*>(p), v); }
 
-// slot -> (block, offset). Powers of two shift; others divide, in 32 bits where the slot allows.
+// Division by a number known on the host, as a multiplication: a 32-bit division costs some twenty instructions, and the
+// threads of a copy do little else. Exact for dividends under 2^31.
+struct FastDivider {
+  uint32_t d, multiplier, shift;
+  __device__ __forceinline__ uint32_t divide(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
+};
+
+inline FastDivider make_fast_divider(int64_t d) {
+  FastDivider f{uint32_t(d), 0, 0};
+  while ((uint64_t(1) << f.shift) < uint64_t(d)) f.shift++;
+  f.multiplier = uint32_t(((uint64_t(1) << 32) * ((uint64_t(1) << f.shift) - uint64_t(d))) / uint64_t(d) + 1);
+  return f;
+}
+
+// Everything the fast kernels index fits 32 bits (checked by fits_32), so that an address is one multiply-add: 64-bit by
+// 64-bit products cost four times that, and a copy does little else.
+constexpr int64_t kMaxCount = 0x7fffffff;
+constexpr int64_t kMaxStride = 0xffffffff;
+
+// Slot or position -> (block, offset) of the general kernels: a shift for powers of two, a multiplication for what fits 31 bits, else a division.
 struct BlockDivider {
   int64_t size;
+  FastDivider fast;
   int32_t shift;  // -1 = not a power of two
   __device__ __forceinline__ void split(int64_t x, int64_t* quotient, int64_t* remainder) const {
-    if (shift >= 0) {
-      *quotient = x >> shift;
-      *remainder = x & (size - 1);
-    } else if (uint64_t(x) <= 0xffffffffu) {  // size < 2^30 always
-      *quotient = uint32_t(x) / uint32_t(size);
-      *remainder = uint32_t(x) % uint32_t(size);
-    } else {
-      *quotient = x / size;
-      *remainder = x % size;
-    }
+    if (shift >= 0) *quotient = x >> shift;
+    else if (uint64_t(x) <= 0x7fffffffu) *quotient = fast.divide(uint32_t(x));
+    else *quotient = x / size;
+    *remainder = x - *quotient * size;
   }
 };
 
 inline BlockDivider make_divider(int64_t size) {
-  BlockDivider d{size, -1};
+  BlockDivider d{size, make_fast_divider(size), -1};
   if ((size & (size - 1)) == 0) d.shift = __builtin_ctzll(uint64_t(size));
   return d;
 }

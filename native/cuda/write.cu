@@ -9,158 +9,251 @@ namespace cuda {
 
 namespace {
 
-struct WriteColumns {
-  WriteParams p;
-  Columns columns;
-  BlockDivider divider;
-  bool counts_errors;  // one launch of a call counts, so that a bad slot counts once
+struct SlotParams {
+  const void* slots;
+  int64_t num_slots, invalid;
+  unsigned long long* errors;  // counted by one launch of a call, so that a bad slot counts once
+  FastDivider block_size;
+  uint32_t num_tokens, stride;  // stride in bytes
+  int32_t bytes;                // 4 or 8
 };
 
-enum SlotState { SLOT_GOOD, SLOT_SKIPPED, SLOT_BAD };
+struct CopyArgs {
+  Columns columns;
+  SlotParams slots;
+};
 
-__device__ __forceinline__ SlotState find_slot(const WriteParams& p, const BlockDivider& divider, int64_t token, int64_t* block, int64_t* offset) {
-  if (token >= p.num_tokens) return SLOT_SKIPPED;
-  const int64_t slot = read_index(p.slots, token * p.slot_stride, p.slot_bytes);
-  if (slot < 0 || slot == p.invalid_slot) return SLOT_SKIPPED;
-  if (slot >= p.num_slots) return SLOT_BAD;
-  divider.split(slot, block, offset);
-  return SLOT_GOOD;
+struct ChunkArgs {
+  Columns columns;
+  SlotParams slots;
+  ScaleParams scale[2];
+  FastDivider group[2];  // chunks per scale
+  int32_t width;         // bytes a store of codes may have
+};
+
+struct Slot {
+  uint32_t block, offset;
+  bool is_good, is_bad;  // neither: skipped
+};
+
+__device__ __forceinline__ Slot find_slot(const SlotParams& p, uint32_t token) {
+  Slot s = {0, 0, false, false};
+  if (token >= p.num_tokens) return s;
+  const int64_t slot = read_index(p.slots, step(token, p.stride), p.bytes);
+  s.is_good = uint64_t(slot) < uint64_t(p.num_slots) && slot != p.invalid;
+  s.is_bad = slot >= p.num_slots && slot != p.invalid;
+  s.block = p.block_size.divide(uint32_t(slot));
+  s.offset = uint32_t(slot) - s.block * p.block_size.d;
+  return s;
 }
 
-// U tokens a thread: their loads are all in flight before the first slot is needed.
+__device__ __forceinline__ void count_bad(const SlotParams& p, const Slot& s) {
+  if (s.is_bad && p.errors && blockIdx.y == 0 && threadIdx.x == 0) atomicAdd(p.errors, 1ull);
+}
+
+// U tokens a thread: their loads are in flight before the first slot is needed. Measured on an H200: 2 is best for a copy.
 template <int Width, int U>
-__global__ void __launch_bounds__(256) write_copy(const __grid_constant__ WriteColumns a) {
+__global__ void __launch_bounds__(256) write_copy(const __grid_constant__ CopyArgs a) {
   using T = typename Vec<Width>::T;
-  const WriteParams& p = a.p;
-  const Column c = find_column(a.columns, int64_t(blockIdx.y) * blockDim.x + threadIdx.x, 0);
+  const Column c = find_column(a.columns);
   if (c.plane < 0) return;
-  const PlaneParams& plane = p.plane[c.plane];
-  const RowsParams& rows = p.rows[c.plane];
-  const int64_t first = (int64_t(blockIdx.x) * U) * blockDim.y + threadIdx.y;
+  const ColumnPlane& plane = a.columns.plane[c.plane];
+  const uint32_t first = blockIdx.x * (U * blockDim.y) + threadIdx.y;
+  const char* rows = plane.rows + c.rows;
+  char* cell = plane.cell + c.cell;
   T data[U];
 #pragma unroll
   for (int u = 0; u < U; u++) {
-    const int64_t token = first + u * blockDim.y;
-    if (token < p.num_tokens) data[u] = load_once<T>(rows.data + token * rows.token + c.rows);
+    const uint32_t token = first + u * blockDim.y;
+    if (token < a.slots.num_tokens) data[u] = load_once<T>(rows + step(token, plane.rows_token));
   }
 #pragma unroll
   for (int u = 0; u < U; u++) {
-    int64_t block, offset;
-    const SlotState state = find_slot(p, a.divider, first + u * blockDim.y, &block, &offset);
-    if (state == SLOT_GOOD) store_once(plane.data + block * plane.block + offset * plane.token + c.cell, data[u]);
-    else if (state == SLOT_BAD && a.counts_errors && p.errors && c.plane == 0 && c.cell == 0) atomicAdd(p.errors, 1ull);
+    const Slot s = find_slot(a.slots, first + u * blockDim.y);
+    if (s.is_good) store_once(cell + step(s.block, plane.block) + step(s.offset, plane.token), data[u]);
+    else count_bad(a.slots, s);
   }
 }
 
-template <int IO, int C, int U>
-__global__ void __launch_bounds__(256) write_chunks(const __grid_constant__ WriteColumns a) {
-  const WriteParams& p = a.p;
-  Column c = find_column(a.columns, int64_t(blockIdx.y) * blockDim.x + threadIdx.x, kChunk);
+// PerToken: the scale differs from token to token. Otherwise it is read once, before the tokens.
+template <int IO, int C, bool PerToken, int U>
+__global__ void __launch_bounds__(256) write_chunks(const __grid_constant__ ChunkArgs a) {
+  Column c = find_column(a.columns);
   const bool idle = c.plane < 0;  // stays for the shuffles
   if (idle) c.plane = a.columns.count[0] ? 0 : 1;
-  const PlaneParams& plane = p.plane[c.plane];
-  const RowsParams& rows = p.rows[c.plane];
-  const ScaleParams& s = plane.scale;
-  const int64_t first = (int64_t(blockIdx.x) * U) * blockDim.y + threadIdx.y;
-  const int32_t group = c.element / s.group_size;
-  const bool owns = c.element % s.group_size == 0;
-  float x[U][kChunk];
+  const ColumnPlane& plane = a.columns.plane[c.plane];
+  const ScaleParams& scale = a.scale[c.plane];
+  const uint32_t first = blockIdx.x * (U * blockDim.y) + threadIdx.y;
+  const char* rows = plane.rows + c.rows;
+  char* cell = plane.cell + c.cell;
+  RawChunk<IO> raw[U] = {};
 #pragma unroll
   for (int u = 0; u < U; u++) {
-    const int64_t token = first + u * blockDim.y;
-    if (token < p.num_tokens && !idle) load_chunk<IO>(rows.data + token * rows.token + c.rows, x[u]);
+    const uint32_t token = first + u * blockDim.y;
+    if (token < a.slots.num_tokens && !idle) raw[u] = load_raw<IO>(rows + step(token, plane.rows_token));
   }
+  Quantiser fixed(1.0f);
+  if constexpr (is_code<C> && !PerToken) fixed = Quantiser(read_scale(scale, 0, 0, c.head, 0));
 #pragma unroll
   for (int u = 0; u < U; u++) {
-    const int64_t token = first + u * blockDim.y;
-    int64_t block = 0, offset = 0;
-    const SlotState state = find_slot(p, a.divider, token, &block, &offset);
-    float scale = 1.0f;
-    if constexpr (is_code<C>) {
-      float amax = 0;
-      if (s.mode == SCALE_COMPUTED) {
-        if (token < p.num_tokens && !idle) amax = chunk_amax(x[u]);
-        for (int step = s.group_size / kChunk / 2; step > 0; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+    const uint32_t token = first + u * blockDim.y;
+    const Slot s = find_slot(a.slots, token);
+    char* place = cell + step(s.block, plane.block) + step(s.offset, plane.token);
+    if constexpr (!is_code<C>) {
+      if (s.is_good && !idle) cast_chunk<IO, C>(place, raw[u]);
+    } else if constexpr (!PerToken) {
+      if (s.is_good && !idle) encode_chunk<IO, C>(place, raw[u], magnitude_bits(raw[u]), fixed, a.width);
+    } else {
+      const uint32_t lanes = a.group[c.plane].d;
+      const uint32_t mine = magnitude_bits(raw[u]);
+      uint32_t most = mine;
+      if (scale.mode == SCALE_COMPUTED) {
+        for (uint32_t hop = lanes / 2; hop > 0; hop /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, hop));
+        if (__any_sync(0xffffffffu, most >= kInfinity)) {  // rare: a NaN or an infinity somewhere in the warp does not count
+          most = finite_magnitude_bits(raw[u]);
+          for (uint32_t hop = lanes / 2; hop > 0; hop /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, hop));
+        }
       }
-      if (state == SLOT_GOOD && !idle) scale = settle_scale(s, C, token, block, offset, c.head, group, amax, owns);
+      if (s.is_good && !idle) {
+        const uint32_t group = a.group[c.plane].divide(c.index);
+        const bool owns = c.index == group * lanes;
+        const Quantiser q(settle_scale(scale, C, token, s.block, s.offset, c.head, group, __uint_as_float(most), owns));
+        encode_chunk<IO, C>(place, raw[u], mine, q, a.width);
+      }
     }
-    if (idle) continue;
-    if (state == SLOT_GOOD) encode_chunk<C>(plane.data + block * plane.block + offset * plane.token + c.cell, x[u], Divider(scale));
-    else if (state == SLOT_BAD && a.counts_errors && p.errors && c.plane == 0 && c.cell == 0) atomicAdd(p.errors, 1ull);
+    count_bad(a.slots, s);
   }
 }
 
-__global__ void __launch_bounds__(256) write_rows(const __grid_constant__ WriteColumns a, int plane_index) {
-  const WriteParams& p = a.p;
-  const PlaneParams& plane = p.plane[plane_index];
-  const RowsParams& rows = p.rows[plane_index];
-  const int64_t num_rows = p.num_tokens * p.num_heads, step = int64_t(gridDim.x) * (blockDim.x / 32);
-  for (int64_t row = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32; row < num_rows; row += step) {
-    const int64_t token = row / p.num_heads, head = row % p.num_heads;
+// ---- the general kernel: 64-bit throughout, any strides
+
+struct RowArgs {
+  PlaneParams plane;
+  RowsParams rows;
+  const void* slots;
+  int64_t slot_stride, num_tokens, num_slots, invalid, num_heads;
+  BlockDivider divider;
+  unsigned long long* errors;
+  int32_t slot_bytes;
+};
+
+__global__ void __launch_bounds__(256) write_rows(const __grid_constant__ RowArgs a) {
+  const int64_t num_rows = a.num_tokens * a.num_heads, warps = int64_t(gridDim.x) * (blockDim.x / 32);
+  for (int64_t row = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32; row < num_rows; row += warps) {
+    const int64_t token = row / a.num_heads, head = row % a.num_heads;
+    const int64_t slot = read_index(a.slots, token * a.slot_stride, a.slot_bytes);
+    if (slot < 0 || slot == a.invalid) continue;
+    if (slot >= a.num_slots) {
+      if (a.errors && head == 0 && threadIdx.x % 32 == 0) atomicAdd(a.errors, 1ull);
+      continue;
+    }
     int64_t block, offset;
-    const SlotState state = find_slot(p, a.divider, token, &block, &offset);
-    if (state == SLOT_GOOD)
-      write_row(plane, rows, plane.data + block * plane.block + offset * plane.token + head * plane.head, rows.data + token * rows.token + head * rows.head, token, block,
-                offset, head);
-    else if (state == SLOT_BAD && a.counts_errors && p.errors && plane_index == 0 && head == 0 && threadIdx.x % 32 == 0) atomicAdd(p.errors, 1ull);
+    a.divider.split(slot, &block, &offset);
+    write_row(a.plane, a.rows, a.plane.data + block * a.plane.block + offset * a.plane.token + head * a.plane.head,
+              a.rows.data + token * a.rows.token + head * a.rows.head, token, block, offset, head);
   }
 }
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Four tokens a thread where there are enough to fill the device that way, else one: a small batch wants every SM.
+// The grid: tiles of tokens along x, columns past 256 along y. Two tokens a thread where that still fills the device.
 template <class Launch>
-kvx_status_t with_unroll(const WriteColumns& a, int num_sms, Launch&& run) {
-  const int64_t columns = a.columns.count[0] + a.columns.count[1];
-  const Tile tile = make_tile(columns);
-  const unsigned across = unsigned(divide_up(columns, tile.columns));
-  const int64_t wide = divide_up(a.p.num_tokens, int64_t(tile.lanes) * 4);
-  const bool unroll = wide * across >= 2 * num_sms;
-  const int64_t grid = unroll ? wide : divide_up(a.p.num_tokens, tile.lanes);
-  if (grid > 0x7fffffff) return fail(KVX_STATUS_UNSUPPORTED, "%lld tokens are more than one launch takes.", (long long)a.p.num_tokens);
+kvx_status_t with_grid(const Columns& columns, int64_t num_tokens, int num_sms, Launch&& run) {
+  const int64_t count = int64_t(columns.count[0]) + columns.count[1];
+  const Tile tile = make_tile(count);
+  const unsigned across = unsigned(divide_up(count, tile.columns));
+  const int64_t wide = divide_up(num_tokens, int64_t(tile.lanes) * 2);
+  const bool unroll = wide * across >= 4 * num_sms;
+  const int64_t grid = unroll ? wide : divide_up(num_tokens, tile.lanes);
+  if (grid > 0x7fffffff || across > 65535) return fail(KVX_STATUS_UNSUPPORTED, "%lld tokens of %lld columns are more than one launch takes.", (long long)num_tokens, (long long)count);
   return run(dim3(unsigned(grid), across), dim3(tile.columns, tile.lanes), unroll);
 }
 
-kvx_status_t run_copy(const WriteColumns& a, int width, int num_sms, void* stream) {
-  return with_unroll(a, num_sms, [&](dim3 grid, dim3 block, bool unroll) {
+kvx_status_t run_copy(const CopyArgs& a, int width, int num_sms, void* stream) {
+  return with_grid(a.columns, a.slots.num_tokens, num_sms, [&](dim3 grid, dim3 block, bool unroll) {
     switch (width) {
 #define KVX_COPY(w) \
-  case w: return unroll ? launch("write_copy", write_copy<w, 4>, grid, block, stream, a) : launch("write_copy", write_copy<w, 1>, grid, block, stream, a);
+  case w: return unroll ? launch("write_copy", write_copy<w, 2>, grid, block, stream, a) : launch("write_copy", write_copy<w, 1>, grid, block, stream, a);
       KVX_COPY(16) KVX_COPY(8) KVX_COPY(4)
+      default: KVX_COPY(2)
 #undef KVX_COPY
-      default: return launch("write_copy", write_copy<2, 1>, dim3(unsigned(divide_up(a.p.num_tokens, block.y)), grid.y), block, stream, a);
     }
+    return KVX_STATUS_INTERNAL_ERROR;
   });
 }
 
-template <int IO, int C>
-kvx_status_t run_chunks_as(const WriteColumns& a, int num_sms, void* stream) {
-  return with_unroll(a, num_sms, [&](dim3 grid, dim3 block, bool unroll) {
-    return unroll ? launch("write_chunks", write_chunks<IO, C, 4>, grid, block, stream, a) : launch("write_chunks", write_chunks<IO, C, 1>, grid, block, stream, a);
+template <int IO, int C, bool PerToken>
+kvx_status_t run_chunks_as(const ChunkArgs& a, int num_sms, void* stream) {
+  return with_grid(a.columns, a.slots.num_tokens, num_sms, [&](dim3 grid, dim3 block, bool unroll) {
+    return unroll ? launch("write_chunks", write_chunks<IO, C, PerToken, 2>, grid, block, stream, a)
+                  : launch("write_chunks", write_chunks<IO, C, PerToken, 1>, grid, block, stream, a);
   });
 }
 
 // The table of fast instantiations: every IO type into every cache type.
-kvx_status_t run_chunks(const WriteColumns& a, int io, int dtype, int num_sms, void* stream) {
-#define KVX_TO(io_, c) \
-  case c: return run_chunks_as<io_, c>(a, num_sms, stream);
+kvx_status_t run_chunks(const ChunkArgs& a, int io, int dtype, bool per_token, int num_sms, void* stream) {
+#define KVX_CAST(io_, c) \
+  case c: return run_chunks_as<io_, c, false>(a, num_sms, stream);
+#define KVX_CODE(io_, c) \
+  case c: return per_token ? run_chunks_as<io_, c, true>(a, num_sms, stream) : run_chunks_as<io_, c, false>(a, num_sms, stream);
 #define KVX_FROM(io_)                                                                                                            \
   case io_:                                                                                                                      \
     switch (dtype) {                                                                                                             \
-      KVX_TO(io_, KVX_DTYPE_F16) KVX_TO(io_, KVX_DTYPE_BF16) KVX_TO(io_, KVX_DTYPE_F32) KVX_TO(io_, KVX_DTYPE_F8_E4M3)            \
-      KVX_TO(io_, KVX_DTYPE_F8_E5M2) KVX_TO(io_, KVX_DTYPE_S8) KVX_TO(io_, KVX_DTYPE_S4) KVX_TO(io_, KVX_DTYPE_E2M1)              \
+      KVX_CAST(io_, KVX_DTYPE_F16) KVX_CAST(io_, KVX_DTYPE_BF16) KVX_CAST(io_, KVX_DTYPE_F32) KVX_CODE(io_, KVX_DTYPE_F8_E4M3)    \
+      KVX_CODE(io_, KVX_DTYPE_F8_E5M2) KVX_CODE(io_, KVX_DTYPE_S8) KVX_CODE(io_, KVX_DTYPE_S4) KVX_CODE(io_, KVX_DTYPE_E2M1)      \
     }                                                                                                                            \
     break;
   switch (io) { KVX_FROM(KVX_DTYPE_F16) KVX_FROM(KVX_DTYPE_BF16) KVX_FROM(KVX_DTYPE_F32) }
 #undef KVX_FROM
-#undef KVX_TO
+#undef KVX_CODE
+#undef KVX_CAST
   return fail(KVX_STATUS_INTERNAL_ERROR, "no kernel from %s to %s.", dtype_name(io), dtype_name(dtype));
 }
 
-kvx_status_t run_rows(const WriteColumns& a, int plane, int num_sms, void* stream) {
-  const int64_t warps = a.p.num_tokens * a.p.num_heads;
-  const int64_t blocks = divide_up(warps, 8), most = int64_t(num_sms) * 32;
-  return launch("write_rows", write_rows, dim3(unsigned(blocks < most ? blocks : most)), dim3(256), stream, a, plane);
+kvx_status_t run_rows(const WriteParams& p, int plane, unsigned long long* errors, int num_sms, void* stream) {
+  const RowArgs a{p.plane[plane], p.rows[plane], p.slots, p.slot_stride, p.num_tokens, p.num_slots, p.invalid_slot, p.num_heads, make_divider(p.block_size), errors, p.slot_bytes};
+  const int64_t blocks = divide_up(p.num_tokens * p.num_heads, 8), most = int64_t(num_sms) * 32;
+  return launch("write_rows", write_rows, dim3(unsigned(blocks < most ? blocks : most)), dim3(256), stream, a);
+}
+
+bool differs_by_token(const ScaleParams& s) { return s.mode > SCALE_READ || s.block != 0 || s.token != 0; }
+
+// One plane, or both when one kernel serves them (first = 0, last = 1).
+kvx_status_t write_planes(const WriteParams& p, int first, int last, unsigned long long* errors, int num_sms, void* stream, bool* done) {
+  *done = true;
+  uint64_t base[2];
+  for (int i = 0; i < 2; i++) base[i] = uint64_t(uintptr_t(p.plane[i].data));
+  const bool small = p.num_tokens <= kMaxCount && p.num_slots <= kMaxCount && p.slot_stride <= kMaxStride;
+  const SlotParams slots{p.slots, p.num_slots, p.invalid_slot, errors, make_fast_divider(p.block_size), uint32_t(p.num_tokens), uint32_t(p.slot_stride), p.slot_bytes};
+  bool copies = small, chunks = small;
+  int width = 16;
+  uint64_t cells = 0;
+  for (int i = first; i <= last; i++) {
+    const bool fits = fits_32(p.plane[i], p.rows[i], p.num_heads);
+    copies = copies && fits && is_copy(p.plane[i], p.rows[i]);
+    chunks = chunks && fits && fits_chunks(p.plane[i], p.rows[i], base[i]) && p.plane[i].dtype == p.plane[first].dtype && p.rows[i].dtype == p.rows[first].dtype;
+    const int w = copy_width(p.plane[i], p.rows[i], base[i]);
+    width = w < width ? w : width;
+    cells |= base[i] | cell_address_bits(p.plane[i]);
+  }
+  if (copies) {
+    CopyArgs a{{}, slots};
+    for (int i = first; i <= last; i++) set_copy_columns(p.plane[i], p.rows[i], p.num_heads, width, &a.columns.plane[i], &a.columns.count[i]);
+    return run_copy(a, width, num_sms, stream);
+  }
+  if (chunks) {
+    ChunkArgs a{{}, slots, {}, {}, common_alignment(cells)};
+    bool per_token = false, shuffles = true;
+    for (int i = first; i <= last; i++) {
+      set_chunk_columns(p.plane[i], p.rows[i], p.num_heads, &a.columns.plane[i], &a.columns.count[i]);
+      a.scale[i] = p.plane[i].scale;
+      a.group[i] = make_fast_divider(p.plane[i].scale.group_size / kChunk);
+      per_token = per_token || differs_by_token(p.plane[i].scale);
+    }
+    const Tile tile = make_tile(int64_t(a.columns.count[0]) + a.columns.count[1]);
+    for (int i = first; i <= last; i++) shuffles = shuffles && (p.plane[i].scale.mode != SCALE_COMPUTED || fits_shuffle(p.plane[i], tile));
+    if (shuffles) return run_chunks(a, p.rows[first].dtype, p.plane[first].dtype, per_token, num_sms, stream);
+  }
+  *done = first == last;
+  return *done ? run_rows(p, first, errors, num_sms, stream) : KVX_STATUS_OK;
 }
 
 }  // namespace
@@ -170,38 +263,11 @@ kvx_status_t write(const WriteParams& p, void* stream) {
   KVX_TRY(guard.status());
   if (p.num_tokens == 0) return KVX_STATUS_OK;
   const int sms = guard.num_sms();
-  WriteColumns a{p, {}, make_divider(p.block_size), true};
-  const uint64_t base[2] = {uint64_t(uintptr_t(p.plane[0].data)), uint64_t(uintptr_t(p.plane[1].data))};
-
-  // K and V together when one kernel serves both.
-  if (is_copy(p.plane[0], p.rows[0]) && is_copy(p.plane[1], p.rows[1])) {
-    const int wk = copy_width(p.plane[0], p.rows[0], base[0]), wv = copy_width(p.plane[1], p.rows[1], base[1]);
-    const int width = wk < wv ? wk : wv;
-    for (int i = 0; i < 2; i++) set_copy_columns(p.plane[i], p.rows[i], p.num_heads, width, &a.columns.plane[i], &a.columns.count[i]);
-    return run_copy(a, width, sms, stream);
-  }
-  const bool chunks[2] = {fits_chunks(p.plane[0], p.rows[0], base[0]), fits_chunks(p.plane[1], p.rows[1], base[1])};
-  const bool together = chunks[0] && chunks[1] && p.plane[0].dtype == p.plane[1].dtype && p.rows[0].dtype == p.rows[1].dtype;
-  for (int i = 0; i < 2; i++) {
-    a.columns = Columns{};
-    a.counts_errors = i == 0;
-    for (int j = together ? 0 : i; j <= (together ? 1 : i); j++) set_chunk_columns(p.plane[j], p.rows[j], p.num_heads, &a.columns.plane[j], &a.columns.count[j]);
-    const Tile tile = make_tile(a.columns.count[0] + a.columns.count[1]);
-    const bool shuffles = (p.plane[i].scale.mode != SCALE_COMPUTED || fits_shuffle(p.plane[i], tile)) &&
-                          (!together || p.plane[1].scale.mode != SCALE_COMPUTED || fits_shuffle(p.plane[1], tile));
-    if (is_copy(p.plane[i], p.rows[i])) {
-      const int width = copy_width(p.plane[i], p.rows[i], base[i]);
-      a.columns = Columns{};
-      set_copy_columns(p.plane[i], p.rows[i], p.num_heads, width, &a.columns.plane[i], &a.columns.count[i]);
-      KVX_TRY(run_copy(a, width, sms, stream));
-    } else if (chunks[i] && shuffles) {
-      KVX_TRY(run_chunks(a, p.rows[i].dtype, p.plane[i].dtype, sms, stream));
-      if (together) break;
-    } else {
-      KVX_TRY(run_rows(a, i, sms, stream));
-    }
-  }
-  return KVX_STATUS_OK;
+  bool done;
+  KVX_TRY(write_planes(p, 0, 1, p.errors, sms, stream, &done));
+  if (done) return KVX_STATUS_OK;
+  KVX_TRY(write_planes(p, 0, 0, p.errors, sms, stream, &done));
+  return write_planes(p, 1, 1, nullptr, sms, stream, &done);  // K has counted
 }
 
 }  // namespace cuda

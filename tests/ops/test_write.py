@@ -237,10 +237,10 @@ def test_graph_capture_and_replay_with_changed_slots(fmt, generator):
     made.write("cuda")  # loads the module outside the capture
     replayed = made.clone()
     graph = torch.cuda.CUDAGraph()
-    before = torch.cuda.memory_allocated()
     with torch.cuda.graph(graph):
+        before = torch.cuda.memory_allocated()
         replayed.write("cuda")
-    assert torch.cuda.memory_allocated() == before, "write allocated under capture"
+        assert torch.cuda.memory_allocated() == before, "write allocated under capture"
     replayed.slots.copy_(replayed.slots.flip(0))
     graph.replay()
     want = made.clone()

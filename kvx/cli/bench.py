@@ -1,0 +1,65 @@
+"""kvx bench write|gather|call: checks first, then times, and writes a result file."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvx.bench import call as call_bench
+from kvx.bench import gather as gather_bench
+from kvx.bench import harness
+from kvx.bench import write as write_bench
+from kvx.ops import backend as backends
+
+app = typer.Typer(no_args_is_help=True, help="Check an op against its definition, then time it beside torch and a plain copy.")
+Device = Annotated[str, typer.Option(help="cpu or cuda")]
+Out = Annotated[Path, typer.Option(help="folder of the result file")]
+Only = Annotated[str, typer.Option(help="run only the cases whose line contains this text")]
+RESULTS = Path("bench/results")
+
+
+def _run(name: str, device: str, out: Path, only: str) -> None:
+    reason = backends.reason_missing(device) if device in ("cpu", "cuda") else "devices are cpu and cuda"
+    if reason is not None:
+        raise typer.BadParameter(f"{device}: {reason}", param_hint="--device")
+    bench = {"write": write_bench, "gather": gather_bench}[name]
+    typer.echo(harness.headline(device))
+    ceiling = harness.copy_ceiling_gbps(device)
+    typer.echo(f" copy ceiling {ceiling / 1e3:.3f} TB/s (bytes read + bytes written)")
+    rows = []
+    for case in bench.cases(device):
+        if only and only not in " ".join(f"{k}={v}" for k, v in case.label.items()):
+            continue
+        row = bench.run(case, device, ceiling)  # type: ignore[arg-type]
+        rows.append(row)
+        typer.echo(str(row))
+    if not only:
+        typer.echo(f"saved {harness.save(name, device, rows, out, ceiling)}")
+
+
+@app.command()
+def write(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
+    """K and V of a batch into scattered blocks."""
+    _run("write", device, out, only)
+
+
+@app.command()
+def gather(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
+    """Whole sequences out of scattered blocks."""
+    _run("gather", device, out, only)
+
+
+@app.command()
+def call(out: Out = RESULTS) -> None:
+    """What one Python call costs over the kernel itself."""
+    typer.echo(harness.headline("cpu"))
+    result = call_bench.measure()
+    typer.echo(call_bench.show(result))
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{datetime.now(UTC):%Y-%m-%d}-call-cpu.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    typer.echo(f"saved {path}")
