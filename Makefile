@@ -45,8 +45,8 @@ test-gpu: build-gpu
 	$(GPU_PY) -m pytest -p no:cacheprovider -x tests --ignore=tests/test_package.py
 
 bench-gpu: build-gpu
-	$(GPU_PY) -m kvx.bench write --device cuda
-	$(GPU_PY) -m kvx.bench gather --device cuda
+	$(GPU_PY) -m kvx bench write --device cuda
+	$(GPU_PY) -m kvx bench gather --device cuda
 
 sanitize-gpu: build-gpu
 	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 9 --kernel-name-exclude regex=at:: $(GPU_PY) tests/sanitize.py || exit 1; done

@@ -148,7 +148,7 @@ class Made:
         kvx.write(self.cache, self.k, self.v, slot_mapping=self.slots, spec=self.spec, backend=backend, **self.scales, **more)
 
     def gather(self, backend: str, **more: object) -> tuple[Tensor, Tensor]:
-        more.setdefault("max_seq_len", max(*self.case.lens, 1) + 2)
+        more.setdefault("max_seq_len", max((*self.case.lens, 1)) + 2)
         more.setdefault("dtype", IO[self.case.io])
         table = more.pop("table", None) or kvx.PackedTable(self.block_table, self.seq_lens)
         return kvx.gather(self.cache, table, spec=self.spec, backend=backend, **self.scales, **more)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvx.spec.cache_spec import CacheSpec
-from kvx.spec.manifest import from_json, to_json
+from kvx.spec.manifest import from_json
 
 _parse = lru_cache(maxsize=256)(from_json)
 _SCALES = "Tensor? k_scale, Tensor? v_scale, Tensor? k_tensor_scale, Tensor? v_tensor_scale"
@@ -54,17 +54,12 @@ for _name in ("write", "gather"):
 
 
 def write(cache, k, v, slots, spec: CacheSpec, extra: tuple[Tensor | None, ...], backend: str) -> None:  # type: ignore[no-untyped-def]
-    torch.ops.kvx.write(_as_list(cache), k, v, slots, _text(spec), *extra, backend)
+    torch.ops.kvx.write(_as_list(cache), k, v, slots, spec.manifest_text, *extra, backend)
 
 
 def gather(cache, table, k, v, spec: CacheSpec, max_seq_len: int, cu, extra: tuple[Tensor | None, ...], backend: str) -> None:  # type: ignore[no-untyped-def]
     tensors = [t for t in vars(table).values() if isinstance(t, Tensor)]
-    torch.ops.kvx.gather(_as_list(cache), tensors, k, v, _text(spec), table.code, max_seq_len, cu, *extra[:4], extra[-1], backend)
-
-
-@torch.compiler.assume_constant_result
-def _text(spec: CacheSpec) -> str:
-    return to_json(spec)
+    torch.ops.kvx.gather(_as_list(cache), tensors, k, v, spec.manifest_text, table.code, max_seq_len, cu, *extra[:4], extra[-1], backend)
 
 
 def _as_list(cache: Tensor | Sequence[Tensor]) -> list[Tensor]:

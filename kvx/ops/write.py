@@ -60,6 +60,7 @@ def write(
             native.door_spec(spec), id(first), 0 if second is None else id(second), id(k), id(v), id(slot_mapping), 0, 0
         )
         if status:
+            scales.require("write", spec, (None,) * 7)  # a missing scale is named better there
             native.raise_status(status)
         return None
     extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale, errors)

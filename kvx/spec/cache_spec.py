@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvx.spec.formats import Format
@@ -45,11 +45,15 @@ class CacheSpec:
     format: str = "bf16"
     v_head_dim: int = 0  # 0: as K
     v_format: str = ""  # "": as K
+    manifest_text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        from kvx.spec.validate import validate  # validate reads specs, so it cannot be imported above them
+        # Both read specs, so neither can be imported above them.
+        from kvx.spec.manifest import to_json
+        from kvx.spec.validate import validate
 
         validate(self)
+        object.__setattr__(self, "manifest_text", to_json(self))  # once: compiled graphs carry it as a constant
 
     @cached_property
     def planes(self) -> tuple[PlaneSpec, PlaneSpec]:

@@ -11,7 +11,7 @@ from kvx.errors import BadArgument, Incompatible
 from kvx.spec.cache_spec import CacheSpec
 
 VERSION = 1
-_FIELDS = tuple(f.name for f in fields(CacheSpec))
+_FIELDS = tuple(f.name for f in fields(CacheSpec) if f.init)
 
 
 def _body(spec: CacheSpec) -> dict[str, Any]:

@@ -76,6 +76,15 @@ def packs_divide_dim(spec: CacheSpec) -> str | None:
     return None
 
 
+def bytes_of_a_row_are_adjacent(spec: CacheSpec) -> str | None:
+    layout = Layout.parse(spec.layout)
+    for plane, where in zip(spec.planes, (layout.k, layout.v), strict=True):
+        if (plane.format.is_inline or plane.format.element.bits < 8) and where.dims[-1][-1].name != "dim":
+            why = "keeps its scales behind the row" if plane.format.is_inline else "stores two elements a byte"
+            return f"{plane.name} format {plane.format} {why}, so dim must be the last axis; layout {spec.layout!r} ends otherwise."
+    return None
+
+
 def shared_tensors_share_a_type(spec: CacheSpec) -> str | None:
     k, v = spec.planes
     if Layout.parse(spec.layout).num_buffers == 1 and k.format.element.torch_name != v.format.element.torch_name:
@@ -101,6 +110,7 @@ RULES: tuple[Rule, ...] = (
     rows_are_whole_bytes,
     groups_divide_dim,
     packs_divide_dim,
+    bytes_of_a_row_are_adjacent,
     shared_tensors_share_a_type,
     inline_scales_are_aligned,
     cache_fits_addresses,

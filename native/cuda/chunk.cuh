@@ -36,8 +36,7 @@ template <int IO> __device__ __forceinline__ float element(const RawChunk<IO>& r
   else return __half2float(__ushort_as_half(uint16_t(i % 2 ? r.w[i / 2] >> 16 : r.w[i / 2])));
 }
 
-// Bits of the largest magnitude as f32; at or above kInfinity when a NaN or an infinity is among them. Magnitudes order as
-// their bits do, so 16-bit elements are compared two at a time as integers.
+// Bits of the largest magnitude as f32; at or above kInfinity when a NaN or an infinity is among them.
 template <int IO> __device__ __forceinline__ uint32_t magnitude_bits(const RawChunk<IO>& r) {
   if constexpr (IO == KVX_DTYPE_F32) {
     uint32_t m = 0;
@@ -45,9 +44,10 @@ template <int IO> __device__ __forceinline__ uint32_t magnitude_bits(const RawCh
     for (int i = 0; i < kChunk; i++) m = max(m, r.w[i] & 0x7fffffffu);
     return m;
   } else {
-    uint32_t m = r.w[0] & 0x7fff7fffu;
+    // Magnitudes order as their bits do: two at a time, three operands a step.
+    uint32_t m = 0;
 #pragma unroll
-    for (int i = 1; i < kChunk / 2; i++) m = __vmaxu2(m, r.w[i] & 0x7fff7fffu);
+    for (int i = 0; i < kChunk / 2; i += 2) m = __vimax3_u16x2(m, r.w[i] & 0x7fff7fffu, r.w[i + 1] & 0x7fff7fffu);
     m = max(m & 0xffffu, m >> 16);
     return IO == KVX_DTYPE_BF16 ? m << 16 : __float_as_uint(__half2float(__ushort_as_half(uint16_t(m))));
   }
@@ -88,15 +88,16 @@ template <int IO> __device__ __forceinline__ void store_chunk(char* p, const flo
 
 // ---- quantising
 
-// x / s, correctly rounded, for many x and one s: a reciprocal once, then a product and two exact corrections each (Markstein)
-// instead of a division. Holds for moderate s and for |x| up to 2^17 s, past which every type saturates; other chunks divide.
+// x / s, correctly rounded, for many x and one s: a reciprocal once, then a product and two exact corrections each (Markstein),
+// the steps of the division routine without its checks. Holds for moderate s and for |x| up to 2^17 s, past which every type saturates; other chunks divide.
 struct Quantiser {
   float s, r;
   uint32_t limit_bits;  // magnitudes under this take the short way; 0 = none does
 
   __device__ __forceinline__ explicit Quantiser(float scale) {
     s = scale;
-    r = __frcp_rn(scale);
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(scale));  // within an ulp; one Newton step, as the division routine does
+    r = __fmaf_rn(__fmaf_rn(-scale, r, 1.0f), r, r);
     limit_bits = scale >= 0x1p-80f && scale <= 0x1p100f ? __float_as_uint(scale * 0x1p17f) : 0u;
   }
   // Remainders are taken as q*s - x: the signs then work out so that -0 stays -0.
@@ -116,13 +117,13 @@ template <int C, bool Tame> __device__ __forceinline__ uint32_t encode_four(floa
     return __byte_perm(lo, hi, 0x5410);
   } else if constexpr (C == KVX_DTYPE_S8 && Tame) {
     const float x[4] = {a, b, c, d};
-    uint32_t v[4];
+    int32_t v[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float y = fminf(fmaxf(x[i], -128.0f), 127.0f);
-      v[i] = uint32_t(__float2int_rz(__fadd_rn(y, __uint_as_float((__float_as_uint(y) & 0x80000000u) | 0x3effffffu))));
-    }
-    return __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
+    for (int i = 0; i < 4; i++) v[i] = __float2int_rz(__fadd_rn(x[i], __uint_as_float((__float_as_uint(x[i]) & 0x80000000u) | 0x3effffffu)));
+    uint32_t w;  // two integers saturate into two bytes at a time; the third operand goes above them
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(w) : "r"(v[3]), "r"(v[2]), "r"(0));
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(w) : "r"(v[1]), "r"(v[0]), "r"(w));
+    return w;
   } else {
     return uint32_t(encode8(a, C)) | uint32_t(encode8(b, C)) << 8 | uint32_t(encode8(c, C)) << 16 | uint32_t(encode8(d, C)) << 24;
   }
@@ -220,8 +221,6 @@ template <int C> __device__ __forceinline__ CodeChunk<C> load_codes(const char* 
 
 // ---- one row's scale, as cpu/row.h has it
 
-__device__ __forceinline__ float tensor_scale_of(const ScaleParams& s) { return s.tensor_scale ? *s.tensor_scale : 1.0f; }
-
 __device__ __forceinline__ char* scale_at(const ScaleParams& s, int64_t block, int64_t offset, int64_t head, int64_t group) {
   return s.data + block * s.block + offset * s.token + head * s.head + group * s.group;
 }
@@ -261,6 +260,16 @@ __device__ __forceinline__ float settle_scale(const ScaleParams& s, int dtype, i
     scale = load_scale(stored, s.dtype);
   }
   return s.tensor_scale ? scale * *s.tensor_scale : scale;
+}
+
+// amax / qmax, correctly rounded: qmax is known, so is its reciprocal. Magnitudes too small for this come out under the floor
+// of every scale type it is used with, as they should.
+template <int C> __device__ __forceinline__ float divide_by_qmax(float amax) {
+  constexpr float s = C == KVX_DTYPE_F8_E4M3 ? 448.0f : C == KVX_DTYPE_F8_E5M2 ? 57344.0f : C == KVX_DTYPE_S8 ? 127.0f : C == KVX_DTYPE_S4 ? 7.0f : 6.0f;
+  constexpr float r = 1.0f / s;
+  float q = __fmul_rn(amax, r);
+  q = __fmaf_rn(-__fmaf_rn(q, s, -amax), r, q);
+  return __fmaf_rn(-__fmaf_rn(q, s, -amax), r, q);
 }
 
 }  // namespace cuda

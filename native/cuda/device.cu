@@ -8,6 +8,7 @@ namespace cuda {
 namespace {
 constexpr int kMaxDevices = 64;
 int sm_count[kMaxDevices];  // 0 = not asked yet; races write the same value
+int major_of[kMaxDevices];  // compute capability
 }  // namespace
 
 DeviceGuard::DeviceGuard(int device) {
@@ -35,6 +36,13 @@ int DeviceGuard::num_sms() const {
   if (current_ < 0 || current_ >= kMaxDevices) return 64;
   if (sm_count[current_] == 0) cudaDeviceGetAttribute(&sm_count[current_], cudaDevAttrMultiProcessorCount, current_);
   return sm_count[current_];
+}
+
+bool can_launch_early() {
+  int device = -1;
+  if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= kMaxDevices) return false;
+  if (major_of[device] == 0) cudaDeviceGetAttribute(&major_of[device], cudaDevAttrComputeCapabilityMajor, device);
+  return major_of[device] >= 9;
 }
 
 kvx_status_t launch_failed(const char* kernel, cudaError_t error) {

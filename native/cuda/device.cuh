@@ -38,6 +38,31 @@ kvx_status_t launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3
   return error == cudaSuccess ? KVX_STATUS_OK : launch_failed(name, error);
 }
 
+// Like launch, but the kernel may be put on the device while the one before it on the stream still drains; it must call
+// wait_for_previous() before it touches memory. Hides a microsecond of launch on Hopper and later; elsewhere a plain launch.
+bool can_launch_early();
+
+template <class... Params, class... Args>
+kvx_status_t launch_early(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, void* stream, Args&&... args) {
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &early;
+  config.numAttrs = can_launch_early() ? 1 : 0;
+  cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+  return error == cudaSuccess ? KVX_STATUS_OK : launch_failed(name, error);
+}
+
+__device__ __forceinline__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 template <int Bytes> struct Vec;
 template <> struct Vec<16> { using T = uint4; };
 template <> struct Vec<8> { using T = uint2; };

@@ -99,6 +99,7 @@ __device__ __forceinline__ char* output_at(const GatherArgs& a, const Sequence& 
 template <int Width, bool Packed, int U>
 __global__ void __launch_bounds__(256) gather_copy(const __grid_constant__ GatherArgs a) {
   using T = typename Vec<Width>::T;
+  wait_for_previous();
   const Sequence s = find_sequence<Packed, U>(a);
   const Column c = find_column(a.columns);
   if (c.plane < 0 || s.first >= s.count) return count_bad_sequence(a, s);
@@ -119,6 +120,7 @@ __global__ void __launch_bounds__(256) gather_copy(const __grid_constant__ Gathe
 
 template <int C, int IO, bool Packed, int U>
 __global__ void __launch_bounds__(256) gather_chunks(const __grid_constant__ GatherArgs a) {
+  wait_for_previous();
   const Sequence s = find_sequence<Packed, U>(a);
   const Column c = find_column(a.columns);
   if (c.plane < 0 || s.first >= s.count) return count_bad_sequence(a, s);
@@ -206,7 +208,7 @@ kvx_status_t run_copy(GatherArgs& a, int width, int num_sms, void* stream) {
   return with_grid(a, num_sms, [&](dim3 grid, dim3 block, bool unroll) {
     switch (width) {
 #define KVX_COPY(w) \
-  case w: return unroll ? launch("gather_copy", gather_copy<w, Packed, 2>, grid, block, stream, a) : launch("gather_copy", gather_copy<w, Packed, 1>, grid, block, stream, a);
+  case w: return unroll ? launch_early("gather_copy", gather_copy<w, Packed, 2>, grid, block, stream, a) : launch_early("gather_copy", gather_copy<w, Packed, 1>, grid, block, stream, a);
       KVX_COPY(16) KVX_COPY(8) KVX_COPY(4)
       default: KVX_COPY(2)
 #undef KVX_COPY
@@ -219,8 +221,8 @@ template <int C, int IO>
 kvx_status_t run_chunks_as(GatherArgs& a, int num_sms, void* stream) {
   const bool packed = a.p.table.format == KVX_BLOCK_TABLE_PACKED;
   return with_grid(a, num_sms, [&](dim3 grid, dim3 block, bool unroll) {
-    if (!packed) return unroll ? launch("gather_chunks", gather_chunks<C, IO, false, 2>, grid, block, stream, a) : launch("gather_chunks", gather_chunks<C, IO, false, 1>, grid, block, stream, a);
-    return unroll ? launch("gather_chunks", gather_chunks<C, IO, true, 2>, grid, block, stream, a) : launch("gather_chunks", gather_chunks<C, IO, true, 1>, grid, block, stream, a);
+    if (!packed) return unroll ? launch_early("gather_chunks", gather_chunks<C, IO, false, 2>, grid, block, stream, a) : launch_early("gather_chunks", gather_chunks<C, IO, false, 1>, grid, block, stream, a);
+    return unroll ? launch_early("gather_chunks", gather_chunks<C, IO, true, 2>, grid, block, stream, a) : launch_early("gather_chunks", gather_chunks<C, IO, true, 1>, grid, block, stream, a);
   });
 }
 

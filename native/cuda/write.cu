@@ -23,10 +23,20 @@ struct CopyArgs {
   SlotParams slots;
 };
 
+// Scales computed from each row, f32, with nothing on top: the common kind of quantised cache, in 32 bits.
+struct PlainScale {
+  char* data;
+  uint32_t block, token, head, group;
+};
+
+// How a kernel comes by the scale of a chunk.
+enum ScaleKind { SCALE_FIXED, SCALE_PLAIN, SCALE_ANY };
+
 struct ChunkArgs {
   Columns columns;
   SlotParams slots;
   ScaleParams scale[2];
+  PlainScale plain[2];
   FastDivider group[2];  // chunks per scale
   int32_t width;         // bytes a store of codes may have
 };
@@ -36,10 +46,13 @@ struct Slot {
   bool is_good, is_bad;  // neither: skipped
 };
 
-__device__ __forceinline__ Slot find_slot(const SlotParams& p, uint32_t token) {
-  Slot s = {0, 0, false, false};
-  if (token >= p.num_tokens) return s;
-  const int64_t slot = read_index(p.slots, step(token, p.stride), p.bytes);
+// In two steps: every load of a thread is issued before the first value is needed.
+__device__ __forceinline__ int64_t load_slot(const SlotParams& p, uint32_t token) {
+  return token < p.num_tokens ? read_index(p.slots, step(token, p.stride), p.bytes) : -1;
+}
+
+__device__ __forceinline__ Slot place_slot(const SlotParams& p, int64_t slot) {
+  Slot s;
   s.is_good = uint64_t(slot) < uint64_t(p.num_slots) && slot != p.invalid;
   s.is_bad = slot >= p.num_slots && slot != p.invalid;
   s.block = p.block_size.divide(uint32_t(slot));
@@ -56,29 +69,33 @@ template <int Width, int U>
 __global__ void __launch_bounds__(256) write_copy(const __grid_constant__ CopyArgs a) {
   using T = typename Vec<Width>::T;
   const Column c = find_column(a.columns);
+  wait_for_previous();
   if (c.plane < 0) return;
   const ColumnPlane& plane = a.columns.plane[c.plane];
   const uint32_t first = blockIdx.x * (U * blockDim.y) + threadIdx.y;
   const char* rows = plane.rows + c.rows;
   char* cell = plane.cell + c.cell;
   T data[U];
+  int64_t slots[U];
 #pragma unroll
   for (int u = 0; u < U; u++) {
     const uint32_t token = first + u * blockDim.y;
+    slots[u] = load_slot(a.slots, token);
     if (token < a.slots.num_tokens) data[u] = load_once<T>(rows + step(token, plane.rows_token));
   }
 #pragma unroll
   for (int u = 0; u < U; u++) {
-    const Slot s = find_slot(a.slots, first + u * blockDim.y);
+    const Slot s = place_slot(a.slots, slots[u]);
     if (s.is_good) store_once(cell + step(s.block, plane.block) + step(s.offset, plane.token), data[u]);
     else count_bad(a.slots, s);
   }
 }
 
-// PerToken: the scale differs from token to token. Otherwise it is read once, before the tokens.
-template <int IO, int C, bool PerToken, int U>
+// FIXED: the scale is the same for every token and read once. PLAIN: found from the row. ANY: whatever ScaleParams can say.
+template <int IO, int C, int Kind, int U>
 __global__ void __launch_bounds__(256) write_chunks(const __grid_constant__ ChunkArgs a) {
   Column c = find_column(a.columns);
+  wait_for_previous();
   const bool idle = c.plane < 0;  // stays for the shuffles
   if (idle) c.plane = a.columns.count[0] ? 0 : 1;
   const ColumnPlane& plane = a.columns.plane[c.plane];
@@ -87,27 +104,30 @@ __global__ void __launch_bounds__(256) write_chunks(const __grid_constant__ Chun
   const char* rows = plane.rows + c.rows;
   char* cell = plane.cell + c.cell;
   RawChunk<IO> raw[U] = {};
+  int64_t slots[U];
 #pragma unroll
   for (int u = 0; u < U; u++) {
     const uint32_t token = first + u * blockDim.y;
+    slots[u] = load_slot(a.slots, token);
     if (token < a.slots.num_tokens && !idle) raw[u] = load_raw<IO>(rows + step(token, plane.rows_token));
   }
   Quantiser fixed(1.0f);
-  if constexpr (is_code<C> && !PerToken) fixed = Quantiser(read_scale(scale, 0, 0, c.head, 0));
+  if constexpr (is_code<C> && Kind == SCALE_FIXED) fixed = Quantiser(read_scale(scale, 0, 0, c.head, 0));
 #pragma unroll
   for (int u = 0; u < U; u++) {
     const uint32_t token = first + u * blockDim.y;
-    const Slot s = find_slot(a.slots, token);
+    const Slot s = place_slot(a.slots, slots[u]);
+    count_bad(a.slots, s);
     char* place = cell + step(s.block, plane.block) + step(s.offset, plane.token);
     if constexpr (!is_code<C>) {
       if (s.is_good && !idle) cast_chunk<IO, C>(place, raw[u]);
-    } else if constexpr (!PerToken) {
+    } else if constexpr (Kind == SCALE_FIXED) {
       if (s.is_good && !idle) encode_chunk<IO, C>(place, raw[u], magnitude_bits(raw[u]), fixed, a.width);
     } else {
       const uint32_t lanes = a.group[c.plane].d;
       const uint32_t mine = magnitude_bits(raw[u]);
       uint32_t most = mine;
-      if (scale.mode == SCALE_COMPUTED) {
+      if (Kind == SCALE_PLAIN || scale.mode == SCALE_COMPUTED) {
         for (uint32_t hop = lanes / 2; hop > 0; hop /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, hop));
         if (__any_sync(0xffffffffu, most >= kInfinity)) {  // rare: a NaN or an infinity somewhere in the warp does not count
           most = finite_magnitude_bits(raw[u]);
@@ -117,11 +137,18 @@ __global__ void __launch_bounds__(256) write_chunks(const __grid_constant__ Chun
       if (s.is_good && !idle) {
         const uint32_t group = a.group[c.plane].divide(c.index);
         const bool owns = c.index == group * lanes;
+        if constexpr (Kind == SCALE_PLAIN) {
+          const PlainScale& plain = a.plain[c.plane];
+          float found = divide_by_qmax<C>(__uint_as_float(most));
+          found = found > 1e-6f ? found : 1e-6f;
+          if (owns) *reinterpret_cast<float*>(plain.data + step(s.block, plain.block) + step(s.offset, plain.token) + step(c.head, plain.head) + step(group, plain.group)) = found;
+          encode_chunk<IO, C>(place, raw[u], mine, Quantiser(found), a.width);
+          continue;
+        }
         const Quantiser q(settle_scale(scale, C, token, s.block, s.offset, c.head, group, __uint_as_float(most), owns));
         encode_chunk<IO, C>(place, raw[u], mine, q, a.width);
       }
     }
-    count_bad(a.slots, s);
   }
 }
 
@@ -171,7 +198,7 @@ kvx_status_t run_copy(const CopyArgs& a, int width, int num_sms, void* stream) {
   return with_grid(a.columns, a.slots.num_tokens, num_sms, [&](dim3 grid, dim3 block, bool unroll) {
     switch (width) {
 #define KVX_COPY(w) \
-  case w: return unroll ? launch("write_copy", write_copy<w, 2>, grid, block, stream, a) : launch("write_copy", write_copy<w, 1>, grid, block, stream, a);
+  case w: return unroll ? launch_early("write_copy", write_copy<w, 2>, grid, block, stream, a) : launch_early("write_copy", write_copy<w, 1>, grid, block, stream, a);
       KVX_COPY(16) KVX_COPY(8) KVX_COPY(4)
       default: KVX_COPY(2)
 #undef KVX_COPY
@@ -180,20 +207,23 @@ kvx_status_t run_copy(const CopyArgs& a, int width, int num_sms, void* stream) {
   });
 }
 
-template <int IO, int C, bool PerToken>
+template <int IO, int C, int Kind>
 kvx_status_t run_chunks_as(const ChunkArgs& a, int num_sms, void* stream) {
   return with_grid(a.columns, a.slots.num_tokens, num_sms, [&](dim3 grid, dim3 block, bool unroll) {
-    return unroll ? launch("write_chunks", write_chunks<IO, C, PerToken, 2>, grid, block, stream, a)
-                  : launch("write_chunks", write_chunks<IO, C, PerToken, 1>, grid, block, stream, a);
+    return unroll ? launch_early("write_chunks", write_chunks<IO, C, Kind, 2>, grid, block, stream, a)
+                  : launch_early("write_chunks", write_chunks<IO, C, Kind, 1>, grid, block, stream, a);
   });
 }
 
 // The table of fast instantiations: every IO type into every cache type.
-kvx_status_t run_chunks(const ChunkArgs& a, int io, int dtype, bool per_token, int num_sms, void* stream) {
+kvx_status_t run_chunks(const ChunkArgs& a, int io, int dtype, ScaleKind kind, int num_sms, void* stream) {
 #define KVX_CAST(io_, c) \
-  case c: return run_chunks_as<io_, c, false>(a, num_sms, stream);
-#define KVX_CODE(io_, c) \
-  case c: return per_token ? run_chunks_as<io_, c, true>(a, num_sms, stream) : run_chunks_as<io_, c, false>(a, num_sms, stream);
+  case c: return run_chunks_as<io_, c, SCALE_FIXED>(a, num_sms, stream);
+#define KVX_CODE(io_, c)                                                                        \
+  case c:                                                                                       \
+    return kind == SCALE_FIXED ? run_chunks_as<io_, c, SCALE_FIXED>(a, num_sms, stream)         \
+           : kind == SCALE_PLAIN ? run_chunks_as<io_, c, SCALE_PLAIN>(a, num_sms, stream)       \
+                                 : run_chunks_as<io_, c, SCALE_ANY>(a, num_sms, stream);
 #define KVX_FROM(io_)                                                                                                            \
   case io_:                                                                                                                      \
     switch (dtype) {                                                                                                             \
@@ -214,7 +244,11 @@ kvx_status_t run_rows(const WriteParams& p, int plane, unsigned long long* error
   return launch("write_rows", write_rows, dim3(unsigned(blocks < most ? blocks : most)), dim3(256), stream, a);
 }
 
-bool differs_by_token(const ScaleParams& s) { return s.mode > SCALE_READ || s.block != 0 || s.token != 0; }
+ScaleKind kind_of(const ScaleParams& s) {
+  if (s.mode <= SCALE_READ && s.block == 0 && s.token == 0) return SCALE_FIXED;
+  const bool small = s.block <= kMaxStride && s.token <= kMaxStride && s.head <= kMaxStride && s.group <= kMaxStride;
+  return s.mode == SCALE_COMPUTED && s.dtype == KVX_DTYPE_F32 && !s.tensor_scale && small ? SCALE_PLAIN : SCALE_ANY;
+}
 
 // One plane, or both when one kernel serves them (first = 0, last = 1).
 kvx_status_t write_planes(const WriteParams& p, int first, int last, unsigned long long* errors, int num_sms, void* stream, bool* done) {
@@ -240,17 +274,19 @@ kvx_status_t write_planes(const WriteParams& p, int first, int last, unsigned lo
     return run_copy(a, width, num_sms, stream);
   }
   if (chunks) {
-    ChunkArgs a{{}, slots, {}, {}, common_alignment(cells)};
-    bool per_token = false, shuffles = true;
+    ChunkArgs a{{}, slots, {}, {}, {}, common_alignment(cells)};
+    const ScaleKind kind = kind_of(p.plane[first].scale) == kind_of(p.plane[last].scale) ? kind_of(p.plane[first].scale) : SCALE_ANY;
+    bool shuffles = true;
     for (int i = first; i <= last; i++) {
       set_chunk_columns(p.plane[i], p.rows[i], p.num_heads, &a.columns.plane[i], &a.columns.count[i]);
       a.scale[i] = p.plane[i].scale;
       a.group[i] = make_fast_divider(p.plane[i].scale.group_size / kChunk);
-      per_token = per_token || differs_by_token(p.plane[i].scale);
+      const ScaleParams& scale = p.plane[i].scale;
+      a.plain[i] = PlainScale{scale.data, uint32_t(scale.block), uint32_t(scale.token), uint32_t(scale.head), uint32_t(scale.group)};
     }
     const Tile tile = make_tile(int64_t(a.columns.count[0]) + a.columns.count[1]);
     for (int i = first; i <= last; i++) shuffles = shuffles && (p.plane[i].scale.mode != SCALE_COMPUTED || fits_shuffle(p.plane[i], tile));
-    if (shuffles) return run_chunks(a, p.rows[first].dtype, p.plane[first].dtype, per_token, num_sms, stream);
+    if (shuffles) return run_chunks(a, p.rows[first].dtype, p.plane[first].dtype, kind, num_sms, stream);
   }
   *done = first == last;
   return *done ? run_rows(p, first, errors, num_sms, stream) : KVX_STATUS_OK;

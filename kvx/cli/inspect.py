@@ -1,0 +1,140 @@
+"""kvx inspect: what this build can do, or what a spec or a tensor file holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import kvx
+from kvx.errors import BadArgument
+from kvx.layout.planes import cache_shapes
+from kvx.ops import backend as backends
+from kvx.ops import library, native
+
+OPS = ("write", "gather", "amax")
+# What changes behaviour without an argument: for building and debugging only.
+ENVIRONMENT = {
+    "KVX_CUDA": "build: AUTO, ON (fail without nvcc) or OFF",
+    "KVX_REQUIRE_CUDA": "build: 1 = fail without nvcc",
+    "KVX_CUDA_ARCHS": "build: architectures, e.g. 90a or 80;90a;120+PTX",
+    "KVX_STATIC": "build: ON = also libkvx.a",
+    "CUDA_HOME, CUDA_PATH": "build: where the CUDA toolkit is",
+    "KVX_SIMD": "debug: plain or avx2 takes wider instruction sets away (x86)",
+    "OMP_NUM_THREADS": "run: threads a host call may use",
+}
+
+
+def build_facts() -> dict[str, Any]:
+    """The build, as data: what `kvx inspect --json` prints."""
+    info = library.build_info()
+    return {
+        "kvx": kvx.__version__,
+        "abi": info.abi if info else None,
+        "library": library.library_path() if info else None,
+        "simd": info.simd if info else None,
+        "threads": info.max_threads if info else None,
+        "cuda_archs": info.cuda_archs if info and info.has_cuda else None,
+        "cuda_devices": info.cuda_devices if info else 0,
+        "torch": torch.__version__,
+        "dlpack_exchange": native.IS_EXCHANGED,
+        "backends": {name: backends.reason_missing(name) or "yes" for name in backends.BACKENDS},
+        "ops": {op: {name: backends.reason_missing(name) is None for name in backends.BACKENDS} for op in OPS},
+    }
+
+
+def spec_facts(spec: kvx.CacheSpec) -> dict[str, Any]:
+    return {
+        **{n: getattr(spec, n) for n in ("num_blocks", "block_size", "num_kv_heads", "head_dim", "layout", "format")},
+        "v_head_dim": spec.plane(1).head_dim,
+        "v_format": spec.plane(1).format.name,
+        "tensors": [list(s) for s in cache_shapes(spec)],
+        "scales": {p.name: list(s) if (s := spec.scale_shape(i)) is not None else None for i, p in enumerate(spec.planes)},
+        "bytes_per_token": spec.token_bytes,
+        "bytes": spec.cache_bytes,
+        "digest": kvx.digest(spec),
+    }
+
+
+def tensor_facts(path: Path) -> list[dict[str, Any]]:
+    """Tensors of a .pt, .npy or .safetensors file: shape, type, and what stands out in the values."""
+    if path.suffix == ".npy":
+        import numpy
+
+        tensors = {path.stem: torch.from_numpy(numpy.load(path, allow_pickle=False))}
+    elif path.suffix == ".safetensors":
+        try:
+            from safetensors.torch import load_file
+        except ImportError:
+            raise BadArgument("inspect: reading .safetensors needs the safetensors package: pip install safetensors.") from None
+        tensors = load_file(path)
+    else:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        items = loaded.items() if isinstance(loaded, dict) else enumerate(loaded if isinstance(loaded, (list, tuple)) else [loaded])
+        tensors = {str(name): t for name, t in items if isinstance(t, torch.Tensor)}
+    return [_describe(name, t) for name, t in tensors.items()]
+
+
+def _describe(name: str, t: torch.Tensor) -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": name, "shape": list(t.shape), "stride": list(t.stride()), "dtype": str(t.dtype).removeprefix("torch.")}
+    facts["bytes"] = t.numel() * t.element_size()
+    if t.is_floating_point() and t.numel():
+        x = t.float()
+        finite = x[torch.isfinite(x)]
+        facts |= {"nan": int(x.isnan().sum()), "inf": int(x.isinf().sum()), "amax": float(finite.abs().max()) if finite.numel() else None}
+        facts["zero_share"] = round(float((x == 0).float().mean()), 4)
+    return facts
+
+
+def inspect(
+    path: Annotated[Path | None, typer.Argument(help="a spec (.json) or a tensor file (.pt, .npy, .safetensors); nothing: this build")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    env: Annotated[bool, typer.Option("--env", help="print the environment variables KVX reads")] = False,
+    formats: Annotated[bool, typer.Option("--formats", help="print every format row and its exact arithmetic")] = False,
+) -> None:
+    """Show the build, or describe a spec or a tensor file."""
+    if env:
+        return _show("environment", ("variable", "meaning"), ENVIRONMENT.items(), dict(ENVIRONMENT), as_json)
+    if formats:
+        rows = [(f.name, f"{f.element} x {f.granularity.name.lower()}", str(f.scale or "-"), "inline" if f.is_inline else "", f.element.arithmetic) for f in kvx.FORMATS.values()]
+        return _show("formats", ("format", "element x scale per", "scale", "where", "writing x"), rows, [list(r) for r in rows], as_json)
+    if path is None:
+        return _show_build(build_facts(), as_json)
+    if not path.exists():
+        raise BadArgument(f"inspect: {path} does not exist.")
+    if path.suffix == ".json":
+        facts = spec_facts(kvx.from_json(path.read_text()))
+        return _show(str(path), ("field", "value"), [(k, str(v)) for k, v in facts.items()], facts, as_json)
+    rows_ = tensor_facts(path)
+    columns = ("name", "shape", "stride", "dtype", "bytes", "nan", "inf", "amax", "zero_share")
+    return _show(str(path), columns, [tuple(str(r.get(c, "")) for c in columns) for r in rows_], rows_, as_json)
+
+
+def _show(title: str, columns: Any, rows: Any, data: Any, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(data, indent=1))
+        return
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(str(x) for x in row))
+    Console().print(table)
+
+
+def _show_build(facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(facts, indent=1))
+        return
+    plain = [(k, str(v)) for k, v in facts.items() if k not in ("backends", "ops")]
+    _show(f"kvx {facts['kvx']}", ("build", ""), plain, None, False)
+    rows = [(op, *("yes" if facts["ops"][op][b] else "no" for b in backends.BACKENDS)) for op in OPS]
+    _show("ops", ("op", *backends.BACKENDS), rows, None, False)
+    for name, why in facts["backends"].items():
+        if why != "yes":
+            typer.echo(f"{name}: {why}.")

@@ -1,0 +1,28 @@
+"""kvx: the command line's root. Verbs live in files of their own."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from kvx.cli import bench, demo, inspect
+from kvx.errors import KvxError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="One library for every KV cache: describe it, write it, gather it, see it.")
+app.command("demo")(demo.demo)
+app.command("inspect")(inspect.inspect)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Errors KVX raises on purpose are one sentence on stderr, not a trace."""
+    try:
+        app()
+    except KvxError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

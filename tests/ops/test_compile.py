@@ -1,0 +1,82 @@
+"""torch.compile(fullgraph=True) across the ops; eager calls do not go through the dispatcher."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests import cases, compare
+
+import kvx
+
+
+def test_write_and_gather_compile_without_graph_breaks(native_backend, generator):
+    made = cases.Case(format="bf16").make(native_backend.device, generator)
+    want = made.clone()
+    want.write(native_backend.name)
+    wanted = want.gather(native_backend.name, max_seq_len=12)
+    spec, k_cache, v_cache = made.spec, *made.cache
+
+    def step(k, v, slots, table, lens):
+        kvx.write((k_cache, v_cache), k * 2, v + 1, slot_mapping=slots, spec=spec)
+        out_k, out_v = kvx.gather((k_cache, v_cache), kvx.PackedTable(table, lens), spec=spec, max_seq_len=12)
+        return out_k.float() / 2, out_v - 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    got = compiled(made.k / 2, made.v - 1, made.slots, made.block_table, made.seq_lens)
+    compare.bitwise(got[0], wanted[0].float() / 2)
+    compare.bitwise(got[1], (((made.v - 1) + 1).new_zeros(()) + kvx.gather(made.cache, kvx.PackedTable(made.block_table, made.seq_lens), spec=spec, max_seq_len=12)[1]) - 1)
+
+
+def test_quantised_write_compiles(native_backend, generator):
+    made = cases.Case(format="int8_per_token_head", io="f32").make(native_backend.device, generator)
+    want = made.clone()
+    want.write(native_backend.name)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(cache, k, v, slots, k_scale, v_scale):
+        kvx.write(cache, k, v, slot_mapping=slots, spec=made.spec, k_scale=k_scale, v_scale=v_scale)
+        return k_scale.sum()
+
+    step(made.cache, made.k, made.v, made.slots, made.scales["k_scale"], made.scales["v_scale"])
+    for name, tensor in made.tensors().items():
+        compare.bitwise(tensor, want.tensors()[name], name)
+
+
+def test_inductor_runs_it():
+    """Once through the real compiler: the op is opaque, what surrounds it is fused."""
+    if not torch.cuda.is_available():
+        pytest.skip("inductor's first C++ compile takes half a minute; it is exercised where a GPU is")
+    spec = kvx.CacheSpec(4, 4, 2, 16, format="f32")
+    cache = kvx.allocate(spec, "cuda").cache
+    k = torch.randn(3, 2, 16, device="cuda")
+    slots = torch.tensor([1, 5, 9], device="cuda")
+
+    @torch.compile(fullgraph=True)
+    def step(k):
+        kvx.write(cache, k + 1, k - 1, slot_mapping=slots, spec=spec)
+        return k * 2
+
+    step(k)
+    compare.bitwise(cache[0][1, 1], (k + 1)[1])
+
+
+def test_eager_calls_do_not_pay(monkeypatch, generator):
+    def refuse(*_):
+        raise AssertionError("an eager call went through the custom op")
+
+    monkeypatch.setattr("kvx.ops.compiled.write", refuse)
+    monkeypatch.setattr("kvx.ops.compiled.gather", refuse)
+    made = cases.Case().make("cpu", generator)
+    made.write("auto")
+    made.gather("auto")
+
+
+def test_gather_under_compile_needs_a_length(generator):
+    made = cases.Case().make("cpu", generator)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(table, lens):
+        return kvx.gather(made.cache, kvx.PackedTable(table, lens), spec=made.spec)
+
+    with pytest.raises(Exception, match="max_seq_len"):
+        step(made.block_table, made.seq_lens)

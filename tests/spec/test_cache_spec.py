@@ -1,0 +1,345 @@
+"""CacheSpec: every rule refuses with the field and its value; sizes and scale shapes by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import pytest
+
+import kvx
+from kvx.spec import validate
+
+BASE = {"num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_dim": 64}
+FUSED = "block token head (kv dim)"
+STACKED = "block kv token head dim"
+LIMIT = 2**30
+
+
+def make(**changes: object) -> kvx.CacheSpec:
+    return kvx.CacheSpec(**{**BASE, **changes})
+
+
+def unchecked(**changes: object) -> kvx.CacheSpec:
+    """A spec whose rules have not run, so that a rule can be asked alone."""
+    spec = object.__new__(kvx.CacheSpec)
+    defaults = {f.name: f.default for f in dataclasses.fields(kvx.CacheSpec)}
+    for name, value in {**defaults, **BASE, **changes}.items():
+        object.__setattr__(spec, name, value)
+    return spec
+
+
+@dataclass(frozen=True)
+class Broken:
+    rule: str
+    message: str
+    changes: dict[str, object] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "-".join([self.rule, *(f"{n}={v}".replace(" ", "_") for n, v in self.changes.items())])
+
+
+def broken(rule: str, message: str, **changes: object) -> Broken:
+    return Broken(rule, message, changes)
+
+
+BROKEN = [
+    *(
+        broken("fields_are_ints", f"{name} is {value!r}; it is an int.", **{name: value})
+        for name in ("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim")
+        for value in (16.0, "16", None, True)
+    ),
+    *(
+        broken("geometry_is_positive", f"num_blocks is {value}; it must be 1 or more.", num_blocks=value)
+        for value in (0, -1)
+    ),
+    *(
+        broken(
+            "geometry_is_positive", f"{name} is {value}; it must be 1 or more and under 1073741824.", **{name: value}
+        )
+        for name in ("block_size", "num_kv_heads", "head_dim")
+        for value in (0, -3, LIMIT)
+    ),
+    *(
+        broken(
+            "geometry_is_positive", f"v_head_dim is {value}; it must be 1 or more, or 0 for head_dim.", v_head_dim=value
+        )
+        for value in (-1, LIMIT)
+    ),
+    broken(
+        "formats_exist",
+        'format "int4" does not exist. Near it: int4_per_token_head, int4_per_token_head_inline, int4_per_group.',
+        format="int4",
+    ),
+    broken(
+        "formats_exist",
+        'format "nvfp5" does not exist. Near it: nvfp4.',
+        v_format="nvfp5",
+    ),
+    broken("formats_exist", f'format "q8_0" does not exist. Near it: {", ".join(kvx.FORMATS)}.', format="q8_0"),
+    broken(
+        "layout_reads",
+        'layout: unknown axis "page"\n'
+        "  kv | page token head dim\n"
+        "       ^^^^\n"
+        "  Axes are layer block kv token head dim; `dim/8 token dim%8` splits, `( )` fuses, `|` ends an allocation.",
+        layout="kv | page token head dim",
+    ),
+    broken(
+        "rows_are_whole_bytes",
+        "k head_dim 33 is odd, and int4_per_token_head stores two elements a byte.",
+        head_dim=33,
+        format="int4_per_token_head",
+    ),
+    broken(
+        "rows_are_whole_bytes",
+        "v head_dim 15 is odd, and nvfp4 stores two elements a byte.",
+        v_head_dim=15,
+        v_format="nvfp4",
+    ),
+    broken("groups_divide_dim", "k head_dim 24 is not a multiple of nvfp4's group of 16.", head_dim=24, format="nvfp4"),
+    broken(
+        "groups_divide_dim",
+        "v head_dim 48 is not a multiple of mxfp8's group of 32.",
+        v_head_dim=48,
+        v_format="mxfp8",
+    ),
+    broken(
+        "packs_divide_dim",
+        "k head_dim 60 is not a multiple of the layout's pack of 8.",
+        head_dim=60,
+        layout=kvx.hnd_packed(),
+    ),
+    broken(
+        "packs_divide_dim",
+        "v head_dim 24 is not a multiple of the layout's pack of 16.",
+        v_head_dim=24,
+        v_format="fp8_e4m3",
+        layout=kvx.hnd_packed(),
+    ),
+    broken(
+        "packs_divide_dim",
+        "the layout's pack of 1 cuts a byte of mxfp4 in two.",
+        format="mxfp4",
+        layout=kvx.hnd_packed(1),
+    ),
+    broken(
+        "packs_divide_dim",
+        "int8_per_token_head_inline keeps its scales behind whole rows; "
+        "layout 'kv | block head dim/8 token dim%8' splits them.",
+        format="int8_per_token_head_inline",
+        layout=kvx.hnd_packed(8),
+    ),
+    broken(
+        "shared_tensors_share_a_type",
+        f"layout {FUSED!r} puts K and V in one tensor; format bf16 and v_format f16 differ in type.",
+        v_format="f16",
+        layout=FUSED,
+    ),
+    broken(
+        "shared_tensors_share_a_type",
+        f"layout {STACKED!r} puts K and V in one tensor; format fp8_e4m3 and v_format bf16 differ in type.",
+        format="fp8_e4m3",
+        v_format="bf16",
+        layout=STACKED,
+    ),
+    broken(
+        "inline_scales_are_aligned",
+        "k rows of 6 int8 leave int8_per_token_head_inline's inline scale unaligned.",
+        head_dim=6,
+        format="int8_per_token_head_inline",
+    ),
+    broken(
+        "inline_scales_are_aligned",
+        "v rows of 12 int4 leave int4_per_token_head_inline's inline scale unaligned.",
+        v_head_dim=12,
+        v_format="int4_per_token_head_inline",
+    ),
+    broken(
+        "cache_fits_addresses",
+        "the cache would have 1152921504606846976 bytes; addresses end at 2**60.",
+        num_blocks=2**60 // (16 * 512),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=str)
+def test_a_broken_rule_is_refused_with_field_and_value(case):
+    with pytest.raises(kvx.BadArgument) as refused:
+        make(**case.changes)
+    assert str(refused.value).removeprefix("CacheSpec: ") == case.message
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=str)
+def test_the_first_rule_to_break_is_the_one_named(case):
+    spec = unchecked(**case.changes)
+    for rule in validate.RULES:
+        try:
+            sentence = rule(spec)
+        except kvx.BadArgument as error:
+            sentence = str(error)
+        if sentence:
+            assert (rule.__name__, sentence) == (case.rule, case.message)
+            return
+    pytest.fail("no rule broke")
+
+
+def test_every_rule_has_a_case():
+    assert {case.rule for case in BROKEN} == {rule.__name__ for rule in validate.RULES}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_blocks": 2**60 // (16 * 512) - 1},
+        {"block_size": 1, "num_kv_heads": 1, "head_dim": 1, "num_blocks": 1},
+        {"head_dim": LIMIT - 1},
+        {"head_dim": 33, "format": "int8_per_token_head"},
+        {"head_dim": 8, "format": "int4_per_token_head_inline"},
+        {"layout": kvx.hnd_packed(2), "format": "mxfp4"},
+        {"v_format": "f16"},
+        {"layout": FUSED, "format": "fp8_e4m3", "v_format": "nvfp4"},
+        {"layout": FUSED, "format": "int8_per_token_head_inline", "v_format": "fp8_e5m2"},
+    ],
+    ids=str,
+)
+def test_just_inside_the_rules_is_a_spec(changes):
+    spec = make(**changes)
+    assert {name: getattr(spec, name) for name in changes} == changes
+
+
+def test_layout_errors_are_layout_errors():
+    with pytest.raises(kvx.LayoutError):
+        make(layout="kv | block token head")
+
+
+GAPS = [
+    pytest.param({"layout": 5}, id="layout_not_a_string"),
+    pytest.param({"layout": None}, id="layout_none"),
+    pytest.param({"format": 5}, id="format_not_a_string"),
+    pytest.param({"format": ["bf16"]}, id="format_unhashable"),
+    pytest.param({"v_format": None}, id="v_format_none"),
+    pytest.param({"layout": "kv | block head dim/00 token dim%00"}, id="split_by_00"),
+    pytest.param({"layout": STACKED, "v_head_dim": 32}, id="one_tensor_two_dims"),
+    pytest.param({"layout": STACKED, "format": "fp8_e4m3", "v_format": "nvfp4"}, id="one_tensor_two_row_sizes"),
+    pytest.param({"layout": "(kv head) block token dim", "v_head_dim": 32}, id="kv_head_two_dims"),
+    pytest.param({"layout": "block token (kv head dim)", "v_head_dim": 32}, id="kv_head_dim_two_dims"),
+    pytest.param(
+        {"layout": "kv | block head dim token", "format": "int8_per_token_head_inline"}, id="inline_rows_not_adjacent"
+    ),
+    pytest.param(
+        {"layout": FUSED, "head_dim": 6, "format": "int8", "v_head_dim": 8, "v_format": "int8_per_token_head_inline"},
+        id="inline_scale_unaligned_behind_k",
+    ),
+]
+
+
+@pytest.mark.xfail(strict=True, reason="kvx/spec/validate.py has no rule for it")
+@pytest.mark.parametrize("changes", GAPS)
+def test_what_no_backend_can_serve_is_refused_when_made(changes):
+    with pytest.raises(kvx.BadArgument):
+        make(**changes)
+
+
+def test_frozen_hashable_equal():
+    spec, same = make(), make()
+    assert spec.planes  # cached on one of the two: equality and hash must not see it
+    assert spec == same
+    assert hash(spec) == hash(same)
+    assert {spec: "kept"}[same] == "kept"
+    for f in dataclasses.fields(spec):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(spec, f.name, getattr(spec, f.name))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_blocks": 5},
+        {"block_size": 8},
+        {"num_kv_heads": 3},
+        {"head_dim": 128},
+        {"layout": kvx.HND},
+        {"format": "f16"},
+        {"v_head_dim": 32},
+        {"v_format": "f32"},
+    ],
+    ids=str,
+)
+def test_every_field_tells_specs_apart(change):
+    assert make(**change) != make()
+    assert len({make(**change), make(), make(**change)}) == 2
+
+
+def test_defaults():
+    spec = make()
+    assert (spec.layout, spec.format, spec.v_head_dim, spec.v_format) == ("kv | block token head dim", "bf16", 0, "")
+    assert spec.num_slots == 64
+
+
+# 4 blocks of 16 tokens, 2 heads, head_dim 64: bytes a token takes = 2 heads * (K row + V row), and the scales' shape.
+SIZES = {
+    "bf16": (2 * (128 + 128), None),
+    "f16": (2 * (128 + 128), None),
+    "f32": (2 * (256 + 256), None),
+    "fp8_e4m3": (2 * (64 + 64), ()),
+    "fp8_e5m2_per_head": (2 * (64 + 64), (2,)),
+    "int8_per_block": (2 * (64 + 64), (4,)),
+    "fp8_e4m3_per_block_head": (2 * (64 + 64), (4, 2)),
+    "int8_per_token_head": (2 * (68 + 68), (4, 16, 2)),
+    "int8_per_token_head_inline": (2 * (68 + 68), None),
+    "int8_per_token_head_f16": (2 * (66 + 66), (4, 16, 2)),
+    "int4_per_token_head": (2 * (36 + 36), (4, 16, 2)),
+    "int4_per_token_head_inline": (2 * (36 + 36), None),
+    "int4_per_group": (2 * (32 + 4 + 32 + 4), (4, 16, 2, 2)),
+    "nvfp4": (2 * (32 + 4 + 32 + 4), (4, 16, 2, 4)),
+    "mxfp4": (2 * (32 + 2 + 32 + 2), (4, 16, 2, 2)),
+    "mxfp8": (2 * (64 + 2 + 64 + 2), (4, 16, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("fmt", SIZES)
+def test_sizes_by_hand(fmt):
+    spec, (token_bytes, scale_shape) = make(format=fmt), SIZES[fmt]
+    assert spec.token_bytes == token_bytes
+    assert spec.cache_bytes == 64 * token_bytes
+    assert spec.scale_shape(0) == spec.scale_shape(1) == scale_shape
+
+
+def test_v_has_a_head_dim_and_a_format_of_its_own():
+    spec = make(v_head_dim=128, v_format="int8_per_token_head")
+    k, v = spec.planes
+    assert (k.name, k.head_dim, k.format) == ("k", 64, kvx.FORMATS["bf16"])
+    assert (v.name, v.head_dim, v.format) == ("v", 128, kvx.FORMATS["int8_per_token_head"])
+    assert (spec.plane(0), spec.plane(1)) == (k, v)
+    assert spec.token_bytes == 2 * (128 + 132)
+    assert spec.cache_bytes == 64 * 520
+    assert (spec.scale_shape(0), spec.scale_shape(1)) == (None, (4, 16, 2))
+
+
+def test_groups_follow_each_planes_head_dim():
+    spec = make(format="nvfp4", v_head_dim=32)
+    assert (spec.scale_shape(0), spec.scale_shape(1)) == ((4, 16, 2, 4), (4, 16, 2, 2))
+    assert spec.token_bytes == 2 * (32 + 4 + 16 + 2)
+
+
+def test_v_is_as_k_unless_said():
+    k, v = make(format="mxfp8").planes
+    assert (v.head_dim, v.format) == (k.head_dim, k.format) == (64, kvx.FORMATS["mxfp8"])
+
+
+@pytest.mark.parametrize(
+    ("fmt", "unit_bytes", "row_units", "x"),
+    [
+        ("f32", 4, 64, 4),
+        ("bf16", 2, 64, 8),
+        ("fp8_e4m3", 1, 64, 16),
+        ("int8_per_token_head_inline", 1, 68, 16),
+        ("int4_per_token_head_inline", 1, 36, 32),
+        ("nvfp4", 1, 32, 32),
+    ],
+)
+def test_units_of_a_row(fmt, unit_bytes, row_units, x):
+    plane = make(format=fmt).plane(0)
+    assert (plane.unit_bytes, plane.row_units) == (unit_bytes, row_units)
+    assert (plane.pack("x"), plane.pack("4")) == (x, 4)

@@ -1,0 +1,45 @@
+"""Code in README and docs runs; what they name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks() -> list[tuple[str, str]]:
+    return [(f"{p.name}-{i}", b) for p in DOCS if p.exists() for i, b in enumerate(re.findall(r"```python\n(.*?)```", p.read_text(), re.S))]
+
+
+@pytest.mark.parametrize(("name", "code"), blocks(), ids=[n for n, _ in blocks()])
+def test_python_blocks_run(name, code):
+    exec(compile(code, name, "exec"), {})
+
+
+def test_readme_has_a_python_block():
+    assert any(name.startswith("README") for name, _ in blocks())
+
+
+@pytest.mark.parametrize("path", [p for p in [*DOCS, ROOT / "CONTRIBUTING.md"] if p.exists()], ids=lambda p: p.name)
+def test_links_and_files_exist(path):
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
+        assert (path.parent / target).exists(), f"{path.name} links to {target}, which does not exist"
+
+
+def test_make_targets_named_in_docs_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for path in [*DOCS, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"`make ([a-z-]+)`", path.read_text()):
+            assert re.search(rf"^{target}:", makefile, re.M), f"{path.name} names `make {target}`"
+
+
+def test_header_and_spec_agree():
+    """Every call and struct of the header is in docs/spec.md."""
+    header, spec = (ROOT / "include" / "kvx_abi.h").read_text(), (ROOT / "docs" / "spec.md").read_text()
+    names = set(re.findall(r"\b(kvx_[a-z0-9_]+)\(", header)) | set(re.findall(r"^} (kvx_\w+_t);", header, re.M))
+    missing = sorted(n for n in names if n not in spec and not re.match(r"kvx_launch_.*_(f32|f16|bf16)$", n))
+    assert not missing, f"docs/spec.md does not mention {missing}"
