@@ -5,7 +5,7 @@
  *   v1.2  kvx_array_t, kvx_plane_t, kvx_cache_t and kvx_write / kvx_gather / kvx_amax: everything v1.1 cannot say.
  *
  * Rules for every call
- *   - All structs are borrowed for the duration of the call (device work: until the stream has run it). Nothing is retained.
+ *   - Structs are read during the call and not retained; the arrays they point to must live until the stream has run.
  *   - Strides and shapes are in elements, never bytes, unless a field says bytes.
  *   - Slots, tables, lengths and scales live where the cache lives (host memory for HOST, device memory for DEVICE).
  *   - Device calls only enqueue on `stream`: they never synchronise and never allocate, and may be captured in a graph.
@@ -41,7 +41,7 @@ typedef enum kvx_status_t {
   KVX_STATUS_OK = 0,
   KVX_STATUS_INVALID_ARGUMENT = 1, /* a malformed or disagreeing field                                   */
   KVX_STATUS_UNSUPPORTED = 2,      /* well formed, but this build or machine cannot do it                */
-  KVX_STATUS_OUT_OF_RANGE = 3,     /* a slot or block id outside the cache; nothing was written (host)   */
+  KVX_STATUS_OUT_OF_RANGE = 3,     /* a slot, block id, length or row range outside; nothing written (host) */
   KVX_STATUS_INCOMPATIBLE = 4,     /* another major ABI version                                          */
   KVX_STATUS_INTERNAL_ERROR = 5    /* the device runtime failed; kvx_last_error() has its words          */
 } kvx_status_t;
@@ -62,7 +62,7 @@ typedef enum kvx_dtype_t {
   KVX_DTYPE_S8 = 11,
   KVX_DTYPE_S4 = 12,   /* two's complement nibbles; the even element is the low nibble                   */
   KVX_DTYPE_E2M1 = 13, /* 4-bit float 0 .5 1 1.5 2 3 4 6; the even element is the low nibble             */
-  KVX_DTYPE_E8M0 = 14  /* power-of-two scale 2^(b-127); 255 is NaN. Scales only.                         */
+  KVX_DTYPE_E8M0 = 14  /* power-of-two scale 2^(b-127); 255 is NaN. Scales only                          */
 } kvx_dtype_t;
 
 typedef enum kvx_memory_type_t {
@@ -354,7 +354,7 @@ KVX_API const char* kvx_status_text(kvx_status_t status);
 KVX_API const char* kvx_last_error(void);
 KVX_API kvx_status_t kvx_build_info(kvx_build_info_t* info);
 
-/* v1.1 */
+/* v1.1. kvx_gather_kv has no scales: FP8 elements come out as they are; kvx_gather dequantises. */
 KVX_API kvx_status_t kvx_validate_cache_desc(const kvx_cache_desc_t* cache);
 KVX_API kvx_status_t kvx_write_kv(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, void* stream);
 KVX_API kvx_status_t kvx_gather_kv(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, void* stream);
@@ -377,11 +377,11 @@ KVX_API kvx_status_t kvx_launch_gather_kv_f32(const kvx_cache_desc_t* cache, con
 KVX_API kvx_status_t kvx_launch_gather_kv_f16(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, void* stream);
 KVX_API kvx_status_t kvx_launch_gather_kv_bf16(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, void* stream);
 
-/* v1.2. The validate calls run every check of the call that does not read device memory, and move nothing. */
+/* v1.2. The validate calls run every check of the call that reads descriptors alone (no slots, tables or lengths). */
 KVX_API kvx_status_t kvx_validate_cache(const kvx_cache_t* cache);
 KVX_API kvx_status_t kvx_validate_write(const kvx_cache_t* cache, const kvx_write_args_t* args);
 KVX_API kvx_status_t kvx_validate_gather(const kvx_cache_t* cache, const kvx_gather_args_t* args);
-/* Put each token's K and V into its slot. Two tokens with one slot: one of them wins, unspecified which. */
+/* Put each token's K and V into its slot. Two tokens with one slot: unspecified, and it need not be all of one token. */
 KVX_API kvx_status_t kvx_write(const kvx_cache_t* cache, const kvx_write_args_t* args, void* stream);
 /* Read sequences out of the cache, dequantised, in order. */
 KVX_API kvx_status_t kvx_gather(const kvx_cache_t* cache, const kvx_gather_args_t* args, void* stream);

@@ -45,6 +45,10 @@ class PackedTable:
             raise BadArgument(f"seq_lens has {self.seq_lens.shape[0]} sequences; block_table has {self.block_table.shape[0]}.")
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.block_table, self.seq_lens
+
+    @property
     def num_seqs(self) -> int:
         return self.block_table.shape[0]
 
@@ -77,6 +81,10 @@ class RaggedTable:
             raise BadArgument(f"indptr has {self.indptr.shape[0]} entries; {self.seq_lens.shape[0]} sequences make it one more.")
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.indices, self.indptr, self.seq_lens
+
+    @property
     def num_seqs(self) -> int:
         return self.seq_lens.shape[0]
 
@@ -102,6 +110,10 @@ class PageCsrTable:
         _check_index("last_page_len", self.last_page_len, 1)
         if self.indptr.shape[0] != self.last_page_len.shape[0] + 1:
             raise BadArgument(f"indptr has {self.indptr.shape[0]} entries; {self.last_page_len.shape[0]} sequences make it one more.")
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.indices, self.indptr, self.last_page_len
 
     @property
     def num_seqs(self) -> int:
@@ -141,6 +153,10 @@ class KvOffsetsTable:
             raise BadArgument(f"offsets is {list(self.offsets.shape)}; there is one beam or more.")
         if self.seq_lens.shape[0] != self.offsets.shape[0]:
             raise BadArgument(f"seq_lens has {self.seq_lens.shape[0]} sequences; offsets has {self.offsets.shape[0]}.")
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.offsets, self.seq_lens
 
     @property
     def beam_width(self) -> int:

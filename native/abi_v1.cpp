@@ -45,7 +45,7 @@ kvx_status_t translate_cache(const kvx_cache_desc_t* d, kvx_cache_t* c) {
            layout_name(d->k.layout), layout_name(d->v.layout));
   KVX_NEED(d->k.dtype == d->v.dtype, "cache.k.dtype is %s and cache.v.dtype %s; v1 wants them equal, kvx_write() does not.", dtype_name(d->k.dtype),
            dtype_name(d->v.dtype));
-  KVX_NEED(d->k.dtype >= KVX_DTYPE_F16 && d->k.dtype <= KVX_DTYPE_F8_E5M2, "cache.k.dtype is %s; v1 caches are f16, bf16, f32, f8_e4m3 or f8_e5m2.",
+  KVX_NEED(d->k.dtype >= KVX_DTYPE_F16 && d->k.dtype <= KVX_DTYPE_F8_E5M2, "cache.k.dtype is %s; v1 caches are f16, bf16, f32, fp8_e4m3 or fp8_e5m2.",
            dtype_name(d->k.dtype));
   KVX_NEED(d->k.data != nullptr && d->v.data != nullptr, "cache.k.data or cache.v.data is NULL.");
   KVX_NEED(d->k.memory == d->v.memory, "cache.k.memory is %d and cache.v.memory %d; they must agree.", d->k.memory, d->v.memory);

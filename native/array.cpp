@@ -33,15 +33,17 @@ kvx_status_t check_array(const char* call, const char* what, const kvx_array_t& 
   return KVX_STATUS_OK;
 }
 
-bool overlaps_itself(const kvx_array_t& a) {
-  int64_t shape[KVX_MAX_TENSOR_DIMS], stride[KVX_MAX_TENSOR_DIMS];
+bool overlaps_itself(const kvx_array_t& a) { return overlaps_itself(a.shape, a.stride, int(a.ndim)); }
+
+bool overlaps_itself(const int64_t* all_shape, const int64_t* all_stride, int ndim) {
+  int64_t shape[kMaxOverlapDims], stride[kMaxOverlapDims];  // by stride, without dimensions of one
   int n = 0;
-  for (uint32_t i = 0; i < a.ndim; i++) {
-    if (a.shape[i] == 0) return false;
-    if (a.shape[i] == 1) continue;
+  for (int i = 0; i < ndim; i++) {
+    if (all_shape[i] == 0) return false;
+    if (all_shape[i] == 1) continue;
     int j = n++;
-    for (; j > 0 && stride[j - 1] > a.stride[i]; j--) shape[j] = shape[j - 1], stride[j] = stride[j - 1];
-    shape[j] = a.shape[i], stride[j] = a.stride[i];
+    for (; j > 0 && stride[j - 1] > all_stride[i]; j--) shape[j] = shape[j - 1], stride[j] = stride[j - 1];
+    shape[j] = all_shape[i], stride[j] = all_stride[i];
   }
   int64_t reach = 0;  // last element of the dimensions inside
   for (int i = 0; i < n; i++) {
@@ -58,7 +60,7 @@ int index_bytes(int dtype) { return dtype == KVX_DTYPE_S64 ? 8 : 4; }
 
 kvx_status_t check_index_vector(const char* what, const kvx_array_t& a, int64_t count) {
   KVX_NEED(a.data != nullptr, "%s is missing.", what);
-  KVX_NEED(is_index(a.dtype), "%s is %s; it is s32 or s64.", what, dtype_name(a.dtype));
+  KVX_NEED(is_index(a.dtype), "%s is %s; it is int32 or int64.", what, dtype_name(a.dtype));
   KVX_NEED(a.ndim == 1 && a.shape[0] == count && (a.stride[0] == 1 || count == 1), "%s must be a dense [%lld]; it is [%lld] with %u dimensions.", what,
            (long long)count, (long long)a.shape[0], a.ndim);
   return check_array("gather", what, a, true);
@@ -70,7 +72,7 @@ kvx_status_t lower_table(const kvx_cache_t& c, const kvx_table_t& t, GatherParam
   TableParams& p = out->table;
   const kvx_array_t& ids = t.indices;
   KVX_NEED(t.struct_bytes >= sizeof(kvx_table_t), "table.struct_bytes is %u; this version has %zu.", t.struct_bytes, sizeof(kvx_table_t));
-  KVX_NEED(is_index(ids.dtype), "block_table is %s; it is s32 or s64.", dtype_name(ids.dtype));
+  KVX_NEED(is_index(ids.dtype), "block_table is %s; it is int32 or int64.", dtype_name(ids.dtype));
   p.format = t.format;
   p.beam_width = 1;
   p.indices = ids.data;
@@ -101,7 +103,7 @@ kvx_status_t lower_table(const kvx_cache_t& c, const kvx_table_t& t, GatherParam
       p.index_stride = ids.stride[0] * p.index_bytes;
       break;
     case KVX_BLOCK_TABLE_KV_OFFSETS: {
-      KVX_NEED(ids.dtype == KVX_DTYPE_S32, "KV_OFFSETS indices are %s; they are s32.", dtype_name(ids.dtype));
+      KVX_NEED(ids.dtype == KVX_DTYPE_S32, "KV_OFFSETS indices are %s; they are int32.", dtype_name(ids.dtype));
       const int64_t w = t.beam_width;
       KVX_NEED(w >= 1 && w < (1 << 20), "beam_width is %lld; KV_OFFSETS needs 1 or more.", (long long)w);
       KVX_NEED((c.block_size & (c.block_size - 1)) == 0, "block_size is %lld; KV_OFFSETS needs a power of two.", (long long)c.block_size);
@@ -155,7 +157,7 @@ kvx_status_t lower_table(const kvx_cache_t& c, const kvx_table_t& t, GatherParam
     p.last_page_len = t.last_page_len.data;
     p.last_bytes = index_bytes(t.last_page_len.dtype);
   } else {
-    KVX_NEED(is_index(t.seq_lens.dtype), "seq_lens is %s; it is s32 or s64.", dtype_name(t.seq_lens.dtype));
+    KVX_NEED(is_index(t.seq_lens.dtype), "seq_lens is %s; it is int32 or int64.", dtype_name(t.seq_lens.dtype));
     KVX_NEED(t.seq_lens.ndim == 1 && t.seq_lens.shape[0] == p.num_seqs, "seq_lens has %lld sequences; the table has %lld.",
              (long long)(t.seq_lens.ndim == 1 ? t.seq_lens.shape[0] : -1), (long long)p.num_seqs);
     if (p.num_seqs > 0) KVX_TRY(check_index_vector("seq_lens", t.seq_lens, p.num_seqs));

@@ -26,7 +26,7 @@ struct Geometry {
 // Axis order of each layout: position of block, token, head, dim (and dim%pack) in `shape`.
 kvx_status_t lower_plane_data(const char* name, const kvx_plane_t& plane, const Geometry& g, bool needs_data, PlaneParams* out) {
   const kvx_array_t& a = plane.data;
-  KVX_NEED(is_element(a.dtype), "%s cache dtype is %s; a cache holds f16, bf16, f32, f8_e4m3, f8_e5m2, s8, s4 or e2m1.", name,
+  KVX_NEED(is_element(a.dtype), "%s cache dtype is %s; a cache holds f16, bf16, f32, fp8_e4m3, fp8_e5m2, int8, int4 or e2m1.", name,
            dtype_name(a.dtype));
   bool packed = plane.layout == KVX_LAYOUT_BLOCK_HND_PACKED || (plane.layout == KVX_LAYOUT_BLOCK_CUSTOM && a.ndim == 5);
   bool nhd = plane.layout == KVX_LAYOUT_BLOCK_NHD || (plane.layout == KVX_LAYOUT_BLOCK_CUSTOM && a.ndim == 4);
@@ -114,7 +114,7 @@ kvx_status_t lower_plane_scale(const char* name, const kvx_plane_t& plane, const
   if (inline_scale) {
     KVX_NEED(fine, "%s scales are inline but not per token-head or per group.", name);
     KVX_NEED(plane.scale.data == nullptr, "%s has both inline scales and a scale array.", name);
-    KVX_NEED(is_scale(plane.scale_dtype), "%s scale dtype is %s; f32, f16, bf16, f8_e4m3 and e8m0 are scales.", name,
+    KVX_NEED(is_scale(plane.scale_dtype), "%s scale dtype is %s; f32, f16, bf16, fp8_e4m3 and e8m0 are scales.", name,
              dtype_name(plane.scale_dtype));
     KVX_NEED(out->is_dense, "%s has inline scales, which need the elements of a row to be adjacent.", name);
     const int64_t row = g.head_dim * dtype_bits(out->dtype) / 8, size = dtype_bits(plane.scale_dtype) / 8;
@@ -146,7 +146,7 @@ kvx_status_t lower_plane_scale(const char* name, const kvx_plane_t& plane, const
     return KVX_STATUS_OK;
   }
   const kvx_array_t& a = plane.scale;
-  KVX_NEED(is_scale(a.dtype), "%s scale dtype is %s; f32, f16, bf16, f8_e4m3 and e8m0 are scales.", name, dtype_name(a.dtype));
+  KVX_NEED(is_scale(a.dtype), "%s scale dtype is %s; f32, f16, bf16, fp8_e4m3 and e8m0 are scales.", name, dtype_name(a.dtype));
   KVX_NEED(a.data != nullptr, "%s scale array is NULL; granularity %d needs one.", name, gran);
   // Axes present, outermost first, of [block, token, head, group].
   static const uint8_t axes_of[7] = {0, 0b0000, 0b1000, 0b0010, 0b1010, 0b1110, 0b1111};
@@ -200,15 +200,15 @@ kvx_status_t check_planes_apart(const kvx_cache_t& c, const PlaneParams p[2]) {
     cell.stride[3] = 1;
     if (!overlaps_itself(cell)) return KVX_STATUS_OK;
   }
-  if (!adjacent) {  // rows with holes: compare the planes axis by axis with the elements themselves
+  if (!adjacent) {  // rows with holes: the elements' own axes, and the step from K to V
     const kvx_array_t& a = c.k.data;
-    kvx_array_t plane = a;
-    const int bits = dtype_bits(a.dtype);
-    if (p[0].pack == p[1].pack && p[0].dim_hi == p[1].dim_hi && p[0].dim_lo == p[1].dim_lo && a.ndim < 5 && c.k.data.dtype == c.v.data.dtype && c.k_head_dim == c.v_head_dim && (apart * 8) % bits == 0) {
-      plane.shape[a.ndim] = 2;
-      plane.stride[a.ndim] = apart * 8 / bits;
-      plane.ndim = a.ndim + 1;
-      if (!overlaps_itself(plane)) return KVX_STATUS_OK;
+    const int bits = dtype_bits(a.dtype), n = int(a.ndim);
+    const bool alike = a.dtype == c.v.data.dtype && c.k_head_dim == c.v_head_dim && p[0].pack == p[1].pack && p[0].dim_hi == p[1].dim_hi && p[0].dim_lo == p[1].dim_lo;
+    if (alike && (apart * 8) % bits == 0) {
+      int64_t axes[kMaxOverlapDims], steps[kMaxOverlapDims];
+      for (int k = 0; k < n; k++) axes[k] = a.shape[k], steps[k] = a.stride[k];
+      axes[n] = 2, steps[n] = apart * 8 / bits;
+      if (!overlaps_itself(axes, steps, n + 1)) return KVX_STATUS_OK;
     }
   } else if (!overlaps_itself(both)) {
     return KVX_STATUS_OK;
@@ -265,6 +265,8 @@ kvx_status_t check_header(const char* what, uint32_t version, uint32_t struct_by
 kvx_status_t lower_cache(const kvx_cache_t& c, PlaneParams plane[2]) {
   KVX_TRY(check_header("cache", c.version, c.struct_bytes, sizeof(kvx_cache_t)));
   KVX_NEED(c.flags == 0, "cache.flags is %llu; no flag is known.", (unsigned long long)c.flags);
+  for (uint64_t word : c.reserved) KVX_NEED(word == 0, "cache.reserved is not 0.");
+  for (const kvx_plane_t* plane : {&c.k, &c.v}) KVX_NEED(plane->reserved32 == 0 && plane->reserved[0] == 0 && plane->reserved[1] == 0, "a plane's reserved words are not 0.");
   KVX_NEED(c.num_blocks > 0 && c.block_size > 0 && c.num_kv_heads > 0 && c.k_head_dim > 0 && c.v_head_dim > 0,
            "cache has num_blocks %lld, block_size %lld, num_kv_heads %lld, head_dim %lld and %lld; each must be 1 or more.",
            (long long)c.num_blocks, (long long)c.block_size, (long long)c.num_kv_heads, (long long)c.k_head_dim, (long long)c.v_head_dim);
@@ -289,10 +291,11 @@ kvx_status_t lower_write(const kvx_cache_t& c, const kvx_write_args_t& w, WriteP
   memset(static_cast<void*>(out), 0, sizeof *out);
   KVX_TRY(lower_cache(c, out->plane));
   KVX_TRY(check_header("args", w.version, w.struct_bytes, sizeof(kvx_write_args_t)));
+  for (uint64_t word : w.reserved) KVX_NEED(word == 0, "args.reserved is not 0.");
   KVX_NEED(w.flags == 0, "args.flags is %llu; no flag is known.", (unsigned long long)w.flags);
   KVX_NEED(c.k.data.data && c.v.data.data, "the cache has no data pointers; writes go to k.data and v.data, not to pools.");
   KVX_TRY(check_planes_apart(c, out->plane));
-  KVX_NEED(w.slots.dtype == KVX_DTYPE_S32 || w.slots.dtype == KVX_DTYPE_S64, "slot_mapping is %s; it is s32 or s64.", dtype_name(w.slots.dtype));
+  KVX_NEED(w.slots.dtype == KVX_DTYPE_S32 || w.slots.dtype == KVX_DTYPE_S64, "slot_mapping is %s; it is int32 or int64.", dtype_name(w.slots.dtype));
   KVX_NEED(w.slots.ndim == 1, "slot_mapping has %u dimensions; it has one.", w.slots.ndim);
   const int64_t tokens = w.slots.shape[0];
   KVX_NEED(w.k.ndim == 3 && w.v.ndim == 3, "k has %u dimensions and v %u; they are [num_tokens, num_kv_heads, head_dim].", w.k.ndim, w.v.ndim);
@@ -335,7 +338,7 @@ kvx_status_t lower_amax(const kvx_amax_args_t& a, AmaxParams* out) {
   KVX_NEED(!by_head || a.amax.shape[n - 1] == a.x.shape[1], "amax has %lld heads; x has %lld.", (long long)a.amax.shape[n - 1], (long long)a.x.shape[1]);
   if (by_block) {
     KVX_NEED(a.block_size > 0, "block_size is %lld; it must be 1 or more.", (long long)a.block_size);
-    KVX_NEED(a.slots.dtype == KVX_DTYPE_S32 || a.slots.dtype == KVX_DTYPE_S64, "slot_mapping is %s; it is s32 or s64.", dtype_name(a.slots.dtype));
+    KVX_NEED(a.slots.dtype == KVX_DTYPE_S32 || a.slots.dtype == KVX_DTYPE_S64, "slot_mapping is %s; it is int32 or int64.", dtype_name(a.slots.dtype));
     KVX_NEED(a.slots.ndim == 1 && a.slots.shape[0] == tokens, "slot_mapping must be [%lld], one slot a token.", (long long)tokens);
     KVX_TRY(check_array("amax", "slot_mapping", a.slots, tokens > 0));
     out->slot_bytes = a.slots.dtype == KVX_DTYPE_S64 ? 8 : 4;
@@ -361,6 +364,7 @@ kvx_status_t lower_gather(const kvx_cache_t& c, const kvx_gather_args_t& g, Gath
   memset(static_cast<void*>(out), 0, sizeof *out);
   KVX_TRY(lower_cache(c, out->plane));
   KVX_TRY(check_header("args", g.version, g.struct_bytes, sizeof(kvx_gather_args_t)));
+  for (uint64_t word : g.reserved) KVX_NEED(word == 0, "args.reserved is not 0.");
   KVX_NEED(g.flags == 0, "args.flags is %llu; no flag is known.", (unsigned long long)g.flags);
   KVX_TRY(lower_table(c, g.table, out));
   const int64_t seqs = out->table.num_seqs * out->table.beam_width;
@@ -391,7 +395,7 @@ kvx_status_t lower_gather(const kvx_cache_t& c, const kvx_gather_args_t& g, Gath
   }
   if (g.cu_seqlens.data != nullptr) {
     const kvx_array_t& cu = g.cu_seqlens;
-    KVX_NEED(cu.dtype == KVX_DTYPE_S32 || cu.dtype == KVX_DTYPE_S64, "cu_seqlens is %s; it is s32 or s64.", dtype_name(cu.dtype));
+    KVX_NEED(cu.dtype == KVX_DTYPE_S32 || cu.dtype == KVX_DTYPE_S64, "cu_seqlens is %s; it is int32 or int64.", dtype_name(cu.dtype));
     KVX_NEED(cu.ndim == 1 && cu.shape[0] == seqs + 1 && cu.stride[0] == 1, "cu_seqlens must be a dense [%lld], one more than the sequences.",
              (long long)(seqs + 1));
     KVX_TRY(check_array("gather", "cu_seqlens", cu, true));

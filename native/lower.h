@@ -10,7 +10,7 @@ kvx_status_t lower_write(const kvx_cache_t& cache, const kvx_write_args_t& args,
 kvx_status_t lower_gather(const kvx_cache_t& cache, const kvx_gather_args_t& args, GatherParams* out);
 kvx_status_t lower_amax(const kvx_amax_args_t& args, AmaxParams* out);
 
-// HOST -> OK and *on_device false; DEVICE and UNIFIED -> *on_device true when this build and machine can.
+// HOST, DEVICE or UNIFIED, and which side that is. Whether this build can run there is the call's own question.
 kvx_status_t check_memory(int32_t memory, bool* on_device);
 // Struct header of 1.2: major of `version`, size of `struct_bytes`.
 kvx_status_t check_header(const char* what, uint32_t version, uint32_t struct_bytes, uint64_t need_bytes);

@@ -186,6 +186,7 @@ SHAPES = [
     Case(num_kv_heads=40, head_dim=128, format="fp8_e4m3_per_token_head", note="wide"),
     Case(layout="kv | block head dim/4 token dim%4", format="int4_per_group", head_dim=64, note="packed_int4"),
     Case(layout="packed8", format="fp8_e4m3_per_token_head", head_dim=64, note="packed_fp8"),
+    Case(layout="block kv head dim/8 token dim%8", note="packed_interleaved"),
     Case(layout="(kv head) block token dim", format="mxfp8", head_dim=64, note="kv_with_head"),
 ]
 ALL = [*PLAIN, *QUANTISED, *SHAPES]

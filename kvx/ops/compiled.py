@@ -58,8 +58,7 @@ def write(cache, k, v, slots, spec: CacheSpec, extra: tuple[Tensor | None, ...],
 
 
 def gather(cache, table, k, v, spec: CacheSpec, max_seq_len: int, cu, extra: tuple[Tensor | None, ...], backend: str) -> None:  # type: ignore[no-untyped-def]
-    tensors = [t for t in vars(table).values() if isinstance(t, Tensor)]
-    torch.ops.kvx.gather(_as_list(cache), tensors, k, v, spec.manifest_text, table.code, max_seq_len, cu, *extra[:4], extra[-1], backend)
+    torch.ops.kvx.gather(_as_list(cache), list(table.tensors), k, v, spec.manifest_text, table.code, max_seq_len, cu, *extra[:4], extra[-1], backend)
 
 
 def _as_list(cache: Tensor | Sequence[Tensor]) -> list[Tensor]:

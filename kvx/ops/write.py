@@ -35,7 +35,7 @@ def write(
 ) -> None:
     """Put each token's K and V into its slot, cast or quantised to the cache's format.
 
-    Two tokens with the same slot: the result is one of them, unspecified which. A slot past the cache raises OutOfRange on
+    Two tokens with the same slot: unspecified, and the result need not be all of one token. A slot past the cache raises OutOfRange on
     the host before anything is written; on a device it is skipped and counted in `errors` (kvx.debug() raises instead).
     """
     if _is_compiling():

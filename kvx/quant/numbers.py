@@ -26,9 +26,13 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """f16, bf16 and f32 among each other. The same type is a copy of bits; otherwise every NaN becomes the one NaN."""
     if x.dtype == dtype:
         return x
-    y = x.to(torch.float32).to(dtype, copy=True)
-    bits, one_nan = (torch.int32, 0x7FFFFFFF) if dtype == torch.float32 else (torch.int16, 0x7FFF)
-    y.view(bits).masked_fill_(torch.isnan(x), one_nan)
+    return one_nan(x.to(torch.float32).to(dtype, copy=True), torch.isnan(x))
+
+
+def one_nan(y: Tensor, where: Tensor) -> Tensor:
+    """y, changed in place: every NaN has the same bits."""
+    bits, nan = (torch.int32, 0x7FFFFFFF) if y.dtype == torch.float32 else (torch.int16, 0x7FFF)
+    y.view(bits).masked_fill_(where, nan)
     return y
 
 
@@ -67,11 +71,7 @@ def decode(units: Tensor, dtype: DType, scale: Tensor | None, out: torch.dtype) 
         y = torch.where(codes > 7, -magnitude, magnitude)
     if scale is not None:
         y = y * scale
-    if out == torch.float32:
-        y = y.clone()
-        y.view(torch.int32).masked_fill_(torch.isnan(y), 0x7FFFFFFF)
-        return y
-    return cast(y, out)
+    return one_nan(y.clone(), torch.isnan(y)) if out == torch.float32 else cast(y, out)
 
 
 def round_half_away(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
+from kvx.quant.numbers import one_nan
 from kvx.spec.dtypes import DType
 from kvx.spec.formats import Format
 
@@ -32,11 +33,11 @@ def finite_amax(x: Tensor, dim: int) -> Tensor:
 def round_scale(s: Tensor, dtype: DType) -> Tensor:
     """f32 scales as the units they are stored in."""
     if dtype.name == "f32":
-        return s.masked_fill(torch.isnan(s), torch.nan)
-    if dtype.name == "f16":
-        return torch.where(s > 65504.0, torch.full_like(s, 65504.0), s).to(torch.float16)
+        return one_nan(s.clone(), torch.isnan(s))
+    if dtype.name == "f16":  # saturates: an infinite scale would turn a whole row into NaN
+        return one_nan(torch.where(s > 65504.0, torch.full_like(s, 65504.0), s).to(torch.float16), torch.isnan(s))
     if dtype.name == "bf16":
-        return s.to(torch.bfloat16)
+        return one_nan(s.to(torch.bfloat16), torch.isnan(s))
     if dtype.name == "fp8_e4m3":
         return s.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(torch.isnan(s), 0x7F)
     if dtype.name == "e8m0":  # the smallest power of two that is not below s

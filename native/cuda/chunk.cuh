@@ -94,11 +94,22 @@ struct Quantiser {
   float s, r;
   uint32_t limit_bits;  // magnitudes under this take the short way; 0 = none does
 
+  Quantiser() = default;
   __device__ __forceinline__ explicit Quantiser(float scale) {
+    set(scale);
+    limit_bits = scale >= 0x1p-80f && scale <= 0x1p100f ? __float_as_uint(scale * 0x1p17f) : 0u;
+  }
+  // A scale made from the row itself, at least 1e-6: no finite element passes the largest value by more than rounding.
+  __device__ static __forceinline__ Quantiser of_largest(float scale) {
+    Quantiser q;
+    q.set(scale);
+    q.limit_bits = scale <= 0x1p100f ? kInfinity : 0u;
+    return q;
+  }
+  __device__ __forceinline__ void set(float scale) {
     s = scale;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(scale));  // within an ulp; one Newton step, as the division routine does
     r = __fmaf_rn(__fmaf_rn(-scale, r, 1.0f), r, r);
-    limit_bits = scale >= 0x1p-80f && scale <= 0x1p100f ? __float_as_uint(scale * 0x1p17f) : 0u;
   }
   // Remainders are taken as q*s - x: the signs then work out so that -0 stays -0.
   __device__ __forceinline__ float quotient(float x) const {

@@ -8,7 +8,7 @@ namespace cuda {
 namespace {
 constexpr int kMaxDevices = 64;
 int sm_count[kMaxDevices];  // 0 = not asked yet; races write the same value
-int major_of[kMaxDevices];  // compute capability
+int ptx_of[kMaxDevices];    // architecture the kernels on this device were compiled for; 0 = not asked yet
 }  // namespace
 
 DeviceGuard::DeviceGuard(int device) {
@@ -38,11 +38,19 @@ int DeviceGuard::num_sms() const {
   return sm_count[current_];
 }
 
+// Stands for every kernel here: they are compiled for the same architectures.
+__global__ void probe() {}
+
+// wait_for_previous() is code of sm_90 and later. A binary made from older PTX lacks it, whatever the device is, so the
+// question is what this device would run, not what it is.
 bool can_launch_early() {
   int device = -1;
   if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= kMaxDevices) return false;
-  if (major_of[device] == 0) cudaDeviceGetAttribute(&major_of[device], cudaDevAttrComputeCapabilityMajor, device);
-  return major_of[device] >= 9;
+  if (ptx_of[device] == 0) {
+    cudaFuncAttributes attributes = {};
+    ptx_of[device] = cudaFuncGetAttributes(&attributes, probe) == cudaSuccess ? attributes.ptxVersion : -1;
+  }
+  return ptx_of[device] >= 90;
 }
 
 kvx_status_t launch_failed(const char* kernel, cudaError_t error) {

@@ -24,6 +24,7 @@ struct GatherArgs {
   FastDivider tiles;     // position tiles per sequence
   FastDivider group[2];  // chunks per scale
   int32_t width;         // bytes a load of codes may have
+  bool counts_sequences;  // the launch that holds K
 };
 
 // The sequence a block of threads works on.
@@ -51,7 +52,7 @@ template <bool Packed, int U> __device__ __forceinline__ Sequence find_sequence(
 
 // A sequence with an impossible length or row range counts once. Called last: the length is then there, and nothing waited.
 __device__ __forceinline__ void count_bad_sequence(const GatherArgs& a, const Sequence& s) {
-  if (a.p.errors && s.first == 0 && threadIdx.x == 0 && blockIdx.y == 0 && (s.length < 0 || s.is_bad)) atomicAdd(a.p.errors, 1ull);
+  if (a.counts_sequences && a.p.errors && s.first == 0 && threadIdx.x == 0 && blockIdx.y == 0 && (s.length < 0 || s.is_bad)) atomicAdd(a.p.errors, 1ull);
 }
 
 struct Source {
@@ -254,6 +255,7 @@ kvx_status_t gather_planes(GatherArgs& a, int first, int last, int num_sms, void
   const GatherParams& p = a.p;
   *done = true;
   a.columns = Columns{};
+  a.counts_sequences = first == 0;
   const TableParams& t = p.table;
   const bool small = p.num_rows <= kMaxCount && p.max_seq_len <= kMaxCount && p.num_blocks <= kMaxCount && t.row_stride <= kMaxStride && t.index_stride <= kMaxStride;
   a.packed = PackedArgs{static_cast<const char*>(t.indices), uint32_t(t.row_stride), uint32_t(t.index_stride), uint32_t(t.max_blocks < kMaxCount ? t.max_blocks : kMaxCount),
@@ -295,7 +297,7 @@ kvx_status_t gather(const GatherParams& p, void* stream) {
   KVX_TRY(guard.status());
   if (p.table.num_seqs == 0 || p.num_rows == 0) return KVX_STATUS_OK;
   const int sms = guard.num_sms();
-  GatherArgs a{p, {}, {}, make_divider(p.block_size), {}, {}, 16};
+  GatherArgs a{p, {}, {}, make_divider(p.block_size), {}, {}, 16, true};
   bool done;
   KVX_TRY(gather_planes(a, 0, 1, sms, stream, &done));
   if (done) return KVX_STATUS_OK;

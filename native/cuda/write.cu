@@ -29,8 +29,9 @@ struct PlainScale {
   uint32_t block, token, head, group;
 };
 
-// How a kernel comes by the scale of a chunk.
-enum ScaleKind { SCALE_FIXED, SCALE_PLAIN, SCALE_ANY };
+// How a kernel comes by the scale of a chunk. FIXED: the same for every token, read once. PLAIN: found from the row; PLAIN_8
+// where eight threads share one (head_dim 128), so that the hops are known. ANY: whatever ScaleParams can say.
+enum ScaleKind { SCALE_FIXED, SCALE_PLAIN, SCALE_PLAIN_8, SCALE_ANY };
 
 struct ChunkArgs {
   Columns columns;
@@ -91,9 +92,20 @@ __global__ void __launch_bounds__(256) write_copy(const __grid_constant__ CopyAr
   }
 }
 
-// FIXED: the scale is the same for every token and read once. PLAIN: found from the row. ANY: whatever ScaleParams can say.
+// The largest magnitude among the lanes that share a scale.
+template <int Kind> __device__ __forceinline__ uint32_t largest(uint32_t mine, uint32_t lanes) {
+  if constexpr (Kind == SCALE_PLAIN_8) {
+#pragma unroll
+    for (int hop = 4; hop > 0; hop /= 2) mine = max(mine, __shfl_xor_sync(0xffffffffu, mine, hop));
+  } else {
+    for (uint32_t hop = lanes / 2; hop > 0; hop /= 2) mine = max(mine, __shfl_xor_sync(0xffffffffu, mine, hop));
+  }
+  return mine;
+}
+
+// Five blocks an SM: the kernel is bound by issuing instructions, and more warps fill the gaps between them.
 template <int IO, int C, int Kind, int U>
-__global__ void __launch_bounds__(256) write_chunks(const __grid_constant__ ChunkArgs a) {
+__global__ void __launch_bounds__(256, IO == KVX_DTYPE_F32 ? 3 : 5) write_chunks(const __grid_constant__ ChunkArgs a) {
   Column c = find_column(a.columns);
   wait_for_previous();
   const bool idle = c.plane < 0;  // stays for the shuffles
@@ -124,25 +136,24 @@ __global__ void __launch_bounds__(256) write_chunks(const __grid_constant__ Chun
     } else if constexpr (Kind == SCALE_FIXED) {
       if (s.is_good && !idle) encode_chunk<IO, C>(place, raw[u], magnitude_bits(raw[u]), fixed, a.width);
     } else {
-      const uint32_t lanes = a.group[c.plane].d;
+      constexpr bool is_plain = Kind == SCALE_PLAIN || Kind == SCALE_PLAIN_8;
+      const uint32_t lanes = Kind == SCALE_PLAIN_8 ? 8 : a.group[c.plane].d;
       const uint32_t mine = magnitude_bits(raw[u]);
       uint32_t most = mine;
-      if (Kind == SCALE_PLAIN || scale.mode == SCALE_COMPUTED) {
-        for (uint32_t hop = lanes / 2; hop > 0; hop /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, hop));
-        if (__any_sync(0xffffffffu, most >= kInfinity)) {  // rare: a NaN or an infinity somewhere in the warp does not count
-          most = finite_magnitude_bits(raw[u]);
-          for (uint32_t hop = lanes / 2; hop > 0; hop /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, hop));
-        }
+      if (is_plain || scale.mode == SCALE_COMPUTED) {
+        most = largest<Kind>(mine, lanes);
+        // Rare: a NaN or an infinity somewhere in the warp, which does not count.
+        if (__any_sync(0xffffffffu, most >= kInfinity)) most = largest<Kind>(finite_magnitude_bits(raw[u]), lanes);
       }
       if (s.is_good && !idle) {
-        const uint32_t group = a.group[c.plane].divide(c.index);
+        const uint32_t group = Kind == SCALE_PLAIN_8 ? c.index / 8 : a.group[c.plane].divide(c.index);
         const bool owns = c.index == group * lanes;
-        if constexpr (Kind == SCALE_PLAIN) {
+        if constexpr (is_plain) {
           const PlainScale& plain = a.plain[c.plane];
           float found = divide_by_qmax<C>(__uint_as_float(most));
           found = found > 1e-6f ? found : 1e-6f;
           if (owns) *reinterpret_cast<float*>(plain.data + step(s.block, plain.block) + step(s.offset, plain.token) + step(c.head, plain.head) + step(group, plain.group)) = found;
-          encode_chunk<IO, C>(place, raw[u], mine, Quantiser(found), a.width);
+          encode_chunk<IO, C>(place, raw[u], mine, Quantiser::of_largest(found), a.width);
           continue;
         }
         const Quantiser q(settle_scale(scale, C, token, s.block, s.offset, c.head, group, __uint_as_float(most), owns));
@@ -223,7 +234,8 @@ kvx_status_t run_chunks(const ChunkArgs& a, int io, int dtype, ScaleKind kind, i
   case c:                                                                                       \
     return kind == SCALE_FIXED ? run_chunks_as<io_, c, SCALE_FIXED>(a, num_sms, stream)         \
            : kind == SCALE_PLAIN ? run_chunks_as<io_, c, SCALE_PLAIN>(a, num_sms, stream)       \
-                                 : run_chunks_as<io_, c, SCALE_ANY>(a, num_sms, stream);
+           : kind == SCALE_PLAIN_8 ? run_chunks_as<io_, c, SCALE_PLAIN_8>(a, num_sms, stream)   \
+                                   : run_chunks_as<io_, c, SCALE_ANY>(a, num_sms, stream);
 #define KVX_FROM(io_)                                                                                                            \
   case io_:                                                                                                                      \
     switch (dtype) {                                                                                                             \
@@ -247,7 +259,8 @@ kvx_status_t run_rows(const WriteParams& p, int plane, unsigned long long* error
 ScaleKind kind_of(const ScaleParams& s) {
   if (s.mode <= SCALE_READ && s.block == 0 && s.token == 0) return SCALE_FIXED;
   const bool small = s.block <= kMaxStride && s.token <= kMaxStride && s.head <= kMaxStride && s.group <= kMaxStride;
-  return s.mode == SCALE_COMPUTED && s.dtype == KVX_DTYPE_F32 && !s.tensor_scale && small ? SCALE_PLAIN : SCALE_ANY;
+  if (s.mode != SCALE_COMPUTED || s.dtype != KVX_DTYPE_F32 || s.tensor_scale || !small) return SCALE_ANY;
+  return s.group_size == 8 * kChunk ? SCALE_PLAIN_8 : SCALE_PLAIN;
 }
 
 // One plane, or both when one kernel serves them (first = 0, last = 1).

@@ -13,6 +13,7 @@ from kvx.spec import validate
 BASE = {"num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_dim": 64}
 FUSED = "block token head (kv dim)"
 STACKED = "block kv token head dim"
+OLD_VLLM = "kv[K: | block head dim/x token dim%x; V: | block head dim token]"
 LIMIT = 2**30
 
 
@@ -23,7 +24,7 @@ def make(**changes: object) -> kvx.CacheSpec:
 def unchecked(**changes: object) -> kvx.CacheSpec:
     """A spec whose rules have not run, so that a rule can be asked alone."""
     spec = object.__new__(kvx.CacheSpec)
-    defaults = {f.name: f.default for f in dataclasses.fields(kvx.CacheSpec)}
+    defaults = {f.name: f.default for f in dataclasses.fields(kvx.CacheSpec) if f.init}
     for name, value in {**defaults, **BASE, **changes}.items():
         object.__setattr__(spec, name, value)
     return spec
@@ -131,6 +132,19 @@ BROKEN = [
         layout=kvx.hnd_packed(8),
     ),
     broken(
+        "bytes_of_a_row_are_adjacent",
+        "k format int8_per_token_head_inline keeps its scales behind the row, so dim must be the last axis; "
+        "layout 'kv | block head dim token' ends otherwise.",
+        format="int8_per_token_head_inline",
+        layout="kv | block head dim token",
+    ),
+    broken(
+        "bytes_of_a_row_are_adjacent",
+        f"v format mxfp4 stores two elements a byte, so dim must be the last axis; layout {OLD_VLLM!r} ends otherwise.",
+        v_format="mxfp4",
+        layout=OLD_VLLM,
+    ),
+    broken(
         "shared_tensors_share_a_type",
         f"layout {FUSED!r} puts K and V in one tensor; format bf16 and v_format f16 differ in type.",
         v_format="f16",
@@ -197,6 +211,8 @@ def test_every_rule_has_a_case():
         {"head_dim": 33, "format": "int8_per_token_head"},
         {"head_dim": 8, "format": "int4_per_token_head_inline"},
         {"layout": kvx.hnd_packed(2), "format": "mxfp4"},
+        {"layout": OLD_VLLM, "format": "mxfp4", "v_format": "mxfp8"},
+        {"layout": "kv | block head dim token", "format": "int8_per_token_head"},
         {"v_format": "f16"},
         {"layout": FUSED, "format": "fp8_e4m3", "v_format": "nvfp4"},
         {"layout": FUSED, "format": "int8_per_token_head_inline", "v_format": "fp8_e5m2"},
@@ -224,9 +240,6 @@ GAPS = [
     pytest.param({"layout": STACKED, "format": "fp8_e4m3", "v_format": "nvfp4"}, id="one_tensor_two_row_sizes"),
     pytest.param({"layout": "(kv head) block token dim", "v_head_dim": 32}, id="kv_head_two_dims"),
     pytest.param({"layout": "block token (kv head dim)", "v_head_dim": 32}, id="kv_head_dim_two_dims"),
-    pytest.param(
-        {"layout": "kv | block head dim token", "format": "int8_per_token_head_inline"}, id="inline_rows_not_adjacent"
-    ),
     pytest.param(
         {"layout": FUSED, "head_dim": 6, "format": "int8", "v_head_dim": 8, "v_format": "int8_per_token_head_inline"},
         id="inline_scale_unaligned_behind_k",
