@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, OutOfRange
 
 
 class Found(NamedTuple):
@@ -36,7 +36,7 @@ class PackedTable:
 
     block_table: Tensor  # [batch, max_blocks] int32 or int64
     seq_lens: Tensor  # [batch]
-    code: ClassVar[int] = 1
+    code: ClassVar[int] = 1  # kvx_block_table_format_t
 
     def __post_init__(self) -> None:
         _check_index("block_table", self.block_table, 2)
@@ -109,7 +109,9 @@ class PageCsrTable:
         _check_index("indptr", self.indptr, 1)
         _check_index("last_page_len", self.last_page_len, 1)
         if self.indptr.shape[0] != self.last_page_len.shape[0] + 1:
-            raise BadArgument(f"indptr has {self.indptr.shape[0]} entries; {self.last_page_len.shape[0]} sequences make it one more.")
+            raise BadArgument(
+                f"indptr has {self.indptr.shape[0]} entries; {self.last_page_len.shape[0]} sequences make it one more."
+            )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -172,11 +174,14 @@ class KvOffsetsTable:
     def rows(self, seq: Tensor, pos: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """K's and V's raw values, and whether the position is inside the table."""
         logical, width = pos // block_size, self.offsets.shape[3]
+        if width == 0:
+            return torch.zeros_like(pos), torch.zeros_like(pos), torch.zeros_like(pos, dtype=torch.bool)
         values = self.offsets.flatten(0, 1)[seq, :, logical.clamp(max=max(width - 1, 0))].to(torch.int64)
         return values[..., 0], values[..., 1], logical < width
 
 
 Table = PackedTable | RaggedTable | PageCsrTable | KvOffsetsTable
+TABLES: dict[int, type[Table]] = {t.code: t for t in (PackedTable, RaggedTable, PageCsrTable, KvOffsetsTable)}
 
 
 def _plain(ids: Tensor, good: Tensor) -> Found:
@@ -209,22 +214,35 @@ def slot_mapping(block_table: Tensor, positions: Tensor, seq_ids: Tensor, block_
 
 def cu_seqlens(seq_lens: Tensor) -> Tensor:
     """[batch + 1] int32 ragged offsets of `seq_lens`."""
-    zero = torch.zeros(1, dtype=torch.int32, device=seq_lens.device)
-    return torch.cat([zero, seq_lens.cumsum(0).to(torch.int32)])
+    total = seq_lens.to(torch.int64).cumsum(0)
+    if total.is_cpu and total.numel() and int(total[-1]) >= 2**31:
+        raise BadArgument(f"cu_seqlens(): the lengths add up to {int(total[-1])}; int32 offsets end at {2**31 - 1}.")
+    return torch.cat([torch.zeros(1, dtype=torch.int32, device=seq_lens.device), total.to(torch.int32)])
+
+
+def _pages(call: str, table: PackedTable, block_size: int) -> tuple[Tensor, Tensor]:
+    """Lengths and pages of each sequence, refused where the table does not hold them."""
+    lens = table.lengths(block_size)
+    pages = (lens + block_size - 1) // block_size
+    width = table.block_table.shape[1]
+    bad = (lens < 0) | (pages > width)
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        raise OutOfRange(f"{call}(): sequence {at} has length {int(lens[at])}; the table has {width} blocks of {block_size}.")
+    return lens, pages
 
 
 def to_page_csr(table: PackedTable, block_size: int) -> PageCsrTable:
     """The same blocks as FlashInfer names them."""
-    lens = table.lengths(block_size)
-    pages = (lens + block_size - 1) // block_size
+    lens, pages = _pages("to_page_csr", table, block_size)
     keep = torch.arange(table.block_table.shape[1], device=lens.device) < pages[:, None]
     last = torch.where(lens > 0, (lens - 1) % block_size + 1, torch.zeros_like(lens))
-    return PageCsrTable(table.block_table[keep].to(torch.int32), cu_seqlens(pages), last.to(torch.int32))
+    return PageCsrTable(table.block_table[keep], cu_seqlens(pages), last.to(torch.int32))
 
 
 def to_ragged(table: PackedTable, block_size: int) -> RaggedTable:
     """The same blocks, named once per token."""
-    lens = table.lengths(block_size)
+    lens, _ = _pages("to_ragged", table, block_size)
     seq = torch.repeat_interleave(torch.arange(table.num_seqs, device=lens.device), lens)
     offsets = cu_seqlens(lens)
     pos = torch.arange(seq.shape[0], device=lens.device) - offsets.to(torch.int64)[seq]

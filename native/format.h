@@ -211,7 +211,7 @@ KVX_HD void store_scale(char* p, int dtype, float s) {
     case KVX_DTYPE_BF16: *(uint16_t*)p = f32_to_bf16(s); break;
     case KVX_DTYPE_F8_E4M3: *(uint8_t*)p = f32_to_e4m3(s); break;
     case KVX_DTYPE_E8M0: {  // the smallest power of two that is not below s
-      uint32_t e = (bits_of(s) + 0x7fffffu) >> 23;
+      uint32_t b = bits_of(s), e = b <= 0x00400000u ? 0u : (b + 0x7fffffu) >> 23;  // code 0 is 2^-127
       *(uint8_t*)p = (uint8_t)(is_nan(s) ? 255u : (e > 254u ? 254u : e));
       break;
     }

@@ -47,7 +47,18 @@ class Case:
     def __str__(self) -> str:
         base = Case()
         parts = [self.note] if self.note else []
-        for name in ("layout", "format", "io", "num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim", "v_format", "lens"):
+        for name in (
+            "layout",
+            "format",
+            "io",
+            "num_blocks",
+            "block_size",
+            "num_kv_heads",
+            "head_dim",
+            "v_head_dim",
+            "v_format",
+            "lens",
+        ):
             value = getattr(self, name)
             if value != getattr(base, name) or name in ("layout", "format"):
                 parts.append(str(value) if isinstance(value, str) else f"{name}={value}".replace(" ", ""))
@@ -110,7 +121,25 @@ def values(tokens: int, heads: int, dim: int, dtype: torch.dtype, generator: tor
     x = torch.randn(tokens, heads, dim, generator=generator) * torch.exp(2 * torch.randn(tokens, heads, 1, generator=generator))
     if odd and x.numel():
         flat = x.view(-1)
-        special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, -1e-30, 448.0, 464.0, 57344.0, 65504.0, 3e38, 0.5, -0.5, 2.5])
+        special = torch.tensor(
+            [
+                float("nan"),
+                float("inf"),
+                -float("inf"),
+                0.0,
+                -0.0,
+                1e-40,
+                -1e-30,
+                448.0,
+                464.0,
+                57344.0,
+                65504.0,
+                3e38,
+                0.5,
+                -0.5,
+                2.5,
+            ]
+        )
         at = torch.randint(0, flat.numel(), (max(len(special), flat.numel() // 8),), generator=generator)
         flat[at] = special[torch.arange(at.numel()) % len(special)]
         x[0] = 0.0  # a whole token of zeros: computed scales meet their floor
@@ -134,14 +163,32 @@ class Made:
             return None if x is None else tuple(move(y) for y in x) if isinstance(x, tuple) else x.to(device)
 
         scales = {n: move(s) for n, s in self.scales.items()}
-        return Made(self.case, self.spec, move(self.cache), move(self.k), move(self.v), move(self.slots), move(self.block_table), move(self.seq_lens), scales)
+        return Made(
+            self.case,
+            self.spec,
+            move(self.cache),
+            move(self.k),
+            move(self.v),
+            move(self.slots),
+            move(self.block_table),
+            move(self.seq_lens),
+            scales,
+        )
 
     def clone(self) -> Made:
         def copy(x):
             return None if x is None else tuple(copy(y) for y in x) if isinstance(x, tuple) else x.clone()
 
         return Made(
-            self.case, self.spec, copy(self.cache), self.k, self.v, self.slots, self.block_table, self.seq_lens, {n: copy(s) for n, s in self.scales.items()}
+            self.case,
+            self.spec,
+            copy(self.cache),
+            self.k,
+            self.v,
+            self.slots,
+            self.block_table,
+            self.seq_lens,
+            {n: copy(s) for n, s in self.scales.items()},
         )
 
     def write(self, backend: str, **more: object) -> None:
@@ -155,7 +202,10 @@ class Made:
 
     def tensors(self) -> dict[str, Tensor]:
         caches = (self.cache,) if isinstance(self.cache, Tensor) else self.cache
-        return {**{f"cache[{i}]": c for i, c in enumerate(caches)}, **{n: s for n, s in self.scales.items() if s is not None}}
+        return {
+            **{f"cache[{i}]": c for i, c in enumerate(caches)},
+            **{n: s for n, s in self.scales.items() if s is not None},
+        }
 
 
 PLAIN = [Case(layout=layout, format=f, io=io) for layout in LAYOUTS for f, io in (("bf16", "bf16"), ("f32", "f16"), ("f16", "f32"))]

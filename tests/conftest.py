@@ -15,7 +15,10 @@ from hypothesis import HealthCheck, settings
 from kvx.ops import backend as backends
 
 settings.register_profile(
-    "kvx", deadline=None, max_examples=int(os.environ.get("KVX_TEST_EXAMPLES", "60")), suppress_health_check=[HealthCheck.function_scoped_fixture]
+    "kvx",
+    deadline=None,
+    max_examples=int(os.environ.get("KVX_TEST_EXAMPLES", "60")),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("kvx")
 

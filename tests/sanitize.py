@@ -8,13 +8,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from tests import cases, compare
 
 import kvx
+from tests import cases, compare
 
 CASES = [
     *cases.SHAPES,
-    *(cases.Case(layout=layout, format=f, head_dim=64) for layout in ("NHD", "fused_HND") for f in ("bf16", "fp8_e4m3", "int8_per_token_head", "nvfp4", "mxfp8")),
+    *(
+        cases.Case(layout=layout, format=f, head_dim=64)
+        for layout in ("NHD", "fused_HND")
+        for f in ("bf16", "fp8_e4m3", "int8_per_token_head", "nvfp4", "mxfp8")
+    ),
     cases.Case(format="f32", io="f16"),
 ]
 

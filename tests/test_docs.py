@@ -12,7 +12,12 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks() -> list[tuple[str, str]]:
-    return [(f"{p.name}-{i}", b) for p in DOCS if p.exists() for i, b in enumerate(re.findall(r"```python\n(.*?)```", p.read_text(), re.S))]
+    return [
+        (f"{p.name}-{i}", b)
+        for p in DOCS
+        if p.exists()
+        for i, b in enumerate(re.findall(r"```python\n(.*?)```", p.read_text(), re.S))
+    ]
 
 
 @pytest.mark.parametrize(("name", "code"), blocks(), ids=[n for n, _ in blocks()])

@@ -8,7 +8,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A module may import its own level and those before it. The layout language stands under spec, since a spec
 # reads its layout when it is made; planes and storage stand over it, since they need specs.
-LEVELS = ("kvx.errors", "kvx.layout.axes", "kvx.spec", "kvx.layout", "kvx.tables", "kvx.quant", "kvx.ops", "kvx.bench", "kvx.cli")
+LEVELS = (
+    "kvx.errors",
+    "kvx.layout.axes",
+    "kvx.spec",
+    "kvx.layout",
+    "kvx.tables",
+    "kvx.quant",
+    "kvx.ops",
+    "kvx.bench",
+    "kvx.cli",
+)
 
 
 def level(module: str) -> int:
@@ -32,7 +42,9 @@ def test_imports_point_down():
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if module in ("kvx", "kvx.__main__", "kvx.layout"):
             continue  # the package's own front doors
-        wrong += [f"{path.relative_to(ROOT)}:{line} imports {name}" for line, name in imports_of(path) if level(name) > level(module)]
+        wrong += [
+            f"{path.relative_to(ROOT)}:{line} imports {name}" for line, name in imports_of(path) if level(name) > level(module)
+        ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -44,7 +56,12 @@ def test_native_code_knows_neither_python_nor_torch():
 
 def test_files_have_one_noun():
     """The median stays under 200 lines, and nothing is called utils."""
-    files = [p for folder in ("kvx", "native") for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".cpp", ".cu", ".cuh", ".h") and "include" not in p.parts]
+    files = [
+        p
+        for folder in ("kvx", "native")
+        for p in (ROOT / folder).rglob("*")
+        if p.suffix in (".py", ".cpp", ".cu", ".cuh", ".h") and "include" not in p.parts
+    ]
     lengths = sorted(len(p.read_text().splitlines()) for p in files)
     assert lengths[len(lengths) // 2] < 200
     assert not [p for p in files if p.stem in ("utils", "util", "helpers", "misc")]

@@ -19,7 +19,18 @@ def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     # CUDA sources are compiled by `make build`; once is enough.
     env = {**os.environ, "KVX_CUDA": "OFF", "KVX_STATIC": "ON"}
-    args = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--disable-pip-version-check", "--wheel-dir", str(folder), str(ROOT)]
+    args = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--wheel-dir",
+        str(folder),
+        str(ROOT),
+    ]
     done = subprocess.run(args, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(folder.glob("*.whl"))
@@ -31,7 +42,13 @@ def test_wheel_serves_every_python(wheel):
 
 def test_wheel_holds_library_header_and_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    for name in ("kvx/lib/libkvx.so", "kvx/lib/libkvx.a", "kvx/include/kvx_abi.h", "kvx/__init__.py", "kvx/cli/main.py"):
+    for name in (
+        "kvx/lib/libkvx.so",
+        "kvx/lib/libkvx.a",
+        "kvx/include/kvx_abi.h",
+        "kvx/__init__.py",
+        "kvx/cli/main.py",
+    ):
         assert name in names, f"{name} is not in the wheel"
     assert not [n for n in names if n.startswith(("tests/", "native/", "bench/"))]
 
@@ -61,8 +78,24 @@ def test_installed_package_finds_its_parts(installed):
 def test_c_example_builds_against_the_wheel(installed, tmp_path, kind):
     lib, include = installed / "kvx" / "lib", installed / "kvx" / "include"
     program = tmp_path / "write_gather"
-    link = ["-L", str(lib), "-lkvx", f"-Wl,-rpath,{lib}"] if kind == "shared" else [str(lib / "libkvx.a"), "-lstdc++", "-lgomp", "-lm", "-lpthread"]
-    args = [os.environ.get("CC", "cc"), "-std=c99", "-Wall", "-Wextra", "-Werror", "-I", str(include), str(ROOT / "examples" / "c" / "write_gather.c"), *link, "-o", str(program)]
+    link = (
+        ["-L", str(lib), "-lkvx", f"-Wl,-rpath,{lib}"]
+        if kind == "shared"
+        else [str(lib / "libkvx.a"), "-lstdc++", "-lgomp", "-lm", "-lpthread"]
+    )
+    args = [
+        os.environ.get("CC", "cc"),
+        "-std=c99",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-I",
+        str(include),
+        str(ROOT / "examples" / "c" / "write_gather.c"),
+        *link,
+        "-o",
+        str(program),
+    ]
     done = subprocess.run(args, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60)
@@ -73,6 +106,8 @@ def test_c_example_builds_against_the_wheel(installed, tmp_path, kind):
 def test_library_needs_no_driver_and_no_python(installed):
     if sysconfig.get_platform().startswith("macosx"):
         pytest.skip("readelf is not on macOS")
-    out = subprocess.run(["readelf", "-d", str(installed / "kvx" / "lib" / "libkvx.so")], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        ["readelf", "-d", str(installed / "kvx" / "lib" / "libkvx.so")], capture_output=True, text=True, check=True
+    ).stdout
     for name in ("libcuda.so", "libcudart", "libpython", "libtorch"):
         assert name not in out

@@ -59,7 +59,9 @@ def _kernel_loop(spec: kvx.CacheSpec, cache: Any, k: torch.Tensor, v: torch.Tens
     _fill(args.slots, slots, 7)
     a, b = ctypes.addressof(c), ctypes.addressof(args)
     if call(a, b, None) != 0:
-        raise AssertionError(f"kvx_write refused the bench's descriptor: {native.LIB.kvx_last_error().decode() if native.LIB else ''}")
+        raise AssertionError(
+            f"kvx_write refused the bench's descriptor: {native.LIB.kvx_last_error().decode() if native.LIB else ''}"
+        )
     keep = (door, args)
 
     def run(keep: Any = keep) -> None:

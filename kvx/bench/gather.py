@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,15 @@ class Case:
 
     @property
     def label(self) -> dict[str, Any]:
-        return {"format": self.format, "layout": self.layout, "batch": self.batch, "length": self.length, "heads": self.heads, "dim": self.dim, "block": self.block}
+        return {
+            "format": self.format,
+            "layout": self.layout,
+            "batch": self.batch,
+            "length": self.length,
+            "heads": self.heads,
+            "dim": self.dim,
+            "block": self.block,
+        }
 
     @property
     def spec(self) -> kvx.CacheSpec:
@@ -57,8 +66,12 @@ def run(case: Case, device: str, ceiling_gbps: float) -> Row:
         for c in (storage.cache,) if isinstance(storage.cache, torch.Tensor) else storage.cache:
             c.view(torch.uint8).random_(0, 120)  # no NaN, and not zeros, which can run faster than real data
         ids = torch.randperm(spec.num_blocks, generator=g)[: case.batch * per_seq].view(case.batch, per_seq)
-        table = kvx.PackedTable(ids.to(torch.int32).to(device), torch.full((case.batch,), case.length, dtype=torch.int32, device=device))
-        out = tuple(torch.empty(case.batch, case.length, case.heads, case.dim, dtype=torch.bfloat16, device=device) for _ in range(2))
+        table = kvx.PackedTable(
+            ids.to(torch.int32).to(device), torch.full((case.batch,), case.length, dtype=torch.int32, device=device)
+        )
+        out = tuple(
+            torch.empty(case.batch, case.length, case.heads, case.dim, dtype=torch.bfloat16, device=device) for _ in range(2)
+        )
         sets.append((storage, table, out))
 
     def call(storage: kvx.Storage, table: kvx.PackedTable, out: Any, backend: str = "auto") -> None:
@@ -67,11 +80,19 @@ def run(case: Case, device: str, ceiling_gbps: float) -> Row:
     storage, table, out = sets[0]
     call(*sets[0])
     part = kvx.PackedTable(table.block_table[:2], table.seq_lens[:2])  # the definition builds index tensors: two sequences suffice
-    want = kvx.gather(storage.cache, part, spec=spec, max_seq_len=case.length, dtype=torch.bfloat16, backend="torch", **storage.scales())
+    want = kvx.gather(
+        storage.cache,
+        part,
+        spec=spec,
+        max_seq_len=case.length,
+        dtype=torch.bfloat16,
+        backend="torch",
+        **storage.scales(),
+    )
     for a, b in zip(out, want, strict=True):
         if not torch.equal(a[:2].view(torch.int16), b.view(torch.int16)):
             raise AssertionError(f"gather differs from the definition for {spec}; nothing was timed")
-    ours = time_calls([lambda s=s: call(*s) for s in sets], device)
+    ours = time_calls([partial(call, *s) for s in sets], device)
     peer = None
     if case.format == "bf16" and case.layout == "NHD" and case.length % case.block == 0:
 
@@ -79,5 +100,5 @@ def run(case: Case, device: str, ceiling_gbps: float) -> Row:
             for c, o in zip(storage.cache, out, strict=True):
                 torch.index_select(c, 0, table.block_table.view(-1), out=o.view(-1, *c.shape[1:]))
 
-        peer = time_calls([lambda s=s: select(*s) for s in sets], device)
+        peer = time_calls([partial(select, *s) for s in sets], device)
     return Row("gather", case.label, size, ours, peer, ceiling_gbps)

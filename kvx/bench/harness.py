@@ -61,7 +61,8 @@ class Row:
     def __str__(self) -> str:
         case = " ".join(f"{k}={v}" for k, v in self.case.items())
         t = self.ours
-        text = f" {self.op} {case} | {t.median_us:9.2f} us ({t.p10_us:.2f}-{t.p90_us:.2f}) | {self.gbps / 1e3:5.2f} TB/s | {self.share:4.0%} of copy"
+        text = f" {self.op} {case} | {t.median_us:9.2f} us ({t.p10_us:.2f}-{t.p90_us:.2f})"
+        text += f" | {self.gbps / 1e3:5.3g} TB/s | {self.share:4.0%} of copy"
         if self.torch is not None:
             text += f" | torch {self.torch.median_us:.1f} us"
         return text + "".join(f" | {name} {t.median_us:.1f} us" for name, t in self.others.items())
@@ -135,7 +136,9 @@ def copy_ceiling_gbps(device: str) -> float:
             samples.append(start.elapsed_time(end) * 1e3)
         return 2 * a.numel() / summarise(samples).median_us / 1e3
     a, b = torch.ones(256 << 20, dtype=torch.uint8), torch.ones(256 << 20, dtype=torch.uint8)
-    times = [time_host(call).median_us for call in (lambda: memcpy_threads(b, a), lambda: b.copy_(a))]  # libc's and torch's: the faster
+    times = [
+        time_host(call).median_us for call in (lambda: memcpy_threads(b, a), lambda: b.copy_(a))
+    ]  # libc's and torch's: the faster
     return 2 * a.numel() / min(times) / 1e3
 
 
@@ -154,7 +157,10 @@ def memcpy_threads(dst: Tensor, src: Tensor) -> None:
 
 def machine(device: str) -> dict[str, Any]:
     info = native.INFO
-    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.processor() or platform.machine())
+    cpu = next(
+        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor() or platform.machine(),
+    )
     return {
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
         "cpu": cpu,
@@ -179,7 +185,9 @@ def _lines(path: str) -> list[str]:
 def _commit() -> str:
     root = Path(__file__).resolve().parents[2]
     try:
-        done = subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+        )
         return done.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,15 @@ class Case:
 
     @property
     def label(self) -> dict[str, Any]:
-        return {"format": self.format, "layout": self.layout, "tokens": self.tokens, "slots": self.slots, "heads": self.heads, "dim": self.dim, "block": self.block}
+        return {
+            "format": self.format,
+            "layout": self.layout,
+            "tokens": self.tokens,
+            "slots": self.slots,
+            "heads": self.heads,
+            "dim": self.dim,
+            "block": self.block,
+        }
 
     @property
     def spec(self) -> kvx.CacheSpec:
@@ -42,7 +51,14 @@ def cases(device: str) -> Iterator[Case]:
             yield Case(tokens, layout)
         yield Case(tokens, "NHD", slots="random")
         yield Case(tokens, "HND", slots="random")
-        for fmt in ("fp8_e4m3", "fp8_e4m3_per_head", "fp8_e4m3_per_token_head", "int8_per_token_head", "fp8_e4m3_per_token_head_inline", "nvfp4"):
+        for fmt in (
+            "fp8_e4m3",
+            "fp8_e4m3_per_head",
+            "fp8_e4m3_per_token_head",
+            "int8_per_token_head",
+            "fp8_e4m3_per_token_head_inline",
+            "nvfp4",
+        ):
             yield Case(tokens, "HND", fmt)
         yield Case(tokens, "NHD", "fp8_e4m3")
         yield Case(tokens, "NHD", "fp8_e4m3_per_token_head")
@@ -83,7 +99,11 @@ def run(case: Case, device: str, ceiling_gbps: float) -> Row:
     count = min(16, max(2, COLD_BYTES // size)) if device == "cuda" else 3
     sets = [make_set(case, device, seed) for seed in range(count)]
     check(sets[0], spec)
-    calls = [lambda s=s: kvx.write(s.storage.cache, s.k, s.v, slot_mapping=s.slots, spec=spec, **s.storage.scales()) for s in sets]
+
+    def call(s: Set) -> None:
+        kvx.write(s.storage.cache, s.k, s.v, slot_mapping=s.slots, spec=spec, **s.storage.scales())
+
+    calls = [partial(call, s) for s in sets]
     ours = time_calls(calls, device)
     peer = None
     if case.format == "bf16" and case.layout == "NHD":
@@ -93,7 +113,7 @@ def run(case: Case, device: str, ceiling_gbps: float) -> Row:
             f[0].index_copy_(0, s.slots, s.k)
             f[1].index_copy_(0, s.slots, s.v)
 
-        peer = time_calls([lambda s=s, f=f: index_copy(s, f) for s, f in zip(sets, flat, strict=True)], device)
+        peer = time_calls([partial(index_copy, s, f) for s, f in zip(sets, flat, strict=True)], device)
     return Row("write", case.label, size, ours, peer, ceiling_gbps)
 
 

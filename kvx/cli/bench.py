@@ -34,7 +34,7 @@ def _run(name: str, device: str, out: Path, only: str) -> None:
     for case in bench.cases(device):
         if only and only not in " ".join(f"{k}={v}" for k, v in case.label.items()):
             continue
-        row = bench.run(case, device, ceiling)  # type: ignore[arg-type]
+        row = bench.run(case, device, ceiling)
         rows.append(row)
         typer.echo(str(row))
     if not only:

@@ -17,16 +17,22 @@ from kvx.layout.planes import cache_shapes
 FORMATS = ("bf16", "fp8_e4m3_per_head", "fp8_e4m3_per_token_head", "int8_per_token_head", "nvfp4")
 
 
-def demo(device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if torch.cuda.is_available() else "cpu") -> None:
+def demo(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if torch.cuda.is_available() else "cpu",
+) -> None:
     """Two sequences into scattered blocks of a small cache, in several formats, and back."""
     console = Console()
     facts = build_facts()
-    console.print(f"kvx {facts['kvx']} · ABI {facts['abi']} · {facts['simd']} x {facts['threads']} threads · CUDA {facts['cuda_archs'] or 'not built'} · on {device}\n")
+    cuda = facts["cuda_archs"] or "not built"
+    simd = f"{facts['simd']} x {facts['threads']} threads"
+    console.print(f"kvx {facts['kvx']} · ABI {facts['abi']} · {simd} · CUDA {cuda} · on {device}\n")
 
     spec = kvx.CacheSpec(num_blocks=32, block_size=16, num_kv_heads=8, head_dim=128, layout=kvx.HND)
     console.print("1. Describe: everything about the cache but its address.")
     console.print(f"   {spec}")
-    console.print(f"   tensors {[list(s) for s in cache_shapes(spec)]}, {spec.cache_bytes / 1e6:.1f} MB, digest {kvx.digest(spec)}\n")
+    console.print(
+        f"   tensors {[list(s) for s in cache_shapes(spec)]}, {spec.cache_bytes / 1e6:.1f} MB, digest {kvx.digest(spec)}\n"
+    )
 
     torch.manual_seed(0)
     lens = torch.tensor([100, 37], dtype=torch.int32, device=device)
@@ -36,7 +42,9 @@ def demo(device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if to
     pos = torch.cat([torch.arange(int(n), device=device) for n in lens])
     slots = kvx.slot_mapping(table, pos, seq, spec.block_size)
     k, v = (torch.randn(slots.shape[0], 8, 128, device=device).to(torch.bfloat16) for _ in range(2))
-    console.print(f"2. Write: {slots.shape[0]} tokens of two sequences into blocks {table[0, :7].tolist()} and {table[1, :3].tolist()}.\n")
+    console.print(
+        f"2. Write: {slots.shape[0]} tokens of two sequences into blocks {table[0, :7].tolist()} and {table[1, :3].tolist()}.\n"
+    )
 
     result = Table(title="3. Gather: the same tokens back, in order", title_justify="left")
     for column in ("format", "B/token", "write", "gather", "error", "backend"):
@@ -55,7 +63,13 @@ def demo(device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if to
 
 
 def round_trip(
-    name: str, base: kvx.CacheSpec, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, table: torch.Tensor, lens: torch.Tensor
+    name: str,
+    base: kvx.CacheSpec,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    table: torch.Tensor,
+    lens: torch.Tensor,
 ) -> tuple[str, ...]:
     """One format: write, gather, and how far the result is from what went in."""
     spec = kvx.CacheSpec(base.num_blocks, base.block_size, base.num_kv_heads, base.head_dim, layout=base.layout, format=name)

@@ -81,18 +81,30 @@ def tensor_facts(path: Path) -> list[dict[str, Any]]:
 
 
 def _describe(name: str, t: torch.Tensor) -> dict[str, Any]:
-    facts: dict[str, Any] = {"name": name, "shape": list(t.shape), "stride": list(t.stride()), "dtype": str(t.dtype).removeprefix("torch.")}
+    facts: dict[str, Any] = {
+        "name": name,
+        "shape": list(t.shape),
+        "stride": list(t.stride()),
+        "dtype": str(t.dtype).removeprefix("torch."),
+    }
     facts["bytes"] = t.numel() * t.element_size()
     if t.is_floating_point() and t.numel():
         x = t.float()
         finite = x[torch.isfinite(x)]
-        facts |= {"nan": int(x.isnan().sum()), "inf": int(x.isinf().sum()), "amax": float(finite.abs().max()) if finite.numel() else None}
+        facts |= {
+            "nan": int(x.isnan().sum()),
+            "inf": int(x.isinf().sum()),
+            "amax": float(finite.abs().max()) if finite.numel() else None,
+        }
         facts["zero_share"] = round(float((x == 0).float().mean()), 4)
     return facts
 
 
 def inspect(
-    path: Annotated[Path | None, typer.Argument(help="a spec (.json) or a tensor file (.pt, .npy, .safetensors); nothing: this build")] = None,
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="a spec (.json) or a tensor file (.pt, .npy, .safetensors); nothing: this build"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     env: Annotated[bool, typer.Option("--env", help="print the environment variables KVX reads")] = False,
     formats: Annotated[bool, typer.Option("--formats", help="print every format row and its exact arithmetic")] = False,
@@ -101,8 +113,23 @@ def inspect(
     if env:
         return _show("environment", ("variable", "meaning"), ENVIRONMENT.items(), dict(ENVIRONMENT), as_json)
     if formats:
-        rows = [(f.name, f"{f.element} x {f.granularity.name.lower()}", str(f.scale or "-"), "inline" if f.is_inline else "", f.element.arithmetic) for f in kvx.FORMATS.values()]
-        return _show("formats", ("format", "element x scale per", "scale", "where", "writing x"), rows, [list(r) for r in rows], as_json)
+        rows = [
+            (
+                f.name,
+                f"{f.element} x {f.granularity.name.lower()}",
+                str(f.scale or "-"),
+                "inline" if f.is_inline else "",
+                f.element.arithmetic,
+            )
+            for f in kvx.FORMATS.values()
+        ]
+        return _show(
+            "formats",
+            ("format", "element x scale per", "scale", "where", "writing x"),
+            rows,
+            [list(r) for r in rows],
+            as_json,
+        )
     if path is None:
         return _show_build(build_facts(), as_json)
     if not path.exists():

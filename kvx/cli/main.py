@@ -9,7 +9,11 @@ import typer
 from kvx.cli import bench, demo, inspect
 from kvx.errors import KvxError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="One library for every KV cache: describe it, write it, gather it, see it.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="One library for every KV cache: describe it, write it, gather it, see it.",
+)
 app.command("demo")(demo.demo)
 app.command("inspect")(inspect.inspect)
 app.add_typer(bench.app, name="bench")

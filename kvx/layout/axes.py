@@ -85,7 +85,7 @@ class _Reader:
 
     def read_kv_split(self, at: int) -> Layout:
         """`kv[K: ...; V: ...]`: two inner orders."""
-        head = self.text[:at].split()
+        head = self.text[:at].replace("|", " | ").split()
         if any(word not in ("layer", "|") for word in head):
             self.fail(0, at, "only `layer` may stand before kv[...]")
         match = re.fullmatch(r"\s*K:(.*);\s*V:(.*)\]\s*", self.text[at + 3 :], re.S)
@@ -94,10 +94,12 @@ class _Reader:
         planes = []
         for i in (0, 1):
             begin, end = at + 3 + match.start(i + 1), at + 3 + match.end(i + 1)
-            _, kv_left, dims = self.read(begin, end)
-            self.require_axes(dims, True, begin, end)
+            has_layer, kv_left, dims = self.read(begin, end)
             if kv_left or any(axis.name == "kv" for dim in dims for axis in dim):
                 self.fail(begin, end, "`kv` cannot stand again inside kv[...]")
+            if has_layer:
+                self.fail(begin, end, "`layer` stands before kv[...]")
+            self.require_axes(dims, True, begin, end)
             planes.append(PlaneLayout(i, dims))
         return Layout(self.text, "layer" in head, 2, *planes)
 
@@ -108,7 +110,7 @@ class _Reader:
         dims: list[tuple[Axis, ...]] = []
         group: list[Axis] | None = None
         group_at = 0
-        has_layer = False
+        num_layers = 0
         pattern = re.compile(r"\s+|[()|]|[^\s()|]+")
         for token in pattern.finditer(self.text, begin, end):
             word, at = token.group(), token.start()
@@ -119,7 +121,7 @@ class _Reader:
                     self.fail(at, at + 1, "one `|` at most, outside parentheses")
                 bar = at
                 for dim in dims:
-                    if len(dim) > 1 or dim[0].name not in ("kv", "layer", "block") or dim[0].part:
+                    if len(dim) > 1 or dim[0].name not in ("kv", "block") or dim[0].part:
                         self.fail(begin, at, "only whole layer, kv and block axes can stand left of `|`")
                 left = [dim[0].name for dim in dims]
                 dims = []
@@ -134,19 +136,21 @@ class _Reader:
                 group = None
             else:
                 axis = self.read_axis(word, at)
-                if axis.name == "layer" and (bar >= 0 or group is not None):
-                    has_layer = True
+                if axis.name == "layer":
+                    num_layers += 1
                     if group is not None:
                         self.fail(at, at + len(word), "`layer` cannot be fused: ops work on one layer's view")
+                    if num_layers > 1:
+                        self.fail(at, at + len(word), "`layer` stands here twice")
                     continue
                 (group if group is not None else dims).append(axis if group is not None else (axis,))  # type: ignore[arg-type]
         if group is not None:
             self.fail(group_at, group_at + 1, "this parenthesis is not closed")
-        has_layer = has_layer or "layer" in left or any(dim[0].name == "layer" for dim in dims)
-        dims = [dim for dim in dims if dim[0].name != "layer"]
+        if left.count("kv") > 1:
+            self.fail(begin, bar, "`kv` must stand here exactly once")
         if "block" in left:
             self.fail(begin, bar, "a buffer per block is a list of addresses, not a paged tensor; no op takes it")
-        return has_layer, "kv" in left, tuple(dims)
+        return num_layers > 0, "kv" in left, tuple(dims)
 
     def read_axis(self, word: str, at: int) -> Axis:
         match = re.fullmatch(r"([a-z_]+)(?:([/%])(\d+|x))?", word)
@@ -155,7 +159,7 @@ class _Reader:
         name, part, factor = match.group(1), match.group(2) or "", match.group(3) or ""
         if part and name != "dim":
             self.fail(at, at + len(word), f"only dim can be split; {name} cannot")
-        if factor == "0":
+        if factor not in ("", "x") and int(factor) == 0:
             self.fail(at, at + len(word), "a split by 0")
         return Axis(name, part, factor)
 

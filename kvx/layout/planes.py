@@ -62,6 +62,29 @@ def views(cache: torch.Tensor | Sequence[torch.Tensor], spec: CacheSpec) -> tupl
     return k, v
 
 
+@lru_cache(maxsize=256)
+def pooled_strides(spec: CacheSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """KV_OFFSETS pools: strides, in elements, of K's and V's axes in one dense block, in the order the layout gives them.
+
+    The block axis gets the size of a block; where blocks really start is the table's to say.
+    """
+    k, v = (_dense_strides(m) for m in plane_maps(spec))
+    return k, v
+
+
+def _dense_strides(m: PlaneMap) -> tuple[int, ...]:
+    def depth(axis: str) -> tuple[int, int]:  # outermost first: by dimension, then by how far each steps inside a fused one
+        i = m.axes.index(axis)
+        return m.dim[i], -m.mul[i]
+
+    stride, strides = 1, {}
+    for axis in sorted((a for a in m.axes if a != "block"), key=depth, reverse=True):
+        strides[axis] = stride
+        stride *= m.sizes[m.axes.index(axis)]
+    strides["block"] = stride
+    return tuple(strides[a] for a in m.axes)
+
+
 def _view(tensor: torch.Tensor, m: PlaneMap) -> torch.Tensor:
     if tuple(tensor.shape) != m.shape:
         raise BadArgument(f"cache is {list(tensor.shape)}; the spec makes it {list(m.shape)}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ class Storage:
     k_scale: Tensor | None
     v_scale: Tensor | None
 
-    def scales(self) -> dict[str, Tensor | None]:
+    def scales(self) -> dict[str, Any]:
         """The keyword arguments of `write` and `gather`."""
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
@@ -27,8 +28,10 @@ class Storage:
 def allocate(spec: CacheSpec, device: str | torch.device = "cpu") -> Storage:
     """Zeroed cache tensors and scales of one."""
     tensors = []
+    shared = len(cache_shapes(spec)) == 1 and spec.plane(0).format.element != spec.plane(1).format.element
     for shape, plane in zip(cache_shapes(spec), spec.planes, strict=False):
-        whole = not plane.format.is_inline and plane.format.element.bits >= 8
+        whole = not shared and not plane.format.is_inline and plane.format.element.bits >= 8
+        whole = whole and not (len(cache_shapes(spec)) == 1 and spec.plane(1).format.is_inline)
         dtype = getattr(torch, plane.format.element.torch_name) if whole else torch.uint8
         tensors.append(torch.zeros(shape, dtype=dtype, device=device))
     cache = tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])

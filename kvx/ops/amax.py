@@ -11,7 +11,12 @@ from kvx.ops import native
 from kvx.quant.scales import finite_amax
 from kvx.spec.formats import Granularity
 
-_NAMES = {"tensor": Granularity.TENSOR, "head": Granularity.HEAD, "block": Granularity.BLOCK, "block_head": Granularity.BLOCK_HEAD}
+_NAMES = {
+    "tensor": Granularity.TENSOR,
+    "head": Granularity.HEAD,
+    "block": Granularity.BLOCK,
+    "block_head": Granularity.BLOCK_HEAD,
+}
 
 
 def amax(

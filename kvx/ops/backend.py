@@ -17,7 +17,11 @@ from kvx.ops import native
 BACKENDS = ("torch", "cpu", "cuda")
 
 if not native.HAS_CPU:
-    warnings.warn("libkvx is not built: every op runs on the torch backend. In a source checkout run `make build`.", KvxWarning, stacklevel=2)
+    warnings.warn(
+        "libkvx is not built: every op runs on the torch backend. In a source checkout run `make build`.",
+        KvxWarning,
+        stacklevel=2,
+    )
 elif torch.cuda.is_available() and not native.HAS_CUDA:
     warnings.warn(
         "libkvx was built without CUDA and torch sees a GPU: ops on it run on the torch backend. Rebuild with nvcc on PATH.",
@@ -74,7 +78,7 @@ def as_tensor(call: str, name: str, x: object) -> Tensor:
     if isinstance(x, Tensor):
         return x
     if hasattr(x, "__dlpack__"):
-        return torch.from_dlpack(x)  # type: ignore[attr-defined]
+        return torch.from_dlpack(x)
     raise BadArgument(f"{call}(): {name} is {type(x).__name__}; it is a torch tensor or has __dlpack__.")
 
 
@@ -91,4 +95,7 @@ class ErrorCounter:
     def __exit__(self, kind: object, *_: object) -> None:
         bad = int(self.count)
         if kind is None and bad:
-            raise OutOfRange(f"{self.call}(): {bad} slots or block ids are outside the cache; those rows were skipped (written) or zeroed (gathered).")
+            raise OutOfRange(
+                f"{self.call}(): {bad} slots or block ids are outside the cache; "
+                "those rows were skipped (written) or zeroed (gathered)."
+            )

@@ -13,52 +13,64 @@ from torch import Tensor
 
 from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.manifest import from_json
+from kvx.tables import TABLES
 
 _parse = lru_cache(maxsize=256)(from_json)
-_SCALES = "Tensor? k_scale, Tensor? v_scale, Tensor? k_tensor_scale, Tensor? v_tensor_scale"
 _library = torch.library.Library("kvx", "DEF")
 _library.define(
-    "write(Tensor(a!)[] cache, Tensor k, Tensor v, Tensor slot_mapping, str spec, Tensor(b!)? k_scale, Tensor(c!)? v_scale, "
-    "Tensor? k_tensor_scale, Tensor? v_tensor_scale, Tensor? k_token_scale, Tensor? v_token_scale, Tensor(d!)? errors, str backend) -> ()"
+    "write(Tensor(a!)[] cache, Tensor k, Tensor v, Tensor slot_mapping, str spec, "
+    "Tensor(b!)? k_scale, Tensor(c!)? v_scale, Tensor? k_tensor_scale, Tensor? v_tensor_scale, "
+    "Tensor? k_token_scale, Tensor? v_token_scale, Tensor(d!)? errors, str backend) -> ()"
 )
 _library.define(
-    f"gather(Tensor[] cache, Tensor[] table, Tensor(a!) k, Tensor(b!) v, str spec, int kind, int max_seq_len, Tensor? cu_seqlens, {_SCALES}, "
-    "Tensor(c!)? errors, str backend) -> ()"
+    "gather(Tensor[] cache, Tensor[] table, Tensor(a!) k, Tensor(b!) v, str spec, int kind, int max_seq_len, Tensor? cu_seqlens, "
+    "Tensor? k_scale, Tensor? v_scale, Tensor? k_tensor_scale, Tensor? v_tensor_scale, Tensor(c!)? errors, str backend) -> ()"
 )
+# Arguments past `spec` are keyword arguments of the public function, in the order of the schema.
+_WRITE = ("k_scale", "v_scale", "k_tensor_scale", "v_tensor_scale", "k_token_scale", "v_token_scale", "errors", "backend")
+_GATHER = ("max_seq_len", "cu_seqlens", "k_scale", "v_scale", "k_tensor_scale", "v_tensor_scale", "errors", "backend")
 
 
 @torch.library.impl(_library, "write", "CompositeExplicitAutograd")
-def _write(cache, k, v, slots, spec, k_scale, v_scale, k_tensor, v_tensor, k_token, v_token, errors, backend):  # type: ignore[no-untyped-def]
+def _write(cache, k, v, slots, spec, *rest):
     from kvx.ops.write import write as eager
 
-    eager(
-        cache[0] if len(cache) == 1 else tuple(cache), k, v, slot_mapping=slots, spec=_parse(spec), k_scale=k_scale, v_scale=v_scale,
-        k_tensor_scale=k_tensor, v_tensor_scale=v_tensor, k_token_scale=k_token, v_token_scale=v_token, errors=errors, backend=backend,
-    )  # fmt: skip
+    eager(_as_cache(cache), k, v, slot_mapping=slots, spec=_parse(spec), **dict(zip(_WRITE, rest, strict=True)))
 
 
 @torch.library.impl(_library, "gather", "CompositeExplicitAutograd")
-def _gather(cache, table, k, v, spec, kind, max_seq_len, cu, k_scale, v_scale, k_tensor, v_tensor, errors, backend):  # type: ignore[no-untyped-def]
+def _gather(cache, table, k, v, spec, kind, *rest):
     from kvx.ops.gather import gather as eager
-    from kvx.tables import KvOffsetsTable, PackedTable, PageCsrTable, RaggedTable
 
-    kinds = {t.code: t for t in (PackedTable, RaggedTable, PageCsrTable, KvOffsetsTable)}
-    eager(
-        cache[0] if len(cache) == 1 else tuple(cache), kinds[kind](*table), spec=_parse(spec), max_seq_len=max_seq_len, cu_seqlens=cu, out=(k, v),
-        k_scale=k_scale, v_scale=v_scale, k_tensor_scale=k_tensor, v_tensor_scale=v_tensor, errors=errors, backend=backend,
-    )  # fmt: skip
+    eager(_as_cache(cache), TABLES[kind](*table), spec=_parse(spec), out=(k, v), **dict(zip(_GATHER, rest, strict=True)))
 
 
 for _name in ("write", "gather"):
     torch.library.register_fake(f"kvx::{_name}", lambda *args: None, lib=_library)
 
 
-def write(cache, k, v, slots, spec: CacheSpec, extra: tuple[Tensor | None, ...], backend: str) -> None:  # type: ignore[no-untyped-def]
+def write(cache, k, v, slots, spec: CacheSpec, extra: tuple[Tensor | None, ...], backend: str) -> None:
     torch.ops.kvx.write(_as_list(cache), k, v, slots, spec.manifest_text, *extra, backend)
 
 
-def gather(cache, table, k, v, spec: CacheSpec, max_seq_len: int, cu, extra: tuple[Tensor | None, ...], backend: str) -> None:  # type: ignore[no-untyped-def]
-    torch.ops.kvx.gather(_as_list(cache), list(table.tensors), k, v, spec.manifest_text, table.code, max_seq_len, cu, *extra[:4], extra[-1], backend)
+def gather(cache, table, k, v, spec: CacheSpec, max_seq_len: int, cu, extra: tuple[Tensor | None, ...], backend: str) -> None:
+    torch.ops.kvx.gather(
+        _as_list(cache),
+        list(table.tensors),
+        k,
+        v,
+        spec.manifest_text,
+        table.code,
+        max_seq_len,
+        cu,
+        *extra[:4],
+        extra[-1],
+        backend,
+    )
+
+
+def _as_cache(cache: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    return cache[0] if len(cache) == 1 else tuple(cache)
 
 
 def _as_list(cache: Tensor | Sequence[Tensor]) -> list[Tensor]:

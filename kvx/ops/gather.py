@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange
-from kvx.layout.planes import cache_tensors, views
+from kvx.layout.planes import cache_tensors, plane_maps, pooled_strides, views
 from kvx.ops import backend as backends
 from kvx.ops import compiled, native, scales
 from kvx.quant.numbers import decode, torch_dtype
@@ -110,19 +110,18 @@ def _gather_native(
     second = tensors[1] if len(tensors) > 1 else None
     handles, keep = native.handles(tensors[0], second, k, v, *table_tensors(table), cu, *extra)
     c0, c1, hk, hv, indices, indptr, last, lens, hcu, *rest = handles
-    pooled = isinstance(table, KvOffsetsTable)
-    door: object
-    if pooled:
+    if isinstance(table, KvOffsetsTable):  # the cache tensors are pools, and blocks start where the table says
         door = native.pooled_door_spec(spec)
-        address, per_block = native.ctypes.addressof(door), block_bytes(spec)
-        args = native.TableArgs(indices, None, None, lens, hcu, c0, c1, table.code, table.beam_width, max_seq_len, per_block)
+        address = native.address_of(door)
+        cache: tuple[int | None, int | None] = (None, None)
+        args = native.TableArgs(
+            indices, None, None, lens, hcu, c0, c1, table.code, table.beam_width, max_seq_len, block_bytes(spec)
+        )  # fmt: skip
     else:
-        address = native.door_spec(spec)
+        address, cache = native.door_spec(spec), (c0, c1)
         args = native.TableArgs(indices, indptr, last, lens, hcu, None, None, table.code, 1, max_seq_len, 0)
-    table_args, extra_args = native.ctypes.addressof(args), native.Extra(*rest)
-    status = native.gather_call(
-        address, None if pooled else c0, None if pooled else c1, hk, hv, table_args, native.ctypes.addressof(extra_args), native.stream_of(tensors[0])
-    )
+    more, stream = native.Extra(*rest), native.stream_of(tensors[0])
+    status = native.gather_call(address, *cache, hk, hv, native.address_of(args), native.address_of(more), stream)
     del keep
     if status:
         native.raise_status(status)
@@ -165,7 +164,9 @@ def _positions(
     for out, plane in zip((k, v), spec.planes, strict=True):
         want = {(table.num_seqs * max_seq_len,), (table.num_seqs, max_seq_len)}
         if list(out.shape[-2:]) != [spec.num_kv_heads, plane.head_dim] or (cu is None and tuple(out.shape[:-2]) not in want):
-            raise BadArgument(f"gather(): {plane.name} is {list(out.shape)}; {table.num_seqs} sequences of {max_seq_len} do not fit.")
+            raise BadArgument(
+                f"gather(): {plane.name} is {list(out.shape)}; {table.num_seqs} sequences of {max_seq_len} do not fit."
+            )
     if cu is None:
         seq = torch.arange(table.num_seqs, device=device).repeat_interleave(max_seq_len)
         pos = torch.arange(max_seq_len, device=device).repeat(table.num_seqs)
@@ -178,7 +179,10 @@ def _positions(
         counts = counts.masked_fill(bad, 0)
     elif bool(bad.any()):
         at = int(bad.nonzero()[0])
-        raise OutOfRange(f"gather(): cu_seqlens[{at}..{at + 1}] is not a range of at most max_seq_len {max_seq_len} rows inside the {k.shape[0]} of the output.")
+        raise OutOfRange(
+            f"gather(): cu_seqlens[{at}..{at + 1}] is not a range of at most max_seq_len {max_seq_len} rows "
+            f"inside the {k.shape[0]} of the output."
+        )
     seq = torch.repeat_interleave(torch.arange(table.num_seqs, device=device), counts)
     pos = torch.arange(seq.shape[0], device=device) - (counts.cumsum(0) - counts)[seq]
     return seq, pos, starts[seq] + pos
@@ -192,7 +196,8 @@ def _report(bad: Tensor, impossible: Tensor, errors: Tensor | None, num_blocks: 
             raise OutOfRange(f"gather(): sequence {int(impossible.nonzero()[0])} has a negative or impossible length.")
         at = int(bad.nonzero()[0, -1])
         raise OutOfRange(
-            f"gather(): block_table of sequence {int(seq[at])} has no block inside the cache (num_blocks {num_blocks}) for position {int(pos[at])}."
+            f"gather(): block_table of sequence {int(seq[at])} has no block inside the cache (num_blocks {num_blocks}) "
+            f"for position {int(pos[at])}."
         )
     if errors is not None:
         errors += bad.sum() + impossible.sum()
@@ -203,44 +208,38 @@ def _flat(out: Tensor) -> Tensor:
 
 
 def _gather_pools(
-    pools: tuple[Tensor, ...], table: KvOffsetsTable, outs: tuple[Tensor, Tensor], spec: CacheSpec, seq: Tensor, pos: Tensor, inside: Tensor,
-    rows: Tensor, extra: tuple[Tensor | None, ...], impossible: Tensor,
+    pools: tuple[Tensor, ...], table: KvOffsetsTable, outs: tuple[Tensor, Tensor], spec: CacheSpec, seq: Tensor, pos: Tensor,
+    inside: Tensor, rows: Tensor, extra: tuple[Tensor | None, ...], impossible: Tensor,
 ) -> None:  # fmt: skip
     """KV_OFFSETS: K and V are addressed apart, each in the primary or the secondary pool."""
     per_block = block_bytes(spec)
     flat = [p.reshape(-1).view(torch.uint8) for p in pools]
-    bound = [spec.num_blocks, flat[1].numel() // per_block if len(flat) > 1 else 0]
+    bound = torch.tensor([spec.num_blocks, flat[1].numel() // per_block if len(flat) > 1 else 0], device=pos.device)
     k_value, v_value, in_table = table.rows(seq[inside], pos[inside], spec.block_size)
     offset = pos[inside] % spec.block_size
-    bads, plans = [], []
+    places, bads = [], []
     for value in (k_value, v_value):
         secondary, index = (value < 0).long(), value & 0x7FFFFFFF
         none = in_table & (value == -1)
-        good = in_table & ~none & (index < torch.tensor(bound, device=value.device)[secondary])
+        good = in_table & ~none & (index < bound[secondary])
         bads.append(~good & ~none)
-        plans.append((secondary, index, good))
+        places.append((secondary, index, good))
     _report(torch.stack(bads), impossible, extra[-1], spec.num_blocks, seq[inside], pos[inside])
-    for i, (out, (secondary, index, good)) in enumerate(zip(outs, plans, strict=True)):
+    for i, (out, (secondary, index, good)) in enumerate(zip(outs, places, strict=True)):
         _flat(out)[rows] = 0
-        plane = spec.plane(i)
-        dense = native.pooled_door_spec(spec).cache
-        data = (dense.v if i else dense.k).data
-        axes = 4 if data.ndim == 4 else 5
-        unit = torch_dtype(plane.format.element)
         for which, pool in enumerate(flat):
             mine = good & (secondary == which)
-            num = pool.numel() // per_block
-            typed = pool[: num * per_block].view(unit).view(num, -1)
-            shape, stride = list(data.shape)[1:axes], list(data.stride)[1:axes]
-            view = typed.as_strided((num, *shape), (typed.stride(0), *stride), typed.storage_offset())
-            view = view if axes == 4 and _token_axis(spec, i) == 1 else view.permute(0, 3, 1, 2, 4)
-            units = view[index[mine], offset[mine]]
+            units = _pool_view(pool, per_block, spec, i)[index[mine], offset[mine]].flatten(2)
             factor = scales.read(pools, spec, i, index[mine], offset[mine], extra[i], extra[2 + i])
-            units = units.flatten(2)
-            _flat(out)[rows[inside][mine]] = decode(units, plane.format.element, factor, out.dtype)
+            _flat(out)[rows[inside][mine]] = decode(units, spec.plane(i).format.element, factor, out.dtype)
 
 
-def _token_axis(spec: CacheSpec, index: int) -> int:
-    from kvx.layout.planes import plane_maps
-
-    return plane_maps(spec)[index].axes.index("token")
+def _pool_view(pool: Tensor, per_block: int, spec: CacheSpec, index: int) -> Tensor:
+    """Bytes of a pool as [block, token, head, dim], or [block, token, head, dim/x, dim%x] for split layouts."""
+    num_blocks = pool.numel() // per_block
+    elements = pool[: num_blocks * per_block].view(torch_dtype(spec.plane(index).format.element))
+    m, strides = plane_maps(spec)[index], pooled_strides(spec)[index]
+    step = {**dict(zip(m.axes, strides, strict=True)), "block": elements.numel() // max(num_blocks, 1)}
+    size = {**dict(zip(m.axes, m.sizes, strict=True)), "block": num_blocks}
+    axes = ("block", "token", "head", *(a for a in m.axes if a.startswith("dim")))
+    return elements.as_strided([size[a] for a in axes], [step[a] for a in axes])

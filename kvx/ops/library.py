@@ -27,7 +27,9 @@ def library_path() -> str:
         path = _PACKAGE / "lib" / name
         if path.exists():
             return str(path)
-    raise Unsupported(f"library_path(): no {_NAMES[0]} in {_PACKAGE / 'lib'}. In a source checkout run `make build`; otherwise reinstall kvx.")
+    raise Unsupported(
+        f"library_path(): no {_NAMES[0]} in {_PACKAGE / 'lib'}. In a source checkout run `make build`; otherwise reinstall kvx."
+    )
 
 
 class _BuildInfo(ctypes.Structure):

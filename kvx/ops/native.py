@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument, Incompatible, InternalError, KvxError, OutOfRange, Unsupported
-from kvx.layout.planes import PlaneMap, plane_maps
+from kvx.layout.planes import plane_maps, pooled_strides
 from kvx.ops import library
 from kvx.spec.cache_spec import CacheSpec, PlaneSpec
 
@@ -25,7 +25,14 @@ _LAYOUT_CUSTOM, _FLAG_SCALE_INLINE = 15, 1
 
 
 class _Array(ctypes.Structure):
-    _fields_ = [("data", _P), ("data_bytes", _U64), ("shape", _I64 * 5), ("stride", _I64 * 5), ("ndim", _U32), ("dtype", _I32)]
+    _fields_ = [
+        ("data", _P),
+        ("data_bytes", _U64),
+        ("shape", _I64 * 5),
+        ("stride", _I64 * 5),
+        ("ndim", _U32),
+        ("dtype", _I32),
+    ]
 
 
 class _Plane(ctypes.Structure):
@@ -90,12 +97,34 @@ class _DoorSpec(ctypes.Structure):
 class Extra(ctypes.Structure):
     """Optional tensors of a call; NULL = absent."""
 
-    _fields_ = [(name, _P) for name in ("k_scale", "v_scale", "k_tensor_scale", "v_tensor_scale", "k_token_scale", "v_token_scale", "errors")]
+    _fields_ = [
+        (name, _P)
+        for name in (
+            "k_scale",
+            "v_scale",
+            "k_tensor_scale",
+            "v_tensor_scale",
+            "k_token_scale",
+            "v_token_scale",
+            "errors",
+        )
+    ]
 
 
 class TableArgs(ctypes.Structure):
     _fields_ = [
-        *((name, _P) for name in ("indices", "indptr", "last_page_len", "seq_lens", "cu_seqlens", "pool_primary", "pool_secondary")),
+        *(
+            (name, _P)
+            for name in (
+                "indices",
+                "indptr",
+                "last_page_len",
+                "seq_lens",
+                "cu_seqlens",
+                "pool_primary",
+                "pool_secondary",
+            )
+        ),
         *((name, _I64) for name in ("format", "beam_width", "max_seq_len", "bytes_per_block")),
     ]
 
@@ -164,7 +193,9 @@ def _open() -> ctypes.PyDLL | None:
     lib.kvx_door_sizes(sizes)
     mine = [ctypes.sizeof(t) for t in (_DoorSpec, Extra, TableArgs)]
     if list(sizes) != mine:
-        raise Incompatible(f"{library.library_path()} is of another build (door {list(sizes)}, kvx wants {mine}). Rebuild: `make build`.")
+        raise Incompatible(
+            f"{library.library_path()} is of another build (door {list(sizes)}, kvx wants {mine}). Rebuild: `make build`."
+        )
     lib.kvx_last_error.restype = ctypes.c_char_p
     lib.kvx_door_init.argtypes = [_P] * 3
     lib.kvx_door_init.restype = None
@@ -200,6 +231,10 @@ def handles(*tensors: Tensor | None) -> tuple[list[int | None], list[Any]]:
     return [None if d is None else d.address for d in keep], keep
 
 
+def address_of(struct: ctypes.Structure) -> int:
+    return ctypes.addressof(struct)
+
+
 def stream_of(tensor: Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else 0
 
@@ -216,25 +251,13 @@ def door_spec(spec: CacheSpec) -> int:
 
 
 def pooled_door_spec(spec: CacheSpec) -> _DoorSpec:
-    """For KV_OFFSETS: no tensors, but the strides of one dense block of K or V (spec.layout without block and kv)."""
+    """For KV_OFFSETS: no tensors, but the strides of one dense block of K or V."""
     struct = _make(spec)
-    for plane, m in zip((struct.cache.k, struct.cache.v), plane_maps(spec), strict=True):
+    for plane, m, strides in zip((struct.cache.k, struct.cache.v), plane_maps(spec), pooled_strides(spec), strict=True):
         plane.data.ndim = len(m.axes)
-        inside = [axis for axis in _block_order(m) if axis != "block"]
-        stride = 1
-        strides = {}
-        for axis in reversed(inside):
-            strides[axis] = stride
-            stride *= m.sizes[m.axes.index(axis)]
-        strides["block"] = stride
-        plane.data.shape[:] = [*m.sizes, *[0] * (5 - len(m.sizes))]
-        plane.data.stride[:] = [*(strides[a] for a in m.axes), *[0] * (5 - len(m.axes))]
+        plane.data.shape[: len(m.axes)] = m.sizes
+        plane.data.stride[: len(m.axes)] = strides
     return struct
-
-
-def _block_order(m: PlaneMap) -> list[str]:
-    """Axes outermost first: by tensor dimension, then by how much each steps inside a fused one."""
-    return sorted(m.axes, key=lambda a: (m.dim[m.axes.index(a)], -m.mul[m.axes.index(a)]))
 
 
 def _make(spec: CacheSpec) -> _DoorSpec:

@@ -32,7 +32,12 @@ def require(call: str, spec: CacheSpec, extra: tuple[Tensor | None, ...]) -> Non
             raise BadArgument(f"{call}(): {name} is given, but format {fmt} {why}.")
         if scale is None and shape is not None and fmt.granularity > Granularity.TENSOR:
             raise BadArgument(f"{call}(): format {fmt} needs {name} {_SHAPE_OF[fmt.granularity]} = {list(shape)}.")
-        if scale is not None and shape is not None and tuple(scale.shape) != shape and not (shape == () and tuple(scale.shape) == (1,)):
+        if (
+            scale is not None
+            and shape is not None
+            and tuple(scale.shape) != shape
+            and not (shape == () and tuple(scale.shape) == (1,))
+        ):
             raise BadArgument(f"{call}(): {name} is {list(scale.shape)}; format {fmt} makes it {list(shape)}.")
         if tensor_scale is not None and not fmt.element.is_quantised:
             raise BadArgument(f"{call}(): {plane.name}_tensor_scale is given, but format {fmt} takes no scales.")
@@ -104,7 +109,7 @@ def inline_view(caches: tuple[Tensor, ...], spec: CacheSpec, index: int) -> Tens
     elements = plane.head_dim * plane.format.element.bits // 8
     # as_strided by hand: Tensor.view(dtype) wants the last dimension to divide, and a cell's bytes are elements and scales.
     raw = caches[plane_maps(spec)[index].buffer]
-    flat = torch.empty(0, dtype=dtype, device=raw.device).set_(raw.untyped_storage())  # type: ignore[call-overload]
+    flat = torch.empty(0, dtype=dtype, device=raw.device).set_(raw.untyped_storage())
     byte_offset = cells.storage_offset() + elements
     strides = [s // size for s in cells.stride()[:3]]
     return flat.as_strided((*cells.shape[:3], plane.format.num_groups(plane.head_dim)), (*strides, 1), byte_offset // size)

@@ -35,8 +35,8 @@ def write(
 ) -> None:
     """Put each token's K and V into its slot, cast or quantised to the cache's format.
 
-    Two tokens with the same slot: unspecified, and the result need not be all of one token. A slot past the cache raises OutOfRange on
-    the host before anything is written; on a device it is skipped and counted in `errors` (kvx.debug() raises instead).
+    Two tokens with the same slot: unspecified, and the result need not be all of one token. A slot past the cache raises
+    OutOfRange on the host before anything is written; on a device it is skipped and counted in `errors` (kvx.debug() raises).
     """
     if _is_compiling():
         return compiled.write(
@@ -54,7 +54,11 @@ def write(
         slot_mapping = backends.as_tensor("write", "slot_mapping", slot_mapping)
 
     is_host = first.is_cpu and native.HAS_CPU and backend in ("auto", "cpu")
-    if is_host and native.IS_EXCHANGED and k_scale is v_scale is k_token_scale is v_token_scale is k_tensor_scale is v_tensor_scale is errors is None:
+    if (
+        is_host
+        and native.IS_EXCHANGED
+        and k_scale is v_scale is k_token_scale is v_token_scale is k_tensor_scale is v_tensor_scale is errors is None
+    ):
         # The short way for the common call: host memory, no scales.
         status = native.write_call(
             native.door_spec(spec), id(first), 0 if second is None else id(second), id(k), id(v), id(slot_mapping), 0, 0
@@ -69,7 +73,7 @@ def write(
     return _write_native(first, second, k, v, slot_mapping, spec, extra, native.stream_of(first))
 
 
-def _pair(cache: Sequence[Tensor], spec: CacheSpec) -> tuple[Tensor, Tensor | None]:
+def _pair(cache: Tensor | Sequence[Tensor], spec: CacheSpec) -> tuple[Tensor, Tensor | None]:
     if isinstance(cache, (tuple, list)) and len(cache) == 2:
         return cache[0], cache[1]
     tensors = cache_tensors(cache if isinstance(cache, (Tensor, tuple, list)) else (cache,), spec)
@@ -77,7 +81,14 @@ def _pair(cache: Sequence[Tensor], spec: CacheSpec) -> tuple[Tensor, Tensor | No
 
 
 def _write_native(
-    first: Tensor, second: Tensor | None, k: Tensor, v: Tensor, slots: Tensor, spec: CacheSpec, extra: tuple[Tensor | None, ...], stream: int
+    first: Tensor,
+    second: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    spec: CacheSpec,
+    extra: tuple[Tensor | None, ...],
+    stream: int,
 ) -> None:
     cache_tensors((first,) if second is None else (first, second), spec)
     if first.is_cuda and backends.is_debug() and extra[-1] is None:
@@ -87,7 +98,7 @@ def _write_native(
     named = tuple(None if x is None else backends.as_tensor("write", n, x) for n, x in zip(scales.NAMES, extra, strict=True))
     (c0, c1, hk, hv, hs, *rest), keep = native.handles(first, second, k, v, slots, *named)
     args = native.Extra(*rest)
-    status = native.write_call(native.door_spec(spec), c0, c1, hk, hv, hs, native.ctypes.addressof(args), stream)
+    status = native.write_call(native.door_spec(spec), c0, c1, hk, hv, hs, native.address_of(args), stream)
     del keep
     if status:
         native.raise_status(status)
@@ -114,7 +125,9 @@ def _write_torch(
     if bool(bad.any()):
         if slots.is_cpu or backends.is_debug():
             at = int(bad.nonzero()[0])
-            raise OutOfRange(f"write(): slot_mapping[{at}] is {int(slots[at])}; the cache has {spec.num_slots} slots. Nothing was written.")
+            raise OutOfRange(
+                f"write(): slot_mapping[{at}] is {int(slots[at])}; the cache has {spec.num_slots} slots. Nothing was written."
+            )
         if errors is not None:
             errors += bad.sum()
     kept = (slots >= 0) & ~bad

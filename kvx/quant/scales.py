@@ -41,7 +41,8 @@ def round_scale(s: Tensor, dtype: DType) -> Tensor:
     if dtype.name == "fp8_e4m3":
         return s.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(torch.isnan(s), 0x7F)
     if dtype.name == "e8m0":  # the smallest power of two that is not below s
-        exponent = (s.contiguous().view(torch.int32).to(torch.int64) + 0x7FFFFF) >> 23
+        bits = s.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+        exponent = torch.where(bits <= 0x00400000, torch.zeros_like(bits), (bits + 0x7FFFFF) >> 23)  # code 0 is 2**-127
         return exponent.clamp(max=254).masked_fill(torch.isnan(s), 255).to(torch.uint8)
     raise BadArgument(f"{dtype} is not a scale type.")
 

@@ -31,11 +31,11 @@ def to_json(spec: CacheSpec, *, indent: int | None = None) -> str:
 def from_json(text: str) -> CacheSpec:
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BadArgument(f"from_json(): not JSON: {error}.") from None
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and brackets without end
+        raise BadArgument(f"from_json(): not JSON: {str(error)[:200]}.") from None
     if not isinstance(data, dict) or "kvx_manifest" not in data:
         raise BadArgument('from_json(): no "kvx_manifest" field; this is not a KVX manifest.')
-    if data["kvx_manifest"] != VERSION:
+    if type(data["kvx_manifest"]) is not int or data["kvx_manifest"] != VERSION:
         raise Incompatible(f"from_json(): manifest version is {data['kvx_manifest']!r}; this library reads {VERSION}.")
     unknown = set(data) - {"kvx_manifest", "digest", *_FIELDS}
     if unknown:
@@ -46,7 +46,8 @@ def from_json(text: str) -> CacheSpec:
     spec = CacheSpec(**{name: data[name] for name in _FIELDS if name in data})
     if "digest" in data and data["digest"] != digest(spec):
         raise Incompatible(
-            f"from_json(): the digest is {data['digest']!r} and the fields make {digest(spec)!r}; a field was changed after it was written."
+            f"from_json(): the digest is {data['digest']!r} and the fields make {digest(spec)!r}; "
+            "a field was changed after it was written."
         )
     return spec
 

@@ -21,6 +21,14 @@ def fields_are_ints(spec: CacheSpec) -> str | None:
     return None
 
 
+def names_are_strings(spec: CacheSpec) -> str | None:
+    for name in ("layout", "format", "v_format"):
+        value = getattr(spec, name)
+        if not isinstance(value, str):
+            return f"{name} is {value!r}; it is a string."
+    return None
+
+
 def geometry_is_positive(spec: CacheSpec) -> str | None:
     for name in ("num_blocks", "block_size", "num_kv_heads", "head_dim"):
         value = getattr(spec, name)
@@ -94,16 +102,36 @@ def shared_tensors_share_a_type(spec: CacheSpec) -> str | None:
     return None
 
 
+def shared_tensors_have_one_row_size(spec: CacheSpec) -> str | None:
+    k, v = spec.planes
+    layout = Layout.parse(spec.layout)
+    if layout.num_buffers == 2 or k.row_units == v.row_units:
+        return None
+    together = any([axis.name for axis in dim][-2:] == ["kv", "dim"] for dim in layout.k.dims)
+    if together:
+        return None
+    return (
+        f"layout {spec.layout!r} gives K and V rows of one size; K's has {k.row_units} units and V's {v.row_units}. "
+        "Fuse them, `(kv dim)`, or keep them apart, `kv | ...`."
+    )
+
+
 def inline_scales_are_aligned(spec: CacheSpec) -> str | None:
     for plane in spec.planes:
         fmt = plane.format
         if fmt.is_inline and fmt.scale is not None and (plane.head_dim * fmt.element.bits // 8) % (fmt.scale.bits // 8):
             return f"{plane.name} rows of {plane.head_dim} {fmt.element} leave {fmt}'s inline scale unaligned."
+    k, v = spec.planes
+    if Layout.parse(spec.layout).num_buffers == 1 and v.format.is_inline and v.format.scale is not None:
+        before, size = k.format.row_bytes(k.head_dim), v.format.scale.bits // 8
+        if before % size:
+            return f"K rows of {before} bytes stand before V's and leave {v.format}'s inline scale unaligned."
     return None
 
 
 RULES: tuple[Rule, ...] = (
     fields_are_ints,
+    names_are_strings,
     geometry_is_positive,
     formats_exist,
     layout_reads,
@@ -112,6 +140,7 @@ RULES: tuple[Rule, ...] = (
     packs_divide_dim,
     bytes_of_a_row_are_adjacent,
     shared_tensors_share_a_type,
+    shared_tensors_have_one_row_size,
     inline_scales_are_aligned,
     cache_fits_addresses,
 )

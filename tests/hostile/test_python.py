@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests import cases, compare
 
 import kvx
+from tests import cases, compare
 
 
 @pytest.fixture
@@ -22,9 +22,15 @@ def refuse(call, words, kind=kvx.BadArgument):
 def test_overlapping_cache_views(made):
     flat = torch.zeros(7 * 4 * 3 * 32)
     stuck = flat.as_strided((7, 4, 3, 32), (0, 96, 32, 1))
-    refuse(lambda: kvx.write((stuck, made.cache[1]), made.k, made.v, slot_mapping=made.slots, spec=made.spec, backend="cpu"), "share an address")
+    refuse(
+        lambda: kvx.write((stuck, made.cache[1]), made.k, made.v, slot_mapping=made.slots, spec=made.spec, backend="cpu"),
+        "share an address",
+    )
     near = flat.as_strided((7, 4, 3, 32), (384, 96, 31, 1))
-    refuse(lambda: kvx.write((near, made.cache[1]), made.k, made.v, slot_mapping=made.slots, spec=made.spec, backend="cpu"), "share an address")
+    refuse(
+        lambda: kvx.write((near, made.cache[1]), made.k, made.v, slot_mapping=made.slots, spec=made.spec, backend="cpu"),
+        "share an address",
+    )
 
 
 def test_k_and_v_are_the_same_tensor(made):
@@ -44,7 +50,11 @@ def test_lying_tables(made):
     for indptr in ([0, 9, 9, 13, 14], [0, 99, 99, 99, 99], [-5, 9, 9, 13, 18], [3, 2, 1, 0, 0]):
         table = kvx.RaggedTable(torch.zeros(18, dtype=torch.int64), torch.tensor(indptr), lens)
         refuse(lambda table=table: made.gather("cpu", table=table), "sequence", kvx.OutOfRange)
-    csr = kvx.PageCsrTable(torch.zeros(5, dtype=torch.int32), torch.tensor([0, 3, 3, 4, 2**30], dtype=torch.int32), torch.tensor([1, 0, 4, 1], dtype=torch.int32))
+    csr = kvx.PageCsrTable(
+        torch.zeros(5, dtype=torch.int32),
+        torch.tensor([0, 3, 3, 4, 2**30], dtype=torch.int32),
+        torch.tensor([1, 0, 4, 1], dtype=torch.int32),
+    )
     refuse(lambda: made.gather("cpu", table=csr), "sequence", kvx.OutOfRange)
 
 
@@ -52,7 +62,11 @@ def test_huge_numbers(made):
     for slot in (2**31, 2**40, 2**62, 2**63 - 1):
         slots = made.slots.clone()
         slots[0] = slot
-        refuse(lambda slots=slots: kvx.write(made.cache, made.k, made.v, slot_mapping=slots, spec=made.spec, backend="cpu"), "slots", kvx.OutOfRange)
+        refuse(
+            lambda slots=slots: kvx.write(made.cache, made.k, made.v, slot_mapping=slots, spec=made.spec, backend="cpu"),
+            "slots",
+            kvx.OutOfRange,
+        )
     refuse(lambda: kvx.CacheSpec(2**62, 16, 8, 128), "bytes")
     refuse(lambda: kvx.CacheSpec(1, 2**40, 8, 128), "block_size")
 
@@ -64,7 +78,10 @@ def test_scales_of_the_wrong_kind(generator):
     refuse(lambda: kvx.write(made.cache, made.k, made.v, **args), "needs k_scale")
     refuse(lambda: kvx.write(made.cache, made.k, made.v, k_scale=good[:-1], v_scale=good, **args), "k_scale is")
     refuse(lambda: kvx.write(made.cache, made.k, made.v, k_scale=good.half(), v_scale=good, **args), "k_scale is f16")
-    refuse(lambda: kvx.write(made.cache, made.k, made.v, k_scale=good, v_scale=good, k_token_scale=good, **args), "no scale per token")
+    refuse(
+        lambda: kvx.write(made.cache, made.k, made.v, k_scale=good, v_scale=good, k_token_scale=good, **args),
+        "no scale per token",
+    )
 
 
 def test_not_tensors():

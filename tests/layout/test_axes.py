@@ -302,7 +302,6 @@ def test_an_error_points_at_its_characters(text, marks, sentence):
     assert str(refused.value) == f"layout: {sentence}\n  {text}\n  {marks}\n{HINT}"
 
 
-@pytest.mark.xfail(strict=True, reason="kvx/layout/axes.py counts axes right of `|` only, and zero only as `0`")
 @pytest.mark.parametrize(
     "text",
     [
@@ -319,15 +318,11 @@ def test_an_axis_said_twice_or_split_by_zero_is_refused(text):
         Layout.parse(text)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="kvx/layout/axes.py read_kv_split: require_axes runs before the check that says so"
-)
 def test_kv_again_inside_kv_split_is_said_so():
     with pytest.raises(kvx.LayoutError, match="cannot stand again"):
         Layout.parse("kv[K: | block kv token head dim; V: | block token head dim]")
 
 
-@pytest.mark.xfail(strict=True, reason="kvx/layout/axes.py read_kv_split: splits the words before kv[ at spaces only")
 def test_a_bar_needs_no_spaces_before_kv_split():
     assert Layout.parse("layer| kv[K: block token head dim; V: block token head dim]").has_layer
 

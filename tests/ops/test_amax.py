@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests import cases, compare
 
 import kvx
+from tests import cases, compare
 
 
 @pytest.mark.parametrize("per", ["tensor", "head", "block", "block_head"])
@@ -46,7 +46,16 @@ def test_scales_from_amax_lose_nothing_to_saturation(backend, generator):
     slots = torch.arange(64, device=backend.device)
     kvx.write(st.cache, x, x, slot_mapping=slots, spec=spec, k_scale=scale, v_scale=scale, backend=backend.name)
     table = kvx.PackedTable(torch.arange(16, device=backend.device)[None], torch.tensor([64], device=backend.device))
-    k, _ = kvx.gather(st.cache, table, spec=spec, max_seq_len=64, dtype=torch.float32, k_scale=scale, v_scale=scale, backend=backend.name)
+    k, _ = kvx.gather(
+        st.cache,
+        table,
+        spec=spec,
+        max_seq_len=64,
+        dtype=torch.float32,
+        k_scale=scale,
+        v_scale=scale,
+        backend=backend.name,
+    )
     # e4m3 has 3 mantissa bits: half a step is 2^-4 of a value; below the smallest normal, half of 2^-9 in scaled units.
     bound = x.abs() * 2.0**-4 + scale[:, None] * 2.0**-10
     assert ((k[0] - x).abs() <= bound).all()

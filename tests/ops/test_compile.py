@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests import cases, compare
 
 import kvx
+from tests import cases, compare
 
 
 def test_write_and_gather_compile_without_graph_breaks(native_backend, generator):
@@ -24,7 +24,14 @@ def test_write_and_gather_compile_without_graph_breaks(native_backend, generator
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     got = compiled(made.k / 2, made.v - 1, made.slots, made.block_table, made.seq_lens)
     compare.bitwise(got[0], wanted[0].float() / 2)
-    compare.bitwise(got[1], (((made.v - 1) + 1).new_zeros(()) + kvx.gather(made.cache, kvx.PackedTable(made.block_table, made.seq_lens), spec=spec, max_seq_len=12)[1]) - 1)
+    compare.bitwise(
+        got[1],
+        (
+            ((made.v - 1) + 1).new_zeros(())
+            + kvx.gather(made.cache, kvx.PackedTable(made.block_table, made.seq_lens), spec=spec, max_seq_len=12)[1]
+        )
+        - 1,
+    )
 
 
 def test_quantised_write_compiles(native_backend, generator):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests import cases, compare
 
 import kvx
+from tests import cases, compare
 
 
 @pytest.mark.parametrize("case", [c for c in cases.ALL if c.lens], ids=str)
@@ -28,7 +28,8 @@ def test_gather_returns_what_was_written_and_zeros_after(backend, layout, fmt, g
     for s, n in enumerate(made.case.lens):
         compare.bitwise(k[s, :n], made.k[first : first + n], "k")
         compare.bitwise(v[s, :n], made.v[first : first + n], "v")
-        assert (k[s, n:] == 0).all() and (v[s, n:] == 0).all()
+        assert (k[s, n:] == 0).all()
+        assert (v[s, n:] == 0).all()
         first += n
 
 
@@ -153,7 +154,14 @@ def test_kv_offsets_matches_definition_with_scales(native_backend, generator):
     d = native_backend.device
     moved = kvx.KvOffsetsTable(table.offsets.to(d), table.seq_lens.to(d))
     got = kvx.gather(
-        tuple(p.to(d) for p in pools), moved, spec=spec, max_seq_len=13, k_scale=scale.to(d), v_scale=scale.to(d), dtype=torch.float32, backend=native_backend.name
+        tuple(p.to(d) for p in pools),
+        moved,
+        spec=spec,
+        max_seq_len=13,
+        k_scale=scale.to(d),
+        v_scale=scale.to(d),
+        dtype=torch.float32,
+        backend=native_backend.name,
     )
     for a, b in zip(got, want, strict=True):
         compare.bitwise(a.cpu(), b)
@@ -189,7 +197,11 @@ def test_impossible_lengths(backend, generator):
     csr = kvx.to_page_csr(kvx.PackedTable(made.block_table, made.seq_lens), 4)
     last = csr.last_page_len.clone()
     last[0] = 5
-    for table in (kvx.PackedTable(made.block_table, too_long), kvx.PackedTable(made.block_table, negative), kvx.PageCsrTable(csr.indices, csr.indptr, last)):
+    for table in (
+        kvx.PackedTable(made.block_table, too_long),
+        kvx.PackedTable(made.block_table, negative),
+        kvx.PageCsrTable(csr.indices, csr.indptr, last),
+    ):
         if backend.device == "cpu":
             with pytest.raises(kvx.OutOfRange):
                 made.gather(backend.name, table=table, max_seq_len=20)

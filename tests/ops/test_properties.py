@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 from hypothesis import given, reject
 from hypothesis import strategies as st
-from tests import cases, compare
 
 import kvx
+from tests import cases, compare
 
-
-MORE_LAYOUTS = ("block kv head token dim", "head block (kv token) dim", "kv | token block head dim", "(block kv) token head dim")
+MORE_LAYOUTS = (
+    "block kv head token dim",
+    "head block (kv token) dim",
+    "kv | token block head dim",
+    "(block kv) token head dim",
+)
 
 
 @st.composite
@@ -79,9 +83,20 @@ def test_any_strides(native_backend, seed, pads, order, io_order, fmt):
         compare.bitwise(got.cpu(), expected)
 
 
-@given(seed=st.integers(0, 2**31), kind=st.sampled_from(["ragged", "page_csr"]), lens=st.lists(st.integers(0, 30), min_size=1, max_size=5), block_size=st.integers(1, 8))
+@given(
+    seed=st.integers(0, 2**31),
+    kind=st.sampled_from(["ragged", "page_csr"]),
+    lens=st.lists(st.integers(0, 30), min_size=1, max_size=5),
+    block_size=st.integers(1, 8),
+)
 def test_tables_agree(native_backend, seed, kind, lens, block_size):
-    case = cases.Case(format="f32", io="f32", lens=tuple(lens), block_size=block_size, num_blocks=sum(-(-n // block_size) for n in lens) + 1)
+    case = cases.Case(
+        format="f32",
+        io="f32",
+        lens=tuple(lens),
+        block_size=block_size,
+        num_blocks=sum(-(-n // block_size) for n in lens) + 1,
+    )
     made = case.make(native_backend.device, torch.Generator().manual_seed(seed))
     made.write(native_backend.name)
     packed = kvx.PackedTable(made.block_table, made.seq_lens)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests import cases, compare
 
 import kvx
+from tests import cases, compare
 
 
 @pytest.mark.parametrize("case", cases.ALL, ids=str)
@@ -109,7 +109,16 @@ def test_division_is_ieee_for_many_scales(native_backend, element, generator):
     for name, device in (("torch", "cpu"), (native_backend.name, native_backend.device)):
         st = kvx.allocate(spec, device)
         s = scale.to(device)
-        kvx.write(st.cache, k.to(device), -k.to(device), slot_mapping=slots.to(device), spec=spec, k_scale=s, v_scale=s, backend=name)
+        kvx.write(
+            st.cache,
+            k.to(device),
+            -k.to(device),
+            slot_mapping=slots.to(device),
+            spec=spec,
+            k_scale=s,
+            v_scale=s,
+            backend=name,
+        )
         results.append(st.cache)
     for got, want in zip(results[1], results[0], strict=True):
         compare.bitwise(got.cpu(), want)
@@ -128,7 +137,13 @@ def test_saturation(backend):
         cache = kvx.allocate(spec, backend.device).cache
         one = torch.ones((), device=backend.device)
         args = {"k_scale": one, "v_scale": one, "spec": spec, "backend": backend.name}
-        kvx.write(cache, x.to(backend.device), x.to(backend.device), slot_mapping=torch.zeros(1, dtype=torch.int64, device=backend.device), **args)
+        kvx.write(
+            cache,
+            x.to(backend.device),
+            x.to(backend.device),
+            slot_mapping=torch.zeros(1, dtype=torch.int64, device=backend.device),
+            **args,
+        )
         got = cache[0].float().flatten().cpu()
         torch.testing.assert_close(got, torch.tensor(values), rtol=0, atol=0, equal_nan=True)
 
@@ -208,7 +223,15 @@ def test_wrong_inputs_are_refused_by_name(backend, generator):
     device, spec = backend.device, made.spec
 
     def call(**changes):
-        args = {"cache": made.cache, "k": made.k, "v": made.v, "slot_mapping": made.slots, "spec": spec, "backend": backend.name, **changes}
+        args = {
+            "cache": made.cache,
+            "k": made.k,
+            "v": made.v,
+            "slot_mapping": made.slots,
+            "spec": spec,
+            "backend": backend.name,
+            **changes,
+        }
         kvx.write(args.pop("cache"), args.pop("k"), args.pop("v"), **args)
 
     for changes, words in (
@@ -257,4 +280,5 @@ def test_accepts_anything_with_dlpack():
     cache = (numpy.zeros((2, 4, 1, 8), dtype=numpy.float32), numpy.zeros((2, 4, 1, 8), dtype=numpy.float32))
     k = numpy.arange(8, dtype=numpy.float32).reshape(1, 1, 8)
     kvx.write(cache, k, -k, slot_mapping=numpy.array([5]), spec=spec)
-    assert (cache[0][1, 1, 0] == k[0, 0]).all() and (cache[1][1, 1, 0] == -k[0, 0]).all()
+    assert (cache[0][1, 1, 0] == k[0, 0]).all()
+    assert (cache[1][1, 1, 0] == -k[0, 0]).all()

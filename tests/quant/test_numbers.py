@@ -110,9 +110,7 @@ def encode(x: Tensor, name: str, scale: Tensor | None = None) -> np.ndarray:
 def require_codes(got: np.ndarray, x: np.ndarray, name: str) -> None:
     want = nearest_code(x, name)
     wrong = np.flatnonzero(got != want)
-    assert wrong.size == 0, (
-        f"{wrong.size} wrong; first {x[wrong[0]]!r}: 0x{got[wrong[0]]:02x}, not 0x{want[wrong[0]]:02x}"
-    )
+    assert wrong.size == 0, f"{wrong.size} wrong; first {x[wrong[0]]!r}: 0x{got[wrong[0]]:02x}, not 0x{want[wrong[0]]:02x}"
 
 
 def f32(values: object) -> np.ndarray:

@@ -50,21 +50,14 @@ BROKEN = [
         for name in ("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim")
         for value in (16.0, "16", None, True)
     ),
+    *(broken("geometry_is_positive", f"num_blocks is {value}; it must be 1 or more.", num_blocks=value) for value in (0, -1)),
     *(
-        broken("geometry_is_positive", f"num_blocks is {value}; it must be 1 or more.", num_blocks=value)
-        for value in (0, -1)
-    ),
-    *(
-        broken(
-            "geometry_is_positive", f"{name} is {value}; it must be 1 or more and under 1073741824.", **{name: value}
-        )
+        broken("geometry_is_positive", f"{name} is {value}; it must be 1 or more and under 1073741824.", **{name: value})
         for name in ("block_size", "num_kv_heads", "head_dim")
         for value in (0, -3, LIMIT)
     ),
     *(
-        broken(
-            "geometry_is_positive", f"v_head_dim is {value}; it must be 1 or more, or 0 for head_dim.", v_head_dim=value
-        )
+        broken("geometry_is_positive", f"v_head_dim is {value}; it must be 1 or more, or 0 for head_dim.", v_head_dim=value)
         for value in (-1, LIMIT)
     ),
     broken(
@@ -126,8 +119,7 @@ BROKEN = [
     ),
     broken(
         "packs_divide_dim",
-        "int8_per_token_head_inline keeps its scales behind whole rows; "
-        "layout 'kv | block head dim/8 token dim%8' splits them.",
+        "int8_per_token_head_inline keeps its scales behind whole rows; layout 'kv | block head dim/8 token dim%8' splits them.",
         format="int8_per_token_head_inline",
         layout=kvx.hnd_packed(8),
     ),
@@ -156,6 +148,16 @@ BROKEN = [
         format="fp8_e4m3",
         v_format="bf16",
         layout=STACKED,
+    ),
+    broken("names_are_strings", "layout is 5; it is a string.", layout=5),
+    broken("names_are_strings", "v_format is None; it is a string.", v_format=None),
+    broken(
+        "shared_tensors_have_one_row_size",
+        f"layout {STACKED!r} gives K and V rows of one size; K's has 128 units and V's 32. "
+        "Fuse them, `(kv dim)`, or keep them apart, `kv | ...`.",
+        layout=STACKED,
+        head_dim=128,
+        v_head_dim=32,
     ),
     broken(
         "inline_scales_are_aligned",
@@ -247,7 +249,6 @@ GAPS = [
 ]
 
 
-@pytest.mark.xfail(strict=True, reason="kvx/spec/validate.py has no rule for it")
 @pytest.mark.parametrize("changes", GAPS)
 def test_what_no_backend_can_serve_is_refused_when_made(changes):
     with pytest.raises(kvx.BadArgument):

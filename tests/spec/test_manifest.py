@@ -162,9 +162,6 @@ def test_the_rules_of_a_spec_hold_for_what_is_read(name, value, sentence):
     assert str(refused.value) == f"CacheSpec: {sentence}"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="kvx/spec/manifest.py lets Python's own errors out, or reads what is not a manifest"
-)
 @pytest.mark.parametrize(
     "text",
     [
