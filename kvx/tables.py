@@ -57,10 +57,10 @@ class PackedTable:
 
     def find(self, seq: Tensor, pos: Tensor, block_size: int, num_blocks: int) -> Found:
         logical, width = pos // block_size, self.block_table.shape[1]
-        inside = logical < width
+        inside = (pos >= 0) & (logical < width)
         if width == 0:
             return _all_bad(pos)
-        ids = self.block_table[seq, logical.clamp(max=width - 1)].to(torch.int64)
+        ids = self.block_table[seq, logical.clamp(0, width - 1)].to(torch.int64)
         return _plain(ids, inside & (ids >= 0) & (ids < num_blocks))
 
 
@@ -199,7 +199,7 @@ def _find_csr(indices: Tensor, indptr: Tensor, seq: Tensor, step: Tensor, num_bl
         return _all_bad(step)
     first, end = indptr.to(torch.int64)[seq], indptr.to(torch.int64)[seq + 1]
     at = first + step
-    inside = (first >= 0) & (at < end) & (at < indices.shape[0])
+    inside = (step >= 0) & (first >= 0) & (at < end) & (at < indices.shape[0])
     ids = indices[at.clamp(0, indices.shape[0] - 1)].to(torch.int64)
     return _plain(ids, inside & (ids >= 0) & (ids < num_blocks))
 
@@ -208,6 +208,10 @@ def slot_mapping(block_table: Tensor, positions: Tensor, seq_ids: Tensor, block_
     """[num_tokens] int64 slots of tokens at `positions` of sequences `seq_ids`; a negative position gives -1 (skip)."""
     pos = positions.to(torch.int64)
     at = pos.clamp(min=0)
+    if at.is_cpu and at.numel() and int(at.max()) >= block_table.shape[1] * block_size:
+        raise OutOfRange(
+            f"slot_mapping(): position {int(at.max())} is past the table, which holds {block_table.shape[1]} blocks of {block_size}."
+        )
     blocks = block_table[seq_ids.to(torch.int64), at // block_size].to(torch.int64)
     return torch.where(pos < 0, torch.full_like(pos, -1), blocks * block_size + at % block_size)
 

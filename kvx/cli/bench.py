@@ -1,4 +1,4 @@
-"""kvx bench write|gather|call: checks first, then times, and writes a result file."""
+"""kvx bench write|gather|amax|call: checks first, then times, and writes a result file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvx.bench import amax as amax_bench
 from kvx.bench import call as call_bench
 from kvx.bench import gather as gather_bench
 from kvx.bench import harness
@@ -26,7 +27,7 @@ def _run(name: str, device: str, out: Path, only: str) -> None:
     reason = backends.reason_missing(device) if device in ("cpu", "cuda") else "devices are cpu and cuda"
     if reason is not None:
         raise typer.BadParameter(f"{device}: {reason}", param_hint="--device")
-    bench = {"write": write_bench, "gather": gather_bench}[name]
+    bench = {"write": write_bench, "gather": gather_bench, "amax": amax_bench}[name]
     typer.echo(harness.headline(device))
     ceiling = harness.copy_ceiling_gbps(device)
     typer.echo(f" copy ceiling {ceiling / 1e3:.3f} TB/s (bytes read + bytes written)")
@@ -51,6 +52,12 @@ def write(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
 def gather(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
     """Whole sequences out of scattered blocks."""
     _run("gather", device, out, only)
+
+
+@app.command()
+def amax(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
+    """Largest magnitudes of a batch."""
+    _run("amax", device, out, only)
 
 
 @app.command()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange
 from kvx.ops import backend as backends
-from kvx.ops import native
+from kvx.ops import compiled, native
 from kvx.quant.scales import finite_amax
 from kvx.spec.formats import Granularity
 
@@ -50,6 +50,9 @@ def amax(
         out = torch.zeros(shape, dtype=torch.float32, device=x.device)
     elif tuple(out.shape) != shape or out.dtype != torch.float32:
         raise BadArgument(f"amax(): out is {list(out.shape)} {out.dtype}; it is {list(shape)} float32.")
+    if torch.compiler.is_compiling():
+        compiled.amax(out, x, per, slot_mapping, num_blocks, block_size, errors, backend)
+        return out
     chosen = backends.choose("amax", backend, x)
     if chosen == "torch":
         _amax_torch(out, x, slot_mapping, block_size, errors, by_block, "head" in per)

@@ -26,6 +26,10 @@ _library.define(
     "gather(Tensor[] cache, Tensor[] table, Tensor(a!) k, Tensor(b!) v, str spec, int kind, int max_seq_len, Tensor? cu_seqlens, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? k_tensor_scale, Tensor? v_tensor_scale, Tensor(c!)? errors, str backend) -> ()"
 )
+_library.define(
+    "amax(Tensor(a!) out, Tensor x, str per, Tensor? slot_mapping, int num_blocks, int block_size, "
+    "Tensor(b!)? errors, str backend) -> ()"
+)
 # Arguments past `spec` are keyword arguments of the public function, in the order of the schema.
 _WRITE = ("k_scale", "v_scale", "k_tensor_scale", "v_tensor_scale", "k_token_scale", "v_token_scale", "errors", "backend")
 _GATHER = ("max_seq_len", "cu_seqlens", "k_scale", "v_scale", "k_tensor_scale", "v_tensor_scale", "errors", "backend")
@@ -45,7 +49,14 @@ def _gather(cache, table, k, v, spec, kind, *rest):
     eager(_as_cache(cache), TABLES[kind](*table), spec=_parse(spec), out=(k, v), **dict(zip(_GATHER, rest, strict=True)))
 
 
-for _name in ("write", "gather"):
+@torch.library.impl(_library, "amax", "CompositeExplicitAutograd")
+def _amax(out, x, per, slots, num_blocks, block_size, errors, backend):
+    from kvx.ops.amax import amax as eager
+
+    eager(x, per, slot_mapping=slots, num_blocks=num_blocks, block_size=block_size, out=out, errors=errors, backend=backend)
+
+
+for _name in ("write", "gather", "amax"):
     torch.library.register_fake(f"kvx::{_name}", lambda *args: None, lib=_library)
 
 
@@ -67,6 +78,10 @@ def gather(cache, table, k, v, spec: CacheSpec, max_seq_len: int, cu, extra: tup
         extra[-1],
         backend,
     )
+
+
+def amax(out, x, per: str, slots, num_blocks: int, block_size: int, errors, backend: str) -> None:
+    torch.ops.kvx.amax(out, x, per, slots, num_blocks, block_size, errors, backend)
 
 
 def _as_cache(cache: list[Tensor]) -> Tensor | tuple[Tensor, ...]:

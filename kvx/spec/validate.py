@@ -122,10 +122,12 @@ def inline_scales_are_aligned(spec: CacheSpec) -> str | None:
         if fmt.is_inline and fmt.scale is not None and (plane.head_dim * fmt.element.bits // 8) % (fmt.scale.bits // 8):
             return f"{plane.name} rows of {plane.head_dim} {fmt.element} leave {fmt}'s inline scale unaligned."
     k, v = spec.planes
-    if Layout.parse(spec.layout).num_buffers == 1 and v.format.is_inline and v.format.scale is not None:
-        before, size = k.format.row_bytes(k.head_dim), v.format.scale.bits // 8
-        if before % size:
-            return f"K rows of {before} bytes stand before V's and leave {v.format}'s inline scale unaligned."
+    if Layout.parse(spec.layout).num_buffers == 1:
+        before, cell = k.format.row_bytes(k.head_dim), sum(p.format.row_bytes(p.head_dim) for p in spec.planes)
+        for plane in spec.planes:
+            size = plane.format.scale.bits // 8 if plane.format.is_inline and plane.format.scale is not None else 1
+            if cell % size or (plane is v and before % size):
+                return f"K rows of {before} bytes in cells of {cell} leave {plane.format}'s inline scale unaligned."
     return None
 
 

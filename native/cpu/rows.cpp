@@ -141,7 +141,10 @@ void copy(char* dst, const char* src, int64_t bytes) {
     return;
   }
   int64_t i = 0;
-  for (; i + 64 <= bytes; i += 64) memcpy(dst + i, src + i, 64);
+  for (; i + 64 <= bytes; i += 64) {
+    __builtin_prefetch(src + i + 1024);  // rows that skip over others (K beside V) would be met cold
+    memcpy(dst + i, src + i, 64);
+  }
   if (i < bytes) memcpy(dst + i, src + i, size_t(bytes - i));
 }
 

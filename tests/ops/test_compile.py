@@ -49,6 +49,16 @@ def test_quantised_write_compiles(native_backend, generator):
         compare.bitwise(tensor, want.tensors()[name], name)
 
 
+def test_amax_compiles(native_backend, generator):
+    x = cases.values(50, 3, 16, torch.bfloat16, generator, odd=True).to(native_backend.device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(x):
+        return kvx.amax(x * 2, "head") / 2
+
+    compare.bitwise(step(x), kvx.amax(x * 2, "head") / 2)
+
+
 def test_inductor_runs_it():
     """Once through the real compiler: the op is opaque, what surrounds it is fused."""
     if not torch.cuda.is_available():

@@ -246,6 +246,10 @@ GAPS = [
         {"layout": FUSED, "head_dim": 6, "format": "int8", "v_head_dim": 8, "v_format": "int8_per_token_head_inline"},
         id="inline_scale_unaligned_behind_k",
     ),
+    pytest.param(
+        {"layout": FUSED, "head_dim": 8, "format": "int8_per_token_head_inline", "v_head_dim": 6, "v_format": "int8"},
+        id="inline_scale_unaligned_in_the_second_cell",
+    ),
 ]
 
 
