@@ -210,7 +210,8 @@ def slot_mapping(block_table: Tensor, positions: Tensor, seq_ids: Tensor, block_
     at = pos.clamp(min=0)
     if at.is_cpu and at.numel() and int(at.max()) >= block_table.shape[1] * block_size:
         raise OutOfRange(
-            f"slot_mapping(): position {int(at.max())} is past the table, which holds {block_table.shape[1]} blocks of {block_size}."
+            f"slot_mapping(): position {int(at.max())} is past the table, "
+            f"which holds {block_table.shape[1]} blocks of {block_size}."
         )
     blocks = block_table[seq_ids.to(torch.int64), at // block_size].to(torch.int64)
     return torch.where(pos < 0, torch.full_like(pos, -1), blocks * block_size + at % block_size)
