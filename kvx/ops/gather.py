@@ -39,6 +39,8 @@ def gather(
     With `cu_seqlens`, rows are packed: sequence s fills [cu_seqlens[s], cu_seqlens[s + 1]). A block id outside the cache
     raises OutOfRange on the host before anything is read; on a device its rows are zero and are counted in `errors`.
     """
+    if not isinstance(table, Table):
+        raise BadArgument(f"gather(): table is {type(table).__name__}; it is a kvx.PackedTable or another of kvx.tables.")
     extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, None, None, errors)
     if torch.compiler.is_compiling():
         if max_seq_len is None:
@@ -100,7 +102,6 @@ def table_tensors(table: Table) -> tuple[Tensor, Tensor | None, Tensor | None, T
             return table.indices, table.indptr, table.last_page_len, None
         case KvOffsetsTable():
             return table.offsets, None, None, table.seq_lens
-    raise BadArgument(f"gather(): table is {type(table).__name__}; it is one of kvx.tables.")
 
 
 def _gather_native(

@@ -243,7 +243,9 @@ def door_spec(spec: CacheSpec) -> int:
     """Address of the spec as the door reads it. Made once, kept with the spec."""
     try:
         return spec.__dict__["_door_address"]
-    except KeyError:
+    except (KeyError, AttributeError):
+        if not isinstance(spec, CacheSpec):
+            raise BadArgument(f"spec is {type(spec).__name__}; it is a kvx.CacheSpec.") from None
         struct = _make(spec)
         spec.__dict__["_door_struct"] = struct
         spec.__dict__["_door_address"] = ctypes.addressof(struct)

@@ -1,4 +1,4 @@
-// amax on the host: each thread takes heads of a range of tokens; entries are raised one at a time.
+// amax on the host: each thread takes a range of tokens; entries of the output are raised one at a time.
 #include "../run.h"
 #include "../table.h"
 #include "row.h"
@@ -20,6 +20,32 @@ float row_amax(const RowTable& ops, const AmaxParams& p, const char* src) {
 
 int64_t slot_of(const AmaxParams& p, int64_t token) { return read_index(p.slots, token * p.slot_stride, p.slot_bytes); }
 
+void raise(const AmaxParams& p, int64_t block, int64_t head, float value) {
+  float* entry = reinterpret_cast<float*>(p.amax + block * p.block + head * p.head);
+#pragma omp critical(kvx_amax)
+  if (value > *entry) *entry = value;
+}
+
+void raise_heads(const RowTable& ops, const AmaxParams& p, int64_t begin, int64_t end) {
+  for (int64_t h = 0; h < p.num_heads; h++) {
+    float best = 0;
+    for (int64_t t = begin; t < end; t++) {
+      const float a = row_amax(ops, p, p.rows.data + t * p.rows.token + h * p.rows.head);
+      best = a > best ? a : best;
+    }
+    raise(p, 0, h, best);
+  }
+}
+
+void raise_blocks(const RowTable& ops, const AmaxParams& p, int64_t begin, int64_t end) {
+  for (int64_t t = begin; t < end; t++) {
+    const int64_t slot = slot_of(p, t);
+    if (slot < 0 || slot == p.invalid_slot) continue;
+    for (int64_t h = 0; h < p.num_heads; h++)
+      raise(p, slot / p.block_size, h, row_amax(ops, p, p.rows.data + t * p.rows.token + h * p.rows.head));
+  }
+}
+
 }  // namespace
 
 kvx_status_t amax(const AmaxParams& p) {
@@ -30,20 +56,15 @@ kvx_status_t amax(const AmaxParams& p) {
         return fail(KVX_STATUS_OUT_OF_RANGE, "slot_mapping[%lld] is %lld; amax covers %lld slots.", (long long)t, (long long)slot, (long long)p.num_slots);
     }
   const RowTable& ops = best_rows();
-  // Heads are independent of each other, so threads over heads share no entry unless the head axis is absent.
-#pragma omp parallel for schedule(static) if (p.head != 0 && p.num_tokens * p.num_heads * p.head_dim > 65536)
-  for (int64_t h = 0; h < p.num_heads; h++)
-    for (int64_t t = 0; t < p.num_tokens; t++) {
-      int64_t block = 0;
-      if (p.slots) {
-        const int64_t slot = slot_of(p, t);
-        if (slot < 0 || slot == p.invalid_slot) continue;
-        block = slot / p.block_size;
-      }
-      float* entry = reinterpret_cast<float*>(p.amax + block * p.block + h * p.head);
-      const float a = row_amax(ops, p, p.rows.data + t * p.rows.token + h * p.rows.head);
-      if (a > *entry) *entry = a;
-    }
+  const int threads = p.num_tokens * p.num_heads * p.head_dim < 65536 ? 1 : int(least(max_threads(), p.num_tokens));
+  // Threads take ranges of tokens. Without a block axis each keeps maxima of its own per head; with one, entries are raised
+  // under a lock by row: rows are long, and two threads seldom meet in one block.
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int i = 0; i < threads; i++) {
+    const int64_t begin = p.num_tokens * i / threads, end = p.num_tokens * (i + 1) / threads;
+    if (p.slots) raise_blocks(ops, p, begin, end);
+    else raise_heads(ops, p, begin, end);
+  }
   return KVX_STATUS_OK;
 }
 

@@ -118,19 +118,26 @@ void decode_row(char* dst, const char* src, int64_t n, float scale) {
 // Magnitudes of floats order as their bits do, so the maximum is an integer one and vectorises in any order.
 template <int IO>
 float amax_row(const char* src, int64_t n) {
-  uint32_t best[16] = {};
-  float x[16];
-  for (int64_t first = 0; first < n; first += 16) {
-    load_block<IO>(src, first, x, int(n - first < 16 ? n - first : 16));  // 0 past the end
-    for (int i = 0; i < 16; i++) {
-      uint32_t b = bits_of(x[i]) & 0x7fffffffu;
-      b = b < 0x7f800000u ? b : 0u;
-      best[i] = b > best[i] ? b : best[i];
+  using Raw = typename Float<IO>::Raw;
+  constexpr int kLanes = 64;
+  constexpr Raw sign_off = Raw(Raw(~Raw(0)) >> 1);
+  constexpr Raw infinity = IO == KVX_DTYPE_F32 ? Raw(0x7f800000u) : IO == KVX_DTYPE_BF16 ? Raw(0x7f80u) : Raw(0x7c00u);
+  auto* s = reinterpret_cast<const Raw*>(src);
+  Raw best[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int j = 0; j < kLanes; j++) {
+      Raw m = Raw(s[i + j] & sign_off);
+      m = m < infinity ? m : Raw(0);
+      best[j] = m > best[j] ? m : best[j];
     }
+  Raw most = 0;
+  for (int j = 0; j < kLanes; j++) most = best[j] > most ? best[j] : most;
+  for (; i < n; i++) {
+    const Raw m = Raw(s[i] & sign_off);
+    if (m < infinity && m > most) most = m;
   }
-  uint32_t most = 0;
-  for (int i = 0; i < 16; i++) most = best[i] > most ? best[i] : most;
-  return float_of(most);
+  return Float<IO>::load(most);
 }
 
 // Rows are a few hundred bytes. libc's memcpy writes such a piece in overlapping parts, which keeps a core from seeing whole

@@ -91,7 +91,10 @@ def test_not_tensors():
     refuse(lambda: kvx.write(cache, [[1.0]], k, slot_mapping=slots, spec=spec), "k is list")
     refuse(lambda: kvx.write(cache, k, k, slot_mapping=[0], spec=spec), "slot_mapping is list")
     refuse(lambda: kvx.write("cache", k, k, slot_mapping=slots, spec=spec), "cache")
-    refuse(lambda: kvx.write(cache, k, k.to("meta"), slot_mapping=slots, spec=spec), "", Exception)
+    refuse(lambda: kvx.write((cache[0], 5), k, k, slot_mapping=slots, spec=spec), "v_cache is int")
+    refuse(lambda: kvx.write(cache, k, k, slot_mapping=slots, spec="bf16"), "spec is str")
+    refuse(lambda: kvx.gather(cache, torch.zeros(1, 2), spec=spec), "table is Tensor")
+    refuse(lambda: kvx.write(cache, k, k.to("meta"), slot_mapping=slots, spec=spec), "meta", RuntimeError)
 
 
 def test_a_failed_call_leaves_the_next_one_working(made):
