@@ -333,7 +333,7 @@ typedef struct kvx_amax_args_t {
 typedef struct kvx_build_info_t {
   uint32_t struct_bytes;   /* in: sizeof at the caller                                                   */
   uint32_t has_cuda;       /* 1 = device code is in the library                                          */
-  const char* cuda_archs;  /* "80;90a;120+PTX"; "" without CUDA                                          */
+  const char* cuda_archs;  /* "80,90a,120+PTX"; "" without CUDA                                          */
   const char* simd;        /* "avx512", "avx2", "neon" or "plain": what this machine runs                */
   int32_t max_threads;     /* OpenMP threads a host call may use; 1 without OpenMP                       */
   int32_t cuda_devices;    /* devices usable now; 0 without a driver                                     */

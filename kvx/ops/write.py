@@ -47,9 +47,7 @@ def write(
         first, second = cache, None
     else:
         first, second = _pair(cache, spec)
-    if not (
-        type(k) is type(v) is type(slot_mapping) is type(first) is Tensor and (second is None or type(second) is Tensor)
-    ):
+    if not (type(k) is type(v) is type(slot_mapping) is type(first) is Tensor and (second is None or type(second) is Tensor)):
         first = backends.as_tensor("write", "cache", first)
         second = None if second is None else backends.as_tensor("write", "v_cache", second)
         k, v = backends.as_tensor("write", "k", k), backends.as_tensor("write", "v", v)
@@ -59,13 +57,13 @@ def write(
         backend == "auto"
         and native.IS_EXCHANGED
         and k_scale is v_scale is k_token_scale is v_token_scale is k_tensor_scale is v_tensor_scale is errors is None
-        and ((first.is_cpu and native.HAS_CPU) or (first.is_cuda and native.HAS_CUDA and not backends.is_debug()))
+        and first.is_cpu
+        and native.HAS_CPU
     ):
-        # The short way for the common call: a native backend, no scales.
+        # The short way for the common call: host memory, no scales.
         status = native.write_call(
-            native.door_spec(spec), id(first), 0 if second is None else id(second), id(k), id(v), id(slot_mapping), 0,
-            0 if first.is_cpu else native.stream_of(first),
-        )  # fmt: skip
+            native.door_spec(spec), id(first), 0 if second is None else id(second), id(k), id(v), id(slot_mapping), 0, 0
+        )
         if status:
             scales.require("write", spec, (None,) * 7)  # a missing scale is named better there
             native.raise_status(status)

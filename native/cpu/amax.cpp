@@ -1,4 +1,6 @@
 // amax on the host: each thread takes a range of tokens; entries of the output are raised one at a time.
+#include <vector>
+
 #include "../run.h"
 #include "../table.h"
 #include "row.h"
@@ -27,14 +29,13 @@ void raise(const AmaxParams& p, int64_t block, int64_t head, float value) {
 }
 
 void raise_heads(const RowTable& ops, const AmaxParams& p, int64_t begin, int64_t end) {
-  for (int64_t h = 0; h < p.num_heads; h++) {
-    float best = 0;
-    for (int64_t t = begin; t < end; t++) {
+  std::vector<float> best(size_t(p.num_heads), 0.0f);
+  for (int64_t t = begin; t < end; t++)
+    for (int64_t h = 0; h < p.num_heads; h++) {
       const float a = row_amax(ops, p, p.rows.data + t * p.rows.token + h * p.rows.head);
-      best = a > best ? a : best;
+      best[size_t(h)] = a > best[size_t(h)] ? a : best[size_t(h)];
     }
-    raise(p, 0, h, best);
-  }
+  for (int64_t h = 0; h < p.num_heads; h++) raise(p, 0, h, best[size_t(h)]);
 }
 
 void raise_blocks(const RowTable& ops, const AmaxParams& p, int64_t begin, int64_t end) {

@@ -119,7 +119,7 @@ void decode_row(char* dst, const char* src, int64_t n, float scale) {
 template <int IO>
 float amax_row(const char* src, int64_t n) {
   using Raw = typename Float<IO>::Raw;
-  constexpr int kLanes = 64;
+  constexpr int kLanes = 32;
   constexpr Raw sign_off = Raw(Raw(~Raw(0)) >> 1);
   constexpr Raw infinity = IO == KVX_DTYPE_F32 ? Raw(0x7f800000u) : IO == KVX_DTYPE_BF16 ? Raw(0x7f80u) : Raw(0x7c00u);
   auto* s = reinterpret_cast<const Raw*>(src);
@@ -127,9 +127,9 @@ float amax_row(const char* src, int64_t n) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes)
     for (int j = 0; j < kLanes; j++) {
-      Raw m = Raw(s[i + j] & sign_off);
-      m = m < infinity ? m : Raw(0);
-      best[j] = m > best[j] ? m : best[j];
+      const Raw magnitude = Raw(s[i + j] & sign_off), old = best[j];
+      const Raw m = Raw(magnitude & Raw(-Raw(magnitude < infinity)));  // a mask, not a branch: the loop vectorises
+      best[j] = m > old ? m : old;
     }
   Raw most = 0;
   for (int j = 0; j < kLanes; j++) most = best[j] > most ? best[j] : most;
