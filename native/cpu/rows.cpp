@@ -9,6 +9,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace kvx {
@@ -150,7 +152,11 @@ void copy(char* dst, const char* src, int64_t bytes) {
   int64_t i = 0;
   for (; i + 64 <= bytes; i += 64) {
     __builtin_prefetch(src + i + 1024);  // rows that skip over others (K beside V) would be met cold
+#if defined(__aarch64__)  // one store a line: in two halves, whether the core sees it whole depends on how the loop is placed
+    vst1q_u8_x4(reinterpret_cast<uint8_t*>(dst + i), vld1q_u8_x4(reinterpret_cast<const uint8_t*>(src + i)));
+#else
     memcpy(dst + i, src + i, 64);
+#endif
   }
   if (i < bytes) memcpy(dst + i, src + i, size_t(bytes - i));
 }
