@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 import kvx
-from kvx.bench.harness import COLD_BYTES, Row, time_calls
-
-LAYOUTS = {"NHD": kvx.NHD, "HND": kvx.HND, "fused": "block token head (kv dim)"}
+from kvx.bench.harness import COLD_BYTES, LAYOUTS, Row, time_calls
 
 
 @dataclass(frozen=True)
