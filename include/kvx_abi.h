@@ -1,7 +1,7 @@
 /* KVX: the C ABI for paged KV caches. Copy this header into any project: it needs only <stdint.h>.
  *
  * Two generations stand side by side in one library:
- *   v1.1  kvx_*_desc_t and kvx_write_kv / kvx_gather_kv, frozen: a client compiled against the draft runs unchanged.
+ *   v1.1  kvx_*_desc_t and kvx_write_kv / kvx_gather_kv, frozen: offsets and numbers are the draft's.
  *   v1.2  kvx_array_t, kvx_plane_t, kvx_cache_t and kvx_write / kvx_gather / kvx_amax: everything v1.1 cannot say.
  *
  * Rules for every call
