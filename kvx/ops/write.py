@@ -57,12 +57,18 @@ def write(
         backend == "auto"
         and native.IS_EXCHANGED
         and k_scale is v_scale is k_token_scale is v_token_scale is k_tensor_scale is v_tensor_scale is errors is None
-        and first.is_cpu
-        and native.HAS_CPU
+        and ((first.is_cpu and native.HAS_CPU) or (first.is_cuda and native.HAS_CUDA and not backends.is_debug()))
     ):
-        # The short way for the common call: host memory, no scales.
+        # The short way for the common call: no scales, nothing to count.
         status = native.write_call(
-            native.door_spec(spec), id(first), 0 if second is None else id(second), id(k), id(v), id(slot_mapping), 0, 0
+            native.door_spec(spec),
+            id(first),
+            0 if second is None else id(second),
+            id(k),
+            id(v),
+            id(slot_mapping),
+            0,
+            native.stream_of(first),
         )
         if status:
             scales.require("write", spec, (None,) * 7)  # a missing scale is named better there

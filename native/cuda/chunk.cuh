@@ -88,34 +88,51 @@ template <int IO> __device__ __forceinline__ void store_chunk(char* p, const flo
 
 // ---- quantising
 
-// x / s, correctly rounded, for many x and one s: a reciprocal once, then a product and two exact corrections each (Markstein),
-// the steps of the division routine without its checks. Holds for moderate s and for |x| up to 2^17 s, past which every type saturates; other chunks divide.
-struct Quantiser {
-  float s, r;
+// Codes of type C change where a quotient passes a boundary, and boundaries have few bits: this many low bits of a 25-bit
+// midpoint beside one are 0...01 or 1...11.
+template <int C> constexpr int kBoundaryZeros = C == KVX_DTYPE_S8 ? 17 : C == KVX_DTYPE_F8_E4M3 ? 20 : C == KVX_DTYPE_E2M1 ? 22 : 21;
+
+// x / s for many x and one s, such that the code is that of the correctly rounded quotient. Holds for moderate s and for |x| up
+// to 2^17 s, past which every type saturates; other chunks divide.
+//   16-bit x: 1/s as a sum r + low, so x*r + x*low is within 2^-44 before its one rounding. Only an x/s that close to the middle
+//             between a boundary and its neighbour could come out wrong, and a few scales, told by their low bits, have such
+//             an x (tests/quant/test_quotient.py counts them): those divide. r is rounded down, so that -0 stays -0.
+//   f32 x:    a product and two exact corrections (Markstein), the steps of the division routine without its checks.
+template <int C> struct Quantiser {
+  float s, r, low;
   uint32_t limit_bits;  // magnitudes under this take the short way; 0 = none does
 
-  Quantiser() = default;
   __device__ __forceinline__ explicit Quantiser(float scale) {
     set(scale);
-    limit_bits = scale >= 0x1p-80f && scale <= 0x1p100f ? __float_as_uint(scale * 0x1p17f) : 0u;
+    limit_bits = is_plain(scale) && scale >= 0x1p-80f && scale <= 0x1p100f ? __float_as_uint(scale * 0x1p17f) : 0u;
   }
   // A scale made from the row itself, at least 1e-6: no finite element passes the largest value by more than rounding.
   __device__ static __forceinline__ Quantiser of_largest(float scale) {
     Quantiser q;
     q.set(scale);
-    q.limit_bits = scale <= 0x1p100f ? kInfinity : 0u;
+    q.limit_bits = is_plain(scale) && scale <= 0x1p100f ? kInfinity : 0u;
     return q;
   }
+  template <int IO> __device__ __forceinline__ float quotient(float x) const {
+    if constexpr (IO != KVX_DTYPE_F32) return __fmaf_rn(x, r, __fmul_rn(x, low));
+    float q = __fmul_rn(x, r);  // remainders are taken as q*s - x: the signs then work out so that -0 stays -0
+    q = __fmaf_rn(-__fmaf_rn(q, s, -x), r, q);
+    return __fmaf_rn(-__fmaf_rn(q, s, -x), r, q);
+  }
+
+ private:
+  Quantiser() = default;
   __device__ __forceinline__ void set(float scale) {
     s = scale;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(scale));  // within an ulp; one Newton step, as the division routine does
     r = __fmaf_rn(__fmaf_rn(-scale, r, 1.0f), r, r);
+    r = __uint_as_float(__float_as_uint(r) - (__float_as_uint(__fmaf_rn(-scale, r, 1.0f)) >> 31));
+    low = __fmul_rn(__fmaf_rn(-scale, r, 1.0f), r);
   }
-  // Remainders are taken as q*s - x: the signs then work out so that -0 stays -0.
-  __device__ __forceinline__ float quotient(float x) const {
-    float q = __fmul_rn(x, r);
-    q = __fmaf_rn(-__fmaf_rn(q, s, -x), r, q);
-    return __fmaf_rn(-__fmaf_rn(q, s, -x), r, q);
+  __device__ static __forceinline__ bool is_plain(float scale) {
+    constexpr uint32_t mask = (1u << kBoundaryZeros<C>) - 1;
+    const uint32_t bits = __float_as_uint(scale);
+    return (bits + 64 & mask) > 128 || (bits & mask) == 0;
   }
 };
 
@@ -162,11 +179,11 @@ template <int C, bool Tame> __device__ __forceinline__ void store_codes(char* p,
   }
 }
 
-template <int IO, int C> __device__ __forceinline__ void encode_chunk(char* p, const RawChunk<IO>& raw, uint32_t magnitude, const Quantiser& quantiser, int width) {
+template <int IO, int C> __device__ __forceinline__ void encode_chunk(char* p, const RawChunk<IO>& raw, uint32_t magnitude, const Quantiser<C>& quantiser, int width) {
   float x[kChunk];
   if (magnitude < quantiser.limit_bits) {
 #pragma unroll
-    for (int i = 0; i < kChunk; i++) x[i] = quantiser.quotient(element(raw, i));
+    for (int i = 0; i < kChunk; i++) x[i] = quantiser.template quotient<IO>(element(raw, i));
     store_codes<C, true>(p, x, width);
   } else {
 #pragma unroll

@@ -123,8 +123,7 @@ __global__ void __launch_bounds__(256, IO == KVX_DTYPE_F32 ? 3 : 5) write_chunks
     slots[u] = load_slot(a.slots, token);
     if (token < a.slots.num_tokens && !idle) raw[u] = load_raw<IO>(rows + step(token, plane.rows_token));
   }
-  Quantiser fixed(1.0f);
-  if constexpr (is_code<C> && Kind == SCALE_FIXED) fixed = Quantiser(read_scale(scale, 0, 0, c.head, 0));
+  Quantiser<C> fixed(is_code<C> && Kind == SCALE_FIXED ? read_scale(scale, 0, 0, c.head, 0) : 1.0f);
 #pragma unroll
   for (int u = 0; u < U; u++) {
     const uint32_t token = first + u * blockDim.y;
@@ -153,10 +152,10 @@ __global__ void __launch_bounds__(256, IO == KVX_DTYPE_F32 ? 3 : 5) write_chunks
           float found = divide_by_qmax<C>(__uint_as_float(most));
           found = found > 1e-6f ? found : 1e-6f;
           if (owns) *reinterpret_cast<float*>(plain.data + step(s.block, plain.block) + step(s.offset, plain.token) + step(c.head, plain.head) + step(group, plain.group)) = found;
-          encode_chunk<IO, C>(place, raw[u], mine, Quantiser::of_largest(found), a.width);
+          encode_chunk<IO, C>(place, raw[u], mine, Quantiser<C>::of_largest(found), a.width);
           continue;
         }
-        const Quantiser q(settle_scale(scale, C, token, s.block, s.offset, c.head, group, __uint_as_float(most), owns));
+        const Quantiser<C> q(settle_scale(scale, C, token, s.block, s.offset, c.head, group, __uint_as_float(most), owns));
         encode_chunk<IO, C>(place, raw[u], mine, q, a.width);
       }
     }

@@ -42,7 +42,7 @@ def build_program(source: Path, folder: Path) -> Path:
         pytest.skip(str(missing))
     program = folder / source.stem
     # -lkvx and not the path: a library without a soname would put the path itself into the program.
-    link = ["-x", "none", "-L", library.parent, "-lkvx", f"-Wl,-rpath,{library.parent}"]
+    link = ["-x", "none", "-L", library.parent, "-lkvx", f"-Wl,-rpath,{library.parent}", "-ldl"]
     compile_with("c99", "-O1", "-g", source, *link, "-o", program)
     return program
 
@@ -78,6 +78,13 @@ def test_layout_names_every_field():
 def test_program(name, tmp_path):
     said = run(build_program(HERE / f"{name}.c", tmp_path))
     assert re.search(r"^[1-9]\d* passed, 0 failed$", said, re.M), said[-20000:]
+
+
+def test_unified_memory(tmp_path):
+    said = run(build_program(HERE / "unified.c", tmp_path))
+    if "no CUDA device" in said:
+        pytest.skip("no CUDA device: managed memory cannot be allocated")
+    assert re.search(r"^[1-9]\d* passed, 0 failed$", said, re.M), said
 
 
 def test_example(tmp_path):

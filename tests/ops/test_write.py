@@ -124,6 +124,25 @@ def test_division_is_ieee_for_many_scales(native_backend, element, generator):
         compare.bitwise(got.cpu(), want)
 
 
+@pytest.mark.parametrize("element", ["fp8_e4m3", "fp8_e5m2", "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_number_under_awkward_scales(native_backend, element, dtype, generator):
+    """All 65,536 patterns over scales whose last bits sit beside the boundaries of a code, where the short quotient must give way."""
+    base = torch.arange(8, 16, dtype=torch.int64) << 20  # significands of 24 bits
+    near = torch.cat([base + d for d in (0, 1, 2, 3, 63, 64, 65, -1, -2, -63, -64, -65)] + [base + (1 << 17) + d for d in (-1, 0, 1)])
+    random = torch.randint(1 << 23, 1 << 24, (64,), generator=generator)
+    scale = torch.cat([near.clamp(1 << 23, (1 << 24) - 1), random]).double().mul(2.0**-26).float()
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).view(-1, 1, 128)
+    spec = kvx.CacheSpec(patterns.shape[0], 1, 1, 128, format=element)
+    k, slots = patterns.to(native_backend.device), torch.arange(patterns.shape[0], device=native_backend.device)
+    got, want = kvx.allocate(spec, native_backend.device), kvx.allocate(spec)
+    for s in scale:
+        for st, x, at, name in ((got, k, slots, native_backend.name), (want, patterns, slots.cpu(), "torch")):
+            s_here = s.to(x.device)
+            kvx.write(st.cache, x, x, slot_mapping=at, spec=spec, k_scale=s_here, v_scale=s_here, backend=name)
+        compare.bitwise(got.cache[0].cpu(), want.cache[0])
+
+
 def test_saturation(backend):
     """Never NaN from a finite value; NaN stays NaN; infinities go to the largest value."""
     x = torch.tensor([1e9, -1e9, float("inf"), -float("inf"), float("nan"), 448.0, 0.0, 65504.0]).view(1, 1, 8)
