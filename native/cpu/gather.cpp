@@ -1,8 +1,9 @@
-// gather on the host: lengths and block ids are checked first, then one task per (sequence, block).
+// gather on the host: lengths and block ids are checked first, then one task per sequence and span of its blocks.
 #include <string.h>
 
 #include "../run.h"
 #include "../table.h"
+#include "pending.h"
 #include "row.h"
 
 namespace kvx {
@@ -12,14 +13,10 @@ namespace {
 
 constexpr int64_t kThreadBytes = 128 << 10;
 constexpr int64_t kStreamBytes = 16 << 20;  // larger outputs go past the caches
+constexpr int64_t kSpan = 32;               // blocks a task takes
 
 int64_t output_bytes(const GatherParams& p) {
   return p.num_rows * p.num_heads * (p.plane[0].head_dim * element_bytes(p.rows[0].dtype) + p.plane[1].head_dim * element_bytes(p.rows[1].dtype));
-}
-
-inline void copy_bytes(const RowTable& ops, bool stream, char* dst, const char* src, int64_t bytes) {
-  if (stream) ops.stream_copy(dst, src, bytes);
-  else ops.copy(dst, src, bytes);
 }
 
 kvx_status_t check_tables(const GatherParams& p) {
@@ -43,47 +40,62 @@ kvx_status_t check_tables(const GatherParams& p) {
   return KVX_STATUS_OK;
 }
 
-// Positions [pos, end) of one sequence out of one block.
-void gather_run(const RowTable& ops, const GatherParams& p, int i, int64_t seq, RowRange out, int64_t pos, int64_t end, const BlockPlace& place, bool stream) {
+// Positions [pos, end) of one sequence out of one block, row by row.
+void gather_rows(const RowTable& ops, const GatherParams& p, int i, char* dst, int64_t pos, int64_t end, const BlockPlace& place) {
   const PlaneParams& c = p.plane[i];
   const RowsParams& r = p.rows[i];
   const int64_t offset = pos % p.block_size, run = end - pos;
-  char* dst = output_row(p, i, seq, out, pos);
-  if (place.state != BLOCK_FOUND) {
-    for (int64_t t = 0; t < run; t++)
-      for (int64_t h = 0; h < p.num_heads; h++) zero_row(r, dst + t * r.token + h * r.head, c.head_dim);
-    return;
-  }
-  char* src = place.base + offset * c.token;
-  const bool copy = c.dtype == r.dtype && c.is_dense && r.is_dense;
-  int64_t row = span_bytes(c.dtype, c.head_dim), heads = p.num_heads;
-  if (copy && (heads == 1 || (c.head == row && r.head == row))) row *= heads, heads = 1;
-  if (copy && heads == 1 && c.token == row && r.token == row) {
-    copy_bytes(ops, stream, dst, src, row * run);
-    return;
-  }
-  // In the order of the block: it is then read once, front to back, and the scattered side is the buffered stores.
-  const bool by_head = c.head > c.token;
-  const int64_t outer = by_head ? heads : run, inner = by_head ? run : heads;
+  const bool by_head = c.head > c.token;  // in the order of the block, so that it is read front to back
+  const int64_t outer = by_head ? p.num_heads : run, inner = by_head ? run : p.num_heads;
   for (int64_t a = 0; a < outer; a++)
     for (int64_t b = 0; b < inner; b++) {
       const int64_t h = by_head ? a : b, t = by_head ? b : a;
-      char *to = dst + t * r.token + h * r.head, *from = src + t * c.token + h * c.head;
-      if (copy) copy_bytes(ops, stream, to, from, row);
-      else gather_row(ops, c, r, to, from, ScaleAt{place.id, offset + t, h, 0});
+      char* row = dst + t * r.token + h * r.head;
+      if (place.state == BLOCK_FOUND) gather_row(ops, c, r, row, place.base + (offset + t) * c.token + h * c.head, ScaleAt{place.id, offset + t, h, 0});
+      else zero_row(r, row, c.head_dim);
     }
 }
 
-void gather_block(const RowTable& ops, const GatherParams& p, int64_t seq, int64_t logical, bool stream) {
+// The rows of `run` tokens, where they move as they are.
+CopyGrid make_grid(const PlaneParams& c, const RowsParams& r, int64_t heads, int64_t run) {
+  const int64_t row = span_bytes(c.dtype, c.head_dim), token = row * heads;
+  const bool whole_tokens = heads == 1 || (c.head == row && r.head == row);
+  if (whole_tokens && c.token == token && r.token == token) return CopyGrid{token * run, 1, 1, 0, 0, 0, 0};
+  if (whole_tokens) return CopyGrid{token, run, 1, r.token, 0, c.token, 0};
+  if (c.head > c.token) return CopyGrid{row, heads, run, r.head, r.token, c.head, c.token};
+  return CopyGrid{row, run, heads, r.token, r.head, c.token, c.head};
+}
+
+// Logical blocks [first, last) of one sequence.
+void gather_blocks(const RowTable& ops, const GatherParams& p, int64_t seq, int64_t first, int64_t last, bool stream) {
   const RowRange out = output_rows(p, seq);
-  const int64_t begin = logical * p.block_size, end = least(begin + p.block_size, out.count);
-  const int64_t valid = least(sequence_length(p.table, seq, p.block_size), end);
-  const bool ragged = p.table.format == KVX_BLOCK_TABLE_RAGGED;
+  const int64_t length = least(sequence_length(p.table, seq, p.block_size), out.count);
+  const bool ragged = p.table.format == KVX_BLOCK_TABLE_RAGGED;  // names a block for every token
+  bool copies[2];
+  CopyGrid whole[2];
   for (int i = 0; i < 2; i++) {
-    int64_t pos = begin;
-    for (; pos < valid; pos = ragged ? pos + 1 : valid)  // ragged tables name a block for every token
-      gather_run(ops, p, i, seq, out, pos, ragged ? pos + 1 : valid, find_block(p, seq, pos, logical, i), stream);
-    if (pos < end) gather_run(ops, p, i, seq, out, pos, end, BlockPlace{nullptr, 0, BLOCK_NONE}, stream);
+    const PlaneParams& c = p.plane[i];
+    copies[i] = c.dtype == p.rows[i].dtype && c.is_dense && p.rows[i].is_dense;
+    whole[i] = make_grid(c, p.rows[i], p.num_heads, p.block_size);
+  }
+  // K and V of a block together where one list serves both: side by side in memory, they are then read while still cached.
+  Pending pending[2] = {{ops, stream}, {ops, stream}};
+  Pending* lists[2] = {&pending[0], &pending[whole[0] == whole[1] ? 0 : 1]};
+  for (int64_t block = first; block < last; block++) {
+    const int64_t begin = block * p.block_size, end = least(begin + p.block_size, out.count), valid = least(length, end);
+    for (int i = 0; i < 2; i++) {
+      int64_t pos = begin;
+      while (pos < valid) {
+        const int64_t next = ragged ? pos + 1 : valid, offset = pos - begin;
+        const BlockPlace place = find_block(p, seq, pos, block, i);
+        char* dst = output_row(p, i, seq, out, pos);
+        if (!copies[i] || place.state != BLOCK_FOUND) gather_rows(ops, p, i, dst, pos, next, place);
+        else if (next - pos == p.block_size) lists[i]->add(whole[i], dst, place.base);
+        else lists[i]->add(make_grid(p.plane[i], p.rows[i], p.num_heads, next - pos), dst, place.base + offset * p.plane[i].token);
+        pos = next;
+      }
+      if (pos < end) gather_rows(ops, p, i, output_row(p, i, seq, out, pos), pos, end, BlockPlace{nullptr, 0, BLOCK_NONE});
+    }
   }
 }
 
@@ -93,13 +105,14 @@ kvx_status_t gather(const GatherParams& p) {
   KVX_TRY(check_tables(p));
   const RowTable& ops = best_rows();
   const int64_t seqs = p.table.num_seqs * p.table.beam_width, blocks = (p.max_seq_len + p.block_size - 1) / p.block_size;
-  const int64_t tasks = seqs * blocks;
+  const int64_t least_tasks = 8 * max_threads();
+  const int64_t span = greatest(1, least(kSpan, seqs * blocks / least_tasks)), spans = (blocks + span - 1) / span;
   const int64_t bytes = output_bytes(p);
   const bool stream = bytes >= kStreamBytes;
 #pragma omp parallel if (bytes >= kThreadBytes)
   {
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < tasks; i++) gather_block(ops, p, i / blocks, i % blocks, stream);
+    for (int64_t i = 0; i < seqs * spans; i++) gather_blocks(ops, p, i / spans, i % spans * span, least(blocks, (i % spans + 1) * span), stream);
     if (stream) ops.stream_fence();
   }
   return KVX_STATUS_OK;

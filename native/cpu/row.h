@@ -10,6 +10,7 @@ namespace cpu {
 using namespace common;
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t greatest(int64_t a, int64_t b) { return a > b ? a : b; }
 
 inline int element_bytes(int dtype) { return dtype_bits(dtype) / 8; }
 

@@ -185,6 +185,37 @@ void stream_copy(char* dst, const char* src, int64_t bytes) {
 #endif
 }
 
+template <class Row>
+inline void for_rows(const cpu::CopyGrid g, const cpu::CopyPair* pairs, int64_t count, Row&& row) {  // g by value: a store could change a reference's fields
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t a = 0; a < g.outer; a++)
+      for (int64_t b = 0; b < g.inner; b++) row(pairs[i].dst + a * g.dst_outer + b * g.dst_inner, pairs[i].src + a * g.src_outer + b * g.src_inner, g.bytes);
+}
+
+void copy_grids(const cpu::CopyGrid& g, const cpu::CopyPair* pairs, int64_t count, bool stream) {
+  const bool whole_lines = g.bytes % 64 == 0;
+#if defined(__aarch64__)
+  if (whole_lines && g.inner > 1 && g.src_inner != g.bytes)  // rows that skip over others (K beside V) would be met cold
+    return for_rows(g, pairs, count, [](char* dst, const char* src, int64_t bytes) {
+      for (int64_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(src + i + 1024);
+        vst1q_u8_x4(reinterpret_cast<uint8_t*>(dst + i), vld1q_u8_x4(reinterpret_cast<const uint8_t*>(src + i)));
+      }
+    });
+  if (whole_lines)
+    return for_rows(g, pairs, count, [](char* dst, const char* src, int64_t bytes) {
+      for (int64_t i = 0; i < bytes; i += 64) vst1q_u8_x4(reinterpret_cast<uint8_t*>(dst + i), vld1q_u8_x4(reinterpret_cast<const uint8_t*>(src + i)));
+    });
+#else
+  if (whole_lines && !stream)
+    return for_rows(g, pairs, count, [](char* dst, const char* src, int64_t bytes) {
+      for (int64_t i = 0; i < bytes; i += 64) memcpy(dst + i, src + i, 64);
+    });
+#endif
+  if (stream) for_rows(g, pairs, count, [](char* dst, const char* src, int64_t bytes) { stream_copy(dst, src, bytes); });
+  else for_rows(g, pairs, count, [](char* dst, const char* src, int64_t bytes) { copy(dst, src, bytes); });
+}
+
 void stream_fence() {
 #if defined(__AVX2__)
   _mm_sfence();
@@ -218,6 +249,7 @@ const RowTable KVX_JOIN(rows_, KVX_ISA) = {
     {nullptr, &amax_row<KVX_DTYPE_F16>, &amax_row<KVX_DTYPE_BF16>, &amax_row<KVX_DTYPE_F32>},
     &copy,
     &stream_copy,
+    &copy_grids,
     &stream_fence,
 };
 

@@ -10,6 +10,18 @@ using EncodeRow = void (*)(char* dst, const char* src, int64_t n, float scale); 
 using DecodeRow = void (*)(char* dst, const char* src, int64_t n, float scale);  // dst = IO type, x * scale
 using AmaxRow = float (*)(const char* src, int64_t n);                           // largest finite |x|
 
+// Rows of `bytes` bytes on a grid of two axes, each with its stride on either side.
+struct CopyGrid {
+  int64_t bytes, outer, inner;
+  int64_t dst_outer, dst_inner, src_outer, src_inner;
+};
+
+// Where a grid begins on either side.
+struct CopyPair {
+  char* dst;
+  const char* src;
+};
+
 struct RowTable {
   const char* name;
   EncodeRow encode[4][14];  // [IO dtype][cache dtype], kvx_dtype_t values; NULL where there is none
@@ -17,7 +29,10 @@ struct RowTable {
   AmaxRow amax[4];          // [IO dtype]
   void (*copy)(char* dst, const char* src, int64_t bytes);         // a row
   void (*stream_copy)(char* dst, const char* src, int64_t bytes);  // past the caches, for what is not read again soon
-  void (*stream_fence)();   // after the last stream_copy of a thread
+  // The same grid at many places. One call for all: between calls a core stores to its stack, sees no longer whole lines only,
+  // and reads every line it is about to overwrite (measured on Neoverse: 39 GB/s a block a call, 52 in one).
+  void (*copy_grids)(const CopyGrid& grid, const CopyPair* pairs, int64_t count, bool stream);
+  void (*stream_fence)();   // after the last streaming copy of a thread
 };
 
 extern const RowTable rows_plain;

@@ -3,6 +3,7 @@
 
 #include "../run.h"
 #include "../table.h"
+#include "pending.h"
 #include "row.h"
 
 namespace kvx {
@@ -50,23 +51,18 @@ CopyPlan plan_copy(const WriteParams& p, int i) {
   return plan;
 }
 
-inline void copy_bytes(const RowTable& ops, bool stream, char* dst, const char* src, int64_t bytes) {
-  if (stream) ops.stream_copy(dst, src, bytes);
-  else ops.copy(dst, src, bytes);
-}
-
 // `run` tokens from `token` on, in consecutive offsets of one block.
-void copy_run(const RowTable& ops, const WriteParams& p, int i, const CopyPlan& plan, int64_t token, int64_t block, int64_t offset, int64_t run, bool stream) {
+void copy_run(Pending& pending, const WriteParams& p, int i, const CopyPlan& plan, int64_t token, int64_t block, int64_t offset, int64_t run) {
   const PlaneParams& c = p.plane[i];
   const RowsParams& r = p.rows[i];
-  char* dst = c.data + block * c.block + offset * c.token;
-  const char* src = r.data + token * r.token;
-  if (plan.tokens_adjacent) return copy_bytes(ops, stream, dst, src, run * plan.row_bytes);
-  for (int64_t t = 0; t < run; t++)  // in the order of the input, which is read once and prefetched; stores are buffered
-    for (int64_t h = 0; h < plan.num_rows; h++) copy_bytes(ops, stream, dst + h * c.head + t * c.token, src + h * r.head + t * r.token, plan.row_bytes);
+  // In the order of the input, which is read once and prefetched; stores are buffered.
+  const CopyGrid grid = plan.tokens_adjacent ? CopyGrid{run * plan.row_bytes, 1, 1, 0, 0, 0, 0}
+                                             : CopyGrid{plan.row_bytes, run, plan.num_rows, c.token, c.head, r.token, r.head};
+  pending.add(grid, c.data + block * c.block + offset * c.token, r.data + token * r.token);
 }
 
 void write_tokens(const RowTable& ops, const WriteParams& p, const CopyPlan plan[2], int64_t begin, int64_t end, bool stream) {
+  Pending pending[2] = {{ops, stream}, {ops, stream}};
   for (int64_t t = begin; t < end;) {
     const int64_t slot = slot_of(p, t);
     if (is_skipped(p, slot)) {
@@ -78,7 +74,7 @@ void write_tokens(const RowTable& ops, const WriteParams& p, const CopyPlan plan
     while (t + run < end && offset + run < p.block_size && slot_of(p, t + run) == slot + run && slot + run != p.invalid_slot) run++;
     for (int i = 0; i < 2; i++) {
       if (plan[i].applies) {
-        copy_run(ops, p, i, plan[i], t, block, offset, run, stream);
+        copy_run(pending[i], p, i, plan[i], t, block, offset, run);
         continue;
       }
       const PlaneParams& c = p.plane[i];
@@ -90,6 +86,7 @@ void write_tokens(const RowTable& ops, const WriteParams& p, const CopyPlan plan
     }
     t += run;
   }
+  for (Pending& list : pending) list.flush();
   if (stream) ops.stream_fence();
 }
 
