@@ -127,9 +127,10 @@ def test_division_is_ieee_for_many_scales(native_backend, element, generator):
 @pytest.mark.parametrize("element", ["fp8_e4m3", "fp8_e5m2", "int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_under_awkward_scales(native_backend, element, dtype, generator):
-    """All 65,536 patterns over scales whose last bits sit beside the boundaries of a code, where the short quotient must give way."""
+    """All 65,536 patterns, over scales whose last bits sit where the short quotient must give way."""
     base = torch.arange(8, 16, dtype=torch.int64) << 20  # significands of 24 bits
-    near = torch.cat([base + d for d in (0, 1, 2, 3, 63, 64, 65, -1, -2, -63, -64, -65)] + [base + (1 << 17) + d for d in (-1, 0, 1)])
+    beside = (0, 1, 2, 3, 63, 64, 65, -1, -2, -63, -64, -65)
+    near = torch.cat([base + d for d in beside] + [base + (1 << 17) + d for d in (-1, 0, 1)])
     random = torch.randint(1 << 23, 1 << 24, (64,), generator=generator)
     scale = torch.cat([near.clamp(1 << 23, (1 << 24) - 1), random]).double().mul(2.0**-26).float()
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).view(-1, 1, 128)

@@ -25,7 +25,7 @@ def divides(s: np.ndarray, zeros: int) -> np.ndarray:
     return (((s + 64) & mask) <= 128) & ((s & mask) != 0)
 
 
-@pytest.mark.parametrize("x_bits", (8, 11), ids=("bf16", "f16"))
+@pytest.mark.parametrize("x_bits", [8, 11], ids=("bf16", "f16"))
 @pytest.mark.parametrize("name", TYPES)
 def test_no_scale_on_the_short_way_is_at_risk(name, x_bits):
     zeros, boundaries = TYPES[name]
