@@ -341,6 +341,90 @@ typedef struct kvx_build_info_t {
   int32_t cuda_driver;     /* the same for the driver; 0 = no driver                                     */
 } kvx_build_info_t;
 
+/* ------------------------------------------------------------------ conversion (v1.2)
+ * A plan says how the bytes of one cache become those of another. It holds no address, so one plan serves many runs.
+ * As bytes it is flat and little-endian: one kvx_plan_header_t, num_boxes times kvx_plan_box_t, then num_src_sizes and
+ * num_dst_sizes pairs (uint64_t count, uint64_t bytes): so many buffers in a row have so many bytes.
+ * kvx.plan() makes one in Python; kvx_plan_load reads it.
+ *
+ * A box is a rectangle of elements through which both sides step evenly. For one unit of tokens in block `b`, it moves
+ *   run_bytes from  src_buffers[src.buffer + b*src.block_step + sum(i*src_step)] + src.offset + b*src.block + t(src) + sum(i*src)
+ *   to the same of dst, over all i of its digits, where t(side) = (u / token_split) * token_outer + (u % token_split) * token_inner
+ * and u is the token of the block at which the unit starts (0 where both sides have one block size). */
+#define KVX_PLAN_MAGIC 0x5058564bu /* the bytes "KVXP" */
+#define KVX_PLAN_VERSION 1
+#define KVX_PLAN_MAX_DIGITS 12
+
+typedef struct kvx_plan_header_t {
+  uint32_t magic;           /* KVX_PLAN_MAGIC                                                            */
+  uint32_t version;         /* KVX_PLAN_VERSION                                                          */
+  uint64_t plan_bytes;      /* of everything, header included                                            */
+  uint32_t num_boxes;       /* 0 = nothing to move                                                       */
+  uint32_t num_src_buffers; /* allocations of the source, all shards                                     */
+  uint32_t num_dst_buffers; /* allocations of the destination, all shards                                */
+  uint32_t unit_tokens;     /* tokens moved for one pair of blocks; divides both block sizes              */
+  int64_t src_block_size;   /* tokens in a block                                                         */
+  int64_t dst_block_size;   /* tokens in a block                                                         */
+  int64_t src_num_blocks;   /* block ids are under this                                                  */
+  int64_t dst_num_blocks;   /* block ids are under this                                                  */
+  uint32_t num_src_sizes;   /* pairs of the source at the end of the plan                                */
+  uint32_t num_dst_sizes;   /* pairs of the destination after them                                       */
+  uint64_t reserved;        /* 0                                                                         */
+} kvx_plan_header_t;
+
+typedef struct kvx_plan_digit_t {
+  int64_t size;     /* 1 or more                                                                         */
+  int64_t src;      /* bytes from one to the next at the source                                          */
+  int64_t dst;      /* bytes from one to the next at the destination                                     */
+  int32_t src_step; /* buffers from one to the next at the source; 0 = the same buffer                   */
+  int32_t dst_step; /* the same of the destination                                                       */
+  int64_t token;    /* tokens from one to the next; 0 = not an axis of tokens                            */
+} kvx_plan_digit_t;
+
+typedef struct kvx_plan_side_t {
+  int64_t offset;      /* bytes into the buffer                                                          */
+  int64_t block;       /* bytes from block to block; 0 where blocks have buffers of their own            */
+  int64_t token_split; /* tokens inside one outer step; the block size where tokens are not split        */
+  int64_t token_outer; /* bytes of an outer step                                                         */
+  int64_t token_inner; /* bytes of an inner step                                                         */
+  int32_t buffer;      /* first buffer                                                                   */
+  int32_t block_step;  /* buffers from block to block; 0 = blocks share one                              */
+} kvx_plan_side_t;
+
+typedef struct kvx_plan_box_t {
+  kvx_plan_side_t src;
+  kvx_plan_side_t dst;
+  int64_t run_bytes;                            /* adjacent on both sides                                */
+  uint32_t num_digits;                          /* 0 to KVX_PLAN_MAX_DIGITS                              */
+  uint32_t reserved32;                          /* 0                                                     */
+  kvx_plan_digit_t digit[KVX_PLAN_MAX_DIGITS];  /* in any order; past num_digits unread                  */
+  uint64_t reserved[2];                         /* 0                                                     */
+} kvx_plan_box_t;
+
+/* Addresses for a plan. Where either side is DEVICE or UNIFIED the call runs on the device, and the other may be HOST if it
+ * is pinned. Block ids: [n] and [n], or [num_seqs, columns] tables on both sides. A negative id skips its blocks. */
+typedef struct kvx_convert_args_t {
+  uint32_t version;                 /* KVX_ABI_VERSION                                                   */
+  uint32_t struct_bytes;            /* sizeof(kvx_convert_args_t)                                        */
+  uint64_t flags;                   /* 0                                                                 */
+  kvx_memory_type_t src_memory;     /* HOST, DEVICE or UNIFIED                                           */
+  kvx_memory_type_t dst_memory;     /* HOST, DEVICE or UNIFIED                                           */
+  kvx_memory_type_t table_memory;   /* of src_blocks, dst_blocks and seq_lens                            */
+  int32_t device;                   /* -1 = the current one                                              */
+  const void* const* src_buffers;   /* host array of num_src_buffers addresses; read during the call     */
+  void* const* dst_buffers;         /* host array of num_dst_buffers addresses; read during the call     */
+  const uint64_t* src_bytes;        /* host array, size of each; NULL = trust the plan                   */
+  const uint64_t* dst_bytes;        /* host array, size of each; NULL = trust the plan                   */
+  kvx_array_t src_blocks;           /* S32 or S64, [n] or [num_seqs, columns]                            */
+  kvx_array_t dst_blocks;           /* S32 or S64, [n] or [num_seqs, columns]                            */
+  kvx_array_t seq_lens;             /* S32 or S64, [num_seqs]; data NULL = every block is full           */
+  void* errors;                     /* device uint64_t: bad ids are added to it; NULL = not counted      */
+  uint64_t reserved[4];             /* 0                                                                 */
+} kvx_convert_args_t;
+
+typedef struct kvx_plan kvx_plan_t;   /* a loaded plan                          */
+typedef struct kvx_bound kvx_bound_t; /* a plan with addresses, ready to run    */
+
 /* ------------------------------------------------------------------ calls
  * `stream` is a cudaStream_t (NULL = the default stream); host calls ignore it. */
 
@@ -387,6 +471,16 @@ KVX_API kvx_status_t kvx_write(const kvx_cache_t* cache, const kvx_write_args_t*
 KVX_API kvx_status_t kvx_gather(const kvx_cache_t* cache, const kvx_gather_args_t* args, void* stream);
 /* The largest |x| per tensor, head, block or block-head: what a scale is made from. */
 KVX_API kvx_status_t kvx_amax(const kvx_amax_args_t* args, void* stream);
+
+/* Read a plan. Everything in it is checked here, so that running it cannot leave the buffers it names. */
+KVX_API kvx_status_t kvx_plan_load(const void* bytes, uint64_t num_bytes, kvx_plan_t** plan);
+KVX_API void kvx_plan_free(kvx_plan_t* plan); /* NULL is fine; bound plans live on */
+/* Bind, run, let go. What is bound for repeated runs costs less: large tables are put on the device once. */
+KVX_API kvx_status_t kvx_convert(const kvx_plan_t* plan, const kvx_convert_args_t* args, void* stream);
+/* Check addresses and host tables, and prepare. Device tables are read anew by every run. Not inside a graph capture. */
+KVX_API kvx_status_t kvx_bind(const kvx_plan_t* plan, const kvx_convert_args_t* args, kvx_bound_t** bound);
+KVX_API kvx_status_t kvx_run(const kvx_bound_t* bound, void* stream);
+KVX_API void kvx_bound_free(kvx_bound_t* bound); /* NULL is fine. Runs under way must have ended */
 
 #ifdef __cplusplus
 }

@@ -17,10 +17,13 @@ from kvx.errors import (
     Unsupported,
 )
 from kvx.layout.axes import HND, NHD, Layout, hnd_packed
+from kvx.layout.buffers import allocate_buffers
+from kvx.layout.plan import Plan, plan
 from kvx.layout.planes import views
 from kvx.layout.storage import Storage, allocate
 from kvx.ops.amax import amax
 from kvx.ops.backend import debug
+from kvx.ops.convert import bind, convert
 from kvx.ops.gather import gather
 from kvx.ops.library import include_dir, library_path
 from kvx.ops.write import write
@@ -58,12 +61,16 @@ __all__ = [
     "OutOfRange",
     "PackedTable",
     "PageCsrTable",
+    "Plan",
     "RaggedTable",
     "Storage",
     "Table",
     "Unsupported",
     "allocate",
+    "allocate_buffers",
     "amax",
+    "bind",
+    "convert",
     "cu_seqlens",
     "debug",
     "digest",
@@ -72,6 +79,7 @@ __all__ = [
     "hnd_packed",
     "include_dir",
     "library_path",
+    "plan",
     "scale_from_amax",
     "slot_mapping",
     "to_json",

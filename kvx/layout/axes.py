@@ -3,9 +3,12 @@
     kv | block token head dim                  K and V apart, tokens outside heads (NHD)
     block head token (kv dim)                  one tensor, K and V side by side in each cell
     kv[K: | block head dim/x token dim%x; V: | block head dim token]
+    layer | block head kv[K: dim token; V: token dim]     K's area, then V's, in each head of a block
+    block | head layer kv token dim            an allocation for each block
+    layer | block token head dim               no kv: one row a token (MLA's latent)
 
-Text in, a frozen `Layout` out; sizes come later (kvx/layout/planes.py). A `layer` axis is read and kept: ops work on one
-layer's tensors, so it takes no part in a plane's dimensions.
+Text in, a frozen `Layout` out; sizes come later (kvx/layout/place.py; for ops, which work on one layer's tensors,
+kvx/layout/planes.py).
 """
 
 from __future__ import annotations
@@ -41,19 +44,62 @@ class Axis:
 
 @dataclass(frozen=True)
 class PlaneLayout:
-    """K or V: which buffer it lies in, and that buffer's dimensions, each one or more fused axes."""
+    """K or V: where each axis of it stands."""
 
-    buffer: int
-    dims: tuple[tuple[Axis, ...], ...]
+    left: tuple[Axis, ...]  # left of the bar: their indices choose an allocation
+    dims: tuple[tuple[Axis, ...], ...]  # inside an allocation, each one or more fused axes
+    kv_split: bool = False  # kv[...] inside an allocation: K's area, then V's
+
+    @property
+    def order(self) -> tuple[Axis, ...]:
+        """The axes inside an allocation, outermost first."""
+        return tuple(axis for dim in self.dims for axis in dim)
+
+    @property
+    def layer_dims(self) -> tuple[tuple[Axis, ...], ...]:
+        """`dims` of one layer's tensor."""
+        return tuple(dim for dim in self.dims if dim[0].name != "layer")
+
+    def split_of(self, name: str) -> str:
+        """The factor an axis is split by; "" when it is whole."""
+        return next((axis.factor for axis in self.order if axis.name == name and axis.part), "")
 
 
 @dataclass(frozen=True)
 class Layout:
     text: str
-    has_layer: bool
-    num_buffers: int  # per layer: 2 when `kv` stands left of `|`
     k: PlaneLayout
-    v: PlaneLayout
+    v: PlaneLayout  # equal to k when the layout has no kv axis
+
+    @property
+    def has_layer(self) -> bool:
+        return any(axis.name == "layer" for axis in (*self.k.left, *self.k.order))
+
+    @property
+    def has_kv(self) -> bool:
+        return any(axis.name == "kv" for axis in (*self.k.left, *self.k.order))
+
+    @property
+    def num_buffers(self) -> int:
+        """Tensors of one layer: 2 when `kv` stands left of `|`."""
+        return 2 if any(axis.name == "kv" for axis in self.k.left) else 1
+
+    @property
+    def unsupported_by_ops(self) -> str:
+        """Why write and gather cannot address this layout; "" when they can."""
+        if not self.has_kv:
+            return "has no kv axis"
+        if self.k.kv_split:
+            return "keeps K and V in areas of one allocation, kv[...] without `|`"
+        for plane in (self.k, self.v):
+            if any(axis.name == "block" for axis in plane.left):
+                return "has an allocation for each block"
+            for name in ("token", "head"):
+                if plane.split_of(name):
+                    return f"splits {name}"
+            if plane.split_of("dim") and [a.part for a in plane.order if a.name == "dim"] != ["/", "%"]:
+                return "has dim%x outside dim/x"
+        return ""
 
     @staticmethod
     def parse(text: str) -> Layout:
@@ -66,10 +112,10 @@ def _parse(text: str) -> Layout:
     split = re.search(r"kv\[", text)
     if split:
         return reader.read_kv_split(split.start())
-    has_layer, kv_left, dims = reader.read(0, len(text))
-    reader.require_axes(dims, kv_left, 0, len(text))
-    planes = [PlaneLayout(i if kv_left else 0, dims) for i in (0, 1)]
-    return Layout(text, has_layer, 2 if kv_left else 1, *planes)
+    left, dims = reader.read(0, len(text))
+    reader.require_axes(left, dims, 0, len(text))
+    plane = PlaneLayout(left, dims)
+    return Layout(text, plane, plane)
 
 
 class _Reader:
@@ -85,32 +131,45 @@ class _Reader:
 
     def read_kv_split(self, at: int) -> Layout:
         """`kv[K: ...; V: ...]`: two inner orders."""
-        head = self.text[:at].replace("|", " | ").split()
-        if any(word not in ("layer", "|") for word in head):
-            self.fail(0, at, "only `layer` may stand before kv[...]")
+        left, prefix = self.read(0, at)
+        if any(axis.name == "kv" for axis in (*left, *(a for dim in prefix for a in dim))):
+            self.fail(0, at, "`kv` stands before kv[...] already")
         match = re.fullmatch(r"\s*K:(.*);\s*V:(.*)\]\s*", self.text[at + 3 :], re.S)
         if match is None:
-            self.fail(at, len(self.text), "kv[...] is written kv[K: axes; V: axes]")
+            self.fail(at, len(self.text), "kv[...] is written kv[K: axes; V: axes], and is the last thing")
         planes = []
         for i in (0, 1):
             begin, end = at + 3 + match.start(i + 1), at + 3 + match.end(i + 1)
-            has_layer, kv_left, dims = self.read(begin, end)
-            if kv_left or any(axis.name == "kv" for dim in dims for axis in dim):
+            inner_left, dims = self.read(begin, end)
+            if any(axis.name == "kv" for axis in (*inner_left, *(a for dim in dims for a in dim))):
                 self.fail(begin, end, "`kv` cannot stand again inside kv[...]")
-            if has_layer:
-                self.fail(begin, end, "`layer` stands before kv[...]")
-            self.require_axes(dims, True, begin, end)
-            planes.append(PlaneLayout(i, dims))
-        return Layout(self.text, "layer" in head, 2, *planes)
+            if inner_left:
+                self.fail(begin, end, "what chooses an allocation stands before kv[...]")
+            flat = [axis for dim in prefix for axis in dim]
+            has_bar = "|" in self.text[begin:end]
+            if has_bar and any(axis.name not in ("layer", "block") for axis in flat):
+                self.fail(0, at, "only layer and block can choose an allocation")
+            # Without a bar, K and V are apart when nothing but `layer` stands outside them.
+            if has_bar or (not self.bar_before(at) and all(axis.name == "layer" for axis in flat)):
+                plane = PlaneLayout((*left, *flat, Axis("kv")), dims)
+            else:
+                plane = PlaneLayout(left, (*prefix, (Axis("kv"),), *dims), kv_split=True)
+            self.require_axes(plane.left, plane.dims, begin, end)
+            planes.append(plane)
+        if planes[0].kv_split != planes[1].kv_split:
+            self.fail(at, len(self.text), "K and V both begin with `|`, or neither does")
+        return Layout(self.text, *planes)
 
-    def read(self, begin: int, end: int) -> tuple[bool, bool, tuple[tuple[Axis, ...], ...]]:
-        """(has_layer, kv is left of the bar, dimensions) of text[begin:end]."""
+    def bar_before(self, at: int) -> bool:
+        return "|" in self.text[:at]
+
+    def read(self, begin: int, end: int) -> tuple[tuple[Axis, ...], tuple[tuple[Axis, ...], ...]]:
+        """(axes left of the bar, dimensions) of text[begin:end]."""
         bar = -1
-        left: list[str] = []
+        left: tuple[Axis, ...] = ()
         dims: list[tuple[Axis, ...]] = []
         group: list[Axis] | None = None
         group_at = 0
-        num_layers = 0
         pattern = re.compile(r"\s+|[()|]|[^\s()|]+")
         for token in pattern.finditer(self.text, begin, end):
             word, at = token.group(), token.start()
@@ -121,9 +180,9 @@ class _Reader:
                     self.fail(at, at + 1, "one `|` at most, outside parentheses")
                 bar = at
                 for dim in dims:
-                    if len(dim) > 1 or dim[0].name not in ("kv", "block") or dim[0].part:
+                    if len(dim) > 1 or dim[0].name not in ("layer", "kv", "block") or dim[0].part:
                         self.fail(begin, at, "only whole layer, kv and block axes can stand left of `|`")
-                left = [dim[0].name for dim in dims]
+                left = tuple(dim[0] for dim in dims)
                 dims = []
             elif word == "(":
                 if group is not None:
@@ -136,48 +195,40 @@ class _Reader:
                 group = None
             else:
                 axis = self.read_axis(word, at)
-                if axis.name == "layer":
-                    num_layers += 1
-                    if group is not None:
-                        self.fail(at, at + len(word), "`layer` cannot be fused: ops work on one layer's view")
-                    if num_layers > 1:
-                        self.fail(at, at + len(word), "`layer` stands here twice")
-                    continue
+                if axis.name == "layer" and group is not None:
+                    self.fail(at, at + len(word), "`layer` cannot be fused: ops work on one layer's view")
                 (group if group is not None else dims).append(axis if group is not None else (axis,))  # type: ignore[arg-type]
         if group is not None:
             self.fail(group_at, group_at + 1, "this parenthesis is not closed")
-        if left.count("kv") > 1:
-            self.fail(begin, bar, "`kv` must stand here exactly once")
-        if "block" in left:
-            self.fail(begin, bar, "a buffer per block is a list of addresses, not a paged tensor; no op takes it")
-        return num_layers > 0, "kv" in left, tuple(dims)
+        return left, tuple(dims)
 
     def read_axis(self, word: str, at: int) -> Axis:
         match = re.fullmatch(r"([a-z_]+)(?:([/%])(\d+|x))?", word)
         if match is None or match.group(1) not in AXES:
             self.fail(at, at + len(word), f'unknown axis "{word}"')
         name, part, factor = match.group(1), match.group(2) or "", match.group(3) or ""
-        if part and name != "dim":
-            self.fail(at, at + len(word), f"only dim can be split; {name} cannot")
+        if part and name not in ("token", "head", "dim"):
+            self.fail(at, at + len(word), f"only token, head and dim can be split; {name} cannot")
         if factor not in ("", "x") and int(factor) == 0:
             self.fail(at, at + len(word), "a split by 0")
         return Axis(name, part, factor)
 
-    def require_axes(self, dims: tuple[tuple[Axis, ...], ...], kv_left: bool, begin: int, end: int) -> None:
-        flat = [axis for dim in dims for axis in dim]
-        for name in ("block", "token", "head"):
-            if sum(axis.name == name for axis in flat) != 1:
-                self.fail(begin, end, f"`{name}` must stand here exactly once")
-        if sum(axis.name == "kv" for axis in flat) + kv_left != 1:
-            self.fail(begin, end, "`kv` must stand here exactly once")
-        dim = [axis for axis in flat if axis.name == "dim"]
-        whole = len(dim) == 1 and not dim[0].part
-        split = [axis.part for axis in dim] == ["/", "%"] and dim[0].factor == dim[1].factor
-        if not whole and not split:
-            self.fail(begin, end, "`dim` must stand here once, or as `dim/8 ... dim%8`")
+    def require_axes(self, left: tuple[Axis, ...], dims: tuple[tuple[Axis, ...], ...], begin: int, end: int) -> None:
+        flat = [*left, *(axis for dim in dims for axis in dim)]
+        for name in ("layer", "kv"):
+            if sum(axis.name == name for axis in flat) > 1:
+                self.fail(begin, end, f"`{name}` stands here twice")
+        if sum(axis.name == "block" for axis in flat) != 1:
+            self.fail(begin, end, "`block` must stand here exactly once")
+        for name in ("token", "head", "dim"):
+            mine = [axis for axis in flat if axis.name == name]
+            whole = len(mine) == 1 and not mine[0].part
+            split = sorted(axis.part for axis in mine) == ["%", "/"] and mine[0].factor == mine[1].factor
+            if not whole and not split:
+                self.fail(begin, end, f"`{name}` must stand here once, or as `{name}/8 ... {name}%8`")
         for group in dims:
             names = [axis.name for axis in group]
             if "dim" in names[:-1]:
                 self.fail(begin, end, "`dim` is the last axis of the parentheses it stands in")
-            if split and "kv" in names and "dim" in names:
+            if "kv" in names and "dim" in names and any(axis.part for axis in group if axis.name == "dim"):
                 self.fail(begin, end, "`kv` cannot be fused with a split dim")

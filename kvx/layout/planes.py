@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, Unsupported
 from kvx.layout.axes import Axis, Layout, PlaneLayout
 from kvx.spec.cache_spec import CacheSpec, PlaneSpec
 
@@ -35,6 +35,11 @@ class PlaneMap(NamedTuple):
 @lru_cache(maxsize=256)
 def plane_maps(spec: CacheSpec) -> tuple[PlaneMap, PlaneMap]:
     layout = Layout.parse(spec.layout)
+    if layout.unsupported_by_ops:
+        raise Unsupported(
+            f"layout {spec.layout!r} {layout.unsupported_by_ops}; ops that address tokens do not take it. "
+            "Convert to one they do, such as kvx.NHD: kvx.convert(...)."
+        )
     return _map(spec, layout.k, 0), _map(spec, layout.v, 1)
 
 
@@ -95,12 +100,12 @@ def _view(tensor: torch.Tensor, m: PlaneMap) -> torch.Tensor:
 
 def _map(spec: CacheSpec, plane: PlaneLayout, index: int) -> PlaneMap:
     this, other = spec.plane(index), spec.plane(1 - index)
-    is_split = any(axis.part for dim in plane.dims for axis in dim)
+    is_split = bool(plane.split_of("dim"))
     names = SPLIT if is_split else WHOLE
     place: dict[str, tuple[int, int]] = {}
     offset = (-1, 0)
     shape = []
-    for i, dim in enumerate(plane.dims):
+    for i, dim in enumerate(plane.layer_dims):
         fused_kv = len(dim) > 1 and any(axis.name == "kv" for axis in dim) and dim[-1].name == "dim"
         size = 1
         for axis in reversed(dim):  # innermost first: each axis steps over the ones inside it
@@ -116,12 +121,12 @@ def _map(spec: CacheSpec, plane: PlaneLayout, index: int) -> PlaneMap:
     sizes = {"block": spec.num_blocks, "token": spec.block_size, "head": spec.num_kv_heads, "dim": this.head_dim}
     units = {**sizes, "dim": this.head_dim * this.format.element.bits // (8 * this.unit_bytes)}
     if is_split:
-        pack = this.pack(next(axis.factor for dim in plane.dims for axis in dim if axis.part))
+        pack = this.pack(plane.split_of("dim"))
         pack_units = pack * this.format.element.bits // (8 * this.unit_bytes)
         sizes |= {"dim/": this.head_dim // pack, "dim%": pack}
         units |= {"dim/": this.head_dim // pack, "dim%": pack_units}
     return PlaneMap(
-        buffer=plane.buffer,
+        buffer=index if any(axis.name == "kv" for axis in plane.left) else 0,
         shape=tuple(shape),
         axes=names,
         sizes=tuple(sizes[n] for n in names),

@@ -20,7 +20,7 @@ from kvx.spec.cache_spec import CacheSpec, PlaneSpec
 
 _P, _I32, _I64, _U32, _U64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64
 _STATUS: dict[int, type[KvxError]] = {1: BadArgument, 2: Unsupported, 3: OutOfRange, 4: Incompatible, 5: InternalError}
-_ABI_VERSION = 1 << 16 | 2
+ABI_VERSION = 1 << 16 | 2
 _LAYOUT_CUSTOM, _FLAG_SCALE_INLINE = 15, 1
 
 
@@ -71,6 +71,27 @@ class _Cache(ctypes.Structure):
         ("secondary_blocks", _I64),
         ("primary_bytes", _U64),
         ("secondary_bytes", _U64),
+        ("reserved", _U64 * 4),
+    ]
+
+
+class ConvertArgs(ctypes.Structure):
+    _fields_ = [
+        ("version", _U32),
+        ("struct_bytes", _U32),
+        ("flags", _U64),
+        ("src_memory", _I32),
+        ("dst_memory", _I32),
+        ("table_memory", _I32),
+        ("device", _I32),
+        ("src_buffers", _P),
+        ("dst_buffers", _P),
+        ("src_bytes", _P),
+        ("dst_bytes", _P),
+        ("src_blocks", _Array),
+        ("dst_blocks", _Array),
+        ("seq_lens", _Array),
+        ("errors", _P),
         ("reserved", _U64 * 4),
     ]
 
@@ -201,6 +222,11 @@ def _open() -> ctypes.PyDLL | None:
     lib.kvx_door_init.restype = None
     lib.kvx_door_write.argtypes = [_P] * 8
     lib.kvx_door_gather.argtypes = [_P] * 8
+    lib.kvx_plan_load.argtypes = [ctypes.c_char_p, _U64, _P]
+    lib.kvx_plan_free.argtypes = lib.kvx_bound_free.argtypes = [_P]
+    lib.kvx_plan_free.restype = lib.kvx_bound_free.restype = None
+    lib.kvx_bind.argtypes = [_P] * 3
+    lib.kvx_run.argtypes = [_P] * 2
     lib.kvx_door_amax.argtypes = [_P, _P, _P, ctypes.c_int, _I64, _P, _P]
     api = ctypes.pythonapi
     save, restore = (ctypes.cast(f, _P).value for f in (api.PyEval_SaveThread, api.PyEval_RestoreThread))
@@ -216,6 +242,7 @@ IS_EXCHANGED = _exchange_function() != 0
 write_call: Any = LIB.kvx_door_write if LIB else None
 gather_call: Any = LIB.kvx_door_gather if LIB else None
 amax_call: Any = LIB.kvx_door_amax if LIB else None
+run_call: Any = LIB.kvx_run if LIB else None
 
 
 def raise_status(status: int) -> None:
@@ -233,6 +260,14 @@ def handles(*tensors: Tensor | None) -> tuple[list[int | None], list[Any]]:
 
 def address_of(struct: ctypes.Structure) -> int:
     return ctypes.addressof(struct)
+
+
+def fill_array(array: _Array, x: Tensor) -> None:
+    """int32 and int64 tensors: tables of a conversion."""
+    array.data, array.data_bytes, array.ndim = x.data_ptr(), x.untyped_storage().nbytes() - x.storage_offset() * x.element_size(), x.dim()
+    array.dtype = 6 if x.dtype == torch.int32 else 7
+    array.shape[: x.dim()] = x.shape
+    array.stride[: x.dim()] = x.stride()
 
 
 def stream_of(tensor: Tensor) -> int:
@@ -265,7 +300,7 @@ def pooled_door_spec(spec: CacheSpec) -> _DoorSpec:
 def _make(spec: CacheSpec) -> _DoorSpec:
     struct = _DoorSpec()
     c = struct.cache
-    c.version, c.struct_bytes = _ABI_VERSION, ctypes.sizeof(_Cache)
+    c.version, c.struct_bytes = ABI_VERSION, ctypes.sizeof(_Cache)
     c.num_blocks, c.block_size, c.num_kv_heads = spec.num_blocks, spec.block_size, spec.num_kv_heads
     c.k_head_dim, c.v_head_dim = (p.head_dim for p in spec.planes)
     for i, m in enumerate(plane_maps(spec)):

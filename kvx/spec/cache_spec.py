@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from kvx.errors import BadArgument
+from kvx.layout.axes import Layout
 from kvx.spec.formats import Format
 
 
@@ -32,9 +34,10 @@ class PlaneSpec:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """One layer's paged KV cache: geometry, layout and format.
+    """A paged KV cache, or a shard of one: geometry, layout and format.
 
     `layout` is a string of axes (kvx/layout/axes.py); `format` and `v_format` are names of rows (kvx/spec/formats.py).
+    Ops work on one layer's tensors and read neither `num_layers` nor where the shard starts; conversions read all of it.
     """
 
     num_blocks: int
@@ -45,6 +48,10 @@ class CacheSpec:
     format: str = "bf16"
     v_head_dim: int = 0  # 0: as K
     v_format: str = ""  # "": as K
+    num_layers: int = 1
+    layer_start: int = 0  # this cache's first layer in the model: pipeline stages
+    head_start: int = 0  # this cache's first KV head in the model: tensor parallel ranks
+    model: str = ""  # whose KV it is; "" says nothing
     manifest_text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -64,6 +71,24 @@ class CacheSpec:
     def plane(self, index: int) -> PlaneSpec:
         return self.planes[index]
 
+    def shard(self, tp_size: int, tp_rank: int) -> CacheSpec:
+        """One tensor-parallel rank's part. With more ranks than heads, heads are held by several ranks in a row."""
+        heads = self.num_kv_heads
+        if not 0 <= tp_rank < tp_size:
+            raise BadArgument(f"shard(): tp_rank is {tp_rank} of tp_size {tp_size}.")
+        if heads % tp_size and tp_size % heads:
+            raise BadArgument(
+                f"shard(): {heads} KV heads over {tp_size} ranks: neither divides the other. "
+                "Give each rank's spec its own num_kv_heads and head_start."
+            )
+        mine = max(1, heads // tp_size)
+        return replace(self, num_kv_heads=mine, head_start=self.head_start + tp_rank * heads // tp_size)
+
+    @property
+    def num_planes(self) -> int:
+        """2, K and V; 1 where the layout has no kv axis."""
+        return 2 if Layout.parse(self.layout).has_kv else 1
+
     @property
     def num_slots(self) -> int:
         return self.num_blocks * self.block_size
@@ -72,12 +97,13 @@ class CacheSpec:
     def token_bytes(self) -> int:
         """Bytes one token takes in one layer, K and V, with the scales stored per token."""
         return self.num_kv_heads * sum(
-            p.format.row_bytes(p.head_dim) + (0 if p.format.is_inline else p.format.scale_bytes(p.head_dim)) for p in self.planes
+            p.format.row_bytes(p.head_dim) + (0 if p.format.is_inline else p.format.scale_bytes(p.head_dim))
+            for p in self.planes[: self.num_planes]
         )
 
     @property
     def cache_bytes(self) -> int:
-        return self.num_slots * self.token_bytes
+        return self.num_layers * self.num_slots * self.token_bytes
 
     def scale_shape(self, index: int) -> tuple[int, ...] | None:
         """The shape of K's (0) or V's (1) scale tensor; None when there is none or it is inline."""

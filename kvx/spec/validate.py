@@ -14,7 +14,7 @@ _LIMIT = 2**30  # of every axis but num_blocks; the C core holds them in 32 bits
 
 
 def fields_are_ints(spec: CacheSpec) -> str | None:
-    for name in ("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim"):
+    for name in ("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim", "num_layers", "layer_start", "head_start"):
         value = getattr(spec, name)
         if type(value) is not int:
             return f"{name} is {value!r}; it is an int."
@@ -22,7 +22,7 @@ def fields_are_ints(spec: CacheSpec) -> str | None:
 
 
 def names_are_strings(spec: CacheSpec) -> str | None:
-    for name in ("layout", "format", "v_format"):
+    for name in ("layout", "format", "v_format", "model"):
         value = getattr(spec, name)
         if not isinstance(value, str):
             return f"{name} is {value!r}; it is a string."
@@ -30,12 +30,15 @@ def names_are_strings(spec: CacheSpec) -> str | None:
 
 
 def geometry_is_positive(spec: CacheSpec) -> str | None:
-    for name in ("num_blocks", "block_size", "num_kv_heads", "head_dim"):
+    for name in ("num_blocks", "block_size", "num_kv_heads", "head_dim", "num_layers"):
         value = getattr(spec, name)
         if value < 1 or (name != "num_blocks" and value >= _LIMIT):
             return f"{name} is {value}; it must be 1 or more{'' if name == 'num_blocks' else f' and under {_LIMIT}'}."
     if not 0 <= spec.v_head_dim < _LIMIT:
         return f"v_head_dim is {spec.v_head_dim}; it must be 1 or more, or 0 for head_dim."
+    for name in ("layer_start", "head_start"):
+        if not 0 <= getattr(spec, name) < _LIMIT:
+            return f"{name} is {getattr(spec, name)}; it must be 0 or more and under {_LIMIT}."
     return None
 
 
@@ -45,7 +48,19 @@ def formats_exist(spec: CacheSpec) -> str | None:
 
 
 def layout_reads(spec: CacheSpec) -> str | None:
-    Layout.parse(spec.layout)
+    if spec.num_layers > 1 and not Layout.parse(spec.layout).has_layer:
+        return f"num_layers is {spec.num_layers} and layout {spec.layout!r} has no layer axis. Write `layer` where it stands."
+    return None
+
+
+def splits_divide(spec: CacheSpec) -> str | None:
+    layout = Layout.parse(spec.layout)
+    for plane, where in zip(spec.planes, (layout.k, layout.v), strict=True):
+        for name, size in (("token", spec.block_size), ("head", spec.num_kv_heads)):
+            factor = where.split_of(name)
+            if factor and size % plane.pack(factor):
+                field = "block_size" if name == "token" else "num_kv_heads"
+                return f"{field} {size} is not a multiple of the {plane.pack(factor)} that layout {spec.layout!r} splits {name} by."
     return None
 
 
@@ -73,7 +88,7 @@ def groups_divide_dim(spec: CacheSpec) -> str | None:
 def packs_divide_dim(spec: CacheSpec) -> str | None:
     layout = Layout.parse(spec.layout)
     for plane, where in zip(spec.planes, (layout.k, layout.v), strict=True):
-        for axis in (axis for dim in where.dims for axis in dim if axis.part):
+        for axis in (axis for axis in where.order if axis.part and axis.name == "dim"):
             pack = plane.pack(axis.factor)
             if plane.head_dim % pack:
                 return f"{plane.name} head_dim {plane.head_dim} is not a multiple of the layout's pack of {pack}."
@@ -87,7 +102,7 @@ def packs_divide_dim(spec: CacheSpec) -> str | None:
 def bytes_of_a_row_are_adjacent(spec: CacheSpec) -> str | None:
     layout = Layout.parse(spec.layout)
     for plane, where in zip(spec.planes, (layout.k, layout.v), strict=True):
-        if (plane.format.is_inline or plane.format.element.bits < 8) and where.dims[-1][-1].name != "dim":
+        if (plane.format.is_inline or plane.format.element.bits < 8) and where.order[-1].name != "dim":
             why = "keeps its scales behind the row" if plane.format.is_inline else "stores two elements a byte"
             return f"{plane.name} format {plane.format} {why}, so dim must be the last axis; layout {spec.layout!r} ends otherwise."
     return None
@@ -95,7 +110,8 @@ def bytes_of_a_row_are_adjacent(spec: CacheSpec) -> str | None:
 
 def shared_tensors_share_a_type(spec: CacheSpec) -> str | None:
     k, v = spec.planes
-    if Layout.parse(spec.layout).num_buffers == 1 and k.format.element.torch_name != v.format.element.torch_name:
+    layout = Layout.parse(spec.layout)
+    if layout.num_buffers == 1 and layout.has_kv and k.format.element.torch_name != v.format.element.torch_name:
         sizes = (k.unit_bytes, v.unit_bytes)
         if sizes != (1, 1):
             return f"layout {spec.layout!r} puts K and V in one tensor; format {k.format} and v_format {v.format} differ in type."
@@ -105,7 +121,7 @@ def shared_tensors_share_a_type(spec: CacheSpec) -> str | None:
 def shared_tensors_have_one_row_size(spec: CacheSpec) -> str | None:
     k, v = spec.planes
     layout = Layout.parse(spec.layout)
-    if layout.num_buffers == 2 or k.row_units == v.row_units:
+    if layout.num_buffers == 2 or not layout.has_kv or layout.k.kv_split or k.row_units == v.row_units:
         return None
     together = any([axis.name for axis in dim][-2:] == ["kv", "dim"] for dim in layout.k.dims)
     if together:
@@ -122,7 +138,8 @@ def inline_scales_are_aligned(spec: CacheSpec) -> str | None:
         if fmt.is_inline and fmt.scale is not None and (plane.head_dim * fmt.element.bits // 8) % (fmt.scale.bits // 8):
             return f"{plane.name} rows of {plane.head_dim} {fmt.element} leave {fmt}'s inline scale unaligned."
     k, v = spec.planes
-    if Layout.parse(spec.layout).num_buffers == 1:
+    layout = Layout.parse(spec.layout)
+    if layout.num_buffers == 1 and layout.has_kv:
         before, cell = k.format.row_bytes(k.head_dim), sum(p.format.row_bytes(p.head_dim) for p in spec.planes)
         for plane in spec.planes:
             size = plane.format.scale.bits // 8 if plane.format.is_inline and plane.format.scale is not None else 1
@@ -137,6 +154,7 @@ RULES: tuple[Rule, ...] = (
     geometry_is_positive,
     formats_exist,
     layout_reads,
+    splits_divide,
     rows_are_whole_bytes,
     groups_divide_dim,
     packs_divide_dim,

@@ -5,6 +5,8 @@
 #define KVX_ISA_NAMESPACE KVX_ISA
 #include "rows.h"
 
+#include <utility>
+
 #include "../format.h"
 
 #if defined(__AVX2__)
@@ -216,6 +218,54 @@ void copy_grids(const cpu::CopyGrid& g, const cpu::CopyPair* pairs, int64_t coun
   else for_rows(g, pairs, count, [](char* dst, const char* src, int64_t bytes) { copy(dst, src, bytes); });
 }
 
+// Square tiles of 16-byte rows: n rows of n elements, turned by log2(n) rounds of interleaving the two halves of the list.
+template <class T> struct Lanes {
+  static constexpr int n = 16 / int(sizeof(T));
+  typedef T Vector __attribute__((vector_size(16)));
+};
+
+template <class T, int... I>
+inline void interleave(const typename Lanes<T>::Vector a, const typename Lanes<T>::Vector b, typename Lanes<T>::Vector* lo, typename Lanes<T>::Vector* hi,
+                       std::integer_sequence<int, I...>) {
+  constexpr int n = Lanes<T>::n;
+  typedef T Index __attribute__((vector_size(16)));
+  *lo = __builtin_shuffle(a, b, Index{T(I / 2 + (I % 2 ? n : 0))...});
+  *hi = __builtin_shuffle(a, b, Index{T(I / 2 + n / 2 + (I % 2 ? n : 0))...});
+}
+
+template <class T>
+inline void turn_tile(char* dst, int64_t dst_stride, const char* src, int64_t src_stride) {
+  using Vector = typename Lanes<T>::Vector;
+  constexpr int n = Lanes<T>::n;
+  Vector rows[n], next[n];
+  for (int i = 0; i < n; i++) memcpy(&rows[i], src + i * src_stride, 16);
+  for (int round = 1; round < n; round *= 2) {
+    for (int i = 0; i < n / 2; i++) interleave<T>(rows[i], rows[i + n / 2], &next[2 * i], &next[2 * i + 1], std::make_integer_sequence<int, n>());
+    for (int i = 0; i < n; i++) rows[i] = next[i];
+  }
+  for (int i = 0; i < n; i++) memcpy(dst + i * dst_stride, &rows[i], 16);
+}
+
+template <class T>
+void transpose_as(const cpu::Transpose t, char* dst, const char* src) {
+  constexpr int n = Lanes<T>::n;
+  const int64_t across = t.across / n * n, down = t.down / n * n;
+  for (int64_t i = 0; i < across; i += n)
+    for (int64_t j = 0; j < down; j += n)
+      turn_tile<T>(dst + i * t.dst_stride + j * int64_t(sizeof(T)), t.dst_stride, src + j * t.src_stride + i * int64_t(sizeof(T)), t.src_stride);
+  for (int64_t i = 0; i < t.across; i++)
+    for (int64_t j = i < across ? down : 0; j < t.down; j++) memcpy(dst + i * t.dst_stride + j * sizeof(T), src + j * t.src_stride + i * sizeof(T), sizeof(T));
+}
+
+void transpose(const cpu::Transpose& t, char* dst, const char* src) {
+  switch (t.bytes) {
+    case 1: return transpose_as<uint8_t>(t, dst, src);
+    case 2: return transpose_as<uint16_t>(t, dst, src);
+    case 4: return transpose_as<uint32_t>(t, dst, src);
+    default: return transpose_as<uint64_t>(t, dst, src);
+  }
+}
+
 void stream_fence() {
 #if defined(__AVX2__)
   _mm_sfence();
@@ -250,6 +300,7 @@ const RowTable KVX_JOIN(rows_, KVX_ISA) = {
     &copy,
     &stream_copy,
     &copy_grids,
+    &transpose,
     &stream_fence,
 };
 

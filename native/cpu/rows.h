@@ -22,6 +22,12 @@ struct CopyPair {
   const char* src;
 };
 
+// dst[i*dst_stride + j*bytes] = src[j*src_stride + i*bytes] for i < across, j < down: elements of 1, 2, 4 or 8 bytes.
+struct Transpose {
+  int64_t bytes, across, down;  // adjacent at the source; adjacent at the destination
+  int64_t dst_stride, src_stride;
+};
+
 struct RowTable {
   const char* name;
   EncodeRow encode[4][14];  // [IO dtype][cache dtype], kvx_dtype_t values; NULL where there is none
@@ -32,6 +38,7 @@ struct RowTable {
   // The same grid at many places. One call for all: between calls a core stores to its stack, sees no longer whole lines only,
   // and reads every line it is about to overwrite (measured on Neoverse: 39 GB/s a block a call, 52 in one).
   void (*copy_grids)(const CopyGrid& grid, const CopyPair* pairs, int64_t count, bool stream);
+  void (*transpose)(const Transpose& shape, char* dst, const char* src);
   void (*stream_fence)();   // after the last streaming copy of a thread
 };
 

@@ -1,4 +1,5 @@
 // Stands in for cuda/*.cu in a build without nvcc.
+#include "../convert.h"
 #include "../run.h"
 
 namespace kvx {
@@ -13,6 +14,8 @@ kvx_status_t absent() {
 kvx_status_t write(const WriteParams&, void*) { return absent(); }
 kvx_status_t gather(const GatherParams&, void*) { return absent(); }
 kvx_status_t amax(const AmaxParams&, void*) { return absent(); }
+kvx_status_t prepare_convert(Bound*) { return absent(); }
+kvx_status_t convert(const Bound&, void*) { return absent(); }
 void describe(kvx_build_info_t* info) { info->cuda_archs = ""; }
 
 }  // namespace cuda

@@ -14,6 +14,7 @@ BASE = {"num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_dim": 64}
 FUSED = "block token head (kv dim)"
 STACKED = "block kv token head dim"
 OLD_VLLM = "kv[K: | block head dim/x token dim%x; V: | block head dim token]"
+AMX = "layer | block head kv[K: token/16 dim/2 token%16 dim%2; V: dim/16 token/2 dim%16 token%2]"
 LIMIT = 2**30
 
 
@@ -47,14 +48,22 @@ def broken(rule: str, message: str, **changes: object) -> Broken:
 BROKEN = [
     *(
         broken("fields_are_ints", f"{name} is {value!r}; it is an int.", **{name: value})
-        for name in ("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim")
+        for name in (
+            *("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim"),
+            *("num_layers", "layer_start", "head_start"),
+        )
         for value in (16.0, "16", None, True)
     ),
     *(broken("geometry_is_positive", f"num_blocks is {value}; it must be 1 or more.", num_blocks=value) for value in (0, -1)),
     *(
         broken("geometry_is_positive", f"{name} is {value}; it must be 1 or more and under 1073741824.", **{name: value})
-        for name in ("block_size", "num_kv_heads", "head_dim")
+        for name in ("block_size", "num_kv_heads", "head_dim", "num_layers")
         for value in (0, -3, LIMIT)
+    ),
+    *(
+        broken("geometry_is_positive", f"{name} is {value}; it must be 0 or more and under 1073741824.", **{name: value})
+        for name in ("layer_start", "head_start")
+        for value in (-1, LIMIT)
     ),
     *(
         broken("geometry_is_positive", f"v_head_dim is {value}; it must be 1 or more, or 0 for head_dim.", v_head_dim=value)
@@ -78,6 +87,29 @@ BROKEN = [
         "       ^^^^\n"
         "  Axes are layer block kv token head dim; `dim/8 token dim%8` splits, `( )` fuses, `|` ends an allocation.",
         layout="kv | page token head dim",
+    ),
+    broken(
+        "layout_reads",
+        "num_layers is 2 and layout 'kv | block token head dim' has no layer axis. Write `layer` where it stands.",
+        num_layers=2,
+    ),
+    broken(
+        "splits_divide",
+        f"block_size 24 is not a multiple of the 16 that layout {AMX!r} splits token by.",
+        block_size=24,
+        layout=AMX,
+    ),
+    broken(
+        "splits_divide",
+        "block_size 12 is not a multiple of the 8 that layout 'kv | block head token/x dim token%x' splits token by.",
+        block_size=12,
+        layout="kv | block head token/x dim token%x",
+    ),
+    broken(
+        "splits_divide",
+        "num_kv_heads 6 is not a multiple of the 4 that layout 'block head/4 kv token head%4 dim' splits head by.",
+        num_kv_heads=6,
+        layout="block head/4 kv token head%4 dim",
     ),
     broken(
         "rows_are_whole_bytes",
@@ -151,6 +183,7 @@ BROKEN = [
     ),
     broken("names_are_strings", "layout is 5; it is a string.", layout=5),
     broken("names_are_strings", "v_format is None; it is a string.", v_format=None),
+    broken("names_are_strings", "model is 70; it is a string.", model=70),
     broken(
         "shared_tensors_have_one_row_size",
         f"layout {STACKED!r} gives K and V rows of one size; K's has 128 units and V's 32. "
@@ -216,6 +249,9 @@ def test_every_rule_has_a_case():
         {"layout": OLD_VLLM, "format": "mxfp4", "v_format": "mxfp8"},
         {"layout": "kv | block head dim token", "format": "int8_per_token_head"},
         {"v_format": "f16"},
+        {"layout": AMX, "num_layers": LIMIT - 1, "layer_start": LIMIT - 1, "head_start": LIMIT - 1},
+        {"layout": "layer | block head kv[K: dim token; V: token dim]", "v_head_dim": 32},
+        {"layout": "layer | block token head dim", "num_kv_heads": 1, "head_dim": 576, "num_layers": 61},
         {"layout": FUSED, "format": "fp8_e4m3", "v_format": "nvfp4"},
         {"layout": FUSED, "format": "int8_per_token_head_inline", "v_format": "fp8_e5m2"},
     ],
@@ -281,6 +317,9 @@ def test_frozen_hashable_equal():
         {"format": "f16"},
         {"v_head_dim": 32},
         {"v_format": "f32"},
+        {"layer_start": 1},
+        {"head_start": 1},
+        {"model": "acme/kv-70b"},
     ],
     ids=str,
 )
@@ -289,10 +328,60 @@ def test_every_field_tells_specs_apart(change):
     assert len({make(**change), make(), make(**change)}) == 2
 
 
+def test_num_layers_tells_specs_apart():
+    assert make(layout=f"layer {kvx.NHD}", num_layers=2) != make(layout=f"layer {kvx.NHD}")
+
+
 def test_defaults():
     spec = make()
     assert (spec.layout, spec.format, spec.v_head_dim, spec.v_format) == ("kv | block token head dim", "bf16", 0, "")
+    assert (spec.num_layers, spec.layer_start, spec.head_start, spec.model) == (1, 0, 0, "")
     assert spec.num_slots == 64
+
+
+def test_every_layer_and_each_plane_is_counted():
+    spec = make(layout=f"layer {kvx.NHD}", num_layers=3)
+    assert (spec.num_planes, spec.token_bytes, spec.cache_bytes) == (2, 512, 3 * 64 * 512)
+    latent = make(layout="layer | block token head dim", num_kv_heads=1, head_dim=576, num_layers=3)
+    assert (latent.num_planes, latent.token_bytes, latent.cache_bytes) == (1, 1152, 3 * 64 * 1152)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp_size", "want"),
+    [
+        (8, 1, [(8, 0)]),
+        (8, 2, [(4, 0), (4, 4)]),
+        (8, 8, [(1, n) for n in range(8)]),
+        (2, 4, [(1, 0), (1, 0), (1, 1), (1, 1)]),
+        (6, 3, [(2, 0), (2, 2), (2, 4)]),
+    ],
+)
+def test_shards_of_a_spec(heads, tp_size, want):
+    """(heads, first head) of each rank; everything else stays."""
+    spec = make(num_kv_heads=heads, head_start=16, layer_start=3, layout=f"layer {kvx.NHD}", num_layers=2)
+    shards = [spec.shard(tp_size, rank) for rank in range(tp_size)]
+    assert [(s.num_kv_heads, s.head_start - 16) for s in shards] == want
+    assert {dataclasses.replace(s, num_kv_heads=heads, head_start=16) for s in shards} == {spec}
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "tp_rank", "message"),
+    [
+        (2, 2, "shard(): tp_rank is 2 of tp_size 2."),
+        (2, -1, "shard(): tp_rank is -1 of tp_size 2."),
+        (0, 0, "shard(): tp_rank is 0 of tp_size 0."),
+        (
+            3,
+            0,
+            "shard(): 8 KV heads over 3 ranks: neither divides the other. "
+            "Give each rank's spec its own num_kv_heads and head_start.",
+        ),
+    ],
+)
+def test_a_shard_that_cannot_be_is_refused(tp_size, tp_rank, message):
+    with pytest.raises(kvx.BadArgument) as refused:
+        make(num_kv_heads=8).shard(tp_size, tp_rank)
+    assert str(refused.value) == message
 
 
 # 4 blocks of 16 tokens, 2 heads, head_dim 64: bytes a token takes = 2 heads * (K row + V row), and the scales' shape.

@@ -13,21 +13,39 @@ import kvx
 from kvx.spec.manifest import require_same
 from tests import cases
 
-SPEC = kvx.CacheSpec(num_blocks=64, block_size=16, num_kv_heads=8, head_dim=128, format="nvfp4", v_head_dim=64)
-DIGEST = "903a4b903916952c4c4d3794a9c4bc98"
+LAYOUT = "layer kv | block token head dim"
+SPEC = kvx.CacheSpec(
+    num_blocks=64,
+    block_size=16,
+    num_kv_heads=8,
+    head_dim=128,
+    layout=LAYOUT,
+    format="nvfp4",
+    v_head_dim=64,
+    num_layers=4,
+    layer_start=12,
+    head_start=8,
+    model="acme/kv-70b",
+)
+DIGEST = "abb13b1ed759a7b25a90bdf3cfc0e4c5"
 TEXT = (
     f'{{"kvx_manifest": 1, "digest": "{DIGEST}", "num_blocks": 64, "block_size": 16, "num_kv_heads": 8, '
-    '"head_dim": 128, "layout": "kv | block token head dim", "format": "nvfp4", "v_head_dim": 64, "v_format": ""}'
+    f'"head_dim": 128, "layout": "{LAYOUT}", "format": "nvfp4", "v_head_dim": 64, "v_format": "", '
+    '"num_layers": 4, "layer_start": 12, "head_start": 8, "model": "acme/kv-70b"}'
 )
 CHANGES = {
     "num_blocks": 65,
     "block_size": 32,
     "num_kv_heads": 4,
     "head_dim": 64,
-    "layout": kvx.HND,
+    "layout": "layer kv | block head token dim",
     "format": "mxfp4",
     "v_head_dim": 0,
     "v_format": "nvfp4",
+    "num_layers": 5,
+    "layer_start": 0,
+    "head_start": 16,
+    "model": "",
 }
 APART = [text for text in cases.LAYOUTS.values() if text.startswith("kv")]
 WHOLE = [text for text in cases.LAYOUTS.values() if "%" not in text]
@@ -39,6 +57,7 @@ def specs(draw: st.DrawFn) -> kvx.CacheSpec:
     formats = list(kvx.FORMATS)
     if layout not in WHOLE:  # packs cut rows, and old vLLM's V ends in tokens: whole bytes without scales behind them
         formats = [f for f, row in kvx.FORMATS.items() if not row.is_inline and row.element.bits >= 8]
+    has_layer = draw(st.booleans())
     dims = st.integers(1, 16).map(lambda n: 32 * n)
     v = {}
     if layout in APART:
@@ -48,8 +67,12 @@ def specs(draw: st.DrawFn) -> kvx.CacheSpec:
         block_size=draw(st.integers(1, 2**10)),
         num_kv_heads=draw(st.integers(1, 256)),
         head_dim=draw(dims),
-        layout=layout,
+        layout=f"layer {layout}" if has_layer else layout,
         format=draw(st.sampled_from(formats)),
+        num_layers=draw(st.integers(1, 3)) if has_layer else 1,
+        layer_start=draw(st.integers(0, 128)),
+        head_start=draw(st.integers(0, 128)),
+        model=draw(st.text(max_size=20)),
         **v,
     )
 
@@ -108,7 +131,7 @@ def test_an_unknown_field_is_named():
         kvx.from_json(json.dumps({**json.loads(TEXT), "pages": 3}))
     assert str(refused.value) == (
         "from_json(): unknown field 'pages'; fields are num_blocks, block_size, num_kv_heads, head_dim, "
-        "layout, format, v_head_dim, v_format."
+        "layout, format, v_head_dim, v_format, num_layers, layer_start, head_start, model."
     )
 
 
@@ -165,8 +188,10 @@ def test_the_rules_of_a_spec_hold_for_what_is_read(name, value, sentence):
 @pytest.mark.parametrize(
     "text",
     [
-        pytest.param(TEXT.replace('"kv | block token head dim"', "5"), id="layout_number"),
+        pytest.param(TEXT.replace(f'"{LAYOUT}"', "5"), id="layout_number"),
         pytest.param(TEXT.replace('"nvfp4"', "5"), id="format_number"),
+        pytest.param(TEXT.replace('"acme/kv-70b"', "5"), id="model_number"),
+        pytest.param(TEXT.replace('"num_layers": 4', '"num_layers": 4.0'), id="layers_not_an_int"),
         pytest.param(TEXT.replace('"nvfp4"', '["nvfp4"]'), id="format_list"),
         pytest.param(TEXT.replace('"kvx_manifest": 1', '"kvx_manifest": true'), id="version_true"),
         pytest.param(TEXT.replace('"num_blocks": 64', '"num_blocks": ' + "9" * 5000), id="number_of_5000_digits"),
@@ -193,4 +218,4 @@ def test_require_same_takes_equals():
 
 def test_require_same_names_the_first_of_several():
     with pytest.raises(kvx.Incompatible, match=r"^manifests differ in block_size: 16 here, 32 there\.$"):
-        require_same(SPEC, kvx.CacheSpec(64, 32, 8, 64))
+        require_same(SPEC, replace(SPEC, block_size=32, head_dim=64, model=""))

@@ -1,0 +1,141 @@
+"""Where every element of a cache lies: each axis as one or two digits, each digit with a stride in bytes.
+
+A `Place` is a layout with sizes put in. The byte of (layer, block, token, head, dim) of K or V is `offset` plus, for each
+digit, `(index // divisor % size) * stride`; digits of axes left of the bar choose a buffer instead, by `step`.
+The planner, the tests' oracle and `kvx layouts` read places; nothing else works out strides from a layout.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from kvx.layout.axes import Axis, Layout, PlaneLayout
+from kvx.spec.cache_spec import CacheSpec
+
+
+class Digit(NamedTuple):
+    axis: str  # layer, block, token, head or dim
+    divisor: int  # 1, or the factor of a split for its outer part
+    size: int
+    stride: int  # bytes; 0 left of the bar
+    step: int  # buffers; 0 right of the bar
+
+
+class Place(NamedTuple):
+    digits: tuple[Digit, ...]  # outermost first; dim counts units (kvx/spec/cache_spec.py)
+    buffer: int  # of layer 0, block 0
+    offset: int  # bytes into it
+    unit_bytes: int  # of one unit of dim
+
+    def of(self, axis: str) -> tuple[Digit, ...]:
+        """The axis's digits, outer part first."""
+        return tuple(sorted((d for d in self.digits if d.axis == axis), key=lambda d: -d.divisor))
+
+    def locate(self, **index: int) -> tuple[int, int]:
+        """(buffer, byte) of one unit: layer=, block=, token=, head=, dim=; axes not named are 0."""
+        buffer, byte = self.buffer, self.offset
+        for d in self.digits:
+            i = index.get(d.axis, 0) // d.divisor % d.size
+            buffer, byte = buffer + i * d.step, byte + i * d.stride
+        return buffer, byte
+
+
+@lru_cache(maxsize=1024)
+def places(spec: CacheSpec) -> tuple[Place, ...]:
+    """K's place and V's; one where the layout has no kv axis."""
+    return tuple(_place(spec, i) for i in range(spec.num_planes))
+
+
+def num_buffers(spec: CacheSpec) -> int:
+    """Allocations of the whole cache: the product of the axes left of the bar."""
+    return _product(spec, Layout.parse(spec.layout).k.left)
+
+
+@lru_cache(maxsize=1024)
+def buffer_sizes(spec: CacheSpec) -> tuple[tuple[int, int], ...]:
+    """The buffers' sizes as (count, bytes): so many in a row, in the order of the axes left of the bar, last fastest."""
+    left = Layout.parse(spec.layout).k.left
+    sizes = [_inner_bytes(spec, i) for i in range(spec.num_planes)]
+    if all(axis.name != "kv" for axis in left) or sizes[0] == sizes[1]:
+        return ((num_buffers(spec), sizes[0]),)
+    inside = _product(spec, left[[axis.name for axis in left].index("kv") + 1 :])
+    return ((inside, sizes[0]), (inside, sizes[1])) * (num_buffers(spec) // (2 * inside))
+
+
+def buffer_bytes(spec: CacheSpec) -> tuple[int, ...]:
+    """The size of each buffer."""
+    return tuple(size for count, size in buffer_sizes(spec) for _ in range(count))
+
+
+def _layouts(spec: CacheSpec) -> tuple[PlaneLayout, PlaneLayout]:
+    layout = Layout.parse(spec.layout)
+    return layout.k, layout.v
+
+
+def _size(spec: CacheSpec, plane: int, axis: Axis) -> int:
+    this = spec.plane(plane)
+    whole = {
+        "layer": spec.num_layers,
+        "block": spec.num_blocks,
+        "kv": 2,
+        "token": spec.block_size,
+        "head": spec.num_kv_heads,
+        "dim": this.row_units,
+    }[axis.name]
+    if not axis.part:
+        return whole
+    factor = _factor(spec, plane, axis)
+    return factor if axis.part == "%" else whole // factor
+
+
+def _factor(spec: CacheSpec, plane: int, axis: Axis) -> int:
+    """What an axis is split by; of dim, in units."""
+    this = spec.plane(plane)
+    pack = this.pack(axis.factor)
+    return pack * this.format.element.bits // (8 * this.unit_bytes) if axis.name == "dim" else pack
+
+
+def _product(spec: CacheSpec, axes: tuple[Axis, ...]) -> int:
+    count = 1
+    for axis in axes:
+        count *= _size(spec, 0, axis)
+    return count
+
+
+def _inner_bytes(spec: CacheSpec, plane: int, inside_kv: bool = False) -> int:
+    """Bytes of one buffer; with inside_kv, of what stands inside the kv axis."""
+    size = spec.plane(plane).unit_bytes
+    for axis in reversed(_layouts(spec)[plane].order):
+        if axis.name == "kv":
+            if inside_kv:
+                return size
+            size = sum(_inner_bytes(spec, i, inside_kv=True) for i in (0, 1))
+        else:
+            size *= _size(spec, plane, axis)
+    return size
+
+
+def _place(spec: CacheSpec, plane: int) -> Place:
+    layout = _layouts(spec)[plane]
+    digits: list[Digit] = []
+    offset, stride = 0, spec.plane(plane).unit_bytes
+    for axis in reversed(layout.order):
+        if axis.name == "kv":
+            k, v = (_inner_bytes(spec, i, inside_kv=True) for i in (0, 1))
+            offset, stride = (k if plane else 0), k + v
+            continue
+        divisor = _factor(spec, plane, axis) if axis.part == "/" else 1
+        digits.append(Digit(axis.name, divisor, _size(spec, plane, axis), stride, 0))
+        stride *= digits[-1].size
+    buffer, step = 0, 1
+    for axis in reversed(layout.left):
+        if axis.name == "kv":
+            buffer += plane * step
+            step *= 2
+            continue
+        digits.append(Digit(axis.name, 1, _size(spec, plane, axis), 0, step))
+        step *= digits[-1].size
+    if all(d.axis != "layer" for d in digits):
+        digits.append(Digit("layer", 1, 1, 0, 0))
+    return Place(tuple(reversed(digits)), buffer, offset, spec.plane(plane).unit_bytes)

@@ -1,0 +1,247 @@
+"""convert: the bytes of one cache as those of another, after a plan (kvx/layout/plan.py). The torch body below is the definition."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument, OutOfRange
+from kvx.layout.plan import Box, Plan
+from kvx.ops import backend as backends
+from kvx.ops import native
+
+Buffers = Tensor | Sequence["Buffers"]
+
+
+def convert(
+    dst: Buffers,  # every buffer of the destination, changed in place; shard by shard, nested as you like
+    src: Buffers,  # every buffer of the source
+    *,
+    plan: Plan,
+    src_blocks: Tensor | Sequence[int] | None = None,  # [n], or [num_seqs, columns]; None: all of them, in order
+    dst_blocks: Tensor | Sequence[int] | None = None,
+    seq_lens: Tensor | None = None,  # [num_seqs]: tokens past a length are left alone
+    errors: Tensor | None = None,  # one int64 on the device: bad block ids are added to it
+    backend: str = "auto",
+) -> None:
+    """Move blocks of `src` into blocks of `dst`. A negative id skips its pair.
+
+    Ids given as host tensors or lists are checked before anything moves; ids on a device are checked there, and bad ones are
+    skipped and counted in `errors` (kvx.debug() raises).
+    """
+    bind(
+        plan, dst, src, src_blocks=src_blocks, dst_blocks=dst_blocks, seq_lens=seq_lens, errors=errors, backend=backend
+    ).run()  # fmt: skip
+
+
+def bind(
+    plan: Plan,
+    dst: Buffers,
+    src: Buffers,
+    *,
+    src_blocks: Tensor | Sequence[int] | None = None,
+    dst_blocks: Tensor | Sequence[int] | None = None,
+    seq_lens: Tensor | None = None,
+    errors: Tensor | None = None,
+    backend: str = "auto",
+) -> Bound:
+    """`convert` in two steps, for running often: everything is checked and prepared here. Ids on a device are read anew by each run."""
+    return Bound(plan, dst, src, src_blocks, dst_blocks, seq_lens, errors, backend)
+
+
+class Bound:
+    """A plan with addresses. Holds the tensors it was given."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        dst: Buffers,
+        src: Buffers,
+        src_blocks: Tensor | Sequence[int] | None,
+        dst_blocks: Tensor | Sequence[int] | None,
+        seq_lens: Tensor | None,
+        errors: Tensor | None,
+        backend: str,
+    ):
+        self.plan = plan
+        self.src, self.dst = list(_flat("src", src)), list(_flat("dst", dst))
+        for name, tensors in (("src", self.src), ("dst", self.dst)):
+            _check_buffers(name, tensors, plan.buffer_bytes(name))
+        self.src_blocks = _blocks("src_blocks", src_blocks, plan.src[0].num_blocks)
+        self.dst_blocks = _blocks("dst_blocks", dst_blocks, plan.dst[0].num_blocks)
+        self.seq_lens, self.errors = seq_lens, errors
+        where = next((t for t in (*self.src, *self.dst) if not t.is_cpu), self.src[0])
+        self.backend = backends.choose("convert", backend, where)
+        self.device = where.device
+        self._handle: int | None = None
+        if self.backend == "torch":
+            _check_ids(self)
+            return
+        if self.errors is None and where.is_cuda and backends.is_debug():
+            self.errors = torch.zeros((), dtype=torch.int64, device=where.device)
+        self._bind()
+
+    def run(self) -> None:
+        """On the current stream of the caches' device."""
+        if self._handle is None:
+            return _convert_torch(self)
+        status = native.run_call(self._handle, torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0)
+        if status:
+            native.raise_status(status)
+        if self.errors is not None and backends.is_debug():
+            bad = int(self.errors)
+            if bad:
+                raise OutOfRange(f"convert(): {bad} block ids are outside the caches; those blocks were not converted.")
+
+    def _bind(self) -> None:
+        lib = native.LIB
+        assert lib is not None
+        args = native.ConvertArgs(version=native.ABI_VERSION, struct_bytes=ctypes.sizeof(native.ConvertArgs), device=-1)
+        args.src_memory, args.dst_memory = _memory(self.src), _memory(self.dst)
+        args.device = self.device.index if self.device.type == "cuda" else -1
+        ids = [self.src_blocks, self.dst_blocks] + ([] if self.seq_lens is None else [self.seq_lens])
+        if len({t.device for t in ids}) > 1:
+            raise BadArgument(f"convert(): block ids and seq_lens are on {', '.join(str(t.device) for t in ids)}; keep them together.")
+        args.table_memory = _memory(ids)
+        keep: list[Any] = [args]
+        for name, tensors in (("src", self.src), ("dst", self.dst)):
+            pointers = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+            sizes = (ctypes.c_uint64 * len(tensors))(*(t.numel() * t.element_size() for t in tensors))
+            setattr(args, f"{name}_buffers", ctypes.addressof(pointers))
+            setattr(args, f"{name}_bytes", ctypes.addressof(sizes))
+            keep += [pointers, sizes]
+        native.fill_array(args.src_blocks, self.src_blocks)
+        native.fill_array(args.dst_blocks, self.dst_blocks)
+        if self.seq_lens is not None:
+            native.fill_array(args.seq_lens, self.seq_lens)
+        args.errors = None if self.errors is None else self.errors.data_ptr()
+        handle = ctypes.c_void_p()
+        status = lib.kvx_bind(_loaded(self.plan), ctypes.addressof(args), ctypes.addressof(handle))
+        del keep
+        if status:
+            native.raise_status(status)
+        self._handle = handle.value
+        weakref.finalize(self, lib.kvx_bound_free, handle.value)
+
+
+def _loaded(plan: Plan) -> int:
+    """The plan in the library, loaded once."""
+    handle = plan.__dict__.get("_handle")
+    if handle is None:
+        assert native.LIB is not None
+        data, out = plan.to_bytes(), ctypes.c_void_p()
+        status = native.LIB.kvx_plan_load(data, len(data), ctypes.addressof(out))
+        if status:
+            native.raise_status(status)
+        handle = plan.__dict__["_handle"] = out.value
+        weakref.finalize(plan, native.LIB.kvx_plan_free, out.value)
+    return int(handle)
+
+
+def _flat(name: str, buffers: Buffers) -> Iterator[Tensor]:
+    if isinstance(buffers, Tensor):
+        yield buffers
+    elif isinstance(buffers, (list, tuple)):
+        for part in buffers:
+            yield from _flat(name, part)
+    else:
+        yield backends.as_tensor("convert", name, buffers)
+
+
+def _check_buffers(name: str, tensors: list[Tensor], sizes: tuple[int, ...]) -> None:
+    if len(tensors) != len(sizes):
+        raise BadArgument(f"convert(): {name} has {len(tensors)} buffers; the plan's specs make {len(sizes)}.")
+    devices = {t.device for t in tensors}
+    if len(devices) > 1:
+        raise BadArgument(f"convert(): {name} is on {len(devices)} devices: {', '.join(sorted(map(str, devices)))}.")
+    for i, (t, size) in enumerate(zip(tensors, sizes, strict=True)):
+        if not t.is_contiguous():
+            raise BadArgument(f"convert(): {name} buffer {i} is {list(t.shape)} with strides {list(t.stride())}; it is contiguous memory.")
+        if t.numel() * t.element_size() < size:
+            raise BadArgument(f"convert(): {name} buffer {i} has {t.numel() * t.element_size()} bytes; the spec makes {size}.")
+
+
+def _blocks(name: str, ids: Tensor | Sequence[int] | None, num_blocks: int) -> Tensor:
+    if ids is None:
+        return torch.arange(num_blocks, dtype=torch.int32)
+    if not isinstance(ids, Tensor):
+        ids = torch.tensor(ids, dtype=torch.int64)
+    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() not in (1, 2):
+        raise BadArgument(f"convert(): {name} is {list(ids.shape)} {ids.dtype}; it is [n] or [num_seqs, columns], int32 or int64.")
+    return ids
+
+
+def _memory(tensors: Iterable[Tensor]) -> int:
+    return 2 if next(iter(tensors)).is_cuda else 1
+
+
+# ---- the definition
+
+
+def _check_ids(bound: Bound) -> None:
+    """What the library checks of host tables."""
+    p = bound.plan
+    tables = [t.cpu().to(torch.int64).view(-1, t.shape[-1]) for t in (bound.src_blocks, bound.dst_blocks)]
+    tokens = [t.shape[1] * s[0].block_size for t, s in zip(tables, (p.src, p.dst), strict=True)]
+    if tables[0].shape[0] != tables[1].shape[0]:
+        raise BadArgument(f"convert(): src_blocks has {tables[0].shape[0]} sequences and dst_blocks {tables[1].shape[0]}.")
+    if bound.seq_lens is None and tokens[0] != tokens[1]:
+        raise BadArgument(f"convert(): src_blocks holds {tokens[0]} tokens a sequence and dst_blocks {tokens[1]}. Give seq_lens.")
+    lens = [min(tokens)] * tables[0].shape[0] if bound.seq_lens is None else bound.seq_lens.tolist()
+    for s, length in enumerate(lens):
+        if not 0 <= length <= min(tokens):
+            raise OutOfRange(f"convert(): seq_lens[{s}] is {length}; the tables hold {min(tokens)} tokens. Nothing was converted.")
+    for name, table, spec in (("src_blocks", tables[0], p.src[0]), ("dst_blocks", tables[1], p.dst[0])):
+        used = [i for row, n in zip(table.tolist(), lens, strict=True) for i in row[: -(-n // spec.block_size)]]
+        bad = [i for i in used if i >= spec.num_blocks]
+        if bad:
+            raise OutOfRange(f"convert(): {name} has {bad[0]}; the cache has {spec.num_blocks} blocks. Nothing was converted.")
+        named = [i for i in used if i >= 0]
+        if name == "dst_blocks" and len(set(named)) < len(named):
+            raise BadArgument("convert(): dst_blocks names a block twice. Nothing was converted.")
+    ranges = [[(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in side] for side in (bound.src, bound.dst)]
+    if any(a < d and c < b for a, b in ranges[0] for c, d in ranges[1]):
+        raise BadArgument("convert(): a source buffer and a destination buffer overlap. Convert into memory of its own.")
+
+
+def _convert_torch(bound: Bound) -> None:
+    p = bound.plan
+    src, dst = ([t.view(-1).view(torch.uint8) for t in side] for side in (bound.src, bound.dst))
+    rows = [t.cpu().view(-1, t.shape[-1]).tolist() for t in (bound.src_blocks, bound.dst_blocks)]
+    sizes = p.src[0].block_size, p.dst[0].block_size
+    most = min(len(rows[0][0]) * sizes[0], len(rows[1][0]) * sizes[1]) if rows[0] else 0
+    lens = [most] * len(rows[0]) if bound.seq_lens is None else bound.seq_lens.tolist()
+    for a_row, b_row, length in zip(*rows, lens, strict=True):
+        for token in range(0, length, p.unit_tokens):
+            a, b = a_row[token // sizes[0]], b_row[token // sizes[1]]
+            if a >= 0 and b >= 0:
+                for box in p.boxes:
+                    _move(box, src, dst, a, b, token % sizes[0], token % sizes[1], min(p.unit_tokens, length - token))
+
+
+def _move(box: Box, src: list[Tensor], dst: list[Tensor], a: int, b: int, a_token: int, b_token: int, tokens: int) -> None:
+    """One box of one unit, of which `tokens` tokens are there: a strided view of each side, buffer by buffer."""
+    steps = [d for d in box.digits if d.src_step or d.dst_step]
+    even = [d for d in box.digits if not (d.src_step or d.dst_step)]
+    counts = torch.zeros((), dtype=torch.int64)
+    for d in even:  # the token each index stands for
+        counts = counts.unsqueeze(-1) + torch.arange(d.size) * d.token
+    kept = (counts < tokens).to(src[0].device).unsqueeze(-1)
+    shape = [d.size for d in even] + [box.run_bytes]
+    for index in torch.cartesian_prod(*(torch.arange(d.size) for d in steps)).view(-1, len(steps)).tolist() if steps else [[]]:
+        views = []
+        for side, block, token, buffers, stride, step in (
+            (box.src, a, a_token, src, "src", "src_step"),
+            (box.dst, b, b_token, dst, "dst", "dst_step"),
+        ):
+            buffer = side.buffer + block * side.block_step + sum(i * getattr(d, step) for i, d in zip(index, steps, strict=True))
+            start = side.offset + block * side.block + token // side.token_split * side.token_outer
+            start += token % side.token_split * side.token_inner
+            start += sum(i * getattr(d, stride) for i, d in zip(index, steps, strict=True))
+            views.append(buffers[buffer].as_strided(shape, [getattr(d, stride) for d in even] + [1], start))
+        views[1].copy_(torch.where(kept, views[0], views[1]))

@@ -1,0 +1,414 @@
+// Plans: read and checked once (load), given addresses (bind), run. Nothing here touches KV bytes.
+#include "convert.h"
+
+#include <string.h>
+
+#include <algorithm>
+
+#include "array.h"
+#include "run.h"
+#include "table.h"
+
+namespace kvx {
+
+using namespace common;
+
+struct Plan {
+  kvx_plan_header_t header;
+  std::vector<kvx_plan_box_t> boxes;
+  std::vector<uint64_t> bytes[2];  // of every buffer
+};
+
+namespace {
+
+constexpr uint32_t kMaxBuffers = 1u << 26;
+
+const kvx_plan_side_t& side_of(const kvx_plan_box_t& box, int which) { return which == SRC ? box.src : box.dst; }
+int64_t stride_of(const kvx_plan_digit_t& d, int which) { return which == SRC ? d.src : d.dst; }
+int32_t step_of(const kvx_plan_digit_t& d, int which) { return which == SRC ? d.src_step : d.dst_step; }
+const char* name_of(int which) { return which == SRC ? "source" : "destination"; }
+
+// Adds count*stride to *sum. Strides of plans are 0 or more, so sums only grow and one bound at the end holds for all.
+bool add_extent(int64_t count, int64_t stride, int64_t* sum) {
+  int64_t product;
+  if (stride < 0 || !mul_fits(count, stride, &product)) return false;
+  *sum += product;
+  return *sum <= kMaxBytes;
+}
+
+// The box stays inside buffers that exist, for every block and every digit.
+kvx_status_t check_side(const Plan& plan, const kvx_plan_box_t& box, int n, int which) {
+  const kvx_plan_side_t& s = side_of(box, which);
+  const int64_t block_size = which == SRC ? plan.header.src_block_size : plan.header.dst_block_size;
+  const int64_t num_blocks = which == SRC ? plan.header.src_num_blocks : plan.header.dst_num_blocks;
+  int64_t last = 0, buffer = 0, unit = plan.header.unit_tokens;
+  bool ok = s.offset >= 0 && s.buffer >= 0 && s.block_step >= 0 && s.token_split >= 1 && add_extent(1, s.offset, &last) && add_extent(num_blocks - 1, s.block, &last);
+  const int64_t inside = std::min(s.token_split, block_size) - 1, outside = (block_size - unit) / s.token_split;
+  // A unit either fills whole splits or stays inside one; its start then moves by whole steps.
+  ok = ok && (unit % s.token_split == 0 || s.token_split % unit == 0);
+  ok = ok && add_extent(outside, s.token_outer, &last) && add_extent(block_size > unit ? inside / unit * unit : 0, s.token_inner, &last);
+  ok = ok && add_extent(1, s.buffer, &buffer) && add_extent(num_blocks - 1, s.block_step, &buffer);
+  for (uint32_t i = 0; ok && i < box.num_digits; i++) {
+    const kvx_plan_digit_t& d = box.digit[i];
+    ok = add_extent(d.size - 1, stride_of(d, which), &last) && add_extent(d.size - 1, step_of(d, which), &buffer);
+  }
+  ok = ok && add_extent(1, box.run_bytes, &last);
+  KVX_NEED(ok, "the plan's box %d has a negative or overflowing stride at the %s.", n, name_of(which));
+  const std::vector<uint64_t>& bytes = plan.bytes[which];
+  KVX_NEED(buffer < int64_t(bytes.size()), "the plan's box %d reaches %s buffer %lld; there are %zu.", n, name_of(which), (long long)buffer, bytes.size());
+  // Every reachable buffer: strides over steps are walked, which touches each at most once per digit.
+  std::vector<int32_t> reached{s.buffer};
+  auto walk = [&](int64_t count, int32_t step) {
+    if (step == 0) return;
+    const size_t before = reached.size();
+    for (int64_t i = 1; i < count; i++)
+      for (size_t j = 0; j < before; j++) reached.push_back(reached[j] + int32_t(i * step));
+  };
+  walk(num_blocks, s.block_step);
+  for (uint32_t i = 0; i < box.num_digits && reached.size() <= 16 * bytes.size(); i++) walk(box.digit[i].size, step_of(box.digit[i], which));
+  for (int32_t b : reached)
+    KVX_NEED(uint64_t(last) <= bytes[size_t(b)], "the plan's box %d ends at byte %lld of %s buffer %d, which has %llu.", n, (long long)last, name_of(which), b,
+             (unsigned long long)bytes[size_t(b)]);
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t load(const void* data, uint64_t num_bytes, Plan* plan) {
+  KVX_NEED(num_bytes >= sizeof(kvx_plan_header_t), "a plan has at least %zu bytes; this has %llu.", sizeof(kvx_plan_header_t), (unsigned long long)num_bytes);
+  const char* p = static_cast<const char*>(data);
+  kvx_plan_header_t& h = plan->header;
+  memcpy(&h, p, sizeof h);
+  KVX_NEED(h.magic == KVX_PLAN_MAGIC, "these bytes are not a plan: they begin with 0x%08x.", h.magic);
+  if (h.version != KVX_PLAN_VERSION) return fail(KVX_STATUS_INCOMPATIBLE, "the plan has version %u; this library reads %d.", h.version, KVX_PLAN_VERSION);
+  const uint64_t want = sizeof h + uint64_t(h.num_boxes) * sizeof(kvx_plan_box_t) + (uint64_t(h.num_src_sizes) + h.num_dst_sizes) * 2 * sizeof(uint64_t);
+  KVX_NEED(h.plan_bytes == num_bytes && want == num_bytes, "the plan's counts make %llu bytes, its header says %llu, and %llu were given.",
+           (unsigned long long)want, (unsigned long long)h.plan_bytes, (unsigned long long)num_bytes);
+  KVX_NEED(h.src_block_size > 0 && h.dst_block_size > 0 && h.src_num_blocks > 0 && h.dst_num_blocks > 0 && h.unit_tokens > 0, "the plan has an empty block or cache.");
+  KVX_NEED(h.src_block_size % h.unit_tokens == 0 && h.dst_block_size % h.unit_tokens == 0, "unit_tokens %u does not divide the block sizes %lld and %lld.",
+           h.unit_tokens, (long long)h.src_block_size, (long long)h.dst_block_size);
+  p += sizeof h;
+  plan->boxes.resize(h.num_boxes);
+  if (h.num_boxes) memcpy(plan->boxes.data(), p, h.num_boxes * sizeof(kvx_plan_box_t));
+  p += h.num_boxes * sizeof(kvx_plan_box_t);
+  const uint32_t counts[2] = {h.num_src_buffers, h.num_dst_buffers}, sizes[2] = {h.num_src_sizes, h.num_dst_sizes};
+  for (int which = 0; which < 2; which++) {
+    KVX_NEED(counts[which] <= kMaxBuffers, "the plan has %u %s buffers; at most %u.", counts[which], name_of(which), kMaxBuffers);
+    for (uint32_t i = 0; i < sizes[which]; i++, p += 16) {
+      uint64_t pair[2];
+      memcpy(pair, p, sizeof pair);
+      KVX_NEED(pair[0] <= counts[which] - plan->bytes[which].size() && pair[1] <= uint64_t(kMaxBytes), "the plan's %s sizes do not fit its %u buffers.", name_of(which),
+               counts[which]);
+      plan->bytes[which].insert(plan->bytes[which].end(), size_t(pair[0]), pair[1]);
+    }
+    KVX_NEED(plan->bytes[which].size() == counts[which], "the plan gives the sizes of %zu of its %u %s buffers.", plan->bytes[which].size(), counts[which],
+             name_of(which));
+  }
+  for (uint32_t i = 0; i < h.num_boxes; i++) {
+    const kvx_plan_box_t& box = plan->boxes[i];
+    KVX_NEED(box.num_digits <= KVX_PLAN_MAX_DIGITS && box.run_bytes > 0 && box.reserved32 == 0, "the plan's box %u has %u digits and runs of %lld bytes.", i,
+             box.num_digits, (long long)box.run_bytes);
+    int64_t tokens = 1;
+    for (uint32_t d = 0; d < box.num_digits; d++) {
+      KVX_NEED(box.digit[d].size > 0 && box.digit[d].token >= 0, "digit %u of the plan's box %u has size %lld.", d, i, (long long)box.digit[d].size);
+      if (box.digit[d].token) KVX_NEED(mul_fits(tokens, box.digit[d].size, &tokens) && tokens <= h.unit_tokens, "box %u has more tokens than a unit.", i);
+    }
+    for (int which = 0; which < 2; which++) KVX_TRY(check_side(*plan, box, int(i), which));
+  }
+  return KVX_STATUS_OK;
+}
+
+// ---- binding
+
+// Buffers that stand at equal distances need no lookup: their steps become strides.
+void straighten(const std::vector<char*>& buffers, int64_t num_blocks, Which which, Job* job) {
+  struct Stepping {
+    int64_t size;
+    int32_t step;
+    int64_t delta;
+  } axes[KVX_PLAN_MAX_DIGITS + 1];
+  int n = 0;
+  if (job->block_step[which]) axes[n++] = {num_blocks, job->block_step[which], 0};
+  for (int i = 0; i < job->num_digits; i++)
+    if (job->digit[i].step[which]) axes[n++] = {job->digit[i].size, job->digit[i].step[which], 0};
+  char* first = buffers[size_t(job->buffer[which])];
+  int64_t points = 1;
+  for (int i = 0; i < n; i++) {
+    axes[i].delta = axes[i].size > 1 ? buffers[size_t(job->buffer[which] + axes[i].step)] - first : 0;
+    points *= axes[i].size;
+  }
+  for (int64_t p = 0; p < points; p++) {
+    int64_t rest = p, index = job->buffer[which], byte = 0;
+    for (int i = 0; i < n; i++) {
+      const int64_t digit = rest % axes[i].size;
+      rest /= axes[i].size;
+      index += digit * axes[i].step;
+      byte += digit * axes[i].delta;
+    }
+    if (buffers[size_t(index)] != first + byte) return;
+  }
+  int at = 0;
+  if (job->block_step[which]) job->block[which] = axes[at++].delta, job->block_step[which] = 0;
+  for (int i = 0; i < job->num_digits; i++)
+    if (job->digit[i].step[which]) job->digit[i].stride[which] = axes[at++].delta, job->digit[i].step[which] = 0;
+  job->base[which] = first + job->offset[which];
+}
+
+int alignment_of(const Job& job, const std::vector<char*> buffers[2], int64_t unit_tokens) {
+  uint64_t bits = uint64_t(job.run);
+  for (int w = 0; w < 2; w++) {
+    bits |= uint64_t(job.block[w]) | uint64_t(job.outer[w]) | uint64_t(job.inner[w] * unit_tokens) | uint64_t(job.offset[w]);
+    if (job.base[w]) bits |= uint64_t(uintptr_t(job.base[w]));
+    else
+      for (char* b : buffers[w]) bits |= uint64_t(uintptr_t(b));
+    for (int i = 0; i < job.num_digits; i++) bits |= uint64_t(job.digit[i].stride[w]);
+  }
+  const uint64_t low = bits & (~bits + 1);
+  return low == 0 || low > 16 ? 16 : int(low);
+}
+
+Job make_job(const kvx_plan_box_t& box, const Plan& plan, const Bound& bound, bool counts_tokens) {
+  Job job = {};
+  job.run = box.run_bytes;
+  job.num_digits = int(box.num_digits);
+  for (int i = 0; i < job.num_digits; i++) {
+    const kvx_plan_digit_t& d = box.digit[i];
+    job.digit[i] = Digit{d.size, {d.src, d.dst}, counts_tokens ? d.token : 0, {d.src_step, d.dst_step}};
+  }
+  const int64_t num_blocks[2] = {plan.header.src_num_blocks, plan.header.dst_num_blocks};
+  for (int w = 0; w < 2; w++) {
+    const kvx_plan_side_t& s = side_of(box, w);
+    job.buffer[w] = s.buffer, job.block_step[w] = s.block_step, job.offset[w] = s.offset, job.block[w] = s.block;
+    const int64_t block_size = w == SRC ? plan.header.src_block_size : plan.header.dst_block_size;
+    const bool starts_inside = block_size != int64_t(plan.header.unit_tokens);  // units begin elsewhere than at token 0
+    job.split[w] = s.token_split, job.outer[w] = starts_inside ? s.token_outer : 0, job.inner[w] = starts_inside ? s.token_inner : 0;
+    straighten(bound.buffers[w], num_blocks[w], Which(w), &job);
+  }
+  fold(&job, bound.on_device ? DST : SRC);
+  job.align = alignment_of(job, bound.buffers, bound.tables.unit_tokens);
+  return job;
+}
+
+kvx_status_t check_buffers(const Plan& plan, const kvx_convert_args_t& args, Bound* out) {
+  struct Span {
+    uintptr_t begin, end;
+    int which;
+  };
+  std::vector<Span> spans;
+  for (int w = 0; w < 2; w++) {
+    const size_t count = plan.bytes[w].size();
+    const void* const* given = w == SRC ? args.src_buffers : const_cast<const void* const*>(args.dst_buffers);
+    const uint64_t* sizes = w == SRC ? args.src_bytes : args.dst_bytes;
+    KVX_NEED(given != nullptr || count == 0, "%s_buffers is NULL.", w == SRC ? "src" : "dst");
+    out->buffers[w].resize(count);
+    for (size_t i = 0; i < count; i++) {
+      KVX_NEED(given[i] != nullptr, "%s buffer %zu is NULL.", name_of(w), i);
+      KVX_NEED(sizes == nullptr || sizes[i] >= plan.bytes[w][i], "%s buffer %zu has %llu bytes; the plan needs %llu.", name_of(w), i, (unsigned long long)sizes[i],
+               (unsigned long long)plan.bytes[w][i]);
+      out->buffers[w][i] = const_cast<char*>(static_cast<const char*>(given[i]));
+      const uintptr_t begin = uintptr_t(given[i]);
+      spans.push_back({begin, begin + uintptr_t(plan.bytes[w][i]), w});
+    }
+  }
+  // Reading what was already overwritten: refused, whatever the blocks.
+  std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+  uintptr_t end[2] = {0, 0};
+  for (const Span& s : spans) {
+    KVX_NEED(s.begin >= end[1 - s.which], "a source buffer and a destination buffer overlap. Convert into memory of its own.");
+    if (s.which == DST) KVX_NEED(s.begin >= end[DST], "two destination buffers overlap.");
+    end[s.which] = std::max(end[s.which], s.end);
+  }
+  return KVX_STATUS_OK;
+}
+
+void copy_indices(const kvx_array_t& a, std::vector<int64_t>* out) {
+  const int64_t rows = a.ndim == 2 ? a.shape[0] : 1, columns = a.ndim == 2 ? a.shape[1] : a.shape[0];
+  const int64_t bytes = a.dtype == KVX_DTYPE_S32 ? 4 : 8;
+  out->resize(size_t(rows * columns));
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++)
+      (*out)[size_t(r * columns + c)] = read_index(a.data, ((a.ndim == 2 ? r * a.stride[0] : 0) + c * a.stride[a.ndim - 1]) * bytes, int32_t(bytes));
+}
+
+kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, Bound* out) {
+  const kvx_plan_header_t& h = plan.header;
+  BlockTables& t = out->tables;
+  const kvx_array_t* arrays[2] = {&args.src_blocks, &args.dst_blocks};
+  const char* names[2] = {"src_blocks", "dst_blocks"};
+  const int64_t num_blocks[2] = {h.src_num_blocks, h.dst_num_blocks}, block_size[2] = {h.src_block_size, h.dst_block_size};
+  int64_t seqs[2], tokens[2];
+  for (int w = 0; w < 2; w++) {
+    const kvx_array_t& a = *arrays[w];
+    KVX_NEED(a.ndim == 1 || a.ndim == 2, "%s has %u dimensions; it is [n] or [num_seqs, columns].", names[w], a.ndim);
+    KVX_NEED(a.dtype == KVX_DTYPE_S32 || a.dtype == KVX_DTYPE_S64, "%s is %s; it is S32 or S64.", names[w], dtype_name(a.dtype));
+    KVX_TRY(check_array("", names[w], a, true));
+    seqs[w] = a.ndim == 2 ? a.shape[0] : 1;
+    t.columns[w] = a.shape[a.ndim - 1];
+    t.num_blocks[w] = num_blocks[w], t.block_size[w] = block_size[w];
+    KVX_NEED(mul_fits(t.columns[w], block_size[w], &tokens[w]), "%s is too long.", names[w]);
+  }
+  KVX_NEED(seqs[0] == seqs[1], "src_blocks has %lld sequences and dst_blocks %lld.", (long long)seqs[0], (long long)seqs[1]);
+  const bool has_lens = args.seq_lens.data != nullptr;
+  if (!has_lens)
+    KVX_NEED(tokens[0] == tokens[1], "src_blocks holds %lld tokens a sequence and dst_blocks %lld. Give seq_lens, or lists of equal length.", (long long)tokens[0],
+             (long long)tokens[1]);
+  if (has_lens) {
+    const kvx_array_t& a = args.seq_lens;
+    KVX_NEED(a.ndim == 1 && a.shape[0] == seqs[0] && (a.dtype == KVX_DTYPE_S32 || a.dtype == KVX_DTYPE_S64), "seq_lens is [%lld] S32 or S64.", (long long)seqs[0]);
+    KVX_TRY(check_array("", "seq_lens", a, true));
+  }
+  t.num_seqs = seqs[0];
+  t.unit_tokens = h.unit_tokens;
+  const int64_t most = std::min(tokens[0], tokens[1]);
+  t.units_per_seq = (most + t.unit_tokens - 1) / t.unit_tokens;
+  if (out->tables_on_device) {
+    for (int w = 0; w < 2; w++) {
+      const kvx_array_t& a = *arrays[w];
+      t.ids[w] = a.data, t.index_bytes[w] = a.dtype == KVX_DTYPE_S32 ? 4 : 8;
+      t.index_stride[w] = a.stride[a.ndim - 1] * t.index_bytes[w];
+      t.row_stride[w] = a.ndim == 2 ? a.stride[0] * t.index_bytes[w] : 0;
+    }
+    t.seq_lens = has_lens ? args.seq_lens.data : nullptr;
+    t.len_bytes = args.seq_lens.dtype == KVX_DTYPE_S32 ? 4 : 8;
+    t.len_stride = has_lens ? args.seq_lens.stride[0] * t.len_bytes : 0;
+    return KVX_STATUS_OK;
+  }
+  if (has_lens) {
+    copy_indices(args.seq_lens, &out->lens);
+    for (size_t s = 0; s < out->lens.size(); s++)
+      if (out->lens[s] < 0 || out->lens[s] > most)
+        return fail(KVX_STATUS_OUT_OF_RANGE, "seq_lens[%zu] is %lld; the tables hold %lld tokens. Nothing was converted.", s, (long long)out->lens[s], (long long)most);
+  }
+  for (int w = 0; w < 2; w++) {
+    copy_indices(*arrays[w], &out->ids[w]);
+    std::vector<bool> seen(w == DST ? size_t(num_blocks[w]) : 0);
+    for (int64_t s = 0; s < seqs[w]; s++) {
+      const int64_t used = has_lens ? (out->lens[size_t(s)] + block_size[w] - 1) / block_size[w] : t.columns[w];
+      for (int64_t c = 0; c < used; c++) {
+        const int64_t id = out->ids[w][size_t(s * t.columns[w] + c)];
+        if (id >= num_blocks[w])
+          return fail(KVX_STATUS_OUT_OF_RANGE, "%s[%lld] is %lld; the %s has %lld blocks. Nothing was converted.", names[w], (long long)(s * t.columns[w] + c),
+                      (long long)id, name_of(w), (long long)num_blocks[w]);
+        if (w == DST && id >= 0) {
+          if (seen[size_t(id)]) return fail(KVX_STATUS_INVALID_ARGUMENT, "dst_blocks names block %lld twice. Nothing was converted.", (long long)id);
+          seen[size_t(id)] = true;
+        }
+      }
+    }
+    t.ids[w] = out->ids[w].data(), t.index_bytes[w] = 8, t.index_stride[w] = 8, t.row_stride[w] = 8 * t.columns[w];
+  }
+  t.seq_lens = has_lens ? out->lens.data() : nullptr;
+  t.len_bytes = 8, t.len_stride = 8;
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t bind(const Plan& plan, const kvx_convert_args_t& args, Bound* out) {
+  KVX_NEED(args.struct_bytes >= sizeof args && args.version >> 16 == KVX_ABI_VERSION_MAJOR && args.flags == 0, "args has version 0x%x, %u bytes and flags %llu.",
+           args.version, args.struct_bytes, (unsigned long long)args.flags);
+  bool device[3];
+  const int32_t memory[3] = {args.src_memory, args.dst_memory, args.table_memory};
+  const char* names[3] = {"src_memory", "dst_memory", "table_memory"};
+  for (int i = 0; i < 3; i++) {
+    device[i] = memory[i] == KVX_MEMORY_DEVICE || memory[i] == KVX_MEMORY_UNIFIED;
+    KVX_NEED(device[i] || memory[i] == KVX_MEMORY_HOST, "%s is %d; say HOST (1), DEVICE (2) or UNIFIED (3).", names[i], memory[i]);
+  }
+  out->on_device = device[0] || device[1];
+  out->tables_on_device = device[2];
+  out->device = args.device;
+  out->errors = static_cast<unsigned long long*>(args.errors);
+  KVX_NEED(out->on_device || !device[2], "both caches are in host memory and the tables are not.");
+  KVX_TRY(check_buffers(plan, args, out));
+  KVX_TRY(bind_tables(plan, args, out));
+  for (const kvx_plan_box_t& box : plan.boxes) {
+    out->jobs.push_back(make_job(box, plan, *out, false));
+    if (out->tables.seq_lens) out->cut_jobs.push_back(make_job(box, plan, *out, true));
+  }
+  return out->on_device ? cuda::prepare_convert(out) : KVX_STATUS_OK;
+}
+
+kvx_status_t run(const Bound& bound, void* stream) { return bound.on_device ? cuda::convert(bound, stream) : cpu::convert(bound); }
+
+}  // namespace
+
+void fold(Job* job, Which by) {
+  Digit* d = job->digit;
+  int n = 0;
+  for (int i = 0; i < job->num_digits; i++)
+    if (d[i].size > 1) d[n++] = d[i];
+  const int other = 1 - by;
+  auto steps = [](const Digit& x) { return x.step[0] != 0 || x.step[1] != 0; };
+  std::sort(d, d + n, [&](const Digit& a, const Digit& b) {
+    if (steps(a) != steps(b)) return steps(b);
+    return a.stride[by] != b.stride[by] ? a.stride[by] < b.stride[by] : a.stride[other] < b.stride[other];
+  });
+  auto continues = [](const Digit& a, const Digit& b) {
+    bool ok = b.token == a.token * a.size;
+    for (int w = 0; w < 2; w++) ok = ok && b.stride[w] == a.stride[w] * a.size && b.step[w] == a.step[w] * a.size;
+    return ok;
+  };
+  auto with_size = [](Digit a, int64_t size) {
+    a.size = size;
+    return a;
+  };
+  // One pass joins whatever continues the run or another digit, wherever it stands in the order.
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (int i = 0; i < n && !changed; i++) {
+      const bool runs_on = !steps(d[i]) && d[i].stride[0] == job->run && d[i].stride[1] == job->run && d[i].token == 0;
+      if (runs_on) job->run *= d[i].size;
+      for (int j = 0; j < n && !runs_on && !changed; j++)
+        if (i != j && continues(d[i], d[j])) d[j] = with_size(d[i], d[i].size * d[j].size), changed = true;
+      if (runs_on || changed) {
+        std::move(d + i + 1, d + n, d + i);
+        n--, changed = true;
+      }
+    }
+  }
+  std::sort(d, d + n, [&](const Digit& a, const Digit& b) {
+    if (steps(a) != steps(b)) return steps(b);
+    return a.stride[by] != b.stride[by] ? a.stride[by] < b.stride[by] : a.stride[other] < b.stride[other];
+  });
+  job->num_digits = n;
+}
+
+}  // namespace kvx
+
+using namespace kvx;
+
+extern "C" {
+
+kvx_status_t kvx_plan_load(const void* bytes, uint64_t num_bytes, kvx_plan_t** plan) {
+  begin_call("kvx_plan_load()");
+  KVX_NEED(bytes != nullptr && plan != nullptr, "bytes or plan is NULL.");
+  auto loaded = std::make_unique<Plan>();
+  KVX_TRY(load(bytes, num_bytes, loaded.get()));
+  *plan = reinterpret_cast<kvx_plan_t*>(loaded.release());
+  return KVX_STATUS_OK;
+}
+
+void kvx_plan_free(kvx_plan_t* plan) { delete reinterpret_cast<Plan*>(plan); }
+
+kvx_status_t kvx_bind(const kvx_plan_t* plan, const kvx_convert_args_t* args, kvx_bound_t** bound) {
+  begin_call("kvx_bind()");
+  KVX_NEED(plan != nullptr && args != nullptr && bound != nullptr, "plan, args or bound is NULL.");
+  auto made = std::make_unique<Bound>();
+  KVX_TRY(bind(*reinterpret_cast<const Plan*>(plan), *args, made.get()));
+  *bound = reinterpret_cast<kvx_bound_t*>(made.release());
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t kvx_run(const kvx_bound_t* bound, void* stream) {
+  begin_call("kvx_run()");
+  KVX_NEED(bound != nullptr, "bound is NULL.");
+  return run(*reinterpret_cast<const Bound*>(bound), stream);
+}
+
+void kvx_bound_free(kvx_bound_t* bound) { delete reinterpret_cast<Bound*>(bound); }
+
+kvx_status_t kvx_convert(const kvx_plan_t* plan, const kvx_convert_args_t* args, void* stream) {
+  begin_call("kvx_convert()");
+  KVX_NEED(plan != nullptr && args != nullptr, "plan or args is NULL.");
+  Bound bound;
+  KVX_TRY(bind(*reinterpret_cast<const Plan*>(plan), *args, &bound));
+  return run(bound, stream);
+}
+
+}  // extern "C"

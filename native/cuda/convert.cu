@@ -1,0 +1,491 @@
+// convert on a device. Rows: every thread moves a few vectors, found by multiplications from one index. Tiles: where elements
+// change their order, a rectangle goes through shared memory, 16 bytes at a time on both sides.
+#include "../convert.h"
+
+#include <string.h>
+
+#include <algorithm>
+
+#include "../table.h"
+#include "device.cuh"
+
+namespace kvx {
+namespace cuda {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kVectors = 4;          // of one thread
+constexpr int kJobs = 8;             // of one launch
+constexpr int kSmallBuffers = 192;   // addresses that travel with the launch: 80 layers of K and V on each side
+constexpr int kSmallIds = 512;       // block ids that do
+constexpr int kMaxInner = 5;
+
+struct DeviceDigit {
+  FastDivider size;
+  uint32_t token;
+  int64_t stride[2];
+  int32_t step[2];
+};
+
+struct DeviceJob {
+  char* base[2];  // NULL: looked up
+  int64_t offset[2], block[2], outer[2], inner[2];
+  uint32_t split[2];
+  int32_t buffer[2], block_step[2];
+  int32_t num_inner, num_digits;  // the first num_inner by each thread, the rest by the block
+  DeviceDigit digit[KVX_PLAN_MAX_DIGITS + 2];
+  uint32_t inner_vectors;  // rows: of one item; tiles: tiles of one unit
+  FastDivider chunks;      // rows: blocks of threads an item takes
+  FastDivider per_unit;    // blocks of threads a unit takes
+  uint32_t first;          // block of threads this job begins with
+  // tiles
+  uint32_t rows, columns;       // of a tile: elements along the destination's and along the source's adjacent axis
+  FastDivider row_vectors, column_vectors, row_columns;  // 16-byte vectors of a row at the source, of a column at the destination; of a whole tile
+  int64_t row_stride, column_stride;  // bytes: between rows at the source, between columns at the destination
+  uint32_t tiles;               // a block of threads takes
+};
+
+struct DeviceTables {
+  const void* ids[2];  // NULL: small_ids
+  int64_t row_stride[2], index_stride[2], num_blocks[2];
+  const void* seq_lens;
+  int64_t len_stride;
+  FastDivider units_per_seq, units_per_block[2];
+  uint32_t unit_tokens;
+  int32_t index_bytes[2], len_bytes;
+  unsigned long long* errors;
+};
+
+struct ConvertArgs {
+  DeviceTables tables;
+  char* const* buffers[2];  // NULL: small_buffers
+  int32_t num_jobs;
+  int32_t wants_cut;        // 1: only units that end early; 0: only whole ones
+  DeviceJob job[kJobs];
+  char* small_buffers[2][kSmallBuffers];
+  int32_t small_ids[2][kSmallIds];
+};
+
+struct Here {
+  char* at[2];      // of the unit; an offset from NULL where buffers are looked up
+  int64_t block[2];
+  uint32_t tokens;  // 0: nothing to do here
+};
+
+__device__ __forceinline__ Here find_unit(const ConvertArgs& a, const DeviceJob& job, uint32_t unit, bool counts) {
+  const DeviceTables& t = a.tables;
+  const uint32_t seq = t.units_per_seq.divide(unit), u = unit - seq * t.units_per_seq.d;
+  Here here = {};
+  int64_t tokens = t.unit_tokens;
+  if (t.seq_lens) {
+    tokens = read_index(t.seq_lens, seq * t.len_stride, t.len_bytes) - int64_t(u) * t.unit_tokens;
+    if (tokens <= 0 || (tokens < t.unit_tokens) != (a.wants_cut != 0)) return here;
+  }
+#pragma unroll
+  for (int w = 0; w < 2; w++) {
+    const uint32_t column = t.units_per_block[w].divide(u), start = (u - column * t.units_per_block[w].d) * t.unit_tokens;
+    const int64_t id = t.ids[w] ? read_index(t.ids[w], seq * t.row_stride[w] + column * t.index_stride[w], t.index_bytes[w])
+                                : a.small_ids[w][seq * uint32_t(t.row_stride[w]) + column];
+    if (id < 0) return here;
+    if (id >= t.num_blocks[w]) {
+      if (counts && t.errors) atomicAdd(t.errors, 1ull);
+      return here;
+    }
+    here.block[w] = id;
+    const uint32_t whole = start / job.split[w];
+    here.at[w] = job.base[w] + (id * job.block[w] + whole * job.outer[w] + (start - whole * job.split[w]) * job.inner[w]);
+  }
+  here.tokens = uint32_t(tokens < t.unit_tokens ? tokens : t.unit_tokens);
+  return here;
+}
+
+// Adds the digits the block of threads stands at. Returns the tokens they amount to.
+__device__ __forceinline__ uint32_t add_outer(const ConvertArgs& a, const DeviceJob& job, uint32_t index, Here* here) {
+  uint32_t token = 0;
+  int32_t buffer[2] = {0, 0};
+  int64_t byte[2] = {0, 0};
+  for (int i = job.num_inner; i < job.num_digits; i++) {
+    const DeviceDigit& d = job.digit[i];
+    const uint32_t q = d.size.divide(index), n = index - q * d.size.d;
+    index = q;
+    token += n * d.token;
+#pragma unroll
+    for (int w = 0; w < 2; w++) byte[w] += n * d.stride[w], buffer[w] += int32_t(n) * d.step[w];
+  }
+#pragma unroll
+  for (int w = 0; w < 2; w++) {
+    here->at[w] += byte[w];
+    if (!job.base[w]) {
+      const int64_t n = job.buffer[w] + here->block[w] * job.block_step[w] + buffer[w];
+      here->at[w] += uintptr_t(a.buffers[w] ? a.buffers[w][n] : a.small_buffers[w][n]) + job.offset[w];
+    }
+  }
+  return token;
+}
+
+__device__ __forceinline__ const DeviceJob& find_job(const ConvertArgs& a) {
+  int n = 0;
+  while (n + 1 < a.num_jobs && blockIdx.x >= a.job[n + 1].first) n++;
+  return a.job[n];
+}
+
+template <int W, bool Cut>
+__global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__ ConvertArgs a) {
+  using T = typename Vec<W>::T;
+  const DeviceJob& job = find_job(a);
+  wait_for_previous();
+  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index), rest = index - unit * job.per_unit.d;
+  const uint32_t item = job.chunks.divide(rest), chunk = rest - item * job.chunks.d;
+  Here here = find_unit(a, job, unit, threadIdx.x == 0 && rest == 0);
+  if (here.tokens == 0) return;
+  const uint32_t token = add_outer(a, job, item, &here);
+  if (Cut && token >= here.tokens) return;
+  T data[kVectors];
+  char* to[kVectors];
+#pragma unroll
+  for (int j = 0; j < kVectors; j++) {
+    uint32_t v = (chunk * kVectors + j) * kThreads + threadIdx.x;
+    to[j] = nullptr;
+    if (v >= job.inner_vectors) continue;
+    int64_t byte[2] = {0, 0};
+    uint32_t t = token;
+#pragma unroll
+    for (int i = 0; i < kMaxInner; i++) {
+      if (i >= job.num_inner) break;
+      const DeviceDigit& d = job.digit[i];
+      const uint32_t q = d.size.divide(v), n = v - q * d.size.d;
+      v = q;
+      if (Cut) t += n * d.token;
+      byte[0] += n * d.stride[0], byte[1] += n * d.stride[1];
+    }
+    if (Cut && t >= here.tokens) continue;
+    data[j] = load_once<T>(here.at[0] + byte[0]);
+    to[j] = here.at[1] + byte[1];
+  }
+#pragma unroll
+  for (int j = 0; j < kVectors; j++)
+    if (to[j]) store_once(to[j], data[j]);
+}
+
+// ---- tiles
+
+constexpr int kTileRowBytes = 256, kTileColumnBytes = 128, kPitch = kTileRowBytes + 16, kMaxTiles = 8;
+template <int E> constexpr int kTileRows = kTileColumnBytes / E;
+
+template <int E>
+__global__ void __launch_bounds__(kThreads) convert_tiles(const __grid_constant__ ConvertArgs a) {
+  using T = typename Vec<E>::T;
+  constexpr int kLanes = 16 / E;
+  __shared__ alignas(16) char tile[kTileRows<E> * kPitch];
+  __shared__ char* at[kMaxTiles][2];
+  const DeviceJob& job = find_job(a);
+  wait_for_previous();
+  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index), rest = index - unit * job.per_unit.d;
+  Here here = find_unit(a, job, unit, threadIdx.x == 0 && rest == 0);
+  if (here.tokens == 0) return;
+  const uint32_t first = rest * job.tiles, count = min(job.tiles, job.inner_vectors - first);
+  if (threadIdx.x < count) {
+    Here mine = here;
+    add_outer(a, job, first + threadIdx.x, &mine);
+    at[threadIdx.x][0] = mine.at[0], at[threadIdx.x][1] = mine.at[1];
+  }
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < count * job.rows * job.row_vectors.d; i += kThreads) {
+    const uint32_t row = job.row_vectors.divide(i), v = i - row * job.row_vectors.d;  // rows of all tiles, stacked
+    const uint32_t n = count == 1 ? 0 : row / job.rows, r = row - n * job.rows;
+    *reinterpret_cast<uint4*>(tile + row * kPitch + v * 16) = load_once<uint4>(at[n][0] + r * job.row_stride + v * 16);
+  }
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < count * job.columns * job.column_vectors.d; i += kThreads) {
+    const uint32_t n = count == 1 ? 0 : job.row_columns.divide(i), inside = i - n * job.row_columns.d;
+    const uint32_t column = job.column_vectors.divide(inside), v = inside - column * job.column_vectors.d;
+    union {
+      uint4 whole;
+      T part[kLanes];
+    } out;
+    const char* from = tile + (n * job.rows + v * kLanes) * kPitch + column * E;
+#pragma unroll
+    for (int k = 0; k < kLanes; k++) out.part[k] = *reinterpret_cast<const T*>(from + k * kPitch);
+    store_once(at[n][1] + column * job.column_stride + v * 16, out.whole);
+  }
+}
+
+// ---- preparing
+
+struct Launch {
+  ConvertArgs args;
+  unsigned grid;
+  int width;  // rows: bytes of a vector; tiles: bytes of an element
+  bool is_tile;
+};
+
+struct Residue : Resident {
+  std::vector<std::unique_ptr<Launch>> launches;
+  void* device_memory = nullptr;  // tables too large to travel with a launch
+  ~Residue() override {
+    if (device_memory) cudaFree(device_memory);
+  }
+};
+
+DeviceDigit to_device(const Digit& d) {
+  return DeviceDigit{make_fast_divider(d.size), uint32_t(d.token), {d.stride[0], d.stride[1]}, {d.step[0], d.step[1]}};
+}
+
+DeviceJob start_job(const Job& job) {
+  DeviceJob out = {};
+  for (int w = 0; w < 2; w++) {
+    out.base[w] = job.base[w], out.offset[w] = job.offset[w], out.block[w] = job.block[w], out.outer[w] = job.outer[w], out.inner[w] = job.inner[w];
+    out.split[w] = uint32_t(job.split[w]), out.buffer[w] = job.buffer[w], out.block_step[w] = job.block_step[w];
+  }
+  return out;
+}
+
+bool has_step(const Digit& d) { return d.step[0] || d.step[1]; }
+
+// Digits in the order threads take them: first along the run, then so that both sides stay in long stretches of memory.
+kvx_status_t make_rows(const Job& job, int width, DeviceJob* out, int64_t* blocks_per_unit) {
+  *out = start_job(job);
+  std::vector<Digit> inner, outer;
+  if (job.run > width) inner.push_back(Digit{job.run / width, {width, width}, 0, {0, 0}});
+  std::vector<Digit> rest(job.digit, job.digit + job.num_digits);
+  if (job.run == width) {
+    // One vector a run: four neighbours at the source, then neighbours at the destination, so that both see whole sectors.
+    auto a = std::find_if(rest.begin(), rest.end(), [&](const Digit& d) { return !has_step(d) && d.stride[SRC] == width && d.size % 4 == 0 && d.size > 4; });
+    if (a != rest.end()) {
+      Digit low = *a;
+      low.size = 4;
+      a->size /= 4;
+      for (int w = 0; w < 2; w++) a->stride[w] *= 4;
+      a->token *= 4;
+      inner.push_back(low);
+    }
+  }
+  auto weight = [](const Digit& d) {
+    double w = has_step(d) ? 1e30 : 1;
+    for (int i = 0; i < 2; i++) w *= double(d.stride[i] < 0 ? -d.stride[i] : d.stride[i]) + 1;
+    return w;
+  };
+  std::stable_sort(rest.begin(), rest.end(), [&](const Digit& a, const Digit& b) { return weight(a) < weight(b); });
+  int64_t vectors = inner.empty() ? 1 : inner[0].size;
+  std::vector<Digit> chosen;
+  for (const Digit& d : rest) {
+    if (!has_step(d) && vectors < kThreads * kVectors && int(inner.size() + chosen.size()) < kMaxInner) chosen.push_back(d), vectors *= d.size;
+    else outer.push_back(d);
+  }
+  std::stable_sort(chosen.begin(), chosen.end(), [](const Digit& a, const Digit& b) { return a.stride[DST] < b.stride[DST]; });
+  inner.insert(inner.end(), chosen.begin(), chosen.end());
+  if (inner.empty()) inner.push_back(Digit{1, {0, 0}, 0, {0, 0}});
+  int n = 0;
+  for (const Digit& d : inner) out->digit[n++] = to_device(d);
+  out->num_inner = n;
+  int64_t items = 1;
+  for (const Digit& d : outer) out->digit[n++] = to_device(d), items *= d.size;
+  out->num_digits = n;
+  const int64_t chunks = (vectors + kThreads * kVectors - 1) / (kThreads * kVectors);
+  *blocks_per_unit = items * chunks;
+  if (vectors > kMaxCount || *blocks_per_unit > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "one unit has %lld vectors of %d bytes; more than one launch takes.", (long long)(items * vectors), width);
+  out->inner_vectors = uint32_t(vectors);
+  out->chunks = make_fast_divider(chunks);
+  out->per_unit = make_fast_divider(*blocks_per_unit);
+  return KVX_STATUS_OK;
+}
+
+// True when the job is a turn of two axes that 16-byte accesses can do.
+bool make_tiles(const Job& job, const Bound& bound, DeviceJob* out, int64_t* blocks_per_unit) {
+  const int64_t e = job.run;
+  if (e > 8 || (e & (e - 1))) return false;
+  int across = -1, down = -1;
+  for (int i = 0; i < job.num_digits; i++) {
+    const Digit& d = job.digit[i];
+    if (has_step(d) || d.token || d.size * e % 16) continue;
+    if (d.stride[SRC] == e) across = i;
+    else if (d.stride[DST] == e) down = i;
+  }
+  if (across < 0 || down < 0) return false;
+  // Everything but the element steps must keep 16-byte accesses aligned.
+  uint64_t bits = 0;
+  for (int w = 0; w < 2; w++) {
+    bits |= uint64_t(job.block[w]) | uint64_t(job.outer[w]) | uint64_t(job.inner[w] * bound.tables.unit_tokens) | uint64_t(job.offset[w]) | uint64_t(uintptr_t(job.base[w]));
+    if (!job.base[w])
+      for (char* b : bound.buffers[w]) bits |= uint64_t(uintptr_t(b));
+  }
+  for (int i = 0; i < job.num_digits; i++) {
+    if (i != across) bits |= uint64_t(job.digit[i].stride[SRC]);
+    if (i != down) bits |= uint64_t(job.digit[i].stride[DST]);
+  }
+  if (bits % 16) return false;
+  *out = start_job(job);
+  const Digit &a = job.digit[across], &d = job.digit[down];
+  auto largest = [&](int64_t size, int64_t bytes) {  // divisor of the axis: tiles are all alike
+    int64_t best = 16 / e;
+    for (int64_t n = 16 / e; n * e <= bytes; n += 16 / e)
+      if (size % n == 0) best = n;
+    return best;
+  };
+  const int64_t columns = largest(a.size, kTileRowBytes), rows = largest(d.size, kTileColumnBytes);
+  out->rows = uint32_t(rows), out->columns = uint32_t(columns);
+  out->row_vectors = make_fast_divider(columns * e / 16), out->column_vectors = make_fast_divider(rows * e / 16);
+  out->row_columns = make_fast_divider(columns * rows * e / 16);
+  out->row_stride = d.stride[SRC], out->column_stride = a.stride[DST];
+  std::vector<Digit> outer;
+  outer.push_back(Digit{a.size / columns, {columns * e, columns * a.stride[DST]}, 0, {0, 0}});
+  outer.push_back(Digit{d.size / rows, {rows * d.stride[SRC], rows * e}, 0, {0, 0}});
+  for (int i = 0; i < job.num_digits; i++)
+    if (i != across && i != down) outer.push_back(job.digit[i]);
+  int n = 0;
+  int64_t tiles = 1;
+  for (const Digit& x : outer)
+    if (x.size > 1) out->digit[n++] = to_device(x), tiles *= x.size;
+  out->num_digits = n;
+  const int64_t stacked = std::min<int64_t>(kMaxTiles, std::max<int64_t>(1, kTileColumnBytes / e / rows));
+  out->tiles = uint32_t(stacked);
+  *blocks_per_unit = (tiles + stacked - 1) / stacked;
+  if (tiles > kMaxCount) return false;
+  out->inner_vectors = uint32_t(tiles);
+  out->chunks = make_fast_divider(1);
+  out->per_unit = make_fast_divider(*blocks_per_unit);
+  return true;
+}
+
+// Tables and addresses: with the launch where they fit, otherwise in device memory that the bound plan keeps.
+kvx_status_t place_tables(Bound* bound, Residue* residue, ConvertArgs* common) {
+  const BlockTables& t = bound->tables;
+  DeviceTables& out = common->tables;
+  const bool small_ids = !bound->tables_on_device && std::max(bound->ids[0].size(), bound->ids[1].size()) <= kSmallIds &&
+                         std::max(t.num_blocks[0], t.num_blocks[1]) <= 0x7fffffff;
+  bool looks_up[2] = {false, false};
+  for (const Job& job : bound->jobs)
+    for (int w = 0; w < 2; w++) looks_up[w] = looks_up[w] || !job.base[w];
+  std::vector<char> image;  // of the device memory
+  auto put = [&](const void* data, size_t bytes) {
+    const size_t at = (image.size() + 15) / 16 * 16;
+    image.resize(at + bytes);
+    if (bytes) memcpy(image.data() + at, data, bytes);
+    return at;
+  };
+  size_t id_at[2] = {}, buffer_at[2] = {}, lens_at = 0;
+  for (int w = 0; w < 2; w++) {
+    out.num_blocks[w] = t.num_blocks[w];
+    out.row_stride[w] = t.row_stride[w], out.index_stride[w] = t.index_stride[w], out.index_bytes[w] = t.index_bytes[w];
+    if (small_ids) {
+      out.row_stride[w] = t.columns[w];
+      for (size_t i = 0; i < bound->ids[w].size(); i++) common->small_ids[w][i] = int32_t(bound->ids[w][i]);
+    } else if (!bound->tables_on_device) {
+      id_at[w] = put(bound->ids[w].data(), bound->ids[w].size() * 8);
+    }
+    if (looks_up[w] && bound->buffers[w].size() <= kSmallBuffers) std::copy(bound->buffers[w].begin(), bound->buffers[w].end(), common->small_buffers[w]);
+    else if (looks_up[w]) buffer_at[w] = put(bound->buffers[w].data(), bound->buffers[w].size() * sizeof(char*));
+    out.units_per_block[w] = make_fast_divider(t.block_size[w] / t.unit_tokens);
+  }
+  if (t.seq_lens && !bound->tables_on_device) lens_at = put(bound->lens.data(), bound->lens.size() * 8);
+  if (!image.empty()) {
+    cudaError_t error = cudaMalloc(&residue->device_memory, image.size());
+    if (error == cudaSuccess) error = cudaMemcpy(residue->device_memory, image.data(), image.size(), cudaMemcpyHostToDevice);
+    if (error != cudaSuccess) return fail(KVX_STATUS_INTERNAL_ERROR, "%zu bytes of tables could not be put on the device: %s.", image.size(), cudaGetErrorString(error));
+  }
+  char* memory = static_cast<char*>(residue->device_memory);
+  for (int w = 0; w < 2; w++) {
+    out.ids[w] = small_ids ? nullptr : bound->tables_on_device ? t.ids[w] : memory + id_at[w];
+    common->buffers[w] = looks_up[w] && bound->buffers[w].size() > kSmallBuffers ? reinterpret_cast<char* const*>(memory + buffer_at[w]) : nullptr;
+  }
+  out.seq_lens = !t.seq_lens ? nullptr : bound->tables_on_device ? t.seq_lens : memory + lens_at;
+  out.len_stride = t.len_stride, out.len_bytes = t.len_bytes;
+  out.units_per_seq = make_fast_divider(std::max<int64_t>(1, t.units_per_seq));
+  out.unit_tokens = uint32_t(t.unit_tokens);
+  out.errors = bound->errors;
+  return KVX_STATUS_OK;
+}
+
+// Host memory must be pinned: the device reads and writes it in place.
+kvx_status_t check_pinned(const Bound& bound) {
+  for (int w = 0; w < 2; w++)
+    for (size_t i = 0; i < bound.buffers[w].size(); i++) {
+      cudaPointerAttributes attributes = {};
+      const cudaError_t error = cudaPointerGetAttributes(&attributes, bound.buffers[w][i]);
+      if (error != cudaSuccess) cudaGetLastError();
+      if (error != cudaSuccess || attributes.type == cudaMemoryTypeUnregistered)
+        return fail(KVX_STATUS_INVALID_ARGUMENT, "%s buffer %zu is host memory that is not pinned. Pin it (tensor.pin_memory()), or convert on the host.",
+                    w == SRC ? "source" : "destination", i);
+      if (i >= 4) break;  // the first few stand for all: asking for thousands takes milliseconds
+    }
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t add_jobs(const Bound& bound, const std::vector<Job>& jobs, bool cut, int64_t units, const ConvertArgs& common, Residue* residue) {
+  for (const Job& job : jobs) {
+    DeviceJob made;
+    int64_t per_unit;
+    int width = std::min(job.align, 16);
+    const bool is_tile = !cut && make_tiles(job, bound, &made, &per_unit);
+    if (is_tile) width = int(job.run);
+    else KVX_TRY(make_rows(job, width, &made, &per_unit));
+    int64_t blocks;
+    if (!mul_fits(per_unit, units, &blocks) || blocks > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld blocks of threads are more than one launch takes.", (long long)units, (long long)per_unit);
+    Launch* open = nullptr;
+    for (auto& l : residue->launches)
+      if (l->is_tile == is_tile && l->width == width && (l->args.wants_cut != 0) == cut && l->args.num_jobs < kJobs && int64_t(l->grid) + blocks <= kMaxCount) open = l.get();
+    if (!open) {
+      residue->launches.push_back(std::make_unique<Launch>());
+      open = residue->launches.back().get();
+      open->args = common;
+      open->args.wants_cut = cut, open->args.num_jobs = 0;
+      open->grid = 0, open->width = width, open->is_tile = is_tile;
+    }
+    made.first = open->grid;
+    open->args.job[open->args.num_jobs++] = made;
+    open->grid += unsigned(blocks);
+  }
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t start(const Launch& l, void* stream) {
+  const dim3 grid(l.grid), block(kThreads);
+  const ConvertArgs& a = l.args;
+  if (l.is_tile) {
+    switch (l.width) {
+      case 1: return launch_early("convert_tiles", convert_tiles<1>, grid, block, stream, a);
+      case 2: return launch_early("convert_tiles", convert_tiles<2>, grid, block, stream, a);
+      case 4: return launch_early("convert_tiles", convert_tiles<4>, grid, block, stream, a);
+      default: return launch_early("convert_tiles", convert_tiles<8>, grid, block, stream, a);
+    }
+  }
+#define KVX_ROWS(w) \
+  case w: return a.wants_cut ? launch_early("convert_rows", convert_rows<w, true>, grid, block, stream, a) : launch_early("convert_rows", convert_rows<w, false>, grid, block, stream, a);
+  switch (l.width) {
+    KVX_ROWS(16) KVX_ROWS(8) KVX_ROWS(4) KVX_ROWS(2)
+    default: KVX_ROWS(1)
+  }
+#undef KVX_ROWS
+  return KVX_STATUS_INTERNAL_ERROR;
+}
+
+}  // namespace
+
+kvx_status_t prepare_convert(Bound* bound) {
+  DeviceGuard guard(bound->device);
+  KVX_TRY(guard.status());
+  KVX_TRY(check_pinned(*bound));
+  auto residue = std::make_unique<Residue>();
+  auto common = std::make_unique<ConvertArgs>();
+  memset(static_cast<void*>(common.get()), 0, sizeof *common);
+  KVX_TRY(place_tables(bound, residue.get(), common.get()));
+  const int64_t units = bound->tables.num_seqs * bound->tables.units_per_seq;
+  if (units > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld units are more than one launch takes.", (long long)units);
+  if (units) {
+    KVX_TRY(add_jobs(*bound, bound->jobs, false, units, *common, residue.get()));
+    KVX_TRY(add_jobs(*bound, bound->cut_jobs, true, units, *common, residue.get()));
+  }
+  bound->resident = std::move(residue);
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t convert(const Bound& bound, void* stream) {
+  DeviceGuard guard(bound.device);
+  KVX_TRY(guard.status());
+  for (const auto& l : static_cast<const Residue*>(bound.resident.get())->launches) KVX_TRY(start(*l, stream));
+  return KVX_STATUS_OK;
+}
+
+}  // namespace cuda
+}  // namespace kvx
