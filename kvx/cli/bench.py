@@ -1,4 +1,4 @@
-"""kvx bench write|gather|amax|call: checks first, then times, and writes a result file."""
+"""kvx bench write|gather|convert|amax|call: checks first, then times, and writes a result file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from kvx.bench import amax as amax_bench
 from kvx.bench import call as call_bench
+from kvx.bench import convert as convert_bench
 from kvx.bench import gather as gather_bench
 from kvx.bench import harness
 from kvx.bench import write as write_bench
@@ -27,7 +28,7 @@ def _run(name: str, device: str, out: Path, only: str) -> None:
     reason = backends.reason_missing(device) if device in ("cpu", "cuda") else "devices are cpu and cuda"
     if reason is not None:
         raise typer.BadParameter(f"{device}: {reason}", param_hint="--device")
-    bench = {"write": write_bench, "gather": gather_bench, "amax": amax_bench}[name]
+    bench = {"write": write_bench, "gather": gather_bench, "amax": amax_bench, "convert": convert_bench}[name]
     typer.echo(harness.headline(device))
     ceiling = harness.copy_ceiling_gbps(device)
     typer.echo(f" copy ceiling {ceiling / 1e3:.3f} TB/s (bytes read + bytes written)")
@@ -52,6 +53,12 @@ def write(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
 def gather(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
     """Whole sequences out of scattered blocks."""
     _run("gather", device, out, only)
+
+
+@app.command()
+def convert(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
+    """Whole caches from one engine's bytes to another's."""
+    _run("convert", device, out, only)
 
 
 @app.command()

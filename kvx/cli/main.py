@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from kvx.cli import bench, demo, inspect
+from kvx.cli import bench, demo, inspect, layouts
 from kvx.errors import KvxError
 
 app = typer.Typer(
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("inspect")(inspect.inspect)
+app.command("layouts")(layouts.layouts)
 app.add_typer(bench.app, name="bench")
 
 

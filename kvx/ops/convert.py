@@ -1,4 +1,4 @@
-"""convert: the bytes of one cache as those of another, after a plan (kvx/layout/plan.py). The torch body below is the definition."""
+"""convert: one cache's bytes as another's, after a plan (kvx/layout/plan.py). The torch body below is the definition."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bind(
     errors: Tensor | None = None,
     backend: str = "auto",
 ) -> Bound:
-    """`convert` in two steps, for running often: everything is checked and prepared here. Ids on a device are read anew by each run."""
+    """The first half of `convert`, for running often: all is checked and prepared. Ids on a device are read anew by each run."""
     return Bound(plan, dst, src, src_blocks, dst_blocks, seq_lens, errors, backend)
 
 
@@ -90,7 +90,9 @@ class Bound:
         """On the current stream of the caches' device."""
         if self._handle is None:
             return _convert_torch(self)
-        status = native.run_call(self._handle, torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0)
+        status = native.run_call(
+            self._handle, torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
+        )
         if status:
             native.raise_status(status)
         if self.errors is not None and backends.is_debug():
@@ -106,7 +108,9 @@ class Bound:
         args.device = self.device.index if self.device.type == "cuda" else -1
         ids = [self.src_blocks, self.dst_blocks] + ([] if self.seq_lens is None else [self.seq_lens])
         if len({t.device for t in ids}) > 1:
-            raise BadArgument(f"convert(): block ids and seq_lens are on {', '.join(str(t.device) for t in ids)}; keep them together.")
+            raise BadArgument(
+                f"convert(): block ids and seq_lens are on {', '.join(str(t.device) for t in ids)}; keep them together."
+            )
         args.table_memory = _memory(ids)
         keep: list[Any] = [args]
         for name, tensors in (("src", self.src), ("dst", self.dst)):
@@ -161,7 +165,9 @@ def _check_buffers(name: str, tensors: list[Tensor], sizes: tuple[int, ...]) -> 
         raise BadArgument(f"convert(): {name} is on {len(devices)} devices: {', '.join(sorted(map(str, devices)))}.")
     for i, (t, size) in enumerate(zip(tensors, sizes, strict=True)):
         if not t.is_contiguous():
-            raise BadArgument(f"convert(): {name} buffer {i} is {list(t.shape)} with strides {list(t.stride())}; it is contiguous memory.")
+            raise BadArgument(
+                f"convert(): {name} buffer {i} is {list(t.shape)} with strides {list(t.stride())}; it is contiguous memory."
+            )
         if t.numel() * t.element_size() < size:
             raise BadArgument(f"convert(): {name} buffer {i} has {t.numel() * t.element_size()} bytes; the spec makes {size}.")
 

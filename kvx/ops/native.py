@@ -264,7 +264,11 @@ def address_of(struct: ctypes.Structure) -> int:
 
 def fill_array(array: _Array, x: Tensor) -> None:
     """int32 and int64 tensors: tables of a conversion."""
-    array.data, array.data_bytes, array.ndim = x.data_ptr(), x.untyped_storage().nbytes() - x.storage_offset() * x.element_size(), x.dim()
+    array.data, array.data_bytes, array.ndim = (
+        x.data_ptr(),
+        x.untyped_storage().nbytes() - x.storage_offset() * x.element_size(),
+        x.dim(),
+    )
     array.dtype = 6 if x.dtype == torch.int32 else 7
     array.shape[: x.dim()] = x.shape
     array.stride[: x.dim()] = x.stride()

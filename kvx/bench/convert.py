@@ -1,0 +1,188 @@
+"""kvx bench convert: whole caches from one engine's bytes to another's, against a plain copy and torch's permute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvx
+from kvx.bench.harness import COLD_BYTES, Row, time_calls
+
+LAYOUTS = {
+    "nhd": "layer kv | block token head dim",
+    "hnd": "layer kv | block head token dim",
+    "vllm.0.22": "layer | kv block token head dim",
+    "vllm.0.23": "layer | block kv token head dim",
+    "vllm.0.26-nhd": "layer | block token head (kv dim)",
+    "vllm.0.26-hnd": "layer | block head token (kv dim)",
+    "vllm.blhnc": "block layer head token (kv dim)",
+    "trtllm": "block layer kv head token dim",
+    "stack-nhd": "block layer kv | token head dim",
+    "stack-hnd": "block layer kv | head token dim",
+    "operational": "block | layer kv token head dim",
+    "universal": "block | head layer kv token dim",
+    "packed": "layer kv[K: | block head dim/x token dim%x; V: | block head dim token]",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    src: str
+    dst: str
+    tokens: int = 16  # of a block
+    blocks: int = 128
+    layers: int = 80
+    tp: str = "1:1"
+    to: str = "same"  # same: one memory; host: device to pinned host
+    heads: int = 8
+    dim: int = 128
+
+    @property
+    def label(self) -> dict[str, Any]:
+        return {
+            "src": self.src,
+            "dst": self.dst,
+            "block": self.tokens,
+            "blocks": self.blocks,
+            "layers": self.layers,
+            "tp": self.tp,
+            "to": self.to,
+        }
+
+    def specs(self) -> tuple[list[kvx.CacheSpec], list[kvx.CacheSpec]]:
+        sizes = [int(n) for n in self.tp.split(":")]
+        src, dst = (
+            kvx.CacheSpec(self.blocks, self.tokens, self.heads, self.dim, layout=LAYOUTS[name], num_layers=self.layers)
+            for name in (self.src, self.dst)
+        )
+        return [src.shard(sizes[0], i) for i in range(sizes[0])], [dst.shard(sizes[1], i) for i in range(sizes[1])]
+
+    @property
+    def bytes(self) -> int:
+        return 2 * self.layers * self.blocks * self.tokens * self.heads * self.dim * 2
+
+
+PAIRS = [
+    ("stack-nhd", "universal"),
+    ("universal", "stack-nhd"),
+    ("stack-hnd", "universal"),
+    ("universal", "stack-hnd"),
+    ("nhd", "hnd"),
+    ("hnd", "nhd"),
+    ("vllm.0.22", "trtllm"),
+    ("vllm.0.23", "trtllm"),
+    ("vllm.0.26-nhd", "trtllm"),
+    ("trtllm", "vllm.0.26-nhd"),
+    ("vllm.0.26-hnd", "trtllm"),
+    ("vllm.blhnc", "trtllm"),
+    ("nhd", "packed"),
+    ("packed", "nhd"),
+    ("stack-nhd", "operational"),
+]
+
+
+def cases(device: str) -> Iterator[Case]:
+    if device != "cuda":  # 512 MiB
+        for src, dst in PAIRS:
+            yield Case(src, dst, layers=64)
+        yield Case("vllm.0.26-hnd", "vllm.0.26-hnd", layers=64, tp="4:8")
+        return
+    for tokens, blocks in ((16, 128), (64, 32)):
+        for src, dst in PAIRS:
+            yield Case(src, dst, tokens, blocks)
+        for layout in ("vllm.0.26-nhd", "vllm.0.26-hnd", "hnd"):
+            yield Case(layout, layout, tokens, blocks, tp="4:8")
+    for src, dst in (("stack-nhd", "universal"), ("vllm.0.26-nhd", "trtllm")):
+        yield Case(src, dst, 16, 1)
+    for src, dst in (("vllm.0.26-nhd", "trtllm"), ("stack-nhd", "universal"), ("trtllm", "trtllm")):
+        yield Case(src, dst, 16, 128, to="host")
+
+
+def run(case: Case, device: str, ceiling_gbps: float) -> Row:
+    src, dst = case.specs()
+    plan = kvx.plan(src, dst)
+    small = case.bytes < COLD_BYTES
+    calls: list[Callable[[], object]] = []
+    for n in range(24 if small and device == "cuda" else 1 if device != "cuda" else 2):
+        g = torch.Generator().manual_seed(n)
+        a = [[_random(size, device, g) for size in kvx.layout.place.buffer_bytes(s)] for s in src]
+        b = [kvx.allocate_buffers(s, "cpu" if case.to == "host" else device, pin_memory=case.to == "host") for s in dst]
+        ids = torch.randperm(case.blocks, generator=g), torch.randperm(case.blocks, generator=g)
+        bound = kvx.bind(plan, b, a, src_blocks=ids[0], dst_blocks=ids[1])
+        if n == 0:
+            check(plan, bound, a, b, ids)
+        calls.append(bound.run)
+    ours = time_calls(calls, device)
+    ceiling = _host_ceiling_gbps() if case.to == "host" else ceiling_gbps
+    peer = _torch_peer(case, device) if case.tp == "1:1" and case.to == "same" and not small else None
+    return Row("convert", case.label, 2 * case.bytes, ours, peer, ceiling)
+
+
+def _random(size: int, device: str, g: torch.Generator) -> Tensor:
+    if device == "cuda":
+        return torch.empty(size, dtype=torch.uint8, device=device).random_(0, 256)
+    return torch.empty(size // 8, dtype=torch.int64).random_(generator=g).view(torch.uint8)
+
+
+def check(plan: kvx.Plan, bound: Any, a: list[list[Tensor]], b: list[list[Tensor]], ids: tuple[Tensor, Tensor]) -> None:
+    """The timed buffers hold what the definition puts there, on the first and last pair of blocks."""
+    bound.run()
+    if b[0][0].is_cpu and not a[0][0].is_cpu:
+        torch.cuda.synchronize()
+    want = [[torch.zeros_like(t) for t in shard] for shard in b]
+    some = [i[[0, -1]] for i in ids]
+    same = [[t.to(b[0][0].device) for t in shard] for shard in a]
+    kvx.convert(want, same, plan=plan, src_blocks=some[0], dst_blocks=some[1], backend="torch")
+    got = [[torch.zeros_like(t) for t in shard] for shard in b]
+    for shard, kept in zip(b, got, strict=True):
+        for t, k in zip(shard, kept, strict=True):
+            k.copy_(t)
+    # Only the two blocks are compared: the others are blanked by writing them again from zeros.
+    rest = [i for i in ids[1].tolist() if i not in some[1].tolist()]
+    if rest:
+        zeros = [[torch.zeros_like(t) for t in shard] for shard in same]
+        kvx.convert(got, zeros, plan=plan, src_blocks=list(range(len(rest))), dst_blocks=rest)
+    for g_shard, w_shard in zip(got, want, strict=True):
+        for x, y in zip(g_shard, w_shard, strict=True):
+            if not torch.equal(x, y):
+                raise AssertionError("convert differs from the definition; nothing was timed")
+
+
+def _host_ceiling_gbps() -> float:
+    a = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
+    b = torch.empty(512 << 20, dtype=torch.uint8, pin_memory=True)
+    samples = []
+    for _ in range(8):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        b.copy_(a, non_blocking=True)
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end))
+    return 2 * a.numel() / sorted(samples)[4] / 1e6
+
+
+_VIEWS = {  # torch's way: one tensor each, permuted and copied, no block lists
+    ("nhd", "hnd"): ("l k b t h d", "l k b h t d"),
+    ("hnd", "nhd"): ("l k b h t d", "l k b t h d"),
+    ("stack-nhd", "universal"): ("b l k t h d", "b h l k t d"),
+    ("vllm.0.23", "trtllm"): ("l b k t h d", "b l k h t d"),
+    ("vllm.0.26-nhd", "trtllm"): ("l b t h k d", "b l k h t d"),
+    ("nhd", "packed"): ("l k b t h d", "l k b h d t"),
+}
+
+
+def _torch_peer(case: Case, device: str) -> Any:
+    axes = _VIEWS.get((case.src, case.dst))
+    if axes is None:
+        return None
+    sizes = {"l": case.layers, "k": 2, "b": case.blocks, "t": case.tokens, "h": case.heads, "d": case.dim}
+    order = [axes[0].split().index(x) for x in axes[1].split()]
+    src = torch.zeros([sizes[x] for x in axes[0].split()], dtype=torch.bfloat16, device=device)
+    dst = torch.empty([sizes[x] for x in axes[1].split()], dtype=torch.bfloat16, device=device)
+    return time_calls([partial(dst.copy_, src.permute(order))], device)

@@ -1,0 +1,165 @@
+"""kvx layouts: the engines' layouts as a table, or one of them drawn, byte by byte, for a cache small enough to see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import lcm
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvx.layout import ENGINES, Engine, Layout, engine
+from kvx.layout.place import Place, buffer_bytes, places
+from kvx.spec.cache_spec import CacheSpec
+
+AXES = ("layer", "block", "kv", "head", "token", "dim")  # in the order of a label: L0 B1 K h0 t2 d0
+LETTERS = {"layer": "L", "block": "B", "head": "h", "token": "t", "dim": "d"}
+LINE_CELLS = 8
+HEAD_LINES, TAIL_LINES = 12, 4  # of an allocation that has more than both
+
+
+class Cell(NamedTuple):
+    """A run of bytes along one axis."""
+
+    byte: int
+    kv: int
+    head: int
+    labels: dict[str, str]  # of each axis: "L0", "K", "d0-7"
+
+
+def layouts(
+    name: Annotated[str, typer.Argument(help="a row to draw, such as vllm.0.23; nothing: the table")] = "",
+) -> None:
+    """List the engines' layouts, or draw one."""
+    console = Console(highlight=False)
+    if name:
+        for line in draw(engine(name)):
+            console.print(line, soft_wrap=True)
+    elif console.is_terminal:
+        table = Table(title=f"{len(ENGINES)} layouts; `kvx layouts NAME` draws one", title_justify="left")
+        for column in ("name", "layout", "versions"):
+            table.add_column(column, overflow="fold", no_wrap=column == "name")
+        for row in ENGINES.values():
+            table.add_row(*(Text(x) for x in (row.name, row.layout, f"{row.engine} {row.versions}")))
+        console.print(table)
+    else:  # for grep and awk: a line a row, no frame, no folding
+        rows = [(row.name, row.layout, f"{row.engine} {row.versions}") for row in ENGINES.values()]
+        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+        for row_name, layout, versions in rows:
+            typer.echo(f"{row_name:{widths[0]}}  {layout:{widths[1]}}  {versions}")
+
+
+def tiny(row: Engine) -> CacheSpec:
+    """Two of everything and four tokens; where axes are split, one of everything and a few packs."""
+    layout = Layout.parse(row.layout)
+    sizes, count = {"token": 4, "dim": 4}, 2
+    for name in sizes:
+        packs = [8 if f == "x" else int(f) for plane in (layout.k, layout.v) if (f := plane.split_of(name))]  # x: bf16 below
+        if packs:
+            pack, count = lcm(*packs), 1
+            sizes[name] = pack if pack > 8 else 2 * pack
+    return row.spec(
+        num_layers=count,
+        num_blocks=count,
+        block_size=sizes["token"],
+        num_kv_heads=row.num_kv_heads or count,
+        head_dim=sizes["dim"],
+    )
+
+
+def draw(row: Engine) -> Iterator[Text]:
+    spec = tiny(row)
+    sizes, left = buffer_bytes(spec), [axis.name for axis in Layout.parse(spec.layout).k.left]
+    yield Text.assemble((row.name, "bold"), f"  {row.engine} {row.versions}")
+    yield Text(f"  layout      {row.layout}")
+    yield Text(f"  block_size  {row.block_size}")
+    if row.dtypes:
+        yield Text(f"  dtypes      {row.dtypes}")
+    yield Text(f"  notes       {row.notes}\n")
+    yield Text(
+        f"drawn: {_count(spec.num_layers, 'layer')}, {_count(spec.num_blocks, 'block')} of {spec.block_size} tokens, "
+        f"{_count(spec.num_kv_heads, 'head')}, head_dim {spec.head_dim}, {spec.format}: "
+        f"{_count(len(sizes), 'allocation')}, {sum(sizes)} bytes"
+    )
+    for plane, place in zip("KV" if spec.num_planes == 2 else ("rows",), places(spec), strict=True):
+        yield Text(f"  {plane}  {_view(spec, place)}")
+    for buffer, cells in enumerate(_cells(spec)):
+        which = [cells[0].labels[axis] for axis in AXES if axis in left]
+        yield Text.assemble("\n", ("| ", "bold"), f"{' '.join([*which, ''])}{sizes[buffer]} bytes")
+        yield from _lines(cells, set(left))
+
+
+def _view(spec: CacheSpec, place: Place) -> str:
+    """Shape and strides of the axes inside an allocation."""
+    inside = [d for d in place.digits if not d.step and d.stride]
+    split = {d.axis for d in inside if len(place.of(d.axis)) > 1}
+    names = [
+        d.axis + (("/" if d is place.of(d.axis)[0] else "%") + str(place.of(d.axis)[0].divisor)) * (d.axis in split) for d in inside
+    ]
+    shape, strides = ([getattr(d, field) for d in inside] for field in ("size", "stride"))
+    return f"[{', '.join(names)}] shape {shape} strides {strides} bytes, from byte {place.offset}"
+
+
+def _cells(spec: CacheSpec) -> list[list[Cell]]:
+    """Of each buffer, in the order of bytes: neighbours that differ by one step of one axis are one cell."""
+    units: list[list[tuple[int, ...]]] = [[] for _ in buffer_bytes(spec)]
+    for kv, place in enumerate(places(spec)):
+        counts = (spec.num_layers, spec.num_blocks, 1, spec.num_kv_heads, spec.block_size, spec.plane(kv).row_units)
+        for layer, block, _, head, token, dim in product(*map(range, counts)):
+            buffer, byte = place.locate(layer=layer, block=block, head=head, token=token, dim=dim)
+            units[buffer].append((byte, layer, block, kv, head, token, dim))
+    return [[_cell(spec, run) for run in _runs(sorted(buffer))] for buffer in units]
+
+
+def _runs(units: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    run, axis = [units[0]], -1
+    for unit in units[1:]:
+        steps = [b - a for a, b in zip(run[-1][1:], unit[1:], strict=True)]
+        moved = [i for i, step in enumerate(steps) if step]
+        if len(moved) == 1 and steps[moved[0]] == 1 and AXES[moved[0]] in ("token", "dim") and axis in (-1, moved[0]):
+            run, axis = [*run, unit], moved[0]
+        else:
+            yield run
+            run, axis = [unit], -1
+    yield run
+
+
+def _cell(spec: CacheSpec, run: list[tuple[int, ...]]) -> Cell:
+    first, last = (dict(zip(AXES, unit[1:], strict=True)) for unit in (run[0], run[-1]))
+    labels = {}
+    for axis in AXES:
+        if axis == "kv":
+            labels[axis] = "KV"[first[axis]] if spec.num_planes == 2 else ""
+        elif axis == "dim" and last[axis] - first[axis] + 1 == spec.plane(first["kv"]).row_units:
+            labels[axis] = ""  # a whole row
+        else:
+            labels[axis] = f"{LETTERS[axis]}{first[axis]}" + (f"-{last[axis]}" if last[axis] > first[axis] else "")
+    return Cell(run[0][0], first["kv"], first["head"], labels)
+
+
+def _lines(cells: list[Cell], outside: set[str]) -> Iterator[Text]:
+    """Eight cells a line; what they have in common stands in front of them."""
+    lines = [cells[i : i + LINE_CELLS] for i in range(0, len(cells), LINE_CELLS)]
+    for n, line in enumerate(lines):
+        if len(lines) > HEAD_LINES + TAIL_LINES and HEAD_LINES <= n < len(lines) - TAIL_LINES:
+            if n == HEAD_LINES:
+                yield Text(f"   ... {len(lines) - HEAD_LINES - TAIL_LINES} lines more")
+            continue
+        shown = [axis for axis in AXES if axis not in outside and line[0].labels[axis]]
+        common = [axis for axis in shown if len(line) > 1 and len({cell.labels[axis] for cell in line}) == 1]
+        text = Text(f"  {line[0].byte:5}  ")
+        text.append("".join(f"{line[0].labels[axis]} " for axis in common), "dim")
+        for cell in line:
+            words = " ".join(cell.labels[axis] for axis in shown if axis not in common)
+            text.append(" ")
+            text.append(f"{words:5}", ("cyan" if cell.kv == 0 else "magenta") + (" bold" if cell.head % 2 else ""))
+        text.rstrip()
+        yield text
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
