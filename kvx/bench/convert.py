@@ -26,6 +26,8 @@ LAYOUTS = {
     "stack-hnd": "block layer kv | head token dim",
     "operational": "block | layer kv token head dim",
     "universal": "block | head layer kv token dim",
+    "packed-k": "layer kv | block head dim/x token dim%x",
+    "transposed-v": "layer kv | block head dim token",
     "packed": "layer kv[K: | block head dim/x token dim%x; V: | block head dim token]",
 }
 
@@ -82,6 +84,10 @@ PAIRS = [
     ("vllm.blhnc", "trtllm"),
     ("nhd", "packed"),
     ("packed", "nhd"),
+    ("nhd", "packed-k"),
+    ("packed-k", "nhd"),
+    ("nhd", "transposed-v"),
+    ("transposed-v", "nhd"),
     ("stack-nhd", "operational"),
 ]
 
@@ -135,7 +141,7 @@ def check(plan: kvx.Plan, bound: Any, a: list[list[Tensor]], b: list[list[Tensor
     if b[0][0].is_cpu and not a[0][0].is_cpu:
         torch.cuda.synchronize()
     want = [[torch.zeros_like(t) for t in shard] for shard in b]
-    some = [i[[0, -1]] for i in ids]
+    some = [i[[0, -1]] if len(i) > 1 else i for i in ids]
     same = [[t.to(b[0][0].device) for t in shard] for shard in a]
     kvx.convert(want, same, plan=plan, src_blocks=some[0], dst_blocks=some[1], backend="torch")
     got = [[torch.zeros_like(t) for t in shard] for shard in b]

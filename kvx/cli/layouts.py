@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 from math import lcm
 from typing import Annotated, NamedTuple
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvx.layout import ENGINES, Engine, Layout, engine
+from kvx.layout import ENGINES, Engine, Layout, PlaneLayout, engine
 from kvx.layout.place import Place, buffer_bytes, places
 from kvx.spec.cache_spec import CacheSpec
 
@@ -72,36 +72,31 @@ def tiny(row: Engine) -> CacheSpec:
 
 
 def draw(row: Engine) -> Iterator[Text]:
-    spec = tiny(row)
-    sizes, left = buffer_bytes(spec), [axis.name for axis in Layout.parse(spec.layout).k.left]
+    spec, layout = tiny(row), Layout.parse(row.layout)
+    sizes, left = buffer_bytes(spec), [axis.name for axis in layout.k.left]
     yield Text.assemble((row.name, "bold"), f"  {row.engine} {row.versions}")
     yield Text(f"  layout      {row.layout}")
-    yield Text(f"  block_size  {row.block_size}")
-    if row.dtypes:
-        yield Text(f"  dtypes      {row.dtypes}")
-    yield Text(f"  notes       {row.notes}\n")
+    for field in ("block_size", "dtypes", "notes"):
+        if getattr(row, field):
+            yield Text(f"  {field:10}  {getattr(row, field)}")
     yield Text(
-        f"drawn: {_count(spec.num_layers, 'layer')}, {_count(spec.num_blocks, 'block')} of {spec.block_size} tokens, "
+        f"\ndrawn: {_count(spec.num_layers, 'layer')}, {_count(spec.num_blocks, 'block')} of {spec.block_size} tokens, "
         f"{_count(spec.num_kv_heads, 'head')}, head_dim {spec.head_dim}, {spec.format}: "
         f"{_count(len(sizes), 'allocation')}, {sum(sizes)} bytes"
     )
-    for plane, place in zip("KV" if spec.num_planes == 2 else ("rows",), places(spec), strict=True):
-        yield Text(f"  {plane}  {_view(spec, place)}")
+    for name, place, plane in zip("KV" if spec.num_planes == 2 else (" ",), places(spec), (layout.k, layout.v), strict=False):
+        yield Text(f"  {name}  {_view(place, plane)}")
     for buffer, cells in enumerate(_cells(spec)):
-        which = [cells[0].labels[axis] for axis in AXES if axis in left]
+        which = [cells[0].labels[axis] for axis in left]
         yield Text.assemble("\n", ("| ", "bold"), f"{' '.join([*which, ''])}{sizes[buffer]} bytes")
         yield from _lines(cells, set(left))
 
 
-def _view(spec: CacheSpec, place: Place) -> str:
-    """Shape and strides of the axes inside an allocation."""
-    inside = [d for d in place.digits if not d.step and d.stride]
-    split = {d.axis for d in inside if len(place.of(d.axis)) > 1}
-    names = [
-        d.axis + (("/" if d is place.of(d.axis)[0] else "%") + str(place.of(d.axis)[0].divisor)) * (d.axis in split) for d in inside
-    ]
-    shape, strides = ([getattr(d, field) for d in inside] for field in ("size", "stride"))
-    return f"[{', '.join(names)}] shape {shape} strides {strides} bytes, from byte {place.offset}"
+def _view(place: Place, plane: PlaneLayout) -> str:
+    """Shape and strides of K or V inside an allocation."""
+    axes = ", ".join(str(axis) for axis in plane.order if axis.name != "kv")
+    shape, strides = zip(*((d.size, d.stride) for d in place.digits if d.stride), strict=True)
+    return f"[{axes}] shape {list(shape)} strides {list(strides)} bytes, from byte {place.offset}"
 
 
 def _cells(spec: CacheSpec) -> list[list[Cell]]:
@@ -134,6 +129,8 @@ def _cell(spec: CacheSpec, run: list[tuple[int, ...]]) -> Cell:
     for axis in AXES:
         if axis == "kv":
             labels[axis] = "KV"[first[axis]] if spec.num_planes == 2 else ""
+        elif axis == "head" and spec.num_kv_heads == 1:
+            labels[axis] = ""
         elif axis == "dim" and last[axis] - first[axis] + 1 == spec.plane(first["kv"]).row_units:
             labels[axis] = ""  # a whole row
         else:
@@ -143,22 +140,28 @@ def _cell(spec: CacheSpec, run: list[tuple[int, ...]]) -> Cell:
 
 def _lines(cells: list[Cell], outside: set[str]) -> Iterator[Text]:
     """Eight cells a line; what they have in common stands in front of them."""
+    shown = [axis for axis in AXES if axis not in outside]
     lines = [cells[i : i + LINE_CELLS] for i in range(0, len(cells), LINE_CELLS)]
+    fronts, words = [], []
+    for line in lines:
+        common = [axis for axis in shown if len({cell.labels[axis] for cell in line}) == 1]
+        fronts.append(_label(line[0], common))
+        words.append([_label(cell, [axis for axis in shown if axis not in common]) for cell in line])
+    front_width, width = len(max(fronts, key=len)), len(max(chain(*words), key=len))
     for n, line in enumerate(lines):
         if len(lines) > HEAD_LINES + TAIL_LINES and HEAD_LINES <= n < len(lines) - TAIL_LINES:
             if n == HEAD_LINES:
-                yield Text(f"   ... {len(lines) - HEAD_LINES - TAIL_LINES} lines more")
+                yield Text(f"         ... {len(lines) - HEAD_LINES - TAIL_LINES} lines more")
             continue
-        shown = [axis for axis in AXES if axis not in outside and line[0].labels[axis]]
-        common = [axis for axis in shown if len(line) > 1 and len({cell.labels[axis] for cell in line}) == 1]
-        text = Text(f"  {line[0].byte:5}  ")
-        text.append("".join(f"{line[0].labels[axis]} " for axis in common), "dim")
-        for cell in line:
-            words = " ".join(cell.labels[axis] for axis in shown if axis not in common)
-            text.append(" ")
-            text.append(f"{words:5}", ("cyan" if cell.kv == 0 else "magenta") + (" bold" if cell.head % 2 else ""))
+        text = Text(f"  {line[0].byte:5}  ").append(f"{fronts[n]:{front_width}}", "dim")
+        for cell, word in zip(line, words[n], strict=True):
+            text.append("   ").append(f"{word:{width}}", ("magenta" if cell.kv else "cyan") + " bold" * (cell.head % 2))
         text.rstrip()
         yield text
+
+
+def _label(cell: Cell, axes: list[str]) -> str:
+    return " ".join(cell.labels[axis] for axis in axes if cell.labels[axis])
 
 
 def _count(n: int, noun: str) -> str:

@@ -33,8 +33,8 @@ class Engine:
     versions: str  # those it holds for, or the one it was read in
     layout: str  # kvx/layout/axes.py reads it
     notes: str  # what the string cannot say
-    block_size: str = "any"  # the engine's own rule. The layout's splits are checked; this is not.
-    dtypes: str = ""  # "": any
+    block_size: str = ""  # the engine's own rule, "" where none was read. The layout's splits are checked; this is not.
+    dtypes: str = ""  # as block_size
     num_kv_heads: int = 0  # 1: one latent row a token (MLA). 0: any
 
     @property

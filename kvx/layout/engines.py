@@ -13,7 +13,7 @@ from kvx.layout.engine_row import Engine
 
 _X16, _X32 = "multiple of 16", "multiple of 32"
 _CELL = "A cell is K's row, then V's. Block 0 is the null block."
-_CELL_TYPES = "f16, bf16, fp8; per-token-head scales as in *_inline formats. nvfp4 pages are another layout"
+_CELL_TYPES = "f16, bf16, fp8; per-token-head scales as the inline formats have them. nvfp4 pages are another layout"
 _CPU = "The true bytes; the tensor's shape says [block, head, token, 2 dim]. One allocation since 0.28."
 _TRASH = "The first page takes padding writes."
 _LATENT = "MLA: K and V are read out of one latent row a token."
@@ -27,8 +27,8 @@ _VLLM = (
     Engine("vllm.0.23", "0.23 - 0.25", "layer | block kv token head dim", "Block 0 is the null block.", _X16),
     Engine("vllm.0.23.hnd", "0.23 - 0.25", "layer | block kv head token dim", "Layout HND. Block 0 is the null block.", _X16),
     Engine("vllm.0.23.cross_layer", "0.23 - 0.25", "block layer kv token head dim", "Layout NHD, any backend.", _X16),
-    Engine("vllm.0.23.cross_layer.flash_attn_hnd", "0.23 - 0.25", "block head layer kv token dim", "Layout HND.", _X16),
-    Engine("vllm.0.23.cross_layer.flashinfer_hnd", "0.23 - 0.25", "block kv head layer token dim", "Layout HND.", _X16),
+    Engine("vllm.0.23.cross_layer.fa_hnd", "0.23 - 0.25", "block head layer kv token dim", "FlashAttention, layout HND.", _X16),
+    Engine("vllm.0.23.cross_layer.fi_hnd", "0.23 - 0.25", "block kv head layer token dim", "FlashInfer, layout HND.", _X16),
     Engine("vllm.0.26.nhd", "0.26 - 0.27", "layer | block token head (kv dim)", _CELL, _X16, _CELL_TYPES),
     Engine("vllm.0.26.hnd", "0.26 - 0.27", "layer | block head token (kv dim)", _CELL, _X16, _CELL_TYPES),
     Engine("vllm.lbnhc", ">= 0.28", "layer block token head (kv dim)", f"Alias NHD, the default. {_CELL}", _X16, _CELL_TYPES),

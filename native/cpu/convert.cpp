@@ -1,6 +1,10 @@
 // convert on the host: all units, and each job's digits beyond the two of a grid or tile, make one list of items that threads share.
 #include "../convert.h"
 
+#include <stdlib.h>
+
+#include <algorithm>
+
 #include "../run.h"
 #include "../table.h"
 #include "pending.h"
@@ -44,7 +48,7 @@ struct Shape {
 
 // A run shorter than a line between axes that each side has adjacent: columns become rows.
 bool find_tile(Job* job, Transpose* tile) {
-  if (job->run > 8 || (job->run & (job->run - 1))) return false;
+  if (job->run > 16 || (job->run & (job->run - 1))) return false;
   int a = -1, b = -1;
   for (int i = 0; i < job->num_digits; i++) {
     const Digit& d = job->digit[i];
@@ -67,8 +71,15 @@ Shape shape_of(Job* job) {
   if (s.is_tile) {
     s.inner = 2;
   } else {
-    // Two digits that need no lookup and no counting of tokens, in the order of the source: it is read front to back.
-    while (s.inner < 2 && s.inner < job->num_digits && !job->digit[s.inner].step[0] && !job->digit[s.inner].step[1] && !job->digit[s.inner].token) s.inner++;
+    // Two digits that need no lookup and no counting of tokens: those that keep both sides in one stretch of memory, and of the
+    // two, the source's order, so that it is read front to back.
+    auto weight = [](const Digit& d) {
+      const bool plain = !d.step[0] && !d.step[1] && !d.token;
+      return plain ? double(std::abs(d.stride[0])) * double(std::abs(d.stride[1])) : 1e300;
+    };
+    std::stable_sort(job->digit, job->digit + job->num_digits, [&](const Digit& a, const Digit& b) { return weight(a) < weight(b); });
+    while (s.inner < 2 && s.inner < job->num_digits && weight(job->digit[s.inner]) < 1e300) s.inner++;
+    if (s.inner == 2 && job->digit[0].stride[SRC] > job->digit[1].stride[SRC]) std::swap(job->digit[0], job->digit[1]);
     const Digit one{1, {0, 0}, 0, {0, 0}};
     const Digit &in = s.inner > 0 ? job->digit[0] : one, &out = s.inner > 1 ? job->digit[1] : one;
     s.grid = CopyGrid{job->run, out.size, in.size, out.stride[DST], in.stride[DST], out.stride[SRC], in.stride[SRC]};

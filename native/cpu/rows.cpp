@@ -238,23 +238,69 @@ inline void turn_tile(char* dst, int64_t dst_stride, const char* src, int64_t sr
   using Vector = typename Lanes<T>::Vector;
   constexpr int n = Lanes<T>::n;
   Vector rows[n], next[n];
+#pragma GCC unroll 16
   for (int i = 0; i < n; i++) memcpy(&rows[i], src + i * src_stride, 16);
+#pragma GCC unroll 4
   for (int round = 1; round < n; round *= 2) {
+#pragma GCC unroll 8
     for (int i = 0; i < n / 2; i++) interleave<T>(rows[i], rows[i + n / 2], &next[2 * i], &next[2 * i + 1], std::make_integer_sequence<int, n>());
+#pragma GCC unroll 16
     for (int i = 0; i < n; i++) rows[i] = next[i];
   }
+#pragma GCC unroll 16
   for (int i = 0; i < n; i++) memcpy(dst + i * dst_stride, &rows[i], 16);
+}
+
+inline void copy_line(char* dst, const char* src) {
+#if defined(__aarch64__)
+  vst1q_u8_x4(reinterpret_cast<uint8_t*>(dst), vld1q_u8_x4(reinterpret_cast<const uint8_t*>(src)));
+#else
+  memcpy(dst, src, 64);
+#endif
+}
+
+// Up to four tiles side by side along the destination are turned in a small buffer and leave it in whole lines.
+template <class T>
+inline void turn_tiles(int tiles, char* dst, int64_t dst_stride, const char* src, int64_t src_stride) {
+  constexpr int n = Lanes<T>::n;
+  alignas(64) char buffer[n * 64];
+  const int64_t width = tiles * 16;
+  for (int t = 0; t < tiles; t++) turn_tile<T>(buffer + t * 16, width, src + t * n * src_stride, src_stride);
+  if (dst_stride == width && n * width % 64 == 0) {
+    for (int64_t i = 0; i < n * width; i += 64) copy_line(dst + i, buffer + i);
+  } else if (tiles == 4) {
+    for (int i = 0; i < n; i++) copy_line(dst + i * dst_stride, buffer + i * 64);
+  } else {
+    for (int i = 0; i < n; i++) memcpy(dst + i * dst_stride, buffer + i * width, size_t(width));
+  }
 }
 
 template <class T>
 void transpose_as(const cpu::Transpose t, char* dst, const char* src) {
-  constexpr int n = Lanes<T>::n;
+  constexpr int n = Lanes<T>::n, size = int(sizeof(T));
   const int64_t across = t.across / n * n, down = t.down / n * n;
   for (int64_t i = 0; i < across; i += n)
-    for (int64_t j = 0; j < down; j += n)
-      turn_tile<T>(dst + i * t.dst_stride + j * int64_t(sizeof(T)), t.dst_stride, src + j * t.src_stride + i * int64_t(sizeof(T)), t.src_stride);
+    for (int64_t j = 0; j < down;) {
+      const int tiles = int(down - j >= 4 * n ? 4 : (down - j) / n);
+      turn_tiles<T>(tiles, dst + i * t.dst_stride + j * size, t.dst_stride, src + j * t.src_stride + i * size, t.src_stride);
+      j += tiles * n;
+    }
   for (int64_t i = 0; i < t.across; i++)
-    for (int64_t j = i < across ? down : 0; j < t.down; j++) memcpy(dst + i * t.dst_stride + j * sizeof(T), src + j * t.src_stride + i * sizeof(T), sizeof(T));
+    for (int64_t j = i < across ? down : 0; j < t.down; j++) memcpy(dst + i * t.dst_stride + j * size, src + j * t.src_stride + i * size, sizeof(T));
+}
+
+// 16-byte elements need no turning: a line of the destination is four of them.
+void transpose_16(const cpu::Transpose t, char* dst, const char* src) {
+  for (int64_t i0 = 0; i0 < t.across; i0 += 4)  // a line of the source
+    for (int64_t j = 0; j < t.down; j += 4)
+      for (int64_t i = i0; i < t.across && i < i0 + 4; i++) {
+        alignas(16) char line[64];
+        const int64_t count = t.down - j < 4 ? t.down - j : 4;
+        for (int64_t k = 0; k < count; k++) memcpy(line + 16 * k, src + (j + k) * t.src_stride + i * 16, 16);
+        char* to = dst + i * t.dst_stride + j * 16;
+        if (count == 4) copy_line(to, line);
+        else memcpy(to, line, size_t(count * 16));
+      }
 }
 
 void transpose(const cpu::Transpose& t, char* dst, const char* src) {
@@ -262,7 +308,8 @@ void transpose(const cpu::Transpose& t, char* dst, const char* src) {
     case 1: return transpose_as<uint8_t>(t, dst, src);
     case 2: return transpose_as<uint16_t>(t, dst, src);
     case 4: return transpose_as<uint32_t>(t, dst, src);
-    default: return transpose_as<uint64_t>(t, dst, src);
+    case 8: return transpose_as<uint64_t>(t, dst, src);
+    default: return transpose_16(t, dst, src);
   }
 }
 

@@ -22,7 +22,7 @@ struct CopyPair {
   const char* src;
 };
 
-// dst[i*dst_stride + j*bytes] = src[j*src_stride + i*bytes] for i < across, j < down: elements of 1, 2, 4 or 8 bytes.
+// dst[i*dst_stride + j*bytes] = src[j*src_stride + i*bytes] for i < across, j < down: elements of 1, 2, 4, 8 or 16 bytes.
 struct Transpose {
   int64_t bytes, across, down;  // adjacent at the source; adjacent at the destination
   int64_t dst_stride, src_stride;

@@ -36,12 +36,13 @@ struct DeviceJob {
   int32_t num_inner, num_digits;  // the first num_inner by each thread, the rest by the block
   DeviceDigit digit[KVX_PLAN_MAX_DIGITS + 2];
   uint32_t inner_vectors;  // rows: of one item; tiles: tiles of one unit
-  FastDivider chunks;      // rows: blocks of threads an item takes
+  FastDivider per_item;    // rows: blocks of threads an item takes (BY_BLOCK), or vectors
+  uint32_t num_items;      // rows: of a unit
   FastDivider per_unit;    // blocks of threads a unit takes
   uint32_t first;          // block of threads this job begins with
   // tiles
   uint32_t rows, columns;       // of a tile: elements along the destination's and along the source's adjacent axis
-  FastDivider row_vectors, column_vectors, row_columns;  // 16-byte vectors of a row at the source, of a column at the destination; of a whole tile
+  FastDivider row_vectors, column_vectors, tile_vectors;  // 16-byte vectors of a row at the source, of a column at the destination, of a tile
   int64_t row_stride, column_stride;  // bytes: between rows at the source, between columns at the destination
   uint32_t tiles;               // a block of threads takes
 };
@@ -130,24 +131,51 @@ __device__ __forceinline__ const DeviceJob& find_job(const ConvertArgs& a) {
   return a.job[n];
 }
 
-template <int W, bool Cut>
+// Who shares an item, and with it the look-up of digits and buffers: all threads; a warp, where items are smaller than a block's
+// work; nobody, where they are smaller than a warp's.
+enum Share { BY_BLOCK, BY_WARP, BY_VECTOR };
+constexpr int kWarpVectors = 32 * kVectors, kBlockVectors = kThreads * kVectors;
+
+template <int W, bool Cut, Share S>
 __global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__ ConvertArgs a) {
   using T = typename Vec<W>::T;
   const DeviceJob& job = find_job(a);
   wait_for_previous();
   const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index), rest = index - unit * job.per_unit.d;
-  const uint32_t item = job.chunks.divide(rest), chunk = rest - item * job.chunks.d;
-  Here here = find_unit(a, job, unit, threadIdx.x == 0 && rest == 0);
-  if (here.tokens == 0) return;
-  const uint32_t token = add_outer(a, job, item, &here);
-  if (Cut && token >= here.tokens) return;
+  const Here whole = find_unit(a, job, unit, threadIdx.x == 0 && rest == 0);
+  if (whole.tokens == 0) return;
+  Here here = whole;
+  uint32_t token = 0, first, between = S == BY_BLOCK ? kThreads : 32;
+  if constexpr (S == BY_BLOCK) {
+    const uint32_t item = job.per_item.divide(rest);
+    token = add_outer(a, job, item, &here);
+    first = (rest - item * job.per_item.d) * kBlockVectors + threadIdx.x;
+  } else {
+    first = rest * kBlockVectors + threadIdx.x / 32 * kWarpVectors;
+    if constexpr (S == BY_WARP) {
+      const uint32_t item = job.per_item.divide(first);
+      if (item >= job.num_items) return;
+      token = add_outer(a, job, item, &here);
+      first -= item * job.inner_vectors;
+    }
+    first += threadIdx.x % 32;
+  }
+  if (Cut && token >= whole.tokens) return;
   T data[kVectors];
   char* to[kVectors];
 #pragma unroll
   for (int j = 0; j < kVectors; j++) {
-    uint32_t v = (chunk * kVectors + j) * kThreads + threadIdx.x;
+    uint32_t v = first + j * between;
     to[j] = nullptr;
-    if (v >= job.inner_vectors) continue;
+    if constexpr (S == BY_VECTOR) {
+      const uint32_t item = job.per_item.divide(v);
+      if (item >= job.num_items) continue;
+      here = whole;
+      token = add_outer(a, job, item, &here);
+      v -= item * job.inner_vectors;
+    } else if (v >= job.inner_vectors) {
+      continue;
+    }
     int64_t byte[2] = {0, 0};
     uint32_t t = token;
 #pragma unroll
@@ -159,7 +187,7 @@ __global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__
       if (Cut) t += n * d.token;
       byte[0] += n * d.stride[0], byte[1] += n * d.stride[1];
     }
-    if (Cut && t >= here.tokens) continue;
+    if (Cut && t >= whole.tokens) continue;
     data[j] = load_once<T>(here.at[0] + byte[0]);
     to[j] = here.at[1] + byte[1];
   }
@@ -169,20 +197,31 @@ __global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__
 }
 
 // ---- tiles
+//
+// A tile has `columns` elements that are adjacent at the source and `rows` that are adjacent at the destination. It stands in
+// shared memory with its longer side along a line. Lines come in groups of 16/E, one for each element of a vector; a group is
+// moved on by 16 bytes, so that the lanes of a warp, which are at the same line of several groups, meet different banks.
 
-constexpr int kTileRowBytes = 256, kTileColumnBytes = 128, kPitch = kTileRowBytes + 16, kMaxTiles = 8;
-template <int E> constexpr int kTileRows = kTileColumnBytes / E;
+constexpr int kLineBytes = 256, kPitch = kLineBytes + 16, kMaxTiles = 8;
+template <int E> constexpr int kLines = E == 1 ? 128 : 64;
 
-template <int E>
+template <int E> __device__ __forceinline__ uint32_t line_at(uint32_t line) { return line * kPitch + line / (16 / E) * 16; }
+
+// `Wide`: the longer side is the source's.
+template <int E, bool Wide>
 __global__ void __launch_bounds__(kThreads) convert_tiles(const __grid_constant__ ConvertArgs a) {
   using T = typename Vec<E>::T;
-  constexpr int kLanes = 16 / E;
-  __shared__ alignas(16) char tile[kTileRows<E> * kPitch];
+  constexpr int kLanes = 16 / E, kEach = kLines<E> * (kLineBytes / 16) / kThreads;
+  __shared__ alignas(16) char tile[kLines<E> * kPitch + kLines<E> / kLanes * 16];
   __shared__ char* at[kMaxTiles][2];
+  union Vector {
+    uint4 whole;
+    T part[kLanes];
+  };
   const DeviceJob& job = find_job(a);
   wait_for_previous();
   const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index), rest = index - unit * job.per_unit.d;
-  Here here = find_unit(a, job, unit, threadIdx.x == 0 && rest == 0);
+  const Here here = find_unit(a, job, unit, threadIdx.x == 0 && rest == 0);
   if (here.tokens == 0) return;
   const uint32_t first = rest * job.tiles, count = min(job.tiles, job.inner_vectors - first);
   if (threadIdx.x < count) {
@@ -191,22 +230,40 @@ __global__ void __launch_bounds__(kThreads) convert_tiles(const __grid_constant_
     at[threadIdx.x][0] = mine.at[0], at[threadIdx.x][1] = mine.at[1];
   }
   __syncthreads();
-  for (uint32_t i = threadIdx.x; i < count * job.rows * job.row_vectors.d; i += kThreads) {
-    const uint32_t row = job.row_vectors.divide(i), v = i - row * job.row_vectors.d;  // rows of all tiles, stacked
-    const uint32_t n = count == 1 ? 0 : row / job.rows, r = row - n * job.rows;
-    *reinterpret_cast<uint4*>(tile + row * kPitch + v * 16) = load_once<uint4>(at[n][0] + r * job.row_stride + v * 16);
+  const uint32_t lines = Wide ? job.rows : job.columns, vectors = count * job.tile_vectors.d;
+  Vector in[kEach];  // all loads are under way before the first is waited for
+#pragma unroll
+  for (int j = 0; j < kEach; j++) {
+    const uint32_t i = j * kThreads + threadIdx.x;
+    if (i >= vectors) break;
+    const uint32_t n = job.tile_vectors.divide(i), inside = i - n * job.tile_vectors.d;
+    const uint32_t row = job.row_vectors.divide(inside), v = inside - row * job.row_vectors.d;
+    in[j].whole = load_once<uint4>(at[n][0] + row * job.row_stride + v * 16);
+  }
+#pragma unroll
+  for (int j = 0; j < kEach; j++) {
+    const uint32_t i = j * kThreads + threadIdx.x;
+    if (i >= vectors) break;
+    const uint32_t n = job.tile_vectors.divide(i), inside = i - n * job.tile_vectors.d;
+    const uint32_t row = job.row_vectors.divide(inside), v = inside - row * job.row_vectors.d;
+    if (Wide) {
+      *reinterpret_cast<uint4*>(tile + line_at<E>(n * lines + row) + v * 16) = in[j].whole;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kLanes; k++) *reinterpret_cast<T*>(tile + line_at<E>(n * lines + v * kLanes + k) + row * E) = in[j].part[k];
+    }
   }
   __syncthreads();
-  for (uint32_t i = threadIdx.x; i < count * job.columns * job.column_vectors.d; i += kThreads) {
-    const uint32_t n = count == 1 ? 0 : job.row_columns.divide(i), inside = i - n * job.row_columns.d;
+  for (uint32_t i = threadIdx.x; i < vectors; i += kThreads) {
+    const uint32_t n = job.tile_vectors.divide(i), inside = i - n * job.tile_vectors.d;
     const uint32_t column = job.column_vectors.divide(inside), v = inside - column * job.column_vectors.d;
-    union {
-      uint4 whole;
-      T part[kLanes];
-    } out;
-    const char* from = tile + (n * job.rows + v * kLanes) * kPitch + column * E;
+    Vector out;
+    if (Wide) {
 #pragma unroll
-    for (int k = 0; k < kLanes; k++) out.part[k] = *reinterpret_cast<const T*>(from + k * kPitch);
+      for (int k = 0; k < kLanes; k++) out.part[k] = *reinterpret_cast<const T*>(tile + line_at<E>(n * lines + v * kLanes + k) + column * E);
+    } else {
+      out.whole = *reinterpret_cast<const uint4*>(tile + line_at<E>(n * lines + column) + v * 16);
+    }
     store_once(at[n][1] + column * job.column_stride + v * 16, out.whole);
   }
 }
@@ -218,6 +275,7 @@ struct Launch {
   unsigned grid;
   int width;  // rows: bytes of a vector; tiles: bytes of an element
   bool is_tile;
+  int variant;  // rows: Share; tiles: Wide
 };
 
 struct Residue : Resident {
@@ -244,7 +302,7 @@ DeviceJob start_job(const Job& job) {
 bool has_step(const Digit& d) { return d.step[0] || d.step[1]; }
 
 // Digits in the order threads take them: first along the run, then so that both sides stay in long stretches of memory.
-kvx_status_t make_rows(const Job& job, int width, DeviceJob* out, int64_t* blocks_per_unit) {
+kvx_status_t make_rows(const Job& job, int width, DeviceJob* out, int64_t* blocks_per_unit, int* share) {
   *out = start_job(job);
   std::vector<Digit> inner, outer;
   if (job.run > width) inner.push_back(Digit{job.run / width, {width, width}, 0, {0, 0}});
@@ -282,17 +340,19 @@ kvx_status_t make_rows(const Job& job, int width, DeviceJob* out, int64_t* block
   int64_t items = 1;
   for (const Digit& d : outer) out->digit[n++] = to_device(d), items *= d.size;
   out->num_digits = n;
-  const int64_t chunks = (vectors + kThreads * kVectors - 1) / (kThreads * kVectors);
-  *blocks_per_unit = items * chunks;
+  *share = vectors >= kBlockVectors || items == 1 ? BY_BLOCK : vectors % kWarpVectors == 0 ? BY_WARP : BY_VECTOR;
+  const int64_t per_item = (vectors + kBlockVectors - 1) / kBlockVectors;
+  *blocks_per_unit = *share == BY_BLOCK ? items * per_item : (items * vectors + kBlockVectors - 1) / kBlockVectors;
   if (vectors > kMaxCount || *blocks_per_unit > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "one unit has %lld vectors of %d bytes; more than one launch takes.", (long long)(items * vectors), width);
   out->inner_vectors = uint32_t(vectors);
-  out->chunks = make_fast_divider(chunks);
+  out->num_items = uint32_t(items);
+  out->per_item = make_fast_divider(*share == BY_BLOCK ? per_item : vectors);
   out->per_unit = make_fast_divider(*blocks_per_unit);
   return KVX_STATUS_OK;
 }
 
 // True when the job is a turn of two axes that 16-byte accesses can do.
-bool make_tiles(const Job& job, const Bound& bound, DeviceJob* out, int64_t* blocks_per_unit) {
+bool make_tiles(const Job& job, const Bound& bound, DeviceJob* out, int64_t* blocks_per_unit, int* wide) {
   const int64_t e = job.run;
   if (e > 8 || (e & (e - 1))) return false;
   int across = -1, down = -1;
@@ -323,10 +383,12 @@ bool make_tiles(const Job& job, const Bound& bound, DeviceJob* out, int64_t* blo
       if (size % n == 0) best = n;
     return best;
   };
-  const int64_t columns = largest(a.size, kTileRowBytes), rows = largest(d.size, kTileColumnBytes);
+  const int64_t most_lines = e == 1 ? kLines<1> : kLines<2>;
+  *wide = a.size >= d.size;
+  const int64_t columns = largest(a.size, *wide ? kLineBytes : most_lines * e), rows = largest(d.size, *wide ? most_lines * e : kLineBytes);
   out->rows = uint32_t(rows), out->columns = uint32_t(columns);
   out->row_vectors = make_fast_divider(columns * e / 16), out->column_vectors = make_fast_divider(rows * e / 16);
-  out->row_columns = make_fast_divider(columns * rows * e / 16);
+  out->tile_vectors = make_fast_divider(columns * rows * e / 16);
   out->row_stride = d.stride[SRC], out->column_stride = a.stride[DST];
   std::vector<Digit> outer;
   outer.push_back(Digit{a.size / columns, {columns * e, columns * a.stride[DST]}, 0, {0, 0}});
@@ -338,12 +400,11 @@ bool make_tiles(const Job& job, const Bound& bound, DeviceJob* out, int64_t* blo
   for (const Digit& x : outer)
     if (x.size > 1) out->digit[n++] = to_device(x), tiles *= x.size;
   out->num_digits = n;
-  const int64_t stacked = std::min<int64_t>(kMaxTiles, std::max<int64_t>(1, kTileColumnBytes / e / rows));
+  const int64_t stacked = std::min<int64_t>(kMaxTiles, std::max<int64_t>(1, most_lines / (*wide ? rows : columns)));
   out->tiles = uint32_t(stacked);
   *blocks_per_unit = (tiles + stacked - 1) / stacked;
   if (tiles > kMaxCount) return false;
   out->inner_vectors = uint32_t(tiles);
-  out->chunks = make_fast_divider(1);
   out->per_unit = make_fast_divider(*blocks_per_unit);
   return true;
 }
@@ -417,20 +478,21 @@ kvx_status_t add_jobs(const Bound& bound, const std::vector<Job>& jobs, bool cut
     DeviceJob made;
     int64_t per_unit;
     int width = std::min(job.align, 16);
-    const bool is_tile = !cut && make_tiles(job, bound, &made, &per_unit);
+    int variant;
+    const bool is_tile = !cut && make_tiles(job, bound, &made, &per_unit, &variant);
     if (is_tile) width = int(job.run);
-    else KVX_TRY(make_rows(job, width, &made, &per_unit));
+    else KVX_TRY(make_rows(job, width, &made, &per_unit, &variant));
     int64_t blocks;
     if (!mul_fits(per_unit, units, &blocks) || blocks > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld blocks of threads are more than one launch takes.", (long long)units, (long long)per_unit);
     Launch* open = nullptr;
     for (auto& l : residue->launches)
-      if (l->is_tile == is_tile && l->width == width && (l->args.wants_cut != 0) == cut && l->args.num_jobs < kJobs && int64_t(l->grid) + blocks <= kMaxCount) open = l.get();
+      if (l->is_tile == is_tile && l->variant == variant && l->width == width && (l->args.wants_cut != 0) == cut && l->args.num_jobs < kJobs && int64_t(l->grid) + blocks <= kMaxCount) open = l.get();
     if (!open) {
       residue->launches.push_back(std::make_unique<Launch>());
       open = residue->launches.back().get();
       open->args = common;
       open->args.wants_cut = cut, open->args.num_jobs = 0;
-      open->grid = 0, open->width = width, open->is_tile = is_tile;
+      open->grid = 0, open->width = width, open->is_tile = is_tile, open->variant = variant;
     }
     made.first = open->grid;
     open->args.job[open->args.num_jobs++] = made;
@@ -442,21 +504,27 @@ kvx_status_t add_jobs(const Bound& bound, const std::vector<Job>& jobs, bool cut
 kvx_status_t start(const Launch& l, void* stream) {
   const dim3 grid(l.grid), block(kThreads);
   const ConvertArgs& a = l.args;
+#define KVX_TILES(e) \
+  case e: return l.variant ? launch_early("convert_tiles", convert_tiles<e, true>, grid, block, stream, a) : launch_early("convert_tiles", convert_tiles<e, false>, grid, block, stream, a);
+#define KVX_ROWS_AS(w, cut)                                                                                              \
+  (l.variant == BY_BLOCK  ? launch_early("convert_rows", convert_rows<w, cut, BY_BLOCK>, grid, block, stream, a)         \
+   : l.variant == BY_WARP ? launch_early("convert_rows", convert_rows<w, cut, BY_WARP>, grid, block, stream, a)          \
+                          : launch_early("convert_rows", convert_rows<w, cut, BY_VECTOR>, grid, block, stream, a))
+#define KVX_ROWS(w) \
+  case w: return a.wants_cut ? KVX_ROWS_AS(w, true) : KVX_ROWS_AS(w, false);
   if (l.is_tile) {
     switch (l.width) {
-      case 1: return launch_early("convert_tiles", convert_tiles<1>, grid, block, stream, a);
-      case 2: return launch_early("convert_tiles", convert_tiles<2>, grid, block, stream, a);
-      case 4: return launch_early("convert_tiles", convert_tiles<4>, grid, block, stream, a);
-      default: return launch_early("convert_tiles", convert_tiles<8>, grid, block, stream, a);
+      KVX_TILES(1) KVX_TILES(2) KVX_TILES(4)
+      default: KVX_TILES(8)
     }
   }
-#define KVX_ROWS(w) \
-  case w: return a.wants_cut ? launch_early("convert_rows", convert_rows<w, true>, grid, block, stream, a) : launch_early("convert_rows", convert_rows<w, false>, grid, block, stream, a);
   switch (l.width) {
     KVX_ROWS(16) KVX_ROWS(8) KVX_ROWS(4) KVX_ROWS(2)
     default: KVX_ROWS(1)
   }
 #undef KVX_ROWS
+#undef KVX_ROWS_AS
+#undef KVX_TILES
   return KVX_STATUS_INTERNAL_ERROR;
 }
 

@@ -150,23 +150,27 @@ def test_engines_that_differ_only_in_allocations(a, b):
 
 def multiple(row: Engine, name: str, fmt: str) -> int:
     """What the axis's size must be a multiple of."""
-    spec, layout = kvx.CacheSpec(1, 1, 1, 1, format=fmt), Layout.parse(row.layout)
+    spec, layout = kvx.CacheSpec(1, 1, 1, 8, format=fmt), Layout.parse(row.layout)
     factors = [plane.split_of(name) for plane in (layout.k, layout.v)]
     return lcm(*(spec.plane(0).pack(f) if f else 1 for f in factors))
 
 
 @st.composite
 def specs(draw: st.DrawFn, row: Engine) -> kvx.CacheSpec:
-    fmt, small, layout = draw(st.sampled_from(["bf16", "f32", "fp8_e4m3"])), st.integers(1, 3), Layout.parse(row.layout)
+    small, layout = st.integers(1, 3), Layout.parse(row.layout)
+    is_whole = "%" not in row.layout and layout.k.order[-1].name == layout.v.order[-1].name == "dim"
+    inline = ["int8_per_token_head_inline", "int4_per_token_head_inline"]  # scales stand behind whole rows
+    fmt = draw(st.sampled_from(["bf16", "f32", "fp8_e4m3", *(inline if is_whole else [])]))
+    dims = small.map(lambda n: n * (8 if fmt in inline else multiple(row, "dim", fmt)))
     may_differ = layout.num_buffers == 2 or layout.k.kv_split or "(kv dim)" in row.layout
     return row.spec(
         num_layers=draw(small),
         num_blocks=draw(small),
         block_size=draw(small) * multiple(row, "token", fmt),
         num_kv_heads=row.num_kv_heads or draw(small) * multiple(row, "head", fmt),
-        head_dim=draw(small) * multiple(row, "dim", fmt),
+        head_dim=draw(dims),
         format=fmt,
-        v_head_dim=draw(small) * multiple(row, "dim", fmt) if may_differ else 0,
+        v_head_dim=draw(dims) if may_differ else 0,
     )
 
 
@@ -185,7 +189,6 @@ def test_a_row_is_in_words(row):
     assert re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)*", row.name)
     assert row.engine
     assert row.versions
-    assert row.block_size
     assert row.notes.endswith(".")
     assert Layout.parse(row.layout).has_layer
     assert ENGINES[row.name] is row is engine(row.name)
@@ -227,3 +230,21 @@ def test_a_name_near_nothing(name):
     with pytest.raises(kvx.BadArgument) as refused:
         engine(name)
     assert str(refused.value) == f'engine "{name}" does not exist. `kvx layouts` lists all {len(ENGINES)}.'
+
+
+def test_the_docs_print_every_row():
+    def line(row: Engine) -> str:
+        layout = row.layout.replace("|", "\\|")
+        return f"| `{row.name}` | {row.engine} {row.versions} | `{layout}` | {row.block_size} | {row.dtypes} | {row.notes} |"
+
+    text = (GOLDEN.parent.parent / "docs" / "layouts.md").read_text()
+    table = text.split("| name | engine | layout | block size | types | notes |\n|---|---|---|---|---|---|\n")[1]
+    assert table.splitlines() == [line(row) for row in ENGINES.values()]
+
+
+def test_the_docs_examples_are_layouts():
+    text = (GOLDEN.parent.parent / "docs" / "layouts.md").read_text()
+    examples = text.split("| string | what it says |\n|---|---|\n")[1].split("\n\n")[0].splitlines()
+    assert len(examples) == 8
+    for example in examples:
+        Layout.parse(re.match(r"\| `(.*?)` \|", example).group(1).replace("\\|", "|"))
