@@ -343,14 +343,16 @@ typedef struct kvx_build_info_t {
 
 /* ------------------------------------------------------------------ conversion (v1.2)
  * A plan says how the bytes of one cache become those of another. It holds no address, so one plan serves many runs.
- * As bytes it is flat and little-endian: one kvx_plan_header_t, num_boxes times kvx_plan_box_t, then num_src_sizes and
- * num_dst_sizes pairs (uint64_t count, uint64_t bytes): so many buffers in a row have so many bytes.
+ * As bytes it is flat and little-endian: one kvx_plan_header_t, num_boxes times kvx_plan_box_t, num_cells times
+ * kvx_plan_cell_t, then num_src_sizes and num_dst_sizes pairs (uint64_t count, uint64_t bytes): so many buffers in a row have so many bytes.
  * kvx.plan() makes one in Python; kvx_plan_load reads it.
  *
  * A box is a rectangle of elements through which both sides step evenly. For one unit of tokens in block `b`, it moves
  *   run_bytes from  src_buffers[src.buffer + b*src.block_step + sum(i*src_step)] + src.offset + b*src.block + t(src) + sum(i*src)
  *   to the same of dst, over all i of its digits, where t(side) = (u / token_split) * token_outer + (u % token_split) * token_inner
- * and u is the token of the block at which the unit starts (0 where both sides have one block size). */
+ * and u is the token of the block at which the unit starts (0 where both sides have one block size).
+ * Where elements change their format, the box has a cell: its digits then are layers, heads and tokens, and each of their
+ * indices names one row of head_dim elements, read by the source's format and written by the destination's. */
 #define KVX_PLAN_MAGIC 0x5058564bu /* the bytes "KVXP" */
 #define KVX_PLAN_VERSION 1
 #define KVX_PLAN_MAX_DIGITS 12
@@ -369,7 +371,8 @@ typedef struct kvx_plan_header_t {
   int64_t dst_num_blocks;   /* block ids are under this                                                  */
   uint32_t num_src_sizes;   /* pairs of the source at the end of the plan                                */
   uint32_t num_dst_sizes;   /* pairs of the destination after them                                       */
-  uint64_t reserved;        /* 0                                                                         */
+  uint32_t num_cells;       /* 0 = no format changes                                                     */
+  uint32_t reserved32;      /* 0                                                                         */
 } kvx_plan_header_t;
 
 typedef struct kvx_plan_digit_t {
@@ -379,6 +382,9 @@ typedef struct kvx_plan_digit_t {
   int32_t src_step; /* buffers from one to the next at the source; 0 = the same buffer                   */
   int32_t dst_step; /* the same of the destination                                                       */
   int64_t token;    /* tokens from one to the next; 0 = not an axis of tokens                            */
+  int64_t layer;    /* layers from one to the next; 0 = not an axis of layers                            */
+  int64_t src_scale; /* cells: bytes from one to the next among the source's scales                      */
+  int64_t dst_scale; /* cells: the same of the destination                                               */
 } kvx_plan_digit_t;
 
 typedef struct kvx_plan_side_t {
@@ -396,10 +402,37 @@ typedef struct kvx_plan_box_t {
   kvx_plan_side_t dst;
   int64_t run_bytes;                            /* adjacent on both sides                                */
   uint32_t num_digits;                          /* 0 to KVX_PLAN_MAX_DIGITS                              */
-  uint32_t reserved32;                          /* 0                                                     */
+  uint32_t cell;                                /* 0 = bytes move as they are; n = cell n-1 of the plan  */
   kvx_plan_digit_t digit[KVX_PLAN_MAX_DIGITS];  /* in any order; past num_digits unread                  */
   uint64_t reserved[2];                         /* 0                                                     */
 } kvx_plan_box_t;
+
+/* One side of a row: docs/spec.md section 6 has the arithmetic of each format. */
+typedef struct kvx_plan_format_t {
+  int32_t dtype;               /* kvx_dtype_t of the elements                                            */
+  int32_t granularity;         /* kvx_scale_granularity_t                                                */
+  int32_t scale_dtype;         /* kvx_dtype_t of the scales; unread without                              */
+  uint32_t group_size;         /* elements under one scale; head_dim where one serves a row or more      */
+  uint32_t pack;               /* elements of the inner part of dim; head_dim where it is whole          */
+  uint32_t is_inline;          /* 1 = scales stand in the row, at scale_offset from its start            */
+  int64_t dim_outer;           /* bytes from pack to pack                                                */
+  int64_t dim_inner;           /* bytes from element to element of a pack; 4-bit types have two a byte   */
+  int64_t scale_offset;        /* bytes into the row, or into the scale buffer                           */
+  int64_t scale_block;         /* bytes from block to block among the scales; 0 = shared or inline       */
+  int64_t scale_token;         /* bytes from token to token, for units that start inside a block         */
+  int64_t scale_group;         /* bytes from group to group                                              */
+  int32_t scale_buffer;        /* which buffer holds the scales; -1 = none                               */
+  int32_t tensor_scale_buffer; /* f32, one a layer, multiplies every scale; -1 = none                    */
+  int64_t first_layer;         /* the layer index 0 stands for in that buffer                            */
+} kvx_plan_format_t;
+
+typedef struct kvx_plan_cell_t {
+  kvx_plan_format_t src;
+  kvx_plan_format_t dst;  /* per token-head and per group: scales are found and written; per block and
+                           * per block-head: found in a pass of their own; otherwise they are read      */
+  uint32_t head_dim;      /* elements of a row                                                           */
+  uint32_t reserved32;    /* 0                                                                           */
+} kvx_plan_cell_t;
 
 /* Addresses for a plan. Where either side is DEVICE or UNIFIED the call runs on the device, and the other may be HOST if it
  * is pinned. Block ids: [n] and [n], or [num_seqs, columns] tables on both sides. A negative id skips its blocks. */

@@ -16,6 +16,7 @@ using namespace common;
 struct Plan {
   kvx_plan_header_t header;
   std::vector<kvx_plan_box_t> boxes;
+  std::vector<kvx_plan_cell_t> cells;
   std::vector<uint64_t> bytes[2];  // of every buffer
 };
 
@@ -36,6 +37,57 @@ bool add_extent(int64_t count, int64_t stride, int64_t* sum) {
   return *sum <= kMaxBytes;
 }
 
+const kvx_plan_format_t& format_of(const kvx_plan_cell_t& cell, int which) { return which == SRC ? cell.src : cell.dst; }
+
+// Bytes from the start of a row to its end, inline scales included; negative when the format makes no sense.
+int64_t row_extent(const kvx_plan_format_t& f, int64_t head_dim) {
+  const int64_t bits = dtype_bits(f.dtype), pack = f.pack;
+  if (bits == 0 || head_dim <= 0 || pack <= 0 || head_dim % pack || f.group_size == 0 || head_dim % f.group_size || pack * bits % 8) return -1;
+  int64_t last = 0;
+  const int64_t inner = bits == 4 ? pack / 2 - 1 : pack - 1;
+  if (!add_extent(head_dim / pack - 1, f.dim_outer, &last) || !add_extent(inner, bits == 4 ? 1 : f.dim_inner, &last) || !add_extent(1, bits < 8 ? 1 : bits / 8, &last)) return -1;
+  if (!f.is_inline) return last;
+  int64_t scales = 0;
+  const int64_t groups = head_dim / f.group_size;
+  if (!add_extent(1, f.scale_offset, &scales) || !add_extent(groups - 1, f.scale_group, &scales) || !add_extent(1, dtype_bits(f.scale_dtype) / 8, &scales)) return -1;
+  return std::max(last, scales);
+}
+
+// What a cell adds to a box: types that exist, scales that lie inside their buffers.
+kvx_status_t check_row(const Plan& plan, const kvx_plan_box_t& box, int n, int which) {
+  const kvx_plan_cell_t& cell = plan.cells[box.cell - 1];
+  const kvx_plan_format_t& f = format_of(cell, which);
+  const bool is_float = f.dtype == KVX_DTYPE_F16 || f.dtype == KVX_DTYPE_BF16 || f.dtype == KVX_DTYPE_F32;
+  const bool is_code = f.dtype == KVX_DTYPE_F8_E4M3 || f.dtype == KVX_DTYPE_F8_E5M2 || f.dtype == KVX_DTYPE_S8 || f.dtype == KVX_DTYPE_S4 || f.dtype == KVX_DTYPE_E2M1;
+  KVX_NEED((is_float || is_code) && row_extent(f, cell.head_dim) > 0 && cell.head_dim < (1u << 30) && f.is_inline <= 1, "the plan's box %d has a %s format that makes no sense.", n, name_of(which));
+  KVX_NEED(f.granularity >= 0 && f.granularity <= KVX_SCALE_GRANULARITY_PER_GROUP && (is_code || f.granularity == 0), "the plan's box %d has scale granularity %d for %s.", n, f.granularity,
+           dtype_name(f.dtype));
+  const std::vector<uint64_t>& bytes = plan.bytes[which];
+  const int64_t block_size = which == SRC ? plan.header.src_block_size : plan.header.dst_block_size;
+  const int64_t num_blocks = which == SRC ? plan.header.src_num_blocks : plan.header.dst_num_blocks;
+  int64_t layer = f.first_layer;
+  for (uint32_t i = 0; i < box.num_digits; i++)
+    KVX_NEED(box.digit[i].layer >= 0 && add_extent(box.digit[i].size - 1, box.digit[i].layer, &layer), "the plan's box %d has a negative layer step.", n);
+  if (f.granularity != 0) {
+    const bool scale_type = f.scale_dtype == KVX_DTYPE_F32 || f.scale_dtype == KVX_DTYPE_F16 || f.scale_dtype == KVX_DTYPE_BF16 || f.scale_dtype == KVX_DTYPE_F8_E4M3 || f.scale_dtype == KVX_DTYPE_E8M0;
+    const bool by_block = f.granularity == KVX_SCALE_GRANULARITY_PER_BLOCK || f.granularity == KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD;
+    KVX_NEED(!by_block || (f.scale_dtype == KVX_DTYPE_F32 && !f.is_inline && f.tensor_scale_buffer < 0), "the plan's box %d has scales per block that are not plain F32.", n);
+    KVX_NEED(scale_type && (f.is_inline || f.scale_buffer >= 0), "the plan's box %d has scales of %s in no buffer.", n, dtype_name(f.scale_dtype));
+  }
+  if (f.granularity != 0 && !f.is_inline) {
+    KVX_NEED(f.scale_buffer < int64_t(bytes.size()), "the plan's box %d reaches %s buffer %d for scales; there are %zu.", n, name_of(which), f.scale_buffer, bytes.size());
+    int64_t last = 0;
+    bool ok = add_extent(1, f.scale_offset, &last) && add_extent(num_blocks - 1, f.scale_block, &last) && add_extent(block_size - plan.header.unit_tokens, f.scale_token, &last) &&
+              add_extent(cell.head_dim / f.group_size - 1, f.scale_group, &last) && add_extent(1, dtype_bits(f.scale_dtype) / 8, &last);
+    for (uint32_t i = 0; ok && i < box.num_digits; i++) ok = add_extent(box.digit[i].size - 1, which == SRC ? box.digit[i].src_scale : box.digit[i].dst_scale, &last);
+    KVX_NEED(ok && uint64_t(last) <= bytes[size_t(f.scale_buffer)], "the plan's box %d reaches past the scales at the %s.", n, name_of(which));
+  }
+  if (f.tensor_scale_buffer >= 0)
+    KVX_NEED(f.tensor_scale_buffer < int64_t(bytes.size()) && f.first_layer >= 0 && uint64_t(layer + 1) * 4 <= bytes[size_t(f.tensor_scale_buffer)],
+             "the plan's box %d reaches past the tensor scales at the %s.", n, name_of(which));
+  return KVX_STATUS_OK;
+}
+
 // The box stays inside buffers that exist, for every block and every digit.
 kvx_status_t check_side(const Plan& plan, const kvx_plan_box_t& box, int n, int which) {
   const kvx_plan_side_t& s = side_of(box, which);
@@ -52,7 +104,7 @@ kvx_status_t check_side(const Plan& plan, const kvx_plan_box_t& box, int n, int 
     const kvx_plan_digit_t& d = box.digit[i];
     ok = add_extent(d.size - 1, stride_of(d, which), &last) && add_extent(d.size - 1, step_of(d, which), &buffer);
   }
-  ok = ok && add_extent(1, box.run_bytes, &last);
+  ok = ok && add_extent(1, box.cell ? row_extent(format_of(plan.cells[box.cell - 1], which), plan.cells[box.cell - 1].head_dim) : box.run_bytes, &last);
   KVX_NEED(ok, "the plan's box %d has a negative or overflowing stride at the %s.", n, name_of(which));
   const std::vector<uint64_t>& bytes = plan.bytes[which];
   KVX_NEED(buffer < int64_t(bytes.size()), "the plan's box %d reaches %s buffer %lld; there are %zu.", n, name_of(which), (long long)buffer, bytes.size());
@@ -79,7 +131,8 @@ kvx_status_t load(const void* data, uint64_t num_bytes, Plan* plan) {
   memcpy(&h, p, sizeof h);
   KVX_NEED(h.magic == KVX_PLAN_MAGIC, "these bytes are not a plan: they begin with 0x%08x.", h.magic);
   if (h.version != KVX_PLAN_VERSION) return fail(KVX_STATUS_INCOMPATIBLE, "the plan has version %u; this library reads %d.", h.version, KVX_PLAN_VERSION);
-  const uint64_t want = sizeof h + uint64_t(h.num_boxes) * sizeof(kvx_plan_box_t) + (uint64_t(h.num_src_sizes) + h.num_dst_sizes) * 2 * sizeof(uint64_t);
+  const uint64_t want = sizeof h + uint64_t(h.num_boxes) * sizeof(kvx_plan_box_t) + uint64_t(h.num_cells) * sizeof(kvx_plan_cell_t) +
+                        (uint64_t(h.num_src_sizes) + h.num_dst_sizes) * 2 * sizeof(uint64_t);
   KVX_NEED(h.plan_bytes == num_bytes && want == num_bytes, "the plan's counts make %llu bytes, its header says %llu, and %llu were given.",
            (unsigned long long)want, (unsigned long long)h.plan_bytes, (unsigned long long)num_bytes);
   KVX_NEED(h.src_block_size > 0 && h.dst_block_size > 0 && h.src_num_blocks > 0 && h.dst_num_blocks > 0 && h.unit_tokens > 0, "the plan has an empty block or cache.");
@@ -89,6 +142,9 @@ kvx_status_t load(const void* data, uint64_t num_bytes, Plan* plan) {
   plan->boxes.resize(h.num_boxes);
   if (h.num_boxes) memcpy(plan->boxes.data(), p, h.num_boxes * sizeof(kvx_plan_box_t));
   p += h.num_boxes * sizeof(kvx_plan_box_t);
+  plan->cells.resize(h.num_cells);
+  if (h.num_cells) memcpy(plan->cells.data(), p, h.num_cells * sizeof(kvx_plan_cell_t));
+  p += h.num_cells * sizeof(kvx_plan_cell_t);
   const uint32_t counts[2] = {h.num_src_buffers, h.num_dst_buffers}, sizes[2] = {h.num_src_sizes, h.num_dst_sizes};
   for (int which = 0; which < 2; which++) {
     KVX_NEED(counts[which] <= kMaxBuffers, "the plan has %u %s buffers; at most %u.", counts[which], name_of(which), kMaxBuffers);
@@ -104,7 +160,7 @@ kvx_status_t load(const void* data, uint64_t num_bytes, Plan* plan) {
   }
   for (uint32_t i = 0; i < h.num_boxes; i++) {
     const kvx_plan_box_t& box = plan->boxes[i];
-    KVX_NEED(box.num_digits <= KVX_PLAN_MAX_DIGITS && box.run_bytes > 0 && box.reserved32 == 0, "the plan's box %u has %u digits and runs of %lld bytes.", i,
+    KVX_NEED(box.num_digits <= KVX_PLAN_MAX_DIGITS && box.run_bytes > 0 && box.cell <= h.num_cells, "the plan's box %u has %u digits and runs of %lld bytes.", i,
              box.num_digits, (long long)box.run_bytes);
     int64_t tokens = 1;
     for (uint32_t d = 0; d < box.num_digits; d++) {
@@ -112,6 +168,7 @@ kvx_status_t load(const void* data, uint64_t num_bytes, Plan* plan) {
       if (box.digit[d].token) KVX_NEED(mul_fits(tokens, box.digit[d].size, &tokens) && tokens <= h.unit_tokens, "box %u has more tokens than a unit.", i);
     }
     for (int which = 0; which < 2; which++) KVX_TRY(check_side(*plan, box, int(i), which));
+    for (int which = 0; which < 2 && box.cell; which++) KVX_TRY(check_row(*plan, box, int(i), which));
   }
   return KVX_STATUS_OK;
 }
@@ -163,6 +220,38 @@ int alignment_of(const Job& job, const std::vector<char*> buffers[2], int64_t un
   }
   const uint64_t low = bits & (~bits + 1);
   return low == 0 || low > 16 ? 16 : int(low);
+}
+
+kvx_status_t check_scale_alignment(const kvx_plan_cell_t& cell, const Bound& bound) {
+  for (int w = 0; w < 2; w++) {
+    const kvx_plan_format_t& f = format_of(cell, w);
+    const int32_t buffers[2] = {f.granularity && !f.is_inline ? f.scale_buffer : -1, f.tensor_scale_buffer};
+    const int size[2] = {f.granularity ? dtype_bits(f.scale_dtype) / 8 : 1, 4};
+    for (int i = 0; i < 2; i++)
+      KVX_NEED(buffers[i] < 0 || uintptr_t(bound.buffers[w][size_t(buffers[i])]) % uintptr_t(size[i]) == 0, "%s buffer %d holds scales of %d bytes and is not aligned to them.", name_of(w),
+               buffers[i], size[i]);
+  }
+  return KVX_STATUS_OK;
+}
+
+CellJob make_cell_job(const kvx_plan_box_t& box, const Plan& plan, const Bound& bound) {
+  CellJob job = {};
+  const kvx_plan_cell_t& cell = plan.cells[box.cell - 1];
+  job.head_dim = cell.head_dim;
+  for (uint32_t i = 0; i < box.num_digits; i++) {
+    const kvx_plan_digit_t& d = box.digit[i];
+    if (d.size > 1) job.digit[job.num_digits++] = CellDigit{d.size, {d.src, d.dst}, {d.src_scale, d.dst_scale}, d.token, d.layer, {d.src_step, d.dst_step}};
+  }
+  for (int w = 0; w < 2; w++) {
+    const kvx_plan_side_t& s = side_of(box, w);
+    job.buffer[w] = s.buffer, job.block_step[w] = s.block_step, job.offset[w] = s.offset, job.block[w] = s.block;
+    job.split[w] = s.token_split, job.outer[w] = s.token_outer, job.inner[w] = s.token_inner;
+    RowSide& row = job.side[w];
+    row.format = format_of(cell, w);
+    if (row.format.granularity && !row.format.is_inline) row.scales = bound.buffers[w][size_t(row.format.scale_buffer)] + row.format.scale_offset;
+    if (row.format.tensor_scale_buffer >= 0) row.tensor = reinterpret_cast<const float*>(bound.buffers[w][size_t(row.format.tensor_scale_buffer)]) + row.format.first_layer;
+  }
+  return job;
 }
 
 Job make_job(const kvx_plan_box_t& box, const Plan& plan, const Bound& bound, bool counts_tokens) {
@@ -318,6 +407,11 @@ kvx_status_t bind(const Plan& plan, const kvx_convert_args_t& args, Bound* out) 
   KVX_TRY(check_buffers(plan, args, out));
   KVX_TRY(bind_tables(plan, args, out));
   for (const kvx_plan_box_t& box : plan.boxes) {
+    if (box.cell) {
+      KVX_TRY(check_scale_alignment(plan.cells[box.cell - 1], *out));
+      out->cell_jobs.push_back(make_cell_job(box, plan, *out));
+      continue;
+    }
     out->jobs.push_back(make_job(box, plan, *out, false));
     if (out->tables.seq_lens) out->cut_jobs.push_back(make_job(box, plan, *out, true));
   }

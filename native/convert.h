@@ -29,6 +29,28 @@ struct Job {
   int align;                         // bytes every address and the run are a multiple of, at most 16
 };
 
+// A row of elements that changes its format, on one side.
+struct RowSide {
+  kvx_plan_format_t format;
+  char* scales;        // address of index 0; NULL = none or inline
+  const float* tensor; // of the box's first layer; NULL = none
+};
+
+struct CellDigit {
+  int64_t size, stride[2], scale[2], token, layer;
+  int32_t step[2];
+};
+
+// One box with addresses whose rows change their format. Its digits are as the plan has them, without those of one.
+struct CellJob {
+  RowSide side[2];
+  int64_t head_dim;
+  int num_digits;
+  CellDigit digit[KVX_PLAN_MAX_DIGITS];
+  int32_t buffer[2], block_step[2];
+  int64_t offset[2], block[2], split[2], outer[2], inner[2];
+};
+
 // Which blocks: unit i of sequence s covers tokens [i*unit, ...) of it.
 struct BlockTables {
   const void* ids[2];
@@ -48,6 +70,7 @@ struct Resident {
 struct Bound {
   std::vector<Job> jobs;      // for units of which every token is there
   std::vector<Job> cut_jobs;  // with seq_lens: for units that end early; tokens are counted
+  std::vector<CellJob> cell_jobs;
   std::vector<char*> buffers[2];
   std::vector<int64_t> ids[2], lens;  // host tables, copied: the caller's may change
   BlockTables tables;

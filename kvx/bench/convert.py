@@ -12,6 +12,7 @@ from torch import Tensor
 
 import kvx
 from kvx.bench.harness import COLD_BYTES, Row, time_calls
+from kvx.layout.place import buffer_bytes
 
 LAYOUTS = {
     "nhd": "layer kv | block token head dim",
@@ -116,7 +117,7 @@ def run(case: Case, device: str, ceiling_gbps: float) -> Row:
     calls: list[Callable[[], object]] = []
     for n in range(24 if small and device == "cuda" else 1 if device != "cuda" else 2):
         g = torch.Generator().manual_seed(n)
-        a = [[_random(size, device, g) for size in kvx.layout.place.buffer_bytes(s)] for s in src]
+        a = [[_random(size, device, g) for size in buffer_bytes(s)] for s in src]
         b = [kvx.allocate_buffers(s, "cpu" if case.to == "host" else device, pin_memory=case.to == "host") for s in dst]
         ids = torch.randperm(case.blocks, generator=g), torch.randperm(case.blocks, generator=g)
         bound = kvx.bind(plan, b, a, src_blocks=ids[0], dst_blocks=ids[1])

@@ -37,7 +37,14 @@ _VLLM = (
     Engine("vllm.blhnc", ">= 0.28", "block layer head token (kv dim)", f"Cross-layer. {_CELL}", _X16, _CELL_TYPES),
     Engine("vllm.blnhc", ">= 0.28", "block layer token head (kv dim)", f"Cross-layer. {_CELL}", _X16, _CELL_TYPES),
     Engine("vllm.bhlnc", ">= 0.28", "block head layer token (kv dim)", f"Cross-layer. {_CELL}", _X16, _CELL_TYPES),
-    Engine("vllm.cpu", ">= 0.23", "layer | block head kv[K: dim token; V: token dim]", _CPU, _X32, "f32, f16; bf16 without AMX"),
+    Engine(
+        "vllm.cpu",
+        ">= 0.23",
+        "layer | block head kv[K: dim token; V: token dim]",
+        _CPU,
+        _X32,
+        "f32, f16; bf16 without AMX or BFMMLA",
+    ),
     Engine(
         "vllm.cpu.amx",
         ">= 0.23",

@@ -47,20 +47,67 @@ def places(spec: CacheSpec) -> tuple[Place, ...]:
     return tuple(_place(spec, i) for i in range(spec.num_planes))
 
 
-def num_buffers(spec: CacheSpec) -> int:
-    """Allocations of the whole cache: the product of the axes left of the bar."""
+@lru_cache(maxsize=1024)
+def scale_places(spec: CacheSpec) -> tuple[Place | None, ...]:
+    """Where the scales of K and of V lie, in buffers behind the cache's own; None where there are none or they are inline.
+
+    A scale buffer is [num_layers, *spec.scale_shape]; dim counts groups. Axes that share a scale have no digit.
+    """
+    out: list[Place | None] = []
+    buffer = num_cache_buffers(spec)
+    for i in range(spec.num_planes):
+        shape, scale = spec.scale_shape(i), spec.plane(i).format.scale
+        if shape is None or scale is None:
+            out.append(None)
+            continue
+        names = _SCALE_AXES[int(spec.plane(i).format.granularity)]
+        digits, stride = [], scale.bits // 8
+        for name, size in zip(reversed(("layer", *names)), reversed((spec.num_layers, *shape)), strict=True):
+            digits.append(Digit(name, 1, size, stride, 0))
+            stride *= size
+        out.append(Place(tuple(reversed(digits)), buffer, 0, scale.bits // 8))
+        buffer += 1
+    return tuple(out)
+
+
+def tensor_scale_buffers(spec: CacheSpec) -> tuple[int, ...]:
+    """For K and V, which buffer holds the f32 that multiplies every scale, one a layer; -1 where the format has none."""
+    buffer = num_cache_buffers(spec) + sum(place is not None for place in scale_places(spec))
+    out = []
+    for plane in spec.planes[: spec.num_planes]:
+        out.append(buffer if plane.format.has_tensor_scale else -1)
+        buffer += plane.format.has_tensor_scale
+    return tuple(out)
+
+
+_SCALE_AXES = ((), (), ("block",), ("head",), ("block", "head"), ("block", "token", "head"), ("block", "token", "head", "dim"))
+
+
+def num_cache_buffers(spec: CacheSpec) -> int:
+    """Allocations the layout has: the product of the axes left of the bar."""
     return _product(spec, Layout.parse(spec.layout).k.left)
+
+
+def num_buffers(spec: CacheSpec) -> int:
+    """All buffers: the layout's, then K's and V's scales where they stand apart, then their tensor scales."""
+    return sum(count for count, _ in buffer_sizes(spec))
 
 
 @lru_cache(maxsize=1024)
 def buffer_sizes(spec: CacheSpec) -> tuple[tuple[int, int], ...]:
-    """The buffers' sizes as (count, bytes): so many in a row, in the order of the axes left of the bar, last fastest."""
+    """The buffers' sizes as (count, bytes): so many in a row. The layout's go by the axes left of the bar, last fastest."""
+    scales = [(1, p.digits[0].size * p.digits[0].stride) for p in scale_places(spec) if p is not None]
+    tensor = [(1, 4 * spec.num_layers) for buffer in tensor_scale_buffers(spec) if buffer >= 0]
+    return (*_cache_sizes(spec), *scales, *tensor)
+
+
+def _cache_sizes(spec: CacheSpec) -> tuple[tuple[int, int], ...]:
     left = Layout.parse(spec.layout).k.left
     sizes = [_inner_bytes(spec, i) for i in range(spec.num_planes)]
     if all(axis.name != "kv" for axis in left) or sizes[0] == sizes[1]:
-        return ((num_buffers(spec), sizes[0]),)
+        return ((num_cache_buffers(spec), sizes[0]),)
     inside = _product(spec, left[[axis.name for axis in left].index("kv") + 1 :])
-    return ((inside, sizes[0]), (inside, sizes[1])) * (num_buffers(spec) // (2 * inside))
+    return ((inside, sizes[0]), (inside, sizes[1])) * (num_cache_buffers(spec) // (2 * inside))
 
 
 def buffer_bytes(spec: CacheSpec) -> tuple[int, ...]:

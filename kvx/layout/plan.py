@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
 from typing import NamedTuple
 
 from kvx.errors import BadArgument, Unsupported
-from kvx.layout.place import Place, buffer_bytes, buffer_sizes, num_buffers, places
+from kvx.layout.place import Digit, Place, buffer_bytes, buffer_sizes, num_buffers, places, scale_places, tensor_scale_buffers
 from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.dtypes import DTYPES
+from kvx.spec.formats import Granularity
 
 MAX_DIGITS = 12
+_BITS = {t.code: t.bits for t in DTYPES.values()}
+_FORMAT = struct.Struct("<iiiIIIqqqqqqiiq")
 _MAGIC, _VERSION = 0x5058564B, 1
-_HEADER, _SIDE, _DIGIT = struct.Struct("<IIQIIIIqqqqIIQ"), struct.Struct("<qqqqqii"), struct.Struct("<qqqiiq")
+_HEADER, _SIDE, _DIGIT = struct.Struct("<IIQIIIIqqqqIIII"), struct.Struct("<qqqqqii"), struct.Struct("<qqqiiqqqq")
 
 
 class BoxDigit(NamedTuple):
@@ -28,7 +32,10 @@ class BoxDigit(NamedTuple):
     dst: int
     src_step: int  # buffers from one to the next
     dst_step: int
-    token: int  # tokens from one to the next; 0 = not an axis of tokens
+    token: int = 0  # tokens from one to the next; 0 = not an axis of tokens
+    layer: int = 0  # layers from one to the next; 0 = not an axis of layers
+    src_scale: int = 0  # cells: bytes from one to the next among the scales
+    dst_scale: int = 0
 
 
 class Side(NamedTuple):
@@ -41,16 +48,48 @@ class Side(NamedTuple):
     block_step: int  # buffers from block to block
 
 
+class RowFormat(NamedTuple):
+    """One side of a row whose elements change their format; the fields of kvx_plan_format_t."""
+
+    dtype: int
+    granularity: int
+    scale_dtype: int
+    group_size: int
+    pack: int
+    is_inline: int
+    dim_outer: int
+    dim_inner: int
+    scale_offset: int
+    scale_block: int
+    scale_token: int
+    scale_group: int
+    scale_buffer: int
+    tensor_scale_buffer: int
+    first_layer: int
+
+
+class Cell(NamedTuple):
+    src: RowFormat
+    dst: RowFormat
+    head_dim: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the elements of one row at the destination."""
+        return self.head_dim * _BITS[self.dst.dtype] // 8
+
+
 class Box(NamedTuple):
     src: Side
     dst: Side
     run_bytes: int
     digits: tuple[BoxDigit, ...]
+    cell: Cell | None = None  # None: bytes move as they are
 
     @property
     def bytes(self) -> int:
         """Moved for one unit of tokens."""
-        count = self.run_bytes
+        count = self.run_bytes if self.cell is None else self.cell.row_bytes
         for d in self.digits:
             count *= d.size
         return count
@@ -91,6 +130,8 @@ class Plan:
             raise Unsupported("runs(): the block sizes differ. A transport moves whole blocks: plan with one block size.")
         if len(src_blocks) != len(dst_blocks):
             raise BadArgument(f"runs(): {len(src_blocks)} source blocks and {len(dst_blocks)} destination blocks.")
+        if any(box.cell is not None for box in self.boxes):
+            raise Unsupported("runs(): the formats differ, so bytes do not move as they are. Convert first, then move.")
         for box in map(fold, self.boxes):
             inner = box.digits[0] if strided and box.digits and not (box.digits[0].src_step or box.digits[0].dst_step) else None
             outer = box.digits[1:] if inner else box.digits
@@ -114,7 +155,7 @@ class Plan:
             f"{'box':>4}  {'family':<12} {'run':>9}  {'runs':>9}  digits (size: bytes at source / destination)",
         ]
         for n, box in enumerate(map(fold, self.boxes)):
-            runs = box.bytes // box.run_bytes
+            runs = box.bytes // (box.run_bytes if box.cell is None else box.cell.row_bytes)
             digits = ", ".join(
                 f"{d.size}: {d.src or f'{d.src_step} buf'}/{d.dst or f'{d.dst_step} buf'}" for d in reversed(box.digits)
             )
@@ -125,13 +166,16 @@ class Plan:
         """The flat form of include/kvx_abi.h: header, boxes, buffer sizes."""
         sizes = [[pair for spec in specs for pair in buffer_sizes(spec)] for specs in (self.src, self.dst)]
         numbers = [n for side in sizes for pair in side for n in pair]
-        body = b"".join(map(_pack_box, self.boxes)) + struct.pack(f"<{len(numbers)}Q", *numbers)
+        cells = list(dict.fromkeys(box.cell for box in self.boxes if box.cell is not None))
+        body = b"".join(_pack_box(box, 0 if box.cell is None else 1 + cells.index(box.cell)) for box in self.boxes)
+        body += b"".join(_FORMAT.pack(*c.src) + _FORMAT.pack(*c.dst) + struct.pack("<II", c.head_dim, 0) for c in cells)
+        body += struct.pack(f"<{len(numbers)}Q", *numbers)
         counts = [sum(num_buffers(spec) for spec in specs) for specs in (self.src, self.dst)]
         s, d = self.src[0], self.dst[0]
         return (
             _HEADER.pack(
                 _MAGIC, _VERSION, _HEADER.size + len(body), len(self.boxes), *counts, self.unit_tokens,
-                s.block_size, d.block_size, s.num_blocks, d.num_blocks, len(sizes[0]), len(sizes[1]), 0,
+                s.block_size, d.block_size, s.num_blocks, d.num_blocks, len(sizes[0]), len(sizes[1]), len(cells), 0,
             )
             + body
         )  # fmt: skip
@@ -163,7 +207,8 @@ def plan(
                 both, rest = _cut(r, source)
                 left += rest
                 if both is not None:
-                    planes = [list(_boxes(source, target, i, both, unit, src_buffer, dst_buffer)) for i in range(target.num_planes)]
+                    ways = [_ways(source, target, i) for i in range(target.num_planes)]
+                    planes = [[x for way in w for x in _boxes(way, both, unit, src_buffer, dst_buffer)] for w in ways]
                     boxes += _join(planes[0], planes[1]) if len(planes) == 2 else planes[0]
             missing = left
             src_buffer += num_buffers(source)
@@ -179,8 +224,10 @@ def plan(
 
 def fold(box: Box) -> Box:
     """Digits that continue each other on both sides joined, and what is adjacent on both made part of the run; innermost first."""
+    if box.cell is not None:
+        return box
     run = box.run_bytes
-    digits = [d for d in box.digits if d.size > 1]
+    digits = [d._replace(layer=0) for d in box.digits if d.size > 1]
     digits.sort(key=lambda d: (bool(d.src_step or d.dst_step), d.dst, d.src))
     joined = True
     while joined:
@@ -202,7 +249,9 @@ def fold(box: Box) -> Box:
 
 
 def family(box: Box) -> str:
-    """Which kernel moves a folded box: copy (one run a unit), rows, or tiles (elements change their order)."""
+    """Which kernel moves a folded box: a copy, rows, tiles (elements change their order) or cells (they change their format)."""
+    if box.cell is not None:
+        return "cells"
     if not box.digits:
         return "flat copy"
     if box.run_bytes >= 16:
@@ -253,13 +302,11 @@ def _require_match(src: CacheSpec, dst: CacheSpec) -> None:
             raise BadArgument(
                 f"plan(): {a.name} head_dim is {a.head_dim} at the source and {b.head_dim} at the destination; they must be equal."
             )
-        if a.format != b.format:
+        by_block = a.format.granularity in (Granularity.BLOCK, Granularity.BLOCK_HEAD)
+        if a.format == b.format and by_block and src.block_size != dst.block_size:
             raise Unsupported(
-                f"plan(): {a.name} is {a.format} at the source and {b.format} at the destination; formats must be equal."
-            )
-        if a.format.scale is not None and not a.format.is_inline:
-            raise Unsupported(
-                f"plan(): {a.format} keeps its scales apart from the cache; plans move caches with inline scales or none."
+                f"plan(): {a.name} is {a.format}, whose scales belong to blocks, and blocks change from {src.block_size} to "
+                f"{dst.block_size} tokens. Convert to a format with scales per token-head, or through bf16."
             )
 
 
@@ -293,19 +340,93 @@ def _cut(r: _Rectangle, source: CacheSpec) -> tuple[_Rectangle | None, list[_Rec
 # ---- boxes
 
 
-def _boxes(src: CacheSpec, dst: CacheSpec, plane: int, r: _Rectangle, unit: int, src_buffer: int, dst_buffer: int) -> Iterator[Box]:
+class _Way(NamedTuple):
+    """Two places whose contents match, and how many units their dim axis has. With a cell, dim is the row's own business."""
+
+    src: CacheSpec
+    dst: CacheSpec
+    a: Place
+    b: Place
+    units: int
+    cell: Cell | None = None
+    a_scale: Place | None = None
+    b_scale: Place | None = None
+
+
+def _ways(src: CacheSpec, dst: CacheSpec, plane: int) -> list[_Way]:
     a, b = places(src)[plane], places(dst)[plane]
-    sizes = src.plane(plane)
+    mine, theirs = src.plane(plane), dst.plane(plane)
+    if replace(mine.format, name="", is_inline=False) != replace(theirs.format, name="", is_inline=False):
+        cell = Cell(_row_format(src, plane), _row_format(dst, plane), mine.head_dim)
+        return [_Way(src, dst, a, b, 1, cell, scale_places(src)[plane], scale_places(dst)[plane])]
+    if mine.format == theirs.format and mine.format.is_inline:
+        return [_Way(src, dst, a, b, mine.row_units)]  # scales travel in their rows
+    ways = [_Way(src, dst, a, b, mine.head_dim * mine.format.element.bits // (8 * a.unit_bytes))]
+    a_scale, b_scale = (_scale_place(spec, plane) for spec in (src, dst))
+    if a_scale is not None and b_scale is not None:
+        groups = mine.format.num_groups(mine.head_dim) if a_scale.of("dim") else 1
+        ways.append(_Way(src, dst, a_scale, b_scale, groups))
+    if mine.format.has_tensor_scale:
+        layers = (Digit("layer", 1, max(src.num_layers, dst.num_layers), 4, 0),)
+        a, b = (Place(layers, tensor_scale_buffers(spec)[plane], 0, 4) for spec in (src, dst))
+        ways.append(_Way(src, dst, a, b, 1))
+    return ways
+
+
+def _scale_place(spec: CacheSpec, plane: int) -> Place | None:
+    """Where a plane's scales lie, apart or inside its rows."""
+    this, place = spec.plane(plane), places(spec)[plane]
+    if not this.format.is_inline or this.format.scale is None:
+        return scale_places(spec)[plane]
+    size = this.format.scale.bits // 8
+    group = Digit("dim", 1, this.format.num_groups(this.head_dim), size, 0)
+    digits = tuple(d for d in place.digits if d.axis != "dim")
+    return Place((*digits, group), place.buffer, place.offset + this.head_dim * this.format.element.bits // 8, size)
+
+
+def _row_format(spec: CacheSpec, plane: int) -> RowFormat:
+    this, place, scale = spec.plane(plane), places(spec)[plane], scale_places(spec)[plane]
+    fmt, dim = this.format, place.of("dim")
+    units = fmt.element.bits // 8 if fmt.element.bits >= 8 else 1
+    inner = dim[-1]
+    element = inner.stride * units // place.unit_bytes  # where rows are counted in bytes, elements still step by their size
+    pack = inner.size * place.unit_bytes * 8 // fmt.element.bits if len(dim) > 1 else this.head_dim
+    strides = {d.axis: d.stride for d in scale.digits} if scale is not None else {}
+    scale_bytes = fmt.scale.bits // 8 if fmt.scale is not None else 0
+    return RowFormat(
+        dtype=fmt.element.code,
+        granularity=int(fmt.granularity),
+        scale_dtype=fmt.scale.code if fmt.scale is not None else 0,
+        group_size=fmt.group_size or this.head_dim,
+        pack=pack,
+        is_inline=int(fmt.is_inline),
+        dim_outer=dim[0].stride if len(dim) > 1 else 0,
+        dim_inner=element,
+        scale_offset=this.head_dim * fmt.element.bits // 8 if fmt.is_inline else 0,
+        scale_block=strides.get("block", 0),
+        scale_token=strides.get("token", 0),
+        scale_group=scale_bytes if fmt.is_inline else strides.get("dim", 0),
+        scale_buffer=scale.buffer if scale is not None else -1,
+        tensor_scale_buffer=tensor_scale_buffers(spec)[plane],
+        first_layer=0,
+    )
+
+
+def _boxes(way: _Way, r: _Rectangle, unit: int, src_buffer: int, dst_buffer: int) -> Iterator[Box]:
+    src, dst, a, b = way.src, way.dst, way.a, way.b
     ranges = (  # axis, elements, first at the source, first at the destination
         ("layer", r.layer_end - r.layer, r.layer - src.layer_start, r.layer - dst.layer_start),
         ("head", r.head_end - r.head, r.head - src.head_start, r.head - dst.head_start),
         ("token", unit, 0, 0),
-        ("dim", sizes.row_units, 0, 0),
+        ("dim", way.units, 0, 0),
     )
-    partial: list[tuple[Side, Side, tuple[BoxDigit, ...]]] = [(_side(a, src, src_buffer), _side(b, dst, dst_buffer), ())]
+    start = _side(a, src, src_buffer), _side(b, dst, dst_buffer), way.cell, ()
+    partial: list[tuple[Side, Side, Cell | None, tuple[BoxDigit, ...]]] = [start]
     for axis, count, first_a, first_b in ranges:
+        if not a.of(axis) or not b.of(axis):  # one scale for all of them
+            continue
         grown = []
-        for at_a, at_b, digits in partial:
+        for at_a, at_b, cell, digits in partial:
             for begin, parts in _pieces(count, first_a, a.of(axis)[0].divisor, first_b, b.of(axis)[0].divisor):
                 byte_a, step_a = _reach(a, axis, first_a + begin)
                 byte_b, step_b = _reach(b, axis, first_b + begin)
@@ -313,12 +434,32 @@ def _boxes(src: CacheSpec, dst: CacheSpec, plane: int, r: _Rectangle, unit: int,
                     (
                         at_a._replace(offset=at_a.offset + byte_a, buffer=at_a.buffer + step_a),
                         at_b._replace(offset=at_b.offset + byte_b, buffer=at_b.buffer + step_b),
-                        digits + tuple(_digit(a, b, axis, divisor, size) for divisor, size in parts),
+                        _moved(cell, way, axis, first_a + begin, first_b + begin),
+                        digits + tuple(_digit(way, axis, divisor, size) for divisor, size in parts),
                     )
                 )
         partial = grown
-    for at_a, at_b, digits in partial:
-        yield Box(at_a, at_b, a.unit_bytes, digits)
+    for at_a, at_b, cell, digits in partial:
+        if cell is not None:
+            cell = cell._replace(src=_in_table(cell.src, src_buffer), dst=_in_table(cell.dst, dst_buffer))
+        yield Box(at_a, at_b, a.unit_bytes, digits, cell)
+
+
+def _moved(cell: Cell | None, way: _Way, axis: str, a: int, b: int) -> Cell | None:
+    """The cell with its scales moved on to index a of an axis at the source and b at the destination."""
+    if cell is None:
+        return None
+    sides = []
+    for row, scale, index in ((cell.src, way.a_scale, a), (cell.dst, way.b_scale, b)):
+        offset = row.scale_offset + (_reach(scale, axis, index)[0] if scale is not None else 0)
+        sides.append(row._replace(scale_offset=offset, first_layer=index if axis == "layer" else row.first_layer))
+    return cell._replace(src=sides[0], dst=sides[1])
+
+
+def _in_table(row: RowFormat, buffer: int) -> RowFormat:
+    """Buffer numbers of the whole table, which holds the shards before this one too."""
+    scale, tensor = (n + buffer if n >= 0 else -1 for n in (row.scale_buffer, row.tensor_scale_buffer))
+    return row._replace(scale_buffer=scale, tensor_scale_buffer=tensor)
 
 
 def _join(ks: list[Box], vs: list[Box]) -> list[Box]:
@@ -327,7 +468,7 @@ def _join(ks: list[Box], vs: list[Box]) -> list[Box]:
     for k, v in zip(ks, vs, strict=False):
         src, dst = ((b.offset - a.offset, b.buffer - a.buffer) for a, b in ((k.src, v.src), (k.dst, v.dst)))
         same = all(a._replace(offset=0, buffer=0) == b._replace(offset=0, buffer=0) for a, b in ((k.src, v.src), (k.dst, v.dst)))
-        if same and k.run_bytes == v.run_bytes and k.digits == v.digits and min(*src, *dst) >= 0:
+        if same and k.cell is v.cell is None and k.run_bytes == v.run_bytes and k.digits == v.digits and min(*src, *dst) >= 0:
             out.append(k._replace(digits=(BoxDigit(2, src[0], dst[0], src[1], dst[1], 0), *k.digits)))
         else:
             out += [k, v]
@@ -335,11 +476,13 @@ def _join(ks: list[Box], vs: list[Box]) -> list[Box]:
 
 
 def _side(place: Place, spec: CacheSpec, buffer: int) -> Side:
-    (block,) = place.of("block")
+    block = place.of("block")
     token = place.of("token")
     split = token[0].divisor if len(token) > 1 else spec.block_size
     outer = token[0].stride if len(token) > 1 else 0
-    return Side(place.offset, block.stride, split, outer, token[-1].stride, place.buffer + buffer, block.step)
+    inner = token[-1].stride if token else 0
+    stride, step = (block[0].stride, block[0].step) if block else (0, 0)
+    return Side(place.offset, stride, split, outer, inner, place.buffer + buffer, step)
 
 
 def _reach(place: Place, axis: str, index: int) -> tuple[int, int]:
@@ -351,9 +494,11 @@ def _reach(place: Place, axis: str, index: int) -> tuple[int, int]:
     return byte, step
 
 
-def _digit(a: Place, b: Place, axis: str, divisor: int, size: int) -> BoxDigit:
-    (src, src_step), (dst, dst_step) = (_reach(p, axis, divisor) if size > 1 else (0, 0) for p in (a, b))
-    return BoxDigit(size, src, dst, src_step, dst_step, divisor if axis == "token" else 0)
+def _digit(way: _Way, axis: str, divisor: int, size: int) -> BoxDigit:
+    reach = [_reach(p, axis, divisor) if p is not None and size > 1 else (0, 0) for p in (way.a, way.b, way.a_scale, way.b_scale)]
+    (src, src_step), (dst, dst_step), (src_scale, _), (dst_scale, _) = reach
+    token, layer = (divisor if axis == name else 0 for name in ("token", "layer"))
+    return BoxDigit(size, src, dst, src_step, dst_step, token, layer, src_scale, dst_scale)
 
 
 def _pieces(count: int, a: int, split_a: int, b: int, split_b: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
@@ -397,8 +542,10 @@ def _walk(digits: tuple[BoxDigit, ...]) -> Iterator[tuple[int, int, int, int]]:
             yield src + i * d.src, dst + i * d.dst, src_step + i * d.src_step, dst_step + i * d.dst_step
 
 
-def _pack_box(box: Box) -> bytes:
+def _pack_box(box: Box, cell: int) -> bytes:
     if len(box.digits) > MAX_DIGITS:
         raise Unsupported(f"plan(): a box has {len(box.digits)} digits; plans hold {MAX_DIGITS}.")
     digits = b"".join(_DIGIT.pack(*d) for d in box.digits) + bytes(_DIGIT.size * (MAX_DIGITS - len(box.digits)))
-    return _SIDE.pack(*box.src) + _SIDE.pack(*box.dst) + struct.pack("<qII", box.run_bytes, len(box.digits), 0) + digits + bytes(16)
+    return (
+        _SIDE.pack(*box.src) + _SIDE.pack(*box.dst) + struct.pack("<qII", box.run_bytes, len(box.digits), cell) + digits + bytes(16)
+    )

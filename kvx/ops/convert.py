@@ -14,6 +14,7 @@ from kvx.errors import BadArgument, OutOfRange
 from kvx.layout.plan import Box, Plan
 from kvx.ops import backend as backends
 from kvx.ops import native
+from kvx.ops.transcode import BY_BLOCK, Rows
 
 Buffers = Tensor | Sequence["Buffers"]
 
@@ -144,6 +145,7 @@ def _loaded(plan: Plan) -> int:
             native.raise_status(status)
         handle = plan.__dict__["_handle"] = out.value
         weakref.finalize(plan, native.LIB.kvx_plan_free, out.value)
+    assert handle is not None
     return int(handle)
 
 
@@ -218,6 +220,33 @@ def _check_ids(bound: Bound) -> None:
 def _convert_torch(bound: Bound) -> None:
     p = bound.plan
     src, dst = ([t.view(-1).view(torch.uint8) for t in side] for side in (bound.src, bound.dst))
+    units = list(_units(bound))
+    for box in (box for box in p.boxes if box.cell is None):
+        for unit in units:
+            _move(box, src, dst, *unit)
+    cells = [Rows(box, *unit) for box in p.boxes if box.cell is not None for unit in units]
+    _scale_blocks([r for r in cells if r.granularity in BY_BLOCK], src, dst)
+    for r in cells:
+        x = r.read(src)
+        if r.granularity.is_stored_per_token:
+            r.scale(dst, r.amax(x))
+        r.write(dst, x)
+
+
+def _scale_blocks(cells: list[Rows], src: list[Tensor], dst: list[Tensor]) -> None:
+    """Scales that belong to blocks, in a pass of their own: a block's rows may come from several boxes and units."""
+    most: dict[tuple[int, int], Tensor] = {}
+    for r in cells:
+        for at, amax in zip(r.scale_ids(), r.amax(r.read(src)), strict=True):
+            most[at] = torch.maximum(most.get(at, amax), amax)
+    for r in cells:
+        if r.scale_ids():
+            r.scale(dst, torch.stack([most[at] for at in r.scale_ids()]))
+
+
+def _units(bound: Bound) -> Iterator[tuple[int, int, int, int, int]]:
+    """(source block, destination block, token of each at which the unit starts, tokens that are there)."""
+    p = bound.plan
     rows = [t.cpu().view(-1, t.shape[-1]).tolist() for t in (bound.src_blocks, bound.dst_blocks)]
     sizes = p.src[0].block_size, p.dst[0].block_size
     most = min(len(rows[0][0]) * sizes[0], len(rows[1][0]) * sizes[1]) if rows[0] else 0
@@ -226,8 +255,7 @@ def _convert_torch(bound: Bound) -> None:
         for token in range(0, length, p.unit_tokens):
             a, b = a_row[token // sizes[0]], b_row[token // sizes[1]]
             if a >= 0 and b >= 0:
-                for box in p.boxes:
-                    _move(box, src, dst, a, b, token % sizes[0], token % sizes[1], min(p.unit_tokens, length - token))
+                yield a, b, token % sizes[0], token % sizes[1], min(p.unit_tokens, length - token)
 
 
 def _move(box: Box, src: list[Tensor], dst: list[Tensor], a: int, b: int, a_token: int, b_token: int, tokens: int) -> None:

@@ -48,7 +48,8 @@ def formats_exist(spec: CacheSpec) -> str | None:
 
 
 def layout_reads(spec: CacheSpec) -> str | None:
-    if spec.num_layers > 1 and not Layout.parse(spec.layout).has_layer:
+    layout = Layout.parse(spec.layout)
+    if spec.num_layers > 1 and not layout.has_layer:
         return f"num_layers is {spec.num_layers} and layout {spec.layout!r} has no layer axis. Write `layer` where it stands."
     return None
 
@@ -61,6 +62,12 @@ def splits_divide(spec: CacheSpec) -> str | None:
             if factor and size % plane.pack(factor):
                 field = "block_size" if name == "token" else "num_kv_heads"
                 return f"{field} {size} is not a multiple of the {plane.pack(factor)} that layout {spec.layout!r} splits {name} by."
+    k, v = spec.planes
+    for name in ("token", "head"):  # `x` counts elements of 16 bytes: one number for both only where K and V have one size
+        if layout.num_buffers == 1 and layout.k.split_of(name) == "x" and k.format.element.bits != v.format.element.bits:
+            return (
+                f"layout {spec.layout!r} splits {name} by x, which is {k.pack('x')} for K and {v.pack('x')} for V. Write a number."
+            )
     return None
 
 
@@ -121,7 +128,9 @@ def shared_tensors_share_a_type(spec: CacheSpec) -> str | None:
 def shared_tensors_have_one_row_size(spec: CacheSpec) -> str | None:
     k, v = spec.planes
     layout = Layout.parse(spec.layout)
-    if layout.num_buffers == 2 or not layout.has_kv or layout.k.kv_split or k.row_units == v.row_units:
+    names = [axis.name for axis in layout.k.order]
+    dim_inside = layout.k.kv_split and "dim" in names[names.index("kv") :] and "dim" not in names[: names.index("kv")]
+    if layout.num_buffers == 2 or not layout.has_kv or dim_inside or k.row_units == v.row_units:
         return None
     together = any([axis.name for axis in dim][-2:] == ["kv", "dim"] for dim in layout.k.dims)
     if together:

@@ -6,9 +6,8 @@
 #include <algorithm>
 
 #include "../run.h"
-#include "../table.h"
+#include "convert_unit.h"
 #include "pending.h"
-#include "row.h"
 
 namespace kvx {
 namespace cpu {
@@ -18,24 +17,6 @@ namespace {
 constexpr int64_t kThreadBytes = 128 << 10;
 constexpr int64_t kStreamBytes = 16 << 20;
 constexpr int64_t kTaskBytes = 1 << 20;  // what a thread takes at a time
-
-struct Unit {
-  int64_t block[2], start[2];  // block ids, and the token of the block the unit starts at
-  int64_t tokens;              // 0: nothing to do
-};
-
-Unit find_unit(const BlockTables& t, int64_t index) {
-  const int64_t seq = index / t.units_per_seq, token = index % t.units_per_seq * t.unit_tokens;
-  Unit u = {};
-  u.tokens = t.unit_tokens;
-  if (t.seq_lens) u.tokens = greatest(0, least(u.tokens, read_index(t.seq_lens, seq * t.len_stride, t.len_bytes) - token));
-  for (int w = 0; w < 2 && u.tokens; w++) {
-    u.block[w] = read_index(t.ids[w], seq * t.row_stride[w] + token / t.block_size[w] * t.index_stride[w], t.index_bytes[w]);
-    u.start[w] = token % t.block_size[w];
-    if (u.block[w] < 0) u.tokens = 0;
-  }
-  return u;
-}
 
 // Digits are shared out: the first `inner` make the grid or tile, the rest are walked.
 struct Shape {
@@ -142,6 +123,7 @@ kvx_status_t convert(const Bound& bound) {
   const RowTable& ops = best_rows();
   const int64_t units = bound.tables.num_seqs * bound.tables.units_per_seq;
   if (units == 0) return KVX_STATUS_OK;
+  convert_cells(bound);
   const size_t num_jobs = bound.jobs.size();
   for (size_t n = 0; n < num_jobs + bound.cut_jobs.size(); n++) {
     Walker walk{ops, bound, n < num_jobs ? bound.jobs[n] : bound.cut_jobs[n - num_jobs], {}, n < num_jobs ? WHOLE_UNITS : CUT_UNITS};

@@ -241,3 +241,118 @@ def test_bad_buffers(backend):
         convert([torch.zeros(2048, dtype=torch.uint8, device=backend.device)[::2]], src, plan=plan, backend=backend.name)
     with pytest.raises(kvx.BadArgument, match="overlap"):
         convert(src, src, plan=plan, backend=backend.name)
+
+
+# ---- formats
+
+CODES = ["fp8_e4m3", "fp8_e5m2", "int8", "int4"]
+ALL_FORMATS = sorted(kvx.FORMATS)
+
+
+def fill(spec, seed, device="cpu"):
+    """Buffers with values a cache would hold: written through the definition from bf16, so that every code is a real one."""
+    plain = replace(spec, format="bf16", v_format="")
+    source = kvx.allocate_buffers(plain)
+    g = torch.Generator().manual_seed(seed)
+    for t in source:
+        x = torch.randn(t.numel() // 2, generator=g) * torch.exp(torch.randn(t.numel() // 2, generator=g))
+        t.copy_(x.to(torch.bfloat16).view(torch.uint8))
+    out = kvx.allocate_buffers(spec)
+    for t in out[len(source) :]:  # given scales: not 1, so that a forgotten one shows
+        if t.dtype == torch.float32:
+            t.copy_(torch.rand(t.shape, generator=g) * 0.5 + 0.05)
+    if spec.format != "bf16":
+        convert(out, source, plan=kvx.plan(plain, spec), backend="torch")
+    else:
+        out = source
+    return [t.to(device) for t in out]
+
+
+def transcode(backend, src, dst, *, src_blocks, dst_blocks, seq_lens=None, seed=0):
+    """On a backend and by the definition: every byte of every buffer, scales included."""
+    src, dst = ([s] if isinstance(s, kvx.CacheSpec) else s for s in (src, dst))
+    a = [fill(s, seed + i) for i, s in enumerate(src)]
+    b = [fill(s, seed + 50 + i) for i, s in enumerate(dst)]
+    plan = kvx.plan(src, dst)
+    want = [[t.clone() for t in shard] for shard in b]
+    args = {"src_blocks": src_blocks, "dst_blocks": dst_blocks, "seq_lens": seq_lens}
+    convert(want, a, plan=plan, backend="torch", **args)
+    got = [[t.to(backend.device) for t in shard] for shard in b]
+    convert(got, [[t.to(backend.device) for t in shard] for shard in a], plan=plan, backend=backend.name, **args)
+    for g_shard, w_shard in zip(got, want, strict=True):
+        for g, w in zip(g_shard, w_shard, strict=True):
+            compare.bitwise(g.cpu().view(torch.uint8), w.view(torch.uint8))
+
+
+@pytest.mark.parametrize("fmt", ALL_FORMATS)
+@pytest.mark.parametrize("other", ["bf16", "f32", "f16"])
+def test_floats_to_and_from_every_format(native_backend, fmt, other):
+    geometry = {"num_blocks": 4, "block_size": 4, "num_kv_heads": 2, "head_dim": 64, "num_layers": 2}
+    a = kvx.CacheSpec(**geometry, layout="layer | block token head (kv dim)", format=other)
+    b = kvx.CacheSpec(**geometry, layout="block layer kv head token dim", format=fmt)
+    transcode(native_backend, a, b, src_blocks=[3, 1], dst_blocks=[0, 2])
+    transcode(native_backend, b, a, src_blocks=[3, 1], dst_blocks=[0, 2])
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3_per_token_head", "int8_per_block_head", "mxfp8", "nvfp4", "int8_per_token_head_inline"])
+@pytest.mark.parametrize("other", ["int8_per_token_head", "fp8_e4m3_per_head", "int8_per_token_head_f16", "fp8_e5m2_per_block"])
+def test_codes_to_codes(native_backend, fmt, other):
+    geometry = {"num_blocks": 4, "block_size": 4, "num_kv_heads": 2, "head_dim": 128, "num_layers": 2}
+    a = kvx.CacheSpec(**geometry, layout="layer | block token head (kv dim)", format=other)
+    b = kvx.CacheSpec(**geometry, layout="layer kv | block head token dim", format=fmt)
+    transcode(native_backend, a, b, src_blocks=[3, 1], dst_blocks=[0, 2])
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_inline_and_separate_scales_are_the_same_bytes(backend, name):
+    geometry = {"num_blocks": 4, "block_size": 4, "num_kv_heads": 2, "head_dim": 32, "num_layers": 2}
+    a = kvx.CacheSpec(**geometry, layout="layer | block token head (kv dim)", format=f"{name}_per_token_head_inline")
+    b = kvx.CacheSpec(**geometry, layout="layer kv | block head token dim", format=f"{name}_per_token_head")
+    there, back = fill(b, 1, backend.device), fill(a, 2, backend.device)
+    source = fill(a, 0, backend.device)
+    convert(there, source, plan=kvx.plan(a, b), backend=backend.name)
+    convert(back, there, plan=kvx.plan(b, a), backend=backend.name)
+    for got, want in zip(back, source, strict=True):
+        compare.bitwise(got.cpu(), want.cpu())
+
+
+@pytest.mark.parametrize("fmt", ["int8_per_block", "fp8_e4m3_per_block_head", "int8_per_token_head", "fp8_e4m3_per_head"])
+def test_formats_with_shards_lengths_and_block_sizes(native_backend, fmt):
+    """Scales per block meet several source shards, several units, and a length that ends inside a block."""
+    a = kvx.CacheSpec(12, 4, 4, 32, num_layers=2, layout="layer | block token head (kv dim)", format="bf16")
+    b = kvx.CacheSpec(6, 8, 4, 32, num_layers=2, layout="block layer kv head token dim", format=fmt)
+    transcode(
+        native_backend,
+        [a.shard(4, i) for i in range(4)],
+        [b.shard(2, i) for i in range(2)],
+        src_blocks=torch.tensor([[3, 1, 7, 0], [2, 9, 11, 4]]),
+        dst_blocks=torch.tensor([[5, 0], [1, 3]]),
+        seq_lens=torch.tensor([13, 16]),
+    )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["layer kv[K: | block head dim/x token dim%x; V: | block head dim token]", "layer | block head kv[K: dim token; V: token dim]"],
+)
+def test_formats_in_layouts_that_split_or_turn_rows(native_backend, layout):
+    geometry = {"num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_dim": 64, "num_layers": 2}
+    a = kvx.CacheSpec(**geometry, layout=layout, format="bf16")
+    b = kvx.CacheSpec(**geometry, layout=layout, format="fp8_e4m3_per_token_head")
+    transcode(native_backend, a, b, src_blocks=[3, 1], dst_blocks=[0, 2])
+    transcode(native_backend, b, a, src_blocks=[3, 1], dst_blocks=[0, 2])
+    c = kvx.CacheSpec(**geometry, layout="layer kv | block token head dim", format="int8_per_token_head")
+    transcode(native_backend, a, c, src_blocks=[3, 1], dst_blocks=[0, 2])
+
+
+def test_values_come_out_as_write_and_gather_have_them(backend):
+    """A conversion to a quantised format is what kvx.write does, and back is what kvx.gather does."""
+    plain = kvx.CacheSpec(4, 4, 2, 64, layout="kv | block token head dim", format="bf16")
+    coded = replace(plain, format="int8_per_token_head")
+    source, there = fill(plain, 0, backend.device), kvx.allocate_buffers(coded, backend.device)
+    convert(there, source, plan=kvx.plan(plain, coded), backend=backend.name)
+    st = kvx.allocate(coded, backend.device)
+    k, v = (t.view(torch.bfloat16).view(16, 2, 64) for t in source)
+    kvx.write(st.cache, k, v, slot_mapping=torch.arange(16, device=backend.device), spec=coded, **st.scales(), backend=backend.name)
+    for got, want in zip(there, (*st.cache, st.k_scale, st.v_scale), strict=True):
+        compare.bitwise(got.cpu().view(-1).view(torch.uint8), want.cpu().contiguous().view(-1).view(torch.uint8))
