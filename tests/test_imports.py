@@ -1,4 +1,4 @@
-"""Imports only point down: cli -> bench -> ops -> quant -> layout, tables -> spec -> layout.axes -> errors."""
+"""Imports only point down: cli -> bench -> adapters -> ops -> quant -> layout, tables -> spec -> layout.axes -> errors."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ LEVELS = (
     "kvx.tables",
     "kvx.quant",
     "kvx.ops",
+    "kvx.adapters",
     "kvx.bench",
     "kvx.cli",
 )

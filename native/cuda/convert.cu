@@ -1,13 +1,10 @@
 // convert on a device. Rows: every thread moves a few vectors, found by multiplications from one index. Tiles: where elements
 // change their order, a rectangle goes through shared memory, 16 bytes at a time on both sides.
-#include "../convert.h"
-
 #include <string.h>
 
 #include <algorithm>
 
-#include "../table.h"
-#include "device.cuh"
+#include "convert.cuh"
 
 namespace kvx {
 namespace cuda {
@@ -17,8 +14,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kVectors = 4;          // of one thread
 constexpr int kJobs = 8;             // of one launch
-constexpr int kSmallBuffers = 192;   // addresses that travel with the launch: 80 layers of K and V on each side
-constexpr int kSmallIds = 512;       // block ids that do
 constexpr int kMaxInner = 5;
 
 struct DeviceDigit {
@@ -29,10 +24,7 @@ struct DeviceDigit {
 };
 
 struct DeviceJob {
-  char* base[2];  // NULL: looked up
-  int64_t offset[2], block[2], outer[2], inner[2];
-  uint32_t split[2];
-  int32_t buffer[2], block_step[2];
+  DevicePlace place;
   int32_t num_inner, num_digits;  // the first num_inner by each thread, the rest by the block
   DeviceDigit digit[KVX_PLAN_MAX_DIGITS + 2];
   uint32_t inner_vectors;  // rows: of one item; tiles: tiles of one unit
@@ -47,59 +39,12 @@ struct DeviceJob {
   uint32_t tiles;               // a block of threads takes
 };
 
-struct DeviceTables {
-  const void* ids[2];  // NULL: small_ids
-  int64_t row_stride[2], index_stride[2], num_blocks[2];
-  const void* seq_lens;
-  int64_t len_stride;
-  FastDivider units_per_seq, units_per_block[2];
-  uint32_t unit_tokens;
-  int32_t index_bytes[2], len_bytes;
-  unsigned long long* errors;
-};
-
 struct ConvertArgs {
   DeviceTables tables;
-  char* const* buffers[2];  // NULL: small_buffers
   int32_t num_jobs;
-  int32_t wants_cut;        // 1: only units that end early; 0: only whole ones
+  Take take;
   DeviceJob job[kJobs];
-  char* small_buffers[2][kSmallBuffers];
-  int32_t small_ids[2][kSmallIds];
 };
-
-struct Here {
-  char* at[2];      // of the unit; an offset from NULL where buffers are looked up
-  int64_t block[2];
-  uint32_t tokens;  // 0: nothing to do here
-};
-
-__device__ __forceinline__ Here find_unit(const ConvertArgs& a, const DeviceJob& job, uint32_t unit, bool counts) {
-  const DeviceTables& t = a.tables;
-  const uint32_t seq = t.units_per_seq.divide(unit), u = unit - seq * t.units_per_seq.d;
-  Here here = {};
-  int64_t tokens = t.unit_tokens;
-  if (t.seq_lens) {
-    tokens = read_index(t.seq_lens, seq * t.len_stride, t.len_bytes) - int64_t(u) * t.unit_tokens;
-    if (tokens <= 0 || (tokens < t.unit_tokens) != (a.wants_cut != 0)) return here;
-  }
-#pragma unroll
-  for (int w = 0; w < 2; w++) {
-    const uint32_t column = t.units_per_block[w].divide(u), start = (u - column * t.units_per_block[w].d) * t.unit_tokens;
-    const int64_t id = t.ids[w] ? read_index(t.ids[w], seq * t.row_stride[w] + column * t.index_stride[w], t.index_bytes[w])
-                                : a.small_ids[w][seq * uint32_t(t.row_stride[w]) + column];
-    if (id < 0) return here;
-    if (id >= t.num_blocks[w]) {
-      if (counts && t.errors) atomicAdd(t.errors, 1ull);
-      return here;
-    }
-    here.block[w] = id;
-    const uint32_t whole = start / job.split[w];
-    here.at[w] = job.base[w] + (id * job.block[w] + whole * job.outer[w] + (start - whole * job.split[w]) * job.inner[w]);
-  }
-  here.tokens = uint32_t(tokens < t.unit_tokens ? tokens : t.unit_tokens);
-  return here;
-}
 
 // Adds the digits the block of threads stands at. Returns the tokens they amount to.
 __device__ __forceinline__ uint32_t add_outer(const ConvertArgs& a, const DeviceJob& job, uint32_t index, Here* here) {
@@ -114,14 +59,7 @@ __device__ __forceinline__ uint32_t add_outer(const ConvertArgs& a, const Device
 #pragma unroll
     for (int w = 0; w < 2; w++) byte[w] += n * d.stride[w], buffer[w] += int32_t(n) * d.step[w];
   }
-#pragma unroll
-  for (int w = 0; w < 2; w++) {
-    here->at[w] += byte[w];
-    if (!job.base[w]) {
-      const int64_t n = job.buffer[w] + here->block[w] * job.block_step[w] + buffer[w];
-      here->at[w] += uintptr_t(a.buffers[w] ? a.buffers[w][n] : a.small_buffers[w][n]) + job.offset[w];
-    }
-  }
+  move_on(a.tables, job.place, byte, buffer, here);
   return token;
 }
 
@@ -142,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__
   const DeviceJob& job = find_job(a);
   wait_for_previous();
   const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index), rest = index - unit * job.per_unit.d;
-  const Here whole = find_unit(a, job, unit, threadIdx.x == 0 && rest == 0);
+  const Here whole = find_unit(a.tables, job.place, unit, a.take, threadIdx.x == 0 && rest == 0);
   if (whole.tokens == 0) return;
   Here here = whole;
   uint32_t token = 0, first, between = S == BY_BLOCK ? kThreads : 32;
@@ -221,7 +159,7 @@ __global__ void __launch_bounds__(kThreads) convert_tiles(const __grid_constant_
   const DeviceJob& job = find_job(a);
   wait_for_previous();
   const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index), rest = index - unit * job.per_unit.d;
-  const Here here = find_unit(a, job, unit, threadIdx.x == 0 && rest == 0);
+  const Here here = find_unit(a.tables, job.place, unit, a.take, threadIdx.x == 0 && rest == 0);
   if (here.tokens == 0) return;
   const uint32_t first = rest * job.tiles, count = min(job.tiles, job.inner_vectors - first);
   if (threadIdx.x < count) {
@@ -270,20 +208,13 @@ __global__ void __launch_bounds__(kThreads) convert_tiles(const __grid_constant_
 
 // ---- preparing
 
-struct Launch {
+struct Launch : LaunchBase {
   ConvertArgs args;
-  unsigned grid;
+  unsigned grid = 0;
   int width;  // rows: bytes of a vector; tiles: bytes of an element
   bool is_tile;
   int variant;  // rows: Share; tiles: Wide
-};
-
-struct Residue : Resident {
-  std::vector<std::unique_ptr<Launch>> launches;
-  void* device_memory = nullptr;  // tables too large to travel with a launch
-  ~Residue() override {
-    if (device_memory) cudaFree(device_memory);
-  }
+  kvx_status_t start(void* stream) const override;
 };
 
 DeviceDigit to_device(const Digit& d) {
@@ -292,9 +223,10 @@ DeviceDigit to_device(const Digit& d) {
 
 DeviceJob start_job(const Job& job) {
   DeviceJob out = {};
+  DevicePlace& p = out.place;
   for (int w = 0; w < 2; w++) {
-    out.base[w] = job.base[w], out.offset[w] = job.offset[w], out.block[w] = job.block[w], out.outer[w] = job.outer[w], out.inner[w] = job.inner[w];
-    out.split[w] = uint32_t(job.split[w]), out.buffer[w] = job.buffer[w], out.block_step[w] = job.block_step[w];
+    p.base[w] = job.base[w], p.offset[w] = job.offset[w], p.block[w] = job.block[w], p.outer[w] = job.outer[w], p.inner[w] = job.inner[w];
+    p.split[w] = uint32_t(job.split[w]), p.buffer[w] = job.buffer[w], p.block_step[w] = job.block_step[w];
   }
   return out;
 }
@@ -410,12 +342,12 @@ bool make_tiles(const Job& job, const Bound& bound, DeviceJob* out, int64_t* blo
 }
 
 // Tables and addresses: with the launch where they fit, otherwise in device memory that the bound plan keeps.
-kvx_status_t place_tables(Bound* bound, Residue* residue, ConvertArgs* common) {
+kvx_status_t place_tables(Bound* bound, Residue* residue, DeviceTables* made) {
   const BlockTables& t = bound->tables;
-  DeviceTables& out = common->tables;
+  DeviceTables& out = *made;
   const bool small_ids = !bound->tables_on_device && std::max(bound->ids[0].size(), bound->ids[1].size()) <= kSmallIds &&
                          std::max(t.num_blocks[0], t.num_blocks[1]) <= 0x7fffffff;
-  bool looks_up[2] = {false, false};
+  bool looks_up[2] = {!bound->cell_jobs.empty(), !bound->cell_jobs.empty()};
   for (const Job& job : bound->jobs)
     for (int w = 0; w < 2; w++) looks_up[w] = looks_up[w] || !job.base[w];
   std::vector<char> image;  // of the device memory
@@ -431,11 +363,11 @@ kvx_status_t place_tables(Bound* bound, Residue* residue, ConvertArgs* common) {
     out.row_stride[w] = t.row_stride[w], out.index_stride[w] = t.index_stride[w], out.index_bytes[w] = t.index_bytes[w];
     if (small_ids) {
       out.row_stride[w] = t.columns[w];
-      for (size_t i = 0; i < bound->ids[w].size(); i++) common->small_ids[w][i] = int32_t(bound->ids[w][i]);
+      for (size_t i = 0; i < bound->ids[w].size(); i++) made->small_ids[w][i] = int32_t(bound->ids[w][i]);
     } else if (!bound->tables_on_device) {
       id_at[w] = put(bound->ids[w].data(), bound->ids[w].size() * 8);
     }
-    if (looks_up[w] && bound->buffers[w].size() <= kSmallBuffers) std::copy(bound->buffers[w].begin(), bound->buffers[w].end(), common->small_buffers[w]);
+    if (looks_up[w] && bound->buffers[w].size() <= kSmallBuffers) std::copy(bound->buffers[w].begin(), bound->buffers[w].end(), made->small_buffers[w]);
     else if (looks_up[w]) buffer_at[w] = put(bound->buffers[w].data(), bound->buffers[w].size() * sizeof(char*));
     out.units_per_block[w] = make_fast_divider(t.block_size[w] / t.unit_tokens);
   }
@@ -448,7 +380,7 @@ kvx_status_t place_tables(Bound* bound, Residue* residue, ConvertArgs* common) {
   char* memory = static_cast<char*>(residue->device_memory);
   for (int w = 0; w < 2; w++) {
     out.ids[w] = small_ids ? nullptr : bound->tables_on_device ? t.ids[w] : memory + id_at[w];
-    common->buffers[w] = looks_up[w] && bound->buffers[w].size() > kSmallBuffers ? reinterpret_cast<char* const*>(memory + buffer_at[w]) : nullptr;
+    made->buffers[w] = looks_up[w] && bound->buffers[w].size() > kSmallBuffers ? reinterpret_cast<char* const*>(memory + buffer_at[w]) : nullptr;
   }
   out.seq_lens = !t.seq_lens ? nullptr : bound->tables_on_device ? t.seq_lens : memory + lens_at;
   out.len_stride = t.len_stride, out.len_bytes = t.len_bytes;
@@ -473,52 +405,54 @@ kvx_status_t check_pinned(const Bound& bound) {
   return KVX_STATUS_OK;
 }
 
-kvx_status_t add_jobs(const Bound& bound, const std::vector<Job>& jobs, bool cut, int64_t units, const ConvertArgs& common, Residue* residue) {
+kvx_status_t add_jobs(const Bound& bound, const std::vector<Job>& jobs, Take take, int64_t units, const DeviceTables& tables, Residue* residue) {
+  std::vector<Launch*> open;
   for (const Job& job : jobs) {
     DeviceJob made;
     int64_t per_unit;
-    int width = std::min(job.align, 16);
-    int variant;
-    const bool is_tile = !cut && make_tiles(job, bound, &made, &per_unit, &variant);
+    int width = std::min(job.align, 16), variant;
+    const bool is_tile = take == WHOLE_UNITS && make_tiles(job, bound, &made, &per_unit, &variant);
     if (is_tile) width = int(job.run);
     else KVX_TRY(make_rows(job, width, &made, &per_unit, &variant));
     int64_t blocks;
-    if (!mul_fits(per_unit, units, &blocks) || blocks > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld blocks of threads are more than one launch takes.", (long long)units, (long long)per_unit);
-    Launch* open = nullptr;
-    for (auto& l : residue->launches)
-      if (l->is_tile == is_tile && l->variant == variant && l->width == width && (l->args.wants_cut != 0) == cut && l->args.num_jobs < kJobs && int64_t(l->grid) + blocks <= kMaxCount) open = l.get();
-    if (!open) {
-      residue->launches.push_back(std::make_unique<Launch>());
-      open = residue->launches.back().get();
-      open->args = common;
-      open->args.wants_cut = cut, open->args.num_jobs = 0;
-      open->grid = 0, open->width = width, open->is_tile = is_tile, open->variant = variant;
+    if (!mul_fits(per_unit, units, &blocks) || blocks > kMaxCount)
+      return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld blocks of threads are more than one launch takes.", (long long)units, (long long)per_unit);
+    Launch* launch = nullptr;
+    for (Launch* l : open)
+      if (l->is_tile == is_tile && l->variant == variant && l->width == width && l->args.num_jobs < kJobs && int64_t(l->grid) + blocks <= kMaxCount) launch = l;
+    if (!launch) {
+      auto fresh = std::make_unique<Launch>();
+      launch = fresh.get();
+      memset(static_cast<void*>(&launch->args), 0, sizeof launch->args);
+      launch->args.tables = tables, launch->args.take = take;
+      launch->width = width, launch->is_tile = is_tile, launch->variant = variant;
+      open.push_back(launch);
+      residue->launches.push_back(std::move(fresh));
     }
-    made.first = open->grid;
-    open->args.job[open->args.num_jobs++] = made;
-    open->grid += unsigned(blocks);
+    made.first = launch->grid;
+    launch->args.job[launch->args.num_jobs++] = made;
+    launch->grid += unsigned(blocks);
   }
   return KVX_STATUS_OK;
 }
 
-kvx_status_t start(const Launch& l, void* stream) {
-  const dim3 grid(l.grid), block(kThreads);
-  const ConvertArgs& a = l.args;
+kvx_status_t Launch::start(void* stream) const {
+  const dim3 blocks(grid), block(kThreads);
 #define KVX_TILES(e) \
-  case e: return l.variant ? launch_early("convert_tiles", convert_tiles<e, true>, grid, block, stream, a) : launch_early("convert_tiles", convert_tiles<e, false>, grid, block, stream, a);
-#define KVX_ROWS_AS(w, cut)                                                                                              \
-  (l.variant == BY_BLOCK  ? launch_early("convert_rows", convert_rows<w, cut, BY_BLOCK>, grid, block, stream, a)         \
-   : l.variant == BY_WARP ? launch_early("convert_rows", convert_rows<w, cut, BY_WARP>, grid, block, stream, a)          \
-                          : launch_early("convert_rows", convert_rows<w, cut, BY_VECTOR>, grid, block, stream, a))
+  case e: return variant ? launch_early("convert_tiles", convert_tiles<e, true>, blocks, block, stream, args) : launch_early("convert_tiles", convert_tiles<e, false>, blocks, block, stream, args);
+#define KVX_ROWS_AS(w, cut)                                                                                            \
+  (variant == BY_BLOCK  ? launch_early("convert_rows", convert_rows<w, cut, BY_BLOCK>, blocks, block, stream, args)    \
+   : variant == BY_WARP ? launch_early("convert_rows", convert_rows<w, cut, BY_WARP>, blocks, block, stream, args)     \
+                        : launch_early("convert_rows", convert_rows<w, cut, BY_VECTOR>, blocks, block, stream, args))
 #define KVX_ROWS(w) \
-  case w: return a.wants_cut ? KVX_ROWS_AS(w, true) : KVX_ROWS_AS(w, false);
-  if (l.is_tile) {
-    switch (l.width) {
+  case w: return args.take == CUT_UNITS ? KVX_ROWS_AS(w, true) : KVX_ROWS_AS(w, false);
+  if (is_tile) {
+    switch (width) {
       KVX_TILES(1) KVX_TILES(2) KVX_TILES(4)
       default: KVX_TILES(8)
     }
   }
-  switch (l.width) {
+  switch (width) {
     KVX_ROWS(16) KVX_ROWS(8) KVX_ROWS(4) KVX_ROWS(2)
     default: KVX_ROWS(1)
   }
@@ -535,14 +469,15 @@ kvx_status_t prepare_convert(Bound* bound) {
   KVX_TRY(guard.status());
   KVX_TRY(check_pinned(*bound));
   auto residue = std::make_unique<Residue>();
-  auto common = std::make_unique<ConvertArgs>();
-  memset(static_cast<void*>(common.get()), 0, sizeof *common);
-  KVX_TRY(place_tables(bound, residue.get(), common.get()));
+  auto tables = std::make_unique<DeviceTables>();
+  memset(static_cast<void*>(tables.get()), 0, sizeof *tables);
+  KVX_TRY(place_tables(bound, residue.get(), tables.get()));
   const int64_t units = bound->tables.num_seqs * bound->tables.units_per_seq;
   if (units > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld units are more than one launch takes.", (long long)units);
   if (units) {
-    KVX_TRY(add_jobs(*bound, bound->jobs, false, units, *common, residue.get()));
-    KVX_TRY(add_jobs(*bound, bound->cut_jobs, true, units, *common, residue.get()));
+    KVX_TRY(add_jobs(*bound, bound->jobs, WHOLE_UNITS, units, *tables, residue.get()));
+    KVX_TRY(add_jobs(*bound, bound->cut_jobs, CUT_UNITS, units, *tables, residue.get()));
+    KVX_TRY(add_cell_launches(*bound, units, *tables, residue.get()));
   }
   bound->resident = std::move(residue);
   return KVX_STATUS_OK;
@@ -551,7 +486,7 @@ kvx_status_t prepare_convert(Bound* bound) {
 kvx_status_t convert(const Bound& bound, void* stream) {
   DeviceGuard guard(bound.device);
   KVX_TRY(guard.status());
-  for (const auto& l : static_cast<const Residue*>(bound.resident.get())->launches) KVX_TRY(start(*l, stream));
+  for (const auto& l : static_cast<const Residue*>(bound.resident.get())->launches) KVX_TRY(l->start(stream));
   return KVX_STATUS_OK;
 }
 

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads) copy_pieces(const __grid_constant__ 
 // ---- launching
 
 // What the device would run, not what it is: wait_for_previous() is code of sm_90 and later, and older PTX lacks it (cuda/device.cu).
-bool can_launch_early() {
+bool can_start_early() {
   constexpr int kMaxDevices = 64;
   static int ptx_of[kMaxDevices];  // 0 = not asked yet; races write the same value
   int device = -1;
@@ -173,7 +173,7 @@ template <class Args> int launch_pieces(void (*kernel)(Args), Args args, const S
   p.piece_bytes = piece_bytes;
   p.chunk_bytes = threads * kVectors * 16;
   const uint64_t chunks = (piece_bytes - 1) / p.chunk_bytes + 1;
-  if (chunks > uint64_t(kMaxCount)) return cudaErrorInvalidValue;
+  if (chunks > uint64_t(kMaxCount) || side[0].per > uint64_t(kMaxCount) || side[1].per > uint64_t(kMaxCount)) return cudaErrorInvalidValue;
   p.chunks = make_fast_divider(int64_t(chunks));
 
   cudaLaunchAttribute early = {};
@@ -183,7 +183,7 @@ template <class Args> int launch_pieces(void (*kernel)(Args), Args args, const S
   config.blockDim = dim3(threads);
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = can_launch_early() ? 1 : 0;
+  config.numAttrs = can_start_early() ? 1 : 0;
   const uint64_t most = uint64_t(kMaxCount) / chunks;  // pieces of one launch
   for (p.first = 0; p.first < num_pieces; p.first += most) {
     config.gridDim = dim3(unsigned((num_pieces - p.first < most ? num_pieces - p.first : most) * chunks));
