@@ -82,6 +82,7 @@ struct Walker {
   // Items [first, last) of (unit, outer index), unit slowest.
   void operator()(int64_t first, int64_t last, bool stream) const {
     Pending pending(ops, stream);
+    PendingTurns turns(ops, shape.tile);
     Unit unit = {};
     int64_t unit_index = -1;
     int64_t start[2] = {};
@@ -111,7 +112,7 @@ struct Walker {
         if (!base) base = bound.buffers[w][size_t(job.buffer[w] + unit.block[w] * job.block_step[w] + buffer[w])] + job.offset[w];
         at[w] = base + start[w] + byte[w];
       }
-      if (shape.is_tile) ops.transpose(shape.tile, at[DST], at[SRC]);
+      if (shape.is_tile) turns.add(at[DST], at[SRC]);
       else pending.add(shape.grid, at[DST], at[SRC]);
     }
   }

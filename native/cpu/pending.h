@@ -9,6 +9,31 @@ namespace cpu {
 
 inline bool operator==(const CopyGrid& a, const CopyGrid& b) { return memcmp(&a, &b, sizeof a) == 0; }
 
+// Places of one transpose.
+class PendingTurns {
+ public:
+  static constexpr int64_t kMost = 64;
+
+  PendingTurns(const RowTable& ops, const Transpose& shape) : ops_(ops), shape_(shape) {}
+  PendingTurns(const PendingTurns&) = delete;
+  ~PendingTurns() { flush(); }
+
+  void add(char* dst, const char* src) {
+    if (count_ == kMost) flush();
+    pairs_[count_++] = CopyPair{dst, src};
+  }
+  void flush() {
+    if (count_) ops_.transpose(shape_, pairs_, count_);
+    count_ = 0;
+  }
+
+ private:
+  const RowTable& ops_;
+  const Transpose shape_;
+  int64_t count_ = 0;
+  CopyPair pairs_[kMost];
+};
+
 // Places of one grid. A place of another grid, a full list or the end starts the copying.
 class Pending {
  public:

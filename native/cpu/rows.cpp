@@ -234,10 +234,9 @@ inline void interleave(const typename Lanes<T>::Vector a, const typename Lanes<T
 }
 
 template <class T>
-inline void turn_tile(char* dst, int64_t dst_stride, const char* src, int64_t src_stride) {
-  using Vector = typename Lanes<T>::Vector;
+inline void turn_tile(typename Lanes<T>::Vector (&rows)[Lanes<T>::n], const char* src, int64_t src_stride) {
   constexpr int n = Lanes<T>::n;
-  Vector rows[n], next[n];
+  typename Lanes<T>::Vector next[n];
 #pragma GCC unroll 16
   for (int i = 0; i < n; i++) memcpy(&rows[i], src + i * src_stride, 16);
 #pragma GCC unroll 4
@@ -247,69 +246,97 @@ inline void turn_tile(char* dst, int64_t dst_stride, const char* src, int64_t sr
 #pragma GCC unroll 16
     for (int i = 0; i < n; i++) rows[i] = next[i];
   }
-#pragma GCC unroll 16
-  for (int i = 0; i < n; i++) memcpy(dst + i * dst_stride, &rows[i], 16);
 }
 
-inline void copy_line(char* dst, const char* src) {
-#if defined(__aarch64__)
-  vst1q_u8_x4(reinterpret_cast<uint8_t*>(dst), vld1q_u8_x4(reinterpret_cast<const uint8_t*>(src)));
-#else
-  memcpy(dst, src, 64);
-#endif
-}
-
-// Up to four tiles side by side along the destination are turned in a small buffer and leave it in whole lines.
+// Two tiles side by side along the destination, in registers: what leaves is 32 bytes of each row, or whole lines where rows of 32
+// bytes follow each other.
 template <class T>
-inline void turn_tiles(int tiles, char* dst, int64_t dst_stride, const char* src, int64_t src_stride) {
+inline void turn_two(char* dst, int64_t dst_stride, const char* src, int64_t src_stride) {
   constexpr int n = Lanes<T>::n;
-  alignas(64) char buffer[n * 64];
-  const int64_t width = tiles * 16;
-  for (int t = 0; t < tiles; t++) turn_tile<T>(buffer + t * 16, width, src + t * n * src_stride, src_stride);
-  if (dst_stride == width && n * width % 64 == 0) {
-    for (int64_t i = 0; i < n * width; i += 64) copy_line(dst + i, buffer + i);
-  } else if (tiles == 4) {
-    for (int i = 0; i < n; i++) copy_line(dst + i * dst_stride, buffer + i * 64);
-  } else {
-    for (int i = 0; i < n; i++) memcpy(dst + i * dst_stride, buffer + i * width, size_t(width));
+  typename Lanes<T>::Vector a[n], b[n];
+  turn_tile<T>(a, src, src_stride);
+  turn_tile<T>(b, src + n * src_stride, src_stride);
+#pragma GCC unroll 16
+  for (int i = 0; i < n; i += 2) {
+    char* to = dst + i * dst_stride;
+#if defined(__aarch64__)
+    const uint8x16x4_t line = {uint8x16_t(a[i]), uint8x16_t(b[i]), uint8x16_t(a[i + 1]), uint8x16_t(b[i + 1])};
+    if (dst_stride == 32) {
+      vst1q_u8_x4(reinterpret_cast<uint8_t*>(to), line);
+      continue;
+    }
+#endif
+    memcpy(to, &a[i], 16), memcpy(to + 16, &b[i], 16);
+    memcpy(to + dst_stride, &a[i + 1], 16), memcpy(to + dst_stride + 16, &b[i + 1], 16);
   }
 }
 
+// The next place's source, asked for a share at a time while this one is turned: its rows are far apart, so nobody else does, and
+// all at once would stall.
+struct Ahead {
+  const char* src;  // NULL: nothing follows
+  int64_t stride, rows, bytes, done = 0;
+  void ask(int64_t part, int64_t parts) {
+    if (!src) return;
+    for (const int64_t end = rows * part / parts; done < end; done++)
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(src + done * stride + i);
+  }
+};
+
 template <class T>
-void transpose_as(const cpu::Transpose t, char* dst, const char* src) {
+inline void transpose_one(const cpu::Transpose& t, char* dst, const char* src, Ahead ahead) {
   constexpr int n = Lanes<T>::n, size = int(sizeof(T));
   const int64_t across = t.across / n * n, down = t.down / n * n;
-  for (int64_t i = 0; i < across; i += n)
-    for (int64_t j = 0; j < down;) {
-      const int tiles = int(down - j >= 4 * n ? 4 : (down - j) / n);
-      turn_tiles<T>(tiles, dst + i * t.dst_stride + j * size, t.dst_stride, src + j * t.src_stride + i * size, t.src_stride);
-      j += tiles * n;
+  for (int64_t i = 0; i < across; i += n) {
+    ahead.ask(i + n, across);
+    int64_t j = 0;
+    for (; j + 2 * n <= down; j += 2 * n) turn_two<T>(dst + i * t.dst_stride + j * size, t.dst_stride, src + j * t.src_stride + i * size, t.src_stride);
+    for (; j < down; j += n) {
+      typename Lanes<T>::Vector rows[n];
+      turn_tile<T>(rows, src + j * t.src_stride + i * size, t.src_stride);
+      for (int k = 0; k < n; k++) memcpy(dst + (i + k) * t.dst_stride + j * size, &rows[k], 16);
     }
+  }
+  if (across == t.across && down == t.down) return;
   for (int64_t i = 0; i < t.across; i++)
     for (int64_t j = i < across ? down : 0; j < t.down; j++) memcpy(dst + i * t.dst_stride + j * size, src + j * t.src_stride + i * size, sizeof(T));
 }
 
 // 16-byte elements need no turning: a line of the destination is four of them.
-void transpose_16(const cpu::Transpose t, char* dst, const char* src) {
-  for (int64_t i0 = 0; i0 < t.across; i0 += 4)  // a line of the source
-    for (int64_t j = 0; j < t.down; j += 4)
-      for (int64_t i = i0; i < t.across && i < i0 + 4; i++) {
-        alignas(16) char line[64];
-        const int64_t count = t.down - j < 4 ? t.down - j : 4;
-        for (int64_t k = 0; k < count; k++) memcpy(line + 16 * k, src + (j + k) * t.src_stride + i * 16, 16);
-        char* to = dst + i * t.dst_stride + j * 16;
-        if (count == 4) copy_line(to, line);
-        else memcpy(to, line, size_t(count * 16));
-      }
+inline void transpose_16(const cpu::Transpose& t, char* dst, const char* src, Ahead ahead) {
+  const int64_t down = t.down / 4 * 4;
+  for (int64_t i = 0; i < t.across; i++) {
+    ahead.ask(i + 1, t.across);
+    int64_t j = 0;
+    for (; j < down; j += 4) {
+      const char* from = src + j * t.src_stride + i * 16;
+      char* to = dst + i * t.dst_stride + j * 16;
+#if defined(__aarch64__)
+      const auto* p = reinterpret_cast<const uint8_t*>(from);
+      const uint8x16x4_t line = {vld1q_u8(p), vld1q_u8(p + t.src_stride), vld1q_u8(p + 2 * t.src_stride), vld1q_u8(p + 3 * t.src_stride)};
+      vst1q_u8_x4(reinterpret_cast<uint8_t*>(to), line);
+#else
+      for (int64_t k = 0; k < 4; k++) memcpy(to + 16 * k, from + k * t.src_stride, 16);
+#endif
+    }
+    for (; j < t.down; j++) memcpy(dst + i * t.dst_stride + j * 16, src + j * t.src_stride + i * 16, 16);
+  }
 }
 
-void transpose(const cpu::Transpose& t, char* dst, const char* src) {
+// A function for each size: all in one would leave the loops without registers.
+template <class One>
+__attribute__((noinline)) void transpose_all(const cpu::Transpose t, const cpu::CopyPair* pairs, int64_t count, One one) {
+  for (int64_t n = 0; n < count; n++) one(t, pairs[n].dst, pairs[n].src, Ahead{n + 1 < count ? pairs[n + 1].src : nullptr, t.src_stride, t.down, t.across * t.bytes});
+}
+
+void transpose(const cpu::Transpose& t, const cpu::CopyPair* pairs, int64_t count) {
+  auto with = [&](auto one) { transpose_all(t, pairs, count, one); };
   switch (t.bytes) {
-    case 1: return transpose_as<uint8_t>(t, dst, src);
-    case 2: return transpose_as<uint16_t>(t, dst, src);
-    case 4: return transpose_as<uint32_t>(t, dst, src);
-    case 8: return transpose_as<uint64_t>(t, dst, src);
-    default: return transpose_16(t, dst, src);
+    case 1: return with([](const cpu::Transpose& s, char* dst, const char* src, Ahead ahead) { transpose_one<uint8_t>(s, dst, src, ahead); });
+    case 2: return with([](const cpu::Transpose& s, char* dst, const char* src, Ahead ahead) { transpose_one<uint16_t>(s, dst, src, ahead); });
+    case 4: return with([](const cpu::Transpose& s, char* dst, const char* src, Ahead ahead) { transpose_one<uint32_t>(s, dst, src, ahead); });
+    case 8: return with([](const cpu::Transpose& s, char* dst, const char* src, Ahead ahead) { transpose_one<uint64_t>(s, dst, src, ahead); });
+    default: return with([](const cpu::Transpose& s, char* dst, const char* src, Ahead ahead) { transpose_16(s, dst, src, ahead); });
   }
 }
 

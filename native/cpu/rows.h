@@ -38,7 +38,7 @@ struct RowTable {
   // The same grid at many places. One call for all: between calls a core stores to its stack, sees no longer whole lines only,
   // and reads every line it is about to overwrite (measured on Neoverse: 39 GB/s a block a call, 52 in one).
   void (*copy_grids)(const CopyGrid& grid, const CopyPair* pairs, int64_t count, bool stream);
-  void (*transpose)(const Transpose& shape, char* dst, const char* src);
+  void (*transpose)(const Transpose& shape, const CopyPair* pairs, int64_t count);  // at many places, for the same reason
   void (*stream_fence)();   // after the last streaming copy of a thread
 };
 
