@@ -18,6 +18,8 @@ from kvx.errors import (
 )
 from kvx.layout.axes import HND, NHD, Layout, hnd_packed
 from kvx.layout.buffers import allocate_buffers
+from kvx.layout.describe import describe
+from kvx.layout.engines import engine
 from kvx.layout.plan import Plan, plan
 from kvx.layout.planes import views
 from kvx.layout.storage import Storage, allocate
@@ -73,7 +75,9 @@ __all__ = [
     "convert",
     "cu_seqlens",
     "debug",
+    "describe",
     "digest",
+    "engine",
     "from_json",
     "gather",
     "hnd_packed",

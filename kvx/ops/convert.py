@@ -166,12 +166,27 @@ def _check_buffers(name: str, tensors: list[Tensor], sizes: tuple[int, ...]) -> 
     if len(devices) > 1:
         raise BadArgument(f"convert(): {name} is on {len(devices)} devices: {', '.join(sorted(map(str, devices)))}.")
     for i, (t, size) in enumerate(zip(tensors, sizes, strict=True)):
-        if not t.is_contiguous():
+        if not _is_dense(t):
             raise BadArgument(
-                f"convert(): {name} buffer {i} is {list(t.shape)} with strides {list(t.stride())}; it is contiguous memory."
+                f"convert(): {name} buffer {i} is {list(t.shape)} with strides {list(t.stride())}; its memory has holes."
             )
         if t.numel() * t.element_size() < size:
             raise BadArgument(f"convert(): {name} buffer {i} has {t.numel() * t.element_size()} bytes; the spec makes {size}.")
+
+
+def _is_dense(t: Tensor) -> bool:
+    """No holes and no overlaps, whatever the order of dimensions: views that engines register are often permuted."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _bytes_of(t: Tensor) -> Tensor:
+    """A dense tensor's memory as it lies."""
+    return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
 def _blocks(name: str, ids: Tensor | Sequence[int] | None, num_blocks: int) -> Tensor:
@@ -219,7 +234,7 @@ def _check_ids(bound: Bound) -> None:
 
 def _convert_torch(bound: Bound) -> None:
     p = bound.plan
-    src, dst = ([t.view(-1).view(torch.uint8) for t in side] for side in (bound.src, bound.dst))
+    src, dst = ([_bytes_of(t) for t in side] for side in (bound.src, bound.dst))
     units = list(_units(bound))
     for box in (box for box in p.boxes if box.cell is None):
         for unit in units:

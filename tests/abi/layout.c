@@ -286,3 +286,96 @@ FIELD(kvx_build_info_t, max_threads, 24, 4);
 FIELD(kvx_build_info_t, cuda_devices, 28, 4);
 FIELD(kvx_build_info_t, cuda_runtime, 32, 4);
 FIELD(kvx_build_info_t, cuda_driver, 36, 4);
+
+STRUCT(kvx_convert_args_t, 416);
+FIELD(kvx_convert_args_t, version, 0, 4);
+FIELD(kvx_convert_args_t, struct_bytes, 4, 4);
+FIELD(kvx_convert_args_t, flags, 8, 8);
+FIELD(kvx_convert_args_t, src_memory, 16, 4);
+FIELD(kvx_convert_args_t, dst_memory, 20, 4);
+FIELD(kvx_convert_args_t, table_memory, 24, 4);
+FIELD(kvx_convert_args_t, device, 28, 4);
+FIELD(kvx_convert_args_t, src_buffers, 32, 8);
+FIELD(kvx_convert_args_t, dst_buffers, 40, 8);
+FIELD(kvx_convert_args_t, src_bytes, 48, 8);
+FIELD(kvx_convert_args_t, dst_bytes, 56, 8);
+FIELD(kvx_convert_args_t, src_blocks, 64, 104);
+FIELD(kvx_convert_args_t, dst_blocks, 168, 104);
+FIELD(kvx_convert_args_t, seq_lens, 272, 104);
+FIELD(kvx_convert_args_t, errors, 376, 8);
+FIELD(kvx_convert_args_t, reserved, 384, 32);
+
+/* ------------------------------------------------------------------ plans: bytes of files too. They change with KVX_PLAN_VERSION alone */
+
+VALUE(KVX_PLAN_MAGIC, 0x5058564bu);
+VALUE(KVX_PLAN_VERSION, 1);
+VALUE(KVX_PLAN_MAX_DIGITS, 12);
+
+STRUCT(kvx_plan_header_t, 80);
+FIELD(kvx_plan_header_t, magic, 0, 4);
+FIELD(kvx_plan_header_t, version, 4, 4);
+FIELD(kvx_plan_header_t, plan_bytes, 8, 8);
+FIELD(kvx_plan_header_t, num_boxes, 16, 4);
+FIELD(kvx_plan_header_t, num_src_buffers, 20, 4);
+FIELD(kvx_plan_header_t, num_dst_buffers, 24, 4);
+FIELD(kvx_plan_header_t, unit_tokens, 28, 4);
+FIELD(kvx_plan_header_t, src_block_size, 32, 8);
+FIELD(kvx_plan_header_t, dst_block_size, 40, 8);
+FIELD(kvx_plan_header_t, src_num_blocks, 48, 8);
+FIELD(kvx_plan_header_t, dst_num_blocks, 56, 8);
+FIELD(kvx_plan_header_t, num_src_sizes, 64, 4);
+FIELD(kvx_plan_header_t, num_dst_sizes, 68, 4);
+FIELD(kvx_plan_header_t, num_cells, 72, 4);
+FIELD(kvx_plan_header_t, reserved32, 76, 4);
+
+STRUCT(kvx_plan_digit_t, 64);
+FIELD(kvx_plan_digit_t, size, 0, 8);
+FIELD(kvx_plan_digit_t, src, 8, 8);
+FIELD(kvx_plan_digit_t, dst, 16, 8);
+FIELD(kvx_plan_digit_t, src_step, 24, 4);
+FIELD(kvx_plan_digit_t, dst_step, 28, 4);
+FIELD(kvx_plan_digit_t, token, 32, 8);
+FIELD(kvx_plan_digit_t, layer, 40, 8);
+FIELD(kvx_plan_digit_t, src_scale, 48, 8);
+FIELD(kvx_plan_digit_t, dst_scale, 56, 8);
+
+STRUCT(kvx_plan_side_t, 48);
+FIELD(kvx_plan_side_t, offset, 0, 8);
+FIELD(kvx_plan_side_t, block, 8, 8);
+FIELD(kvx_plan_side_t, token_split, 16, 8);
+FIELD(kvx_plan_side_t, token_outer, 24, 8);
+FIELD(kvx_plan_side_t, token_inner, 32, 8);
+FIELD(kvx_plan_side_t, buffer, 40, 4);
+FIELD(kvx_plan_side_t, block_step, 44, 4);
+
+STRUCT(kvx_plan_box_t, 896);
+FIELD(kvx_plan_box_t, src, 0, 48);
+FIELD(kvx_plan_box_t, dst, 48, 48);
+FIELD(kvx_plan_box_t, run_bytes, 96, 8);
+FIELD(kvx_plan_box_t, num_digits, 104, 4);
+FIELD(kvx_plan_box_t, cell, 108, 4);
+FIELD(kvx_plan_box_t, digit, 112, 768);
+FIELD(kvx_plan_box_t, reserved, 880, 16);
+
+STRUCT(kvx_plan_format_t, 88);
+FIELD(kvx_plan_format_t, dtype, 0, 4);
+FIELD(kvx_plan_format_t, granularity, 4, 4);
+FIELD(kvx_plan_format_t, scale_dtype, 8, 4);
+FIELD(kvx_plan_format_t, group_size, 12, 4);
+FIELD(kvx_plan_format_t, pack, 16, 4);
+FIELD(kvx_plan_format_t, is_inline, 20, 4);
+FIELD(kvx_plan_format_t, dim_outer, 24, 8);
+FIELD(kvx_plan_format_t, dim_inner, 32, 8);
+FIELD(kvx_plan_format_t, scale_offset, 40, 8);
+FIELD(kvx_plan_format_t, scale_block, 48, 8);
+FIELD(kvx_plan_format_t, scale_token, 56, 8);
+FIELD(kvx_plan_format_t, scale_group, 64, 8);
+FIELD(kvx_plan_format_t, scale_buffer, 72, 4);
+FIELD(kvx_plan_format_t, tensor_scale_buffer, 76, 4);
+FIELD(kvx_plan_format_t, first_layer, 80, 8);
+
+STRUCT(kvx_plan_cell_t, 184);
+FIELD(kvx_plan_cell_t, src, 0, 88);
+FIELD(kvx_plan_cell_t, dst, 88, 88);
+FIELD(kvx_plan_cell_t, head_dim, 176, 4);
+FIELD(kvx_plan_cell_t, reserved32, 180, 4);

@@ -1,0 +1,157 @@
+"""From tensors to a spec: sizes from their shapes, the order of axes in memory from their strides, never from a guess.
+
+vLLM registers [block, head, token, (kv dim)] views whatever lies in memory; the strides tell NHD from HND. So `axes` names the
+tensors' dimensions, and the layout that comes back is the order the bytes have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvx.errors import BadArgument, Unsupported
+from kvx.layout.axes import Axis, Layout
+from kvx.layout.place import num_cache_buffers
+from kvx.spec.cache_spec import CacheSpec
+
+_TYPES = {
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float32": "f32",
+    "float8_e4m3fn": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+    "int8": "int8",
+}
+
+
+def describe(
+    tensors: Tensor | Sequence[Tensor],  # every allocation, in the order of the axes left of the bar, last fastest
+    layout: str,  # the tensors' dimensions in their own order: "layer | block head token (kv dim)"
+    *,
+    format: str = "",  # "": what the dtype says
+    **sizes: int,  # what shapes cannot tell: block_size=, num_kv_heads=, head_dim=, v_head_dim=, num_layers= ...
+) -> CacheSpec:
+    """The spec of a cache that exists. `spec.layout` has the order of the bytes, which may differ from `layout`."""
+    parts = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    read = Layout.parse(layout)
+    if read.k.kv_split or "kv[" in layout:
+        raise Unsupported("describe(): kv[...] gives K and V dimensions of their own; write the spec by hand.")
+    if not parts or any(not isinstance(t, Tensor) for t in parts):
+        raise BadArgument("describe(): tensors is empty or holds something else than tensors.")
+    _require_alike(parts, read)
+    found = _sizes(parts, read, sizes)
+    order = _memory_order(parts[0], read)
+    left = " ".join(axis.name for axis in read.k.left)
+    text = f"{left} | {order}" if left else order
+    spec = CacheSpec(layout=text, format=format or _format(parts[0]), **found)
+    if num_cache_buffers(spec) != len(parts):
+        raise BadArgument(f"describe(): {len(parts)} tensors; layout {layout!r} and the sizes make {num_cache_buffers(spec)}.")
+    return spec
+
+
+def _require_alike(parts: list[Tensor], layout: Layout) -> None:
+    first = parts[0]
+    if first.dim() != len(layout.k.dims):
+        names = " ".join(_name(dim) for dim in layout.k.dims)
+        raise BadArgument(
+            f"describe(): tensors are {list(first.shape)}; layout {layout.text!r} names {len(layout.k.dims)}: {names}."
+        )
+    for i, t in enumerate(parts):
+        same = (t.shape, t.stride(), t.dtype, t.device) == (first.shape, first.stride(), first.dtype, first.device)
+        if not same:
+            raise BadArgument(
+                f"describe(): tensor {i} is {list(t.shape)} {t.dtype} with strides {list(t.stride())}, tensor 0 "
+                f"{list(first.shape)} {first.dtype} with {list(first.stride())}. Describe groups of layers one by one."
+            )
+
+
+def _name(dim: tuple[Axis, ...]) -> str:
+    names = " ".join(map(str, dim))
+    return f"({names})" if len(dim) > 1 else names
+
+
+def _format(t: Tensor) -> str:
+    name = str(t.dtype).removeprefix("torch.")
+    if name not in _TYPES:
+        raise BadArgument(f"describe(): {t.dtype} does not say the format; give format=.")
+    return _TYPES[name]
+
+
+_FIELDS = {"layer": "num_layers", "block": "num_blocks", "token": "block_size", "head": "num_kv_heads", "dim": "head_dim"}
+
+
+def _sizes(parts: list[Tensor], layout: Layout, given: dict[str, int]) -> dict[str, Any]:
+    """Axes that stand alone say their size; fused ones say it when all but one are known."""
+    known = dict(given)
+
+    def learn(axis: str, size: int, where: str) -> None:
+        field = _FIELDS[axis]
+        if known.setdefault(field, size) != size:
+            raise BadArgument(f"describe(): {where} makes {field} {size}; it is given or found elsewhere as {known[field]}.")
+
+    if all(axis.name != "layer" for axis in (*layout.k.left, *layout.k.order)):
+        known.setdefault("num_layers", 1)
+    for dim, size in zip(layout.k.dims, parts[0].shape, strict=True):
+        if len(dim) == 1 and dim[0].name != "kv" and not dim[0].part:
+            learn(dim[0].name, size, f"dimension {_name(dim)} of {size}")
+    split = {axis.name for axis in layout.k.order if axis.part}
+    for name in split:
+        outer, inner = (n for dim, n in zip(layout.k.dims, parts[0].shape, strict=True) for a in dim if a.name == name)
+        learn(name, outer * inner, f"the two parts of {name}")
+    for dim, size in zip(layout.k.dims, parts[0].shape, strict=True):
+        if len(dim) == 1:
+            continue
+        names, rest = [axis.name for axis in dim], size
+        if names[-2:] == ["kv", "dim"] and "v_head_dim" in known and "head_dim" in known:
+            rest, names = size // (known["head_dim"] + known["v_head_dim"]), names[:-2]
+        unknown = []
+        for name in names:
+            if name == "kv":
+                rest //= 2
+            elif _FIELDS[name] in known:
+                rest //= known[_FIELDS[name]]
+            else:
+                unknown.append(name)
+        if len(unknown) > 1:
+            fields = " or ".join(_FIELDS[n] + "=" for n in unknown)
+            raise BadArgument(
+                f"describe(): dimension {_name(dim)} of {size} does not tell {' from '.join(unknown)}; give {fields}."
+            )
+        if unknown:
+            learn(unknown[0], rest, f"dimension {_name(dim)} of {size}")
+    left = [axis.name for axis in layout.k.left]
+    if "layer" in left:
+        others = (2 if "kv" in left else 1) * (known.get("num_blocks", 1) if "block" in left else 1)
+        learn("layer", len(parts) // others, f"{len(parts)} tensors")
+    missing = [f for f in _FIELDS.values() if f not in known]
+    if missing:
+        raise BadArgument(f"describe(): nothing says {missing[0]}; give {missing[0]}=.")
+    return known
+
+
+def _memory_order(t: Tensor, layout: Layout) -> str:
+    """The dimensions by their strides, outermost first. Memory must be dense: a plan knows no gaps."""
+    dims = [(stride, size, dim) for stride, size, dim in zip(t.stride(), t.shape, layout.k.dims, strict=True)]
+    # Dimensions of one element have any stride: they keep their place among the others.
+    order = sorted(range(len(dims)), key=lambda i: -_weight(dims, i))
+    expected = 1
+    for i in reversed(order):
+        stride, size, dim = dims[i]
+        if size > 1 and stride != expected:
+            raise Unsupported(
+                f"describe(): dimension {_name(dim)} has stride {stride}, and {expected} would be dense: tensors with padding or "
+                "shared storage need a copy, or a layout that names what lies between."
+            )
+        expected *= size
+    return " ".join(_name(dims[i][2]) for i in order)
+
+
+def _weight(dims: list[tuple[int, int, tuple[Axis, ...]]], i: int) -> float:
+    """A stride to sort by; dimensions of one stand just outside the dimension that follows them."""
+    while i < len(dims) - 1 and dims[i][1] == 1:
+        i += 1
+        if dims[i][1] > 1:
+            return dims[i][0] + 0.5
+    return float(dims[i][0])
