@@ -510,6 +510,9 @@ KVX_API kvx_status_t kvx_plan_load(const void* bytes, uint64_t num_bytes, kvx_pl
 KVX_API void kvx_plan_free(kvx_plan_t* plan); /* NULL is fine; bound plans live on */
 /* Bind, run, let go. What is bound for repeated runs costs less: large tables are put on the device once. */
 KVX_API kvx_status_t kvx_convert(const kvx_plan_t* plan, const kvx_convert_args_t* args, void* stream);
+/* Add the content digest of the source's blocks to digest[0] and digest[1], which lie where the call runs. `plan` goes from the
+ * cache to coordinates (Python makes it); of `args`, what says source, source blocks, lengths and memory is read. */
+KVX_API kvx_status_t kvx_digest(const kvx_plan_t* plan, const kvx_convert_args_t* args, uint64_t* digest, void* stream);
 /* Check addresses and host tables, and prepare. Device tables are read anew by every run. Not inside a graph capture. */
 KVX_API kvx_status_t kvx_bind(const kvx_plan_t* plan, const kvx_convert_args_t* args, kvx_bound_t** bound);
 KVX_API kvx_status_t kvx_run(const kvx_bound_t* bound, void* stream);

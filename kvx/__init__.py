@@ -26,11 +26,12 @@ from kvx.layout.storage import Storage, allocate
 from kvx.ops.amax import amax
 from kvx.ops.backend import debug
 from kvx.ops.convert import bind, convert
+from kvx.ops.digest import Digest, digest
 from kvx.ops.gather import gather
 from kvx.ops.library import include_dir, library_path
 from kvx.ops.write import write
 from kvx.quant.scales import scale_from_amax
-from kvx.spec import FORMATS, CacheSpec, Format, Granularity, digest, from_json, to_json
+from kvx.spec import FORMATS, CacheSpec, Format, Granularity, from_json, to_json
 from kvx.tables import (
     KvOffsetsTable,
     PackedTable,
@@ -51,6 +52,7 @@ __all__ = [
     "NHD",
     "BadArgument",
     "CacheSpec",
+    "Digest",
     "Format",
     "Granularity",
     "Incompatible",

@@ -234,6 +234,15 @@ kvx_status_t check_scale_alignment(const kvx_plan_cell_t& cell, const Bound& bou
   return KVX_STATUS_OK;
 }
 
+int alignment_of_source(const Job& job, const Bound& bound) {
+  uint64_t bits = uint64_t(job.block[SRC]) | uint64_t(job.offset[SRC]) | uint64_t(uintptr_t(job.base[SRC]));
+  if (!job.base[SRC])
+    for (char* b : bound.buffers[SRC]) bits |= uint64_t(uintptr_t(b));
+  for (int i = 0; i < job.num_digits; i++) bits |= uint64_t(job.digit[i].stride[SRC]);
+  const uint64_t low = bits & (~bits + 1);
+  return low == 0 || low > 16 ? 16 : int(low);
+}
+
 CellJob make_cell_job(const kvx_plan_box_t& box, const Plan& plan, const Bound& bound) {
   CellJob job = {};
   const kvx_plan_cell_t& cell = plan.cells[box.cell - 1];
@@ -276,13 +285,14 @@ Job make_job(const kvx_plan_box_t& box, const Plan& plan, const Bound& bound, bo
   return job;
 }
 
-kvx_status_t check_buffers(const Plan& plan, const kvx_convert_args_t& args, Bound* out) {
+kvx_status_t check_buffers(const Plan& plan, const kvx_convert_args_t& args, bool has_destination, Bound* out) {
   struct Span {
     uintptr_t begin, end;
     int which;
   };
   std::vector<Span> spans;
-  for (int w = 0; w < 2; w++) {
+  if (!has_destination) out->buffers[DST].assign(plan.bytes[DST].size(), nullptr);
+  for (int w = 0; w < (has_destination ? 2 : 1); w++) {
     const size_t count = plan.bytes[w].size();
     const void* const* given = w == SRC ? args.src_buffers : const_cast<const void* const*>(args.dst_buffers);
     const uint64_t* sizes = w == SRC ? args.src_bytes : args.dst_bytes;
@@ -317,7 +327,7 @@ void copy_indices(const kvx_array_t& a, std::vector<int64_t>* out) {
       (*out)[size_t(r * columns + c)] = read_index(a.data, ((a.ndim == 2 ? r * a.stride[0] : 0) + c * a.stride[a.ndim - 1]) * bytes, int32_t(bytes));
 }
 
-kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, Bound* out) {
+kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, bool has_destination, Bound* out) {
   const kvx_plan_header_t& h = plan.header;
   BlockTables& t = out->tables;
   const kvx_array_t* arrays[2] = {&args.src_blocks, &args.dst_blocks};
@@ -376,7 +386,7 @@ kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, Bound
         if (id >= num_blocks[w])
           return fail(KVX_STATUS_OUT_OF_RANGE, "%s[%lld] is %lld; the %s has %lld blocks. Nothing was converted.", names[w], (long long)(s * t.columns[w] + c),
                       (long long)id, name_of(w), (long long)num_blocks[w]);
-        if (w == DST && id >= 0) {
+        if (w == DST && has_destination && id >= 0) {
           if (seen[size_t(id)]) return fail(KVX_STATUS_INVALID_ARGUMENT, "dst_blocks names block %lld twice. Nothing was converted.", (long long)id);
           seen[size_t(id)] = true;
         }
@@ -389,7 +399,7 @@ kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, Bound
   return KVX_STATUS_OK;
 }
 
-kvx_status_t bind(const Plan& plan, const kvx_convert_args_t& args, Bound* out) {
+kvx_status_t check_memory(const kvx_convert_args_t& args, Bound* out) {
   KVX_NEED(args.struct_bytes >= sizeof args && args.version >> 16 == KVX_ABI_VERSION_MAJOR && args.flags == 0, "args has version 0x%x, %u bytes and flags %llu.",
            args.version, args.struct_bytes, (unsigned long long)args.flags);
   bool device[3];
@@ -404,8 +414,13 @@ kvx_status_t bind(const Plan& plan, const kvx_convert_args_t& args, Bound* out) 
   out->device = args.device;
   out->errors = static_cast<unsigned long long*>(args.errors);
   KVX_NEED(out->on_device || !device[2], "both caches are in host memory and the tables are not.");
-  KVX_TRY(check_buffers(plan, args, out));
-  KVX_TRY(bind_tables(plan, args, out));
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t bind(const Plan& plan, const kvx_convert_args_t& args, Bound* out) {
+  KVX_TRY(check_memory(args, out));
+  KVX_TRY(check_buffers(plan, args, true, out));
+  KVX_TRY(bind_tables(plan, args, true, out));
   for (const kvx_plan_box_t& box : plan.boxes) {
     if (box.cell) {
       KVX_TRY(check_scale_alignment(plan.cells[box.cell - 1], *out));
@@ -416,6 +431,23 @@ kvx_status_t bind(const Plan& plan, const kvx_convert_args_t& args, Bound* out) 
     if (out->tables.seq_lens) out->cut_jobs.push_back(make_job(box, plan, *out, true));
   }
   return out->on_device ? cuda::prepare_convert(out) : KVX_STATUS_OK;
+}
+
+// A plan to coordinates: the destination is numbers, so it has no buffers and the source's tables.
+kvx_status_t bind_digest(const Plan& plan, kvx_convert_args_t args, Bound* out) {
+  args.dst_memory = args.src_memory;
+  args.dst_blocks = args.src_blocks;
+  KVX_TRY(check_memory(args, out));
+  KVX_NEED(plan.cells.empty(), "a plan that changes formats has no digest.");
+  KVX_TRY(check_buffers(plan, args, false, out));
+  KVX_TRY(bind_tables(plan, args, false, out));
+  for (const kvx_plan_box_t& box : plan.boxes) {
+    Job job = make_job(box, plan, *out, true);
+    job.offset[DST] = box.dst.offset;
+    job.align = alignment_of_source(job, *out);
+    out->jobs.push_back(job);
+  }
+  return KVX_STATUS_OK;
 }
 
 kvx_status_t run(const Bound& bound, void* stream) { return bound.on_device ? cuda::convert(bound, stream) : cpu::convert(bound); }
@@ -496,6 +528,16 @@ kvx_status_t kvx_run(const kvx_bound_t* bound, void* stream) {
 }
 
 void kvx_bound_free(kvx_bound_t* bound) { delete reinterpret_cast<Bound*>(bound); }
+
+kvx_status_t kvx_digest(const kvx_plan_t* plan, const kvx_convert_args_t* args, uint64_t* digest, void* stream) {
+  begin_call("kvx_digest()");
+  KVX_NEED(plan != nullptr && args != nullptr && digest != nullptr, "plan, args or digest is NULL.");
+  Bound bound;
+  KVX_TRY(bind_digest(*reinterpret_cast<const Plan*>(plan), *args, &bound));
+  if (bound.on_device) return cuda::digest(&bound, digest, stream);
+  cpu::digest(bound, digest);
+  return KVX_STATUS_OK;
+}
 
 kvx_status_t kvx_convert(const kvx_plan_t* plan, const kvx_convert_args_t* args, void* stream) {
   begin_call("kvx_convert()");

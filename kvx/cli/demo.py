@@ -31,7 +31,7 @@ def demo(
     console.print("1. Describe: everything about the cache but its address.")
     console.print(f"   {spec}")
     console.print(
-        f"   tensors {[list(s) for s in cache_shapes(spec)]}, {spec.cache_bytes / 1e6:.1f} MB, digest {kvx.digest(spec)}\n"
+        f"   tensors {[list(s) for s in cache_shapes(spec)]}, {spec.cache_bytes / 1e6:.1f} MB, digest {kvx.spec.digest(spec)}\n"
     )
 
     torch.manual_seed(0)

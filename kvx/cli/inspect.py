@@ -57,7 +57,7 @@ def spec_facts(spec: kvx.CacheSpec) -> dict[str, Any]:
         "scales": {p.name: list(s) if (s := spec.scale_shape(i)) is not None else None for i, p in enumerate(spec.planes)},
         "bytes_per_token": spec.token_bytes,
         "bytes": spec.cache_bytes,
-        "digest": kvx.digest(spec),
+        "digest": kvx.spec.digest(spec),
     }
 
 

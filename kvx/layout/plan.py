@@ -162,15 +162,16 @@ class Plan:
             lines.append(f"{n:>4}  {family(box):<12} {box.run_bytes:>7} B  {runs:>9}  {digits or 'none'}")
         return "\n".join(lines)
 
-    def to_bytes(self) -> bytes:
-        """The flat form of include/kvx_abi.h: header, boxes, buffer sizes."""
+    def to_bytes(self, *, destination: tuple[tuple[int, int], ...] = ()) -> bytes:
+        """The flat form of include/kvx_abi.h: header, boxes, cells, buffer sizes (`destination` instead of those of dst)."""
         sizes = [[pair for spec in specs for pair in buffer_sizes(spec)] for specs in (self.src, self.dst)]
+        sizes[1] = list(destination) or sizes[1]
         numbers = [n for side in sizes for pair in side for n in pair]
         cells = list(dict.fromkeys(box.cell for box in self.boxes if box.cell is not None))
         body = b"".join(_pack_box(box, 0 if box.cell is None else 1 + cells.index(box.cell)) for box in self.boxes)
         body += b"".join(_FORMAT.pack(*c.src) + _FORMAT.pack(*c.dst) + struct.pack("<II", c.head_dim, 0) for c in cells)
         body += struct.pack(f"<{len(numbers)}Q", *numbers)
-        counts = [sum(num_buffers(spec) for spec in specs) for specs in (self.src, self.dst)]
+        counts = [sum(count for count, _ in side) for side in sizes]
         s, d = self.src[0], self.dst[0]
         return (
             _HEADER.pack(
@@ -375,9 +376,13 @@ def _ways(src: CacheSpec, dst: CacheSpec, plane: int) -> list[_Way]:
 
 def _scale_place(spec: CacheSpec, plane: int) -> Place | None:
     """Where a plane's scales lie, apart or inside its rows."""
+    return inline_scale_place(spec, plane) or scale_places(spec)[plane]
+
+
+def inline_scale_place(spec: CacheSpec, plane: int) -> Place | None:
     this, place = spec.plane(plane), places(spec)[plane]
     if not this.format.is_inline or this.format.scale is None:
-        return scale_places(spec)[plane]
+        return None
     size = this.format.scale.bits // 8
     group = Digit("dim", 1, this.format.num_groups(this.head_dim), size, 0)
     digits = tuple(d for d in place.digits if d.axis != "dim")
@@ -427,9 +432,9 @@ def _boxes(way: _Way, r: _Rectangle, unit: int, src_buffer: int, dst_buffer: int
             continue
         grown = []
         for at_a, at_b, cell, digits in partial:
-            for begin, parts in _pieces(count, first_a, a.of(axis)[0].divisor, first_b, b.of(axis)[0].divisor):
-                byte_a, step_a = _reach(a, axis, first_a + begin)
-                byte_b, step_b = _reach(b, axis, first_b + begin)
+            for begin, parts in pieces(count, first_a, a.of(axis)[0].divisor, first_b, b.of(axis)[0].divisor):
+                byte_a, step_a = reach(a, axis, first_a + begin)
+                byte_b, step_b = reach(b, axis, first_b + begin)
                 grown.append(
                     (
                         at_a._replace(offset=at_a.offset + byte_a, buffer=at_a.buffer + step_a),
@@ -451,7 +456,7 @@ def _moved(cell: Cell | None, way: _Way, axis: str, a: int, b: int) -> Cell | No
         return None
     sides = []
     for row, scale, index in ((cell.src, way.a_scale, a), (cell.dst, way.b_scale, b)):
-        offset = row.scale_offset + (_reach(scale, axis, index)[0] if scale is not None else 0)
+        offset = row.scale_offset + (reach(scale, axis, index)[0] if scale is not None else 0)
         sides.append(row._replace(scale_offset=offset, first_layer=index if axis == "layer" else row.first_layer))
     return cell._replace(src=sides[0], dst=sides[1])
 
@@ -485,7 +490,7 @@ def _side(place: Place, spec: CacheSpec, buffer: int) -> Side:
     return Side(place.offset, stride, split, outer, inner, place.buffer + buffer, step)
 
 
-def _reach(place: Place, axis: str, index: int) -> tuple[int, int]:
+def reach(place: Place, axis: str, index: int) -> tuple[int, int]:
     """(bytes, buffers) from index 0 of an axis to another."""
     byte = step = 0
     for d in place.of(axis):
@@ -495,13 +500,13 @@ def _reach(place: Place, axis: str, index: int) -> tuple[int, int]:
 
 
 def _digit(way: _Way, axis: str, divisor: int, size: int) -> BoxDigit:
-    reach = [_reach(p, axis, divisor) if p is not None and size > 1 else (0, 0) for p in (way.a, way.b, way.a_scale, way.b_scale)]
-    (src, src_step), (dst, dst_step), (src_scale, _), (dst_scale, _) = reach
+    reached = [reach(p, axis, divisor) if p is not None and size > 1 else (0, 0) for p in (way.a, way.b, way.a_scale, way.b_scale)]
+    (src, src_step), (dst, dst_step), (src_scale, _), (dst_scale, _) = reached
     token, layer = (divisor if axis == name else 0 for name in ("token", "layer"))
     return BoxDigit(size, src, dst, src_step, dst_step, token, layer, src_scale, dst_scale)
 
 
-def _pieces(count: int, a: int, split_a: int, b: int, split_b: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+def pieces(count: int, a: int, split_a: int, b: int, split_b: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Cuts [0, count) into pieces on which both sides step evenly: (first, [(divisor, size), ...], outer first).
 
     Index i stands at a + i on an axis split by split_a (1 = whole) and at b + i on one split by split_b.

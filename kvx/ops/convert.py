@@ -70,11 +70,11 @@ class Bound:
         backend: str,
     ):
         self.plan = plan
-        self.src, self.dst = list(_flat("src", src)), list(_flat("dst", dst))
+        self.src, self.dst = list(flat("src", src)), list(flat("dst", dst))
         for name, tensors in (("src", self.src), ("dst", self.dst)):
             _check_buffers(name, tensors, plan.buffer_bytes(name))
-        self.src_blocks = _blocks("src_blocks", src_blocks, plan.src[0].num_blocks)
-        self.dst_blocks = _blocks("dst_blocks", dst_blocks, plan.dst[0].num_blocks)
+        self.src_blocks = blocks_of("src_blocks", src_blocks, plan.src[0].num_blocks)
+        self.dst_blocks = blocks_of("dst_blocks", dst_blocks, plan.dst[0].num_blocks)
         self.seq_lens, self.errors = seq_lens, errors
         where = next((t for t in (*self.src, *self.dst) if not t.is_cpu), self.src[0])
         self.backend = backends.choose("convert", backend, where)
@@ -105,14 +105,14 @@ class Bound:
         lib = native.LIB
         assert lib is not None
         args = native.ConvertArgs(version=native.ABI_VERSION, struct_bytes=ctypes.sizeof(native.ConvertArgs), device=-1)
-        args.src_memory, args.dst_memory = _memory(self.src), _memory(self.dst)
+        args.src_memory, args.dst_memory = memory_of(self.src), memory_of(self.dst)
         args.device = self.device.index if self.device.type == "cuda" else -1
         ids = [self.src_blocks, self.dst_blocks] + ([] if self.seq_lens is None else [self.seq_lens])
         if len({t.device for t in ids}) > 1:
             raise BadArgument(
                 f"convert(): block ids and seq_lens are on {', '.join(str(t.device) for t in ids)}; keep them together."
             )
-        args.table_memory = _memory(ids)
+        args.table_memory = memory_of(ids)
         keep: list[Any] = [args]
         for name, tensors in (("src", self.src), ("dst", self.dst)):
             pointers = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
@@ -149,12 +149,12 @@ def _loaded(plan: Plan) -> int:
     return int(handle)
 
 
-def _flat(name: str, buffers: Buffers) -> Iterator[Tensor]:
+def flat(name: str, buffers: Buffers) -> Iterator[Tensor]:
     if isinstance(buffers, Tensor):
         yield buffers
     elif isinstance(buffers, (list, tuple)):
         for part in buffers:
-            yield from _flat(name, part)
+            yield from flat(name, part)
     else:
         yield backends.as_tensor("convert", name, buffers)
 
@@ -184,12 +184,12 @@ def _is_dense(t: Tensor) -> bool:
     return True
 
 
-def _bytes_of(t: Tensor) -> Tensor:
+def bytes_of(t: Tensor) -> Tensor:
     """A dense tensor's memory as it lies."""
     return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
-def _blocks(name: str, ids: Tensor | Sequence[int] | None, num_blocks: int) -> Tensor:
+def blocks_of(name: str, ids: Tensor | Sequence[int] | None, num_blocks: int) -> Tensor:
     if ids is None:
         return torch.arange(num_blocks, dtype=torch.int32)
     if not isinstance(ids, Tensor):
@@ -199,7 +199,7 @@ def _blocks(name: str, ids: Tensor | Sequence[int] | None, num_blocks: int) -> T
     return ids
 
 
-def _memory(tensors: Iterable[Tensor]) -> int:
+def memory_of(tensors: Iterable[Tensor]) -> int:
     return 2 if next(iter(tensors)).is_cuda else 1
 
 
@@ -234,7 +234,7 @@ def _check_ids(bound: Bound) -> None:
 
 def _convert_torch(bound: Bound) -> None:
     p = bound.plan
-    src, dst = ([_bytes_of(t) for t in side] for side in (bound.src, bound.dst))
+    src, dst = ([bytes_of(t) for t in side] for side in (bound.src, bound.dst))
     units = list(_units(bound))
     for box in (box for box in p.boxes if box.cell is None):
         for unit in units:

@@ -226,6 +226,7 @@ def _open() -> ctypes.PyDLL | None:
     lib.kvx_plan_free.argtypes = lib.kvx_bound_free.argtypes = [_P]
     lib.kvx_plan_free.restype = lib.kvx_bound_free.restype = None
     lib.kvx_bind.argtypes = [_P] * 3
+    lib.kvx_digest.argtypes = [_P] * 4
     lib.kvx_run.argtypes = [_P] * 2
     lib.kvx_door_amax.argtypes = [_P, _P, _P, ctypes.c_int, _I64, _P, _P]
     api = ctypes.pythonapi
@@ -245,9 +246,9 @@ amax_call: Any = LIB.kvx_door_amax if LIB else None
 run_call: Any = LIB.kvx_run if LIB else None
 
 
-def raise_status(status: int) -> None:
+def raise_status(status: int, message: str = "") -> None:
     assert LIB is not None
-    raise _STATUS[status](LIB.kvx_last_error().decode())
+    raise _STATUS[status](message or LIB.kvx_last_error().decode())
 
 
 def handles(*tensors: Tensor | None) -> tuple[list[int | None], list[Any]]:

@@ -16,6 +16,7 @@ kvx_status_t gather(const GatherParams&, void*) { return absent(); }
 kvx_status_t amax(const AmaxParams&, void*) { return absent(); }
 kvx_status_t prepare_convert(Bound*) { return absent(); }
 kvx_status_t convert(const Bound&, void*) { return absent(); }
+kvx_status_t digest(Bound*, uint64_t*, void*) { return absent(); }
 void describe(kvx_build_info_t* info) { info->cuda_archs = ""; }
 
 }  // namespace cuda

@@ -223,11 +223,7 @@ DeviceDigit to_device(const Digit& d) {
 
 DeviceJob start_job(const Job& job) {
   DeviceJob out = {};
-  DevicePlace& p = out.place;
-  for (int w = 0; w < 2; w++) {
-    p.base[w] = job.base[w], p.offset[w] = job.offset[w], p.block[w] = job.block[w], p.outer[w] = job.outer[w], p.inner[w] = job.inner[w];
-    p.split[w] = uint32_t(job.split[w]), p.buffer[w] = job.buffer[w], p.block_step[w] = job.block_step[w];
-  }
+  out.place = make_place(job);
   return out;
 }
 
@@ -341,55 +337,6 @@ bool make_tiles(const Job& job, const Bound& bound, DeviceJob* out, int64_t* blo
   return true;
 }
 
-// Tables and addresses: with the launch where they fit, otherwise in device memory that the bound plan keeps.
-kvx_status_t place_tables(Bound* bound, Residue* residue, DeviceTables* made) {
-  const BlockTables& t = bound->tables;
-  DeviceTables& out = *made;
-  const bool small_ids = !bound->tables_on_device && std::max(bound->ids[0].size(), bound->ids[1].size()) <= kSmallIds &&
-                         std::max(t.num_blocks[0], t.num_blocks[1]) <= 0x7fffffff;
-  bool looks_up[2] = {!bound->cell_jobs.empty(), !bound->cell_jobs.empty()};
-  for (const Job& job : bound->jobs)
-    for (int w = 0; w < 2; w++) looks_up[w] = looks_up[w] || !job.base[w];
-  std::vector<char> image;  // of the device memory
-  auto put = [&](const void* data, size_t bytes) {
-    const size_t at = (image.size() + 15) / 16 * 16;
-    image.resize(at + bytes);
-    if (bytes) memcpy(image.data() + at, data, bytes);
-    return at;
-  };
-  size_t id_at[2] = {}, buffer_at[2] = {}, lens_at = 0;
-  for (int w = 0; w < 2; w++) {
-    out.num_blocks[w] = t.num_blocks[w];
-    out.row_stride[w] = t.row_stride[w], out.index_stride[w] = t.index_stride[w], out.index_bytes[w] = t.index_bytes[w];
-    if (small_ids) {
-      out.row_stride[w] = t.columns[w];
-      for (size_t i = 0; i < bound->ids[w].size(); i++) made->small_ids[w][i] = int32_t(bound->ids[w][i]);
-    } else if (!bound->tables_on_device) {
-      id_at[w] = put(bound->ids[w].data(), bound->ids[w].size() * 8);
-    }
-    if (looks_up[w] && bound->buffers[w].size() <= kSmallBuffers) std::copy(bound->buffers[w].begin(), bound->buffers[w].end(), made->small_buffers[w]);
-    else if (looks_up[w]) buffer_at[w] = put(bound->buffers[w].data(), bound->buffers[w].size() * sizeof(char*));
-    out.units_per_block[w] = make_fast_divider(t.block_size[w] / t.unit_tokens);
-  }
-  if (t.seq_lens && !bound->tables_on_device) lens_at = put(bound->lens.data(), bound->lens.size() * 8);
-  if (!image.empty()) {
-    cudaError_t error = cudaMalloc(&residue->device_memory, image.size());
-    if (error == cudaSuccess) error = cudaMemcpy(residue->device_memory, image.data(), image.size(), cudaMemcpyHostToDevice);
-    if (error != cudaSuccess) return fail(KVX_STATUS_INTERNAL_ERROR, "%zu bytes of tables could not be put on the device: %s.", image.size(), cudaGetErrorString(error));
-  }
-  char* memory = static_cast<char*>(residue->device_memory);
-  for (int w = 0; w < 2; w++) {
-    out.ids[w] = small_ids ? nullptr : bound->tables_on_device ? t.ids[w] : memory + id_at[w];
-    made->buffers[w] = looks_up[w] && bound->buffers[w].size() > kSmallBuffers ? reinterpret_cast<char* const*>(memory + buffer_at[w]) : nullptr;
-  }
-  out.seq_lens = !t.seq_lens ? nullptr : bound->tables_on_device ? t.seq_lens : memory + lens_at;
-  out.len_stride = t.len_stride, out.len_bytes = t.len_bytes;
-  out.units_per_seq = make_fast_divider(std::max<int64_t>(1, t.units_per_seq));
-  out.unit_tokens = uint32_t(t.unit_tokens);
-  out.errors = bound->errors;
-  return KVX_STATUS_OK;
-}
-
 // Host memory must be pinned: the device reads and writes it in place.
 kvx_status_t check_pinned(const Bound& bound) {
   for (int w = 0; w < 2; w++)
@@ -463,6 +410,63 @@ kvx_status_t Launch::start(void* stream) const {
 }
 
 }  // namespace
+
+DevicePlace make_place(const Job& job) {
+  DevicePlace p = {};
+  for (int w = 0; w < 2; w++) {
+    p.base[w] = job.base[w], p.offset[w] = job.offset[w], p.block[w] = job.block[w], p.outer[w] = job.outer[w], p.inner[w] = job.inner[w];
+    p.split[w] = uint32_t(job.split[w]), p.buffer[w] = job.buffer[w], p.block_step[w] = job.block_step[w];
+  }
+  return p;
+}
+
+kvx_status_t place_tables(Bound* bound, Residue* residue, DeviceTables* made) {
+  const BlockTables& t = bound->tables;
+  DeviceTables& out = *made;
+  const bool small_ids = !bound->tables_on_device && std::max(bound->ids[0].size(), bound->ids[1].size()) <= kSmallIds &&
+                         std::max(t.num_blocks[0], t.num_blocks[1]) <= 0x7fffffff;
+  bool looks_up[2] = {!bound->cell_jobs.empty(), !bound->cell_jobs.empty()};
+  for (const Job& job : bound->jobs)
+    for (int w = 0; w < 2; w++) looks_up[w] = looks_up[w] || !job.base[w];
+  std::vector<char> image;  // of the device memory
+  auto put = [&](const void* data, size_t bytes) {
+    const size_t at = (image.size() + 15) / 16 * 16;
+    image.resize(at + bytes);
+    if (bytes) memcpy(image.data() + at, data, bytes);
+    return at;
+  };
+  size_t id_at[2] = {}, buffer_at[2] = {}, lens_at = 0;
+  for (int w = 0; w < 2; w++) {
+    out.num_blocks[w] = t.num_blocks[w];
+    out.row_stride[w] = t.row_stride[w], out.index_stride[w] = t.index_stride[w], out.index_bytes[w] = t.index_bytes[w];
+    if (small_ids) {
+      out.row_stride[w] = t.columns[w];
+      for (size_t i = 0; i < bound->ids[w].size(); i++) made->small_ids[w][i] = int32_t(bound->ids[w][i]);
+    } else if (!bound->tables_on_device) {
+      id_at[w] = put(bound->ids[w].data(), bound->ids[w].size() * 8);
+    }
+    if (looks_up[w] && bound->buffers[w].size() <= kSmallBuffers) std::copy(bound->buffers[w].begin(), bound->buffers[w].end(), made->small_buffers[w]);
+    else if (looks_up[w]) buffer_at[w] = put(bound->buffers[w].data(), bound->buffers[w].size() * sizeof(char*));
+    out.units_per_block[w] = make_fast_divider(t.block_size[w] / t.unit_tokens);
+  }
+  if (t.seq_lens && !bound->tables_on_device) lens_at = put(bound->lens.data(), bound->lens.size() * 8);
+  if (!image.empty()) {
+    cudaError_t error = cudaMalloc(&residue->device_memory, image.size());
+    if (error == cudaSuccess) error = cudaMemcpy(residue->device_memory, image.data(), image.size(), cudaMemcpyHostToDevice);
+    if (error != cudaSuccess) return fail(KVX_STATUS_INTERNAL_ERROR, "%zu bytes of tables could not be put on the device: %s.", image.size(), cudaGetErrorString(error));
+  }
+  char* memory = static_cast<char*>(residue->device_memory);
+  for (int w = 0; w < 2; w++) {
+    out.ids[w] = small_ids ? nullptr : bound->tables_on_device ? t.ids[w] : memory + id_at[w];
+    made->buffers[w] = looks_up[w] && bound->buffers[w].size() > kSmallBuffers ? reinterpret_cast<char* const*>(memory + buffer_at[w]) : nullptr;
+  }
+  out.seq_lens = !t.seq_lens ? nullptr : bound->tables_on_device ? t.seq_lens : memory + lens_at;
+  out.len_stride = t.len_stride, out.len_bytes = t.len_bytes;
+  out.units_per_seq = make_fast_divider(std::max<int64_t>(1, t.units_per_seq));
+  out.unit_tokens = uint32_t(t.unit_tokens);
+  out.errors = bound->errors;
+  return KVX_STATUS_OK;
+}
 
 kvx_status_t prepare_convert(Bound* bound) {
   DeviceGuard guard(bound->device);

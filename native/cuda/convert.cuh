@@ -80,6 +80,15 @@ __device__ __forceinline__ void move_on(const DeviceTables& t, const DevicePlace
   }
 }
 
+// The same of the source alone.
+__device__ __forceinline__ void move_on_source(const DeviceTables& t, const DevicePlace& place, int64_t byte, int32_t steps, Here* here) {
+  here->at[0] += byte;
+  if (!place.base[0]) {
+    const int64_t n = place.buffer[0] + here->block[0] * place.block_step[0] + steps;
+    here->at[0] += uintptr_t(t.buffers[0] ? t.buffers[0][n] : t.small_buffers[0][n]) + place.offset[0];
+  }
+}
+
 // ---- what is launched, and what a bound plan keeps on the device
 
 struct LaunchBase {
@@ -95,6 +104,9 @@ struct Residue : Resident {
   }
 };
 
+DevicePlace make_place(const Job& job);
+// Tables and addresses: with the launch where they fit, otherwise in device memory that `residue` keeps.
+kvx_status_t place_tables(Bound* bound, Residue* residue, DeviceTables* made);
 kvx_status_t add_cell_launches(const Bound& bound, int64_t units, const DeviceTables& tables, Residue* residue);
 
 }  // namespace cuda

@@ -42,7 +42,7 @@ def test_inspect_spec(tmp_path):
     path = tmp_path / "cache.json"
     path.write_text(kvx.to_json(spec))
     facts = json.loads(run("inspect", str(path), "--json"))
-    assert facts["digest"] == kvx.digest(spec)
+    assert facts["digest"] == kvx.spec.digest(spec)
     assert facts["bytes_per_token"] == 2 * 2 * (32 + 4)
     assert facts["scales"]["k"] == [4, 16, 2, 4]
 

@@ -1,0 +1,179 @@
+"""digest: a number for the content of a cache, equal in every layout and sharding. The torch body below is the definition.
+
+Not cryptographic: it tells a lost head, a swapped block or a flipped bit from the real thing, not an attacker's work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument, Unsupported
+from kvx.layout.buffers import allocate_buffers
+from kvx.layout.coordinates import coordinate_bytes, coordinate_plan
+from kvx.layout.place import num_buffers
+from kvx.layout.plan import Box, fold, plan
+from kvx.ops import backend as backends
+from kvx.ops import convert as conversion
+from kvx.ops import native
+from kvx.spec.cache_spec import CacheSpec
+
+_GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+_STAGE_BYTES = 64 << 20  # of the copy that layouts without whole words go through
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Two sums modulo 2**64. Digests of shards add up to the digest of the whole."""
+
+    first: int = 0
+    second: int = 0
+
+    def __add__(self, other: Digest) -> Digest:
+        return Digest(self.first + other.first & _MASK, self.second + other.second & _MASK)
+
+    def __str__(self) -> str:
+        return f"{self.first:016x}{self.second:016x}"
+
+
+def digest(
+    cache: conversion.Buffers,  # every buffer, shard by shard
+    spec: CacheSpec | Sequence[CacheSpec],  # one a shard; shards must not hold the same heads twice
+    *,
+    blocks: Tensor | Sequence[int] | None = None,  # [n], or [num_seqs, columns]; None: all of them, in order
+    seq_lens: Tensor | None = None,  # [num_seqs]
+    backend: str = "auto",
+) -> Digest:
+    """The digest of these blocks, read as sequences: a token's position counts, its block's id does not.
+
+    Waits for the device. Block size, layout, sharding and whether scales are inline make no difference; the format does.
+    """
+    shards = [spec] if isinstance(spec, CacheSpec) else list(spec)
+    tensors = list(conversion.flat("cache", cache))
+    if len(tensors) != sum(num_buffers(s) for s in shards):
+        raise BadArgument(f"digest(): {len(tensors)} buffers; the specs make {sum(num_buffers(s) for s in shards)}.")
+    total = Digest()
+    for shard in shards:
+        mine, tensors = tensors[: num_buffers(shard)], tensors[num_buffers(shard) :]
+        total += _shard(mine, shard, blocks, seq_lens, backend)
+    return total
+
+
+def _shard(
+    tensors: list[Tensor], spec: CacheSpec, blocks: Tensor | Sequence[int] | None, seq_lens: Tensor | None, backend: str
+) -> Digest:
+    ids = conversion.blocks_of("blocks", blocks, spec.num_blocks)
+    try:
+        walk = coordinate_plan(spec)
+    except Unsupported:
+        return _staged(tensors, spec, ids, seq_lens, backend)
+    if backends.choose("digest", backend, tensors[0]) == "torch":
+        return _digest_torch(tensors, walk.boxes, spec, ids, seq_lens)
+    return _digest_native(tensors, spec, ids, seq_lens)
+
+
+def _staged(tensors: list[Tensor], spec: CacheSpec, ids: Tensor, seq_lens: Tensor | None, backend: str) -> Digest:
+    """Rows that no word of which stands together (transposed V, packed CPU tiles): sequence by sequence through a plain layout."""
+    names = "layer kv | block token head dim" if spec.num_planes == 2 else "layer | block token head dim"
+    table = ids.view(-1, ids.shape[-1])
+    plain = replace(spec, layout=names, num_blocks=table.shape[1])
+    stage = allocate_buffers(plain, tensors[0].device)
+    total = Digest()
+    for s in range(table.shape[0]):
+        lens = None if seq_lens is None else seq_lens[s : s + 1]
+        here = torch.arange(table.shape[1], dtype=ids.dtype, device=ids.device).view(1, -1)
+        conversion.convert(
+            stage, tensors, plan=plan(spec, plain), src_blocks=table[s : s + 1], dst_blocks=here, seq_lens=lens, backend=backend
+        )
+        part = torch.full((s + 1, table.shape[1]), -1, dtype=ids.dtype, device=ids.device)  # the sequence's number counts
+        part[s] = here
+        part_lens = None
+        if seq_lens is not None:
+            part_lens = torch.zeros(s + 1, dtype=seq_lens.dtype, device=seq_lens.device)
+            part_lens[s] = seq_lens[s]
+        total += _shard(stage, plain, part, part_lens, backend)
+    return total
+
+
+def _digest_native(tensors: list[Tensor], spec: CacheSpec, ids: Tensor, seq_lens: Tensor | None) -> Digest:
+    lib = native.LIB
+    assert lib is not None
+    device = tensors[0].device
+    args = native.ConvertArgs(version=native.ABI_VERSION, struct_bytes=ctypes.sizeof(native.ConvertArgs), device=-1)
+    args.src_memory = args.dst_memory = conversion.memory_of(tensors)
+    args.device = device.index if device.type == "cuda" else -1
+    args.table_memory = conversion.memory_of([ids])
+    pointers = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+    sizes = (ctypes.c_uint64 * len(tensors))(*(t.numel() * t.element_size() for t in tensors))
+    args.src_buffers, args.src_bytes = ctypes.addressof(pointers), ctypes.addressof(sizes)
+    native.fill_array(args.src_blocks, ids)
+    if seq_lens is not None:
+        native.fill_array(args.seq_lens, seq_lens)
+    out = torch.zeros(2, dtype=torch.int64, device=device)
+    data, plan_handle = coordinate_bytes(coordinate_plan(spec)), ctypes.c_void_p()
+    status = lib.kvx_plan_load(data, len(data), ctypes.addressof(plan_handle))
+    if not status:
+        status = lib.kvx_digest(plan_handle, ctypes.addressof(args), out.data_ptr(), native.stream_of(out))
+        message = lib.kvx_last_error().decode()
+        lib.kvx_plan_free(plan_handle)
+    else:
+        message = lib.kvx_last_error().decode()
+    if status:
+        native.raise_status(status, message)
+    return Digest(*(int(x) & _MASK for x in out.tolist()))
+
+
+# ---- the definition
+
+
+def _mix(x: int) -> int:
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
+    return x ^ x >> 31
+
+
+def _digest_torch(tensors: list[Tensor], boxes: tuple[Box, ...], spec: CacheSpec, ids: Tensor, seq_lens: Tensor | None) -> Digest:
+    flat = [conversion.bytes_of(t) for t in tensors]
+    rows = ids.cpu().view(-1, ids.shape[-1]).tolist()
+    lens = [len(row) * spec.block_size for row in rows] if seq_lens is None else seq_lens.tolist()
+    first = second = 0
+    for box in map(fold, boxes):
+        for seq, (row, length) in enumerate(zip(rows, lens, strict=True)):
+            for position in range(0, length, spec.block_size):
+                block = row[position // spec.block_size]
+                if block < 0:
+                    continue
+                for index in product(*(range(d.size) for d in box.digits)):
+                    at = list(zip(index, box.digits, strict=True))
+                    token = position + sum(i * d.token for i, d in at)
+                    if token >= length:
+                        continue
+                    coordinate = box.dst.offset + sum(i * d.dst for i, d in at)
+                    buffer = box.src.buffer + block * box.src.block_step + sum(i * d.src_step for i, d in at)
+                    start = box.src.offset + block * box.src.block + sum(i * d.src for i, d in at)
+                    a, b = _row_terms(flat[buffer][start : start + box.run_bytes], coordinate, seq, token)
+                    first, second = first + a, second + b
+    return Digest(first & _MASK, second & _MASK)
+
+
+def _row_terms(run: Tensor, coordinate: int, seq: int, position: int) -> tuple[int, int]:
+    key = _mix(_mix((coordinate >> 24) ^ (seq << 40)) + position & _MASK)
+    other = _mix(key + _GOLDEN & _MASK)
+    data = bytes(run.tolist())
+    first = second = 0
+    for n in range(0, len(data), 8):
+        word = int.from_bytes(data[n : n + 8], "little")
+        step = ((coordinate & 0xFFFFFF) // 8 + n // 8) * _GOLDEN
+        first, second = first + _term(word, key + step), second + _term(word, other + step)
+    return first, second
+
+
+def _term(word: int, key: int) -> int:
+    """NH: both halves of the word, each with half a key, multiplied."""
+    low, high = (word + key) & 0xFFFFFFFF, (word >> 32) + (key >> 32 & 0xFFFFFFFF) & 0xFFFFFFFF
+    return low * high

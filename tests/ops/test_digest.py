@@ -1,0 +1,128 @@
+"""The content digest: one number whatever the layout, the sharding, the block size; another for any change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kvx
+from kvx.layout.engines import ENGINES
+from tests.ops import layouts
+from tests.ops.test_convert import fill
+
+SPEC = kvx.CacheSpec(6, 4, 2, 16, num_layers=2, layout="layer | block token head (kv dim)")
+LAYOUTS = [
+    "layer kv | block token head dim",
+    "layer kv | block head token dim",
+    "block layer kv head token dim",
+    "block | head layer kv token dim",
+    "kv layer | (block token) head dim",
+    "layer kv[K: | block head dim/x token dim%x; V: | block head dim token]",
+    "layer | block head kv[K: dim token; V: token dim]",
+]
+
+
+def converted(src, buffers, dst, backend, **tables):
+    out = kvx.allocate_buffers(dst, backend.device)
+    kvx.convert(out, buffers, plan=kvx.plan(src, dst), backend=backend.name, **tables)
+    return out
+
+
+@pytest.mark.parametrize(
+    "fmt", ["bf16", "f32", "int8_per_token_head", "fp8_e4m3_per_head", "int8_per_block_head", "nvfp4", "int4_per_token_head"]
+)
+def test_native_equals_definition(native_backend, fmt):
+    spec = replace(SPEC, format=fmt, layout="layer kv | block token head dim", head_dim=32)
+    buffers = fill(spec, 0)
+    ids = torch.tensor([[3, 1, 0], [5, 2, 4]])
+    lens = torch.tensor([9, 12])
+    want = kvx.digest(buffers, spec, blocks=ids, seq_lens=lens, backend="torch")
+    got = kvx.digest([t.to(native_backend.device) for t in buffers], spec, blocks=ids, seq_lens=lens, backend=native_backend.name)
+    assert str(got) == str(want)
+    assert got != kvx.Digest()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_make_no_difference(backend, layout):
+    buffers = [t.to(backend.device) for t in layouts.random_buffers(SPEC, 0)]
+    other = replace(SPEC, layout=layout)
+    out = converted(SPEC, buffers, other, backend, src_blocks=[4, 1, 5], dst_blocks=[0, 3, 2])
+    want = kvx.digest(buffers, SPEC, blocks=[4, 1, 5], backend=backend.name)
+    assert kvx.digest(out, other, blocks=[0, 3, 2], backend=backend.name) == want
+    assert kvx.digest(out, other, blocks=[3, 0, 2], backend=backend.name) != want
+
+
+def test_block_sizes_make_no_difference(backend):
+    buffers = [t.to(backend.device) for t in layouts.random_buffers(SPEC, 0)]
+    other = replace(SPEC, block_size=8, num_blocks=4, layout="block layer kv head token dim")
+    tables = {"src_blocks": torch.tensor([[4, 1, 5]]), "dst_blocks": torch.tensor([[2, 0]]), "seq_lens": torch.tensor([11])}
+    out = converted(SPEC, buffers, other, backend, **tables)
+    a = kvx.digest(buffers, SPEC, blocks=tables["src_blocks"], seq_lens=tables["seq_lens"], backend=backend.name)
+    b = kvx.digest(out, other, blocks=tables["dst_blocks"], seq_lens=tables["seq_lens"], backend=backend.name)
+    assert a == b
+
+
+def test_shards_add_up(backend):
+    buffers = [t.to(backend.device) for t in layouts.random_buffers(SPEC, 0)]
+    whole = kvx.digest(buffers, SPEC, backend=backend.name)
+    heads = [SPEC.shard(2, i) for i in range(2)]
+    stages = [replace(SPEC, num_layers=1, layer_start=i) for i in range(2)]
+    for shards in (heads, stages):
+        parts = [kvx.allocate_buffers(s, backend.device) for s in shards]
+        kvx.convert(parts, buffers, plan=kvx.plan(SPEC, shards), backend=backend.name)
+        assert kvx.digest(parts, shards, backend=backend.name) == whole
+        total = sum((kvx.digest(p, s, backend=backend.name) for p, s in zip(parts, shards, strict=True)), kvx.Digest())
+        assert total == whole
+
+
+def test_inline_scales_make_no_difference(backend):
+    a = replace(SPEC, format="int8_per_token_head_inline")
+    b = replace(SPEC, format="int8_per_token_head", layout="layer kv | block head token dim")
+    buffers = fill(a, 0, backend.device)
+    out = converted(a, buffers, b, backend)
+    assert kvx.digest(buffers, a, backend=backend.name) == kvx.digest(out, b, backend=backend.name)
+
+
+def test_every_bit_counts():
+    buffers = layouts.random_buffers(SPEC, 0)
+    seen = {str(kvx.digest(buffers, SPEC))}
+    for buffer in buffers:
+        for byte in range(0, buffer.numel(), 97):
+            buffer[byte] ^= 1 << byte % 8
+            seen.add(str(kvx.digest(buffers, SPEC)))
+            buffer[byte] ^= 1 << byte % 8
+    assert len(seen) == 1 + sum(len(range(0, b.numel(), 97)) for b in buffers)
+
+
+def test_swapped_heads_layers_and_planes_differ():
+    """What connectors get wrong: the same bytes under other coordinates."""
+    buffers = layouts.random_buffers(SPEC, 0)
+    want = kvx.digest(buffers, SPEC)
+    view = [b.view(6, 4, 2, 2, 32) for b in buffers]
+    heads, planes = [v.flip(2).contiguous().view(-1) for v in view], [v.flip(3).contiguous().view(-1) for v in view]
+    for wrong in (heads, planes, buffers[::-1]):
+        assert kvx.digest(wrong, SPEC) != want
+
+
+@pytest.mark.parametrize("name", sorted(ENGINES))
+def test_every_engine_row_converts_both_ways(name):
+    """Any row from NHD and back, bit for bit; the digest is the same on the way."""
+    row = ENGINES[name]
+    geometry = {
+        "num_layers": 2,
+        "num_blocks": 3,
+        "block_size": 32,
+        "num_kv_heads": row.num_kv_heads or 2,
+        "head_dim": 32,
+        "format": "f16",
+    }
+    spec = row.spec(**geometry)
+    plain = replace(spec, layout="layer kv | block token head dim" if spec.num_planes == 2 else "layer | block token head dim")
+    source = layouts.random_buffers(plain, 1)
+    there, back = kvx.allocate_buffers(spec), kvx.allocate_buffers(plain)
+    kvx.convert(there, source, plan=kvx.plan(plain, spec))
+    kvx.convert(back, there, plan=kvx.plan(spec, plain))
+    assert all(torch.equal(a, b) for a, b in zip(source, back, strict=True))
+    assert kvx.digest(there, spec) == kvx.digest(source, plain)
