@@ -16,6 +16,7 @@ from kvx.errors import (
     OutOfRange,
     Unsupported,
 )
+from kvx.files import load, save
 from kvx.layout.axes import HND, NHD, Layout, hnd_packed
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.describe import describe
@@ -85,7 +86,9 @@ __all__ = [
     "hnd_packed",
     "include_dir",
     "library_path",
+    "load",
     "plan",
+    "save",
     "scale_from_amax",
     "slot_mapping",
     "to_json",

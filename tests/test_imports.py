@@ -16,6 +16,7 @@ LEVELS = (
     "kvx.tables",
     "kvx.quant",
     "kvx.ops",
+    "kvx.files",
     "kvx.adapters",
     "kvx.bench",
     "kvx.cli",

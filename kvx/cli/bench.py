@@ -1,4 +1,4 @@
-"""kvx bench write|gather|convert|amax|call: checks first, then times, and writes a result file."""
+"""kvx bench write|gather|convert|digest|amax|call: checks first, then times, and writes a result file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from kvx.bench import amax as amax_bench
 from kvx.bench import call as call_bench
 from kvx.bench import convert as convert_bench
+from kvx.bench import digest as digest_bench
 from kvx.bench import gather as gather_bench
 from kvx.bench import harness
 from kvx.bench import write as write_bench
@@ -28,7 +29,9 @@ def _run(name: str, device: str, out: Path, only: str) -> None:
     reason = backends.reason_missing(device) if device in ("cpu", "cuda") else "devices are cpu and cuda"
     if reason is not None:
         raise typer.BadParameter(f"{device}: {reason}", param_hint="--device")
-    bench = {"write": write_bench, "gather": gather_bench, "amax": amax_bench, "convert": convert_bench}[name]
+    bench = {"write": write_bench, "gather": gather_bench, "amax": amax_bench, "convert": convert_bench, "digest": digest_bench}[
+        name
+    ]
     typer.echo(harness.headline(device))
     ceiling = harness.copy_ceiling_gbps(device)
     typer.echo(f" copy ceiling {ceiling / 1e3:.3f} TB/s (bytes read + bytes written)")
@@ -59,6 +62,12 @@ def gather(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
 def convert(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
     """Whole caches from one engine's bytes to another's."""
     _run("convert", device, out, only)
+
+
+@app.command()
+def digest(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
+    """The content digest of whole caches."""
+    _run("digest", device, out, only)
 
 
 @app.command()

@@ -17,7 +17,7 @@ from kvx.layout.planes import cache_shapes
 from kvx.ops import backend as backends
 from kvx.ops import library, native
 
-OPS = ("write", "gather", "amax")
+OPS = ("write", "gather", "convert", "digest", "amax")
 # What changes behaviour without an argument: for building and debugging only.
 ENVIRONMENT = {
     "KVX_CUDA": "build: AUTO, ON (fail without nvcc) or OFF",

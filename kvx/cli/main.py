@@ -6,17 +6,19 @@ import sys
 
 import typer
 
-from kvx.cli import bench, demo, inspect, layouts
+from kvx.cli import bench, convert, demo, inspect, layouts, verify
 from kvx.errors import KvxError
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="One library for every KV cache: describe it, write it, gather it, see it.",
+    help="One library for every KV cache: describe it, convert it, write it, see it.",
 )
 app.command("demo")(demo.demo)
+app.command("convert")(convert.convert)
 app.command("inspect")(inspect.inspect)
 app.command("layouts")(layouts.layouts)
+app.command("verify")(verify.verify)
 app.add_typer(bench.app, name="bench")
 
 

@@ -24,7 +24,6 @@ from kvx.ops import native
 from kvx.spec.cache_spec import CacheSpec
 
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
-_STAGE_BYTES = 64 << 20  # of the copy that layouts without whole words go through
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,13 @@ def _staged(tensors: list[Tensor], spec: CacheSpec, ids: Tensor, seq_lens: Tenso
 
 
 def _digest_native(tensors: list[Tensor], spec: CacheSpec, ids: Tensor, seq_lens: Tensor | None) -> Digest:
+    out = torch.zeros(2, dtype=torch.int64, device=tensors[0].device)
+    add_digest(out, tensors, spec, ids, seq_lens)
+    return Digest(*(int(x) & _MASK for x in out.tolist()))
+
+
+def add_digest(out: Tensor, tensors: list[Tensor], spec: CacheSpec, ids: Tensor, seq_lens: Tensor | None) -> None:
+    """Add one shard's two sums to `out` [2] int64, on the current stream of its device, without waiting."""
     lib = native.LIB
     assert lib is not None
     device = tensors[0].device
@@ -114,7 +120,6 @@ def _digest_native(tensors: list[Tensor], spec: CacheSpec, ids: Tensor, seq_lens
     native.fill_array(args.src_blocks, ids)
     if seq_lens is not None:
         native.fill_array(args.seq_lens, seq_lens)
-    out = torch.zeros(2, dtype=torch.int64, device=device)
     data, plan_handle = coordinate_bytes(coordinate_plan(spec)), ctypes.c_void_p()
     status = lib.kvx_plan_load(data, len(data), ctypes.addressof(plan_handle))
     if not status:
@@ -125,7 +130,6 @@ def _digest_native(tensors: list[Tensor], spec: CacheSpec, ids: Tensor, seq_lens
         message = lib.kvx_last_error().decode()
     if status:
         native.raise_status(status, message)
-    return Digest(*(int(x) & _MASK for x in out.tolist()))
 
 
 # ---- the definition

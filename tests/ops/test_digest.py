@@ -106,23 +106,27 @@ def test_swapped_heads_layers_and_planes_differ():
         assert kvx.digest(wrong, SPEC) != want
 
 
+GEOMETRY = {"num_layers": 2, "num_blocks": 3, "block_size": 32, "head_dim": 32, "format": "f16"}
+
+
+def spec_of(name: str) -> kvx.CacheSpec:
+    return ENGINES[name].spec(**GEOMETRY, num_kv_heads=ENGINES[name].num_kv_heads or 2)
+
+
 @pytest.mark.parametrize("name", sorted(ENGINES))
-def test_every_engine_row_converts_both_ways(name):
-    """Any row from NHD and back, bit for bit; the digest is the same on the way."""
-    row = ENGINES[name]
-    geometry = {
-        "num_layers": 2,
-        "num_blocks": 3,
-        "block_size": 32,
-        "num_kv_heads": row.num_kv_heads or 2,
-        "head_dim": 32,
-        "format": "f16",
-    }
-    spec = row.spec(**geometry)
-    plain = replace(spec, layout="layer kv | block token head dim" if spec.num_planes == 2 else "layer | block token head dim")
-    source = layouts.random_buffers(plain, 1)
-    there, back = kvx.allocate_buffers(spec), kvx.allocate_buffers(plain)
-    kvx.convert(there, source, plan=kvx.plan(plain, spec))
-    kvx.convert(back, there, plan=kvx.plan(spec, plain))
-    assert all(torch.equal(a, b) for a, b in zip(source, back, strict=True))
-    assert kvx.digest(there, spec) == kvx.digest(source, plain)
+def test_every_engine_row_converts_to_every_other_and_back(name):
+    """Bit for bit; the digest is the same on the way."""
+    spec = spec_of(name)
+    source = layouts.random_buffers(spec, 1)
+    want = kvx.digest(source, spec)
+    count = 0
+    for other in map(spec_of, sorted(ENGINES)):
+        if (other.num_planes, other.num_kv_heads) != (spec.num_planes, spec.num_kv_heads):
+            continue
+        there, back = kvx.allocate_buffers(other), kvx.allocate_buffers(spec)
+        kvx.convert(there, source, plan=kvx.plan(spec, other))
+        kvx.convert(back, there, plan=kvx.plan(other, spec))
+        assert all(torch.equal(a, b) for a, b in zip(source, back, strict=True)), other.layout
+        assert kvx.digest(there, other) == want, other.layout
+        count += 1
+    assert count > 3

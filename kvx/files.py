@@ -1,0 +1,153 @@
+"""Caches in files: safetensors, with the spec in the metadata. Any reader sees the tensors; KVX also knows what they are.
+
+Buffers are mapped, not read: a cache larger than memory opens at once, and a conversion walks it block by block. A file is written
+under another name and takes its own when it is whole, so what stands under it is never half a cache.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument, Incompatible
+from kvx.layout.place import buffer_sizes, num_cache_buffers
+from kvx.ops.convert import Buffers, bytes_of, flat
+from kvx.ops.digest import digest
+from kvx.spec import CacheSpec, from_json, to_json
+from kvx.spec.manifest import require_same
+
+MANIFEST, CONTENT = "kvx_manifest", "kvx_content_digest"
+_ALIGN = 4096  # tensors begin on pages, so that rows of any size are aligned
+_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+
+
+class CacheFile(NamedTuple):
+    spec: CacheSpec
+    buffers: list[Tensor]  # uint8, mapped
+    content: str  # digest of the content when it was written; "" when not kept
+
+
+def save(path: str | Path, cache: Buffers, spec: CacheSpec, *, check: bool = True) -> None:
+    """Write every buffer of a cache. `check` keeps the content digest beside it, so that `kvx verify` can tell a damaged file."""
+    tensors = list(flat("cache", cache))
+    content = str(digest(tensors, spec)) if check else ""
+    with create(path, spec, content=content) as buffers:
+        if len(buffers) != len(tensors):
+            raise BadArgument(f"save(): cache has {len(tensors)} buffers; the spec makes {len(buffers)}.")
+        for to, t in zip(buffers, tensors, strict=True):
+            data = bytes_of(t)
+            if data.numel() < to.numel():
+                raise BadArgument(f"save(): a buffer has {data.numel()} bytes; the spec makes {to.numel()}.")
+            to.copy_(data[: to.numel()])
+
+
+def load(path: str | Path, expect: CacheSpec | None = None) -> CacheFile:
+    """Map a file read-only. With `expect`, a spec that differs is refused by the name of the first field that does."""
+    path = Path(path)
+    size = path.stat().st_size if path.is_file() else -1
+    if size < 8:
+        raise BadArgument(f"load(): {path} {'does not exist' if size < 0 else 'is no safetensors file'}.")
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, 100 << 20):
+            raise BadArgument(
+                f"load(): {path} says its header has {length} bytes; the file has {size}. It is cut short or no safetensors file."
+            )
+        try:
+            header = json.loads(file.read(length))
+            manifest = header.pop("__metadata__", {}).get(MANIFEST, "") if isinstance(header, dict) else ""
+        except (ValueError, AttributeError):
+            raise BadArgument(f"load(): {path} has no readable header; it is no safetensors file.") from None
+        if not manifest:
+            raise BadArgument(f'load(): {path} has no "{MANIFEST}" in its metadata; kvx.save() and kvx convert write it.')
+        spec = from_json(manifest)
+        if expect is not None:
+            require_same(expect, spec)
+        file.seek(8)
+        content = json.loads(file.read(length))["__metadata__"].get(CONTENT, "")
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return CacheFile(spec, _views(path, mapped, 8 + length, header, spec), content)
+
+
+@contextmanager
+def create(path: str | Path, spec: CacheSpec, *, content: str = "") -> Iterator[list[Tensor]]:
+    """A new file's buffers, mapped, to be filled. It appears under `path` when the block ends well, and not at all otherwise."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    entries, size = _layout(spec)
+    text = json.dumps({"__metadata__": {MANIFEST: to_json(spec), CONTENT: content}, **entries}).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGN)
+    try:
+        with partial.open("w+b") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + size)
+            file.flush()
+            mapped = mmap.mmap(file.fileno(), 0)
+            yield _views(path, mapped, 8 + len(text), entries, spec)
+            mapped.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        with suppress(FileNotFoundError):
+            partial.unlink()
+
+
+def _names(spec: CacheSpec) -> list[tuple[str, str, list[int]]]:
+    """(name, safetensors type, shape) of every buffer, in order."""
+    sizes = [size for count, size in buffer_sizes(spec) for _ in range(count)]
+    out = [(f"cache.{n:05d}", "U8", [size]) for n, size in enumerate(sizes[: num_cache_buffers(spec)])]
+    for i, plane in enumerate(spec.planes[: spec.num_planes]):
+        shape, scale = spec.scale_shape(i), plane.format.scale
+        if shape is not None and scale is not None:
+            out.append((f"{plane.name}_scale", _TYPES.get(scale.name, "U8"), [spec.num_layers, *shape]))
+    out += [
+        (f"{p.name}_tensor_scale", "F32", [spec.num_layers]) for p in spec.planes[: spec.num_planes] if p.format.has_tensor_scale
+    ]
+    return out
+
+
+def _layout(spec: CacheSpec) -> tuple[dict[str, Any], int]:
+    """Header entries, one after the other, and the bytes of all. The format allows no gaps, so only the first is on a page."""
+    entries, at = {}, 0
+    sizes = [size for count, size in buffer_sizes(spec) for _ in range(count)]
+    for (name, kind, shape), size in zip(_names(spec), sizes, strict=True):
+        entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    return entries, at
+
+
+def _views(path: Path, mapped: mmap.mmap, start: int, header: dict[str, Any], spec: CacheSpec) -> list[Tensor]:
+    want, total = _layout(spec)
+    if set(header) != set(want):
+        odd = sorted(set(header) ^ set(want))[0]
+        raise Incompatible(f"load(): {path} has tensors its manifest does not describe, or lacks some: {odd}.")
+    if len(mapped) < start + total:
+        raise BadArgument(f"load(): {path} has {len(mapped)} bytes; its header makes {start + total}. It is cut short.")
+    out = []
+    for name, entry in want.items():
+        begin, end = header[name].get("data_offsets", [0, 0])
+        if end - begin != entry["data_offsets"][1] - entry["data_offsets"][0] or begin < 0 or start + end > len(mapped):
+            raise Incompatible(f"load(): {path}: tensor {name} has {end - begin} bytes; the manifest makes {entry['shape']}.")
+        out.append(
+            torch.frombuffer(mapped, dtype=torch.uint8, count=end - begin, offset=start + begin)
+            if end > begin
+            else torch.empty(0, dtype=torch.uint8)
+        )
+    return out
+
+
+def shard_paths(path: str, count: int) -> Sequence[Path]:
+    """One path a rank: `{rank}` in the name stands for its number."""
+    if count == 1:
+        return [Path(path)]
+    if "{rank}" not in path:
+        raise BadArgument(f"{path}: {count} shards need {{rank}} in the name, such as cache.{{rank}}.safetensors.")
+    return [Path(path.replace("{rank}", str(i))) for i in range(count)]

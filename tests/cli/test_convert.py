@@ -1,0 +1,146 @@
+"""kvx convert and kvx verify on files, as a person uses them; then files that lie."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kvx
+from kvx import files
+from tests.cli.test_cli import run
+from tests.ops import layouts
+from tests.ops.test_convert import fill
+
+SPEC = kvx.CacheSpec(6, 16, 4, 32, num_layers=3, layout="layer | block token head (kv dim)")
+
+
+@pytest.fixture
+def cache(tmp_path):
+    path = tmp_path / "vllm.safetensors"
+    kvx.save(path, layouts.random_buffers(SPEC, 0), SPEC)
+    return path
+
+
+def test_there_and_back(cache, tmp_path):
+    pool, back = tmp_path / "pool.safetensors", tmp_path / "back.safetensors"
+    out = run("convert", str(cache), str(pool), "--from", "vllm.0.26.nhd", "--to", "tensorrt_llm", "--block-size", "32")
+    assert "row copy" in out
+    assert "3 blocks" in out or "blocks of 16 -> 32" in out
+    assert "the same KV" in run("verify", str(cache), str(pool))
+    run("convert", str(pool), str(back), "--to", "vllm.0.26.nhd", "--block-size", "16")
+    assert all(torch.equal(a, b) for a, b in zip(kvx.load(cache).buffers, kvx.load(back).buffers, strict=True))
+    assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
+
+
+def test_shards(cache, tmp_path):
+    run("convert", str(cache), str(tmp_path / "tp{rank}.safetensors"), "--tp", "1:4")
+    assert kvx.load(tmp_path / "tp2.safetensors").spec.head_start == 2
+    run(
+        "convert",
+        str(tmp_path / "tp{rank}.safetensors"),
+        str(tmp_path / "two{rank}.safetensors"),
+        "--tp",
+        "4:2",
+        "--to",
+        "dynamo.universal",
+    )
+    run("convert", str(tmp_path / "two{rank}.safetensors"), str(tmp_path / "one.safetensors"), "--tp", "2:1")
+    assert "the same KV" in run("verify", str(cache), str(tmp_path / "one.safetensors"))
+
+
+def test_formats(tmp_path):
+    path, coded = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    kvx.save(path, fill(SPEC, 0), SPEC)
+    run("convert", str(path), str(coded), "--format", "int8_per_token_head", "--to", "layer kv | block head token dim")
+    got = kvx.load(coded)
+    want = kvx.allocate_buffers(got.spec)
+    kvx.convert(want, kvx.load(path).buffers, plan=kvx.plan(SPEC, got.spec))
+    assert all(torch.equal(a, b.view(-1).view(torch.uint8)) for a, b in zip(got.buffers, want, strict=True))
+
+
+def test_verify_names_the_first_difference(cache, tmp_path):
+    other = tmp_path / "b.safetensors"
+    buffers = [t.clone() for t in kvx.load(cache).buffers]
+    buffers[1].view(6, 16, 4, 2, 64)[2, 5, 3, 1, 7] ^= 1
+    kvx.save(other, buffers, SPEC)
+    done = run("verify", str(cache), str(other), code=1)
+    assert done == ""  # said on stdout; nothing went wrong
+    from kvx.cli.verify import first_difference
+
+    assert first_difference(kvx.load(cache), kvx.load(other)) == "v of layer 1, block 2, token 5 (slot 37), head 3"
+
+
+def test_verify_finds_a_damaged_file(cache):
+    assert "as it was written" in run("verify", str(cache))
+    data = bytearray(cache.read_bytes())
+    data[-100] ^= 4
+    cache.write_bytes(data)
+    run("verify", str(cache), code=1)
+
+
+def test_other_readers_see_the_tensors(cache):
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = safetensors.load_file(cache)
+    assert list(tensors) == ["cache.00000", "cache.00001", "cache.00002"]
+    assert torch.equal(tensors["cache.00001"], kvx.load(cache).buffers[1])
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path):
+    writer = files.create(tmp_path / "a.safetensors", SPEC)
+    writer.__enter__()[0].fill_(1)
+    assert len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(KeyboardInterrupt):
+        writer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_lie(cache, tmp_path):
+    data = cache.read_bytes()
+    wrong = tmp_path / "wrong.safetensors"
+
+    def refused(change: bytes, said: str, error: type[Exception] = kvx.BadArgument) -> None:
+        wrong.write_bytes(change)
+        with pytest.raises(error, match=said):
+            kvx.load(wrong)
+
+    refused(data[:-1], "cut short")
+    refused(data[:4], "no safetensors file")
+    refused(b"\xff" * 64, "cut short or no safetensors file")
+    refused((10).to_bytes(8, "little") + b"not json!!" + data[18:], "no readable header")
+    header_bytes = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + header_bytes])
+
+    def with_header(change: dict) -> bytes:
+        text = json.dumps(change).encode()
+        text += b" " * (header_bytes - len(text))
+        return len(text).to_bytes(8, "little") + text + data[8 + header_bytes :]
+
+    refused(with_header({k: v for k, v in header.items() if k != "__metadata__"}), "kvx_manifest")
+    manifest = json.loads(header["__metadata__"]["kvx_manifest"])
+    changed = {**header, "__metadata__": {"kvx_manifest": json.dumps({**manifest, "num_kv_heads": 2})}}
+    refused(with_header(changed), "a field was changed", kvx.Incompatible)
+    refused(with_header({k: v for k, v in header.items() if k != "cache.00002"}), "cache.00002", kvx.Incompatible)
+    with pytest.raises(kvx.BadArgument, match="does not exist"):
+        kvx.load(tmp_path / "nowhere")
+    with pytest.raises(kvx.Incompatible, match="manifests differ in num_kv_heads: 8 here, 4 there"):
+        kvx.load(cache, expect=replace(SPEC, num_kv_heads=8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tp", "4"], "4:8"),
+        (["--tp", "1:3"], "neither divides"),
+        (["--tp", "1:2"], "{rank}"),
+        (["--to", "vllm.9"], "unknown axis"),
+        (["--format", "fp9"], 'format "fp9" does not exist'),
+        (["--from", "tensorrt_llm"], "--from says"),
+    ],
+)
+def test_wrong_options(cache, tmp_path, arguments, said):
+    err = run("convert", str(cache), str(tmp_path / "out.safetensors"), *arguments, code=2)
+    assert said in " ".join(err.split())
+    assert not (tmp_path / "out.safetensors").exists()
