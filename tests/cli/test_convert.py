@@ -92,8 +92,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path):
     writer = files.create(tmp_path / "a.safetensors", SPEC)
     writer.__enter__()[0].fill_(1)
     assert len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(KeyboardInterrupt):
-        writer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert not writer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)  # Ctrl-C goes on to the caller
     assert list(tmp_path.iterdir()) == []
 
 
