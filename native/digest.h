@@ -22,9 +22,11 @@ KVX_HD uint64_t mix64(uint64_t x) {  // splitmix64's finaliser
   return x ^ (x >> 31);
 }
 
+// Positions under 2^31 keep the sum below one number a row; one multiplication chain, since a device does it for every vector.
 KVX_HD RowKey row_key(uint64_t coordinate, uint64_t seq, uint64_t position) {
-  const uint64_t first = mix64(mix64((coordinate >> kRowBits) ^ (seq << 40)) + position);
-  return RowKey{first, mix64(first + kGolden)};
+  const uint64_t first = mix64((coordinate >> kRowBits) + (position << 33) + (seq + 1) * kGolden);
+  const uint64_t second = (first ^ 0xa0761d6478bd642full) * 0xd6e8feb86659fd93ull;
+  return RowKey{first, second ^ (second >> 32)};
 }
 
 KVX_HD uint64_t word_term(uint64_t word, uint64_t key) {

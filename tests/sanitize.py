@@ -11,6 +11,7 @@ import torch
 
 import kvx
 from tests import cases, compare
+from tests.ops import test_convert
 
 CASES = [
     *cases.SHAPES,
@@ -21,6 +22,30 @@ CASES = [
     ),
     cases.Case(format="f32", io="f16"),
 ]
+
+
+class Device:
+    name = device = "cuda"
+
+
+def convert_cases() -> int:
+    """Rows, tiles, cells and the digest."""
+    count = 0
+    for a in test_convert.LAYOUTS_ANY_BLOCK:
+        for b in test_convert.LAYOUTS_ANY_BLOCK[1::2]:
+            g = {"num_blocks": 3, "block_size": 16, "num_kv_heads": 2, "head_dim": 64, "num_layers": 2, "format": "bf16"}
+            test_convert.run(Device, kvx.CacheSpec(**g, layout=a), kvx.CacheSpec(**g, layout=b), [[2, 0]], [[1, 2]])
+            count += 1
+    g = {"num_blocks": 4, "block_size": 4, "num_kv_heads": 2, "head_dim": 64, "num_layers": 2}
+    plain = kvx.CacheSpec(**g, layout="layer | block token head (kv dim)")
+    for fmt in ("fp8_e4m3_per_token_head", "int8_per_block_head", "nvfp4", "int8_per_token_head_inline"):
+        coded = kvx.CacheSpec(**g, layout="block layer kv head token dim", format=fmt)
+        for pair in ((plain, coded), (coded, plain)):
+            test_convert.transcode(Device, *pair, src_blocks=[3, 1], dst_blocks=[0, 2])
+        buffers = test_convert.fill(coded, 0)
+        assert kvx.digest([t.cuda() for t in buffers], coded) == kvx.digest(buffers, coded)
+        count += 3
+    return count
 
 
 def main() -> None:
@@ -46,8 +71,9 @@ def main() -> None:
     for per in ("tensor", "head", "block", "block_head"):
         blocks = {"slot_mapping": slots, "num_blocks": 10, "block_size": 4} if "block" in per else {}
         kvx.amax(x, per, **blocks)
+    count = len(CASES) + convert_cases()
     torch.cuda.synchronize()
-    print(f"{len(CASES)} cases, every result equal to the definition")
+    print(f"{count} cases, every result equal to the definition")
 
 
 if __name__ == "__main__":

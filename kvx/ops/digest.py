@@ -166,8 +166,9 @@ def _digest_torch(tensors: list[Tensor], boxes: tuple[Box, ...], spec: CacheSpec
 
 
 def _row_terms(run: Tensor, coordinate: int, seq: int, position: int) -> tuple[int, int]:
-    key = _mix(_mix((coordinate >> 24) ^ (seq << 40)) + position & _MASK)
-    other = _mix(key + _GOLDEN & _MASK)
+    key = _mix((coordinate >> 24) + (position << 33) + (seq + 1) * _GOLDEN & _MASK)
+    other = (key ^ 0xA0761D6478BD642F) * 0xD6E8FEB86659FD93 & _MASK
+    other ^= other >> 32
     data = bytes(run.tolist())
     first = second = 0
     for n in range(0, len(data), 8):

@@ -7,6 +7,7 @@
 
 #include <utility>
 
+#include "../digest.h"
 #include "../format.h"
 
 #if defined(__AVX2__)
@@ -340,6 +341,41 @@ void transpose(const cpu::Transpose& t, const cpu::CopyPair* pairs, int64_t coun
   }
 }
 
+void digest_words(const char* data, int64_t words, uint64_t first_key, uint64_t second_key, uint64_t* sums) {
+  int64_t i = 0;
+#if defined(__aarch64__)
+  // A sum of 32-bit lanes adds both halves of a word to both halves of its key.
+  uint64x2_t a = {first_key, first_key + kGolden}, b = {second_key, second_key + kGolden}, first = vdupq_n_u64(0), second = first;
+  const uint64x2_t step = vdupq_n_u64(2 * kGolden);
+  for (; i + 2 <= words; i += 2) {
+    const uint32x4_t w = vreinterpretq_u32_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(data + 8 * i)));
+    const uint64x2_t x = vreinterpretq_u64_u32(vaddq_u32(w, vreinterpretq_u32_u64(a))), y = vreinterpretq_u64_u32(vaddq_u32(w, vreinterpretq_u32_u64(b)));
+    first = vmlal_u32(first, vmovn_u64(x), vshrn_n_u64(x, 32));
+    second = vmlal_u32(second, vmovn_u64(y), vshrn_n_u64(y, 32));
+    a = vaddq_u64(a, step), b = vaddq_u64(b, step);
+  }
+  sums[0] += vaddvq_u64(first), sums[1] += vaddvq_u64(second);
+#elif defined(__AVX2__)
+  const auto keys = [](uint64_t k) { return _mm256_set_epi64x(int64_t(k + 3 * kGolden), int64_t(k + 2 * kGolden), int64_t(k + kGolden), int64_t(k)); };
+  __m256i a = keys(first_key), b = keys(second_key), first = _mm256_setzero_si256(), second = first;
+  const __m256i step = _mm256_set1_epi64x(int64_t(4 * kGolden));
+  for (; i + 4 <= words; i += 4) {
+    const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + 8 * i)), x = _mm256_add_epi32(w, a), y = _mm256_add_epi32(w, b);
+    first = _mm256_add_epi64(first, _mm256_mul_epu32(x, _mm256_srli_epi64(x, 32)));
+    second = _mm256_add_epi64(second, _mm256_mul_epu32(y, _mm256_srli_epi64(y, 32)));
+    a = _mm256_add_epi64(a, step), b = _mm256_add_epi64(b, step);
+  }
+  alignas(32) uint64_t lanes[2][4];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes[0]), first), _mm256_store_si256(reinterpret_cast<__m256i*>(lanes[1]), second);
+  for (int k = 0; k < 2; k++) sums[k] += lanes[k][0] + lanes[k][1] + lanes[k][2] + lanes[k][3];
+#endif
+  for (; i < words; i++) {
+    uint64_t word;
+    memcpy(&word, data + 8 * i, 8);
+    sums[0] += word_term(word, first_key + uint64_t(i) * kGolden), sums[1] += word_term(word, second_key + uint64_t(i) * kGolden);
+  }
+}
+
 void stream_fence() {
 #if defined(__AVX2__)
   _mm_sfence();
@@ -375,6 +411,7 @@ const RowTable KVX_JOIN(rows_, KVX_ISA) = {
     &stream_copy,
     &copy_grids,
     &transpose,
+    &digest_words,
     &stream_fence,
 };
 

@@ -39,6 +39,8 @@ struct RowTable {
   // and reads every line it is about to overwrite (measured on Neoverse: 39 GB/s a block a call, 52 in one).
   void (*copy_grids)(const CopyGrid& grid, const CopyPair* pairs, int64_t count, bool stream);
   void (*transpose)(const Transpose& shape, const CopyPair* pairs, int64_t count);  // at many places, for the same reason
+  // Adds the terms of whole words, under keys that grow by kGolden a word (digest.h), to two sums.
+  void (*digest_words)(const char* data, int64_t words, uint64_t first_key, uint64_t second_key, uint64_t* sums);
   void (*stream_fence)();   // after the last streaming copy of a thread
 };
 

@@ -27,15 +27,24 @@ struct DigestArgs {
   FastDivider per_unit;   // blocks of threads
   FastDivider run;        // vectors of a run
   uint32_t run_bytes;
+  int32_t align;
   int32_t num_digits;
   DigestDigit digit[KVX_PLAN_MAX_DIGITS];
   unsigned long long* out;
 };
 
-// W bytes a load; runs shorter than a word are one load of their own, W then is the whole run.
+// One word of a run at any address; past the run's end it is zero.
+__device__ __forceinline__ uint64_t load_word(const char* p, uint32_t bytes, int align) {
+  if (bytes >= 8 && align >= 8) return load_once<uint64_t>(p);
+  if (bytes >= 8 && align >= 4) return load_once<uint32_t>(p) | uint64_t(load_once<uint32_t>(p + 4)) << 32;
+  uint64_t word = 0;
+  for (uint32_t i = 0; i < bytes && i < 8; i++) word |= uint64_t(load_once<uint8_t>(p + i)) << (8 * i);
+  return word;
+}
+
+// Two words a load where runs and addresses allow (W = 16), one word otherwise (W = 8).
 template <int W>
 __global__ void __launch_bounds__(kThreads) digest_runs(const __grid_constant__ DigestArgs a) {
-  using T = typename Vec<W>::T;
   const uint32_t unit = a.per_unit.divide(blockIdx.x), chunk = blockIdx.x - unit * a.per_unit.d;
   const Here here = find_unit(a.tables, a.place, unit, ALL_UNITS, threadIdx.x == 0 && chunk == 0);
   uint64_t first = 0, second = 0;
@@ -61,11 +70,15 @@ __global__ void __launch_bounds__(kThreads) digest_runs(const __grid_constant__ 
       move_on_source(a.tables, a.place, byte[0], steps[0], &mine);
       const RowKey key = row_key(uint64_t(coordinate), seq, position + token);
       const uint64_t start = (uint64_t(coordinate) & ((1ull << kRowBits) - 1)) / 8 * kGolden;
-      const T data = load_once<T>(mine.at[0]);
-      uint64_t word[W == 16 ? 2 : 1] = {};
-      memcpy(word, &data, W);
+      uint64_t word[W / 8];
+      if constexpr (W == 16) {
+        const uint4 data = load_once<uint4>(mine.at[0]);
+        word[0] = data.x | uint64_t(data.y) << 32, word[1] = data.z | uint64_t(data.w) << 32;
+      } else {
+        word[0] = load_word(mine.at[0], a.run_bytes - inside, a.align);
+      }
 #pragma unroll
-      for (int k = 0; k < (W == 16 ? 2 : 1); k++) {
+      for (int k = 0; k < W / 8; k++) {
         first += word_term(word[k], key.first + start + k * kGolden);
         second += word_term(word[k], key.second + start + k * kGolden);
       }
@@ -82,12 +95,6 @@ __global__ void __launch_bounds__(kThreads) digest_runs(const __grid_constant__ 
   }
 }
 
-int width_of(const Job& job) {
-  if (job.run % 16 == 0 && job.align >= 16) return 16;
-  if (job.run % 8 == 0 && job.align >= 8) return 8;
-  return 0;
-}
-
 }  // namespace
 
 kvx_status_t digest(Bound* bound, uint64_t* out, void* stream) {
@@ -102,10 +109,8 @@ kvx_status_t digest(Bound* bound, uint64_t* out, void* stream) {
   for (const Job& job : bound->jobs) {
     memset(static_cast<void*>(args.get()), 0, sizeof *args);
     args->tables = *tables;
-    int width = width_of(job);
-    const bool is_short = job.run < 8 && (job.run & (job.run - 1)) == 0 && job.align >= job.run;
-    if (is_short) width = int(job.run);
-    if (!width) return fail(KVX_STATUS_UNSUPPORTED, "rows of %lld bytes at addresses of %d bytes: a device digests words of 8. Digest on the host.", (long long)job.run, job.align);
+    const int width = job.run % 16 == 0 && job.align >= 16 ? 16 : 8;
+    const int64_t per_run = (job.run + width - 1) / width;
     args->place = make_place(job);
     args->coordinate = job.offset[DST];
     int64_t runs = 1;
@@ -115,23 +120,17 @@ kvx_status_t digest(Bound* bound, uint64_t* out, void* stream) {
       runs *= d.size;
     }
     args->num_digits = job.num_digits;
-    args->run = make_fast_divider(job.run / width), args->run_bytes = uint32_t(job.run);
-    args->vectors = uint64_t(runs * (job.run / width));
+    args->run = make_fast_divider(per_run), args->run_bytes = uint32_t(job.run), args->align = job.align;
+    args->vectors = uint64_t(runs * per_run);
     const int64_t per_unit = (int64_t(args->vectors) + kThreads * kVectors - 1) / (kThreads * kVectors);
     int64_t blocks;
-    if (runs * (job.run / width) > kMaxCount || !mul_fits(per_unit, units, &blocks) || blocks > kMaxCount)
+    if (runs * per_run > kMaxCount || !mul_fits(per_unit, units, &blocks) || blocks > kMaxCount)
       return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld vectors are more than one launch takes.", (long long)units, (long long)args->vectors);
     args->per_unit = make_fast_divider(per_unit);
     args->out = reinterpret_cast<unsigned long long*>(out);
     if (blocks == 0) continue;
     const dim3 grid{unsigned(blocks)}, block(kThreads);
-    switch (width) {
-      case 16: KVX_TRY(launch("digest_runs", digest_runs<16>, grid, block, stream, *args)); break;
-      case 8: KVX_TRY(launch("digest_runs", digest_runs<8>, grid, block, stream, *args)); break;
-      case 4: KVX_TRY(launch("digest_runs", digest_runs<4>, grid, block, stream, *args)); break;
-      case 2: KVX_TRY(launch("digest_runs", digest_runs<2>, grid, block, stream, *args)); break;
-      default: KVX_TRY(launch("digest_runs", digest_runs<1>, grid, block, stream, *args));
-    }
+    KVX_TRY(width == 16 ? launch("digest_runs", digest_runs<16>, grid, block, stream, *args) : launch("digest_runs", digest_runs<8>, grid, block, stream, *args));
   }
   // Tables that did not fit the launches are let go with this call, so its kernels must have read them.
   if (residue.device_memory && cudaStreamSynchronize(static_cast<cudaStream_t>(stream)) != cudaSuccess)

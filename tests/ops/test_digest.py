@@ -44,6 +44,14 @@ def test_native_equals_definition(native_backend, fmt):
     assert got != kvx.Digest()
 
 
+@pytest.mark.parametrize("head_dim", [1, 3, 7, 20])
+def test_rows_that_are_no_whole_words(native_backend, head_dim):
+    spec = replace(SPEC, head_dim=head_dim)
+    buffers = layouts.random_buffers(spec, 0)
+    got = kvx.digest([t.to(native_backend.device) for t in buffers], spec, backend=native_backend.name)
+    assert got == kvx.digest(buffers, spec, backend="torch")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_make_no_difference(backend, layout):
     buffers = [t.to(backend.device) for t in layouts.random_buffers(SPEC, 0)]
