@@ -407,7 +407,7 @@ typedef struct kvx_plan_box_t {
   uint64_t reserved[2];                         /* 0                                                     */
 } kvx_plan_box_t;
 
-/* One side of a row: docs/spec.md section 6 has the arithmetic of each format. */
+/* One side of a row: docs/spec.md sections 9 and 11 have the arithmetic. */
 typedef struct kvx_plan_format_t {
   int32_t dtype;               /* kvx_dtype_t of the elements                                            */
   int32_t granularity;         /* kvx_scale_granularity_t                                                */

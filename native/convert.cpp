@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <exception>
 
 #include "array.h"
 #include "run.h"
@@ -22,7 +23,8 @@ struct Plan {
 
 namespace {
 
-constexpr uint32_t kMaxBuffers = 1u << 26;
+constexpr uint32_t kMaxBuffers = 1u << 22;
+constexpr int64_t kMaxBlockSize = int64_t(1) << 30, kMaxBlocks = int64_t(1) << 40, kMaxIndex = int64_t(1) << 40;
 
 const kvx_plan_side_t& side_of(const kvx_plan_box_t& box, int which) { return which == SRC ? box.src : box.dst; }
 int64_t stride_of(const kvx_plan_digit_t& d, int which) { return which == SRC ? d.src : d.dst; }
@@ -42,7 +44,8 @@ const kvx_plan_format_t& format_of(const kvx_plan_cell_t& cell, int which) { ret
 // Bytes from the start of a row to its end, inline scales included; negative when the format makes no sense.
 int64_t row_extent(const kvx_plan_format_t& f, int64_t head_dim) {
   const int64_t bits = dtype_bits(f.dtype), pack = f.pack;
-  if (bits == 0 || head_dim <= 0 || pack <= 0 || head_dim % pack || f.group_size == 0 || head_dim % f.group_size || pack * bits % 8) return -1;
+  if (bits == 0 || head_dim <= 0 || pack <= 0 || head_dim % pack || f.group_size == 0 || head_dim % f.group_size || pack * bits % 8 || int64_t(f.group_size) * bits % 8) return -1;
+  if ((pack > 1 && f.dim_inner <= 0) || (pack < head_dim && f.dim_outer <= 0)) return -1;  // a row takes the memory of its elements
   int64_t last = 0;
   const int64_t inner = bits == 4 ? pack / 2 - 1 : pack - 1;
   if (!add_extent(head_dim / pack - 1, f.dim_outer, &last) || !add_extent(inner, bits == 4 ? 1 : f.dim_inner, &last) || !add_extent(1, bits < 8 ? 1 : bits / 8, &last)) return -1;
@@ -51,6 +54,20 @@ int64_t row_extent(const kvx_plan_format_t& f, int64_t head_dim) {
   const int64_t groups = head_dim / f.group_size;
   if (!add_extent(1, f.scale_offset, &scales) || !add_extent(groups - 1, f.scale_group, &scales) || !add_extent(1, dtype_bits(f.scale_dtype) / 8, &scales)) return -1;
   return std::max(last, scales);
+}
+
+// Elements and scales at addresses of their own size, wherever the buffers are: a device, and an atomic, ask for that.
+kvx_status_t check_alignment(const kvx_plan_box_t& box, const kvx_plan_cell_t& cell, int n, int which) {
+  const kvx_plan_format_t& f = format_of(cell, which);
+  const kvx_plan_side_t& s = side_of(box, which);
+  const int64_t scale = f.granularity ? dtype_bits(f.scale_dtype) / 8 : 1, element = dtype_bits(f.dtype) < 16 ? 1 : dtype_bits(f.dtype) / 8;
+  int64_t rows = s.offset | s.block | s.token_outer | s.token_inner, scales = f.scale_offset | f.scale_block | f.scale_token | f.scale_group;
+  for (uint32_t i = 0; i < box.num_digits; i++) rows |= stride_of(box.digit[i], which), scales |= which == SRC ? box.digit[i].src_scale : box.digit[i].dst_scale;
+  if (f.is_inline) scales |= rows;
+  rows |= f.dim_outer | (dtype_bits(f.dtype) == 4 ? 0 : f.dim_inner);
+  KVX_NEED(rows % element == 0, "the plan's box %d puts %s elements of %lld bytes at addresses that are no multiple of it.", n, name_of(which), (long long)element);
+  KVX_NEED(scales % scale == 0, "the plan's box %d puts %s scales of %lld bytes at addresses that are no multiple of it.", n, name_of(which), (long long)scale);
+  return KVX_STATUS_OK;
 }
 
 // What a cell adds to a box: types that exist, scales that lie inside their buffers.
@@ -65,6 +82,7 @@ kvx_status_t check_row(const Plan& plan, const kvx_plan_box_t& box, int n, int w
   const std::vector<uint64_t>& bytes = plan.bytes[which];
   const int64_t block_size = which == SRC ? plan.header.src_block_size : plan.header.dst_block_size;
   const int64_t num_blocks = which == SRC ? plan.header.src_num_blocks : plan.header.dst_num_blocks;
+  KVX_NEED(f.first_layer >= 0 && f.first_layer <= kMaxIndex, "the plan's box %d begins at layer %lld.", n, (long long)f.first_layer);
   int64_t layer = f.first_layer;
   for (uint32_t i = 0; i < box.num_digits; i++)
     KVX_NEED(box.digit[i].layer >= 0 && add_extent(box.digit[i].size - 1, box.digit[i].layer, &layer), "the plan's box %d has a negative layer step.", n);
@@ -82,6 +100,7 @@ kvx_status_t check_row(const Plan& plan, const kvx_plan_box_t& box, int n, int w
     for (uint32_t i = 0; ok && i < box.num_digits; i++) ok = add_extent(box.digit[i].size - 1, which == SRC ? box.digit[i].src_scale : box.digit[i].dst_scale, &last);
     KVX_NEED(ok && uint64_t(last) <= bytes[size_t(f.scale_buffer)], "the plan's box %d reaches past the scales at the %s.", n, name_of(which));
   }
+  KVX_TRY(check_alignment(box, cell, n, which));
   if (f.tensor_scale_buffer >= 0)
     KVX_NEED(f.tensor_scale_buffer < int64_t(bytes.size()) && f.first_layer >= 0 && uint64_t(layer + 1) * 4 <= bytes[size_t(f.tensor_scale_buffer)],
              "the plan's box %d reaches past the tensor scales at the %s.", n, name_of(which));
@@ -108,19 +127,20 @@ kvx_status_t check_side(const Plan& plan, const kvx_plan_box_t& box, int n, int 
   KVX_NEED(ok, "the plan's box %d has a negative or overflowing stride at the %s.", n, name_of(which));
   const std::vector<uint64_t>& bytes = plan.bytes[which];
   KVX_NEED(buffer < int64_t(bytes.size()), "the plan's box %d reaches %s buffer %lld; there are %zu.", n, name_of(which), (long long)buffer, bytes.size());
-  // Every reachable buffer: strides over steps are walked, which touches each at most once per digit.
-  std::vector<int32_t> reached{s.buffer};
-  auto walk = [&](int64_t count, int32_t step) {
-    if (step == 0) return;
-    const size_t before = reached.size();
-    for (int64_t i = 1; i < count; i++)
-      for (size_t j = 0; j < before; j++) reached.push_back(reached[j] + int32_t(i * step));
+  // Every buffer some index reaches. Along one axis, b is reached when one that was lies a whole number of steps behind it.
+  std::vector<bool> reached(bytes.size());
+  reached[size_t(s.buffer)] = true;
+  std::vector<int64_t> behind(bytes.size());
+  auto walk = [&](int64_t count, int64_t step) {
+    if (step == 0 || count == 1) return;
+    for (size_t b = 0; b < bytes.size(); b++) behind[b] = reached[b] ? 0 : b >= size_t(step) ? behind[b - size_t(step)] + 1 : count;
+    for (size_t b = 0; b < bytes.size(); b++) reached[b] = behind[b] < count;
   };
   walk(num_blocks, s.block_step);
-  for (uint32_t i = 0; i < box.num_digits && reached.size() <= 16 * bytes.size(); i++) walk(box.digit[i].size, step_of(box.digit[i], which));
-  for (int32_t b : reached)
-    KVX_NEED(uint64_t(last) <= bytes[size_t(b)], "the plan's box %d ends at byte %lld of %s buffer %d, which has %llu.", n, (long long)last, name_of(which), b,
-             (unsigned long long)bytes[size_t(b)]);
+  for (uint32_t i = 0; i < box.num_digits; i++) walk(box.digit[i].size, step_of(box.digit[i], which));
+  for (size_t b = 0; b < bytes.size(); b++)
+    KVX_NEED(!reached[b] || uint64_t(last) <= bytes[b], "the plan's box %d ends at byte %lld of %s buffer %zu, which has %llu.", n, (long long)last, name_of(which), b,
+             (unsigned long long)bytes[b]);
   return KVX_STATUS_OK;
 }
 
@@ -136,6 +156,9 @@ kvx_status_t load(const void* data, uint64_t num_bytes, Plan* plan) {
   KVX_NEED(h.plan_bytes == num_bytes && want == num_bytes, "the plan's counts make %llu bytes, its header says %llu, and %llu were given.",
            (unsigned long long)want, (unsigned long long)h.plan_bytes, (unsigned long long)num_bytes);
   KVX_NEED(h.src_block_size > 0 && h.dst_block_size > 0 && h.src_num_blocks > 0 && h.dst_num_blocks > 0 && h.unit_tokens > 0, "the plan has an empty block or cache.");
+  KVX_NEED(h.src_block_size < kMaxBlockSize && h.dst_block_size < kMaxBlockSize && h.src_num_blocks < kMaxBlocks && h.dst_num_blocks < kMaxBlocks,
+           "the plan has blocks of %lld and %lld tokens, %lld and %lld of them; blocks stay under 2^30 tokens and caches under 2^40 blocks.", (long long)h.src_block_size,
+           (long long)h.dst_block_size, (long long)h.src_num_blocks, (long long)h.dst_num_blocks);
   KVX_NEED(h.src_block_size % h.unit_tokens == 0 && h.dst_block_size % h.unit_tokens == 0, "unit_tokens %u does not divide the block sizes %lld and %lld.",
            h.unit_tokens, (long long)h.src_block_size, (long long)h.dst_block_size);
   p += sizeof h;
@@ -160,11 +183,13 @@ kvx_status_t load(const void* data, uint64_t num_bytes, Plan* plan) {
   }
   for (uint32_t i = 0; i < h.num_boxes; i++) {
     const kvx_plan_box_t& box = plan->boxes[i];
-    KVX_NEED(box.num_digits <= KVX_PLAN_MAX_DIGITS && box.run_bytes > 0 && box.cell <= h.num_cells, "the plan's box %u has %u digits and runs of %lld bytes.", i,
-             box.num_digits, (long long)box.run_bytes);
-    int64_t tokens = 1;
+    KVX_NEED(box.num_digits <= KVX_PLAN_MAX_DIGITS && box.run_bytes > 0, "the plan's box %u has %u digits and runs of %lld bytes.", i, box.num_digits, (long long)box.run_bytes);
+    KVX_NEED(box.cell <= h.num_cells, "the plan's box %u names cell %u; there are %u.", i, box.cell, h.num_cells);
+    int64_t tokens = 1, all = 1;
     for (uint32_t d = 0; d < box.num_digits; d++) {
-      KVX_NEED(box.digit[d].size > 0 && box.digit[d].token >= 0, "digit %u of the plan's box %u has size %lld.", d, i, (long long)box.digit[d].size);
+      KVX_NEED(box.digit[d].size > 0, "digit %u of the plan's box %u has size %lld.", d, i, (long long)box.digit[d].size);
+      KVX_NEED(box.digit[d].token >= 0, "digit %u of the plan's box %u steps %lld tokens.", d, i, (long long)box.digit[d].token);
+      KVX_NEED(mul_fits(all, box.digit[d].size, &all) && all <= kMaxIndex, "the plan's box %u moves more than 2^40 runs a unit.", i);
       if (box.digit[d].token) KVX_NEED(mul_fits(tokens, box.digit[d].size, &tokens) && tokens <= h.unit_tokens, "box %u has more tokens than a unit.", i);
     }
     for (int which = 0; which < 2; which++) KVX_TRY(check_side(*plan, box, int(i), which));
@@ -222,14 +247,14 @@ int alignment_of(const Job& job, const std::vector<char*> buffers[2], int64_t un
   return low == 0 || low > 16 ? 16 : int(low);
 }
 
-kvx_status_t check_scale_alignment(const kvx_plan_cell_t& cell, const Bound& bound) {
+// Buffers that a cell reads or writes begin at multiples of its elements and scales.
+kvx_status_t check_buffer_alignment(const kvx_plan_cell_t& cell, const Bound& bound) {
   for (int w = 0; w < 2; w++) {
     const kvx_plan_format_t& f = format_of(cell, w);
-    const int32_t buffers[2] = {f.granularity && !f.is_inline ? f.scale_buffer : -1, f.tensor_scale_buffer};
-    const int size[2] = {f.granularity ? dtype_bits(f.scale_dtype) / 8 : 1, 4};
-    for (int i = 0; i < 2; i++)
-      KVX_NEED(buffers[i] < 0 || uintptr_t(bound.buffers[w][size_t(buffers[i])]) % uintptr_t(size[i]) == 0, "%s buffer %d holds scales of %d bytes and is not aligned to them.", name_of(w),
-               buffers[i], size[i]);
+    const int element = dtype_bits(f.dtype) < 16 ? 1 : dtype_bits(f.dtype) / 8, scale = f.granularity ? dtype_bits(f.scale_dtype) / 8 : 1;
+    const uintptr_t need = uintptr_t(std::max({element, scale, f.tensor_scale_buffer >= 0 ? 4 : 1}));
+    for (size_t i = 0; i < bound.buffers[w].size(); i++)
+      KVX_NEED(uintptr_t(bound.buffers[w][i]) % need == 0, "%s buffer %zu is not aligned to the %zu bytes of its elements or scales.", name_of(w), i, size_t(need));
   }
   return KVX_STATUS_OK;
 }
@@ -378,7 +403,7 @@ kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, bool 
   }
   for (int w = 0; w < 2; w++) {
     copy_indices(*arrays[w], &out->ids[w]);
-    std::vector<bool> seen(w == DST ? size_t(num_blocks[w]) : 0);
+    std::vector<int64_t> named;
     for (int64_t s = 0; s < seqs[w]; s++) {
       const int64_t used = has_lens ? (out->lens[size_t(s)] + block_size[w] - 1) / block_size[w] : t.columns[w];
       for (int64_t c = 0; c < used; c++) {
@@ -386,12 +411,12 @@ kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, bool 
         if (id >= num_blocks[w])
           return fail(KVX_STATUS_OUT_OF_RANGE, "%s[%lld] is %lld; the %s has %lld blocks. Nothing was converted.", names[w], (long long)(s * t.columns[w] + c),
                       (long long)id, name_of(w), (long long)num_blocks[w]);
-        if (w == DST && has_destination && id >= 0) {
-          if (seen[size_t(id)]) return fail(KVX_STATUS_INVALID_ARGUMENT, "dst_blocks names block %lld twice. Nothing was converted.", (long long)id);
-          seen[size_t(id)] = true;
-        }
+        if (w == DST && has_destination && id >= 0) named.push_back(id);
       }
     }
+    std::sort(named.begin(), named.end());
+    const auto twice = std::adjacent_find(named.begin(), named.end());
+    if (twice != named.end()) return fail(KVX_STATUS_INVALID_ARGUMENT, "dst_blocks names block %lld twice. Nothing was converted.", (long long)*twice);
     t.ids[w] = out->ids[w].data(), t.index_bytes[w] = 8, t.index_stride[w] = 8, t.row_stride[w] = 8 * t.columns[w];
   }
   t.seq_lens = has_lens ? out->lens.data() : nullptr;
@@ -400,8 +425,9 @@ kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, bool 
 }
 
 kvx_status_t check_memory(const kvx_convert_args_t& args, Bound* out) {
-  KVX_NEED(args.struct_bytes >= sizeof args && args.version >> 16 == KVX_ABI_VERSION_MAJOR && args.flags == 0, "args has version 0x%x, %u bytes and flags %llu.",
-           args.version, args.struct_bytes, (unsigned long long)args.flags);
+  if (args.version >> 16 != KVX_ABI_VERSION_MAJOR)
+    return fail(KVX_STATUS_INCOMPATIBLE, "args has version 0x%x; this library speaks %d.%d.", args.version, KVX_ABI_VERSION_MAJOR, KVX_ABI_VERSION_MINOR);
+  KVX_NEED(args.struct_bytes >= sizeof args && args.flags == 0, "args has %u bytes and flags %llu.", args.struct_bytes, (unsigned long long)args.flags);
   bool device[3];
   const int32_t memory[3] = {args.src_memory, args.dst_memory, args.table_memory};
   const char* names[3] = {"src_memory", "dst_memory", "table_memory"};
@@ -423,7 +449,7 @@ kvx_status_t bind(const Plan& plan, const kvx_convert_args_t& args, Bound* out) 
   KVX_TRY(bind_tables(plan, args, true, out));
   for (const kvx_plan_box_t& box : plan.boxes) {
     if (box.cell) {
-      KVX_TRY(check_scale_alignment(plan.cells[box.cell - 1], *out));
+      KVX_TRY(check_buffer_alignment(plan.cells[box.cell - 1], *out));
       out->cell_jobs.push_back(make_cell_job(box, plan, *out));
       continue;
     }
@@ -499,15 +525,31 @@ void fold(Job* job, Which by) {
 
 using namespace kvx;
 
+namespace {
+
+// No exception crosses the C edge. What throws here is memory that could not be had.
+template <class Call>
+kvx_status_t guarded(Call&& call) {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    return fail(KVX_STATUS_INTERNAL_ERROR, "it could not get the memory it needs (%s).", error.what());
+  }
+}
+
+}  // namespace
+
 extern "C" {
 
 kvx_status_t kvx_plan_load(const void* bytes, uint64_t num_bytes, kvx_plan_t** plan) {
   begin_call("kvx_plan_load()");
   KVX_NEED(bytes != nullptr && plan != nullptr, "bytes or plan is NULL.");
-  auto loaded = std::make_unique<Plan>();
-  KVX_TRY(load(bytes, num_bytes, loaded.get()));
-  *plan = reinterpret_cast<kvx_plan_t*>(loaded.release());
-  return KVX_STATUS_OK;
+  return guarded([&] {
+    auto loaded = std::make_unique<Plan>();
+    KVX_TRY(load(bytes, num_bytes, loaded.get()));
+    *plan = reinterpret_cast<kvx_plan_t*>(loaded.release());
+    return KVX_STATUS_OK;
+  });
 }
 
 void kvx_plan_free(kvx_plan_t* plan) { delete reinterpret_cast<Plan*>(plan); }
@@ -515,16 +557,18 @@ void kvx_plan_free(kvx_plan_t* plan) { delete reinterpret_cast<Plan*>(plan); }
 kvx_status_t kvx_bind(const kvx_plan_t* plan, const kvx_convert_args_t* args, kvx_bound_t** bound) {
   begin_call("kvx_bind()");
   KVX_NEED(plan != nullptr && args != nullptr && bound != nullptr, "plan, args or bound is NULL.");
-  auto made = std::make_unique<Bound>();
-  KVX_TRY(bind(*reinterpret_cast<const Plan*>(plan), *args, made.get()));
-  *bound = reinterpret_cast<kvx_bound_t*>(made.release());
-  return KVX_STATUS_OK;
+  return guarded([&] {
+    auto made = std::make_unique<Bound>();
+    KVX_TRY(bind(*reinterpret_cast<const Plan*>(plan), *args, made.get()));
+    *bound = reinterpret_cast<kvx_bound_t*>(made.release());
+    return KVX_STATUS_OK;
+  });
 }
 
 kvx_status_t kvx_run(const kvx_bound_t* bound, void* stream) {
   begin_call("kvx_run()");
   KVX_NEED(bound != nullptr, "bound is NULL.");
-  return run(*reinterpret_cast<const Bound*>(bound), stream);
+  return guarded([&] { return run(*reinterpret_cast<const Bound*>(bound), stream); });
 }
 
 void kvx_bound_free(kvx_bound_t* bound) { delete reinterpret_cast<Bound*>(bound); }
@@ -532,19 +576,23 @@ void kvx_bound_free(kvx_bound_t* bound) { delete reinterpret_cast<Bound*>(bound)
 kvx_status_t kvx_digest(const kvx_plan_t* plan, const kvx_convert_args_t* args, uint64_t* digest, void* stream) {
   begin_call("kvx_digest()");
   KVX_NEED(plan != nullptr && args != nullptr && digest != nullptr, "plan, args or digest is NULL.");
-  Bound bound;
-  KVX_TRY(bind_digest(*reinterpret_cast<const Plan*>(plan), *args, &bound));
-  if (bound.on_device) return cuda::digest(&bound, digest, stream);
-  cpu::digest(bound, digest);
-  return KVX_STATUS_OK;
+  return guarded([&] {
+    Bound bound;
+    KVX_TRY(bind_digest(*reinterpret_cast<const Plan*>(plan), *args, &bound));
+    if (bound.on_device) return cuda::digest(&bound, digest, stream);
+    cpu::digest(bound, digest);
+    return KVX_STATUS_OK;
+  });
 }
 
 kvx_status_t kvx_convert(const kvx_plan_t* plan, const kvx_convert_args_t* args, void* stream) {
   begin_call("kvx_convert()");
   KVX_NEED(plan != nullptr && args != nullptr, "plan or args is NULL.");
-  Bound bound;
-  KVX_TRY(bind(*reinterpret_cast<const Plan*>(plan), *args, &bound));
-  return run(bound, stream);
+  return guarded([&] {
+    Bound bound;
+    KVX_TRY(bind(*reinterpret_cast<const Plan*>(plan), *args, &bound));
+    return run(bound, stream);
+  });
 }
 
 }  // extern "C"
