@@ -1,8 +1,6 @@
 // convert on the host: all units, and each job's digits beyond the two of a grid or tile, make one list of items that threads share.
 #include "../convert.h"
 
-#include <stdlib.h>
-
 #include <algorithm>
 
 #include "../run.h"
@@ -52,15 +50,10 @@ Shape shape_of(Job* job) {
   if (s.is_tile) {
     s.inner = 2;
   } else {
-    // Two digits that need no lookup and no counting of tokens: those that keep both sides in one stretch of memory, and of the
-    // two, the source's order, so that it is read front to back.
-    auto weight = [](const Digit& d) {
-      const bool plain = !d.step[0] && !d.step[1] && !d.token;
-      return plain ? double(std::abs(d.stride[0])) * double(std::abs(d.stride[1])) : 1e300;
-    };
-    std::stable_sort(job->digit, job->digit + job->num_digits, [&](const Digit& a, const Digit& b) { return weight(a) < weight(b); });
-    while (s.inner < 2 && s.inner < job->num_digits && weight(job->digit[s.inner]) < 1e300) s.inner++;
-    if (s.inner == 2 && job->digit[0].stride[SRC] > job->digit[1].stride[SRC]) std::swap(job->digit[0], job->digit[1]);
+    // Two digits that need no lookup and no counting of tokens, in the order of the source: it is read front to back.
+    auto is_plain = [](const Digit& d) { return !d.step[0] && !d.step[1] && !d.token; };
+    std::stable_partition(job->digit, job->digit + job->num_digits, is_plain);
+    while (s.inner < 2 && s.inner < job->num_digits && is_plain(job->digit[s.inner])) s.inner++;
     const Digit one{1, {0, 0}, 0, {0, 0}};
     const Digit &in = s.inner > 0 ? job->digit[0] : one, &out = s.inner > 1 ? job->digit[1] : one;
     s.grid = CopyGrid{job->run, out.size, in.size, out.stride[DST], in.stride[DST], out.stride[SRC], in.stride[SRC]};

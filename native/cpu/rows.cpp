@@ -288,16 +288,17 @@ template <class T>
 inline void transpose_one(const cpu::Transpose& t, char* dst, const char* src, Ahead ahead) {
   constexpr int n = Lanes<T>::n, size = int(sizeof(T));
   const int64_t across = t.across / n * n, down = t.down / n * n;
-  for (int64_t i = 0; i < across; i += n) {
-    ahead.ask(i + n, across);
-    int64_t j = 0;
-    for (; j + 2 * n <= down; j += 2 * n) turn_two<T>(dst + i * t.dst_stride + j * size, t.dst_stride, src + j * t.src_stride + i * size, t.src_stride);
-    for (; j < down; j += n) {
+  int64_t j = 0;
+  for (; j + 2 * n <= down; j += 2 * n) {  // the rows of the source stay in registers while i walks along them
+    ahead.ask(j + 2 * n, down);
+    for (int64_t i = 0; i < across; i += n) turn_two<T>(dst + i * t.dst_stride + j * size, t.dst_stride, src + j * t.src_stride + i * size, t.src_stride);
+  }
+  for (; j < down; j += n)
+    for (int64_t i = 0; i < across; i += n) {
       typename Lanes<T>::Vector rows[n];
       turn_tile<T>(rows, src + j * t.src_stride + i * size, t.src_stride);
       for (int k = 0; k < n; k++) memcpy(dst + (i + k) * t.dst_stride + j * size, &rows[k], 16);
     }
-  }
   if (across == t.across && down == t.down) return;
   for (int64_t i = 0; i < t.across; i++)
     for (int64_t j = i < across ? down : 0; j < t.down; j++) memcpy(dst + i * t.dst_stride + j * size, src + j * t.src_stride + i * size, sizeof(T));
