@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 import kvx
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, KvxError
+from kvx.layout.axes import Layout
+from kvx.layout.place import buffer_sizes
 from kvx.layout.planes import cache_shapes
 from kvx.ops import backend as backends
 from kvx.ops import library, native
@@ -49,11 +52,25 @@ def build_facts() -> dict[str, Any]:
 
 
 def spec_facts(spec: kvx.CacheSpec) -> dict[str, Any]:
+    names = (
+        "num_layers",
+        "num_blocks",
+        "block_size",
+        "num_kv_heads",
+        "head_dim",
+        "layout",
+        "format",
+        "layer_start",
+        "head_start",
+        "model",
+    )
+    reason = Layout.parse(spec.layout).unsupported_by_ops
     return {
-        **{n: getattr(spec, n) for n in ("num_blocks", "block_size", "num_kv_heads", "head_dim", "layout", "format")},
+        **{n: getattr(spec, n) for n in names},
         "v_head_dim": spec.plane(1).head_dim,
         "v_format": spec.plane(1).format.name,
-        "tensors": [list(s) for s in cache_shapes(spec)],
+        "buffers": [f"{count} x {size:,} bytes" for count, size in buffer_sizes(spec)],
+        "tensors of a layer": f"convert only: the layout {reason}" if reason else [list(s) for s in cache_shapes(spec)],
         "scales": {p.name: list(s) if (s := spec.scale_shape(i)) is not None else None for i, p in enumerate(spec.planes)},
         "bytes_per_token": spec.token_bytes,
         "bytes": spec.cache_bytes,
@@ -103,7 +120,7 @@ def _describe(name: str, t: torch.Tensor) -> dict[str, Any]:
 def inspect(
     path: Annotated[
         Path | None,
-        typer.Argument(help="a spec (.json) or a tensor file (.pt, .npy, .safetensors); nothing: this build"),
+        typer.Argument(help="a spec (.json), a cache file, or tensors (.pt, .npy, .safetensors); nothing: this build"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     env: Annotated[bool, typer.Option("--env", help="print the environment variables KVX reads")] = False,
@@ -136,6 +153,10 @@ def inspect(
         raise BadArgument(f"inspect: {path} does not exist.")
     if path.suffix == ".json":
         facts = spec_facts(kvx.from_json(path.read_text()))
+        return _show(str(path), ("field", "value"), [(k, str(v)) for k, v in facts.items()], facts, as_json)
+    with suppress(KvxError):  # a cache file says more than its tensors do
+        file = kvx.load(path)
+        facts = {**spec_facts(file.spec), "content digest": file.content or "not kept"}
         return _show(str(path), ("field", "value"), [(k, str(v)) for k, v in facts.items()], facts, as_json)
     rows_ = tensor_facts(path)
     columns = ("name", "shape", "stride", "dtype", "bytes", "nan", "inf", "amax", "zero_share")

@@ -81,6 +81,15 @@ def test_verify_finds_a_damaged_file(cache):
     run("verify", str(cache), code=1)
 
 
+def test_inspect_shows_what_a_file_holds(cache, tmp_path):
+    facts = json.loads(run("inspect", str(cache), "--json"))
+    assert (facts["layout"], facts["num_layers"], facts["buffers"]) == (SPEC.layout, 3, ["3 x 49,152 bytes"])
+    assert facts["content digest"] == kvx.load(cache).content
+    spec = tmp_path / "universal.json"
+    spec.write_text(kvx.to_json(replace(SPEC, layout="block | head layer kv token dim")))
+    assert "convert only" in run("inspect", str(spec))
+
+
 def test_other_readers_see_the_tensors(cache):
     safetensors = pytest.importorskip("safetensors.torch")
     tensors = safetensors.load_file(cache)
