@@ -187,10 +187,16 @@ def plan(
     dst: CacheSpec | Sequence[CacheSpec],  # what is wanted
     *,
     layers: tuple[int, int] | None = None,  # first and end, of the model's layers; None = all the destination holds
+    rope: tuple[str, str] = ("half", "half"),  # how K's rotated pairs lie at either side: "half" apart, or "interleaved"
+    rotary_dim: int = 0,  # elements of a K row that are rotated, the first ones; 0 = all
 ) -> Plan:
-    """How the bytes of `src` become those of `dst`. Raises with both values where the two cannot match."""
+    """How the bytes of `src` become those of `dst`. Raises with both values where the two cannot match.
+
+    llama.cpp keeps the two numbers of a rotated pair side by side, Transformers half a row apart: rope=("interleaved", "half").
+    """
     sources, targets = _as_shards("src", src), _as_shards("dst", dst)
     _require_match(sources[0], targets[0])
+    turn = _turn(sources[0], targets[0], rope, rotary_dim)
     unit = _unit_tokens(sources[0], targets[0])
     boxes: list[Box] = []
     dst_buffer = 0
@@ -208,7 +214,7 @@ def plan(
                 both, rest = _cut(r, source)
                 left += rest
                 if both is not None:
-                    ways = [_ways(source, target, i) for i in range(target.num_planes)]
+                    ways = [_ways(source, target, i, turn if i == 0 else None) for i in range(target.num_planes)]
                     planes = [[x for way in w for x in _boxes(way, both, unit, src_buffer, dst_buffer)] for w in ways]
                     boxes += _join(planes[0], planes[1]) if len(planes) == 2 else planes[0]
             missing = left
@@ -352,9 +358,43 @@ class _Way(NamedTuple):
     cell: Cell | None = None
     a_scale: Place | None = None
     b_scale: Place | None = None
+    turn: _Turn | None = None
 
 
-def _ways(src: CacheSpec, dst: CacheSpec, plane: int) -> list[_Way]:
+class _Turn(NamedTuple):
+    """Pairs of a row that lie another way at the destination: steps, in units, to the next pair and to a pair's other number."""
+
+    units: int  # how many of the row
+    src: tuple[int, int]
+    dst: tuple[int, int]
+
+
+def _turn(src: CacheSpec, dst: CacheSpec, rope: tuple[str, str], rotary_dim: int) -> _Turn | None:
+    size = rotary_dim or src.head_dim
+    if len(rope) != 2 or any(r not in ("half", "interleaved") for r in rope):
+        raise BadArgument(f'plan(): rope is {rope!r}; it is ("half" or "interleaved" of src, the same of dst).')
+    if rope[0] == rope[1]:
+        return None
+    if not 0 < size <= src.head_dim or size % 2:
+        raise BadArgument(f"plan(): rotary_dim is {size}; it is even and at most head_dim {src.head_dim}.")
+    for spec in (src, dst):
+        fmt = spec.plane(0).format
+        if (
+            len(places(spec)[0].of("dim")) > 1
+            or fmt.element.bits < 8
+            or fmt.group_size
+            or fmt.is_inline
+            or src.plane(0).format != fmt
+        ):
+            raise Unsupported(
+                f"plan(): rope pairs are turned in rows that stay whole and keep their format; {spec.layout!r}, {fmt} splits them "
+                "or changes it. Convert in two steps."
+            )
+    steps = {"half": (1, size // 2), "interleaved": (2, 1)}
+    return _Turn(size, steps[rope[0]], steps[rope[1]])
+
+
+def _ways(src: CacheSpec, dst: CacheSpec, plane: int, turn: _Turn | None) -> list[_Way]:
     a, b = places(src)[plane], places(dst)[plane]
     mine, theirs = src.plane(plane), dst.plane(plane)
     if replace(mine.format, name="", is_inline=False) != replace(theirs.format, name="", is_inline=False):
@@ -362,7 +402,7 @@ def _ways(src: CacheSpec, dst: CacheSpec, plane: int) -> list[_Way]:
         return [_Way(src, dst, a, b, 1, cell, scale_places(src)[plane], scale_places(dst)[plane])]
     if mine.format == theirs.format and mine.format.is_inline:
         return [_Way(src, dst, a, b, mine.row_units)]  # scales travel in their rows
-    ways = [_Way(src, dst, a, b, mine.head_dim * mine.format.element.bits // (8 * a.unit_bytes))]
+    ways = [_Way(src, dst, a, b, mine.head_dim * mine.format.element.bits // (8 * a.unit_bytes), turn=turn)]
     a_scale, b_scale = (_scale_place(spec, plane) for spec in (src, dst))
     if a_scale is not None and b_scale is not None:
         groups = mine.format.num_groups(mine.head_dim) if a_scale.of("dim") else 1
@@ -431,6 +471,9 @@ def _boxes(way: _Way, r: _Rectangle, unit: int, src_buffer: int, dst_buffer: int
         if not a.of(axis) or not b.of(axis):  # one scale for all of them
             continue
         grown = []
+        if axis == "dim" and way.turn is not None:
+            partial = [x for at_a, at_b, cell, digits in partial for x in _turned(way, way.turn, at_a, at_b, cell, digits)]
+            continue
         for at_a, at_b, cell, digits in partial:
             for begin, parts in pieces(count, first_a, a.of(axis)[0].divisor, first_b, b.of(axis)[0].divisor):
                 byte_a, step_a = reach(a, axis, first_a + begin)
@@ -448,6 +491,20 @@ def _boxes(way: _Way, r: _Rectangle, unit: int, src_buffer: int, dst_buffer: int
         if cell is not None:
             cell = cell._replace(src=_in_table(cell.src, src_buffer), dst=_in_table(cell.dst, dst_buffer))
         yield Box(at_a, at_b, a.unit_bytes, digits, cell)
+
+
+_Partial = tuple[Side, Side, Cell | None, tuple[BoxDigit, ...]]
+
+
+def _turned(way: _Way, turn: _Turn, at_a: Side, at_b: Side, cell: Cell | None, digits: tuple[BoxDigit, ...]) -> list[_Partial]:
+    """The rotated part of rows, pair by pair, and the rest as it is."""
+    unit, rest = way.a.unit_bytes, way.units - turn.units
+    pair, other = (BoxDigit(n, turn.src[i] * unit, turn.dst[i] * unit, 0, 0) for i, n in enumerate((turn.units // 2, 2)))
+    out: list[_Partial] = [(at_a, at_b, cell, (*digits, pair, other))]
+    if rest:
+        a, b = (at._replace(offset=at.offset + turn.units * unit) for at in (at_a, at_b))
+        out.append((a, b, cell, (*digits, BoxDigit(rest, unit, unit, 0, 0))))
+    return out
 
 
 def _moved(cell: Cell | None, way: _Way, axis: str, a: int, b: int) -> Cell | None:

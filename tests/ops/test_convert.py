@@ -178,6 +178,36 @@ def test_a_bound_plan_runs_again(backend):
     compare.bitwise(back[0].cpu(), a[0].cpu())
 
 
+@pytest.mark.parametrize("rotary", [0, 16])
+@pytest.mark.parametrize("fmt", ["bf16", "f32", "int8_per_token_head"])
+def test_rope_pairs_are_turned(backend, rotary, fmt):
+    """K's pairs half a row apart, as Transformers has them, to side by side, as llama.cpp does, and back. V stays."""
+    a = kvx.CacheSpec(3, 4, 2, 32, num_layers=2, layout="layer kv | block token head dim", format=fmt)
+    b = replace(a, layout="layer kv | block head token dim")
+    source = fill(a, 0, backend.device)
+    there, back = (kvx.allocate_buffers(s, backend.device) for s in (b, a))
+    convert(there, source, plan=kvx.plan(a, b, rope=("half", "interleaved"), rotary_dim=rotary), backend=backend.name)
+    convert(back, there, plan=kvx.plan(b, a, rope=("interleaved", "half"), rotary_dim=rotary), backend=backend.name)
+    for got, want in zip(back, source, strict=True):
+        compare.bitwise(got.cpu().view(torch.uint8), want.cpu().view(torch.uint8))
+    width, size = source[0].numel() // (3 * 4 * 2 * 32), rotary or 32
+    for i, (x, y) in enumerate(zip(source[:4], there[:4], strict=True)):
+        rows = x.cpu().view(3, 4, 2, 32, width).transpose(1, 2)
+        pairs = torch.stack([rows[..., : size // 2, :], rows[..., size // 2 : size, :]], dim=-2).flatten(-3, -2)
+        want = torch.cat([pairs, rows[..., size:, :]], dim=-2) if i % 2 == 0 else rows
+        compare.bitwise(y.cpu().view(3, 2, 4, 32, width), want.contiguous())
+
+
+def test_rope_pairs_that_cannot_be_turned():
+    a, b = spec_pair()
+    with pytest.raises(kvx.BadArgument, match="rotary_dim is 5; it is even and at most head_dim 8"):
+        kvx.plan(a, b, rope=("half", "interleaved"), rotary_dim=5)
+    with pytest.raises(kvx.BadArgument, match="rope is"):
+        kvx.plan(a, b, rope=("half", "neox"))
+    with pytest.raises(kvx.Unsupported, match="two steps"):
+        kvx.plan(a, replace(b, format="int8_per_token_head"), rope=("half", "interleaved"))
+
+
 # ---- refused
 
 
