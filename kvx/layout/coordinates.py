@@ -14,8 +14,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from kvx.errors import Unsupported
+from kvx.layout.box import Box, BoxDigit, Side
+from kvx.layout.match import inline_scale_place, pieces, reach
 from kvx.layout.place import Digit, Place, places, scale_places, tensor_scale_buffers
-from kvx.layout.plan import Box, BoxDigit, Plan, Side, inline_scale_place, pieces, reach
+from kvx.layout.plan import Plan
 from kvx.spec.cache_spec import CacheSpec
 
 ROW_SCALE, ROW_TENSOR = 1 << 23, 1 << 22

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange
-from kvx.layout.plan import Box, Plan
+from kvx.layout.box import Box
+from kvx.layout.plan import Plan
 from kvx.ops import backend as backends
 from kvx.ops import native
 from kvx.ops.transcode import BY_BLOCK, Rows

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument, Unsupported
+from kvx.layout.box import Box, fold
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.coordinates import coordinate_bytes, coordinate_plan
 from kvx.layout.place import num_buffers
-from kvx.layout.plan import Box, fold, plan
+from kvx.layout.plan import plan
 from kvx.ops import backend as backends
 from kvx.ops import convert as conversion
 from kvx.ops import native

@@ -7,7 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kvx.layout.plan import Box, Cell, RowFormat, Side
+from kvx.layout.box import Box, Cell, RowFormat, Side
 from kvx.quant.numbers import decode, encode, torch_dtype
 from kvx.quant.scales import finite_amax, load_scale, round_scale, scale_from_amax
 from kvx.spec.dtypes import DTYPES
