@@ -63,16 +63,15 @@ def load(path: str | Path, expect: CacheSpec | None = None) -> CacheFile:
             )
         try:
             header = json.loads(file.read(length))
-            manifest = header.pop("__metadata__", {}).get(MANIFEST, "") if isinstance(header, dict) else ""
-        except (ValueError, AttributeError):
+            metadata = header.pop("__metadata__", {})
+            manifest, content = metadata.get(MANIFEST, ""), metadata.get(CONTENT, "")
+        except (ValueError, AttributeError, TypeError):
             raise BadArgument(f"load(): {path} has no readable header; it is no safetensors file.") from None
         if not manifest:
             raise BadArgument(f'load(): {path} has no "{MANIFEST}" in its metadata; kvx.save() and kvx convert write it.')
         spec = from_json(manifest)
         if expect is not None:
             require_same(expect, spec)
-        file.seek(8)
-        content = json.loads(file.read(length))["__metadata__"].get(CONTENT, "")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return CacheFile(spec, _views(path, mapped, 8 + length, header, spec), content)
 

@@ -14,22 +14,25 @@ import kvx
 from kvx.bench.harness import COLD_BYTES, Row, time_calls
 from kvx.layout.place import buffer_bytes
 
+_ROWS = {
+    "vllm.0.22": "vllm.0.22.flash_attn",
+    "vllm.0.23": "vllm.0.23",
+    "vllm.0.26-nhd": "vllm.0.26.nhd",
+    "vllm.0.26-hnd": "vllm.0.26.hnd",
+    "vllm.blhnc": "vllm.blhnc",
+    "trtllm": "tensorrt_llm",
+    "stack-nhd": "dynamo.block_stack.nhd",
+    "stack-hnd": "dynamo.block_stack.hnd",
+    "operational": "dynamo.operational.nhd",
+    "universal": "dynamo.universal",
+    "packed": "tgi.paged",
+}
 LAYOUTS = {
-    "nhd": "layer kv | block token head dim",
-    "hnd": "layer kv | block head token dim",
-    "vllm.0.22": "layer | kv block token head dim",
-    "vllm.0.23": "layer | block kv token head dim",
-    "vllm.0.26-nhd": "layer | block token head (kv dim)",
-    "vllm.0.26-hnd": "layer | block head token (kv dim)",
-    "vllm.blhnc": "block layer head token (kv dim)",
-    "trtllm": "block layer kv head token dim",
-    "stack-nhd": "block layer kv | token head dim",
-    "stack-hnd": "block layer kv | head token dim",
-    "operational": "block | layer kv token head dim",
-    "universal": "block | head layer kv token dim",
-    "packed-k": "layer kv | block head dim/x token dim%x",
+    **{label: kvx.engine(name).layout for label, name in _ROWS.items()},
+    "nhd": f"layer {kvx.NHD}",
+    "hnd": f"layer {kvx.HND}",
+    "packed-k": f"layer {kvx.hnd_packed()}",
     "transposed-v": "layer kv | block head dim token",
-    "packed": "layer kv[K: | block head dim/x token dim%x; V: | block head dim token]",
 }
 
 

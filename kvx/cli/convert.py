@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from math import lcm
 from typing import Annotated
 
 import torch
@@ -74,7 +75,8 @@ def _walk(
 ) -> None:
     """All slots, in order, a few blocks at a time. Block sizes that differ meet at their least common multiple."""
     tokens = src.num_slots
-    step = max(1, _STEP_BYTES // max(1, src.cache_bytes // src.num_blocks)) * src.block_size * dst.block_size
+    both = lcm(src.block_size, dst.block_size)
+    step = max(1, _STEP_BYTES // max(1, src.cache_bytes * both // src.num_slots)) * both
     with Progress(transient=True) as bar:
         task = bar.add_task("converting", total=tokens)
         for begin in range(0, tokens, step):

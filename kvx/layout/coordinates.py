@@ -26,9 +26,18 @@ WORD = 8
 VIRTUAL_BYTES = 1 << 57
 
 
+def has_whole_words(spec: CacheSpec) -> bool:
+    """Whether the bytes of every word of a row stand together; otherwise convert to another layout first."""
+    for place in places(spec):
+        inner = place.of("dim")[-1]
+        if inner.stride != place.unit_bytes or (len(place.of("dim")) > 1 and inner.size * place.unit_bytes % WORD):
+            return False
+    return True
+
+
 @lru_cache(maxsize=256)
 def coordinate_plan(spec: CacheSpec) -> Plan:
-    """Raises where elements of a word stand apart in memory; convert to another layout first."""
+    """The walk over a cache whose rows have whole words."""
     if spec.layer_start + spec.num_layers > 1 << 16 or spec.head_start + spec.num_kv_heads > 1 << 16:
         raise Unsupported("digest(): layers and heads are numbered to 65,535, and this cache has more.")
     boxes: list[Box] = []
@@ -37,9 +46,6 @@ def coordinate_plan(spec: CacheSpec) -> Plan:
         units = plane.head_dim * plane.format.element.bits // (8 * place.unit_bytes)
         if units * place.unit_bytes >= ROW_TENSOR:
             raise Unsupported(f"digest(): rows of {units * place.unit_bytes} bytes; they are numbered to {ROW_TENSOR}.")
-        inner = place.of("dim")[-1]
-        if inner.stride != place.unit_bytes or (len(place.of("dim")) > 1 and inner.size * place.unit_bytes % WORD):
-            raise Unsupported(f"digest(): layout {spec.layout!r} does not keep words of {plane.name} rows together.")
         boxes += _boxes(spec, place, i, units, 0, place.unit_bytes)
         scale = inline_scale_place(spec, i) or scale_places(spec)[i]
         if scale is not None:

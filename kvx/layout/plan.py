@@ -125,6 +125,8 @@ def plan(
     """
     sources, targets = _as_shards("src", src), _as_shards("dst", dst)
     _require_match(sources[0], targets[0])
+    if layers is not None and not 0 <= layers[0] < layers[1]:
+        raise BadArgument(f"plan(): layers is {layers}; it is (first, end) of the model's layers, first before end.")
     turn = turn_of(sources[0], targets[0], rope, rotary_dim)
     unit = _unit_tokens(sources[0], targets[0])
     found: list[Box] = []

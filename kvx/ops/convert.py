@@ -73,7 +73,7 @@ class Bound:
         self.plan = plan
         self.src, self.dst = list(flat("src", src)), list(flat("dst", dst))
         for name, tensors in (("src", self.src), ("dst", self.dst)):
-            _check_buffers(name, tensors, plan.buffer_bytes(name))
+            check_buffers("convert", name, tensors, plan.buffer_bytes(name))
         self.src_blocks = blocks_of("src_blocks", src_blocks, plan.src[0].num_blocks)
         self.dst_blocks = blocks_of("dst_blocks", dst_blocks, plan.dst[0].num_blocks)
         self.seq_lens, self.errors = seq_lens, errors
@@ -92,35 +92,29 @@ class Bound:
         """On the current stream of the caches' device."""
         if self._handle is None:
             return _convert_torch(self)
-        status = native.run_call(
-            self._handle, torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
-        )
+        if self.device.type == "cuda":
+            status = native.run_call(self._handle, torch._C._cuda_getCurrentRawStream(self.device.index))
+        else:
+            status = native.run_host_call(self._handle, None)
         if status:
             native.raise_status(status)
         if self.errors is not None and backends.is_debug():
             bad = int(self.errors)
             if bad:
+                self.errors.zero_()
                 raise OutOfRange(f"convert(): {bad} block ids are outside the caches; those blocks were not converted.")
 
     def _bind(self) -> None:
         lib = native.LIB
         assert lib is not None
-        args = native.ConvertArgs(version=native.ABI_VERSION, struct_bytes=ctypes.sizeof(native.ConvertArgs), device=-1)
-        args.src_memory, args.dst_memory = memory_of(self.src), memory_of(self.dst)
-        args.device = self.device.index if self.device.type == "cuda" else -1
+        args = new_args(self.device)
         ids = [self.src_blocks, self.dst_blocks] + ([] if self.seq_lens is None else [self.seq_lens])
         if len({t.device for t in ids}) > 1:
             raise BadArgument(
                 f"convert(): block ids and seq_lens are on {', '.join(str(t.device) for t in ids)}; keep them together."
             )
         args.table_memory = memory_of(ids)
-        keep: list[Any] = [args]
-        for name, tensors in (("src", self.src), ("dst", self.dst)):
-            pointers = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
-            sizes = (ctypes.c_uint64 * len(tensors))(*(t.numel() * t.element_size() for t in tensors))
-            setattr(args, f"{name}_buffers", ctypes.addressof(pointers))
-            setattr(args, f"{name}_bytes", ctypes.addressof(sizes))
-            keep += [pointers, sizes]
+        keep = [fill_side(args, "src", self.src), fill_side(args, "dst", self.dst)]
         native.fill_array(args.src_blocks, self.src_blocks)
         native.fill_array(args.dst_blocks, self.dst_blocks)
         if self.seq_lens is not None:
@@ -133,6 +127,24 @@ class Bound:
             native.raise_status(status)
         self._handle = handle.value
         weakref.finalize(self, lib.kvx_bound_free, handle.value)
+
+
+def new_args(device: torch.device) -> native.ConvertArgs:
+    return native.ConvertArgs(
+        version=native.ABI_VERSION,
+        struct_bytes=ctypes.sizeof(native.ConvertArgs),
+        device=device.index if device.type == "cuda" else -1,
+    )
+
+
+def fill_side(args: native.ConvertArgs, side: str, tensors: list[Tensor]) -> Any:
+    """Addresses and sizes of src or dst. What comes back must live as long as the call."""
+    pointers = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+    sizes = (ctypes.c_uint64 * len(tensors))(*(t.numel() * t.element_size() for t in tensors))
+    setattr(args, f"{side}_memory", memory_of(tensors))
+    setattr(args, f"{side}_buffers", ctypes.addressof(pointers))
+    setattr(args, f"{side}_bytes", ctypes.addressof(sizes))
+    return pointers, sizes
 
 
 def _loaded(plan: Plan) -> int:
@@ -160,19 +172,19 @@ def flat(name: str, buffers: Buffers) -> Iterator[Tensor]:
         yield backends.as_tensor("convert", name, buffers)
 
 
-def _check_buffers(name: str, tensors: list[Tensor], sizes: tuple[int, ...]) -> None:
+def check_buffers(call: str, name: str, tensors: list[Tensor], sizes: tuple[int, ...]) -> None:
     if len(tensors) != len(sizes):
-        raise BadArgument(f"convert(): {name} has {len(tensors)} buffers; the plan's specs make {len(sizes)}.")
+        raise BadArgument(f"{call}(): {name} has {len(tensors)} buffers; the specs make {len(sizes)}.")
     devices = {t.device for t in tensors}
     if len(devices) > 1:
-        raise BadArgument(f"convert(): {name} is on {len(devices)} devices: {', '.join(sorted(map(str, devices)))}.")
+        raise BadArgument(f"{call}(): {name} is on {len(devices)} devices: {', '.join(sorted(map(str, devices)))}.")
     for i, (t, size) in enumerate(zip(tensors, sizes, strict=True)):
         if not _is_dense(t):
             raise BadArgument(
-                f"convert(): {name} buffer {i} is {list(t.shape)} with strides {list(t.stride())}; its memory has holes."
+                f"{call}(): {name} buffer {i} is {list(t.shape)} with strides {list(t.stride())}; its memory has holes."
             )
         if t.numel() * t.element_size() < size:
-            raise BadArgument(f"convert(): {name} buffer {i} has {t.numel() * t.element_size()} bytes; the spec makes {size}.")
+            raise BadArgument(f"{call}(): {name} buffer {i} has {t.numel() * t.element_size()} bytes; the spec makes {size}.")
 
 
 def _is_dense(t: Tensor) -> bool:
@@ -200,6 +212,11 @@ def blocks_of(name: str, ids: Tensor | Sequence[int] | None, num_blocks: int) ->
     return ids
 
 
+def as_table(ids: Tensor) -> Tensor:
+    """[num_seqs, columns]: a list is one sequence."""
+    return ids if ids.dim() == 2 else ids.unsqueeze(0)
+
+
 def memory_of(tensors: Iterable[Tensor]) -> int:
     return 2 if next(iter(tensors)).is_cuda else 1
 
@@ -210,7 +227,7 @@ def memory_of(tensors: Iterable[Tensor]) -> int:
 def _check_ids(bound: Bound) -> None:
     """What the library checks of host tables."""
     p = bound.plan
-    tables = [t.cpu().to(torch.int64).view(-1, t.shape[-1]) for t in (bound.src_blocks, bound.dst_blocks)]
+    tables = [as_table(t).cpu().to(torch.int64) for t in (bound.src_blocks, bound.dst_blocks)]
     tokens = [t.shape[1] * s[0].block_size for t, s in zip(tables, (p.src, p.dst), strict=True)]
     if tables[0].shape[0] != tables[1].shape[0]:
         raise BadArgument(f"convert(): src_blocks has {tables[0].shape[0]} sequences and dst_blocks {tables[1].shape[0]}.")
@@ -263,7 +280,7 @@ def _scale_blocks(cells: list[Rows], src: list[Tensor], dst: list[Tensor]) -> No
 def _units(bound: Bound) -> Iterator[tuple[int, int, int, int, int]]:
     """(source block, destination block, token of each at which the unit starts, tokens that are there)."""
     p = bound.plan
-    rows = [t.cpu().view(-1, t.shape[-1]).tolist() for t in (bound.src_blocks, bound.dst_blocks)]
+    rows = [as_table(t).tolist() for t in (bound.src_blocks, bound.dst_blocks)]
     sizes = p.src[0].block_size, p.dst[0].block_size
     most = min(len(rows[0][0]) * sizes[0], len(rows[1][0]) * sizes[1]) if rows[0] else 0
     lens = [most] * len(rows[0]) if bound.seq_lens is None else bound.seq_lens.tolist()

@@ -13,11 +13,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument, Unsupported
+from kvx.errors import OutOfRange
 from kvx.layout.box import Box, fold
 from kvx.layout.buffers import allocate_buffers
-from kvx.layout.coordinates import coordinate_bytes, coordinate_plan
-from kvx.layout.place import num_buffers
+from kvx.layout.coordinates import coordinate_bytes, coordinate_plan, has_whole_words
+from kvx.layout.place import buffer_bytes, num_buffers
 from kvx.layout.plan import plan
 from kvx.ops import backend as backends
 from kvx.ops import convert as conversion
@@ -55,8 +55,7 @@ def digest(
     """
     shards = [spec] if isinstance(spec, CacheSpec) else list(spec)
     tensors = list(conversion.flat("cache", cache))
-    if len(tensors) != sum(num_buffers(s) for s in shards):
-        raise BadArgument(f"digest(): {len(tensors)} buffers; the specs make {sum(num_buffers(s) for s in shards)}.")
+    conversion.check_buffers("digest", "cache", tensors, tuple(size for s in shards for size in buffer_bytes(s)))
     total = Digest()
     for shard in shards:
         mine, tensors = tensors[: num_buffers(shard)], tensors[num_buffers(shard) :]
@@ -68,19 +67,17 @@ def _shard(
     tensors: list[Tensor], spec: CacheSpec, blocks: Tensor | Sequence[int] | None, seq_lens: Tensor | None, backend: str
 ) -> Digest:
     ids = conversion.blocks_of("blocks", blocks, spec.num_blocks)
-    try:
-        walk = coordinate_plan(spec)
-    except Unsupported:
+    if not has_whole_words(spec):
         return _staged(tensors, spec, ids, seq_lens, backend)
     if backends.choose("digest", backend, tensors[0]) == "torch":
-        return _digest_torch(tensors, walk.boxes, spec, ids, seq_lens)
+        return _digest_torch(tensors, coordinate_plan(spec).boxes, spec, ids, seq_lens)
     return _digest_native(tensors, spec, ids, seq_lens)
 
 
 def _staged(tensors: list[Tensor], spec: CacheSpec, ids: Tensor, seq_lens: Tensor | None, backend: str) -> Digest:
     """Rows that no word of which stands together (transposed V, packed CPU tiles): sequence by sequence through a plain layout."""
     names = "layer kv | block token head dim" if spec.num_planes == 2 else "layer | block token head dim"
-    table = ids.view(-1, ids.shape[-1])
+    table = conversion.as_table(ids)
     plain = replace(spec, layout=names, num_blocks=table.shape[1])
     stage = allocate_buffers(plain, tensors[0].device)
     total = Digest()
@@ -110,25 +107,20 @@ def add_digest(out: Tensor, tensors: list[Tensor], spec: CacheSpec, ids: Tensor,
     """Add one shard's two sums to `out` [2] int64, on the current stream of its device, without waiting."""
     lib = native.LIB
     assert lib is not None
-    device = tensors[0].device
-    args = native.ConvertArgs(version=native.ABI_VERSION, struct_bytes=ctypes.sizeof(native.ConvertArgs), device=-1)
-    args.src_memory = args.dst_memory = conversion.memory_of(tensors)
-    args.device = device.index if device.type == "cuda" else -1
-    args.table_memory = conversion.memory_of([ids])
-    pointers = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
-    sizes = (ctypes.c_uint64 * len(tensors))(*(t.numel() * t.element_size() for t in tensors))
-    args.src_buffers, args.src_bytes = ctypes.addressof(pointers), ctypes.addressof(sizes)
+    args = conversion.new_args(tensors[0].device)
+    args.dst_memory, args.table_memory = conversion.memory_of(tensors), conversion.memory_of([ids])
+    keep = conversion.fill_side(args, "src", tensors)
     native.fill_array(args.src_blocks, ids)
     if seq_lens is not None:
         native.fill_array(args.seq_lens, seq_lens)
     data, plan_handle = coordinate_bytes(coordinate_plan(spec)), ctypes.c_void_p()
     status = lib.kvx_plan_load(data, len(data), ctypes.addressof(plan_handle))
-    if not status:
-        status = lib.kvx_digest(plan_handle, ctypes.addressof(args), out.data_ptr(), native.stream_of(out))
-        message = lib.kvx_last_error().decode()
-        lib.kvx_plan_free(plan_handle)
-    else:
-        message = lib.kvx_last_error().decode()
+    if status:
+        native.raise_status(status)
+    status = native.digest_call(plan_handle, ctypes.addressof(args), out.data_ptr(), native.stream_of(out))
+    message = lib.kvx_last_error().decode()  # before the next call changes it
+    lib.kvx_plan_free(plan_handle)
+    del keep
     if status:
         native.raise_status(status, message)
 
@@ -144,8 +136,11 @@ def _mix(x: int) -> int:
 
 def _digest_torch(tensors: list[Tensor], boxes: tuple[Box, ...], spec: CacheSpec, ids: Tensor, seq_lens: Tensor | None) -> Digest:
     flat = [conversion.bytes_of(t) for t in tensors]
-    rows = ids.cpu().view(-1, ids.shape[-1]).tolist()
+    rows = conversion.as_table(ids).tolist()
     lens = [len(row) * spec.block_size for row in rows] if seq_lens is None else seq_lens.tolist()
+    bad = [b for row, n in zip(rows, lens, strict=True) for b in row[: -(-n // spec.block_size)] if b >= spec.num_blocks]
+    if bad:
+        raise OutOfRange(f"digest(): blocks has {bad[0]}; the cache has {spec.num_blocks} blocks.")
     first = second = 0
     for box in map(fold, boxes):
         for seq, (row, length) in enumerate(zip(rows, lens, strict=True)):

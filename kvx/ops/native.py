@@ -226,7 +226,6 @@ def _open() -> ctypes.PyDLL | None:
     lib.kvx_plan_free.argtypes = lib.kvx_bound_free.argtypes = [_P]
     lib.kvx_plan_free.restype = lib.kvx_bound_free.restype = None
     lib.kvx_bind.argtypes = [_P] * 3
-    lib.kvx_digest.argtypes = [_P] * 4
     lib.kvx_run.argtypes = [_P] * 2
     lib.kvx_door_amax.argtypes = [_P, _P, _P, ctypes.c_int, _I64, _P, _P]
     api = ctypes.pythonapi
@@ -244,6 +243,12 @@ write_call: Any = LIB.kvx_door_write if LIB else None
 gather_call: Any = LIB.kvx_door_gather if LIB else None
 amax_call: Any = LIB.kvx_door_amax if LIB else None
 run_call: Any = LIB.kvx_run if LIB else None
+# A conversion or digest on the host takes long: called through CDLL, which lets go of the interpreter lock.
+_UNLOCKED = ctypes.CDLL(library.library_path()) if LIB else None
+run_host_call: Any = _UNLOCKED.kvx_run if _UNLOCKED else None
+digest_call: Any = _UNLOCKED.kvx_digest if _UNLOCKED else None
+if _UNLOCKED:
+    _UNLOCKED.kvx_run.argtypes, _UNLOCKED.kvx_digest.argtypes = [_P] * 2, [_P] * 4
 
 
 def raise_status(status: int, message: str = "") -> None:

@@ -232,6 +232,22 @@ def test_specs_that_cannot_match(change, said):
         kvx.plan(replace(a, model="a"), replace(b, **change))
 
 
+@pytest.mark.parametrize("layers", [(2, 1), (-1, 1), (1, 1)])
+def test_a_range_of_no_layers(layers):
+    a, b = spec_pair()
+    with pytest.raises(kvx.BadArgument, match="first before end"):
+        kvx.plan(a, b, layers=layers)
+
+
+def test_no_blocks(backend):
+    a, b = spec_pair()
+    src, dst = layouts.random_buffers(a, 0, backend.device), layouts.random_buffers(b, 1, backend.device)
+    before = dst[0].clone()
+    convert(dst, src, plan=kvx.plan(a, b), src_blocks=[], dst_blocks=[], backend=backend.name)
+    compare.bitwise(dst[0].cpu(), before.cpu())
+    assert kvx.digest(src, a, blocks=[], backend=backend.name) == kvx.Digest()
+
+
 def test_shards_of_different_caches():
     a, b = spec_pair()
     with pytest.raises(kvx.BadArgument, match="shards differ in block_size: 4 and 8"):
@@ -263,7 +279,7 @@ def test_bad_buffers(backend):
     a, b = spec_pair()
     plan = kvx.plan(a, b)
     src, dst = layouts.random_buffers(a, 0, backend.device), layouts.random_buffers(b, 1, backend.device)
-    with pytest.raises(kvx.BadArgument, match="src has 2 buffers; the plan's specs make 1"):
+    with pytest.raises(kvx.BadArgument, match="src has 2 buffers; the specs make 1"):
         convert(dst, [*src, *src], plan=plan, backend=backend.name)
     with pytest.raises(kvx.BadArgument, match="has 4 bytes; the spec makes 1024"):
         convert([dst[0][:4]], src, plan=plan, backend=backend.name)

@@ -93,6 +93,17 @@ def test_inline_scales_make_no_difference(backend):
     assert kvx.digest(buffers, a, backend=backend.name) == kvx.digest(out, b, backend=backend.name)
 
 
+def test_bad_input_is_refused(backend):
+    buffers = [t.to(backend.device) for t in layouts.random_buffers(SPEC, 0)]
+    with pytest.raises(kvx.OutOfRange, match="6 blocks"):
+        kvx.digest(buffers, SPEC, blocks=[6], backend=backend.name)
+    with pytest.raises(kvx.BadArgument, match=r"digest\(\): cache has 1 buffers; the specs make 2"):
+        kvx.digest(buffers[:1], SPEC, backend=backend.name)
+    far = replace(SPEC, layer_start=65535)
+    with pytest.raises(kvx.Unsupported, match="65,535"):
+        kvx.digest(buffers, far, backend=backend.name)
+
+
 def test_every_bit_counts():
     buffers = layouts.random_buffers(SPEC, 0)
     seen = {str(kvx.digest(buffers, SPEC))}
