@@ -62,7 +62,8 @@ typedef enum kvx_dtype_t {
   KVX_DTYPE_S8 = 11,
   KVX_DTYPE_S4 = 12,   /* two's complement nibbles; the even element is the low nibble                   */
   KVX_DTYPE_E2M1 = 13, /* 4-bit float 0 .5 1 1.5 2 3 4 6; the even element is the low nibble             */
-  KVX_DTYPE_E8M0 = 14  /* power-of-two scale 2^(b-127); 255 is NaN. Scales only                          */
+  KVX_DTYPE_E8M0 = 14, /* power-of-two scale 2^(b-127); 255 is NaN. Scales only                          */
+  KVX_DTYPE_F64 = 15   /* conversions move it bit for bit; no cache, IO or scale of a call is of it      */
 } kvx_dtype_t;
 
 typedef enum kvx_memory_type_t {

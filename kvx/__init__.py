@@ -24,6 +24,7 @@ from kvx.layout.engines import engine
 from kvx.layout.plan import Plan, plan
 from kvx.layout.planes import views
 from kvx.layout.storage import Storage, allocate
+from kvx.layout.views import PlaneView, layer_views
 from kvx.ops.amax import amax
 from kvx.ops.backend import debug
 from kvx.ops.convert import bind, convert
@@ -67,6 +68,7 @@ __all__ = [
     "PackedTable",
     "PageCsrTable",
     "Plan",
+    "PlaneView",
     "RaggedTable",
     "Storage",
     "Table",
@@ -85,6 +87,7 @@ __all__ = [
     "gather",
     "hnd_packed",
     "include_dir",
+    "layer_views",
     "library_path",
     "load",
     "plan",

@@ -1,7 +1,8 @@
 """Caches in files: safetensors, with the spec in the metadata. Any reader sees the tensors; KVX also knows what they are.
 
 Buffers are mapped, not read: a cache larger than memory opens at once, and a conversion walks it block by block. A file is written
-under another name and takes its own when it is whole, so what stands under it is never half a cache.
+under another name and takes its own when it is whole, so what stands under it is never half a cache. The digest of its content is
+kept with it, of all and of each part, so that damage is found without a second file, and where.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +20,17 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument, Incompatible
+from kvx.layout.buffers import allocate_buffers, bytes_of
+from kvx.layout.coordinates import has_whole_words
 from kvx.layout.place import buffer_sizes, num_cache_buffers
-from kvx.ops.convert import Buffers, bytes_of, flat
-from kvx.ops.digest import digest
+from kvx.layout.plan import plan
+from kvx.ops.convert import Buffers, convert, flat
+from kvx.ops.digest import Digest, digest
 from kvx.spec import CacheSpec, from_json, to_json
 from kvx.spec.manifest import require_same
 
-MANIFEST, CONTENT = "kvx_manifest", "kvx_content_digest"
+MANIFEST, CONTENT, PARTS = "kvx_manifest", "kvx_content_digest", "kvx_content_parts"
+_MOST_PARTS = 64  # digests of parts: enough to look in the right place, few enough for a header
 _ALIGN = 4096  # tensors begin on pages, so that rows of any size are aligned
 _TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 
@@ -33,16 +39,52 @@ class CacheFile(NamedTuple):
     spec: CacheSpec
     buffers: list[Tensor]  # uint8, mapped
     content: str  # digest of the content when it was written; "" when not kept
+    parts: list[str]  # of each part of it (part_ranges); [] when not kept
+
+
+class NewFile:
+    """A file being filled."""
+
+    def __init__(self, spec: CacheSpec, buffers: list[Tensor]):
+        self.spec, self.buffers = spec, buffers
+        self.parts: list[Digest] = []
+
+    def keep_digest(self, first: int, end: int, cache: list[Tensor] | None = None) -> None:
+        """Blocks first to end are filled: count them in, while they are at hand. `cache` holds the same where it came from."""
+        self.parts = self.parts or [Digest() for _ in part_ranges(self.spec)]
+        for n, part in enumerate(part_ranges(self.spec)):
+            begin, stop = max(first, part.start), min(end, part.stop)
+            if begin < stop:
+                self.parts[n] += digest_blocks(cache or self.buffers, self.spec, begin, stop)
+
+
+def part_ranges(spec: CacheSpec) -> list[range]:
+    """The blocks of each part of a file that has a digest of its own."""
+    step = -(-spec.num_blocks // _MOST_PARTS)
+    return [range(first, min(first + step, spec.num_blocks)) for first in range(0, spec.num_blocks, step)]
+
+
+def digest_blocks(cache: list[Tensor], spec: CacheSpec, first: int, end: int) -> Digest:
+    """What these blocks add to the digest of all: their tokens stand where they do in the file."""
+    here = torch.arange(first, end, dtype=torch.int32)
+    if not has_whole_words(spec):  # through a plain layout, of so many blocks only
+        layout = "layer kv | block token head dim" if spec.num_planes == 2 else "layer | block token head dim"
+        plain = replace(spec, layout=layout, num_blocks=end - first, block_bytes=0)
+        stage = allocate_buffers(plain, cache[0].device)
+        convert(stage, cache, plan=plan(spec, plain), src_blocks=here, dst_blocks=here - first)
+        cache, spec, here = stage, plain, here - first
+    return digest(cache, spec, blocks=torch.cat([torch.full((first,), -1, dtype=torch.int32), here]))
 
 
 def save(path: str | Path, cache: Buffers, spec: CacheSpec, *, check: bool = True) -> None:
     """Write every buffer of a cache. `check` keeps the content digest beside it, so that `kvx verify` can tell a damaged file."""
     tensors = list(flat("cache", cache))
-    content = str(digest(tensors, spec)) if check else ""
-    with create(path, spec, content=content) as buffers:
-        if len(buffers) != len(tensors):
-            raise BadArgument(f"save(): cache has {len(tensors)} buffers; the spec makes {len(buffers)}.")
-        for to, t in zip(buffers, tensors, strict=True):
+    with create(path, spec) as file:
+        if len(file.buffers) != len(tensors):
+            raise BadArgument(f"save(): cache has {len(tensors)} buffers; the spec makes {len(file.buffers)}.")
+        if check:
+            file.keep_digest(0, spec.num_blocks, tensors)
+        for to, t in zip(file.buffers, tensors, strict=True):
             data = bytes_of(t)
             if data.numel() < to.numel():
                 raise BadArgument(f"save(): a buffer has {data.numel()} bytes; the spec makes {to.numel()}.")
@@ -64,7 +106,8 @@ def load(path: str | Path, expect: CacheSpec | None = None) -> CacheFile:
         try:
             header = json.loads(file.read(length))
             metadata = header.pop("__metadata__", {})
-            manifest, content = metadata.get(MANIFEST, ""), metadata.get(CONTENT, "")
+            manifest, content, parts = (metadata.get(name, "") for name in (MANIFEST, CONTENT, PARTS))
+            parts = parts.split()
         except (ValueError, AttributeError, TypeError):
             raise BadArgument(f"load(): {path} has no readable header; it is no safetensors file.") from None
         if not manifest:
@@ -73,24 +116,31 @@ def load(path: str | Path, expect: CacheSpec | None = None) -> CacheFile:
         if expect is not None:
             require_same(expect, spec)
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return CacheFile(spec, _views(path, mapped, 8 + length, header, spec), content)
+    if parts and len(parts) != len(part_ranges(spec)):
+        raise BadArgument(f"load(): {path} keeps digests of {len(parts)} parts; its manifest makes {len(part_ranges(spec))}.")
+    return CacheFile(spec, _views(path, mapped, 8 + length, header, spec), content, parts)
 
 
 @contextmanager
-def create(path: str | Path, spec: CacheSpec, *, content: str = "") -> Iterator[list[Tensor]]:
-    """A new file's buffers, mapped, to be filled. It appears under `path` when the block ends well, and not at all otherwise."""
+def create(path: str | Path, spec: CacheSpec) -> Iterator[NewFile]:
+    """A new file, its buffers mapped, to be filled. It appears under `path` when the block ends well, and not at all otherwise."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     entries, size = _layout(spec)
-    text = json.dumps({"__metadata__": {MANIFEST: to_json(spec), CONTENT: content}, **entries}).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGN)
+
+    def header(parts: list[Digest]) -> bytes:
+        kept = {CONTENT: str(sum(parts, Digest())), PARTS: " ".join(map(str, parts))} if parts else {}
+        return json.dumps({"__metadata__": {MANIFEST: to_json(spec), **kept}, **entries}).encode()
+
+    length = len(header([Digest() for _ in part_ranges(spec)]))  # digests are known last and stand first
+    length += -(8 + length) % _ALIGN
     try:
         with partial.open("w+b") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + size)
-            file.flush()
+            file.truncate(8 + length + size)
             mapped = mmap.mmap(file.fileno(), 0)
-            yield _views(path, mapped, 8 + len(text), entries, spec)
+            new = NewFile(spec, _views(path, mapped, 8 + length, entries, spec))
+            yield new
+            mapped[: 8 + length] = length.to_bytes(8, "little") + header(new.parts).ljust(length)
             mapped.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -7,6 +7,7 @@
 #include <exception>
 
 #include "array.h"
+#include "digest.h"
 #include "run.h"
 #include "table.h"
 
@@ -479,6 +480,17 @@ kvx_status_t bind_digest(const Plan& plan, kvx_convert_args_t args, Bound* out) 
 kvx_status_t run(const Bound& bound, void* stream) { return bound.on_device ? cuda::convert(bound, stream) : cpu::convert(bound); }
 
 }  // namespace
+
+Digit take_pieces(Job* job) {
+  for (int i = 0; i < job->num_digits; i++) {
+    const Digit d = job->digit[i];
+    if (d.token || d.step[SRC] || d.stride[DST] != job->run || job->run % kWordBytes) continue;
+    for (int k = i + 1; k < job->num_digits; k++) job->digit[k - 1] = job->digit[k];
+    job->num_digits--;
+    return d;
+  }
+  return Digit{1, {0, 0}, 0, {0, 0}};
+}
 
 void fold(Job* job, Which by) {
   Digit* d = job->digit;

@@ -84,6 +84,10 @@ struct Bound {
 // the digits are put in.
 void fold(Job* job, Which by);
 
+// For the digest, whose destination is coordinates: the digit that leads from piece to piece of a row, taken out of the job; one of
+// size 1 where rows are whole.
+Digit take_pieces(Job* job);
+
 namespace cpu {
 kvx_status_t convert(const Bound& bound);
 void digest(const Bound& bound, uint64_t out[2]);  // added to out

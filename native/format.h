@@ -170,7 +170,7 @@ KVX_HD float e8m0_to_f32(uint8_t c) {
 KVX_HD int dtype_bits(int dtype) {
   switch (dtype) {
     case KVX_DTYPE_F32: case KVX_DTYPE_S32: case KVX_DTYPE_U32: return 32;
-    case KVX_DTYPE_S64: case KVX_DTYPE_U64: return 64;
+    case KVX_DTYPE_S64: case KVX_DTYPE_U64: case KVX_DTYPE_F64: return 64;
     case KVX_DTYPE_F16: case KVX_DTYPE_BF16: return 16;
     case KVX_DTYPE_S4: case KVX_DTYPE_E2M1: return 4;
     case KVX_DTYPE_F8_E4M3: case KVX_DTYPE_F8_E5M2: case KVX_DTYPE_U8: case KVX_DTYPE_S8: case KVX_DTYPE_E8M0: return 8;

@@ -50,6 +50,7 @@ class Row:
     torch: Timing | None
     ceiling_gbps: float
     others: dict[str, Timing] = field(default_factory=dict)
+    ceiling: str = "copy"  # or "read": what the share is of
 
     @property
     def gbps(self) -> float:
@@ -63,7 +64,7 @@ class Row:
         case = " ".join(f"{k}={v}" for k, v in self.case.items())
         t = self.ours
         text = f" {self.op} {case} | {t.median_us:9.2f} us ({t.p10_us:.2f}-{t.p90_us:.2f})"
-        text += f" | {self.gbps / 1e3:5.3g} TB/s | {self.share:4.0%} of copy"
+        text += f" | {self.gbps / 1e3:5.3g} TB/s | {self.share:4.0%} of {self.ceiling}"
         if self.torch is not None:
             text += f" | torch {self.torch.median_us:.1f} us"
         return text + "".join(f" | {name} {t.median_us:.1f} us" for name, t in self.others.items())
@@ -143,6 +144,17 @@ def copy_ceiling_gbps(device: str) -> float:
     return 2 * a.numel() / min(times) / 1e3
 
 
+def read_ceiling_gbps(device: str) -> float:
+    """Reading alone: torch's sum and amax over 1 GiB on a device or 512 MiB by all threads on the host, the faster."""
+    x = torch.ones((1 << 30) // (8 if device == "cuda" else 16), dtype=torch.float64, device=device)
+    if device == "cuda":
+        calls = (x.view(torch.float32).sum, x.view(torch.float32).amax, x.view(torch.bfloat16).amax)
+        best = min(time_cuda([call]).median_us for call in calls)
+    else:
+        best = min(time_host(call).median_us for call in (x.sum, x.amax))
+    return x.numel() * x.element_size() / best / 1e3
+
+
 _pool: dict[int, ThreadPoolExecutor] = {}
 
 
@@ -201,7 +213,7 @@ def headline(device: str) -> str:
     return f"{where} · torch {m['torch']} · kvx {m['commit']} · {cold} · median (p10-p90)"
 
 
-def save(name: str, device: str, rows: Sequence[Row], folder: Path, ceiling_gbps: float) -> Path:
+def save(name: str, device: str, rows: Sequence[Row], folder: Path, ceiling_gbps: float, ceiling: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.now(UTC)
     path = folder / f"{now:%Y-%m-%d}-{name}-{device}.json"
@@ -210,8 +222,8 @@ def save(name: str, device: str, rows: Sequence[Row], folder: Path, ceiling_gbps
         "date": now.isoformat(timespec="seconds"),
         "command": f"kvx bench {name} --device {device}",
         "machine": machine(device),
-        "copy_ceiling_gbps": ceiling_gbps,
-        "rows": [{**asdict(r), "gbps": r.gbps, "share_of_copy": r.share} for r in rows],
+        f"{ceiling}_ceiling_gbps": ceiling_gbps,
+        "rows": [{**asdict(r), "gbps": r.gbps, f"share_of_{r.ceiling}": r.share} for r in rows],
     }
     path.write_text(json.dumps(body, indent=1) + "\n")
     return path

@@ -33,8 +33,9 @@ def _run(name: str, device: str, out: Path, only: str) -> None:
         name
     ]
     typer.echo(harness.headline(device))
-    ceiling = harness.copy_ceiling_gbps(device)
-    typer.echo(f" copy ceiling {ceiling / 1e3:.3f} TB/s (bytes read + bytes written)")
+    kind = getattr(bench, "CEILING", "copy")
+    ceiling = harness.read_ceiling_gbps(device) if kind == "read" else harness.copy_ceiling_gbps(device)
+    typer.echo(f" {kind} ceiling {ceiling / 1e3:.3f} TB/s" + (" (bytes read + bytes written)" if kind == "copy" else ""))
     rows = []
     for case in bench.cases(device):
         if only and only not in " ".join(f"{k}={v}" for k, v in case.label.items()):
@@ -43,7 +44,7 @@ def _run(name: str, device: str, out: Path, only: str) -> None:
         rows.append(row)
         typer.echo(str(row))
     if not only:
-        typer.echo(f"saved {harness.save(name, device, rows, out, ceiling)}")
+        typer.echo(f"saved {harness.save(name, device, rows, out, ceiling, kind)}")
 
 
 @app.command()

@@ -59,21 +59,24 @@ def convert(
             stack.enter_context(files.create(p, s)) for p, s in zip(files.shard_paths(target, ranks[1]), targets, strict=True)
         ]
         _walk(plan, outputs, [f.buffers for f in opened], whole, wanted)
-    typer.echo(f"{sum(t.numel() for shard in outputs for t in shard):,} bytes in {target}")
+    typer.echo(f"{sum(t.numel() for file in outputs for t in file.buffers):,} bytes in {target}")
 
 
 def _whole(shards: list[kvx.CacheSpec]) -> kvx.CacheSpec:
-    """The cache that shards are parts of."""
+    """The cache that shards are parts of. Its blocks are not padded: how much is said of allocations, and it has none."""
     first, last = (pick(s.head_start for s in shards) for pick in (min, max))
     end = max(s.head_start + s.num_kv_heads for s in shards if s.head_start == last)
     layer, layer_end = min(s.layer_start for s in shards), max(s.layer_start + s.num_layers for s in shards)
-    return replace(shards[0], num_kv_heads=end - first, head_start=first, num_layers=layer_end - layer, layer_start=layer)
+    return replace(
+        shards[0], num_kv_heads=end - first, head_start=first, num_layers=layer_end - layer, layer_start=layer, block_bytes=0
+    )  # fmt: skip
 
 
 def _walk(
-    plan: kvx.Plan, outputs: list[list[torch.Tensor]], inputs: list[list[torch.Tensor]], src: kvx.CacheSpec, dst: kvx.CacheSpec
+    plan: kvx.Plan, outputs: list[files.NewFile], inputs: list[list[torch.Tensor]], src: kvx.CacheSpec, dst: kvx.CacheSpec
 ) -> None:
-    """All slots, in order, a few blocks at a time. Block sizes that differ meet at their least common multiple."""
+    """All slots, in order, a few blocks at a time, each digested while it is in memory. Block sizes that differ meet at their
+    least common multiple."""
     tokens = src.num_slots
     both = lcm(src.block_size, dst.block_size)
     step = max(1, _STEP_BYTES // max(1, src.cache_bytes * both // src.num_slots)) * both
@@ -82,5 +85,10 @@ def _walk(
         for begin in range(0, tokens, step):
             end = min(tokens, begin + step)
             ids = [torch.arange(begin // s.block_size, -(-end // s.block_size)).view(1, -1) for s in (src, dst)]
-            kvx.convert(outputs, inputs, plan=plan, src_blocks=ids[0], dst_blocks=ids[1], seq_lens=torch.tensor([end - begin]))
+            kvx.convert(
+                [file.buffers for file in outputs], inputs, plan=plan, src_blocks=ids[0], dst_blocks=ids[1],
+                seq_lens=torch.tensor([end - begin]),
+            )  # fmt: skip
+            for file in outputs:
+                file.keep_digest(begin // dst.block_size, -(-end // dst.block_size))
             bar.update(task, completed=end)

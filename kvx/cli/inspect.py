@@ -63,14 +63,17 @@ def spec_facts(spec: kvx.CacheSpec) -> dict[str, Any]:
         "layer_start",
         "head_start",
         "model",
+        "block_bytes",
     )
     reason = Layout.parse(spec.layout).unsupported_by_ops
+    layer = f"convert only: the layout {reason}" if reason else ""
+    layer = layer or next((f"convert only: {p.format}" for p in spec.planes if p.format.element.is_moved_only), "")
     return {
         **{n: getattr(spec, n) for n in names},
         "v_head_dim": spec.plane(1).head_dim,
         "v_format": spec.plane(1).format.name,
         "buffers": [f"{count} x {size:,} bytes" for count, size in buffer_sizes(spec)],
-        "tensors of a layer": f"convert only: the layout {reason}" if reason else [list(s) for s in cache_shapes(spec)],
+        "tensors of a layer": layer or [list(s) for s in cache_shapes(spec)],
         "scales": {p.name: list(s) if (s := spec.scale_shape(i)) is not None else None for i, p in enumerate(spec.planes)},
         "bytes_per_token": spec.token_bytes,
         "bytes": spec.cache_bytes,

@@ -20,24 +20,39 @@ def verify(
 ) -> None:
     """Compare a file with the digest it was written with, or two files with each other. Exit code 1 when they differ."""
     a = files.load(first)
-    mine = str(kvx.digest(a.buffers, a.spec))
+    parts = part_digests(a)
+    mine = str(sum(parts, kvx.Digest()))
     typer.echo(f"{first}: {mine}")
     if second is None:
         if not a.content:
             raise BadArgument(f"kvx verify: {first} keeps no digest of its content; give a second file to compare with.")
         if a.content != mine:
-            typer.echo(f"differs: it was written with {a.content}. The file was damaged or changed.")
+            typer.echo(f"differs{where_damaged(a, parts)}: it was written with {a.content}. The file was damaged or changed.")
             raise typer.Exit(1)
         typer.echo("as it was written")
         return
     b = files.load(second)
-    theirs = str(kvx.digest(b.buffers, b.spec))
+    theirs = str(sum(part_digests(b), kvx.Digest()))
     typer.echo(f"{second}: {theirs}")
     if mine == theirs:
         typer.echo("the same KV")
         return
     typer.echo(f"differ: {first_difference(a, b)}")
     raise typer.Exit(1)
+
+
+def part_digests(file: files.CacheFile) -> list[kvx.Digest]:
+    return [files.digest_blocks(file.buffers, file.spec, part.start, part.stop) for part in files.part_ranges(file.spec)]
+
+
+def where_damaged(file: files.CacheFile, parts: list[kvx.Digest]) -> str:
+    """The blocks whose part has another digest than the one kept. Scales that all blocks share damage all of them."""
+    ranges = files.part_ranges(file.spec)
+    bad = [part for part, mine, kept in zip(ranges, parts, file.parts, strict=False) if str(mine) != kept]
+    if not bad:
+        return ""
+    names = [f"{part.start}" if len(part) == 1 else f"{part.start}..{part.stop - 1}" for part in bad]
+    return f" in blocks {', '.join(names[:8])}{', ...' if len(bad) > 8 else ''} of {file.spec.num_blocks}"
 
 
 def first_difference(a: files.CacheFile, b: files.CacheFile) -> str:
@@ -50,7 +65,7 @@ def first_difference(a: files.CacheFile, b: files.CacheFile) -> str:
         return f"one holds {a.spec.num_slots} tokens and the other {b.spec.num_slots}"
     layout = "layer kv | block token head dim" if a.spec.num_planes == 2 else "layer | block token head dim"
     size = max(a.spec.block_size, b.spec.block_size)
-    plain = replace(a.spec, layout=layout, block_size=size, num_blocks=1)
+    plain = replace(a.spec, layout=layout, block_size=size, num_blocks=1, block_bytes=0)
     for begin in range(0, a.spec.num_slots, size):
         length = min(size, a.spec.num_slots - begin)
         sides = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvx.errors import BadArgument
 from kvx.layout.place import buffer_sizes, num_cache_buffers
 from kvx.spec.cache_spec import CacheSpec
 
@@ -13,7 +14,7 @@ def allocate_buffers(spec: CacheSpec, device: str | torch.device = "cpu", *, pin
     """Every buffer of the cache: one flat uint8 tensor per allocation the layout has, zeroed, in the order of the axes left of
     the bar, last fastest; then K's and V's scales where they stand apart, [num_layers, ...], at 1; then their tensor scales."""
     caches = [
-        torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+        torch.zeros(_whole_blocks(spec, size), dtype=torch.uint8, device=device, pin_memory=pin_memory)
         for count, size in buffer_sizes(spec)
         for _ in range(count)
     ][: num_cache_buffers(spec)]
@@ -29,3 +30,49 @@ def allocate_buffers(spec: CacheSpec, device: str | torch.device = "cpu", *, pin
     count = sum(plane.format.has_tensor_scale for plane in spec.planes[: spec.num_planes])
     scales += [torch.ones(spec.num_layers, dtype=torch.float32, device=device, pin_memory=pin_memory) for _ in range(count)]
     return [*caches, *scales]
+
+
+def _whole_blocks(spec: CacheSpec, size: int) -> int:
+    """With the padding of the last block, which `buffer_sizes` leaves out and an engine's allocation has."""
+    return -(-size // spec.block_bytes) * spec.block_bytes if spec.block_bytes else size
+
+
+def check_buffers(call: str, name: str, tensors: list[Tensor], sizes: tuple[int, ...]) -> None:
+    """Tensors that can stand for buffers of these sizes: flat bytes, or whatever an engine registers, strided as it likes."""
+    if len(tensors) != len(sizes):
+        raise BadArgument(f"{call}(): {name} has {len(tensors)} buffers; the specs make {len(sizes)}.")
+    devices = {t.device for t in tensors}
+    if len(devices) > 1:
+        raise BadArgument(f"{call}(): {name} is on {len(devices)} devices: {', '.join(sorted(map(str, devices)))}.")
+    for i, (t, size) in enumerate(zip(tensors, sizes, strict=True)):
+        given = memory_bytes(t)
+        # A view of padded blocks has holes, and reaches exactly as far as a spec that says so.
+        if given != size and not _is_dense(t):
+            raise BadArgument(
+                f"{call}(): {name} buffer {i} is {list(t.shape)} with strides {list(t.stride())}; its memory has holes. "
+                "Where they pad blocks, say so in the spec: block_bytes."
+            )
+        if given < size:
+            raise BadArgument(f"{call}(): {name} buffer {i} has {given} bytes; the spec makes {size}.")
+
+
+def _is_dense(t: Tensor) -> bool:
+    """No holes and no overlaps, whatever the order of dimensions: views that engines register are often permuted."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def memory_bytes(t: Tensor) -> int:
+    """From a tensor's first byte to the end of its last element."""
+    if t.is_contiguous():  # nearly all are, and there may be thousands
+        return t.numel() * t.element_size()
+    return (1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))) * t.element_size()
+
+
+def bytes_of(t: Tensor) -> Tensor:
+    """A tensor's memory as it lies, flat."""
+    return t.as_strided((memory_bytes(t) // t.element_size(),), (1,)).view(torch.uint8)

@@ -22,7 +22,7 @@ from kvx.spec.cache_spec import CacheSpec
 
 ROW_SCALE, ROW_TENSOR = 1 << 23, 1 << 22
 _HEAD, _PLANE, _LAYER = 1 << 24, 1 << 40, 1 << 41
-WORD = 8
+WORD = 16
 VIRTUAL_BYTES = 1 << 57
 
 

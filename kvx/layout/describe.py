@@ -1,25 +1,27 @@
 """From tensors to a spec: sizes from their shapes, the order of axes in memory from their strides, never from a guess.
 
 vLLM registers [block, head, token, (kv dim)] views whatever lies in memory; the strides tell NHD from HND. So `axes` names the
-tensors' dimensions, and the layout that comes back is the order the bytes have.
+tensors' dimensions, and the layout that comes back is the order the bytes have. Blocks further apart than their content are padded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from kvx.errors import BadArgument, Unsupported
 from kvx.layout.axes import Axis, Layout
 from kvx.layout.place import num_cache_buffers
+from kvx.layout.views import PlaneView, spec_of_views
 from kvx.spec.cache_spec import CacheSpec
 
 _TYPES = {
     "float16": "f16",
     "bfloat16": "bf16",
     "float32": "f32",
+    "float64": "f64",
     "float8_e4m3fn": "fp8_e4m3",
     "float8_e5m2": "fp8_e5m2",
     "int8": "int8",
@@ -27,27 +29,39 @@ _TYPES = {
 
 
 def describe(
-    tensors: Tensor | Sequence[Tensor],  # every allocation, in the order of the axes left of the bar, last fastest
-    layout: str,  # the tensors' dimensions in their own order: "layer | block head token (kv dim)"
+    tensors: Tensor | Sequence[Tensor] | Sequence[Sequence[PlaneView]],  # every allocation, in the order of the axes left of the
+    # bar, last fastest; or what layer_views gives, whose axes are named and whose addresses say the rest
+    layout: str = "",  # the tensors' dimensions in their own order: "layer | block head token (kv dim)"; none for views
     *,
     format: str = "",  # "": what the dtype says
     **sizes: int,  # what shapes cannot tell: block_size=, num_kv_heads=, head_dim=, v_head_dim=, num_layers= ...
 ) -> CacheSpec:
     """The spec of a cache that exists. `spec.layout` has the order of the bytes, which may differ from `layout`."""
     parts = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if parts and all(isinstance(layer, (tuple, list)) and layer and isinstance(layer[0], PlaneView) for layer in parts):
+        views = cast("list[Sequence[PlaneView]]", parts)
+        if layout:
+            raise BadArgument(f"describe(): layout is {layout!r} and views name their axes themselves; leave it out.")
+        k, v = (format or _format(view.first) for view in (views[0][0], views[0][-1]))
+        return spec_of_views(views, (k, v), **sizes)
+    if not layout:
+        raise BadArgument(
+            "describe(): layout is missing; it names the tensors' dimensions, such as layer | block head token (kv dim)."
+        )
     read = Layout.parse(layout)
     if read.k.kv_split or "kv[" in layout:
         raise Unsupported("describe(): kv[...] gives K and V dimensions of their own; write the spec by hand.")
-    if not parts or any(not isinstance(t, Tensor) for t in parts):
+    given = [t for t in parts if isinstance(t, Tensor)]
+    if not given or len(given) < len(parts):
         raise BadArgument("describe(): tensors is empty or holds something else than tensors.")
-    _require_alike(parts, read)
-    found = _sizes(parts, read, sizes)
-    order = _memory_order(parts[0], read)
+    _require_alike(given, read)
+    found = _sizes(given, read, sizes)
+    order, padded = _memory_order(given[0], read)
     left = " ".join(axis.name for axis in read.k.left)
     text = f"{left} | {order}" if left else order
-    spec = CacheSpec(layout=text, format=format or _format(parts[0]), **found)
-    if num_cache_buffers(spec) != len(parts):
-        raise BadArgument(f"describe(): {len(parts)} tensors; layout {layout!r} and the sizes make {num_cache_buffers(spec)}.")
+    spec = CacheSpec(layout=text, format=format or _format(given[0]), **found, block_bytes=padded)
+    if num_cache_buffers(spec) != len(given):
+        raise BadArgument(f"describe(): {len(given)} tensors; layout {layout!r} and the sizes make {num_cache_buffers(spec)}.")
     return spec
 
 
@@ -131,21 +145,24 @@ def _sizes(parts: list[Tensor], layout: Layout, given: dict[str, int]) -> dict[s
     return known
 
 
-def _memory_order(t: Tensor, layout: Layout) -> str:
-    """The dimensions by their strides, outermost first. Memory must be dense: a plan knows no gaps."""
+def _memory_order(t: Tensor, layout: Layout) -> tuple[str, int]:
+    """The dimensions by their strides, outermost first, and block_bytes. Memory is dense, but for what pads blocks."""
     dims = [(stride, size, dim) for stride, size, dim in zip(t.stride(), t.shape, layout.k.dims, strict=True)]
     # Dimensions of one element have any stride: they keep their place among the others.
     order = sorted(range(len(dims)), key=lambda i: -_weight(dims, i))
-    expected = 1
-    for i in reversed(order):
+    expected, padded = 1, 0
+    for n, i in reversed(list(enumerate(order))):
         stride, size, dim = dims[i]
+        outside = {axis.name for j in order[:n] for axis in dims[j][2] if dims[j][1] > 1}
+        if _name(dim) == "block" and size > 1 and stride > expected and outside <= {"layer"}:
+            expected, padded = stride, stride * t.element_size()
         if size > 1 and stride != expected:
             raise Unsupported(
-                f"describe(): dimension {_name(dim)} has stride {stride}, and {expected} would be dense: tensors with padding or "
-                "shared storage need a copy, or a layout that names what lies between."
+                f"describe(): dimension {_name(dim)} has stride {stride}, and {expected} would be dense: only blocks may be "
+                "padded. Tensors with other holes need a copy, or a layout that names what lies between."
             )
         expected *= size
-    return " ".join(_name(dims[i][2]) for i in order)
+    return " ".join(_name(dims[i][2]) for i in order), padded
 
 
 def _weight(dims: list[tuple[int, int, tuple[Axis, ...]]], i: int) -> float:

@@ -70,6 +70,12 @@ def ways(src: CacheSpec, dst: CacheSpec, plane: int, turn: Turn | None) -> list[
     a, b = places(src)[plane], places(dst)[plane]
     mine, theirs = src.plane(plane), dst.plane(plane)
     if replace(mine.format, name="", is_inline=False) != replace(theirs.format, name="", is_inline=False):
+        for there in (mine, theirs):
+            if there.format.element.is_moved_only:
+                raise Unsupported(
+                    f"plan(): {mine.name} is {mine.format} at the source and {theirs.format} at the destination; "
+                    f"{there.format} converts bit for bit only. Give both sides that format."
+                )
         cell = Cell(_row_format(src, plane), _row_format(dst, plane), mine.head_dim)
         return [Way(src, dst, a, b, 1, cell, scale_places(src)[plane], scale_places(dst)[plane])]
     if mine.format == theirs.format and mine.format.is_inline:

@@ -95,7 +95,10 @@ def num_buffers(spec: CacheSpec) -> int:
 
 @lru_cache(maxsize=1024)
 def buffer_sizes(spec: CacheSpec) -> tuple[tuple[int, int], ...]:
-    """The buffers' sizes as (count, bytes): so many in a row. The layout's go by the axes left of the bar, last fastest."""
+    """The buffers' sizes as (count, bytes): so many in a row. The layout's go by the axes left of the bar, last fastest.
+
+    Bytes up to the last element: where blocks are padded, engines hand out views that end before the last block's padding.
+    """
     scales = [(1, p.digits[0].size * p.digits[0].stride) for p in scale_places(spec) if p is not None]
     tensor = [(1, 4 * spec.num_layers) for buffer in tensor_scale_buffers(spec) if buffer >= 0]
     return (*_cache_sizes(spec), *scales, *tensor)
@@ -151,16 +154,18 @@ def _product(spec: CacheSpec, axes: tuple[Axis, ...]) -> int:
 
 
 def _inner_bytes(spec: CacheSpec, plane: int, inside_kv: bool = False) -> int:
-    """Bytes of one buffer; with inside_kv, of what stands inside the kv axis."""
-    size = spec.plane(plane).unit_bytes
+    """Bytes of one buffer up to its last element; with inside_kv, of what stands inside the kv axis."""
+    size, padding = spec.plane(plane).unit_bytes, 0
     for axis in reversed(_layouts(spec)[plane].order):
         if axis.name == "kv":
             if inside_kv:
                 return size
             size = sum(_inner_bytes(spec, i, inside_kv=True) for i in (0, 1))
+        elif axis.name == "block" and spec.block_bytes:  # nothing but layer stands outside it
+            size, padding = spec.block_bytes * spec.num_blocks, spec.block_bytes - size
         else:
             size *= _size(spec, plane, axis)
-    return size
+    return size - padding
 
 
 def _place(spec: CacheSpec, plane: int) -> Place:
@@ -173,6 +178,8 @@ def _place(spec: CacheSpec, plane: int) -> Place:
             offset, stride = (k if plane else 0), k + v
             continue
         divisor = _factor(spec, plane, axis) if axis.part == "/" else 1
+        if axis.name == "block" and spec.block_bytes:
+            stride = spec.block_bytes
         digits.append(Digit(axis.name, divisor, _size(spec, plane, axis), stride, 0))
         stride *= digits[-1].size
     buffer, step = 0, 1

@@ -14,8 +14,9 @@ from math import gcd
 from typing import NamedTuple
 
 from kvx.errors import BadArgument, Unsupported
-from kvx.layout.box import Box, family, fold, pack_box, pack_cell, walk
+from kvx.layout.box import Box, BoxDigit, family, fold, pack_box, pack_cell, walk
 from kvx.layout.match import Rectangle, boxes, join, turn_of, ways
+from kvx.layout.pairs import Pairs, pairs_of
 from kvx.layout.place import buffer_bytes, buffer_sizes, num_buffers, places
 from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.formats import Granularity
@@ -43,6 +44,7 @@ class Plan:
     dst: tuple[CacheSpec, ...]
     unit_tokens: int  # tokens moved for one pair of blocks
     boxes: tuple[Box, ...] = field(repr=False)
+    blocks: Pairs | None = field(default=None, repr=False)  # ids at src and at dst, moved unless others are given; None: all
 
     @cached_property
     def unit_bytes(self) -> int:
@@ -53,16 +55,21 @@ class Plan:
         """The sizes of all shards' buffers, in order. `side` is src or dst."""
         return tuple(size for spec in (self.src if side == "src" else self.dst) for size in buffer_bytes(spec))
 
-    def runs(self, src_blocks: Sequence[int], dst_blocks: Sequence[int], *, strided: bool = False) -> Iterator[Run]:
-        """What a transport has to move for these pairs of blocks: plain pieces, or strided ones (fewer)."""
-        if self.unit_tokens != self.src[0].block_size or self.unit_tokens != self.dst[0].block_size:
-            raise Unsupported("runs(): the block sizes differ. A transport moves whole blocks: plan with one block size.")
+    def runs(
+        self, src_blocks: Sequence[int] | None = None, dst_blocks: Sequence[int] | None = None, *, strided: bool = False
+    ) -> Iterator[Run]:
+        """What a transport moves for these pairs of blocks: plain pieces, or strided ones (fewer). None: the plan's, or all."""
+        reason = self._no_runs()
+        if reason:
+            raise Unsupported(f"runs(): {reason}")
+        if src_blocks is None and dst_blocks is None:
+            src_blocks, dst_blocks = self.blocks or (range(self.src[0].num_blocks), range(self.dst[0].num_blocks))
+        if src_blocks is None or dst_blocks is None:
+            raise BadArgument("runs(): one of src_blocks and dst_blocks is given; blocks move in pairs. Give both, or neither.")
         if len(src_blocks) != len(dst_blocks):
             raise BadArgument(f"runs(): {len(src_blocks)} source blocks and {len(dst_blocks)} destination blocks.")
-        if any(box.cell is not None for box in self.boxes):
-            raise Unsupported("runs(): the formats differ, so bytes do not move as they are. Convert first, then move.")
         for box in map(fold, self.boxes):
-            inner = box.digits[0] if strided and box.digits and not (box.digits[0].src_step or box.digits[0].dst_step) else None
+            inner = _strided(box) if strided else None
             outer = box.digits[1:] if inner else box.digits
             for s, d in zip(src_blocks, dst_blocks, strict=True):
                 for src, dst, src_buffer, dst_buffer in walk(outer):
@@ -75,8 +82,18 @@ class Plan:
                         *((inner.size, inner.src, inner.dst) if inner else ()),
                     )
 
-    def explain(self, num_blocks: int = 1) -> str:
-        """The plan in words and a table."""
+    def _no_runs(self) -> str:
+        """Why a transport cannot move it as it is; "" when it can."""
+        if self.unit_tokens != self.src[0].block_size or self.unit_tokens != self.dst[0].block_size:
+            return "the block sizes differ. A transport moves whole blocks: plan with one block size."
+        if any(box.cell is not None for box in self.boxes):
+            return "the formats differ, so bytes do not move as they are. Convert first, then move."
+        return ""
+
+    def explain(self, num_blocks: int | None = None) -> str:
+        """The plan in words and a table, with the bytes of so many units. None: of the plan's blocks, or of one."""
+        planned = None if self.blocks is None else len(self.blocks[0]) * self.src[0].block_size // self.unit_tokens
+        num_blocks = num_blocks if num_blocks is not None else 1 if planned is None else planned
         lines = [
             f"{len(self.src)} -> {len(self.dst)} shards, {self.src[0].layout!r} -> {self.dst[0].layout!r}",
             f"blocks of {self.src[0].block_size} -> {self.dst[0].block_size} tokens, moved {self.unit_tokens} at a time; "
@@ -89,10 +106,20 @@ class Plan:
                 f"{d.size}: {d.src or f'{d.src_step} buf'}/{d.dst or f'{d.dst_step} buf'}" for d in reversed(box.digits)
             )
             lines.append(f"{n:>4}  {family(box):<12} {box.run_bytes:>7} B  {runs:>9}  {digits or 'none'}")
+        if self.blocks is not None and planned is not None:
+            folded = list(map(fold, self.boxes))
+            plain = planned * sum(box.bytes // box.run_bytes for box in folded)
+            fewer = planned * sum(box.bytes // box.run_bytes // (s.size if (s := _strided(box)) else 1) for box in folded)
+            count = f"{plain:,} descriptors, {fewer:,} strided" if not self._no_runs() else f"no descriptors: {self._no_runs()}"
+            src, dst = (f"{len(ids)} blocks ({_few(ids)})" for ids in self.blocks)
+            lines.append(f"{src} -> {dst}: {self.unit_bytes * planned:,} bytes, {count}")
         return "\n".join(lines)
 
     def to_bytes(self, *, destination: tuple[tuple[int, int], ...] = ()) -> bytes:
-        """The flat form of include/kvx_abi.h: header, boxes, cells, buffer sizes (`destination` instead of those of dst)."""
+        """The flat form of include/kvx_abi.h: header, boxes, cells, buffer sizes (`destination` instead of those of dst).
+
+        Without `blocks`: ids are bound when it runs (kvx_convert_args_t), so that one plan serves every request.
+        """
         sizes = [[pair for spec in specs for pair in buffer_sizes(spec)] for specs in (self.src, self.dst)]
         sizes[1] = list(destination) or sizes[1]
         numbers = [n for side in sizes for pair in side for n in pair]
@@ -115,6 +142,7 @@ def plan(
     src: CacheSpec | Sequence[CacheSpec],  # what there is; several specs are shards of one cache
     dst: CacheSpec | Sequence[CacheSpec],  # what is wanted
     *,
+    blocks: tuple[Sequence[int], Sequence[int]] | None = None,  # (ids at src, ids at dst), what moves unless told otherwise
     layers: tuple[int, int] | None = None,  # first and end, of the model's layers; None = all the destination holds
     rope: tuple[str, str] = ("half", "half"),  # how K's rotated pairs lie at either side: "half" apart, or "interleaved"
     rotary_dim: int = 0,  # elements of a K row that are rotated, the first ones; 0 = all
@@ -127,6 +155,7 @@ def plan(
     _require_match(sources[0], targets[0])
     if layers is not None and not 0 <= layers[0] < layers[1]:
         raise BadArgument(f"plan(): layers is {layers}; it is (first, end) of the model's layers, first before end.")
+    pairs = pairs_of(blocks, sources[0], targets[0])
     turn = turn_of(sources[0], targets[0], rope, rotary_dim)
     unit = _unit_tokens(sources[0], targets[0])
     found: list[Box] = []
@@ -157,7 +186,17 @@ def plan(
                 f"Sources hold {', '.join(_holds(s) for s in sources)}."
             )
         dst_buffer += num_buffers(target)
-    return Plan(sources, targets, unit, tuple(found))
+    return Plan(sources, targets, unit, tuple(found), pairs)
+
+
+def _strided(box: Box) -> BoxDigit | None:
+    """The digit of a folded box that one strided descriptor steps through."""
+    inner = box.digits[0] if box.digits else None
+    return inner if inner is not None and not (inner.src_step or inner.dst_step) else None
+
+
+def _few(ids: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ids if len(ids) <= 6 else ids[:5])) + (f", ... {ids[-1]}" if len(ids) > 6 else "")
 
 
 # ---- matching shards

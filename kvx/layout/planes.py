@@ -35,6 +35,12 @@ class PlaneMap(NamedTuple):
 @lru_cache(maxsize=256)
 def plane_maps(spec: CacheSpec) -> tuple[PlaneMap, PlaneMap]:
     layout = Layout.parse(spec.layout)
+    for plane in spec.planes:
+        if plane.format.element.is_moved_only:
+            raise Unsupported(
+                f"format {plane.format} only converts, bit for bit; ops that address tokens do not take it. They take f16, bf16, "
+                "f32 and the quantised formats."
+            )
     if layout.unsupported_by_ops:
         raise Unsupported(
             f"layout {spec.layout!r} {layout.unsupported_by_ops}; ops that address tokens do not take it. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -33,9 +34,17 @@ def allocate(spec: CacheSpec, device: str | torch.device = "cpu") -> Storage:
         whole = not shared and not plane.format.is_inline and plane.format.element.bits >= 8
         whole = whole and not (len(cache_shapes(spec)) == 1 and spec.plane(1).format.is_inline)
         dtype = getattr(torch, plane.format.element.torch_name) if whole else torch.uint8
-        tensors.append(torch.zeros(shape, dtype=dtype, device=device))
+        tensors.append(_zeros(spec, shape, dtype, device))
     cache = tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
     return Storage(cache, *(_scale(spec, i, device) for i in (0, 1)))
+
+
+def _zeros(spec: CacheSpec, shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    if not spec.block_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Blocks of one layer are padded as the whole cache's: block is the first dimension then.
+    blocks = torch.zeros(shape[0], spec.block_bytes // dtype.itemsize, dtype=dtype, device=device)
+    return blocks[:, : prod(shape[1:])].view(shape)
 
 
 def _scale(spec: CacheSpec, index: int, device: str | torch.device) -> Tensor | None:

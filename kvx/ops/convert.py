@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange
 from kvx.layout.box import Box
+from kvx.layout.buffers import bytes_of, check_buffers, memory_bytes
 from kvx.layout.plan import Plan
 from kvx.ops import backend as backends
 from kvx.ops import native
@@ -25,8 +26,8 @@ def convert(
     src: Buffers,  # every buffer of the source
     *,
     plan: Plan,
-    src_blocks: Tensor | Sequence[int] | None = None,  # [n], or [num_seqs, columns]; None: all of them, in order
-    dst_blocks: Tensor | Sequence[int] | None = None,
+    src_blocks: Tensor | Sequence[int] | None = None,  # [n], or [num_seqs, columns]; None: plan.blocks, or all, in order
+    dst_blocks: Tensor | Sequence[int] | None = None,  # both None, or neither, where the plan has blocks
     seq_lens: Tensor | None = None,  # [num_seqs]: tokens past a length are left alone
     errors: Tensor | None = None,  # one int64 on the device: bad block ids are added to it
     backend: str = "auto",
@@ -74,6 +75,14 @@ class Bound:
         self.src, self.dst = list(flat("src", src)), list(flat("dst", dst))
         for name, tensors in (("src", self.src), ("dst", self.dst)):
             check_buffers("convert", name, tensors, plan.buffer_bytes(name))
+        if plan.blocks is not None:
+            if (src_blocks is None) != (dst_blocks is None):
+                given, other = ("src_blocks", "dst_blocks") if dst_blocks is None else ("dst_blocks", "src_blocks")
+                raise BadArgument(
+                    f"convert(): {given} is given and {other} is not; the plan's blocks are pairs. Give both, or neither."
+                )
+            if src_blocks is None:
+                src_blocks, dst_blocks = plan.blocks
         self.src_blocks = blocks_of("src_blocks", src_blocks, plan.src[0].num_blocks)
         self.dst_blocks = blocks_of("dst_blocks", dst_blocks, plan.dst[0].num_blocks)
         self.seq_lens, self.errors = seq_lens, errors
@@ -140,7 +149,7 @@ def new_args(device: torch.device) -> native.ConvertArgs:
 def fill_side(args: native.ConvertArgs, side: str, tensors: list[Tensor]) -> Any:
     """Addresses and sizes of src or dst. What comes back must live as long as the call."""
     pointers = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
-    sizes = (ctypes.c_uint64 * len(tensors))(*(t.numel() * t.element_size() for t in tensors))
+    sizes = (ctypes.c_uint64 * len(tensors))(*(memory_bytes(t) for t in tensors))
     setattr(args, f"{side}_memory", memory_of(tensors))
     setattr(args, f"{side}_buffers", ctypes.addressof(pointers))
     setattr(args, f"{side}_bytes", ctypes.addressof(sizes))
@@ -170,36 +179,6 @@ def flat(name: str, buffers: Buffers) -> Iterator[Tensor]:
             yield from flat(name, part)
     else:
         yield backends.as_tensor("convert", name, buffers)
-
-
-def check_buffers(call: str, name: str, tensors: list[Tensor], sizes: tuple[int, ...]) -> None:
-    if len(tensors) != len(sizes):
-        raise BadArgument(f"{call}(): {name} has {len(tensors)} buffers; the specs make {len(sizes)}.")
-    devices = {t.device for t in tensors}
-    if len(devices) > 1:
-        raise BadArgument(f"{call}(): {name} is on {len(devices)} devices: {', '.join(sorted(map(str, devices)))}.")
-    for i, (t, size) in enumerate(zip(tensors, sizes, strict=True)):
-        if not _is_dense(t):
-            raise BadArgument(
-                f"{call}(): {name} buffer {i} is {list(t.shape)} with strides {list(t.stride())}; its memory has holes."
-            )
-        if t.numel() * t.element_size() < size:
-            raise BadArgument(f"{call}(): {name} buffer {i} has {t.numel() * t.element_size()} bytes; the spec makes {size}.")
-
-
-def _is_dense(t: Tensor) -> bool:
-    """No holes and no overlaps, whatever the order of dimensions: views that engines register are often permuted."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def bytes_of(t: Tensor) -> Tensor:
-    """A dense tensor's memory as it lies."""
-    return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
 def blocks_of(name: str, ids: Tensor | Sequence[int] | None, num_blocks: int) -> Tensor:
@@ -245,7 +224,7 @@ def _check_ids(bound: Bound) -> None:
         named = [i for i in used if i >= 0]
         if name == "dst_blocks" and len(set(named)) < len(named):
             raise BadArgument("convert(): dst_blocks names a block twice. Nothing was converted.")
-    ranges = [[(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in side] for side in (bound.src, bound.dst)]
+    ranges = [[(t.data_ptr(), t.data_ptr() + memory_bytes(t)) for t in side] for side in (bound.src, bound.dst)]
     if any(a < d and c < b for a, b in ranges[0] for c, d in ranges[1]):
         raise BadArgument("convert(): a source buffer and a destination buffer overlap. Convert into memory of its own.")
 

@@ -6,6 +6,7 @@ Not cryptographic: it tells a lost head, a swapped block or a flipped bit from t
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,7 +17,7 @@ from torch import Tensor
 from kvx.errors import OutOfRange
 from kvx.layout.box import Box, fold
 from kvx.layout.buffers import allocate_buffers
-from kvx.layout.coordinates import coordinate_bytes, coordinate_plan, has_whole_words
+from kvx.layout.coordinates import WORD, coordinate_bytes, coordinate_plan, has_whole_words
 from kvx.layout.place import buffer_bytes, num_buffers
 from kvx.layout.plan import plan
 from kvx.ops import backend as backends
@@ -25,6 +26,7 @@ from kvx.ops import native
 from kvx.spec.cache_spec import CacheSpec
 
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+_STEP = (0x7F4A7C15, 0x9E3779B9, 0x1CE4E5B9, 0xBF58476D)  # added to a row's keys from word to word
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def _staged(tensors: list[Tensor], spec: CacheSpec, ids: Tensor, seq_lens: Tenso
     """Rows that no word of which stands together (transposed V, packed CPU tiles): sequence by sequence through a plain layout."""
     names = "layer kv | block token head dim" if spec.num_planes == 2 else "layer | block token head dim"
     table = conversion.as_table(ids)
-    plain = replace(spec, layout=names, num_blocks=table.shape[1])
+    plain = replace(spec, layout=names, num_blocks=table.shape[1], block_bytes=0)
     stage = allocate_buffers(plain, tensors[0].device)
     total = Digest()
     for s in range(table.shape[0]):
@@ -165,16 +167,11 @@ def _row_terms(run: Tensor, coordinate: int, seq: int, position: int) -> tuple[i
     key = _mix((coordinate >> 24) + (position << 33) + (seq + 1) * _GOLDEN & _MASK)
     other = (key ^ 0xA0761D6478BD642F) * 0xD6E8FEB86659FD93 & _MASK
     other ^= other >> 32
+    keys = (key, key >> 32, other, other >> 32)
     data = bytes(run.tolist())
     first = second = 0
-    for n in range(0, len(data), 8):
-        word = int.from_bytes(data[n : n + 8], "little")
-        step = ((coordinate & 0xFFFFFF) // 8 + n // 8) * _GOLDEN
-        first, second = first + _term(word, key + step), second + _term(word, other + step)
+    for n in range(0, len(data), WORD):
+        word, index = data[n : n + WORD].ljust(WORD, b"\0"), (coordinate & 0xFFFFFF) // WORD + n // WORD
+        x = [a + k + index * step & 0xFFFFFFFF for a, k, step in zip(struct.unpack("<4I", word), keys, _STEP, strict=True)]
+        first, second = first + x[0] * x[1] + x[2] * x[3], second + x[0] * x[3] + x[2] * x[1]
     return first, second
-
-
-def _term(word: int, key: int) -> int:
-    """NH: both halves of the word, each with half a key, multiplied."""
-    low, high = (word + key) & 0xFFFFFFFF, (word >> 32) + (key >> 32 & 0xFFFFFFFF) & 0xFFFFFFFF
-    return low * high

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument, OutOfRange
+from kvx.errors import BadArgument, OutOfRange, Unsupported
 from kvx.layout.planes import cache_tensors, plane_maps, pooled_strides, views
 from kvx.ops import backend as backends
 from kvx.ops import compiled, native, scales
@@ -49,6 +49,11 @@ def gather(
         compiled.gather(cache, table, k, v, spec, max_seq_len, cu_seqlens, extra, backend)
         return k, v
     tensors = tuple(backends.as_tensor("gather", "cache", c) for c in ((cache,) if isinstance(cache, Tensor) else cache))
+    if isinstance(table, KvOffsetsTable) and spec.block_bytes:
+        raise Unsupported(
+            f"gather(): spec.block_bytes is {spec.block_bytes}; KV_OFFSETS tables count blocks that are as large as their content. "
+            "Give a spec without it, or another table."
+        )
     if not isinstance(table, KvOffsetsTable):
         cache_tensors(tensors, spec)
     if max_seq_len is None:

@@ -37,7 +37,8 @@ class CacheSpec:
     """A paged KV cache, or a shard of one: geometry, layout and format.
 
     `layout` is a string of axes (kvx/layout/axes.py); `format` and `v_format` are names of rows (kvx/spec/formats.py).
-    Ops work on one layer's tensors and read neither `num_layers` nor where the shard starts; conversions read all of it.
+    Ops work on one layer's tensors, whose strides they honour: they read neither `num_layers`, where the shard starts, nor
+    `block_bytes`. Conversions read all of it.
     """
 
     num_blocks: int
@@ -52,6 +53,7 @@ class CacheSpec:
     layer_start: int = 0  # this cache's first layer in the model: pipeline stages
     head_start: int = 0  # this cache's first KV head in the model: tensor parallel ranks
     model: str = ""  # whose KV it is; "" says nothing
+    block_bytes: int = 0  # from block to block where an engine pads its blocks; 0: as large as their content
     manifest_text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -81,6 +83,11 @@ class CacheSpec:
                 f"shard(): {heads} KV heads over {tp_size} ranks: neither divides the other. "
                 "Give each rank's spec its own num_kv_heads and head_start."
             )
+        if self.block_bytes and tp_size > 1:
+            raise BadArgument(
+                f"shard(): block_bytes is {self.block_bytes} for {heads} heads; what a rank's blocks are padded to is the engine's "
+                "to say. Shard replace(spec, block_bytes=0), then give each rank its own."
+            )
         mine = max(1, heads // tp_size)
         return replace(self, num_kv_heads=mine, head_start=self.head_start + tp_rank * heads // tp_size)
 
@@ -102,8 +109,25 @@ class CacheSpec:
         )
 
     @property
+    def _layers_in_block(self) -> int:
+        names = [axis.name for axis in Layout.parse(self.layout).k.order]
+        inside = "layer" in names and ("block" not in names or names.index("layer") > names.index("block"))
+        return self.num_layers if inside else 1
+
+    def content_bytes(self, index: int = 0) -> int:
+        """Bytes of one block in K's (0) or V's (1) buffer, or in the one both share: what `block_bytes` pads."""
+        apart = Layout.parse(self.layout).num_buffers == 2
+        planes = self.planes[index : index + 1] if apart else self.planes[: self.num_planes]
+        return self._layers_in_block * self.block_size * self.num_kv_heads * sum(p.format.row_bytes(p.head_dim) for p in planes)
+
+    @property
     def cache_bytes(self) -> int:
-        return self.num_layers * self.num_slots * self.token_bytes
+        """All of it: elements, scales stored per token, and what pads the blocks."""
+        content = self.num_layers * self.num_slots * self.token_bytes
+        if not self.block_bytes:
+            return content
+        blocks, buffers = self.num_blocks * self.num_layers // self._layers_in_block, Layout.parse(self.layout).num_buffers
+        return content + blocks * sum(self.block_bytes - self.content_bytes(i) for i in range(buffers))
 
     def scale_shape(self, index: int) -> tuple[int, ...] | None:
         """The shape of K's (0) or V's (1) scale tensor; None when there is none or it is inline."""

@@ -18,6 +18,11 @@ class DType:
     def is_quantised(self) -> bool:
         return self.qmax > 0
 
+    @property
+    def is_moved_only(self) -> bool:
+        """Converted bit for bit, and no more: ops compute in f32, which does not hold it."""
+        return self.bits > 32
+
     def __str__(self) -> str:
         return self.name
 
@@ -38,5 +43,6 @@ DTYPES: dict[str, DType] = {
         DType("int4", 12, 4, "uint8", 7.0, f"{_SATURATE} round half away from zero to -8..7; NaN is 0"),
         DType("e2m1", 13, 4, "uint8", 6.0, f"{_SATURATE} {_RNE}; NaN is 0"),
         DType("e8m0", 14, 8, "uint8", arithmetic="smallest power of two not below the scale"),
+        DType("f64", 15, 64, "float64", arithmetic="no write: converted bit for bit, into f64 only"),
     )
 }

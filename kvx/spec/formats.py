@@ -74,7 +74,7 @@ class Format:
 
 def _rows() -> list[Format]:
     f32, e4m3, e8m0 = DTYPES["f32"], DTYPES["fp8_e4m3"], DTYPES["e8m0"]
-    rows = [Format(name, DTYPES[name]) for name in ("bf16", "f16", "f32")]
+    rows = [Format(name, DTYPES[name]) for name in ("bf16", "f16", "f32", "f64")]
     for name in ("fp8_e4m3", "fp8_e5m2", "int8"):
         element = DTYPES[name]
         rows += [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvx.errors import BadArgument
-from kvx.layout.axes import Layout
+from kvx.layout.axes import Layout, PlaneLayout
 from kvx.spec.cache_spec import CacheSpec
 
 Rule = Callable[[CacheSpec], str | None]
@@ -14,7 +14,8 @@ _LIMIT = 2**30  # of every axis but num_blocks; the C core holds them in 32 bits
 
 
 def fields_are_ints(spec: CacheSpec) -> str | None:
-    for name in ("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim", "num_layers", "layer_start", "head_start"):
+    sizes = ("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim", "num_layers")
+    for name in (*sizes, "layer_start", "head_start", "block_bytes"):
         value = getattr(spec, name)
         if type(value) is not int:
             return f"{name} is {value!r}; it is an int."
@@ -39,6 +40,8 @@ def geometry_is_positive(spec: CacheSpec) -> str | None:
     for name in ("layer_start", "head_start"):
         if not 0 <= getattr(spec, name) < _LIMIT:
             return f"{name} is {getattr(spec, name)}; it must be 0 or more and under {_LIMIT}."
+    if spec.block_bytes < 0:
+        return f"block_bytes is {spec.block_bytes}; it must be 0 or more."
     return None
 
 
@@ -69,6 +72,33 @@ def splits_divide(spec: CacheSpec) -> str | None:
                 f"layout {spec.layout!r} splits {name} by x, which is {k.pack('x')} for K and {v.pack('x')} for V. Write a number."
             )
     return None
+
+
+def padding_holds_a_block(spec: CacheSpec) -> str | None:
+    if not spec.block_bytes:
+        return None
+    layout = Layout.parse(spec.layout)
+    for where in (layout.k, layout.v):
+        outside = [axis.name for dim in where.dims[: _block_dim(where)] for axis in dim]
+        if _block_dim(where) < 0 or any(name != "layer" for name in outside):
+            return (
+                f"block_bytes is {spec.block_bytes} and layout {spec.layout!r} has no blocks to pad: right of `|`, block stands "
+                "alone with nothing but layer outside it. Set 0."
+            )
+    for i, plane in enumerate(spec.planes[: spec.num_planes]):
+        content = spec.content_bytes(i)
+        if spec.block_bytes < content:
+            return f"block_bytes is {spec.block_bytes}; a block of this cache has {content}. Set 0 where blocks are not padded."
+        scale = plane.format.scale.bits // 8 if plane.format.is_inline and plane.format.scale is not None else 1
+        unit = max(plane.unit_bytes, scale)
+        if spec.block_bytes % unit:
+            return f"block_bytes is {spec.block_bytes}; it is a multiple of the {unit} bytes of {plane.format}."
+    return None
+
+
+def _block_dim(where: PlaneLayout) -> int:
+    """Which dimension is `block`, alone; -1 where it is fused or chooses an allocation."""
+    return next((i for i, dim in enumerate(where.dims) if [axis.name for axis in dim] == ["block"]), -1)
 
 
 def cache_fits_addresses(spec: CacheSpec) -> str | None:
@@ -171,6 +201,7 @@ RULES: tuple[Rule, ...] = (
     shared_tensors_share_a_type,
     shared_tensors_have_one_row_size,
     inline_scales_are_aligned,
+    padding_holds_a_block,
     cache_fits_addresses,
 )
 

@@ -28,6 +28,18 @@ struct Transpose {
   int64_t dst_stride, src_stride;
 };
 
+// Rows of the content digest (digest.h), each in `pieces` of `bytes` bytes.
+struct DigestShape {
+  int64_t bytes, pieces, stride;
+  bool is_scattered;  // rows do not follow each other
+};
+
+struct DigestRow {
+  const char* data;
+  uint64_t seed;
+  uint32_t word;  // the place in the row of its first one
+};
+
 struct RowTable {
   const char* name;
   EncodeRow encode[4][14];  // [IO dtype][cache dtype], kvx_dtype_t values; NULL where there is none
@@ -39,8 +51,7 @@ struct RowTable {
   // and reads every line it is about to overwrite (measured on Neoverse: 39 GB/s a block a call, 52 in one).
   void (*copy_grids)(const CopyGrid& grid, const CopyPair* pairs, int64_t count, bool stream);
   void (*transpose)(const Transpose& shape, const CopyPair* pairs, int64_t count);  // at many places, for the same reason
-  // Adds the terms of whole words, under keys that grow by kGolden a word (digest.h), to two sums.
-  void (*digest_words)(const char* data, int64_t words, uint64_t first_key, uint64_t second_key, uint64_t* sums);
+  void (*digest_rows)(const DigestShape& shape, const DigestRow* rows, int64_t count, uint64_t* sums);  // added to two sums
   void (*stream_fence)();   // after the last streaming copy of a thread
 };
 

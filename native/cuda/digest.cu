@@ -1,4 +1,5 @@
-// The content digest on a device: a vector a thread at a time, sums in registers, one atomic add a block of threads.
+// The content digest on a device. A warp takes 32 rows: each lane finds one's address and key, then all lanes read words of all of
+// them, so that neither is worked out more than once a row. Sums stay in registers; one atomic add a block of threads.
 #include "../digest.h"
 
 #include <string.h>
@@ -10,7 +11,7 @@ namespace cuda {
 
 namespace {
 
-constexpr int kThreads = 256, kVectors = 8;
+constexpr int kThreads = 256, kWarps = kThreads / 32, kAhead = 4;
 
 struct DigestDigit {
   FastDivider size;
@@ -23,74 +24,114 @@ struct DigestArgs {
   DeviceTables tables;
   DevicePlace place;
   int64_t coordinate;
-  uint64_t vectors;       // of a unit
-  FastDivider per_unit;   // blocks of threads
-  FastDivider run;        // vectors of a run
-  uint32_t run_bytes;
+  uint32_t rows;         // of a unit
+  FastDivider per_unit;  // blocks of threads
+  FastDivider words;     // of a row
+  FastDivider piece;     // words of a piece of it
+  int64_t piece_stride;
+  uint32_t run_bytes;    // of a piece
   int32_t align;
   int32_t num_digits;
   DigestDigit digit[KVX_PLAN_MAX_DIGITS];
   unsigned long long* out;
 };
 
-// One word of a run at any address; past the run's end it is zero.
-__device__ __forceinline__ uint64_t load_word(const char* p, uint32_t bytes, int align) {
-  if (bytes >= 8 && align >= 8) return load_once<uint64_t>(p);
-  if (bytes >= 8 && align >= 4) return load_once<uint32_t>(p) | uint64_t(load_once<uint32_t>(p + 4)) << 32;
-  uint64_t word = 0;
-  for (uint32_t i = 0; i < bytes && i < 8; i++) word |= uint64_t(load_once<uint8_t>(p + i)) << (8 * i);
-  return word;
+struct DigestRow {
+  const char* at;  // NULL: not there
+  RowKey key;      // of its first word here
+};
+
+// How a warp's lanes lie over its rows: along them where they are whole, one row a lane where they come in pieces (those of
+// neighbouring rows stand side by side); AT_ANY_ADDRESS takes rows of any length and alignment.
+enum Reading { WHOLE_ROWS, PIECES, AT_ANY_ADDRESS };
+
+// One word at any address; past the row's end it is zero.
+__device__ __forceinline__ uint4 load_word(const char* p, uint32_t bytes, int align) {
+  uint32_t x[4] = {0, 0, 0, 0};
+  if (bytes >= kWordBytes && align >= 4) {
+    for (int i = 0; i < 4; i++) x[i] = load_once<uint32_t>(p + 4 * i);
+  } else {
+    for (uint32_t i = 0; i < bytes && i < kWordBytes; i++) x[i / 4] |= uint32_t(load_once<uint8_t>(p + i)) << (8 * (i % 4));
+  }
+  return make_uint4(x[0], x[1], x[2], x[3]);
 }
 
-// Two words a load where runs and addresses allow (W = 16), one word otherwise (W = 8).
-template <int W>
-__global__ void __launch_bounds__(kThreads) digest_runs(const __grid_constant__ DigestArgs a) {
+template <Reading kReading>
+__global__ void __launch_bounds__(kThreads) digest_rows(const __grid_constant__ DigestArgs a) {
+  __shared__ DigestRow found[kWarps][32];
   const uint32_t unit = a.per_unit.divide(blockIdx.x), chunk = blockIdx.x - unit * a.per_unit.d;
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Here here = find_unit(a.tables, a.place, unit, ALL_UNITS, threadIdx.x == 0 && chunk == 0);
   uint64_t first = 0, second = 0;
-  const uint32_t seq = a.tables.units_per_seq.divide(unit), position = (unit - seq * a.tables.units_per_seq.d) * a.tables.unit_tokens;
   if (here.tokens) {
-#pragma unroll 4
-    for (int j = 0; j < kVectors; j++) {
-      const uint32_t v = (chunk * kVectors + j) * kThreads + threadIdx.x;
-      if (v >= a.vectors) break;
-      uint32_t index = a.run.divide(v), token = 0;
-      const uint32_t inside = (v - index * a.run.d) * W;
-      int32_t steps[2] = {0, 0};
-      int64_t byte[2] = {inside, 0}, coordinate = a.coordinate + inside;
+    const uint32_t seq = a.tables.units_per_seq.divide(unit), position = (unit - seq * a.tables.units_per_seq.d) * a.tables.unit_tokens;
+    const uint32_t mine = (chunk * kWarps + warp) * 32 + lane;
+    DigestRow row = {};
+    if (mine < a.rows) {
+      uint32_t index = mine, token = 0;
+      int32_t steps = 0;
+      int64_t byte = 0, coordinate = a.coordinate;
       for (int i = 0; i < a.num_digits; i++) {
         const DigestDigit& d = a.digit[i];
         const uint32_t q = d.size.divide(index), n = index - q * d.size.d;
         index = q;
-        token += n * d.token, steps[0] += int32_t(n) * d.step;
-        byte[0] += n * d.stride, coordinate += n * d.coordinate;
+        token += n * d.token, steps += int32_t(n) * d.step;
+        byte += n * d.stride, coordinate += n * d.coordinate;
       }
-      if (token >= here.tokens) continue;
-      Here mine = here;
-      move_on_source(a.tables, a.place, byte[0], steps[0], &mine);
-      const RowKey key = row_key(uint64_t(coordinate), seq, position + token);
-      const uint64_t start = (uint64_t(coordinate) & ((1ull << kRowBits) - 1)) / 8 * kGolden;
-      uint64_t word[W / 8];
-      if constexpr (W == 16) {
-        const uint4 data = load_once<uint4>(mine.at[0]);
-        word[0] = data.x | uint64_t(data.y) << 32, word[1] = data.z | uint64_t(data.w) << 32;
-      } else {
-        word[0] = load_word(mine.at[0], a.run_bytes - inside, a.align);
+      if (token < here.tokens) {
+        Here at = here;
+        move_on_source(a.tables, a.place, byte, steps, &at);
+        row.at = at.at[0];
+        row.key = row_key(row_seed(uint64_t(coordinate), seq, position + token));
+        const uint32_t start = first_word(uint64_t(coordinate));
+        const auto moved = [&](uint64_t key, int i) {
+          return uint64_t(uint32_t(key) + start * word_step(i)) | uint64_t(uint32_t(key >> 32) + start * word_step(i + 1)) << 32;
+        };
+        row.key = RowKey{moved(row.key.first, 0), moved(row.key.second, 2)};
+      }
+    }
+    found[warp][lane] = row;
+    __syncwarp();
+    const uint32_t steps = a.words.d;  // 32 rows of so many words, 32 at a time
+    for (uint32_t j = 0; j < steps; j += kAhead) {
+      uint4 data[kAhead];
+      RowKey key[kAhead];
+      uint32_t word[kAhead];
+#pragma unroll
+      for (int k = 0; k < kAhead; k++) {
+        const uint32_t n = (j + k) * 32 + lane, r = kReading == PIECES ? lane : a.words.divide(n);
+        word[k] = kReading == PIECES ? j + k : n - r * a.words.d;
+        if (j + k >= steps) break;
+        const DigestRow& from = found[warp][r];
+        const char* at = from.at;
+        key[k] = from.key;
+        data[k] = make_uint4(0, 0, 0, 0);
+        if (!at) {
+          word[k] = UINT32_MAX;
+        } else if constexpr (kReading == WHOLE_ROWS) {
+          data[k] = load_once<uint4>(at + word[k] * kWordBytes);
+        } else {
+          const uint32_t p = a.piece.divide(word[k]), inside = (word[k] - p * a.piece.d) * kWordBytes;
+          const char* here_at = at + p * a.piece_stride + inside;
+          data[k] = kReading == PIECES ? load_once<uint4>(here_at) : load_word(here_at, a.run_bytes - inside, a.align);
+        }
       }
 #pragma unroll
-      for (int k = 0; k < W / 8; k++) {
-        first += word_term(word[k], key.first + start + k * kGolden);
-        second += word_term(word[k], key.second + start + k * kGolden);
+      for (int k = 0; k < kAhead; k++) {
+        if (j + k >= steps) break;
+        if (word[k] == UINT32_MAX) continue;
+        const uint32_t numbers[4] = {data[k].x, data[k].y, data[k].z, data[k].w};
+        add_word(numbers, key[k], word[k], &first, &second);
       }
     }
   }
   for (int hop = 16; hop > 0; hop /= 2) first += __shfl_xor_sync(0xffffffffu, first, hop), second += __shfl_xor_sync(0xffffffffu, second, hop);
-  __shared__ uint64_t sums[2][kThreads / 32];
+  __shared__ uint64_t sums[2][kWarps];
   if (threadIdx.x % 32 == 0) sums[0][threadIdx.x / 32] = first, sums[1][threadIdx.x / 32] = second;
   __syncthreads();
   if (threadIdx.x < 2) {
     uint64_t sum = 0;
-    for (int i = 0; i < kThreads / 32; i++) sum += sums[threadIdx.x][i];
+    for (int i = 0; i < kWarps; i++) sum += sums[threadIdx.x][i];
     if (sum) atomicAdd(a.out + threadIdx.x, static_cast<unsigned long long>(sum));
   }
 }
@@ -106,31 +147,33 @@ kvx_status_t digest(Bound* bound, uint64_t* out, void* stream) {
   KVX_TRY(place_tables(bound, &residue, tables.get()));
   auto args = std::make_unique<DigestArgs>();
   const int64_t units = bound->tables.num_seqs * bound->tables.units_per_seq;
-  for (const Job& job : bound->jobs) {
+  for (Job job : bound->jobs) {
     memset(static_cast<void*>(args.get()), 0, sizeof *args);
     args->tables = *tables;
-    const int width = job.run % 16 == 0 && job.align >= 16 ? 16 : 8;
-    const int64_t per_run = (job.run + width - 1) / width;
+    const bool is_aligned = job.run % kWordBytes == 0 && job.align >= 16;
+    const Digit pieces = take_pieces(&job);
     args->place = make_place(job);
     args->coordinate = job.offset[DST];
-    int64_t runs = 1;
+    int64_t rows = 1;
     for (int i = 0; i < job.num_digits; i++) {
       const Digit& d = job.digit[i];
       args->digit[i] = DigestDigit{make_fast_divider(d.size), uint32_t(d.token), d.step[SRC], d.stride[SRC], d.stride[DST]};
-      runs *= d.size;
+      rows *= d.size;
     }
     args->num_digits = job.num_digits;
-    args->run = make_fast_divider(per_run), args->run_bytes = uint32_t(job.run), args->align = job.align;
-    args->vectors = uint64_t(runs * per_run);
-    const int64_t per_unit = (int64_t(args->vectors) + kThreads * kVectors - 1) / (kThreads * kVectors);
+    const int64_t piece = (job.run + kWordBytes - 1) / kWordBytes, words = piece * pieces.size;
+    args->words = make_fast_divider(words), args->piece = make_fast_divider(piece), args->piece_stride = pieces.stride[SRC];
+    args->run_bytes = uint32_t(job.run), args->align = job.align;
+    const int64_t per_unit = (rows + kThreads - 1) / kThreads;
     int64_t blocks;
-    if (runs * per_run > kMaxCount || !mul_fits(per_unit, units, &blocks) || blocks > kMaxCount)
-      return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld vectors are more than one launch takes.", (long long)units, (long long)args->vectors);
-    args->per_unit = make_fast_divider(per_unit);
+    if (rows > kMaxCount || words * 32 > kMaxCount || !mul_fits(per_unit, units, &blocks) || blocks > kMaxCount)
+      return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld rows are more than one launch takes.", (long long)units, (long long)rows);
+    args->rows = uint32_t(rows), args->per_unit = make_fast_divider(per_unit);
     args->out = reinterpret_cast<unsigned long long*>(out);
     if (blocks == 0) continue;
     const dim3 grid{unsigned(blocks)}, block(kThreads);
-    KVX_TRY(width == 16 ? launch("digest_runs", digest_runs<16>, grid, block, stream, *args) : launch("digest_runs", digest_runs<8>, grid, block, stream, *args));
+    auto* kernel = !is_aligned ? &digest_rows<AT_ANY_ADDRESS> : pieces.size > 1 ? &digest_rows<PIECES> : &digest_rows<WHOLE_ROWS>;
+    KVX_TRY(launch("digest_rows", kernel, grid, block, stream, *args));
   }
   // Tables that did not fit the launches are let go with this call, so its kernels must have read them.
   if (residue.device_memory && cudaStreamSynchronize(static_cast<cudaStream_t>(stream)) != cudaSuccess)

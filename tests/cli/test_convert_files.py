@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import typer
 
 import kvx
 from kvx import files
+from kvx.cli.verify import first_difference, verify
 from tests.cli.test_cli import run
 from tests.ops import layouts
 from tests.ops.test_convert import fill
@@ -68,8 +70,6 @@ def test_verify_names_the_first_difference(cache, tmp_path):
     kvx.save(other, buffers, SPEC)
     done = run("verify", str(cache), str(other), code=1)
     assert done == ""  # said on stdout; nothing went wrong
-    from kvx.cli.verify import first_difference
-
     assert first_difference(kvx.load(cache), kvx.load(other)) == "v of layer 1, block 2, token 5 (slot 37), head 3"
 
 
@@ -79,6 +79,55 @@ def test_verify_finds_a_damaged_file(cache):
     data[-100] ^= 4
     cache.write_bytes(data)
     run("verify", str(cache), code=1)
+
+
+@pytest.mark.parametrize("to", ["tensorrt_llm", "vllm.cpu", "layer kv | block token head dim"])
+def test_a_converted_file_keeps_its_digest(cache, tmp_path, to):
+    """By the bytes written, block by block; layouts whose rows are cut too. Tokens past the source's end count as they stand."""
+    out = tmp_path / "out.safetensors"
+    run("convert", str(cache), str(out), "--to", to, "--block-size", "64")
+    file = kvx.load(out)
+    assert (file.spec.num_blocks, file.content) == (2, str(kvx.digest(file.buffers, file.spec)))
+    assert [part.start for part in files.part_ranges(file.spec)] == [0, 1]
+    assert "as it was written" in run("verify", str(out))
+
+
+def test_a_damaged_block_is_named(cache, tmp_path, capsys):
+    out = tmp_path / "out.safetensors"
+    run("convert", str(cache), str(out), "--to", "tensorrt_llm", "--format", "int8_per_token_head")
+    file = kvx.load(out)
+    data = bytearray(out.read_bytes())
+    start = len(data) - sum(t.numel() for t in file.buffers)
+    data[start + 4 * file.buffers[0].numel() // 6 + 5] ^= 1  # a byte of block 4 of 6
+    out.write_bytes(data)
+    with pytest.raises(typer.Exit):
+        verify(out)
+    said = capsys.readouterr().out
+    assert f"differs in blocks 4 of 6: it was written with {file.content}. The file was damaged or changed." in said
+
+
+@pytest.mark.parametrize("num_blocks", [1, 63, 64, 65, 1000])
+def test_parts_of_a_file(num_blocks):
+    parts = files.part_ranges(replace(SPEC, num_blocks=num_blocks))
+    assert [i for part in parts for i in part] == list(range(num_blocks))
+    assert len(parts) <= 64
+
+
+def test_digests_of_blocks_add_up(cache):
+    file = kvx.load(cache)
+    for layout in (SPEC.layout, "layer | block head kv[K: dim token; V: token dim]"):  # whole words, and not
+        spec = replace(SPEC, layout=layout)
+        whole = files.digest_blocks(file.buffers, spec, 0, 6)
+        assert whole == kvx.digest(file.buffers, spec)
+        assert files.digest_blocks(file.buffers, spec, 0, 2) + files.digest_blocks(file.buffers, spec, 2, 6) == whole
+
+
+def test_a_file_without_a_digest(tmp_path):
+    path = tmp_path / "a.safetensors"
+    kvx.save(path, layouts.random_buffers(SPEC, 0), SPEC, check=False)
+    assert (kvx.load(path).content, kvx.load(path).parts) == ("", [])
+    with pytest.raises(kvx.BadArgument, match="keeps no digest of its content"):
+        verify(path)
 
 
 def test_inspect_shows_what_a_file_holds(cache, tmp_path):
@@ -99,7 +148,7 @@ def test_other_readers_see_the_tensors(cache):
 
 def test_an_interrupted_conversion_leaves_nothing(tmp_path):
     writer = files.create(tmp_path / "a.safetensors", SPEC)
-    writer.__enter__()[0].fill_(1)
+    writer.__enter__().buffers[0].fill_(1)
     assert len(list(tmp_path.iterdir())) == 1
     assert not writer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)  # Ctrl-C goes on to the caller
     assert list(tmp_path.iterdir()) == []
@@ -131,6 +180,8 @@ def test_files_that_lie(cache, tmp_path):
     changed = {**header, "__metadata__": {"kvx_manifest": json.dumps({**manifest, "num_kv_heads": 2})}}
     refused(with_header(changed), "a field was changed", kvx.Incompatible)
     refused(with_header({k: v for k, v in header.items() if k != "cache.00002"}), "cache.00002", kvx.Incompatible)
+    parts = {**header, "__metadata__": {**header["__metadata__"], "kvx_content_parts": "00 11"}}
+    refused(with_header(parts), "keeps digests of 2 parts; its manifest makes 6")
     with pytest.raises(kvx.BadArgument, match="does not exist"):
         kvx.load(tmp_path / "nowhere")
     with pytest.raises(kvx.Incompatible, match="manifests differ in num_kv_heads: 8 here, 4 there"):

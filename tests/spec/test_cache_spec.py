@@ -50,7 +50,7 @@ BROKEN = [
         broken("fields_are_ints", f"{name} is {value!r}; it is an int.", **{name: value})
         for name in (
             *("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim"),
-            *("num_layers", "layer_start", "head_start"),
+            *("num_layers", "layer_start", "head_start", "block_bytes"),
         )
         for value in (16.0, "16", None, True)
     ),
@@ -204,6 +204,21 @@ BROKEN = [
         v_head_dim=12,
         v_format="int4_per_token_head_inline",
     ),
+    broken("geometry_is_positive", "block_bytes is -1; it must be 0 or more.", block_bytes=-1),
+    broken(
+        "padding_holds_a_block",
+        "block_bytes is 8192 and layout '(block token) head (kv dim)' has no blocks to pad: right of `|`, block stands alone with "
+        "nothing but layer outside it. Set 0.",
+        layout="(block token) head (kv dim)",
+        block_bytes=8192,
+    ),
+    broken(
+        "padding_holds_a_block",
+        "block_bytes is 8190; a block of this cache has 8192. Set 0 where blocks are not padded.",
+        layout=FUSED,
+        block_bytes=8190,
+    ),
+    broken("padding_holds_a_block", "block_bytes is 8193; it is a multiple of the 2 bytes of bf16.", block_bytes=8193),
     broken(
         "cache_fits_addresses",
         "the cache would have 1152921504606846976 bytes; addresses end at 2**60.",

@@ -30,12 +30,13 @@ ABI_NAMES = {
     "int4": "S4",
     "e2m1": "E2M1",
     "e8m0": "E8M0",
+    "f64": "F64",
 }
 
 
 def test_dtype_codes_are_the_headers():
     codes = enum("KVX_DTYPE_")
-    assert len(codes) == 15
+    assert len(codes) == 16
     assert {name: t.code for name, t in DTYPES.items()} == {name: codes[abi] for name, abi in ABI_NAMES.items()}
 
 
@@ -57,6 +58,7 @@ def test_granularities_are_the_headers():
         ("int4", 4, 7),
         ("e2m1", 4, 6),
         ("e8m0", 8, 0),
+        ("f64", 64, 0),
     ],
 )
 def test_dtypes_by_hand(name, bits, qmax):
@@ -84,6 +86,7 @@ ROWS = {
     "bf16": Row("bf16", 16, "NONE", None, 256, 0, scale_floor=0),
     "f16": Row("f16", 16, "NONE", None, 256, 0, scale_floor=0),
     "f32": Row("f32", 32, "NONE", None, 512, 0, scale_floor=0),
+    "f64": Row("f64", 64, "NONE", None, 1024, 0, scale_floor=0),
     "fp8_e4m3": Row("fp8_e4m3", 8, "TENSOR", "f32", 128, 0),
     "fp8_e4m3_per_head": Row("fp8_e4m3", 8, "HEAD", "f32", 128, 0),
     "fp8_e4m3_per_block": Row("fp8_e4m3", 8, "BLOCK", "f32", 128, 0),

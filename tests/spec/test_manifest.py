@@ -46,6 +46,7 @@ CHANGES = {
     "layer_start": 0,
     "head_start": 16,
     "model": "",
+    "block_bytes": 16384,
 }
 APART = [text for text in cases.LAYOUTS.values() if text.startswith("kv")]
 WHOLE = [text for text in cases.LAYOUTS.values() if "%" not in text]
@@ -131,7 +132,7 @@ def test_an_unknown_field_is_named():
         kvx.from_json(json.dumps({**json.loads(TEXT), "pages": 3}))
     assert str(refused.value) == (
         "from_json(): unknown field 'pages'; fields are num_blocks, block_size, num_kv_heads, head_dim, "
-        "layout, format, v_head_dim, v_format, num_layers, layer_start, head_start, model."
+        "layout, format, v_head_dim, v_format, num_layers, layer_start, head_start, model, block_bytes."
     )
 
 
