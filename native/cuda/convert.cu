@@ -352,9 +352,75 @@ kvx_status_t check_pinned(const Bound& bound) {
   return KVX_STATUS_OK;
 }
 
+// Long plain copies between host and device: the copy engine does them while the SMs do something else.
+struct EngineCopies : LaunchBase {
+  struct Run {
+    char *dst, *src;
+    int64_t bytes;
+  };
+  std::vector<Run> runs;
+
+  void add(char* dst, char* src, int64_t bytes) {
+    if (!runs.empty() && runs.back().dst + runs.back().bytes == dst && runs.back().src + runs.back().bytes == src) runs.back().bytes += bytes;
+    else runs.push_back(Run{dst, src, bytes});
+  }
+  kvx_status_t start(void* stream) const override {
+    for (const Run& run : runs) {
+      const cudaError_t error = cudaMemcpyAsync(run.dst, run.src, size_t(run.bytes), cudaMemcpyDefault, static_cast<cudaStream_t>(stream));
+      if (error != cudaSuccess) return fail(KVX_STATUS_INTERNAL_ERROR, "a copy of %lld bytes failed: %s.", (long long)run.bytes, cudaGetErrorString(error));
+    }
+    return KVX_STATUS_OK;
+  }
+};
+
+bool is_host(const char* p) {
+  cudaPointerAttributes attributes = {};
+  if (cudaPointerGetAttributes(&attributes, p) != cudaSuccess) cudaGetLastError();
+  return attributes.type == cudaMemoryTypeHost;
+}
+
+// The job as copies, where it crosses between host and device in pieces worth a copy's few microseconds and block ids are known.
+bool make_copies(const Job& job, const Bound& bound, int64_t units, EngineCopies* out) {
+  constexpr int64_t kLeastBytes = 256 << 10, kMostCopies = 4096;
+  const BlockTables& t = bound.tables;
+  int64_t pieces = units;
+  for (int i = 0; i < job.num_digits; i++) pieces *= job.digit[i].size;
+  if (job.run < kLeastBytes || pieces > kMostCopies || bound.tables_on_device || t.seq_lens) return false;
+  if (is_host(bound.buffers[SRC][0]) == is_host(bound.buffers[DST][0])) return false;
+  for (int64_t u = 0; u < units; u++) {
+    const int64_t seq = u / t.units_per_seq, token = u % t.units_per_seq * t.unit_tokens;
+    int64_t block[2], start[2];
+    for (int w = 0; w < 2; w++) {
+      block[w] = bound.ids[w][size_t(seq * t.columns[w] + token / t.block_size[w])];
+      const int64_t inside = token % t.block_size[w];
+      start[w] = block[w] * job.block[w] + inside / job.split[w] * job.outer[w] + inside % job.split[w] * job.inner[w];
+    }
+    if (block[0] < 0 || block[1] < 0) continue;
+    for (int64_t piece = 0; piece < pieces / units; piece++) {
+      int64_t rest = piece;
+      char* at[2] = {job.base[0] + start[0], job.base[1] + start[1]};
+      int64_t step[2] = {0, 0};
+      for (int i = 0; i < job.num_digits; i++) {
+        const Digit& d = job.digit[i];
+        for (int w = 0; w < 2; w++) at[w] += rest % d.size * d.stride[w], step[w] += rest % d.size * d.step[w];
+        rest /= d.size;
+      }
+      for (int w = 0; w < 2; w++)
+        if (!job.base[w]) at[w] += uintptr_t(bound.buffers[w][size_t(job.buffer[w] + block[w] * job.block_step[w] + step[w])]) + job.offset[w];
+      out->add(at[DST], at[SRC], job.run);
+    }
+  }
+  return true;
+}
+
 kvx_status_t add_jobs(const Bound& bound, const std::vector<Job>& jobs, Take take, int64_t units, const DeviceTables& tables, Residue* residue) {
   std::vector<Launch*> open;
   for (const Job& job : jobs) {
+    auto copies = std::make_unique<EngineCopies>();
+    if (make_copies(job, bound, units, copies.get())) {
+      residue->launches.push_back(std::move(copies));
+      continue;
+    }
     DeviceJob made;
     int64_t per_unit;
     int width = std::min(job.align, 16), variant;
