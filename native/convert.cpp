@@ -115,6 +115,7 @@ kvx_status_t check_side(const Plan& plan, const kvx_plan_box_t& box, int n, int 
   const int64_t num_blocks = which == SRC ? plan.header.src_num_blocks : plan.header.dst_num_blocks;
   int64_t last = 0, buffer = 0, unit = plan.header.unit_tokens;
   bool ok = s.offset >= 0 && s.buffer >= 0 && s.block_step >= 0 && s.token_split >= 1 && add_extent(1, s.offset, &last) && add_extent(num_blocks - 1, s.block, &last);
+  if (!ok) return fail(KVX_STATUS_INVALID_ARGUMENT, "the plan's box %d has a negative or overflowing stride at the %s.", n, name_of(which));
   const int64_t inside = std::min(s.token_split, block_size) - 1, outside = (block_size - unit) / s.token_split;
   // A unit either fills whole splits or stays inside one; its start then moves by whole steps.
   ok = ok && (unit % s.token_split == 0 || s.token_split % unit == 0);
@@ -189,7 +190,7 @@ kvx_status_t load(const void* data, uint64_t num_bytes, Plan* plan) {
     int64_t tokens = 1, all = 1;
     for (uint32_t d = 0; d < box.num_digits; d++) {
       KVX_NEED(box.digit[d].size > 0, "digit %u of the plan's box %u has size %lld.", d, i, (long long)box.digit[d].size);
-      KVX_NEED(box.digit[d].token >= 0, "digit %u of the plan's box %u steps %lld tokens.", d, i, (long long)box.digit[d].token);
+      KVX_NEED(box.digit[d].token >= 0 && box.digit[d].token <= int64_t(h.unit_tokens), "digit %u of the plan's box %u steps %lld tokens.", d, i, (long long)box.digit[d].token);
       KVX_NEED(mul_fits(all, box.digit[d].size, &all) && all <= kMaxIndex, "the plan's box %u moves more than 2^40 runs a unit.", i);
       if (box.digit[d].token) KVX_NEED(mul_fits(tokens, box.digit[d].size, &tokens) && tokens <= h.unit_tokens, "box %u has more tokens than a unit.", i);
     }
@@ -238,7 +239,7 @@ void straighten(const std::vector<char*>& buffers, int64_t num_blocks, Which whi
 int alignment_of(const Job& job, const std::vector<char*> buffers[2], int64_t unit_tokens) {
   uint64_t bits = uint64_t(job.run);
   for (int w = 0; w < 2; w++) {
-    bits |= uint64_t(job.block[w]) | uint64_t(job.outer[w]) | uint64_t(job.inner[w] * unit_tokens) | uint64_t(job.offset[w]);
+    bits |= uint64_t(job.block[w]) | uint64_t(job.outer[w]) | uint64_t(job.inner[w]) * uint64_t(unit_tokens) | uint64_t(job.offset[w]);
     if (job.base[w]) bits |= uint64_t(uintptr_t(job.base[w]));
     else
       for (char* b : buffers[w]) bits |= uint64_t(uintptr_t(b));

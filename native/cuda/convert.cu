@@ -359,9 +359,10 @@ struct EngineCopies : LaunchBase {
     int64_t bytes;
   };
   std::vector<Run> runs;
+  bool joins;  // one buffer on either side: what follows on there may be one copy. Two allocations may not, even side by side
 
   void add(char* dst, char* src, int64_t bytes) {
-    if (!runs.empty() && runs.back().dst + runs.back().bytes == dst && runs.back().src + runs.back().bytes == src) runs.back().bytes += bytes;
+    if (joins && !runs.empty() && runs.back().dst + runs.back().bytes == dst && runs.back().src + runs.back().bytes == src) runs.back().bytes += bytes;
     else runs.push_back(Run{dst, src, bytes});
   }
   kvx_status_t start(void* stream) const override {
@@ -387,6 +388,12 @@ bool make_copies(const Job& job, const Bound& bound, int64_t units, EngineCopies
   for (int i = 0; i < job.num_digits; i++) pieces *= job.digit[i].size;
   if (job.run < kLeastBytes || pieces > kMostCopies || bound.tables_on_device || t.seq_lens) return false;
   if (is_host(bound.buffers[SRC][0]) == is_host(bound.buffers[DST][0])) return false;
+  out->joins = true;
+  for (int w = 0; w < 2; w++) {
+    if (bound.buffers[w].size() == 1) continue;
+    if (job.base[w]) return false;  // buffers taken as one by their spacing: a run may cross from one to the next
+    out->joins = false;
+  }
   for (int64_t u = 0; u < units; u++) {
     const int64_t seq = u / t.units_per_seq, token = u % t.units_per_seq * t.unit_tokens;
     int64_t block[2], start[2];
