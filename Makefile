@@ -46,7 +46,7 @@ test-gpu: build-gpu
 	$(GPU_PY) -m pytest -p no:cacheprovider -n 8 tests --ignore=tests/test_package.py  # the wheel needs a network
 
 bench-gpu: build-gpu
-	for op in write gather convert digest amax; do $(GPU_PY) -m kvx bench $$op --device cuda || exit 1; done
+	for op in write append attention gather convert digest amax; do $(GPU_PY) -m kvx bench $$op --device cuda || exit 1; done
 
 sanitize-gpu: build-gpu
 	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 9 --kernel-name-exclude regex=at:: $(GPU_PY) tests/sanitize.py || exit 1; done

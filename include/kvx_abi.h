@@ -330,6 +330,122 @@ typedef struct kvx_amax_args_t {
   uint64_t reserved[2];  /* 0                                                                            */
 } kvx_amax_args_t;
 
+#define KVX_ATTENTION_CAUSAL 1u  /* query i of n sees positions up to seq_len - n + i; else all        */
+#define KVX_ATTENTION_PLANNED 2u /* the workspace holds kvx_attention_plan's work for these lengths    */
+
+/* Attention of queries over cached keys and values, softmax in f32. */
+typedef struct kvx_attention_args_t {
+  uint32_t version;         /* KVX_ABI_VERSION of the producer                                           */
+  uint32_t struct_bytes;    /* sizeof(kvx_attention_args_t) at the producer                              */
+  uint64_t flags;           /* KVX_ATTENTION_*; unknown bits must be 0                                   */
+  kvx_array_t q;            /* [T, Hq, Dk], F16, BF16 or F32; Hq a multiple of the cache's heads: query
+                               head h reads KV head h / (Hq / H)                                         */
+  kvx_array_t out;          /* [T, Hq, Dv], F16, BF16 or F32                                             */
+  kvx_array_t lse;          /* [T, Hq] F32: natural logarithm of the sum of exponentials, without the
+                               sink; -inf where nothing is seen. Absent = not wanted                     */
+  kvx_table_t table;        /* which blocks, how many tokens (seq_lens counts after the append)          */
+  kvx_array_t cu_seqlens;   /* queries of sequence s are rows [cu[s], cu[s+1]); [S + 1], S32 or S64.
+                               Absent = T / S rows each                                                  */
+  kvx_array_t sinks;        /* [Hq] F32: a logit that takes part in the sum and has no value; absent = none */
+  float softmax_scale;      /* multiplies q.k; never 0                                                   */
+  float soft_cap;           /* c > 0: c * tanh(score / c) instead of the score; 0 = none                 */
+  int64_t window;           /* positions a query sees back from its last, that one included; 0 = all     */
+  int64_t max_query_len;    /* bound of the queries of one sequence; 0 = T                               */
+  int64_t max_seq_len;      /* bound of seq_lens: work is shared out for it; 0 = as the table allows     */
+  void* workspace;          /* kvx_attention_workspace bytes where the cache lives, 16-byte aligned;
+                               host calls need none                                                      */
+  uint64_t workspace_bytes; /* bytes there                                                               */
+  uint64_t* errors;         /* as in kvx_write_args_t; positions of a bad block id are not seen          */
+  uint64_t reserved[4];     /* 0                                                                         */
+} kvx_attention_args_t;
+
+/* How pairs of elements rotate. */
+typedef enum kvx_rope_style_t {
+  KVX_ROPE_NONE = 0,
+  KVX_ROPE_HALF = 1,       /* pairs (i, i + rotary_dim/2): GPT-NeoX, Llama in Transformers               */
+  KVX_ROPE_INTERLEAVED = 2 /* pairs (2i, 2i + 1): GPT-J, Llama in GGUF                                   */
+} kvx_rope_style_t;
+
+/* What happens to a row of Q or K on its way: RMSNorm, then a rotation by its position. f32 throughout. */
+typedef struct kvx_norm_rope_t {
+  uint32_t struct_bytes; /* sizeof(kvx_norm_rope_t) at the producer                                      */
+  int32_t style;         /* kvx_rope_style_t                                                             */
+  kvx_array_t q_weight;  /* [Dk], F16, BF16 or F32, adjacent; absent = Q is not normed                   */
+  kvx_array_t k_weight;  /* the same for K                                                               */
+  kvx_array_t cos;       /* [max_positions, rotary_dim/2], F32 or the IO type, rows adjacent inside; the
+                            first rotary_dim elements rotate. NONE: absent                               */
+  kvx_array_t sin;       /* the same                                                                     */
+  kvx_array_t positions; /* [T], S32 or S64: row of cos and sin for each token. NONE: absent             */
+  float eps;             /* under the root                                                               */
+  float weight_offset;   /* added to every weight: 0, or 1 where a model stores weights less one         */
+  uint64_t reserved[2];  /* 0                                                                            */
+} kvx_norm_rope_t;
+
+typedef struct kvx_qkv_norm_rope_args_t {
+  uint32_t version;          /* KVX_ABI_VERSION of the producer                                          */
+  uint32_t struct_bytes;     /* sizeof(kvx_qkv_norm_rope_args_t) at the producer                         */
+  uint64_t flags;            /* 0                                                                        */
+  kvx_array_t q;             /* [T, Hq, Dk], F16, BF16 or F32, any strides: views of one fused [T, ...]  */
+  kvx_array_t k;             /* [T, H, Dk], the same type; ndim 0 = absent                               */
+  kvx_array_t v;             /* [T, H, Dv]; ndim 0 = absent. Copied, bit for bit                         */
+  kvx_array_t q_out;         /* like q, any strides that do not overlap; may be q itself                 */
+  kvx_array_t k_out;         /* like k                                                                   */
+  kvx_array_t v_out;         /* like v                                                                   */
+  kvx_norm_rope_t norm_rope; /* what happens to Q and K                                                  */
+  int32_t memory;            /* kvx_memory_type_t of every pointer                                       */
+  int32_t device;            /* device ordinal; -1 = current                                             */
+  uint64_t* errors;          /* positions outside the table are added to it on the device; such a token
+                                is left out. Host calls return OUT_OF_RANGE instead                      */
+  uint64_t reserved[4];      /* 0                                                                        */
+} kvx_qkv_norm_rope_args_t;
+
+typedef struct kvx_append_args_t {
+  uint32_t version;          /* KVX_ABI_VERSION of the producer                                          */
+  uint32_t struct_bytes;     /* sizeof(kvx_append_args_t) at the producer                                */
+  uint64_t flags;            /* 0                                                                        */
+  kvx_array_t q;             /* [T, Hq, Dk]; ndim 0 = absent, only K and V are appended                  */
+  kvx_array_t k;             /* [T, H, Dk], F16, BF16 or F32, q's type; any strides                      */
+  kvx_array_t v;             /* [T, H, Dv], the same type                                                */
+  kvx_array_t q_out;         /* like q                                                                   */
+  kvx_norm_rope_t norm_rope; /* what happens to Q and K                                                  */
+  kvx_array_t slots;         /* [T], S32 or S64, as in kvx_write_args_t; positions are independent       */
+  int64_t invalid_slot;      /* skipped, as every negative slot is; Q is still written                   */
+  kvx_array_t k_token_scale; /* as in kvx_write_args_t                                                   */
+  kvx_array_t v_token_scale; /* as in kvx_write_args_t                                                   */
+  kvx_array_t k_pointers;    /* [num_blocks] S64, adjacent: the address of each block of K, a multiple of
+                                16, where blocks are buffers of their own (one cache a sequence). k.data
+                                is then NULL and its strides describe each. ndim 0 = one buffer          */
+  kvx_array_t v_pointers;    /* the same for V; both or neither                                          */
+  uint64_t* errors;          /* slots and positions outside, as in kvx_write_args_t                      */
+  uint64_t reserved[4];      /* 0                                                                        */
+} kvx_append_args_t;
+
+typedef struct kvx_merge_args_t {
+  uint32_t version;      /* KVX_ABI_VERSION of the producer                                              */
+  uint32_t struct_bytes; /* sizeof(kvx_merge_args_t) at the producer                                     */
+  uint64_t flags;        /* 0                                                                            */
+  kvx_array_t outs;      /* partial results [P, T, H, D], F16, BF16 or F32, any strides                  */
+  kvx_array_t lses;      /* their natural-log sums of exponentials [P, T, H], F32; -inf = nothing seen,
+                            and that row of outs is not read                                             */
+  kvx_array_t out;       /* [T, H, D], F16, BF16 or F32                                                  */
+  kvx_array_t lse;       /* of all parts [T, H], F32, without the sink; ndim 0 = not wanted              */
+  kvx_array_t sinks;     /* [H], F32: a logit without a value that enters the sum once; ndim 0 = none    */
+  int32_t memory;        /* kvx_memory_type_t of every pointer                                           */
+  int32_t device;        /* device ordinal; -1 = current                                                 */
+  uint64_t reserved[4];  /* 0                                                                            */
+} kvx_merge_args_t;
+
+typedef struct kvx_copy_blocks_args_t {
+  uint32_t version;      /* KVX_ABI_VERSION of the producer                                              */
+  uint32_t struct_bytes; /* sizeof(kvx_copy_blocks_args_t) at the producer                               */
+  uint64_t flags;        /* 0                                                                            */
+  kvx_array_t pairs;     /* [n, 2] block ids, S32 or S64: source, destination. A negative id skips the
+                            pair. No block is a destination twice, or a source and a destination         */
+  uint64_t* errors;      /* pairs outside the cache are added to it on the device; host calls return
+                            OUT_OF_RANGE instead                                                         */
+  uint64_t reserved[4];  /* 0                                                                            */
+} kvx_copy_blocks_args_t;
+
 /* What this library was built with and found on this machine. Strings live as long as the library. */
 typedef struct kvx_build_info_t {
   uint32_t struct_bytes;   /* in: sizeof at the caller                                                   */
@@ -505,6 +621,22 @@ KVX_API kvx_status_t kvx_write(const kvx_cache_t* cache, const kvx_write_args_t*
 KVX_API kvx_status_t kvx_gather(const kvx_cache_t* cache, const kvx_gather_args_t* args, void* stream);
 /* The largest |x| per tensor, head, block or block-head: what a scale is made from. */
 KVX_API kvx_status_t kvx_amax(const kvx_amax_args_t* args, void* stream);
+
+/* Bytes of workspace these arguments need, from shapes alone: sequences, heads and max_query_len, not lengths. */
+KVX_API kvx_status_t kvx_attention_workspace(const kvx_cache_t* cache, const kvx_attention_args_t* args, uint64_t* bytes);
+/* Shares out the work of a step into the workspace, by the lengths on the device; every layer's call then says PLANNED. */
+KVX_API kvx_status_t kvx_attention_plan(const kvx_cache_t* cache, const kvx_attention_args_t* args, void* stream);
+KVX_API kvx_status_t kvx_attention(const kvx_cache_t* cache, const kvx_attention_args_t* args, void* stream);
+
+/* RMSNorm and rotation of Q and K rows; V is copied. K and V may be absent. docs/spec.md section 19 has the arithmetic. */
+KVX_API kvx_status_t kvx_qkv_norm_rope(const kvx_qkv_norm_rope_args_t* args, void* stream);
+/* The same in one launch with kvx_write: Q to q_out, K and V rounded to the IO type and put into their slots. */
+KVX_API kvx_status_t kvx_qkv_norm_rope_append(const kvx_cache_t* cache, const kvx_append_args_t* args, void* stream);
+
+/* Partial attention results into one, by their log-sum-exps. */
+KVX_API kvx_status_t kvx_merge_attention(const kvx_merge_args_t* args, void* stream);
+/* Copy whole blocks inside one cache, scales with a block axis included. */
+KVX_API kvx_status_t kvx_copy_blocks(const kvx_cache_t* cache, const kvx_copy_blocks_args_t* args, void* stream);
 
 /* Read a plan. Everything in it is checked here, so that running it cannot leave the buffers it names. */
 KVX_API kvx_status_t kvx_plan_load(const void* bytes, uint64_t num_bytes, kvx_plan_t** plan);

@@ -23,14 +23,23 @@ from kvx.layout.describe import describe
 from kvx.layout.engines import engine
 from kvx.layout.plan import Plan, plan
 from kvx.layout.planes import views
+from kvx.layout.pointers import CachePointers, cache_pointers
 from kvx.layout.storage import Storage, allocate
 from kvx.layout.views import PlaneView, layer_views
 from kvx.ops.amax import amax
-from kvx.ops.backend import debug
+from kvx.ops.append import append_batched, qkv_norm_rope_append
+from kvx.ops.attention import attention_decode, attention_plan, attention_varlen, attention_workspace_bytes
+from kvx.ops.backend import chosen_backend, debug, supports
 from kvx.ops.convert import bind, convert
+from kvx.ops.copy_blocks import copy_blocks
 from kvx.ops.digest import Digest, digest
 from kvx.ops.gather import gather
+from kvx.ops.gather_sequence import gather_sequence
 from kvx.ops.library import include_dir, library_path
+from kvx.ops.merge_attention import merge_attention
+from kvx.ops.norm_rope import qk_norm_rope, qkv_norm_rope
+from kvx.ops.support import Support
+from kvx.ops.transpose_heads import transpose_heads
 from kvx.ops.write import write
 from kvx.quant.scales import scale_from_amax
 from kvx.spec import FORMATS, CacheSpec, Format, Granularity, from_json, to_json
@@ -53,6 +62,7 @@ __all__ = [
     "HND",
     "NHD",
     "BadArgument",
+    "CachePointers",
     "CacheSpec",
     "Digest",
     "Format",
@@ -71,13 +81,22 @@ __all__ = [
     "PlaneView",
     "RaggedTable",
     "Storage",
+    "Support",
     "Table",
     "Unsupported",
     "allocate",
     "allocate_buffers",
     "amax",
+    "append_batched",
+    "attention_decode",
+    "attention_plan",
+    "attention_varlen",
+    "attention_workspace_bytes",
     "bind",
+    "cache_pointers",
+    "chosen_backend",
     "convert",
+    "copy_blocks",
     "cu_seqlens",
     "debug",
     "describe",
@@ -85,18 +104,25 @@ __all__ = [
     "engine",
     "from_json",
     "gather",
+    "gather_sequence",
     "hnd_packed",
     "include_dir",
     "layer_views",
     "library_path",
     "load",
+    "merge_attention",
     "plan",
+    "qk_norm_rope",
+    "qkv_norm_rope",
+    "qkv_norm_rope_append",
     "save",
     "scale_from_amax",
     "slot_mapping",
+    "supports",
     "to_json",
     "to_page_csr",
     "to_ragged",
+    "transpose_heads",
     "views",
     "write",
 ]

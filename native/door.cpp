@@ -4,6 +4,10 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "attention.h"
+#include "append.h"
+#include "copy_blocks.h"
+#include "merge.h"
 #include "check.h"
 #include "format.h"
 #include "run.h"
@@ -160,6 +164,23 @@ typedef struct kvx_door_table_t {
   int64_t format, beam_width, max_seq_len, bytes_per_block;
 } kvx_door_table_t;
 
+typedef struct kvx_door_attention_t {
+  void *q, *out, *lse, *sinks, *workspace;  // objects; planning and asking for bytes take no out
+  int64_t step;                             // 0 run, 1 plan, 2 ask for the bytes of the workspace
+  int64_t flags, window, max_query_len;
+  int64_t bytes;                            // step 2: the answer
+  float softmax_scale, soft_cap;
+} kvx_door_attention_t;
+
+typedef struct kvx_door_append_t {  // objects; NULL = absent
+  void *q, *k, *v;  // num_q_heads > 0: q holds all three, [T, ...]
+  void *q_out, *k_out, *v_out;
+  void *q_weight, *k_weight, *cos, *sin, *positions;
+  void *slots, *k_pointers, *v_pointers;
+  int64_t style, num_q_heads, num_kv_heads, k_head_dim, v_head_dim;
+  double eps, weight_offset;
+} kvx_door_append_t;
+
 KVX_API void kvx_door_init(void* open, void* save, void* restore) {
   open_tensor = open ? reinterpret_cast<OpenTensor>(open) : copy_tensor;
   save_thread = reinterpret_cast<void* (*)()>(save);
@@ -219,6 +240,32 @@ kvx_status_t open_cache(Door& door, const kvx_door_spec_t& spec, void* cache0, v
   return KVX_STATUS_OK;
 }
 
+// The tensors the spec describes, or the pools a KV_OFFSETS table leads into.
+kvx_status_t open_cache_or_pools(Door& door, const kvx_door_spec_t& spec, void* cache0, void* cache1, const kvx_door_table_t& table, kvx_cache_t* c) {
+  if (!table.pool_primary) return open_cache(door, spec, cache0, cache1, c);
+  *c = spec.cache;
+  kvx_array_t pool[2] = {};
+  KVX_TRY(door.array("primary pool", table.pool_primary, &pool[0]));
+  KVX_TRY(door.optional("secondary pool", table.pool_secondary, &pool[1]));
+  c->bytes_per_block = uint64_t(table.bytes_per_block);
+  c->pool_primary = pool[0].data;
+  c->primary_bytes = pool[0].data_bytes;
+  c->pool_secondary = pool[1].data;
+  c->secondary_bytes = pool[1].data_bytes;
+  c->secondary_blocks = c->bytes_per_block ? int64_t(pool[1].data_bytes / c->bytes_per_block) : 0;
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t open_table(Door& door, const kvx_door_table_t& table, kvx_table_t* t) {
+  t->struct_bytes = sizeof *t;
+  t->format = int32_t(table.format);
+  t->beam_width = table.beam_width;
+  KVX_TRY(door.array("block_table", table.indices, &t->indices));
+  KVX_TRY(door.optional("indptr", table.indptr, &t->indptr));
+  KVX_TRY(door.optional("last_page_len", table.last_page_len, &t->last_page_len));
+  return door.optional("seq_lens", table.seq_lens, &t->seq_lens);
+}
+
 kvx_status_t open_scales(Door& door, const kvx_door_extra_t* e, kvx_cache_t* c) {
   if (e == nullptr) return KVX_STATUS_OK;
   void* const scale[2] = {e->k_scale, e->v_scale};
@@ -248,6 +295,48 @@ kvx_status_t open_errors(Door& door, void* object, uint64_t** errors) {
   KVX_NEED(a.dtype == KVX_DTYPE_S64 && a.data && (a.ndim == 0 || (a.ndim == 1 && a.shape[0] == 1)), "errors must be one int64.");
   *errors = static_cast<uint64_t*>(a.data);
   return KVX_STATUS_OK;
+}
+
+// Heads of a fused [T, ...] as [T, heads, dim]; `*at` is the column they start at, and moves past them.
+void cut_heads(const kvx_array_t& fused, int64_t heads, int64_t dim, int64_t* at, kvx_array_t* out) {
+  const int64_t size = common::dtype_bits(fused.dtype) / 8, offset = *at * fused.stride[1] * size;
+  *out = fused;
+  out->ndim = 3;
+  out->shape[1] = heads, out->stride[1] = dim * fused.stride[1];
+  out->shape[2] = dim, out->stride[2] = fused.stride[1];
+  if (fused.data) out->data = static_cast<char*>(fused.data) + offset, out->data_bytes = fused.data_bytes - uint64_t(offset);
+  *at += heads * dim;
+}
+
+kvx_status_t open_rows(Door& door, const kvx_door_append_t& d, kvx_array_t* q, kvx_array_t* k, kvx_array_t* v) {
+  if (d.num_q_heads == 0) {
+    KVX_TRY(door.optional("q", d.q, q));
+    KVX_TRY(door.optional("k", d.k, k));
+    return door.optional("v", d.v, v);
+  }
+  kvx_array_t fused{};
+  KVX_TRY(door.array("qkv", d.q, &fused));
+  const int64_t width = (d.num_q_heads + d.num_kv_heads) * d.k_head_dim + d.num_kv_heads * d.v_head_dim;
+  KVX_NEED(fused.ndim == 2 && fused.shape[1] == width, "qkv has %u dimensions and %lld columns; %lld + %lld heads of %lld and %lld of %lld make it [num_tokens, %lld].", fused.ndim,
+           (long long)(fused.ndim > 1 ? fused.shape[1] : 0), (long long)d.num_q_heads, (long long)d.num_kv_heads, (long long)d.k_head_dim, (long long)d.num_kv_heads, (long long)d.v_head_dim,
+           (long long)width);
+  int64_t at = 0;
+  cut_heads(fused, d.num_q_heads, d.k_head_dim, &at, q);
+  cut_heads(fused, d.num_kv_heads, d.k_head_dim, &at, k);
+  cut_heads(fused, d.num_kv_heads, d.v_head_dim, &at, v);
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t open_norm_rope(Door& door, const kvx_door_append_t& d, kvx_norm_rope_t* n) {
+  n->struct_bytes = sizeof *n;
+  n->style = int32_t(d.style);
+  n->eps = float(d.eps);
+  n->weight_offset = float(d.weight_offset);
+  KVX_TRY(door.optional("q_weight", d.q_weight, &n->q_weight));
+  KVX_TRY(door.optional("k_weight", d.k_weight, &n->k_weight));
+  KVX_TRY(door.optional("cos", d.cos, &n->cos));
+  KVX_TRY(door.optional("sin", d.sin, &n->sin));
+  return door.optional("positions", d.positions, &n->positions);
 }
 
 }  // namespace
@@ -285,29 +374,10 @@ KVX_API int kvx_door_gather(const kvx_door_spec_t* spec, void* cache0, void* cac
   kvx_gather_args_t g{};
   g.version = KVX_ABI_VERSION;
   g.struct_bytes = sizeof g;
-  if (table->pool_primary) {
-    c = spec->cache;
-    kvx_array_t pool[2] = {};
-    KVX_TRY(door.array("primary pool", table->pool_primary, &pool[0]));
-    KVX_TRY(door.optional("secondary pool", table->pool_secondary, &pool[1]));
-    c.bytes_per_block = uint64_t(table->bytes_per_block);
-    c.pool_primary = pool[0].data;
-    c.primary_bytes = pool[0].data_bytes;
-    c.pool_secondary = pool[1].data;
-    c.secondary_bytes = pool[1].data_bytes;
-    c.secondary_blocks = c.bytes_per_block ? int64_t(pool[1].data_bytes / c.bytes_per_block) : 0;
-  } else {
-    KVX_TRY(open_cache(door, *spec, cache0, cache1, &c));
-  }
+  KVX_TRY(open_cache_or_pools(door, *spec, cache0, cache1, *table, &c));
   KVX_TRY(door.array("k", k, &g.k));
   KVX_TRY(door.array("v", v, &g.v));
-  g.table.struct_bytes = sizeof g.table;
-  g.table.format = int32_t(table->format);
-  g.table.beam_width = table->beam_width;
-  KVX_TRY(door.array("block_table", table->indices, &g.table.indices));
-  KVX_TRY(door.optional("indptr", table->indptr, &g.table.indptr));
-  KVX_TRY(door.optional("last_page_len", table->last_page_len, &g.table.last_page_len));
-  KVX_TRY(door.optional("seq_lens", table->seq_lens, &g.table.seq_lens));
+  KVX_TRY(open_table(door, *table, &g.table));
   KVX_TRY(door.optional("cu_seqlens", table->cu_seqlens, &g.cu_seqlens));
   g.max_seq_len = table->max_seq_len;
   if (extra) {
@@ -317,6 +387,44 @@ KVX_API int kvx_door_gather(const kvx_door_spec_t* spec, void* cache0, void* cac
   c.memory = door.memory();
   c.device = door.device_id;
   return unlocked(int64_t(g.k.data_bytes + g.v.data_bytes), [&] { return run_gather(c, g, stream); });
+}
+
+KVX_API int kvx_door_attention(const kvx_door_spec_t* spec, void* cache0, void* cache1, const kvx_door_table_t* table, const kvx_door_extra_t* extra,
+                               kvx_door_attention_t* attention, void* stream) {
+  begin_call(table->cu_seqlens ? "attention_varlen()" : "attention_decode()");
+  Door door;
+  kvx_cache_t c;
+  kvx_attention_args_t a{};
+  a.version = KVX_ABI_VERSION;
+  a.struct_bytes = sizeof a;
+  a.flags = uint64_t(attention->flags);
+  KVX_TRY(open_cache_or_pools(door, *spec, cache0, cache1, *table, &c));
+  KVX_TRY(door.array("q", attention->q, &a.q));
+  KVX_TRY(open_table(door, *table, &a.table));
+  KVX_TRY(door.optional("cu_seqlens", table->cu_seqlens, &a.cu_seqlens));
+  KVX_TRY(door.optional("lse", attention->lse, &a.lse));
+  KVX_TRY(door.optional("sinks", attention->sinks, &a.sinks));
+  if (attention->out) {
+    KVX_TRY(door.array("out", attention->out, &a.out));
+  } else if (a.q.ndim == 3) {  // only its shape is read
+    a.out = a.q;
+    a.out.shape[2] = c.v_head_dim, a.out.data_bytes = 0;
+    a.out.stride[2] = 1, a.out.stride[1] = c.v_head_dim, a.out.stride[0] = c.v_head_dim * a.q.shape[1];
+  }
+  if (attention->workspace) {
+    kvx_array_t w{};
+    KVX_TRY(door.array("workspace", attention->workspace, &w));
+    a.workspace = w.data, a.workspace_bytes = w.data_bytes;
+  }
+  a.softmax_scale = attention->softmax_scale, a.soft_cap = attention->soft_cap, a.window = attention->window;
+  a.max_query_len = attention->max_query_len, a.max_seq_len = table->max_seq_len;
+  KVX_TRY(open_scales(door, extra, &c));
+  KVX_TRY(open_errors(door, extra->errors, &a.errors));
+  c.memory = door.memory();
+  c.device = door.device_id;
+  if (attention->step == 1) return run_attention_plan(c, a, stream);
+  if (attention->step == 2) return attention_workspace(c, a, reinterpret_cast<uint64_t*>(&attention->bytes));
+  return unlocked(int64_t(a.q.data_bytes) * 64, [&] { return run_attention(c, a, stream); });
 }
 
 KVX_API int kvx_door_amax(void* amax, void* x, void* slots, int granularity, int64_t block_size, void* errors, void* stream) {
@@ -337,11 +445,111 @@ KVX_API int kvx_door_amax(void* amax, void* x, void* slots, int granularity, int
   return unlocked(int64_t(a.x.data_bytes), [&] { return kvx_amax(&a, stream); });
 }
 
+KVX_API int kvx_door_norm_rope(const char* call, const kvx_door_append_t* d, void* errors, void* stream) {
+  begin_call(call);
+  Door door;
+  kvx_qkv_norm_rope_args_t a{};
+  a.version = KVX_ABI_VERSION;
+  a.struct_bytes = sizeof a;
+  KVX_TRY(open_rows(door, *d, &a.q, &a.k, &a.v));
+  KVX_TRY(door.array("q_out", d->q_out, &a.q_out));
+  KVX_TRY(door.optional("k_out", d->k_out, &a.k_out));
+  KVX_TRY(door.optional("v_out", d->v_out, &a.v_out));
+  KVX_TRY(open_norm_rope(door, *d, &a.norm_rope));
+  KVX_TRY(open_errors(door, errors, &a.errors));
+  a.memory = door.memory();
+  a.device = door.device_id;
+  return unlocked(int64_t(a.q.data_bytes), [&] { return run_norm_rope(a, stream); });
+}
+
+KVX_API int kvx_door_append(const char* call, const kvx_door_spec_t* spec, void* cache0, void* cache1, const kvx_door_append_t* d, const kvx_door_extra_t* extra, void* stream) {
+  begin_call(call);
+  Door door;
+  kvx_cache_t c;
+  kvx_append_args_t a{};
+  a.version = KVX_ABI_VERSION;
+  a.struct_bytes = sizeof a;
+  a.invalid_slot = -1;
+  if (d->k_pointers) {
+    c = spec->cache;
+    KVX_TRY(door.array("k_pointers", d->k_pointers, &a.k_pointers));
+    KVX_TRY(door.optional("v_pointers", d->v_pointers, &a.v_pointers));
+  } else {
+    KVX_TRY(open_cache(door, *spec, cache0, cache1, &c));
+  }
+  KVX_TRY(open_rows(door, *d, &a.q, &a.k, &a.v));
+  KVX_TRY(door.optional("q_out", d->q_out, &a.q_out));
+  KVX_TRY(door.array("slot_mapping", d->slots, &a.slots));
+  KVX_TRY(open_norm_rope(door, *d, &a.norm_rope));
+  if (extra) {
+    KVX_TRY(open_scales(door, extra, &c));
+    KVX_TRY(door.optional("k_token_scale", extra->k_token_scale, &a.k_token_scale));
+    KVX_TRY(door.optional("v_token_scale", extra->v_token_scale, &a.v_token_scale));
+    KVX_TRY(open_errors(door, extra->errors, &a.errors));
+  }
+  c.memory = door.memory();
+  c.device = door.device_id;
+  return unlocked(int64_t(a.k.data_bytes), [&] { return run_append(c, a, stream); });
+}
+
+KVX_API int kvx_door_merge(void* out, void* lse, void* outs, void* lses, void* sinks, void* stream) {
+  begin_call("merge_attention()");
+  Door door;
+  kvx_merge_args_t a{};
+  a.version = KVX_ABI_VERSION;
+  a.struct_bytes = sizeof a;
+  KVX_TRY(door.array("outs", outs, &a.outs));
+  KVX_TRY(door.array("lses", lses, &a.lses));
+  KVX_TRY(door.array("out", out, &a.out));
+  KVX_TRY(door.optional("lse", lse, &a.lse));
+  KVX_TRY(door.optional("sinks", sinks, &a.sinks));
+  a.memory = door.memory();
+  a.device = door.device_id;
+  return unlocked(int64_t(a.outs.data_bytes), [&] { return run_merge(a, stream); });
+}
+
+KVX_API int kvx_door_copy_blocks(const kvx_door_spec_t* spec, void* cache0, void* cache1, void* pairs, const kvx_door_extra_t* extra, void* stream) {
+  begin_call("copy_blocks()");
+  Door door;
+  kvx_cache_t c;
+  kvx_copy_blocks_args_t a{};
+  a.version = KVX_ABI_VERSION;
+  a.struct_bytes = sizeof a;
+  KVX_TRY(open_cache(door, *spec, cache0, cache1, &c));
+  KVX_TRY(door.array("pairs", pairs, &a.pairs));
+  KVX_TRY(open_scales(door, extra, &c));
+  KVX_TRY(open_errors(door, extra->errors, &a.errors));
+  c.memory = door.memory();
+  c.device = door.device_id;
+  return unlocked(int64_t(c.k.data.data_bytes), [&] { return run_copy_blocks(c, a, stream); });
+}
+
+// The usual calls without a struct to fill: a fused QKV, no scales, nothing to count.
+KVX_API int kvx_door_append_usual(const char* call, const kvx_door_spec_t* spec, void* cache0, void* cache1, void* q_out, void* qkv, int64_t num_q_heads, void* slots, void* q_weight,
+                                  void* k_weight, void* cos, void* sin, void* positions, int64_t style, double eps, double weight_offset, void* stream) {
+  kvx_door_append_t d{};
+  d.q = qkv, d.q_out = q_out, d.slots = slots;
+  d.q_weight = q_weight, d.k_weight = k_weight, d.cos = cos, d.sin = sin, d.positions = positions;
+  d.num_q_heads = num_q_heads, d.num_kv_heads = spec->cache.num_kv_heads, d.k_head_dim = spec->cache.k_head_dim, d.v_head_dim = spec->cache.v_head_dim;
+  d.style = style, d.eps = eps, d.weight_offset = weight_offset;
+  return kvx_door_append(call, spec, cache0, cache1, &d, nullptr, stream);
+}
+
+KVX_API int kvx_door_norm_rope_usual(const char* call, void* out, void* x, void* weight, void* cos, void* sin, void* positions, int64_t style, double eps, double weight_offset,
+                                     void* stream) {
+  kvx_door_append_t d{};
+  d.q = x, d.q_out = out, d.q_weight = weight, d.cos = cos, d.sin = sin, d.positions = positions;
+  d.style = style, d.eps = eps, d.weight_offset = weight_offset;
+  return kvx_door_norm_rope(call, &d, nullptr, stream);
+}
+
+KVX_API int64_t kvx_door_append_bytes(void) { return int64_t(sizeof(kvx_door_append_t)); }
+
 // Sizes of the door's structs, so that kvx/ops/native.py can refuse a library of another build.
-KVX_API void kvx_door_sizes(int64_t out[3]) {
-  out[0] = sizeof(kvx_door_spec_t);
-  out[1] = sizeof(kvx_door_extra_t);
-  out[2] = sizeof(kvx_door_table_t);
+// It says how many it knows: a library that knows others leaves the rest 0.
+KVX_API void kvx_door_sizes(int64_t* out, int64_t count) {
+  const int64_t sizes[] = {sizeof(kvx_door_spec_t), sizeof(kvx_door_extra_t), sizeof(kvx_door_table_t), sizeof(kvx_door_attention_t)};
+  for (int64_t i = 0; i < count && i < int64_t(sizeof sizes / sizeof sizes[0]); i++) out[i] = sizes[i];
 }
 
 }  // extern "C"

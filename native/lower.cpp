@@ -217,6 +217,8 @@ kvx_status_t check_planes_apart(const kvx_cache_t& c, const PlaneParams p[2]) {
               (long long)row[first]);
 }
 
+}  // namespace
+
 kvx_status_t lower_rows(const char* name, const char* what, const kvx_array_t& a, int64_t heads, int64_t dim, bool needs_data, RowsParams* out) {
   KVX_NEED(is_float(a.dtype), "%s is %s; IO is f16, bf16 or f32.", what, dtype_name(a.dtype));
   const int n = int(a.ndim);
@@ -233,6 +235,8 @@ kvx_status_t lower_rows(const char* name, const char* what, const kvx_array_t& a
   out->is_dense = out->dim == size;
   return KVX_STATUS_OK;
 }
+
+namespace {
 
 kvx_status_t lower_token_scale(const char* what, const kvx_array_t& a, int64_t tokens, int64_t heads, PlaneParams* plane) {
   if (a.data == nullptr) return KVX_STATUS_OK;

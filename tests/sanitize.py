@@ -11,7 +11,7 @@ import torch
 
 import kvx
 from tests import cases, compare
-from tests.ops import test_convert
+from tests.ops import rope, test_append, test_append_batched, test_convert, test_copy_blocks, test_merge_attention, test_norm_rope
 
 CASES = [
     *cases.SHAPES,
@@ -48,6 +48,32 @@ def convert_cases() -> int:
     return count
 
 
+def append_cases() -> int:
+    """Lanes and warps of append, with a bad slot and a bad position; merging and copying."""
+    count = 0
+    caches = [*cases.SHAPES, *(test_append.USUAL.with_(format=f) for f in ("bf16", *test_append.QUANTISED))]
+    for case in caches:
+        for how in rope.ROPES if case.head_dim == 128 else rope.ROPES[::4]:
+            if case.head_dim % 2:
+                continue
+            made = test_append.Made.of(case, how, "cuda", torch.Generator().manual_seed(0))
+            want = made.to("cpu")
+            want.kv.slots[-1:] = -1
+            want_q = want.append("torch")
+            errors = torch.zeros((), dtype=torch.int64, device="cuda")
+            made.kv.slots[-1:] = made.kv.spec.num_slots + 5
+            made.compare(made.append("cuda", errors=errors), want, want_q)
+            assert int(errors) == min(1, made.kv.slots.numel())
+            count += 1
+    for case in (*test_copy_blocks.FORMATS, *test_copy_blocks.OTHERS):
+        test_copy_blocks.test_matches_definition(Device, case, torch.Generator().manual_seed(0))
+    for shape in ((7, 4, 4, 80), (3, 4, 2, 7)):
+        test_merge_attention.test_matches_definition(Device, "bf16", "bf16", shape, True, torch.Generator().manual_seed(0))
+    test_append_batched.test_with_norm_and_rope(Device, torch.Generator().manual_seed(0))
+    test_norm_rope.test_positions_outside_the_tables(Device, torch.Generator().manual_seed(0))
+    return count + len(test_copy_blocks.FORMATS) + len(test_copy_blocks.OTHERS) + 4
+
+
 def main() -> None:
     for case in CASES:
         made = case.make("cuda", torch.Generator().manual_seed(0))
@@ -71,7 +97,7 @@ def main() -> None:
     for per in ("tensor", "head", "block", "block_head"):
         blocks = {"slot_mapping": slots, "num_blocks": 10, "block_size": 4} if "block" in per else {}
         kvx.amax(x, per, **blocks)
-    count = len(CASES) + convert_cases()
+    count = len(CASES) + convert_cases() + append_cases()
     torch.cuda.synchronize()
     print(f"{count} cases, every result equal to the definition")
 

@@ -1,4 +1,4 @@
-"""kvx bench write|gather|convert|digest|amax|call: checks first, then times, and writes a result file."""
+"""kvx bench write|append|attention|gather|convert|digest|amax|call: checks first, then times, and writes a result file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from kvx.bench import amax as amax_bench
+from kvx.bench import append as append_bench
+from kvx.bench import attention as attention_bench
 from kvx.bench import call as call_bench
 from kvx.bench import convert as convert_bench
 from kvx.bench import digest as digest_bench
@@ -29,9 +31,15 @@ def _run(name: str, device: str, out: Path, only: str) -> None:
     reason = backends.reason_missing(device) if device in ("cpu", "cuda") else "devices are cpu and cuda"
     if reason is not None:
         raise typer.BadParameter(f"{device}: {reason}", param_hint="--device")
-    bench = {"write": write_bench, "gather": gather_bench, "amax": amax_bench, "convert": convert_bench, "digest": digest_bench}[
-        name
-    ]
+    bench = {
+        "write": write_bench,
+        "gather": gather_bench,
+        "amax": amax_bench,
+        "convert": convert_bench,
+        "digest": digest_bench,
+        "append": append_bench,
+        "attention": attention_bench,
+    }[name]
     typer.echo(harness.headline(device))
     kind = getattr(bench, "CEILING", "copy")
     ceiling = harness.read_ceiling_gbps(device) if kind == "read" else harness.copy_ceiling_gbps(device)
@@ -51,6 +59,18 @@ def _run(name: str, device: str, out: Path, only: str) -> None:
 def write(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
     """K and V of a batch into scattered blocks."""
     _run("write", device, out, only)
+
+
+@app.command()
+def append(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
+    """A fused QKV normed, rotated and put into scattered blocks."""
+    _run("append", device, out, only)
+
+
+@app.command()
+def attention(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
+    """Queries over keys and values in scattered blocks."""
+    _run("attention", device, out, only)
 
 
 @app.command()

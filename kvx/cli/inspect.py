@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,12 +16,14 @@ from rich.table import Table
 import kvx
 from kvx.errors import BadArgument, KvxError
 from kvx.layout.axes import Layout
+from kvx.layout.engines import ENGINES
 from kvx.layout.place import buffer_sizes
 from kvx.layout.planes import cache_shapes
 from kvx.ops import backend as backends
 from kvx.ops import library, native
+from kvx.ops.support import TABLE
 
-OPS = ("write", "gather", "convert", "digest", "amax")
+OPS = tuple(TABLE)
 # What changes behaviour without an argument: for building and debugging only.
 ENVIRONMENT = {
     "KVX_CUDA": "build: AUTO, ON (fail without nvcc) or OFF",
@@ -47,7 +50,7 @@ def build_facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "dlpack_exchange": native.IS_EXCHANGED,
         "backends": {name: backends.reason_missing(name) or "yes" for name in backends.BACKENDS},
-        "ops": {op: {name: backends.reason_missing(name) is None for name in backends.BACKENDS} for op in OPS},
+        "ops": {op: {name: bool(backends.supports(op, None, name)) for name in backends.BACKENDS} for op in OPS},
     }
 
 
@@ -127,11 +130,14 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     env: Annotated[bool, typer.Option("--env", help="print the environment variables KVX reads")] = False,
+    support: Annotated[bool, typer.Option("--support", help="print what each op takes on each backend, and why not")] = False,
     formats: Annotated[bool, typer.Option("--formats", help="print every format row and its exact arithmetic")] = False,
 ) -> None:
     """Show the build, or describe a spec or a tensor file."""
     if env:
         return _show("environment", ("variable", "meaning"), ENVIRONMENT.items(), dict(ENVIRONMENT), as_json)
+    if support:
+        return _show_support(as_json)
     if formats:
         rows = [
             (
@@ -176,6 +182,47 @@ def _show(title: str, columns: Any, rows: Any, data: Any, as_json: bool) -> None
     for row in rows:
         table.add_row(*(str(x) for x in row))
     Console().print(table)
+
+
+def _show_support(as_json: bool) -> None:
+    """Ops by backend; then, for those that read a spec, the formats and engines' layouts they do not take, with the reason."""
+    rows = [
+        (op, *("yes" if backends.supports(op, None, b) else "no" for b in backends.BACKENDS), t.specs) for op, t in TABLE.items()
+    ]
+    refused = [(what, op, str(answer)) for what, op, answer in _refusals()]
+    if as_json:
+        missing = {b: backends.reason_missing(b) for b in backends.BACKENDS}
+        data = {"ops": [dict(zip(("op", *backends.BACKENDS, "specs"), r, strict=True)) for r in rows], "missing": missing}
+        typer.echo(
+            json.dumps({**data, "refused": [dict(zip(("what", "op", "reason"), r, strict=True)) for r in refused]}, indent=1)
+        )
+        return
+    _show("ops", ("op", *backends.BACKENDS, "specs"), rows, None, False)
+    _show("refused", ("what", "ops", "why, and what to do"), _joined(refused), None, False)
+    for name in backends.BACKENDS:
+        if (why := backends.reason_missing(name)) is not None:
+            typer.echo(f"{name}: {why}.")
+
+
+def _refusals() -> Iterator[tuple[str, str, kvx.Support]]:
+    geometry: dict[str, Any] = {"num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_dim": 64}
+    specs = {f"format {name}": kvx.CacheSpec(**geometry, format=name) for name in kvx.FORMATS}
+    for name, row in ENGINES.items():
+        with suppress(KvxError):  # a row of another geometry
+            specs[f"layout of {name}"] = kvx.CacheSpec(**geometry, layout=row.layout, format="bf16")
+    for what, spec in specs.items():
+        for op in TABLE:
+            answer = backends.supports(op, spec, "torch")
+            if not answer:
+                yield what, op, answer
+
+
+def _joined(refused: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """One row a thing and reason, its ops side by side."""
+    by: dict[tuple[str, str], list[str]] = {}
+    for what, op, why in refused:
+        by.setdefault((what, why), []).append(op)
+    return [(what, " ".join(ops), why) for (what, why), ops in by.items()]
 
 
 def _show_build(facts: dict[str, Any], as_json: bool) -> None:

@@ -6,6 +6,7 @@ A native backend that is missing is said aloud, once, when this module is import
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from kvx.errors import BadArgument, KvxWarning, OutOfRange, Unsupported
 from kvx.ops import native
-
-BACKENDS = ("torch", "cpu", "cuda")
+from kvx.ops.support import BACKENDS, TABLE, Support
+from kvx.spec.cache_spec import CacheSpec
 
 if not native.HAS_CPU:
     warnings.warn(
@@ -58,19 +59,54 @@ def reason_missing(backend: str) -> str | None:
     return "no CUDA device or driver on this machine"
 
 
-def choose(call: str, backend: str, tensor: Tensor) -> str:
-    """The backend a call runs on. `auto` is the native one of the tensor's device where it exists, torch otherwise."""
+def supports(op: str, spec: CacheSpec | None = None, backend: str = "torch") -> Support:
+    """Whether `op` runs on `backend` for caches of `spec` (None: for some cache), and if not, why and what does.
+
+    The answer is true or false as a condition; as text it is the sentence an unsupported call raises.
+    """
+    if op not in TABLE:
+        raise BadArgument(f'supports(): there is no op "{op}"; there are {", ".join(TABLE)}.')
+    if backend not in BACKENDS:
+        raise BadArgument(f'supports(): backend is "{backend}"; it is torch, cpu or cuda.')
+    takes = TABLE[op]
+    if backend not in takes.backends:
+        return Support(op, backend, f"{op}(): no {backend} kernel; {', '.join(takes.backends)} have it.")
+    missing = reason_missing(backend)
+    if missing is not None:
+        return Support(op, backend, f'{op}(): backend "{backend}" is not there: {missing}. backend="torch" runs anywhere.')
+    return Support(op, backend, takes.rule(spec, backend) if takes.rule and spec is not None else "")
+
+
+def chosen_backend(op: str, cache: Tensor | Sequence[Tensor], *, spec: CacheSpec | None = None, backend: str = "auto") -> str:
+    """Which backend a call with this cache would run on: what `backend="auto"` chose, or the one named."""
+    return choose(op, backend, cache if isinstance(cache, Tensor) else cache[0], spec)
+
+
+def choose(call: str, backend: str, tensor: Tensor, spec: CacheSpec | None = None) -> str:
+    """The backend a call runs on. `auto` is the native one of the tensor's device where it supports the call, torch otherwise."""
     device = tensor.device.type
     if backend == "auto":
-        return device if device in ("cpu", "cuda") and reason_missing(device) is None else "torch"
+        if device not in ("cpu", "cuda") or reason_missing(device) is not None:
+            return "torch"
+        return device if spec is None or _is_taken(call, spec, device) else "torch"
     if backend not in BACKENDS:
         raise BadArgument(f'{call}(): backend is "{backend}"; it is auto, torch, cpu or cuda.')
     reason = reason_missing(backend)
     if reason is not None:
         raise Unsupported(f'{call}(): backend "{backend}" is not there: {reason}. backend="torch" runs anywhere.')
+    if spec is not None and not _is_taken(call, spec, backend):
+        raise Unsupported(str(supports(call, spec, backend)))
     if backend != "torch" and backend != device:
         raise BadArgument(f'{call}(): backend is "{backend}" and the cache is on {device}. Use backend="auto", or move the cache.')
     return backend
+
+
+def _is_taken(call: str, spec: CacheSpec, backend: str) -> bool:
+    """supports(), asked once and kept with the spec: hashing a spec would cost each call a microsecond."""
+    known = spec.__dict__.setdefault("_taken", {})
+    if (call, backend) not in known:
+        known[call, backend] = call not in TABLE or bool(supports(call, spec, backend))
+    return known[call, backend]
 
 
 def as_tensor(call: str, name: str, x: object) -> Tensor:

@@ -30,9 +30,19 @@ _library.define(
     "amax(Tensor(a!) out, Tensor x, str per, Tensor? slot_mapping, int num_blocks, int block_size, "
     "Tensor(b!)? errors, str backend) -> ()"
 )
+_library.define(
+    "attention(Tensor q, Tensor[] cache, Tensor[] table, Tensor? cu_seqlens, Tensor(a!) out, Tensor(b!) lse, str spec, int kind, "
+    "Tensor? k_scale, Tensor? v_scale, Tensor? k_tensor_scale, Tensor? v_tensor_scale, Tensor(c!)? errors, Tensor? sinks, "
+    "Tensor(d!)? workspace, float scale, bool causal, int window, float soft_cap, int max_query_len, int max_seq_len, "
+    "bool planned, str backend) -> ()"
+)
 # Arguments past `spec` are keyword arguments of the public function, in the order of the schema.
 _WRITE = ("k_scale", "v_scale", "k_tensor_scale", "v_tensor_scale", "k_token_scale", "v_token_scale", "errors", "backend")
 _GATHER = ("max_seq_len", "cu_seqlens", "k_scale", "v_scale", "k_tensor_scale", "v_tensor_scale", "errors", "backend")
+_ATTENTION = (
+    *("k_scale", "v_scale", "k_tensor_scale", "v_tensor_scale", "errors", "sinks", "workspace", "scale", "causal", "window"),
+    *("soft_cap", "max_query_len", "max_seq_len", "planned", "backend"),
+)
 
 
 @torch.library.impl(_library, "write", "CompositeExplicitAutograd")
@@ -56,7 +66,19 @@ def _amax(out, x, per, slots, num_blocks, block_size, errors, backend):
     eager(x, per, slot_mapping=slots, num_blocks=num_blocks, block_size=block_size, out=out, errors=errors, backend=backend)
 
 
-for _name in ("write", "gather", "amax"):
+@torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
+def _attention(q, cache, table, cu, out, lse, spec, kind, *rest):
+    from kvx.ops.attention import attention_decode, attention_varlen
+
+    given = dict(zip(_ATTENTION, rest, strict=True), spec=_parse(spec), out=out, lse=lse)
+    if cu is None:
+        del given["max_query_len"]
+        attention_decode(q, _as_cache(cache), TABLES[kind](*table), **given)
+    else:
+        attention_varlen(q, _as_cache(cache), TABLES[kind](*table), cu_seqlens=cu, **given)
+
+
+for _name in ("write", "gather", "amax", "attention"):
     torch.library.register_fake(f"kvx::{_name}", lambda *args: None, lib=_library)
 
 
@@ -82,6 +104,13 @@ def gather(cache, table, k, v, spec: CacheSpec, max_seq_len: int, cu, extra: tup
 
 def amax(out, x, per: str, slots, num_blocks: int, block_size: int, errors, backend: str) -> None:
     torch.ops.kvx.amax(out, x, per, slots, num_blocks, block_size, errors, backend)
+
+
+def attention(q, cache, table, cu, out, lse, spec: CacheSpec, extra, sinks, workspace, options, backend: str) -> None:
+    torch.ops.kvx.attention(
+        q, _as_list(cache), list(table.tensors), cu, out, lse, spec.manifest_text, table.code, *extra[:4], extra[-1], sinks,
+        workspace, *options, backend,
+    )  # fmt: skip
 
 
 def _as_cache(cache: list[Tensor]) -> Tensor | tuple[Tensor, ...]:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument, OutOfRange, Unsupported
-from kvx.layout.planes import cache_tensors, plane_maps, pooled_strides, views
+from kvx.errors import BadArgument, OutOfRange
 from kvx.ops import backend as backends
-from kvx.ops import compiled, native, scales
-from kvx.quant.numbers import decode, torch_dtype
+from kvx.ops import cells, compiled, door_table, native, scales
+from kvx.quant.numbers import torch_dtype
 from kvx.spec.cache_spec import CacheSpec
-from kvx.tables import KvOffsetsTable, PackedTable, PageCsrTable, RaggedTable, Table
+from kvx.tables import Table
 
 _IO = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -49,13 +48,7 @@ def gather(
         compiled.gather(cache, table, k, v, spec, max_seq_len, cu_seqlens, extra, backend)
         return k, v
     tensors = tuple(backends.as_tensor("gather", "cache", c) for c in ((cache,) if isinstance(cache, Tensor) else cache))
-    if isinstance(table, KvOffsetsTable) and spec.block_bytes:
-        raise Unsupported(
-            f"gather(): spec.block_bytes is {spec.block_bytes}; KV_OFFSETS tables count blocks that are as large as their content. "
-            "Give a spec without it, or another table."
-        )
-    if not isinstance(table, KvOffsetsTable):
-        cache_tensors(tensors, spec)
+    door_table.check("gather", tensors, table, spec)
     if max_seq_len is None:
         lengths = table.lengths(spec.block_size)
         if not lengths.is_cpu:
@@ -63,7 +56,7 @@ def gather(
         max_seq_len = max(1, int(lengths.max())) if lengths.numel() else 1
     scales.require("gather", spec, extra)
     k, v = _outputs(tensors, table, spec, max_seq_len, cu_seqlens, dtype, out)
-    if backends.choose("gather", backend, tensors[0]) == "torch":
+    if backends.choose("gather", backend, tensors[0], spec) == "torch":
         _gather_torch(tensors, table, k, v, spec, max_seq_len, cu_seqlens, extra)
     elif tensors[0].is_cuda and backends.is_debug() and errors is None:
         with backends.ErrorCounter("gather", tensors[0].device) as count:
@@ -96,46 +89,17 @@ def _outputs(
     return k, v
 
 
-def table_tensors(table: Table) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(indices, indptr, last_page_len, seq_lens)"""
-    match table:
-        case PackedTable():
-            return table.block_table, None, None, table.seq_lens
-        case RaggedTable():
-            return table.indices, table.indptr, None, table.seq_lens
-        case PageCsrTable():
-            return table.indices, table.indptr, table.last_page_len, None
-        case KvOffsetsTable():
-            return table.offsets, None, None, table.seq_lens
-
-
 def _gather_native(
     tensors: tuple[Tensor, ...], table: Table, k: Tensor, v: Tensor, spec: CacheSpec, max_seq_len: int, cu: Tensor | None,
     extra: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
-    second = tensors[1] if len(tensors) > 1 else None
-    handles, keep = native.handles(tensors[0], second, k, v, *table_tensors(table), cu, *extra)
-    c0, c1, hk, hv, indices, indptr, last, lens, hcu, *rest = handles
-    if isinstance(table, KvOffsetsTable):  # the cache tensors are pools, and blocks start where the table says
-        door = native.pooled_door_spec(spec)
-        address = native.address_of(door)
-        cache: tuple[int | None, int | None] = (None, None)
-        args = native.TableArgs(
-            indices, None, None, lens, hcu, c0, c1, table.code, table.beam_width, max_seq_len, block_bytes(spec)
-        )  # fmt: skip
-    else:
-        address, cache = native.door_spec(spec), (c0, c1)
-        args = native.TableArgs(indices, indptr, last, lens, hcu, None, None, table.code, 1, max_seq_len, 0)
+    opened = door_table.open_table(tensors, table, spec, max_seq_len, cu)
+    (hk, hv, *rest), keep = native.handles(k, v, *extra)
     more, stream = native.Extra(*rest), native.stream_of(tensors[0])
-    status = native.gather_call(address, *cache, hk, hv, native.address_of(args), native.address_of(more), stream)
+    status = native.gather_call(opened.spec, *opened.cache, hk, hv, opened.address, native.address_of(more), stream)
     del keep
     if status:
         native.raise_status(status)
-
-
-def block_bytes(spec: CacheSpec) -> int:
-    """KV_OFFSETS: bytes of one layer's K (or V) block, the larger of the two."""
-    return spec.block_size * spec.num_kv_heads * max(p.format.row_bytes(p.head_dim) for p in spec.planes)
 
 
 def _gather_torch(
@@ -144,22 +108,14 @@ def _gather_torch(
 ) -> None:  # fmt: skip
     seq, pos, rows = _positions(table, max_seq_len, cu, k, v, spec, extra[-1])
     length = table.lengths(spec.block_size)
-    impossible = length < 0
     inside = pos < length[seq]
-    if isinstance(table, KvOffsetsTable):
-        _gather_pools(tensors, table, (k, v), spec, seq, pos, inside, rows, extra, impossible)
-        return
-    found = table.find(seq[inside], pos[inside], spec.block_size, spec.num_blocks)
-    _report(found.is_bad, impossible, extra[-1], spec.num_blocks, seq[inside], pos[inside])
-    keep = found.is_found
-    block, offset = found.k_block[keep], (pos[inside] % spec.block_size)[keep]
-    for view, out, i in zip(views(tensors, spec), (k, v), (0, 1), strict=True):
+    found = cells.find(tensors, table, spec, seq[inside], pos[inside])
+    bad = found[0].is_bad if found[0] is found[1] else torch.stack([c.is_bad for c in found])
+    _report(bad, length < 0, extra[-1], spec.num_blocks, seq[inside], pos[inside])
+    for i, out in enumerate((k, v)):
         _flat(out)[rows] = 0  # packed output: rows in no sequence's range are left alone
-        if view.dim() == 5:
-            view = view.permute(0, 3, 1, 2, 4)
-        units = view[block, offset].flatten(2)
-        factor = scales.read(tensors, spec, i, block, offset, extra[i], extra[2 + i])
-        _flat(out)[rows[inside][keep]] = decode(units, spec.plane(i).format.element, factor, out.dtype)
+        read = cells.read(tensors, table, spec, i, found[i], out.dtype, extra[i], extra[2 + i])
+        _flat(out)[rows[inside]] = read
 
 
 def _positions(
@@ -211,41 +167,3 @@ def _report(bad: Tensor, impossible: Tensor, errors: Tensor | None, num_blocks: 
 
 def _flat(out: Tensor) -> Tensor:
     return out if out.dim() == 3 else out.view(-1, *out.shape[2:])
-
-
-def _gather_pools(
-    pools: tuple[Tensor, ...], table: KvOffsetsTable, outs: tuple[Tensor, Tensor], spec: CacheSpec, seq: Tensor, pos: Tensor,
-    inside: Tensor, rows: Tensor, extra: tuple[Tensor | None, ...], impossible: Tensor,
-) -> None:  # fmt: skip
-    """KV_OFFSETS: K and V are addressed apart, each in the primary or the secondary pool."""
-    per_block = block_bytes(spec)
-    flat = [p.reshape(-1).view(torch.uint8) for p in pools]
-    bound = torch.tensor([spec.num_blocks, flat[1].numel() // per_block if len(flat) > 1 else 0], device=pos.device)
-    k_value, v_value, in_table = table.rows(seq[inside], pos[inside], spec.block_size)
-    offset = pos[inside] % spec.block_size
-    places, bads = [], []
-    for value in (k_value, v_value):
-        secondary, index = (value < 0).long(), value & 0x7FFFFFFF
-        none = in_table & (value == -1)
-        good = in_table & ~none & (index < bound[secondary])
-        bads.append(~good & ~none)
-        places.append((secondary, index, good))
-    _report(torch.stack(bads), impossible, extra[-1], spec.num_blocks, seq[inside], pos[inside])
-    for i, (out, (secondary, index, good)) in enumerate(zip(outs, places, strict=True)):
-        _flat(out)[rows] = 0
-        for which, pool in enumerate(flat):
-            mine = good & (secondary == which)
-            units = _pool_view(pool, per_block, spec, i)[index[mine], offset[mine]].flatten(2)
-            factor = scales.read(pools, spec, i, index[mine], offset[mine], extra[i], extra[2 + i])
-            _flat(out)[rows[inside][mine]] = decode(units, spec.plane(i).format.element, factor, out.dtype)
-
-
-def _pool_view(pool: Tensor, per_block: int, spec: CacheSpec, index: int) -> Tensor:
-    """Bytes of a pool as [block, token, head, dim], or [block, token, head, dim/x, dim%x] for split layouts."""
-    num_blocks = pool.numel() // per_block
-    elements = pool[: num_blocks * per_block].view(torch_dtype(spec.plane(index).format.element))
-    m, strides = plane_maps(spec)[index], pooled_strides(spec)[index]
-    step = {**dict(zip(m.axes, strides, strict=True)), "block": elements.numel() // max(num_blocks, 1)}
-    size = {**dict(zip(m.axes, m.sizes, strict=True)), "block": num_blocks}
-    axes = ("block", "token", "head", *(a for a in m.axes if a.startswith("dim")))
-    return elements.as_strided([size[a] for a in axes], [step[a] for a in axes])

@@ -150,6 +150,14 @@ class TableArgs(ctypes.Structure):
     ]
 
 
+class AttentionArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("q", "out", "lse", "sinks", "workspace")),
+        *((name, _I64) for name in ("step", "flags", "window", "max_query_len", "bytes")),
+        *((name, ctypes.c_float) for name in ("softmax_scale", "soft_cap")),
+    ]
+
+
 class _DLTensor(ctypes.Structure):
     _fields_ = [
         ("data", _P),
@@ -210,9 +218,9 @@ def _open() -> ctypes.PyDLL | None:
     lib = library.load()
     if lib is None:
         return None
-    sizes = (_I64 * 3)()
-    lib.kvx_door_sizes(sizes)
-    mine = [ctypes.sizeof(t) for t in (_DoorSpec, Extra, TableArgs)]
+    mine = [ctypes.sizeof(t) for t in (_DoorSpec, Extra, TableArgs, AttentionArgs)]
+    sizes = (_I64 * len(mine))()
+    lib.kvx_door_sizes(sizes, len(mine))
     if list(sizes) != mine:
         raise Incompatible(
             f"{library.library_path()} is of another build (door {list(sizes)}, kvx wants {mine}). Rebuild: `make build`."
@@ -222,6 +230,7 @@ def _open() -> ctypes.PyDLL | None:
     lib.kvx_door_init.restype = None
     lib.kvx_door_write.argtypes = [_P] * 8
     lib.kvx_door_gather.argtypes = [_P] * 8
+    lib.kvx_door_attention.argtypes = [_P] * 7
     lib.kvx_plan_load.argtypes = [ctypes.c_char_p, _U64, _P]
     lib.kvx_plan_free.argtypes = lib.kvx_bound_free.argtypes = [_P]
     lib.kvx_plan_free.restype = lib.kvx_bound_free.restype = None
@@ -241,6 +250,7 @@ HAS_CUDA = INFO is not None and INFO.has_cuda and INFO.cuda_devices > 0
 IS_EXCHANGED = _exchange_function() != 0
 write_call: Any = LIB.kvx_door_write if LIB else None
 gather_call: Any = LIB.kvx_door_gather if LIB else None
+attention_call: Any = LIB.kvx_door_attention if LIB else None
 amax_call: Any = LIB.kvx_door_amax if LIB else None
 run_call: Any = LIB.kvx_run if LIB else None
 # A conversion or digest on the host takes long: called through CDLL, which lets go of the interpreter lock.

@@ -75,7 +75,7 @@ def write(
             native.raise_status(status)
         return None
     extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale, errors)
-    if backends.choose("write", backend, first) == "torch":
+    if backends.choose("write", backend, first, spec) == "torch":
         return _write_torch((first,) if second is None else (first, second), k, v, slot_mapping, spec, *extra)
     return _write_native(first, second, k, v, slot_mapping, spec, extra, native.stream_of(first))
 

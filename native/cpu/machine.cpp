@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "../run.h"
+#include "attend.h"
 #include "rows.h"
 
 namespace kvx {
@@ -13,27 +14,35 @@ namespace cpu {
 
 namespace {
 
-const RowTable& choose() {
+struct Tables {
+  const RowTable& rows;
+  const AttendTable& attend;
+};
+
+Tables choose() {
 #if defined(__x86_64__)
   // KVX_SIMD (debugging) takes away instruction sets, so that each path can be tested on one machine.
   const char* cap = getenv("KVX_SIMD");
   const bool plain = cap && !strcmp(cap, "plain"), avx2_only = cap && !strcmp(cap, "avx2");
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");
-  if (avx512 && !plain && !avx2_only) return rows_avx512;
-  if (avx2 && !plain) return rows_avx2;
+  if (avx512 && !plain && !avx2_only) return {rows_avx512, attend_avx512};
+  if (avx2 && !plain) return {rows_avx2, attend_avx2};
 #endif
-  return rows_plain;
+  return {rows_plain, attend_plain};
+}
+
+const Tables& best() {
+  static const Tables tables = choose();
+  return tables;
 }
 
 }  // namespace
 
-const RowTable& best_rows() {
-  static const RowTable& table = choose();
-  return table;
-}
+const RowTable& best_rows() { return best().rows; }
+const AttendTable& best_attend() { return best().attend; }
 
 const char* simd_name() {
 #if defined(__aarch64__)

@@ -120,6 +120,8 @@ void decode_row(char* dst, const char* src, int64_t n, float scale) {
   if (i < n) decode_block<C, IO, 16>(dst, src, i, int(n - i), scale);
 }
 
+#include "rope.h"
+
 // Magnitudes of floats order as their bits do, so the maximum is an integer one and vectorises in any order.
 template <int IO>
 float amax_row(const char* src, int64_t n) {
@@ -560,6 +562,7 @@ const RowTable KVX_JOIN(rows_, KVX_ISA) = {
     &transpose,
     &digest_rows,
     &stream_fence,
+    {nullptr, &rotate_row<KVX_DTYPE_F16>, &rotate_row<KVX_DTYPE_BF16>, &rotate_row<KVX_DTYPE_F32>},
 };
 
 }  // namespace cpu

@@ -40,6 +40,19 @@ struct DigestRow {
   uint32_t word;  // the place in the row of its first one
 };
 
+// Norm and rotation of one row (append.h). Everything is f32 here: weights with their offset, cos and sin of the row's position.
+struct RopeRow {
+  int64_t dim, rotary;
+  const float* weight;  // NULL = no norm
+  const float* cos;
+  const float* sin;
+  float* scratch;       // dim floats, and two rooms for dim rounded up to a power of two, 8 or more
+  float eps, inverse_dim;
+  int32_t style;        // kvx_rope_style_t
+};
+
+using RotateRow = void (*)(char* dst, const char* src, const RopeRow& rope);  // dst may be src
+
 struct RowTable {
   const char* name;
   EncodeRow encode[4][14];  // [IO dtype][cache dtype], kvx_dtype_t values; NULL where there is none
@@ -53,6 +66,7 @@ struct RowTable {
   void (*transpose)(const Transpose& shape, const CopyPair* pairs, int64_t count);  // at many places, for the same reason
   void (*digest_rows)(const DigestShape& shape, const DigestRow* rows, int64_t count, uint64_t* sums);  // added to two sums
   void (*stream_fence)();   // after the last streaming copy of a thread
+  RotateRow rotate[4];      // [IO dtype]
 };
 
 extern const RowTable rows_plain;

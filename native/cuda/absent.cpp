@@ -1,5 +1,9 @@
 // Stands in for cuda/*.cu in a build without nvcc.
+#include "../append.h"
+#include "../attention.h"
 #include "../convert.h"
+#include "../copy_blocks.h"
+#include "../merge.h"
 #include "../run.h"
 
 namespace kvx {
@@ -17,6 +21,12 @@ kvx_status_t amax(const AmaxParams&, void*) { return absent(); }
 kvx_status_t prepare_convert(Bound*) { return absent(); }
 kvx_status_t convert(const Bound&, void*) { return absent(); }
 kvx_status_t digest(Bound*, uint64_t*, void*) { return absent(); }
+uint64_t attention_workspace(const AttentionParams&) { return 0; }
+kvx_status_t plan_attention(const AttentionParams&, void*) { return absent(); }
+kvx_status_t attention(const AttentionParams&, void*) { return absent(); }
+kvx_status_t append(const AppendParams&, void*) { return absent(); }
+kvx_status_t merge(const MergeParams&, void*) { return absent(); }
+kvx_status_t copy_blocks(const CopyBlocksParams&, void*) { return absent(); }
 void describe(kvx_build_info_t* info) { info->cuda_archs = ""; }
 
 }  // namespace cuda

@@ -63,6 +63,13 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// The next kernel of the stream, if launched early, may be put on the device from here on; it waits for this one's end all the same.
+__device__ __forceinline__ void let_next_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 template <int Bytes> struct Vec;
 template <> struct Vec<16> { using T = uint4; };
 template <> struct Vec<8> { using T = uint2; };

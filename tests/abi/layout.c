@@ -37,6 +37,11 @@ VALUE(KVX_STATUS_OUT_OF_RANGE, 3);
 VALUE(KVX_STATUS_INCOMPATIBLE, 4);
 VALUE(KVX_STATUS_INTERNAL_ERROR, 5);
 
+ENUM(kvx_rope_style_t);
+VALUE(KVX_ROPE_NONE, 0);
+VALUE(KVX_ROPE_HALF, 1);
+VALUE(KVX_ROPE_INTERLEAVED, 2);
+
 ENUM(kvx_dtype_t);
 VALUE(KVX_DTYPE_INVALID, 0);
 VALUE(KVX_DTYPE_F16, 1);
@@ -278,6 +283,29 @@ FIELD(kvx_amax_args_t, reserved32, 356, 4);
 FIELD(kvx_amax_args_t, errors, 360, 8);
 FIELD(kvx_amax_args_t, reserved, 368, 16);
 
+VALUE(KVX_ATTENTION_CAUSAL, 1u);
+VALUE(KVX_ATTENTION_PLANNED, 2u);
+
+STRUCT(kvx_attention_args_t, 1072);
+FIELD(kvx_attention_args_t, version, 0, 4);
+FIELD(kvx_attention_args_t, struct_bytes, 4, 4);
+FIELD(kvx_attention_args_t, flags, 8, 8);
+FIELD(kvx_attention_args_t, q, 16, 104);
+FIELD(kvx_attention_args_t, out, 120, 104);
+FIELD(kvx_attention_args_t, lse, 224, 104);
+FIELD(kvx_attention_args_t, table, 328, 448);
+FIELD(kvx_attention_args_t, cu_seqlens, 776, 104);
+FIELD(kvx_attention_args_t, sinks, 880, 104);
+FIELD(kvx_attention_args_t, softmax_scale, 984, 4);
+FIELD(kvx_attention_args_t, soft_cap, 988, 4);
+FIELD(kvx_attention_args_t, window, 992, 8);
+FIELD(kvx_attention_args_t, max_query_len, 1000, 8);
+FIELD(kvx_attention_args_t, max_seq_len, 1008, 8);
+FIELD(kvx_attention_args_t, workspace, 1016, 8);
+FIELD(kvx_attention_args_t, workspace_bytes, 1024, 8);
+FIELD(kvx_attention_args_t, errors, 1032, 8);
+FIELD(kvx_attention_args_t, reserved, 1040, 32);
+
 STRUCT(kvx_build_info_t, 40);
 FIELD(kvx_build_info_t, struct_bytes, 0, 4);
 FIELD(kvx_build_info_t, has_cuda, 4, 4);
@@ -305,6 +333,73 @@ FIELD(kvx_convert_args_t, dst_blocks, 168, 104);
 FIELD(kvx_convert_args_t, seq_lens, 272, 104);
 FIELD(kvx_convert_args_t, errors, 376, 8);
 FIELD(kvx_convert_args_t, reserved, 384, 32);
+
+STRUCT(kvx_norm_rope_t, 552);
+FIELD(kvx_norm_rope_t, struct_bytes, 0, 4);
+FIELD(kvx_norm_rope_t, style, 4, 4);
+FIELD(kvx_norm_rope_t, q_weight, 8, 104);
+FIELD(kvx_norm_rope_t, k_weight, 112, 104);
+FIELD(kvx_norm_rope_t, cos, 216, 104);
+FIELD(kvx_norm_rope_t, sin, 320, 104);
+FIELD(kvx_norm_rope_t, positions, 424, 104);
+FIELD(kvx_norm_rope_t, eps, 528, 4);
+FIELD(kvx_norm_rope_t, weight_offset, 532, 4);
+FIELD(kvx_norm_rope_t, reserved, 536, 16);
+
+STRUCT(kvx_qkv_norm_rope_args_t, 1240);
+FIELD(kvx_qkv_norm_rope_args_t, version, 0, 4);
+FIELD(kvx_qkv_norm_rope_args_t, struct_bytes, 4, 4);
+FIELD(kvx_qkv_norm_rope_args_t, flags, 8, 8);
+FIELD(kvx_qkv_norm_rope_args_t, q, 16, 104);
+FIELD(kvx_qkv_norm_rope_args_t, k, 120, 104);
+FIELD(kvx_qkv_norm_rope_args_t, v, 224, 104);
+FIELD(kvx_qkv_norm_rope_args_t, q_out, 328, 104);
+FIELD(kvx_qkv_norm_rope_args_t, k_out, 432, 104);
+FIELD(kvx_qkv_norm_rope_args_t, v_out, 536, 104);
+FIELD(kvx_qkv_norm_rope_args_t, norm_rope, 640, 552);
+FIELD(kvx_qkv_norm_rope_args_t, memory, 1192, 4);
+FIELD(kvx_qkv_norm_rope_args_t, device, 1196, 4);
+FIELD(kvx_qkv_norm_rope_args_t, errors, 1200, 8);
+FIELD(kvx_qkv_norm_rope_args_t, reserved, 1208, 32);
+
+STRUCT(kvx_append_args_t, 1552);
+FIELD(kvx_append_args_t, version, 0, 4);
+FIELD(kvx_append_args_t, struct_bytes, 4, 4);
+FIELD(kvx_append_args_t, flags, 8, 8);
+FIELD(kvx_append_args_t, q, 16, 104);
+FIELD(kvx_append_args_t, k, 120, 104);
+FIELD(kvx_append_args_t, v, 224, 104);
+FIELD(kvx_append_args_t, q_out, 328, 104);
+FIELD(kvx_append_args_t, norm_rope, 432, 552);
+FIELD(kvx_append_args_t, slots, 984, 104);
+FIELD(kvx_append_args_t, invalid_slot, 1088, 8);
+FIELD(kvx_append_args_t, k_token_scale, 1096, 104);
+FIELD(kvx_append_args_t, v_token_scale, 1200, 104);
+FIELD(kvx_append_args_t, k_pointers, 1304, 104);
+FIELD(kvx_append_args_t, v_pointers, 1408, 104);
+FIELD(kvx_append_args_t, errors, 1512, 8);
+FIELD(kvx_append_args_t, reserved, 1520, 32);
+
+STRUCT(kvx_merge_args_t, 576);
+FIELD(kvx_merge_args_t, version, 0, 4);
+FIELD(kvx_merge_args_t, struct_bytes, 4, 4);
+FIELD(kvx_merge_args_t, flags, 8, 8);
+FIELD(kvx_merge_args_t, outs, 16, 104);
+FIELD(kvx_merge_args_t, lses, 120, 104);
+FIELD(kvx_merge_args_t, out, 224, 104);
+FIELD(kvx_merge_args_t, lse, 328, 104);
+FIELD(kvx_merge_args_t, sinks, 432, 104);
+FIELD(kvx_merge_args_t, memory, 536, 4);
+FIELD(kvx_merge_args_t, device, 540, 4);
+FIELD(kvx_merge_args_t, reserved, 544, 32);
+
+STRUCT(kvx_copy_blocks_args_t, 160);
+FIELD(kvx_copy_blocks_args_t, version, 0, 4);
+FIELD(kvx_copy_blocks_args_t, struct_bytes, 4, 4);
+FIELD(kvx_copy_blocks_args_t, flags, 8, 8);
+FIELD(kvx_copy_blocks_args_t, pairs, 16, 104);
+FIELD(kvx_copy_blocks_args_t, errors, 120, 8);
+FIELD(kvx_copy_blocks_args_t, reserved, 128, 32);
 
 /* ------------------------------------------------------------------ plans: bytes of files too. They change with KVX_PLAN_VERSION alone */
 

@@ -42,7 +42,7 @@ def build_program(source: Path, folder: Path) -> Path:
         pytest.skip(str(missing))
     program = folder / source.stem
     # -lkvx and not the path: a library without a soname would put the path itself into the program.
-    link = ["-x", "none", "-L", library.parent, "-lkvx", f"-Wl,-rpath,{library.parent}", "-ldl"]
+    link = ["-x", "none", "-L", library.parent, "-lkvx", f"-Wl,-rpath,{library.parent}", "-ldl", "-lm"]
     compile_with("c99", "-O1", "-g", source, *link, "-o", program)
     return program
 
@@ -74,7 +74,7 @@ def test_layout_names_every_field():
     assert [w for w in wanted if w not in frozen] == []
 
 
-@pytest.mark.parametrize("name", ["conformance_v1", "conformance_v12", "hostile"])
+@pytest.mark.parametrize("name", ["conformance_v1", "conformance_v12", "conformance_append", "hostile"])
 def test_program(name, tmp_path):
     said = run(build_program(HERE / f"{name}.c", tmp_path))
     assert re.search(r"^[1-9]\d* passed, 0 failed$", said, re.M), said[-20000:]

@@ -1,0 +1,231 @@
+"""qkv_norm_rope_append: a fused QKV to rotated Q and a written cache, in one launch. The torch body below is the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument, OutOfRange
+from kvx.layout.planes import cache_tensors
+from kvx.layout.pointers import CachePointers
+from kvx.ops import backend as backends
+from kvx.ops import compiled_append, door_append, native, scales
+from kvx.ops.norm_rope import PLAIN, STYLES, NormRope, change, check, id_of, is_usual, keep_positions, split
+from kvx.ops.write import write
+from kvx.spec.cache_spec import CacheSpec
+
+_CALL = "qkv_norm_rope_append"
+
+
+def qkv_norm_rope_append(
+    q_out: Tensor | None,  # [num_tokens, num_heads, head_dim], any strides; None: a new one
+    cache: Tensor | Sequence[Tensor] | CachePointers,  # as in write, or one cache a sequence; changed in place
+    qkv: Tensor | tuple[Tensor, Tensor, Tensor],  # [num_tokens, (Hq + Hkv) * head_dim + Hkv * v_head_dim], or (q, k, v)
+    *,
+    slot_mapping: Tensor,  # [num_tokens] int32 or int64; negative skips K and V of the token. Independent of positions
+    spec: CacheSpec,
+    q_weight: Tensor | None = None,  # [head_dim]; None: Q is not normed
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    rope: str = "half",  # half, interleaved or none
+    cos: Tensor | None = None,  # [max_positions, rotary_dim / 2] f32 or qkv's type; None: no rotation
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,  # [num_tokens] int32 or int64
+    k_scale: Tensor | None = None,  # scales as in write
+    v_scale: Tensor | None = None,
+    k_tensor_scale: Tensor | None = None,
+    v_tensor_scale: Tensor | None = None,
+    k_token_scale: Tensor | None = None,
+    v_token_scale: Tensor | None = None,
+    errors: Tensor | None = None,  # one int64 on the device: bad slots and bad positions are added to it
+    backend: str = "auto",
+) -> Tensor:
+    """Q to `q_out`, K and V into their slots, with norm and rotation as in qk_norm_rope. Returns q_out.
+
+    K is normed and rotated in f32, rounded to qkv's type, and then encoded as `write` does: the cache holds the bits that
+    `write` would store for those rows. V goes to `write` as it is. A bad slot or position raises OutOfRange on the host before
+    anything is written; on a device it is counted in `errors`, and a token with a bad position is left out altogether.
+    """
+    if (
+        backend == "auto"
+        and type(qkv) is type(q_out) is Tensor
+        and k_scale is v_scale is k_token_scale is v_token_scale is k_tensor_scale is v_tensor_scale is errors is None
+        and is_usual(qkv, slot_mapping, q_weight, k_weight, cos, sin, positions)
+        and _append_usual(
+            q_out, cache, qkv, slot_mapping, spec, (q_weight, k_weight, cos, sin, positions), rope, eps, weight_offset
+        )
+    ):
+        return q_out
+    is_compiling = torch.compiler.is_compiling()  # the cache is then looked at when the op runs
+    first = None if is_compiling else _caches(cache, spec)[0]
+    how = NormRope.of(_CALL, q_weight, k_weight, cos, sin, positions, rope, eps, weight_offset)
+    extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale, errors)
+    if isinstance(qkv, (tuple, list)):
+        qkv, num_heads = split(_CALL, qkv, 0, 0, 0, 0), 0
+        q_shape, like = qkv[0].shape, qkv[0]
+    else:
+        qkv = backends.as_tensor(_CALL, "qkv", qkv)
+        num_heads = _query_heads(qkv, spec)
+        q_shape, like = torch.Size((qkv.shape[0], num_heads, spec.head_dim)), qkv
+    if q_out is None:
+        q_out = torch.empty(q_shape, dtype=like.dtype, device=like.device)
+    if first is None:
+        compiled_append.append(q_out, cache, qkv, slot_mapping, spec, tuple(how), extra, backend)
+        return q_out
+    if backends.choose(_CALL, backend, first) == "torch":
+        rows = split(_CALL, qkv, num_heads, spec.num_kv_heads, spec.head_dim, spec.plane(1).head_dim)
+        _append_torch(q_out, cache, rows, slot_mapping, spec, how, extra)
+    elif first.is_cuda and backends.is_debug() and errors is None:
+        with backends.ErrorCounter(_CALL, first.device) as count:
+            _append_native(_CALL, q_out, cache, qkv, num_heads, slot_mapping, spec, how, (*extra[:-1], count))
+    else:
+        _append_native(_CALL, q_out, cache, qkv, num_heads, slot_mapping, spec, how, extra)
+    return q_out
+
+
+def _append_usual(
+    q_out: Tensor, cache: object, qkv: Tensor, slots: Tensor, spec: CacheSpec, how: tuple[Tensor | None, ...], rope: str,
+    eps: float, weight_offset: float,
+) -> bool:  # fmt: skip
+    """The short way of the common call, by ids as in write. What it refuses, the long way refuses too, and names better."""
+    pair: tuple[object, ...] = cache if isinstance(cache, tuple) and len(cache) == 2 else (cache, None)
+    first, second = pair
+    if not isinstance(first, Tensor) or not (second is None or isinstance(second, Tensor)):
+        return False
+    heads = q_out.shape[1] if q_out.dim() == 3 else -1
+    style = STYLES.get(rope, -1) if how[2] is not None else 0
+    status = door_append.append_usual(
+        b"qkv_norm_rope_append()", native.door_spec(spec), id(first), id_of(second), id(q_out), id(qkv), heads, id(slots),
+        id_of(how[0]), id_of(how[1]), id_of(how[2]), id_of(how[3]), id_of(how[4]), style, eps, weight_offset,
+        native.stream_of(first),
+    )  # fmt: skip
+    if status > 1:
+        native.raise_status(status)
+    return status == 0
+
+
+def append_batched(
+    caches: CachePointers,  # one contiguous cache a sequence; changed in place
+    k: Tensor,  # [num_tokens, num_kv_heads, head_dim] f16, bf16 or f32
+    v: Tensor,  # [num_tokens, num_kv_heads, v_head_dim]
+    *,
+    slot_mapping: Tensor,  # [num_tokens] int32 or int64: cache index * capacity + position; negative skips the token
+    k_scale: Tensor | None = None,  # scales as in write, of the caches together: a block is a cache
+    v_scale: Tensor | None = None,
+    errors: Tensor | None = None,
+    backend: str = "auto",
+) -> None:
+    """Put each token's K and V into its sequence's cache, as `write` does, in one launch for all caches."""
+    extra = (k_scale, v_scale, None, None, None, None, errors)
+    k, v = backends.as_tensor("append_batched", "k", k), backends.as_tensor("append_batched", "v", v)
+    if backends.choose("append_batched", backend, caches.k) == "torch":
+        _write_each(caches, k, v, slot_mapping, extra)
+    elif k.is_cuda and backends.is_debug() and errors is None:
+        with backends.ErrorCounter("append_batched", k.device) as count:
+            _append_native("append_batched", None, caches, (k, v), 0, slot_mapping, caches.spec, PLAIN, (*extra[:-1], count))
+    else:
+        _append_native("append_batched", None, caches, (k, v), 0, slot_mapping, caches.spec, PLAIN, extra)
+
+
+def _write_each(
+    caches: CachePointers, k: Tensor, v: Tensor, slots: Tensor, extra: tuple[Tensor | None, ...], call: str = "append_batched"
+) -> None:
+    """The definition: a write into each cache of the tokens that are its own."""
+    spec, capacity = caches.spec, caches.spec.block_size
+    named = dict(zip(scales.NAMES, extra, strict=True))
+    scales.require(call, spec, extra)
+    bad = slots >= spec.num_slots
+    if bool(bad.any()) and (slots.is_cpu or backends.is_debug()):
+        at = int(bad.nonzero()[0])
+        raise OutOfRange(
+            f"{call}(): slot_mapping[{at}] is {int(slots[at])}; the cache has {spec.num_slots} slots. Nothing was written."
+        )
+    if (errors := named.pop("errors")) is not None:
+        errors += bad.sum()
+    one = replace(spec, num_blocks=1)
+    for i, pair in enumerate(caches.caches):
+        mine = (slots >= i * capacity) & (slots < (i + 1) * capacity)
+        own = {n: s[i : i + 1] if s is not None and s.dim() > 1 and s.shape[0] == spec.num_blocks else s for n, s in named.items()}
+        here = torch.where(mine, slots - i * capacity, -1)
+        write(tuple(x[None] for x in pair), k, v, slot_mapping=here, spec=one, backend="torch", **own)
+
+
+def _caches(cache: Tensor | Sequence[Tensor] | CachePointers, spec: CacheSpec) -> tuple[Tensor, Tensor | None]:
+    if isinstance(cache, CachePointers):
+        if spec != cache.spec:
+            raise BadArgument(f"{_CALL}(): spec is not that of the pointers; pass `spec=pointers.spec`.")
+        return cache.k, cache.v
+    if not isinstance(cache, Tensor):
+        cache = tuple(backends.as_tensor(_CALL, "cache", c) for c in cache)
+    tensors = cache_tensors(cache, spec)
+    return tensors[0], tensors[1] if len(tensors) > 1 else None
+
+
+def _query_heads(qkv: Tensor, spec: CacheSpec) -> int:
+    """What the width of a fused QKV leaves for Q."""
+    kv = spec.num_kv_heads * (spec.head_dim + spec.plane(1).head_dim)
+    width = qkv.shape[1] - kv if qkv.dim() == 2 else 0
+    if width < spec.head_dim or width % spec.head_dim:
+        raise BadArgument(
+            f"{_CALL}(): qkv is {list(qkv.shape)}; the spec's K and V take {kv} columns, and what is left for Q is no multiple of "
+            f"head_dim {spec.head_dim}. Expected [num_tokens, num_heads * {spec.head_dim} + {kv}]."
+        )
+    return width // spec.head_dim
+
+
+def _append_native(
+    call: str, q_out: Tensor | None, cache: Tensor | Sequence[Tensor] | CachePointers, qkv: Tensor | tuple[Tensor, ...],
+    num_heads: int, slots: Tensor, spec: CacheSpec, how: NormRope, extra: tuple[Tensor | None, ...],
+) -> None:  # fmt: skip
+    scales.require(call, spec, extra)
+    rows = {"q": qkv} if isinstance(qkv, Tensor) else dict(zip("qkv"[-len(qkv) :], qkv, strict=True))
+    first, second = _caches(cache, spec)
+    pointers = {"k_pointers": first, "v_pointers": second} if isinstance(cache, CachePointers) else {}
+    args, keep = door_append.fill(
+        {**rows, "q_out": q_out, "slots": slots, **how.tensors(), **pointers},
+        num_q_heads=num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        k_head_dim=spec.head_dim,
+        v_head_dim=spec.plane(1).head_dim,
+        **how.numbers(),
+    )
+    (c0, c1, *rest), kept_too = native.handles(first, second, *extra)
+    more = native.Extra(*rest)
+    door = door_append.pointer_spec(cache) if isinstance(cache, CachePointers) else native.door_spec(spec)
+    status = door_append.append_call(
+        door_append.name_of(call), door, c0, c1, native.address_of(args), native.address_of(more), native.stream_of(first)
+    )
+    del keep, kept_too
+    if status:
+        native.raise_status(status)
+
+
+def _append_torch(
+    q_out: Tensor, cache: Tensor | Sequence[Tensor] | CachePointers, rows: tuple[Tensor, Tensor, Tensor], slots: Tensor,
+    spec: CacheSpec, how: NormRope, extra: tuple[Tensor | None, ...],
+) -> None:  # fmt: skip
+    check(_CALL, rows, how)
+    tokens = rows[0].shape[0]
+    if tuple(slots.shape) != (tokens,) or slots.dtype not in (torch.int32, torch.int64):
+        raise BadArgument(f"{_CALL}(): slot_mapping is {list(slots.shape)} {slots.dtype}; it is [{tokens}] int32 or int64.")
+    kept = keep_positions(_CALL, how, rows[0], extra[-1])
+    q, k, v = (change(x[kept], how, kind, kept) for kind, x in enumerate(rows))
+    if q_out.shape != rows[0].shape or q_out.dtype != q.dtype:
+        raise BadArgument(f"{_CALL}(): q_out is {list(q_out.shape)} {q_out.dtype}; it is {list(rows[0].shape)} {q.dtype}.")
+    names = dict(zip(scales.NAMES, extra, strict=True))
+    for name in ("k_token_scale", "v_token_scale"):
+        given = names[name]
+        names[name] = None if given is None else given[kept]
+    if isinstance(cache, CachePointers):
+        _write_each(cache, k, v, slots[kept], tuple(names.values()), _CALL)
+        q_out[kept] = q
+        return
+    try:
+        write(cache, k, v, slot_mapping=slots[kept], spec=spec, backend="torch", **names)
+    except (BadArgument, OutOfRange) as e:
+        raise type(e)(str(e).replace("write()", f"{_CALL}()")) from None
+    q_out[kept] = q

@@ -1,0 +1,62 @@
+"""A table, and the cache or the pools it leads into, as the native door reads them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from kvx.errors import BadArgument, Unsupported
+from kvx.layout.planes import cache_tensors
+from kvx.ops import native
+from kvx.ops.cells import block_bytes
+from kvx.spec.cache_spec import CacheSpec
+from kvx.tables import KvOffsetsTable, PackedTable, PageCsrTable, RaggedTable, Table
+
+
+class OpenTable(NamedTuple):
+    spec: int  # address of the door's spec
+    cache: tuple[int | None, int | None]  # cache tensors; none where the table leads into pools
+    address: int  # of the TableArgs
+    keep: Any  # must live as long as the call
+
+
+def check(call: str, tensors: tuple[Tensor, ...], table: Table, spec: CacheSpec) -> None:
+    """The table is one, and the cache has the tensors it needs."""
+    if not isinstance(table, Table):
+        raise BadArgument(f"{call}(): table is {type(table).__name__}; it is a kvx.PackedTable or another of kvx.tables.")
+    if not isinstance(table, KvOffsetsTable):
+        if spec.__dict__.get("_num_tensors") != len(tensors):  # kept with the spec: finding out hashes it
+            cache_tensors(tensors, spec)
+            spec.__dict__["_num_tensors"] = len(tensors)
+    elif spec.block_bytes:
+        raise Unsupported(
+            f"{call}(): spec.block_bytes is {spec.block_bytes}; KV_OFFSETS tables count blocks that are as large as their content. "
+            "Give a spec without it, or another table."
+        )
+
+
+def table_tensors(table: Table) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(indices, indptr, last_page_len, seq_lens)"""
+    match table:
+        case PackedTable():
+            return table.block_table, None, None, table.seq_lens
+        case RaggedTable():
+            return table.indices, table.indptr, None, table.seq_lens
+        case PageCsrTable():
+            return table.indices, table.indptr, table.last_page_len, None
+        case KvOffsetsTable():
+            return table.offsets, None, None, table.seq_lens
+
+
+def open_table(tensors: tuple[Tensor, ...], table: Table, spec: CacheSpec, max_seq_len: int, cu: Tensor | None) -> OpenTable:
+    second = tensors[1] if len(tensors) > 1 else None
+    (c0, c1, indices, indptr, last, lens, hcu), keep = native.handles(tensors[0], second, *table_tensors(table), cu)
+    if isinstance(table, KvOffsetsTable):  # the cache tensors are pools, and blocks start where the table says
+        door = native.pooled_door_spec(spec)
+        args = native.TableArgs(
+            indices, None, None, lens, hcu, c0, c1, table.code, table.beam_width, max_seq_len, block_bytes(spec)
+        )  # fmt: skip
+        return OpenTable(native.address_of(door), (None, None), native.address_of(args), (door, args, keep))
+    args = native.TableArgs(indices, indptr, last, lens, hcu, None, None, table.code, 1, max_seq_len, 0)
+    return OpenTable(native.door_spec(spec), (c0, c1), native.address_of(args), (args, keep))

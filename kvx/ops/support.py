@@ -1,0 +1,71 @@
+"""What each op takes, one row an op: who computes it and which specs it reads. `kvx.supports` answers from these rows.
+
+A new op adds its row here, or calls `register` where it is defined. A row's rule names what a backend does not take and the
+nearest thing that works; without a rule every backend takes what the definition does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvx.errors import Unsupported
+from kvx.layout.planes import plane_maps
+from kvx.spec.cache_spec import CacheSpec
+
+BACKENDS = ("torch", "cpu", "cuda")
+# Why a spec cannot be used with a backend, as a sentence that says what to do instead; "" when it can.
+Rule = Callable[[CacheSpec, str], str]
+
+
+@dataclass(frozen=True)
+class Support:
+    """Yes, or no and why. True or false as a condition; printed, it is the sentence the call would raise."""
+
+    op: str
+    backend: str
+    reason: str = ""  # "": supported
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+    def __str__(self) -> str:
+        return self.reason or f"{self.op} runs on {self.backend}."
+
+
+@dataclass(frozen=True)
+class Takes:
+    op: str
+    specs: str  # in words, for `kvx inspect --support`
+    rule: Rule | None = None
+    backends: tuple[str, ...] = BACKENDS
+
+
+def cells(spec: CacheSpec, backend: str) -> str:
+    """Ops that address tokens: the layout and the format have cells that one position and one head name."""
+    try:
+        plane_maps(spec)
+    except Unsupported as error:
+        return str(error)
+    return ""
+
+
+_CELLS = "layouts with a kv axis, whole tokens and heads; every format but those that only convert"
+_ANY = "any"
+_NONE = "no spec"
+TABLE: dict[str, Takes] = {}
+
+
+def register(op: str, specs: str, rule: Rule | None = None, backends: tuple[str, ...] = BACKENDS) -> None:
+    TABLE[op] = Takes(op, specs, rule, backends)
+
+
+for _op in ("write", "gather", "gather_sequence", "attention_decode", "attention_varlen", "qkv_norm_rope_append", "copy_blocks"):
+    register(_op, _CELLS, cells)
+for _op in ("convert", "digest"):
+    register(_op, _ANY)
+for _op in ("amax", "qk_norm_rope", "qkv_norm_rope", "append_batched", "merge_attention", "transpose_heads"):
+    register(_op, _NONE)
+# Workspaces and plans go with the attention they are for.
+for _op in ("attention_plan", "attention_workspace_bytes"):
+    register(_op, _CELLS, cells)

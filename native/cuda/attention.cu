@@ -1,0 +1,80 @@
+// Attention on a device: picks the kernel. The fast ones have their table in attention_decode.cu and attention_prefill.cu; the general one takes the rest.
+#include "attention.cuh"
+
+#include <mutex>
+#include <set>
+#include <utility>
+
+namespace kvx {
+namespace cuda {
+
+int max_shared_memory() {
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return bytes;
+}
+
+kvx_status_t allow_shared_memory(const void* kernel, int bytes) {
+  static std::mutex lock;
+  static std::set<std::pair<const void*, int>> done;
+  int device = 0;
+  cudaGetDevice(&device);
+  std::lock_guard<std::mutex> hold(lock);
+  if (done.count({kernel, device})) return KVX_STATUS_OK;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return fail(KVX_STATUS_UNSUPPORTED, "this device does not have the %d bytes of shared memory a block of threads that the kernel needs: %s.", bytes, cudaGetErrorString(error));
+  }
+  done.insert({kernel, device});
+  return KVX_STATUS_OK;
+}
+
+tiles::RowFinder make_row_finder(const AttentionParams& p) {
+  tiles::RowFinder f = {};
+  f.kv = p.kv;
+  f.block_size = make_fast_divider(p.kv.block_size);
+  f.is_packed_32 = p.kv.table.format == KVX_BLOCK_TABLE_PACKED && p.kv.table.index_bytes == 4 && p.kv.table.index_stride == 4;
+  for (int i = 0; i < 2; i++) {
+    const PlaneParams& plane = p.kv.plane[i];
+    f.block[i] = uint32_t(plane.block / 16), f.token[i] = uint32_t(plane.token / 16), f.head[i] = uint32_t(plane.head / 16);
+  }
+  return f;
+}
+
+bool has_warpgroups() {
+#if defined(KVX_HAS_90A)
+  int device = 0, major = 0, minor = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  return major == 9 && minor == 0;
+#else
+  return false;
+#endif
+}
+
+uint64_t attention_workspace(const AttentionParams& p) {
+  DeviceGuard guard(p.kv.device);
+  return guard.status() == KVX_STATUS_OK && takes_decode(p) ? decode_workspace(p, guard.num_sms()) : 0;
+}
+
+kvx_status_t plan_attention(const AttentionParams& p, void* stream) {
+  DeviceGuard guard(p.kv.device);
+  KVX_TRY(guard.status());
+  if (p.num_tokens == 0 || !takes_decode(p)) return KVX_STATUS_OK;
+  return plan_decode(p, guard.num_sms(), stream);
+}
+
+kvx_status_t attention(const AttentionParams& p, void* stream) {
+  DeviceGuard guard(p.kv.device);
+  KVX_TRY(guard.status());
+  if (p.num_tokens == 0) return KVX_STATUS_OK;
+  if (!takes_decode(p)) return takes_prefill(p) ? run_prefill(p, stream) : run_any(p, stream);
+  if (!p.is_planned) KVX_TRY(plan_decode(p, guard.num_sms(), stream));
+  return run_decode(p, guard.num_sms(), stream);
+}
+
+}  // namespace cuda
+}  // namespace kvx

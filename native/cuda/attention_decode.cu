@@ -1,0 +1,92 @@
+// The table of decode kernels, and which calls they take. Everything else runs on the general kernel (attention.cu).
+#include <algorithm>
+
+#include "attention_decode_table.cuh"
+
+namespace kvx {
+namespace cuda {
+
+namespace {
+
+bool is_16(int64_t x) { return x % 16 == 0; }
+
+// Where the scales of a plane stand, as a decode kernel sees it; false = it does not take them.
+bool scale_kind(const ScaleParams& s, ScaleKind* kind) {
+  if (!s.data) {
+    *kind = s.tensor_scale ? ONE_SCALE : NO_SCALES;
+    return true;
+  }
+  if (s.dtype != KVX_DTYPE_F32 || s.num_groups > 1) return false;
+  *kind = s.block || s.token ? ROW_SCALES : ONE_SCALE;
+  return true;
+}
+
+bool find_choice(const AttentionParams& p, DecodeChoice* out) {
+  const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
+  const int64_t rows = p.group * p.max_query_len;
+  if (!p.q.is_dense || p.q.token % 4 || p.q.head % 4 || reinterpret_cast<uintptr_t>(p.q.data) % 4 || p.q.dtype == KVX_DTYPE_F32) return false;
+  if (rows > 16 || rows < 1 || p.num_seqs * p.num_kv_heads * 16 > kMaxCount || p.kv.table.format == KVX_BLOCK_TABLE_KV_OFFSETS) return false;
+  if (p.head_dim != p.v_head_dim || (p.head_dim != 64 && p.head_dim != 128) || k->dtype != v->dtype) return false;
+  for (const PlaneParams* plane : {k, v}) {
+    if (!plane->is_dense || !is_16(reinterpret_cast<intptr_t>(plane->data)) || !is_16(plane->block) || !is_16(plane->token) || !is_16(plane->head)) return false;
+    const int64_t last = (p.kv.num_blocks - 1) * plane->block + (p.kv.block_size - 1) * plane->token + (p.num_kv_heads - 1) * plane->head;
+    if (last / 16 > int64_t(0xffffffff) || plane->block / 16 > int64_t(0xffffffff) || plane->token / 16 > int64_t(0xffffffff) || plane->head / 16 > int64_t(0xffffffff)) return false;
+  }
+  ScaleKind kind[2];
+  if (!scale_kind(k->scale, &kind[0]) || !scale_kind(v->scale, &kind[1])) return false;
+  const bool by_row = kind[0] == ROW_SCALES && kind[1] == ROW_SCALES, by_head = kind[0] != ROW_SCALES && kind[1] != ROW_SCALES;
+  if (k->dtype == KVX_DTYPE_BF16 || k->dtype == KVX_DTYPE_F16) {
+    if (p.q.dtype != k->dtype || kind[0] != NO_SCALES || kind[1] != NO_SCALES) return false;
+    *out = k->dtype == KVX_DTYPE_BF16 ? choose_decode_bf16(p.head_dim, rows) : choose_decode_f16(p.head_dim, rows);
+    return true;
+  }
+  if (!(by_row || by_head)) return false;
+  if (k->dtype == KVX_DTYPE_F8_E4M3) {
+    *out = choose_decode_e4m3(p.head_dim, rows, by_row ? ROW_SCALES : ONE_SCALE);
+    return true;
+  }
+  if (k->dtype == KVX_DTYPE_S8 && by_row) {
+    *out = choose_decode_s8(p.head_dim, rows);
+    return true;
+  }
+  return false;
+}
+
+// Workers of an SM: a device with less shared memory has fewer.
+int warps_of(const DecodeChoice& choice) { return std::min(choice.warps, max_shared_memory() / choice.warp_bytes); }
+
+}  // namespace
+
+bool takes_decode(const AttentionParams& p) {
+  DecodeChoice choice;
+  return find_choice(p, &choice) && warps_of(choice) > 0;
+}
+
+uint64_t decode_workspace(const AttentionParams& p, int num_sms) {
+  DecodeChoice choice;
+  return find_choice(p, &choice) ? uint64_t(plan_shape(p, choice.columns, num_sms * warps_of(choice)).bytes) : 0;
+}
+
+kvx_status_t plan_decode(const AttentionParams& p, int num_sms, void* stream) {
+  DecodeChoice choice;
+  if (!find_choice(p, &choice)) return KVX_STATUS_OK;
+  return launch_plan(p, plan_shape(p, choice.columns, num_sms * warps_of(choice)), choice.tile_tokens, stream);
+}
+
+kvx_status_t run_decode(const AttentionParams& p, int num_sms, void* stream) {
+  DecodeChoice choice;
+  if (!find_choice(p, &choice)) return fail(KVX_STATUS_INTERNAL_ERROR, "no decode kernel.");
+  DecodeArgs a = {};
+  a.rows = make_row_finder(p);
+  for (int i = 0; i < 2; i++) a.data[i] = p.kv.plane[i].data, a.scales[i] = p.kv.plane[i].scale;
+  a.q = p.q, a.out = p.out, a.lse = p.lse, a.lse_token = p.lse_token, a.lse_head = p.lse_head, a.sinks = p.sinks;
+  a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;
+  a.num_seqs = int32_t(p.num_seqs), a.num_kv_heads = int32_t(p.num_kv_heads), a.group = int32_t(p.group), a.query_len = int32_t(p.query_len);
+  a.max_seq_len = int32_t(p.max_seq_len), a.window = p.window, a.num_tokens = p.num_tokens;
+  a.scale = p.scale, a.soft_cap = p.soft_cap, a.is_causal = p.is_causal;
+  a.workspace = p.workspace, a.plan = plan_shape(p, choice.columns, num_sms * warps_of(choice));
+  return choice.start(a, num_sms, warps_of(choice), stream);
+}
+
+}  // namespace cuda
+}  // namespace kvx

@@ -1,0 +1,531 @@
+// Attention of few queries a sequence (decode, and drafts of a few tokens): memory is read once, at its own speed.
+//
+// A warp is a worker of its own: it walks its share of tiles (attention_plan.cuh), keeps kStages of them in flight in its own part of
+// shared memory, and waits for nobody. All query rows that read one KV head are columns of its multiplications.
+#pragma once
+#include "attention_plan.cuh"
+#include "tiles/block_rows.cuh"
+#include "tiles/elements.cuh"
+
+namespace kvx {
+namespace cuda {
+
+struct DecodeArgs {
+  tiles::RowFinder rows;
+  const char* data[2];          // planes
+  RowsParams q, out;
+  char* lse;
+  int64_t lse_token, lse_head;
+  const float* sinks;
+  const void* cu_seqlens;
+  int32_t cu_bytes;
+  int32_t num_seqs, num_kv_heads, group, query_len, max_seq_len;
+  int64_t window, num_tokens;
+  float scale, soft_cap;
+  int32_t is_causal;
+  ScaleParams scales[2];
+  char* workspace;
+  PlanShape plan;
+};
+
+enum ScaleKind { NO_SCALES, ONE_SCALE, ROW_SCALES };  // none; one a KV head; one a token
+
+template <class Rows_, int kHeadDim_, int kColumns_, ScaleKind kScales_> struct DecodeConfig {
+  using Rows = Rows_;
+  static constexpr int kHeadDim = kHeadDim_, kColumns = kColumns_;  // columns: query rows, 8 or 16
+  static constexpr ScaleKind kScales = kScales_;
+  static constexpr int kRowBytes = kHeadDim * Rows::kBytes;
+  // 64 KB in flight an SM, and half as much again being worked on. Eight-bit rows take more instructions a byte: more warps hide them.
+  static constexpr int kWarps = Rows::kBytes == 1 ? 8 : 4;
+  static constexpr int kTokens = kRowBytes == 256 || kRowBytes == 128 && Rows::kBytes == 1 ? 32 : 64;
+  static constexpr int kTileBytes = kTokens * kRowBytes;  // of K; V as much
+  static constexpr int kScaleBytes = kScales == ROW_SCALES ? 2 * kTokens * 4 : 0;
+  static constexpr int kStageBytes = 2 * kTileBytes + kScaleBytes + 16;  // 16: which rows are there
+  static constexpr int kStages = 3;
+  static constexpr int kSharedBytes = kWarps * kStages * kStageBytes;
+};
+
+// Where a worker stands in the line of tiles.
+struct Cursor {
+  int32_t seq, head, tile;  // tile of this (seq, head)
+  SeqRange range;
+};
+
+// What a row of sums is multiplied by; its LSE is written on the way.
+__device__ __forceinline__ float finish(const DecodeArgs& a, int64_t token, int32_t head, float largest, float total, float value_scale, bool writes) {
+  if (writes && a.lse) *reinterpret_cast<float*>(a.lse + token * a.lse_token + head * a.lse_head) = total > 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
+  if (a.sinks) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - (largest == -INFINITY ? 0.f : largest));
+  return total > 0.f && largest != -INFINITY ? value_scale / total : 0.f;
+}
+
+__device__ __forceinline__ void write(const RowsParams& out, char* row, int dim, float x) {
+  char* p = row + dim * out.dim;
+  if (out.dtype == KVX_DTYPE_BF16) *reinterpret_cast<__nv_bfloat16*>(p) = __float2bfloat16(x);
+  else if (out.dtype == KVX_DTYPE_F16) *reinterpret_cast<__half*>(p) = __float2half(x);
+  else *reinterpret_cast<float*>(p) = x;
+}
+
+__device__ __forceinline__ int32_t queries_of(const DecodeArgs& a, int32_t seq) { return query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq); }
+__device__ __forceinline__ int64_t first_query(const DecodeArgs& a, int32_t seq) {
+  return a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(seq) * a.cu_bytes, a.cu_bytes) : int64_t(seq) * a.query_len;
+}
+// Query rows of a sequence; 0 where cu_seqlens points outside q or has more than was promised.
+__device__ __forceinline__ int32_t rows_of(const DecodeArgs& a, int32_t seq) {
+  const int64_t first = first_query(a, seq), queries = queries_of(a, seq);
+  return first >= 0 && queries >= 0 && first + queries <= a.num_tokens && queries * a.group <= a.plan.rows ? int32_t(queries) * a.group : 0;
+}
+// The one scale of a plane's head; 1 where rows have their own.
+__device__ __forceinline__ float scale_of(const ScaleParams& s, int32_t head, bool is_one) {
+  float x = s.tensor_scale ? *s.tensor_scale : 1.f;
+  if (is_one && s.data) x *= *reinterpret_cast<const float*>(s.data + head * s.head);
+  return x;
+}
+
+template <class C> struct Decode {
+  using Rows = typename C::Rows;
+  using Numbers = typename Rows::Numbers;
+  static constexpr int kGroups = C::kHeadDim / Rows::kGroupDims, kFragments = Rows::kGroupDims / 16;  // of a row
+  static constexpr int kDimTiles = C::kHeadDim / 16, kTokenTiles = C::kTokens / 16, kColumnTiles = C::kColumns / 8;
+  static constexpr int kRowsPerLane = C::kTokens / 32;
+
+  const DecodeArgs& a;
+  const int lane, g, t;
+  char* const stages;
+  const uint32_t stages_at;
+
+  uint32_t query[kDimTiles][kColumnTiles][2];
+  float factor[kColumnTiles][2];  // of a column's scores: softmax scale, K's scale, what the query was divided by; log2(e) included
+  float out[kDimTiles][kColumnTiles][4];
+  float most[kColumnTiles][2], sum[kColumnTiles][2];  // a column's largest score so far, and this lane's part of its sum
+  int32_t limit[kColumnTiles][2], low[kColumnTiles][2], least_limit, most_low;
+  float value_scale;
+
+  __device__ __forceinline__ Decode(const DecodeArgs& args, char* shared) : a(args), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4), stages(shared), stages_at(tiles::shared_address(shared)) {}
+
+  __device__ __forceinline__ SeqRange range_of(int32_t seq) const {
+    return seq_range(a.rows.kv, seq, queries_of(a, seq), a.window, a.is_causal, a.max_seq_len, C::kTokens);
+  }
+  __device__ __forceinline__ void step(Cursor* c) const {
+    if (++c->tile < c->range.num_tiles) return;
+    c->tile = 0;
+    if (++c->head < a.num_kv_heads) return;
+    c->head = 0;
+    if (++c->seq < a.num_seqs) c->range = range_of(c->seq);
+  }
+
+  struct Asked {
+    tiles::RowAsked row[kRowsPerLane];
+  };
+  __device__ __forceinline__ Asked ask(const Cursor& c) const {
+    Asked f;
+    const uint32_t first = uint32_t(c.range.first_tile + c.tile) * C::kTokens;
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; i++) f.row[i] = tiles::ask_row(a.rows, c.seq, first + i * 32 + lane, c.range.end);
+    return f;
+  }
+
+  // Puts a tile's loads under way. Lanes hold a row's place each and hand it round.
+  __device__ __forceinline__ void load(const Asked& f, int stage, int32_t head) const {
+    using Sw = tiles::Swizzle<C::kRowBytes>;
+    constexpr int kLanesPerRow = Sw::kChunks, kRowsAtOnce = 32 / kLanesPerRow;
+    const uint32_t at = stages_at + stage * C::kStageBytes;
+    const uint32_t chunk = lane % kLanesPerRow, sub = lane / kLanesPerRow;
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; i++) {
+      const tiles::RowPlace mine = tiles::place_row(a.rows, f.row[i], head);
+      const uint32_t valid = __ballot_sync(0xffffffffu, mine.block >= 0);
+#pragma unroll
+      for (int plane = 0; plane < 2; plane++) {
+        const char* data = a.data[plane] + chunk * 16;
+#pragma unroll
+        for (int j = 0; j < 32 / kRowsAtOnce; j++) {
+          const uint32_t r = j * kRowsAtOnce + sub, row = i * 32 + r;
+          const uint32_t offset = __shfl_sync(0xffffffffu, mine.offset[plane], r);
+          tiles::copy_16(at + plane * C::kTileBytes + Sw::at(row, chunk), data + uint64_t(offset) * 16, valid >> r & 1 ? 16 : 0);
+        }
+        if constexpr (C::kScales == ROW_SCALES) {
+          const ScaleParams& s = a.scales[plane];
+          const char* from = s.data + mine.block * s.block + f.row[i].inside * s.token + head * s.head;
+          tiles::copy_4(at + 2 * C::kTileBytes + (plane * C::kTokens + i * 32 + lane) * 4, mine.block >= 0 ? from : s.data, mine.block >= 0 ? 4 : 0);
+        }
+      }
+      if (lane == 0) *reinterpret_cast<uint32_t*>(stages + stage * C::kStageBytes + 2 * C::kTileBytes + C::kScaleBytes + i * 4) = valid;
+    }
+    tiles::commit_copies();
+  }
+
+  // Query rows of a (sequence, head) as fragments: column n = query token n / group, head n % group. All words are asked for before
+  // the first is used: a worker waits once, not once a word.
+  __device__ __forceinline__ void begin(const Cursor& c) {
+    const int32_t queries = queries_of(a, c.seq), rows = rows_of(a, c.seq);
+    const int64_t first = first_query(a, c.seq);
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++) {
+      const int32_t column = n * 8 + g, token = column / a.group, head = column - token * a.group;
+      const char* row = a.q.data + (first + token) * a.q.token + (int64_t(c.head) * a.group + head) * a.q.head;
+      const bool is_there = column < rows;
+#pragma unroll
+      for (int d = 0; d < kDimTiles; d++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) query[d][n][i] = is_there ? __ldg(reinterpret_cast<const uint32_t*>(row + (d * 16 + Rows::query_dim(2 * i, t)) * 2)) : 0u;
+    }
+    const float scale = a.scale * 1.44269504f * scale_of(a.scales[0], c.head, C::kScales == ONE_SCALE);
+    value_scale = scale_of(a.scales[1], c.head, C::kScales == ONE_SCALE);
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++) {
+      float grow = 1.f;
+      if constexpr (Rows::kBytes == 1) grow = fit_query(n);
+#pragma unroll
+      for (int j = 0; j < 2; j++) {  // of the columns of this lane's scores
+        const int32_t mine = n * 8 + 2 * t + j, of = mine / a.group;
+        factor[n][j] = scale * __shfl_sync(0xffffffffu, grow, (2 * t + j) * 4);
+        limit[n][j] = mine >= rows ? 0 : a.is_causal ? c.range.end - queries + 1 + of : c.range.end;
+        low[n][j] = a.window > 0 ? int32_t(limit[n][j] - a.window) : 0;
+        most[n][j] = -INFINITY, sum[n][j] = 0.f;
+      }
+    }
+    least_limit = a.is_causal ? c.range.end - queries + 1 : c.range.end;
+    most_low = a.window > 0 ? int32_t(c.range.end - a.window) : 0;
+#pragma unroll
+    for (int d = 0; d < kDimTiles; d++)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) out[d][n][i] = 0.f;
+  }
+
+  // For eight-bit rows: a column of queries into f16's range, by a power of two, which is exact; returns what undoes it.
+  __device__ __forceinline__ float fit_query(int n) {
+    const bool is_bf16 = a.q.dtype == KVX_DTYPE_BF16;
+    const auto low_of = [&](uint32_t x) { return is_bf16 ? __uint_as_float(x << 16) : __half2float(__ushort_as_half(uint16_t(x))); };
+    const auto high_of = [&](uint32_t x) { return is_bf16 ? __uint_as_float(x & 0xffff0000u) : __half2float(__ushort_as_half(uint16_t(x >> 16))); };
+    float largest = 0.f;
+#pragma unroll
+    for (int d = 0; d < kDimTiles; d++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) largest = fmaxf(largest, fmaxf(fabsf(low_of(query[d][n][i])), fabsf(high_of(query[d][n][i]))));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    int exponent = largest > 0.f && largest < INFINITY ? ilogbf(largest) - 8 : 0;
+    exponent = max(exponent, -100);
+    const float shrink = ldexpf(1.f, -exponent);
+#pragma unroll
+    for (int d = 0; d < kDimTiles; d++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) query[d][n][i] = Numbers::pack(low_of(query[d][n][i]) * shrink, high_of(query[d][n][i]) * shrink);
+    return ldexpf(1.f, exponent);
+  }
+
+  __device__ __forceinline__ void compute(const Cursor& c, int stage) {
+    const uint32_t at = stages_at + stage * C::kStageBytes;
+    const char* stage_bytes = stages + stage * C::kStageBytes;
+    const int32_t first = (c.range.first_tile + c.tile) * C::kTokens;
+    float s[kTokenTiles][kColumnTiles][4];
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[m][n][i] = 0.f;
+#pragma unroll
+    for (int k = 0; k < kGroups; k++)
+#pragma unroll
+      for (int m = 0; m < kTokenTiles; m++) {
+        uint32_t keys[kFragments][4];
+        Rows::template load_k<C::kRowBytes>(keys, at, m, k, lane);
+#pragma unroll
+        for (int f = 0; f < kFragments; f++)
+#pragma unroll
+          for (int n = 0; n < kColumnTiles; n++) Numbers::multiply(s[m][n], keys[f], query[k * kFragments + f][n]);
+      }
+    // Scores: s[m][n][2 * h + j] is token 16 m + 8 h + g, column 8 n + 2 t + j.
+    const float* scales = reinterpret_cast<const float*>(stage_bytes + 2 * C::kTileBytes);
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float of_key = 1.f;
+        if constexpr (C::kScales == ROW_SCALES) of_key = scales[m * 16 + h * 8 + g];
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            float x = s[m][n][2 * h + j] * factor[n][j];
+            if constexpr (C::kScales == ROW_SCALES) x *= of_key;
+            s[m][n][2 * h + j] = x;
+          }
+      }
+    if (a.soft_cap > 0.f) {
+      const float cap = a.soft_cap * 1.44269504f;
+#pragma unroll
+      for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) s[m][n][i] = cap * tanhf(s[m][n][i] / cap);
+    }
+    bool all_there = first + C::kTokens <= least_limit && first >= most_low;
+    uint32_t valid[kRowsPerLane];
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; i++) {
+      valid[i] = *reinterpret_cast<const uint32_t*>(stage_bytes + 2 * C::kTileBytes + C::kScaleBytes + i * 4);
+      all_there = all_there && valid[i] == 0xffffffffu;
+    }
+    if (!all_there) {
+      if (a.rows.kv.errors && c.head == 0 && lane < kRowsPerLane) {  // positions whose block is none
+        const int32_t left = c.range.end - first - lane * 32;
+        const uint32_t wanted = left >= 32 ? 0xffffffffu : left > 0 ? (1u << left) - 1 : 0u;
+        uint32_t mine = valid[0];
+        if (kRowsPerLane > 1 && lane == 1) mine = valid[kRowsPerLane - 1];
+        if (wanted & ~mine) atomicAdd(a.rows.kv.errors, (unsigned long long)__popc(wanted & ~mine));
+      }
+#pragma unroll
+      for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int32_t token = m * 16 + h * 8 + g, position = first + token;
+          const bool is_valid = valid[m / 2] >> (token % 32) & 1;
+#pragma unroll
+          for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+              if (!is_valid || position >= limit[n][j] || position < low[n][j]) s[m][n][2 * h + j] = -INFINITY;
+        }
+    }
+    // With a scale a row of V, weights are p times that scale: it joins the exponent, and `most` is over the weights.
+    // The sum of the weights without it divides by it again: one exponential serves both. A scale of 0 counts as a tiny one.
+    float of_value[kTokenTiles][2], without[kTokenTiles][2];
+    if constexpr (C::kScales == ROW_SCALES)
+#pragma unroll
+      for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const float scale = fmaxf(scales[C::kTokens + m * 16 + h * 8 + g], 7.8886091e-31f);  // 2^-100
+          of_value[m][h] = tiles::log2_fast(scale), without[m][h] = tiles::inverse_fast(scale);
+        }
+    float shift[kColumnTiles][2];
+    bool changed = false;
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        float largest = most[n][j];
+#pragma unroll
+        for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) largest = fmaxf(largest, C::kScales == ROW_SCALES ? s[m][n][2 * h + j] + of_value[m][h] : s[m][n][2 * h + j]);
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 4));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 8));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
+        shift[n][j] = largest == most[n][j] ? 1.f : tiles::exp2_fast(most[n][j] - largest);
+        changed = changed || largest != most[n][j];
+        most[n][j] = largest;
+        sum[n][j] *= shift[n][j];
+      }
+    if (__any_sync(0xffffffffu, changed)) {
+#pragma unroll
+      for (int d = 0; d < kDimTiles; d++)
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) out[d][n][i] *= shift[n][i % 2];
+    }
+    uint32_t weights[kTokenTiles][kColumnTiles][2];
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          float p[2];
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            const float from = most[n][j] == -INFINITY ? 0.f : most[n][j];
+            if constexpr (C::kScales == ROW_SCALES) {
+              p[j] = tiles::exp2_fast(s[m][n][2 * h + j] + (of_value[m][h] - from));
+              sum[n][j] = __fmaf_rn(p[j], without[m][h], sum[n][j]);
+            } else {
+              p[j] = tiles::exp2_fast(s[m][n][2 * h + j] - from);
+              sum[n][j] += p[j];
+            }
+          }
+          weights[m][n][h] = tiles::turn_matrix(Numbers::pack(p[0], p[1]));
+        }
+#pragma unroll
+    for (int k = 0; k < kTokenTiles; k++)
+#pragma unroll
+      for (int d = 0; d < kGroups; d++) {
+        uint32_t values[kFragments][4];
+        Rows::template load_v<C::kRowBytes>(values, at + C::kTileBytes, k, d, lane);
+#pragma unroll
+        for (int f = 0; f < kFragments; f++)
+#pragma unroll
+          for (int n = 0; n < kColumnTiles; n++) Numbers::multiply(out[d * kFragments + f][n], values[f], weights[k][n]);
+      }
+  }
+
+  __device__ __forceinline__ int dim_of(int d, int half) const { return d * 16 + Rows::value_dim(half, g); }
+
+  // Result of a (sequence, head) that this worker had alone.
+  __device__ __forceinline__ void store(const Cursor& c) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) sum_lanes(&sum[n][j]);
+    const int32_t rows = rows_of(a, c.seq);
+    const int64_t first = first_query(a, c.seq);
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const int32_t column = n * 8 + 2 * t + j, token = column / a.group, head = c.head * a.group + column - token * a.group;
+        if (column >= rows) continue;
+        const float inverse = finish(a, first + token, head, most[n][j], sum[n][j], value_scale, g == 0);
+        char* row = a.out.data + (first + token) * a.out.token + int64_t(head) * a.out.head;
+#pragma unroll
+        for (int d = 0; d < kDimTiles; d++)
+#pragma unroll
+          for (int half = 0; half < 2; half++) write(a.out, row, dim_of(d, half), out[d][n][2 * half + j] * inverse);
+      }
+  }
+
+  __device__ __forceinline__ static void sum_lanes(float* x) {
+    *x += __shfl_xor_sync(0xffffffffu, *x, 4);
+    *x += __shfl_xor_sync(0xffffffffu, *x, 8);
+    *x += __shfl_xor_sync(0xffffffffu, *x, 16);
+  }
+
+  // Part of a (sequence, head) that others have parts of: `combine` adds them up.
+  __device__ __forceinline__ void store_part(const Cursor& c, int worker, bool is_first_item) {
+    const int32_t rows = rows_of(a, c.seq);
+    float* mine = reinterpret_cast<float*>(a.workspace + a.plan.partial_at + (2 * int64_t(worker) + (is_first_item ? 0 : 1)) * a.plan.partial_bytes);
+    constexpr int kRow = C::kHeadDim + 2;
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        sum_lanes(&sum[n][j]);
+        const int32_t column = n * 8 + 2 * t + j;
+        if (column >= rows) continue;
+#pragma unroll
+        for (int d = 0; d < kDimTiles; d++)
+#pragma unroll
+          for (int half = 0; half < 2; half++) mine[column * kRow + 2 + dim_of(d, half)] = out[d][n][2 * half + j];
+        if (g == 0) mine[column * kRow] = most[n][j], mine[column * kRow + 1] = sum[n][j];
+      }
+  }
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kWarps * 32, 1) decode(const __grid_constant__ DecodeArgs a) {
+  extern __shared__ __align__(128) char shared[];
+  wait_for_previous();
+  const int worker = int(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);  // as many warps a block as its shared memory takes
+  const PlanHeader plan = *reinterpret_cast<const PlanHeader*>(a.workspace);
+  if (worker >= plan.workers) return;
+  Decode<C> d(a, shared + threadIdx.x / 32 * (C::kStages * C::kStageBytes));
+  const long long begin = worker * plan.tiles / plan.workers, end = (worker + 1) * plan.tiles / plan.workers;
+  const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[worker];
+  Cursor now{start.seq, start.head, start.tile, d.range_of(start.seq)}, ahead = now;
+  long long loaded = begin;
+  auto asked = d.ask(ahead);
+  int32_t asked_head = ahead.head;
+  // Every step commits one group of copies, empty ones included, so that waiting counts stages.
+  auto load_next = [&](int stage) {
+    if (loaded < end) {
+      d.load(asked, stage, asked_head);
+      if (++loaded < end) {
+        d.step(&ahead);
+        asked = d.ask(ahead), asked_head = ahead.head;
+      }
+    } else {
+      tiles::commit_copies();
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < C::kStages - 1; i++) load_next(i);
+  d.begin(now);
+  bool is_first_item = true;
+  int stage = 0, free_stage = C::kStages - 1;
+  for (long long i = begin; i < end; i++) {
+    tiles::wait_copies<C::kStages - 2>();
+    __syncwarp();
+    load_next(free_stage);
+    d.compute(now, stage);
+    __syncwarp();
+    free_stage = stage;
+    stage = stage + 1 == C::kStages ? 0 : stage + 1;
+    const bool item_ends = now.tile + 1 == now.range.num_tiles;
+    if (item_ends || i + 1 == end) {
+      const long long item_first = i - now.tile, item_last = item_first + now.range.num_tiles - 1;
+      const bool is_whole = item_first >= begin && item_last < end;
+      if (is_whole) d.store(now);
+      else d.store_part(now, worker, is_first_item);
+      is_first_item = false;
+      if (i + 1 < end) {
+        d.step(&now);
+        d.begin(now);
+      }
+    } else {
+      now.tile++;
+    }
+  }
+  tiles::wait_copies<0>();
+  let_next_start();
+}
+
+// Adds up the parts of every (sequence, head) that several workers shared: a warp for each query row, parts in the order of the line.
+template <int kHeadDim>
+__global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArgs a, bool one_scale) {
+  wait_for_previous();
+  let_next_start();
+  const int lane = threadIdx.x % 32;
+  const int64_t index = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
+  const int32_t row = int32_t(index % a.plan.rows), kv_head = int32_t(index / a.plan.rows % a.num_kv_heads);
+  const int64_t seq64 = index / a.plan.rows / a.num_kv_heads;
+  if (seq64 >= a.num_seqs) return;
+  const int32_t seq = int32_t(seq64);
+  if (row >= rows_of(a, seq)) return;
+  const PlanHeader plan = *reinterpret_cast<const PlanHeader*>(a.workspace);
+  const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
+  const long long of_seq = first_tile[seq + 1] - first_tile[seq], begin = (long long)first_tile[seq] * a.num_kv_heads + kv_head * of_seq;
+  const int first_worker = int(((begin + 1) * plan.workers - 1) / plan.tiles), last_worker = int(((begin + of_seq) * plan.workers - 1) / plan.tiles);
+  if (first_worker == last_worker) return;
+  // The first worker came to it after other items, unless it began with it.
+  const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[first_worker];
+  const int first_slot = start.seq == seq && start.head == kv_head ? 0 : 1;
+  constexpr int kRow = kHeadDim + 2, kPerLane = kHeadDim / 32, kUnroll = 8;
+  const char* parts = a.workspace + a.plan.partial_at;
+  float largest = -INFINITY, total = 0.f, x[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane; i++) x[i] = 0.f;
+  for (int w = first_worker; w <= last_worker; w += kUnroll) {
+    float part[kUnroll][kPerLane], top[kUnroll], under[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; u++) {
+      const int of = min(w + u, last_worker);
+      const float* p = reinterpret_cast<const float*>(parts + (2 * int64_t(of) + (of == first_worker ? first_slot : 0)) * a.plan.partial_bytes) + row * kRow;
+      top[u] = w + u > last_worker ? -INFINITY : __ldcg(p), under[u] = __ldcg(p + 1);
+#pragma unroll
+      for (int i = 0; i < kPerLane; i++) part[u][i] = __ldcg(p + 2 + i * 32 + lane);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; u++) {
+      if (top[u] == -INFINITY) continue;
+      const float now = fmaxf(largest, top[u]), old = tiles::exp2_fast(largest - now), fresh = tiles::exp2_fast(top[u] - now);
+      total = total * old + under[u] * fresh;
+#pragma unroll
+      for (int i = 0; i < kPerLane; i++) x[i] = x[i] * old + part[u][i] * fresh;
+      largest = now;
+    }
+  }
+  const int64_t first = first_query(a, seq);
+  const int32_t token = row / a.group, head = kv_head * a.group + row - token * a.group;
+  const float inverse = finish(a, first + token, head, largest, total, scale_of(a.scales[1], kv_head, one_scale), lane == 0);
+  char* out = a.out.data + (first + token) * a.out.token + int64_t(head) * a.out.head;
+#pragma unroll
+  for (int i = 0; i < kPerLane; i++) write(a.out, out, i * 32 + lane, x[i] * inverse);
+}
+
+}  // namespace cuda
+}  // namespace kvx

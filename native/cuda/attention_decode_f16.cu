@@ -1,0 +1,9 @@
+#include "attention_decode_table.cuh"
+
+namespace kvx {
+namespace cuda {
+
+DecodeChoice choose_decode_f16(int64_t head_dim, int64_t rows) { return choose_decode<tiles::F16Rows, NO_SCALES>(head_dim, rows); }
+
+}  // namespace cuda
+}  // namespace kvx

@@ -1,0 +1,39 @@
+// One file an element type makes its kernels (attention_decode_bf16.cu, ...), so that they compile side by side.
+#pragma once
+#include "attention.cuh"
+#include "attention_decode.cuh"
+
+namespace kvx {
+namespace cuda {
+
+struct DecodeChoice {
+  kvx_status_t (*start)(const DecodeArgs&, int blocks, int warps, void* stream);
+  int tile_tokens, columns, warps, warp_bytes;  // most warps of a block, and shared memory each needs
+};
+
+DecodeChoice choose_decode_bf16(int64_t head_dim, int64_t rows);
+DecodeChoice choose_decode_f16(int64_t head_dim, int64_t rows);
+DecodeChoice choose_decode_e4m3(int64_t head_dim, int64_t rows, ScaleKind scales);
+DecodeChoice choose_decode_s8(int64_t head_dim, int64_t rows);
+
+template <class C>
+kvx_status_t launch_decode(const DecodeArgs& args, int blocks, int warps, void* stream) {
+  static_assert(C::kSharedBytes <= 227 * 1024, "shared memory of a block of threads");
+  KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&decode<C>), warps * C::kStages * C::kStageBytes));
+  KVX_TRY(launch_early_with("attention_decode", decode<C>, dim3(unsigned(blocks)), dim3(unsigned(warps) * 32), warps * C::kStages * C::kStageBytes, stream, args));
+  const int64_t rows = int64_t(args.num_seqs) * args.num_kv_heads * args.plan.rows;
+  return launch_early("attention_combine", combine<C::kHeadDim>, dim3(unsigned((rows + 3) / 4)), dim3(128), stream, args, C::kScales == ONE_SCALE);
+}
+
+template <class Rows, int kHeadDim, int kColumns, ScaleKind kScales> DecodeChoice decode_choice() {
+  using C = DecodeConfig<Rows, kHeadDim, kColumns, kScales>;
+  return DecodeChoice{&launch_decode<C>, C::kTokens, kColumns, C::kWarps, C::kStages * C::kStageBytes};
+}
+
+template <class Rows, ScaleKind kScales> DecodeChoice choose_decode(int64_t head_dim, int64_t rows) {
+  if (head_dim == 64) return rows <= 8 ? decode_choice<Rows, 64, 8, kScales>() : decode_choice<Rows, 64, 16, kScales>();
+  return rows <= 8 ? decode_choice<Rows, 128, 8, kScales>() : decode_choice<Rows, 128, 16, kScales>();
+}
+
+}  // namespace cuda
+}  // namespace kvx

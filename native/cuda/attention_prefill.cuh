@@ -1,0 +1,387 @@
+// Attention of many queries a sequence, on Hopper: blocks of 128 query rows against tiles of 128 keys.
+//
+// A query row is one head of one token; rows of all heads that share a KV head stand in one block (GQA packed), so that its keys and
+// values are loaded once for all of them. One warpgroup loads (rows through the block table, zeros where nothing stands), two
+// multiply, 64 rows each: while the tensor cores add a tile's values, the softmax of the next tile's scores is computed.
+#pragma once
+#include "attention_plan.cuh"
+#include "tiles/barrier.cuh"
+#include "tiles/block_rows.cuh"
+#include "tiles/elements.cuh"
+#include "tiles/wgmma.cuh"
+
+namespace kvx {
+namespace cuda {
+
+struct PrefillArgs {
+  tiles::RowFinder rows;
+  const char* data[2];
+  RowsParams q, out;
+  char* lse;
+  int64_t lse_token, lse_head;
+  const float* sinks;
+  const void* cu_seqlens;
+  int32_t cu_bytes;
+  int32_t num_seqs, num_kv_heads, query_len, max_seq_len;
+  FastDivider group;
+  int64_t window, num_tokens;
+  float scale, soft_cap;
+  int32_t is_causal;
+};
+
+template <class Numbers_, int kHeadDim_, bool kCaps_> struct PrefillConfig {
+  using Numbers = Numbers_;
+  static constexpr bool kCaps = kCaps_;  // scores are capped: its registers are not there otherwise
+  static constexpr int kHeadDim = kHeadDim_, kRows = 128, kKeys = 128, kStages = 2;
+  static constexpr int kColumns = kHeadDim / 64;                 // of 128 bytes
+  static constexpr int kColumnBytes = kKeys * 128;               // one column of a tile
+  static constexpr int kTileBytes = kColumns * kColumnBytes;     // 128 rows of Q, K or V
+  static constexpr int kQueryAt = 0, kKeysAt = kTileBytes, kValuesAt = kKeysAt + kStages * kTileBytes, kOffsetsAt = kValuesAt + kStages * kTileBytes;
+  static constexpr int kValidAt = kOffsetsAt + kStages * 2 * kKeys * 4, kBarriersAt = kValidAt + 4 * 16, kWorkAt = kBarriersAt + 4 * kStages * 8;
+  static constexpr int kSharedBytes = kWorkAt + 64 + 1024;       // 1024: to begin on a multiple of it
+  static constexpr int kThreads = 384, kLoadRegisters = 40, kMultiplyRegisters = 232;
+};
+
+// Which rows of which sequence a block of threads has.
+struct PrefillWork {
+  int32_t seq, head, first_row, rows, queries;  // rows: of the sequence
+  int32_t first_tile, num_tiles, length;
+  int64_t first_query;
+};
+
+// Sequences in order; in each, the rows that see most come first, so that what is left at the end is short.
+template <class C> __device__ __forceinline__ PrefillWork find_work(const PrefillArgs& a, uint32_t index) {
+  PrefillWork w = {};
+  w.seq = -1;
+  const int lane = threadIdx.x % 32;
+  for (int32_t from = 0; from < a.num_seqs; from += 32) {
+    const int32_t seq = from + lane;
+    uint32_t mine = 0;
+    int32_t queries = 0;
+    if (seq < a.num_seqs) {
+      queries = query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
+      const int64_t first = a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(seq) * a.cu_bytes, a.cu_bytes) : int64_t(seq) * a.query_len;
+      if (queries < 0 || first < 0 || first + queries > a.num_tokens) queries = 0;
+      mine = uint32_t((int64_t(queries) * a.group.d + C::kRows - 1) / C::kRows) * a.num_kv_heads;
+    }
+    uint32_t sum = mine;
+    for (int hop = 1; hop < 32; hop *= 2) {
+      const uint32_t other = __shfl_up_sync(0xffffffffu, sum, hop);
+      if (lane >= hop) sum += other;
+    }
+    const uint32_t found = __ballot_sync(0xffffffffu, index < sum);
+    if (found == 0) {
+      index -= __shfl_sync(0xffffffffu, sum, 31);
+      continue;
+    }
+    const int at = __ffs(int(found)) - 1;
+    const uint32_t inside = index - (__shfl_sync(0xffffffffu, sum, at) - __shfl_sync(0xffffffffu, mine, at)), blocks = __shfl_sync(0xffffffffu, mine, at) / a.num_kv_heads;
+    w.seq = from + at, w.queries = __shfl_sync(0xffffffffu, queries, at);
+    w.head = int32_t(inside % a.num_kv_heads);
+    w.first_row = int32_t(blocks - 1 - inside / a.num_kv_heads) * C::kRows;
+    w.rows = w.queries * int32_t(a.group.d);
+    w.first_query = a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(w.seq) * a.cu_bytes, a.cu_bytes) : int64_t(w.seq) * a.query_len;
+    int64_t length = sequence_length(a.rows.kv.table, w.seq, a.rows.kv.block_size);
+    w.length = int32_t(length < 0 ? 0 : length > a.max_seq_len ? a.max_seq_len : length);
+    const int32_t last_row = min(w.first_row + C::kRows, w.rows) - 1;
+    int32_t end = w.length, first = 0;
+    if (a.is_causal) end = w.length - w.queries + 1 + int32_t(a.group.divide(last_row));
+    if (a.window > 0) first = int32_t(max(int64_t(0), (a.is_causal ? int64_t(w.length) - w.queries + 1 + a.group.divide(w.first_row) : int64_t(w.length)) - a.window));
+    w.first_tile = first / C::kKeys;
+    w.num_tiles = end > 0 ? (end + C::kKeys - 1) / C::kKeys - w.first_tile : 0;
+    return w;
+  }
+  return w;
+}
+
+template <class C> struct Prefill {
+  using Numbers = typename C::Numbers;
+  const PrefillArgs& a;
+  const PrefillWork& w;
+  char* shared;
+  uint32_t at;
+
+  __device__ __forceinline__ uint32_t full_keys(int s) const { return at + C::kBarriersAt + s * 8; }
+  __device__ __forceinline__ uint32_t full_values(int s) const { return at + C::kBarriersAt + (C::kStages + s) * 8; }
+  __device__ __forceinline__ uint32_t free_keys(int s) const { return at + C::kBarriersAt + (2 * C::kStages + s) * 8; }
+  __device__ __forceinline__ uint32_t free_values(int s) const { return at + C::kBarriersAt + (3 * C::kStages + s) * 8; }
+  static constexpr uint32_t kNoRow = 0xffffffffu;  // no offset is as large: they end below 64 GB
+
+  static __device__ __forceinline__ uint32_t chunk_at(uint32_t row, uint32_t chunk) { return (chunk / 8) * C::kColumnBytes + row * 128 + (((chunk % 8) ^ (row % 8)) << 4); }
+
+  // The loading warpgroup: thread t finds row t of a tile for all, then every thread copies a chunk of every eighth (or sixteenth) row.
+  // One warp a scheduler has to keep up with two that multiply, so a copy is two instructions: offsets lie in the order a thread takes
+  // them, four to a load, and its rows differ by whole groups of eight, which leaves the swizzle alone.
+  // Offsets have a place a stage: when a thread writes those of tile i + 2, all have met after tile i's were read. Valid rows have four,
+  // since the multiplying warps read them after they gave the keys back.
+  __device__ __forceinline__ void load() {
+    constexpr int kChunks = C::kHeadDim / 8, kRowsAtOnce = 128 / kChunks, kMine = C::kKeys / kRowsAtOnce;
+    const int thread = threadIdx.x % 128, lane = thread % 32;
+    const uint32_t chunk = thread % kChunks, sub = thread / kChunks, to = chunk_at(sub, chunk);
+    const uint32_t place = thread % kRowsAtOnce * kMine + thread / kRowsAtOnce;  // where the thread that copies this row looks
+    tiles::RowAsked asked = tiles::ask_row(a.rows, w.seq, uint32_t(w.first_tile * C::kKeys + thread), w.length);
+    for (int i = 0; i < w.num_tiles; i++) {
+      const int stage = i % C::kStages, parity = (i / C::kStages & 1) ^ 1;
+      uint32_t* offsets = reinterpret_cast<uint32_t*>(shared + C::kOffsetsAt) + stage * 2 * C::kKeys;
+      uint32_t* valid = reinterpret_cast<uint32_t*>(shared + C::kValidAt) + i % 4 * 4;
+      const tiles::RowPlace row = tiles::place_row(a.rows, asked, w.head);
+      const uint32_t there = __ballot_sync(0xffffffffu, row.block >= 0);
+      offsets[place] = row.block >= 0 ? row.offset[0] : kNoRow, offsets[C::kKeys + place] = row.block >= 0 ? row.offset[1] : kNoRow;
+      if (lane == 0) valid[thread / 32] = there;
+      tiles::meet(1, 128);
+      asked = tiles::ask_row(a.rows, w.seq, uint32_t((w.first_tile + i + 1) * C::kKeys + thread), i + 1 < w.num_tiles ? w.length : 0);
+      const uint4 all = *reinterpret_cast<const uint4*>(valid);
+      const bool is_full = (all.x & all.y & all.z & all.w) == 0xffffffffu;
+#pragma unroll
+      for (int plane = 0; plane < 2; plane++) {
+        tiles::wait(plane ? free_values(stage) : free_keys(stage), parity);
+        const uint32_t tile = at + (plane ? C::kValuesAt : C::kKeysAt) + stage * C::kTileBytes + to;
+        const char* data = a.data[plane] + chunk * 16;
+        const uint4* mine = reinterpret_cast<const uint4*>(offsets + plane * C::kKeys + sub * kMine);
+#pragma unroll
+        for (int j = 0; j < kMine; j += 4) {
+          const uint4 four = mine[j / 4];
+          const uint32_t offset[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+          for (int k = 0; k < 4; k++) {
+            const uint32_t there_at = tile + (j + k) * kRowsAtOnce * 128;
+            if (is_full) tiles::copy_16(there_at, data + uint64_t(offset[k]) * 16);
+            else tiles::copy_16(there_at, data + (offset[k] == kNoRow ? 0 : uint64_t(offset[k]) * 16), offset[k] == kNoRow ? 0 : 16);
+          }
+        }
+        tiles::arrive_when_copied(plane ? full_values(stage) : full_keys(stage));
+      }
+    }
+    tiles::wait_copies<0>();
+  }
+
+  // Rows of this thread's scores: r0 = 16 * warp + g and r0 + 8 of its warpgroup's 64.
+  __device__ __forceinline__ void multiply() {
+    constexpr int kSteps = C::kHeadDim / 16, kKeySteps = C::kKeys / 16, kOut = C::kHeadDim / 2;
+    using Scores = tiles::Warpgroup<Numbers, C::kKeys>;
+    using Out = tiles::Warpgroup<Numbers, C::kHeadDim>;
+    const int thread = threadIdx.x - 128, group = thread / 128, warp = thread % 128 / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+    {  // queries
+      constexpr int kChunks = C::kHeadDim / 8, kRowsAtOnce = 256 / kChunks;
+      const uint32_t chunk = thread % kChunks, sub = thread / kChunks;
+#pragma unroll
+      for (int j = 0; j < C::kRows / kRowsAtOnce; j++) {
+        const uint32_t r = j * kRowsAtOnce + sub, row = w.first_row + r, token = a.group.divide(row), head = w.head * a.group.d + row - token * a.group.d;
+        const bool is_there = int32_t(row) < w.rows;
+        const char* from = a.q.data + (is_there ? (w.first_query + token) * a.q.token + int64_t(head) * a.q.head + chunk * 16 : 0);
+        tiles::copy_16(at + C::kQueryAt + chunk_at(r, chunk), from, is_there ? 16 : 0);
+      }
+      tiles::commit_copies();
+      tiles::wait_copies<0>();
+      tiles::show_to_multiplications();
+      tiles::meet(2, 256);
+    }
+    const int first_row = w.first_row + group * 64 + warp * 16 + g;
+    int32_t limit[2], low[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int32_t row = first_row + 8 * h;
+      limit[h] = row >= w.rows ? 0 : a.is_causal ? w.length - w.queries + 1 + int32_t(a.group.divide(row)) : w.length;
+      low[h] = a.window > 0 ? int32_t(limit[h] - a.window) : 0;
+    }
+    // The warpgroup's least limit and largest low: tiles between them need no mask.
+    const int32_t group_first = w.first_row + group * 64, group_last = min(group_first + 63, w.rows - 1);
+    const int32_t least_limit = a.is_causal ? w.length - w.queries + 1 + int32_t(a.group.divide(group_first)) : w.length;
+    const int32_t most_low = a.window > 0 ? int32_t((a.is_causal ? w.length - w.queries + 1 + int32_t(a.group.divide(max(group_last, 0))) : w.length) - a.window) : 0;
+    const float factor = C::kCaps ? 1.44269504f : a.scale * 1.44269504f;
+
+    float out[kOut], s[C::kKeys / 2], most[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
+    uint32_t p[kKeySteps][4];
+#pragma unroll
+    for (int i = 0; i < kOut; i++) out[i] = 0.f;
+    const uint32_t query = at + C::kQueryAt + group * 64 * 128;
+
+    // Descriptors count 16 bytes in their low bits: stepping through a tile is one addition.
+    const uint64_t query_matrix = tiles::matrix_descriptor(query, 16, 1024), key_matrix = tiles::matrix_descriptor(at + C::kKeysAt, 16, 1024);
+    const uint64_t value_matrix = tiles::matrix_descriptor(at + C::kValuesAt, C::kColumnBytes, 1024);
+    const auto scores = [&](int stage) {
+      const uint64_t keys = key_matrix + uint32_t(stage * (C::kTileBytes >> 4));
+#pragma unroll
+      for (int k = 0; k < kSteps; k++) {
+        const uint32_t step = ((k / 4) * C::kColumnBytes + (k % 4) * 32) >> 4;
+        Scores::multiply(s, query_matrix + step, keys + step, k > 0);
+      }
+      tiles::commit_multiplications();
+    };
+    const auto values = [&](int stage) {
+      const uint64_t from = value_matrix + uint32_t(stage * (C::kTileBytes >> 4));
+#pragma unroll
+      for (int k = 0; k < kKeySteps; k++) Out::multiply_turned(out, p[k], from + uint32_t(k * 16 * 128 >> 4));
+      tiles::commit_multiplications();
+    };
+    // Scores to weights in place; returns what earlier sums are multiplied by.
+    const auto soften = [&](int i, float (&shrink)[2]) {
+      const int32_t first = (w.first_tile + i) * C::kKeys;
+      if constexpr (C::kCaps) {
+        const float in = a.scale / a.soft_cap;
+#pragma unroll
+        for (int k = 0; k < C::kKeys / 2; k++) s[k] = a.soft_cap * tanhf(s[k] * in);
+      }
+      const uint4 valid = *reinterpret_cast<const uint4*>(shared + C::kValidAt + i % 4 * 16);
+      if (first + C::kKeys > least_limit || first < most_low || (valid.x & valid.y & valid.z & valid.w) != 0xffffffffu) {
+        const uint32_t words[4] = {valid.x, valid.y, valid.z, valid.w};
+#pragma unroll
+        for (int n = 0; n < C::kKeys / 8; n++)
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            const int32_t key = 8 * n + 2 * t + e;
+            const bool is_valid = words[n / 4] >> (key % 32) & 1;
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+              if (!is_valid || first + key >= limit[h] || first + key < low[h]) s[4 * n + 2 * h + e] = -INFINITY;
+          }
+      }
+      // Four chains a row: one of 32 dependent steps would take longer than the multiplications it hides behind.
+      float tops[2][4], totals[2][4];
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) tops[h][c] = fmaxf(s[4 * c + 2 * h], s[4 * c + 2 * h + 1]), totals[h][c] = 0.f;
+#pragma unroll
+      for (int n = 4; n < C::kKeys / 8; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) tops[h][n % 4] = fmaxf(tops[h][n % 4], fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1]));
+      float base[2];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float largest = fmaxf(fmaxf(fmaxf(tops[h][0], tops[h][1]), fmaxf(tops[h][2], tops[h][3])), most[h]);
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        base[h] = largest == -INFINITY ? 0.f : largest * factor;
+        shrink[h] = tiles::exp2_fast(__fmaf_rn(most[h], factor, -base[h]));
+        most[h] = largest;
+      }
+#pragma unroll
+      for (int n = 0; n < C::kKeys / 8; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            float& x = s[4 * n + 2 * h + e];
+            x = tiles::exp2_fast(__fmaf_rn(x, factor, -base[h]));
+            totals[h][n % 2 * 2 + e] += x;
+          }
+#pragma unroll
+      for (int h = 0; h < 2; h++) sum[h] = __fmaf_rn(sum[h], shrink[h], (totals[h][0] + totals[h][1]) + (totals[h][2] + totals[h][3]));
+    };
+    const auto pack = [&]() {
+#pragma unroll
+      for (int k = 0; k < kKeySteps; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[k][i] = Numbers::pack(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+    };
+
+    if (w.num_tiles > 0) {
+      float shrink[2];
+      tiles::wait(full_keys(0), 0);
+      tiles::show_to_multiplications();
+      tiles::begin_multiplications();
+      scores(0);
+      tiles::wait_multiplications<0>();
+      tiles::hold(s);
+      if (thread % 128 == 0) tiles::arrive(free_keys(0));
+      soften(0, shrink);
+      pack();
+      if (group == 1) tiles::pass(3, 256);
+      for (int i = 1; i < w.num_tiles; i++) {
+        const int stage = i % C::kStages, before = (i - 1) % C::kStages;
+        tiles::wait(full_keys(stage), i / C::kStages & 1);
+        tiles::show_to_multiplications();
+        tiles::hold(s), tiles::hold(out);
+        tiles::meet(3 + group, 256);  // the two take turns: one multiplies while the other softens
+        tiles::begin_multiplications();
+        scores(stage);
+        tiles::wait(full_values(before), (i - 1) / C::kStages & 1);
+        tiles::show_to_multiplications();
+        values(before);
+        if (group == 0 || i + 1 < w.num_tiles) tiles::pass(4 - group, 256);
+        tiles::wait_multiplications<1>();
+        tiles::hold(s);
+        if (thread % 128 == 0) tiles::arrive(free_keys(stage));
+        soften(i, shrink);
+        // Softened before the wait, not after: that is the overlap. A sum is never negative; that it might be, and be stored, keeps the
+        // assembler from waiting first (13.0 moves the wait up to where registers suit it).
+        tiles::store_if_negative(at + C::kWorkAt, sum[0] + sum[1]);
+        tiles::wait_multiplications<0>();
+        tiles::hold(out);
+        if (thread % 128 == 0) tiles::arrive(free_values(before));
+        if (__any_sync(0xffffffffu, shrink[0] != 1.f || shrink[1] != 1.f)) {  // seldom, once the largest scores were met
+#pragma unroll
+          for (int k = 0; k < kOut; k++) out[k] *= shrink[k / 2 % 2];
+        }
+        pack();
+      }
+      const int last = w.num_tiles - 1, stage = last % C::kStages;
+      tiles::wait(full_values(stage), last / C::kStages & 1);
+      tiles::show_to_multiplications();
+      tiles::hold(out);
+      tiles::begin_multiplications();
+      values(stage);
+      tiles::wait_multiplications<0>();
+      tiles::hold(out);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
+      sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
+      const int32_t row = first_row + 8 * h;
+      if (row >= w.rows) continue;
+      const int32_t token = int32_t(a.group.divide(row)), head = w.head * int32_t(a.group.d) + row - token * int32_t(a.group.d);
+      const int64_t query_token = w.first_query + token;
+      float total = sum[h];
+      const float largest = most[h] * factor;
+      if (t == 0 && a.lse) *reinterpret_cast<float*>(a.lse + query_token * a.lse_token + head * a.lse_head) = total > 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
+      if (a.sinks && total > 0.f) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - largest);
+      const float inverse = total > 0.f ? 1.f / total : 0.f;
+      char* to = a.out.data + query_token * a.out.token + int64_t(head) * a.out.head;
+#pragma unroll
+      for (int n = 0; n < C::kHeadDim / 8; n++) {
+        const float x = out[4 * n + 2 * h] * inverse, y = out[4 * n + 2 * h + 1] * inverse;
+        const int dim = 8 * n + 2 * t;
+        if (a.out.dtype == KVX_DTYPE_F32) reinterpret_cast<float*>(to)[dim] = x, reinterpret_cast<float*>(to)[dim + 1] = y;
+        else *reinterpret_cast<uint32_t*>(to + dim * 2) = a.out.dtype == KVX_DTYPE_BF16 ? tiles::Bf16Numbers::pack(x, y) : tiles::F16Numbers::pack(x, y);
+      }
+    }
+  }
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) prefill(const __grid_constant__ PrefillArgs a) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ char raw[];
+  char* shared = raw + (1024 - (tiles::shared_address(raw) & 1023)) % 1024;
+  const uint32_t at = tiles::shared_address(shared);
+  __shared__ PrefillWork work;
+  wait_for_previous();
+  if (threadIdx.x < 32) {
+    const PrefillWork found = find_work<C>(a, blockIdx.x);
+    if (threadIdx.x == 0) work = found;
+  }
+  if (threadIdx.x == 32) {
+#pragma unroll
+    for (int s = 0; s < C::kStages; s++) {
+      for (int i = 0; i < 2; i++) tiles::init_barrier(at + C::kBarriersAt + (i * C::kStages + s) * 8, 128);
+      for (int i = 2; i < 4; i++) tiles::init_barrier(at + C::kBarriersAt + (i * C::kStages + s) * 8, 2);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (work.seq < 0) return;
+  Prefill<C> p{a, work, shared, at};
+  if (threadIdx.x < 128) {
+    tiles::give_registers<C::kLoadRegisters>();
+    p.load();
+  } else {
+    tiles::take_registers<C::kMultiplyRegisters>();
+    p.multiply();
+  }
+#endif
+}
+
+}  // namespace cuda
+}  // namespace kvx

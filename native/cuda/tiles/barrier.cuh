@@ -1,0 +1,34 @@
+// Barriers in shared memory that count arrivals, by phase; and setting registers aside for those who multiply.
+#pragma once
+#include "ptx.cuh"
+
+namespace kvx {
+namespace cuda {
+namespace tiles {
+
+__device__ __forceinline__ void init_barrier(uint32_t at, int arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory"); }
+__device__ __forceinline__ void arrive(uint32_t at) { asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(at) : "memory"); }
+// Arrives once every copy_16 this thread has begun is there.
+__device__ __forceinline__ void arrive_when_copied(uint32_t at) { asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory"); }
+// Waits until the phase with this parity is over.
+__device__ __forceinline__ void wait(uint32_t at, int parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }\n" ::"r"(at), "r"(parity) : "memory");
+}
+// Shared memory written by ordinary stores and copies becomes visible to multiplications.
+__device__ __forceinline__ void show_to_multiplications() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+template <int kRegisters> __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+template <int kRegisters> __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+
+// Some of a block's warps meet; `id` 1..15.
+__device__ __forceinline__ void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// Comes to a meeting without waiting for the others.
+__device__ __forceinline__ void pass(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+}  // namespace tiles
+}  // namespace cuda
+}  // namespace kvx

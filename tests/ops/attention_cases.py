@@ -1,0 +1,230 @@
+"""Cases of attention, and what their answer is: float64 over the gathered cache, position by position as the op describes it.
+
+A backend may be wrong by twice what torch is in the inputs' own type, plus a floor no f32 computation can go under:
+  out  half a step of the output's type at the largest answer, since the answer is rounded to it once, and 4 * 2^-24 of the
+       largest value: exp and the sum of weights are each good to a step or two of f32, and their error is a share of values
+  lse  the score's own rounding: q.k has head_dim products, each and each sum rounded to f32, which a random walk brings to
+       sqrt(head_dim) * 2^-24 of the sum of magnitudes; and 4 * 2^-24 of the answer for exp, sum and log
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+import kvx
+from tests import cases
+
+EPS = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Case:
+    lens: tuple[int, ...] = (33, 1, 70, 16)
+    queries: tuple[int, ...] | int = 1  # of each sequence; a number: attention_decode
+    heads: int = 8
+    kv_heads: int = 2
+    dim: int = 64
+    v_dim: int = 0
+    block: int = 16
+    layout: str = "NHD"
+    format: str = "f32"
+    v_format: str = ""
+    io: str = "f32"
+    causal: bool = True
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: bool = False
+    scale: float = 0.0  # 0: the default
+    note: str = ""
+
+    def __str__(self) -> str:
+        base = Case()
+        changed = [f for f in fields(self) if getattr(self, f.name) != getattr(base, f.name)]
+        parts = [str(v) if isinstance(v := getattr(self, f.name), str) else f"{f.name}={v}".replace(" ", "") for f in changed]
+        return "-".join(parts) or "plain"
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return (self.queries,) * len(self.lens) if isinstance(self.queries, int) else self.queries
+
+    def make(self, device: str, generator: torch.Generator) -> Made:
+        pages = sum(-(-n // self.block) for n in self.lens)
+        case = cases.Case(
+            layout=self.layout, format=self.format, v_format=self.v_format, io="f32", num_blocks=pages + 3, block_size=self.block,
+            num_kv_heads=self.kv_heads, head_dim=self.dim, v_head_dim=self.v_dim, lens=self.lens, index=torch.int32,
+        )  # fmt: skip
+        made = case.make("cpu", generator)
+        for x in (made.k, made.v):
+            x.copy_(torch.randn(x.shape, generator=generator))
+        made.write("torch")
+        q = torch.randn(sum(self.counts), self.heads, self.dim, generator=generator).to(cases.IO[self.io])
+        sinks = torch.randn(self.heads, generator=generator) if self.sinks else None
+        # What is compared with: positions as the cache holds them, dequantised.
+        k, v = made.gather("torch", dtype=torch.float32, max_seq_len=max((*self.lens, 1)))
+        cu = kvx.cu_seqlens(torch.tensor(self.counts, dtype=torch.int32))
+        return Made(self, made.to(device), q.to(device), sinks if sinks is None else sinks.to(device), cu.to(device), k, v)
+
+
+@dataclass
+class Made:
+    case: Case
+    cache: cases.Made
+    q: Tensor
+    sinks: Tensor | None
+    cu: Tensor
+    k: Tensor  # on the host: [batch, longest, kv_heads, dim]
+    v: Tensor
+
+    @property
+    def table(self) -> kvx.PackedTable:
+        return kvx.PackedTable(self.cache.block_table, self.cache.seq_lens)
+
+    @property
+    def given(self) -> dict[str, object]:
+        c = self.case
+        return {
+            "spec": self.cache.spec, "causal": c.causal, "window": c.window, "soft_cap": c.soft_cap, "sinks": self.sinks,
+            "scale": c.scale or None, **self.cache.scales,
+        }  # fmt: skip
+
+    def run(self, backend: str, **more: object) -> tuple[Tensor, Tensor]:
+        table = more.pop("table", None) or self.table
+        given = {**self.given, "backend": backend, **more}
+        if isinstance(self.case.queries, int) and "cu_seqlens" not in given:
+            return kvx.attention_decode(self.q, self.cache.cache, table, **given)
+        given.setdefault("cu_seqlens", self.cu)
+        return kvx.attention_varlen(self.q, self.cache.cache, table, **given)
+
+    def answer(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, float]:
+        """out, lse, and the largest sum of magnitudes behind a score; computed in `dtype`."""
+        c, q = self.case, self.q.cpu()
+        outs, sums, reach, first = [], [], 0.0, 0
+        for s, (length, n) in enumerate(zip(c.lens, c.counts, strict=True)):
+            seen = torch.zeros(n, length, dtype=torch.bool)
+            for i in range(n):
+                last = length - n + i if c.causal else length - 1
+                low = last - c.window + 1 if c.window else 0
+                seen[i, max(low, 0) : max(last + 1, 0)] = True
+            out, lse, most = attend(q[first : first + n], self.k[s, :length], self.v[s, :length], seen, c, self.sinks, dtype)
+            outs.append(out), sums.append(lse)
+            reach, first = max(reach, most), first + n
+        return torch.cat(outs), torch.cat(sums), reach
+
+    def check(self, out: Tensor, lse: Tensor) -> None:
+        want, want_lse, reach = self.answer()
+        theirs, their_lse, _ = self.answer(self.q.dtype)
+        step = torch.finfo(out.dtype).eps / 2
+        largest = float(self.v.abs().nan_to_num().max()) if self.v.numel() else 0.0
+        floor = step * magnitude(want) + 4 * EPS * largest
+        close("out", out.cpu(), want, 2 * error(theirs, want) + floor)
+        floor = math.sqrt(self.case.dim) * EPS * reach + 4 * EPS * max(1.0, magnitude(want_lse))
+        close("lse", lse.cpu(), want_lse, 2 * error(their_lse, want_lse) + floor)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, c: Case, sinks: Tensor | None, dtype: torch.dtype):
+    k, v = (x.to(dtype).repeat_interleave(c.heads // c.kv_heads, dim=1) for x in (k, v))
+    scale = c.scale or c.dim**-0.5
+    scores = torch.einsum("nhd,phd->hnp", q.to(dtype), k) * scale
+    reach = torch.einsum("nhd,phd->hnp", q.to(dtype).abs(), k.abs()) * abs(scale)
+    if c.soft_cap:
+        scores = c.soft_cap * torch.tanh(scores / c.soft_cap)
+    scores = scores.masked_fill(~seen, -math.inf)
+    lse = torch.logsumexp(scores, -1)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.cpu().to(dtype).view(-1, 1, 1).expand(-1, scores.shape[1], 1)], -1)
+    weights = torch.softmax(scores, -1).nan_to_num(0)[..., : k.shape[0]].masked_fill(~seen, 0)
+    return torch.einsum("hnp,phd->nhd", weights, v), lse.T, magnitude(reach)
+
+
+def magnitude(x: Tensor) -> float:
+    x = x[torch.isfinite(x)]
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def error(x: Tensor, want: Tensor) -> float:
+    return magnitude(x.double() - want.double())
+
+
+def close(what: str, got: Tensor, want: Tensor, bound: float) -> None:
+    """Infinities and NaN in the same places, and everything else within the bound."""
+    assert got.shape == want.shape, f"{what}: {list(got.shape)}, expected {list(want.shape)}"
+    got, want = got.double(), want.double()
+    odd = ~torch.isfinite(want)
+    wrong = torch.where(odd, got != want, (got - want).abs() > bound) | torch.isnan(got)
+    if not bool(wrong.any()):
+        return
+    away = torch.where(wrong, (got - want).abs().nan_to_num(math.inf, math.inf), torch.zeros_like(got))
+    at = tuple(int(i) for i in torch.unravel_index(away.argmax(), away.shape))
+    raise AssertionError(
+        f"{what}: {int(wrong.sum())} of {wrong.numel()} are off by more than {bound:.3g}; worst at {list(at)}: "
+        f"got {got[at].item():.8g}, expected {want[at].item():.8g}"
+    )
+
+
+DECODE = [
+    Case(),
+    *(Case(lens=(n, 3), note="length") for n in (0, 1, 15, 16, 17, 31, 32, 33)),
+    Case(lens=(0, 0), note="nothing"),
+    *(Case(queries=n, lens=(40, 17, 3)) for n in (2, 3, 7)),
+    Case(queries=5, lens=(3, 9, 0), note="more_queries_than_tokens"),
+    *(Case(window=w) for w in (1, 2, 16, 17, 1000)),
+    *(Case(window=w, queries=4) for w in (1, 5, 1000)),
+    Case(causal=False, queries=3),
+    Case(causal=False, window=5, queries=3),
+    *(Case(heads=g * h, kv_heads=h, note="group") for g, h in ((1, 3), (4, 2), (7, 2), (8, 1), (16, 1))),
+    *(Case(dim=d) for d in (80, 96, 128, 192, 256)),
+    *(Case(dim=d, format="bf16", io="bf16") for d in (64, 80, 96, 128, 192, 256)),
+    Case(dim=192, v_dim=128),
+    Case(dim=64, v_dim=96, format="f16", io="f16"),
+    Case(dim=7, v_dim=5, note="odd_dims"),
+    *(Case(block=b, lens=(33, 5, 129)) for b in (1, 2, 5, 32, 64, 128, 256)),
+    Case(block=512, lens=(300, 512, 7), layout="HND", note="contiguous"),
+    Case(lens=(1500, 3, 700), format="bf16", io="bf16", dim=128, note="long"),
+    Case(lens=(1025, 2050), heads=4, note="long"),
+    Case(soft_cap=2.0),
+    Case(soft_cap=30.0, window=9, queries=2),
+    Case(sinks=True),
+    Case(sinks=True, lens=(0, 1, 40), queries=2, note="sink_alone"),
+    Case(sinks=True, soft_cap=5.0, window=20, format="bf16", io="bf16"),
+    Case(scale=0.3),
+    Case(scale=-0.3),
+    Case(lens=(60,), note="one"),
+]
+FORMATS = [
+    *(Case(format=f, io=io) for f, io in (("f16", "f16"), ("bf16", "bf16"), ("f32", "bf16"), ("bf16", "f32"), ("f16", "bf16"))),
+    *(
+        Case(format=f, io=io, dim=128)
+        for f in ("fp8_e4m3", "fp8_e4m3_per_head", "fp8_e4m3_per_token_head", "fp8_e4m3_per_token_head_inline", "fp8_e5m2")
+        for io in ("bf16", "f32")
+    ),
+    *(
+        Case(format=f, io="bf16", dim=64)
+        for f in ("int8_per_token_head", "int8_per_token_head_inline", "int8_per_token_head_f16", "int8", "int8_per_head")
+    ),
+    *(Case(format=f, io="f32", dim=64) for f in ("int8_per_block", "int8_per_block_head", "int4_per_token_head", "nvfp4", "mxfp8")),
+    Case(format="bf16", v_format="int8_per_token_head", io="bf16", note="mixed"),
+    Case(format="fp8_e4m3_per_token_head", v_format="f16", v_dim=80, io="f32", note="mixed"),
+]
+LAYOUTS = [
+    *(Case(layout=layout, format="bf16", io="bf16") for layout in cases.LAYOUTS if layout != "NHD"),
+    *(Case(layout=layout, format="f32") for layout in ("HND", "fused_NHD", "fused_HND", "packed8", "old_vllm")),
+    *(Case(layout=layout, format="int8_per_token_head", io="bf16") for layout in ("HND", "fused_HND", "packed8")),
+    *(Case(layout=layout, format="fp8_e4m3_per_token_head_inline", io="bf16") for layout in ("HND", "fused_NHD")),
+    Case(layout="old_vllm", format="fp8_e4m3", io="bf16"),
+]
+VARLEN = [
+    Case(lens=(40, 17, 3, 64), queries=(40, 1, 3, 20)),
+    Case(lens=(130, 5, 90), queries=(130, 1, 0), format="bf16", io="bf16", dim=128),
+    Case(lens=(33, 50, 16), queries=(10, 1, 16), window=6, format="bf16", io="bf16"),
+    Case(lens=(33, 50, 16), queries=(33, 50, 16), heads=14, kv_heads=2, dim=80, note="group7"),
+    Case(lens=(20, 9), queries=(25, 9), sinks=True, soft_cap=4.0, note="more_queries_than_tokens"),
+    Case(lens=(70, 41), queries=(70, 5), causal=False),
+    Case(lens=(70, 41), queries=(33, 5), format="int8_per_token_head", io="bf16"),
+    Case(lens=(70, 41), queries=(33, 5), format="fp8_e4m3", io="bf16", layout="fused_HND", dim=128),
+    Case(lens=(70, 41), queries=(33, 5), format="f16", io="f16", layout="packed8", dim=96, v_dim=64),
+    Case(lens=(300, 1), queries=(300, 1), heads=4, kv_heads=4, block=7, note="prefill"),
+]

@@ -1,0 +1,329 @@
+"""attention: every backend near the float64 answer, over lengths, tables, formats and layouts; what is not seen is poison."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import kvx
+from tests import compare
+from tests.ops import attention_cases
+from tests.ops.attention_cases import Case
+from tests.ops.test_gather import kv_offsets
+
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch saying it has no bf16 instructions
+ALL = [*attention_cases.DECODE, *attention_cases.FORMATS, *attention_cases.LAYOUTS, *attention_cases.VARLEN]
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_attention_is_near_the_answer(backend, case, generator):
+    made = case.make(backend.device, generator)
+    made.check(*made.run(backend.name))
+
+
+def test_nothing_seen_gives_zero_and_minus_infinity(backend, generator):
+    made = Case(lens=(0, 2), queries=4).make(backend.device, generator)
+    out, lse = made.run(backend.name, out=torch.full((8, 8, 64), 7.0, device=backend.device))
+    assert (out[:6] == 0).all()
+    assert (lse[:6] == -math.inf).all()
+    assert torch.isfinite(lse[6:]).all()
+
+
+@pytest.mark.parametrize("case", [Case(), Case(lens=(130, 5, 90), queries=(60, 1, 7))], ids=str)
+@pytest.mark.parametrize("kind", ["int64", "strided", "ragged", "page_csr"])
+def test_tables_name_the_same_blocks(backend, case, kind, generator):
+    made = case.make(backend.device, generator)
+    packed, block = made.table, made.cache.spec.block_size
+    ids, lens = packed.block_table, packed.seq_lens
+    table = {
+        "int64": lambda: kvx.PackedTable(ids.long(), lens.long()),
+        "strided": lambda: kvx.PackedTable(torch.stack([ids, ids * 0 - 5], -1)[..., 0], lens),
+        "ragged": lambda: kvx.to_ragged(packed, block),
+        "page_csr": lambda: kvx.to_page_csr(packed, block),
+    }[kind]()
+    made.check(*made.run(backend.name, table=table))
+
+
+@pytest.mark.parametrize("layout", [kvx.HND, kvx.NHD])
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3_per_head"])
+def test_kv_offsets(backend, layout, fmt, generator):
+    """Beams are sequences, two pools, and a block that is missing is not seen and no error."""
+    spec, pools, table = kv_offsets(generator, backend.device, fmt=fmt, layout=layout)
+    scale = (torch.rand(2, generator=generator) + 0.5).to(backend.device)
+    scales = {"k_scale": scale, "v_scale": scale} if fmt != "bf16" else {}
+    q = torch.randn(8, 6, 16, generator=generator).to(backend.device)
+    out, lse = kvx.attention_decode(q, pools, table, spec=spec, backend=backend.name, **scales)
+    k, v = kvx.gather(pools, table, spec=spec, max_seq_len=12, dtype=torch.float32, backend="torch", **scales)
+    case = Case(heads=6, kv_heads=2, dim=16)
+    for s, n in enumerate((7, 7, 12, 12)):
+        seen = torch.arange(n).expand(2, n) <= torch.tensor([[n - 2], [n - 1]])
+        if s == 2:
+            seen = seen & ~((torch.arange(n) >= 4) & (torch.arange(n) < 8))
+        args = (q[2 * s : 2 * s + 2].cpu(), k[s, :n].cpu(), v[s, :n].cpu(), seen, case, None)
+        want, want_lse, _ = attention_cases.attend(*args, torch.float64)
+        attention_cases.close(f"out of {s}", out[2 * s : 2 * s + 2].cpu(), want, 1e-5)
+        attention_cases.close(f"lse of {s}", lse[2 * s : 2 * s + 2].cpu(), want_lse, 1e-5)
+
+
+def test_strided_queries_and_outputs(backend, generator):
+    made = Case(format="bf16", io="bf16", queries=2).make(backend.device, generator)
+    wide = torch.full((8, 8, 100), 3.0, dtype=torch.float32, device=backend.device)
+    sums = torch.full((8, 8, 2), 3.0, device=backend.device)
+    made.q = made.q.transpose(0, 1).contiguous().transpose(0, 1)  # head-major underneath
+    made.run(backend.name, out=wide[..., :64], lse=sums[..., 0])
+    made.check(wide[..., :64], sums[..., 0])
+    assert (wide[..., 64:] == 3).all()
+    assert (sums[..., 1] == 3).all()
+    flat = made.q.new_empty(8, 8, 64, 2)
+    flat[..., 0] = made.q
+    made.q = flat[..., 0]  # elements apart
+    made.check(*made.run(backend.name))
+
+
+def test_rows_of_no_sequence_are_left_alone(backend, generator):
+    made = Case(lens=(20, 9), queries=(3, 1)).make(backend.device, generator)
+    want = made.run(backend.name)
+    made.q = torch.cat([made.q[:1] * math.nan, made.q, made.q[:2] * math.nan])
+    out = torch.full((7, 8, 64), 5.0, device=backend.device)
+    lse = torch.full((7, 8), 5.0, device=backend.device)
+    made.run(backend.name, cu_seqlens=made.cu + 1, out=out, lse=lse)
+    compare.bitwise(out[1:5], want[0])
+    compare.bitwise(lse[1:5], want[1])
+    assert (out[[0, 5, 6]] == 5).all()
+    assert (lse[[0, 5, 6]] == 5).all()
+
+
+def test_a_window_needs_only_its_own_blocks(backend, generator):
+    """Engines free the blocks a window has left behind."""
+    made = Case(lens=(70, 41), queries=2, window=10).make(backend.device, generator)
+    ids = made.table.block_table.clone()
+    ids[0, :3] = -1  # positions 0..47; the first seen is 70 - 2 - 9 = 59
+    ids[1, 0] = 2**30
+    made.check(*made.run(backend.name, table=kvx.PackedTable(ids, made.table.seq_lens)))
+
+
+def test_bad_block_ids(backend, generator):
+    made = Case(lens=(40, 20)).make(backend.device, generator)
+    for bad in (made.cache.spec.num_blocks, -1, 2**30):
+        ids = made.table.block_table.clone()
+        ids[0, 1] = bad  # positions 16..31 of sequence 0
+        table = kvx.PackedTable(ids, made.table.seq_lens)
+        if backend.device == "cpu":
+            with pytest.raises(kvx.OutOfRange, match="sequence 0"):
+                made.run(backend.name, table=table)
+            continue
+        errors = torch.zeros((), dtype=torch.int64, device="cuda")
+        out, lse = made.run(backend.name, table=table, errors=errors)
+        assert int(errors) > 0
+        seen = torch.ones(1, 40, dtype=torch.bool)
+        seen[:, 16:32] = False
+        want = attention_cases.attend(made.q[:1].cpu(), made.k[0, :40], made.v[0, :40], seen, made.case, None, torch.float64)
+        attention_cases.close("out", out[:1].cpu(), want[0], 1e-4)
+        attention_cases.close("lse", lse[:1].cpu(), want[1], 1e-4)
+
+
+def test_impossible_lengths_and_ranges(backend, generator):
+    made = Case(lens=(33, 5), queries=(3, 1)).make(backend.device, generator)
+    lens = made.table.seq_lens
+    csr = kvx.to_page_csr(made.table, 16)
+    ragged = kvx.to_ragged(made.table, 16)
+
+    def changed(x, at, value):
+        y = x.clone()
+        y[at] = value
+        return y
+
+    wrong = [
+        ({"table": kvx.PackedTable(made.table.block_table, changed(lens, 0, -3))}, "sequence 0"),
+        ({"table": kvx.PackedTable(made.table.block_table, changed(lens, 1, 2**20))}, "sequence 1"),
+        ({"table": kvx.PageCsrTable(csr.indices, csr.indptr, changed(csr.last_page_len, 0, 17))}, "sequence 0"),
+        ({"table": kvx.RaggedTable(ragged.indices, changed(ragged.indptr, 1, 30), lens)}, "sequence 0"),
+        ({"max_seq_len": 32}, "sequence 0"),
+        ({"cu_seqlens": changed(made.cu, 2, 5)}, "cu_seqlens"),
+        ({"cu_seqlens": changed(made.cu, 0, -1)}, "cu_seqlens"),
+        ({"cu_seqlens": changed(made.cu, 1, 9)}, "cu_seqlens"),
+        ({"max_query_len": 2}, "cu_seqlens"),
+    ]
+    for more, words in wrong:
+        if backend.device == "cpu":
+            with pytest.raises(kvx.OutOfRange, match=words):
+                made.run(backend.name, **more)
+        else:  # the result is unspecified, and nothing outside the tensors is touched: compute-sanitizer sees to that
+            made.run(backend.name, **more)
+            torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"q": lambda q: q[:3]}, "3 tokens for 4 sequences"),
+        ({"q": lambda q: q[:, :7]}, "7 heads and the cache 2"),
+        ({"q": lambda q: q[..., :32]}, "64"),
+        ({"q": lambda q: q.double()}, "f16, bf16 or f32"),
+        ({"q": lambda q: q[0]}, "num_tokens, num_heads, head_dim"),
+        ({"out": torch.zeros(4, 8, 32)}, "64"),
+        ({"lse": torch.zeros(4, 8, dtype=torch.float64)}, "lse"),
+        ({"sinks": torch.zeros(7)}, r"\[8\]"),
+        ({"sinks": torch.zeros(8, dtype=torch.bfloat16)}, "sinks"),
+        ({"scale": 0.0}, "not 0"),
+        ({"scale": math.nan}, "finite"),
+        ({"soft_cap": -1.0}, "soft_cap"),
+        ({"window": -1}, "window"),
+        ({"k_scale": torch.ones(2)}, "takes no scales"),
+        ({"cu_seqlens": torch.zeros(3, dtype=torch.int32)}, r"\[5\]"),
+        ({"cu_seqlens": torch.zeros(5)}, "cu_seqlens"),
+        ({"table": "blocks"}, "PackedTable"),
+        ({"backend": "tpu"}, "auto, torch, cpu or cuda"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else next(iter(x)),  # not the values: a function's address differs in every process
+)
+def test_wrong_inputs_are_refused(backend, more, words, generator):
+    made = Case().make(backend.device, generator)
+    more = {n: x.to(backend.device) if isinstance(x, torch.Tensor) else x for n, x in more.items()}
+    made.q = more.pop("q", lambda q: q)(made.q)
+    given = {**made.given, "backend": backend.name, **more}
+    call = kvx.attention_varlen if "cu_seqlens" in more else kvx.attention_decode
+    with pytest.raises(kvx.BadArgument, match=rf"attention_\w+\(\): .*{words}|{words}"):
+        call(made.q, made.cache.cache, given.pop("table", made.table), **given)
+
+
+def test_missing_scales_are_named(backend, generator):
+    made = Case(format="int8_per_token_head", io="bf16").make(backend.device, generator)
+    with pytest.raises(kvx.BadArgument, match="needs k_scale"):
+        made.run(backend.name, k_scale=None)
+
+
+def test_empty_batch(backend):
+    spec = kvx.CacheSpec(2, 4, 1, 8)
+    cache = kvx.allocate(spec, backend.device).cache
+    none = torch.zeros(0, dtype=torch.int32, device=backend.device)
+    q = torch.zeros(0, 4, 8, device=backend.device)
+    out, lse = kvx.attention_decode(q, cache, kvx.PackedTable(none.view(0, 3), none), spec=spec, backend=backend.name)
+    assert out.shape == (0, 4, 8)
+    assert lse.shape == (0, 4)
+
+
+def test_parts_merge_by_lse(backend, generator):
+    """What lse is for: two halves of a sequence, each attended alone, add up to the whole."""
+    made = Case(lens=(48,), causal=False).make(backend.device, generator)
+    want, want_lse = made.run(backend.name)
+    ids = made.table.block_table
+    parts = []
+    for columns, n in ((ids[:, :1], 16), (ids[:, 1:], 32)):
+        table = kvx.PackedTable(columns, torch.tensor([n], dtype=torch.int32, device=backend.device))
+        parts.append(made.run(backend.name, table=table))
+    lse = torch.logaddexp(parts[0][1], parts[1][1])
+    out = sum(o * torch.exp(part - lse)[..., None] for o, part in parts)
+    torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+
+def test_cache_beyond_two_to_the_31_elements(native_backend):
+    """A block whose element offset passes 2^31: the cache is 4.3 GB of bytes, of which a few are touched."""
+    if native_backend.device == "cpu":
+        with open("/proc/meminfo") as f:
+            if int(next(line for line in f if line.startswith("MemAvailable")).split()[1]) < 5 << 20:
+                pytest.skip("less than 5 GB of memory")
+    spec = kvx.CacheSpec(2**31 // (16 * 128) + 8, 16, 1, 128, format="int8", layout=kvx.HND)
+    cache = tuple(torch.empty(spec.num_blocks, 1, 16, 128, dtype=torch.int8, device=native_backend.device) for _ in range(2))
+    last = spec.num_blocks - 1
+    for c in cache:
+        c[last].random_(-100, 100)
+    small = kvx.CacheSpec(1, 16, 1, 128, format="int8", layout=kvx.HND)
+    one = torch.tensor(0.02, device=native_backend.device)
+    q = torch.randn(1, 4, 128, device=native_backend.device)
+    lens = torch.tensor([16], dtype=torch.int32, device=native_backend.device)
+    outs = [
+        kvx.attention_decode(q, c, kvx.PackedTable(torch.full_like(lens, at)[None], lens), spec=s, k_scale=one, v_scale=one)[0]
+        for c, s, at in ((cache, spec, last), (tuple(c[last:] for c in cache), small, 0))
+    ]
+    compare.bitwise(outs[0], outs[1])
+
+
+def test_workspace_and_plan(native_backend, generator):
+    """A plan made once serves every layer of the step."""
+    made = Case(lens=(300, 1, 90), format="bf16", io="bf16", dim=128).make(native_backend.device, generator)
+    other = Case(lens=(300, 1, 90), format="bf16", io="bf16", dim=128).make(native_backend.device, torch.Generator().manual_seed(7))
+    want = [layer.run(native_backend.name) for layer in (made, other)]
+    size = kvx.attention_workspace_bytes(made.q, made.cache.cache, made.table, spec=made.cache.spec)
+    assert size == 0 or native_backend.device == "cuda"
+    workspace = torch.empty(size, dtype=torch.uint8, device=native_backend.device) if size else None
+    kvx.attention_plan(made.q, made.cache.cache, made.table, workspace=workspace, spec=made.cache.spec)
+    for layer, (out, lse) in zip((made, other), want, strict=True):
+        got = layer.run(native_backend.name, workspace=workspace, planned=workspace is not None)
+        compare.bitwise(got[0], out)
+        compare.bitwise(got[1], lse)
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+@pytest.mark.parametrize("case", [
+    Case(lens=(300, 1, 90, 512), format="bf16", io="bf16", dim=128),
+    Case(lens=(300, 1, 90, 512), format="int8_per_token_head", io="bf16", dim=128),
+    Case(lens=(300, 1, 90, 512), queries=(40, 1, 3, 1), format="bf16", io="bf16", dim=128),
+    Case(lens=(40, 1, 33, 64), dim=80, heads=14),
+], ids=str)  # fmt: skip
+def test_graph_replay_follows_lengths_and_tables(case, is_planned, generator):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    made = case.make("cuda", generator)
+    lens, ids, cu, q = (x.clone() for x in (made.table.seq_lens, made.table.block_table, made.cu, made.q))
+    table = kvx.PackedTable(ids, lens)
+    more = {} if isinstance(case.queries, int) else {"cu_seqlens": cu, "max_query_len": 64}
+    shapes = {"spec": made.cache.spec, "max_seq_len": 1024, **more}
+    size = kvx.attention_workspace_bytes(q, made.cache.cache, table, **shapes)
+    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
+
+    def step():
+        if is_planned:
+            kvx.attention_plan(q, made.cache.cache, table, workspace=workspace, **shapes)
+        call = kvx.attention_varlen if more else kvx.attention_decode
+        given = {**made.given, **shapes, "workspace": workspace, "planned": is_planned}
+        call(q, made.cache.cache, table, out=out, lse=lse, **given)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for round_ in range(4):
+        keep = torch.randperm(4, generator=generator)
+        new = torch.tensor([int(n) if round_ == 0 else max(0, int(n) - 7 * round_ * i) for i, n in enumerate(made.table.seq_lens)])
+        lens.copy_(new.to(torch.int32)[keep].cuda()), ids.copy_(made.table.block_table[keep.cuda()])
+        q.copy_(torch.randn(q.shape, generator=generator))
+        graph.replay()
+        eager = torch.empty_like(q), torch.empty_like(lse)
+        call = kvx.attention_varlen if more else kvx.attention_decode
+        call(q, made.cache.cache, table, out=eager[0], lse=eager[1], **made.given, **{**shapes, "spec": made.cache.spec})
+        compare.bitwise(out, eager[0], f"out of round {round_}")
+        compare.bitwise(lse, eager[1], f"lse of round {round_}")
+
+
+@pytest.mark.parametrize("case", [Case(sinks=True), Case(lens=(20, 9), queries=(5, 1), window=4)], ids=str)
+def test_attention_compiles_without_graph_breaks(native_backend, case, generator):
+    made = case.make(native_backend.device, generator)
+    want = made.run(native_backend.name)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(q, ids, lens, cu):
+        given = {**made.given, **({} if isinstance(case.queries, int) else {"cu_seqlens": cu})}
+        call = kvx.attention_decode if isinstance(case.queries, int) else kvx.attention_varlen
+        out, lse = call(q * 2, made.cache.cache, kvx.PackedTable(ids, lens), **given)
+        return out + 1, lse
+
+    got = step(made.q / 2, made.table.block_table, made.table.seq_lens, made.cu)
+    compare.bitwise(got[0], want[0] + 1)
+    compare.bitwise(got[1], want[1])
+
+
+def test_torch_body_reads_what_gather_reads(generator):
+    """An attention that sees one position returns that value row, dequantised, whatever the format."""
+    for fmt in kvx.FORMATS:
+        if kvx.FORMATS[fmt].element.is_moved_only:
+            continue
+        made = Case(format=fmt, lens=(9, 20), window=1).make("cpu", generator)
+        out, _ = made.run("torch")
+        for s, n in enumerate((9, 20)):
+            compare.bitwise(out[s], made.v[s, n - 1].repeat_interleave(4, 0), fmt)
