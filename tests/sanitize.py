@@ -11,7 +11,16 @@ import torch
 
 import kvx
 from tests import cases, compare
-from tests.ops import rope, test_append, test_append_batched, test_convert, test_copy_blocks, test_merge_attention, test_norm_rope
+from tests.ops import (
+    attention_cases,
+    rope,
+    test_append,
+    test_append_batched,
+    test_convert,
+    test_copy_blocks,
+    test_merge_attention,
+    test_norm_rope,
+)
 
 CASES = [
     *cases.SHAPES,
@@ -74,6 +83,15 @@ def append_cases() -> int:
     return count + len(test_copy_blocks.FORMATS) + len(test_copy_blocks.OTHERS) + 4
 
 
+def attention_cases_on_device() -> int:
+    """Decode, prefill and the general kernel, with poison in everything that no query may see."""
+    chosen = [*attention_cases.DECODE[::2], *attention_cases.FORMATS[::2], *attention_cases.LAYOUTS, *attention_cases.VARLEN]
+    for case in chosen:
+        made = case.make("cuda", torch.Generator().manual_seed(0))
+        made.check(*made.run("cuda"))
+    return len(chosen)
+
+
 def main() -> None:
     for case in CASES:
         made = case.make("cuda", torch.Generator().manual_seed(0))
@@ -97,7 +115,7 @@ def main() -> None:
     for per in ("tensor", "head", "block", "block_head"):
         blocks = {"slot_mapping": slots, "num_blocks": 10, "block_size": 4} if "block" in per else {}
         kvx.amax(x, per, **blocks)
-    count = len(CASES) + convert_cases() + append_cases()
+    count = len(CASES) + convert_cases() + append_cases() + attention_cases_on_device()
     torch.cuda.synchronize()
     print(f"{count} cases, every result equal to the definition")
 
