@@ -327,3 +327,17 @@ def test_torch_body_reads_what_gather_reads(generator):
         out, _ = made.run("torch")
         for s, n in enumerate((9, 20)):
             compare.bitwise(out[s], made.v[s, n - 1].repeat_interleave(4, 0), fmt)
+
+
+@pytest.mark.parametrize("fmt", [f for f in kvx.FORMATS if f != "f64"])
+def test_work_is_shared_out_without_scales(backend, fmt):
+    """Planning reads none, so nobody has to give any."""
+    spec = kvx.CacheSpec(8, 16, 2, 64, format=fmt)
+    cache = kvx.allocate(spec, backend.device).cache
+    table = kvx.PackedTable(torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32))
+    table = kvx.PackedTable(*(t.to(backend.device) for t in table.tensors))
+    q = torch.zeros(1, 8, 64, dtype=torch.bfloat16, device=backend.device)
+    size = kvx.attention_workspace_bytes(q, cache, table, spec=spec, backend=backend.name)
+    assert (size > 0) <= (backend.name == "cuda")
+    workspace = torch.zeros(size, dtype=torch.uint8, device=backend.device) if size else None
+    kvx.attention_plan(q, cache, table, workspace=workspace, spec=spec, backend=backend.name)
