@@ -31,6 +31,18 @@ kvx_status_t allow_shared_memory(const void* kernel, int bytes) {
   return KVX_STATUS_OK;
 }
 
+bool fits_row_finder(const AttentionParams& p) {
+  constexpr int64_t kMost = 0xffffffff;  // units of 16 bytes; the last one stands for no row
+  if (p.kv.table.format == KVX_BLOCK_TABLE_KV_OFFSETS) return false;
+  for (const PlaneParams& plane : p.kv.plane) {
+    const int64_t last = (p.kv.num_blocks - 1) * plane.block + (p.kv.block_size - 1) * plane.token + (p.num_kv_heads - 1) * plane.head;
+    if (!plane.is_dense || (reinterpret_cast<uintptr_t>(plane.data) | uint64_t(plane.block | plane.token | plane.head)) % 16) return false;
+    for (int64_t bytes : {last, plane.block, plane.token, plane.head})
+      if (bytes / 16 >= kMost) return false;
+  }
+  return true;
+}
+
 tiles::RowFinder make_row_finder(const AttentionParams& p) {
   tiles::RowFinder f = {};
   f.kv = p.kv;

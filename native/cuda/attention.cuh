@@ -1,7 +1,5 @@
 // The ways attention is computed on a device, and who takes which call.
 #pragma once
-#include <atomic>
-
 #include "../attention.h"
 #include "device.cuh"
 #include "tiles/block_rows.cuh"
@@ -23,27 +21,12 @@ bool has_warpgroups();  // the current device is Hopper and the library has code
 // Any shape: attention_any.cu.
 kvx_status_t run_any(const AttentionParams& p, void* stream);
 
+bool fits_row_finder(const AttentionParams& p);  // dense rows at multiples of 16 bytes, offsets that it can count
 tiles::RowFinder make_row_finder(const AttentionParams& p);
 
 // More than 48 KB of shared memory has to be asked for, once a kernel and device.
 int max_shared_memory();  // of a block of threads, on the current device
 kvx_status_t allow_shared_memory(const void* kernel, int bytes);
-
-template <class... Params, class... Args>
-kvx_status_t launch_early_with(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, void* stream, Args&&... args) {
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = size_t(shared_bytes);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &early;
-  config.numAttrs = can_launch_early() ? 1 : 0;
-  cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
-  return error == cudaSuccess ? KVX_STATUS_OK : launch_failed(name, error);
-}
 
 }  // namespace cuda
 }  // namespace kvx

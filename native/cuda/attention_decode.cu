@@ -8,8 +8,6 @@ namespace cuda {
 
 namespace {
 
-bool is_16(int64_t x) { return x % 16 == 0; }
-
 // Where the scales of a plane stand, as a decode kernel sees it; false = it does not take them.
 bool scale_kind(const ScaleParams& s, ScaleKind* kind) {
   if (!s.data) {
@@ -25,13 +23,8 @@ bool find_choice(const AttentionParams& p, DecodeChoice* out) {
   const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
   const int64_t rows = p.group * p.max_query_len;
   if (!p.q.is_dense || p.q.token % 4 || p.q.head % 4 || reinterpret_cast<uintptr_t>(p.q.data) % 4 || p.q.dtype == KVX_DTYPE_F32) return false;
-  if (rows > 16 || rows < 1 || p.num_seqs * p.num_kv_heads * 16 > kMaxCount || p.kv.table.format == KVX_BLOCK_TABLE_KV_OFFSETS) return false;
+  if (rows > 16 || rows < 1 || p.num_seqs * p.num_kv_heads * 16 > kMaxCount || !fits_row_finder(p)) return false;
   if (p.head_dim != p.v_head_dim || (p.head_dim != 64 && p.head_dim != 128) || k->dtype != v->dtype) return false;
-  for (const PlaneParams* plane : {k, v}) {
-    if (!plane->is_dense || !is_16(reinterpret_cast<intptr_t>(plane->data)) || !is_16(plane->block) || !is_16(plane->token) || !is_16(plane->head)) return false;
-    const int64_t last = (p.kv.num_blocks - 1) * plane->block + (p.kv.block_size - 1) * plane->token + (p.num_kv_heads - 1) * plane->head;
-    if (last / 16 > int64_t(0xffffffff) || plane->block / 16 > int64_t(0xffffffff) || plane->token / 16 > int64_t(0xffffffff) || plane->head / 16 > int64_t(0xffffffff)) return false;
-  }
   ScaleKind kind[2];
   if (!scale_kind(k->scale, &kind[0]) || !scale_kind(v->scale, &kind[1])) return false;
   const bool by_row = kind[0] == ROW_SCALES && kind[1] == ROW_SCALES, by_head = kind[0] != ROW_SCALES && kind[1] != ROW_SCALES;

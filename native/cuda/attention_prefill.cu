@@ -8,8 +8,6 @@ namespace cuda {
 
 namespace {
 
-bool is_16(int64_t x) { return x % 16 == 0; }
-
 bool fits_rows(const RowsParams& r, bool to_16) {
   const int64_t unit = to_16 ? 16 : 4;
   return r.is_dense && r.token % unit == 0 && r.head % unit == 0 && reinterpret_cast<uintptr_t>(r.data) % unit == 0;
@@ -32,15 +30,10 @@ kvx_status_t start_with(const AttentionParams& p, const PrefillArgs& args, int64
 
 bool takes_prefill(const AttentionParams& p) {
   const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
-  if (!has_warpgroups() || p.scale <= 0.f || p.kv.table.format == KVX_BLOCK_TABLE_KV_OFFSETS) return false;
+  if (!has_warpgroups() || p.scale <= 0.f || !fits_row_finder(p)) return false;
   if (p.head_dim != p.v_head_dim || (p.head_dim != 64 && p.head_dim != 128) || k->dtype != v->dtype || p.q.dtype != k->dtype) return false;
   if (k->dtype != KVX_DTYPE_BF16 && k->dtype != KVX_DTYPE_F16) return false;
   if (!fits_rows(p.q, true) || !fits_rows(p.out, false) || p.num_tokens * p.group > kMaxCount) return false;
-  for (const PlaneParams* plane : {k, v}) {
-    if (!plane->is_dense || !is_16(reinterpret_cast<intptr_t>(plane->data)) || !is_16(plane->block) || !is_16(plane->token) || !is_16(plane->head)) return false;
-    const int64_t last = (p.kv.num_blocks - 1) * plane->block + (p.kv.block_size - 1) * plane->token + (p.num_kv_heads - 1) * plane->head;
-    if (last / 16 >= int64_t(0xffffffff) || plane->block / 16 > int64_t(0xffffffff) || plane->token / 16 > int64_t(0xffffffff) || plane->head / 16 > int64_t(0xffffffff)) return false;
-  }
   return true;
 }
 

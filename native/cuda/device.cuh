@@ -43,18 +43,24 @@ kvx_status_t launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3
 bool can_launch_early();
 
 template <class... Params, class... Args>
-kvx_status_t launch_early(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, void* stream, Args&&... args) {
+kvx_status_t launch_early_with(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, void* stream, Args&&... args) {
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
+  config.dynamicSmemBytes = size_t(shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &early;
   config.numAttrs = can_launch_early() ? 1 : 0;
   cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
   return error == cudaSuccess ? KVX_STATUS_OK : launch_failed(name, error);
+}
+
+template <class... Params, class... Args>
+kvx_status_t launch_early(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, void* stream, Args&&... args) {
+  return launch_early_with(name, kernel, grid, block, 0, stream, static_cast<Args&&>(args)...);
 }
 
 __device__ __forceinline__ void wait_for_previous() {
