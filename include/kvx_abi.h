@@ -332,6 +332,9 @@ typedef struct kvx_amax_args_t {
 
 #define KVX_ATTENTION_CAUSAL 1u  /* query i of n sees positions up to seq_len - n + i; else all        */
 #define KVX_ATTENTION_PLANNED 2u /* the workspace holds kvx_attention_plan's work for these lengths    */
+#define KVX_ATTENTION_LATENT 4u  /* MLA: cache.k holds latent rows, cache.v their rotary parts, one KV head
+                                    of each. q is [T, Hq, Dk + Dv], a key is latent | rotary, a value is the
+                                    latent again: out is [T, Hq, Dk]                                        */
 
 /* Attention of queries over cached keys and values, softmax in f32. */
 typedef struct kvx_attention_args_t {
@@ -356,7 +359,10 @@ typedef struct kvx_attention_args_t {
                                host calls need none                                                      */
   uint64_t workspace_bytes; /* bytes there                                                               */
   uint64_t* errors;         /* as in kvx_write_args_t; positions of a bad block id are not seen          */
-  uint64_t reserved[4];     /* 0                                                                         */
+  const int64_t* k_pointers; /* [num_blocks], adjacent, where the cache lives: the address of each block of
+                               K, as in kvx_append_args_t, or 0: no block. k.data is then NULL. NULL = one buffer */
+  const int64_t* v_pointers; /* the same for V; both or neither                                          */
+  uint64_t reserved[2];     /* 0                                                                         */
 } kvx_attention_args_t;
 
 /* How pairs of elements rotate. */

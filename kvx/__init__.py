@@ -29,6 +29,8 @@ from kvx.layout.views import PlaneView, layer_views
 from kvx.ops.amax import amax
 from kvx.ops.append import append_batched, qkv_norm_rope_append
 from kvx.ops.attention import attention_decode, attention_plan, attention_varlen, attention_workspace_bytes
+from kvx.ops.attention_batched import attention_decode_batched
+from kvx.ops.attention_mla import attention_mla
 from kvx.ops.backend import chosen_backend, debug, supports
 from kvx.ops.convert import bind, convert
 from kvx.ops.copy_blocks import copy_blocks
@@ -49,6 +51,7 @@ from kvx.tables import (
     PageCsrTable,
     RaggedTable,
     Table,
+    cache_table,
     cu_seqlens,
     slot_mapping,
     to_page_csr,
@@ -89,11 +92,14 @@ __all__ = [
     "amax",
     "append_batched",
     "attention_decode",
+    "attention_decode_batched",
+    "attention_mla",
     "attention_plan",
     "attention_varlen",
     "attention_workspace_bytes",
     "bind",
     "cache_pointers",
+    "cache_table",
     "chosen_backend",
     "convert",
     "copy_blocks",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange
+from kvx.layout.pointers import CachePointers
 
 
 class Found(NamedTuple):
@@ -202,6 +203,25 @@ def _find_csr(indices: Tensor, indptr: Tensor, seq: Tensor, step: Tensor, num_bl
     inside = (step >= 0) & (first >= 0) & (at < end) & (at < indices.shape[0])
     ids = indices[at.clamp(0, indices.shape[0] - 1)].to(torch.int64)
     return _plain(ids, inside & (ids >= 0) & (ids < num_blocks))
+
+
+def cache_table(
+    caches: CachePointers,
+    seq_lens: Tensor,  # [batch] int32 or int64
+    *,
+    cache_ids: Tensor | None = None,  # [batch] int32 or int64: the cache of each sequence; None: sequence s has cache s
+) -> PackedTable:
+    """Sequences that have a contiguous cache each: a table of one block, which is as long as the cache."""
+    _check_index("seq_lens", seq_lens, 1)
+    if cache_ids is not None:
+        _check_index("cache_ids", cache_ids, 1)
+    elif seq_lens.shape[0] > len(caches.caches):
+        raise BadArgument(
+            f"cache_table(): seq_lens has {seq_lens.shape[0]} sequences for {len(caches.caches)} caches; give cache_ids, or a "
+            "cache for each."
+        )
+    ids = caches.ids[: seq_lens.shape[0]] if cache_ids is None else cache_ids
+    return PackedTable(ids[:, None], seq_lens)
 
 
 def slot_mapping(block_table: Tensor, positions: Tensor, seq_ids: Tensor, block_size: int) -> Tensor:

@@ -106,7 +106,7 @@ kvx_status_t lower_qkv_norm_rope(const kvx_qkv_norm_rope_args_t& a, AppendParams
   return KVX_STATUS_OK;
 }
 
-// Blocks with addresses of their own. Checks of the cache are those of one buffer, at made-up addresses that are never used.
+// Blocks with addresses of their own.
 kvx_status_t with_pointers(const kvx_append_args_t& a, kvx_cache_t* c, AppendParams* out) {
   const kvx_array_t* pointers[2] = {&a.k_pointers, &a.v_pointers};
   kvx_plane_t* planes[2] = {&c->k, &c->v};
@@ -117,10 +117,7 @@ kvx_status_t with_pointers(const kvx_append_args_t& a, kvx_cache_t* c, AppendPar
     KVX_NEED(p.shape[0] == c->num_blocks && (c->num_blocks == 1 || p.stride[0] == 1), "%s has %lld addresses; it is an adjacent [num_blocks] = [%lld].", names[i], (long long)p.shape[0],
              (long long)c->num_blocks);
     KVX_TRY(check_array(names[i], "table", p, true));
-    KVX_NEED(planes[i]->data.data == nullptr, "the cache has a data pointer beside %s; leave one of them out.", names[i]);
-    KVX_NEED(!(planes[i]->flags & KVX_PLANE_FLAG_SCALE_INLINE), "scales are inline; with %s they must stand apart.", names[i]);
-    planes[i]->data.data = reinterpret_cast<void*>(uintptr_t(i + 1) << 58);
-    planes[i]->data.data_bytes = 0;
+    KVX_TRY(lower_pointers(names[i], i, planes[i]));
     out->bases[i] = static_cast<const int64_t*>(p.data);
   }
   return KVX_STATUS_OK;

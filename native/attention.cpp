@@ -10,21 +10,34 @@
 namespace kvx {
 namespace {
 
-kvx_status_t lower_attention(const kvx_cache_t& c, const kvx_attention_args_t& a, AttentionParams* out) {
+kvx_status_t lower_attention(const kvx_cache_t& cache, const kvx_attention_args_t& a, AttentionParams* out) {
   memset(static_cast<void*>(out), 0, sizeof *out);
+  kvx_cache_t c = cache;
+  if (a.k_pointers || a.v_pointers) {
+    KVX_NEED(a.k_pointers && a.v_pointers, "%s is NULL beside %s; give both or neither.", a.k_pointers ? "v_pointers" : "k_pointers", a.k_pointers ? "k_pointers" : "v_pointers");
+    KVX_NEED(c.pool_primary == nullptr, "the cache has a pool beside k_pointers; leave one of them out.");
+    KVX_NEED(!(a.flags & KVX_ATTENTION_LATENT), "flags say LATENT beside k_pointers; latent caches lie in one buffer.");
+    KVX_NEED((reinterpret_cast<uintptr_t>(a.k_pointers) | reinterpret_cast<uintptr_t>(a.v_pointers)) % 8 == 0, "k_pointers or v_pointers is not aligned to 8 bytes.");
+    KVX_TRY(lower_pointers("k_pointers", 0, &c.k));
+    KVX_TRY(lower_pointers("v_pointers", 1, &c.v));
+    out->kv.bases[0] = a.k_pointers, out->kv.bases[1] = a.v_pointers;
+  }
   KVX_TRY(lower_cache(c, out->kv.plane));
   KVX_TRY(check_header("args", a.version, a.struct_bytes, sizeof(kvx_attention_args_t)));
-  KVX_NEED((a.flags & ~uint64_t(KVX_ATTENTION_CAUSAL | KVX_ATTENTION_PLANNED)) == 0, "args.flags is %llu; CAUSAL (1) and PLANNED (2) are known.", (unsigned long long)a.flags);
+  KVX_NEED((a.flags & ~uint64_t(KVX_ATTENTION_CAUSAL | KVX_ATTENTION_PLANNED | KVX_ATTENTION_LATENT)) == 0, "args.flags is %llu; CAUSAL (1), PLANNED (2) and LATENT (4) are known.", (unsigned long long)a.flags);
   for (uint64_t word : a.reserved) KVX_NEED(word == 0, "args.reserved is not 0.");
   KVX_TRY(lower_table(c, a.table, &out->kv));
   const int64_t seqs = out->kv.table.num_seqs * out->kv.table.beam_width, tokens = a.q.ndim == 3 ? a.q.shape[0] : 0;
   KVX_NEED(a.q.ndim == 3 && a.out.ndim == 3, "q has %u dimensions and out %u; they are [num_tokens, num_heads, head_dim].", a.q.ndim, a.out.ndim);
   const int64_t heads = a.q.shape[1];
+  const bool is_latent = a.flags & KVX_ATTENTION_LATENT;
+  KVX_NEED(!is_latent || c.num_kv_heads == 1, "the cache has %lld KV heads; a latent cache has one.", (long long)c.num_kv_heads);
+  const int64_t query_dim = is_latent ? c.k_head_dim + c.v_head_dim : c.k_head_dim, value_dim = is_latent ? c.k_head_dim : c.v_head_dim;
   KVX_NEED(heads > 0 && heads % c.num_kv_heads == 0, "q has %lld heads and the cache %lld; the first is a multiple of the second.", (long long)heads, (long long)c.num_kv_heads);
   KVX_NEED(a.out.shape[0] == tokens && a.out.shape[1] == heads, "out is [%lld, %lld, ...]; q makes it [%lld, %lld, %lld].", (long long)a.out.shape[0],
-           (long long)a.out.shape[1], (long long)tokens, (long long)heads, (long long)c.v_head_dim);
-  KVX_TRY(lower_rows("attention", "q", a.q, heads, c.k_head_dim, tokens > 0, &out->q));
-  KVX_TRY(lower_rows("attention", "out", a.out, heads, c.v_head_dim, tokens > 0, &out->out));
+           (long long)a.out.shape[1], (long long)tokens, (long long)heads, (long long)value_dim);
+  KVX_TRY(lower_rows("attention", "q", a.q, heads, query_dim, tokens > 0, &out->q));
+  KVX_TRY(lower_rows("attention", "out", a.out, heads, value_dim, tokens > 0, &out->out));
   KVX_NEED(!overlaps_itself(a.out), "out strides make two elements share an address.");
   if (a.lse.data != nullptr) {
     KVX_NEED(a.lse.dtype == KVX_DTYPE_F32 && a.lse.ndim == 2 && a.lse.shape[0] == tokens && a.lse.shape[1] == heads, "lse must be [%lld, %lld] f32.", (long long)tokens, (long long)heads);
@@ -66,7 +79,8 @@ kvx_status_t lower_attention(const kvx_cache_t& c, const kvx_attention_args_t& a
   out->is_causal = a.flags & KVX_ATTENTION_CAUSAL, out->is_planned = a.flags & KVX_ATTENTION_PLANNED;
   out->num_tokens = tokens, out->num_seqs = seqs;
   out->num_heads = heads, out->num_kv_heads = c.num_kv_heads, out->group = heads / c.num_kv_heads;
-  out->head_dim = c.k_head_dim, out->v_head_dim = c.v_head_dim;
+  out->head_dim = c.k_head_dim, out->v_head_dim = value_dim;
+  out->is_latent = is_latent, out->rope_dim = is_latent ? c.v_head_dim : 0;
   out->workspace = static_cast<char*>(a.workspace), out->workspace_bytes = a.workspace_bytes;
   return KVX_STATUS_OK;
 }

@@ -133,7 +133,7 @@ typedef struct kvx_door_plane_t {
   int32_t tensor;       // 0 or 1: which cache tensor
   int32_t ndim;         // of that tensor
   int32_t num_axes;     // 4: block token head dim; 5: block head dim/x token dim%x
-  int32_t raw;          // 1: elements are bytes in a uint8/int8 tensor (4-bit types, inline scales)
+  int32_t raw;          // 1: the tensor is one of bytes (4-bit types, inline scales, and what stands beside them)
   int64_t shape[8];     // of the tensor
   int64_t axis_size[5];
   int32_t dim[5];
@@ -161,6 +161,7 @@ typedef struct kvx_door_extra_t {  // objects; NULL = absent
 typedef struct kvx_door_table_t {
   void *indices, *indptr, *last_page_len, *seq_lens, *cu_seqlens;
   void *pool_primary, *pool_secondary;
+  void *k_pointers, *v_pointers;  // attention: a buffer a block instead of the cache tensors
   int64_t format, beam_width, max_seq_len, bytes_per_block;
 } kvx_door_table_t;
 
@@ -218,18 +219,21 @@ kvx_status_t open_cache(Door& door, const kvx_door_spec_t& spec, void* cache0, v
     bool same = x.dl.ndim == d.ndim;
     for (int j = 0; same && j < d.ndim; j++) same = x.dl.shape[j] == d.shape[j];
     KVX_NEED(same, "%s is %s; the spec makes it %s.", name, shape_text(x.dl.shape, x.dl.ndim, got), shape_text(d.shape, d.ndim, want));
-    const int dtype = dtype_of(x.dl);
-    KVX_NEED(dtype == a.dtype || (common::dtype_bits(a.dtype) <= 8 && (dtype == KVX_DTYPE_U8 || dtype == KVX_DTYPE_S8)), "%s is %s; the spec's format makes it %s%s.",
-             name, dtype_name(dtype), dtype_name(a.dtype), common::dtype_bits(a.dtype) <= 8 ? " (or uint8)" : "");
-    const int64_t unit = common::dtype_bits(a.dtype) == 4 ? 2 : 1;
+    const int dtype = dtype_of(x.dl), bits = common::dtype_bits(a.dtype);
+    const bool bytes_of_words = d.raw && bits > 8;  // whole elements in a tensor of bytes
+    KVX_NEED(bytes_of_words ? x.dl.type_bits == 8 : dtype == a.dtype || (bits <= 8 && (dtype == KVX_DTYPE_U8 || dtype == KVX_DTYPE_S8)), "%s is %s; the spec's format makes it %s%s.",
+             name, dtype_name(dtype), bytes_of_words ? "uint8" : dtype_name(a.dtype), bits <= 8 ? " (or uint8)" : "");
+    const int64_t unit = bits == 4 ? 2 : 1, size = bytes_of_words ? bits / 8 : 1;  // elements in a unit of the tensor, units in an element
     a.ndim = uint32_t(d.num_axes);
     const int lo = d.num_axes - 1;
     for (int j = 0; j < d.num_axes; j++) {
+      const int64_t stride = x.stride(d.dim[j]) * d.mul[j];
       a.shape[j] = d.axis_size[j];
-      a.stride[j] = x.stride(d.dim[j]) * d.mul[j] * unit;
+      KVX_NEED(j == lo || a.shape[j] == 1 || stride % size == 0, "%s has a stride of %lld bytes, which cuts a %s in two.", name, (long long)stride, dtype_name(a.dtype));
+      a.stride[j] = stride * unit / size;
     }
-    if (unit == 2) {
-      KVX_NEED(x.stride(d.dim[lo]) * d.mul[lo] == 1, "%s packs two elements a byte and needs stride 1 along dim.", name);
+    if (unit == 2 || size > 1) {
+      KVX_NEED(x.stride(d.dim[lo]) * d.mul[lo] == 1, "%s is kept in bytes and needs stride 1 along dim.", name);
       a.stride[lo] = 1;
     }
     const int64_t offset = d.offset_dim < 0 ? 0 : x.stride(d.offset_dim) * d.offset_mul * x.dl.type_bits * x.dl.type_lanes / 8;
@@ -253,6 +257,16 @@ kvx_status_t open_cache_or_pools(Door& door, const kvx_door_spec_t& spec, void* 
   c->pool_secondary = pool[1].data;
   c->secondary_bytes = pool[1].data_bytes;
   c->secondary_blocks = c->bytes_per_block ? int64_t(pool[1].data_bytes / c->bytes_per_block) : 0;
+  return KVX_STATUS_OK;
+}
+
+// Addresses of blocks that are buffers of their own.
+kvx_status_t open_pointers(Door& door, const char* name, void* object, int64_t num_blocks, const int64_t** pointers) {
+  kvx_array_t a{};
+  KVX_TRY(door.array(name, object, &a));
+  KVX_NEED(a.dtype == KVX_DTYPE_S64 && a.ndim == 1 && a.shape[0] == num_blocks && (num_blocks == 1 || a.stride[0] == 1),
+           "%s is [%lld] %s with %u dimensions; it is an adjacent [num_blocks] = [%lld] int64.", name, (long long)(a.ndim ? a.shape[0] : 0), dtype_name(a.dtype), a.ndim, (long long)num_blocks);
+  *pointers = static_cast<const int64_t*>(a.data);
   return KVX_STATUS_OK;
 }
 
@@ -391,14 +405,21 @@ KVX_API int kvx_door_gather(const kvx_door_spec_t* spec, void* cache0, void* cac
 
 KVX_API int kvx_door_attention(const kvx_door_spec_t* spec, void* cache0, void* cache1, const kvx_door_table_t* table, const kvx_door_extra_t* extra,
                                kvx_door_attention_t* attention, void* stream) {
-  begin_call(table->cu_seqlens ? "attention_varlen()" : "attention_decode()");
+  const bool is_latent = attention->flags & KVX_ATTENTION_LATENT;
+  begin_call(is_latent ? "attention_mla()" : table->k_pointers ? "attention_decode_batched()" : table->cu_seqlens ? "attention_varlen()" : "attention_decode()");
   Door door;
   kvx_cache_t c;
   kvx_attention_args_t a{};
   a.version = KVX_ABI_VERSION;
   a.struct_bytes = sizeof a;
   a.flags = uint64_t(attention->flags);
-  KVX_TRY(open_cache_or_pools(door, *spec, cache0, cache1, *table, &c));
+  if (table->k_pointers) {
+    c = spec->cache;
+    KVX_TRY(open_pointers(door, "k_pointers", table->k_pointers, c.num_blocks, &a.k_pointers));
+    KVX_TRY(open_pointers(door, "v_pointers", table->v_pointers, c.num_blocks, &a.v_pointers));
+  } else {
+    KVX_TRY(open_cache_or_pools(door, *spec, cache0, cache1, *table, &c));
+  }
   KVX_TRY(door.array("q", attention->q, &a.q));
   KVX_TRY(open_table(door, *table, &a.table));
   KVX_TRY(door.optional("cu_seqlens", table->cu_seqlens, &a.cu_seqlens));
@@ -407,9 +428,10 @@ KVX_API int kvx_door_attention(const kvx_door_spec_t* spec, void* cache0, void* 
   if (attention->out) {
     KVX_TRY(door.array("out", attention->out, &a.out));
   } else if (a.q.ndim == 3) {  // only its shape is read
+    const int64_t dim = is_latent ? c.k_head_dim : c.v_head_dim;
     a.out = a.q;
-    a.out.shape[2] = c.v_head_dim, a.out.data_bytes = 0;
-    a.out.stride[2] = 1, a.out.stride[1] = c.v_head_dim, a.out.stride[0] = c.v_head_dim * a.q.shape[1];
+    a.out.shape[2] = dim, a.out.data_bytes = 0;
+    a.out.stride[2] = 1, a.out.stride[1] = dim, a.out.stride[0] = dim * a.q.shape[1];
   }
   if (attention->workspace) {
     kvx_array_t w{};

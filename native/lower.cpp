@@ -291,6 +291,14 @@ kvx_status_t lower_cache(const kvx_cache_t& c, PlaneParams plane[2]) {
   return KVX_STATUS_OK;
 }
 
+kvx_status_t lower_pointers(const char* name, int index, kvx_plane_t* plane) {
+  KVX_NEED(plane->data.data == nullptr, "the cache has a data pointer beside %s; leave one of them out.", name);
+  KVX_NEED(!(plane->flags & KVX_PLANE_FLAG_SCALE_INLINE), "scales are inline; with %s they must stand apart.", name);
+  plane->data.data = reinterpret_cast<void*>(uintptr_t(index + 1) << 58);
+  plane->data.data_bytes = 0;
+  return KVX_STATUS_OK;
+}
+
 kvx_status_t lower_write(const kvx_cache_t& c, const kvx_write_args_t& w, WriteParams* out) {
   memset(static_cast<void*>(out), 0, sizeof *out);
   KVX_TRY(lower_cache(c, out->plane));

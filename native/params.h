@@ -87,6 +87,7 @@ struct GatherParams {
   char* pool[2];            // KV_OFFSETS: primary, secondary
   int64_t pool_blocks[2];   // bound of an index in each
   int64_t pool_stride;      // bytes_per_block
+  const int64_t* bases[2];  // K, V: an address a block, 0 = none, instead of data + block * stride; NULL = one buffer
   unsigned long long* errors;
 };
 

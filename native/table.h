@@ -69,6 +69,16 @@ KVX_HD BlockPlace find_block(const GatherParams& p, int64_t seq, int64_t pos, in
   return place;
 }
 
+// find_block, where blocks may be buffers of their own. Gather has no such blocks, and no register to spare for the question.
+KVX_HD BlockPlace find_any_block(const GatherParams& p, int64_t seq, int64_t pos, int64_t logical, int plane) {
+  BlockPlace place = find_block(p, seq, pos, logical, plane);
+  if (p.bases[plane] && place.state == BLOCK_FOUND) {
+    place.base = (char*)(uintptr_t)p.bases[plane][place.id];
+    if (!place.base) place.state = BLOCK_BAD;
+  }
+  return place;
+}
+
 // Rows of output sequence `seq`: first output row and how many. Padded output has max_seq_len each.
 struct RowRange {
   int64_t first, count;

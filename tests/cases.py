@@ -14,6 +14,7 @@ FUSED_NHD = "block token head (kv dim)"
 FUSED_HND = "block head token (kv dim)"
 STACKED = "block kv token head dim"
 FLAT = "kv | (block token) head dim"
+LATENT = "block token (head kv dim)"  # one head: [num_blocks, block_size, latent and rotary part]
 OLD_VLLM = "kv[K: | block head dim/x token dim%x; V: | block head dim token]"
 LAYOUTS = {
     "NHD": kvx.NHD,
@@ -210,11 +211,14 @@ class Made:
 
 PLAIN = [Case(layout=layout, format=f, io=io) for layout in LAYOUTS for f, io in (("bf16", "bf16"), ("f32", "f16"), ("f16", "f32"))]
 QUANTISED = [
-    Case(layout=layout, format=f, io=io, odd_values=odd)
+    Case(layout=layout, format=f, io=io, head_dim=max(32, kvx.FORMATS[f].group_size), odd_values=odd)
     for f in kvx.FORMATS
     if kvx.FORMATS[f].element.is_quantised
     for layout, io, odd in (("NHD", "bf16", False), ("HND", "f32", True), ("fused_HND", "f16", True))
 ]
+MLA_RECORD = Case(
+    layout=LATENT, format="fp8_e4m3_per_128_inline", v_format="bf16", num_kv_heads=1, head_dim=512, v_head_dim=64, note="656_bytes"
+)
 SHAPES = [
     Case(head_dim=1, num_kv_heads=1, block_size=1, num_blocks=40, note="smallest"),
     Case(head_dim=7, format="f32", io="f32", note="odd_dim"),
@@ -227,6 +231,11 @@ SHAPES = [
     Case(head_dim=64, v_head_dim=32, format="fp8_e4m3", v_format="nvfp4", note="mixed"),
     Case(head_dim=64, v_head_dim=128, format="bf16", v_format="int8_per_token_head", note="mixed"),
     Case(head_dim=64, v_head_dim=128, layout="fused_NHD", note="fused_uneven"),
+    MLA_RECORD,
+    MLA_RECORD.with_(io="f32", head_dim=256, v_head_dim=16, odd_values=True),
+    Case(layout="fused_HND", format="fp8_e4m3_per_128_inline", v_format="f16", head_dim=256, v_head_dim=20, note="mixed"),
+    Case(layout="fused_NHD", format="f32", v_format="int4_per_token_head_inline", head_dim=40, v_head_dim=24, note="mixed"),
+    Case(layout="stacked", format="fp8_e4m3_per_128_inline", v_format="bf16", head_dim=128, v_head_dim=66, note="mixed"),
     Case(block_size=3, num_blocks=11, note="block3"),
     Case(block_size=5, num_blocks=9, format="fp8_e5m2_per_block_head", note="block5"),
     Case(index=torch.int32),

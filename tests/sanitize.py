@@ -13,9 +13,11 @@ import kvx
 from tests import cases, compare
 from tests.ops import (
     attention_cases,
+    mla_cases,
     rope,
     test_append,
     test_append_batched,
+    test_attention_batched,
     test_convert,
     test_copy_blocks,
     test_merge_attention,
@@ -86,10 +88,16 @@ def append_cases() -> int:
 def attention_cases_on_device() -> int:
     """Decode, prefill and the general kernel, with poison in everything that no query may see."""
     chosen = [*attention_cases.DECODE[::2], *attention_cases.FORMATS[::2], *attention_cases.LAYOUTS, *attention_cases.VARLEN]
+    chosen += mla_cases.ALL[::2]
     for case in chosen:
         made = case.make("cuda", torch.Generator().manual_seed(0))
         made.check(*made.run("cuda"))
-    return len(chosen)
+    for case in test_attention_batched.CASES:
+        test_attention_batched.test_each_sequence_reads_its_cache(Device, case, torch.Generator().manual_seed(0))
+    for what in ("no_k", "id"):
+        for dim in (80, 128):
+            test_attention_batched.test_a_cache_that_is_not_there(Device, dim, what, torch.Generator().manual_seed(0))
+    return len(chosen) + len(test_attention_batched.CASES) + 4
 
 
 def main() -> None:

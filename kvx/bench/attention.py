@@ -1,7 +1,8 @@
 """kvx bench attention: queries over scattered blocks, against torch SDPA on the same cache gathered into contiguous memory.
 
 Bytes are K and V, read once, and q and out; a share is of what the machine can read. Prefill also carries its operations: 4 a
-query head, element and position seen. SDPA's time leaves out the gather, which is shown apart.
+query head, element and position seen; so do latent caches (MLA), whose heads share one row a token. SDPA's time leaves out the
+gather, which is shown apart.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import kvx
 from kvx.bench.harness import COLD_BYTES, LAYOUTS, Row, Timing, time_calls
 
 CEILING = "read"
+_RECORD = "fp8_e4m3_per_128_inline"  # with bf16 beside it: 656 bytes a token
+_MLA_SCALE = 192**-0.5  # of a model whose own heads are 128 + 64
 _SKEWED = (65536, *(2048,) * 63)  # one long conversation among short ones
 
 
@@ -36,18 +39,20 @@ class Case:
     dim: int = 128
     block: int = 16
     is_prefill: bool = False
+    rope: int = 0  # of a latent cache: the rotary part's width; dim is the latent's
+    v_format: str = ""
 
     @property
     def label(self) -> dict[str, Any]:
         same = len(set(self.lens)) == 1
         return {
-            "kind": "prefill" if self.is_prefill else "decode",
+            "kind": "prefill" if self.is_prefill else "mla" if self.rope else "decode",
             "format": self.format,
             "layout": self.layout,
             "batch": len(self.lens),
             "length": self.lens[0] if same else f"{max(self.lens)}+{len(self.lens) - 1}x{min(self.lens)}",
             "heads": f"{self.heads}/{self.kv_heads}",
-            "dim": self.dim,
+            "dim": f"{self.dim}+{self.rope}" if self.rope else self.dim,
             "block": self.block,
         }
 
@@ -58,7 +63,10 @@ class Case:
     @property
     def spec(self) -> kvx.CacheSpec:
         blocks = sum(-(-n // self.block) for n in self.lens) + 8
-        return kvx.CacheSpec(blocks, self.block, self.kv_heads, self.dim, layout=LAYOUTS[self.layout], format=self.format)
+        return kvx.CacheSpec(
+            blocks, self.block, self.kv_heads, self.dim, layout=LAYOUTS[self.layout], format=self.format, v_head_dim=self.rope,
+            v_format=self.v_format,
+        )  # fmt: skip
 
     @property
     def num_queries(self) -> int:
@@ -66,11 +74,14 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        return sum(self.lens) * self.spec.token_bytes + 2 * self.num_queries * self.heads * self.dim * self.dtype.itemsize
+        rows = self.num_queries * self.heads * (2 * self.dim + self.rope) * self.dtype.itemsize
+        return sum(self.lens) * self.spec.token_bytes + rows
 
     @property
     def flops(self) -> int:
         """Multiplications and additions of q.k and weight * v, causal: half of the square."""
+        if self.rope:
+            return sum(2 * self.heads * n * (2 * self.dim + self.rope) for n in self.lens)
         return sum(4 * self.heads * self.dim * n * (n + 1) // 2 for n in self.lens) if self.is_prefill else 0
 
 
@@ -83,6 +94,8 @@ def cases(device: str) -> Iterator[Case]:
             yield Case((4096,) * 8, 32, 8, "NHD", fmt, "f16" if fmt == "f16" else "bf16")
         yield Case((16384, *(512,) * 7), 32, 8, "NHD")
         yield Case((512,) * 2, 32, 8, "NHD", "f32", "f32", is_prefill=True)
+        yield _latent((2048,) * 4, 16)
+        yield _latent((2048,) * 4, 16, _RECORD)
         return
     shapes = (((8192,) * 64, 64), ((32768,) * 8, 64), ((1024,) * 256, 32))
     for lens, heads in shapes:
@@ -94,6 +107,13 @@ def cases(device: str) -> Iterator[Case]:
         yield Case(_SKEWED, 64, 8, layout)
     yield Case((8192,) * 4, 32, 8, "NHD", is_prefill=True)
     yield Case((8192,) * 4, 32, 8, "NHD", block=8192, is_prefill=True)  # contiguous: what paging costs
+    for heads in (16, 128):
+        for fmt in ("bf16", _RECORD):
+            yield _latent((4096,) * 128, heads, fmt)
+
+
+def _latent(lens: tuple[int, ...], heads: int, fmt: str = "bf16") -> Case:
+    return Case(lens, heads, 1, "latent", fmt, dim=512, block=64, rope=64, v_format="bf16")
 
 
 @dataclass
@@ -113,7 +133,7 @@ def make(case: Case, device: str, seed: int) -> Batch:
     g = torch.Generator().manual_seed(seed)
     spec, batch = case.spec, len(case.lens)
     storage = kvx.allocate(spec, device)
-    _fill(storage, spec)
+    _fill(storage, spec, g)
     pages = [-(-n // case.block) for n in case.lens]
     ids = torch.randperm(spec.num_blocks, generator=g).to(torch.int32)
     table = torch.zeros(batch, max(pages), dtype=torch.int32)
@@ -124,16 +144,24 @@ def make(case: Case, device: str, seed: int) -> Batch:
     lens = torch.tensor(case.lens, dtype=torch.int32)
     packed = kvx.PackedTable(table.to(device), lens.to(device))
     cu = kvx.cu_seqlens(lens if case.is_prefill else torch.ones_like(lens)).to(device)
-    q = torch.randn(case.num_queries, case.heads, case.dim, generator=g).to(case.dtype).to(device)
-    made = Batch(q, storage, packed, cu, torch.empty_like(q), torch.empty(q.shape[:2], device=device), None)
-    more: dict[str, Any] = {"cu_seqlens": cu, "max_query_len": max(case.lens)} if case.is_prefill else {}
+    q = torch.randn(case.num_queries, case.heads, case.dim + case.rope, generator=g).to(case.dtype).to(device)
+    out = torch.empty_like(q[..., : case.dim], memory_format=torch.contiguous_format)
+    made = Batch(q, storage, packed, cu, out, torch.empty(q.shape[:2], device=device), None)
+    more: dict[str, Any] = {"cu_seqlens": cu, "max_query_len": max(case.lens)} if case.is_prefill else {"latent": case.rope > 0}
     size = kvx.attention_workspace_bytes(q, storage.cache, packed, spec=spec, max_seq_len=max(case.lens), **more)
     made.workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
     return made
 
 
-def _fill(storage: kvx.Storage, spec: kvx.CacheSpec) -> None:
+def _fill(storage: kvx.Storage, spec: kvx.CacheSpec, g: torch.Generator) -> None:
     """Numbers near 1 in every format: what is read matters to nobody but the check."""
+    if spec.plane(0).format.is_inline:  # scales among the elements: a block of rows, written over and over
+        device, rows = storage.cache[0].device, 1 << 14
+        k, v = (torch.randn(rows, spec.num_kv_heads, p.head_dim, generator=g).bfloat16().to(device) for p in spec.planes)
+        for first in range(0, spec.num_slots, rows):
+            slots = torch.arange(first, min(first + rows, spec.num_slots), device=device)
+            kvx.write(storage.cache, k[: len(slots)], v[: len(slots)], slot_mapping=slots, spec=spec)
+        return
     tensors = (storage.cache,) if isinstance(storage.cache, Tensor) else storage.cache
     for t in tensors:
         if t.dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -155,6 +183,8 @@ def attend(case: Case, b: Batch, backend: str = "auto") -> tuple[Tensor, Tensor]
     if case.is_prefill:
         given |= {"cu_seqlens": b.cu, "max_query_len": max(case.lens)}
         return kvx.attention_varlen(b.q, b.storage.cache, b.table, **given)
+    if case.rope:
+        return kvx.attention_mla(b.q, b.storage.cache, b.table, scale=_MLA_SCALE, **given)
     return kvx.attention_decode(b.q, b.storage.cache, b.table, **given)
 
 
@@ -165,9 +195,9 @@ def check(case: Case, b: Batch) -> None:
     for s in range(min(2, len(case.lens))):
         rows = slice(max(ends[s], ends[s + 1] - 32), ends[s + 1])
         table = kvx.PackedTable(b.table.block_table[s : s + 1], b.table.seq_lens[s : s + 1])
-        want, want_lse = kvx.attention_decode(
-            b.q[rows].float(), b.storage.cache, table, spec=case.spec, backend="torch", **b.storage.scales()
-        )
+        given: dict[str, Any] = {"spec": case.spec, "backend": "torch", **b.storage.scales()}
+        definition = partial(kvx.attention_mla, scale=_MLA_SCALE) if case.rope else kvx.attention_decode
+        want, want_lse = definition(b.q[rows].float(), b.storage.cache, table, **given)
         for name, got, expected in (("out", b.out[rows], want), ("lse", b.lse[rows], want_lse)):
             most = 0.02 * float(expected.abs().max()) if case.io != "f32" or name == "out" else 1e-3
             if not float((got.float() - expected).abs().max()) <= most:
@@ -175,14 +205,17 @@ def check(case: Case, b: Batch) -> None:
 
 
 def gathered(case: Case, b: Batch) -> tuple[Tensor, Tensor]:
-    return kvx.gather(b.storage.cache, b.table, spec=case.spec, max_seq_len=max(case.lens), dtype=case.dtype, **b.storage.scales())
+    given: dict[str, Any] = {"spec": case.spec, "max_seq_len": max(case.lens), "dtype": case.dtype, **b.storage.scales()}
+    k, v = kvx.gather(b.storage.cache, b.table, **given)
+    return (torch.cat((k, v), -1), k) if case.rope else (k, v)
 
 
 def sdpa(case: Case, b: Batch, kv: tuple[Tensor, Tensor]) -> Tensor:
     """torch's attention over [batch, heads, length, dim]; every sequence as long as the longest."""
     batch = len(case.lens)
-    q = b.q.view(batch, -1, case.heads, case.dim).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, *kv, is_causal=case.is_prefill, enable_gqa=True)
+    q = b.q.view(batch, -1, case.heads, case.dim + case.rope).transpose(1, 2)
+    scale = _MLA_SCALE if case.rope else None
+    return F.scaled_dot_product_attention(q, *kv, is_causal=case.is_prefill, enable_gqa=True, scale=scale)
 
 
 def peers(case: Case, batches: list[Batch], device: str) -> dict[str, Timing]:
@@ -207,7 +240,7 @@ def peers(case: Case, batches: list[Batch], device: str) -> dict[str, Timing]:
             found[name] = time_calls(calls, device)
         except RuntimeError:  # a backend of torch that does not take the shape
             continue
-    if device == "cuda" and find_spec("flashinfer") is not None and not case.is_prefill:
+    if device == "cuda" and find_spec("flashinfer") is not None and not case.is_prefill and not case.rope:
         found |= _flashinfer(case, some)
     return found
 

@@ -26,7 +26,7 @@ from torch import Tensor
 import kvx
 from kvx.ops import native
 
-LAYOUTS = {"NHD": kvx.NHD, "HND": kvx.HND, "fused": "block token head (kv dim)"}
+LAYOUTS = {"NHD": kvx.NHD, "HND": kvx.HND, "fused": "block token head (kv dim)", "latent": "block token (head kv dim)"}
 COLD_BYTES = 512 << 20  # footprint of the rotating buffers; an H200 has 60 MB of L2
 GRAPH_CALLS = 20
 

@@ -205,7 +205,8 @@ def _show_support(as_json: bool) -> None:
 
 
 def _refusals() -> Iterator[tuple[str, str, kvx.Support]]:
-    geometry: dict[str, Any] = {"num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_dim": 64}
+    # One head, as attention_mla asks; rows that every format's groups divide.
+    geometry: dict[str, Any] = {"num_blocks": 4, "block_size": 16, "num_kv_heads": 1, "head_dim": 128}
     specs = {f"format {name}": kvx.CacheSpec(**geometry, format=name) for name in kvx.FORMATS}
     for name, row in ENGINES.items():
         with suppress(KvxError):  # a row of another geometry

@@ -16,6 +16,7 @@ from kvx.layout.axes import Axis, Layout
 from kvx.layout.place import num_cache_buffers
 from kvx.layout.views import PlaneView, spec_of_views
 from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.formats import Format
 
 _TYPES = {
     "float16": "f16",
@@ -34,6 +35,7 @@ def describe(
     layout: str = "",  # the tensors' dimensions in their own order: "layer | block head token (kv dim)"; none for views
     *,
     format: str = "",  # "": what the dtype says
+    v_format: str = "",  # "": as K; views: what the dtype says, or `format`
     **sizes: int,  # what shapes cannot tell: block_size=, num_kv_heads=, head_dim=, v_head_dim=, num_layers= ...
 ) -> CacheSpec:
     """The spec of a cache that exists. `spec.layout` has the order of the bytes, which may differ from `layout`."""
@@ -42,7 +44,7 @@ def describe(
         views = cast("list[Sequence[PlaneView]]", parts)
         if layout:
             raise BadArgument(f"describe(): layout is {layout!r} and views name their axes themselves; leave it out.")
-        k, v = (format or _format(view.first) for view in (views[0][0], views[0][-1]))
+        k, v = (given or _format(view.first) for given, view in ((format, views[0][0]), (v_format or format, views[0][-1])))
         return spec_of_views(views, (k, v), **sizes)
     if not layout:
         raise BadArgument(
@@ -55,11 +57,12 @@ def describe(
     if not given or len(given) < len(parts):
         raise BadArgument("describe(): tensors is empty or holds something else than tensors.")
     _require_alike(given, read)
-    found = _sizes(given, read, sizes)
+    formats = format or _format(given[0]), v_format or format or _format(given[0])
+    found = _sizes(given, read, sizes, formats)
     order, padded = _memory_order(given[0], read)
     left = " ".join(axis.name for axis in read.k.left)
     text = f"{left} | {order}" if left else order
-    spec = CacheSpec(layout=text, format=format or _format(given[0]), **found, block_bytes=padded)
+    spec = CacheSpec(layout=text, format=formats[0], v_format=v_format, **found, block_bytes=padded)
     if num_cache_buffers(spec) != len(given):
         raise BadArgument(f"describe(): {len(given)} tensors; layout {layout!r} and the sizes make {num_cache_buffers(spec)}.")
     return spec
@@ -96,7 +99,7 @@ def _format(t: Tensor) -> str:
 _FIELDS = {"layer": "num_layers", "block": "num_blocks", "token": "block_size", "head": "num_kv_heads", "dim": "head_dim"}
 
 
-def _sizes(parts: list[Tensor], layout: Layout, given: dict[str, int]) -> dict[str, Any]:
+def _sizes(parts: list[Tensor], layout: Layout, given: dict[str, int], formats: tuple[str, str]) -> dict[str, Any]:
     """Axes that stand alone say their size; fused ones say it when all but one are known."""
     known = dict(given)
 
@@ -119,7 +122,9 @@ def _sizes(parts: list[Tensor], layout: Layout, given: dict[str, int]) -> dict[s
             continue
         names, rest = [axis.name for axis in dim], size
         if names[-2:] == ["kv", "dim"] and "v_head_dim" in known and "head_dim" in known:
-            rest, names = size // (known["head_dim"] + known["v_head_dim"]), names[:-2]
+            rows = zip(formats, (known["head_dim"], known["v_head_dim"]), strict=True)
+            cell = sum(Format.named(name).row_bytes(n) for name, n in rows)
+            rest, names = size * parts[0].element_size() // cell, names[:-2]
         unknown = []
         for name in names:
             if name == "kv":

@@ -25,7 +25,7 @@ class PlaneMap(NamedTuple):
     shape: tuple[int, ...]  # of that tensor
     axes: tuple[str, ...]  # WHOLE or SPLIT
     sizes: tuple[int, ...]  # of each axis, in elements
-    units: tuple[int, ...]  # of each axis, in the tensor's own units (bytes for 4-bit and inline formats)
+    units: tuple[int, ...]  # of each axis, in the tensor's own units (bytes for 4-bit and inline formats, and beside them)
     dim: tuple[int, ...]
     mul: tuple[int, ...]
     offset_dim: int  # -1: the plane starts where the tensor does
@@ -70,7 +70,23 @@ def views(cache: torch.Tensor | Sequence[torch.Tensor], spec: CacheSpec) -> tupl
     """K and V as strided views: [block, token, head, dim], or [block, head, dim/x, token, dim%x] for split layouts."""
     tensors = cache_tensors(cache, spec)
     k, v = (_view(tensors[m.buffer], m) for m in plane_maps(spec))
+    if spec.tensor_units[0] < spec.plane(0).unit_bytes:
+        k = _typed(k, spec.plane(0))
+    if spec.tensor_units[1] < spec.plane(1).unit_bytes:
+        v = _typed(v, spec.plane(1))
     return k, v
+
+
+def _typed(view: torch.Tensor, plane: PlaneSpec) -> torch.Tensor:
+    """Bytes that are whole elements, as those."""
+    size = plane.unit_bytes
+    steps = [stride for stride, n in zip(view.stride()[:-1], view.shape[:-1], strict=True) if n > 1]
+    if view.stride(-1) != 1 or any(n % size for n in (view.data_ptr(), view.storage_offset(), *steps)):
+        raise BadArgument(
+            f"cache has strides of {steps} bytes from byte {view.storage_offset()}; {plane.format} of {plane.name} needs multiples "
+            f"of {size}, and rows in one piece."
+        )
+    return view.view(getattr(torch, plane.format.element.torch_name))
 
 
 @lru_cache(maxsize=256)
@@ -105,7 +121,8 @@ def _view(tensor: torch.Tensor, m: PlaneMap) -> torch.Tensor:
 
 
 def _map(spec: CacheSpec, plane: PlaneLayout, index: int) -> PlaneMap:
-    this, other = spec.plane(index), spec.plane(1 - index)
+    this, unit = spec.plane(index), spec.tensor_units[index]
+    rows = [p.format.row_bytes(p.head_dim) // n for p, n in zip(spec.planes, spec.tensor_units, strict=True)]
     is_split = bool(plane.split_of("dim"))
     names = SPLIT if is_split else WHOLE
     place: dict[str, tuple[int, int]] = {}
@@ -117,18 +134,18 @@ def _map(spec: CacheSpec, plane: PlaneLayout, index: int) -> PlaneMap:
         for axis in reversed(dim):  # innermost first: each axis steps over the ones inside it
             if axis.name == "kv":
                 # K first. With dim inside, V starts after K's row; otherwise after one step of what is inside.
-                step = spec.plane(0).row_units if fused_kv and size == this.row_units else size
+                step = rows[0] if fused_kv and size == rows[index] else size
                 offset = (i, step) if index == 1 else offset
-                size = this.row_units + other.row_units if fused_kv and size == this.row_units else 2 * size
+                size = sum(rows) if fused_kv and size == rows[index] else 2 * size
             else:
                 place[axis.name + axis.part] = (i, size)
-                size *= _units(spec, this, axis)
+                size *= _units(spec, this, axis, unit)
         shape.append(size)
     sizes = {"block": spec.num_blocks, "token": spec.block_size, "head": spec.num_kv_heads, "dim": this.head_dim}
-    units = {**sizes, "dim": this.head_dim * this.format.element.bits // (8 * this.unit_bytes)}
+    units = {**sizes, "dim": this.head_dim * this.format.element.bits // (8 * unit)}
     if is_split:
         pack = this.pack(plane.split_of("dim"))
-        pack_units = pack * this.format.element.bits // (8 * this.unit_bytes)
+        pack_units = pack * this.format.element.bits // (8 * unit)
         sizes |= {"dim/": this.head_dim // pack, "dim%": pack}
         units |= {"dim/": this.head_dim // pack, "dim%": pack_units}
     return PlaneMap(
@@ -144,10 +161,10 @@ def _map(spec: CacheSpec, plane: PlaneLayout, index: int) -> PlaneMap:
     )
 
 
-def _units(spec: CacheSpec, plane: PlaneSpec, axis: Axis) -> int:
+def _units(spec: CacheSpec, plane: PlaneSpec, axis: Axis, unit: int) -> int:
     if axis.name == "dim":
         if not axis.part:
-            return plane.row_units
+            return plane.format.row_bytes(plane.head_dim) // unit
         pack = plane.pack(axis.factor)
-        return plane.head_dim // pack if axis.part == "/" else pack * plane.format.element.bits // (8 * plane.unit_bytes)
+        return plane.head_dim // pack if axis.part == "/" else pack * plane.format.element.bits // (8 * unit)
     return {"block": spec.num_blocks, "token": spec.block_size, "head": spec.num_kv_heads}[axis.name]

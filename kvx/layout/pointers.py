@@ -25,7 +25,8 @@ class CachePointers:
 
     k: Tensor  # [num_caches] int64, on the caches' device
     v: Tensor
-    caches: tuple[tuple[Tensor, Tensor], ...]  # kept alive; what the torch definition writes
+    ids: Tensor  # [num_caches] int32 there: 0, 1, 2, ...; which cache a sequence has, where nobody says otherwise
+    caches: tuple[tuple[Tensor, Tensor], ...]  # kept alive; what the torch definition writes and reads
     spec: CacheSpec  # num_blocks = num_caches, block_size = capacity, layout HND
 
 
@@ -63,4 +64,5 @@ def cache_pointers(
             "with scales apart do."
         )
     k, v = (torch.tensor([pair[i].data_ptr() for pair in caches], dtype=torch.int64, device=first_k.device) for i in (0, 1))
-    return CachePointers(k, v, tuple((a, b) for a, b in caches), spec)
+    ids = torch.arange(len(caches), dtype=torch.int32, device=first_k.device)
+    return CachePointers(k, v, ids, tuple((a, b) for a, b in caches), spec)

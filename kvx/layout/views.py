@@ -122,7 +122,12 @@ def _size(view: PlaneView, name: str) -> int:
 
 def _head_dim(view: PlaneView, name: str) -> int:
     fmt, size = Format.named(name), _size(view, "dim") * view.first.element_size()
-    return (size - (fmt.scale_bytes(1) if fmt.is_inline else 0)) * 8 // fmt.element.bits
+    if fmt.is_inline and fmt.scale is not None:
+        scale = fmt.scale.bits // 8
+        # A scale for each group, or one behind the row.
+        groups = size // (fmt.group_size * fmt.element.bits // 8 + scale) if fmt.group_size else 1
+        size -= groups * scale
+    return size * 8 // fmt.element.bits
 
 
 def _strides(view: PlaneView) -> dict[str, int]:
@@ -139,13 +144,13 @@ def _layout_text(views: Sequence[Sequence[PlaneView]]) -> str:
     elif len(views) > 1:
         for strides, here, after in zip(inside, *views[:2], strict=True):
             strides["layer"] = after.first.data_ptr() - here.first.data_ptr()
-    kv = v.first.data_ptr() - k.first.data_ptr()
+    kv, is_alike = v.first.data_ptr() - k.first.data_ptr(), _steps(inside[0]) == _steps(inside[-1])
     if v.buffer != k.buffer:
         left["kv"] = v.buffer - k.buffer
-    elif v is not k and inside[0] == inside[1] and k.axes == v.axes:
+    elif v is not k and is_alike and k.axes == v.axes:
         inside[0]["kv"] = kv
     outside = " ".join(sorted(left, key=lambda axis: -left[axis]))
-    if inside[0].keys() - {"kv"} == inside[-1].keys() and all(inside[0][axis] == inside[-1][axis] for axis in inside[-1]):
+    if is_alike:
         inner = _ordered(inside[0]).replace("kv dim", "(kv dim)") if "dim" in inside[0] else _ordered(inside[0])
         return f"{outside} | {inner}" if outside else inner
     if "kv" in left:  # orders of their own, in buffers of their own
@@ -154,6 +159,11 @@ def _layout_text(views: Sequence[Sequence[PlaneView]]) -> str:
     shared = {axis: n for axis, n in inside[0].items() if n > kv}  # K's area ends where V's begins: larger steps are outside both
     k_text, v_text = (_ordered({axis: n for axis, n in strides.items() if axis not in shared}) for strides in inside)
     return f"{outside + ' | ' if outside else ''}{_ordered(shared)} kv[K: {k_text}; V: {v_text}]"
+
+
+def _steps(strides: dict[str, int]) -> dict[str, int]:
+    """Strides without dim's where it is the innermost: elements of K and of V may have sizes of their own."""
+    return {axis: 0 if axis == "dim" and n == min(strides.values()) else n for axis, n in strides.items()}
 
 
 def _ordered(strides: dict[str, int]) -> str:

@@ -101,6 +101,12 @@ def choose(call: str, backend: str, tensor: Tensor, spec: CacheSpec | None = Non
     return backend
 
 
+def require(call: str, spec: CacheSpec) -> None:
+    """Raise what `supports` answers where no backend takes caches of this spec."""
+    if not _is_taken(call, spec, "torch"):
+        raise Unsupported(str(supports(call, spec)))
+
+
 def _is_taken(call: str, spec: CacheSpec, backend: str) -> bool:
     """supports(), asked once and kept with the spec: hashing a spec would cost each call a microsecond."""
     known = spec.__dict__.setdefault("_taken", {})

@@ -34,14 +34,14 @@ _library.define(
     "attention(Tensor q, Tensor[] cache, Tensor[] table, Tensor? cu_seqlens, Tensor(a!) out, Tensor(b!) lse, str spec, int kind, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? k_tensor_scale, Tensor? v_tensor_scale, Tensor(c!)? errors, Tensor? sinks, "
     "Tensor(d!)? workspace, float scale, bool causal, int window, float soft_cap, int max_query_len, int max_seq_len, "
-    "bool planned, str backend) -> ()"
+    "bool planned, bool latent, str backend) -> ()"
 )
 # Arguments past `spec` are keyword arguments of the public function, in the order of the schema.
 _WRITE = ("k_scale", "v_scale", "k_tensor_scale", "v_tensor_scale", "k_token_scale", "v_token_scale", "errors", "backend")
 _GATHER = ("max_seq_len", "cu_seqlens", "k_scale", "v_scale", "k_tensor_scale", "v_tensor_scale", "errors", "backend")
 _ATTENTION = (
     *("k_scale", "v_scale", "k_tensor_scale", "v_tensor_scale", "errors", "sinks", "workspace", "scale", "causal", "window"),
-    *("soft_cap", "max_query_len", "max_seq_len", "planned", "backend"),
+    *("soft_cap", "max_query_len", "max_seq_len", "planned", "latent", "backend"),
 )
 
 
@@ -69,9 +69,12 @@ def _amax(out, x, per, slots, num_blocks, block_size, errors, backend):
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def _attention(q, cache, table, cu, out, lse, spec, kind, *rest):
     from kvx.ops.attention import attention_decode, attention_varlen
+    from kvx.ops.attention_mla import attention_mla
 
     given = dict(zip(_ATTENTION, rest, strict=True), spec=_parse(spec), out=out, lse=lse)
-    if cu is None:
+    if given.pop("latent"):
+        attention_mla(q, _as_cache(cache), TABLES[kind](*table), cu_seqlens=cu, **given)
+    elif cu is None:
         del given["max_query_len"]
         attention_decode(q, _as_cache(cache), TABLES[kind](*table), **given)
     else:

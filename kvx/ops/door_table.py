@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kvx.errors import BadArgument, Unsupported
 from kvx.layout.planes import cache_tensors
-from kvx.ops import native
+from kvx.layout.pointers import CachePointers
+from kvx.ops import door_append, native
 from kvx.ops.cells import block_bytes
 from kvx.spec.cache_spec import CacheSpec
 from kvx.tables import KvOffsetsTable, PackedTable, PageCsrTable, RaggedTable, Table
@@ -21,11 +22,16 @@ class OpenTable(NamedTuple):
     keep: Any  # must live as long as the call
 
 
-def check(call: str, tensors: tuple[Tensor, ...], table: Table, spec: CacheSpec) -> None:
+def check(call: str, tensors: tuple[Tensor, ...] | CachePointers, table: Table, spec: CacheSpec) -> None:
     """The table is one, and the cache has the tensors it needs."""
     if not isinstance(table, Table):
         raise BadArgument(f"{call}(): table is {type(table).__name__}; it is a kvx.PackedTable or another of kvx.tables.")
-    if not isinstance(table, KvOffsetsTable):
+    if isinstance(tensors, CachePointers):
+        if spec is not tensors.spec and spec != tensors.spec:
+            raise BadArgument(f"{call}(): spec is not that of the pointers; pass `spec=pointers.spec`.")
+        if not isinstance(table, PackedTable):
+            raise BadArgument(f"{call}(): table is {type(table).__name__}; caches behind pointers take what kvx.cache_table makes.")
+    elif not isinstance(table, KvOffsetsTable):
         if spec.__dict__.get("_num_tensors") != len(tensors):  # kept with the spec: finding out hashes it
             cache_tensors(tensors, spec)
             spec.__dict__["_num_tensors"] = len(tensors)
@@ -49,14 +55,20 @@ def table_tensors(table: Table) -> tuple[Tensor, Tensor | None, Tensor | None, T
             return table.offsets, None, None, table.seq_lens
 
 
-def open_table(tensors: tuple[Tensor, ...], table: Table, spec: CacheSpec, max_seq_len: int, cu: Tensor | None) -> OpenTable:
+def open_table(
+    tensors: tuple[Tensor, ...] | CachePointers, table: Table, spec: CacheSpec, max_seq_len: int, cu: Tensor | None
+) -> OpenTable:
+    if isinstance(tensors, CachePointers):
+        (k, v, indices, _, _, lens, hcu), keep = native.handles(tensors.k, tensors.v, *table_tensors(table), cu)
+        args = native.TableArgs(indices, None, None, lens, hcu, None, None, k, v, table.code, 1, max_seq_len, 0)
+        return OpenTable(door_append.pointer_spec(tensors), (None, None), native.address_of(args), (args, keep))
     second = tensors[1] if len(tensors) > 1 else None
     (c0, c1, indices, indptr, last, lens, hcu), keep = native.handles(tensors[0], second, *table_tensors(table), cu)
     if isinstance(table, KvOffsetsTable):  # the cache tensors are pools, and blocks start where the table says
         door = native.pooled_door_spec(spec)
         args = native.TableArgs(
-            indices, None, None, lens, hcu, c0, c1, table.code, table.beam_width, max_seq_len, block_bytes(spec)
+            indices, None, None, lens, hcu, c0, c1, None, None, table.code, table.beam_width, max_seq_len, block_bytes(spec)
         )  # fmt: skip
         return OpenTable(native.address_of(door), (None, None), native.address_of(args), (door, args, keep))
-    args = native.TableArgs(indices, indptr, last, lens, hcu, None, None, table.code, 1, max_seq_len, 0)
+    args = native.TableArgs(indices, indptr, last, lens, hcu, None, None, None, None, table.code, 1, max_seq_len, 0)
     return OpenTable(native.door_spec(spec), (c0, c1), native.address_of(args), (args, keep))

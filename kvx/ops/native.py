@@ -144,6 +144,8 @@ class TableArgs(ctypes.Structure):
                 "cu_seqlens",
                 "pool_primary",
                 "pool_secondary",
+                "k_pointers",
+                "v_pointers",
             )
         ),
         *((name, _I64) for name in ("format", "beam_width", "max_seq_len", "bytes_per_block")),
@@ -327,7 +329,7 @@ def _make(spec: CacheSpec) -> _DoorSpec:
         _fill_plane(c.v if i else c.k, spec.plane(i))
         d = struct.plane[i]
         d.tensor, d.ndim, d.num_axes = m.buffer, len(m.shape), len(m.axes)
-        d.raw = int(spec.plane(i).format.is_inline or spec.plane(i).format.element.bits < 8)
+        d.raw = int(spec.plane(i).format.is_in_bytes or spec.tensor_units[i] < spec.plane(i).unit_bytes)
         d.shape[: len(m.shape)] = m.shape
         d.axis_size[: len(m.sizes)] = m.sizes
         d.dim[: len(m.dim)] = m.dim

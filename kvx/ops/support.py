@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvx.errors import Unsupported
+from kvx.layout.axes import Layout
 from kvx.layout.planes import plane_maps
 from kvx.spec.cache_spec import CacheSpec
 
@@ -50,6 +51,21 @@ def cells(spec: CacheSpec, backend: str) -> str:
     return ""
 
 
+def latents(spec: CacheSpec, backend: str) -> str:
+    """attention_mla: one KV head, whose K is the latent and whose V its rotary part."""
+    if spec.num_kv_heads != 1:
+        return (
+            f"attention_mla(): spec.num_kv_heads is {spec.num_kv_heads}; a latent cache has 1, which every query head reads. "
+            "Caches with heads of their own: attention_decode, attention_varlen."
+        )
+    if not Layout.parse(spec.layout).has_kv:
+        return (
+            f"attention_mla(): layout {spec.layout!r} has no kv axis to tell the latent from its rotary part. The same bytes are "
+            "`block token (head kv dim)`, with head_dim the latent's width and v_head_dim the rotary part's."
+        )
+    return cells(spec, backend)
+
+
 _CELLS = "layouts with a kv axis, whole tokens and heads; every format but those that only convert"
 _ANY = "any"
 _NONE = "no spec"
@@ -62,10 +78,12 @@ def register(op: str, specs: str, rule: Rule | None = None, backends: tuple[str,
 
 for _op in ("write", "gather", "gather_sequence", "attention_decode", "attention_varlen", "qkv_norm_rope_append", "copy_blocks"):
     register(_op, _CELLS, cells)
+register("attention_mla", "one KV head, its K the latent, its V the rotary part; otherwise as attention_decode", latents)
 for _op in ("convert", "digest"):
     register(_op, _ANY)
 for _op in ("amax", "qk_norm_rope", "qkv_norm_rope", "append_batched", "merge_attention", "transpose_heads"):
     register(_op, _NONE)
+register("attention_decode_batched", "contiguous caches behind cache_pointers")
 # Workspaces and plans go with the attention they are for.
 for _op in ("attention_plan", "attention_workspace_bytes"):
     register(_op, _CELLS, cells)

@@ -21,7 +21,7 @@ class PlaneSpec:
     @property
     def unit_bytes(self) -> int:
         """Bytes of one unit of the cache tensor's dim axis: an element, or a byte where elements are not whole ones."""
-        return 1 if self.format.is_inline or self.format.element.bits < 8 else self.format.element.bits // 8
+        return 1 if self.format.is_in_bytes else self.format.element.bits // 8
 
     @property
     def row_units(self) -> int:
@@ -72,6 +72,17 @@ class CacheSpec:
 
     def plane(self, index: int) -> PlaneSpec:
         return self.planes[index]
+
+    @cached_property
+    def tensor_units(self) -> tuple[int, int]:
+        """Bytes of one unit of dim in the tensors that ops take, for K and for V.
+
+        One tensor that holds rows kept in bytes is a tensor of bytes for both: so the 656-byte MLA record, whose V is bf16.
+        """
+        layout = Layout.parse(self.layout)
+        shared = layout.num_buffers == 1 and layout.has_kv
+        k, v = (1 if shared and any(p.format.is_in_bytes for p in self.planes) else p.unit_bytes for p in self.planes)
+        return k, v
 
     def shard(self, tp_size: int, tp_rank: int) -> CacheSpec:
         """One tensor-parallel rank's part. With more ranks than heads, heads are held by several ranks in a row."""

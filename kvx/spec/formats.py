@@ -41,6 +41,11 @@ class Format:
     has_tensor_scale: bool = False  # one more f32 that multiplies every scale
 
     @property
+    def is_in_bytes(self) -> bool:
+        """Rows are no whole elements, two a byte or scales behind them: tensors that hold them are of bytes."""
+        return self.is_inline or self.element.bits < 8
+
+    @property
     def scale_floor(self) -> float:
         """The smallest scale ever stored, so that no row divides by zero. 1e-6 is vLLM's; 2**-9 is e4m3's smallest step."""
         if self.scale is None or self.scale.name == "e8m0":
@@ -92,6 +97,9 @@ def _rows() -> list[Format]:
         Format("mxfp4", DTYPES["e2m1"], Granularity.GROUP, e8m0, group_size=32),
         Format("mxfp8", e4m3, Granularity.GROUP, e8m0, group_size=32),
         Format("int4_per_group", DTYPES["int4"], Granularity.GROUP, DTYPES["f16"], group_size=32),
+        Format("fp8_e4m3_per_128", e4m3, Granularity.GROUP, f32, group_size=128),
+        # The latent of DeepSeek's 656-byte MLA record (vLLM fp8_ds_mla, FlashMLA): 512 elements, then 4 scales.
+        Format("fp8_e4m3_per_128_inline", e4m3, Granularity.GROUP, f32, group_size=128, is_inline=True),
     ]
     return rows
 

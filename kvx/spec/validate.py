@@ -139,7 +139,7 @@ def packs_divide_dim(spec: CacheSpec) -> str | None:
 def bytes_of_a_row_are_adjacent(spec: CacheSpec) -> str | None:
     layout = Layout.parse(spec.layout)
     for plane, where in zip(spec.planes, (layout.k, layout.v), strict=True):
-        if (plane.format.is_inline or plane.format.element.bits < 8) and where.order[-1].name != "dim":
+        if plane.format.is_in_bytes and where.order[-1].name != "dim":
             why = "keeps its scales behind the row" if plane.format.is_inline else "stores two elements a byte"
             return f"{plane.name} format {plane.format} {why}, so dim must be the last axis; layout {spec.layout!r} ends otherwise."
     return None
@@ -149,24 +149,29 @@ def shared_tensors_share_a_type(spec: CacheSpec) -> str | None:
     k, v = spec.planes
     layout = Layout.parse(spec.layout)
     if layout.num_buffers == 1 and layout.has_kv and k.format.element.torch_name != v.format.element.torch_name:
-        sizes = (k.unit_bytes, v.unit_bytes)
-        if sizes != (1, 1):
+        if spec.tensor_units != (1, 1):
             return f"layout {spec.layout!r} puts K and V in one tensor; format {k.format} and v_format {v.format} differ in type."
+        for plane, where in zip(spec.planes, (layout.k, layout.v), strict=True):
+            if plane.unit_bytes > 1 and (where.order[-1].name != "dim" or where.split_of("dim")):
+                return (
+                    f"layout {spec.layout!r} puts K and V in one tensor of bytes, since {k.format} and {v.format} differ; "
+                    "dim must be whole and the last axis there."
+                )
     return None
 
 
 def shared_tensors_have_one_row_size(spec: CacheSpec) -> str | None:
-    k, v = spec.planes
     layout = Layout.parse(spec.layout)
     names = [axis.name for axis in layout.k.order]
     dim_inside = layout.k.kv_split and "dim" in names[names.index("kv") :] and "dim" not in names[: names.index("kv")]
-    if layout.num_buffers == 2 or not layout.has_kv or dim_inside or k.row_units == v.row_units:
+    sizes = [p.format.row_bytes(p.head_dim) // unit for p, unit in zip(spec.planes, spec.tensor_units, strict=True)]
+    if layout.num_buffers == 2 or not layout.has_kv or dim_inside or sizes[0] == sizes[1]:
         return None
     together = any([axis.name for axis in dim][-2:] == ["kv", "dim"] for dim in layout.k.dims)
     if together:
         return None
     return (
-        f"layout {spec.layout!r} gives K and V rows of one size; K's has {k.row_units} units and V's {v.row_units}. "
+        f"layout {spec.layout!r} gives K and V rows of one size; K's has {sizes[0]} units and V's {sizes[1]}. "
         "Fuse them, `(kv dim)`, or keep them apart, `kv | ...`."
     )
 
@@ -181,9 +186,11 @@ def inline_scales_are_aligned(spec: CacheSpec) -> str | None:
     if layout.num_buffers == 1 and layout.has_kv:
         before, cell = k.format.row_bytes(k.head_dim), sum(p.format.row_bytes(p.head_dim) for p in spec.planes)
         for plane in spec.planes:
-            size = plane.format.scale.bits // 8 if plane.format.is_inline and plane.format.scale is not None else 1
+            scale = plane.format.scale if plane.format.is_inline else None
+            size = scale.bits // 8 if scale is not None else plane.unit_bytes
             if cell % size or (plane is v and before % size):
-                return f"K rows of {before} bytes in cells of {cell} leave {plane.format}'s inline scale unaligned."
+                what = f"{plane.format}'s inline scale" if scale is not None else f"{plane.format} of {plane.name}"
+                return f"K rows of {before} bytes in cells of {cell} leave {what} unaligned."
     return None
 
 

@@ -31,16 +31,32 @@ kvx_status_t allow_shared_memory(const void* kernel, int bytes) {
   return KVX_STATUS_OK;
 }
 
-bool fits_row_finder(const AttentionParams& p) {
-  constexpr int64_t kMost = 0xffffffff;  // units of 16 bytes; the last one stands for no row
-  if (p.kv.table.format == KVX_BLOCK_TABLE_KV_OFFSETS) return false;
-  for (const PlaneParams& plane : p.kv.plane) {
-    const int64_t last = (p.kv.num_blocks - 1) * plane.block + (p.kv.block_size - 1) * plane.token + (p.num_kv_heads - 1) * plane.head;
-    if (!plane.is_dense || (reinterpret_cast<uintptr_t>(plane.data) | uint64_t(plane.block | plane.token | plane.head)) % 16) return false;
-    for (int64_t bytes : {last, plane.block, plane.token, plane.head})
-      if (bytes / 16 >= kMost) return false;
-  }
+namespace {
+
+// Rows of a plane whose blocks are `block` bytes apart, in units of 16 bytes from its start.
+bool fits_offsets(const AttentionParams& p, const PlaneParams& plane, int64_t num_blocks, int64_t block) {
+  constexpr int64_t kMost = 0xffffffff;  // the last one stands for no row
+  const int64_t last = (num_blocks - 1) * block + (p.kv.block_size - 1) * plane.token + (p.num_kv_heads - 1) * plane.head;
+  if (!plane.is_dense || (reinterpret_cast<uintptr_t>(plane.data) | uint64_t(block | plane.token | plane.head)) % 16) return false;
+  for (int64_t bytes : {last, block, plane.token, plane.head})
+    if (bytes / 16 >= kMost) return false;
   return true;
+}
+
+}  // namespace
+
+bool fits_row_finder(const AttentionParams& p) {
+  if (p.kv.table.format == KVX_BLOCK_TABLE_KV_OFFSETS || p.kv.bases[0]) return false;
+  for (const PlaneParams& plane : p.kv.plane)
+    if (!fits_offsets(p, plane, p.kv.num_blocks, plane.block)) return false;
+  return true;
+}
+
+bool fits_own_caches(const AttentionParams& p) {
+  if (!p.kv.bases[0] || p.kv.table.format != KVX_BLOCK_TABLE_PACKED || p.kv.table.max_blocks != 1) return false;
+  for (const PlaneParams& plane : p.kv.plane)
+    if (!fits_offsets(p, plane, 1, 0)) return false;
+  return p.kv.num_blocks <= kMaxCount;
 }
 
 tiles::RowFinder make_row_finder(const AttentionParams& p) {
@@ -50,7 +66,7 @@ tiles::RowFinder make_row_finder(const AttentionParams& p) {
   f.is_packed_32 = p.kv.table.format == KVX_BLOCK_TABLE_PACKED && p.kv.table.index_bytes == 4 && p.kv.table.index_stride == 4;
   for (int i = 0; i < 2; i++) {
     const PlaneParams& plane = p.kv.plane[i];
-    f.block[i] = uint32_t(plane.block / 16), f.token[i] = uint32_t(plane.token / 16), f.head[i] = uint32_t(plane.head / 16);
+    f.block[i] = p.kv.bases[i] ? 0 : uint32_t(plane.block / 16), f.token[i] = uint32_t(plane.token / 16), f.head[i] = uint32_t(plane.head / 16);
   }
   return f;
 }
@@ -69,23 +85,41 @@ bool has_warpgroups() {
 
 uint64_t attention_workspace(const AttentionParams& p) {
   DeviceGuard guard(p.kv.device);
-  return guard.status() == KVX_STATUS_OK && takes_decode(p) ? decode_workspace(p, guard.num_sms()) : 0;
+  if (guard.status() != KVX_STATUS_OK) return 0;
+  if (p.is_latent) return takes_latent(p) ? latent_workspace(p, guard.num_sms()) : 0;
+  AttentionParams part;
+  return decode_part(p, &part) != DECODE_NONE ? decode_workspace(part, guard.num_sms()) : 0;
 }
 
 kvx_status_t plan_attention(const AttentionParams& p, void* stream) {
   DeviceGuard guard(p.kv.device);
   KVX_TRY(guard.status());
-  if (p.num_tokens == 0 || !takes_decode(p)) return KVX_STATUS_OK;
-  return plan_decode(p, guard.num_sms(), stream);
+  if (p.num_tokens == 0) return KVX_STATUS_OK;
+  if (p.is_latent) return takes_latent(p) ? plan_latent(p, guard.num_sms(), stream) : KVX_STATUS_OK;
+  AttentionParams part;
+  return decode_part(p, &part) != DECODE_NONE ? plan_decode(part, guard.num_sms(), stream) : KVX_STATUS_OK;
 }
 
 kvx_status_t attention(const AttentionParams& p, void* stream) {
   DeviceGuard guard(p.kv.device);
   KVX_TRY(guard.status());
   if (p.num_tokens == 0) return KVX_STATUS_OK;
-  if (!takes_decode(p)) return takes_prefill(p) ? run_prefill(p, stream) : run_any(p, stream);
-  if (!p.is_planned) KVX_TRY(plan_decode(p, guard.num_sms(), stream));
-  return run_decode(p, guard.num_sms(), stream);
+  if (p.is_latent) {
+    if (!takes_latent(p)) return run_latent_any(p, stream);
+    if (!p.is_planned) KVX_TRY(plan_latent(p, guard.num_sms(), stream));
+    return run_latent(p, guard.num_sms(), stream);
+  }
+  // A long sequence with one query needs the whole device, which decode gives it; a chunk of a prompt has enough rows by itself. Which
+  // sequence is which only the device knows: both run, and each leaves the other's rows alone.
+  AttentionParams part, rest = p;
+  const DecodePart decoded = decode_part(p, &part);
+  if (decoded != DECODE_NONE) {
+    if (!p.is_planned) KVX_TRY(plan_decode(part, guard.num_sms(), stream));
+    KVX_TRY(run_decode(part, guard.num_sms(), stream));
+    if (decoded == DECODE_ALL) return KVX_STATUS_OK;
+    rest.skip_rows = kMostRows;
+  }
+  return takes_prefill(rest) ? run_prefill(rest, stream) : run_any(rest, stream);
 }
 
 }  // namespace cuda

@@ -8,7 +8,10 @@ namespace kvx {
 namespace cuda {
 
 // Few queries a sequence: attention_decode.cu.
-bool takes_decode(const AttentionParams& p);
+constexpr int64_t kMostRows = 16;  // query rows (queries * group) of a sequence
+enum DecodePart { DECODE_NONE, DECODE_SHORT, DECODE_ALL };
+// What of a call is decoded: all of it, or of a varlen call the sequences whose rows fit. `part` is then what these calls are given.
+DecodePart decode_part(const AttentionParams& p, AttentionParams* part);
 uint64_t decode_workspace(const AttentionParams& p, int num_sms);
 kvx_status_t plan_decode(const AttentionParams& p, int num_sms, void* stream);
 kvx_status_t run_decode(const AttentionParams& p, int num_sms, void* stream);
@@ -21,7 +24,15 @@ bool has_warpgroups();  // the current device is Hopper and the library has code
 // Any shape: attention_any.cu.
 kvx_status_t run_any(const AttentionParams& p, void* stream);
 
+// Latent caches (MLA), on Hopper: attention_latent.cu; any of them: attention_latent_any.cu.
+bool takes_latent(const AttentionParams& p);
+uint64_t latent_workspace(const AttentionParams& p, int num_sms);
+kvx_status_t plan_latent(const AttentionParams& p, int num_sms, void* stream);
+kvx_status_t run_latent(const AttentionParams& p, int num_sms, void* stream);
+kvx_status_t run_latent_any(const AttentionParams& p, void* stream);
+
 bool fits_row_finder(const AttentionParams& p);  // dense rows at multiples of 16 bytes, offsets that it can count
+bool fits_own_caches(const AttentionParams& p);  // the same inside of one cache a sequence, whose address is in a table
 tiles::RowFinder make_row_finder(const AttentionParams& p);
 
 // More than 48 KB of shared memory has to be asked for, once a kernel and device.

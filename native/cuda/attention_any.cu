@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) attend_any(const __grid_constant__ A
   } else {
     seq = token / p.query_len, first = seq * p.query_len, queries = p.query_len;
   }
-  if (token < first || token >= first + queries) return;  // a row of no sequence is left alone
+  if (token < first || token >= first + queries || queries * p.group <= p.skip_rows) return;  // a row of no sequence is left alone
   int64_t length = sequence_length(p.kv.table, seq, p.kv.block_size);
   if (length < 0) length = 0;
   if (length > p.max_seq_len) length = p.max_seq_len;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) attend_any(const __grid_constant__ A
   float* mine = sums + warp * p.v_head_dim;
   for (int64_t at = begin + warp; at < end; at += kWarps) {
     const int64_t logical = at / p.kv.block_size, inside = at % p.kv.block_size;
-    const BlockPlace k = find_block(p.kv, seq, at, logical, 0), v = find_block(p.kv, seq, at, logical, 1);
+    const BlockPlace k = find_any_block(p.kv, seq, at, logical, 0), v = find_any_block(p.kv, seq, at, logical, 1);
     if (k.state != BLOCK_FOUND || v.state != BLOCK_FOUND) {
       if (counts && lane == 0 && (k.state == BLOCK_BAD || v.state == BLOCK_BAD)) atomicAdd(p.kv.errors, 1ull);
       continue;

@@ -23,17 +23,19 @@ bool find_choice(const AttentionParams& p, DecodeChoice* out) {
   const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
   const int64_t rows = p.group * p.max_query_len;
   if (!p.q.is_dense || p.q.token % 4 || p.q.head % 4 || reinterpret_cast<uintptr_t>(p.q.data) % 4 || p.q.dtype == KVX_DTYPE_F32) return false;
-  if (rows > 16 || rows < 1 || p.num_seqs * p.num_kv_heads * 16 > kMaxCount || !fits_row_finder(p)) return false;
+  if (rows > kMostRows || rows < 1 || p.num_seqs * p.num_kv_heads * kMostRows > kMaxCount) return false;
+  const bool own = p.kv.bases[0] != nullptr;
+  if (!(own ? fits_own_caches(p) : fits_row_finder(p))) return false;
   if (p.head_dim != p.v_head_dim || (p.head_dim != 64 && p.head_dim != 128) || k->dtype != v->dtype) return false;
   ScaleKind kind[2];
   if (!scale_kind(k->scale, &kind[0]) || !scale_kind(v->scale, &kind[1])) return false;
   const bool by_row = kind[0] == ROW_SCALES && kind[1] == ROW_SCALES, by_head = kind[0] != ROW_SCALES && kind[1] != ROW_SCALES;
   if (k->dtype == KVX_DTYPE_BF16 || k->dtype == KVX_DTYPE_F16) {
     if (p.q.dtype != k->dtype || kind[0] != NO_SCALES || kind[1] != NO_SCALES) return false;
-    *out = k->dtype == KVX_DTYPE_BF16 ? choose_decode_bf16(p.head_dim, rows) : choose_decode_f16(p.head_dim, rows);
+    *out = k->dtype == KVX_DTYPE_BF16 ? choose_decode_bf16(p.head_dim, rows, own) : choose_decode_f16(p.head_dim, rows, own);
     return true;
   }
-  if (!(by_row || by_head)) return false;
+  if (own || !(by_row || by_head)) return false;
   if (k->dtype == KVX_DTYPE_F8_E4M3) {
     *out = choose_decode_e4m3(p.head_dim, rows, by_row ? ROW_SCALES : ONE_SCALE);
     return true;
@@ -48,22 +50,32 @@ bool find_choice(const AttentionParams& p, DecodeChoice* out) {
 // Workers of an SM: a device with less shared memory has fewer.
 int warps_of(const DecodeChoice& choice) { return std::min(choice.warps, max_shared_memory() / choice.warp_bytes); }
 
-}  // namespace
+PlanShape shape_of(const AttentionParams& p, const DecodeChoice& choice, int num_sms) { return plan_shape(p, choice.columns, num_sms * warps_of(choice)); }
 
 bool takes_decode(const AttentionParams& p) {
   DecodeChoice choice;
   return find_choice(p, &choice) && warps_of(choice) > 0;
 }
 
+}  // namespace
+
+DecodePart decode_part(const AttentionParams& p, AttentionParams* part) {
+  *part = p;
+  if (takes_decode(p)) return DECODE_ALL;
+  if (!p.cu_seqlens) return DECODE_NONE;
+  part->max_query_len = kMostRows / p.group;
+  return takes_decode(*part) ? DECODE_SHORT : DECODE_NONE;
+}
+
 uint64_t decode_workspace(const AttentionParams& p, int num_sms) {
   DecodeChoice choice;
-  return find_choice(p, &choice) ? uint64_t(plan_shape(p, choice.columns, num_sms * warps_of(choice)).bytes) : 0;
+  return find_choice(p, &choice) ? uint64_t(shape_of(p, choice, num_sms).bytes) : 0;
 }
 
 kvx_status_t plan_decode(const AttentionParams& p, int num_sms, void* stream) {
   DecodeChoice choice;
   if (!find_choice(p, &choice)) return KVX_STATUS_OK;
-  return launch_plan(p, plan_shape(p, choice.columns, num_sms * warps_of(choice)), choice.tile_tokens, stream);
+  return launch_plan(p, shape_of(p, choice, num_sms), choice.tile_tokens, stream);
 }
 
 kvx_status_t run_decode(const AttentionParams& p, int num_sms, void* stream) {
@@ -77,7 +89,7 @@ kvx_status_t run_decode(const AttentionParams& p, int num_sms, void* stream) {
   a.num_seqs = int32_t(p.num_seqs), a.num_kv_heads = int32_t(p.num_kv_heads), a.group = int32_t(p.group), a.query_len = int32_t(p.query_len);
   a.max_seq_len = int32_t(p.max_seq_len), a.window = p.window, a.num_tokens = p.num_tokens;
   a.scale = p.scale, a.soft_cap = p.soft_cap, a.is_causal = p.is_causal;
-  a.workspace = p.workspace, a.plan = plan_shape(p, choice.columns, num_sms * warps_of(choice));
+  a.workspace = p.workspace, a.plan = shape_of(p, choice, num_sms);
   return choice.start(a, num_sms, warps_of(choice), stream);
 }
 

@@ -30,10 +30,11 @@ struct DecodeArgs {
 
 enum ScaleKind { NO_SCALES, ONE_SCALE, ROW_SCALES };  // none; one a KV head; one a token
 
-template <class Rows_, int kHeadDim_, int kColumns_, ScaleKind kScales_> struct DecodeConfig {
+template <class Rows_, int kHeadDim_, int kColumns_, ScaleKind kScales_, bool kOwnCaches_> struct DecodeConfig {
   using Rows = Rows_;
   static constexpr int kHeadDim = kHeadDim_, kColumns = kColumns_;  // columns: query rows, 8 or 16
   static constexpr ScaleKind kScales = kScales_;
+  static constexpr bool kOwnCaches = kOwnCaches_;  // every sequence has a buffer, found by a table of addresses; else blocks of one buffer
   static constexpr int kRowBytes = kHeadDim * Rows::kBytes;
   // 64 KB in flight an SM, and half as much again being worked on. Eight-bit rows take more instructions a byte: more warps hide them.
   static constexpr int kWarps = Rows::kBytes == 1 ? 8 : 4;
@@ -49,6 +50,7 @@ template <class Rows_, int kHeadDim_, int kColumns_, ScaleKind kScales_> struct 
 struct Cursor {
   int32_t seq, head, tile;  // tile of this (seq, head)
   SeqRange range;
+  tiles::OwnCache own;      // kOwnCaches alone
 };
 
 // What a row of sums is multiplied by; its LSE is written on the way.
@@ -69,11 +71,7 @@ __device__ __forceinline__ int32_t queries_of(const DecodeArgs& a, int32_t seq) 
 __device__ __forceinline__ int64_t first_query(const DecodeArgs& a, int32_t seq) {
   return a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(seq) * a.cu_bytes, a.cu_bytes) : int64_t(seq) * a.query_len;
 }
-// Query rows of a sequence; 0 where cu_seqlens points outside q or has more than was promised.
-__device__ __forceinline__ int32_t rows_of(const DecodeArgs& a, int32_t seq) {
-  const int64_t first = first_query(a, seq), queries = queries_of(a, seq);
-  return first >= 0 && queries >= 0 && first + queries <= a.num_tokens && queries * a.group <= a.plan.rows ? int32_t(queries) * a.group : 0;
-}
+__device__ __forceinline__ int32_t rows_of(const DecodeArgs& a, int32_t seq) { return query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.plan.rows); }
 // The one scale of a plane's head; 1 where rows have their own.
 __device__ __forceinline__ float scale_of(const ScaleParams& s, int32_t head, bool is_one) {
   float x = s.tensor_scale ? *s.tensor_scale : 1.f;
@@ -105,12 +103,19 @@ template <class C> struct Decode {
   __device__ __forceinline__ SeqRange range_of(int32_t seq) const {
     return seq_range(a.rows.kv, seq, queries_of(a, seq), a.window, a.is_causal, a.max_seq_len, C::kTokens);
   }
+  // What a cursor knows of its sequence. Read when it comes to it, not once a tile.
+  __device__ __forceinline__ void enter(Cursor* c) const {
+    c->range = range_of(c->seq);
+    if constexpr (C::kOwnCaches) c->own = tiles::find_own_cache(a.rows, c->seq, a.workspace);
+  }
   __device__ __forceinline__ void step(Cursor* c) const {
     if (++c->tile < c->range.num_tiles) return;
     c->tile = 0;
-    if (++c->head < a.num_kv_heads) return;
-    c->head = 0;
-    if (++c->seq < a.num_seqs) c->range = range_of(c->seq);
+    if ((c->head += a.plan.lines) < a.num_kv_heads) return;
+    c->head -= a.num_kv_heads;  // the line's first: lines divide the heads
+    // Sequences without rows of ours have no tiles (make_plan); whoever steps knows that tiles are left.
+    while (++c->seq < a.num_seqs && a.cu_seqlens && rows_of(a, c->seq) == 0) {}
+    if (c->seq < a.num_seqs) enter(c);
   }
 
   struct Asked {
@@ -120,12 +125,16 @@ template <class C> struct Decode {
     Asked f;
     const uint32_t first = uint32_t(c.range.first_tile + c.tile) * C::kTokens;
 #pragma unroll
-    for (int i = 0; i < kRowsPerLane; i++) f.row[i] = tiles::ask_row(a.rows, c.seq, first + i * 32 + lane, c.range.end);
+    for (int i = 0; i < kRowsPerLane; i++) {
+      const uint32_t position = first + i * 32 + lane;
+      if constexpr (C::kOwnCaches) f.row[i] = tiles::RowAsked{position < uint32_t(c.range.end) ? c.own.id : -1, position};
+      else f.row[i] = tiles::ask_row(a.rows, c.seq, position, c.range.end);
+    }
     return f;
   }
 
   // Puts a tile's loads under way. Lanes hold a row's place each and hand it round.
-  __device__ __forceinline__ void load(const Asked& f, int stage, int32_t head) const {
+  __device__ __forceinline__ void load(const Asked& f, int stage, int32_t head, const tiles::OwnCache& own) const {
     using Sw = tiles::Swizzle<C::kRowBytes>;
     constexpr int kLanesPerRow = Sw::kChunks, kRowsAtOnce = 32 / kLanesPerRow;
     const uint32_t at = stages_at + stage * C::kStageBytes;
@@ -136,7 +145,7 @@ template <class C> struct Decode {
       const uint32_t valid = __ballot_sync(0xffffffffu, mine.block >= 0);
 #pragma unroll
       for (int plane = 0; plane < 2; plane++) {
-        const char* data = a.data[plane] + chunk * 16;
+        const char* data = (C::kOwnCaches ? own.data[plane] : a.data[plane]) + chunk * 16;
 #pragma unroll
         for (int j = 0; j < 32 / kRowsAtOnce; j++) {
           const uint32_t r = j * kRowsAtOnce + sub, row = i * 32 + r;
@@ -421,19 +430,22 @@ __global__ void __launch_bounds__(C::kWarps * 32, 1) decode(const __grid_constan
   extern __shared__ __align__(128) char shared[];
   wait_for_previous();
   const int worker = int(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);  // as many warps a block as its shared memory takes
+  const int share = worker / a.plan.lines, line = worker - share * a.plan.lines;
   const PlanHeader plan = *reinterpret_cast<const PlanHeader*>(a.workspace);
-  if (worker >= plan.workers) return;
+  if (share >= plan.workers) return;
   Decode<C> d(a, shared + threadIdx.x / 32 * (C::kStages * C::kStageBytes));
-  const long long begin = worker * plan.tiles / plan.workers, end = (worker + 1) * plan.tiles / plan.workers;
-  const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[worker];
-  Cursor now{start.seq, start.head, start.tile, d.range_of(start.seq)}, ahead = now;
+  const long long begin = share * plan.tiles / plan.workers, end = (share + 1) * plan.tiles / plan.workers;
+  const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[share];
+  Cursor now{start.seq, start.head + line, start.tile};
+  d.enter(&now);
+  Cursor ahead = now;
   long long loaded = begin;
   auto asked = d.ask(ahead);
   int32_t asked_head = ahead.head;
   // Every step commits one group of copies, empty ones included, so that waiting counts stages.
   auto load_next = [&](int stage) {
     if (loaded < end) {
-      d.load(asked, stage, asked_head);
+      d.load(asked, stage, asked_head, ahead.own);
       if (++loaded < end) {
         d.step(&ahead);
         asked = d.ask(ahead), asked_head = ahead.head;
@@ -488,24 +500,25 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArg
   if (row >= rows_of(a, seq)) return;
   const PlanHeader plan = *reinterpret_cast<const PlanHeader*>(a.workspace);
   const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
-  const long long of_seq = first_tile[seq + 1] - first_tile[seq], begin = (long long)first_tile[seq] * a.num_kv_heads + kv_head * of_seq;
-  const int first_worker = int(((begin + 1) * plan.workers - 1) / plan.tiles), last_worker = int(((begin + of_seq) * plan.workers - 1) / plan.tiles);
-  if (first_worker == last_worker) return;
+  const int lines = a.plan.lines, head_of_line = kv_head / lines, line = kv_head - head_of_line * lines;
+  const long long of_seq = first_tile[seq + 1] - first_tile[seq], begin = (long long)first_tile[seq] * (a.num_kv_heads / lines) + head_of_line * of_seq;
+  const int first_share = int(((begin + 1) * plan.workers - 1) / plan.tiles), last_share = int(((begin + of_seq) * plan.workers - 1) / plan.tiles);
+  if (first_share >= last_share) return;
   // The first worker came to it after other items, unless it began with it.
-  const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[first_worker];
-  const int first_slot = start.seq == seq && start.head == kv_head ? 0 : 1;
+  const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[first_share];
+  const int first_slot = start.seq == seq && start.head + line == kv_head ? 0 : 1;
   constexpr int kRow = kHeadDim + 2, kPerLane = kHeadDim / 32, kUnroll = 8;
   const char* parts = a.workspace + a.plan.partial_at;
   float largest = -INFINITY, total = 0.f, x[kPerLane];
 #pragma unroll
   for (int i = 0; i < kPerLane; i++) x[i] = 0.f;
-  for (int w = first_worker; w <= last_worker; w += kUnroll) {
+  for (int s = first_share; s <= last_share; s += kUnroll) {
     float part[kUnroll][kPerLane], top[kUnroll], under[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; u++) {
-      const int of = min(w + u, last_worker);
-      const float* p = reinterpret_cast<const float*>(parts + (2 * int64_t(of) + (of == first_worker ? first_slot : 0)) * a.plan.partial_bytes) + row * kRow;
-      top[u] = w + u > last_worker ? -INFINITY : __ldcg(p), under[u] = __ldcg(p + 1);
+      const int of = min(s + u, last_share);
+      const float* p = reinterpret_cast<const float*>(parts + (2 * (int64_t(of) * lines + line) + (of == first_share ? first_slot : 0)) * a.plan.partial_bytes) + row * kRow;
+      top[u] = s + u > last_share ? -INFINITY : __ldcg(p), under[u] = __ldcg(p + 1);
 #pragma unroll
       for (int i = 0; i < kPerLane; i++) part[u][i] = __ldcg(p + 2 + i * 32 + lane);
     }

@@ -11,8 +11,9 @@ struct DecodeChoice {
   int tile_tokens, columns, warps, warp_bytes;  // most warps of a block, and shared memory each needs
 };
 
-DecodeChoice choose_decode_bf16(int64_t head_dim, int64_t rows);
-DecodeChoice choose_decode_f16(int64_t head_dim, int64_t rows);
+// `own`: every sequence has a cache of its own. Quantised ones run on the general kernel: as many kernels again would serve few.
+DecodeChoice choose_decode_bf16(int64_t head_dim, int64_t rows, bool own);
+DecodeChoice choose_decode_f16(int64_t head_dim, int64_t rows, bool own);
 DecodeChoice choose_decode_e4m3(int64_t head_dim, int64_t rows, ScaleKind scales);
 DecodeChoice choose_decode_s8(int64_t head_dim, int64_t rows);
 
@@ -25,14 +26,14 @@ kvx_status_t launch_decode(const DecodeArgs& args, int blocks, int warps, void* 
   return launch_early("attention_combine", combine<C::kHeadDim>, dim3(unsigned((rows + 3) / 4)), dim3(128), stream, args, C::kScales == ONE_SCALE);
 }
 
-template <class Rows, int kHeadDim, int kColumns, ScaleKind kScales> DecodeChoice decode_choice() {
-  using C = DecodeConfig<Rows, kHeadDim, kColumns, kScales>;
+template <class Rows, int kHeadDim, int kColumns, ScaleKind kScales, bool kOwnCaches> DecodeChoice decode_choice() {
+  using C = DecodeConfig<Rows, kHeadDim, kColumns, kScales, kOwnCaches>;
   return DecodeChoice{&launch_decode<C>, C::kTokens, kColumns, C::kWarps, C::kStages * C::kStageBytes};
 }
 
-template <class Rows, ScaleKind kScales> DecodeChoice choose_decode(int64_t head_dim, int64_t rows) {
-  if (head_dim == 64) return rows <= 8 ? decode_choice<Rows, 64, 8, kScales>() : decode_choice<Rows, 64, 16, kScales>();
-  return rows <= 8 ? decode_choice<Rows, 128, 8, kScales>() : decode_choice<Rows, 128, 16, kScales>();
+template <class Rows, ScaleKind kScales, bool kOwnCaches = false> DecodeChoice choose_decode(int64_t head_dim, int64_t rows) {
+  if (head_dim == 64) return rows <= 8 ? decode_choice<Rows, 64, 8, kScales, kOwnCaches>() : decode_choice<Rows, 64, 16, kScales, kOwnCaches>();
+  return rows <= 8 ? decode_choice<Rows, 128, 8, kScales, kOwnCaches>() : decode_choice<Rows, 128, 16, kScales, kOwnCaches>();
 }
 
 }  // namespace cuda

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kThreads = 1024;
 
-// One block of threads: a running sum of tiles over the sequences, then every worker's place in it.
+// One block of threads: a running sum of tiles over the sequences, then every share's place in it.
 __global__ void __launch_bounds__(kThreads) make_plan(const __grid_constant__ PlanArgs a) {
   __shared__ int32_t sums[kThreads / 32], base;
   int32_t* first_tile = reinterpret_cast<int32_t*>(a.workspace + a.shape.first_tile_at);
@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(kThreads) make_plan(const __grid_constant__ Pl
     int32_t tiles = 0;
     if (seq < a.num_seqs) {
       const int32_t queries = query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
-      tiles = seq_range(a.kv, seq, queries, a.window, a.is_causal, a.max_seq_len, a.tile_tokens).num_tiles;
+      const bool is_ours = query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.shape.rows) > 0;
+      if (is_ours) tiles = seq_range(a.kv, seq, queries, a.window, a.is_causal, a.max_seq_len, a.tile_tokens).num_tiles;
     }
     int32_t sum = tiles;
     for (int hop = 1; hop < 32; hop *= 2) {
@@ -50,31 +51,38 @@ __global__ void __launch_bounds__(kThreads) make_plan(const __grid_constant__ Pl
   }
   if (threadIdx.x == 0) first_tile[a.num_seqs] = base;
   __syncthreads();
-  const long long tiles = (long long)base * a.num_kv_heads;
+  const long long tiles = (long long)base * a.line_heads;
   const long long most = (tiles + kLeastTiles - 1) / kLeastTiles;
-  const int32_t workers = int32_t(most < a.max_workers ? most : a.max_workers);
+  const int32_t max_workers = a.shape.max_workers / a.shape.lines, workers = int32_t(most < max_workers ? most : max_workers);
   if (threadIdx.x == 0) *reinterpret_cast<PlanHeader*>(a.workspace) = PlanHeader{tiles, workers, 0};
   WorkerStart* start = reinterpret_cast<WorkerStart*>(a.workspace + a.shape.start_at);
   for (int32_t w = int32_t(threadIdx.x); w < workers; w += kThreads) {
     const long long tile = w * tiles / workers;
-    int32_t low = 0, high = a.num_seqs;  // the last sequence that begins at or before it
+    int32_t low = 0, high = a.num_seqs;  // the last sequence that begins at or before it: one that has tiles
     while (high - low > 1) {
       const int32_t middle = (low + high) / 2;
-      if ((long long)first_tile[middle] * a.num_kv_heads <= tile) low = middle;
+      if ((long long)first_tile[middle] * a.line_heads <= tile) low = middle;
       else high = middle;
     }
-    const int32_t of_seq = first_tile[low + 1] - first_tile[low], inside = int32_t(tile - (long long)first_tile[low] * a.num_kv_heads);
-    start[w] = WorkerStart{low, inside / of_seq, inside % of_seq, 0};
+    const int32_t of_seq = first_tile[low + 1] - first_tile[low], inside = int32_t(tile - (long long)first_tile[low] * a.line_heads);
+    start[w] = WorkerStart{low, inside / of_seq * a.shape.lines, inside % of_seq, 0};
   }
 }
 
 int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
+// One a KV head, unless that leaves more than one of 32 workers without a share.
+int32_t lines_of(int64_t heads, int workers) {
+  for (int64_t lines = heads; lines > 1; lines--)
+    if (heads % lines == 0 && lines <= workers && workers % lines * 32 <= workers) return int32_t(lines);
+  return 1;
+}
+
 }  // namespace
 
 PlanShape plan_shape(const AttentionParams& p, int rows, int workers) {
   PlanShape s = {};
-  s.max_workers = workers, s.rows = rows;
+  s.max_workers = workers, s.rows = rows, s.lines = lines_of(p.num_kv_heads, workers);
   s.first_tile_at = aligned(sizeof(PlanHeader));
   s.start_at = s.first_tile_at + aligned((p.num_seqs + 1) * 4);
   s.partial_at = s.start_at + aligned(int64_t(workers) * sizeof(WorkerStart));
@@ -87,9 +95,9 @@ kvx_status_t launch_plan(const AttentionParams& p, const PlanShape& shape, int t
   PlanArgs a = {};
   a.kv = p.kv;
   a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;
-  a.num_seqs = int32_t(p.num_seqs), a.num_kv_heads = int32_t(p.num_kv_heads), a.tile_tokens = tile_tokens;
+  a.num_seqs = int32_t(p.num_seqs), a.line_heads = int32_t(p.num_kv_heads) / shape.lines, a.group = int32_t(p.group), a.tile_tokens = tile_tokens;
   a.query_len = int32_t(p.query_len), a.max_seq_len = int32_t(p.max_seq_len);
-  a.window = p.window, a.is_causal = p.is_causal, a.max_workers = shape.max_workers;
+  a.window = p.window, a.num_tokens = p.num_tokens, a.is_causal = p.is_causal;
   a.workspace = p.workspace, a.shape = shape;
   return launch_early("make_plan", make_plan, dim3(1), dim3(kThreads), stream, a);
 }

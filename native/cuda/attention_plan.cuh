@@ -1,10 +1,13 @@
 // How a step's work is shared out: every worker (a warp) gets as many tiles as any other, whatever the lengths.
 //
-// Tiles of all sequences and KV heads stand in one line, head by head, sequence by sequence; worker w takes tiles
-// [w * tiles / workers, (w + 1) * tiles / workers). A (sequence, head) that several workers share leaves parts in the workspace,
-// which a second, small launch adds up in the order of the line: results do not depend on who was first.
+// Every KV head has a line of tiles, sequence by sequence; a sequence without query rows of ours (query_rows) has none. All lines are
+// cut alike: share s is tiles [s * tiles / shares, (s + 1) * tiles / shares) of each, and worker s * lines + l has it of line l. So the
+// warps of a block read all heads of the same tokens together, which lie together: a token's scales are one sector for eight heads.
+// Where heads would leave too many workers idle, a line has several: heads l, l + lines, ..., head by head in each sequence.
+// A (sequence, head) that several workers share leaves parts in the workspace, which a second, small launch adds up in the order of
+// the line: results do not depend on who was first.
 //
-//   workspace: header | first_tile[num_seqs + 1] | start[workers] | parts[2 * workers]
+//   workspace: header | first_tile[num_seqs + 1] | start[shares] | parts[2 * workers]
 #pragma once
 #include "../attention.h"
 #include "../table.h"
@@ -16,20 +19,20 @@ namespace cuda {
 constexpr int kLeastTiles = 4;  // of a worker: fewer would cost more to add up than they save
 
 struct PlanHeader {
-  long long tiles;
-  int32_t workers;
+  long long tiles;  // of a line
+  int32_t workers;  // of a line: its shares
   int32_t reserved;
 };
 
 struct WorkerStart {
-  int32_t seq, head, tile;  // tile of the (seq, head)
+  int32_t seq, head, tile;  // of line 0; line l begins with head + l. Tile of the (seq, head)
   int32_t reserved;
 };
 
 struct PlanShape {
   int64_t first_tile_at, start_at, partial_at, bytes;
   int64_t partial_bytes;  // of one: [rows, v_head_dim] f32 and [rows, 2] f32 (largest score, sum)
-  int32_t max_workers, rows;
+  int32_t max_workers, rows, lines;
 };
 
 // Positions of a sequence that any of its queries sees: [first, end), in tiles from first / kTokens on.
@@ -41,9 +44,9 @@ struct PlanArgs {
   GatherParams kv;       // lengths
   const void* cu_seqlens;
   int32_t cu_bytes;
-  int32_t num_seqs, num_kv_heads, tile_tokens, query_len, max_seq_len;
-  int64_t window;
-  int32_t is_causal, max_workers;
+  int32_t num_seqs, line_heads, group, tile_tokens, query_len, max_seq_len;  // line_heads: KV heads of a line
+  int64_t window, num_tokens;
+  int32_t is_causal;
   char* workspace;
   PlanShape shape;
 };
@@ -51,6 +54,12 @@ struct PlanArgs {
 __device__ __forceinline__ int32_t query_length(const void* cu, int bytes, int32_t all, int32_t seq) {
   if (!cu) return all;
   return int32_t(read_index(cu, int64_t(seq + 1) * bytes, bytes) - read_index(cu, int64_t(seq) * bytes, bytes));
+}
+
+// Query rows of a sequence, for a kernel that takes up to `most`; 0 where it has more, or where cu_seqlens points outside q.
+__device__ __forceinline__ int32_t query_rows(const void* cu, int bytes, int32_t all, int32_t seq, int64_t num_tokens, int32_t group, int32_t most) {
+  const int64_t first = cu ? read_index(cu, int64_t(seq) * bytes, bytes) : int64_t(seq) * all, queries = query_length(cu, bytes, all, seq);
+  return first >= 0 && queries >= 0 && queries <= num_tokens - first && queries * group <= most ? int32_t(queries) * group : 0;
 }
 
 __device__ __forceinline__ SeqRange seq_range(const GatherParams& kv, int32_t seq, int32_t query_len, int64_t window, bool is_causal, int32_t max_seq_len, int32_t tile_tokens) {

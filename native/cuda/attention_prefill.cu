@@ -1,6 +1,8 @@
 // The table of prefill kernels, and which calls they take.
 #include "attention_prefill.cuh"
 
+#include <algorithm>
+
 #include "attention.cuh"
 
 namespace kvx {
@@ -44,10 +46,11 @@ kvx_status_t run_prefill(const AttentionParams& p, void* stream) {
   a.q = p.q, a.out = p.out, a.lse = p.lse, a.lse_token = p.lse_token, a.lse_head = p.lse_head, a.sinks = p.sinks;
   a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;
   a.num_seqs = int32_t(p.num_seqs), a.num_kv_heads = int32_t(p.num_kv_heads), a.query_len = int32_t(p.query_len), a.max_seq_len = int32_t(p.max_seq_len);
-  a.group = make_fast_divider(p.group);
+  a.skip_rows = int32_t(p.skip_rows), a.group = make_fast_divider(p.group);
   a.window = p.window, a.num_tokens = p.num_tokens, a.scale = p.scale, a.soft_cap = p.soft_cap, a.is_causal = p.is_causal;
-  // No sequence has more blocks of rows than its own, rounded up: a bound that needs no lengths.
-  const int64_t most = p.cu_seqlens ? p.num_tokens * p.group / 128 + p.num_seqs : p.num_seqs * ((p.query_len * p.group + 127) / 128);
+  // No sequence has more blocks of rows than its own, rounded up: a bound that needs no lengths. Those we take have more than skip_rows.
+  const int64_t rows = p.num_tokens * p.group, seqs = std::min(p.num_seqs, rows / (p.skip_rows + 1));
+  const int64_t most = p.cu_seqlens ? rows / 128 + seqs : p.num_seqs * ((p.query_len * p.group + 127) / 128);
   const int64_t blocks = most * p.num_kv_heads;
   if (blocks > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld blocks of query rows are more than one launch takes.", (long long)blocks);
   return p.q.dtype == KVX_DTYPE_BF16 ? start_with<tiles::Bf16Numbers>(p, a, blocks, stream) : start_with<tiles::F16Numbers>(p, a, blocks, stream);

@@ -22,7 +22,7 @@ struct PrefillArgs {
   const float* sinks;
   const void* cu_seqlens;
   int32_t cu_bytes;
-  int32_t num_seqs, num_kv_heads, query_len, max_seq_len;
+  int32_t num_seqs, num_kv_heads, query_len, max_seq_len, skip_rows;
   FastDivider group;
   int64_t window, num_tokens;
   float scale, soft_cap;
@@ -61,7 +61,7 @@ template <class C> __device__ __forceinline__ PrefillWork find_work(const Prefil
     if (seq < a.num_seqs) {
       queries = query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
       const int64_t first = a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(seq) * a.cu_bytes, a.cu_bytes) : int64_t(seq) * a.query_len;
-      if (queries < 0 || first < 0 || first + queries > a.num_tokens) queries = 0;
+      if (queries < 0 || first < 0 || queries > a.num_tokens - first || int64_t(queries) * a.group.d <= a.skip_rows) queries = 0;
       mine = uint32_t((int64_t(queries) * a.group.d + C::kRows - 1) / C::kRows) * a.num_kv_heads;
     }
     uint32_t sum = mine;

@@ -285,6 +285,7 @@ FIELD(kvx_amax_args_t, reserved, 368, 16);
 
 VALUE(KVX_ATTENTION_CAUSAL, 1u);
 VALUE(KVX_ATTENTION_PLANNED, 2u);
+VALUE(KVX_ATTENTION_LATENT, 4u);
 
 STRUCT(kvx_attention_args_t, 1072);
 FIELD(kvx_attention_args_t, version, 0, 4);
@@ -304,7 +305,9 @@ FIELD(kvx_attention_args_t, max_seq_len, 1008, 8);
 FIELD(kvx_attention_args_t, workspace, 1016, 8);
 FIELD(kvx_attention_args_t, workspace_bytes, 1024, 8);
 FIELD(kvx_attention_args_t, errors, 1032, 8);
-FIELD(kvx_attention_args_t, reserved, 1040, 32);
+FIELD(kvx_attention_args_t, k_pointers, 1040, 8);
+FIELD(kvx_attention_args_t, v_pointers, 1048, 8);
+FIELD(kvx_attention_args_t, reserved, 1056, 16);
 
 STRUCT(kvx_build_info_t, 40);
 FIELD(kvx_build_info_t, struct_bytes, 0, 4);

@@ -185,6 +185,9 @@ DECODE = [
     Case(block=512, lens=(300, 512, 7), layout="HND", note="contiguous"),
     Case(lens=(1500, 3, 700), format="bf16", io="bf16", dim=128, note="long"),
     Case(lens=(1025, 2050), heads=4, note="long"),
+    # Heads side by side, as many as share out evenly over a GPU's workers; or fewer, or none.
+    *(Case(lens=(300, 40, 1), heads=h, kv_heads=h, format="bf16", io="bf16", note="lines") for h in (8, 100, 541)),
+    Case(lens=(900, 30, 400), heads=32, kv_heads=8, format="int8_per_token_head", io="bf16", dim=128, note="lines"),
     Case(soft_cap=2.0),
     Case(soft_cap=30.0, window=9, queries=2),
     Case(sinks=True),
@@ -227,4 +230,13 @@ VARLEN = [
     Case(lens=(70, 41), queries=(33, 5), format="fp8_e4m3", io="bf16", layout="fused_HND", dim=128),
     Case(lens=(70, 41), queries=(33, 5), format="f16", io="f16", layout="packed8", dim=96, v_dim=64),
     Case(lens=(300, 1), queries=(300, 1), heads=4, kv_heads=4, block=7, note="prefill"),
+    # Long decodes beside chunks of prompts: on a GPU each goes to its own kernel.
+    *(
+        Case(lens=(3000, 40, 700, 200, 5000), queries=(1, 40, 3, 200, 1), heads=h, format="bf16", io="bf16", dim=128, note="both")
+        for h in (8, 16)
+    ),
+    Case(lens=(900, 40, 33, 64), queries=(0, 1, 33, 0), format="f16", io="f16", window=20, sinks=True, note="both"),
+    Case(lens=(50, 900, 70), queries=(50, 16, 17), heads=4, kv_heads=4, format="bf16", io="bf16", dim=128, note="both"),
+    Case(lens=(700, 40, 90), queries=(2, 40, 0), format="int8_per_token_head", io="bf16", dim=128, soft_cap=9.0, note="both"),
+    Case(lens=(700, 40, 90), queries=(1, 9, 1), heads=40, kv_heads=2, format="bf16", io="bf16", dim=128, note="group20"),
 ]

@@ -301,6 +301,48 @@ def test_graph_replay_follows_lengths_and_tables(case, is_planned, generator):
         compare.bitwise(lse, eager[1], f"lse of round {round_}")
 
 
+@pytest.mark.parametrize("is_planned", [False, True])
+@pytest.mark.parametrize("heads", [4, 16])
+def test_graph_replay_follows_sequences_that_grow_and_shrink(heads, is_planned, generator):
+    """A sequence with one query in one step and a chunk in the next is taken by another kernel, and the graph is the same."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    case = Case(lens=(1500, 64, 700, 300), queries=(1, 40, 3, 1), heads=heads, format="bf16", io="bf16", dim=128)
+    made = case.make("cuda", generator)
+    q = torch.randn(64, heads, 128, generator=generator).bfloat16().cuda()
+    cu, lens = made.cu.clone(), made.table.seq_lens.clone()
+    table = kvx.PackedTable(made.table.block_table, lens)
+    shapes = {"spec": made.cache.spec, "cu_seqlens": cu, "max_query_len": 64, "max_seq_len": 1500}
+    size = kvx.attention_workspace_bytes(q, made.cache.cache, table, **shapes)
+    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
+
+    def step():
+        if is_planned:
+            kvx.attention_plan(q, made.cache.cache, table, workspace=workspace, **shapes)
+        more = {"workspace": workspace, "planned": is_planned, "out": out, "lse": lse}
+        kvx.attention_varlen(q, made.cache.cache, table, **shapes, **more)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for counts in ((1, 40, 3, 1), (40, 1, 1, 3), (1, 1, 1, 1), (16, 16, 16, 16), (0, 64, 0, 0), (0, 0, 0, 0), (2, 0, 17, 5)):
+        cu.copy_(kvx.cu_seqlens(torch.tensor(counts, dtype=torch.int32)))
+        lens.copy_(made.table.seq_lens - torch.randint(0, 9, (4,), generator=generator).cuda())
+        out.fill_(7), lse.fill_(7)
+        graph.replay()
+        eager = torch.full_like(out, 7), torch.full_like(lse, 7)
+        kvx.attention_varlen(q, made.cache.cache, table, **shapes, out=eager[0], lse=eager[1])
+        compare.bitwise(out, eager[0], f"out of {counts}")
+        compare.bitwise(lse, eager[1], f"lse of {counts}")
+        want = torch.full_like(out, 7), torch.full_like(lse, 7)
+        kvx.attention_varlen(q, made.cache.cache, table, **shapes, out=want[0], lse=want[1], backend="torch")
+        torch.testing.assert_close(out, want[0], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse, want[1], atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("case", [Case(sinks=True), Case(lens=(20, 9), queries=(5, 1), window=4)], ids=str)
 def test_attention_compiles_without_graph_breaks(native_backend, case, generator):
     made = case.make(native_backend.device, generator)
@@ -323,7 +365,7 @@ def test_torch_body_reads_what_gather_reads(generator):
     for fmt in kvx.FORMATS:
         if kvx.FORMATS[fmt].element.is_moved_only:
             continue
-        made = Case(format=fmt, lens=(9, 20), window=1).make("cpu", generator)
+        made = Case(format=fmt, lens=(9, 20), window=1, dim=128).make("cpu", generator)
         out, _ = made.run("torch")
         for s, n in enumerate((9, 20)):
             compare.bitwise(out[s], made.v[s, n - 1].repeat_interleave(4, 0), fmt)
@@ -332,11 +374,11 @@ def test_torch_body_reads_what_gather_reads(generator):
 @pytest.mark.parametrize("fmt", [f for f in kvx.FORMATS if f != "f64"])
 def test_work_is_shared_out_without_scales(backend, fmt):
     """Planning reads none, so nobody has to give any."""
-    spec = kvx.CacheSpec(8, 16, 2, 64, format=fmt)
+    spec = kvx.CacheSpec(8, 16, 2, 128, format=fmt)
     cache = kvx.allocate(spec, backend.device).cache
     table = kvx.PackedTable(torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32))
     table = kvx.PackedTable(*(t.to(backend.device) for t in table.tensors))
-    q = torch.zeros(1, 8, 64, dtype=torch.bfloat16, device=backend.device)
+    q = torch.zeros(1, 8, 128, dtype=torch.bfloat16, device=backend.device)
     size = kvx.attention_workspace_bytes(q, cache, table, spec=spec, backend=backend.name)
     assert (size > 0) <= (backend.name == "cuda")
     workspace = torch.zeros(size, dtype=torch.uint8, device=backend.device) if size else None

@@ -333,7 +333,8 @@ def transcode(backend, src, dst, *, src_blocks, dst_blocks, seq_lens=None, seed=
 @pytest.mark.parametrize("fmt", ALL_FORMATS)
 @pytest.mark.parametrize("other", ["bf16", "f32", "f16"])
 def test_floats_to_and_from_every_format(native_backend, fmt, other):
-    geometry = {"num_blocks": 4, "block_size": 4, "num_kv_heads": 2, "head_dim": 64, "num_layers": 2}
+    dim = max(64, kvx.FORMATS[fmt].group_size)
+    geometry = {"num_blocks": 4, "block_size": 4, "num_kv_heads": 2, "head_dim": dim, "num_layers": 2}
     a = kvx.CacheSpec(**geometry, layout="layer | block token head (kv dim)", format=other)
     b = kvx.CacheSpec(**geometry, layout="block layer kv head token dim", format=fmt)
     transcode(native_backend, a, b, src_blocks=[3, 1], dst_blocks=[0, 2])

@@ -10,7 +10,7 @@ from tests import cases, compare
 
 LAYOUTS = [cases.Case(layout=layout, format=f) for layout in cases.LAYOUTS for f in ("bf16", "f32")]
 FORMATS = [
-    cases.Case(layout=layout, format=f, head_dim=64, lens=(9, 0, 4, 4))
+    cases.Case(layout=layout, format=f, head_dim=max(64, kvx.FORMATS[f].group_size), lens=(9, 0, 4, 4))
     for f in kvx.FORMATS
     if kvx.FORMATS[f].element.is_quantised
     for layout in ("NHD", "fused_HND")
@@ -21,6 +21,7 @@ OTHERS = [
     cases.Case(layout="(kv head) block token dim", format="mxfp8", head_dim=64),
     cases.Case(layout="block kv head dim/8 token dim%8"),
     cases.Case(head_dim=64, v_head_dim=128, layout="fused_NHD"),
+    cases.MLA_RECORD,
 ]
 PAIRS = [(0, 5), (3, 6), (-1, 2), (1, -4), (4, 4), (3, 2)]
 

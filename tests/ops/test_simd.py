@@ -13,7 +13,7 @@ CHECK = """
 import torch
 from kvx.ops import library
 from tests import cases, compare
-from tests.ops import attention_cases
+from tests.ops import attention_cases, mla_cases
 assert library.build_info().simd == {simd!r}, library.build_info().simd
 for case in (*cases.PLAIN, *cases.QUANTISED, *cases.SHAPES):
     made = case.make("cpu", torch.Generator().manual_seed(0))
@@ -25,7 +25,7 @@ for case in (*cases.PLAIN, *cases.QUANTISED, *cases.SHAPES):
     if case.lens:
         for got, expected in zip(made.gather("cpu"), want.gather("torch"), strict=True):
             compare.bitwise(got, expected, str(case))
-for case in (*attention_cases.DECODE, *attention_cases.FORMATS, *attention_cases.VARLEN):  # an error, not bits
+for case in (*attention_cases.DECODE, *attention_cases.FORMATS, *attention_cases.VARLEN, *mla_cases.ALL):  # an error, not bits
     made = case.make("cpu", torch.Generator().manual_seed(0))
     made.check(*made.run("cpu"))
 """

@@ -12,6 +12,7 @@ from kvx.spec import validate
 
 BASE = {"num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_dim": 64}
 FUSED = "block token head (kv dim)"
+AREAS = "block head kv[K: token dim; V: dim token]"
 STACKED = "block kv token head dim"
 OLD_VLLM = "kv[K: | block head dim/x token dim%x; V: | block head dim token]"
 AMX = "layer | block head kv[K: token/16 dim/2 token%16 dim%2; V: dim/16 token/2 dim%16 token%2]"
@@ -180,6 +181,23 @@ BROKEN = [
         format="fp8_e4m3",
         v_format="bf16",
         layout=STACKED,
+    ),
+    broken(
+        "shared_tensors_share_a_type",
+        f"layout {AREAS!r} puts K and V in one tensor of bytes, since int8_per_token_head_inline and bf16 differ; "
+        "dim must be whole and the last axis there.",
+        format="int8_per_token_head_inline",
+        v_format="bf16",
+        layout=AREAS,
+    ),
+    broken(
+        "inline_scales_are_aligned",
+        "K rows of 3 bytes in cells of 35 leave bf16 of v unaligned.",
+        head_dim=6,
+        v_head_dim=16,
+        format="int4_per_token_head",
+        v_format="bf16",
+        layout=FUSED,
     ),
     broken("names_are_strings", "layout is 5; it is a string.", layout=5),
     broken("names_are_strings", "v_format is None; it is a string.", v_format=None),

@@ -112,6 +112,8 @@ ROWS = {
     "mxfp4": Row("e2m1", 4, "GROUP", "e8m0", 64, 4, group_size=32, scale_floor=0),
     "mxfp8": Row("fp8_e4m3", 8, "GROUP", "e8m0", 128, 4, group_size=32, scale_floor=0),
     "int4_per_group": Row("int4", 4, "GROUP", "f16", 64, 8, group_size=32),
+    "fp8_e4m3_per_128": Row("fp8_e4m3", 8, "GROUP", "f32", 128, 4, group_size=128),
+    "fp8_e4m3_per_128_inline": Row("fp8_e4m3", 8, "GROUP", "f32", 132, 4, group_size=128, is_inline=True),
 }
 
 
@@ -148,6 +150,7 @@ def test_rows_by_hand(name):
         ("nvfp4", 80, 40, 5),
         ("mxfp4", 96, 48, 3),
         ("int4_per_group", 96, 48, 6),
+        ("fp8_e4m3_per_128_inline", 512, 528, 16),
         ("f32", 1, 4, 0),
     ],
 )

@@ -59,7 +59,7 @@ def specs(draw: st.DrawFn) -> kvx.CacheSpec:
     if layout not in WHOLE:  # packs cut rows, and old vLLM's V ends in tokens: whole bytes without scales behind them
         formats = [f for f, row in kvx.FORMATS.items() if not row.is_inline and row.element.bits >= 8]
     has_layer = draw(st.booleans())
-    dims = st.integers(1, 16).map(lambda n: 32 * n)
+    dims = st.integers(1, 16).map(lambda n: 128 * n)
     v = {}
     if layout in APART:
         v = {"v_head_dim": draw(st.just(0) | dims), "v_format": draw(st.sampled_from(["", *formats]))}

@@ -17,6 +17,12 @@ __device__ __forceinline__ void wait(uint32_t at, int parity) {
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again; }\n" ::"r"(at), "r"(parity) : "memory");
 }
+// Whether it is, without waiting.
+__device__ __forceinline__ bool is_over(uint32_t at, int parity) {
+  uint32_t done;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(at), "r"(parity) : "memory");
+  return done;
+}
 // Shared memory written by ordinary stores and copies becomes visible to multiplications.
 __device__ __forceinline__ void show_to_multiplications() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -52,6 +52,22 @@ __device__ __forceinline__ RowPlace place_row(const RowFinder& f, const RowAsked
   return place;
 }
 
+// The cache of a sequence that has one of its own, found by a table of addresses.
+struct OwnCache {
+  const char* data[2];  // K, V
+  int32_t id;           // of its block; -1 = there is none
+};
+
+// `none` stands in for a cache that is not there: an address that may be handed to copies of no bytes.
+__device__ __forceinline__ OwnCache find_own_cache(const RowFinder& f, uint32_t seq, const char* none) {
+  const int64_t id = read_index(f.kv.table.indices, int64_t(seq) * f.kv.table.row_stride, f.kv.table.index_bytes);
+  OwnCache cache = {{none, none}, -1};
+  if (id < 0 || id >= f.kv.num_blocks) return cache;
+  const int64_t k = f.kv.bases[0][id], v = f.kv.bases[1][id];
+  if (k && v) cache = OwnCache{{reinterpret_cast<const char*>(k), reinterpret_cast<const char*>(v)}, int32_t(id)};
+  return cache;
+}
+
 }  // namespace tiles
 }  // namespace cuda
 }  // namespace kvx

@@ -21,6 +21,22 @@ __device__ __forceinline__ void copy_4(uint32_t to, const void* from, int bytes)
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLeft> __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory"); }
 
+__device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_shared_16(uint32_t to, const uint4& x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+// 16 bytes of global memory that are read once.
+__device__ __forceinline__ uint4 load_passing_16(const void* from) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+  return x;
+}
+
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
@@ -73,6 +89,16 @@ __device__ __forceinline__ uint32_t e4m3_to_f16(uint32_t x) {
   if ((x & 0x7f00) == 0x7f00) r |= 0x7fff0000u;
 #endif
   return r;
+}
+// The same of the high 16 bits.
+__device__ __forceinline__ uint32_t e4m3_high_to_f16(uint32_t x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32_t r;
+  asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, hi; }" : "=r"(r) : "r"(x));
+  return r;
+#else
+  return e4m3_to_f16(x >> 16);
+#endif
 }
 // x + 128 beside 0x64 is the f16 1024 + x + 128; `x` holds codes with their top bits flipped already.
 __device__ __forceinline__ uint32_t s8_to_f16(uint32_t flipped, uint32_t select) {

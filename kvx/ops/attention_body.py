@@ -1,0 +1,245 @@
+"""What the calls of attention share: their options, the way to the library, and the torch body, which is the definition.
+
+Sequence s has n queries, the last of its tokens, and `seq_lens` counts after they were appended: query i sees positions up to
+seq_len - n + i, and with a window only the last `window` of those, its own included. Query head h reads KV head h // group.
+In a latent cache K is the latent and V its rotary part: a key is both, one after the other, and a value is the latent again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument, OutOfRange
+from kvx.layout.pointers import CachePointers
+from kvx.ops import backend as backends
+from kvx.ops import cells, compiled, door_table, native, scales
+from kvx.spec.cache_spec import CacheSpec
+from kvx.tables import PackedTable, Table
+
+_IO = (torch.float16, torch.bfloat16, torch.float32)
+_CAUSAL, _PLANNED, _LATENT = 1, 2, 4  # KVX_ATTENTION_*
+RUN, PLAN, WORKSPACE = 0, 1, 2  # kvx_door_attention_t.step
+
+
+# The tensors of a cache, or the addresses of caches that are tensors of their own.
+OpenCache = tuple[Tensor, ...] | CachePointers
+
+
+class Options(NamedTuple):
+    """What a call says besides its tensors."""
+
+    scale: float  # multiplies q.k
+    causal: bool
+    window: int  # 0: none
+    soft_cap: float  # 0: none
+    max_query_len: int  # 0: the number of queries
+    max_seq_len: int  # 0: as the table allows
+    planned: bool = False
+    latent: bool = False
+
+
+def query_dim(spec: CacheSpec, latent: bool) -> int:
+    return spec.head_dim + spec.plane(1).head_dim if latent else spec.head_dim
+
+
+def value_dim(spec: CacheSpec, latent: bool) -> int:
+    return spec.head_dim if latent else spec.plane(1).head_dim
+
+
+def open_cache(
+    call: str, q: Tensor, cache: Tensor | Sequence[Tensor] | CachePointers, table: Table, spec: CacheSpec, options: Options
+) -> OpenCache:
+    """The cache's tensors, after what every backend asks of cache, table and q."""
+    if options.latent:
+        backends.require("attention_mla", spec)
+    tensors: OpenCache
+    if isinstance(cache, CachePointers):
+        tensors = cache
+    else:
+        tensors = tuple(backends.as_tensor(call, "cache", c) for c in ((cache,) if isinstance(cache, Tensor) else cache))
+    door_table.check(call, tensors, table, spec)
+    if q.dim() != 3 or q.dtype not in _IO:
+        raise BadArgument(f"{call}(): q is {list(q.shape)} {q.dtype}; it is [num_tokens, num_heads, head_dim] f16, bf16 or f32.")
+    return tensors
+
+
+def first_tensor(tensors: OpenCache) -> Tensor:
+    """One that lives where the cache does."""
+    return tensors.k if isinstance(tensors, CachePointers) else tensors[0]
+
+
+def attend(
+    call: str, q: Tensor, cache: Tensor | Sequence[Tensor] | CachePointers, table: Table, cu: Tensor | None, spec: CacheSpec,
+    extra: tuple[Tensor | None, ...], sinks: Tensor | None, out: Tensor | None, lse: Tensor | None, workspace: Tensor | None,
+    options: Options, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if out is None:
+        out = torch.empty(*q.shape[:-1], value_dim(spec, options.latent), dtype=q.dtype, device=q.device)
+    if lse is None:
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    if torch.compiler.is_compiling() and not isinstance(cache, CachePointers):
+        compiled.attention(q, cache, table, cu, out, lse, spec, extra, sinks, workspace, options, backend)
+        return out, lse
+    q = backends.as_tensor(call, "q", q)
+    tensors = open_cache(call, q, cache, table, spec, options)
+    scales.require(call, spec, extra)
+    chosen = backends.choose(call, backend, first_tensor(tensors), spec)
+    if chosen == "torch":
+        if isinstance(tensors, CachePointers):
+            tensors, table = _stacked(tensors, table)
+        _attention_torch(call, tensors, table, q, out, lse, cu, spec, extra, sinks, options)
+        return out, lse
+    if chosen == "cuda" and workspace is None:
+        if options.planned:
+            raise BadArgument(f"{call}(): planned is True and workspace None; the plan stands in the workspace it was made in.")
+        size = workspace_bytes(tensors, table, q, cu, spec, options)
+        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+    if chosen == "cuda" and backends.is_debug() and extra[-1] is None:
+        with backends.ErrorCounter(call, first_tensor(tensors).device) as count:
+            call_native(RUN, tensors, table, q, out, lse, cu, spec, (*extra[:-1], count), sinks, workspace, options)
+    else:
+        call_native(RUN, tensors, table, q, out, lse, cu, spec, extra, sinks, workspace, options)
+    return out, lse
+
+
+def workspace_bytes(tensors: OpenCache, table: Table, q: Tensor, cu: Tensor | None, spec: CacheSpec, options: Options) -> int:
+    return call_native(WORKSPACE, tensors, table, q, None, None, cu, spec, (None,) * 7, None, None, options) if q.is_cuda else 0
+
+
+def call_native(
+    step: int, tensors: OpenCache, table: Table, q: Tensor, out: Tensor | None, lse: Tensor | None, cu: Tensor | None,
+    spec: CacheSpec, extra: tuple[Tensor | None, ...], sinks: Tensor | None, workspace: Tensor | None, o: Options,
+) -> int:  # fmt: skip
+    door = door_table.open_table(tensors, table, spec, o.max_seq_len, cu)
+    (hq, ho, hl, hs, hw, *rest), keep = native.handles(q, out, lse, sinks, workspace, *extra)
+    flags = (_CAUSAL if o.causal else 0) | (_PLANNED if o.planned else 0) | (_LATENT if o.latent else 0)
+    args = native.AttentionArgs(hq, ho, hl, hs, hw, step, flags, o.window, o.max_query_len, 0, o.scale, o.soft_cap)
+    more = native.Extra(*rest)
+    status = native.attention_call(
+        door.spec, *door.cache, door.address, native.address_of(more), native.address_of(args), native.stream_of(q)
+    )
+    del keep
+    if status:
+        native.raise_status(status)
+    return args.bytes
+
+
+def _stacked(caches: CachePointers, table: Table) -> tuple[tuple[Tensor, ...], Table]:
+    """Caches of their own as the blocks of one; those without an address are none."""
+    assert isinstance(table, PackedTable)
+    missing = ((caches.k == 0) | (caches.v == 0)).nonzero().flatten().to(table.block_table.dtype)
+    ids = table.block_table.masked_fill(torch.isin(table.block_table, missing), -1)
+    return tuple(torch.stack(planes) for planes in zip(*caches.caches, strict=True)), PackedTable(ids, table.seq_lens)
+
+
+def _attention_torch(
+    call: str, tensors: tuple[Tensor, ...], table: Table, q: Tensor, out: Tensor, lse: Tensor, cu: Tensor | None,
+    spec: CacheSpec, extra: tuple[Tensor | None, ...], sinks: Tensor | None, o: Options,
+) -> None:  # fmt: skip
+    _check(call, table, q, out, lse, cu, spec, sinks, o)
+    heads, group = spec.num_kv_heads, q.shape[1] // spec.num_kv_heads
+    work = []
+    for s, first, n, length in _ranges(call, table, q, cu, spec, extra[-1], o):
+        # The last and the first position each query sees.
+        last = torch.arange(length - n, length, device=q.device) if o.causal else torch.full((n,), length - 1, device=q.device)
+        low = (last - o.window + 1 if o.window else torch.zeros_like(last)).clamp(min=0)
+        pos = torch.arange(min(int(low[0]), length), length, device=q.device)
+        found = cells.find(tensors, table, spec, torch.full_like(pos, s), pos)
+        _report(call, found[0].is_bad | found[1].is_bad, extra[-1], spec.num_blocks, s, pos)
+        work.append((slice(first, first + n), pos, low, last, found))
+    for rows, pos, low, last, found in work:
+        k, v = (cells.read(tensors, table, spec, i, found[i], torch.float32, extra[i], extra[2 + i]) for i in (0, 1))
+        if o.latent:
+            k, v = torch.cat((k, v), -1), k
+        seen = (pos >= low[:, None]) & (pos <= last[:, None]) & found[0].is_found & found[1].is_found  # [query, position]
+        scores = torch.einsum("nhgd,phd->hgnp", q[rows].float().unflatten(1, (heads, group)), k) * o.scale
+        if o.soft_cap:
+            scores = o.soft_cap * torch.tanh(scores / o.soft_cap)
+        scores = scores.masked_fill(~seen, -math.inf)
+        total = seen_sum = torch.logsumexp(scores, -1)  # -inf where nothing is seen
+        if sinks is not None:
+            total = torch.logaddexp(seen_sum, sinks.view(heads, group, 1))
+        weights = torch.exp(scores - total[..., None]).masked_fill(~seen, 0)
+        out[rows] = torch.einsum("hgnp,phd->nhgd", weights, v).flatten(1, 2).to(out.dtype)
+        lse[rows] = seen_sum.permute(2, 0, 1).flatten(1)
+
+
+def _check(
+    call: str, table: Table, q: Tensor, out: Tensor, lse: Tensor, cu: Tensor | None, spec: CacheSpec, sinks: Tensor | None,
+    o: Options,
+) -> None:  # fmt: skip
+    tokens, heads, dim = q.shape
+    if heads == 0 or heads % spec.num_kv_heads:
+        raise BadArgument(
+            f"{call}(): q has {heads} heads and the cache {spec.num_kv_heads}; the first is a multiple of the second."
+        )
+    if dim != query_dim(spec, o.latent):
+        why = "spec.head_dim + spec.v_head_dim, latent and rotary part," if o.latent else "spec.head_dim"
+        raise BadArgument(f"{call}(): q is {list(q.shape)}; {why} makes it {[tokens, heads, query_dim(spec, o.latent)]}.")
+    want = [tokens, heads, value_dim(spec, o.latent)]
+    if list(out.shape) != want or out.dtype not in _IO:
+        raise BadArgument(f"{call}(): out is {list(out.shape)} {out.dtype}; q and the spec make it {want} f16, bf16 or f32.")
+    if list(lse.shape) != want[:2] or lse.dtype != torch.float32:
+        raise BadArgument(f"{call}(): lse is {list(lse.shape)} {lse.dtype}; it is {want[:2]} float32.")
+    if sinks is not None and (list(sinks.shape) != [heads] or sinks.dtype != torch.float32):
+        raise BadArgument(f"{call}(): sinks is {list(sinks.shape)} {sinks.dtype}; it is [{heads}] float32.")
+    if cu is not None and (cu.dtype not in (torch.int32, torch.int64) or list(cu.shape) != [table.num_seqs + 1]):
+        raise BadArgument(
+            f"{call}(): cu_seqlens is {list(cu.shape)} {cu.dtype}; it is int32 or int64 [{table.num_seqs + 1}], one more than the "
+            "sequences."
+        )
+    if cu is None and (tokens % table.num_seqs if table.num_seqs else tokens):
+        other = "With cu_seqlens they may differ." if o.latent else "attention_varlen takes different numbers."
+        raise BadArgument(f"{call}(): q has {tokens} tokens for {table.num_seqs} sequences; every sequence has as many. {other}")
+    if not math.isfinite(o.scale) or o.scale == 0:
+        raise BadArgument(f"{call}(): scale is {o.scale}; it is finite and not 0.")
+    if not math.isfinite(o.soft_cap) or o.soft_cap < 0 or min(o.window, o.max_query_len, o.max_seq_len) < 0:
+        raise BadArgument(
+            f"{call}(): soft_cap is {o.soft_cap}, window {o.window}, max_query_len {o.max_query_len}, max_seq_len {o.max_seq_len}; "
+            "none is negative or infinite."
+        )
+
+
+def _ranges(
+    call: str, table: Table, q: Tensor, cu: Tensor | None, spec: CacheSpec, errors: Tensor | None, o: Options
+) -> list[tuple[int, int, int, int]]:
+    """Sequence, first query, queries and length, of each sequence that has queries."""
+    tokens, seqs = q.shape[0], table.num_seqs
+    ends = torch.arange(seqs + 1) * (tokens // max(seqs, 1)) if cu is None else cu.cpu().long()
+    lengths = table.lengths(spec.block_size).tolist()
+    most = o.max_query_len or tokens
+    ranges, bad = [], 0
+    for s, (first, end, length) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), lengths, strict=True)):
+        wrong = ""
+        if first < 0 or end < first or end > tokens or (cu is not None and end - first > most):
+            wrong = f"cu_seqlens[{s}..{s + 1}] is not a range of at most max_query_len {most} rows inside the {tokens} of q"
+        elif length < 0:
+            wrong = f"sequence {s} has a negative or impossible length"
+        elif o.max_seq_len and length > o.max_seq_len:
+            wrong = f"sequence {s} has {length} tokens; max_seq_len is {o.max_seq_len}"
+        if wrong and (q.is_cpu or backends.is_debug()):
+            raise OutOfRange(f"{call}(): {wrong}.")
+        bad += bool(wrong)
+        if not wrong and end > first:
+            ranges.append((s, first, end - first, length))
+    if errors is not None and bad:
+        errors += bad
+    return ranges
+
+
+def _report(call: str, bad: Tensor, errors: Tensor | None, num_blocks: int, seq: int, pos: Tensor) -> None:
+    if not bool(bad.any()):
+        return
+    if bad.is_cpu or backends.is_debug():
+        at = int(pos[int(bad.nonzero()[0])])
+        raise OutOfRange(
+            f"{call}(): block_table of sequence {seq} has no block inside the cache (num_blocks {num_blocks}) for position {at}, "
+            "which a query sees."
+        )
+    if errors is not None:
+        errors += bad.sum()
