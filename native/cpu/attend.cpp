@@ -76,9 +76,9 @@ inline Quad sums(Vec a, Vec b, Vec c, Vec d) {
 #endif
 }
 
-// acc += v * weights[R]
+// acc + v * weights[R]
 template <int R>
-inline Vec add_weighted(Vec acc, Vec v, Quad weights) {
+inline Vec weighted(Vec acc, Vec v, Quad weights) {
 #if defined(__aarch64__)
   return Vec(vfmaq_laneq_f32(float32x4_t(acc), float32x4_t(v), float32x4_t(weights), R));
 #else
@@ -86,174 +86,308 @@ inline Vec add_weighted(Vec acc, Vec v, Quad weights) {
 #endif
 }
 
-// Rows of one type: a raw load holds kParts vectors, in order.
-struct F32 {
-  static constexpr int kParts = 1, kBytes = 4;
-  using Raw = Vec;
-  static Vec part(Raw raw, int) { return raw; }
+// The same in place, with weights that stay in registers: in assembly, since the compiler would spread each over one of its own.
+template <int R>
+inline void add_weighted(Vec& acc, Vec v, Quad weights) {
+#if defined(__aarch64__)
+  asm("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(acc) : "w"(v), "w"(weights), "i"(R));
+#else
+  acc = weighted<R>(acc, v, weights);
+#endif
+}
+
+// Rows of one type: a raw load holds kParts vectors, in order. A part is 1 / (kLiftIn * kLiftOut) of the numbers.
+struct Exact {
+  static constexpr float kLiftIn = 1, kLiftOut = 1;
 };
 #if defined(__aarch64__)
-struct BF16 {  // by interleaving with zeros: both pipes of a core do that, only one shifts
+struct F32 : Exact {
+  static constexpr int kParts = 2, kBytes = 4;
+  using Raw = float32x4x2_t;
+  static Raw read(const char* p) { return {{load<float32x4_t>(p), load<float32x4_t>(p + 16)}}; }
+  static Vec part(const Raw& raw, int i) { return Vec(raw.val[i]); }
+};
+struct BF16 : Exact {  // by interleaving with zeros: both pipes of a core do that, only one shifts
   static constexpr int kParts = 2, kBytes = 2;
   using Raw = uint16x8_t;
+  static Raw read(const char* p) { return load<Raw>(p); }
   static Vec part(Raw raw, int i) { return Vec(i ? vzip2q_u16(vdupq_n_u16(0), raw) : vzip1q_u16(vdupq_n_u16(0), raw)); }
 };
-struct F16 {
+struct F16 : Exact {
   static constexpr int kParts = 2, kBytes = 2;
   using Raw = float16x8_t;
+  static Raw read(const char* p) { return load<Raw>(p); }
   static Vec part(Raw raw, int i) { return Vec(i ? vcvt_high_f32_f16(raw) : vcvt_f32_f16(vget_low_f16(raw))); }
 };
+
+// Bytes become f32 by a look-up that puts them, a low and a high one, in their places in four words: conversions and widening go
+// through one pipe, at a half and at one a cycle, look-ups through both. The exponent this leaves out is the lift.
+struct Bytes {
+  static constexpr int kParts = 4, kBytes = 1;
+  using Raw = uint8x16x2_t;
+  template <int kLow>
+  static Vec place(const Raw& raw, int i) {
+    uint8_t at[16];
+    for (int j = 0; j < 16; j++) at[j] = uint8_t(j % 4 == kLow ? 4 * i + j / 4 : j % 4 == 3 ? 16 + 4 * i + j / 4 : 255);
+    return Vec(vqtbl2q_u8(raw, load<uint8x16_t>(at)));
+  }
+};
+struct S8 : Bytes {  // the magnitude from bit 8 of a subnormal, and the sign: the number times 2^-141
+  static constexpr float kLiftIn = 0x1p70f, kLiftOut = 0x1p71f;
+  static Raw read(const char* p) {
+    const int8x16_t c = load<int8x16_t>(p);
+    return {{vreinterpretq_u8_s8(vabsq_s8(c)), vandq_u8(vreinterpretq_u8_s8(c), vdupq_n_u8(0x80))}};
+  }
+  static Vec part(const Raw& raw, int i) { return place<1>(raw, i); }
+};
+struct E4M3 : Bytes {  // exponent and mantissa in f32's places: the number times 2^-120, subnormal or not. NaN comes out as 480
+  static constexpr float kLiftIn = 0x1p60f, kLiftOut = 0x1p60f;
+  static Raw read(const char* p) {
+    const int8x16_t c = load<int8x16_t>(p);
+    return {{vreinterpretq_u8_s8(vshlq_n_s8(c, 4)), vandq_u8(vreinterpretq_u8_s8(vshrq_n_s8(c, 4)), vdupq_n_u8(0x87))}};
+  }
+  static Vec part(const Raw& raw, int i) { return place<2>(raw, i); }
+};
 #else
+struct F32 : Exact {
+  static constexpr int kParts = 1, kBytes = 4;
+  using Raw = Vec;
+  static Raw read(const char* p) { return load<Raw>(p); }
+  static Vec part(Raw raw, int) { return raw; }
+};
 struct Halves {
   typedef uint16_t Half __attribute__((vector_size(2 * W)));
   Half half[2];
 };
-struct BF16 {
+struct BF16 : Exact {
   static constexpr int kParts = 2, kBytes = 2;
   using Raw = Halves;
+  static Raw read(const char* p) { return load<Raw>(p); }
   static Vec part(const Raw& raw, int i) { return Vec(__builtin_convertvector(raw.half[i], UVec) << 16); }
 };
 #endif
 #if defined(__AVX512F__)
-struct F16 {
+struct F16 : Exact {
   static constexpr int kParts = 2, kBytes = 2;
   using Raw = Halves;
+  static Raw read(const char* p) { return load<Raw>(p); }
   // maskz: gcc 12 warns of its own _mm512_cvtph_ps.
   static Vec part(const Raw& raw, int i) { return Vec(_mm512_maskz_cvtph_ps(0xffff, __m256i(raw.half[i]))); }
 };
+struct S8 : Exact {
+  static constexpr int kParts = 1, kBytes = 1;
+  using Raw = Vec;
+  static Raw read(const char* p) { return Vec(_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(p)))); }
+  static Vec part(Raw raw, int) { return raw; }
+};
 #elif defined(__AVX2__)
-struct F16 {
+struct F16 : Exact {
   static constexpr int kParts = 2, kBytes = 2;
   using Raw = Halves;
+  static Raw read(const char* p) { return load<Raw>(p); }
   static Vec part(const Raw& raw, int i) { return Vec(_mm256_cvtph_ps(__m128i(raw.half[i]))); }
+};
+struct S8 : Exact {
+  static constexpr int kParts = 1, kBytes = 1;
+  using Raw = Vec;
+  static Raw read(const char* p) { return Vec(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))); }
+  static Vec part(Raw raw, int) { return raw; }
 };
 #endif
 
 // Into the second level: the rows of a head lie a power of two apart and would throw each other out of the first.
 inline void ask(const char* p) { __builtin_prefetch(p, 0, 2); }
 
+// As many bytes of P rows asked for as P others have, a few with every step through those.
+template <int P>
+struct Asking {
+  const char* row[P + 1];
+  const char** at = row;
+  const char* now;
+  int64_t part, left;  // elements to go by for each row
+
+  Asking(const cpu::TileRows& rows, int64_t t, int64_t head, int64_t dim) : part(dim / P), left(part) {
+    for (int i = 0; i < P; i++) row[i] = rows.at[t + i] + head * rows.head;
+    row[P] = row[P - 1], now = row[0];
+  }
+  template <int kBytes, int kStep>
+  inline __attribute__((always_inline)) void step() {
+#pragma GCC unroll 8
+    for (int b = 0; b < kBytes; b += 64) ask(now + b);
+    now += kBytes, left -= kStep;
+    if (left <= 0) now = *++at, left = part;
+  }
+};
+
 // ---- scores
 
-// kPositions positions against R rows: scores [kPositions, 4].
-template <class T, int R>
-inline void score_block(const char* const* at, int64_t offset, int64_t dim, const char* const* next, const float* q, float* scores) {
-  constexpr int kStep = W * T::kParts, kBytes = kPositions * W * 4;  // read in a step
-  const char* row[kPositions];
+// P positions against R rows: scores [P, 4].
+template <class T, int R, int P>
+inline void score_block(const char* const* at, int64_t offset, int64_t dim, Asking<P> asking, const float* scale, const float* q, float* scores) {
+  constexpr int kStep = W * T::kParts;
+  const char* row[P];
 #pragma GCC unroll 4
-  for (int i = 0; i < kPositions; i++) row[i] = at[i] + offset;
-  Vec sum[kPositions][R] = {};
-  int64_t d = 0;
-  for (int row_asked = 0; row_asked < kPositions; row_asked++) {
-    const char* asked = next[row_asked];
-    const int64_t stop = row_asked + 1 == kPositions ? dim : dim * (row_asked + 1) / kPositions;
-    for (; d < stop; d += kStep, asked += kBytes) {
+  for (int i = 0; i < P; i++) row[i] = at[i] + offset;
+  Vec sum[P][R] = {};
+  for (int64_t d = 0; d < dim; d += kStep) {
+    asking.template step<P * kStep * T::kBytes, kStep>();
+    Vec x[P][T::kParts];
 #pragma GCC unroll 4
-      for (int b = 0; b < kBytes; b += 64) ask(asked + b);
-      typename T::Raw raw[kPositions];
+    for (int i = 0; i < P; i++) {
+      const typename T::Raw raw = T::read(row[i] + d * T::kBytes);
 #pragma GCC unroll 4
-      for (int i = 0; i < kPositions; i++) raw[i] = load<typename T::Raw>(row[i] + d * T::kBytes);
-#pragma GCC unroll 2
-      for (int part = 0; part < T::kParts; part++) {
-        Vec x[kPositions];
+      for (int part = 0; part < T::kParts; part++) x[i][part] = T::part(raw, part);
+    }
 #pragma GCC unroll 4
-        for (int i = 0; i < kPositions; i++) x[i] = T::part(raw[i], part);
+    for (int r = 0; r < R; r++) {
+      Vec y[T::kParts];
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-          const Vec y = load<Vec>(q + r * dim + d + part * W);
+      for (int part = 0; part < T::kParts; part++) y[part] = load<Vec>(q + r * dim + d + part * W);
 #pragma GCC unroll 4
-          for (int i = 0; i < kPositions; i++) sum[i][r] += x[i] * y;
-        }
-      }
+      for (int part = 0; part < T::kParts; part++)
+#pragma GCC unroll 4
+        for (int i = 0; i < P; i++) sum[i][r] += x[i][part] * y[part];
     }
   }
   const Vec zero = {};
 #pragma GCC unroll 4
-  for (int i = 0; i < kPositions; i++)
-    store(scores + i * kLanes, sums(sum[i][0], R > 1 ? sum[i][R > 1 ? 1 : 0] : zero, R > 2 ? sum[i][R > 2 ? 2 : 0] : zero, R > 2 ? sum[i][R > 2 ? 3 : 0] : zero));
+  for (int i = 0; i < P; i++) {
+    Quad s = sums(sum[i][0], R > 1 ? sum[i][R > 1 ? 1 : 0] : zero, R > 2 ? sum[i][R > 2 ? 2 : 0] : zero, R > 2 ? sum[i][R > 2 ? 3 : 0] : zero);
+    if (scale) s *= scale[i];
+    store(scores + i * kLanes, s);
+  }
 }
 
-// Calls f(state, computed rows, whether it is the first) for the runs of a head that see the tile.
+// Calls f(run, its number of rows as a constant) for the runs of a head that see the tile.
 template <class F>
 inline void each_run(const cpu::TileStates& s, int64_t head, F&& f) {
-  for (int64_t b = s.first; b < s.last; b++) f(head * s.fours + b, b + 1 == s.fours ? s.final_rows : kLanes, b == s.first);
+  for (int64_t b = s.first; b < s.last; b++) {
+    const int rows = b + 1 == s.fours ? s.final_rows : kLanes;
+    if (rows == 1) f(head * s.fours + b, std::integral_constant<int, 1>());
+    else if (rows == 2) f(head * s.fours + b, std::integral_constant<int, 2>());
+    else f(head * s.fours + b, std::integral_constant<int, 4>());
+  }
+}
+
+// Calls f(position, head) for blocks of positions, in the order of memory.
+template <class F>
+inline void each_block(const cpu::TileRows& rows, int64_t positions, F&& f) {
+  if (rows.by_head) {
+    for (int64_t h = 0; h < rows.heads; h++)
+      for (int64_t t = 0; t < rows.count; t += positions) f(t, h);
+  } else {
+    for (int64_t t = 0; t < rows.count; t += positions)
+      for (int64_t h = 0; h < rows.heads; h++) f(t, h);
+  }
 }
 
 template <class T>
-void scores(const cpu::TileRows& k, const char* const* next, const cpu::TileStates& s) {
-  int64_t asked = 0;
-  const auto block = [&](int64_t t, int64_t head) {
-    each_run(s, head, [&](int64_t state, int rows, bool is_first) {
-      const float* q = s.q + state * kLanes * k.dim;
-      float* out = s.scores + (state * cpu::kTile + t) * kLanes;
-      const char* const* ahead = next && is_first ? next + asked : k.at + t;  // asking for what is here costs nothing
-      if (rows == 1) score_block<T, 1>(k.at + t, head * k.head, k.dim, ahead, q, out);
-      else if (rows == 2) score_block<T, 2>(k.at + t, head * k.head, k.dim, ahead, q, out);
-      else score_block<T, 4>(k.at + t, head * k.head, k.dim, ahead, q, out);
+void scores(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::TileStates& s) {
+  constexpr int P = T::kParts > 2 ? kPositions / 2 : kPositions;
+  each_block(k, P, [&](int64_t t, int64_t head) {
+    const Asking<P> asking(next ? *next : k, t, head, k.dim);  // asking for what is here costs little
+    const float* scale = k.scale ? k.scale + head * cpu::kTile + t : nullptr;
+    each_run(s, head, [&](int64_t state, auto rows) {
+      score_block<T, rows, P>(k.at + t, head * k.head, k.dim, asking, scale, s.q + state * kLanes * k.dim, s.scores + (state * cpu::kTile + t) * kLanes);
     });
-    asked += kPositions;
-  };
-  if (k.by_head) {
-    for (int64_t h = 0; h < k.heads; h++)
-      for (int64_t t = 0; t < k.count; t += kPositions) block(t, h);
-  } else {
-    for (int64_t t = 0; t < k.count; t += kPositions)
-      for (int64_t h = 0; h < k.heads; h++) block(t, h);
-  }
+  });
 }
 
 // ---- values
 
-// What goes on beside summing, a piece (a chunk's width) for every row and chunk summed, front to back: rows of another head are
-// made f32, and rows of memory asked for.
-struct Beside {
-  const char* const* from;  // NULL: none to be made
-  float* to;
-  const char* const* next;  // never NULL: asking for what is here costs nothing
-  int64_t row = 0, piece = 0;
-};
+// P positions into R rows of sums, which are read and written once: out [R, dim]. A position's parts are made while the one
+// before it is multiplied.
+template <class T, int R, int P>
+inline void sum_block(const char* const* at, int64_t offset, int64_t dim, Asking<P> asking, const float* scale, const float* weights, float* out) {
+  constexpr int C = T::kParts, kStep = W * C;
+  const char* row[P];
+  Quad w[P];
+#pragma GCC unroll 8
+  for (int i = 0; i < P; i++) {
+    row[i] = at[i] + offset, w[i] = load<Quad>(weights + i * kLanes);
+    if (scale) w[i] *= scale[i];
+  }
+  typename T::Raw raw = T::read(row[0]);
+  Vec x[C];
+#pragma GCC unroll 4
+  for (int c = 0; c < C; c++) x[c] = T::part(raw, c);
+  for (int64_t d = 0; d < dim; d += kStep) {
+    asking.template step<P * kStep * T::kBytes, kStep>();
+    const int64_t after = d + kStep < dim ? d + kStep : 0;
+    Vec sum[R][C];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) sum[r][c] = load<Vec>(out + r * dim + d + c * W);
+#pragma GCC unroll 8
+    for (int i = 0; i < P; i++) {
+      raw = T::read(i + 1 < P ? row[i + 1 < P ? i + 1 : 0] + d * T::kBytes : row[0] + after * T::kBytes);
+      Vec ahead[C];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) {
+        add_weighted<0>(sum[0][c], x[c], w[i]);
+        if (R > 1) add_weighted<1>(sum[R > 1 ? 1 : 0][c], x[c], w[i]);
+        if (R > 2) add_weighted<2>(sum[R > 2 ? 2 : 0][c], x[c], w[i]), add_weighted<3>(sum[R > 2 ? 3 : 0][c], x[c], w[i]);
+        ahead[c] = T::part(raw, c);
+      }
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) x[c] = ahead[c];
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) store(out + r * dim + d + c * W, sum[r][c]);
+  }
+}
 
-template <class T, int R, int C, bool kMakes>
-inline void value_chunk(const float* v, int64_t count, int64_t dim, Beside& beside, const float* weights, const float* keep, float* out) {
+// What was summed before a tile, times what the tile makes of it: seldom anything, since the largest score seldom changes.
+void shrink(const cpu::TileStates& s, int64_t heads, int64_t dim, const cpu::Softmax* softmax) {
+  for (int64_t h = 0; h < heads; h++)
+    each_run(s, h, [&](int64_t state, auto rows) {
+      for (int r = 0; r < rows; r++) {
+        const float keep = softmax[state].keep[r];
+        float* out = s.out + (state * kLanes + r) * dim;
+        for (int64_t d = 0; d < dim && keep != 1; d++) out[d] *= keep;
+      }
+    });
+}
+
+template <class T>
+void sums_of(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::TileStates& s, const cpu::Softmax* softmax) {
+  constexpr int P = 8;
+  shrink(s, v.heads, v.dim, softmax);
+  each_block(v, P, [&](int64_t t, int64_t head) {
+    const auto block = [&](auto positions, int64_t from) {
+      const Asking<positions> asking(next ? *next : v, from, head, v.dim);
+      const float* scale = v.scale ? v.scale + head * cpu::kTile + from : nullptr;
+      each_run(s, head, [&](int64_t state, auto rows) {
+        sum_block<T, rows, positions>(v.at + from, head * v.head, v.dim, asking, scale, s.scores + (state * cpu::kTile + from) * kLanes, s.out + state * kLanes * v.dim);
+      });
+    };
+    if (t + P <= v.count) block(std::integral_constant<int, P>(), t);
+    else
+      for (int64_t one = t; one < v.count; one++) block(std::integral_constant<int, 1>(), one);
+  });
+}
+
+// C vectors of every position, v [count, dim], into R rows of sums, which stay in registers.
+template <int R, int C>
+inline void sum_chunk(const float* v, int64_t count, int64_t dim, const float* weights, const float* keep, float* out) {
   Vec sum[R][C];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) sum[r][c] = load<Vec>(out + r * dim + c * W) * splat(keep[r]);
-  constexpr int64_t kAsked = C * W * T::kBytes < 64 ? C * W * T::kBytes : 64;  // of a row asked for, which is as long as one made
-  const int64_t pieces = dim / (C * W);
-  int64_t row = beside.row, piece = beside.piece;
-  float* to = beside.to + (row * pieces + piece) * C * W;
-  for (int64_t t = 0; t < count; row++, piece = 0) {
-    const char* asked = beside.next[row] + piece * kAsked;
-    const char* from = kMakes ? beside.from[row] + piece * C * W * T::kBytes : nullptr;
-    const int64_t stop = t + pieces - piece < count ? t + pieces - piece : count;
-    const int64_t end_piece = piece + stop - t;
-    for (; t < stop; t++, asked += kAsked) {
-      if (kAsked == 64 || reinterpret_cast<uintptr_t>(asked) % 64 < kAsked) ask(asked);
-      const Quad w = load<Quad>(weights + t * kLanes);
-      if (kMakes) {
+  for (int64_t t = 0; t < count; t++, v += dim) {
+    const Quad w = load<Quad>(weights + t * kLanes);
 #pragma GCC unroll 8
-        for (int c = 0; c < C; c += T::kParts) {
-          const typename T::Raw raw = load<typename T::Raw>(from + c * W * T::kBytes);
-#pragma GCC unroll 2
-          for (int part = 0; part < T::kParts; part++) store(to + (c + part) * W, T::part(raw, part));
-        }
-        from += C * W * T::kBytes, to += C * W;
-      }
-#pragma GCC unroll 8
-      for (int c = 0; c < C; c++) {
-        const Vec x = load<Vec>(v + t * dim + c * W);
-        sum[0][c] = add_weighted<0>(sum[0][c], x, w);
-        if (R > 1) sum[R > 1 ? 1 : 0][c] = add_weighted<1>(sum[R > 1 ? 1 : 0][c], x, w);
-        if (R > 2) sum[R > 2 ? 2 : 0][c] = add_weighted<2>(sum[R > 2 ? 2 : 0][c], x, w);
-        if (R > 2) sum[R > 2 ? 3 : 0][c] = add_weighted<3>(sum[R > 2 ? 3 : 0][c], x, w);
-      }
+    for (int c = 0; c < C; c++) {
+      const Vec x = load<Vec>(v + c * W);
+      sum[0][c] = weighted<0>(sum[0][c], x, w);
+      if (R > 1) sum[R > 1 ? 1 : 0][c] = weighted<1>(sum[R > 1 ? 1 : 0][c], x, w);
+      if (R > 2) sum[R > 2 ? 2 : 0][c] = weighted<2>(sum[R > 2 ? 2 : 0][c], x, w);
+      if (R > 2) sum[R > 2 ? 3 : 0][c] = weighted<3>(sum[R > 2 ? 3 : 0][c], x, w);
     }
-    if (end_piece < pieces) {  // the chunk ends inside a row
-      beside.row = row, beside.piece = end_piece;
-      break;
-    }
-    beside.row = row + 1, beside.piece = 0;
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
@@ -261,33 +395,13 @@ inline void value_chunk(const float* v, int64_t count, int64_t dim, Beside& besi
     for (int c = 0; c < C; c++) store(out + r * dim + c * W, sum[r][c]);
 }
 
-template <class T, int R, bool kMakes>
-void value_rows(const float* v, int64_t count, int64_t dim, Beside beside, const float* weights, const float* keep, float* out) {
-  constexpr int C = R == 4 ? kVectors : 2 * kVectors;
-  int64_t d = 0;
-  for (; d + C * W <= dim; d += C * W) value_chunk<T, R, C, kMakes>(v + d, count, dim, beside, weights, keep, out + d);
-  for (; d < dim; d += W) {  // no rows are made at such widths: can_make
-    beside.row = beside.piece = 0;
-    value_chunk<F32, R, 1, false>(v + d, count, dim, beside, weights, keep, out + d);
-  }
-}
-
-template <class T>
-void values(const float* v, int64_t count, int64_t dim, const char* const* from, float* to, const char* const* next, const cpu::TileStates& s, const cpu::Softmax* softmax) {
-  const char* here[cpu::kTile + 1];
-  for (const char*& row : here) row = reinterpret_cast<const char*>(v);
-  each_run(s, 0, [&](int64_t state, int rows, bool is_first) {
+void values_f32(const float* v, int64_t count, int64_t dim, const char* const*, float*, const char* const*, const cpu::TileStates& s, const cpu::Softmax* softmax) {
+  each_run(s, 0, [&](int64_t state, auto rows) {
     const float *weights = s.scores + state * cpu::kTile * kLanes, *keep = softmax[state].keep;
     float* out = s.out + state * kLanes * dim;
-    Beside beside{is_first ? from : nullptr, to, is_first && next ? next : here};
-    const auto run = [&](auto rows_together) {
-      constexpr int R = decltype(rows_together)::value;
-      if (beside.from) value_rows<T, R, true>(v, count, dim, beside, weights, keep, out);
-      else value_rows<F32, R, false>(v, count, dim, beside, weights, keep, out);
-    };
-    if (rows == 1) run(std::integral_constant<int, 1>());
-    else if (rows == 2) run(std::integral_constant<int, 2>());
-    else run(std::integral_constant<int, 4>());
+    int64_t d = 0;
+    for (; d + kVectors * W <= dim; d += kVectors * W) sum_chunk<rows, kVectors>(v + d, count, dim, weights, keep, out + d);
+    for (; d < dim; d += W) sum_chunk<rows, 1>(v + d, count, dim, weights, keep, out + d);
   });
 }
 
@@ -300,7 +414,7 @@ void widen(float* to, const char* row, int64_t n, float) {
   constexpr int64_t kStep = W * T::kParts;
   int64_t d = 0;
   for (; d + kStep <= n; d += kStep) {
-    const typename T::Raw raw = load<typename T::Raw>(row + d * T::kBytes);
+    const typename T::Raw raw = T::read(row + d * T::kBytes);
 #pragma GCC unroll 2
     for (int part = 0; part < T::kParts; part++) store(to + d + part * W, T::part(raw, part));
   }
@@ -308,7 +422,7 @@ void widen(float* to, const char* row, int64_t n, float) {
   char rest[kStep * T::kBytes] = {};
   memcpy(rest, row + d * T::kBytes, size_t(n - d) * T::kBytes);
   float last[kStep];
-  const typename T::Raw raw = load<typename T::Raw>(rest);
+  const typename T::Raw raw = T::read(rest);
   for (int part = 0; part < T::kParts; part++) store(last + part * W, T::part(raw, part));
   memcpy(to + d, last, size_t(n - d) * 4);
 }
@@ -340,6 +454,16 @@ void widen_s8(float* to, const char* row, int64_t n, float scale) {
     for (int i = 0; i < 16; i++) out[i] = float(wide[i]) * scale;
 #endif
   });
+}
+
+// e4m3's NaN, which Raw passes over, in a row.
+bool has_nan(const char* row, int64_t n) {
+  uint8_t most = 0;
+  for (int64_t d = 0; d < n; d++) {
+    const uint8_t twice = uint8_t(uint8_t(row[d]) << 1);
+    most = most > twice ? most : twice;
+  }
+  return most == 0xfe;
 }
 
 #if defined(__aarch64__)
@@ -400,30 +524,22 @@ inline Quad larger(Quad a, Quad b) {  // NaN is passed over here and comes back 
 void weigh(cpu::Softmax* s, float* scores, int64_t first, int64_t count, const cpu::ScoreRule& rule) {
   const Quad none = splat4(-INFINITY), before = load<Quad>(s->most);
   const IQuad low = load<IQuad>(s->low), last = load<IQuad>(s->last);
-  Quad mosts[4] = {before, none, none, none};  // four: each step waits for the one before
-  if (rule.cap == 0 && !rule.is_masked && count % 4 == 0) {
-    for (int64_t t = 0; t < count; t += 4)
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) {
-        const Quad x = load<Quad>(scores + (t + i) * kLanes) * rule.scale;
-        store(scores + (t + i) * kLanes, x);
-        mosts[i] = larger(mosts[i], x);
-      }
-  } else {
+  const int64_t whole = (count + 3) / 4 * 4;
+  if (rule.scale != 1 || rule.cap != 0 || rule.is_masked)
     for (int64_t t = 0; t < count; t++) {
       Quad x = load<Quad>(scores + t * kLanes) * rule.scale;
       if (rule.cap != 0) x = capped(x, rule.cap);
       const IQuad pos = int32_t(first + t) - IQuad{};
       IQuad seen = (pos >= low) & (pos <= last);
       if (rule.there) seen &= rule.there[t];
-      x = seen ? x : none;
-      store(scores + t * kLanes, x);
-      mosts[0] = larger(mosts[0], x);
+      store(scores + t * kLanes, rule.is_masked ? (seen ? x : none) : x);
     }
-  }
-  const Quad most = larger(larger(mosts[0], mosts[1]), larger(mosts[2], mosts[3]));
-  const int64_t whole = (count + 3) / 4 * 4;
   for (int64_t t = count; t < whole; t++) store(scores + t * kLanes, none);
+  Quad mosts[4] = {before, none, none, none};  // four: each step waits for the one before
+  for (int64_t t = 0; t < whole; t += 4)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) mosts[i] = larger(mosts[i], load<Quad>(scores + (t + i) * kLanes));
+  const Quad most = larger(larger(mosts[0], mosts[1]), larger(mosts[2], mosts[3]));
   const Quad base = most == none ? splat4(0) : most;  // nothing seen: -inf - 0 gives weight 0, where -inf - -inf would be NaN
   Quad wide[W / kLanes];
   for (Quad& part : wide) part = base;
@@ -452,25 +568,32 @@ namespace cpu {
 using namespace KVX_ISA;
 
 const AttendTable KVX_JOIN(attend_, KVX_ISA) = {
-    W,
-#if defined(__aarch64__) || defined(__AVX2__)
-    {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>},
-    {nullptr, &values<F16>, &values<BF16>, &values<F32>},
-    2 * kVectors * W,
-#else
-    {nullptr, nullptr, &scores<BF16>, &scores<F32>},
-    {nullptr, nullptr, &values<BF16>, &values<F32>},
-    2 * kVectors * W,
-#endif
-    &weigh,
 #if defined(__aarch64__)
+    {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, &scores<E4M3>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &scores<S8>},
+    {nullptr, &sums_of<F16>, &sums_of<BF16>, &sums_of<F32>, &sums_of<E4M3>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &sums_of<S8>},
+    {1, 2 * W, 2 * W, 2 * W, 4 * W, 1, 1, 1, 1, 1, 1, 4 * W},
+    {1, 1, 1, 1, E4M3::kLiftIn, 1, 1, 1, 1, 1, 1, S8::kLiftIn},
+    {1, 1, 1, 1, E4M3::kLiftOut, 1, 1, 1, 1, 1, 1, S8::kLiftOut},
     {nullptr, &widen<F16>, &widen<BF16>, &widen_f32, &widen_e4m3, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &widen_s8},
 #elif defined(__AVX2__)
+    {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &scores<S8>},
+    {nullptr, &sums_of<F16>, &sums_of<BF16>, &sums_of<F32>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &sums_of<S8>},
+    {1, 2 * W, 2 * W, W, 1, 1, 1, 1, 1, 1, 1, W},
+    {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
+    {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
     {nullptr, &widen<F16>, &widen<BF16>, &widen_f32, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &widen_s8},
 #else
+    {nullptr, nullptr, &scores<BF16>, &scores<F32>},
+    {nullptr, nullptr, &sums_of<BF16>, &sums_of<F32>},
+    {1, 1, 2 * W, W, 1, 1, 1, 1, 1, 1, 1, 1},
+    {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
+    {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
     {nullptr, nullptr, &widen<BF16>, &widen_f32, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &widen_s8},
 #endif
+    &has_nan,
+    &weigh,
     &exp2_one,
+    {nullptr, nullptr, nullptr, &values_f32},
 };
 
 }  // namespace cpu

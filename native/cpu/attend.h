@@ -10,13 +10,15 @@ namespace cpu {
 
 constexpr int kLanes = 4;   // query rows together
 constexpr int kTile = 64;   // positions together, at most
+constexpr int kRoom = 8;    // positions past the last that loops may look at
 
-// K at the positions of a tile.
+// Rows of K or V at the positions of a tile.
 struct TileRows {
-  const char* const* at;  // [count rounded up to 4]: where the first head's row begins
+  const char* const* at;  // where the first head's row begins; kRoom more than count, all good to read
   int64_t count, dim;     // dim a multiple of the type's step
   int64_t heads, head;    // heads, and bytes from one to the next
   bool by_head;           // heads are far apart: each is walked alone. Else whole tokens are, front to back
+  const float* scale = nullptr;  // [heads, kTile]: factors of scores, or of weights; NULL = 1
 };
 
 // Query rows: the states of one head are `fours` runs of four rows, of which [first, last) see the tile. The final run may have
@@ -46,23 +48,24 @@ struct ScoreRule {
 
 using WidenRow = void (*)(float* to, const char* row, int64_t n, float scale);  // a row as f32, times the scale of a quantised one
 
-// `next`: rows that will be wanted after these, as many as are read, in the order they have in memory; they are asked for
-// meanwhile, a line for every line read. NULL = nothing.
+// `next`: rows that will be wanted after these and are asked for meanwhile, a line for every line read. NULL = none.
 struct AttendTable {
-  int lanes;  // f32 in a vector
-  // By kvx_dtype_t of K's rows, F16, BF16, F32; NULL: they have to be made f32 first.
-  void (*scores[4])(const TileRows& k, const char* const* next, const TileStates& states);
-  // V of one head, f32 and close together: [count, dim]. (A head's rows in the cache can lie in as many pages as there are
-  // positions, and summing walks them a few elements at a time.) Meanwhile rows of the head that follows are made so, `from`
-  // to `to`: summing leaves the ports of memory idle. By dtype of those rows; F32 also when from is NULL. `softmax` is of the
-  // head's runs.
-  void (*values[4])(const float* v, int64_t count, int64_t dim, const char* const* from, float* to, const char* const* next, const TileStates& states, const Softmax* softmax);
-  int made_step;  // dim of rows made by `values` is a multiple of this
-  void (*weigh)(Softmax* softmax, float* scores, int64_t first, int64_t count, const ScoreRule& rule);  // scores become weights
+  // By kvx_dtype_t of rows as they lie; NULL: they have to be made f32 first.
+  void (*scores[14])(const TileRows& k, const TileRows* next, const TileStates& states);
+  void (*sums[14])(const TileRows& v, const TileRows* next, const TileStates& states, const Softmax* softmax);  // of weights times values
+  int steps[14];  // dim of such rows is a multiple of this
+  // Numbers of a type are read lift_in * lift_out times too small. Queries, or weights by their scale, are multiplied by the
+  // first; scores by their scale, or sums in the end, by the second.
+  float lift_in[14], lift_out[14];
   WidenRow widen[14];  // by kvx_dtype_t; NULL: row.h's way
+  bool (*has_nan)(const char* row, int64_t n);  // of e4m3: `scores` and `sums` do not see it
+  void (*weigh)(Softmax* softmax, float* scores, int64_t first, int64_t count, const ScoreRule& rule);  // scores become weights
   float (*exp2)(float x);
+  // The same for V of one head, f32 and close together, [count, dim]: faster, where many rows share it. By dtype, F32 alone; the
+  // three pointers are not used.
+  void (*values[4])(const float* v, int64_t count, int64_t dim, const char* const* from, float* to, const char* const* next, const TileStates& states, const Softmax* softmax);
 
-  int step(int dtype) const { return dtype == 3 ? lanes : 2 * lanes; }  // elements a pass takes; 3: F32
+  int step(int dtype) const { return steps[dtype]; }
 };
 
 extern const AttendTable attend_plain;

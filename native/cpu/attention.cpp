@@ -21,7 +21,7 @@ constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 constexpr int64_t kThreadBytes = 256 << 10;  // of K and V read: below, waking threads costs more than they bring
 constexpr int64_t kRowsTogether = 64;        // query rows of a KV head in a unit: so often is a K and V row used once it is f32
 constexpr int64_t kFewRows = 16;             // up to here a unit takes every head: it is a read of whole tokens, front to back
-constexpr int64_t kTileBytes = 128 << 10;    // K and V of a tile: with what is asked for, they stay in the second level
+constexpr int64_t kTileBytes = 256 << 10;    // K and V of a tile: with what is asked for, they stay in the second level
 constexpr int64_t kLeastSpan = 256;          // positions worth a unit of their own
 
 // Queries [first, first + count) of a sequence see positions [begin, end) among them.
@@ -48,10 +48,10 @@ kvx_status_t check_blocks(const AttentionParams& p, const Queries& g) {
   const GatherParams& kv = p.kv;
   const bool ragged = kv.table.format == KVX_BLOCK_TABLE_RAGGED;
   for (int64_t pos = g.begin; pos < g.end; pos = ragged ? pos + 1 : (pos / kv.block_size + 1) * kv.block_size)
-    for (int plane = 0; plane < (kv.table.format == KVX_BLOCK_TABLE_KV_OFFSETS || kv.bases[0] ? 2 : 1); plane++)
-      if (find_any_block(kv, g.seq, pos, pos / kv.block_size, plane).state == BLOCK_BAD)
-        return fail(KVX_STATUS_OUT_OF_RANGE, "block_table of sequence %lld has no block inside the cache (num_blocks %lld%s) for position %lld of %lld, which a query sees.",
-                    (long long)g.seq, (long long)kv.num_blocks, kv.bases[0] ? ", each with an address" : "", (long long)pos, (long long)g.length);
+    for (int plane = 0; plane < (kv.table.format == KVX_BLOCK_TABLE_KV_OFFSETS ? 2 : 1); plane++)
+      if (find_block(kv, g.seq, pos, pos / kv.block_size, plane).state == BLOCK_BAD)
+        return fail(KVX_STATUS_OUT_OF_RANGE, "block_table of sequence %lld has no block inside the cache (num_blocks %lld) for position %lld of %lld, which a query sees.",
+                    (long long)g.seq, (long long)kv.num_blocks, (long long)pos, (long long)g.length);
   return KVX_STATUS_OK;
 }
 
@@ -110,105 +110,116 @@ std::vector<Unit> make_units(const AttentionParams& p, const std::vector<Queries
   return units;
 }
 
-// Where the positions of a tile lie.
+int64_t padded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// Where the positions of a tile lie, from KV head `head` on.
 struct Tile {
-  int64_t first, count;
-  char* base[2][kTile];    // head 0 of K and of V; NULL: not there
-  int64_t id[2][kTile];    // block ids, for scales
-  int64_t offset[kTile];   // in the block
-  int32_t there[kTile];    // -1, or 0 where K or V has no block
+  int64_t first, count, head;
+  const char* at[2][kTile + kRoom];  // that head's row of K and of V, of zeros where there is none. Past count, the last again
+  int64_t id[2][kTile];              // block ids, for scales
+  int64_t offset[kTile];             // in the block
+  int32_t there[kTile];              // -1, or 0 where K or V has no block
   bool is_whole;
 
-  void find(const GatherParams& kv, int64_t seq, int64_t begin, int64_t end) {
+  void find(const GatherParams& kv, int64_t seq, int64_t begin, int64_t end, const char* zeros) {
     first = begin, count = end - begin, is_whole = true;
     const bool ragged = kv.table.format == KVX_BLOCK_TABLE_RAGGED;
     BlockPlace place[2] = {};
     int64_t offset_now = begin % kv.block_size, logical = begin / kv.block_size;
     for (int64_t t = 0; t < count; t++) {
       if (t == 0 || offset_now == 0 || ragged)
-        for (int i = 0; i < 2; i++) place[i] = find_any_block(kv, seq, begin + t, logical, i);
+        for (int i = 0; i < 2; i++) place[i] = find_block(kv, seq, begin + t, logical, i);
       offset[t] = offset_now;
       there[t] = place[0].state == BLOCK_FOUND && place[1].state == BLOCK_FOUND ? -1 : 0;
       is_whole &= there[t] != 0;
-      for (int i = 0; i < 2; i++) base[i][t] = there[t] ? place[i].base + offset_now * kv.plane[i].token : nullptr, id[i][t] = place[i].id;
+      for (int i = 0; i < 2; i++)
+        at[i][t] = there[t] ? place[i].base + offset_now * kv.plane[i].token + head * kv.plane[i].head : zeros, id[i][t] = place[i].id;
       if (++offset_now == kv.block_size) offset_now = 0, logical++;
     }
+    for (int i = 0; i < 2; i++)
+      for (int64_t t = count; t < kTile + kRoom; t++) at[i][t] = at[i][count - 1];
   }
 };
 
-int64_t padded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-
-// How rows of K or V reach the inner loops. K in a type they know is taken as it lies, every head of the tile at once; anything
-// else, and V always, is made f32 first, a head at a time.
+// How rows of K or V reach the inner loops. Types the loops know are taken as they lie, every head of the tile at once; anything
+// else is made f32 first, a head at a time.
 struct Reader {
   const PlaneParams* plane;
   int index;
   bool is_direct;
-  int dtype;         // of the rows the loops see
-  int64_t dim;       // of those rows
-  WidenRow widen;    // NULL: by row.h
-  std::vector<float> made[2];  // [kTile, dim]: of a head, and of the one after it
-  std::vector<char> nothing;  // a row of zeros for each head
-  std::vector<const char*> asked;
-  const char* at[kTile + kLanes];
+  int dtype;       // of the rows the loops see
+  int64_t dim;     // of those rows
+  float lift;      // of scales
+  float lower;     // what rows with NaN in them are made with, instead of their scale
+  WidenRow widen;  // NULL: by row.h
+  std::vector<float> made;    // [kTile, dim], of a head
+  std::vector<float> scales;  // [heads, kTile]
+  const char* made_at[kTile + kRoom];
 
-  void open(const AttentionParams& p, const AttendTable& loops, int i, int64_t rows) {
+  void open(const AttentionParams& p, const AttendTable& loops, int i, int64_t rows, int64_t heads) {
     plane = &p.kv.plane[i], index = i;
     const int d = plane->dtype;
-    // Above two fours of rows, turning a row into f32 once is cheaper than each time it is used.
-    is_direct = i == 0 && d <= KVX_DTYPE_F32 && plane->is_dense && plane->head_dim % loops.step(d) == 0 && loops.scores[d] && (d == KVX_DTYPE_F32 || rows <= 2 * kLanes);
+    // Above two fours of rows, turning a row into f32 once is cheaper than each time it is used; V's are also put close together.
+    is_direct = loops.scores[d] && plane->is_dense && plane->scale.num_groups <= 1 && plane->head_dim % loops.step(d) == 0 && ((d == KVX_DTYPE_F32 && i == 0) || rows <= 2 * kLanes);
     dtype = is_direct ? d : KVX_DTYPE_F32;
     dim = padded(plane->head_dim, loops.step(dtype));
+    lift = i == 0 ? loops.lift_out[dtype] : loops.lift_in[dtype];
+    lower = 1 / loops.lift_in[dtype] / loops.lift_out[dtype];
     widen = plane->is_dense && plane->scale.num_groups <= 1 ? loops.widen[d] : nullptr;
-    for (int j = 0; j < 2 && !is_direct; j++) made[j].assign(size_t(kTile * dim), 0.0f);
-    if (p.kv.table.format == KVX_BLOCK_TABLE_KV_OFFSETS) nothing.assign(size_t((p.num_kv_heads - 1) * plane->head + dim * 4), 0);
+    if (is_scaled()) scales.resize(size_t(heads * kTile));
+    if (is_direct && d != KVX_DTYPE_F8_E4M3) return;
+    made.assign(size_t(kTile * dim), 0.0f);
+    for (int64_t t = 0; t < kTile + kRoom; t++) made_at[t] = reinterpret_cast<const char*>(made.data() + least(t, kTile - 1) * dim);
   }
 
-  // Heads of a unit, as they lie.
-  TileRows lie(const Tile& tile, int64_t head, int64_t num_heads) {
-    for (int64_t t = 0; t < padded(tile.count, kLanes); t++) {
-      const char* base = tile.base[index][least(t, tile.count - 1)];
-      at[t] = (base ? base : nothing.data()) + head * plane->head;
-    }
-    return TileRows{at, tile.count, dim, num_heads, plane->head, plane->head > plane->token};
+  bool is_scaled() const { return is_direct && is_quantised(dtype); }
+
+  TileRows lie(const Tile& tile, int64_t num_heads) const {
+    return TileRows{tile.at[index], tile.count, dim, num_heads, plane->head, plane->head > plane->token, is_scaled() ? scales.data() : nullptr};
   }
 
-  // Rows of a tile in the order they have in memory, with room at the end for loops that take four at a time. (A core that reads
-  // the rows of many tokens a line each gets half of what memory can give: every line is then in another page.)
-  const char* const* next(const Tile* tile, int64_t head, int64_t num_heads) {
-    if (!tile || !tile->is_whole || !plane->is_dense) return nullptr;
-    const bool by_head = plane->head > plane->token;
-    const int64_t outer = by_head ? num_heads : tile->count, inner = by_head ? tile->count : num_heads;
-    asked.resize(size_t(num_heads * kTile + kLanes));
-    const char** to = asked.data();
-    for (int64_t a = 0; a < outer; a++)
-      for (int64_t b = 0; b < inner; b++) *to++ = tile->base[index][by_head ? b : a] + (head + (by_head ? a : b)) * plane->head;
-    while (to < asked.data() + asked.size()) *to++ = asked[0];
-    return asked.data();
+  // Every head of a unit, as they lie; false where that is not possible.
+  bool read(const AttendTable& loops, const Tile& tile, int64_t num_heads) {
+    if (!is_direct) return false;
+    for (int64_t h = 0; h < num_heads && is_scaled(); h++)
+      for (int64_t t = 0; t < tile.count; t++)
+        scales[size_t(h * kTile + t)] = tile.there[t] ? read_scale(plane->scale, ScaleAt{tile.id[index][t], tile.offset[t], tile.head + h, 0}, 0) * lift : 0.0f;
+    bool is_odd = false;
+    for (int64_t t = 0; t < tile.count && dtype == KVX_DTYPE_F8_E4M3; t++)
+      for (int64_t h = 0; h < num_heads; h++) is_odd |= loops.has_nan(tile.at[index][t] + h * plane->head, dim);
+    return !is_odd;
   }
 
-  // One head, made f32.
-  TileRows make(const RowTable& ops, const Tile& tile, int64_t head, int which = 0) {
-    const int64_t from = head * plane->head;
+  // The unit's head h, made f32.
+  TileRows make(const RowTable& ops, const Tile& tile, int64_t h) {
     const RowsParams f32{nullptr, 0, 0, 4, KVX_DTYPE_F32, 1};
     for (int64_t t = 0; t < tile.count; t++) {
-      float* row = made[which].data() + t * dim;
-      char* cell = tile.base[index][t] + from;
-      const ScaleAt scale{tile.id[index][t], tile.offset[t], head, 0};
-      if (!tile.base[index][t]) memset(row, 0, size_t(plane->head_dim) * 4);
-      else if (widen) widen(row, cell, plane->head_dim, read_scale(plane->scale, scale, 0));
+      float* row = made.data() + t * dim;
+      char* cell = const_cast<char*>(tile.at[index][t]) + h * plane->head;
+      const ScaleAt scale{tile.id[index][t], tile.offset[t], tile.head + h, 0};
+      if (!tile.there[t]) memset(row, 0, size_t(plane->head_dim) * 4);
+      else if (widen) widen(row, cell, plane->head_dim, is_direct ? lower : read_scale(plane->scale, scale, 0));
       else gather_row(ops, *plane, f32, reinterpret_cast<char*>(row), cell, scale);
-      at[t] = reinterpret_cast<char*>(row);
     }
-    for (int64_t t = tile.count; t % kLanes != 0; t++) at[t] = at[tile.count - 1];
-    return TileRows{at, tile.count, dim, 1, 0, true};
+    return TileRows{made_at, tile.count, dim, 1, 0, true, is_scaled() ? scales.data() + h * kTile : nullptr};
   }
+};
+
+// The loops read bytes as subnormal numbers, which a caller may have told this thread to take for zero.
+struct Subnormals {
+#if defined(__aarch64__)
+  static constexpr unsigned kFlush = 1u << 24;  // FPCR.FZ
+  const unsigned before = __builtin_aarch64_get_fpcr();
+  Subnormals() { __builtin_aarch64_set_fpcr(before & ~kFlush); }
+  ~Subnormals() { __builtin_aarch64_set_fpcr(before); }
+#endif
 };
 
 // What a thread works in.
 struct Desk {
   Reader reader[2];
   Tile tile[2];
+  std::vector<char> zeros;  // a row for each head, of K or of V
   std::vector<float> q, out, scores, row;
   std::vector<Softmax> softmax;
 };
@@ -251,18 +262,23 @@ int64_t partial_floats(const AttentionParams& p) { return p.v_head_dim + 2; }
 void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Queries& g, const Unit& u, Desk& desk, float* partials) {
   const int64_t rows = g.count * p.group, fours = (rows + kLanes - 1) / kLanes, states = u.num_heads * fours;
   Reader &k = desk.reader[0], &v = desk.reader[1];
-  k.open(p, loops, 0, rows), v.open(p, loops, 1, rows);
+  k.open(p, loops, 0, rows, u.num_heads), v.open(p, loops, 1, rows, u.num_heads);
+  if (p.kv.table.format == KVX_BLOCK_TABLE_KV_OFFSETS) desk.zeros.assign(size_t((u.num_heads - 1) * greatest(k.plane->head, v.plane->head) + 4 * greatest(k.dim, v.dim)), 0);
   desk.q.assign(size_t(states * kLanes * k.dim), 0.0f);
   desk.out.assign(size_t(states * kLanes * v.dim), 0.0f);
   desk.scores.resize(size_t(states * kTile * kLanes));
   desk.softmax.resize(size_t(states));
   desk.row.resize(size_t(p.v_head_dim));
+  const float scale = (p.soft_cap != 0 ? p.scale : p.scale * kLog2e) * loops.lift_in[k.dtype];
   for (int64_t s = 0; s < states; s++)
     for (int64_t r = 0; r < kLanes; r++) {
       const int64_t i = s % fours * kLanes + r, query = g.first + least(i, rows - 1) / p.group;
       desk.softmax[s].most[r] = -INFINITY, desk.softmax[s].sum[r] = 0;
       desk.softmax[s].low[r] = int32_t(first_seen(p, g, query)), desk.softmax[s].last[r] = int32_t(last_seen(p, g, query));
-      if (i < rows) load_query(p, ops, row_of(p, g, u.head + s / fours, i), desk.q.data() + (s * kLanes + r) * k.dim);
+      if (i >= rows) continue;
+      float* q = desk.q.data() + (s * kLanes + r) * k.dim;
+      load_query(p, ops, row_of(p, g, u.head + s / fours, i), q);
+      for (int64_t d = 0; d < p.head_dim; d++) q[d] *= scale;
     }
   const int final_rows = int(rows - (fours - 1) * kLanes);
   const TileStates all{fours, 0, fours, final_rows == 3 ? 4 : final_rows, desk.q.data(), desk.scores.data(), desk.out.data()};
@@ -270,13 +286,13 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
   // A tile's K and V, of all heads, stay in the second level together with what is asked for.
   const int64_t token_bytes = u.num_heads * greatest(1, span_bytes(k.plane->dtype, p.head_dim) + span_bytes(v.plane->dtype, p.v_head_dim));
   const int64_t size = greatest(16, least(kTile, kTileBytes / token_bytes / 16 * 16));
-  const bool loops_make = v.plane->is_dense && v.plane->dtype <= KVX_DTYPE_F32 && loops.values[v.plane->dtype] && v.plane->head_dim % loops.made_step == 0;
   Tile *tile = &desk.tile[0], *after = &desk.tile[1];
-  if (u.begin < u.end) tile->find(p.kv, g.seq, u.begin, least(u.begin + size, u.end));
+  tile->head = after->head = u.head;
+  if (u.begin < u.end) tile->find(p.kv, g.seq, u.begin, least(u.begin + size, u.end), desk.zeros.data());
   for (int64_t pos = u.begin; pos < u.end; pos += size) {
     const int64_t end = least(pos + size, u.end);
-    const Tile* next = end < u.end ? after : nullptr;
-    if (next) after->find(p.kv, g.seq, end, least(end + size, u.end));
+    const bool is_last = end == u.end;
+    if (!is_last) after->find(p.kv, g.seq, end, least(end + size, u.end), desk.zeros.data());
     TileStates seeing = all;  // rows are in the order of their queries, so those that see a tile are next to each other
     while (seeing.first < fours && desk.softmax[size_t(seeing.first)].last[kLanes - 1] < pos) seeing.first++;
     while (seeing.last > seeing.first && desk.softmax[size_t(seeing.last - 1)].low[0] >= end) seeing.last--;
@@ -286,29 +302,30 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
       return one;
     };
     // While K is read V is asked for, and while V is, the next K.
-    const char* const* v_next = v.next(tile, u.head, u.num_heads);
-    if (k.is_direct) loops.scores[k.dtype](k.lie(*tile, u.head, u.num_heads), v_next, seeing);
+    const TileRows v_rows = v.lie(*tile, u.num_heads), k_next = k.lie(*after, u.num_heads);
+    if (k.read(loops, *tile, u.num_heads)) loops.scores[k.dtype](k.lie(*tile, u.num_heads), &v_rows, seeing);
     else
-      for (int64_t h = 0; h < u.num_heads; h++) loops.scores[k.dtype](k.make(ops, *tile, u.head + h), v_next ? v_next + h * tile->count : nullptr, states_of(h));
+      for (int64_t h = 0; h < u.num_heads; h++) loops.scores[KVX_DTYPE_F32](k.make(ops, *tile, h), nullptr, states_of(h));
     for (int64_t h = 0; h < u.num_heads; h++)
       for (int64_t b = seeing.first; b < seeing.last; b++) {
         Softmax& s = desk.softmax[size_t(h * fours + b)];
         const bool whole = tile->is_whole && s.low[kLanes - 1] <= pos && s.last[0] >= end - 1;
-        const ScoreRule rule{p.soft_cap != 0 ? p.scale : p.scale * kLog2e, p.soft_cap, !whole, tile->is_whole ? nullptr : tile->there};
+        const ScoreRule rule{1, p.soft_cap, !whole, tile->is_whole ? nullptr : tile->there};
         loops.weigh(&s, desk.scores.data() + (h * fours + b) * kTile * kLanes, pos, tile->count, rule);
       }
-    const char* const* k_next = k.next(next, u.head, u.num_heads);
-    for (int64_t h = 0; h < u.num_heads; h++) {
-      const bool makes = loops_make && h + 1 < u.num_heads;
-      if (h == 0 || !loops_make) v.make(ops, *tile, u.head + h, int(h & 1));
-      if (makes) v.lie(*tile, u.head + h + 1, 1);
-      const int64_t first = k_next ? least(h * tile->count, next->count * u.num_heads) : 0;
-      loops.values[makes ? v.plane->dtype : KVX_DTYPE_F32](v.made[h & 1].data(), tile->count, v.dim, makes ? v.at : nullptr, v.made[(h + 1) & 1].data(), k_next ? k_next + first : nullptr,
-                                                           states_of(h), desk.softmax.data() + h * fours);
-    }
+    if (v.read(loops, *tile, u.num_heads)) loops.sums[v.dtype](v_rows, is_last ? nullptr : &k_next, seeing, desk.softmax.data());
+    else
+      for (int64_t h = 0; h < u.num_heads; h++) {
+        const TileRows made = v.make(ops, *tile, h);
+        const Softmax* softmax = desk.softmax.data() + h * fours;
+        if (made.scale) loops.sums[KVX_DTYPE_F32](made, nullptr, states_of(h), softmax);
+        else loops.values[KVX_DTYPE_F32](v.made.data(), tile->count, v.dim, nullptr, nullptr, nullptr, states_of(h), softmax);
+      }
     Tile* swap = tile;
     tile = after, after = swap;
   }
+  if (loops.lift_out[v.dtype] != 1)
+    for (float& x : desk.out) x *= loops.lift_out[v.dtype];
 
   for (int64_t h = 0; h < u.num_heads; h++)
     for (int64_t i = 0; i < rows; i++) {
@@ -360,6 +377,7 @@ kvx_status_t attention(const AttentionParams& p) {
   const int64_t count = int64_t(units.size());
 #pragma omp parallel if (bytes >= kThreadBytes)
   {
+    [[maybe_unused]] const Subnormals kept;
     Desk desk;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) attend(p, ops, loops, queries[size_t(units[size_t(i)].queries)], units[size_t(i)], desk, partials.data());

@@ -156,9 +156,10 @@ __global__ void matrices_kernel(const uint4* matrices, uint32_t (*out)[4][32]) {
 
 // One half of the threads loads, the other reads: steps follow each other through three stages. Each side is the slow one in turn, so that
 // the ring runs full and runs empty. `wrong` counts phases that were over too early, or not when they should be.
-constexpr int kStages = 3, kSide = 64, kStageBytes = kSide * 16;
+constexpr int kSide = 64;
 __global__ void ring_kernel(const char* from, char* to, int steps, int* wrong) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  constexpr int kStages = 3, kStageBytes = kSide * 16;
   __shared__ __align__(128) char stages[kStages][kStageBytes];
   __shared__ uint64_t barriers[2][kStages];
   __shared__ int running;
@@ -198,14 +199,14 @@ __global__ void ring_kernel(const char* from, char* to, int steps, int* wrong) {
 #endif
 }
 
-// Two warps hand a number to and fro `steps` times: one comes to a meeting without waiting, the other waits there.
+// Two warps take turns to change 32 numbers: whose turn it was comes to the meeting without waiting, the other waits there.
 __global__ void meeting_kernel(int* out, int steps) {
   __shared__ int number[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (warp == 0) number[lane] = lane;
   for (int i = 0; i < steps; i++) {
     if (i % 2 == warp) {
-      number[lane ^ 1] += i;
+      number[lane ^ 1] = number[lane ^ 1] * 3 % 1021 + i;
       pass(1 + i % 2, 64);
     } else {
       meet(1 + i % 2, 64);
@@ -217,28 +218,29 @@ __global__ void meeting_kernel(int* out, int steps) {
 
 // ---- wgmma.cuh: D = C + A * B, with A [64, depth] and D [64, kColumns]
 
-// Dense rows of `columns` * 128 bytes as descriptors have them: a column of 128-byte rows after the other.
-__device__ void load_tile(uint32_t to, const char* from, int rows, int columns) {
-  for (int i = threadIdx.x; i < rows * columns * 8; i += blockDim.x) {
-    const int row = i / (columns * 8), chunk = i % (columns * 8);
-    copy_16(to + chunk / 8 * rows * 128 + Swizzle<128>::at(row, chunk % 8), from + i * 16);
+// Dense rows of kParts * 128 bytes as descriptors have them: all rows' first 128 bytes, then all rows' next.
+template <int kRows, int kParts> __device__ void load_tile(uint32_t to, const char* from) {
+  for (int i = threadIdx.x; i < kRows * kParts * 8; i += blockDim.x) {
+    const int row = i / (kParts * 8), chunk = i % (kParts * 8);
+    copy_16(to + chunk / 8 * kRows * 128 + Swizzle<128>::at(row, chunk % 8), from + i * 16);
   }
 }
-// Where number i of a thread's share of D lies in [64, columns].
-__device__ int place_of(int i, int columns) { return (threadIdx.x / 32 * 16 + i / 2 % 2 * 8 + threadIdx.x % 32 / 4) * columns + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+// Where number i of a thread's share of D lies in [64, kColumns].
+template <int kColumns> __device__ int place_of(int i) { return (threadIdx.x / 32 * 16 + i / 2 % 2 * 8 + threadIdx.x % 32 / 4) * kColumns + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
 // B is [kColumns, 128], so that D = C + A * B^T. `adds` 0: C must not matter.
 template <class Numbers, int kColumns> __global__ void multiply_kernel(const char* a, const char* b, const float* c, float* d, int adds) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __shared__ __align__(1024) char tiles[(64 + kColumns) * 256];
   const uint32_t a_at = shared_address(tiles), b_at = a_at + 64 * 256;
-  load_tile(a_at, a, 64, 2), load_tile(b_at, b, kColumns, 2);
+  load_tile<64, 2>(a_at, a), load_tile<kColumns, 2>(b_at, b);
   commit_copies();
   wait_copies<0>();
   show_to_multiplications();
   __syncthreads();
   float sums[kColumns / 2];
-  for (int i = 0; i < kColumns / 2; i++) sums[i] = c[place_of(i, kColumns)];
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; i++) sums[i] = c[place_of<kColumns>(i)];
   hold(sums);
   begin_multiplications();
 #pragma unroll
@@ -247,7 +249,8 @@ template <class Numbers, int kColumns> __global__ void multiply_kernel(const cha
   commit_multiplications();
   wait_multiplications<0>();
   hold(sums);
-  for (int i = 0; i < kColumns / 2; i++) d[place_of(i, kColumns)] = sums[i];
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; i++) d[place_of<kColumns>(i)] = sums[i];
 #endif
 }
 
@@ -255,7 +258,7 @@ template <class Numbers, int kColumns> __global__ void multiply_kernel(const cha
 template <class Numbers, int kColumns> __global__ void multiply_turned_kernel(const char* a, const char* b, const float* c, float* d) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __shared__ __align__(1024) char tile[64 * kColumns * 2];
-  load_tile(shared_address(tile), b, 64, kColumns / 64);
+  load_tile<64, kColumns / 64>(shared_address(tile), b);
   commit_copies();
   wait_copies<0>();
   show_to_multiplications();
@@ -263,9 +266,12 @@ template <class Numbers, int kColumns> __global__ void multiply_turned_kernel(co
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4, column = lane % 4 * 2;
   uint32_t mine[4][4];
   float sums[kColumns / 2];
+#pragma unroll
   for (int k = 0; k < 4; k++)
+#pragma unroll
     for (int i = 0; i < 4; i++) mine[k][i] = *reinterpret_cast<const uint32_t*>(a + ((row + i % 2 * 8) * 64 + k * 16 + i / 2 * 8 + column) * 2);
-  for (int i = 0; i < kColumns / 2; i++) sums[i] = c[place_of(i, kColumns)];
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; i++) sums[i] = c[place_of<kColumns>(i)];
   hold(sums);
   begin_multiplications();
 #pragma unroll
@@ -273,7 +279,8 @@ template <class Numbers, int kColumns> __global__ void multiply_turned_kernel(co
   commit_multiplications();
   wait_multiplications<0>();
   hold(sums);
-  for (int i = 0; i < kColumns / 2; i++) d[place_of(i, kColumns)] = sums[i];
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; i++) d[place_of<kColumns>(i)] = sums[i];
 #endif
 }
 
@@ -291,6 +298,7 @@ template <class Numbers> int multiply_of(int columns, bool is_turned, const char
 // All return a cudaError_t, of the launch or of the kernel, which is over by then.
 extern "C" {
 
+const char* error_text(int error) { return cudaGetErrorString(cudaError_t(error)); }
 int find_rows(const Table* table, const int4* queries, int32_t (*out)[5], int count) {
   find_rows_kernel<<<(count + 127) / 128, 128>>>(make_finder(*table), queries, out, count);
   return finish();
