@@ -48,10 +48,10 @@ kvx_status_t check_blocks(const AttentionParams& p, const Queries& g) {
   const GatherParams& kv = p.kv;
   const bool ragged = kv.table.format == KVX_BLOCK_TABLE_RAGGED;
   for (int64_t pos = g.begin; pos < g.end; pos = ragged ? pos + 1 : (pos / kv.block_size + 1) * kv.block_size)
-    for (int plane = 0; plane < (kv.table.format == KVX_BLOCK_TABLE_KV_OFFSETS ? 2 : 1); plane++)
-      if (find_block(kv, g.seq, pos, pos / kv.block_size, plane).state == BLOCK_BAD)
-        return fail(KVX_STATUS_OUT_OF_RANGE, "block_table of sequence %lld has no block inside the cache (num_blocks %lld) for position %lld of %lld, which a query sees.",
-                    (long long)g.seq, (long long)kv.num_blocks, (long long)pos, (long long)g.length);
+    for (int plane = 0; plane < (kv.table.format == KVX_BLOCK_TABLE_KV_OFFSETS || kv.bases[0] ? 2 : 1); plane++)
+      if (find_any_block(kv, g.seq, pos, pos / kv.block_size, plane).state == BLOCK_BAD)
+        return fail(KVX_STATUS_OUT_OF_RANGE, "block_table of sequence %lld has no block inside the cache (num_blocks %lld%s) for position %lld of %lld, which a query sees.",
+                    (long long)g.seq, (long long)kv.num_blocks, kv.bases[0] ? ", each with an address" : "", (long long)pos, (long long)g.length);
   return KVX_STATUS_OK;
 }
 
@@ -128,7 +128,7 @@ struct Tile {
     int64_t offset_now = begin % kv.block_size, logical = begin / kv.block_size;
     for (int64_t t = 0; t < count; t++) {
       if (t == 0 || offset_now == 0 || ragged)
-        for (int i = 0; i < 2; i++) place[i] = find_block(kv, seq, begin + t, logical, i);
+        for (int i = 0; i < 2; i++) place[i] = find_any_block(kv, seq, begin + t, logical, i);
       offset[t] = offset_now;
       there[t] = place[0].state == BLOCK_FOUND && place[1].state == BLOCK_FOUND ? -1 : 0;
       is_whole &= there[t] != 0;

@@ -10,58 +10,20 @@ namespace cuda {
 
 namespace {
 
-constexpr int kPlanThreads = 1024;
-
 // One block of threads: a running sum of tiles over the sequences, then every worker's place in it.
 __global__ void __launch_bounds__(kPlanThreads) plan_latent_tiles(const __grid_constant__ LatentArgs a) {
-  __shared__ int32_t sums[kPlanThreads / 32], base;
-  int32_t* first_tile = reinterpret_cast<int32_t*>(a.workspace + a.plan.first_tile_at);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (threadIdx.x == 0) base = 0;
   wait_for_previous();
-  __syncthreads();
-  for (int32_t from = 0; from < a.num_seqs; from += kPlanThreads) {
-    const int32_t seq = from + int32_t(threadIdx.x);
-    int32_t tiles = 0;
-    if (seq < a.num_seqs) {
-      int64_t first;
-      const int32_t queries = latent_queries(a, seq, &first), blocks = latent_blocks(a, queries);
-      tiles = blocks ? blocks * latent_range(a, seq, queries).num_tiles : 0;
-    }
-    int32_t sum = tiles;
-    for (int hop = 1; hop < 32; hop *= 2) {
-      const int32_t other = __shfl_up_sync(0xffffffffu, sum, hop);
-      if (lane >= hop) sum += other;
-    }
-    if (lane == 31) sums[warp] = sum;
-    __syncthreads();
-    if (warp == 0) {
-      int32_t s = sums[lane];
-      for (int hop = 1; hop < 32; hop *= 2) {
-        const int32_t other = __shfl_up_sync(0xffffffffu, s, hop);
-        if (lane >= hop) s += other;
-      }
-      sums[lane] = s;
-    }
-    __syncthreads();
-    if (seq < a.num_seqs) first_tile[seq] = base + (warp ? sums[warp - 1] : 0) + sum - tiles;
-    const int32_t all = sums[kPlanThreads / 32 - 1];
-    __syncthreads();
-    if (threadIdx.x == 0) base += all;
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) first_tile[a.num_seqs] = base;
-  __syncthreads();
-  const int32_t tiles = base, workers = min((tiles + kLeastTiles - 1) / kLeastTiles, a.plan.max_workers);
+  int32_t* first_tile = reinterpret_cast<int32_t*>(a.workspace + a.plan.first_tile_at);
+  const int32_t tiles = sum_tiles(a.num_seqs, first_tile, [&](int32_t seq) {
+    int64_t first;
+    const int32_t queries = latent_queries(a, seq, &first), blocks = latent_blocks(a, queries);
+    return blocks ? blocks * latent_range(a, seq, queries).num_tiles : 0;
+  });
+  const int32_t workers = min((tiles + kLeastTiles - 1) / kLeastTiles, a.plan.max_workers);
   if (threadIdx.x == 0) *reinterpret_cast<PlanHeader*>(a.workspace) = PlanHeader{tiles, workers, 0};
   for (int32_t w = int32_t(threadIdx.x); w < workers; w += kPlanThreads) {
     const int32_t tile = int32_t((long long)w * tiles / workers);
-    int32_t low = 0, high = a.num_seqs;  // the last sequence that begins at or before it
-    while (high - low > 1) {
-      const int32_t middle = (low + high) / 2;
-      if (first_tile[middle] <= tile) low = middle;
-      else high = middle;
-    }
+    const int32_t low = sequence_of(first_tile, a.num_seqs, tile, 1);
     int64_t first;
     const int32_t of_block = latent_range(a, low, latent_queries(a, low, &first)).num_tiles, inside = tile - first_tile[low];
     reinterpret_cast<WorkerStart*>(a.workspace + a.plan.start_at)[w] = WorkerStart{low, inside / of_block, inside % of_block, 0};

@@ -8,62 +8,23 @@ namespace cuda {
 
 namespace {
 
-constexpr int kThreads = 1024;
-
 // One block of threads: a running sum of tiles over the sequences, then every share's place in it.
-__global__ void __launch_bounds__(kThreads) make_plan(const __grid_constant__ PlanArgs a) {
-  __shared__ int32_t sums[kThreads / 32], base;
-  int32_t* first_tile = reinterpret_cast<int32_t*>(a.workspace + a.shape.first_tile_at);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (threadIdx.x == 0) base = 0;
+__global__ void __launch_bounds__(kPlanThreads) make_plan(const __grid_constant__ PlanArgs a) {
   wait_for_previous();
-  __syncthreads();
-  for (int32_t from = 0; from < a.num_seqs; from += kThreads) {
-    const int32_t seq = from + int32_t(threadIdx.x);
-    int32_t tiles = 0;
-    if (seq < a.num_seqs) {
-      const int32_t queries = query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
-      const bool is_ours = query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.shape.rows) > 0;
-      if (is_ours) tiles = seq_range(a.kv, seq, queries, a.window, a.is_causal, a.max_seq_len, a.tile_tokens).num_tiles;
-    }
-    int32_t sum = tiles;
-    for (int hop = 1; hop < 32; hop *= 2) {
-      const int32_t other = __shfl_up_sync(0xffffffffu, sum, hop);
-      if (lane >= hop) sum += other;
-    }
-    if (lane == 31) sums[warp] = sum;
-    __syncthreads();
-    if (warp == 0) {
-      int32_t s = sums[lane];
-      for (int hop = 1; hop < 32; hop *= 2) {
-        const int32_t other = __shfl_up_sync(0xffffffffu, s, hop);
-        if (lane >= hop) s += other;
-      }
-      sums[lane] = s;
-    }
-    __syncthreads();
-    const int32_t before = base + (warp ? sums[warp - 1] : 0) + sum - tiles;
-    if (seq < a.num_seqs) first_tile[seq] = before;
-    const int32_t all = sums[kThreads / 32 - 1];
-    __syncthreads();
-    if (threadIdx.x == 0) base += all;
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) first_tile[a.num_seqs] = base;
-  __syncthreads();
+  int32_t* first_tile = reinterpret_cast<int32_t*>(a.workspace + a.shape.first_tile_at);
+  const int32_t base = sum_tiles(a.num_seqs, first_tile, [&](int32_t seq) {
+    const int32_t queries = query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
+    const bool is_ours = query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.shape.rows) > 0;
+    return is_ours ? seq_range(a.kv, seq, queries, a.window, a.is_causal, a.max_seq_len, a.tile_tokens).num_tiles : 0;
+  });
   const long long tiles = (long long)base * a.line_heads;
   const long long most = (tiles + kLeastTiles - 1) / kLeastTiles;
   const int32_t max_workers = a.shape.max_workers / a.shape.lines, workers = int32_t(most < max_workers ? most : max_workers);
   if (threadIdx.x == 0) *reinterpret_cast<PlanHeader*>(a.workspace) = PlanHeader{tiles, workers, 0};
   WorkerStart* start = reinterpret_cast<WorkerStart*>(a.workspace + a.shape.start_at);
-  for (int32_t w = int32_t(threadIdx.x); w < workers; w += kThreads) {
+  for (int32_t w = int32_t(threadIdx.x); w < workers; w += kPlanThreads) {
     const long long tile = w * tiles / workers;
-    int32_t low = 0, high = a.num_seqs;  // the last sequence that begins at or before it: one that has tiles
-    while (high - low > 1) {
-      const int32_t middle = (low + high) / 2;
-      if ((long long)first_tile[middle] * a.line_heads <= tile) low = middle;
-      else high = middle;
-    }
+    const int32_t low = sequence_of(first_tile, a.num_seqs, tile, a.line_heads);
     const int32_t of_seq = first_tile[low + 1] - first_tile[low], inside = int32_t(tile - (long long)first_tile[low] * a.line_heads);
     start[w] = WorkerStart{low, inside / of_seq * a.shape.lines, inside % of_seq, 0};
   }
@@ -99,7 +60,7 @@ kvx_status_t launch_plan(const AttentionParams& p, const PlanShape& shape, int t
   a.query_len = int32_t(p.query_len), a.max_seq_len = int32_t(p.max_seq_len);
   a.window = p.window, a.num_tokens = p.num_tokens, a.is_causal = p.is_causal;
   a.workspace = p.workspace, a.shape = shape;
-  return launch_early("make_plan", make_plan, dim3(1), dim3(kThreads), stream, a);
+  return launch_early("make_plan", make_plan, dim3(1), dim3(kPlanThreads), stream, a);
 }
 
 }  // namespace cuda

@@ -76,6 +76,55 @@ __device__ __forceinline__ SeqRange seq_range(const GatherParams& kv, int32_t se
   return r;
 }
 
+constexpr int kPlanThreads = 1024;
+
+// Running sums of tiles over the sequences, by one block of kPlanThreads threads: first_tile[seq], and after the last their total, which
+// every thread gets.
+template <class TilesOf> __device__ __forceinline__ int32_t sum_tiles(int32_t num_seqs, int32_t* first_tile, TilesOf&& tiles_of) {
+  __shared__ int32_t sums[kPlanThreads / 32], base;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) base = 0;
+  __syncthreads();
+  for (int32_t from = 0; from < num_seqs; from += kPlanThreads) {
+    const int32_t seq = from + int32_t(threadIdx.x), tiles = seq < num_seqs ? tiles_of(seq) : 0;
+    int32_t sum = tiles;
+    for (int hop = 1; hop < 32; hop *= 2) {
+      const int32_t other = __shfl_up_sync(0xffffffffu, sum, hop);
+      if (lane >= hop) sum += other;
+    }
+    if (lane == 31) sums[warp] = sum;
+    __syncthreads();
+    if (warp == 0) {
+      int32_t s = sums[lane];
+      for (int hop = 1; hop < 32; hop *= 2) {
+        const int32_t other = __shfl_up_sync(0xffffffffu, s, hop);
+        if (lane >= hop) s += other;
+      }
+      sums[lane] = s;
+    }
+    __syncthreads();
+    if (seq < num_seqs) first_tile[seq] = base + (warp ? sums[warp - 1] : 0) + sum - tiles;
+    const int32_t all = sums[kPlanThreads / 32 - 1];
+    __syncthreads();
+    if (threadIdx.x == 0) base += all;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) first_tile[num_seqs] = base;
+  __syncthreads();
+  return base;
+}
+
+// The last sequence that begins at or before a tile: one that has tiles.
+__device__ __forceinline__ int32_t sequence_of(const int32_t* first_tile, int32_t num_seqs, long long tile, int32_t line_heads) {
+  int32_t low = 0, high = num_seqs;
+  while (high - low > 1) {
+    const int32_t middle = (low + high) / 2;
+    if ((long long)first_tile[middle] * line_heads <= tile) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
 PlanShape plan_shape(const AttentionParams& p, int rows, int workers);
 kvx_status_t launch_plan(const AttentionParams& p, const PlanShape& shape, int tile_tokens, void* stream);
 

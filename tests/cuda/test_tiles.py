@@ -222,8 +222,8 @@ def test_rows_of_random_tables(tiles, kind, block_size, generator):
     table, _tensors = kind.make(entries, width, block_size)
     queries = []
     for seq, end in enumerate(lens):
-        begin = int(torch.randint(0, end // 2 + 1, (), generator=generator))
-        heads = torch.randint(0, 8, (end - begin + 70,), generator=generator).tolist()
+        begin = int(torch.randint(0, per_entry, (), generator=generator))
+        heads = torch.randint(0, 8, (end + 70,), generator=generator).tolist()
         queries += [(seq, begin + i, end, head) for i, head in enumerate(heads)]
     assert check_rows(tiles, table, kind, entries, queries) > 100
 

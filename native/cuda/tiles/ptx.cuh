@@ -10,7 +10,8 @@ namespace tiles {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// 16 bytes from global to shared memory; `bytes` 0 writes zeros and reads nothing.
+// 16 bytes from global to shared memory; `bytes` 0 writes zeros and reads nothing. The compiler does not know that shared memory changes:
+// who reads it waits (wait_copies, a barrier) first, and that it knows of.
 __device__ __forceinline__ void copy_16(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
