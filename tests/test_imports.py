@@ -17,7 +17,9 @@ LEVELS = (
     "kvx.quant",
     "kvx.ops",
     "kvx.files",
+    "kvx.cache",
     "kvx.adapters",
+    "kvx.runner",
     "kvx.bench",
     "kvx.cli",
 )

@@ -1,17 +1,18 @@
-"""kvx bench write|append|attention|gather|convert|digest|amax|call: checks first, then times, and writes a result file."""
+"""kvx bench write|append|attention|gather|convert|digest|amax|call|cache: checks first, then times, and writes a result file."""
 
 from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvx.bench import amax as amax_bench
 from kvx.bench import append as append_bench
 from kvx.bench import attention as attention_bench
+from kvx.bench import cache as cache_bench
 from kvx.bench import call as call_bench
 from kvx.bench import convert as convert_bench
 from kvx.bench import digest as digest_bench
@@ -103,7 +104,20 @@ def call(out: Out = RESULTS) -> None:
     typer.echo(harness.headline("cpu"))
     result = call_bench.measure()
     typer.echo(call_bench.show(result))
+    _save("call", result, out)
+
+
+@app.command()
+def cache(out: Out = RESULTS) -> None:
+    """What a paged cache's decisions cost on the host, beside vLLM's where it is installed."""
+    typer.echo(harness.headline("cpu"))
+    result = cache_bench.measure()
+    typer.echo(cache_bench.show(result))
+    _save("cache", result, out)
+
+
+def _save(name: str, result: dict[str, Any], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{datetime.now(UTC):%Y-%m-%d}-call-cpu.json"
+    path = out / f"{datetime.now(UTC):%Y-%m-%d}-{name}-cpu.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     typer.echo(f"saved {path}")

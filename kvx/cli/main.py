@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from kvx.cli import bench, convert, demo, inspect, layouts, verify
+from kvx.cli import bench, convert, demo, generate, inspect, layouts, size, verify
 from kvx.errors import KvxError
 
 app = typer.Typer(
@@ -15,9 +15,11 @@ app = typer.Typer(
     help="One library for every KV cache: describe it, convert it, write it, see it.",
 )
 app.command("demo")(demo.demo)
+app.command("generate")(generate.generate)
 app.command("convert")(convert.convert)
 app.command("inspect")(inspect.inspect)
 app.command("layouts")(layouts.layouts)
+app.command("size")(size.size)
 app.command("verify")(verify.verify)
 app.add_typer(bench.app, name="bench")
 

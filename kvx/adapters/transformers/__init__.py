@@ -1,0 +1,27 @@
+"""Hugging Face transformers on KVX: KvxCache for `past_key_values`, and attention that reads its blocks.
+
+    model.set_attn_implementation("kvx")           # or from_pretrained(..., attn_implementation="kvx"); optional
+    model.generate(**inputs, past_key_values=KvxCache(model.config))
+
+Importing this registers "kvx" with transformers' AttentionInterface and AttentionMaskInterface. docs/transformers.md has the rest.
+"""
+
+from kvx.errors import Unsupported
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+except ImportError as error:
+    raise Unsupported(
+        f"kvx.adapters.transformers: transformers 4.56 or newer is needed ({error}). pip install 'transformers>=4.56'"
+    ) from error
+
+from kvx.adapters.transformers.attention import attend
+from kvx.adapters.transformers.cache import NAME, KvxCache
+from kvx.adapters.transformers.latents import read_latents
+from kvx.adapters.transformers.layer import KvxLayer
+from kvx.adapters.transformers.mask import make_mask
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, make_mask)
+
+__all__ = ["KvxCache", "KvxLayer", "attend", "make_mask", "read_latents"]

@@ -1,0 +1,302 @@
+"""BlockAllocator: which blocks are free, idle or used. It knows ids only: neither what lies in a block nor whose it is.
+
+free --allocate--> used --release--> free      (content of no value)
+                    |  ^
+             release|  |retain
+                    v  |
+                    idle --allocate--> used    (content kept by `keep`; evicted least recently used first)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvx.errors import BadArgument, InternalError, OutOfBlocks
+
+BlockIds = NDArray[np.int32]
+
+
+class BlockAllocator:
+    """Blocks 0 to num_blocks - 1. Every call is O(1) a block, and a handful of numpy calls whatever their number."""
+
+    def __init__(self, num_blocks: int, *, on_evict: Callable[[BlockIds], None] | None = None, name: str = "") -> None:
+        if not 0 <= num_blocks < 2**31:
+            raise BadArgument(f"BlockAllocator(): num_blocks is {num_blocks}; it is 0 to {2**31 - 1}.")
+        self.num_blocks = num_blocks
+        self.on_evict = on_evict  # told the ids whose content is about to be lost
+        self.name = name  # of the layer group, for errors
+        self.num_pinned = 0  # blocks that are used because somebody pinned them; kept by PrefixCache, for errors
+        self._refs = np.zeros(num_blocks, np.int32)
+        self._kept = np.zeros(num_blocks, np.bool_)
+        self._num_kept = 0
+        # Ids go out from the end: low ones first.
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._num_free = num_blocks
+        # Idle blocks, oldest first, in _queue[_head:_tail]. A block that is taken back leaves its entry behind: an entry counts
+        # only where _place says so. With room for twice the blocks, tidying up costs O(1) an entry.
+        self._queue = np.empty(2 * num_blocks, np.int32)
+        self._place = np.full(num_blocks, -1, np.int64)
+        self._head = self._tail = self._num_idle = 0
+        self._scratch = np.empty(num_blocks, np.int64)
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_idle(self) -> int:
+        return self._num_idle
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self._num_free - self._num_idle
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give: free and idle."""
+        return self._num_free + self._num_idle
+
+    def allocate(self, n: int) -> BlockIds:
+        """`n` blocks with one reference each: free ones first, then idle ones, oldest first. OutOfBlocks changes nothing."""
+        if n < 0:
+            raise BadArgument(f"allocate(): n is {n}; it is 0 or more.")
+        if n > self._num_free + self._num_idle:
+            raise self.out_of_blocks(n)
+        first = max(0, self._num_free - n)
+        ids = self._free[first : self._num_free][::-1].copy()
+        if len(ids) < n:
+            evicted = self._evict(n - len(ids))
+            ids = np.concatenate((ids, evicted)) if len(ids) else evicted
+        self._num_free = first
+        self._refs[ids] = 1
+        return ids
+
+    def allocate_one(self) -> int:
+        """allocate(1) as an int: a sequence that grows into its next block asks for this."""
+        if self._num_free:
+            self._num_free -= 1
+            block = int(self._free[self._num_free])
+        elif self._num_idle:
+            block = self._evict_one()
+        else:
+            raise self.out_of_blocks(1)
+        self._refs[block] = 1
+        return block
+
+    def out_of_blocks(self, n: int, call: str = "allocate") -> OutOfBlocks:
+        where = f" in group {self.name!r}" if self.name else ""
+        return OutOfBlocks(
+            f"{call}(): need {n} blocks, {self.num_available} can be had{where}: {self._num_free} free and {self._num_idle} idle, "
+            f"of {self.num_blocks}; {self.num_used} in use, {self.num_pinned} of them pinned. Release a sequence, or unpin.",
+            needed=n, free=self._num_free, idle=self._num_idle, pinned=self.num_pinned, group=self.name,
+        )  # fmt: skip
+
+    def _evict(self, n: int) -> BlockIds:
+        """The `n` oldest idle blocks; there are as many."""
+        found: list[BlockIds] = []
+        missing = n
+        while missing:
+            end = min(self._tail, self._head + missing)
+            live = self._live_entries(self._head, end)
+            found.append(live)
+            missing -= len(live)
+            self._head = end
+        ids = np.concatenate(found) if len(found) > 1 else found[0]
+        if self.on_evict is not None:
+            self.on_evict(ids)
+        self._place[ids] = -1
+        self._kept[ids] = False
+        self._num_kept -= n
+        self._num_idle -= n
+        return ids
+
+    def _live_entries(self, start: int, end: int) -> BlockIds:
+        """The idle blocks of a part of the queue, as a copy."""
+        entries = self._queue[start:end].copy()
+        live = self._place[entries] == np.arange(start, end)
+        return entries if live.all() else entries[live]
+
+    def _evict_one(self) -> int:
+        """_evict(1)[0] without numpy's calls, each of which costs as much as all of this."""
+        head, queue, place = self._head, self._queue, self._place
+        while place[queue[head]] != head:
+            head += 1
+        self._head = head + 1
+        block = int(queue[head])
+        if self.on_evict is not None:
+            self.on_evict(queue[head : head + 1])
+        place[block] = -1
+        self._kept[block] = False
+        self._num_kept -= 1
+        self._num_idle -= 1
+        return block
+
+    def retain(self, ids: Sequence[int] | BlockIds) -> None:
+        """One more reference each; idle ones become used again. Refused as a whole where one is free or foreign."""
+        blocks, repeats = self._checked("retain", ids)
+        bad = (self._refs[blocks] == 0) & (self._place[blocks] < 0)
+        if bad.any():
+            raise BadArgument(f"retain(): block {int(blocks[bad][0])} is free: it has no content to keep. Allocate it.")
+        if repeats is None:
+            self.retain_checked(blocks)
+        else:
+            unique, counts = repeats
+            self.retain_checked(unique)
+            self._refs[unique] += counts - 1
+
+    def retain_checked(self, ids: BlockIds) -> None:
+        """retain of ids known to be different, and used or idle."""
+        if self._num_idle:
+            idle = ids[self._place[ids] >= 0]
+            if len(idle):
+                self._place[idle] = -1
+                self._num_idle -= len(idle)
+        self._refs[ids] += 1
+
+    def release(self, ids: Sequence[int] | BlockIds) -> None:
+        """One reference less each; at none a block is idle if its content is kept, else free.
+
+        The later of the ids are evicted before the earlier: a chain is of no use without its head. Refused as a whole where an
+        id is foreign, or released more often than it is used.
+        """
+        blocks, repeats = self._checked("release", ids)
+        unique, counts = (blocks, 1) if repeats is None else repeats
+        bad = self._refs[unique] < counts
+        if bad.any():
+            block = int(unique[bad][0])
+            raise BadArgument(
+                f"release(): block {block} has {int(self._refs[block])} references; it is released more often. Nothing changed."
+            )
+        if repeats is not None:
+            self._refs[unique] -= counts - 1
+            order = np.sort(np.unique(blocks[::-1], return_index=True)[1])  # each at its last place
+            blocks = blocks[::-1][order][::-1]
+        self.release_checked(blocks)
+
+    def release_checked(self, ids: BlockIds) -> None:
+        """release of ids known to be different and in use. They may be a view: none is kept."""
+        left = self._refs[ids] - 1
+        self._refs[ids] = left
+        gone = ids[left == 0] if left.any() else ids
+        if self._num_kept:
+            kept = self._kept[gone]
+            if kept.all():
+                self._push_idle(gone[::-1])
+                return
+            self._push_idle(gone[kept][::-1])
+            gone = gone[~kept]
+        self._push_free(gone)
+
+    def _push_free(self, ids: BlockIds) -> None:
+        end = self._num_free + len(ids)
+        self._free[self._num_free : end] = ids[::-1]
+        self._num_free = end
+
+    def _push_idle(self, ids: BlockIds) -> None:
+        if self._tail + len(ids) > len(self._queue):
+            live = self._live_entries(self._head, self._tail)
+            self._queue[: len(live)] = live
+            self._head, self._tail = 0, len(live)
+            self._place[live] = np.arange(len(live))
+        end = self._tail + len(ids)
+        self._queue[self._tail : end] = ids
+        self._place[ids] = np.arange(self._tail, end)
+        self._tail = end
+        self._num_idle += len(ids)
+
+    def keep(self, ids: Sequence[int] | BlockIds) -> None:
+        """The content of these used or idle blocks is worth keeping when nobody uses them."""
+        blocks, repeats = self._checked("keep", ids)
+        bad = (self._refs[blocks] == 0) & (self._place[blocks] < 0)
+        if bad.any():
+            raise BadArgument(f"keep(): block {int(blocks[bad][0])} is free: it has no content.")
+        self.keep_checked(blocks if repeats is None else repeats[0])
+
+    def keep_checked(self, ids: BlockIds) -> NDArray[np.bool_]:
+        """keep of ids known to be different, and used or idle. Which of them were kept before."""
+        before = self._kept[ids]
+        self._num_kept += len(ids) - int(np.count_nonzero(before))
+        self._kept[ids] = True
+        return before
+
+    def keep_one(self, block: int) -> bool:
+        """keep_checked of one, as an int. False: it was kept already."""
+        if self._kept[block]:
+            return False
+        self._kept[block] = True
+        self._num_kept += 1
+        return True
+
+    def forget(self, ids: Sequence[int] | BlockIds) -> None:
+        """Their content is of no value any more; idle ones become free."""
+        blocks, repeats = self._checked("forget", ids)
+        if repeats is not None:
+            blocks = repeats[0]
+        self._num_kept -= int(np.count_nonzero(self._kept[blocks]))
+        self._kept[blocks] = False
+        idle = blocks[self._place[blocks] >= 0]
+        self._place[idle] = -1
+        self._num_idle -= len(idle)
+        self._push_free(idle)
+
+    def refs(self, block: int) -> int:
+        if not 0 <= block < self.num_blocks:
+            raise BadArgument(f"refs(): block {block} is foreign; there are {self.num_blocks}.")
+        return int(self._refs[block])
+
+    def is_kept(self, block: int) -> bool:
+        return bool(self._kept[block])
+
+    def is_shared(self, block: int) -> bool:
+        """Others read this block, now or perhaps later: it must not be written to."""
+        return bool(self._refs[block] != 1 or self._kept[block])
+
+    def num_single(self, ids: BlockIds) -> int:
+        """How many of these would be given back by release."""
+        return int(np.count_nonzero(self._refs[ids] == 1))
+
+    def counts(self) -> NDArray[np.int32]:
+        """A copy of every block's references."""
+        return self._refs.copy()
+
+    def _checked(self, call: str, ids: Sequence[int] | BlockIds) -> tuple[BlockIds, tuple[BlockIds, NDArray[np.int64]] | None]:
+        """The ids as an array, and where some repeat, each once with its count."""
+        given = np.asarray(ids)
+        if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
+            raise BadArgument(f"{call}(): ids are {given.dtype} of shape {list(given.shape)}; they are a list of block ids.")
+        if given.size and not (given.min() >= 0 and given.max() < self.num_blocks):
+            bad = given[(given < 0) | (given >= self.num_blocks)]
+            raise BadArgument(f"{call}(): block {int(bad[0])} is foreign; there are {self.num_blocks}, from 0 on. Nothing changed.")
+        blocks = given.astype(np.int32, copy=False)
+        order = np.arange(len(blocks))
+        self._scratch[blocks] = order
+        if (self._scratch[blocks] == order).all():
+            return blocks, None
+        unique, counts = np.unique(blocks, return_counts=True)
+        return blocks, (unique, counts)
+
+    def check(self) -> None:
+        """Recompute everything; InternalError names the first thing that does not agree."""
+        free, live = self._free[: self._num_free], self._live_entries(self._head, self._tail)
+        state = np.zeros(self.num_blocks, np.int64)
+        np.add.at(state, free, 1)
+        np.add.at(state, live, 1)
+        state += self._refs > 0
+        truths = (
+            (bool((self._refs >= 0).all()), "a block has negative references"),
+            (len(live) == self._num_idle, f"{len(live)} blocks are idle; num_idle says {self._num_idle}"),
+            (int((self._place >= 0).sum()) == len(live), "a block says that it is idle and is not in the queue"),
+            (
+                bool((state == 1).all()),
+                f"block {int(np.argmax(state != 1))} is in {int(state[np.argmax(state != 1)]) if self.num_blocks else 0} states",
+            ),
+            (bool(self._kept[live].all()), "an idle block has no content worth keeping"),
+            (not self._kept[free].any(), "a free block has content worth keeping"),
+            (int(self._kept.sum()) == self._num_kept, f"{int(self._kept.sum())} blocks are kept; the count says {self._num_kept}"),
+        )
+        for holds, sentence in truths:
+            if not holds:
+                raise InternalError(f"BlockAllocator.check(): {sentence}.")

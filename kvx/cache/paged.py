@@ -1,0 +1,430 @@
+"""PagedCache: storage, blocks, tables and prefixes of a model's KV cache, and the calls an engine makes on it.
+
+    seq = cache.admit(tokens)          # finds what is cached of them; nothing is allocated
+    cache.extend(seq, n)               # room for the next n of them
+    batch = cache.plan([(seq, n)])     # slots, tables and lengths of a step
+    ...                                # per layer: kvx.write or kvx.qkv_norm_rope_append, kvx.attention_varlen
+    cache.commit(seq)                  # what was written may be found by others
+    cache.release(seq)
+
+The decisions are made on the host, in numpy, for whole sequences at once. Nothing here computes attention.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvx.cache.batch import Batch, BatchBuffers
+from kvx.cache.blocks import BlockAllocator
+from kvx.cache.groups import GroupState, Layer, LayerGroup, check_groups
+from kvx.cache.integrity import check_cache
+from kvx.cache.prefix import PrefixCache, PrefixStats
+from kvx.cache.sequence import Sequence
+from kvx.errors import BadArgument, OutOfBlocks
+
+Tokens = Listing[int] | NDArray[Any] | Tensor
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    name: str
+    num_blocks: int
+    num_free: int
+    num_idle: int
+    num_used: int
+    num_pinned: int
+    block_bytes: int  # of one block, in all of the group's layers
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    num_seqs: int
+    num_tokens: int  # in the cache, counted once for each sequence that has them
+    groups: tuple[GroupStats, ...]
+    prefix: PrefixStats | None
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(g.num_used * g.block_bytes for g in self.groups)
+
+
+class PagedCache:
+    """The owner of blocks: one layer group or more, each with its storage."""
+
+    def __init__(
+        self,
+        groups: Listing[LayerGroup],
+        *,
+        max_seqs: int,  # sequences at once, and of a batch
+        max_seq_len: int,
+        device: str | torch.device = "cpu",
+        max_tokens: int = 0,  # of a batch; 0: max_seq_len, or max_seqs if that is more
+        prefix: bool = True,  # find and keep blocks by their content
+        salt: bytes = b"",
+        hash_name: str = "blake2b",
+        max_events: int = 0,  # of prefix.events; 0: none are kept
+        backend: str = "auto",  # of the copies made here
+    ) -> None:
+        self.groups = check_groups(groups)
+        for name, value in (("max_seqs", max_seqs), ("max_seq_len", max_seq_len)):
+            if value < 1:
+                raise BadArgument(f"PagedCache(): {name} is {value}; it is 1 or more.")
+        self.block_size = self.groups[0].spec.block_size
+        self.max_seqs, self.max_seq_len = max_seqs, max_seq_len
+        self.max_tokens = max_tokens or max(max_seq_len, max_seqs)
+        self.max_blocks = -(-max_seq_len // self.block_size)  # of a sequence
+        self.device = torch.device(device)
+        self._groups = [GroupState(g, i, max_seqs, self.max_blocks, device, backend) for i, g in enumerate(self.groups)]
+        self.allocators: tuple[BlockAllocator, ...] = tuple(g.allocator for g in self._groups)
+        self.windows = tuple(g.window for g in self.groups)
+        self._has_windows = any(self.windows)
+        self.prefix: PrefixCache | None = None
+        if prefix:
+            self.prefix = PrefixCache(self.allocators, self.block_size, salt=salt, hash_name=hash_name, max_events=max_events)
+        self._layers = {i: layer for g in self._groups for i, layer in g.layers.items()}
+        self._tokens = np.zeros((max_seqs, max_seq_len), np.int32)  # pages of it exist once they are written to
+        self._rows = list(range(max_seqs - 1, -1, -1))  # free rows of tokens and tables
+        self._live: dict[int, Sequence] = {}
+        self._next_id = 0
+        self._buffers = BatchBuffers(len(self.groups), max_seqs, self.max_blocks, self.max_tokens, self.block_size, self.device)
+
+    # --- one sequence -----------------------------------------------------------------------------------------------------
+
+    def admit(self, tokens: Tokens, *, extra: bytes = b"") -> Sequence:
+        """A sequence of these tokens. Its length is what the prefix cache had of them, never all: the last is left to compute.
+
+        Nothing else is allocated. `extra` is what the content hangs on besides the tokens: a LoRA's id, hashes of images.
+        OutOfBlocks where max_seqs are admitted already.
+        """
+        ids = _token_ids("admit", tokens)
+        n = len(ids)
+        if n > self.max_seq_len:
+            raise BadArgument(f"admit(): {n} tokens; max_seq_len is {self.max_seq_len}. Cut the prompt, or make the cache longer.")
+        seq = self._new_sequence("admit")
+        seq._tokens[:n] = ids
+        seq.num_tokens = n
+        if self.prefix is not None:
+            self._find_prefix(seq, self.prefix, extra)
+        return seq
+
+    def _new_sequence(self, call: str) -> Sequence:
+        if not self._rows:
+            raise OutOfBlocks(f"{call}(): all {self.max_seqs} sequences are in use (max_seqs). Release one first.")
+        row = self._rows.pop()
+        seq = Sequence(self, self._next_id, row, self._tokens[row], len(self._groups))
+        self._next_id += 1
+        self._live[seq.id] = seq
+        return seq
+
+    def _find_prefix(self, seq: Sequence, prefix: PrefixCache, extra: bytes) -> None:
+        seq._root = prefix.root(extra)
+        full = max(0, seq.num_tokens - 1) // self.block_size
+        if not full:
+            return
+        data = seq._tokens[: full * self.block_size].tobytes()
+        seq._hashes = prefix.chain(data, seq._root)
+        n, found = prefix.match(seq._hashes, self.windows)
+        if not n:
+            return
+        prefix.remember(data, seq._root, seq._hashes[:n])
+        for i, (group, ids) in enumerate(zip(self._groups, found, strict=True)):
+            group.table[seq._row, :n] = ids
+            seq._first[i] = group.first_block(n * self.block_size)
+        seq.length = seq.num_cached = seq._limit = seq._num_stored = n * self.block_size
+
+    def append(self, seq: Sequence, tokens: Tokens) -> None:
+        """More known tokens, without room for them yet."""
+        self._check_live("append", seq)
+        ids = _token_ids("append", tokens)
+        end = seq.num_tokens + len(ids)
+        self._check_length("append", seq, end)
+        seq._tokens[seq.num_tokens : end] = ids
+        seq.num_tokens = end
+
+    def extend(self, seq: Sequence, n: int | Tokens) -> None:
+        """Room for `n` more of its tokens, or for these new ones, in every group. OutOfBlocks changes nothing.
+
+        New tokens follow those in the cache: all known ones have room by then. Without a prefix cache a count may go past the
+        known tokens; their ids are 0. A last block that others read is copied first; blocks behind windows are given back.
+        """
+        length = seq.length
+        # The two calls of a decode step, without numpy's functions where the last block has room.
+        if type(n) is int:
+            if 0 <= n <= seq._limit - length and n <= seq.num_tokens - length and seq._cache is self:
+                seq.length = length + n
+                return
+        elif type(n) is list and len(n) == 1 and length == seq.num_tokens and seq._cache is self:
+            token = n[0]
+            if type(token) is int and 0 <= token < 2**31:
+                if length >= seq._limit:
+                    self._check_length("extend", seq, length + 1)
+                    self._grow(seq, length + 1)
+                seq._tokens[length] = token
+                seq.num_tokens = seq.length = length + 1
+                return
+        self._extend(seq, n)
+
+    def _extend(self, seq: Sequence, n: int | Tokens) -> None:
+        self._check_live("extend", seq)
+        if isinstance(n, int | np.integer):
+            if n < 0:
+                raise BadArgument(f"extend(): n is {n}; it is 0 or more. truncate() makes a sequence shorter.")
+            end = seq.length + int(n)
+            self._check_length("extend", seq, end)
+            if end > seq.num_tokens and self.prefix is not None:
+                raise BadArgument(
+                    f"extend(): {n} tokens more make {end}; {seq.num_tokens} are known. Give the new tokens' ids, "
+                    "or make the cache with prefix=False."
+                )
+            self._grow(seq, end)
+            if end > seq.num_tokens:
+                seq._tokens[seq.num_tokens : end] = 0
+                seq.num_tokens = end
+            return
+        ids = _token_ids("extend", n)
+        if seq.length != seq.num_tokens and len(ids):
+            raise BadArgument(
+                f"extend(): {seq.num_tokens - seq.length} known tokens have no room yet; extend by their count first, or append()."
+            )
+        end = seq.length + len(ids)
+        self._check_length("extend", seq, end)
+        self._grow(seq, end)
+        seq._tokens[seq.num_tokens : end] = ids
+        seq.num_tokens = end
+
+    def _grow(self, seq: Sequence, end: int) -> None:
+        """Blocks up to `end`. First every group is asked, then each is changed: so OutOfBlocks leaves all as it was."""
+        length, row, bs = seq.length, seq._row, self.block_size
+        if end == length:
+            return
+        have, want = -(-length // bs), -(-end // bs)
+        if want == have + 1 and length % bs == 0 and not self._has_windows:  # a decode step into its next block
+            for allocator in self.allocators:
+                if not allocator.num_available:
+                    raise allocator.out_of_blocks(1, "extend")
+            for g in self._groups:
+                g.table[row, have] = g.allocator.allocate_one()
+            seq.length, seq._limit = end, min(want * bs, self.max_seq_len)
+            return
+        copies: list[bool] = []
+        for i, g in enumerate(self._groups):
+            # Writing goes on in the last block, unless it is full.
+            copy = bool(length % bs) and length == seq._limit and g.allocator.is_shared(int(g.table[row, have - 1]))
+            need, allocator = want - have + copy, g.allocator
+            if need > allocator.num_available:
+                behind = g.table[row, seq._first[i] : max(seq._first[i], min(have, g.first_block(length)))]
+                if need > allocator.num_available + allocator.num_single(behind):
+                    raise allocator.out_of_blocks(need, "extend")
+            copies.append(copy)
+        for i, (g, copy) in enumerate(zip(self._groups, copies, strict=True)):
+            if g.window:
+                self._leave_behind(seq, i, min(have, g.first_block(length)))
+            if copy:
+                source = int(g.table[row, have - 1])
+                block = g.allocator.allocate_one()
+                g.copy_block(source, block)
+                g.allocator.release_checked(g.table[row, have - 1 : have])
+                g.table[row, have - 1] = block
+            if want == have + 1:
+                g.table[row, have] = g.allocator.allocate_one()
+            elif want > have:
+                g.table[row, have:want] = g.allocator.allocate(want - have)
+        seq.length, seq._limit = end, min(want * bs, self.max_seq_len)
+
+    def _leave_behind(self, seq: Sequence, group: int, first: int) -> None:
+        """Give back a group's blocks before `first`."""
+        start = seq._first[group]
+        if first > start:
+            g = self._groups[group]
+            g.allocator.release_checked(g.table[seq._row, start:first])
+            g.table[seq._row, start:first] = -1
+            seq._first[group] = first
+
+    def commit(self, seq: Sequence) -> None:
+        """The K and V of all its `length` tokens are written, or will be before anything reads them on this stream.
+
+        Full blocks get names, by which later sequences find them.
+        """
+        if seq.length - seq._num_stored < self.block_size and seq._cache is self:
+            return
+        self._check_live("commit", seq)
+        bs, done, full = self.block_size, seq._num_stored // self.block_size, seq.length // self.block_size
+        if self.prefix is not None:
+            self._store(seq, self.prefix, done, full)
+        seq._num_stored = full * bs
+
+    def _store(self, seq: Sequence, prefix: PrefixCache, done: int, full: int) -> None:
+        """Name its blocks from `done` to `full`."""
+        hashes, bs, row = seq._hashes, self.block_size, seq._row
+        if len(hashes) < full:
+            parent = hashes[-1] if hashes else seq._root
+            hashes += prefix.chain(seq._tokens[len(hashes) * bs : full * bs].tobytes(), parent)
+        for i, g in enumerate(self._groups):
+            first = max(done, seq._first[i])
+            if first + 1 == full:
+                prefix.put_one(i, hashes[first], int(g.table[row, first]))
+            elif first < full:
+                prefix.put(i, hashes[first:full], g.table[row, first:full])
+
+    def fork(self, seq: Sequence) -> Sequence:
+        """Another sequence with the same tokens and blocks. The first to write into a shared last block gets a copy of it."""
+        self._check_live("fork", seq)
+        other = self._new_sequence("fork")
+        blocks = -(-seq.length // self.block_size)
+        for g, first in zip(self._groups, seq._first, strict=True):
+            held = g.table[seq._row, :blocks]
+            g.table[other._row, :blocks] = held
+            g.allocator.retain_checked(held[first:])
+        other._tokens[: seq.num_tokens] = seq.tokens
+        other.length, other.num_cached, other.num_tokens = seq.length, seq.num_cached, seq.num_tokens
+        other._first, other._hashes, other._root = list(seq._first), list(seq._hashes), seq._root
+        other._num_stored = seq._num_stored
+        seq._limit = other._limit = seq.length
+        return other
+
+    def truncate(self, seq: Sequence, length: int) -> None:
+        """Its first `length` tokens stay, in the cache and known; the others are forgotten and their blocks given back.
+
+        Where windows have given back what the next token would see, it is refused: a roll-back may go as far as the last
+        extend's beginning.
+        """
+        self._check_live("truncate", seq)
+        if not 0 <= length <= seq.length:
+            raise BadArgument(f"truncate(): length is {length}; the sequence has {seq.length}. It is 0 to that.")
+        bs = self.block_size
+        for g, first in zip(self._groups, seq._first, strict=True):
+            if g.first_block(length) < first and length:
+                raise BadArgument(
+                    f"truncate(): at length {length} group {g.group.name!r} (window {g.window}) sees from block "
+                    f"{g.first_block(length)} on; blocks before {first} were given back. Release it, and admit its tokens again."
+                )
+        keep, have = -(-length // bs), -(-seq.length // bs)
+        for i, g in enumerate(self._groups):
+            start = max(keep, seq._first[i])
+            if start < have:
+                g.allocator.release_checked(g.table[seq._row, start:have])
+                g.table[seq._row, start:have] = -1
+            seq._first[i] = min(seq._first[i], keep)
+        seq._limit = length  # extend asks whose the last block is
+        seq.length = seq.num_tokens = length
+        seq.num_cached = min(seq.num_cached, length)
+        full = length // bs
+        del seq._hashes[full:]
+        seq._num_stored = min(seq._num_stored, full * bs)
+
+    def release(self, seq: Sequence) -> None:
+        """Give back its blocks and its place. Blocks with names stay to be found until their room is needed."""
+        self._check_live("release", seq)
+        blocks, row = -(-seq.length // self.block_size), seq._row
+        for g, first in zip(self._groups, seq._first, strict=True):
+            g.allocator.release_checked(g.table[row, first:blocks])
+        del self._live[seq.id]
+        self._rows.append(row)
+        seq._cache = None
+
+    def blocks(self, seq: Sequence, group: int = 0) -> NDArray[np.int32]:
+        """Its block ids in a group, in order; -1 behind the window."""
+        self._check_live("blocks", seq)
+        return self._groups[group].table[seq._row, : -(-seq.length // self.block_size)].copy()
+
+    # --- a batch ----------------------------------------------------------------------------------------------------------
+
+    def plan(self, work: Listing[tuple[Sequence, int]], *, pad_seqs: int = 0, pad_tokens: int = 0) -> Batch:
+        """A step in which the last `n` tokens of each sequence are queries: its K and V are written, then attended.
+
+        The batch is views of buffers that never move: good until the next plan. Padding fills it up to a captured graph's size.
+        """
+        for seq, n in work:
+            if seq._cache is not self:
+                self._check_live("plan", seq)
+            if not 0 < n <= seq.length:
+                raise BadArgument(f"plan(): {n} queries of {seq}; they are 1 to its length. extend() comes first.")
+        return self._buffers.fill(work, self._tokens, self._groups, pad_seqs, pad_tokens)
+
+    def layer(self, i: int) -> Layer:
+        """The handle of the model's layer `i`."""
+        try:
+            return self._layers[i]
+        except KeyError:
+            raise BadArgument(f"layer(): no group has layer {i}; they have {sorted(self._layers)}.") from None
+
+    # --- all of it --------------------------------------------------------------------------------------------------------
+
+    def room(self, seq: Sequence | None = None) -> int:
+        """Tokens that fit now, in one extend of `seq` or of a new sequence: free and idle blocks of the tightest group."""
+        bs = self.block_size
+        if seq is None:
+            if not self._rows:
+                return 0
+            return min(self.max_seq_len, *(a.num_available * bs for a in self.allocators))
+        self._check_live("room", seq)
+        have, inside = -(-seq.length // bs), -seq.length % bs
+        fits = self.max_seq_len - seq.length
+        for i, g in enumerate(self._groups):
+            first = max(seq._first[i], min(have, g.first_block(seq.length)))
+            blocks = g.allocator.num_available + g.allocator.num_single(g.table[seq._row, seq._first[i] : first])
+            if inside and seq.length == seq._limit and g.allocator.is_shared(int(g.table[seq._row, have - 1])):
+                blocks -= 1  # the copy
+            fits = min(fits, blocks * bs + inside if blocks >= 0 else 0)
+        return fits
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self._live)
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """Those admitted and not released, oldest first."""
+        return tuple(self._live.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of all layers' tensors, scales included."""
+        return sum(t.numel() * t.element_size() for layer in self._layers.values() for t in layer.tensors)
+
+    def stats(self) -> CacheStats:
+        groups = []
+        for g in self._groups:
+            a, total = g.allocator, sum(t.numel() * t.element_size() for layer in g.layers.values() for t in layer.tensors)
+            per_block = total // max(1, a.num_blocks)
+            groups.append(GroupStats(a.name, a.num_blocks, a.num_free, a.num_idle, a.num_used, a.num_pinned, per_block))
+        tokens = sum(s.length for s in self._live.values())
+        return CacheStats(len(self._live), tokens, tuple(groups), self.prefix.stats if self.prefix else None)
+
+    def check(self) -> None:
+        """Recount every block, name and row; InternalError names the first thing that does not agree."""
+        check_cache(self)
+
+    def _check_live(self, call: str, seq: Sequence) -> None:
+        if seq._cache is not self:
+            why = "was released" if seq._cache is None else "is of another cache"
+            raise BadArgument(f"{call}(): {seq} {why}. Nothing changed.")
+
+    def _check_length(self, call: str, seq: Sequence, end: int) -> None:
+        if end > self.max_seq_len:
+            raise BadArgument(f"{call}(): {seq} would have {end} tokens; max_seq_len is {self.max_seq_len}. Nothing changed.")
+
+
+def _token_ids(call: str, tokens: Tokens) -> NDArray[np.int32]:
+    """Token ids as int32, from a list, an array or a tensor."""
+    if isinstance(tokens, list):
+        try:  # twice as fast as numpy's own way from a list
+            return np.frombuffer(struct.pack(f"<{len(tokens)}i", *tokens), "<i4")
+        except struct.error as error:
+            raise BadArgument(f"{call}(): tokens cannot be read as int32 ids: {error}.") from error
+    ids = np.asarray(tokens.numpy(force=True) if isinstance(tokens, Tensor) else tokens)
+    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
+        raise BadArgument(f"{call}(): tokens are {ids.dtype} of shape {list(ids.shape)}; they are one row of integers.")
+    if ids.dtype != np.int32:
+        if ids.size and not (ids.min() >= -(2**31) and ids.max() < 2**31):
+            raise BadArgument(f"{call}(): token ids reach {int(ids.max())}; they are int32.")
+        ids = ids.astype(np.int32)
+    return ids

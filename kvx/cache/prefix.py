@@ -1,0 +1,344 @@
+"""PrefixCache: blocks found by what they hold. A block's name is a hash of its tokens and of all tokens before it.
+
+    h[-1] = H(salt, extra)        extra: what else the content hangs on, such as a LoRA's id or the hash of an image
+    h[i]  = H(h[i - 1], tokens of block i as little-endian int32)
+
+Which blocks live and which are evicted is the allocators' business: this is the index beside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvx.cache.blocks import BlockAllocator, BlockIds
+from kvx.errors import BadArgument, InternalError, Unsupported
+
+BlockHash = bytes
+_SPAN = 16  # blocks whose hashes are remembered together; 1 KiB of tokens where a block has 16
+
+
+class Event(NamedTuple):
+    """What happened to the content of some blocks in one call: for an index kept elsewhere, as a router does."""
+
+    kind: str  # "stored", "removed" (by clear) or "evicted"
+    group: int
+    hashes: Sequence[BlockHash]
+    blocks: Sequence[int]  # one a hash
+
+
+@dataclass
+class PrefixStats:
+    queries: int = 0
+    hits: int = 0  # queries that found a block or more
+    tokens_asked: int = 0
+    tokens_hit: int = 0
+    stored: int = 0  # blocks
+    evicted: int = 0
+
+
+# H as two functions: of some bytes, and of a chain: the hash of each part with the hash before it. The chain's loop is the
+# most of what a prefix cache costs, so each H has its own, without a call between.
+Hash = Callable[[bytes], BlockHash]
+Link = Callable[[BlockHash, Sequence[bytes]], list[BlockHash]]
+
+
+def hash_functions(name: str) -> tuple[Hash, Link]:
+    """Of a name. All give 128 bits or more; xxh3_128 is the fastest, and not made against those who look for collisions."""
+    if name == "blake2b":
+        return _blake2b, _link_blake2b
+    if name == "sha256":
+        return _sha256, _link_sha256
+    if name != "xxh3_128":
+        raise BadArgument(f'hash_name is {name!r}; it is "blake2b", "sha256" or "xxh3_128".')
+    try:
+        from xxhash import xxh3_128_digest
+    except ImportError as error:
+        raise Unsupported('hash_name="xxh3_128" needs the package xxhash; "blake2b" and "sha256" need none.') from error
+
+    def link(h: BlockHash, parts: Sequence[bytes]) -> list[BlockHash]:
+        return [h := xxh3_128_digest(h + part) for part in parts]
+
+    return xxh3_128_digest, link
+
+
+def _blake2b(data: bytes) -> BlockHash:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _link_blake2b(h: BlockHash, parts: Sequence[bytes]) -> list[BlockHash]:
+    blake2b = hashlib.blake2b
+    return [h := blake2b(h + part, digest_size=16).digest() for part in parts]
+
+
+def _sha256(data: bytes) -> BlockHash:
+    return hashlib.sha256(data).digest()
+
+
+def _link_sha256(h: BlockHash, parts: Sequence[bytes]) -> list[BlockHash]:
+    sha256 = hashlib.sha256
+    return [h := sha256(h + part).digest() for part in parts]
+
+
+class PrefixCache:
+    """The index of stored blocks, one part for each layer group. A group's block is the same tokens as the others'."""
+
+    def __init__(
+        self,
+        allocators: Sequence[BlockAllocator],  # one a layer group; told here to report what they evict
+        block_size: int,
+        *,
+        salt: bytes = b"",  # caches of different salts never find each other's blocks
+        hash_name: str = "blake2b",
+        max_events: int = 0,  # kept of the past; 0: none
+    ) -> None:
+        self.block_size = block_size
+        self.hash_name = hash_name
+        self.salt = salt
+        self.stats = PrefixStats()
+        self.events: deque[Event] = deque(maxlen=max_events)  # the oldest are dropped; take them with popleft()
+        self._allocators = tuple(allocators)
+        self._hash, self._link = hash_functions(hash_name)
+        self._block_of: list[dict[BlockHash, int]] = [{} for _ in allocators]
+        # Block -> hash, of the blocks whose content is kept; what stands at others is of the past.
+        self._names: list[list[BlockHash]] = [[b""] * a.num_blocks for a in allocators]
+        self._pins: list[Counter[int]] = [Counter() for _ in allocators]
+        # (hash before, tokens of a span) -> the span's hashes. Prompts that are asked again are found by comparing tokens,
+        # which is ten times faster than hashing them again. As many spans as the blocks can hold.
+        # When _spans is full it becomes _old_spans, and what is not asked for again is gone the next time.
+        self._spans: dict[bytes, list[BlockHash]] = {}
+        self._old_spans: dict[bytes, list[BlockHash]] = {}
+        self._max_spans = max(64, max((a.num_blocks for a in allocators), default=0) // _SPAN)
+        for group, allocator in enumerate(allocators):
+            allocator.on_evict = self._evicted(group)
+
+    def root(self, extra: bytes = b"") -> BlockHash:
+        """The hash before the first block."""
+        return self._hash(len(self.salt).to_bytes(8, "little") + self.salt + extra)
+
+    def hashes(self, tokens: NDArray[np.int32], extra: bytes = b"", parent: BlockHash | None = None) -> list[BlockHash]:
+        """Of every full block of `tokens`. They follow the block named `parent`, or begin a sequence."""
+        data = np.ascontiguousarray(tokens, "<i4").tobytes()
+        return self.chain(data, self.root(extra) if parent is None else parent)
+
+    def chain(self, data: bytes, parent: BlockHash) -> list[BlockHash]:
+        """hashes() of tokens as they are hashed: little-endian int32."""
+        step, h = self.block_size * 4, parent
+        if len(data) == step:
+            return [self._hash(h + data)]
+        found: list[BlockHash] = []
+        at, span = 0, step * _SPAN
+        while at + span <= len(data):
+            known = self._known_span(h + data[at : at + span])
+            if known is None:
+                break  # those after it are not known either
+            h = known[-1]
+            found += known
+            at += span
+        parts: list[bytes] = np.frombuffer(data[at : len(data) // step * step], f"V{step}").tolist()
+        return found + self._link(h, parts)
+
+    def _known_span(self, key: bytes) -> list[BlockHash] | None:
+        known = self._spans.get(key)
+        if known is None and self._old_spans:
+            known = self._old_spans.get(key)
+            if known is not None:
+                self._remember(key, known)
+        return known
+
+    def _remember(self, key: bytes, known: list[BlockHash]) -> None:
+        if len(self._spans) >= self._max_spans:
+            self._old_spans, self._spans = self._spans, {}
+        self._spans[key] = known
+
+    def remember(self, data: bytes, parent: BlockHash, hashes: Sequence[BlockHash]) -> None:
+        """These tokens were asked for again, and found: the next time they need not be hashed."""
+        step = self.block_size * 4
+        for at in range(len(hashes) // _SPAN * _SPAN - _SPAN, -1, -_SPAN):
+            key = (hashes[at - 1] if at else parent) + data[at * step : (at + _SPAN) * step]
+            if key in self._spans:
+                return  # those before it were remembered with it
+            self._remember(key, list(hashes[at : at + _SPAN]))
+
+    def lookup(self, hashes: Sequence[BlockHash], windows: Sequence[int]) -> int:
+        """How many of these blocks are there: the longest beginning that every group has.
+
+        A group with a window (0: none) needs only the blocks that the next token can see.
+        """
+        n, _ = self._find(hashes, windows)
+        stats = self.stats
+        stats.queries += 1
+        stats.tokens_asked += len(hashes) * self.block_size
+        if n:
+            stats.hits += 1
+            stats.tokens_hit += n * self.block_size
+        return n
+
+    def take(self, hashes: Sequence[BlockHash], n: int, windows: Sequence[int]) -> list[BlockIds]:
+        """Each group's ids of the first `n` blocks, which lookup found, with a reference more. -1 where a window needs none."""
+        found, ids = self._find(hashes[:n], windows)
+        if found != n:
+            raise BadArgument(f"take(): n is {n}; of these hashes {found} are there. lookup() tells how many.")
+        return self._hold(ids, n, windows)
+
+    def match(self, hashes: Sequence[BlockHash], windows: Sequence[int]) -> tuple[int, list[BlockIds]]:
+        """lookup, then take what it found."""
+        n, ids = self._find(hashes, windows)
+        stats = self.stats
+        stats.queries += 1
+        stats.tokens_asked += len(hashes) * self.block_size
+        if not n:
+            return 0, []
+        stats.hits += 1
+        stats.tokens_hit += n * self.block_size
+        return n, self._hold(ids, n, windows)
+
+    def _find(self, hashes: Sequence[BlockHash], windows: Sequence[int]) -> tuple[int, list[BlockIds]]:
+        """How many blocks are there, and each group's ids of at least as many; -1 where it has none."""
+        n, found = len(hashes), []
+        for index, window in zip(self._block_of, windows, strict=True):
+            if not window and n and hashes[0] not in index:
+                return 0, []
+            ids = np.fromiter(map(index.get, hashes[:n], repeat(-1)), np.int32, n)
+            if not window:
+                missing = ids < 0
+                if missing.any():
+                    n = int(missing.argmax())
+            found.append(ids)
+        if not any(windows) or not n:
+            return n, found
+        # fits[m]: the groups with windows can go on after m blocks.
+        fits, lengths = np.ones(n + 1, np.bool_), np.arange(n + 1)
+        for ids, window in zip(found, windows, strict=True):
+            if window:
+                missing_at = np.where(ids[:n] < 0, lengths[:n], -1)
+                run = lengths - 1 - np.concatenate(([-1], np.maximum.accumulate(missing_at)))  # blocks in a row that end at m
+                fits &= run >= lengths - np.maximum(0, lengths * self.block_size - window + 1) // self.block_size
+        return int(np.flatnonzero(fits)[-1]), found
+
+    def _hold(self, found: Sequence[BlockIds], n: int, windows: Sequence[int]) -> list[BlockIds]:
+        held = []
+        for found_ids, window, allocator in zip(found, windows, self._allocators, strict=True):
+            ids = found_ids[:n]
+            first = first_block(n * self.block_size, window, self.block_size)
+            ids[:first] = -1
+            allocator.retain_checked(ids[first:])
+            held.append(ids)
+        return held
+
+    def put(self, group: int, hashes: Sequence[BlockHash], ids: BlockIds) -> None:
+        """The content of these used blocks is whole. A name that is there already keeps its first block."""
+        index, blocks, allocator = self._block_of[group], ids.tolist(), self._allocators[group]
+        settled = list(map(index.setdefault, hashes, blocks))
+        if settled != blocks:  # some names have a block already
+            new = [b == s for b, s in zip(blocks, settled, strict=True)]
+            hashes, ids = [h for h, is_new in zip(hashes, new, strict=True) if is_new], ids[new]
+        before = allocator.keep_checked(ids)
+        if before.any():  # stored by another sequence with the same blocks: a fork
+            hashes, ids = [h for h, was in zip(hashes, before.tolist(), strict=True) if not was], ids[~before]
+        if len(blocks) != len(ids):
+            blocks = ids.tolist()
+        if blocks:
+            names = self._names[group]
+            for b, h in zip(blocks, hashes, strict=True):
+                names[b] = h
+            self.stats.stored += len(blocks)
+            if self.events.maxlen:
+                self.events.append(Event("stored", group, hashes, blocks))
+
+    def put_one(self, group: int, h: BlockHash, block: int) -> None:
+        """put of one block: what a sequence does every block_size tokens."""
+        allocator = self._allocators[group]
+        if self._block_of[group].setdefault(h, block) == block and allocator.keep_one(block):
+            self._names[group][block] = h
+            self.stats.stored += 1
+            if self.events.maxlen:
+                self.events.append(Event("stored", group, (h,), (block,)))
+
+    def _evicted(self, group: int) -> Callable[[BlockIds], None]:
+        def forget(ids: BlockIds) -> None:
+            self.stats.evicted += len(ids)
+            self._drop("evicted", group, ids)
+
+        return forget
+
+    def _drop(self, kind: str, group: int, ids: BlockIds) -> None:
+        index, names, blocks = self._block_of[group], self._names[group], ids.tolist()
+        hashes = [names[b] for b in blocks]
+        for h in hashes:
+            del index[h]
+        if self.events.maxlen:
+            self.events.append(Event(kind, group, hashes, blocks))
+
+    def pin(self, hashes: Sequence[BlockHash]) -> int:
+        """Hold these blocks, wherever they are stored, until `unpin`: they count as used. How many, over the groups."""
+        count = 0
+        for index, pins, allocator in zip(self._block_of, self._pins, self._allocators, strict=True):
+            blocks = [b for b in map(index.get, dict.fromkeys(hashes)) if b is not None]
+            allocator.retain_checked(np.array(blocks, np.int32))
+            pins.update(blocks)
+            allocator.num_pinned = len(pins)
+            count += len(blocks)
+        return count
+
+    def unpin(self, hashes: Sequence[BlockHash]) -> None:
+        """Undo one `pin` of these; names that were not pinned are refused, and then nothing changes."""
+        parts = []
+        for index, pins in zip(self._block_of, self._pins, strict=True):
+            parts.append([b for b in map(index.get, dict.fromkeys(hashes)) if b is not None and b in pins])
+        for h in hashes:
+            if not any(index.get(h, -1) in pins for index, pins in zip(self._block_of, self._pins, strict=True)):
+                raise BadArgument(f"unpin(): {h.hex()} is not pinned. Nothing was unpinned.")
+        for blocks, pins, allocator in zip(parts, self._pins, self._allocators, strict=True):
+            for b in blocks:
+                pins[b] -= 1
+                if not pins[b]:
+                    del pins[b]
+            allocator.num_pinned = len(pins)
+            allocator.release_checked(np.array(blocks, np.int32))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that have a name, over the groups."""
+        return sum(map(len, self._block_of))
+
+    def clear(self) -> None:
+        """Forget every name. Idle blocks become free; used ones go on, pins end."""
+        for group, allocator in enumerate(self._allocators):
+            ids = np.array(list(self._block_of[group].values()), np.int32)
+            self._drop("removed", group, ids)
+            allocator.forget(ids)
+            pins = self._pins[group]
+            allocator.release(np.array(list(pins.elements()), np.int32))
+            pins.clear()
+            allocator.num_pinned = 0
+        self._spans, self._old_spans = {}, {}
+
+    def pinned(self, group: int) -> dict[int, int]:
+        """Block -> how often it is pinned."""
+        return dict(self._pins[group])
+
+    def check(self) -> None:
+        """Recompute what can be; InternalError names the first thing that does not agree."""
+        for group, allocator in enumerate(self._allocators):
+            index, names = self._block_of[group], self._names[group]
+            kept = [b for b in range(allocator.num_blocks) if allocator.is_kept(b)]
+            if {names[b]: b for b in kept} != index:
+                raise InternalError(
+                    f"PrefixCache.check(): group {group}: {len(kept)} blocks are kept, {len(index)} names known; not each other's."
+                )
+            if allocator.num_pinned != len(self._pins[group]):
+                raise InternalError(f"PrefixCache.check(): group {group}: num_pinned is {allocator.num_pinned}.")
+            allocator.check()
+
+
+def first_block(length: int, window: int, block_size: int) -> int:
+    """The first block that the token at position `length` sees through `window`; 0 is no window."""
+    return max(0, length - window + 1) // block_size if window else 0

@@ -1,0 +1,168 @@
+"""kvx generate: prompts answered together on one paged cache, by a real model."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from kvx.cli.live import JsonView, LiveView, PlainView, View
+from kvx.runner import Engine, Params, small_model
+
+SYSTEM = (
+    "You are a helpful assistant in a museum of science. Visitors of all ages ask you short questions. Answer in one or two plain "
+    "sentences that a child of ten can follow. Be exact: give a number or a name where it helps, and say that you do not know "
+    "rather than guess. Use no lists, no headings and no jargon. Be friendly, never talk down, and do not repeat the question. "
+    "When a question is about something dangerous, say what to do to stay safe."
+)
+QUESTIONS = (
+    "Why is the sky blue?",
+    "What is a black hole?",
+    "How do birds fly?",
+    "Why do we have seasons?",
+    "What are stars made of?",
+    "How deep is the ocean?",
+    "Why does ice float on water?",
+    "What is the speed of light?",
+)
+
+
+@dataclass
+class Run:
+    """What the summary is made of."""
+
+    model: str
+    dtype: str
+    answers: list[dict[str, Any]]
+    begin: float
+    load_s: float = 0.0
+    first_text_s: float | None = None  # from the command's start
+    is_interrupted: bool = False
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+def generate(
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A question; may be given several times. Default: eight short ones")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of safetensors, or a .gguf file. Default: SmolLM2-135M-Instruct")
+    ] = None,
+    system: Annotated[str, typer.Option(help="What is said to the model before every question")] = SYSTEM,
+    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are: no chat template, no --system")] = False,
+    kv_format: Annotated[str, typer.Option(help="auto (the model's type), f32, bf16, f16, int8, fp8")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of weights and activations: f32, bf16, f16; auto: f32 on a CPU, else bf16")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if torch.cuda.is_available() else "cpu",
+    max_tokens: Annotated[int, typer.Option(help="Of an answer")] = 48,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest that together have this share")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the text, to --max-tokens")] = False,
+    n: Annotated[int, typer.Option("--n", help="Answers to each prompt")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the draws")] = 0,
+    blocks: Annotated[int, typer.Option(help="Of the cache, 16 tokens each. Few of them: watch requests wait")] = 512,
+    batch_tokens: Annotated[int, typer.Option(help="Of one step; longer prompts are computed in parts")] = 512,
+    no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Do not reuse blocks of equal prefixes")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
+) -> None:
+    """Answer prompts together, and see what the cache does meanwhile."""
+    run = Run(str(model or "SmolLM2-135M-Instruct"), _dtype(dtype, device), [], time.perf_counter())
+    params = Params(max_tokens, temperature, top_k, top_p, tuple(stop or ()), seed, n, ignore_eos)
+    questions = list(prompt) if prompt else list(QUESTIONS)
+    console = Console(highlight=False)
+    view: View = JsonView() if as_json else LiveView(console) if console.is_terminal else PlainView(console)
+    with view:
+        engine = Engine.load(
+            model or small_model(), dtype=run.dtype, kv_format=kv_format, device=device, num_blocks=blocks,
+            max_batch_tokens=batch_tokens, prefix=not no_prefix, progress=view.loading,
+        )  # fmt: skip
+        run.load_s = time.perf_counter() - run.begin
+        ids = [_encode(engine, q, system, raw) for q in questions]
+        run.answers = [{"prompt": q, "index": i, "text": "", "tokens": [], "finish": ""} for q in questions for i in range(n)]
+        view.start(engine, run.answers)
+        _answer(engine, ids, params, run, view)
+    run.stats = engine.stats()
+    view.finish(run.answers)
+    if as_json:
+        typer.echo(json.dumps(_as_json(run), indent=2))
+    else:
+        console.print("\n" + summary(run), soft_wrap=True)
+    if run.is_interrupted:
+        raise typer.Exit(130)
+
+
+def _dtype(dtype: str, device: str) -> str:
+    return dtype if dtype != "auto" else "f32" if device == "cpu" else "bf16"
+
+
+def _encode(engine: Engine, question: str, system: str, raw: bool) -> list[int]:
+    if engine.tokenizer is None:
+        raise typer.BadParameter("the model's folder has no tokenizer", param_hint="--model")
+    return engine.tokenizer.encode(question) if raw else engine.tokenizer.chat(question, system)
+
+
+def _answer(engine: Engine, ids: list[list[int]], params: Params, run: Run, view: View) -> None:
+    """Until all is said, or Ctrl-C."""
+    try:
+        for piece in engine.stream(ids, params):
+            answer = run.answers[piece.request * params.n + piece.index]
+            answer["text"] += piece.text
+            answer["tokens"].append(piece.token)
+            answer["finish"] = piece.finish
+            if run.first_text_s is None and piece.text:
+                run.first_text_s = time.perf_counter() - run.begin
+            view.show(answer)
+    except KeyboardInterrupt:
+        run.is_interrupted = True
+
+
+def _as_json(run: Run) -> dict[str, Any]:
+    return {
+        "model": run.model,
+        "dtype": run.dtype,
+        "kv_format": run.stats["kv_format"],
+        "is_interrupted": run.is_interrupted,
+        "load_s": round(run.load_s, 3),
+        "first_text_s": None if run.first_text_s is None else round(run.first_text_s, 3),
+        "tokens_per_s": round(_rate(run), 2),
+        "answers": run.answers,
+        "stats": run.stats,
+    }
+
+
+def _rate(run: Run) -> float:
+    return run.stats["generated_tokens"] / run.stats["busy_s"] if run.stats["busy_s"] else 0.0
+
+
+def summary(run: Run) -> str:
+    """What was done, and what reuse and format saved."""
+    s = run.stats
+    peak = s["peak_blocks"] * s["block_size"]
+    here, plain = s["kv_bytes_per_token"], s["unquantised_bytes_per_token"]
+    done = sum(bool(a["finish"]) for a in run.answers)
+    share = s["reused_tokens"] / s["prompt_tokens"] if s["prompt_tokens"] else 0.0
+    lines = [
+        f"{'Stopped. ' if run.is_interrupted else ''}{done} of {len(run.answers)} answers, {s['generated_tokens']} tokens in "
+        f"{s['busy_s']:.1f} s: {_rate(run):.0f} tokens/s"
+        + (f"; first text {run.first_text_s:.1f} s after the start." if run.first_text_s is not None else "."),
+        f"Prefix reuse: {s['reused_tokens']} of {s['prompt_tokens']} prompt tokens ({share:.0%}) were in the cache already: "
+        f"not computed again, and {s['reused_tokens'] * here / 1e6:.1f} MB of KV not stored twice.",
+        f"KV format {s['kv_format']}: {here:,} B a token"
+        + (
+            f" instead of {plain:,} in {run.dtype}, {1 - here / plain:.0%} less"
+            if here != plain
+            else "; --kv-format int8 or fp8 takes less"
+        )
+        + f". At most {s['peak_blocks']} of {s['num_blocks']} blocks, {peak * here / 1e6:.1f} MB"
+        + (f" instead of {peak * plain / 1e6:.1f} MB." if here != plain else "."),
+    ]
+    if s["preemptions"]:
+        lines.append(f"Blocks ran out {s['preemptions']} times: the youngest request waited, and was computed again.")
+    return "\n".join(lines)

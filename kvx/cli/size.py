@@ -1,0 +1,175 @@
+"""kvx size: what a model's KV cache costs, and what fits in a memory, before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvx.cli.size_plot import draw
+from kvx.errors import BadArgument
+from kvx.spec.models import MODELS
+from kvx.spec.size import STATES, Size, size_formats
+from kvx.spec.size import size as size_of
+
+UNITS = {"": 1, "B": 1}
+UNITS |= {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
+UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", 1)}
+NUMBER = re.compile(r"[0-9.,]+( [KMGT]iB| B)?|any")  # such columns stand to the right
+
+
+def size(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="a known model's name, a Transformers config.json, or its folder; nothing: the known models"),
+    ] = None,
+    formats: Annotated[list[str] | None, typer.Option("--format", help="repeatable; all: every one the model can take")] = None,
+    memory: Annotated[str, typer.Option(help="of one rank, for its cache: 80GB, 74.5GiB, bytes")] = "80GB",
+    context: Annotated[int, typer.Option(help="tokens of a request at its longest, shared prefix and answer included")] = 8192,
+    requests: Annotated[int, typer.Option(help="requests held at once")] = 1,
+    shared_prefix: Annotated[int, typer.Option(help="first tokens that all requests share: their whole blocks count once")] = 0,
+    tp: Annotated[int, typer.Option(help="tensor-parallel ranks; every number is one rank's")] = 1,
+    block_size: Annotated[int, typer.Option(help="tokens in a block; 0: 16, or 128 for DeepSeek-V4")] = 0,
+    index_format: Annotated[str, typer.Option(help="of an indexer's keys (DeepSeek V3.2 and V4), where not the model's own")] = "",
+    state: Annotated[str, typer.Option(help=f"DeepSeek-V4's unfinished sums: {' or '.join(STATES)}")] = STATES[0],
+    plot: Annotated[Path | None, typer.Option(help="draw requests that fit against context, to this file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Size a KV cache: bytes of a token and a request, requests and tokens that fit."""
+    if model is None:
+        return _show_models(as_json)
+    memory_bytes = parse_bytes(memory)
+    names = (
+        [n for f in formats for n in (size_formats(model, every=True) if f == "all" else [f])] if formats else size_formats(model)
+    )
+    options: dict[str, Any] = {"tp": tp, "block_size": block_size, "index_format": index_format, "state": state}
+    sizes = [size_of(model, name, **options) for name in dict.fromkeys(names)]
+    facts = [_facts(s, memory_bytes, context, requests, shared_prefix) for s in sizes]
+    if plot is not None:
+        draw(plot, sizes, memory, memory_bytes, shared_prefix)
+    if as_json:
+        asked = {"model": sizes[0].model, "tp": tp, "block_size": sizes[0].block_size, "context": context, "requests": requests}
+        typer.echo(json.dumps({**asked, "shared_prefix": shared_prefix, "memory_bytes": memory_bytes, "sizes": facts}, indent=1))
+        return
+    _show_layers(sizes[0])
+    if len(sizes[0].groups) > 1:
+        _show_groups(sizes, context)
+    _show_sizes(sizes, facts, f"{memory} for the cache", context, requests, shared_prefix)
+    if plot is not None:
+        typer.echo(f"plot: {plot}")
+
+
+def parse_bytes(text: str) -> int:
+    """Of `80GB`, `74.5 GiB` or `1000000`."""
+    match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in UNITS:
+        raise BadArgument(f'size: memory is "{text}"; it takes a number and B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, like 80GB.')
+    whole, _, part = match[1].partition(".")
+    return int(whole + part) * UNITS[match[2].upper()] // 10 ** len(part)
+
+
+def _facts(s: Size, memory_bytes: int, context: int, requests: int, shared_prefix: int) -> dict[str, Any]:
+    fit = s.fit_requests(memory_bytes, context, shared_prefix)
+    return {
+        **{key: value for key, value in s.to_dict().items() if key not in ("model", "tp", "block_size")},
+        "request_bytes": s.request_bytes(context),
+        "total_bytes": s.total_bytes(context, requests, shared_prefix),
+        "requests_fit": fit,
+        "tokens_fit": fit * context,
+        "longest_context": s.fit_context(memory_bytes, requests, shared_prefix),  # null: any
+    }
+
+
+def _show_layers(s: Size) -> None:
+    rows = []
+    for g in s.groups:
+        kept = f"{'chunk of' if g.is_chunked else 'last'} {g.window:,}" if g.window else "all"
+        if g.ring_tokens:
+            kept = f"last {g.ring_tokens:,}" + (f", 1 for {g.ratio}" if g.ratio > 1 else "")
+        rows.append((g.name, str(g.num_layers), g.stores, kept))
+    _show(f"{s.model}: what its layers store", ("layers", "of", "store", "of tokens"), rows)
+
+
+def _show_groups(sizes: Sequence[Size], context: int) -> None:
+    """A line a format and kind of layer. What a long request pays for each more token is 0 where a window is kept."""
+    rows = []
+    for s in sizes:
+        for g in s.groups:
+            request = g.private_bytes(-(-context // s.block_size))
+            grows = 0 if g.max_blocks else g.token_bytes
+            rows.append((s.format, g.name, _number(grows / g.num_layers), _number(grows), _human(g.fixed_bytes), _human(request)))
+    _show("by layers", ("format", "layers", "a token in one", "a token", "fixed", "a request"), rows)
+
+
+def _show_sizes(
+    sizes: Sequence[Size], facts: list[dict[str, Any]], memory: str, context: int, requests: int, shared_prefix: int
+) -> None:
+    first, is_many, has_index = sizes[0], requests > 1, bool(sizes[0].index_format)
+    columns = (
+        *("format", *(["index"] if has_index else []), "a token", "fixed", "a request"),
+        *([f"{requests:,} of them"] if is_many else []),
+        *("requests fit", "tokens fit", f"longest of {requests:,}" if is_many else "longest request"),
+    )
+    rows = [
+        (
+            *(s.format, *([s.index_format] if has_index else []), _number(s.token_bytes), _human(s.fixed_bytes)),
+            _human(f["request_bytes"]),
+            *([_human(f["total_bytes"])] if is_many else []),
+            *(f"{f['requests_fit']:,}", f"{f['tokens_fit']:,}"),
+            "any" if f["longest_context"] is None else f"{f['longest_context']:,}",
+        )
+        for s, f in zip(sizes, facts, strict=True)
+    ]
+    shared = f", {shared_prefix:,} of them shared" if shared_prefix else ""
+    ranks = f"; each of {first.tp} ranks" if first.tp > 1 else ""
+    _show(f"requests of {context:,} tokens{shared}, blocks of {first.block_size}; {memory}{ranks}", columns, rows)
+
+
+def _number(n: float) -> str:
+    return f"{n:,.12g}"
+
+
+def _human(n: int) -> str:
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if n >= 1024**power:
+            return f"{n / 1024**power:.2f} {unit}"
+    return f"{n} B" if n else "0"
+
+
+def _show_models(as_json: bool) -> None:
+    sizes = [size_of(name) for name in MODELS]
+    if as_json:
+        typer.echo(
+            json.dumps([{"model": s.model, "token_bytes": s.token_bytes, "fixed_bytes": s.fixed_bytes} for s in sizes], indent=1)
+        )
+        return
+    layers = (", ".join(f"{g.num_layers} {g.name}" for g in s.groups) for s in sizes)
+    rows = [(s.model, text, _number(s.token_bytes), _human(s.fixed_bytes)) for s, text in zip(sizes, layers, strict=True)]
+    _show("known models, bf16: bytes of a token, and fixed bytes of a request", ("model", "layers", "a token", "fixed"), rows)
+
+
+def _show(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """A table on a terminal; elsewhere the same rows as plain lines, for grep and awk."""
+    console = Console(highlight=False)
+    is_number = [all(NUMBER.fullmatch(row[i]) for row in rows) for i in range(len(columns))]
+    if console.is_terminal:
+        table = Table(title=title, title_justify="left")
+        for column, right in zip(columns, is_number, strict=True):
+            table.add_column(column, justify="right" if right else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(x) for x in row))
+        console.print(table)
+        return
+    typer.echo(title)
+    lines = [columns, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    for line in lines:
+        cells = (f"{x:>{w}}" if right else f"{x:{w}}" for x, w, right in zip(line, widths, is_number, strict=True))
+        typer.echo("  " + "  ".join(cells).rstrip())

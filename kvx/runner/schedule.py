@@ -1,0 +1,169 @@
+"""Scheduler: which tokens of which requests the next step computes.
+
+Decodes and prompts share a step, up to a budget of tokens; a prompt longer than what is left goes on in the next. Sequences are
+served oldest first. When blocks run out the youngest gives its own back and waits: its full blocks stay in the prefix cache as
+long as nobody needs the room, so coming back is often cheap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvx.cache.paged import PagedCache
+from kvx.errors import BadArgument, OutOfBlocks
+from kvx.runner.request import Completion
+
+
+class Work(NamedTuple):
+    completion: Completion
+    num_tokens: int  # the last of its sequence's are this step's
+
+    @property
+    def is_last(self) -> bool:
+        """Nothing is left to compute: the step's logits give the next token."""
+        return self.completion.num_left == 0
+
+
+@dataclass
+class Counts:
+    """What scheduling did, in tokens unless said otherwise."""
+
+    prompt_tokens: int = 0  # of prompts admitted, once each
+    reused_tokens: int = 0  # of them found in the prefix cache, or shared by a fork
+    computed_tokens: int = 0  # all that went through the model
+    steps: int = 0
+    mixed_steps: int = 0  # with a decode and a prompt
+    chunks: int = 0  # prompts' parts that were not their end
+    preemptions: int = 0
+    forks: int = 0
+    peak_blocks: int = 0
+
+
+class Scheduler:
+    def __init__(self, cache: PagedCache, max_batch_tokens: int) -> None:
+        if not 1 <= max_batch_tokens <= cache.max_tokens:
+            raise BadArgument(f"Scheduler(): max_batch_tokens is {max_batch_tokens}; it is 1 to the cache's {cache.max_tokens}.")
+        self.cache, self.max_batch_tokens = cache, max_batch_tokens
+        self.reserve_blocks = 1  # for each running sequence, when another is admitted: it would be put out again at once
+        self.waiting: deque[Completion] = deque()
+        self.running: list[Completion] = []  # oldest first
+        self.counts = Counts()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def step(self) -> list[Work]:
+        """Work with room in the cache. Blocks are named here, before they are written: a sequence of the same step may read
+        them, because every layer writes all tokens before any attends."""
+        work: list[Work] = []
+        budget, preempted = self.max_batch_tokens, self.counts.preemptions
+        for c in list(self.running):
+            if c.seq is None or not budget:
+                continue
+            n = self._extend(c, min(c.num_left, budget))
+            if n:
+                work.append(Work(c, n))
+                budget -= n
+        while self.waiting and budget and preempted == self.counts.preemptions:
+            c = self.waiting[0]
+            if not self._admit(c):
+                break
+            self.waiting.popleft()
+            n = self._extend(c, min(c.num_left, budget))
+            if n:
+                work.append(Work(c, n))
+                budget -= n
+        self._count(work)
+        return work
+
+    def _admit(self, c: Completion) -> bool:
+        """False: not now."""
+        if len(self.running) >= self.cache.max_seqs:
+            return False
+        seq = self.cache.admit(c.tokens)
+        left = len(c.tokens) - seq.length
+        reserve = self.reserve_blocks * self.cache.block_size * (len(self.running) + 1)
+        if self.running and self.cache.room(seq) < left + reserve:
+            self.cache.release(seq)
+            return False
+        c.seq = seq
+        if c.num_cached < 0:
+            c.num_cached = seq.num_cached
+            self.counts.prompt_tokens += c.num_prompt
+            self.counts.reused_tokens += seq.num_cached
+        self.running.append(c)
+        return True
+
+    def _extend(self, c: Completion, n: int) -> int:
+        """Room for up to `n` more tokens of c: how many. 0: c was put out."""
+        while c.seq is not None:
+            seq = c.seq
+            try:
+                if seq.length == seq.num_tokens:
+                    self.cache.extend(seq, c.tokens[seq.length : seq.length + n])
+                else:
+                    n = min(n, max(1, self.cache.room(seq)))
+                    self.cache.extend(seq, n)
+            except OutOfBlocks:
+                if self.running == [c]:
+                    raise
+                self._preempt(self.running[-1])  # never one with work in this step: those stand before c
+                continue
+            if seq.length % self.cache.block_size < n:  # a block is full
+                self.cache.commit(seq)
+            return n
+        return 0
+
+    def _preempt(self, c: Completion) -> None:
+        self._release(c)
+        self.running.remove(c)
+        self.waiting.appendleft(c)
+        self.counts.preemptions += 1
+
+    def branch(self, c: Completion) -> list[Completion]:
+        """c, and those that go on from the same tokens: forks, as far as there are sequences; others wait and find its blocks."""
+        assert c.seq is not None
+        out, siblings = [c], c.siblings
+        c.siblings = []
+        for other in siblings:
+            if len(self.running) >= self.cache.max_seqs:
+                self.waiting.appendleft(other)
+                continue
+            other.seq = self.cache.fork(c.seq)
+            other.num_cached = other.num_prompt
+            self.running.append(other)
+            self.counts.forks += 1
+            self.counts.prompt_tokens += other.num_prompt
+            self.counts.reused_tokens += other.num_prompt
+            out.append(other)
+        return out
+
+    def finish(self, c: Completion) -> None:
+        self._release(c)
+        self.running.remove(c)
+
+    def reset(self) -> None:
+        """Nothing runs or waits. What a broken step named may never have been written, so names go too."""
+        for c in self.running:
+            self._release(c)
+        self.running.clear()
+        self.waiting.clear()
+        if self.cache.prefix is not None:
+            self.cache.prefix.clear()
+
+    def _release(self, c: Completion) -> None:
+        if c.seq is not None:
+            self.cache.release(c.seq)
+            c.seq = None
+
+    def _count(self, work: list[Work]) -> None:
+        k = self.counts
+        prompts = [w for w in work if len(w.completion.tokens) == w.completion.num_prompt or w.num_tokens > 1]
+        k.steps += 1
+        k.computed_tokens += sum(w.num_tokens for w in work)
+        k.mixed_steps += 0 < len(prompts) < len(work)
+        k.chunks += sum(not w.is_last for w in work)
+        k.peak_blocks = max(k.peak_blocks, *(a.num_used for a in self.cache.allocators))

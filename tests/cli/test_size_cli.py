@@ -1,0 +1,132 @@
+"""kvx size: the table, the JSON, the picture, the sentences; and docs/size.md shows what it prints."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvx
+from kvx.cli.main import main
+from kvx.cli.size import parse_bytes
+from kvx.errors import BadArgument
+from kvx.spec.models import MODELS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """`kvx size`, in this process: what it prints, or its sentence where it ends with a code."""
+
+    def call(*args: str, code: int = 0, **env: str) -> str:
+        for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["kvx", "size", *args])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        assert (end.value.code or 0) == code, f"{end.value.code}\n{out}\n{err}"
+        return out if code == 0 else err
+
+    return call
+
+
+LLAMA = """\
+Llama-3.1-70B: what its layers store
+  layers  of  store                 of tokens
+  full    80  K 8 x 128, V 8 x 128  all
+requests of 131,072 tokens, 4,000 of them shared, blocks of 16; 80GB for the cache; each of 8 ranks
+  format               a token  fixed  a request  64 of them  requests fit  tokens fit  longest of 64
+  bf16                  40,960      0   5.00 GiB  310.39 GiB            15   1,966,080         34,448
+  fp8_e4m3              20,480      0   2.50 GiB  155.19 GiB            30   3,932,160         64,960
+  int8_per_token_head   21,120      0   2.58 GiB  160.04 GiB            29   3,801,088         63,120
+  nvfp4                 11,520      0   1.41 GiB   87.30 GiB            54   7,077,888        112,432
+"""
+
+
+def test_a_pipe_gets_plain_lines(run):
+    assert run("Llama-3.1-70B", "--tp", "8", "--requests", "64", "--context", "131072", "--shared-prefix", "4000") == LLAMA
+
+
+def test_a_terminal_gets_tables(run):
+    out = run("DeepSeek-V4-Flash", "--state", "tight", FORCE_COLOR="1", COLUMNS="160")
+    assert "\x1b[" in out
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
+    assert re.search(r"│ fp8_ds_mla +│ mxfp4 │ +3,514.25 │ 4.41 MiB │", plain)
+
+
+def test_no_model_lists_the_known_ones(run):
+    lines = run().splitlines()[2:]
+    assert [line.split()[0] for line in lines] == list(MODELS)
+    assert [m["model"] for m in json.loads(run("--json"))] == list(MODELS)
+
+
+def test_json_has_the_library_s_numbers(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["GPT-OSS-20B"]))
+    out = json.loads(run(str(tmp_path), "--json", "--memory", "10GiB", "--requests", "3", "--format", "nvfp4", "--format", "bf16"))
+    assert (out["context"], out["requests"], out["memory_bytes"], out["block_size"]) == (8192, 3, 10 * 2**30, 16)
+    assert [s["format"] for s in out["sizes"]] == ["nvfp4", "bf16"]
+    size, got = kvx.size("GPT-OSS-20B"), out["sizes"][1]
+    assert got["token_bytes"] == size.token_bytes == 24_576
+    assert got["fixed_bytes"] == size.fixed_bytes == 3_538_944
+    assert got["request_bytes"] == size.request_bytes(8192) == 3_538_944 + 8192 * 24_576
+    assert got["total_bytes"] == 3 * size.request_bytes(8192)
+    assert got["requests_fit"] == 10 * 2**30 // size.request_bytes(8192)
+    assert got["longest_context"] == size.fit_context(10 * 2**30, 3)
+    assert [(g["name"], g["token_bytes"], g["fixed_bytes"]) for g in got["groups"]] == [
+        ("sliding", 24_576, 3_538_944),
+        ("full", 24_576, 0),
+    ]
+
+
+def test_a_window_in_every_layer_fits_any_length(run):
+    assert run("Mistral-7B-v0.1", "--format", "bf16").splitlines()[-1].split()[-1] == "any"
+    assert json.loads(run("Mistral-7B-v0.1", "--json"))["sizes"][0]["longest_context"] is None
+
+
+def test_plot(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    for model in ("DeepSeek-V4-Flash", "Mistral-7B-v0.1"):
+        path = tmp_path / f"{model}.png"
+        assert run(model, "--plot", str(path), "--shared-prefix", "3000").splitlines()[-1] == f"plot: {path}"
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "nothing to draw" in run("Llama-3.1-8B", "--plot", str(tmp_path / "x.png"), "--memory", "1MB", code=2)
+    assert "No such file" in run("Llama-3.1-8B", "--plot", str(tmp_path / "no" / "x.png"), code=2)
+    assert "not supported" in run("Llama-3.1-8B", "--plot", str(tmp_path / "x.foo"), code=2)
+
+
+def test_plot_without_matplotlib_says_so(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    said = run("Llama-3.1-8B", "--plot", "x.png", code=2)
+    assert said == "BadArgument: size: --plot needs matplotlib: pip install matplotlib.\n"
+    assert "Llama" in run("Llama-3.1-8B")  # nothing else needs it
+
+
+def test_errors_are_one_sentence(run):
+    assert run("Lama-3.1-8B", code=2).startswith('BadArgument: size(): "Lama-3.1-8B" is neither a file or folder here nor a known')
+    assert "takes a number and B, KB" in run("Llama-3.1-8B", "--memory", "80XB", code=2)
+    assert "shared_prefix is 9000 and context 8192" in run("Llama-3.1-8B", "--shared-prefix", "9000", code=2)
+
+
+def test_memory():
+    texts = {"80GB": 80 * 10**9, "74.5 GiB": 149 * 2**29, "1000": 1000, "1.5kb": 1500, "0.1TB": 10**11, "64MiB": 2**26}
+    assert {text: parse_bytes(text) for text in texts} == texts
+    for text in ("", "GB", "-1GB", "1e9", "1GBit"):
+        with pytest.raises(BadArgument, match="like 80GB"):
+            parse_bytes(text)
+
+
+def test_docs_show_what_is_printed(run):
+    """Each `$ kvx size` of docs/size.md, run, prints the lines below it."""
+    shown = re.findall(r"\$ kvx size (.*)\n((?:.+\n)+?)```", (ROOT / "docs" / "size.md").read_text())
+    assert shown
+    for args, lines in shown:
+        assert run(*args.split()) == lines, args
+    for name in ("README.md", "CHANGELOG.md"):
+        assert f"{len(MODELS)} known models" in (ROOT / name).read_text()
