@@ -105,6 +105,15 @@ typedef enum kvx_scale_granularity_t {
   KVX_SCALE_GRANULARITY_PER_GROUP = 6       /* [num_blocks, block_size, num_kv_heads, head_dim/group]    */
 } kvx_scale_granularity_t;
 
+/* since 1.2: what a block's name is made with */
+typedef enum kvx_hash_t {
+  KVX_HASH_INVALID = 0,
+  KVX_HASH_BLAKE2B = 1, /* BLAKE2b of 16 bytes, without a key                                            */
+  KVX_HASH_SHA256 = 2,  /* 32 bytes                                                                      */
+  KVX_HASH_XXH3_128 = 3 /* 16 bytes, seed 0, the high half first and both big-endian. The fastest, and
+                           not made against those who look for collisions                                */
+} kvx_hash_t;
+
 /* ------------------------------------------------------------------ v1.1 structs: neither move nor grow
  * `size` is sizeof at the producer; a smaller value is INVALID_ARGUMENT, a larger one is accepted. */
 
@@ -643,6 +652,11 @@ KVX_API kvx_status_t kvx_qkv_norm_rope_append(const kvx_cache_t* cache, const kv
 KVX_API kvx_status_t kvx_merge_attention(const kvx_merge_args_t* args, void* stream);
 /* Copy whole blocks inside one cache, scales with a block axis included. */
 KVX_API kvx_status_t kvx_copy_blocks(const kvx_cache_t* cache, const kvx_copy_blocks_args_t* args, void* stream);
+
+/* Names of blocks by their content: names[i] = H(names[i - 1] | tokens of block i as little-endian int32), and of the first
+ * H(parent | ...). `hash` is a kvx_hash_t; parent and each name have its bytes, tokens are [num_blocks, block_size]. Host memory. */
+KVX_API kvx_status_t kvx_hash_blocks(int32_t hash, const void* parent, const int32_t* tokens, int64_t num_blocks, int64_t block_size,
+                                     void* names);
 
 /* Read a plan. Everything in it is checked here, so that running it cannot leave the buffers it names. */
 KVX_API kvx_status_t kvx_plan_load(const void* bytes, uint64_t num_bytes, kvx_plan_t** plan);

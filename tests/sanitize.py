@@ -88,6 +88,7 @@ def append_cases() -> int:
 def attention_cases_on_device() -> int:
     """Decode, prefill and the general kernel, with poison in everything that no query may see."""
     chosen = [*attention_cases.DECODE[::2], *attention_cases.FORMATS[::2], *attention_cases.LAYOUTS, *attention_cases.VARLEN]
+    chosen += attention_cases.BYTES[::3]
     chosen += mla_cases.ALL[::2]
     for case in chosen:
         made = case.make("cuda", torch.Generator().manual_seed(0))

@@ -107,6 +107,8 @@ def cases(device: str) -> Iterator[Case]:
         yield Case(_SKEWED, 64, 8, layout)
     yield Case((8192,) * 4, 32, 8, "NHD", is_prefill=True)
     yield Case((8192,) * 4, 32, 8, "NHD", block=8192, is_prefill=True)  # contiguous: what paging costs
+    for fmt in ("fp8_e4m3", "fp8_e4m3_per_token_head", "int8_per_token_head"):
+        yield Case((8192,) * 4, 32, 8, "NHD", fmt, is_prefill=True)
     for heads in (16, 128):
         for fmt in ("bf16", _RECORD):
             yield _latent((4096,) * 128, heads, fmt)

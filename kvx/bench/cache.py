@@ -58,9 +58,10 @@ def measure(requests: int = 1000, lookups: int = 200, hashes: Sequence[str] = HA
         row("one of its tokens", lambda m: [t / NEW for t in _times(m.decode, prompts[:lookups])])
         if name:
             row(f"lookup of {LOOKUP} tokens", lambda m: _times(m.lookup, [long] * lookups))
-            row("the same, not asked for before", lambda m: _times(m.lookup_new, [long] * lookups))
             row("the same, its hashes known", lambda m: _times(m.lookup_hashed, [long] * lookups))
-    return {"bench": "cache", "machine": machine("cpu"), "vllm": other is not None, "rows": [asdict(r) for r in rows]}
+        ours.cache.check()
+    version = other.VERSION if other else None
+    return {"bench": "cache", "machine": machine("cpu"), "vllm": version, "rows": [asdict(r) for r in rows]}
 
 
 def _times(call: Callable[[list[int]], float], prompts: Sequence[list[int]]) -> list[float]:
@@ -117,13 +118,6 @@ class Ours:
         cache.release(seq)
         return seconds
 
-    def lookup_new(self, prompt: list[int]) -> float:
-        """A prompt whose hashes are not remembered: stored by another, asked for the first time."""
-        prefix = self.cache.prefix
-        assert prefix is not None
-        prefix._spans, prefix._old_spans = {}, {}
-        return self.lookup(prompt)
-
     def lookup_hashed(self, prompt: list[int]) -> float:
         prefix = self.cache.prefix
         assert prefix is not None
@@ -136,7 +130,7 @@ class Ours:
         return seconds
 
 
-def _vllm() -> Callable[[str], Any] | None:
+def _vllm() -> Any:
     if find_spec("vllm") is None:
         return None
     from kvx.bench.cache_vllm import Vllm
@@ -149,4 +143,5 @@ def show(result: dict[str, Any]) -> str:
         return Timing(**t) if t else None
 
     lines = [str(Row(r["case"], r["hash"], Timing(**r["ours"]), timing(r["vllm"]))) for r in result["rows"]]
-    return "\n".join(lines if result["vllm"] else [*lines, " vllm is not installed here: ours alone"])
+    beside = f" beside vllm {result['vllm']}" if result["vllm"] else " vllm is not installed here: ours alone"
+    return "\n".join([*lines, beside])

@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import vllm
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -20,6 +21,8 @@ _NAMES = {"sha256": "sha256", "xxh3_128": "xxhash"}  # its own encoding of token
 
 
 class Vllm:
+    VERSION = vllm.__version__
+
     def __init__(self, hash_name: str) -> None:
         self._ids = count()
         self._hasher: Any = None
@@ -81,8 +84,6 @@ class Vllm:
             self._prefill(request)
         self.manager.free(request)
         return seconds
-
-    lookup_new = lookup  # it hashes every time
 
     def lookup_hashed(self, prompt: list[int]) -> float:
         request = self._request(prompt)

@@ -134,7 +134,6 @@ class PagedCache:
         n, found = prefix.match(seq._hashes, self.windows)
         if not n:
             return
-        prefix.remember(data, seq._root, seq._hashes[:n])
         for i, (group, ids) in enumerate(zip(self._groups, found, strict=True)):
             group.table[seq._row, :n] = ids
             seq._first[i] = group.first_block(n * self.block_size)

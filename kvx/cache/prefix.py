@@ -8,7 +8,6 @@ Which blocks live and which are evicted is the allocators' business: this is the
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvx.cache.blocks import BlockAllocator, BlockIds
-from kvx.errors import BadArgument, InternalError, Unsupported
-
-BlockHash = bytes
-_SPAN = 16  # blocks whose hashes are remembered together; 1 KiB of tokens where a block has 16
+from kvx.cache.names import BlockHash, naming
+from kvx.errors import BadArgument, InternalError
 
 
 class Event(NamedTuple):
@@ -44,49 +41,6 @@ class PrefixStats:
     evicted: int = 0
 
 
-# H as two functions: of some bytes, and of a chain: the hash of each part with the hash before it. The chain's loop is the
-# most of what a prefix cache costs, so each H has its own, without a call between.
-Hash = Callable[[bytes], BlockHash]
-Link = Callable[[BlockHash, Sequence[bytes]], list[BlockHash]]
-
-
-def hash_functions(name: str) -> tuple[Hash, Link]:
-    """Of a name. All give 128 bits or more; xxh3_128 is the fastest, and not made against those who look for collisions."""
-    if name == "blake2b":
-        return _blake2b, _link_blake2b
-    if name == "sha256":
-        return _sha256, _link_sha256
-    if name != "xxh3_128":
-        raise BadArgument(f'hash_name is {name!r}; it is "blake2b", "sha256" or "xxh3_128".')
-    try:
-        from xxhash import xxh3_128_digest
-    except ImportError as error:
-        raise Unsupported('hash_name="xxh3_128" needs the package xxhash; "blake2b" and "sha256" need none.') from error
-
-    def link(h: BlockHash, parts: Sequence[bytes]) -> list[BlockHash]:
-        return [h := xxh3_128_digest(h + part) for part in parts]
-
-    return xxh3_128_digest, link
-
-
-def _blake2b(data: bytes) -> BlockHash:
-    return hashlib.blake2b(data, digest_size=16).digest()
-
-
-def _link_blake2b(h: BlockHash, parts: Sequence[bytes]) -> list[BlockHash]:
-    blake2b = hashlib.blake2b
-    return [h := blake2b(h + part, digest_size=16).digest() for part in parts]
-
-
-def _sha256(data: bytes) -> BlockHash:
-    return hashlib.sha256(data).digest()
-
-
-def _link_sha256(h: BlockHash, parts: Sequence[bytes]) -> list[BlockHash]:
-    sha256 = hashlib.sha256
-    return [h := sha256(h + part).digest() for part in parts]
-
-
 class PrefixCache:
     """The index of stored blocks, one part for each layer group. A group's block is the same tokens as the others'."""
 
@@ -105,23 +59,17 @@ class PrefixCache:
         self.stats = PrefixStats()
         self.events: deque[Event] = deque(maxlen=max_events)  # the oldest are dropped; take them with popleft()
         self._allocators = tuple(allocators)
-        self._hash, self._link = hash_functions(hash_name)
+        self._naming = naming(hash_name)
         self._block_of: list[dict[BlockHash, int]] = [{} for _ in allocators]
         # Block -> hash, of the blocks whose content is kept; what stands at others is of the past.
         self._names: list[list[BlockHash]] = [[b""] * a.num_blocks for a in allocators]
         self._pins: list[Counter[int]] = [Counter() for _ in allocators]
-        # (hash before, tokens of a span) -> the span's hashes. Prompts that are asked again are found by comparing tokens,
-        # which is ten times faster than hashing them again. As many spans as the blocks can hold.
-        # When _spans is full it becomes _old_spans, and what is not asked for again is gone the next time.
-        self._spans: dict[bytes, list[BlockHash]] = {}
-        self._old_spans: dict[bytes, list[BlockHash]] = {}
-        self._max_spans = max(64, max((a.num_blocks for a in allocators), default=0) // _SPAN)
         for group, allocator in enumerate(allocators):
             allocator.on_evict = self._evicted(group)
 
     def root(self, extra: bytes = b"") -> BlockHash:
         """The hash before the first block."""
-        return self._hash(len(self.salt).to_bytes(8, "little") + self.salt + extra)
+        return self._naming.hash(len(self.salt).to_bytes(8, "little") + self.salt + extra)
 
     def hashes(self, tokens: NDArray[np.int32], extra: bytes = b"", parent: BlockHash | None = None) -> list[BlockHash]:
         """Of every full block of `tokens`. They follow the block named `parent`, or begin a sequence."""
@@ -130,42 +78,12 @@ class PrefixCache:
 
     def chain(self, data: bytes, parent: BlockHash) -> list[BlockHash]:
         """hashes() of tokens as they are hashed: little-endian int32."""
-        step, h = self.block_size * 4, parent
-        if len(data) == step:
-            return [self._hash(h + data)]
-        found: list[BlockHash] = []
-        at, span = 0, step * _SPAN
-        while at + span <= len(data):
-            known = self._known_span(h + data[at : at + span])
-            if known is None:
-                break  # those after it are not known either
-            h = known[-1]
-            found += known
-            at += span
-        parts: list[bytes] = np.frombuffer(data[at : len(data) // step * step], f"V{step}").tolist()
-        return found + self._link(h, parts)
-
-    def _known_span(self, key: bytes) -> list[BlockHash] | None:
-        known = self._spans.get(key)
-        if known is None and self._old_spans:
-            known = self._old_spans.get(key)
-            if known is not None:
-                self._remember(key, known)
-        return known
-
-    def _remember(self, key: bytes, known: list[BlockHash]) -> None:
-        if len(self._spans) >= self._max_spans:
-            self._old_spans, self._spans = self._spans, {}
-        self._spans[key] = known
-
-    def remember(self, data: bytes, parent: BlockHash, hashes: Sequence[BlockHash]) -> None:
-        """These tokens were asked for again, and found: the next time they need not be hashed."""
-        step = self.block_size * 4
-        for at in range(len(hashes) // _SPAN * _SPAN - _SPAN, -1, -_SPAN):
-            key = (hashes[at - 1] if at else parent) + data[at * step : (at + _SPAN) * step]
-            if key in self._spans:
-                return  # those before it were remembered with it
-            self._remember(key, list(hashes[at : at + _SPAN]))
+        hash_, chain, digest_bytes = self._naming
+        if len(parent) != digest_bytes:
+            raise BadArgument(f"chain(): parent has {len(parent)} bytes; a {self.hash_name} name has {digest_bytes}.")
+        if len(data) == self.block_size * 4:  # a decode step's: too little for a call of the library
+            return [hash_(parent + data)]
+        return chain(data, parent, self.block_size)
 
     def lookup(self, hashes: Sequence[BlockHash], windows: Sequence[int]) -> int:
         """How many of these blocks are there: the longest beginning that every group has.
@@ -209,7 +127,7 @@ class PrefixCache:
             ids = np.fromiter(map(index.get, hashes[:n], repeat(-1)), np.int32, n)
             if not window:
                 missing = ids < 0
-                if missing.any():
+                if np.count_nonzero(missing):
                     n = int(missing.argmax())
             found.append(ids)
         if not any(windows) or not n:
@@ -241,7 +159,7 @@ class PrefixCache:
             new = [b == s for b, s in zip(blocks, settled, strict=True)]
             hashes, ids = [h for h, is_new in zip(hashes, new, strict=True) if is_new], ids[new]
         before = allocator.keep_checked(ids)
-        if before.any():  # stored by another sequence with the same blocks: a fork
+        if np.count_nonzero(before):  # stored by another sequence with the same blocks: a fork
             hashes, ids = [h for h, was in zip(hashes, before.tolist(), strict=True) if not was], ids[~before]
         if len(blocks) != len(ids):
             blocks = ids.tolist()
@@ -319,7 +237,6 @@ class PrefixCache:
             allocator.release(np.array(list(pins.elements()), np.int32))
             pins.clear()
             allocator.num_pinned = 0
-        self._spans, self._old_spans = {}, {}
 
     def pinned(self, group: int) -> dict[int, int]:
         """Block -> how often it is pinned."""

@@ -1,4 +1,4 @@
-"""kvx bench write|append|attention|gather|convert|digest|amax|call|cache: checks first, then times, and writes a result file."""
+"""kvx bench write|append|attention|gather|convert|digest|amax|call|cache|step|generate: checks, times, writes a result file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from kvx.bench import call as call_bench
 from kvx.bench import convert as convert_bench
 from kvx.bench import digest as digest_bench
 from kvx.bench import gather as gather_bench
+from kvx.bench import generate as generate_bench
 from kvx.bench import harness
+from kvx.bench import step as step_bench
 from kvx.bench import write as write_bench
+from kvx.cli.generate import QUESTIONS, SYSTEM, dtype_of
 from kvx.ops import backend as backends
 
 app = typer.Typer(no_args_is_help=True, help="Check an op against its definition, then time it beside torch and a plain copy.")
@@ -116,8 +119,35 @@ def cache(out: Out = RESULTS) -> None:
     _save("cache", result, out)
 
 
-def _save(name: str, result: dict[str, Any], out: Path) -> None:
+@app.command()
+def step(out: Out = RESULTS) -> None:
+    """A decode step of a model of 8 billion weights on a GPU, beside the time its bytes need."""
+    reason = backends.reason_missing("cuda")
+    if reason is not None:
+        raise typer.BadParameter(reason, param_hint="kvx bench step")
+    typer.echo(harness.headline("cuda"))
+    result = step_bench.measure()
+    typer.echo(step_bench.show(result))
+    _save("step", result, out, "cuda")
+
+
+@app.command()
+def generate(
+    device: Device = "cpu",
+    dtype: Annotated[str, typer.Option(help="f32, bf16, f16; auto: f32 on a CPU, else bf16")] = "auto",
+    repeats: Annotated[int, typer.Option(help="runs of each; the median counts")] = 3,
+    out: Out = RESULTS,
+) -> None:
+    """Eight texts of a real model together, beside transformers' generate on the same weights."""
+    typer.echo(harness.headline(device))
+    cases = {"questions after one system prompt": (QUESTIONS, SYSTEM), "questions alone": (QUESTIONS, "")}
+    result = generate_bench.measure(cases, dtype=dtype_of(dtype, device), device=device, repeats=repeats)
+    typer.echo(generate_bench.show(result))
+    _save("generate", result, out, device)
+
+
+def _save(name: str, result: dict[str, Any], out: Path, device: str = "cpu") -> None:
     out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{datetime.now(UTC):%Y-%m-%d}-{name}-cpu.json"
+    path = out / f"{datetime.now(UTC):%Y-%m-%d}-{name}-{device}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     typer.echo(f"saved {path}")

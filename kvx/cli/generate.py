@@ -39,10 +39,11 @@ class Run:
 
     model: str
     dtype: str
+    max_tokens: int
     answers: list[dict[str, Any]]
     begin: float
     load_s: float = 0.0
-    first_text_s: float | None = None  # from the command's start
+    first_text_s: float | None = None  # from when loading began: imports come before
     is_interrupted: bool = False
     stats: dict[str, Any] = field(default_factory=dict)
 
@@ -73,7 +74,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
 ) -> None:
     """Answer prompts together, and see what the cache does meanwhile."""
-    run = Run(str(model or "SmolLM2-135M-Instruct"), _dtype(dtype, device), [], time.perf_counter())
+    run = Run(str(model or "SmolLM2-135M-Instruct"), dtype_of(dtype, device), max_tokens, [], time.perf_counter())
     params = Params(max_tokens, temperature, top_k, top_p, tuple(stop or ()), seed, n, ignore_eos)
     questions = list(prompt) if prompt else list(QUESTIONS)
     console = Console(highlight=False)
@@ -98,7 +99,7 @@ def generate(
         raise typer.Exit(130)
 
 
-def _dtype(dtype: str, device: str) -> str:
+def dtype_of(dtype: str, device: str) -> str:
     return dtype if dtype != "auto" else "f32" if device == "cpu" else "bf16"
 
 
@@ -151,7 +152,7 @@ def summary(run: Run) -> str:
     lines = [
         f"{'Stopped. ' if run.is_interrupted else ''}{done} of {len(run.answers)} answers, {s['generated_tokens']} tokens in "
         f"{s['busy_s']:.1f} s: {_rate(run):.0f} tokens/s"
-        + (f"; first text {run.first_text_s:.1f} s after the start." if run.first_text_s is not None else "."),
+        + (f"; first text {run.first_text_s:.1f} s after loading began." if run.first_text_s is not None else "."),
         f"Prefix reuse: {s['reused_tokens']} of {s['prompt_tokens']} prompt tokens ({share:.0%}) were in the cache already: "
         f"not computed again, and {s['reused_tokens'] * here / 1e6:.1f} MB of KV not stored twice.",
         f"KV format {s['kv_format']}: {here:,} B a token"
@@ -164,5 +165,13 @@ def summary(run: Run) -> str:
         + (f" instead of {peak * plain / 1e6:.1f} MB." if here != plain else "."),
     ]
     if s["preemptions"]:
-        lines.append(f"Blocks ran out {s['preemptions']} times: the youngest request waited, and was computed again.")
+        lines.append(
+            f"Blocks ran out ({s['preemptions']}): the youngest request waited, and was computed again. --blocks gives more."
+        )
+    cut = sum(a["finish"] == "length" and len(a["tokens"]) < run.max_tokens for a in run.answers)
+    if cut:
+        lines.append(
+            f"{cut} of the answers ended before --max-tokens {run.max_tokens}: with the prompt they fill the context of "
+            f"{s['max_seq_len']} tokens ({s['num_blocks']} blocks of {s['block_size']})."
+        )
     return "\n".join(lines)

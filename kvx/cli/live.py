@@ -51,9 +51,8 @@ class PlainView(View):
 
     def start(self, engine: Engine, answers: Answers) -> None:
         spec = engine.cache.groups[0].spec
-        self._console.print(
-            f"{len(answers)} answers on {spec.num_blocks} blocks of {spec.block_size} tokens, KV in {spec.format}.\n"
-        )
+        blocks = f"{_count(spec.num_blocks, 'block')} of {spec.block_size} tokens"
+        self._console.print(f"{_count(len(answers), 'answer')} on {blocks}, KV in {spec.format}.\n")
 
     def show(self, answer: dict[str, Any]) -> None:
         if answer["finish"]:
@@ -69,6 +68,10 @@ class PlainView(View):
         end = "" if answer["finish"] == "stop" else " ..."
         self._console.print(f"> {answer['prompt']}", markup=False, soft_wrap=True)
         self._console.print(f"{answer['text'].strip()}{end}", markup=False, soft_wrap=True)
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 class LiveView(PlainView):

@@ -238,6 +238,7 @@ def _open() -> ctypes.PyDLL | None:
     lib.kvx_plan_free.restype = lib.kvx_bound_free.restype = None
     lib.kvx_bind.argtypes = [_P] * 3
     lib.kvx_run.argtypes = [_P] * 2
+    lib.kvx_hash_blocks.argtypes = [_I32, ctypes.c_char_p, ctypes.c_char_p, _I64, _I64, _P]
     lib.kvx_door_amax.argtypes = [_P, _P, _P, ctypes.c_int, _I64, _P, _P]
     api = ctypes.pythonapi
     save, restore = (ctypes.cast(f, _P).value for f in (api.PyEval_SaveThread, api.PyEval_RestoreThread))
@@ -254,6 +255,7 @@ write_call: Any = LIB.kvx_door_write if LIB else None
 gather_call: Any = LIB.kvx_door_gather if LIB else None
 attention_call: Any = LIB.kvx_door_attention if LIB else None
 amax_call: Any = LIB.kvx_door_amax if LIB else None
+hash_blocks_call: Any = LIB.kvx_hash_blocks if LIB else None
 run_call: Any = LIB.kvx_run if LIB else None
 # A conversion or digest on the host takes long: called through CDLL, which lets go of the interpreter lock.
 _UNLOCKED = ctypes.CDLL(library.library_path()) if LIB else None

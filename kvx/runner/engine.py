@@ -17,8 +17,10 @@ import torch
 
 from kvx.cache.paged import PagedCache
 from kvx.errors import BadArgument
+from kvx.runner.device import check_device, check_fits
+from kvx.runner.gemm import gemm_dtype
 from kvx.runner.graph import DecodeGraphs
-from kvx.runner.model import DTYPES, Model, gemm_dtype, kv_format_of, layer_groups
+from kvx.runner.model import DTYPES, Model, kv_format_of, layer_groups
 from kvx.runner.open import open_model
 from kvx.runner.request import Completion, Params, Piece
 from kvx.runner.sample import sample
@@ -72,18 +74,25 @@ class Engine:
     ) -> Engine:
         if dtype not in DTYPES:
             raise BadArgument(f'Engine.load(): dtype is "{dtype}"; it is {", ".join(DTYPES)}.')
+        for name, value in (("num_blocks", num_blocks), ("max_seqs", max_seqs), ("max_batch_tokens", max_batch_tokens)):
+            if value < 1:
+                raise BadArgument(f"Engine.load(): {name} is {value}; it is 1 or more.")
+        check_device(device)
         kind, kv = DTYPES[dtype], kv_format_of(kv_format, dtype)
         source = open_model(Path(path))
-        weights = load_weights(
-            source.tensors, source.config, dtype=kind, gemm_dtype=gemm_dtype(kind, device), device=device, progress=progress
-        )
+        groups = layer_groups(source.config, num_blocks=num_blocks, block_size=block_size, kv_format=kv)
+        check_fits(groups, device)
         cache = PagedCache(
-            layer_groups(source.config, num_blocks=num_blocks, block_size=block_size, kv_format=kv),
+            groups,
             max_seqs=max_seqs,
             max_seq_len=max_seq_len or min(source.config.max_seq_len, num_blocks * block_size),
             max_tokens=max(max_batch_tokens, max_seqs),
             device=device,
             prefix=prefix,
+        )
+        # Last, because it takes longest: what is wrong is said before.
+        weights = load_weights(
+            source.tensors, source.config, dtype=kind, gemm_dtype=gemm_dtype(kind, device), device=device, progress=progress
         )
         model = Model(source.config, weights, cache, kind)
         return Engine(model, source.tokenizer(), max_batch_tokens=max_batch_tokens, use_graphs=use_graphs)
@@ -105,9 +114,11 @@ class Engine:
         if not ids:
             raise BadArgument("add(): the prompt has no tokens; one or more are needed.")
         if len(ids) >= self.max_seq_len:
+            more = "" if self.max_seq_len >= self.model.config.max_seq_len else ", or give the cache more blocks"
             raise BadArgument(
-                f"add(): the prompt has {len(ids)} tokens; the context is {self.max_seq_len} ({self.cache.max_seq_len} positions, "
-                f"{self.cache.allocators[0].num_blocks} blocks of {self.cache.block_size}). Shorten it, or give the cache more."
+                f"add(): the prompt has {len(ids)} tokens, and an answer needs one more; the context is {self.max_seq_len} "
+                f"({self.cache.allocators[0].num_blocks} blocks of {self.cache.block_size}; the model's own is "
+                f"{self.model.config.max_seq_len}). Shorten it{more}."
             )
         if min(ids) < 0 or max(ids) >= self.model.config.vocab_size:
             raise BadArgument(
@@ -211,5 +222,6 @@ class Engine:
             "unquantised_bytes_per_token": plain,
             "num_blocks": self.cache.allocators[0].num_blocks,
             "block_size": self.cache.block_size,
+            "max_seq_len": self.max_seq_len,
             "graph_replays": 0 if self._graphs is None else self._graphs.replays,
         }

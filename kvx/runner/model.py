@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from kvx.cache.batch import Batch
 from kvx.cache.groups import LayerGroup
@@ -15,6 +17,7 @@ from kvx.errors import BadArgument
 from kvx.ops.append import qkv_norm_rope_append
 from kvx.ops.attention import attention_decode, attention_plan, attention_varlen, attention_workspace_bytes
 from kvx.runner.config import ModelConfig
+from kvx.runner.gemm import gemm, gemm_add
 from kvx.runner.weights import Weights
 from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.formats import FORMATS
@@ -22,15 +25,6 @@ from kvx.spec.formats import FORMATS
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 # Short names of those that need no calibration: each row of a head has its own scale.
 KV_FORMATS = {"int8": "int8_per_token_head", "fp8": "fp8_e4m3_per_token_head", "fp8_e4m3": "fp8_e4m3_per_token_head"}
-
-
-def gemm_dtype(dtype: torch.dtype, device: str | torch.device) -> torch.dtype:
-    """What GEMMs run in. A CPU without 16-bit arithmetic takes 100 times as long for them as for f32: then weights and inputs
-    are rounded to dtype and multiplied as f32, which is what such a GEMM computes, up to the order of its sums."""
-    if torch.device(device).type != "cpu" or dtype == torch.float32:
-        return dtype
-    ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return dtype if dtype == torch.bfloat16 and ask is not None and ask() else torch.float32
 
 
 def kv_format_of(name: str, dtype: str) -> str:
@@ -59,6 +53,7 @@ class Model:
         self._cos, self._sin = (f(angles).to(dtype).float() for f in (torch.cos, torch.sin))
         self._is_mixed = weights.embed.dtype != dtype
         self.workspace: Tensor | None = None
+        self._fused = import_module("kvx.runner.fused") if cache.device.type == "cuda" and find_spec("triton") is not None else None
 
     @torch.inference_mode()
     def hidden(self, batch: Batch) -> Tensor:
@@ -69,25 +64,24 @@ class Model:
         attended, lse = torch.empty_like(q), torch.empty(tokens, c.num_heads, dtype=torch.float32, device=h.device)
         attend, how = self._attention(batch, q)
         rotation: dict[str, Any] = {"cos": self._cos, "sin": self._sin, "positions": batch.positions}
+        norms = (*(layer.norm for layer in w.layers[1:]), w.norm)  # what follows each layer
+        x = rms_norm(h, (c.hidden_size,), w.layers[0].norm, c.norm_eps)
         for i, layer in enumerate(w.layers):
             handle = self.cache.layer(i)
-            x = rms_norm(h, (c.hidden_size,), layer.norm, c.norm_eps)
             qkv = self._gemm(x, layer.qkv, layer.qkv_bias)
             qkv_norm_rope_append(
                 q, handle.cache, qkv, slot_mapping=batch.slot_mapping(handle.group), spec=handle.spec, q_weight=layer.q_norm,
                 k_weight=layer.k_norm, eps=c.norm_eps, **(rotation if c.does_rotate(i) else {}), **handle.scales,
             )  # fmt: skip
             attend(q, handle.cache, batch.table(handle.group), spec=handle.spec, out=attended, lse=lse, **how, **handle.scales)
-            h = self._gemm_add(h, attended.view(tokens, -1), layer.out)
-            x = rms_norm(h, (c.hidden_size,), layer.mlp_norm, c.norm_eps)
-            gate, up = self._gemm(x, layer.gate_up).chunk(2, -1)
-            h = self._gemm_add(h, silu(gate, inplace=True).mul_(up), layer.down)
-        return rms_norm(h, (c.hidden_size,), w.norm, c.norm_eps)
+            x = self._add_norm(h, attended.view(tokens, -1), layer.out, layer.mlp_norm)
+            x = self._add_norm(h, self._silu_mul(self._gemm(x, layer.gate_up)), layer.down, norms[i])
+        return x
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] f32."""
-        return linear(hidden.to(self.weights.head.dtype), self.weights.head).float()
+        return self._gemm(hidden, self.weights.head).float()
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits after each sequence's last token of this step."""
@@ -111,9 +105,21 @@ class Model:
     def _gemm(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._is_mixed:
             x = x.to(w.dtype)
-        y = x @ w if bias is None else torch.addmm(bias, x, w)
+        y = gemm(x, w, bias)
         return y.to(self.dtype) if self._is_mixed else y
 
-    def _gemm_add(self, h: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        """h + x @ w, into h. 16-bit sums round the product first, as Transformers' do."""
-        return h.addmm_(x, w) if self.dtype == torch.float32 else h.add_(self._gemm(x, w))
+    def _add_norm(self, h: Tensor, x: Tensor, w: Tensor, norm: Tensor) -> Tensor:
+        """h += x @ w; then its norm. 16-bit sums round the product first, as Transformers' do."""
+        if self._fused is not None:
+            return self._fused.add_rms_norm(h, self._gemm(x, w), norm, self.config.norm_eps)
+        if self.dtype == torch.float32:
+            gemm_add(h, x, w)
+        else:
+            h.add_(self._gemm(x, w))
+        return rms_norm(h, norm.shape, norm, self.config.norm_eps)
+
+    def _silu_mul(self, gate_up: Tensor) -> Tensor:
+        if self._fused is not None:
+            return self._fused.silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return silu(gate).mul_(up)

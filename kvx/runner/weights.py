@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.runner.config import ModelConfig
+from kvx.runner.gemm import pack
 from kvx.runner.gguf_file import GgufFile
 
 Progress = Callable[[int, int], None]  # layers done, of how many
@@ -39,7 +40,7 @@ _INTERLEAVED = ("llama", "mistral", "smollm3")
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """Matrices are [in, out], what goes with one input side by side: two GEMMs fewer, and they run as `x @ w`."""
+    """Matrices are [in, out], or packed (gemm.py); what goes with one input stands side by side: two GEMMs fewer."""
 
     norm: Tensor  # [hidden]
     qkv: Tensor  # [hidden, (num_heads + 2 * num_kv_heads) * head_dim]
@@ -57,7 +58,7 @@ class Weights:
     embed: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [hidden]
-    head: Tensor  # [vocab, hidden]; the embedding where they are tied
+    head: Tensor  # [hidden, vocab], or packed; the embedding's memory where they are tied and it is not
     inverse_frequencies: Tensor  # [head_dim / 2] f32
 
 
@@ -123,7 +124,7 @@ def load_weights(
 
     def matrix(*names: str) -> Tensor:
         parts = [source.read(f"{n}.weight").to(device, dtype) for n in names]
-        return torch.cat(parts).to(gemm).t().contiguous()
+        return pack(torch.cat(parts).to(gemm))
 
     layers = []
     for i in range(config.num_layers):
@@ -146,7 +147,7 @@ def load_weights(
     embed = source.read("model.embed_tokens.weight").to(device, dtype).to(gemm)
     head = embed if config.is_tied else source.read("lm_head.weight").to(device, dtype).to(gemm)
     freq = source.inverse_frequencies() if isinstance(source, GgufWeights) else config.inverse_frequencies()
-    return Weights(embed, tuple(layers), vector("model.norm.weight"), head, freq.to(device))
+    return Weights(embed, tuple(layers), vector("model.norm.weight"), pack(head, may_share=True), freq.to(device))
 
 
 def random_weights(config: ModelConfig, *, dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0) -> Weights:
@@ -177,4 +178,4 @@ def random_weights(config: ModelConfig, *, dtype: torch.dtype, device: str | tor
     )
     embed = matrix(c.vocab_size, c.hidden_size)
     head = embed if c.is_tied else matrix(c.vocab_size, c.hidden_size)
-    return Weights(embed, layers, ones(c.hidden_size), head, c.inverse_frequencies().to(device))
+    return Weights(embed, layers, ones(c.hidden_size), pack(head, may_share=True), c.inverse_frequencies().to(device))

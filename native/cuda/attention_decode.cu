@@ -8,17 +8,6 @@ namespace cuda {
 
 namespace {
 
-// Where the scales of a plane stand, as a decode kernel sees it; false = it does not take them.
-bool scale_kind(const ScaleParams& s, ScaleKind* kind) {
-  if (!s.data) {
-    *kind = s.tensor_scale ? ONE_SCALE : NO_SCALES;
-    return true;
-  }
-  if (s.dtype != KVX_DTYPE_F32 || s.num_groups > 1) return false;
-  *kind = s.block || s.token ? ROW_SCALES : ONE_SCALE;
-  return true;
-}
-
 bool find_choice(const AttentionParams& p, DecodeChoice* out) {
   const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
   const int64_t rows = p.group * p.max_query_len;

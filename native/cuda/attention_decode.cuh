@@ -4,6 +4,7 @@
 // shared memory, and waits for nobody. All query rows that read one KV head are columns of its multiplications.
 #pragma once
 #include "attention_plan.cuh"
+#include "attention_scales.cuh"
 #include "tiles/block_rows.cuh"
 #include "tiles/elements.cuh"
 
@@ -27,8 +28,6 @@ struct DecodeArgs {
   char* workspace;
   PlanShape plan;
 };
-
-enum ScaleKind { NO_SCALES, ONE_SCALE, ROW_SCALES };  // none; one a KV head; one a token
 
 template <class Rows_, int kHeadDim_, int kColumns_, ScaleKind kScales_, bool kOwnCaches_> struct DecodeConfig {
   using Rows = Rows_;
@@ -72,12 +71,6 @@ __device__ __forceinline__ int64_t first_query(const DecodeArgs& a, int32_t seq)
   return a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(seq) * a.cu_bytes, a.cu_bytes) : int64_t(seq) * a.query_len;
 }
 __device__ __forceinline__ int32_t rows_of(const DecodeArgs& a, int32_t seq) { return query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.plan.rows); }
-// The one scale of a plane's head; 1 where rows have their own.
-__device__ __forceinline__ float scale_of(const ScaleParams& s, int32_t head, bool is_one) {
-  float x = s.tensor_scale ? *s.tensor_scale : 1.f;
-  if (is_one && s.data) x *= *reinterpret_cast<const float*>(s.data + head * s.head);
-  return x;
-}
 
 template <class C> struct Decode {
   using Rows = typename C::Rows;

@@ -125,7 +125,8 @@ bool takes_latent(const AttentionParams& p) {
   const ScaleParams& s = latent.scale;
   if (latent.dtype == KVX_DTYPE_F8_E4M3) {
     if (!s.data || s.tensor_scale || s.dtype != KVX_DTYPE_F32 || s.group_size != 128 || s.group != 4) return false;
-    if (s.block != latent.block || s.token != latent.token) return false;  // not a record: offsets of scales are the latents'
+    if (s.data != latent.data + kRecordScalesAt || s.block != latent.block || s.token != latent.token) return false;  // not a record
+    if (rope.data != latent.data + kRecordRopeAt || rope.block != latent.block || rope.token != latent.token) return false;
   } else if (latent.dtype != KVX_DTYPE_BF16 || s.data || s.tensor_scale) {
     return false;
   }

@@ -11,6 +11,7 @@
 // a second launch; the others have a block of threads for every 64 rows.
 #pragma once
 #include "attention_latent_add.cuh"
+#include "attention_latent_load.cuh"
 #include "attention_latent_load_fp8.cuh"
 #include "attention_latent_soften.cuh"
 
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(LatentConfig::kThreads, 1) attend_latent(const
   };
   if (role == 0) {
     tiles::give_registers<kIsFp8 ? 96 : 64>();
-    typename std::conditional<kIsFp8, LatentLoadFp8, LatentLoad<kIsFp8>>::type p{{tile}};
+    typename std::conditional<kIsFp8, LatentLoadFp8, LatentLoad>::type p{tile};
     while (next(walks[0], 4)) p.load(walks[0].item);
     tiles::wait_copies<0>();
   } else if (role == 1) {

@@ -5,10 +5,7 @@
 namespace kvx {
 namespace cuda {
 
-template <bool kIsFp8> struct LatentLoad : LatentTile<kIsFp8> {
-  using Tile = LatentTile<kIsFp8>;
-  using C = LatentConfig;
-  using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::free, Tile::full, Tile::chunk_at;
+struct LatentLoad : LatentTile<false> {
   static constexpr uint32_t kNoRow = 0xffffffffu;
 
   // Thread t finds row t % 64 of a tile, and copies chunks t % 16 + 16 m of rows t / 16 + 8 j (of the rotary part: chunk t % 8 of

@@ -1,47 +1,89 @@
-// Latent attention's loading role, records of FP8 rows: through registers, where they become f16, into a stage.
+// Latent attention's loading role, 656-byte records of FP8 rows: the copy engine lays them down in a stage, where they become f16.
 #pragma once
-#include "attention_latent_load.cuh"
+#include "attention_latent_tile.cuh"
 
 namespace kvx {
 namespace cuda {
 
-struct LatentLoadFp8 : LatentLoad<true> {
-  // FP8 rows pass through registers: half a tile (256 of 512 elements of a row) is on its way while the other half becomes f16.
-  // A thread has 16-byte chunks c + 16 m of rows r + 8 j, c < 16, r < 8; eight neighbours have four chunks of two rows, so that the f16
-  // chunks they store, every other one of a row, meet all banks.
+// What a token's record holds: FP8 latents, the scale of each 128 of them, the rotary part in bf16.
+constexpr int kRecordScalesAt = kLatentDim, kRecordRopeAt = kRecordScalesAt + kLatentDim / 128 * 4, kRecordBytes = kRecordRopeAt + kRopeDim * 2;
 
+struct LatentLoadFp8 : LatentTile<true> {
+  // A tile passes through three states in its stage: raw records, one after the other; registers; f16. Nobody waits while copies are on their
+  // way through memory: other tiles become f16 meanwhile. Records lie at the end of the latents' columns: the first kBeside columns are beside
+  // them and are written at once, the others when all records are in registers.
+  //
+  // A warp copies sixteen rows and widens them. A thread has 16-byte chunks c + 4 i of rows r and r + 8, c < 4, r < 8; eight neighbours have
+  // the same chunk of eight rows. An odd number of chunks lies between records, and f16 chunks are swizzled by their row: neither loads nor
+  // stores meet in a bank.
+  static_assert(kRecordBytes / 16 % 2 == 1, "chunks of neighbouring records begin in different banks");
+  static constexpr int kRawAt = kLatentDim / 64 * C::kColumnBytes - kLatentKeys * kRecordBytes, kBeside = kRawAt / C::kColumnBytes, kHeld = 8 - kBeside;
 
-  static __device__ __forceinline__ uint32_t fp8_chunk(uint32_t thread) { return thread % 4 + thread % 32 / 8 * 4; }
-  static __device__ __forceinline__ uint32_t fp8_row(uint32_t thread) { return thread / 32 * 2 + thread / 4 % 2; }
+  static __device__ __forceinline__ uint32_t own_row(uint32_t thread) { return thread / 32 * 16 + thread % 8; }
+  static __device__ __forceinline__ uint32_t own_chunk(uint32_t thread) { return thread % 32 / 8; }
+  __device__ __forceinline__ uint32_t stage_of(uint32_t tile) const { return at + C::kStagesAt + tile % 2 * C::kTileBytes; }
+  __device__ __forceinline__ uint32_t records_of(uint32_t tile) const { return stage_of(tile) + kRawAt; }
 
-  __device__ __forceinline__ void fetch(uint4 (&x)[8], uint32_t tile, int m) const {
-    const uint32_t thread = role_thread();
-    const char* data = a.data[0] + fp8_chunk(thread) * 16 + m * 256;
-    const uint4* mine = reinterpret_cast<const uint4*>(offsets_of(tile) + fp8_row(thread) * 8);
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const uint4 four = mine[h];
-      const uint32_t offset[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int j = 0; j < 4; j++) x[4 * h + j] = offset[j] == kNoRow ? make_uint4(0, 0, 0, 0) : tiles::load_passing_16(data + uint64_t(offset[j]) * 16);
+  // Lanes l and l + 16 ask for row l of the warp's.
+  __device__ __forceinline__ tiles::RowAsked ask(const LatentItem& w, uint32_t tile) const {
+    return tiles::ask_row(a.rows, w.seq, tile * kLatentKeys + role_thread() / 32 * 16 + role_thread() % 16, w.length);
+  }
+  // Into a stage that is free. Records that follow each other in memory are one copy. Rows that are not there are not copied, and named in
+  // `valid`; there are four of those, since who reads them may be two tiles behind.
+  __device__ __forceinline__ void copy(const tiles::RowAsked& asked, uint32_t tile) const {
+    const uint32_t thread = role_thread(), lane = thread % 32, barrier = arrived(tile % 2);
+    const tiles::RowPlace place = tiles::place_row(a.rows, asked, 0);
+    const bool is_there = place.block >= 0 && lane < 16;
+    const uint32_t offset = is_there ? place.offset[0] : ~0u, before = __shfl_up_sync(0xffffffffu, offset, 1);
+    const uint32_t there = __ballot_sync(0xffffffffu, is_there);
+    const bool begins = is_there && (lane == 0 || before == ~0u || before + kRecordBytes / 16 != offset);
+    const uint32_t ends = __ballot_sync(0xffffffffu, begins) | ~there;  // where a run is over
+    if (lane == 0) {
+      reinterpret_cast<uint16_t*>(shared + C::kValidAt)[tile % 4 * 4 + thread / 32] = uint16_t(there);
+      tiles::arrive_and_expect(barrier, __popc(there) * kRecordBytes);
+    }
+    __syncwarp();
+    if (begins) {
+      const int rows = __ffs(int(ends >> lane >> 1));  // bit 16 of `ends` is set
+      tiles::copy_run(records_of(tile) + (thread / 32 * 16 + lane) * kRecordBytes, a.data[0] + uint64_t(offset) * 16, rows * kRecordBytes, barrier);
     }
   }
-  // A warp has rows 2 w + k % 2 + 8 (k / 2), k < 16; lane l holds the scale of elements [128 (l % 4), ...) of rows k = l / 4 and l / 4 + 8.
-  // A record's scales stand as far from its latents as any other's.
-  __device__ __forceinline__ float2 fetch_scales(uint32_t tile) const {
-    const uint32_t thread = role_thread(), lane = thread % 32;
-    float x[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const uint32_t k = lane / 4 + 8 * i, row = thread / 32 * 2 + k % 2 + 8 * (k / 2), offset = offsets_of(tile)[row % 8 * 8 + row / 8];
-      x[i] = offset == kNoRow ? 0.f : __ldg(reinterpret_cast<const float*>(a.scale.data + uint64_t(offset) * 16) + lane % 4);
+  // Rows that are not there become zeros: two threads a row.
+  __device__ __forceinline__ void clear_missing(uint32_t tile) const {
+    const uint2 valid = *reinterpret_cast<const uint2*>(shared + C::kValidAt + tile % 4 * 8);
+    if ((valid.x & valid.y) == 0xffffffffu) return;
+    const uint32_t thread = role_thread(), row = thread / 2, to = records_of(tile) + row * kRecordBytes;
+    if (!((row < 32 ? valid.x : valid.y) >> (row % 32) & 1)) {
+#pragma unroll 1
+      for (uint32_t chunk = thread % 2; chunk < kRecordBytes / 16; chunk += 2) tiles::store_shared_16(to + chunk * 16, make_uint4(0, 0, 0, 0));
     }
-    return make_float2(x[0], x[1]);
+    tiles::meet(1, 128);
   }
 
-  // Each warp leaves the largest scale of its rows; after they have met, all know the tile's shift.
-  __device__ __forceinline__ void leave_largest(uint32_t tile, const float2& scales) const {
-    const uint32_t mine = __reduce_max_sync(0xffffffffu, __float_as_uint(fmaxf(scales.x, scales.y)) & 0x7fffffffu), thread = role_thread();
+  __device__ __forceinline__ void move_rope(uint32_t tile) const {  // chunk t % 8 of rows t / 8 + 16 j
+    const uint32_t thread = role_thread(), row = thread / 8, stage = stage_of(tile);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const uint4 x = tiles::load_shared_16(stage + kRawAt + (row + 16 * j) * kRecordBytes + kRecordRopeAt + thread % 8 * 16);
+      tiles::store_shared_16(stage + chunk_at(row, kLatentDim / 8 + thread % 8) + j * 16 * 128, x);
+    }
+  }
+  // Of columns [kFirst, kFirst + kCount): a chunk of each, of both rows.
+  template <int kFirst, int kCount> __device__ __forceinline__ void read_rows(uint4 (&x)[2 * kCount], uint32_t tile) const {
+    const uint32_t thread = role_thread(), from = records_of(tile) + own_row(thread) * kRecordBytes + own_chunk(thread) * 16;
+#pragma unroll
+    for (int k = 0; k < 2 * kCount; k++) x[k] = tiles::load_shared_16(from + k / kCount * 8 * kRecordBytes + (kFirst + k % kCount) * 64);
+  }
+
+  // Lane l has row l % 16 of its warp's. Scales are left for the warp, which will have written over the records, and the largest of them for
+  // all: after they have met, all know the tile's shift.
+  __device__ __forceinline__ float4* scales_of(uint32_t row) const { return reinterpret_cast<float4*>(shared + C::kOffsetsAt) + row; }  // 16-bit rows have offsets there
+  __device__ __forceinline__ void leave_scales(uint32_t tile) const {
+    const uint32_t thread = role_thread(), row = thread / 32 * 16 + thread % 16;
+    const float4 four = *reinterpret_cast<const float4*>(shared + C::kStagesAt + tile % 2 * C::kTileBytes + kRawAt + row * kRecordBytes + kRecordScalesAt);
+    if (thread % 32 < 16) *scales_of(row) = four;
+    const float largest = fmaxf(fmaxf(fabsf(four.x), fabsf(four.y)), fmaxf(fabsf(four.z), fabsf(four.w)));
+    const uint32_t mine = __reduce_max_sync(0xffffffffu, __float_as_uint(largest));
     if (thread % 32 == 0) reinterpret_cast<uint32_t*>(shared + C::kLargestAt)[tile % 2 * 4 + thread / 32] = mine;
   }
   __device__ __forceinline__ int find_shift(uint32_t tile) const {
@@ -62,21 +104,28 @@ struct LatentLoadFp8 : LatentLoad<true> {
     }
     return make_uint4(out[0], out[1], out[2], out[3]);
   }
-  __device__ __forceinline__ void widen_half(const uint4 (&x)[8], uint32_t stage, int m, const float2& scales, float unit) const {
-    const uint32_t thread = role_thread(), chunk = fp8_chunk(thread), row = fp8_row(thread);
-    const uint32_t to = stage + (chunk / 4 + 4 * m) * C::kColumnBytes + row * 128 + (((2 * (chunk % 4)) ^ row) << 4);
-    const int lane = int(row % 2 * 4 + chunk / 8 + 2 * m);  // that holds this thread's scale of row j = 0
-    const auto scale_of = [&](int j) { return __shfl_sync(0xffffffffu, j < 4 ? scales.x : scales.y, lane + j % 4 * 8); };
-    float ahead = scale_of(0);
+  // Of both rows: an element's is that of its 128, in the tile's unit.
+  __device__ __forceinline__ void read_scales(__half2 (&scales)[2][4], float unit) const {
+    const uint32_t row = own_row(role_thread());
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const __half2 scale = __float2half2_rn(ahead * unit);
-      if (j < 7) ahead = scale_of(j + 1);  // on its way while this row is widened
-      tiles::store_shared_16(to + j * 1024, widen(x[j].x, x[j].y, scale));
-      tiles::store_shared_16((to ^ 16) + j * 1024, widen(x[j].z, x[j].w, scale));
+    for (int i = 0; i < 2; i++) {
+      const float4 four = *scales_of(row + 8 * i);
+      scales[i][0] = __float2half2_rn(four.x * unit), scales[i][1] = __float2half2_rn(four.y * unit);
+      scales[i][2] = __float2half2_rn(four.z * unit), scales[i][3] = __float2half2_rn(four.w * unit);
     }
   }
-  __device__ __forceinline__ void shift_rope(uint32_t stage, float unit) const {  // the chunks this thread has copied
+  template <int kFirst, int kCount> __device__ __forceinline__ void widen_rows(const uint4 (&x)[2 * kCount], uint32_t tile, const __half2 (&scales)[2][4]) const {
+    const uint32_t thread = role_thread(), place = stage_of(tile) + chunk_at(own_row(thread), 2 * own_chunk(thread));
+#pragma unroll
+    for (int k = 0; k < 2 * kCount; k++) {
+      const int column = kFirst + k % kCount;
+      const __half2 scale = scales[k / kCount][column / 2];
+      const uint32_t to = column * C::kColumnBytes + k / kCount * 1024;
+      tiles::store_shared_16(place + to, widen(x[k].x, x[k].y, scale));
+      tiles::store_shared_16((place ^ 16) + to, widen(x[k].z, x[k].w, scale));
+    }
+  }
+  __device__ __forceinline__ void shift_rope(uint32_t stage, float unit) const {  // the chunks this thread has moved
     const uint32_t thread = role_thread(), first = stage + chunk_at(thread / 8, kLatentDim / 8 + thread % 8);
 #pragma unroll 1
     for (int j = 0; j < 4; j++) {
@@ -86,39 +135,41 @@ struct LatentLoadFp8 : LatentLoad<true> {
     }
   }
 
+  // The next tile's records are asked for before this one is widened if their stage is free by then, else after.
   __device__ __forceinline__ void load(const LatentItem& w) {
-    tiles::RowAsked asked = tiles::ask_row(a.rows, w.seq, uint32_t(w.first_tile * kLatentKeys + role_thread() % 64), w.length);
-    uint4 low[8], high[8];
-    const uint32_t end = w.first_tile + w.num_tiles, length = w.length;
-    find(&asked, w, w.first_tile + 1, length, count);
-    fetch(low, count, 0);
-    float2 scales = fetch_scales(count), next = scales;
-    for (uint32_t tile = w.first_tile; tile < end; tile++, count++) {
-      const uint32_t s = count % 2, stage = at + C::kStagesAt + s * C::kTileBytes;
-      fetch(high, count, 1);
-      leave_largest(count, scales);
-      if (tile + 1 < end) find(&asked, w, tile + 2, length, count + 1);
-      else tiles::meet(1, 128);
+    tiles::RowAsked asked = ask(w, w.first_tile);
+    tiles::wait(free(count % 2), (count / 2 & 1) ^ 1);
+    copy(asked, count);
+    asked = ask(w, w.first_tile + 1);
+    for (uint32_t left = w.num_tiles; left > 0; left--, count++) {
+      const uint32_t next = count + 1;
+      tiles::wait(arrived(count % 2), count / 2 & 1);
+      clear_missing(count);
+      leave_scales(count);
+      uint4 beside[2 * kBeside], held[2 * kHeld];
+      read_rows<0, kBeside>(beside, count);
+      tiles::meet(1, 128);
       const int shift = find_shift(count);
-      const float unit = power_of_two(-kUnit - shift);
-      tiles::wait(free(s), (count / 2 & 1) ^ 1);
+      __half2 scales[2][4];
+      read_scales(scales, power_of_two(-kUnit - shift));
       if (role_thread() == 0) *shift_of(count) = shift;
-      copy_rope(stage, offsets_of(count));
-      tiles::commit_copies();
-      widen_half(low, stage, 0, scales, unit);
-      // Loads are waited for all together: the second half is waited for before the next tile's first is asked for.
-#pragma unroll
-      for (int j = 0; j < 8; j++) asm volatile("" : "+r"(high[j].x), "+r"(high[j].y), "+r"(high[j].z), "+r"(high[j].w));
-      if (tile + 1 < end) {
-        fetch(low, count + 1, 0);
-        next = fetch_scales(count + 1);
-      }
-      widen_half(high, stage, 1, scales, unit);
-      tiles::wait_copies<0>();
-      if (shift) shift_rope(stage, power_of_two(-shift));
+      move_rope(count);
+      widen_rows<0, kBeside>(beside, count, scales);
+      const bool is_early = left > 1 && __all_sync(0xffffffffu, tiles::is_over(free(next % 2), (next / 2 & 1) ^ 1));
+      if (is_early) copy(asked, next);
+      read_rows<kBeside, kHeld>(held, count);
+      tiles::meet(1, 128);
+      widen_rows<kBeside, kHeld>(held, count, scales);
+      if (shift) shift_rope(stage_of(count), power_of_two(-shift));
       tiles::show_to_multiplications();
-      tiles::arrive(full(s));
-      scales = next;
+      tiles::arrive(full(count % 2));
+      if (left > 1) {
+        if (!is_early) {
+          tiles::wait(free(next % 2), (next / 2 & 1) ^ 1);
+          copy(asked, next);
+        }
+        asked = ask(w, w.first_tile + w.num_tiles - left + 2);
+      }
     }
   }
 };

@@ -26,7 +26,7 @@ struct LatentConfig {
   static constexpr int kLargestAt = kShiftsAt + 4 * 4;                           // FP8: [2 tiles][4 warps], the largest scales
   static constexpr int kUnitAt = kLargestAt + 8 * 4;                             // FP8: unit of the item's sums
   static constexpr int kBarriersAt = kUnitAt + 16;
-  static constexpr int kFoundAt = kBarriersAt + 6 * 8;
+  static constexpr int kFoundAt = kBarriersAt + 8 * 8;
   static constexpr int kWalksAt = kFoundAt + int(sizeof(LatentItem));            // [4 roles]
   static constexpr int kSharedBytes = kWalksAt + 4 * int(sizeof(LatentWalk));
   static_assert(kSharedBytes <= 227 * 1024, "shared memory of a block of threads");
@@ -45,10 +45,12 @@ template <bool kIsFp8> struct LatentTile {
   __device__ __forceinline__ uint32_t free(int s) const { return at + C::kBarriersAt + (2 + s) * 8; }
   __device__ __forceinline__ uint32_t weights_full() const { return at + C::kBarriersAt + 4 * 8; }
   __device__ __forceinline__ uint32_t weights_free() const { return at + C::kBarriersAt + 5 * 8; }
+  __device__ __forceinline__ uint32_t arrived(int s) const { return at + C::kBarriersAt + (6 + s) * 8; }  // FP8: a stage's raw bytes
   static __device__ __forceinline__ uint32_t chunk_at(uint32_t row, uint32_t chunk) { return (chunk / 8) * C::kColumnBytes + row * 128 + (((chunk % 8) ^ (row % 8)) << 4); }
 
   __device__ __forceinline__ void init_barriers() const {
     for (int s = 0; s < 2; s++) tiles::init_barrier(full(s), 128), tiles::init_barrier(free(s), 8);
+    for (int s = 0; s < 2; s++) tiles::init_barrier(arrived(s), 4);
     tiles::init_barrier(weights_full(), 128), tiles::init_barrier(weights_free(), 8);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

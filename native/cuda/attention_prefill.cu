@@ -1,9 +1,8 @@
 // The table of prefill kernels, and which calls they take.
-#include "attention_prefill.cuh"
-
 #include <algorithm>
 
-#include "attention.cuh"
+#include "attention_prefill_table.cuh"
+#include "tensor_map.h"
 
 namespace kvx {
 namespace cuda {
@@ -15,17 +14,31 @@ bool fits_rows(const RowsParams& r, bool to_16) {
   return r.is_dense && r.token % unit == 0 && r.head % unit == 0 && reinterpret_cast<uintptr_t>(r.data) % unit == 0;
 }
 
-template <class C>
-kvx_status_t start(const PrefillArgs& args, int64_t blocks, void* stream) {
-  KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&prefill<C>), C::kSharedBytes));
-  return launch_early_with("attention_prefill", prefill<C>, dim3(unsigned(blocks)), dim3(C::kThreads), C::kSharedBytes, stream, args);
+// For eight-bit caches: scales of both planes alike, and kernels for them.
+bool find_scales(const AttentionParams& p, ScaleKind* kind) {
+  const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
+  ScaleKind kinds[2];
+  if (!scale_kind(k->scale, &kinds[0]) || !scale_kind(v->scale, &kinds[1])) return false;
+  if ((kinds[0] == ROW_SCALES) != (kinds[1] == ROW_SCALES)) return false;
+  *kind = kinds[0] == ROW_SCALES ? ROW_SCALES : ONE_SCALE;
+  return k->dtype == KVX_DTYPE_F8_E4M3 || (k->dtype == KVX_DTYPE_S8 && *kind == ROW_SCALES);
 }
 
-template <class Numbers>
-kvx_status_t start_with(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream) {
-  const bool caps = p.soft_cap > 0.f;
-  if (p.head_dim == 64) return caps ? start<PrefillConfig<Numbers, 64, true>>(args, blocks, stream) : start<PrefillConfig<Numbers, 64, false>>(args, blocks, stream);
-  return caps ? start<PrefillConfig<Numbers, 128, true>>(args, blocks, stream) : start<PrefillConfig<Numbers, 128, false>>(args, blocks, stream);
+// Off: rows of every cache are copied 16 bytes at a time, as those are whose blocks tiles do not consist of.
+constexpr bool kUsesMaps = true;
+
+// Whether whole blocks can go through the copy engine. A ragged table may have a token's neighbours in other blocks.
+kvx_status_t make_maps(const AttentionParams& p, PrefillArgs* a) {
+  const int64_t format = p.kv.table.format;
+  if (!kUsesMaps || p.kv.plane[0].dtype != p.q.dtype || (format != KVX_BLOCK_TABLE_PACKED && format != KVX_BLOCK_TABLE_PAGE_CSR)) return KVX_STATUS_OK;
+  MappedPlane planes[2];
+  for (int i = 0; i < 2; i++) {
+    planes[i] = MappedPlane{&p.kv.plane[i], p.num_kv_heads, p.kv.block_size, p.kv.num_blocks};
+    if (!fits_tensor_map(planes[i])) return KVX_STATUS_OK;
+  }
+  for (int i = 0; i < 2; i++) KVX_TRY(make_tensor_map(&a->maps[i], planes[i]));
+  a->box = int32_t(box_tokens(p.kv.block_size));
+  return KVX_STATUS_OK;
 }
 
 }  // namespace
@@ -33,8 +46,10 @@ kvx_status_t start_with(const AttentionParams& p, const PrefillArgs& args, int64
 bool takes_prefill(const AttentionParams& p) {
   const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
   if (!has_warpgroups() || p.scale <= 0.f || !fits_row_finder(p)) return false;
-  if (p.head_dim != p.v_head_dim || (p.head_dim != 64 && p.head_dim != 128) || k->dtype != v->dtype || p.q.dtype != k->dtype) return false;
-  if (k->dtype != KVX_DTYPE_BF16 && k->dtype != KVX_DTYPE_F16) return false;
+  if (p.head_dim != p.v_head_dim || (p.head_dim != 64 && p.head_dim != 128) || k->dtype != v->dtype) return false;
+  if (p.q.dtype != KVX_DTYPE_BF16 && p.q.dtype != KVX_DTYPE_F16) return false;
+  ScaleKind kind;
+  if (k->dtype != p.q.dtype && !find_scales(p, &kind)) return false;
   if (!fits_rows(p.q, true) || !fits_rows(p.out, false) || p.num_tokens * p.group > kMaxCount) return false;
   return true;
 }
@@ -42,7 +57,8 @@ bool takes_prefill(const AttentionParams& p) {
 kvx_status_t run_prefill(const AttentionParams& p, void* stream) {
   PrefillArgs a = {};
   a.rows = make_row_finder(p);
-  for (int i = 0; i < 2; i++) a.data[i] = p.kv.plane[i].data;
+  KVX_TRY(make_maps(p, &a));
+  for (int i = 0; i < 2; i++) a.data[i] = p.kv.plane[i].data, a.scales[i] = p.kv.plane[i].scale;
   a.q = p.q, a.out = p.out, a.lse = p.lse, a.lse_token = p.lse_token, a.lse_head = p.lse_head, a.sinks = p.sinks;
   a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;
   a.num_seqs = int32_t(p.num_seqs), a.num_kv_heads = int32_t(p.num_kv_heads), a.query_len = int32_t(p.query_len), a.max_seq_len = int32_t(p.max_seq_len);
@@ -53,7 +69,15 @@ kvx_status_t run_prefill(const AttentionParams& p, void* stream) {
   const int64_t most = p.cu_seqlens ? rows / 128 + seqs : p.num_seqs * ((p.query_len * p.group + 127) / 128);
   const int64_t blocks = most * p.num_kv_heads;
   if (blocks > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld blocks of query rows are more than one launch takes.", (long long)blocks);
-  return p.q.dtype == KVX_DTYPE_BF16 ? start_with<tiles::Bf16Numbers>(p, a, blocks, stream) : start_with<tiles::F16Numbers>(p, a, blocks, stream);
+  switch (p.kv.plane[0].dtype) {
+    case KVX_DTYPE_BF16: return start_prefill_bf16(p, a, blocks, stream);
+    case KVX_DTYPE_F16: return start_prefill_f16(p, a, blocks, stream);
+    case KVX_DTYPE_S8: return start_prefill_s8(p, a, blocks, stream);
+    default: break;
+  }
+  ScaleKind kind;
+  if (!find_scales(p, &kind)) return fail(KVX_STATUS_INTERNAL_ERROR, "no prefill kernel.");
+  return start_prefill_e4m3(p, a, blocks, kind, stream);
 }
 
 }  // namespace cuda

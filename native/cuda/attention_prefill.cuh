@@ -3,17 +3,22 @@
 // A query row is one head of one token; rows of all heads that share a KV head stand in one block (GQA packed), so that its keys and
 // values are loaded once for all of them. One warpgroup loads (rows through the block table, zeros where nothing stands), two
 // multiply, 64 rows each: while the tensor cores add a tile's values, the softmax of the next tile's scores is computed.
+// Whole blocks go through the copy engine where tensor maps can tell of them (tiles/map_filler.cuh), else rows are copied
+// (tiles/row_filler.cuh); eight-bit rows become f16 on their way (attention_prefill_bytes.cuh).
 #pragma once
 #include "attention_plan.cuh"
-#include "tiles/barrier.cuh"
-#include "tiles/block_rows.cuh"
+#include "attention_prefill_bytes.cuh"
 #include "tiles/elements.cuh"
+#include "tiles/map_filler.cuh"
+#include "tiles/row_filler.cuh"
 #include "tiles/wgmma.cuh"
 
 namespace kvx {
 namespace cuda {
 
 struct PrefillArgs {
+  CUtensorMap maps[2];  // K, V; the copy engine wants them on multiples of 64 bytes
+  int32_t box;          // tokens of a map's box; 0 = there are no maps, rows are copied
   tiles::RowFinder rows;
   const char* data[2];
   RowsParams q, out;
@@ -27,25 +32,31 @@ struct PrefillArgs {
   int64_t window, num_tokens;
   float scale, soft_cap;
   int32_t is_causal;
+  ScaleParams scales[2];
 };
 
-template <class Numbers_, int kHeadDim_, bool kCaps_> struct PrefillConfig {
-  using Numbers = Numbers_;
+template <class Rows_, int kHeadDim_, bool kCaps_, ScaleKind kScales_> struct PrefillConfig {
+  using Rows = Rows_;
+  using Numbers = typename Rows::Numbers;
+  static constexpr ScaleKind kScales = kScales_;
+  static constexpr bool kIsBytes = Rows::kBytes == 1;
   static constexpr bool kCaps = kCaps_;  // scores are capped: its registers are not there otherwise
   static constexpr int kHeadDim = kHeadDim_, kRows = 128, kKeys = 128, kStages = 2;
-  static constexpr int kColumns = kHeadDim / 64;                 // of 128 bytes
-  static constexpr int kColumnBytes = kKeys * 128;               // one column of a tile
-  static constexpr int kTileBytes = kColumns * kColumnBytes;     // 128 rows of Q, K or V
-  static constexpr int kQueryAt = 0, kKeysAt = kTileBytes, kValuesAt = kKeysAt + kStages * kTileBytes, kOffsetsAt = kValuesAt + kStages * kTileBytes;
-  static constexpr int kValidAt = kOffsetsAt + kStages * 2 * kKeys * 4, kBarriersAt = kValidAt + 4 * 16, kWorkAt = kBarriersAt + 4 * kStages * 8;
-  static constexpr int kSharedBytes = kWorkAt + 64 + 1024;       // 1024: to begin on a multiple of it
+  using Rings = tiles::KvRings<kHeadDim * 2, kStages>;
+  static constexpr int kColumnBytes = Rings::kColumnBytes, kTileBytes = Rings::kTileBytes;  // of 128 rows of Q, K or V
+  static constexpr int kQueryAt = 0, kRingsAt = kTileBytes, kWorkAt = kRingsAt + Rings::kBytes;
+  // Eight-bit rows alone: what a query row was divided by; [4 tiles] of scales, a pair of keys' K and logarithms of V together, then the
+  // inverses of V; raw bytes of K and V.
+  static constexpr int kGrowAt = kWorkAt + 64, kScalesAt = kGrowAt + (kIsBytes ? kRows * 4 : 0), kScaleBytes = kScales == ROW_SCALES ? kKeys * 12 : 0;
+  static constexpr int kRawAt = kScalesAt + 4 * kScaleBytes, kRawBytes = kIsBytes ? kKeys * kHeadDim : 0;
+  static constexpr int kSharedBytes = kRawAt + 2 * kRawBytes + 1024;  // 1024: to begin on a multiple of it
+  static_assert(kSharedBytes <= 227 * 1024, "shared memory of a block of threads");
   static constexpr int kThreads = 384, kLoadRegisters = 40, kMultiplyRegisters = 232;
 };
 
 // Which rows of which sequence a block of threads has.
-struct PrefillWork {
-  int32_t seq, head, first_row, rows, queries;  // rows: of the sequence
-  int32_t first_tile, num_tiles, length;
+struct PrefillWork : tiles::TileRange {
+  int32_t first_row, rows, queries;  // rows: of the sequence
   int64_t first_query;
 };
 
@@ -95,64 +106,35 @@ template <class C> __device__ __forceinline__ PrefillWork find_work(const Prefil
 }
 
 template <class C> struct Prefill {
+  using Config = C;
   using Numbers = typename C::Numbers;
+  using Rings = typename C::Rings;
   const PrefillArgs& a;
   const PrefillWork& w;
   char* shared;
   uint32_t at;
 
-  __device__ __forceinline__ uint32_t full_keys(int s) const { return at + C::kBarriersAt + s * 8; }
-  __device__ __forceinline__ uint32_t full_values(int s) const { return at + C::kBarriersAt + (C::kStages + s) * 8; }
-  __device__ __forceinline__ uint32_t free_keys(int s) const { return at + C::kBarriersAt + (2 * C::kStages + s) * 8; }
-  __device__ __forceinline__ uint32_t free_values(int s) const { return at + C::kBarriersAt + (3 * C::kStages + s) * 8; }
-  static constexpr uint32_t kNoRow = 0xffffffffu;  // no offset is as large: they end below 64 GB
+  __device__ __forceinline__ char* rings() const { return shared + C::kRingsAt; }
+  static __device__ __forceinline__ uint32_t chunk_at(uint32_t row, uint32_t chunk) { return Rings::chunk_at(row, chunk); }
 
-  static __device__ __forceinline__ uint32_t chunk_at(uint32_t row, uint32_t chunk) { return (chunk / 8) * C::kColumnBytes + row * 128 + (((chunk % 8) ^ (row % 8)) << 4); }
+  __device__ __forceinline__ const char* query_row(uint32_t row) const {
+    const uint32_t token = a.group.divide(row), head = w.head * a.group.d + row - token * a.group.d;
+    return a.q.data + (w.first_query + token) * a.q.token + int64_t(head) * a.q.head;
+  }
 
-  // The loading warpgroup: thread t finds row t of a tile for all, then every thread copies a chunk of every eighth (or sixteenth) row.
-  // One warp a scheduler has to keep up with two that multiply, so a copy is two instructions: offsets lie in the order a thread takes
-  // them, four to a load, and its rows differ by whole groups of eight, which leaves the swizzle alone.
-  // Offsets have a place a stage: when a thread writes those of tile i + 2, all have met after tile i's were read. Valid rows have four,
-  // since the multiplying warps read them after they gave the keys back.
+  // The loading warpgroup; of it one warp where the copy engine does the work.
   __device__ __forceinline__ void load() {
-    constexpr int kChunks = C::kHeadDim / 8, kRowsAtOnce = 128 / kChunks, kMine = C::kKeys / kRowsAtOnce;
-    const int thread = threadIdx.x % 128, lane = thread % 32;
-    const uint32_t chunk = thread % kChunks, sub = thread / kChunks, to = chunk_at(sub, chunk);
-    const uint32_t place = thread % kRowsAtOnce * kMine + thread / kRowsAtOnce;  // where the thread that copies this row looks
-    tiles::RowAsked asked = tiles::ask_row(a.rows, w.seq, uint32_t(w.first_tile * C::kKeys + thread), w.length);
-    for (int i = 0; i < w.num_tiles; i++) {
-      const int stage = i % C::kStages, parity = (i / C::kStages & 1) ^ 1;
-      uint32_t* offsets = reinterpret_cast<uint32_t*>(shared + C::kOffsetsAt) + stage * 2 * C::kKeys;
-      uint32_t* valid = reinterpret_cast<uint32_t*>(shared + C::kValidAt) + i % 4 * 4;
-      const tiles::RowPlace row = tiles::place_row(a.rows, asked, w.head);
-      const uint32_t there = __ballot_sync(0xffffffffu, row.block >= 0);
-      offsets[place] = row.block >= 0 ? row.offset[0] : kNoRow, offsets[C::kKeys + place] = row.block >= 0 ? row.offset[1] : kNoRow;
-      if (lane == 0) valid[thread / 32] = there;
-      tiles::meet(1, 128);
-      asked = tiles::ask_row(a.rows, w.seq, uint32_t((w.first_tile + i + 1) * C::kKeys + thread), i + 1 < w.num_tiles ? w.length : 0);
-      const uint4 all = *reinterpret_cast<const uint4*>(valid);
-      const bool is_full = (all.x & all.y & all.z & all.w) == 0xffffffffu;
-#pragma unroll
-      for (int plane = 0; plane < 2; plane++) {
-        tiles::wait(plane ? free_values(stage) : free_keys(stage), parity);
-        const uint32_t tile = at + (plane ? C::kValuesAt : C::kKeysAt) + stage * C::kTileBytes + to;
-        const char* data = a.data[plane] + chunk * 16;
-        const uint4* mine = reinterpret_cast<const uint4*>(offsets + plane * C::kKeys + sub * kMine);
-#pragma unroll
-        for (int j = 0; j < kMine; j += 4) {
-          const uint4 four = mine[j / 4];
-          const uint32_t offset[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-          for (int k = 0; k < 4; k++) {
-            const uint32_t there_at = tile + (j + k) * kRowsAtOnce * 128;
-            if (is_full) tiles::copy_16(there_at, data + uint64_t(offset[k]) * 16);
-            else tiles::copy_16(there_at, data + (offset[k] == kNoRow ? 0 : uint64_t(offset[k]) * 16), offset[k] == kNoRow ? 0 : 16);
-          }
-        }
-        tiles::arrive_when_copied(plane ? full_values(stage) : full_keys(stage));
-      }
+    if (a.box > 0) {
+      if (threadIdx.x >= tiles::MapFiller<Rings>::kWarps * 32) return;
+      tiles::MapFiller<Rings> filler{a.maps, a.rows, a.data, w, uint32_t(a.box), rings(), at + C::kRingsAt, threadIdx.x / 32};
+      filler.begin();
+      for (int i = 0; i < w.num_tiles; i++) filler.fill_next();
+    } else {
+      tiles::RowFiller<Rings> filler{a.rows, a.data, w, rings(), at + C::kRingsAt, 1};
+      filler.begin();
+      for (int i = 0; i < w.num_tiles; i++) filler.fill_next();
+      filler.finish();
     }
-    tiles::wait_copies<0>();
   }
 
   // Rows of this thread's scores: r0 = 16 * warp + g and r0 + 8 of its warpgroup's 64.
@@ -161,7 +143,13 @@ template <class C> struct Prefill {
     using Scores = tiles::Warpgroup<Numbers, C::kKeys>;
     using Out = tiles::Warpgroup<Numbers, C::kHeadDim>;
     const int thread = threadIdx.x - 128, group = thread / 128, warp = thread % 128 / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
-    {  // queries
+    float of_head = 1.f;  // K's one scale
+    if constexpr (C::kIsBytes) {
+      of_head = scale_of(a.scales[0], w.head, C::kScales == ONE_SCALE);
+      load_f16_queries(*this, C::kScales == ONE_SCALE && of_head < 0.f);
+      tiles::show_to_multiplications();
+      tiles::meet(2, 256);
+    } else {  // queries
       constexpr int kChunks = C::kHeadDim / 8, kRowsAtOnce = 256 / kChunks;
       const uint32_t chunk = thread % kChunks, sub = thread / kChunks;
 #pragma unroll
@@ -188,28 +176,44 @@ template <class C> struct Prefill {
     const int32_t group_first = w.first_row + group * 64, group_last = min(group_first + 63, w.rows - 1);
     const int32_t least_limit = a.is_causal ? w.length - w.queries + 1 + int32_t(a.group.divide(group_first)) : w.length;
     const int32_t most_low = a.window > 0 ? int32_t((a.is_causal ? w.length - w.queries + 1 + int32_t(a.group.divide(max(group_last, 0))) : w.length) - a.window) : 0;
-    const float factor = C::kCaps ? 1.44269504f : a.scale * 1.44269504f;
+    float scale[2] = {a.scale, a.scale}, factor[2];  // of a row's scores; factor: of what is softened, log2(e) included
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if constexpr (C::kIsBytes) {
+        const float grow = reinterpret_cast<const float*>(shared + C::kGrowAt)[group * 64 + warp * 16 + g + 8 * h];
+        scale[h] *= (C::kScales == ONE_SCALE ? fabsf(of_head) : of_head) * grow;
+      }
+      factor[h] = C::kCaps ? 1.44269504f : scale[h] * 1.44269504f;
+      if (C::kIsBytes && factor[h] == 0.f) factor[h] = 1e-37f;  // a head of zeros: not 0 * infinity
+    }
 
     float out[kOut], s[C::kKeys / 2], most[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
     uint32_t p[kKeySteps][4];
 #pragma unroll
     for (int i = 0; i < kOut; i++) out[i] = 0.f;
     const uint32_t query = at + C::kQueryAt + group * 64 * 128;
+    typename Rings::Ring keys = Rings::keys(at + C::kRingsAt), values = Rings::values(at + C::kRingsAt);
+    const bool arrives = thread % 128 == 0;  // one of two that give a stage back
+    // Copies of rows are shown to multiplications here; other fillers have done so.
+    const auto wait_full = [&](const typename Rings::Ring& ring) {
+      ring.wait_full();
+      if (!C::kIsBytes && a.box == 0) tiles::show_to_multiplications();
+    };
 
     // Descriptors count 16 bytes in their low bits: stepping through a tile is one addition.
-    const uint64_t query_matrix = tiles::matrix_descriptor(query, 16, 1024), key_matrix = tiles::matrix_descriptor(at + C::kKeysAt, 16, 1024);
-    const uint64_t value_matrix = tiles::matrix_descriptor(at + C::kValuesAt, C::kColumnBytes, 1024);
-    const auto scores = [&](int stage) {
-      const uint64_t keys = key_matrix + uint32_t(stage * (C::kTileBytes >> 4));
+    const uint64_t query_matrix = tiles::matrix_descriptor(query, 16, 1024), key_matrix = tiles::matrix_descriptor(keys.stages, 16, 1024);
+    const uint64_t value_matrix = tiles::matrix_descriptor(values.stages, C::kColumnBytes, 1024);
+    const auto multiply_keys = [&]() {
+      const uint64_t from = key_matrix + keys.stage() * uint32_t(C::kTileBytes >> 4);
 #pragma unroll
       for (int k = 0; k < kSteps; k++) {
         const uint32_t step = ((k / 4) * C::kColumnBytes + (k % 4) * 32) >> 4;
-        Scores::multiply(s, query_matrix + step, keys + step, k > 0);
+        Scores::multiply(s, query_matrix + step, from + step, k > 0);
       }
       tiles::commit_multiplications();
     };
-    const auto values = [&](int stage) {
-      const uint64_t from = value_matrix + uint32_t(stage * (C::kTileBytes >> 4));
+    const auto multiply_values = [&]() {
+      const uint64_t from = value_matrix + values.stage() * uint32_t(C::kTileBytes >> 4);
 #pragma unroll
       for (int k = 0; k < kKeySteps; k++) Out::multiply_turned(out, p[k], from + uint32_t(k * 16 * 128 >> 4));
       tiles::commit_multiplications();
@@ -217,13 +221,30 @@ template <class C> struct Prefill {
     // Scores to weights in place; returns what earlier sums are multiplied by.
     const auto soften = [&](int i, float (&shrink)[2]) {
       const int32_t first = (w.first_tile + i) * C::kKeys;
-      if constexpr (C::kCaps) {
-        const float in = a.scale / a.soft_cap;
+      const float* scales = reinterpret_cast<const float*>(shared + C::kScalesAt + i % 4 * C::kScaleBytes);
+      if constexpr (C::kCaps && C::kScales != ROW_SCALES) {
+        const float in = scale[0] / a.soft_cap, in_8 = C::kIsBytes ? scale[1] / a.soft_cap : in;  // of row r0 + 8
 #pragma unroll
-        for (int k = 0; k < C::kKeys / 2; k++) s[k] = a.soft_cap * tanhf(s[k] * in);
+        for (int k = 0; k < C::kKeys / 2; k++) s[k] = a.soft_cap * tanhf(s[k] * (k / 2 % 2 ? in_8 : in));
       }
-      const uint4 valid = *reinterpret_cast<const uint4*>(shared + C::kValidAt + i % 4 * 16);
-      if (first + C::kKeys > least_limit || first < most_low || (valid.x & valid.y & valid.z & valid.w) != 0xffffffffu) {
+      // With a scale a row, scores are what weights are powers of: factor and V's scale are in them.
+      if constexpr (C::kScales == ROW_SCALES) {
+#pragma unroll
+        for (int n = 0; n < C::kKeys / 8; n++) {
+          const float4 pair = reinterpret_cast<const float4*>(scales)[4 * n + t];
+#pragma unroll
+          for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+              float& x = s[4 * n + 2 * h + e];
+              x *= e ? pair.y : pair.x;
+              if (C::kCaps) x = a.soft_cap * tanhf(x * (scale[h] / a.soft_cap));
+              x = __fmaf_rn(x, factor[h], e ? pair.w : pair.z);
+            }
+        }
+      }
+      const uint4 valid = *Rings::valid(rings(), i);
+      if (first + C::kKeys > least_limit || first < most_low || !Rings::is_full(valid)) {
         const uint32_t words[4] = {valid.x, valid.y, valid.z, valid.w};
 #pragma unroll
         for (int n = 0; n < C::kKeys / 8; n++)
@@ -252,20 +273,29 @@ template <class C> struct Prefill {
         float largest = fmaxf(fmaxf(fmaxf(tops[h][0], tops[h][1]), fmaxf(tops[h][2], tops[h][3])), most[h]);
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-        base[h] = largest == -INFINITY ? 0.f : largest * factor;
-        shrink[h] = tiles::exp2_fast(__fmaf_rn(most[h], factor, -base[h]));
+        base[h] = largest == -INFINITY ? 0.f : C::kScales == ROW_SCALES ? largest : largest * factor[h];
+        shrink[h] = tiles::exp2_fast(C::kScales == ROW_SCALES ? most[h] - base[h] : __fmaf_rn(most[h], factor[h], -base[h]));
         most[h] = largest;
       }
 #pragma unroll
-      for (int n = 0; n < C::kKeys / 8; n++)
+      for (int n = 0; n < C::kKeys / 8; n++) {
+        float2 without;  // V's scale
+        if constexpr (C::kScales == ROW_SCALES) without = reinterpret_cast<const float2*>(scales + 2 * C::kKeys)[4 * n + t];
 #pragma unroll
         for (int h = 0; h < 2; h++)
 #pragma unroll
           for (int e = 0; e < 2; e++) {
             float& x = s[4 * n + 2 * h + e];
-            x = tiles::exp2_fast(__fmaf_rn(x, factor, -base[h]));
-            totals[h][n % 2 * 2 + e] += x;
+            float& total = totals[h][n % 2 * 2 + e];
+            if constexpr (C::kScales == ROW_SCALES) {
+              x = tiles::exp2_fast(x - base[h]);
+              total = __fmaf_rn(x, e ? without.y : without.x, total);
+            } else {
+              x = tiles::exp2_fast(__fmaf_rn(x, factor[h], -base[h]));
+              total += x;
+            }
           }
+      }
 #pragma unroll
       for (int h = 0; h < 2; h++) sum[h] = __fmaf_rn(sum[h], shrink[h], (totals[h][0] + totals[h][1]) + (totals[h][2] + totals[h][3]));
     };
@@ -278,50 +308,44 @@ template <class C> struct Prefill {
 
     if (w.num_tiles > 0) {
       float shrink[2];
-      tiles::wait(full_keys(0), 0);
-      tiles::show_to_multiplications();
+      wait_full(keys);
       tiles::begin_multiplications();
-      scores(0);
+      multiply_keys();
       tiles::wait_multiplications<0>();
       tiles::hold(s);
-      if (thread % 128 == 0) tiles::arrive(free_keys(0));
+      keys.give_back(arrives);
       soften(0, shrink);
       pack();
       if (group == 1) tiles::pass(3, 256);
-      for (int i = 1; i < w.num_tiles; i++) {
-        const int stage = i % C::kStages, before = (i - 1) % C::kStages;
-        tiles::wait(full_keys(stage), i / C::kStages & 1);
-        tiles::show_to_multiplications();
+      for (int i = 1; i < w.num_tiles; i++) {  // keys are a tile ahead of values
+        wait_full(keys);
         tiles::hold(s), tiles::hold(out);
         tiles::meet(3 + group, 256);  // the two take turns: one multiplies while the other softens
         tiles::begin_multiplications();
-        scores(stage);
-        tiles::wait(full_values(before), (i - 1) / C::kStages & 1);
-        tiles::show_to_multiplications();
-        values(before);
+        multiply_keys();
+        wait_full(values);
+        multiply_values();
         if (group == 0 || i + 1 < w.num_tiles) tiles::pass(4 - group, 256);
         tiles::wait_multiplications<1>();
         tiles::hold(s);
-        if (thread % 128 == 0) tiles::arrive(free_keys(stage));
+        keys.give_back(arrives);
         soften(i, shrink);
         // Softened before the wait, not after: that is the overlap. A sum is never negative; that it might be, and be stored, keeps the
         // assembler from waiting first (13.0 moves the wait up to where registers suit it).
         tiles::store_if_negative(at + C::kWorkAt, sum[0] + sum[1]);
         tiles::wait_multiplications<0>();
         tiles::hold(out);
-        if (thread % 128 == 0) tiles::arrive(free_values(before));
+        values.give_back(arrives);
         if (__any_sync(0xffffffffu, shrink[0] != 1.f || shrink[1] != 1.f)) {  // seldom, once the largest scores were met
 #pragma unroll
           for (int k = 0; k < kOut; k++) out[k] *= shrink[k / 2 % 2];
         }
         pack();
       }
-      const int last = w.num_tiles - 1, stage = last % C::kStages;
-      tiles::wait(full_values(stage), last / C::kStages & 1);
-      tiles::show_to_multiplications();
+      wait_full(values);
       tiles::hold(out);
       tiles::begin_multiplications();
-      values(stage);
+      multiply_values();
       tiles::wait_multiplications<0>();
       tiles::hold(out);
     }
@@ -334,10 +358,10 @@ template <class C> struct Prefill {
       const int32_t token = int32_t(a.group.divide(row)), head = w.head * int32_t(a.group.d) + row - token * int32_t(a.group.d);
       const int64_t query_token = w.first_query + token;
       float total = sum[h];
-      const float largest = most[h] * factor;
+      const float largest = C::kScales == ROW_SCALES ? most[h] : most[h] * factor[h];
       if (t == 0 && a.lse) *reinterpret_cast<float*>(a.lse + query_token * a.lse_token + head * a.lse_head) = total > 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
       if (a.sinks && total > 0.f) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - largest);
-      const float inverse = total > 0.f ? 1.f / total : 0.f;
+      const float inverse = total > 0.f ? (C::kIsBytes ? scale_of(a.scales[1], w.head, C::kScales == ONE_SCALE) : 1.f) / total : 0.f;
       char* to = a.out.data + query_token * a.out.token + int64_t(head) * a.out.head;
 #pragma unroll
       for (int n = 0; n < C::kHeadDim / 8; n++) {
@@ -363,19 +387,18 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill(const __grid_constant_
     if (threadIdx.x == 0) work = found;
   }
   if (threadIdx.x == 32) {
-#pragma unroll
-    for (int s = 0; s < C::kStages; s++) {
-      for (int i = 0; i < 2; i++) tiles::init_barrier(at + C::kBarriersAt + (i * C::kStages + s) * 8, 128);
-      for (int i = 2; i < 4; i++) tiles::init_barrier(at + C::kBarriersAt + (i * C::kStages + s) * 8, 2);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    const int fills = !C::kIsBytes && a.box > 0 ? tiles::MapFiller<typename C::Rings>::kArrivals : 128;
+    C::Rings::keys(at + C::kRingsAt).init(fills, 2);
+    C::Rings::values(at + C::kRingsAt).init(fills, 2);
+    tiles::show_barriers();
   }
   __syncthreads();
   if (work.seq < 0) return;
   Prefill<C> p{a, work, shared, at};
   if (threadIdx.x < 128) {
     tiles::give_registers<C::kLoadRegisters>();
-    p.load();
+    if constexpr (C::kIsBytes) PrefillBytes<Prefill<C>>{p}.load();
+    else p.load();
   } else {
     tiles::take_registers<C::kMultiplyRegisters>();
     p.multiply();

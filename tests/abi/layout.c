@@ -93,6 +93,12 @@ VALUE(KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD, 4);
 VALUE(KVX_SCALE_GRANULARITY_PER_TOKEN_HEAD, 5);
 VALUE(KVX_SCALE_GRANULARITY_PER_GROUP, 6);
 
+ENUM(kvx_hash_t);
+VALUE(KVX_HASH_INVALID, 0);
+VALUE(KVX_HASH_BLAKE2B, 1);
+VALUE(KVX_HASH_SHA256, 2);
+VALUE(KVX_HASH_XXH3_128, 3);
+
 /* ------------------------------------------------------------------ v1.1: offsets measured on the draft's own header */
 
 STRUCT(kvx_version_t, 16);

@@ -40,7 +40,6 @@ def test_hashes_are_the_chain(name, n):
         h = digest(h + t[i * BS : (i + 1) * BS].astype("<i4").tobytes())
         want.append(h)
     assert p.hashes(t, b"lora 3") == want
-    assert p.hashes(t, b"lora 3") == want  # remembered
     cut = n // BS // 2
     if cut:
         assert p.hashes(t[cut * BS :], parent=want[cut - 1]) == want[cut:]
@@ -51,30 +50,6 @@ def test_salt_and_extra_part_the_names():
     one, two = make(salt=b"a")[0], make(salt=b"ab")[0]
     names = [one.hashes(tokens(4)), two.hashes(tokens(4)), one.hashes(tokens(4), b"b"), two.hashes(tokens(4), b"")]
     assert len({n[0] for n in names}) == 3  # the last is the second again
-
-
-def test_spans_are_bounded():
-    p, _ = make(num_blocks=16)
-    for seed in range(300):
-        t = tokens(4 * 40, seed)
-        want = p.hashes(t)
-        p.remember(t.tobytes(), p.root(), want)
-        assert p.hashes(t) == want
-    assert 64 <= len(p._spans) + len(p._old_spans) <= 2 * 64
-
-
-def test_remembered_spans_name_their_tokens_and_no_others():
-    p, _ = make()
-    plain, _ = make()
-    t = tokens(4 * 50)
-    p.remember(t.tobytes(), p.root(), p.hashes(t)[:33])
-    for change in (None, 0, 63, 64, 127, 128, 150):
-        other = t.copy()
-        if change is not None:
-            other[change] += 1
-        assert p.hashes(other) == plain.hashes(other)
-        assert p.hashes(other, b"lora") == plain.hashes(other, b"lora")
-        assert p.hashes(other[4:]) == plain.hashes(other[4:])
 
 
 def test_events_are_bounded_and_none_unless_asked_for():

@@ -41,6 +41,14 @@ def test_without_a_terminal_lines_are_plain():
     assert "Prefix reuse: " in out
     assert "KV format f32" in out
     assert "2 of 2 answers" in out
+    assert "fill the context" not in out
+
+
+@smollm.needs_weights
+def test_answers_that_fill_the_blocks_are_named():
+    out = run("--raw", "--prompt", "One, two, three,", "--blocks", "1", "--device", "cpu", "--ignore-eos")
+    assert "1 answer on 1 block of 16 tokens" in out
+    assert "1 of the answers ended before --max-tokens 48" in out
 
 
 @smollm.needs_weights
@@ -50,7 +58,7 @@ def test_interrupt_ends_with_the_summary():
     with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if "answers on" in line:  # loaded
+            if "answer on" in line:  # loaded
                 break
         time.sleep(1.0)
         process.send_signal(signal.SIGINT)
@@ -64,7 +72,10 @@ WRONG = {
     "missing_file": (("--model", "/no/such/model.gguf"), "does not exist"),
     "not_a_model_folder": (("--model", "tests"), "has no config.json"),
     "not_a_model_file": (("--model", "README.md"), "not .gguf"),
-    "unknown_format": (("--kv-format", "int7"), 'KV format "int7" does not exist'),
+    "unknown_format": (("--kv-format", "int7", "--model", "README.md"), 'KV format "int7" does not exist'),
+    "unknown_device": (("--device", "tpu", "--model", "README.md"), 'device is "tpu"; it is cpu or cuda'),
+    "no_blocks": (("--blocks", "0", "--model", "README.md"), "num_blocks is 0; it is 1 or more"),
+    "no_batch": (("--batch-tokens", "0", "--model", "README.md"), "max_batch_tokens is 0; it is 1 or more"),
     "negative_tokens": (("--max-tokens", "-4"), "max_tokens is -4; it is 1 or more"),
 }
 
@@ -90,6 +101,13 @@ def test_wrong_input_is_one_sentence(name, monkeypatch, capsys):
 def test_a_prompt_longer_than_the_context_is_refused(monkeypatch, capsys):
     error = refused(monkeypatch, capsys, "--prompt", "word " * 200, "--blocks", "8", "--device", "cpu")
     assert "the context is 128" in error
+    assert error.count("\n") == 1
+
+
+@smollm.needs_weights
+def test_more_blocks_than_memory_are_refused(monkeypatch, capsys):
+    error = refused(monkeypatch, capsys, "--blocks", "1000000000", "--device", "cpu")
+    assert "1000000000 blocks take 737280.0 GB; cpu has " in error
     assert error.count("\n") == 1
 
 

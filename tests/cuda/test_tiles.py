@@ -23,8 +23,9 @@ from tests import compare
 from tests.cuda.guarded import GuardedMemory
 
 HERE = Path(__file__).resolve().parent
-SOURCE = HERE / "tiles.cu"
-FLAGS = ["-std=c++17", "-O2", "-Werror", "all-warnings", "-I", HERE.parent.parent / "native" / "cuda"]
+CUDA = HERE.parent.parent / "native" / "cuda"
+SOURCES = [HERE / "tiles.cu", CUDA / "tensor_map.cu"]
+FLAGS = ["-std=c++17", "-O2", "-Werror", "all-warnings", "-I", CUDA, "-shared", "-Xcompiler", "-fPIC"]
 UNSUPPORTED_PTX = 222  # cudaErrorUnsupportedPtxVersion: the driver is older than nvcc
 POISON = 2**30
 KINDS = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}
@@ -39,7 +40,7 @@ def find_nvcc() -> str:
 
 
 def compile_tiles(*options: str | Path) -> None:
-    done = subprocess.run([find_nvcc(), *map(str, [*FLAGS, *options, SOURCE])], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([find_nvcc(), *map(str, [*FLAGS, *options, *SOURCES])], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"nvcc returned {done.returncode}\n{(done.stdout + done.stderr)[-20000:]}"
 
 
@@ -75,7 +76,7 @@ def load(target: str, tmp_path_factory: pytest.TempPathFactory) -> Library:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             gencode = f"-gencode=arch=compute_{target.split('_')[1]},code={target}"
-            compile_tiles("-shared", "-Xcompiler", "-fPIC", gencode, "-o", path)
+            compile_tiles(gencode, "-o", path)
     return Library(path)
 
 
@@ -119,7 +120,7 @@ def equal(got: Tensor, want: Tensor, what: str) -> None:
 def test_compiles(tmp_path):
     """Where no device can run them, at least the headers compile, for Hopper and for the oldest that they are for."""
     gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ("90a", "80")]
-    compile_tiles("-c", "--threads", "2", *gencode, "-o", tmp_path / "tiles.o")
+    compile_tiles("--threads", "2", *gencode, "-o", tmp_path / "tiles.so")
 
 
 # ---- block_rows.cuh
@@ -235,7 +236,14 @@ def test_own_caches(tiles):
     on_device = bases.cuda()
     for dtype in (torch.int32, torch.int64):
         indices = torch.tensor([[id, POISON] for id in ids], dtype=dtype).cuda()
-        table = Table(indices=indices.data_ptr(), row_stride=2 * dtype.itemsize, index_bytes=dtype.itemsize, num_blocks=4, format=1)
+        table = Table(
+            indices=indices.data_ptr(),
+            row_stride=2 * dtype.itemsize,
+            index_bytes=dtype.itemsize,
+            num_blocks=4,
+            format=1,
+            block_size=16,
+        )
         table.bases = tuple(row.data_ptr() for row in on_device)
         got = torch.zeros(len(ids), 3, dtype=torch.int64, device="cuda")
         tiles.run("find_caches", ctypes.byref(table), ctypes.c_void_p(none), got, len(ids))
@@ -349,10 +357,14 @@ def test_meetings(tiles):
     assert got.tolist() == want.tolist()
 
 
+def need_hopper() -> None:
+    if capability() < (9, 0):
+        pytest.skip("waiting at a barrier, and the copy engine, take sm_90 or later")
+
+
 def test_ring_of_stages(own, generator):
     """300 steps through three stages: each is overwritten a hundred times, and no reader sees another step's bytes."""
-    if capability() < (9, 0):
-        pytest.skip("waiting at a barrier takes sm_90 or later")
+    need_hopper()
     steps = torch.randint(-(2**31), 2**31, (300, 64 * 4), generator=generator).to(torch.int32)
     got, wrong = torch.zeros_like(steps, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     own.run("ring", steps.cuda(), got, 300, wrong)
@@ -375,6 +387,175 @@ def test_warpgroup_products(own, kind, columns, how, generator):
     got = unset(64, columns)
     own.run("multiply", list(KINDS).index(kind), columns, int(is_turned), *stored, before.float().cuda(), got, int(how != "shared"))
     equal(got, a @ b + (0 if how == "shared" else c), how)
+
+
+# ---- ring.cuh, and those who fill K's ring and V's: row_filler.cuh, map_filler.cuh
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_ring_of_tiles_from_registers(own, stages, generator):
+    """Tiles that the filling threads have made themselves; 301 steps end in the middle of a lap."""
+    need_hopper()
+    steps = torch.randint(-(2**31), 2**31, (301, 64, 4), generator=generator).to(torch.int32)
+    got = torch.zeros_like(steps, device="cuda")
+    own.run("feed", stages, steps.cuda(), got, len(steps))
+    x, y, z, w = steps.unbind(-1)
+    compare.bitwise(got.cpu(), torch.stack([x, y ^ x, z, w + z], -1), "what the readers saw")
+
+
+class TileRange(ctypes.Structure):
+    """kv_rings.cuh has the same struct."""
+
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("seq", "head", "first_tile", "num_tiles", "length"))
+
+
+NUM_HEADS, FEW_BLOCKS, TILE = 3, 40, 128
+
+
+@dataclass
+class Planes:
+    """K and V as [block, token, head, dim] of 16-bit codes: two views of one buffer on the device, and of its copy on the host."""
+
+    on_device: tuple[Tensor, Tensor]
+    on_host: tuple[Tensor, Tensor]
+
+    @classmethod
+    def make(cls, layout: str, block_size: int, dim: int, generator: torch.Generator) -> Planes:
+        blocks, tokens, heads = FEW_BLOCKS, block_size, NUM_HEADS
+        shape = {
+            "NHD": (2, blocks, tokens, heads, dim),
+            "HND": (2, blocks, heads, tokens, dim),
+            "fused": (blocks, tokens, heads, 2, dim),
+        }
+        codes = torch.randint(-(2**15), 2**15, shape[layout], generator=generator).to(torch.int16)
+
+        def views(x: Tensor) -> tuple[Tensor, Tensor]:
+            if layout == "fused":
+                return x[..., 0, :], x[..., 1, :]
+            return (x[0], x[1]) if layout == "NHD" else (x[0].transpose(1, 2), x[1].transpose(1, 2))
+
+        return cls(views(codes.cuda()), views(codes))
+
+    def describe(self, table: Table) -> None:
+        """The planes' steps, in units of 16 bytes."""
+        table.num_blocks = FEW_BLOCKS
+        table.block, table.token, table.head = (tuple(x.stride(i) * 2 // 16 for x in self.on_device) for i in range(3))
+
+
+def unswizzle(raw: Tensor) -> Tensor:
+    """[..., columns, rows, 64] as shared memory has it to [..., rows, columns * 64]: chunk c of row r lies at c ^ r % 8."""
+    chunks = raw.unflatten(-1, (8, 8))
+    rows = torch.arange(raw.shape[-2]).unsqueeze(1)
+    return chunks[..., rows, torch.arange(8) ^ rows % 8, :].flatten(-2).transpose(-3, -2).flatten(-2)
+
+
+def check_fill(own: Library, planes: Planes, kind: TableKind, block_size: int, uses_maps: bool, generator: torch.Generator) -> None:
+    """Sequences of all kinds of ends through the rings: six tiles are three laps. A bad id is one block without rows."""
+    dim, per_entry = planes.on_host[0].shape[-1], kind.tokens_per_entry(block_size)
+    lens = [6 * TILE + 37, 7 * TILE + 1, 4 * TILE, 5, 3 * TILE - 1]
+    entries = [torch.randint(0, FEW_BLOCKS, (-(-n // per_entry),), generator=generator).tolist() for n in lens]
+    for position, id in ((130, -1), (300, FEW_BLOCKS), (700, 2**31 - 1), (lens[1] - 1, -(2**31))):
+        entries[1][position // per_entry] = id
+    entries[4][0] = -7
+    table, _tensors = kind.make(entries, max(map(len, entries)), block_size)
+    planes.describe(table)
+    data = (ctypes.c_void_p * 2)(*(x.data_ptr() for x in planes.on_device))
+    for seq, length in enumerate(lens):
+        first = seq % 2 if length > TILE else 0
+        count, head = -(-length // TILE) - first, seq % NUM_HEADS
+        got = torch.zeros(count, 2, dim // 64, TILE, 64, dtype=torch.int16, device="cuda")
+        valid = torch.zeros(count, 4, dtype=torch.int32, device="cuda")
+        of_tiles = TileRange(seq=seq, head=head, first_tile=first, num_tiles=count, length=length)
+        own.run("fill_rings", ctypes.byref(table), data, NUM_HEADS, dim * 2, int(uses_maps), ctypes.byref(of_tiles), got, valid)
+        positions = torch.arange(first * TILE, (first + count) * TILE)
+        ids = torch.tensor([entries[seq][p // per_entry] if p < length else -1 for p in positions.tolist()])
+        is_there = (ids >= 0) & (ids < FEW_BLOCKS)
+        what = f"{kind}, sequence {seq}, {length} tokens from {first * TILE}"
+        bits = (valid.cpu().unsqueeze(-1) >> torch.arange(32) & 1).flatten().bool()
+        assert torch.equal(bits, is_there), (
+            f"{what}: rows {(bits != is_there).nonzero().flatten().tolist()} are said to be otherwise"
+        )
+        rows = unswizzle(got.cpu())
+        for i, plane in enumerate(planes.on_host):
+            want = plane[ids.where(is_there, torch.tensor(0)), positions % block_size, head]
+            want = want.where(is_there.unsqueeze(1), torch.tensor(0, dtype=torch.int16))
+            compare.bitwise(rows[:, i].reshape(-1, dim), want, f"{what}, plane {i}")
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 48, 128, 256])
+@pytest.mark.parametrize("kind", TABLES, ids=str)
+def test_rings_find_their_rows(own, kind, block_size, dim, generator):
+    need_hopper()
+    check_fill(own, Planes.make("NHD", block_size, dim, generator), kind, block_size, False, generator)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("block_size", [8, 16, 64, 128, 256])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "fused"])
+def test_rings_filled_by_the_copy_engine(own, layout, block_size, dim, generator):
+    need_hopper()
+    planes = Planes.make(layout, block_size, dim, generator)
+    for kind in TABLES:
+        if kind.name != "ragged":  # there a block's tokens may be apart
+            check_fill(own, planes, kind, block_size, True, generator)
+
+
+# ---- tensor_map.h and tensor_map.cuh
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 64, 128, 256])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "fused"])
+def test_boxes(own, layout, block_size, generator):
+    """Boxes that begin anywhere in the plane or outside of it: what is outside is zeros."""
+    need_hopper()
+    planes = Planes.make(layout, block_size, 128, generator)
+    table, tokens = Table(block_size=block_size), min(block_size, TILE)
+    planes.describe(table)
+    boxes = [(64 * (i % 2), i % NUM_HEADS, i * tokens % block_size, i * 7 % FEW_BLOCKS) for i in range(12)]
+    boxes += [(0, 1, 0, block) for block in (-1, FEW_BLOCKS, 2**30, -(2**30))]
+    boxes += [(0, head, 0, 2) for head in (-1, NUM_HEADS)] + [(128, 1, 0, 2)]
+    boxes += [(64, 1, token, 3) for token in (-3, tokens // 2, block_size - 1, block_size, -tokens)]
+    got = torch.zeros(len(boxes), 1, TILE, 64, dtype=torch.int16, device="cuda")
+    own.run(
+        "copy_boxes",
+        ctypes.byref(table),
+        ctypes.c_void_p(planes.on_device[0].data_ptr()),
+        NUM_HEADS,
+        256,
+        torch.tensor(boxes, dtype=torch.int32).cuda(),
+        got,
+        len(boxes),
+    )
+    rows = unswizzle(got.cpu())
+    assert (rows[:, tokens:] == -1).all(), "a box is larger than it was said to be"
+    for (dim, head, token, block), have in zip(boxes, rows, strict=True):
+        want = torch.zeros(tokens, 64, dtype=torch.int16)
+        for i in range(tokens):
+            if 0 <= block < FEW_BLOCKS and 0 <= head < NUM_HEADS and 0 <= token + i < block_size and dim < 128:
+                want[i] = planes.on_host[0][block, token + i, head, dim : dim + 64]
+        compare.bitwise(
+            have[:tokens], want, f"{layout}, blocks of {block_size}: box at dim {dim}, head {head}, token {token}, block {block}"
+        )
+
+
+def test_planes_that_fit_a_tensor_map(own):
+    def fits(block_size: int = 16, heads: int = 3, dim: int = 128, is_dense: int = 1, num_blocks: int = 4, **steps: int) -> bool:
+        table = Table(block_size=block_size, num_blocks=num_blocks)
+        for name, step in {"head": 16, "token": 48, "block": 48 * block_size, **steps}.items():
+            setattr(table, name, (step, step))
+        return bool(own.calls.fits_map(ctypes.byref(table), heads, dim, is_dense))
+
+    sizes = [n for n in range(1, 600) if fits(block_size=n)]
+    assert sizes == [8, 16, 32, 64, 128, 256, 384, 512]
+    assert fits(block_size=8192)
+    assert fits(dim=64)
+    assert not fits(dim=96)
+    assert not fits(is_dense=0)
+    assert not fits(num_blocks=0)
+    for name, only_one in (("head", {"heads": 1}), ("block", {"num_blocks": 1})):
+        assert not fits(**{name: 0}), f"a {name} in the place of all others"
+        assert fits(**{name: 0}, **only_one), f"the stride of one {name} is nobody's concern"
 
 
 # ---- what must not be read. A failure is an illegal access, after which no test of the process can use the device: these are last.

@@ -2,22 +2,29 @@
 // What should have come out is computed there, without them. Where fragments lie is written here from PTX's manual.
 #include <cuda_runtime.h>
 
+#include <cstdarg>
+#include <cstdio>
+
+#include "tensor_map.h"
 #include "tiles/barrier.cuh"
 #include "tiles/block_rows.cuh"
 #include "tiles/elements.cuh"
+#include "tiles/map_filler.cuh"
+#include "tiles/row_filler.cuh"
 #include "tiles/wgmma.cuh"
+
+// The library's sentence behind a failed call goes to where a test shows it.
+kvx_status_t kvx::fail(kvx_status_t status, const char* text, ...) {
+  va_list values;
+  va_start(values, text);
+  std::vfprintf(stderr, text, values);
+  va_end(values);
+  std::fputc('\n', stderr);
+  return status;
+}
 
 using namespace kvx::cuda;
 using namespace kvx::cuda::tiles;
-
-namespace {
-
-int finish() {
-  const cudaError_t launched = cudaGetLastError(), ran = cudaDeviceSynchronize();
-  return launched != cudaSuccess ? launched : ran;
-}
-
-// ---- block_rows.cuh
 
 // A table and the steps of two planes; test_tiles.py has the same struct.
 struct Table {
@@ -27,6 +34,15 @@ struct Table {
   int32_t format, index_bytes, indptr_bytes, is_packed_32;
   uint32_t block[2], token[2], head[2];
 };
+
+namespace {
+
+int finish() {
+  const cudaError_t launched = cudaGetLastError(), ran = cudaDeviceSynchronize();
+  return launched != cudaSuccess ? launched : ran;
+}
+
+// ---- block_rows.cuh
 
 RowFinder make_finder(const Table& t) {
   RowFinder f = {};
@@ -154,6 +170,23 @@ __global__ void matrices_kernel(const uint4* matrices, uint32_t (*out)[4][32]) {
 
 // ---- barrier.cuh
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// A launch that stands still fails, and does not hold the device: the last thread of a block watches until all others are done.
+struct Watch {
+  int* running;
+  __device__ void begin() const {
+    if (threadIdx.x == 0) *running = int(blockDim.x) - 1;
+    __syncthreads();
+  }
+  __device__ void done() const { atomicSub(running, 1); }
+  __device__ void until_done() const {
+    const long long begun = clock64();
+    while (atomicAdd(running, 0) > 0)
+      if (clock64() - begun > 20000000000) __trap();
+  }
+};
+#endif
+
 // One half of the threads loads, the other reads: steps follow each other through three stages. Each side is the slow one in turn, so that
 // the ring runs full and runs empty. `wrong` counts phases that were over too early, or not when they should be.
 constexpr int kSide = 64;
@@ -166,17 +199,12 @@ __global__ void ring_kernel(const char* from, char* to, int steps, int* wrong) {
   const auto full = [&](int stage) { return shared_address(&barriers[0][stage]); };
   const auto free = [&](int stage) { return shared_address(&barriers[1][stage]); };
   const int thread = threadIdx.x % kSide, side = threadIdx.x / kSide;
+  const Watch watch{&running};
   if (threadIdx.x == 0) {
-    running = 2 * kSide;
     for (int s = 0; s < kStages; s++) init_barrier(full(s), kSide), init_barrier(free(s), kSide);
   }
-  __syncthreads();
-  if (side == 2) {  // a ring that stands still fails, and does not hold the device
-    const long long begun = clock64();
-    while (atomicAdd(&running, 0) > 0)
-      if (clock64() - begun > 20000000000) __trap();
-    return;
-  }
+  watch.begin();
+  if (side == 2) return watch.until_done();
   for (int i = 0; i < steps; i++) {
     const int stage = i % kStages, parity = i / kStages & 1;
     if (i / 8 % 2 == side) __nanosleep(2000);
@@ -195,9 +223,156 @@ __global__ void ring_kernel(const char* from, char* to, int steps, int* wrong) {
     }
   }
   wait_copies<0>();
-  atomicSub(&running, 1);
+  watch.done();
 #endif
 }
+
+// ---- ring.cuh
+
+// One half of the threads has tiles in registers, changed on the way, and the other reads what another thread had. Two of those who read
+// give a stage back. Each side is the slow one in turn.
+template <int kStages> __global__ void feed_kernel(const uint4* from, uint4* to, int steps) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  using Stages = Ring<kStages, kSide * 16>;
+  __shared__ __align__(128) char stages[kStages * kSide * 16];
+  __shared__ uint64_t barriers[Stages::kBarrierBytes / 8];
+  __shared__ int running;
+  const int thread = threadIdx.x % kSide, side = threadIdx.x / kSide, other = (thread + 37) % kSide;
+  Stages ring{shared_address(stages), shared_address(barriers)};
+  const Watch watch{&running};
+  if (threadIdx.x == 0) ring.init(kSide, 2), show_barriers();
+  watch.begin();
+  if (side == 2) return watch.until_done();
+  for (int i = 0; i < steps; i++) {
+    if (i / 8 % 2 == side) __nanosleep(2000);
+    if (side == 0) {
+      uint4 x = from[i * kSide + thread];
+      x.y ^= x.x, x.w += x.z;
+      ring.fill([&](uint32_t tile) { store_shared_16(tile + thread * 16, x); });
+    } else {
+      ring.wait_full();
+      to[i * kSide + other] = load_shared_16(ring.tile() + other * 16);
+      meet(1, kSide);  // all have read
+      ring.give_back(thread == 5 || thread == 40);
+    }
+  }
+  watch.done();
+#endif
+}
+
+// ---- row_filler.cuh and map_filler.cuh
+
+struct FillArgs {
+  CUtensorMap maps[2];
+  RowFinder finder;
+  const char* data[2];
+  TileRange range;
+  uint32_t box;  // 0: rows are copied
+};
+
+// Tiles of a sequence, K and V: filled by a warpgroup, or by a warp and the copy engine, read by another warpgroup. Stages hold NaN at first.
+// tiles: [tile][K, V], bytes as they lie in shared memory; valid: [tile].
+template <int kRowBytes> __global__ void fill_kernel(const __grid_constant__ FillArgs a, uint4* tiles, uint4* valid) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  using Rings = KvRings<kRowBytes, 2>;
+  extern __shared__ char raw[];
+  char* shared = raw + (1024 - (shared_address(raw) & 1023)) % 1024;
+  const uint32_t at = shared_address(shared);
+  __shared__ int running;
+  const Watch watch{&running};
+  for (int i = threadIdx.x; i < Rings::kOffsetsAt / 16; i += blockDim.x) store_shared_16(at + i * 16, make_uint4(~0u, ~0u, ~0u, ~0u));
+  show_to_multiplications();  // before the copy engine writes there
+  typename Rings::Ring keys = Rings::keys(at), values = Rings::values(at);
+  if (threadIdx.x == 0) {
+    const int fills = a.box ? MapFiller<Rings>::kArrivals : RowFiller<Rings>::kArrivals;
+    keys.init(fills, 1), values.init(fills, 1);
+    show_barriers();
+  }
+  watch.begin();
+  const int side = threadIdx.x / 128, thread = threadIdx.x % 128;
+  if (side == 2) return watch.until_done();
+  if (side == 0 && a.box) {
+    if (thread < MapFiller<Rings>::kWarps * 32) {
+      MapFiller<Rings> filler{a.maps, a.finder, a.data, a.range, a.box, shared, at, uint32_t(thread) / 32};
+      filler.begin();
+      for (int i = 0; i < a.range.num_tiles; i++) {
+        if (i / 4 % 2 == 0) __nanosleep(5000);
+        filler.fill_next();
+      }
+    }
+  } else if (side == 0) {
+    RowFiller<Rings> filler{a.finder, a.data, a.range, shared, at, 1};
+    filler.begin();
+    for (int i = 0; i < a.range.num_tiles; i++) {
+      if (i / 4 % 2 == 0) __nanosleep(5000);
+      filler.fill_next();
+    }
+    filler.finish();
+  } else {
+    constexpr int kChunks = Rings::kTileBytes / 16;
+    for (int i = 0; i < a.range.num_tiles; i++) {
+      if (i / 4 % 2 == 1) __nanosleep(5000);
+      for (int plane = 0; plane < 2; plane++) {
+        typename Rings::Ring& ring = plane ? values : keys;
+        ring.wait_full();
+        for (int j = thread; j < kChunks; j += 128) tiles[(i * 2 + plane) * kChunks + j] = load_shared_16(ring.tile() + j * 16);
+        if (plane == 0 && thread == 0) valid[i] = *Rings::valid(shared, i);
+        show_to_multiplications();  // what was read here is the copy engine's next
+        meet(2, 128);
+        ring.give_back(thread == 0);
+      }
+    }
+  }
+  watch.done();
+#endif
+}
+
+template <int kRowBytes> int fill_of(const FillArgs& args, uint4* tiles, uint4* valid) {
+  constexpr int kBytes = KvRings<kRowBytes, 2>::kBytes + 1024;
+  const cudaError_t error = cudaFuncSetAttribute(fill_kernel<kRowBytes>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  fill_kernel<kRowBytes><<<1, 257, kBytes>>>(args, tiles, valid);
+  return finish();
+}
+
+// ---- tensor_map.h and tensor_map.cuh
+
+bool make_map(CUtensorMap* map, const Table& t, int plane, char* data, int num_heads, int row_bytes) {
+  kvx::PlaneParams p = {};
+  p.data = data, p.block = int64_t(t.block[plane]) * 16, p.token = int64_t(t.token[plane]) * 16, p.head = int64_t(t.head[plane]) * 16;
+  p.head_dim = row_bytes / 2, p.is_dense = 1;
+  const MappedPlane mapped{&p, num_heads, t.block_size, t.num_blocks};
+  return fits_tensor_map(mapped) && make_tensor_map(map, mapped) == KVX_STATUS_OK;
+}
+
+struct BoxArgs {
+  CUtensorMap map;
+  int tokens;
+};
+
+// A box a block of threads, from (dim, head, token, block); out: [box][128 rows] of 128 bytes as they lie in shared memory, 0xff where nothing came.
+__global__ void box_kernel(const __grid_constant__ BoxArgs a, const int4* from, uint4 (*out)[128 * 8]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  __shared__ __align__(1024) uint4 rows[128 * 8];
+  __shared__ uint64_t barrier;
+  for (int i = threadIdx.x; i < 128 * 8; i += 32) rows[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+  show_to_multiplications();
+  if (threadIdx.x == 0) init_barrier(shared_address(&barrier), 1), show_barriers();
+  __syncwarp();
+  if (is_elected()) {
+    const int4 at = from[blockIdx.x];
+    prefetch_map(a.map);
+    expect_bytes(shared_address(&barrier), a.tokens * 128);
+    copy_box(shared_address(rows), a.map, at.x, at.y, at.z, at.w, shared_address(&barrier));
+    arrive(shared_address(&barrier));
+  }
+  __syncwarp();
+  wait(shared_address(&barrier), 0);
+  for (int i = threadIdx.x; i < 128 * 8; i += 32) out[blockIdx.x][i] = load_shared_16(shared_address(rows + i));
+#endif
+}
+
+// ---- barrier.cuh: meetings
 
 // Two warps take turns to change 32 numbers: whose turn it was comes to the meeting without waiting, the other waits there.
 __global__ void meeting_kernel(int* out, int steps) {
@@ -343,6 +518,40 @@ int load_all_matrices(const uint4* matrices, uint32_t (*out)[4][32]) {
 int ring(const char* from, char* to, int steps, int* wrong) {
   ring_kernel<<<1, 2 * kSide + 1>>>(from, to, steps, wrong);
   return finish();
+}
+int feed(int stages, const uint4* from, uint4* to, int steps) {
+  constexpr int kThreads = 2 * kSide + 1;
+  if (stages == 1) feed_kernel<1><<<1, kThreads>>>(from, to, steps);
+  else if (stages == 2) feed_kernel<2><<<1, kThreads>>>(from, to, steps);
+  else if (stages == 3) feed_kernel<3><<<1, kThreads>>>(from, to, steps);
+  else if (stages == 4) feed_kernel<4><<<1, kThreads>>>(from, to, steps);
+  else return cudaErrorInvalidValue;
+  return finish();
+}
+// `data`: addresses of K and V, and `range` a TileRange, both on the host. `uses_maps` 0: rows are copied.
+int fill_rings(const Table* table, char* const* data, int num_heads, int row_bytes, int uses_maps, const TileRange* range, uint4* tiles, uint4* valid) {
+  FillArgs args = {};
+  args.finder = make_finder(*table), args.range = *range;
+  for (int i = 0; i < 2; i++) {
+    args.data[i] = data[i];
+    if (uses_maps && !make_map(&args.maps[i], *table, i, data[i], num_heads, row_bytes)) return cudaErrorInvalidValue;
+  }
+  if (uses_maps) args.box = uint32_t(box_tokens(table->block_size));
+  return row_bytes == 128 ? fill_of<128>(args, tiles, valid) : fill_of<256>(args, tiles, valid);
+}
+// Boxes of plane 0.
+int copy_boxes(const Table* table, char* data, int num_heads, int row_bytes, const int4* from, uint4 (*out)[128 * 8], int count) {
+  BoxArgs args = {};
+  if (!make_map(&args.map, *table, 0, data, num_heads, row_bytes)) return cudaErrorInvalidValue;
+  args.tokens = int(box_tokens(table->block_size));
+  box_kernel<<<count, 32>>>(args, from, out);
+  return finish();
+}
+// Whether a tensor map can be made of plane 0: no device is needed.
+int fits_map(const Table* table, int num_heads, int head_dim, int is_dense) {
+  kvx::PlaneParams p = {};
+  p.block = int64_t(table->block[0]) * 16, p.token = int64_t(table->token[0]) * 16, p.head = int64_t(table->head[0]) * 16, p.head_dim = head_dim, p.is_dense = is_dense;
+  return fits_tensor_map(MappedPlane{&p, num_heads, table->block_size, table->num_blocks});
 }
 int meeting(int* out, int steps) {
   meeting_kernel<<<1, 64>>>(out, steps);

@@ -240,3 +240,47 @@ VARLEN = [
     Case(lens=(700, 40, 90), queries=(2, 40, 0), format="int8_per_token_head", io="bf16", dim=128, soft_cap=9.0, note="both"),
     Case(lens=(700, 40, 90), queries=(1, 9, 1), heads=40, kv_heads=2, format="bf16", io="bf16", dim=128, note="group20"),
 ]
+# Prompts over eight-bit caches: on Hopper, blocks of 128 query rows against tiles of 128 keys, bytes widened on their way.
+_BYTES = ("fp8_e4m3", "fp8_e4m3_per_head", "fp8_e4m3_per_token_head", "int8_per_token_head")
+BYTES = [
+    *(
+        Case(lens=(130, 257, 40), queries=(130, 129, 40), format=f, io=io, dim=d)
+        for f in _BYTES
+        for io in ("bf16", "f16")
+        for d in (64, 128)
+    ),
+    *(Case(lens=(300, 17), queries=(140, 9), causal=False, format=f, io="bf16", dim=128) for f in _BYTES[1:]),
+    *(Case(lens=(400, 70), queries=(200, 70), window=w, format=f, io="bf16", dim=128) for f in _BYTES[1:] for w in (1, 100, 129)),
+    *(Case(lens=(300, 90), queries=(60, 90), window=40, causal=False, format=f, io="bf16") for f in _BYTES[1:]),
+    *(Case(lens=(200, 0, 33), queries=(80, 5, 40), sinks=True, format=f, io=io) for f in _BYTES[1:] for io in ("bf16", "f16")),
+    *(Case(lens=(200, 33), queries=(80, 33), soft_cap=c, format=f, io="bf16", dim=128) for f in _BYTES[1:] for c in (0.5, 30.0)),
+    Case(lens=(300, 33), queries=(80, 33), soft_cap=4.0, sinks=True, window=70, format="fp8_e4m3", io="f16"),
+    Case(lens=(300, 33), queries=(80, 33), soft_cap=4.0, sinks=True, window=70, format="int8_per_token_head", io="f16"),
+    *(
+        Case(lens=(260, 40), queries=(131, 40), heads=g * h, kv_heads=h, format=f, io="bf16", dim=128, note="group")
+        for f in _BYTES[1:]
+        for g, h in ((1, 3), (4, 2), (7, 2), (8, 1))
+    ),
+    *(
+        Case(lens=(n, 20), queries=(20, 20), format="int8_per_token_head", io="bf16", note="length")
+        for n in (127, 128, 129, 255, 256, 257, 513)
+    ),
+    *(
+        Case(lens=(n, 20), queries=(n, 20), format="fp8_e4m3_per_head", io="f16", dim=128, note="length")
+        for n in (31, 32, 33, 127, 128, 129)
+    ),
+    *(Case(lens=(150, 64, 63), queries=(50, 64, 7), block=b, format=f, io="bf16", dim=128) for f in _BYTES[1:] for b in (1, 7, 64)),
+    *(
+        Case(lens=(150, 64), queries=(50, 64), layout=layout, format=f, io="bf16", dim=128)
+        for f in ("fp8_e4m3", "int8_per_token_head")
+        for layout in ("HND", "fused_NHD", "fused_HND", "stacked", "flat")
+    ),
+    # Long decodes beside chunks of prompts: on a GPU each goes to its own kernel.
+    *(
+        Case(lens=(1500, 40, 700, 200, 900), queries=(1, 40, 3, 130, 0), heads=h, format=f, io="bf16", dim=128, note="both")
+        for f in _BYTES[1:]
+        for h in (8, 16)
+    ),
+    Case(lens=(900, 40, 33, 64), queries=(0, 1, 33, 0), format="fp8_e4m3", io="f16", window=20, sinks=True, note="both"),
+    Case(lens=(300, 40), queries=(90, 40), format="int8_per_token_head", io="f32", dim=128, note="general"),
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.ops.attention_cases import Case
 from tests.ops.test_gather import kv_offsets
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch saying it has no bf16 instructions
-ALL = [*attention_cases.DECODE, *attention_cases.FORMATS, *attention_cases.LAYOUTS, *attention_cases.VARLEN]
+ALL = [*attention_cases.DECODE, *attention_cases.FORMATS, *attention_cases.LAYOUTS, *attention_cases.VARLEN, *attention_cases.BYTES]
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
@@ -65,6 +66,56 @@ def test_kv_offsets(backend, layout, fmt, generator):
         want, want_lse, _ = attention_cases.attend(*args, torch.float64)
         attention_cases.close(f"out of {s}", out[2 * s : 2 * s + 2].cpu(), want, 1e-5)
         attention_cases.close(f"lse of {s}", lse[2 * s : 2 * s + 2].cpu(), want_lse, 1e-5)
+
+
+ROW_FORMATS = ("fp8_e4m3_per_token_head", "int8_per_token_head")
+
+
+def scaled(made, of_keys, of_values):
+    """The case with every scale multiplied; scores stay as large as they were, values do not."""
+    for name, by, want in (("k_scale", of_keys, made.k), ("v_scale", of_values, made.v)):
+        made.cache.scales[name].mul_(by)
+        want.mul_(by)
+    made.case = replace(made.case, scale=made.case.dim**-0.5 / abs(of_keys))
+    return made
+
+
+@pytest.mark.parametrize("queries", [(1, 1), (150, 2)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("by", [(1e-6, 1e-6), (3e4, 1e6), (1e-12, 1e9), (-1.0, -3.0)], ids=str)
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e4m3_per_head", *ROW_FORMATS])
+def test_scales_of_any_size(backend, fmt, by, queries, generator):
+    if fmt in ROW_FORMATS and by[0] < 0:
+        pytest.skip("scales of rows are sizes")
+    made = scaled(Case(lens=(150, 40), queries=queries, format=fmt, io="bf16", dim=128).make(backend.device, generator), *by)
+    out = torch.empty(made.q.shape, device=backend.device)  # f32: bf16's steps would hide what is asked
+    made.check(*made.run(backend.name, out=out))
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+@pytest.mark.parametrize("fmt", ["fp8_e4m3_per_head", *ROW_FORMATS])
+def test_scales_of_zero(backend, fmt, soft_cap, generator):
+    """A head of zeros, or rows of them: weights are as even as the scores, and values are zeros."""
+    case = Case(lens=(200, 40), queries=(150, 20), format=fmt, io="bf16", dim=128, soft_cap=soft_cap)
+    made = case.make(backend.device, generator)
+    k_scale, v_scale = made.cache.scales["k_scale"], made.cache.scales["v_scale"]
+    if fmt in ROW_FORMATS:
+        block = int(made.table.block_table[0, 3])  # positions 48..63 of sequence 0
+        k_scale[block].fill_(0), v_scale[block].fill_(0)
+        made.k[0, 48:64], made.v[0, 48:64] = 0, 0
+    else:
+        k_scale[1], v_scale[0] = 0, 0
+        made.k[:, :, 1], made.v[:, :, 0] = 0, 0
+    made.check(*made.run(backend.name))
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-3, 3e4])
+def test_bf16_queries_of_any_size_over_bytes(backend, size, generator):
+    """f16 does not have bf16's range: kernels that multiply in it fit each row."""
+    case = Case(lens=(200, 40), queries=(150, 1), format="fp8_e4m3_per_head", io="bf16", dim=128, scale=128**-0.5 / size)
+    made = case.make(backend.device, generator)
+    made.q *= size
+    made.q[::3] /= 64
+    made.check(*made.run(backend.name))
 
 
 def test_strided_queries_and_outputs(backend, generator):
@@ -262,6 +313,7 @@ def test_workspace_and_plan(native_backend, generator):
     Case(lens=(300, 1, 90, 512), format="bf16", io="bf16", dim=128),
     Case(lens=(300, 1, 90, 512), format="int8_per_token_head", io="bf16", dim=128),
     Case(lens=(300, 1, 90, 512), queries=(40, 1, 3, 1), format="bf16", io="bf16", dim=128),
+    Case(lens=(300, 1, 90, 512), queries=(40, 1, 3, 1), format="fp8_e4m3_per_token_head", io="bf16", dim=128),
     Case(lens=(40, 1, 33, 64), dim=80, heads=14),
 ], ids=str)  # fmt: skip
 def test_graph_replay_follows_lengths_and_tables(case, is_planned, generator):

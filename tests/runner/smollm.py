@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from kvx.bench.generate_transformers import greedy, model_of
 from kvx.runner import Engine, small_model
 from kvx.runner.model import Model, layer_groups
 
@@ -50,6 +53,8 @@ def missing() -> str:
 
 needs_weights = pytest.mark.skipif(bool(missing()), reason=f"no SmolLM2 here: {missing()}")
 
+long = pytest.mark.skipif("KVX_TEST_LONG" not in os.environ, reason="minutes; KVX_TEST_LONG=1 runs it")
+
 
 @functools.cache
 def base() -> Engine:
@@ -65,7 +70,7 @@ def engine(
 
     old = base()
     groups = layer_groups(old.model.config, num_blocks=num_blocks, block_size=16, kv_format=kv_format)
-    cache = PagedCache(groups, max_seqs=max_seqs, max_seq_len=1024, max_tokens=max(max_batch_tokens, max_seqs), prefix=prefix)
+    cache = PagedCache(groups, max_seqs=max_seqs, max_seq_len=2048, max_tokens=max(max_batch_tokens, max_seqs), prefix=prefix)
     model = Model(old.model.config, old.model.weights, cache, torch.float32)
     return Engine(model, old.tokenizer, max_batch_tokens=max_batch_tokens)
 
@@ -78,6 +83,11 @@ def prompts(n: int) -> list[list[int]]:
 
 @functools.cache
 def reference() -> Any:
+    """transformers' model on our reading of the weights. Its own takes 20 s; test_greedy compares the two on request."""
+    return model_of(base().model)
+
+
+def their_own() -> Any:
     """transformers' own reading of the same file, in f32."""
     pytest.importorskip("accelerate", reason="transformers reads GGUF with accelerate: pip install accelerate")
     from transformers import AutoModelForCausalLM
@@ -92,11 +102,16 @@ def reference() -> Any:
 @functools.cache
 def expected(n: int, max_tokens: int) -> tuple[tuple[int, ...], ...]:
     """transformers' greedy tokens for the first n prompts, each up to and with its end of text."""
-    model, ids = reference(), prompts(n)
-    longest, end = max(map(len, ids)), 2
-    tokens = torch.tensor([[end] * (longest - len(row)) + row for row in ids])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids])
-    with torch.inference_mode():
-        said = model.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=end)
-    rows = said[:, longest:].tolist()
-    return tuple(tuple(row[: row.index(end) + 1] if end in row else row) for row in rows)
+    return tuple(map(tuple, greedy(reference(), prompts(n), max_tokens, eos_id=2)))
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens that are the same from the start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@torch.inference_mode()
+def gap(model: Any, ids: Sequence[int], token: Sequence[int]) -> float:
+    """By how much the model prefers its own next token to this one."""
+    logits = model(input_ids=torch.tensor([list(ids)])).logits[0, -1].float()
+    return float(logits.max() - logits[list(token)].max()) if token else float("inf")

@@ -6,7 +6,7 @@ only: sequence s has its first token in column pads[s], which is its position 0.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -102,7 +102,7 @@ class BatchBlocks:
         at = np.maximum(positions, 0)
         blocks = np.take_along_axis(self._ids, at // self.block_size, axis=1).astype(np.int64)
         slots = np.where(positions < 0, -1, blocks * self.block_size + at % self.block_size)
-        self._slots, self._slots_of = torch.from_numpy(slots.reshape(-1)).to(self.device), (start, n)
+        self._slots, self._slots_of = _pinned(slots.reshape(-1), self.device).to(self.device, non_blocking=True), (start, n)
         return self._slots
 
     def table(self) -> PackedTable:
@@ -227,6 +227,12 @@ class BatchBlocks:
         self._slots = None
         self._host_lens.copy_(torch.from_numpy(self.seq_lens))
         if self.device.type != "cpu":
-            self._lens.copy_(self._host_lens)
+            self._lens.copy_(_pinned(self._host_lens.numpy(), self.device), non_blocking=True)
             if table:
-                self._table.copy_(self._host_table)
+                self._table.copy_(_pinned(self._ids, self.device), non_blocking=True)
+
+
+def _pinned(array: NDArray[Any], device: torch.device) -> Tensor:
+    """The array where a copy to the device does not make the host wait. torch gives the memory out again when the copy is over."""
+    host = torch.from_numpy(array)
+    return host.pin_memory() if device.type == "cuda" else host

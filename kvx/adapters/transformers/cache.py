@@ -127,6 +127,7 @@ class KvxCache(Cache):
 
     def crop(self, length: int) -> None:
         """Keep `length` tokens, or take back -length. 0 takes back none. Blocks that a window left are given back as well."""
+        length = int(length)  # generate() of some versions counts in tensors
         self._settle_all()
         seen = max((layer.length for layer in self.layers), default=0)
         if -length > seen:

@@ -7,9 +7,17 @@ namespace cuda {
 namespace tiles {
 
 __device__ __forceinline__ void init_barrier(uint32_t at, int arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory"); }
+// Barriers just initialised become visible to what arrives at them from outside of the threads.
+__device__ __forceinline__ void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void arrive(uint32_t at) { asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(at) : "memory"); }
 // Arrives once every copy_16 this thread has begun is there.
 __device__ __forceinline__ void arrive_when_copied(uint32_t at) { asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory"); }
+// Arrives, and so many bytes have to arrive as well before the phase is over.
+__device__ __forceinline__ void arrive_and_expect(uint32_t at, int bytes) { asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(at), "r"(bytes) : "memory"); }
+// Bytes that stand together, by Hopper's copy engine: they arrive at the barrier. Addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void copy_run(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 // Waits until the phase with this parity is over.
 __device__ __forceinline__ void wait(uint32_t at, int parity) {
   asm volatile(

@@ -44,7 +44,8 @@ template <class Numbers_> struct Halves {
 
 // Eight-bit elements: a group is 32 dims, two fragments. Dims are taken in the order that bytes fall out of a matrix of 16-bit
 // elements: four adjacent ones a lane for K, two adjacent ones for V.
-template <class Convert> struct Bytes {
+template <class Convert_> struct Bytes {
+  using Convert = Convert_;
   using Numbers = F16Numbers;
   static constexpr int kBytes = 1, kGroupDims = 32;
 
@@ -77,10 +78,12 @@ template <class Convert> struct Bytes {
 struct ConvertE4m3 {
   static __device__ __forceinline__ uint32_t prepare(uint32_t x) { return x; }
   template <int A, int B> static __device__ __forceinline__ uint32_t pair(uint32_t x) { return e4m3_to_f16(A == 0 && B == 1 ? x : A == 2 && B == 3 ? x >> 16 : __byte_perm(x, 0, A | B << 4 | 0x4400)); }
+  static __device__ __forceinline__ uint2 four(uint32_t x) { return make_uint2(e4m3_to_f16(x), e4m3_high_to_f16(x)); }  // in their order
 };
 struct ConvertS8 {
   static __device__ __forceinline__ uint32_t prepare(uint32_t x) { return x ^ 0x80808080u; }
   template <int A, int B> static __device__ __forceinline__ uint32_t pair(uint32_t x) { return s8_to_f16(x, A | 4 << 4 | B << 8 | 4 << 12); }
+  static __device__ __forceinline__ uint2 four(uint32_t x) { return make_uint2(pair<0, 1>(prepare(x)), pair<2, 3>(prepare(x))); }
 };
 
 using Bf16Rows = Halves<Bf16Numbers>;

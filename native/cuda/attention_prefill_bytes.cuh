@@ -1,0 +1,170 @@
+// Prefill over eight-bit caches: how bytes become the f16 tiles that are multiplied, and queries f16.
+//
+// Codes are f16 without their scales, exactly. One scale a head joins the row's factor (K) and the final division (V). With scales a row,
+// the tile's 128 keys have theirs in shared memory: K's multiply scores; V's join the exponent as logarithms, and the sum of weights
+// divides by them again (attention_decode.cuh does the same).
+#pragma once
+#include "attention_scales.cuh"
+#include "tiles/block_rows.cuh"
+#include "tiles/elements.cuh"
+#include "tiles/kv_rings.cuh"
+
+namespace kvx {
+namespace cuda {
+
+// The loading warpgroup. K and V have a buffer of raw bytes each, and a thread widens the chunks it has copied itself: nobody is waited
+// for between the two. A plane's next bytes are on their way from the moment its buffer has been read until the other plane's have been
+// widened and a stage is free.
+//
+// A thread has chunk c (16 bytes, which become two chunks of f16) of rows r + kRowsAtOnce * j. Eight neighbours have four chunks of two
+// rows, so that the f16 chunks they store, every other one of a row, meet all banks.
+template <class P> struct PrefillBytes {
+  using C = typename P::Config;
+  using Convert = typename C::Rows::Convert;
+  using Rings = typename C::Rings;
+  static constexpr int kChunks = C::kHeadDim / 16, kRowsAtOnce = 128 / kChunks, kMine = C::kKeys / kRowsAtOnce;
+  static_assert(kRowsAtOnce % 8 == 0, "a thread's rows are alike to the swizzle");
+  const P& p;
+
+  // Asked for anew where it is needed: what follows from it would take registers all along.
+  static __device__ __forceinline__ uint32_t own_thread() {
+    uint32_t x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x % 128;
+  }
+  static __device__ __forceinline__ uint32_t chunk_of(uint32_t thread) { return kChunks == 8 ? thread % 4 + thread / 8 % 2 * 4 : thread % 4; }
+  static __device__ __forceinline__ uint32_t row_of(uint32_t thread) { return kChunks == 8 ? thread / 16 * 2 + thread / 4 % 2 : thread / 4; }
+  __device__ __forceinline__ uint32_t raw(int plane, uint32_t thread) const { return p.at + C::kRawAt + plane * C::kRawBytes + thread * 16; }
+
+  // Tile `tile`'s rows, for all: a thread finds one. Then the next is asked for.
+  __device__ __forceinline__ void find(tiles::RowAsked* asked, uint32_t tile) const {
+    const uint32_t thread = own_thread();
+    const tiles::RowPlace row = tiles::place_row(p.a.rows, *asked, p.w.head);
+    const bool is_there = row.block >= 0;
+    uint32_t* offsets = Rings::offsets(p.rings(), tile) + thread % kRowsAtOnce * kMine + thread / kRowsAtOnce;  // where the threads that copy it look
+    offsets[0] = is_there ? row.offset[0] : Rings::kNoRow, offsets[C::kKeys] = is_there ? row.offset[1] : Rings::kNoRow;
+    if constexpr (C::kScales == ROW_SCALES) {  // with the next copies
+#pragma unroll
+      for (int plane = 0; plane < 2; plane++) {
+        const ScaleParams& s = p.a.scales[plane];
+        const char* from = is_there ? s.data + row.block * s.block + asked->inside * s.token + p.w.head * s.head : s.data;
+        tiles::copy_4(p.at + C::kScalesAt + tile % 4 * C::kScaleBytes + thread / 2 * 16 + plane * 8 + thread % 2 * 4, from, is_there ? 4 : 0);
+      }
+    }
+    const uint32_t there = __ballot_sync(0xffffffffu, is_there);
+    if (thread % 32 == 0) reinterpret_cast<uint32_t*>(Rings::valid(p.rings(), tile))[thread / 32] = there;
+    tiles::meet(1, 128);
+    *asked = tiles::ask_row(p.a.rows, p.w.seq, (p.w.first_tile + tile + 1) * C::kKeys + thread, int32_t(tile) + 1 < p.w.num_tiles ? p.w.length : 0);
+  }
+
+  template <bool kIsFull> __device__ __forceinline__ void copy_rows(uint32_t tile, int plane) const {
+    const uint32_t thread = own_thread(), to = raw(plane, thread);
+    const char* data = p.a.data[plane] + chunk_of(thread) * 16;
+    asm volatile("" : "+l"(data));  // added up here: an address below is one instruction
+    const uint4* mine = reinterpret_cast<const uint4*>(Rings::offsets(p.rings(), tile) + plane * C::kKeys + row_of(thread) * kMine);
+#pragma unroll
+    for (int j = 0; j < kMine; j += 4) {
+      const uint4 four = mine[j / 4];
+      const uint32_t offset[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        if (kIsFull) tiles::copy_16(to + (j + k) * 2048, data + uint64_t(offset[k]) * 16);
+        else tiles::copy_16(to + (j + k) * 2048, data + (offset[k] == Rings::kNoRow ? 0 : uint64_t(offset[k]) * 16), offset[k] == Rings::kNoRow ? 0 : 16);
+      }
+    }
+  }
+  __device__ __forceinline__ void copy(uint32_t tile, int plane) const {
+    if (Rings::is_full(*Rings::valid(p.rings(), tile))) copy_rows<true>(tile, plane);
+    else copy_rows<false>(tile, plane);
+  }
+
+  static __device__ __forceinline__ uint4 eight(uint32_t lo, uint32_t hi) {
+    const uint2 x = Convert::four(lo), y = Convert::four(hi);
+    return make_uint4(x.x, x.y, y.x, y.y);
+  }
+  __device__ __forceinline__ void widen(int plane, uint32_t tile_at) const {
+    const uint32_t thread = own_thread(), from = raw(plane, thread), to = tile_at + P::chunk_at(row_of(thread), 2 * chunk_of(thread));
+    constexpr int kAhead = 1;  // a load on its way while a chunk is widened: more would not leave registers
+    uint4 x[kAhead + 1];
+#pragma unroll
+    for (int j = 0; j < kAhead; j++) x[j] = tiles::load_shared_16(from + j * 2048);
+#pragma unroll
+    for (int j = 0; j < kMine; j++) {
+      if (j + kAhead < kMine) x[(j + kAhead) % (kAhead + 1)] = tiles::load_shared_16(from + (j + kAhead) * 2048);
+      const uint4& now = x[j % (kAhead + 1)];
+      const uint32_t row = j * kRowsAtOnce * 128;
+      tiles::store_shared_16(to + row, eight(now.x, now.y));
+      tiles::store_shared_16((to ^ 16) + row, eight(now.z, now.w));
+    }
+  }
+
+  // Of the row this thread has found: what those who multiply need of V's scale, found once and not by every row of queries.
+  // A scale of 0 counts as a tiny one.
+  __device__ __forceinline__ void finish_scales(uint32_t tile) const {
+    const uint32_t thread = own_thread();
+    float* slot = reinterpret_cast<float*>(p.shared + C::kScalesAt + tile % 4 * C::kScaleBytes);
+    float* of_value = slot + thread / 2 * 4 + 2 + thread % 2;
+    const float scale = fmaxf(*of_value, 7.8886091e-31f);  // 2^-100
+    *of_value = tiles::log2_fast(scale), slot[2 * C::kKeys + thread] = tiles::inverse_fast(scale);
+  }
+
+  // Copies are in groups: K of tile 0 (with scales of both planes), V of it, K of tile 1, ... All but the last are there when a plane is
+  // widened. Offsets of tile i + 2 are written when all have met after those of tile i were read; valid rows and scales have four places,
+  // since the multiplying warps read them after they gave the keys back, and no later than the values.
+  __device__ __forceinline__ void load() const {
+    tiles::RowAsked asked = tiles::ask_row(p.a.rows, p.w.seq, uint32_t(p.w.first_tile * C::kKeys) + own_thread(), p.w.length);
+    const uint32_t num_tiles = max(p.w.num_tiles, 0);
+    typename Rings::Ring keys = Rings::keys(p.at + C::kRingsAt), values = Rings::values(p.at + C::kRingsAt);
+    for (uint32_t next = 0; next <= num_tiles; next++) {  // tile `next` is copied, the one before it widened
+      if (next < num_tiles) find(&asked, next);
+#pragma unroll
+      for (int plane = 0; plane < 2; plane++) {
+        if (next > 0) {
+          tiles::wait_copies<1>();
+          if (C::kScales == ROW_SCALES && plane == 0) finish_scales(next - 1);
+          (plane ? values : keys).fill([&](uint32_t tile) { widen(plane, tile); });
+        }
+        if (next < num_tiles) copy(next, plane);
+        tiles::commit_copies();
+      }
+    }
+  }
+};
+
+// Queries as f16, by the threads that multiply. bf16 has the digits but not the range: a row is divided by a power of two, which is exact,
+// and what undoes it is left beside. `flips`: K's one scale is negative; scores are compared before they are multiplied by it.
+template <class P> __device__ __forceinline__ void load_f16_queries(const P& p, bool flips) {
+  using C = typename P::Config;
+  constexpr int kChunks = C::kHeadDim / 8, kRowsAtOnce = 256 / kChunks, kMine = C::kRows / kRowsAtOnce;
+  const uint32_t thread = threadIdx.x - 128, chunk = thread % kChunks, sub = thread / kChunks, flip = flips ? 0x80008000u : 0u;
+  const bool is_bf16 = p.a.q.dtype == KVX_DTYPE_BF16;
+  const auto low = [](uint32_t x) { return __uint_as_float(x << 16); };
+  const auto high = [](uint32_t x) { return __uint_as_float(x & 0xffff0000u); };
+  const auto power_of_two = [](int e) { return __uint_as_float(uint32_t(e + 127) << 23); };
+  uint4 x[kMine];
+#pragma unroll
+  for (int j = 0; j < kMine; j++) {
+    const uint32_t row = p.w.first_row + j * kRowsAtOnce + sub;
+    x[j] = int32_t(row) < p.w.rows ? __ldg(reinterpret_cast<const uint4*>(p.query_row(row) + chunk * 16)) : make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int j = 0; j < kMine; j++) {
+    const uint32_t r = j * kRowsAtOnce + sub;
+    uint32_t words[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+    int exponent = 0;
+    if (is_bf16) {
+      float largest = 0.f;
+      for (uint32_t word : words) largest = fmaxf(largest, fmaxf(fabsf(low(word)), fabsf(high(word))));
+      for (int hop = 1; hop < kChunks; hop *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, hop));
+      const int biased = int(__float_as_uint(largest) >> 23);  // 255: an infinity
+      exponent = biased == 255 ? 0 : max(biased - 127 - 8, -100);
+      const float shrink = power_of_two(-exponent);
+      for (uint32_t& word : words) word = tiles::F16Numbers::pack(low(word) * shrink, high(word) * shrink);
+    }
+    tiles::store_shared_16(p.at + C::kQueryAt + P::chunk_at(r, chunk), make_uint4(words[0] ^ flip, words[1] ^ flip, words[2] ^ flip, words[3] ^ flip));
+    if (chunk == 0) reinterpret_cast<float*>(p.shared + C::kGrowAt)[r] = power_of_two(exponent);
+  }
+}
+
+}  // namespace cuda
+}  // namespace kvx

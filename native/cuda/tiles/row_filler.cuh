@@ -1,0 +1,77 @@
+// A warpgroup that fills K's ring and V's with rows it finds itself: the block table is asked a tile ahead, rows are copied 16 bytes at a time.
+//
+// Thread t finds row t of a tile for all, then every thread copies a chunk of every eighth (or sixteenth) row. One warp a scheduler has to keep
+// up with two that multiply, so a copy is two instructions: offsets lie in the order a thread takes them, four to a load, and its rows differ by
+// whole groups of eight, which leaves the swizzle alone. Copies arrive on their own, so who multiplies shows them to multiplications first.
+#pragma once
+#include "block_rows.cuh"
+#include "kv_rings.cuh"
+
+namespace kvx {
+namespace cuda {
+namespace tiles {
+
+template <class Rings> struct RowFiller {
+  static constexpr int kThreads = 128, kArrivals = kThreads;  // a tile, on the full side
+  static constexpr int kChunks = Rings::kRowBytes / 16, kRowsAtOnce = kThreads / kChunks, kMine = Rings::kRows / kRowsAtOnce;
+  static_assert(kRowsAtOnce % 8 == 0 && kMine % 4 == 0, "a thread's rows are alike to the swizzle, and offsets are read by four");
+  const RowFinder& finder;
+  const char* const (&data)[2];  // K, V
+  const TileRange& range;
+  char* rings;
+  uint32_t at;  // of the rings, as a shared address
+  int meeting;  // where the threads meet: 1..15
+  typename Rings::Ring keys = Rings::keys(at), values = Rings::values(at);
+  RowAsked asked = {-1, 0};  // of the next tile
+
+  static __device__ __forceinline__ uint32_t own_thread() { return threadIdx.x % kThreads; }
+  __device__ __forceinline__ void ask(uint32_t tile) {
+    const bool is_there = int32_t(tile) < range.num_tiles;
+    asked = ask_row(finder, range.seq, (range.first_tile + tile) * Rings::kRows + own_thread(), is_there ? range.length : 0);
+  }
+
+  __device__ __forceinline__ void begin() { ask(0); }
+
+  // The next tile: its rows are found and on their way when this returns.
+  __device__ __forceinline__ void fill_next() {
+    const uint32_t thread = own_thread(), chunk = thread % kChunks, sub = thread / kChunks, tile = keys.step;
+    const uint32_t place = thread % kRowsAtOnce * kMine + thread / kRowsAtOnce;  // where the thread that copies this row looks
+    uint32_t* offsets = Rings::offsets(rings, tile);
+    uint4* valid = Rings::valid(rings, tile);
+    const RowPlace row = place_row(finder, asked, range.head);
+    const uint32_t there = __ballot_sync(0xffffffffu, row.block >= 0);
+    offsets[place] = row.block >= 0 ? row.offset[0] : Rings::kNoRow, offsets[Rings::kRows + place] = row.block >= 0 ? row.offset[1] : Rings::kNoRow;
+    if (thread % 32 == 0) reinterpret_cast<uint32_t*>(valid)[thread / 32] = there;
+    meet(meeting, kThreads);
+    ask(tile + 1);
+    const bool is_full = Rings::is_full(*valid);
+#pragma unroll
+    for (int plane = 0; plane < 2; plane++) {
+      typename Rings::Ring& ring = plane ? values : keys;
+      ring.wait_free();
+      const uint32_t to = ring.tile() + Rings::chunk_at(sub, chunk);
+      const char* from = data[plane] + chunk * 16;
+      const uint4* mine = reinterpret_cast<const uint4*>(offsets + plane * Rings::kRows + sub * kMine);
+#pragma unroll
+      for (int j = 0; j < kMine; j += 4) {
+        const uint4 four = mine[j / 4];
+        const uint32_t offset[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          const uint32_t there_at = to + (j + k) * kRowsAtOnce * 128;
+          if (is_full) copy_16(there_at, from + uint64_t(offset[k]) * 16);
+          else copy_16(there_at, from + (offset[k] == Rings::kNoRow ? 0 : uint64_t(offset[k]) * 16), offset[k] == Rings::kNoRow ? 0 : 16);
+        }
+      }
+      ring.arrive_full_when_copied();
+      ring.next();
+    }
+  }
+
+  // No thread may leave while its copies are under way.
+  __device__ __forceinline__ void finish() { wait_copies<0>(); }
+};
+
+}  // namespace tiles
+}  // namespace cuda
+}  // namespace kvx

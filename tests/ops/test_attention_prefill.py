@@ -1,0 +1,82 @@
+"""attention of prompts over 16-bit caches, whose blocks a device may copy whole: their sizes, layouts, tables, ends and bad ids.
+
+Tiles of a device are 128 keys: sequences end in the middle of a block, at the end of one, and at the end of a tile. What stands
+after the end is NaN.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvx
+from tests.ops import attention_cases
+from tests.ops.attention_cases import EPS, Case, close, error, magnitude
+
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch saying it has no bf16 instructions
+
+
+def case(block: int, layout: str = "NHD", dim: int = 128, io: str = "bf16", **more: object) -> Case:
+    given = {"lens": (301, 129, 128, 7, 0), "queries": (70, 129, 40, 7, 3), "heads": 4, **more}
+    return Case(block=block, layout=layout, dim=dim, format=io, io=io, **given)
+
+
+CASES = [
+    *(case(block) for block in (1, 4, 8, 16, 32, 48, 64, 128, 256, 384)),
+    *(case(block, layout) for block in (16, 128) for layout in ("HND", "fused_NHD", "fused_HND", "stacked")),
+    *(case(block, layout, 64, "f16") for block in (8, 64, 256) for layout in ("NHD", "HND", "fused_NHD")),
+    *(case(block, lens=(1500, 897), queries=(80, 20), note="laps") for block in (16, 48, 64, 1024)),
+    *(case(block, window=w) for block in (16, 128) for w in (1, 100, 129)),
+    case(64, causal=False),
+    case(64, causal=False, window=70, sinks=True),
+    case(16, heads=8, kv_heads=1, soft_cap=4.0, sinks=True),
+    case(16, heads=1, kv_heads=1, note="one_head"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_prompts_over_blocks(backend, case, generator):
+    made = case.make(backend.device, generator)
+    made.check(*made.run(backend.name))
+
+
+@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("kind", ["int64", "strided", "ragged", "page_csr"])
+def test_prompts_by_every_table(backend, kind, block, generator):
+    made = case(block, lens=(301, 129, 7), queries=(40, 129, 7)).make(backend.device, generator)
+    ids, lens = made.table.block_table, made.table.seq_lens
+    table = {
+        "int64": lambda: kvx.PackedTable(ids.long(), lens.long()),
+        "strided": lambda: kvx.PackedTable(torch.stack([ids, ids * 0 - 5], -1)[..., 0], lens),
+        "ragged": lambda: kvx.to_ragged(made.table, block),
+        "page_csr": lambda: kvx.to_page_csr(made.table, block),
+    }[kind]()
+    made.check(*made.run(backend.name, table=table))
+
+
+@pytest.mark.parametrize("block", [8, 16, 64, 128, 256])
+@pytest.mark.parametrize("bad", [-1, 2**30, "num_blocks"], ids=str)
+def test_prompts_with_bad_ids(backend, block, bad, generator):
+    """Keys of a block that is not there are not seen: in the first tile, in the middle, and where the sequence ends."""
+    length, num_queries = 901, 70
+    made = case(block, lens=(length,), queries=(num_queries,)).make(backend.device, generator)
+    ids = made.table.block_table.clone()
+    is_there = torch.ones(length, dtype=torch.bool)
+    for position in (20, 530, length - 1):
+        first = position // block * block
+        ids[0, position // block] = made.cache.spec.num_blocks if bad == "num_blocks" else bad
+        is_there[first : first + block] = False
+    table = kvx.PackedTable(ids, made.table.seq_lens)
+    if backend.device == "cpu":
+        with pytest.raises(kvx.OutOfRange, match="sequence 0"):
+            made.run(backend.name, table=table)
+        return
+    out, lse = made.run(backend.name, table=table)
+    seen = torch.arange(length) <= torch.arange(length - num_queries, length).unsqueeze(1)
+    given = made.q.cpu(), made.k[0, :length], made.v[0, :length], seen & is_there, made.case, None
+    want, want_lse, reach = attention_cases.attend(*given, torch.float64)
+    theirs, their_lse, _ = attention_cases.attend(*given, torch.bfloat16)
+    floor = torch.finfo(out.dtype).eps / 2 * magnitude(want) + 4 * EPS * magnitude(made.v[0, :length])
+    close("out", out.cpu(), want, 2 * error(theirs, want) + floor)
+    floor = made.case.dim**0.5 * EPS * reach + 4 * EPS * magnitude(want_lse)
+    close("lse", lse.cpu(), want_lse, 2 * error(their_lse, want_lse) + floor)
