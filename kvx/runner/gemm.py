@@ -18,7 +18,8 @@ def gemm_dtype(dtype: torch.dtype, device: str | torch.device) -> torch.dtype:
 def pack(rows: Tensor, *, may_share: bool = False) -> Tensor:
     """A matrix of [out, in] as `gemm` takes it: [in, out], or in oneDNN's own order where torch's BLAS would pack it in every call.
 
-    That is OpenBLAS, on Arm: with 8 rows packing takes a third of a call. The two ops are those of torch's own Inductor.
+    That is OpenBLAS, on Arm: with 8 rows SmolLM2's GEMMs take 65 ms a step that way and 50 packed (Neoverse N1, 2 cores). With
+    one row they take 29 and 32. The two ops are those of torch's own Inductor.
     `may_share`: not a copy where nothing is packed, as for a head that is the embedding too.
     """
     if _is_packed_here(rows):

@@ -147,7 +147,7 @@ def load_weights(
     embed = source.read("model.embed_tokens.weight").to(device, dtype).to(gemm)
     head = embed if config.is_tied else source.read("lm_head.weight").to(device, dtype).to(gemm)
     freq = source.inverse_frequencies() if isinstance(source, GgufWeights) else config.inverse_frequencies()
-    return Weights(embed, tuple(layers), vector("model.norm.weight"), pack(head, may_share=True), freq.to(device))
+    return Weights(embed, tuple(layers), vector("model.norm.weight"), pack(head, may_share=head is embed), freq.to(device))
 
 
 def random_weights(config: ModelConfig, *, dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0) -> Weights:
@@ -178,4 +178,4 @@ def random_weights(config: ModelConfig, *, dtype: torch.dtype, device: str | tor
     )
     embed = matrix(c.vocab_size, c.hidden_size)
     head = embed if c.is_tied else matrix(c.vocab_size, c.hidden_size)
-    return Weights(embed, layers, ones(c.hidden_size), pack(head, may_share=True), c.inverse_frequencies().to(device))
+    return Weights(embed, layers, ones(c.hidden_size), pack(head, may_share=head is embed), c.inverse_frequencies().to(device))

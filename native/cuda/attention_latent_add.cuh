@@ -37,7 +37,7 @@ template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
         if (kIsFp8) unit = *reinterpret_cast<const float*>(shared + C::kUnitAt);
       }
       __syncwarp();
-      if (lane == 0) tiles::arrive(weights_free());
+      tiles::arrive_for_all(weights_free(), lane == 0);
       if (__any_sync(0xffffffffu, shrink.x != 1.f || shrink.y != 1.f)) {  // seldom, once the largest scores were met
 #pragma unroll
         for (int k = 0; k < 128; k++) out[k / 64][k % 64] *= k / 2 % 2 ? shrink.y : shrink.x;
@@ -52,7 +52,7 @@ template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
       tiles::commit_multiplications();
       tiles::wait_multiplications<0>();
       tiles::hold(out[0]), tiles::hold(out[1]);
-      if (lane == 0) tiles::arrive(free(s));
+      tiles::arrive_for_all(free(s), lane == 0);
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {

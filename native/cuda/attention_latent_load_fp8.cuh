@@ -68,11 +68,11 @@ struct LatentLoadFp8 : LatentTile<true> {
       tiles::store_shared_16(stage + chunk_at(row, kLatentDim / 8 + thread % 8) + j * 16 * 128, x);
     }
   }
-  // Of columns [kFirst, kFirst + kCount): a chunk of each, of both rows.
-  template <int kFirst, int kCount> __device__ __forceinline__ void read_rows(uint4 (&x)[2 * kCount], uint32_t tile) const {
-    const uint32_t thread = role_thread(), from = records_of(tile) + own_row(thread) * kRecordBytes + own_chunk(thread) * 16;
+  // Of columns [kFirst, kFirst + kCount), a chunk each, of the thread's first row or its second.
+  template <int kFirst, int kCount> __device__ __forceinline__ void read_row(uint4 (&x)[kCount], uint32_t tile, int second) const {
+    const uint32_t thread = role_thread(), from = records_of(tile) + (own_row(thread) + 8 * second) * kRecordBytes + own_chunk(thread) * 16;
 #pragma unroll
-    for (int k = 0; k < 2 * kCount; k++) x[k] = tiles::load_shared_16(from + k / kCount * 8 * kRecordBytes + (kFirst + k % kCount) * 64);
+    for (int k = 0; k < kCount; k++) x[k] = tiles::load_shared_16(from + (kFirst + k) * 64);
   }
 
   // Lane l has row l % 16 of its warp's. Scales are left for the warp, which will have written over the records, and the largest of them for
@@ -114,13 +114,12 @@ struct LatentLoadFp8 : LatentTile<true> {
       scales[i][2] = __float2half2_rn(four.z * unit), scales[i][3] = __float2half2_rn(four.w * unit);
     }
   }
-  template <int kFirst, int kCount> __device__ __forceinline__ void widen_rows(const uint4 (&x)[2 * kCount], uint32_t tile, const __half2 (&scales)[2][4]) const {
-    const uint32_t thread = role_thread(), place = stage_of(tile) + chunk_at(own_row(thread), 2 * own_chunk(thread));
+  template <int kFirst, int kCount> __device__ __forceinline__ void widen_row(const uint4 (&x)[kCount], uint32_t tile, int second, const __half2 (&scales)[2][4]) const {
+    const uint32_t thread = role_thread(), place = stage_of(tile) + chunk_at(own_row(thread), 2 * own_chunk(thread)) + second * 1024;
 #pragma unroll
-    for (int k = 0; k < 2 * kCount; k++) {
-      const int column = kFirst + k % kCount;
-      const __half2 scale = scales[k / kCount][column / 2];
-      const uint32_t to = column * C::kColumnBytes + k / kCount * 1024;
+    for (int k = 0; k < kCount; k++) {
+      const __half2 scale = scales[second][(kFirst + k) / 2];
+      const uint32_t to = (kFirst + k) * C::kColumnBytes;
       tiles::store_shared_16(place + to, widen(x[k].x, x[k].y, scale));
       tiles::store_shared_16((place ^ 16) + to, widen(x[k].z, x[k].w, scale));
     }
@@ -135,7 +134,7 @@ struct LatentLoadFp8 : LatentTile<true> {
     }
   }
 
-  // The next tile's records are asked for before this one is widened if their stage is free by then, else after.
+  // The next tile's records are asked for before this one is widened to its end if their stage is free by then, else after.
   __device__ __forceinline__ void load(const LatentItem& w) {
     tiles::RowAsked asked = ask(w, w.first_tile);
     tiles::wait(free(count % 2), (count / 2 & 1) ^ 1);
@@ -146,20 +145,21 @@ struct LatentLoadFp8 : LatentTile<true> {
       tiles::wait(arrived(count % 2), count / 2 & 1);
       clear_missing(count);
       leave_scales(count);
-      uint4 beside[2 * kBeside], held[2 * kHeld];
-      read_rows<0, kBeside>(beside, count);
+      uint4 beside[2][kBeside], held[2][kHeld];
+      for (int i = 0; i < 2; i++) read_row<0, kBeside>(beside[i], count, i);
       tiles::meet(1, 128);
       const int shift = find_shift(count);
       __half2 scales[2][4];
       read_scales(scales, power_of_two(-kUnit - shift));
       if (role_thread() == 0) *shift_of(count) = shift;
       move_rope(count);
-      widen_rows<0, kBeside>(beside, count, scales);
+      for (int i = 0; i < 2; i++) widen_row<0, kBeside>(beside[i], count, i, scales);
+      for (int i = 0; i < 2; i++) read_row<kBeside, kHeld>(held[i], count, i);
+      tiles::meet(1, 128);
+      widen_row<kBeside, kHeld>(held[0], count, 0, scales);
       const bool is_early = left > 1 && __all_sync(0xffffffffu, tiles::is_over(free(next % 2), (next / 2 & 1) ^ 1));
       if (is_early) copy(asked, next);
-      read_rows<kBeside, kHeld>(held, count);
-      tiles::meet(1, 128);
-      widen_rows<kBeside, kHeld>(held, count, scales);
+      widen_row<kBeside, kHeld>(held[1], count, 1, scales);
       if (shift) shift_rope(stage_of(count), power_of_two(-shift));
       tiles::show_to_multiplications();
       tiles::arrive(full(count % 2));

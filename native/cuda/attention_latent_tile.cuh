@@ -49,9 +49,9 @@ template <bool kIsFp8> struct LatentTile {
   static __device__ __forceinline__ uint32_t chunk_at(uint32_t row, uint32_t chunk) { return (chunk / 8) * C::kColumnBytes + row * 128 + (((chunk % 8) ^ (row % 8)) << 4); }
 
   __device__ __forceinline__ void init_barriers() const {
-    for (int s = 0; s < 2; s++) tiles::init_barrier(full(s), 128), tiles::init_barrier(free(s), 8);
+    for (int s = 0; s < 2; s++) tiles::init_barrier(full(s), 128), tiles::init_barrier(free(s), 8 * tiles::arrivals_of(32));
     for (int s = 0; s < 2; s++) tiles::init_barrier(arrived(s), 4);
-    tiles::init_barrier(weights_full(), 128), tiles::init_barrier(weights_free(), 8);
+    tiles::init_barrier(weights_full(), 128), tiles::init_barrier(weights_free(), 8 * tiles::arrivals_of(32));
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 

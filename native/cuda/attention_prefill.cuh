@@ -388,8 +388,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill(const __grid_constant_
   }
   if (threadIdx.x == 32) {
     const int fills = !C::kIsBytes && a.box > 0 ? tiles::MapFiller<typename C::Rings>::kArrivals : 128;
-    C::Rings::keys(at + C::kRingsAt).init(fills, 2);
-    C::Rings::values(at + C::kRingsAt).init(fills, 2);
+    C::Rings::keys(at + C::kRingsAt).init(fills, 2 * tiles::arrivals_of(128));
+    C::Rings::values(at + C::kRingsAt).init(fills, 2 * tiles::arrivals_of(128));
     tiles::show_barriers();
   }
   __syncthreads();

@@ -10,6 +10,17 @@ __device__ __forceinline__ void init_barrier(uint32_t at, int arrivals) { asm vo
 // Barriers just initialised become visible to what arrives at them from outside of the threads.
 __device__ __forceinline__ void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void arrive(uint32_t at) { asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(at) : "memory"); }
+// Threads that have met may have one of them arrive for all. racecheck follows each thread's own arrivals, so for it all do (`make
+// sanitize-gpu`): a barrier then waits for that many times as many.
+#ifdef KVX_ALL_ARRIVE
+constexpr bool kAllArrive = true;
+#else
+constexpr bool kAllArrive = false;
+#endif
+constexpr int arrivals_of(int threads) { return kAllArrive ? threads : 1; }
+__device__ __forceinline__ void arrive_for_all(uint32_t at, bool is_the_one) {
+  if (kAllArrive || is_the_one) arrive(at);
+}
 // Arrives once every copy_16 this thread has begun is there.
 __device__ __forceinline__ void arrive_when_copied(uint32_t at) { asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory"); }
 // Arrives, and so many bytes have to arrive as well before the phase is over.

@@ -47,9 +47,9 @@ template <int kStages_, int kTileBytes_> struct Ring {
   }
 
   __device__ __forceinline__ void wait_full() const { wait(full(), parity()); }
-  // `arrives`: one of those the stage waits for. All who read step on.
+  // `arrives`: this thread does so for those it has met with. All who read step on.
   __device__ __forceinline__ void give_back(bool arrives) {
-    if (arrives) arrive(free());
+    arrive_for_all(free(), arrives);
     next();
   }
 };
