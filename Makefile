@@ -57,8 +57,7 @@ SANITIZE = compute-sanitizer --error-exitcode 9 --kernel-name-exclude regex=at::
 sanitize-gpu: build-gpu
 	$(SANITIZE) --tool memcheck $(GPU_PY) tests/sanitize.py
 	CUDAFLAGS=-DKVX_ALL_ARRIVE $(MAKE) build-gpu GPU_BUILD=build/race
-	$(SANITIZE) --tool racecheck $(GPU_PY) tests/sanitize.py
-	$(MAKE) build-gpu  # the usual library again
+	$(SANITIZE) --tool racecheck $(GPU_PY) tests/sanitize.py; status=$$?; $(MAKE) build-gpu; exit $$status  # the usual library again
 
 clean:
 	rm -rf build $(VENV) kvx/lib kvx/include

@@ -75,7 +75,7 @@ kvx_status_t lower_attention(const kvx_cache_t& cache, const kvx_attention_args_
   out->kv.block_size = c.block_size, out->kv.num_blocks = c.num_blocks, out->kv.num_heads = c.num_kv_heads, out->kv.device = c.device;
   out->kv.max_seq_len = out->max_seq_len;
   out->kv.errors = reinterpret_cast<unsigned long long*>(a.errors);
-  out->scale = a.softmax_scale, out->soft_cap = a.soft_cap, out->window = a.window;
+  out->scale = a.softmax_scale, out->soft_cap = a.soft_cap, out->window = a.window < out->max_seq_len ? a.window : 0;  // a wider one hides nothing
   out->is_causal = a.flags & KVX_ATTENTION_CAUSAL, out->is_planned = a.flags & KVX_ATTENTION_PLANNED;
   out->num_tokens = tokens, out->num_seqs = seqs;
   out->num_heads = heads, out->num_kv_heads = c.num_kv_heads, out->group = heads / c.num_kv_heads;

@@ -17,7 +17,9 @@ import torch
 from kvx.bench.harness import Timing, machine, read_ceiling_gbps, summarise
 from kvx.cache.batch import Batch
 from kvx.cache.paged import PagedCache
+from kvx.cache.sequence import Sequence
 from kvx.runner.config import ModelConfig
+from kvx.runner.graph import DecodeGraphs
 from kvx.runner.model import Model, kv_format_of, layer_groups
 from kvx.runner.weights import random_weights
 
@@ -65,7 +67,9 @@ def measure(config: ModelConfig = QWEN3_8B, batch: int = BATCH, context: int = C
     for name in KV_FORMATS:
         cache = _full_cache(config, name, batch, context)
         model = Model(config, weights, cache, torch.bfloat16)
-        step = cache.plan([(s, 1) for s in cache.sequences])
+        work = [(s, 1) for s in cache.sequences]
+        _check(model, work)
+        step = cache.plan(work)
         row = Row(
             name, _time(partial(model.forward, step)), _time(_gemms(model, batch)), _time(_attention(model, step)),
             _weight_bytes(model), batch * context * sum(g.spec.token_bytes * len(g.layers) for g in cache.groups), ceiling,
@@ -89,6 +93,13 @@ def show(result: dict[str, Any]) -> str:
         times = {k: Timing(**r[k]) for k in ("whole", "gemm", "attention")}
         lines.append(str(Row(**{**r, **times})))
     return "\n".join(lines)
+
+
+def _check(model: Model, work: list[tuple[Sequence, int]]) -> None:
+    want = model.forward(model.cache.plan(work))
+    got = DecodeGraphs(model).forward(work)
+    if not torch.allclose(got, want, rtol=0.05, atol=0.02 * float(want.abs().max())):
+        raise AssertionError("a graph's logits are not those of the step it was captured from; nothing was timed")
 
 
 def _full_cache(config: ModelConfig, kv_format: str, batch: int, context: int) -> PagedCache:
@@ -134,7 +145,7 @@ def _attention(model: Model, step: Batch) -> Callable[[], None]:
     out, lse = torch.empty_like(q), torch.empty(step.num_tokens, c.num_heads, device="cuda")
 
     def run() -> None:
-        attend, how = model._attention(step, q)
+        attend, how = model.attention(step, q)
         for i in range(c.num_layers):
             layer = model.cache.layer(i)
             attend(q, layer.cache, step.table(layer.group), spec=layer.spec, out=out, lse=lse, **how, **layer.scales)

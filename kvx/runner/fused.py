@@ -13,7 +13,6 @@ def _add_rms_norm(h, x, weight, out, eps, width: tl.constexpr, block: tl.constex
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, block)
     inside = at < width
-    # Weights do not hang on the kernel before: asked for first, they come while its results are waited for.
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     new = tl.load(h + row + at, mask=inside, other=0.0) + tl.load(x + row + at, mask=inside, other=0.0)
     tl.store(h + row + at, new, mask=inside)
@@ -24,7 +23,7 @@ def _add_rms_norm(h, x, weight, out, eps, width: tl.constexpr, block: tl.constex
 
 @triton.jit
 def _silu_mul(gate_up, out, width, block: tl.constexpr):
-    row, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * block + tl.arange(0, block)
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width
     gate = tl.load(gate_up + 2 * row * width + at, mask=inside, other=0.0)
     up = tl.load(gate_up + (2 * row + 1) * width + at, mask=inside, other=0.0)
@@ -36,7 +35,8 @@ def add_rms_norm(h: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """h += x, rounded to h's type; then h's norm."""
     rows, width = h.shape
     out = torch.empty_like(h)
-    _add_rms_norm[(rows,)](h, x, weight, out, eps, width, triton.next_power_of_2(width), num_warps=8)
+    with torch.cuda.device(h.device):  # Triton launches on the current one
+        _add_rms_norm[(rows,)](h, x, weight, out, eps, width, triton.next_power_of_2(width), num_warps=8)
     return out
 
 
@@ -44,5 +44,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [rows, (gate, up)]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
-    _silu_mul[(triton.cdiv(width, 1024), rows)](gate_up, out, width, 1024, num_warps=4)
+    with torch.cuda.device(gate_up.device):
+        _silu_mul[(rows, triton.cdiv(width, 1024))](gate_up, out, width, 1024, num_warps=4)
     return out

@@ -62,7 +62,7 @@ class Model:
         h = w.embed[batch.tokens].to(self.dtype)  # a new tensor, changed in place from here on
         q = torch.empty(tokens, c.num_heads, c.head_dim, dtype=self.dtype, device=h.device)
         attended, lse = torch.empty_like(q), torch.empty(tokens, c.num_heads, dtype=torch.float32, device=h.device)
-        attend, how = self._attention(batch, q)
+        attend, how = self.attention(batch, q)
         rotation: dict[str, Any] = {"cos": self._cos, "sin": self._sin, "positions": batch.positions}
         norms = (*(layer.norm for layer in w.layers[1:]), w.norm)  # what follows each layer
         x = rms_norm(h, (c.hidden_size,), w.layers[0].norm, c.norm_eps)
@@ -88,7 +88,7 @@ class Model:
         hidden = self.hidden(batch)
         return self.logits(hidden if batch.num_tokens == batch.num_seqs else hidden[batch.last])
 
-    def _attention(self, batch: Batch, q: Tensor) -> tuple[Any, dict[str, Any]]:
+    def attention(self, batch: Batch, q: Tensor) -> tuple[Any, dict[str, Any]]:
         """The op for this batch and what all layers give it. On a device the work is shared out once, for every layer."""
         is_decode = batch.num_tokens == batch.num_seqs
         how: dict[str, Any] = {} if is_decode else {"cu_seqlens": batch.cu_seqlens, "max_query_len": batch.max_query_len}

@@ -116,12 +116,12 @@ template <class C> struct Decode {
   };
   __device__ __forceinline__ Asked ask(const Cursor& c) const {
     Asked f;
-    const uint32_t first = uint32_t(c.range.first_tile + c.tile) * C::kTokens;
+    const uint32_t first = uint32_t(c.range.begin / C::kTokens + c.tile) * C::kTokens;
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; i++) {
       const uint32_t position = first + i * 32 + lane;
-      if constexpr (C::kOwnCaches) f.row[i] = tiles::RowAsked{position < uint32_t(c.range.end) ? c.own.id : -1, position};
-      else f.row[i] = tiles::ask_row(a.rows, c.seq, position, c.range.end);
+      if constexpr (C::kOwnCaches) f.row[i] = tiles::RowAsked{position >= uint32_t(c.range.begin) && position < uint32_t(c.range.end) ? c.own.id : -1, position};
+      else f.row[i] = tiles::ask_row(a.rows, c.seq, position, c.range.begin, c.range.end);
     }
     return f;
   }
@@ -221,7 +221,7 @@ template <class C> struct Decode {
   __device__ __forceinline__ void compute(const Cursor& c, int stage) {
     const uint32_t at = stages_at + stage * C::kStageBytes;
     const char* stage_bytes = stages + stage * C::kStageBytes;
-    const int32_t first = (c.range.first_tile + c.tile) * C::kTokens;
+    const int32_t first = (c.range.begin / C::kTokens + c.tile) * C::kTokens;
     float s[kTokenTiles][kColumnTiles][4];
 #pragma unroll
     for (int m = 0; m < kTokenTiles; m++)
@@ -275,8 +275,7 @@ template <class C> struct Decode {
     }
     if (!all_there) {
       if (a.rows.kv.errors && c.head == 0 && lane < kRowsPerLane) {  // positions whose block is none
-        const int32_t left = c.range.end - first - lane * 32;
-        const uint32_t wanted = left >= 32 ? 0xffffffffu : left > 0 ? (1u << left) - 1 : 0u;
+        const uint32_t wanted = tiles::rows_within(first + lane * 32, c.range.begin, c.range.end);
         uint32_t mine = valid[0];
         if (kRowsPerLane > 1 && lane == 1) mine = valid[kRowsPerLane - 1];
         if (wanted & ~mine) atomicAdd(a.rows.kv.errors, (unsigned long long)__popc(wanted & ~mine));

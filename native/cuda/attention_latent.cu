@@ -101,7 +101,6 @@ LatentArgs make_args(const AttentionParams& p, int num_sms, bool is_split) {
   LatentArgs a = {};
   a.rows = make_row_finder(p);
   for (int i = 0; i < 2; i++) a.data[i] = p.kv.plane[i].data;
-  a.scale = p.kv.plane[0].scale;
   a.q = p.q, a.out = p.out, a.lse = p.lse, a.lse_token = p.lse_token, a.lse_head = p.lse_head, a.sinks = p.sinks;
   a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;
   a.num_seqs = int32_t(p.num_seqs), a.query_len = int32_t(p.query_len), a.max_seq_len = int32_t(p.max_seq_len), a.is_causal = p.is_causal, a.is_split = is_split;

@@ -20,7 +20,6 @@ struct LatentShape {  // of the workspace: header | first_tile[num_seqs + 1] | s
 struct LatentArgs {
   tiles::RowFinder rows;
   const char* data[2];  // latents, rotary parts
-  ScaleParams scale;    // of FP8 latents: four a row
   RowsParams q, out;
   char* lse;
   int64_t lse_token, lse_head;
@@ -53,7 +52,7 @@ __device__ __forceinline__ SeqRange latent_range(const LatentArgs& a, int32_t se
 // 64 rows of a sequence and the tiles of keys they are multiplied with.
 struct LatentItem {
   int32_t seq, first_row, rows, queries, length;  // rows: of the sequence
-  int32_t first_tile, num_tiles;
+  int32_t first_tile, num_tiles, begin;  // begin: the first position that is seen
   int32_t part;  // where the result goes: -1 = out, else a place in the workspace
   int32_t least_limit, most_low;  // keys in [most_low, least_limit) are seen by every row
   int64_t first_query;
@@ -114,7 +113,7 @@ __device__ __forceinline__ LatentItem find_latent_item(const LatentArgs& a, uint
     const int which = __ffs(int(found)) - 1;
     LatentItem w = latent_item(a, from + which, int32_t(__shfl_sync(0xffffffffu, sum, which) - 1 - index));
     const int32_t end = limit_of(a, w, min(w.first_row + kLatentRows, w.rows) - 1), low = a.window > 0 ? int32_t(max(int64_t(0), w.least_limit - a.window)) : 0;
-    w.first_tile = low / kLatentKeys;
+    w.begin = low, w.first_tile = low / kLatentKeys;
     w.num_tiles = max(1, (end + kLatentKeys - 1) / kLatentKeys - w.first_tile);  // somebody has to write the empty result
     return w;
   }
@@ -151,7 +150,7 @@ struct LatentWalk {
       LatentItem w = latent_item(a, seq, block);
       while (block >= latent_blocks(a, w.queries)) w = latent_item(a, ++seq, block = 0);  // past its last block; some have none
       const SeqRange range = latent_range(a, seq, w.queries);
-      w.first_tile = range.first_tile + tile, w.num_tiles = min(range.num_tiles - tile, end - at);
+      w.begin = range.begin, w.first_tile = range.begin / kLatentKeys + tile, w.num_tiles = min(range.num_tiles - tile, end - at);
       if (w.num_tiles < range.num_tiles) w.part = part;
       at += w.num_tiles, block++, tile = 0, part |= 1;
       item = w;

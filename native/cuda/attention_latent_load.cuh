@@ -24,7 +24,7 @@ struct LatentLoad : LatentTile<false> {
     else offsets[kLatentKeys + row % 16 * 4 + row / 16] = is_there ? place.offset[1] : kNoRow;
     if (thread == 0 || thread == 32) reinterpret_cast<uint32_t*>(shared + C::kValidAt)[tile % 4 * 2 + thread / 32] = there;
     tiles::meet(1, 128);
-    *asked = tiles::ask_row(a.rows, w.seq, next * kLatentKeys + row, length);  // past the item's end it is asked for, and not used
+    *asked = tiles::ask_row(a.rows, w.seq, next * kLatentKeys + row, w.begin, length);  // past the item's end it is asked for, and not used
   }
 
   __device__ __forceinline__ const uint32_t* offsets_of(uint32_t tile) const { return reinterpret_cast<const uint32_t*>(shared + C::kOffsetsAt) + tile % 2 * 2 * kLatentKeys; }
@@ -64,7 +64,7 @@ struct LatentLoad : LatentTile<false> {
   }
 
   __device__ __forceinline__ void load(const LatentItem& w) {
-    tiles::RowAsked asked = tiles::ask_row(a.rows, w.seq, uint32_t(w.first_tile * kLatentKeys + role_thread() % 64), w.length);
+    tiles::RowAsked asked = tiles::ask_row(a.rows, w.seq, uint32_t(w.first_tile * kLatentKeys + role_thread() % 64), w.begin, w.length);
     const uint32_t end = w.first_tile + w.num_tiles, length = w.length;
     for (uint32_t tile = w.first_tile; tile < end; tile++, count++) {
       find(&asked, w, tile + 1, length, count);

@@ -26,7 +26,7 @@ struct LatentLoadFp8 : LatentTile<true> {
 
   // Lanes l and l + 16 ask for row l of the warp's.
   __device__ __forceinline__ tiles::RowAsked ask(const LatentItem& w, uint32_t tile) const {
-    return tiles::ask_row(a.rows, w.seq, tile * kLatentKeys + role_thread() / 32 * 16 + role_thread() % 16, w.length);
+    return tiles::ask_row(a.rows, w.seq, tile * kLatentKeys + role_thread() / 32 * 16 + role_thread() % 16, w.begin, w.length);
   }
   // Into a stage that is free. Records that follow each other in memory are one copy. Rows that are not there are not copied, and named in
   // `valid`; there are four of those, since who reads them may be two tiles behind.
@@ -77,7 +77,7 @@ struct LatentLoadFp8 : LatentTile<true> {
 
   // Lane l has row l % 16 of its warp's. Scales are left for the warp, which will have written over the records, and the largest of them for
   // all: after they have met, all know the tile's shift.
-  __device__ __forceinline__ float4* scales_of(uint32_t row) const { return reinterpret_cast<float4*>(shared + C::kOffsetsAt) + row; }  // 16-bit rows have offsets there
+  __device__ __forceinline__ float4* scales_of(uint32_t row) const { return reinterpret_cast<float4*>(shared + C::kOffsetsAt) + row; }
   __device__ __forceinline__ void leave_scales(uint32_t tile) const {
     const uint32_t thread = role_thread(), row = thread / 32 * 16 + thread % 16;
     const float4 four = *reinterpret_cast<const float4*>(shared + C::kStagesAt + tile % 2 * C::kTileBytes + kRawAt + row * kRecordBytes + kRecordScalesAt);

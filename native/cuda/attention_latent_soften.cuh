@@ -182,9 +182,8 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
   // Positions whose block is none, once a sequence.
   __device__ __forceinline__ void count_bad(const LatentItem& w, int32_t first, const uint2& valid) const {
     if (!a.rows.kv.errors || w.first_row + kLatentRows < w.rows || role_thread() != 0) return;
-    const int32_t left = min(w.length - first, 64);
-    const uint64_t wanted = left >= 64 ? ~0ull : left > 0 ? (1ull << left) - 1 : 0, missing = wanted & ~(uint64_t(valid.x) | uint64_t(valid.y) << 32);
-    if (missing) atomicAdd(a.rows.kv.errors, (unsigned long long)__popcll(missing));
+    const uint32_t missing = __popc(tiles::rows_within(first, w.begin, w.length) & ~valid.x) + __popc(tiles::rows_within(first + 32, w.begin, w.length) & ~valid.y);
+    if (missing) atomicAdd(a.rows.kv.errors, (unsigned long long)missing);
   }
 
   __device__ __forceinline__ void soften(const LatentItem& w) {

@@ -19,7 +19,7 @@ struct LatentConfig {
   static constexpr int kWeightsAt = kStagesAt + kStages * kTileBytes;            // [4][128 threads] of 16 bytes
   static constexpr int kShrinkAt = kWeightsAt + kLatentRows * kLatentKeys * 2;   // what sums are multiplied by before the tile, [64 rows]
   static constexpr int kStatsAt = kShrinkAt + kLatentRows * 4;                   // base and sum of the item's rows
-  static constexpr int kOffsetsAt = kStatsAt + kLatentRows * 8;                  // [stages][latent, rotary][64 keys]
+  static constexpr int kOffsetsAt = kStatsAt + kLatentRows * 8;                  // [stages][latent, rotary][64 keys]; FP8: four scales of each key
   static constexpr int kValidAt = kOffsetsAt + kStages * 2 * kLatentKeys * 4;    // [4 tiles], a bit a key
   static constexpr int kGrowAt = kValidAt + 4 * 8;                               // FP8: what a row's scores are multiplied by
   static constexpr int kShiftsAt = kGrowAt + kLatentRows * 4;                    // FP8: [4 tiles]
@@ -52,7 +52,7 @@ template <bool kIsFp8> struct LatentTile {
     for (int s = 0; s < 2; s++) tiles::init_barrier(full(s), 128), tiles::init_barrier(free(s), 8 * tiles::arrivals_of(32));
     for (int s = 0; s < 2; s++) tiles::init_barrier(arrived(s), 4);
     tiles::init_barrier(weights_full(), 128), tiles::init_barrier(weights_free(), 8 * tiles::arrivals_of(32));
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    tiles::show_barriers();
   }
 
   // FP8 latents become f16, which has the digits (an element times its scale keeps 11 bits) but not the range: a tile's latents are held in

@@ -36,8 +36,8 @@ struct PlanShape {
 };
 
 // Positions of a sequence that any of its queries sees: [first, end), in tiles from first / kTokens on.
-struct SeqRange {
-  int32_t first_tile, num_tiles, end;
+struct SeqRange {  // positions [begin, end) are seen, in tiles of which the first is the one that `begin` stands in
+  int32_t begin, num_tiles, end;
 };
 
 struct PlanArgs {
@@ -69,9 +69,9 @@ __device__ __forceinline__ SeqRange seq_range(const GatherParams& kv, int32_t se
   if (window > 0) first = length - (is_causal ? query_len : 1) - window + 1;  // the first query's first position
   if (first < 0) first = 0;
   SeqRange r;
-  r.first_tile = int32_t(first) / tile_tokens;
+  r.begin = int32_t(first);
   r.end = int32_t(length);
-  r.num_tiles = (r.end + tile_tokens - 1) / tile_tokens - r.first_tile;
+  r.num_tiles = (r.end + tile_tokens - 1) / tile_tokens - r.begin / tile_tokens;
   if (r.num_tiles < 1) r.num_tiles = 1;  // somebody has to write the empty result
   return r;
 }

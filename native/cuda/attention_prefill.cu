@@ -24,21 +24,19 @@ bool find_scales(const AttentionParams& p, ScaleKind* kind) {
   return k->dtype == KVX_DTYPE_F8_E4M3 || (k->dtype == KVX_DTYPE_S8 && *kind == ROW_SCALES);
 }
 
-// Off: rows of every cache are copied 16 bytes at a time, as those are whose blocks tiles do not consist of.
-constexpr bool kUsesMaps = true;
-
-// Whether whole blocks can go through the copy engine. A ragged table may have a token's neighbours in other blocks.
-kvx_status_t make_maps(const AttentionParams& p, PrefillArgs* a) {
+// For whole blocks to go through the copy engine; box 0: they cannot, and rows are copied 16 bytes at a time. A ragged table may have a
+// token's neighbours in other blocks. A driver that refuses a map is no reason to fail: rows of any cache can be copied.
+void make_maps(const AttentionParams& p, PrefillArgs* a) {
   const int64_t format = p.kv.table.format;
-  if (!kUsesMaps || p.kv.plane[0].dtype != p.q.dtype || (format != KVX_BLOCK_TABLE_PACKED && format != KVX_BLOCK_TABLE_PAGE_CSR)) return KVX_STATUS_OK;
+  if (p.kv.plane[0].dtype != p.q.dtype || (format != KVX_BLOCK_TABLE_PACKED && format != KVX_BLOCK_TABLE_PAGE_CSR)) return;
   MappedPlane planes[2];
   for (int i = 0; i < 2; i++) {
     planes[i] = MappedPlane{&p.kv.plane[i], p.num_kv_heads, p.kv.block_size, p.kv.num_blocks};
-    if (!fits_tensor_map(planes[i])) return KVX_STATUS_OK;
+    if (!fits_tensor_map(planes[i])) return;
   }
-  for (int i = 0; i < 2; i++) KVX_TRY(make_tensor_map(&a->maps[i], planes[i]));
+  for (int i = 0; i < 2; i++)
+    if (make_tensor_map(&a->maps[i], planes[i]) != KVX_STATUS_OK) return;
   a->box = int32_t(box_tokens(p.kv.block_size));
-  return KVX_STATUS_OK;
 }
 
 }  // namespace
@@ -57,7 +55,7 @@ bool takes_prefill(const AttentionParams& p) {
 kvx_status_t run_prefill(const AttentionParams& p, void* stream) {
   PrefillArgs a = {};
   a.rows = make_row_finder(p);
-  KVX_TRY(make_maps(p, &a));
+  make_maps(p, &a);
   for (int i = 0; i < 2; i++) a.data[i] = p.kv.plane[i].data, a.scales[i] = p.kv.plane[i].scale;
   a.q = p.q, a.out = p.out, a.lse = p.lse, a.lse_token = p.lse_token, a.lse_head = p.lse_head, a.sinks = p.sinks;
   a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;

@@ -98,7 +98,7 @@ template <class C> __device__ __forceinline__ PrefillWork find_work(const Prefil
     int32_t end = w.length, first = 0;
     if (a.is_causal) end = w.length - w.queries + 1 + int32_t(a.group.divide(last_row));
     if (a.window > 0) first = int32_t(max(int64_t(0), (a.is_causal ? int64_t(w.length) - w.queries + 1 + a.group.divide(w.first_row) : int64_t(w.length)) - a.window));
-    w.first_tile = first / C::kKeys;
+    w.begin = first, w.first_tile = first / C::kKeys;
     w.num_tiles = end > 0 ? (end + C::kKeys - 1) / C::kKeys - w.first_tile : 0;
     return w;
   }
@@ -122,7 +122,7 @@ template <class C> struct Prefill {
     return a.q.data + (w.first_query + token) * a.q.token + int64_t(head) * a.q.head;
   }
 
-  // The loading warpgroup; of it one warp where the copy engine does the work.
+  // The loading warpgroup; where the copy engine does the work, as many of its warps as ask for it.
   __device__ __forceinline__ void load() {
     if (a.box > 0) {
       if (threadIdx.x >= tiles::MapFiller<Rings>::kWarps * 32) return;
@@ -154,9 +154,9 @@ template <class C> struct Prefill {
       const uint32_t chunk = thread % kChunks, sub = thread / kChunks;
 #pragma unroll
       for (int j = 0; j < C::kRows / kRowsAtOnce; j++) {
-        const uint32_t r = j * kRowsAtOnce + sub, row = w.first_row + r, token = a.group.divide(row), head = w.head * a.group.d + row - token * a.group.d;
+        const uint32_t r = j * kRowsAtOnce + sub, row = w.first_row + r;
         const bool is_there = int32_t(row) < w.rows;
-        const char* from = a.q.data + (is_there ? (w.first_query + token) * a.q.token + int64_t(head) * a.q.head + chunk * 16 : 0);
+        const char* from = is_there ? query_row(row) + chunk * 16 : a.q.data;
         tiles::copy_16(at + C::kQueryAt + chunk_at(r, chunk), from, is_there ? 16 : 0);
       }
       tiles::commit_copies();
@@ -246,6 +246,11 @@ template <class C> struct Prefill {
       const uint4 valid = *Rings::valid(rings(), i);
       if (first + C::kKeys > least_limit || first < most_low || !Rings::is_full(valid)) {
         const uint32_t words[4] = {valid.x, valid.y, valid.z, valid.w};
+        if (a.rows.kv.errors && w.head == 0 && thread == 0) {  // positions whose block is none
+          uint32_t missing = 0;
+          for (int k = 0; k < 4; k++) missing += __popc(tiles::rows_within(first + 32 * k, w.begin, w.length) & ~words[k]);
+          if (missing) atomicAdd(a.rows.kv.errors, (unsigned long long)missing);
+        }
 #pragma unroll
         for (int n = 0; n < C::kKeys / 8; n++)
 #pragma unroll

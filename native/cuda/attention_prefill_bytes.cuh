@@ -54,7 +54,7 @@ template <class P> struct PrefillBytes {
     const uint32_t there = __ballot_sync(0xffffffffu, is_there);
     if (thread % 32 == 0) reinterpret_cast<uint32_t*>(Rings::valid(p.rings(), tile))[thread / 32] = there;
     tiles::meet(1, 128);
-    *asked = tiles::ask_row(p.a.rows, p.w.seq, (p.w.first_tile + tile + 1) * C::kKeys + thread, int32_t(tile) + 1 < p.w.num_tiles ? p.w.length : 0);
+    *asked = tiles::ask_row(p.a.rows, p.w.seq, (p.w.first_tile + tile + 1) * C::kKeys + thread, p.w.begin, int32_t(tile) + 1 < p.w.num_tiles ? p.w.length : 0);
   }
 
   template <bool kIsFull> __device__ __forceinline__ void copy_rows(uint32_t tile, int plane) const {
@@ -112,7 +112,7 @@ template <class P> struct PrefillBytes {
   // widened. Offsets of tile i + 2 are written when all have met after those of tile i were read; valid rows and scales have four places,
   // since the multiplying warps read them after they gave the keys back, and no later than the values.
   __device__ __forceinline__ void load() const {
-    tiles::RowAsked asked = tiles::ask_row(p.a.rows, p.w.seq, uint32_t(p.w.first_tile * C::kKeys) + own_thread(), p.w.length);
+    tiles::RowAsked asked = tiles::ask_row(p.a.rows, p.w.seq, uint32_t(p.w.first_tile * C::kKeys) + own_thread(), p.w.begin, p.w.length);
     const uint32_t num_tiles = max(p.w.num_tiles, 0);
     typename Rings::Ring keys = Rings::keys(p.at + C::kRingsAt), values = Rings::values(p.at + C::kRingsAt);
     for (uint32_t next = 0; next <= num_tiles; next++) {  // tile `next` is copied, the one before it widened

@@ -1,5 +1,7 @@
 #include "tensor_map.h"
 
+#include <atomic>
+
 #include <cuda_runtime.h>
 
 namespace kvx {
@@ -27,7 +29,7 @@ kvx_status_t find_encode(Encode* encode) {
   return KVX_STATUS_OK;
 }
 
-// What the engine steps by from one to the next of `count`: where there is but one, any stride will do, and 0 or an odd one would be refused.
+// What the engine steps by from one to the next of `count`: where there is but one, any stride will do, and 0 would be refused.
 int64_t stride_of(int64_t bytes, int64_t count, int64_t row_bytes) { return count > 1 ? bytes : row_bytes; }
 
 }  // namespace
@@ -45,8 +47,12 @@ bool fits_tensor_map(const MappedPlane& p) {
 }
 
 kvx_status_t make_tensor_map(CUtensorMap* map, const MappedPlane& p) {
-  static Encode encode = nullptr;  // races write the same value
-  if (!encode) KVX_TRY(find_encode(&encode));
+  static std::atomic<Encode> found{nullptr};
+  Encode encode = found.load(std::memory_order_relaxed);
+  if (!encode) {
+    KVX_TRY(find_encode(&encode));
+    found.store(encode, std::memory_order_relaxed);
+  }
   const PlaneParams& plane = *p.plane;
   const int64_t row_bytes = plane.head_dim * 2;
   const cuuint64_t counts[4] = {cuuint64_t(plane.head_dim), cuuint64_t(p.num_heads), cuuint64_t(p.block_size), cuuint64_t(p.num_blocks)};

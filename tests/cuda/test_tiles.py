@@ -406,7 +406,7 @@ def test_ring_of_tiles_from_registers(own, stages, generator):
 class TileRange(ctypes.Structure):
     """kv_rings.cuh has the same struct."""
 
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("seq", "head", "first_tile", "num_tiles", "length"))
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("seq", "head", "first_tile", "num_tiles", "begin", "length"))
 
 
 NUM_HEADS, FEW_BLOCKS, TILE = 3, 40, 128
@@ -465,10 +465,12 @@ def check_fill(own: Library, planes: Planes, kind: TableKind, block_size: int, u
         count, head = -(-length // TILE) - first, seq % NUM_HEADS
         got = torch.zeros(count, 2, dim // 64, TILE, 64, dtype=torch.int16, device="cuda")
         valid = torch.zeros(count, 4, dtype=torch.int32, device="cuda")
-        of_tiles = TileRange(seq=seq, head=head, first_tile=first, num_tiles=count, length=length)
+        begin = first * TILE + (50 if first else 0)  # where a window begins; a box is there if any of its rows is
+        of_tiles = TileRange(seq=seq, head=head, first_tile=first, num_tiles=count, begin=begin, length=length)
         own.run("fill_rings", ctypes.byref(table), data, NUM_HEADS, dim * 2, int(uses_maps), ctypes.byref(of_tiles), got, valid)
         positions = torch.arange(first * TILE, (first + count) * TILE)
-        ids = torch.tensor([entries[seq][p // per_entry] if p < length else -1 for p in positions.tolist()])
+        unit = min(block_size, TILE) if uses_maps else 1
+        ids = torch.tensor([entries[seq][p // per_entry] if begin // unit * unit <= p < length else -1 for p in positions.tolist()])
         is_there = (ids >= 0) & (ids < FEW_BLOCKS)
         what = f"{kind}, sequence {seq}, {length} tokens from {first * TILE}"
         bits = (valid.cpu().unsqueeze(-1) >> torch.arange(32) & 1).flatten().bool()

@@ -60,7 +60,7 @@ __global__ void find_rows_kernel(RowFinder f, const int4* queries, int32_t (*out
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= count) return;
   const int4 query = queries[i];
-  const RowAsked asked = ask_row(f, query.x, query.y, query.z);
+  const RowAsked asked = ask_row(f, query.x, query.y, 0, query.z);
   const RowPlace place = place_row(f, asked, query.w);
   out[i][0] = asked.id, out[i][1] = int32_t(asked.inside), out[i][2] = place.block;
   out[i][3] = int32_t(place.offset[0]), out[i][4] = int32_t(place.offset[1]);
@@ -160,7 +160,7 @@ __global__ void copy_kernel(const uint4* from, const int* bytes, uint4* out) {
 __global__ void matrices_kernel(const uint4* matrices, uint32_t (*out)[4][32]) {
   __shared__ uint4 rows[32];
   const int lane = threadIdx.x;
-  rows[lane] = load_passing_16(matrices + lane);
+  rows[lane] = matrices[lane];
   __syncwarp();
   uint32_t plain[4], turned[4];
   load_matrices(plain, shared_address(&rows[lane]));
@@ -270,7 +270,7 @@ struct FillArgs {
   uint32_t box;  // 0: rows are copied
 };
 
-// Tiles of a sequence, K and V: filled by a warpgroup, or by a warp and the copy engine, read by another warpgroup. Stages hold NaN at first.
+// Tiles of a sequence, K and V: filled by a warpgroup, or by some of its warps and the copy engine, read by another warpgroup. Stages hold NaN at first.
 // tiles: [tile][K, V], bytes as they lie in shared memory; valid: [tile].
 template <int kRowBytes> __global__ void fill_kernel(const __grid_constant__ FillArgs a, uint4* tiles, uint4* valid) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

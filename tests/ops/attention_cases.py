@@ -171,7 +171,7 @@ DECODE = [
     Case(lens=(0, 0), note="nothing"),
     *(Case(queries=n, lens=(40, 17, 3)) for n in (2, 3, 7)),
     Case(queries=5, lens=(3, 9, 0), note="more_queries_than_tokens"),
-    *(Case(window=w) for w in (1, 2, 16, 17, 1000)),
+    *(Case(window=w) for w in (1, 2, 16, 17, 1000, 2**40)),
     *(Case(window=w, queries=4) for w in (1, 5, 1000)),
     Case(causal=False, queries=3),
     Case(causal=False, window=5, queries=3),

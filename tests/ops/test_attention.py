@@ -146,13 +146,31 @@ def test_rows_of_no_sequence_are_left_alone(backend, generator):
     assert (lse[[0, 5, 6]] == 5).all()
 
 
-def test_a_window_needs_only_its_own_blocks(backend, generator):
-    """Engines free the blocks a window has left behind."""
-    made = Case(lens=(70, 41), queries=2, window=10).make(backend.device, generator)
+WINDOWED = [
+    Case(lens=(70, 41), queries=2, window=10),
+    *(
+        Case(lens=(700, 300), queries=queries, window=100, format=f, io="bf16", dim=128)
+        for f in ("bf16", "fp8_e4m3_per_token_head", "int8_per_token_head")
+        for queries in (2, (40, 70))
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WINDOWED, ids=str)
+def test_a_window_needs_only_its_own_blocks(backend, case, generator):
+    """Engines free the blocks a window has left behind: their table entries are none, or blocks that are somebody else's now."""
+    made = case.make(backend.device, generator)
     ids = made.table.block_table.clone()
-    ids[0, :3] = -1  # positions 0..47; the first seen is 70 - 2 - 9 = 59
-    ids[1, 0] = 2**30
-    made.check(*made.run(backend.name, table=kvx.PackedTable(ids, made.table.seq_lens)))
+    used = {int(i) for s, n in enumerate(case.lens) for i in ids[s, : -(-n // case.block)]}
+    other = next(i for i in range(made.cache.spec.num_blocks) if i not in used)
+    for tensor in (*made.cache.cache, *(t for t in made.cache.scales.values() if t is not None and t.dim() > 0)):
+        tensor[other].view(torch.uint8).fill_(0xFF)  # NaN in all of these formats
+    errors = {"errors": torch.zeros((), dtype=torch.int64, device="cuda")} if backend.name == "cuda" else {}
+    for gone in (-1, 2**30, other):
+        for s, (n, queries) in enumerate(zip(case.lens, case.counts, strict=True)):
+            ids[s, : (n - queries - case.window + 1) // case.block] = gone
+        made.check(*made.run(backend.name, table=kvx.PackedTable(ids, made.table.seq_lens), **errors))
+    assert all(int(e) == 0 for e in errors.values())
 
 
 def test_bad_block_ids(backend, generator):

@@ -26,7 +26,7 @@ CASES = [
     *(case(block, layout) for block in (16, 128) for layout in ("HND", "fused_NHD", "fused_HND", "stacked")),
     *(case(block, layout, 64, "f16") for block in (8, 64, 256) for layout in ("NHD", "HND", "fused_NHD")),
     *(case(block, lens=(1500, 897), queries=(80, 20), note="laps") for block in (16, 48, 64, 1024)),
-    *(case(block, window=w) for block in (16, 128) for w in (1, 100, 129)),
+    *(case(block, window=w) for block in (16, 128) for w in (1, 100, 129, 2**40)),
     case(64, causal=False),
     case(64, causal=False, window=70, sinks=True),
     case(16, heads=8, kv_heads=1, soft_cap=4.0, sinks=True),
@@ -71,7 +71,9 @@ def test_prompts_with_bad_ids(backend, block, bad, generator):
         with pytest.raises(kvx.OutOfRange, match="sequence 0"):
             made.run(backend.name, table=table)
         return
-    out, lse = made.run(backend.name, table=table)
+    errors = torch.zeros((), dtype=torch.int64, device="cuda")
+    out, lse = made.run(backend.name, table=table, errors=errors)
+    assert int(errors) >= int((~is_there).sum())
     seen = torch.arange(length) <= torch.arange(length - num_queries, length).unsqueeze(1)
     given = made.q.cpu(), made.k[0, :length], made.v[0, :length], seen & is_there, made.case, None
     want, want_lse, reach = attention_cases.attend(*given, torch.float64)

@@ -17,7 +17,7 @@ constexpr bool kAllArrive = true;
 #else
 constexpr bool kAllArrive = false;
 #endif
-constexpr int arrivals_of(int threads) { return kAllArrive ? threads : 1; }
+__host__ __device__ constexpr int arrivals_of(int threads) { return kAllArrive ? threads : 1; }
 __device__ __forceinline__ void arrive_for_all(uint32_t at, bool is_the_one) {
   if (kAllArrive || is_the_one) arrive(at);
 }

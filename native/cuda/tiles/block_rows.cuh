@@ -1,7 +1,7 @@
 // Rows of a tile, found through the block table: where each of a warp's tokens lies and whether it is there.
 //
 // A tile may span blocks, and start anywhere in one. The table is never read past the block of the last position, and a row that is
-// past the end, or whose block id is bad, is loaded as zeros and named in `valid`: what stands there (stale, even NaN) is never read.
+// behind the first, past the end, or whose block id is bad, is loaded as zeros and named in `valid`: what stands there (stale, even NaN) is never read.
 #pragma once
 #include "../../attention.h"
 #include "../../table.h"
@@ -21,7 +21,7 @@ struct RowFinder {
 
 // A row asked for: its table entry may still be on the way. Turned into a place only when it is needed, so that nobody waits for it.
 struct RowAsked {
-  int32_t id;       // as the table has it; -1 = past the end
+  int32_t id;       // as the table has it; -1 = not one of those asked for
   uint32_t inside;  // token of the block
 };
 
@@ -30,9 +30,10 @@ struct RowPlace {
   int32_t block;       // id, -1 = not there
 };
 
-__device__ __forceinline__ RowAsked ask_row(const RowFinder& f, uint32_t seq, uint32_t position, uint32_t end) {
+// Positions in [begin, end) have rows; of others the table is not read: blocks behind a window may have been given to somebody else.
+__device__ __forceinline__ RowAsked ask_row(const RowFinder& f, uint32_t seq, uint32_t position, uint32_t begin, uint32_t end) {
   RowAsked row = {-1, 0};
-  if (position >= end) return row;
+  if (position < begin || position >= end) return row;
   const uint32_t logical = f.block_size.divide(position);
   row.inside = position - logical * f.block_size.d;
   if (f.is_packed_32) {
@@ -42,6 +43,12 @@ __device__ __forceinline__ RowAsked ask_row(const RowFinder& f, uint32_t seq, ui
     if (place.state == BLOCK_FOUND && place.id <= 0x7fffffff) row.id = int32_t(place.id);
   }
   return row;
+}
+
+// A bit for each of 32 positions from `first` that is in [begin, end).
+__device__ __forceinline__ uint32_t rows_within(int32_t first, int32_t begin, int32_t end) {
+  const int32_t skip = min(max(begin - first, 0), 32), left = min(max(end - first, 0), 32);
+  return uint32_t((uint64_t(1) << left) - 1) & ~uint32_t((uint64_t(1) << skip) - 1);
 }
 
 __device__ __forceinline__ RowPlace place_row(const RowFinder& f, const RowAsked& row, uint32_t head) {

@@ -13,7 +13,7 @@ namespace tiles {
 // Tiles of one sequence and KV head, in order: 128 positions each, the first of tile 0 is position 0.
 struct TileRange {
   int32_t seq, head, first_tile, num_tiles;
-  int32_t length;  // of the sequence: positions from there on are not there
+  int32_t begin, length;  // positions before `begin`, and from `length` on, are not there
 };
 
 template <int kRowBytes_, int kStages_> struct KvRings {

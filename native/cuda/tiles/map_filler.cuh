@@ -36,7 +36,7 @@ template <class Rings> struct MapFiller {
   __device__ __forceinline__ void ask(uint32_t tile) {
     const uint32_t row = threadIdx.x % 32 * box;
     const bool is_there = row < Rings::kRows && int32_t(tile) < range.num_tiles;
-    asked = ask_row(finder, range.seq, (range.first_tile + tile) * Rings::kRows + row, is_there ? range.length : 0);
+    asked = ask_row(finder, range.seq, (range.first_tile + tile) * Rings::kRows + row, max(range.begin - int32_t(box) + 1, 0), is_there ? range.length : 0);
   }
 
   __device__ __forceinline__ void begin() {

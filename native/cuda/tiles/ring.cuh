@@ -3,7 +3,7 @@
 // A stage has two barriers: "full", its tile is there, and "free", all who read it are done. Each side walks through the stages with a Ring of
 // its own, which counts tiles; stage and phase follow from the count, so that neither can be a lap off.
 //
-//   fill:  wait_free, write tile(), arrive_full, next        (or fill: all four around what the caller writes)
+//   fill:  wait_free, write tile(), show it to multiplications, arrive_full, next        (or fill: all around what the caller writes)
 //   read:  wait_full, read tile(), give_back
 //
 // Who fills is the caller's: rows through a block table (row_filler.cuh), the copy engine (map_filler.cuh), or what comes out of registers.

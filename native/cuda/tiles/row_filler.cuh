@@ -27,7 +27,7 @@ template <class Rings> struct RowFiller {
   static __device__ __forceinline__ uint32_t own_thread() { return threadIdx.x % kThreads; }
   __device__ __forceinline__ void ask(uint32_t tile) {
     const bool is_there = int32_t(tile) < range.num_tiles;
-    asked = ask_row(finder, range.seq, (range.first_tile + tile) * Rings::kRows + own_thread(), is_there ? range.length : 0);
+    asked = ask_row(finder, range.seq, (range.first_tile + tile) * Rings::kRows + own_thread(), range.begin, is_there ? range.length : 0);
   }
 
   __device__ __forceinline__ void begin() { ask(0); }
