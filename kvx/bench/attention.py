@@ -7,6 +7,7 @@ gather, which is shown apart.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -239,8 +240,10 @@ def peers(case: Case, batches: list[Batch], device: str) -> dict[str, Timing]:
 
         calls: list[Callable[[], None]] = [partial(call, b, kv) for b, kv in zip(some, contiguous, strict=True)]
         try:
-            found[name] = time_calls(calls, device)
-        except RuntimeError:  # a backend of torch that does not take the shape
+            with warnings.catch_warnings():  # torch says at length why a backend does not take a shape
+                warnings.simplefilter("ignore")
+                found[name] = time_calls(calls, device)
+        except RuntimeError:  # that is how it says so in the end
             continue
     if device == "cuda" and find_spec("flashinfer") is not None and not case.is_prefill and not case.rope:
         found |= _flashinfer(case, some)
