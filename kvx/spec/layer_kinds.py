@@ -175,7 +175,7 @@ def _latent_records(latent: int, rope: int) -> tuple[tuple[str, int], ...]:
 
 def _compressed(config: ConfigFields) -> Iterator[LayerKind]:
     """DeepSeek-V4: a window of rows everywhere, and entries that stand for 4 tokens (CSA, with an indexer) or 128 (HCA)."""
-    ratios, dim, window = _ratios(config), config.int_of("head_dim"), config.int_of("sliding_window")
+    ratios, dim, window = compress_ratios(config), config.int_of("head_dim"), config.int_of("sliding_window")
     rope = config.int_of("qk_rope_head_dim", 0) or 64  # configs that leave it out rotate the last 64 too
     row = Row("KV", 1, (dim,), records=_v4_records(dim, rope))
     for ratio in sorted(set(ratios)):
@@ -207,7 +207,8 @@ def _compressed(config: ConfigFields) -> Iterator[LayerKind]:
             raise config.unsupported(f"compresses {ratio} tokens into one; 4 (CSA) and 128 (HCA) are known here")
 
 
-def _ratios(config: ConfigFields) -> list[int]:
+def compress_ratios(config: ConfigFields) -> list[int]:
+    """Of DeepSeek-V4's layers: tokens an entry stands for; 0 or 1 for a window alone."""
     count = config.num_layers
     if "compress_ratios" in config:
         ratios = config.list_of("compress_ratios", count)

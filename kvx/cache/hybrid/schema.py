@@ -1,0 +1,198 @@
+"""Schemas: what each layer of a hybrid cache keeps, and what that costs.
+
+A layer keeps a window of rows for each request. A layer with a compressor also keeps, in blocks, an entry for every `ratio` tokens,
+and for each request the projected tokens of entries that are not complete: its tail. One with an indexer keeps a key beside each
+entry, with a tail of its own. DeepSeek-V4's three kinds are CSA (4, overlap, indexer), HCA (128) and windows alone (0).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvx.cache.hybrid.rows import RowCodec
+from kvx.errors import BadArgument
+from kvx.spec.config_fields import ConfigFields
+from kvx.spec.layer_kinds import compress_ratios
+
+TAILS = ("running", "ring")  # of layers without overlap: maximum, sum and mean so far; or all tokens of the open window
+
+
+class Bytes(NamedTuple):
+    payload: int
+    allocated: int  # with what pages are padded by
+
+    def __add__(self, other: object) -> Bytes:
+        if not isinstance(other, Bytes):
+            return NotImplemented
+        return Bytes(self.payload + other.payload, self.allocated + other.allocated)
+
+    def times(self, n: int) -> Bytes:
+        return Bytes(self.payload * n, self.allocated * n)
+
+
+@dataclass(frozen=True)
+class LayerSchema:
+    ratio: int = 0  # tokens an entry stands for; 0: there are none
+    overlap: bool = False  # an entry is made of its own tokens and those before them, each projected twice
+    bias: bool = False  # scores get a learned number for each place in a window
+    window: int = 128
+    head_dim: int = 512
+    rope_dim: int = 64
+    index_dim: int = 0  # of the indexer's keys; 0: every entry is read
+    window_rows: str = "fp8_v4"
+    entry_rows: str = "fp8_v4"
+    index_rows: str = "index_mxfp4"
+    tail: str = "running"
+    owner: int = -1  # the layer whose entries this one reads; -1: its own
+
+    def __post_init__(self) -> None:
+        if self.ratio < 0 or self.window < 1 or self.rope_dim % 2 or not 0 <= self.rope_dim <= self.head_dim:
+            raise BadArgument(
+                f"LayerSchema: ratio {self.ratio}, window {self.window}, head_dim {self.head_dim}, rope_dim {self.rope_dim}: "
+                "ratio is 0 or more, a window 1 or more, and the rotary part even and within the row."
+            )
+        if self.tail not in TAILS:
+            raise BadArgument(f'LayerSchema: tail is "{self.tail}"; it is {" or ".join(TAILS)}.')
+        if not self.ratio and (self.overlap or self.index_dim):
+            raise BadArgument("LayerSchema: overlap and index_dim are of entries; ratio 0 has none.")
+
+    @property
+    def kind(self) -> str:
+        return "SWA" if not self.ratio else "CSA" if self.index_dim else "HCA"
+
+    @property
+    def has_entries(self) -> bool:
+        """Of its own: a layer that reads another's keeps none."""
+        return self.ratio > 0 and self.owner < 0
+
+    @property
+    def window_codec(self) -> RowCodec:
+        return RowCodec(self.window_rows, self.head_dim, self.rope_dim)
+
+    @property
+    def entry_codec(self) -> RowCodec:
+        return RowCodec(self.entry_rows, self.head_dim, self.rope_dim)
+
+    @property
+    def index_codec(self) -> RowCodec:
+        return RowCodec(self.index_rows, self.index_dim)
+
+    def entries(self, tokens: int) -> int:
+        """Complete after so many tokens. Token t reads entry j when entries(t + 1) > j."""
+        return tokens // self.ratio if self.ratio else 0
+
+    def block_bytes(self, block_tokens: int) -> Bytes:
+        """Of a block in this layer: entries, and the indexer's keys."""
+        if not self.has_entries:
+            return Bytes(0, 0)
+        rows = block_tokens // self.ratio
+        codecs = [self.entry_codec, *([self.index_codec] if self.index_dim else [])]
+        return Bytes(sum(rows * c.row_bytes for c in codecs), sum(c.page_bytes(rows) for c in codecs))
+
+    def tail_floats(self) -> int:
+        """f32 numbers of a request. With overlap: both projections of the open window and the first of the one before, each with
+        scores; for keys of the indexer as well."""
+        if not self.has_entries:
+            return 0
+        dims = self.head_dim + self.index_dim
+        if self.overlap:
+            return 3 * self.ratio * 2 * dims
+        return 3 * dims if self.tail == "running" else self.ratio * 2 * dims
+
+    def request_bytes(self, max_drafts: int = 0) -> Bytes:
+        """Of a request whatever its length. Drafts may be taken back, so the window keeps that many rows more."""
+        rows, tail = self.window + max_drafts, 4 * self.tail_floats()
+        return Bytes(rows * self.window_codec.row_bytes + tail, self.window_codec.page_bytes(rows) + tail)
+
+    def resume_bytes(self) -> int:
+        """What a request needs beside blocks to go on from a multiple of every ratio: the window, and the overlap."""
+        overlap = self.ratio * 2 * 4 * (self.head_dim + self.index_dim) if self.overlap and self.has_entries else 0
+        return self.window * self.window_codec.row_bytes + overlap
+
+
+@dataclass(frozen=True)
+class HybridSchema:
+    layers: tuple[LayerSchema, ...]
+    block_tokens: int = 128
+    max_drafts: int = 0
+
+    def __post_init__(self) -> None:
+        unit = math.lcm(*(layer.ratio or 1 for layer in self.layers))
+        if not self.layers or self.block_tokens <= 0 or self.block_tokens % unit:
+            raise BadArgument(
+                f"HybridSchema: blocks of {self.block_tokens} tokens for {len(self.layers)} layers; whole entries of every layer "
+                f"need a multiple of {unit}."
+            )
+        for i, layer in enumerate(self.layers):
+            if layer.owner >= i or (layer.owner >= 0 and not self.layers[layer.owner].has_entries):
+                raise BadArgument(
+                    f"HybridSchema: layer {i} reads entries of layer {layer.owner}; it is an earlier one that has its own."
+                )
+
+    # --- where schemas come from -----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def of(model: Any, *, block_tokens: int = 128, max_drafts: int = 0, **rows: Any) -> HybridSchema:
+        """Of "DeepSeek-V4-Flash" or another known model's name, a config.json, its fields, or a Transformers config.
+
+        `rows`: fields of LayerSchema for every layer, as entry_rows="bf16".
+        """
+        config = ConfigFields.load(model)
+        ratios = compress_ratios(config)
+        dims = {
+            "window": config.int_of("sliding_window"),
+            "head_dim": config.int_of("head_dim"),
+            "rope_dim": config.int_of("qk_rope_head_dim", 0) or 64,
+            **rows,
+        }
+        index_dim = config.int_of("index_head_dim", 0)
+        return HybridSchema(tuple(_layer(r, index_dim, dims) for r in ratios), block_tokens, max_drafts)
+
+    # --- what it costs ---------------------------------------------------------------------------------------------------
+
+    @property
+    def block_bytes(self) -> Bytes:
+        return _sum(layer.block_bytes(self.block_tokens) for layer in self.layers)
+
+    @property
+    def token_bytes(self) -> tuple[float, float]:
+        """Of a token in blocks, payload and allocated."""
+        return self.block_bytes.payload / self.block_tokens, self.block_bytes.allocated / self.block_tokens
+
+    @property
+    def request_bytes(self) -> Bytes:
+        return _sum(layer.request_bytes(self.max_drafts) for layer in self.layers)
+
+    @property
+    def resume_bytes(self) -> int:
+        return sum(layer.resume_bytes() for layer in self.layers)
+
+    def blocks(self, tokens: int) -> int:
+        """That hold the entries of so many tokens. Tokens of an open window have none yet."""
+        done = max((layer.entries(tokens) * layer.ratio for layer in self.layers), default=0)
+        return -(-done // self.block_tokens)
+
+    def block_budget(self, max_context: int, max_requests: int, headroom: float = 1.10) -> int:
+        """Blocks for as many requests of that length, and some to spare."""
+        if max_context < 1 or max_requests < 1 or headroom < 1.0:
+            raise BadArgument(
+                f"block_budget(): max_context {max_context}, max_requests {max_requests}, headroom {headroom}: none is under 1."
+            )
+        return math.ceil(-(-max_context // self.block_tokens) * max_requests * headroom)
+
+    def memory_bytes(self, num_blocks: int, num_requests: int) -> Bytes:
+        return self.block_bytes.times(num_blocks) + self.request_bytes.times(num_requests)
+
+
+def _layer(ratio: int, index_dim: int, more: Mapping[str, Any]) -> LayerSchema:
+    """As DeepSeek-V4 has them; ratio 1 is what some configs write for a window alone."""
+    if ratio <= 1:
+        return LayerSchema(**more)
+    return LayerSchema(ratio, overlap=ratio == 4, bias=True, index_dim=index_dim if ratio == 4 else 0, **more)
+
+
+def _sum(parts: Iterable[Bytes]) -> Bytes:
+    return sum(parts, Bytes(0, 0))
