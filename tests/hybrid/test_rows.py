@@ -159,6 +159,14 @@ def test_wrong_shapes_are_refused(make):
         make()
 
 
+@pytest.mark.parametrize("name", ROW_FORMATS)
+def test_no_rows(name):
+    c = codec(name)
+    pages = torch.zeros(2, c.page_bytes(3), dtype=torch.uint8)
+    c.write(pages, 3, torch.zeros(0, dtype=torch.int64), torch.zeros(0, c.dim))
+    assert c.read(pages, 3, torch.zeros(0, dtype=torch.int64)).shape == (0, c.dim)
+
+
 def test_pages_that_are_too_small_are_refused():
     with pytest.raises(BadArgument, match=r"\[pages, 1728\]"):
         codec("fp8_v4").parts(torch.zeros(3, 100, dtype=torch.uint8), 2)

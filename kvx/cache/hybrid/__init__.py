@@ -1,6 +1,7 @@
 """The hybrid cache of DeepSeek-V4: windows of rows, compressed entries in blocks, and the sums that entries are made of."""
 
+from kvx.cache.hybrid.cache import HybridCache, LayerStore, Request
 from kvx.cache.hybrid.rows import ROW_FORMATS, RowCodec, RowFormat
 from kvx.cache.hybrid.schema import Bytes, HybridSchema, LayerSchema
 
-__all__ = ["ROW_FORMATS", "Bytes", "HybridSchema", "LayerSchema", "RowCodec", "RowFormat"]
+__all__ = ["ROW_FORMATS", "Bytes", "HybridCache", "HybridSchema", "LayerSchema", "LayerStore", "Request", "RowCodec", "RowFormat"]

@@ -113,7 +113,7 @@ class RowCodec:
         if self._scale is None:
             data = encode(coded, self._element, None).contiguous().view(torch.uint8)
             return torch.cat((data, rope_bytes), -1), data.new_zeros(len(x), 0)
-        tiles = coded.reshape(len(x), -1, self._group)
+        tiles = coded.reshape(len(x), self._coded // self._group, self._group)
         units = self._scales_of(tiles)
         factors = load_scale(units, self._scale).unsqueeze(-1)
         codes = _e2m1_down(tiles / factors) if f.ties_down else encode(tiles, self._element, factors)
@@ -142,7 +142,7 @@ class RowCodec:
         used = scales[:, : self._scale_used].contiguous()
         units = used.view(torch.float32) if self._scale.name == "f32" else used
         factors = load_scale(units, self._scale).unsqueeze(-1)
-        tiles = codes.reshape(len(data), factors.shape[1], -1)
+        tiles = codes.reshape(len(data), factors.shape[1], coded_bytes // factors.shape[1])
         return torch.cat((decode(tiles, self._element, factors, torch.float32).flatten(1), rope), -1)
 
     # --- pages -----------------------------------------------------------------------------------------------------------
