@@ -106,7 +106,8 @@ class HybridModel:
         first = start // ratio
         at = torch.arange(first, first + len(pooled), device=x.device)[None] * ratio
         cos, sin = compressor.rotary_emb(x, position_ids=at, layer_type=compressor.rope_layer_type)
-        pool.write(self.cache.blocks(request), first, _rotate(compressor.kv_norm(pooled), cos[0], sin[0]))
+        entries = _rotate(compressor.kv_norm(pooled), cos[0], sin[0])
+        self.cache.write_entries(request, pool, ratio, first, entries)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

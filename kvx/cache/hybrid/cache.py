@@ -69,6 +69,7 @@ class Request:
         self.slot = slot
         self.length = 0  # tokens that steps were prepared for
         self.num_blocks = 0
+        self.num_shared = 0  # tokens whose entries came with the request: they are not written again
         self.is_released = False
 
     def __repr__(self) -> str:
@@ -126,7 +127,7 @@ class HybridCache:
         """The next tokens of these requests will be computed: give them their blocks. OutOfBlocks changes nothing."""
         lengths = []
         for request, tokens in work:
-            self._check("prepare_forward", request)
+            self.check_live("prepare_forward", request)
             if tokens < 0 or request.length + tokens > self.max_context:
                 raise BadArgument(
                     f"prepare_forward(): {request} would have {request.length + tokens} tokens; it takes 0 or more, and "
@@ -135,7 +136,7 @@ class HybridCache:
             lengths.append(request.length + tokens)
         if len({id(request) for request, _ in work}) != len(work):
             raise BadArgument("prepare_forward(): a request is there twice. Nothing changed.")
-        counts = [self.schema.blocks(n) - r.num_blocks for n, (r, _) in zip(lengths, work, strict=True)]
+        counts = [max(0, self.schema.blocks(n) - r.num_blocks) for n, (r, _) in zip(lengths, work, strict=True)]
         ids = torch.from_numpy(self.allocator.allocate(sum(counts))).to(self.device)
         at = 0
         for (request, _), length, count in zip(work, lengths, counts, strict=True):
@@ -144,7 +145,7 @@ class HybridCache:
 
     def release_request(self, request: Request) -> None:
         """Give everything back. The slot is as before the first token when the next request gets it."""
-        self._check("release_request", request)
+        self.check_live("release_request", request)
         row = self.block_table[request.slot]
         self.allocator.release(row[: request.num_blocks].cpu().numpy())
         row.fill_(-1)
@@ -156,9 +157,14 @@ class HybridCache:
         request.is_released = True
         self._free_slots.append(request.slot)
 
-    def _check(self, call: str, request: Request) -> None:
+    def check_live(self, call: str, request: Request) -> None:
         if request.is_released:
             raise BadArgument(f"{call}(): {request} was released. Nothing changed.")
+
+    def write_entries(self, request: Request, pool: EntryPool, ratio: int, first: int, x: Tensor) -> None:
+        """Entries from number `first` on, those that are shared left out."""
+        skip = min(len(x), max(0, request.num_shared // ratio - first))
+        pool.write(self.blocks(request), first + skip, x[skip:])
 
     def blocks(self, request: Request) -> Tensor:
         """[num_blocks] int32: a view of the table."""

@@ -1,0 +1,94 @@
+"""HybridPrefix: requests that begin as earlier ones did share their blocks, and go on from a checkpoint of the rest.
+
+Blocks of entries are found by content, as any cache's. A window is not in blocks: what stood in a request's ring is gone when the
+ring has moved on, and another request's must never be read. So where a block ends a checkpoint may be kept: the window, and the
+overlap.
+
+    policy "full"       a checkpoint wherever a block ends
+    policy p            every p tokens
+    policy "zero"       none
+
+A request goes on from the last checkpoint before the end of what it shares. Without one it computes tokens again: from as far back
+as windows reach through all layers ("exact"), or one window ("bounded", an approximation). Either way tokens computed again do not
+write entries that are there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvx.cache.hybrid.cache import HybridCache, Request
+from kvx.cache.hybrid.state import RequestState, put_slot, take_state
+from kvx.cache.prefix import PrefixCache
+from kvx.errors import BadArgument
+
+
+class Resumed(NamedTuple):
+    request: Request
+    start: int  # tokens from here on are to be computed
+    shared: int  # entries of tokens before this are there, and are not written
+    is_exact: bool  # windows at `shared` will be as if all tokens had been computed
+
+
+class HybridPrefix:
+    def __init__(
+        self,
+        cache: HybridCache,
+        *,
+        policy: str | int = "full",
+        replay: str = "exact",
+        salt: bytes = b"",
+        max_checkpoints: int = 256,
+    ) -> None:
+        block = cache.schema.block_tokens
+        if replay not in ("exact", "bounded"):
+            raise BadArgument(f'HybridPrefix: replay is {replay!r}; it is "exact" or "bounded".')
+        if policy not in ("full", "zero") and (not isinstance(policy, int) or policy < 1 or policy % block):
+            raise BadArgument(f'HybridPrefix: policy is {policy!r}; it is "full", "zero", or a multiple of {block} tokens.')
+        self.cache, self.policy, self.replay = cache, policy, replay
+        self.names = PrefixCache([cache.allocator], block, salt=salt)
+        self.checkpoints: OrderedDict[bytes, RequestState] = OrderedDict()  # by the name of the block before; oldest use first
+        self._max_checkpoints = max_checkpoints
+
+    def admit(self, tokens: Sequence[int]) -> Resumed:
+        """A request that begins with these tokens. At least the last of them is left to compute."""
+        block, schema = self.cache.schema.block_tokens, self.cache.schema
+        hashes = self.names.hashes(np.asarray(tokens[:-1], np.int32))
+        request = self.cache.admit_request()
+        count, held = self.names.match(hashes, (0,))
+        if not count:
+            return Resumed(request, 0, 0, True)
+        ids = torch.from_numpy(held[0]).to(self.cache.device)
+        self.cache.block_table[request.slot, :count] = ids
+        request.num_blocks, request.num_shared = count, count * block
+        at = next((n for n in range(count, 0, -1) if hashes[n - 1] in self.checkpoints), 0)
+        if at:
+            self.checkpoints.move_to_end(hashes[at - 1])
+            put_slot(self.cache, request, self.checkpoints[hashes[at - 1]])
+            request.length = at * block
+        else:
+            # Tokens near the start lack what they should have seen of their window, and the next layer gets that from them.
+            windows = [layer.window for layer in schema.layers]
+            request.length = max(0, count * block - (sum(windows) if self.replay == "exact" else max(windows)))
+        return Resumed(request, request.length, count * block, at > 0 or self.replay == "exact" or request.length == 0)
+
+    def commit(self, request: Request, tokens: Sequence[int]) -> None:
+        """The request's tokens so far are computed: name its full blocks, and keep a checkpoint if one is due here."""
+        block = self.cache.schema.block_tokens
+        full = request.length // block
+        if not full:
+            return
+        hashes = self.names.hashes(np.asarray(tokens[: full * block], np.int32))
+        ids = self.cache.blocks(request)[:full].cpu().numpy()
+        self.names.put(0, hashes, ids)
+        every = block if self.policy == "full" else self.policy
+        if isinstance(every, int) and request.length % every == 0 and request.length == full * block:
+            self.checkpoints[hashes[-1]] = take_state(self.cache, request, entries=False)
+            self.checkpoints.move_to_end(hashes[-1])
+            if len(self.checkpoints) > self._max_checkpoints:
+                self.checkpoints.popitem(last=False)
