@@ -8,7 +8,6 @@ memcpy by as many threads as the op may use.
 from __future__ import annotations
 
 import ctypes
-import json
 import platform
 import statistics
 import subprocess
@@ -213,17 +212,13 @@ def headline(device: str) -> str:
     return f"{where} · torch {m['torch']} · kvx {m['commit']} · {cold} · median (p10-p90)"
 
 
-def save(name: str, device: str, rows: Sequence[Row], folder: Path, ceiling_gbps: float, ceiling: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    now = datetime.now(UTC)
-    path = folder / f"{now:%Y-%m-%d}-{name}-{device}.json"
-    body = {
+def result(name: str, device: str, rows: Sequence[Row], ceiling_gbps: float, ceiling: str) -> dict[str, Any]:
+    """What a result file holds."""
+    return {
         "bench": name,
-        "date": now.isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"kvx bench {name} --device {device}",
         "machine": machine(device),
         f"{ceiling}_ceiling_gbps": ceiling_gbps,
         "rows": [{**asdict(r), "gbps": r.gbps, f"share_of_{r.ceiling}": r.share} for r in rows],
     }
-    path.write_text(json.dumps(body, indent=1) + "\n")
-    return path

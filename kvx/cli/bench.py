@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,10 +29,12 @@ app = typer.Typer(no_args_is_help=True, help="Check an op against its definition
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
 Out = Annotated[Path, typer.Option(help="folder of the result file")]
 Only = Annotated[str, typer.Option(help="run only the cases whose line contains this text")]
+Json = Annotated[bool, typer.Option("--json", help="the result on stdout, in place of a file; lines go to stderr")]
 RESULTS = Path("bench/results")
 
 
-def _run(name: str, device: str, out: Path, only: str) -> None:
+def _run(name: str, device: str, out: Path, only: str, as_json: bool) -> None:
+    """A bench of cases: each is a line as soon as it is measured."""
     reason = backends.reason_missing(device) if device in ("cpu", "cuda") else "devices are cpu and cuda"
     if reason is not None:
         raise typer.BadParameter(f"{device}: {reason}", param_hint="--device")
@@ -44,91 +47,103 @@ def _run(name: str, device: str, out: Path, only: str) -> None:
         "append": append_bench,
         "attention": attention_bench,
     }[name]
-    typer.echo(harness.headline(device))
+    say = partial(typer.echo, err=as_json)
+    say(harness.headline(device))
     kind = getattr(bench, "CEILING", "copy")
     ceiling = harness.read_ceiling_gbps(device) if kind == "read" else harness.copy_ceiling_gbps(device)
-    typer.echo(f" {kind} ceiling {ceiling / 1e3:.3f} TB/s" + (" (bytes read + bytes written)" if kind == "copy" else ""))
+    say(f" {kind} ceiling {ceiling / 1e3:.3f} TB/s" + (" (bytes read + bytes written)" if kind == "copy" else ""))
     rows = []
     for case in bench.cases(device):
         if only and only not in " ".join(f"{k}={v}" for k, v in case.label.items()):
             continue
         row = bench.run(case, device, ceiling)
         rows.append(row)
-        typer.echo(str(row))
-    if not only:
-        typer.echo(f"saved {harness.save(name, device, rows, out, ceiling, kind)}")
+        say(str(row))
+    if as_json or not only:  # a part of the cases is not kept as a result
+        _hand_over(harness.result(name, device, rows, ceiling, kind), device, out, as_json)
+
+
+def _measure(bench: Any, device: str, out: Path, as_json: bool, **options: Any) -> None:
+    """A bench that is measured as a whole."""
+    say = partial(typer.echo, err=as_json)
+    say(harness.headline(device))
+    result = bench.measure(**options)
+    say(bench.show(result))
+    _hand_over(result, device, out, as_json)
+
+
+def _hand_over(result: dict[str, Any], device: str, out: Path, as_json: bool) -> None:
+    text = json.dumps(result, indent=1)
+    if as_json:
+        typer.echo(text)
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{datetime.now(UTC):%Y-%m-%d}-{result['bench']}-{device}.json"
+    path.write_text(text + "\n")
+    typer.echo(f"saved {path}")
 
 
 @app.command()
-def write(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
+def write(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
     """K and V of a batch into scattered blocks."""
-    _run("write", device, out, only)
+    _run("write", device, out, only, as_json)
 
 
 @app.command()
-def append(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
+def append(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
     """A fused QKV normed, rotated and put into scattered blocks."""
-    _run("append", device, out, only)
+    _run("append", device, out, only, as_json)
 
 
 @app.command()
-def attention(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
+def attention(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
     """Queries over keys and values in scattered blocks."""
-    _run("attention", device, out, only)
+    _run("attention", device, out, only, as_json)
 
 
 @app.command()
-def gather(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
+def gather(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
     """Whole sequences out of scattered blocks."""
-    _run("gather", device, out, only)
+    _run("gather", device, out, only, as_json)
 
 
 @app.command()
-def convert(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
+def convert(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
     """Whole caches from one engine's bytes to another's."""
-    _run("convert", device, out, only)
+    _run("convert", device, out, only, as_json)
 
 
 @app.command()
-def digest(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
+def digest(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
     """The content digest of whole caches."""
-    _run("digest", device, out, only)
+    _run("digest", device, out, only, as_json)
 
 
 @app.command()
-def amax(device: Device = "cpu", out: Out = RESULTS, only: Only = "") -> None:
+def amax(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
     """Largest magnitudes of a batch."""
-    _run("amax", device, out, only)
+    _run("amax", device, out, only, as_json)
 
 
 @app.command()
-def call(out: Out = RESULTS) -> None:
+def call(out: Out = RESULTS, as_json: Json = False) -> None:
     """What one Python call costs over the kernel itself."""
-    typer.echo(harness.headline("cpu"))
-    result = call_bench.measure()
-    typer.echo(call_bench.show(result))
-    _save("call", result, out)
+    _measure(call_bench, "cpu", out, as_json)
 
 
 @app.command()
-def cache(out: Out = RESULTS) -> None:
+def cache(out: Out = RESULTS, as_json: Json = False) -> None:
     """What a paged cache's decisions cost on the host, beside vLLM's where it is installed."""
-    typer.echo(harness.headline("cpu"))
-    result = cache_bench.measure()
-    typer.echo(cache_bench.show(result))
-    _save("cache", result, out)
+    _measure(cache_bench, "cpu", out, as_json)
 
 
 @app.command()
-def step(out: Out = RESULTS) -> None:
+def step(out: Out = RESULTS, as_json: Json = False) -> None:
     """A decode step of a model of 8 billion weights on a GPU, beside the time its bytes need."""
     reason = backends.reason_missing("cuda")
     if reason is not None:
         raise typer.BadParameter(reason, param_hint="kvx bench step")
-    typer.echo(harness.headline("cuda"))
-    result = step_bench.measure()
-    typer.echo(step_bench.show(result))
-    _save("step", result, out, "cuda")
+    _measure(step_bench, "cuda", out, as_json)
 
 
 @app.command()
@@ -137,17 +152,9 @@ def generate(
     dtype: Annotated[str, typer.Option(help="f32, bf16, f16; auto: f32 on a CPU, else bf16")] = "auto",
     repeats: Annotated[int, typer.Option(help="runs of each; the median counts")] = 3,
     out: Out = RESULTS,
+    as_json: Json = False,
 ) -> None:
     """Eight texts of a real model together, beside transformers' generate on the same weights."""
-    typer.echo(harness.headline(device))
     cases = {"questions after one system prompt": (QUESTIONS, SYSTEM), "questions alone": (QUESTIONS, "")}
-    result = generate_bench.measure(cases, dtype=dtype_of(dtype, device), device=device, repeats=repeats)
-    typer.echo(generate_bench.show(result))
-    _save("generate", result, out, device)
-
-
-def _save(name: str, result: dict[str, Any], out: Path, device: str = "cpu") -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{datetime.now(UTC):%Y-%m-%d}-{name}-{device}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    typer.echo(f"saved {path}")
+    options = {"cases": cases, "dtype": dtype_of(dtype, device), "device": device, "repeats": repeats}
+    _measure(generate_bench, device, out, as_json, **options)

@@ -14,7 +14,7 @@ from kvx.spec.dtypes import DType
 
 _INT_RANGE = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0)}
 # Between neighbours of e2m1's 0 .5 1 1.5 2 3 4 6; a tie goes to the even code.
-_E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -91,6 +91,6 @@ def unpack_nibbles(units: Tensor) -> Tensor:
 def _encode_e2m1(y: Tensor) -> Tensor:
     magnitude = y.abs()
     codes = torch.zeros(y.shape, dtype=torch.uint8, device=y.device)
-    for i, middle in enumerate(_E2M1_MIDDLES):
+    for i, middle in enumerate(E2M1_MIDDLES):
         codes += (magnitude > middle) | ((magnitude == middle) if i % 2 else torch.zeros_like(magnitude, dtype=torch.bool))
     return codes | (torch.signbit(y).to(torch.uint8) << 3)

@@ -61,17 +61,7 @@ template <class P> struct PrefillBytes {
     const uint32_t thread = own_thread(), to = raw(plane, thread);
     const char* data = p.a.data[plane] + chunk_of(thread) * 16;
     asm volatile("" : "+l"(data));  // added up here: an address below is one instruction
-    const uint4* mine = reinterpret_cast<const uint4*>(Rings::offsets(p.rings(), tile) + plane * C::kKeys + row_of(thread) * kMine);
-#pragma unroll
-    for (int j = 0; j < kMine; j += 4) {
-      const uint4 four = mine[j / 4];
-      const uint32_t offset[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        if (kIsFull) tiles::copy_16(to + (j + k) * 2048, data + uint64_t(offset[k]) * 16);
-        else tiles::copy_16(to + (j + k) * 2048, data + (offset[k] == Rings::kNoRow ? 0 : uint64_t(offset[k]) * 16), offset[k] == Rings::kNoRow ? 0 : 16);
-      }
-    }
+    Rings::template copy_rows<kMine, 2048>(to, data, Rings::offsets(p.rings(), tile) + plane * C::kKeys + row_of(thread) * kMine, kIsFull);
   }
   __device__ __forceinline__ void copy(uint32_t tile, int plane) const {
     if (Rings::is_full(*Rings::valid(p.rings(), tile))) copy_rows<true>(tile, plane);

@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 
+pytest.importorskip("transformers", minversion="4.56", reason="the adapter is for transformers 4.56 or newer")
+
 from kvx.adapters.transformers import KvxCache
 from kvx.ops import backend as backends
 from tests.adapters import test_transformers_cache as host

@@ -71,3 +71,10 @@ def test_bench_call_writes_a_result(tmp_path):
     result = json.loads(next(tmp_path.glob("*.json")).read_text())
     assert result["overhead_us"] > 0
     assert result["machine"]["kvx"] == kvx.__version__
+
+
+def test_bench_as_json_is_json_alone(tmp_path):
+    result = json.loads(run("bench", "amax", "--json", "--only", "no such case", "--out", str(tmp_path)))
+    assert (result["bench"], result["rows"]) == ("amax", [])
+    assert result["copy_ceiling_gbps"] > 0
+    assert not list(tmp_path.iterdir())

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("transformers", minversion="4.56", reason="the adapter is for transformers 4.56 or newer")
+
 from kvx import BadArgument
 from kvx.adapters.transformers.deepseek_v4 import HybridModel
 from kvx.cache.hybrid import HybridCache, HybridSchema

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+pytest.importorskip("transformers", minversion="4.56", reason="the adapter is for transformers 4.56 or newer")
+
 from kvx import BadArgument, OutOfBlocks
 from kvx.adapters.transformers.deepseek_v4 import HybridModel
 from kvx.cache.hybrid import HybridCache, HybridPrefix, HybridSchema, put_state, take_state

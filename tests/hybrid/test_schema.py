@@ -50,7 +50,7 @@ def test_other_keys_of_the_indexer(rows, token):
     assert HybridSchema.of("DeepSeek-V4-Flash", index_rows=rows).token_bytes[0] == token
 
 
-def test_bf16_rows_and_the_seeds():
+def test_bf16_rows_and_one_scale_an_entry():
     assert HybridSchema.of("DeepSeek-V4-Flash", entry_rows="bf16", index_rows="bf16").token_bytes[0] == 6880
     assert round(HybridSchema.of("DeepSeek-V4-Flash", entry_rows="fp8_entry", index_rows="index_nvfp4").token_bytes[0], 1) == 3513.6
 

@@ -55,8 +55,8 @@ def test_entries_are_those_of_the_whole_text(name, cut, generator):
     torch.testing.assert_close(torch.cat(got).double(), answer(tail, kv, score), rtol=0, atol=2e-6)
 
 
-def test_the_seeds_rotation_would_be_seen(generator):
-    """Its own projection of the window before is another's: entries after the first are far off."""
+def test_a_window_handed_on_by_the_wrong_projection_would_be_seen(generator):
+    """What a window gives to the next entry is not what it gave to its own: entries after the first are far off."""
     tail = Tail(4, DIM, 1, overlap=True)
     kv, score = projected(tail, generator)
     want = answer(tail, kv, score)

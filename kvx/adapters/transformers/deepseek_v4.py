@@ -47,8 +47,8 @@ class HybridModel:
         attentions = [layer.self_attn for layer in self.model.model.layers]
         before = [vars(attn).get("forward") for attn in attentions]  # others may have put theirs there, as accelerate does
         try:
-            for attn, store in zip(attentions, self.cache.layers, strict=True):
-                attn.forward = partial(self._attend, attn, store, request, start)
+            for i, attn in enumerate(attentions):
+                attn.forward = partial(self.attend, i, request, start)
             yield
         finally:
             for attn, forward in zip(attentions, before, strict=True):
@@ -56,11 +56,12 @@ class HybridModel:
                 if forward is not None:
                     attn.forward = forward
 
-    def _attend(
-        self, attn: Any, store: LayerStore, request: Request, start: int, hidden_states: Tensor,
+    def attend(
+        self, layer: int, request: Request, start: int, hidden_states: Tensor,
         position_embeddings: dict[str, tuple[Tensor, Tensor]], position_ids: Tensor, *_: Any, **__: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """In place of DeepseekV4Attention.forward, for a batch of one."""
+        """In place of DeepseekV4Attention.forward, for a batch of one: tokens from position `start` on."""
+        attn, store = self.model.model.layers[layer].self_attn, self.cache.layers[layer]
         x, positions = hidden_states[0], position_ids[0]
         cos, sin = position_embeddings[attn.rope_layer_type][0][0], position_embeddings[attn.rope_layer_type][1][0]
         latent = attn.q_a_norm(attn.q_a_proj(x))

@@ -70,6 +70,7 @@ class Request:
         self.length = 0  # tokens that steps were prepared for
         self.num_blocks = 0
         self.num_shared = 0  # tokens whose entries came with the request: they are not written again
+        self.names: list[bytes] = []  # of its blocks, where a HybridPrefix has named them
         self.is_released = False
 
     def __repr__(self) -> str:

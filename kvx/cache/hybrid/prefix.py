@@ -65,7 +65,7 @@ class HybridPrefix:
             return Resumed(request, 0, 0, True)
         ids = torch.from_numpy(held[0]).to(self.cache.device)
         self.cache.block_table[request.slot, :count] = ids
-        request.num_blocks, request.num_shared = count, count * block
+        request.num_blocks, request.num_shared, request.names = count, count * block, hashes[:count]
         at = next((n for n in range(count, 0, -1) if hashes[n - 1] in self.checkpoints), 0)
         if at:
             self.checkpoints.move_to_end(hashes[at - 1])
@@ -79,16 +79,17 @@ class HybridPrefix:
 
     def commit(self, request: Request, tokens: Sequence[int]) -> None:
         """The request's tokens so far are computed: name its full blocks, and keep a checkpoint if one is due here."""
-        block = self.cache.schema.block_tokens
-        full = request.length // block
+        block, hashes = self.cache.schema.block_tokens, request.names
+        named, full = len(hashes), request.length // block
+        if full > named:
+            new = np.asarray(tokens[named * block : full * block], np.int32)
+            hashes += self.names.hashes(new, parent=hashes[-1] if hashes else None)
+            self.names.put(0, hashes[named:], self.cache.blocks(request)[named:full].cpu().numpy())
         if not full:
             return
-        hashes = self.names.hashes(np.asarray(tokens[: full * block], np.int32))
-        ids = self.cache.blocks(request)[:full].cpu().numpy()
-        self.names.put(0, hashes, ids)
         every = block if self.policy == "full" else self.policy
         if isinstance(every, int) and request.length % every == 0 and request.length == full * block:
-            self.checkpoints[hashes[-1]] = take_state(self.cache, request, entries=False)
-            self.checkpoints.move_to_end(hashes[-1])
+            self.checkpoints[hashes[full - 1]] = take_state(self.cache, request, entries=False)
+            self.checkpoints.move_to_end(hashes[full - 1])
             if len(self.checkpoints) > self._max_checkpoints:
                 self.checkpoints.popitem(last=False)

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.quant import decode, encode, load_scale, round_scale
-from kvx.quant.numbers import pack_nibbles
+from kvx.quant.numbers import E2M1_MIDDLES, pack_nibbles
 from kvx.quant.scales import finite_amax
 from kvx.spec.dtypes import DTYPES
 
-_E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 WHOLE = -1  # a group of all coded elements
 
 
@@ -178,6 +177,6 @@ class RowCodec:
 def _e2m1_down(x: Tensor) -> Tensor:
     """Codes of e2m1, ties to the smaller magnitude and without -0, two a byte."""
     codes = torch.zeros_like(x, dtype=torch.uint8)
-    for middle in _E2M1_MIDDLES:
+    for middle in E2M1_MIDDLES:
         codes += (x.abs() > middle).to(torch.uint8)
     return pack_nibbles(codes | ((x < 0) & (codes > 0)).to(torch.uint8) << 3)

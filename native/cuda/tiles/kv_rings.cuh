@@ -34,6 +34,20 @@ template <int kRowBytes_, int kStages_> struct KvRings {
   static __device__ __forceinline__ uint32_t* offsets(char* rings, uint32_t tile) { return reinterpret_cast<uint32_t*>(rings + kOffsetsAt) + tile % 2 * 2 * kRows; }
 
   static __device__ __forceinline__ uint32_t chunk_at(uint32_t row, uint32_t chunk) { return (chunk / 8) * kColumnBytes + row * 128 + (((chunk % 8) ^ (row % 8)) << 4); }
+  // A thread's chunk of kCount rows, kStep bytes apart in shared memory. Offsets lie in the order the rows are taken, four to a load; zeros
+  // where there is no row, which a full tile need not ask.
+  template <int kCount, int kStep> static __device__ __forceinline__ void copy_rows(uint32_t to, const char* from, const uint32_t* offsets, bool is_full) {
+#pragma unroll
+    for (int j = 0; j < kCount; j += 4) {
+      const uint4 four = reinterpret_cast<const uint4*>(offsets)[j / 4];
+      const uint32_t offset[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        if (is_full) copy_16(to + (j + k) * kStep, from + uint64_t(offset[k]) * 16);
+        else copy_16(to + (j + k) * kStep, from + (offset[k] == kNoRow ? 0 : uint64_t(offset[k]) * 16), offset[k] == kNoRow ? 0 : 16);
+      }
+    }
+  }
   static __device__ __forceinline__ bool is_full(const uint4& valid) { return (valid.x & valid.y & valid.z & valid.w) == 0xffffffffu; }
 };
 

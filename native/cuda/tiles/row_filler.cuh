@@ -51,18 +51,7 @@ template <class Rings> struct RowFiller {
       ring.wait_free();
       const uint32_t to = ring.tile() + Rings::chunk_at(sub, chunk);
       const char* from = data[plane] + chunk * 16;
-      const uint4* mine = reinterpret_cast<const uint4*>(offsets + plane * Rings::kRows + sub * kMine);
-#pragma unroll
-      for (int j = 0; j < kMine; j += 4) {
-        const uint4 four = mine[j / 4];
-        const uint32_t offset[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-          const uint32_t there_at = to + (j + k) * kRowsAtOnce * 128;
-          if (is_full) copy_16(there_at, from + uint64_t(offset[k]) * 16);
-          else copy_16(there_at, from + (offset[k] == Rings::kNoRow ? 0 : uint64_t(offset[k]) * 16), offset[k] == Rings::kNoRow ? 0 : 16);
-        }
-      }
+      Rings::template copy_rows<kMine, kRowsAtOnce * 128>(to, from, offsets + plane * Rings::kRows + sub * kMine, is_full);
       ring.arrive_full_when_copied();
       ring.next();
     }
