@@ -1,4 +1,4 @@
-"""A tiny DeepSeek-V4 with random weights on a hybrid cache, on a CPU: its text, and what each layer keeps of it.
+"""A tiny DeepSeek-V4 with random weights on a hybrid cache, on a CPU: its text, what each layer keeps of it, and the text again.
 
 pip install kvx "transformers>=5.22" && python examples/deepseek_v4.py
 """
@@ -9,7 +9,7 @@ import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
 from kvx.adapters.transformers.deepseek_v4 import HybridModel
-from kvx.cache.hybrid import HybridCache, HybridSchema
+from kvx.cache.hybrid import HybridCache, HybridPrefix, HybridSchema, Request
 
 PROMPT, NEW = 300, 12
 
@@ -32,29 +32,43 @@ def main() -> None:
     model = tiny_model()
     schema = HybridSchema.of(model.config, entry_rows="f32", window_rows="f32", index_rows="f32")
     cache = HybridCache(schema, num_blocks=schema.block_budget(PROMPT + NEW, 1), max_requests=1, max_context=512)
-    hybrid, request = HybridModel(model, cache), cache.admit_request()
+    hybrid, prefix = HybridModel(model, cache), HybridPrefix(cache, policy="zero")  # no checkpoints: entries alone are shared
 
     ids = torch.randint(256, (PROMPT,))
-    logits = torch.cat([hybrid.forward(request, chunk) for chunk in ids.split(70)])  # a prompt in chunks
-    said = []
+    request = prefix.admit(ids.tolist()).request
+    prompt = torch.cat([hybrid.forward(request, chunk) for chunk in ids.split(70)])  # a prompt in chunks
+    said, logits = [], prompt
     for _ in range(NEW):
         said.append(int(logits[-1].argmax()))
         logits = hybrid.forward(request, torch.tensor(said[-1:]))
+    prefix.commit(request, [*ids.tolist(), *said])
 
     theirs = model.generate(ids[None], max_new_tokens=NEW, do_sample=False, past_key_values=DynamicCache(config=model.config))
     print(f"said {said}")
     print(f"transformers' own cache says {'the same' if theirs[0, PROMPT:].tolist() == said else 'something else'}\n")
+    show_layers(cache, request)
+    cache.release_request(request)
 
-    print(f"after {request.length} tokens, in {request.num_blocks} blocks of {schema.block_tokens} tokens:")
-    print("layer  kind  window rows  entries  keys of the indexer  tail      bytes a token  a request")
+    again = prefix.admit(ids.tolist())
+    replayed = f"tokens {again.start} to {again.shared - 1} are computed again, for their windows, and write no entries"
+    print(f"\nthe prompt again: entries of {again.shared} tokens are there; {replayed}")
+    logits = hybrid.forward(again.request, ids[again.start :])[again.shared - again.start :]
+    off = float((logits - prompt[again.shared :]).abs().max())
+    print(f"logits from token {again.shared} on are {'the same' if off < 1e-4 else 'others'}, within {off:.0e}")
+
+
+def show_layers(cache: HybridCache, request: Request) -> None:
+    """What the cache keeps of a request, and what that costs."""
+    block = cache.schema.block_tokens
+    print(f"after {request.length} tokens, in {request.num_blocks} blocks of {block} tokens:")
+    print("layer  kind  window rows  entries  keys of the indexer  tail       bytes a token  a request")
     for i, store in enumerate(cache.layers):
         layer, entries = store.schema, store.schema.entries(request.length)
         rows = int((store.window.positions[request.slot] >= 0).sum())
         tail = f"{request.length % layer.ratio} of {layer.ratio}" if layer.ratio else "none"
-        keys = entries if layer.index_dim else 0
-        token = layer.block_bytes(schema.block_tokens).payload / schema.block_tokens
+        keys, token = entries if layer.index_dim else 0, layer.block_bytes(block).payload / block
         print(
-            f"{i:5}  {layer.kind}   {rows:11}  {entries:7}  {keys:19}  {tail:8}  {token:13.1f}  {layer.request_bytes().payload:9,}"
+            f"{i:5}  {layer.kind}   {rows:11}  {entries:7}  {keys:19}  {tail:9}  {token:13.1f}  {layer.request_bytes().payload:9,}"
         )
 
 

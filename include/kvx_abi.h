@@ -450,6 +450,155 @@ typedef struct kvx_merge_args_t {
   uint64_t reserved[4];  /* 0                                                                            */
 } kvx_merge_args_t;
 
+/* ---- rows of a hybrid cache (docs/hybrid.md, docs/spec.md section 23) */
+
+typedef enum kvx_row_flags_t {
+  KVX_ROWS_ROUND_FIRST = 1, /* numbers are rounded to BF16 before they are coded                         */
+  KVX_ROWS_POWER_SCALE = 2, /* scales are raised to a power of two, whatever their type                  */
+  KVX_ROWS_TIES_DOWN = 4    /* E2M1: ties go to the smaller magnitude, and -0 becomes 0                  */
+} kvx_row_flags_t;
+
+/* Pages of `rows` rows each: the elements of all rows, then the scales of all rows, then padding. A slot is page * rows + row. */
+typedef struct kvx_rows_t {
+  kvx_array_t pages;    /* U8 [num_pages, page_bytes], bytes of a page adjacent; ndim 0 = absent         */
+  int64_t rows;         /* of a page                                                                     */
+  int64_t dim;          /* elements of a row                                                             */
+  int64_t rope_dim;     /* the last of them, kept as BF16 behind the coded ones; 0 = all are coded       */
+  int64_t group;        /* coded elements under one scale; 0 = there are none                            */
+  int64_t scale_bytes;  /* of a row's scales, padding (zeros) included                                   */
+  int32_t dtype;        /* of coded elements: F32, BF16, F8_E4M3 or E2M1                                 */
+  int32_t scale_dtype;  /* E8M0, F8_E4M3 or F32; INVALID without scales                                  */
+  float least_amax;     /* a group's largest magnitude counts as no less                                 */
+  float least_scale;    /* and a scale as no less than this                                              */
+  uint64_t flags;       /* kvx_row_flags_t, or-ed                                                        */
+  uint64_t reserved[2]; /* 0                                                                             */
+} kvx_rows_t;
+
+/* The tokens of a step: sequence s has rows [cu_seqlens[s], cu_seqlens[s + 1]) of every [T, ...] array, at positions starts[s] and
+ * on, of the request whose slot is slots[s]. A negative slot skips its tokens, and so are tokens behind the last sequence. A slot
+ * is in a step once. All S32, adjacent. */
+typedef struct kvx_step_t {
+  kvx_array_t slots;      /* [S]                                                                         */
+  kvx_array_t cu_seqlens; /* [S + 1], not falling                                                        */
+  kvx_array_t starts;     /* [S], 0 or more                                                              */
+} kvx_step_t;
+
+/* RMSNorm (no weight: none), then rotation of the last 2 * columns elements, pairs (2i, 2i + 1); f32, as kvx_norm_rope_t. */
+typedef struct kvx_finish_t {
+  kvx_array_t weight; /* [dim], F16, BF16 or F32, adjacent; ndim 0 = no norm                             */
+  kvx_array_t cos;    /* F32 [max_positions, rope_dim / 2], columns adjacent; ndim 0 = no rotation       */
+  kvx_array_t sin;    /* the same                                                                        */
+  float eps;          /* under the root                                                                  */
+  uint32_t reserved32; /* 0                                                                              */
+} kvx_finish_t;
+
+typedef struct kvx_append_swa_args_t {
+  uint32_t version;      /* KVX_ABI_VERSION of the producer                                              */
+  uint32_t struct_bytes; /* sizeof(kvx_append_swa_args_t) at the producer                                */
+  uint64_t flags;        /* 0                                                                            */
+  kvx_rows_t window;     /* a page a slot: the row of position p is p % rows. With no `positions`: rows of
+                            this step alone, row t % rows of page t / rows for token t                   */
+  kvx_array_t positions; /* S32 [num_pages, rows]: of each row's token; ndim 0 = absent, see `window`    */
+  kvx_array_t x;         /* [T, dim], F16, BF16 or F32                                                   */
+  kvx_finish_t finish;   /* what is done to x first                                                      */
+  kvx_step_t step;
+  uint64_t* errors;      /* slots and positions outside are added to it; NULL = not counted              */
+  int32_t memory;        /* kvx_memory_type_t of every pointer                                           */
+  int32_t device;        /* device ordinal; -1 = current                                                 */
+  uint64_t reserved[4];  /* 0                                                                            */
+} kvx_append_swa_args_t;
+
+typedef enum kvx_compress_flags_t {
+  KVX_COMPRESS_OVERLAP = 1,  /* rows of kv and score are (ovl, cur): what a token gives to the next entry and to its own */
+  KVX_COMPRESS_RUNNING = 2,  /* the state is largest score, sum of weights, mean; not with OVERLAP       */
+  KVX_COMPRESS_HADAMARD = 4  /* entries are rotated by an orthonormal Walsh-Hadamard matrix; dim is a power of two */
+} kvx_compress_flags_t;
+
+typedef struct kvx_compress_args_t {
+  uint32_t version;        /* KVX_ABI_VERSION of the producer                                            */
+  uint32_t struct_bytes;   /* sizeof(kvx_compress_args_t) at the producer                                */
+  uint64_t flags;          /* kvx_compress_flags_t, or-ed                                                */
+  kvx_array_t state;       /* F32 adjacent [slots, 3, ratio, 2, dim] (OVERLAP), [slots, 3, dim] (RUNNING) or
+                              [slots, 1, ratio, 2, dim]; read and written                                */
+  kvx_array_t kv;          /* [T, parts * dim], BF16, F16 or F32; parts is 2 with OVERLAP, else 1        */
+  kvx_array_t score;       /* the same                                                                   */
+  kvx_array_t bias;        /* F32 [ratio, parts * dim], adjacent: added to scores; ndim 0 = none         */
+  kvx_finish_t finish;     /* of entries; entry j is rotated as position j * ratio                       */
+  kvx_rows_t entries;      /* where they go                                                              */
+  kvx_array_t block_table; /* S32 [slots, columns]: pages of entries; entry j of a slot is row j % rows of page [slot, j / rows] */
+  kvx_array_t num_shared;  /* S32 [slots]: entries of tokens before this position are not written; ndim 0 = all are */
+  kvx_step_t step;
+  int64_t ratio;           /* tokens of an entry                                                         */
+  uint64_t* errors;        /* slots, pages and positions outside are added to it; NULL = not counted     */
+  int32_t memory;          /* kvx_memory_type_t of every pointer                                         */
+  int32_t device;          /* device ordinal; -1 = current                                               */
+  uint64_t reserved[4];    /* 0                                                                          */
+} kvx_compress_args_t;
+
+typedef struct kvx_index_scores_args_t {
+  uint32_t version;        /* KVX_ABI_VERSION of the producer                                            */
+  uint32_t struct_bytes;   /* sizeof(kvx_index_scores_args_t) at the producer                            */
+  uint64_t flags;          /* 0                                                                          */
+  kvx_array_t q;           /* [T, H, dim], F16, BF16, F32 or F8_E4M3 (its scale is in the weights)       */
+  kvx_array_t weights;     /* F32 [T, H]                                                                 */
+  kvx_rows_t keys;         /* of entries                                                                 */
+  kvx_array_t block_table; /* S32 [slots, columns], as in kvx_compress_args_t                            */
+  kvx_array_t scores;      /* F32 [T, E], columns adjacent: sum over heads of weight * max(q.key, 0), -inf for entries
+                              that a token may not read: those from (position + 1) / ratio on            */
+  kvx_step_t step;
+  int64_t ratio;           /* tokens of an entry                                                         */
+  uint64_t* errors;        /* slots and pages outside are added to it (their scores are -inf); NULL = not counted */
+  int32_t memory;          /* kvx_memory_type_t of every pointer                                         */
+  int32_t device;          /* device ordinal; -1 = current                                               */
+  uint64_t reserved[4];    /* 0                                                                          */
+} kvx_index_scores_args_t;
+
+typedef struct kvx_topk_args_t {
+  uint32_t version;         /* KVX_ABI_VERSION of the producer                                           */
+  uint32_t struct_bytes;    /* sizeof(kvx_topk_args_t) at the producer                                   */
+  uint64_t flags;           /* 0                                                                         */
+  kvx_array_t scores;       /* F32 [T, E], columns adjacent; NaN counts as -inf                          */
+  kvx_array_t lengths;      /* S32 [T]: scores from here on are not read; ndim 0 = all are               */
+  kvx_array_t indices;      /* S32 [T, k], columns adjacent: highest scores first, ties to the lower index, -1 where no
+                               score above -inf is left                                                  */
+  void* workspace;          /* kvx_topk_workspace bytes, 256-aligned; HOST: NULL                         */
+  uint64_t workspace_bytes; /* its size                                                                  */
+  int32_t memory;           /* kvx_memory_type_t of every pointer                                        */
+  int32_t device;           /* device ordinal; -1 = current                                              */
+  uint64_t reserved[4];     /* 0                                                                         */
+} kvx_topk_args_t;
+
+typedef struct kvx_attention_sparse_args_t {
+  uint32_t version;         /* KVX_ABI_VERSION of the producer                                           */
+  uint32_t struct_bytes;    /* sizeof(kvx_attention_sparse_args_t) at the producer                       */
+  uint64_t flags;           /* 0                                                                         */
+  kvx_array_t q;            /* [T, H, dim], F16, BF16 or F32                                             */
+  kvx_array_t out;          /* [T, H, dim], F16, BF16 or F32                                             */
+  kvx_array_t lse;          /* F32 [T, H], natural, without the sink; ndim 0 = not wanted                */
+  kvx_array_t sinks;        /* F32 [H]; ndim 0 = none                                                    */
+  kvx_rows_t window;        /* as in kvx_append_swa_args_t: keys, which are values too                   */
+  kvx_array_t positions;    /* S32 [num_pages, rows] of the window's rows                                */
+  kvx_rows_t fresh;         /* rows of this step's tokens: they are read here and not in the window; absent = they are in the window */
+  kvx_rows_t entries;       /* absent = none                                                             */
+  kvx_array_t block_table;  /* S32 [slots, columns] of entries                                           */
+  kvx_array_t selected;     /* S32 [T, k]: entries that a token reads, negative = none, none twice; ndim 0 = all up to its own */
+  kvx_array_t cos;          /* F32 [max_positions, rope_dim / 2], columns adjacent: out is turned back by its token's position;
+                               ndim 0 = it is not                                                        */
+  kvx_array_t sin;          /* the same                                                                  */
+  kvx_step_t step;
+  int64_t ratio;            /* tokens of an entry                                                        */
+  int64_t window_tokens;    /* a token sees so many positions, its own included                          */
+  int64_t max_entries;      /* no token has more; 0 = as the block table allows                          */
+  float scale;              /* multiplies q.k                                                            */
+  uint32_t reserved32;      /* 0                                                                         */
+  void* workspace;          /* kvx_attention_sparse_workspace bytes, 256-aligned; HOST: NULL             */
+  uint64_t workspace_bytes; /* its size                                                                  */
+  uint64_t* errors;         /* slots, pages and positions outside are added to it; NULL = not counted    */
+  int32_t memory;           /* kvx_memory_type_t of every pointer                                        */
+  int32_t device;           /* device ordinal; -1 = current                                              */
+  uint64_t reserved[4];     /* 0                                                                         */
+} kvx_attention_sparse_args_t;
+
 typedef struct kvx_copy_blocks_args_t {
   uint32_t version;      /* KVX_ABI_VERSION of the producer                                              */
   uint32_t struct_bytes; /* sizeof(kvx_copy_blocks_args_t) at the producer                               */
@@ -652,6 +801,17 @@ KVX_API kvx_status_t kvx_qkv_norm_rope_append(const kvx_cache_t* cache, const kv
 KVX_API kvx_status_t kvx_merge_attention(const kvx_merge_args_t* args, void* stream);
 /* Copy whole blocks inside one cache, scales with a block axis included. */
 KVX_API kvx_status_t kvx_copy_blocks(const kvx_cache_t* cache, const kvx_copy_blocks_args_t* args, void* stream);
+
+/* Hybrid caches (docs/spec.md section 23). Rows of tokens into each request's window: of more tokens than it has rows, the last. */
+KVX_API kvx_status_t kvx_append_swa(const kvx_append_swa_args_t* args, void* stream);
+/* Tokens into the sums of their entries; entries that they complete are normed, rotated, coded and put into their pages. */
+KVX_API kvx_status_t kvx_compress(const kvx_compress_args_t* args, void* stream);
+KVX_API kvx_status_t kvx_index_scores(const kvx_index_scores_args_t* args, void* stream);
+/* Bytes of workspace these arguments need, from shapes alone. */
+KVX_API kvx_status_t kvx_topk_workspace(const kvx_topk_args_t* args, uint64_t* bytes);
+KVX_API kvx_status_t kvx_topk(const kvx_topk_args_t* args, void* stream);
+KVX_API kvx_status_t kvx_attention_sparse_workspace(const kvx_attention_sparse_args_t* args, uint64_t* bytes);
+KVX_API kvx_status_t kvx_attention_sparse(const kvx_attention_sparse_args_t* args, void* stream);
 
 /* Names of blocks by their content: names[i] = H(names[i - 1] | tokens of block i as little-endian int32), and of the first
  * H(parent | ...). `hash` is a kvx_hash_t; parent and each name have its bytes, tokens are [num_blocks, block_size]. Host memory. */

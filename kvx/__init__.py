@@ -30,21 +30,29 @@ from kvx.layout.storage import Storage, allocate
 from kvx.layout.views import PlaneView, layer_views
 from kvx.ops.amax import amax
 from kvx.ops.append import append_batched, qkv_norm_rope_append
+from kvx.ops.append_swa import append_swa
 from kvx.ops.attention import attention_decode, attention_plan, attention_varlen, attention_workspace_bytes
 from kvx.ops.attention_batched import attention_decode_batched
 from kvx.ops.attention_mla import attention_mla
+from kvx.ops.attention_sparse import attention_sparse
 from kvx.ops.backend import chosen_backend, debug, supports
+from kvx.ops.compress import compress
 from kvx.ops.convert import bind, convert
 from kvx.ops.copy_blocks import copy_blocks
 from kvx.ops.digest import Digest, digest
 from kvx.ops.gather import gather
 from kvx.ops.gather_sequence import gather_sequence
+from kvx.ops.index_scores import index_scores
 from kvx.ops.library import include_dir, library_path
 from kvx.ops.merge_attention import merge_attention
 from kvx.ops.norm_rope import qk_norm_rope, qkv_norm_rope
+from kvx.ops.step import Step
 from kvx.ops.support import Support
+from kvx.ops.topk import topk, topk_workspace_bytes
 from kvx.ops.transpose_heads import transpose_heads
 from kvx.ops.write import write
+from kvx.quant.row_pages import row_spec
+from kvx.quant.rows import RowCodec, RowPages
 from kvx.quant.scales import scale_from_amax
 from kvx.spec import FORMATS, CacheSpec, Format, Granularity, from_json, to_json
 from kvx.spec.size import Size, size, size_formats
@@ -91,7 +99,10 @@ __all__ = [
     "PlaneView",
     "PrefixCache",
     "RaggedTable",
+    "RowCodec",
+    "RowPages",
     "Size",
+    "Step",
     "Storage",
     "Support",
     "Table",
@@ -100,16 +111,19 @@ __all__ = [
     "allocate_buffers",
     "amax",
     "append_batched",
+    "append_swa",
     "attention_decode",
     "attention_decode_batched",
     "attention_mla",
     "attention_plan",
+    "attention_sparse",
     "attention_varlen",
     "attention_workspace_bytes",
     "bind",
     "cache_pointers",
     "cache_table",
     "chosen_backend",
+    "compress",
     "convert",
     "copy_blocks",
     "cu_seqlens",
@@ -122,6 +136,7 @@ __all__ = [
     "gather_sequence",
     "hnd_packed",
     "include_dir",
+    "index_scores",
     "layer_views",
     "library_path",
     "load",
@@ -130,6 +145,7 @@ __all__ = [
     "qk_norm_rope",
     "qkv_norm_rope",
     "qkv_norm_rope_append",
+    "row_spec",
     "save",
     "scale_from_amax",
     "size",
@@ -139,6 +155,8 @@ __all__ = [
     "to_json",
     "to_page_csr",
     "to_ragged",
+    "topk",
+    "topk_workspace_bytes",
     "transpose_heads",
     "views",
     "write",

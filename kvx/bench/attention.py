@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,9 +19,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kvx
+from kvx.bench.attention_flashinfer import flashinfer
 from kvx.bench.harness import COLD_BYTES, LAYOUTS, Row, Timing, time_calls
 
-CEILING = "read"
+CEILINGS = ("read",)
 _RECORD = "fp8_e4m3_per_128_inline"  # with bf16 beside it: 656 bytes a token
 _MLA_SCALE = 192**-0.5  # of a model whose own heads are 128 + 64
 _SKEWED = (65536, *(2048,) * 63)  # one long conversation among short ones
@@ -222,7 +221,7 @@ def sdpa(case: Case, b: Batch, kv: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def peers(case: Case, batches: list[Batch], device: str) -> dict[str, Timing]:
-    """SDPA by each of its backends, and the gather it needs first."""
+    """SDPA by each of its backends, and the gather it needs first. torch's flash backend is FlashAttention 2."""
     if len(set(case.lens)) > 1 or case.format not in ("f32", "bf16", "f16"):
         return {}
     some = batches[:2]
@@ -245,28 +244,7 @@ def peers(case: Case, batches: list[Batch], device: str) -> dict[str, Timing]:
                 found[name] = time_calls(calls, device)
         except RuntimeError:  # that is how it says so in the end
             continue
-    if device == "cuda" and find_spec("flashinfer") is not None and not case.is_prefill and not case.rope:
-        found |= _flashinfer(case, some)
     return found
-
-
-def _flashinfer(case: Case, batches: list[Batch]) -> dict[str, Timing]:
-    flashinfer = import_module("flashinfer")
-
-    if case.layout == "fused":
-        return {}
-    calls = []
-    for b in batches:
-        csr = kvx.to_page_csr(b.table, case.block)
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            torch.empty(512 << 20, dtype=torch.uint8, device="cuda"), case.layout, use_tensor_cores=True
-        )
-        wrapper.plan(
-            csr.indptr, csr.indices, csr.last_page_len, case.heads, case.kv_heads, case.dim, case.block, q_data_type=case.dtype,
-            kv_data_type=case.dtype,
-        )  # fmt: skip
-        calls.append(partial(wrapper.run, b.q, b.storage.cache))
-    return {"flashinfer": time_calls(calls, "cuda")}
 
 
 def run(case: Case, device: str, ceiling_gbps: float) -> Row:
@@ -275,6 +253,8 @@ def run(case: Case, device: str, ceiling_gbps: float) -> Row:
     check(case, batches[0])
     ours = time_calls([partial(attend, case, b) for b in batches], device)
     others = peers(case, batches, device)
+    if device == "cuda":
+        others |= flashinfer(case, batches[:2], _MLA_SCALE if case.rope else None)
     label = case.label
     if case.flops:
         label = {**label, "tflops": round(case.flops / ours.median_us / 1e6, 3)}

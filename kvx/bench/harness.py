@@ -212,13 +212,13 @@ def headline(device: str) -> str:
     return f"{where} · torch {m['torch']} · kvx {m['commit']} · {cold} · median (p10-p90)"
 
 
-def result(name: str, device: str, rows: Sequence[Row], ceiling_gbps: float, ceiling: str) -> dict[str, Any]:
+def result(name: str, device: str, rows: Sequence[Row], ceilings_gbps: dict[str, float]) -> dict[str, Any]:
     """What a result file holds."""
     return {
         "bench": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"kvx bench {name} --device {device}",
         "machine": machine(device),
-        f"{ceiling}_ceiling_gbps": ceiling_gbps,
+        **{f"{kind}_ceiling_gbps": gbps for kind, gbps in ceilings_gbps.items()},
         "rows": [{**asdict(r), "gbps": r.gbps, f"share_of_{r.ceiling}": r.share} for r in rows],
     }

@@ -1,4 +1,4 @@
-"""kvx bench write|append|attention|gather|convert|digest|amax|call|cache|step|generate: checks, times, writes a result file."""
+"""kvx bench write|append|attention|hybrid|gather|convert|digest|amax|call|cache|step|generate: checks, times, writes a result."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kvx.bench import digest as digest_bench
 from kvx.bench import gather as gather_bench
 from kvx.bench import generate as generate_bench
 from kvx.bench import harness
+from kvx.bench import hybrid as hybrid_bench
 from kvx.bench import step as step_bench
 from kvx.bench import write as write_bench
 from kvx.cli.generate import QUESTIONS, SYSTEM, dtype_of
@@ -46,21 +47,23 @@ def _run(name: str, device: str, out: Path, only: str, as_json: bool) -> None:
         "digest": digest_bench,
         "append": append_bench,
         "attention": attention_bench,
+        "hybrid": hybrid_bench,
     }[name]
     say = partial(typer.echo, err=as_json)
     say(harness.headline(device))
-    kind = getattr(bench, "CEILING", "copy")
-    ceiling = harness.read_ceiling_gbps(device) if kind == "read" else harness.copy_ceiling_gbps(device)
-    say(f" {kind} ceiling {ceiling / 1e3:.3f} TB/s" + (" (bytes read + bytes written)" if kind == "copy" else ""))
+    ceilings = {}
+    for kind in getattr(bench, "CEILINGS", ("copy",)):  # a case of a bench that has both says which is its
+        ceilings[kind] = harness.read_ceiling_gbps(device) if kind == "read" else harness.copy_ceiling_gbps(device)
+        say(f" {kind} ceiling {ceilings[kind] / 1e3:.3f} TB/s" + (" (bytes read + bytes written)" if kind == "copy" else ""))
     rows = []
     for case in bench.cases(device):
-        if only and only not in " ".join(f"{k}={v}" for k, v in case.label.items()):
+        if only and only not in f"{getattr(case, 'op', name)} " + " ".join(f"{k}={v}" for k, v in case.label.items()):
             continue
-        row = bench.run(case, device, ceiling)
+        row = bench.run(case, device, ceilings[getattr(case, "ceiling", next(iter(ceilings)))])
         rows.append(row)
         say(str(row))
     if as_json or not only:  # a part of the cases is not kept as a result
-        _hand_over(harness.result(name, device, rows, ceiling, kind), device, out, as_json)
+        _hand_over(harness.result(name, device, rows, ceilings), device, out, as_json)
 
 
 def _measure(bench: Any, device: str, out: Path, as_json: bool, **options: Any) -> None:
@@ -99,6 +102,12 @@ def append(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json:
 def attention(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
     """Queries over keys and values in scattered blocks."""
     _run("attention", device, out, only, as_json)
+
+
+@app.command()
+def hybrid(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
+    """The ops of DeepSeek-V4's cache: rows in, scores, selection, attention."""
+    _run("hybrid", device, out, only, as_json)
 
 
 @app.command()

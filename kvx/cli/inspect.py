@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "KVX_CUDA_ARCHS": "build: architectures, e.g. 90a or 80;90a;120+PTX",
     "KVX_STATIC": "build: ON = also libkvx.a",
     "CUDA_HOME, CUDA_PATH": "build: where the CUDA toolkit is",
-    "KVX_SIMD": "debug: plain or avx2 takes wider instruction sets away (x86); plain also those for SHA-256",
+    "KVX_SIMD": "debug: plain, avx2 or avx512 takes wider instruction sets away (x86); plain also those for SHA-256",
     "OMP_NUM_THREADS": "run: threads a host call may use",
 }
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvx.cli.size_hybrid import hybrid_facts
 from kvx.cli.size_plot import draw
 from kvx.errors import BadArgument
 from kvx.spec.models import MODELS
@@ -22,7 +23,7 @@ from kvx.spec.size import size as size_of
 UNITS = {"": 1, "B": 1}
 UNITS |= {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
 UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", 1)}
-NUMBER = re.compile(r"[0-9.,]+( [KMGT]iB| B)?|any")  # such columns stand to the right
+NUMBER = re.compile(r"[0-9.,]+( [KMGT]iB| B|%)?|any")  # such columns stand to the right
 
 
 def size(
@@ -32,7 +33,9 @@ def size(
     ] = None,
     formats: Annotated[list[str] | None, typer.Option("--format", help="repeatable; all: every one the model can take")] = None,
     memory: Annotated[str, typer.Option(help="of one rank, for its cache: 80GB, 74.5GiB, bytes")] = "80GB",
-    context: Annotated[int, typer.Option(help="tokens of a request at its longest, shared prefix and answer included")] = 8192,
+    context: Annotated[
+        str, typer.Option(help="tokens of a request at its longest, shared prefix and answer included: 8192, 128K, 1M (of 1024)")
+    ] = "8192",
     requests: Annotated[int, typer.Option(help="requests held at once")] = 1,
     shared_prefix: Annotated[int, typer.Option(help="first tokens that all requests share: their whole blocks count once")] = 0,
     tp: Annotated[int, typer.Option(help="tensor-parallel ranks; every number is one rank's")] = 1,
@@ -45,23 +48,28 @@ def size(
     """Size a KV cache: bytes of a token and a request, requests and tokens that fit."""
     if model is None:
         return _show_models(as_json)
-    memory_bytes = parse_bytes(memory)
+    memory_bytes, tokens = parse_bytes(memory), parse_tokens(context)
     names = (
         [n for f in formats for n in (size_formats(model, every=True) if f == "all" else [f])] if formats else size_formats(model)
     )
     options: dict[str, Any] = {"tp": tp, "block_size": block_size, "index_format": index_format, "state": state}
     sizes = [size_of(model, name, **options) for name in dict.fromkeys(names)]
-    facts = [_facts(s, memory_bytes, context, requests, shared_prefix) for s in sizes]
+    facts = [_facts(s, memory_bytes, tokens, requests, shared_prefix) for s in sizes]
+    is_hybrid = any(g.ring_tokens for g in sizes[0].groups) and "fp8_ds_mla" in size_formats(model)  # DeepSeek-V4 alone
+    hybrid = hybrid_facts(model, tokens) if is_hybrid else []
     if plot is not None:
         draw(plot, sizes, memory, memory_bytes, shared_prefix)
     if as_json:
-        asked = {"model": sizes[0].model, "tp": tp, "block_size": sizes[0].block_size, "context": context, "requests": requests}
-        typer.echo(json.dumps({**asked, "shared_prefix": shared_prefix, "memory_bytes": memory_bytes, "sizes": facts}, indent=1))
+        asked = {"model": sizes[0].model, "tp": tp, "block_size": sizes[0].block_size, "context": tokens, "requests": requests}
+        asked |= {"shared_prefix": shared_prefix, "memory_bytes": memory_bytes}
+        typer.echo(json.dumps({**asked, "sizes": facts, **({"hybrid": hybrid} if hybrid else {})}, indent=1))
         return
     _show_layers(sizes[0])
     if len(sizes[0].groups) > 1:
-        _show_groups(sizes, context)
-    _show_sizes(sizes, facts, f"{memory} for the cache", context, requests, shared_prefix)
+        _show_groups(sizes, tokens)
+    _show_sizes(sizes, facts, f"{memory} for the cache", tokens, requests, shared_prefix)
+    if hybrid:
+        _show_hybrid(hybrid, tokens)
     if plot is not None:
         typer.echo(f"plot: {plot}")
 
@@ -73,6 +81,14 @@ def parse_bytes(text: str) -> int:
         raise BadArgument(f'size: memory is "{text}"; it takes a number and B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, like 80GB.')
     whole, _, part = match[1].partition(".")
     return int(whole + part) * UNITS[match[2].upper()] // 10 ** len(part)
+
+
+def parse_tokens(text: str) -> int:
+    """Of `8192`, `128K` or `1M`: contexts are counted in powers of two."""
+    match = re.fullmatch(r"([0-9]{1,15})\s*([KM]?)", text.strip().upper())
+    if match is None:
+        raise BadArgument(f'size: context is "{text}"; it takes a number of tokens, like 8192, 128K or 1M (of 1024).')
+    return int(match[1]) * {"": 1, "K": 1024, "M": 1024**2}[match[2]]
 
 
 def _facts(s: Size, memory_bytes: int, context: int, requests: int, shared_prefix: int) -> dict[str, Any]:
@@ -130,6 +146,20 @@ def _show_sizes(
     shared = f", {shared_prefix:,} of them shared" if shared_prefix else ""
     ranks = f"; each of {first.tp} ranks" if first.tp > 1 else ""
     _show(f"requests of {context:,} tokens{shared}, blocks of {first.block_size}; {memory}{ranks}", columns, rows)
+
+
+def _show_hybrid(facts: Sequence[dict[str, Any]], context: int) -> None:
+    rows = [
+        (
+            str(f["block_size"]),
+            *(_number(round(f[name], 2)) for name in ("token_bytes", "token_bytes_allocated")),
+            f"{f['padding']:.2%}",
+            *(_human(f[name]) for name in ("fixed_bytes", "fixed_bytes_allocated", "request_bytes_allocated")),
+        )
+        for f in facts
+    ]
+    columns = ("blocks of", "a token", "allocated", "padding", "fixed", "allocated", "a request, allocated")
+    _show(f"kvx's hybrid cache, {facts[0]['rows']} rows and mxfp4 keys, a request of {context:,} tokens", columns, rows)
 
 
 def _number(n: float) -> str:

@@ -24,7 +24,7 @@ ABI_VERSION = 1 << 16 | 2
 _LAYOUT_CUSTOM, _FLAG_SCALE_INLINE = 15, 1
 
 
-class _Array(ctypes.Structure):
+class Array(ctypes.Structure):
     _fields_ = [
         ("data", _P),
         ("data_bytes", _U64),
@@ -37,8 +37,8 @@ class _Array(ctypes.Structure):
 
 class _Plane(ctypes.Structure):
     _fields_ = [
-        ("data", _Array),
-        ("scale", _Array),
+        ("data", Array),
+        ("scale", Array),
         ("tensor_scale", _P),
         ("layout", _I32),
         ("granularity", _I32),
@@ -88,9 +88,9 @@ class ConvertArgs(ctypes.Structure):
         ("dst_buffers", _P),
         ("src_bytes", _P),
         ("dst_bytes", _P),
-        ("src_blocks", _Array),
-        ("dst_blocks", _Array),
-        ("seq_lens", _Array),
+        ("src_blocks", Array),
+        ("dst_blocks", Array),
+        ("seq_lens", Array),
         ("errors", _P),
         ("reserved", _U64 * 4),
     ]
@@ -282,7 +282,7 @@ def address_of(struct: ctypes.Structure) -> int:
     return ctypes.addressof(struct)
 
 
-def fill_array(array: _Array, x: Tensor) -> None:
+def fill_array(array: Array, x: Tensor) -> None:
     """int32 and int64 tensors: tables of a conversion."""
     array.data, array.data_bytes, array.ndim = (
         x.data_ptr(),

@@ -257,14 +257,14 @@ def change(x: Tensor, how: NormRope, kind: int, kept: Tensor) -> Tensor:
         return x
     y = x.to(torch.float32)
     if weight is not None:
-        y = _norm(y, weight.to(torch.float32) + how.weight_offset, how.eps)
+        y = rms_norm(y, weight.to(torch.float32) + how.weight_offset, how.eps)
     if how.cos is not None and how.sin is not None and how.positions is not None:
         at = how.positions.to(torch.int64)[kept]
         y = _rotate(y, how.cos[at].to(torch.float32)[:, None], how.sin[at].to(torch.float32)[:, None], how.style)
     return one_nan(y.to(x.dtype, copy=True), torch.isnan(y))
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     dim = x.shape[-1]
     m = 1 << max(0, (-(-dim // 8) - 1).bit_length())
     s = torch.nn.functional.pad(x * x, (0, 8 * m - dim)).unflatten(-1, (m, 8))

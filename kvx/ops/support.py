@@ -87,3 +87,6 @@ register("attention_decode_batched", "contiguous caches behind cache_pointers")
 # Workspaces and plans go with the attention they are for.
 for _op in ("attention_plan", "attention_workspace_bytes"):
     register(_op, _CELLS, cells)
+# Caches of rows in pages (kvx.cache.hybrid), which no spec describes.
+for _op in ("append_swa", "compress", "index_scores", "topk", "attention_sparse"):
+    register(_op, _NONE)

@@ -1,4 +1,4 @@
-// Compiled once per instruction set: KVX_ISA is plain, avx2 or avx512 (CMakeLists.txt sets it and the flags), here with fused
+// Compiled once per instruction set: KVX_ISA is plain, avx2, avx512 or avx512bf16 (CMakeLists.txt sets it and the flags), here with fused
 // multiply-add: attention promises an error, not bits. Written with the compiler's vectors; what it does not see by itself is
 // said in a few intrinsics.
 #ifndef KVX_ISA
@@ -219,6 +219,10 @@ struct Asking {
   }
 };
 
+#if defined(__aarch64__)
+#include "attend_neon.h"
+#endif
+
 // ---- scores
 
 // P positions against R rows: scores [P, 4].
@@ -284,6 +288,10 @@ inline void each_block(const cpu::TileRows& rows, int64_t positions, F&& f) {
 template <class T>
 void scores(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::TileStates& s) {
   constexpr int P = T::kParts > 2 ? kPositions / 2 : kPositions;
+#if defined(__aarch64__)
+  if constexpr (Neon<T>::kIs)
+    if (scores_neon<T>(k, next ? *next : k, s)) return;
+#endif
   each_block(k, P, [&](int64_t t, int64_t head) {
     const Asking<P> asking(next ? *next : k, t, head, k.dim);  // asking for what is here costs little
     const float* scale = k.scale ? k.scale + head * cpu::kTile + t : nullptr;
@@ -292,6 +300,63 @@ void scores(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::TileSt
     });
   });
 }
+
+#if defined(__AVX512BF16__)
+// bf16 K by the instruction that adds products of pairs of bf16 numbers to f32 sums: nothing is widened. A query that came as bf16
+// is one such number and one that came as f16 the sum of two, exactly; one of f32 would take three, and as many instructions as
+// widening does. The instruction takes subnormal numbers, below 2^-126, for zero: a score moves by less than dim * 2^-126 times
+// the largest query or key, far below the rounding of any sum that counts.
+//
+// V has no use for it: its pairs would be two positions, whose rows had to be interleaved in two steps a vector, as many as widen
+// it by shifts, and weights would need three parts.
+void pack_bf16(float* q, int64_t n) {
+  for (int64_t d = 0; d < n; d += 2 * W) {
+    const Vec low = load<Vec>(q + d), high = load<Vec>(q + d + W);
+    const __m512bh first = _mm512_cvtne2ps_pbh(__m512(high), __m512(low));
+    const Halves back = load<Halves>(&first);
+    Vec rest[2] = {low - BF16::part(back, 0), high - BF16::part(back, 1)};
+    for (Vec& x : rest) x = Vec(IVec(x) & IVec(x == x));  // infinity has no second part
+    store(q + d, first), store(q + d + W, _mm512_cvtne2ps_pbh(__m512(rest[1]), __m512(rest[0])));
+  }
+}
+
+template <int R, int P, bool kTwoParts>
+inline void dot_block(const char* const* at, int64_t offset, int64_t dim, Asking<P> asking, const float* q, float* scores) {
+  constexpr int kStep = 2 * W;
+  Vec sum[P][R] = {};
+  for (int64_t d = 0; d < dim; d += kStep) {
+    asking.template step<P * kStep * 2, kStep>();
+    __m512bh x[P];
+#pragma GCC unroll 4
+    for (int i = 0; i < P; i++) x[i] = load<__m512bh>(at[i] + offset + d * 2);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+      for (int part = 0; part <= int(kTwoParts); part++) {
+        const __m512bh y = load<__m512bh>(q + r * dim + d + part * W);
+#pragma GCC unroll 4
+        for (int i = 0; i < P; i++) sum[i][r] = Vec(_mm512_dpbf16_ps(__m512(sum[i][r]), x[i], y));
+      }
+  }
+  const Vec zero = {};
+#pragma GCC unroll 4
+  for (int i = 0; i < P; i++)
+    store(scores + i * kLanes, sums(sum[i][0], R > 1 ? sum[i][R > 1 ? 1 : 0] : zero, R > 2 ? sum[i][R > 2 ? 2 : 0] : zero, R > 2 ? sum[i][R > 2 ? 3 : 0] : zero));
+}
+
+void dots_bf16(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::TileStates& s) {
+  constexpr int P = kPositions;
+  each_block(k, P, [&](int64_t t, int64_t head) {
+    const Asking<P> asking(next ? *next : k, t, head, k.dim);
+    each_run(s, head, [&](int64_t state, auto rows) {
+      const float* q = s.q + state * kLanes * k.dim;
+      float* to = s.scores + (state * cpu::kTile + t) * kLanes;
+      if (s.has_second_parts) dot_block<rows, P, true>(k.at + t, head * k.head, k.dim, asking, q, to);
+      else dot_block<rows, P, false>(k.at + t, head * k.head, k.dim, asking, q, to);
+    });
+  });
+}
+#endif
 
 // ---- values
 
@@ -364,9 +429,19 @@ void sums_of(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::TileS
         sum_block<T, rows, positions>(v.at + from, head * v.head, v.dim, asking, scale, s.scores + (state * cpu::kTile + from) * kLanes, s.out + state * kLanes * v.dim);
       });
     };
+    int64_t one = t;  // where positions are taken one by one
+#if defined(__aarch64__)
+    if constexpr (Neon<T>::kIs) {
+      const int64_t even = (v.count - t < P ? v.count - t : P) / 2 * 2;
+      if (sums_neon<T>(v, next ? *next : v, s, t, even, head)) {
+        for (one = t + even; one < v.count && one < t + P; one++) block(std::integral_constant<int, 1>(), one);
+        return;
+      }
+    }
+#endif
     if (t + P <= v.count) block(std::integral_constant<int, P>(), t);
     else
-      for (int64_t one = t; one < v.count; one++) block(std::integral_constant<int, 1>(), one);
+      for (; one < v.count; one++) block(std::integral_constant<int, 1>(), one);
   });
 }
 
@@ -594,6 +669,13 @@ const AttendTable KVX_JOIN(attend_, KVX_ISA) = {
     &weigh,
     &exp2_one,
     {nullptr, nullptr, nullptr, &values_f32},
+#if defined(__AVX512BF16__)
+    &pack_bf16,
+    &dots_bf16,
+#else
+    nullptr,
+    nullptr,
+#endif
 };
 
 }  // namespace cpu

@@ -26,9 +26,10 @@ struct TileRows {
 struct TileStates {
   int64_t fours, first, last;
   int final_rows;  // 1, 2 or 4: rows of run fours - 1 that are computed
-  const float* q;  // [heads, fours, 4, k dim]
+  const float* q;  // [heads, fours, 4, k dim]; for `dots`, by `pack`
   float* scores;   // [heads, fours, kTile, 4]: scores, then weights
   float* out;      // [heads, fours, 4, v dim]
+  bool has_second_parts = false;  // of packed queries: those of f16 have, of bf16 not
 };
 
 // Four query rows: what they may see, and their softmax so far.
@@ -65,6 +66,11 @@ struct AttendTable {
   // three pointers are not used.
   void (*values[4])(const float* v, int64_t count, int64_t dim, const char* const* from, float* to, const char* const* next, const TileStates& states, const Softmax* softmax);
 
+  // Scores of bf16 rows against queries that came as bf16 or f16, in parts of bf16: pack makes n of them so, in place and before
+  // any scaling. NULL where a machine has no such instruction.
+  void (*pack)(float* q, int64_t n);
+  void (*dots)(const TileRows& k, const TileRows* next, const TileStates& states);
+
   int step(int dtype) const { return steps[dtype]; }
 };
 
@@ -72,6 +78,7 @@ extern const AttendTable attend_plain;
 #if defined(__x86_64__)
 extern const AttendTable attend_avx2;
 extern const AttendTable attend_avx512;
+extern const AttendTable attend_avx512bf16;  // for rows_avx512
 #endif
 
 const AttendTable& best_attend();

@@ -21,7 +21,7 @@ constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 constexpr int64_t kThreadBytes = 256 << 10;  // of K and V read: below, waking threads costs more than they bring
 constexpr int64_t kRowsTogether = 64;        // query rows of a KV head in a unit: so often is a K and V row used once it is f32
 constexpr int64_t kFewRows = 16;             // up to here a unit takes every head: it is a read of whole tokens, front to back
-constexpr int64_t kTileBytes = 256 << 10;    // K and V of a tile: with what is asked for, they stay in the second level
+constexpr int64_t kTileBytes = 128 << 10;    // K and V of a tile: with what is asked for, they stay in the second level
 constexpr int64_t kLeastSpan = 256;          // positions worth a unit of their own
 
 // Queries [first, first + count) of a sequence see positions [begin, end) among them.
@@ -269,7 +269,10 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
   desk.scores.resize(size_t(states * kTile * kLanes));
   desk.softmax.resize(size_t(states));
   desk.row.resize(size_t(p.v_head_dim));
+  const bool is_packed = loops.pack && k.dtype == KVX_DTYPE_BF16 && p.q.dtype != KVX_DTYPE_F32;
+  const auto scores = is_packed ? loops.dots : loops.scores[k.dtype];
   const float scale = (p.soft_cap != 0 ? p.scale : p.scale * kLog2e) * loops.lift_in[k.dtype];
+  const float scale_before = is_packed ? 1 : scale, scale_after = is_packed ? scale : 1;  // of scores: a scaled query would be bf16 no longer
   for (int64_t s = 0; s < states; s++)
     for (int64_t r = 0; r < kLanes; r++) {
       const int64_t i = s % fours * kLanes + r, query = g.first + least(i, rows - 1) / p.group;
@@ -278,10 +281,11 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
       if (i >= rows) continue;
       float* q = desk.q.data() + (s * kLanes + r) * k.dim;
       load_query(p, ops, row_of(p, g, u.head + s / fours, i), q);
-      for (int64_t d = 0; d < p.head_dim; d++) q[d] *= scale;
+      for (int64_t d = 0; d < p.head_dim; d++) q[d] *= scale_before;
+      if (is_packed) loops.pack(q, k.dim);
     }
   const int final_rows = int(rows - (fours - 1) * kLanes);
-  const TileStates all{fours, 0, fours, final_rows == 3 ? 4 : final_rows, desk.q.data(), desk.scores.data(), desk.out.data()};
+  const TileStates all{fours, 0, fours, final_rows == 3 ? 4 : final_rows, desk.q.data(), desk.scores.data(), desk.out.data(), p.q.dtype == KVX_DTYPE_F16};
 
   // A tile's K and V, of all heads, stay in the second level together with what is asked for.
   const int64_t token_bytes = u.num_heads * greatest(1, span_bytes(k.plane->dtype, p.head_dim) + span_bytes(v.plane->dtype, p.v_head_dim));
@@ -303,14 +307,14 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
     };
     // While K is read V is asked for, and while V is, the next K.
     const TileRows v_rows = v.lie(*tile, u.num_heads), k_next = k.lie(*after, u.num_heads);
-    if (k.read(loops, *tile, u.num_heads)) loops.scores[k.dtype](k.lie(*tile, u.num_heads), &v_rows, seeing);
+    if (k.read(loops, *tile, u.num_heads)) scores(k.lie(*tile, u.num_heads), &v_rows, seeing);
     else
       for (int64_t h = 0; h < u.num_heads; h++) loops.scores[KVX_DTYPE_F32](k.make(ops, *tile, h), nullptr, states_of(h));
     for (int64_t h = 0; h < u.num_heads; h++)
       for (int64_t b = seeing.first; b < seeing.last; b++) {
         Softmax& s = desk.softmax[size_t(h * fours + b)];
         const bool whole = tile->is_whole && s.low[kLanes - 1] <= pos && s.last[0] >= end - 1;
-        const ScoreRule rule{1, p.soft_cap, !whole, tile->is_whole ? nullptr : tile->there};
+        const ScoreRule rule{scale_after, p.soft_cap, !whole, tile->is_whole ? nullptr : tile->there};
         loops.weigh(&s, desk.scores.data() + (h * fours + b) * kTile * kLanes, pos, tile->count, rule);
       }
     if (v.read(loops, *tile, u.num_heads)) loops.sums[v.dtype](v_rows, is_last ? nullptr : &k_next, seeing, desk.softmax.data());

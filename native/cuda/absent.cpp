@@ -3,6 +3,7 @@
 #include "../attention.h"
 #include "../convert.h"
 #include "../copy_blocks.h"
+#include "../hybrid.h"
 #include "../merge.h"
 #include "../run.h"
 
@@ -27,6 +28,13 @@ kvx_status_t attention(const AttentionParams&, void*) { return absent(); }
 kvx_status_t append(const AppendParams&, void*) { return absent(); }
 kvx_status_t merge(const MergeParams&, void*) { return absent(); }
 kvx_status_t copy_blocks(const CopyBlocksParams&, void*) { return absent(); }
+kvx_status_t append_swa(const AppendSwaParams&, void*) { return absent(); }
+kvx_status_t compress(const CompressParams&, void*) { return absent(); }
+kvx_status_t index_scores(const IndexScoresParams&, void*) { return absent(); }
+uint64_t topk_workspace(const TopkParams&) { return 0; }
+kvx_status_t topk(const TopkParams&, void*) { return absent(); }
+uint64_t sparse_workspace(const SparseParams&) { return 0; }
+kvx_status_t attention_sparse(const SparseParams&, void*) { return absent(); }
 void describe(kvx_build_info_t* info) { info->cuda_archs = ""; }
 
 }  // namespace cuda

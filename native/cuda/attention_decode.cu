@@ -15,11 +15,12 @@ bool find_choice(const AttentionParams& p, DecodeChoice* out) {
   if (rows > kMostRows || rows < 1 || p.num_seqs * p.num_kv_heads * kMostRows > kMaxCount) return false;
   const bool own = p.kv.bases[0] != nullptr;
   if (!(own ? fits_own_caches(p) : fits_row_finder(p))) return false;
-  if (p.head_dim != p.v_head_dim || (p.head_dim != 64 && p.head_dim != 128) || k->dtype != v->dtype) return false;
+  const bool is_16_bit = k->dtype == KVX_DTYPE_BF16 || k->dtype == KVX_DTYPE_F16;
+  if (p.head_dim != p.v_head_dim || !decodes_dim(p.head_dim, is_16_bit, own) || k->dtype != v->dtype) return false;
   ScaleKind kind[2];
   if (!scale_kind(k->scale, &kind[0]) || !scale_kind(v->scale, &kind[1])) return false;
   const bool by_row = kind[0] == ROW_SCALES && kind[1] == ROW_SCALES, by_head = kind[0] != ROW_SCALES && kind[1] != ROW_SCALES;
-  if (k->dtype == KVX_DTYPE_BF16 || k->dtype == KVX_DTYPE_F16) {
+  if (is_16_bit) {
     if (p.q.dtype != k->dtype || kind[0] != NO_SCALES || kind[1] != NO_SCALES) return false;
     *out = k->dtype == KVX_DTYPE_BF16 ? choose_decode_bf16(p.head_dim, rows, own) : choose_decode_f16(p.head_dim, rows, own);
     return true;

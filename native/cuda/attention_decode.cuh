@@ -1,12 +1,13 @@
 // Attention of few queries a sequence (decode, and drafts of a few tokens): memory is read once, at its own speed.
 //
-// A warp is a worker of its own: it walks its share of tiles (attention_plan.cuh), keeps kStages of them in flight in its own part of
-// shared memory, and waits for nobody. All query rows that read one KV head are columns of its multiplications.
+// A warp is a worker of its own: it walks its share of tiles (attention_plan.cuh), keeps a ring of them in flight in its own part of
+// shared memory (tiles/group_ring.cuh), and waits for nobody. All query rows that read one KV head are columns of its multiplications.
 #pragma once
 #include "attention_plan.cuh"
 #include "attention_scales.cuh"
 #include "tiles/block_rows.cuh"
 #include "tiles/elements.cuh"
+#include "tiles/group_ring.cuh"
 
 namespace kvx {
 namespace cuda {
@@ -34,15 +35,17 @@ template <class Rows_, int kHeadDim_, int kColumns_, ScaleKind kScales_, bool kO
   static constexpr int kHeadDim = kHeadDim_, kColumns = kColumns_;  // columns: query rows, 8 or 16
   static constexpr ScaleKind kScales = kScales_;
   static constexpr bool kOwnCaches = kOwnCaches_;  // every sequence has a buffer, found by a table of addresses; else blocks of one buffer
-  static constexpr int kRowBytes = kHeadDim * Rows::kBytes;
+  // A row in shared memory has room for whole swizzles: of head_dim 80 and 96 that is 128's, and what is past the row is not multiplied.
+  static constexpr int kChunks = kHeadDim * Rows::kBytes / 16, kRowBytes = kChunks <= 4 ? 64 : kChunks <= 8 ? 128 : 256;
+  static_assert(kHeadDim % Rows::kGroupDims == 0 && kChunks <= 16, "rows of whole groups, up to 256 bytes");
   // 64 KB in flight an SM, and half as much again being worked on. Eight-bit rows take more instructions a byte: more warps hide them.
   static constexpr int kWarps = Rows::kBytes == 1 ? 8 : 4;
   static constexpr int kTokens = kRowBytes == 256 || kRowBytes == 128 && Rows::kBytes == 1 ? 32 : 64;
   static constexpr int kTileBytes = kTokens * kRowBytes;  // of K; V as much
   static constexpr int kScaleBytes = kScales == ROW_SCALES ? 2 * kTokens * 4 : 0;
   static constexpr int kStageBytes = 2 * kTileBytes + kScaleBytes + 16;  // 16: which rows are there
-  static constexpr int kStages = 3;
-  static constexpr int kSharedBytes = kWarps * kStages * kStageBytes;
+  using Ring = tiles::GroupRing<3, kStageBytes>;  // of a warp
+  static constexpr int kSharedBytes = kWarps * Ring::kBytes;
 };
 
 // Where a worker stands in the line of tiles.
@@ -81,8 +84,7 @@ template <class C> struct Decode {
 
   const DecodeArgs& a;
   const int lane, g, t;
-  char* const stages;
-  const uint32_t stages_at;
+  typename C::Ring ring;
 
   uint32_t query[kDimTiles][kColumnTiles][2];
   float factor[kColumnTiles][2];  // of a column's scores: softmax scale, K's scale, what the query was divided by; log2(e) included
@@ -91,7 +93,7 @@ template <class C> struct Decode {
   int32_t limit[kColumnTiles][2], low[kColumnTiles][2], least_limit, most_low;
   float value_scale;
 
-  __device__ __forceinline__ Decode(const DecodeArgs& args, char* shared) : a(args), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4), stages(shared), stages_at(tiles::shared_address(shared)) {}
+  __device__ __forceinline__ Decode(const DecodeArgs& args, char* shared) : a(args), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4), ring{shared, tiles::shared_address(shared)} {}
 
   __device__ __forceinline__ SeqRange range_of(int32_t seq) const {
     return seq_range(a.rows.kv, seq, queries_of(a, seq), a.window, a.is_causal, a.max_seq_len, C::kTokens);
@@ -127,10 +129,10 @@ template <class C> struct Decode {
   }
 
   // Puts a tile's loads under way. Lanes hold a row's place each and hand it round.
-  __device__ __forceinline__ void load(const Asked& f, int stage, int32_t head, const tiles::OwnCache& own) const {
+  __device__ __forceinline__ void load(const Asked& f, int32_t head, const tiles::OwnCache& own) {
     using Sw = tiles::Swizzle<C::kRowBytes>;
     constexpr int kLanesPerRow = Sw::kChunks, kRowsAtOnce = 32 / kLanesPerRow;
-    const uint32_t at = stages_at + stage * C::kStageBytes;
+    const uint32_t at = ring.tile_at(ring.filling);
     const uint32_t chunk = lane % kLanesPerRow, sub = lane / kLanesPerRow;
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; i++) {
@@ -143,7 +145,7 @@ template <class C> struct Decode {
         for (int j = 0; j < 32 / kRowsAtOnce; j++) {
           const uint32_t r = j * kRowsAtOnce + sub, row = i * 32 + r;
           const uint32_t offset = __shfl_sync(0xffffffffu, mine.offset[plane], r);
-          tiles::copy_16(at + plane * C::kTileBytes + Sw::at(row, chunk), data + uint64_t(offset) * 16, valid >> r & 1 ? 16 : 0);
+          if (C::kChunks == kLanesPerRow || chunk < C::kChunks) tiles::copy_16(at + plane * C::kTileBytes + Sw::at(row, chunk), data + uint64_t(offset) * 16, valid >> r & 1 ? 16 : 0);
         }
         if constexpr (C::kScales == ROW_SCALES) {
           const ScaleParams& s = a.scales[plane];
@@ -151,9 +153,9 @@ template <class C> struct Decode {
           tiles::copy_4(at + 2 * C::kTileBytes + (plane * C::kTokens + i * 32 + lane) * 4, mine.block >= 0 ? from : s.data, mine.block >= 0 ? 4 : 0);
         }
       }
-      if (lane == 0) *reinterpret_cast<uint32_t*>(stages + stage * C::kStageBytes + 2 * C::kTileBytes + C::kScaleBytes + i * 4) = valid;
+      if (lane == 0) *reinterpret_cast<uint32_t*>(ring.tile(ring.filling) + 2 * C::kTileBytes + C::kScaleBytes + i * 4) = valid;
     }
-    tiles::commit_copies();
+    ring.end_fill();
   }
 
   // Query rows of a (sequence, head) as fragments: column n = query token n / group, head n % group. All words are asked for before
@@ -218,9 +220,9 @@ template <class C> struct Decode {
     return ldexpf(1.f, exponent);
   }
 
-  __device__ __forceinline__ void compute(const Cursor& c, int stage) {
-    const uint32_t at = stages_at + stage * C::kStageBytes;
-    const char* stage_bytes = stages + stage * C::kStageBytes;
+  __device__ __forceinline__ void compute(const Cursor& c) {
+    const uint32_t at = ring.tile_at(ring.reading);
+    const char* stage_bytes = ring.tile(ring.reading);
     const int32_t first = (c.range.begin / C::kTokens + c.tile) * C::kTokens;
     float s[kTokenTiles][kColumnTiles][4];
 #pragma unroll
@@ -425,7 +427,7 @@ __global__ void __launch_bounds__(C::kWarps * 32, 1) decode(const __grid_constan
   const int share = worker / a.plan.lines, line = worker - share * a.plan.lines;
   const PlanHeader plan = *reinterpret_cast<const PlanHeader*>(a.workspace);
   if (share >= plan.workers) return;
-  Decode<C> d(a, shared + threadIdx.x / 32 * (C::kStages * C::kStageBytes));
+  Decode<C> d(a, shared + threadIdx.x / 32 * C::Ring::kBytes);
   const long long begin = share * plan.tiles / plan.workers, end = (share + 1) * plan.tiles / plan.workers;
   const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[share];
   Cursor now{start.seq, start.head + line, start.tile};
@@ -434,31 +436,26 @@ __global__ void __launch_bounds__(C::kWarps * 32, 1) decode(const __grid_constan
   long long loaded = begin;
   auto asked = d.ask(ahead);
   int32_t asked_head = ahead.head;
-  // Every step commits one group of copies, empty ones included, so that waiting counts stages.
-  auto load_next = [&](int stage) {
+  auto load_next = [&]() {
     if (loaded < end) {
-      d.load(asked, stage, asked_head, ahead.own);
+      d.load(asked, asked_head, ahead.own);
       if (++loaded < end) {
         d.step(&ahead);
         asked = d.ask(ahead), asked_head = ahead.head;
       }
     } else {
-      tiles::commit_copies();
+      d.ring.end_fill();
     }
   };
 #pragma unroll
-  for (int i = 0; i < C::kStages - 1; i++) load_next(i);
+  for (int i = 0; i < C::Ring::kStages - 1; i++) load_next();
   d.begin(now);
   bool is_first_item = true;
-  int stage = 0, free_stage = C::kStages - 1;
   for (long long i = begin; i < end; i++) {
-    tiles::wait_copies<C::kStages - 2>();
-    __syncwarp();
-    load_next(free_stage);
-    d.compute(now, stage);
-    __syncwarp();
-    free_stage = stage;
-    stage = stage + 1 == C::kStages ? 0 : stage + 1;
+    d.ring.wait_full();
+    load_next();
+    d.compute(now);
+    d.ring.give_back();
     const bool item_ends = now.tile + 1 == now.range.num_tiles;
     if (item_ends || i + 1 == end) {
       const long long item_first = i - now.tile, item_last = item_first + now.range.num_tiles - 1;
@@ -499,7 +496,8 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArg
   // The first worker came to it after other items, unless it began with it.
   const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[first_share];
   const int first_slot = start.seq == seq && start.head + line == kv_head ? 0 : 1;
-  constexpr int kRow = kHeadDim + 2, kPerLane = kHeadDim / 32, kUnroll = 8;
+  constexpr int kRow = kHeadDim + 2, kPerLane = (kHeadDim + 31) / 32, kUnroll = 8;
+  const auto has_dim = [&](int i) { return kHeadDim % 32 == 0 || i * 32 + lane < kHeadDim; };
   const char* parts = a.workspace + a.plan.partial_at;
   float largest = -INFINITY, total = 0.f, x[kPerLane];
 #pragma unroll
@@ -512,7 +510,7 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArg
       const float* p = reinterpret_cast<const float*>(parts + (2 * (int64_t(of) * lines + line) + (of == first_share ? first_slot : 0)) * a.plan.partial_bytes) + row * kRow;
       top[u] = s + u > last_share ? -INFINITY : __ldcg(p), under[u] = __ldcg(p + 1);
 #pragma unroll
-      for (int i = 0; i < kPerLane; i++) part[u][i] = __ldcg(p + 2 + i * 32 + lane);
+      for (int i = 0; i < kPerLane; i++) part[u][i] = has_dim(i) ? __ldcg(p + 2 + i * 32 + lane) : 0.f;
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; u++) {
@@ -529,7 +527,8 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArg
   const float inverse = finish(a, first + token, head, largest, total, scale_of(a.scales[1], kv_head, one_scale), lane == 0);
   char* out = a.out.data + (first + token) * a.out.token + int64_t(head) * a.out.head;
 #pragma unroll
-  for (int i = 0; i < kPerLane; i++) write(a.out, out, i * 32 + lane, x[i] * inverse);
+  for (int i = 0; i < kPerLane; i++)
+    if (has_dim(i)) write(a.out, out, i * 32 + lane, x[i] * inverse);
 }
 
 }  // namespace cuda

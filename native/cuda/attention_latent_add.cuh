@@ -10,7 +10,7 @@ template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
   using Tile = LatentTile<kIsFp8>;
   using C = LatentConfig;
   using Numbers = typename Tile::Numbers;
-  using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::full, Tile::free, Tile::weights_full, Tile::weights_free;
+  using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::keys, Tile::weights;
 
   // Columns [256 * half, 256 * half + 256).
 
@@ -20,9 +20,8 @@ template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
 #pragma unroll
     for (int i = 0; i < 128; i++) out[i / 64][i % 64] = 0.f;
     for (int i = 0, n = w.num_tiles; i < n; i++, count++) {
-      const uint32_t s = count % 2;
-      tiles::wait(full(s), count / 2 & 1);
-      tiles::wait(weights_full(), count & 1);
+      keys().wait_full();
+      weights().wait_full();
       tiles::show_to_multiplications();
       uint32_t p[4][4];
 #pragma unroll
@@ -37,12 +36,12 @@ template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
         if (kIsFp8) unit = *reinterpret_cast<const float*>(shared + C::kUnitAt);
       }
       __syncwarp();
-      tiles::arrive_for_all(weights_free(), lane == 0);
+      weights().give_back(lane == 0);
       if (__any_sync(0xffffffffu, shrink.x != 1.f || shrink.y != 1.f)) {  // seldom, once the largest scores were met
 #pragma unroll
         for (int k = 0; k < 128; k++) out[k / 64][k % 64] *= k / 2 % 2 ? shrink.y : shrink.x;
       }
-      const uint64_t values = tiles::matrix_descriptor(at + C::kStagesAt + s * C::kTileBytes + half * 4 * C::kColumnBytes, C::kColumnBytes, 1024);
+      const uint64_t values = tiles::matrix_descriptor(keys().tile() + half * 4 * C::kColumnBytes, C::kColumnBytes, 1024);
       tiles::hold(out[0]), tiles::hold(out[1]);
       tiles::begin_multiplications();
 #pragma unroll
@@ -52,7 +51,7 @@ template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
       tiles::commit_multiplications();
       tiles::wait_multiplications<0>();
       tiles::hold(out[0]), tiles::hold(out[1]);
-      tiles::arrive_for_all(free(s), lane == 0);
+      keys().give_back(lane == 0);
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {

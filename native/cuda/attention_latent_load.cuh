@@ -68,13 +68,13 @@ struct LatentLoad : LatentTile<false> {
     const uint32_t end = w.first_tile + w.num_tiles, length = w.length;
     for (uint32_t tile = w.first_tile; tile < end; tile++, count++) {
       find(&asked, w, tile + 1, length, count);
-      const uint32_t s = count % 2, stage = at + C::kStagesAt + s * C::kTileBytes;
+      const uint32_t stage = keys().tile();
       const bool is_full = is_full_tile(count);
-      tiles::wait(free(s), (count / 2 & 1) ^ 1);
+      keys().wait_free();
       if (is_full) copy_rows<true>(stage, offsets_of(count));
       else copy_rows<false>(stage, offsets_of(count));
       copy_rope(stage, offsets_of(count));
-      tiles::arrive_when_copied(full(s));
+      keys().arrive_full_when_copied();
     }
   }
 };

@@ -21,8 +21,7 @@ struct LatentLoadFp8 : LatentTile<true> {
 
   static __device__ __forceinline__ uint32_t own_row(uint32_t thread) { return thread / 32 * 16 + thread % 8; }
   static __device__ __forceinline__ uint32_t own_chunk(uint32_t thread) { return thread % 32 / 8; }
-  __device__ __forceinline__ uint32_t stage_of(uint32_t tile) const { return at + C::kStagesAt + tile % 2 * C::kTileBytes; }
-  __device__ __forceinline__ uint32_t records_of(uint32_t tile) const { return stage_of(tile) + kRawAt; }
+  __device__ __forceinline__ uint32_t records_of(uint32_t tile) const { return keys(tile).tile() + kRawAt; }
 
   // Lanes l and l + 16 ask for row l of the warp's.
   __device__ __forceinline__ tiles::RowAsked ask(const LatentItem& w, uint32_t tile) const {
@@ -31,7 +30,7 @@ struct LatentLoadFp8 : LatentTile<true> {
   // Into a stage that is free. Records that follow each other in memory are one copy. Rows that are not there are not copied, and named in
   // `valid`; there are four of those, since who reads them may be two tiles behind.
   __device__ __forceinline__ void copy(const tiles::RowAsked& asked, uint32_t tile) const {
-    const uint32_t thread = role_thread(), lane = thread % 32, barrier = arrived(tile % 2);
+    const uint32_t thread = role_thread(), lane = thread % 32, barrier = arrived(tile);
     const tiles::RowPlace place = tiles::place_row(a.rows, asked, 0);
     const bool is_there = place.block >= 0 && lane < 16;
     const uint32_t offset = is_there ? place.offset[0] : ~0u, before = __shfl_up_sync(0xffffffffu, offset, 1);
@@ -61,7 +60,7 @@ struct LatentLoadFp8 : LatentTile<true> {
   }
 
   __device__ __forceinline__ void move_rope(uint32_t tile) const {  // chunk t % 8 of rows t / 8 + 16 j
-    const uint32_t thread = role_thread(), row = thread / 8, stage = stage_of(tile);
+    const uint32_t thread = role_thread(), row = thread / 8, stage = keys(tile).tile();
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const uint4 x = tiles::load_shared_16(stage + kRawAt + (row + 16 * j) * kRecordBytes + kRecordRopeAt + thread % 8 * 16);
@@ -115,7 +114,7 @@ struct LatentLoadFp8 : LatentTile<true> {
     }
   }
   template <int kFirst, int kCount> __device__ __forceinline__ void widen_row(const uint4 (&x)[kCount], uint32_t tile, int second, const __half2 (&scales)[2][4]) const {
-    const uint32_t thread = role_thread(), place = stage_of(tile) + chunk_at(own_row(thread), 2 * own_chunk(thread)) + second * 1024;
+    const uint32_t thread = role_thread(), place = keys(tile).tile() + chunk_at(own_row(thread), 2 * own_chunk(thread)) + second * 1024;
 #pragma unroll
     for (int k = 0; k < kCount; k++) {
       const __half2 scale = scales[second][(kFirst + k) / 2];
@@ -137,12 +136,12 @@ struct LatentLoadFp8 : LatentTile<true> {
   // The next tile's records are asked for before this one is widened to its end if their stage is free by then, else after.
   __device__ __forceinline__ void load(const LatentItem& w) {
     tiles::RowAsked asked = ask(w, w.first_tile);
-    tiles::wait(free(count % 2), (count / 2 & 1) ^ 1);
+    keys().wait_free();
     copy(asked, count);
     asked = ask(w, w.first_tile + 1);
     for (uint32_t left = w.num_tiles; left > 0; left--, count++) {
       const uint32_t next = count + 1;
-      tiles::wait(arrived(count % 2), count / 2 & 1);
+      tiles::wait(arrived(count), keys().parity());
       clear_missing(count);
       leave_scales(count);
       uint4 beside[2][kBeside], held[2][kHeld];
@@ -157,15 +156,15 @@ struct LatentLoadFp8 : LatentTile<true> {
       for (int i = 0; i < 2; i++) read_row<kBeside, kHeld>(held[i], count, i);
       tiles::meet(1, 128);
       widen_row<kBeside, kHeld>(held[0], count, 0, scales);
-      const bool is_early = left > 1 && __all_sync(0xffffffffu, tiles::is_over(free(next % 2), (next / 2 & 1) ^ 1));
+      const bool is_early = left > 1 && __all_sync(0xffffffffu, keys(next).is_free());
       if (is_early) copy(asked, next);
       widen_row<kBeside, kHeld>(held[1], count, 1, scales);
-      if (shift) shift_rope(stage_of(count), power_of_two(-shift));
+      if (shift) shift_rope(keys().tile(), power_of_two(-shift));
       tiles::show_to_multiplications();
-      tiles::arrive(full(count % 2));
+      keys().arrive_full();
       if (left > 1) {
         if (!is_early) {
-          tiles::wait(free(next % 2), (next / 2 & 1) ^ 1);
+          keys(next).wait_free();
           copy(asked, next);
         }
         asked = ask(w, w.first_tile + w.num_tiles - left + 2);

@@ -10,7 +10,7 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
   using Tile = LatentTile<kIsFp8>;
   using C = LatentConfig;
   using Numbers = typename Tile::Numbers;
-  using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::full, Tile::weights_full, Tile::weights_free, Tile::chunk_at, Tile::kUnit, Tile::power_of_two, Tile::shift_of;
+  using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::keys, Tile::weights, Tile::chunk_at, Tile::kUnit, Tile::power_of_two, Tile::shift_of;
 
   // Rows of this thread's scores are r0 = 16 * warp + g and r0 + 8.
 
@@ -80,17 +80,17 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
   }
 
   __device__ __forceinline__ void multiply_scores(float (&s)[32]) const {
-    uint64_t queries = tiles::matrix_descriptor(at + C::kQueryAt, 16, 1024), keys = tiles::matrix_descriptor(at + C::kStagesAt + count % 2 * C::kTileBytes, 16, 1024);
-    asm volatile("" : "+l"(queries), "+l"(keys));  // 72 descriptors ready before the loop would leave no registers
-    tiles::wait(full(count % 2), count / 2 & 1);
+    uint64_t queries = tiles::matrix_descriptor(at + C::kQueryAt, 16, 1024), rows = tiles::matrix_descriptor(keys().tile(), 16, 1024);
+    asm volatile("" : "+l"(queries), "+l"(rows));  // 72 descriptors ready before the loop would leave no registers
+    keys().wait_full();
     tiles::show_to_multiplications();
     tiles::hold(s);
     tiles::begin_multiplications();
 #pragma unroll
     for (int k = 0; k < C::kColumns * 4; k++) {
       const uint32_t step = ((k / 4) * C::kColumnBytes + (k % 4) * 32) >> 4;
-      if (k < kLatentDim / 16) tiles::Warpgroup<Numbers, 64>::multiply(s, queries + step, keys + step, k > 0);
-      else tiles::Warpgroup<tiles::Bf16Numbers, 64>::multiply(s, queries + step, keys + step, 1);
+      if (k < kLatentDim / 16) tiles::Warpgroup<Numbers, 64>::multiply(s, queries + step, rows + step, k > 0);
+      else tiles::Warpgroup<tiles::Bf16Numbers, 64>::multiply(s, queries + step, rows + step, 1);
     }
     tiles::commit_multiplications();
     tiles::wait_multiplications<0>();
@@ -168,15 +168,15 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
       }
     }
     // A thread of `add` has the rows of the thread of the same number here: weights pass as they stand.
-    tiles::wait(weights_free(), (count & 1) ^ 1);
+    weights().wait_free();
 #pragma unroll
-    for (int k = 0; k < 4; k++) tiles::store_shared_16(at + C::kWeightsAt + (k * 128 + thread) * 16, p[k]);
+    for (int k = 0; k < 4; k++) tiles::store_shared_16(weights().tile() + (k * 128 + thread) * 16, p[k]);
     if (kIsFp8 && is_last && thread == 0) *reinterpret_cast<float*>(shared + C::kUnitAt) = power_of_two(x->shift + kUnit);
     if (t == 0) {
       *reinterpret_cast<float2*>(shared + C::kShrinkAt + (thread / 32 * 8 + g) * 8) = make_float2(shrink[0], shrink[1]);
       if (is_last) *reinterpret_cast<float4*>(shared + C::kStatsAt + (thread / 32 * 8 + g) * 16) = make_float4(stats[0], stats[1], stats[2], stats[3]);
     }
-    tiles::arrive(weights_full());
+    weights().arrive_full();
   }
 
   // Positions whose block is none, once a sequence.

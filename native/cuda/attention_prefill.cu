@@ -44,7 +44,7 @@ void make_maps(const AttentionParams& p, PrefillArgs* a) {
 bool takes_prefill(const AttentionParams& p) {
   const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
   if (!has_warpgroups() || p.scale <= 0.f || !fits_row_finder(p)) return false;
-  if (p.head_dim != p.v_head_dim || (p.head_dim != 64 && p.head_dim != 128) || k->dtype != v->dtype) return false;
+  if (p.head_dim != p.v_head_dim || p.head_dim % 16 || p.head_dim < 64 || p.head_dim > 128 || k->dtype != v->dtype) return false;
   if (p.q.dtype != KVX_DTYPE_BF16 && p.q.dtype != KVX_DTYPE_F16) return false;
   ScaleKind kind;
   if (k->dtype != p.q.dtype && !find_scales(p, &kind)) return false;
@@ -57,6 +57,7 @@ kvx_status_t run_prefill(const AttentionParams& p, void* stream) {
   a.rows = make_row_finder(p);
   make_maps(p, &a);
   for (int i = 0; i < 2; i++) a.data[i] = p.kv.plane[i].data, a.scales[i] = p.kv.plane[i].scale;
+  a.head_dim = int32_t(p.head_dim), a.row_chunks = a.head_dim * (p.kv.plane[0].dtype == p.q.dtype ? 2 : 1) / 16;
   a.q = p.q, a.out = p.out, a.lse = p.lse, a.lse_token = p.lse_token, a.lse_head = p.lse_head, a.sinks = p.sinks;
   a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;
   a.num_seqs = int32_t(p.num_seqs), a.num_kv_heads = int32_t(p.num_kv_heads), a.query_len = int32_t(p.query_len), a.max_seq_len = int32_t(p.max_seq_len);

@@ -4,7 +4,8 @@
 // values are loaded once for all of them. One warpgroup loads (rows through the block table, zeros where nothing stands), two
 // multiply, 64 rows each: while the tensor cores add a tile's values, the softmax of the next tile's scores is computed.
 // Whole blocks go through the copy engine where tensor maps can tell of them (tiles/map_filler.cuh), else rows are copied
-// (tiles/row_filler.cuh); eight-bit rows become f16 on their way (attention_prefill_bytes.cuh).
+// (tiles/row_filler.cuh); eight-bit rows become f16 on their way (attention_prefill_bytes.cuh). A head_dim between 64 and 128 runs in tiles of
+// 128: columns of Q, K and V past it are zeros, and those of the result are not stored.
 #pragma once
 #include "attention_plan.cuh"
 #include "attention_prefill_bytes.cuh"
@@ -21,6 +22,7 @@ struct PrefillArgs {
   int32_t box;          // tokens of a map's box; 0 = there are no maps, rows are copied
   tiles::RowFinder rows;
   const char* data[2];
+  int32_t head_dim, row_chunks;  // chunks of 16 bytes that a row of the cache has
   RowsParams q, out;
   char* lse;
   int64_t lse_token, lse_head;
@@ -126,11 +128,11 @@ template <class C> struct Prefill {
   __device__ __forceinline__ void load() {
     if (a.box > 0) {
       if (threadIdx.x >= tiles::MapFiller<Rings>::kWarps * 32) return;
-      tiles::MapFiller<Rings> filler{a.maps, a.rows, a.data, w, uint32_t(a.box), rings(), at + C::kRingsAt, threadIdx.x / 32};
+      tiles::MapFiller<Rings> filler{a.maps, a.rows, a.data, w, uint32_t(a.box), uint32_t(a.row_chunks), rings(), at + C::kRingsAt, threadIdx.x / 32};
       filler.begin();
       for (int i = 0; i < w.num_tiles; i++) filler.fill_next();
     } else {
-      tiles::RowFiller<Rings> filler{a.rows, a.data, w, rings(), at + C::kRingsAt, 1};
+      tiles::RowFiller<Rings> filler{a.rows, a.data, w, uint32_t(a.row_chunks), rings(), at + C::kRingsAt, 1};
       filler.begin();
       for (int i = 0; i < w.num_tiles; i++) filler.fill_next();
       filler.finish();
@@ -155,7 +157,7 @@ template <class C> struct Prefill {
 #pragma unroll
       for (int j = 0; j < C::kRows / kRowsAtOnce; j++) {
         const uint32_t r = j * kRowsAtOnce + sub, row = w.first_row + r;
-        const bool is_there = int32_t(row) < w.rows;
+        const bool is_there = int32_t(row) < w.rows && int32_t(chunk * 8) < a.head_dim;
         const char* from = is_there ? query_row(row) + chunk * 16 : a.q.data;
         tiles::copy_16(at + C::kQueryAt + chunk_at(r, chunk), from, is_there ? 16 : 0);
       }
@@ -370,6 +372,7 @@ template <class C> struct Prefill {
       char* to = a.out.data + query_token * a.out.token + int64_t(head) * a.out.head;
 #pragma unroll
       for (int n = 0; n < C::kHeadDim / 8; n++) {
+        if (8 * n >= a.head_dim) break;
         const float x = out[4 * n + 2 * h] * inverse, y = out[4 * n + 2 * h + 1] * inverse;
         const int dim = 8 * n + 2 * t;
         if (a.out.dtype == KVX_DTYPE_F32) reinterpret_cast<float*>(to)[dim] = x, reinterpret_cast<float*>(to)[dim + 1] = y;

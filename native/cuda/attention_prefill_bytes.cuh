@@ -17,7 +17,8 @@ namespace cuda {
 // widened and a stage is free.
 //
 // A thread has chunk c (16 bytes, which become two chunks of f16) of rows r + kRowsAtOnce * j. Eight neighbours have four chunks of two
-// rows, so that the f16 chunks they store, every other one of a row, meet all banks.
+// rows, so that the f16 chunks they store, every other one of a row, meet all banks. Chunks past the end of rows are zeros from the start, and
+// never copied.
 template <class P> struct PrefillBytes {
   using C = typename P::Config;
   using Convert = typename C::Rows::Convert;
@@ -63,7 +64,14 @@ template <class P> struct PrefillBytes {
     asm volatile("" : "+l"(data));  // added up here: an address below is one instruction
     Rings::template copy_rows<kMine, 2048>(to, data, Rings::offsets(p.rings(), tile) + plane * C::kKeys + row_of(thread) * kMine, kIsFull);
   }
+  __device__ __forceinline__ bool is_past_rows() const { return chunk_of(own_thread()) >= uint32_t(p.a.row_chunks); }
+  __device__ __forceinline__ void clear() const {
+    const uint32_t thread = own_thread();
+#pragma unroll 1
+    for (int j = 0; j < kMine; j++) tiles::copy_16(raw(0, thread) + j * 2048, p.a.data[0], 0), tiles::copy_16(raw(1, thread) + j * 2048, p.a.data[1], 0);
+  }
   __device__ __forceinline__ void copy(uint32_t tile, int plane) const {
+    if (is_past_rows()) return;
     if (Rings::is_full(*Rings::valid(p.rings(), tile))) copy_rows<true>(tile, plane);
     else copy_rows<false>(tile, plane);
   }
@@ -104,6 +112,7 @@ template <class P> struct PrefillBytes {
   __device__ __forceinline__ void load() const {
     tiles::RowAsked asked = tiles::ask_row(p.a.rows, p.w.seq, uint32_t(p.w.first_tile * C::kKeys) + own_thread(), p.w.begin, p.w.length);
     const uint32_t num_tiles = max(p.w.num_tiles, 0);
+    if (num_tiles > 0 && is_past_rows()) clear();  // without tiles nobody would wait for it
     typename Rings::Ring keys = Rings::keys(p.at + C::kRingsAt), values = Rings::values(p.at + C::kRingsAt);
     for (uint32_t next = 0; next <= num_tiles; next++) {  // tile `next` is copied, the one before it widened
       if (next < num_tiles) find(&asked, next);
@@ -135,7 +144,7 @@ template <class P> __device__ __forceinline__ void load_f16_queries(const P& p, 
 #pragma unroll
   for (int j = 0; j < kMine; j++) {
     const uint32_t row = p.w.first_row + j * kRowsAtOnce + sub;
-    x[j] = int32_t(row) < p.w.rows ? __ldg(reinterpret_cast<const uint4*>(p.query_row(row) + chunk * 16)) : make_uint4(0, 0, 0, 0);
+    x[j] = int32_t(row) < p.w.rows && int32_t(chunk * 8) < p.a.head_dim ? __ldg(reinterpret_cast<const uint4*>(p.query_row(row) + chunk * 16)) : make_uint4(0, 0, 0, 0);
   }
 #pragma unroll
   for (int j = 0; j < kMine; j++) {

@@ -17,6 +17,7 @@ kvx_status_t launch_prefill(const PrefillArgs& args, int64_t blocks, void* strea
   return launch_early_with("attention_prefill", prefill<C>, dim3(unsigned(blocks)), dim3(C::kThreads), C::kSharedBytes, stream, args);
 }
 
+// Tiles of 128 take every head_dim above 64.
 template <class Rows, ScaleKind kScales>
 kvx_status_t start_prefill(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream) {
   const bool caps = p.soft_cap > 0.f;

@@ -37,7 +37,7 @@ int64_t stride_of(int64_t bytes, int64_t count, int64_t row_bytes) { return coun
 bool fits_tensor_map(const MappedPlane& p) {
   constexpr int64_t kMostBytes = int64_t(1) << 40, kMostCount = 0x7fffffff;  // coordinates have 31 bits
   const PlaneParams& plane = *p.plane;
-  if (!plane.is_dense || plane.head_dim % 64 || reinterpret_cast<uintptr_t>(plane.data) % 16 || box_tokens(p.block_size) == 0) return false;
+  if (!plane.is_dense || plane.head_dim % 8 || reinterpret_cast<uintptr_t>(plane.data) % 16 || box_tokens(p.block_size) == 0) return false;
   const int64_t counts[3] = {p.num_heads, p.block_size, p.num_blocks}, strides[3] = {plane.head, plane.token, plane.block};
   for (int i = 0; i < 3; i++) {
     const int64_t stride = stride_of(strides[i], counts[i], plane.head_dim * 2);

@@ -22,10 +22,10 @@ inline int64_t box_tokens(int64_t block_size) {
   return block_size >= 8 && 128 % block_size == 0 ? block_size : 0;
 }
 
-// Whether the engine can be told of the plane: dense rows of whole 64s, strides that are multiples of 16 bytes and below 2^40.
+// Whether the engine can be told of the plane: dense rows of whole 16 bytes, strides that are multiples of them and below 2^40.
 bool fits_tensor_map(const MappedPlane& p);
 
-// [block][token][head][dim] with a box of 64 elements, one head, box_tokens, one block; swizzled over 128 bytes, zeros outside.
+// [block][token][head][dim] with a box of 64 elements, one head, box_tokens, one block; swizzled over 128 bytes, zeros outside: also past the end of rows, where they are no whole 64s.
 kvx_status_t make_tensor_map(CUtensorMap* map, const MappedPlane& p);
 
 }  // namespace cuda

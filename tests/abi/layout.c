@@ -93,6 +93,16 @@ VALUE(KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD, 4);
 VALUE(KVX_SCALE_GRANULARITY_PER_TOKEN_HEAD, 5);
 VALUE(KVX_SCALE_GRANULARITY_PER_GROUP, 6);
 
+ENUM(kvx_row_flags_t);
+VALUE(KVX_ROWS_ROUND_FIRST, 1);
+VALUE(KVX_ROWS_POWER_SCALE, 2);
+VALUE(KVX_ROWS_TIES_DOWN, 4);
+
+ENUM(kvx_compress_flags_t);
+VALUE(KVX_COMPRESS_OVERLAP, 1);
+VALUE(KVX_COMPRESS_RUNNING, 2);
+VALUE(KVX_COMPRESS_HADAMARD, 4);
+
 ENUM(kvx_hash_t);
 VALUE(KVX_HASH_INVALID, 0);
 VALUE(KVX_HASH_BLAKE2B, 1);
@@ -409,6 +419,123 @@ FIELD(kvx_copy_blocks_args_t, flags, 8, 8);
 FIELD(kvx_copy_blocks_args_t, pairs, 16, 104);
 FIELD(kvx_copy_blocks_args_t, errors, 120, 8);
 FIELD(kvx_copy_blocks_args_t, reserved, 128, 32);
+
+STRUCT(kvx_rows_t, 184);
+FIELD(kvx_rows_t, pages, 0, 104);
+FIELD(kvx_rows_t, rows, 104, 8);
+FIELD(kvx_rows_t, dim, 112, 8);
+FIELD(kvx_rows_t, rope_dim, 120, 8);
+FIELD(kvx_rows_t, group, 128, 8);
+FIELD(kvx_rows_t, scale_bytes, 136, 8);
+FIELD(kvx_rows_t, dtype, 144, 4);
+FIELD(kvx_rows_t, scale_dtype, 148, 4);
+FIELD(kvx_rows_t, least_amax, 152, 4);
+FIELD(kvx_rows_t, least_scale, 156, 4);
+FIELD(kvx_rows_t, flags, 160, 8);
+FIELD(kvx_rows_t, reserved, 168, 16);
+
+STRUCT(kvx_step_t, 312);
+FIELD(kvx_step_t, slots, 0, 104);
+FIELD(kvx_step_t, cu_seqlens, 104, 104);
+FIELD(kvx_step_t, starts, 208, 104);
+
+STRUCT(kvx_finish_t, 320);
+FIELD(kvx_finish_t, weight, 0, 104);
+FIELD(kvx_finish_t, cos, 104, 104);
+FIELD(kvx_finish_t, sin, 208, 104);
+FIELD(kvx_finish_t, eps, 312, 4);
+FIELD(kvx_finish_t, reserved32, 316, 4);
+
+STRUCT(kvx_append_swa_args_t, 1088);
+FIELD(kvx_append_swa_args_t, version, 0, 4);
+FIELD(kvx_append_swa_args_t, struct_bytes, 4, 4);
+FIELD(kvx_append_swa_args_t, flags, 8, 8);
+FIELD(kvx_append_swa_args_t, window, 16, 184);
+FIELD(kvx_append_swa_args_t, positions, 200, 104);
+FIELD(kvx_append_swa_args_t, x, 304, 104);
+FIELD(kvx_append_swa_args_t, finish, 408, 320);
+FIELD(kvx_append_swa_args_t, step, 728, 312);
+FIELD(kvx_append_swa_args_t, errors, 1040, 8);
+FIELD(kvx_append_swa_args_t, memory, 1048, 4);
+FIELD(kvx_append_swa_args_t, device, 1052, 4);
+FIELD(kvx_append_swa_args_t, reserved, 1056, 32);
+
+STRUCT(kvx_compress_args_t, 1512);
+FIELD(kvx_compress_args_t, version, 0, 4);
+FIELD(kvx_compress_args_t, struct_bytes, 4, 4);
+FIELD(kvx_compress_args_t, flags, 8, 8);
+FIELD(kvx_compress_args_t, state, 16, 104);
+FIELD(kvx_compress_args_t, kv, 120, 104);
+FIELD(kvx_compress_args_t, score, 224, 104);
+FIELD(kvx_compress_args_t, bias, 328, 104);
+FIELD(kvx_compress_args_t, finish, 432, 320);
+FIELD(kvx_compress_args_t, entries, 752, 184);
+FIELD(kvx_compress_args_t, block_table, 936, 104);
+FIELD(kvx_compress_args_t, num_shared, 1040, 104);
+FIELD(kvx_compress_args_t, step, 1144, 312);
+FIELD(kvx_compress_args_t, ratio, 1456, 8);
+FIELD(kvx_compress_args_t, errors, 1464, 8);
+FIELD(kvx_compress_args_t, memory, 1472, 4);
+FIELD(kvx_compress_args_t, device, 1476, 4);
+FIELD(kvx_compress_args_t, reserved, 1480, 32);
+
+STRUCT(kvx_index_scores_args_t, 984);
+FIELD(kvx_index_scores_args_t, version, 0, 4);
+FIELD(kvx_index_scores_args_t, struct_bytes, 4, 4);
+FIELD(kvx_index_scores_args_t, flags, 8, 8);
+FIELD(kvx_index_scores_args_t, q, 16, 104);
+FIELD(kvx_index_scores_args_t, weights, 120, 104);
+FIELD(kvx_index_scores_args_t, keys, 224, 184);
+FIELD(kvx_index_scores_args_t, block_table, 408, 104);
+FIELD(kvx_index_scores_args_t, scores, 512, 104);
+FIELD(kvx_index_scores_args_t, step, 616, 312);
+FIELD(kvx_index_scores_args_t, ratio, 928, 8);
+FIELD(kvx_index_scores_args_t, errors, 936, 8);
+FIELD(kvx_index_scores_args_t, memory, 944, 4);
+FIELD(kvx_index_scores_args_t, device, 948, 4);
+FIELD(kvx_index_scores_args_t, reserved, 952, 32);
+
+STRUCT(kvx_topk_args_t, 384);
+FIELD(kvx_topk_args_t, version, 0, 4);
+FIELD(kvx_topk_args_t, struct_bytes, 4, 4);
+FIELD(kvx_topk_args_t, flags, 8, 8);
+FIELD(kvx_topk_args_t, scores, 16, 104);
+FIELD(kvx_topk_args_t, lengths, 120, 104);
+FIELD(kvx_topk_args_t, indices, 224, 104);
+FIELD(kvx_topk_args_t, workspace, 328, 8);
+FIELD(kvx_topk_args_t, workspace_bytes, 336, 8);
+FIELD(kvx_topk_args_t, memory, 344, 4);
+FIELD(kvx_topk_args_t, device, 348, 4);
+FIELD(kvx_topk_args_t, reserved, 352, 32);
+
+STRUCT(kvx_attention_sparse_args_t, 1912);
+FIELD(kvx_attention_sparse_args_t, version, 0, 4);
+FIELD(kvx_attention_sparse_args_t, struct_bytes, 4, 4);
+FIELD(kvx_attention_sparse_args_t, flags, 8, 8);
+FIELD(kvx_attention_sparse_args_t, q, 16, 104);
+FIELD(kvx_attention_sparse_args_t, out, 120, 104);
+FIELD(kvx_attention_sparse_args_t, lse, 224, 104);
+FIELD(kvx_attention_sparse_args_t, sinks, 328, 104);
+FIELD(kvx_attention_sparse_args_t, window, 432, 184);
+FIELD(kvx_attention_sparse_args_t, positions, 616, 104);
+FIELD(kvx_attention_sparse_args_t, fresh, 720, 184);
+FIELD(kvx_attention_sparse_args_t, entries, 904, 184);
+FIELD(kvx_attention_sparse_args_t, block_table, 1088, 104);
+FIELD(kvx_attention_sparse_args_t, selected, 1192, 104);
+FIELD(kvx_attention_sparse_args_t, cos, 1296, 104);
+FIELD(kvx_attention_sparse_args_t, sin, 1400, 104);
+FIELD(kvx_attention_sparse_args_t, step, 1504, 312);
+FIELD(kvx_attention_sparse_args_t, ratio, 1816, 8);
+FIELD(kvx_attention_sparse_args_t, window_tokens, 1824, 8);
+FIELD(kvx_attention_sparse_args_t, max_entries, 1832, 8);
+FIELD(kvx_attention_sparse_args_t, scale, 1840, 4);
+FIELD(kvx_attention_sparse_args_t, reserved32, 1844, 4);
+FIELD(kvx_attention_sparse_args_t, workspace, 1848, 8);
+FIELD(kvx_attention_sparse_args_t, workspace_bytes, 1856, 8);
+FIELD(kvx_attention_sparse_args_t, errors, 1864, 8);
+FIELD(kvx_attention_sparse_args_t, memory, 1872, 4);
+FIELD(kvx_attention_sparse_args_t, device, 1876, 4);
+FIELD(kvx_attention_sparse_args_t, reserved, 1880, 32);
 
 /* ------------------------------------------------------------------ plans: bytes of files too. They change with KVX_PLAN_VERSION alone */
 

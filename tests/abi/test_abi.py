@@ -75,8 +75,12 @@ def test_layout_names_every_field():
 
 
 @pytest.mark.parametrize(
-    "name", ["conformance_v1", "conformance_v12", "conformance_append", "conformance_attention", "conformance_names", "hostile"]
-)
+    "name",
+    [
+        "conformance_v1", "conformance_v12", "conformance_append", "conformance_attention", "conformance_hybrid",
+        "conformance_names", "hostile",
+    ],
+)  # fmt: skip
 def test_program(name, tmp_path):
     said = run(build_program(HERE / f"{name}.c", tmp_path))
     assert re.search(r"^[1-9]\d* passed, 0 failed$", said, re.M), said[-20000:]

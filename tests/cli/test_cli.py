@@ -78,3 +78,13 @@ def test_bench_as_json_is_json_alone(tmp_path):
     assert (result["bench"], result["rows"]) == ("amax", [])
     assert result["copy_ceiling_gbps"] > 0
     assert not list(tmp_path.iterdir())
+
+
+def test_bench_hybrid_has_both_ceilings_and_checks_what_it_times(tmp_path):
+    result = json.loads(run("bench", "hybrid", "--json", "--only", "topk", "--out", str(tmp_path)))
+    assert result["copy_ceiling_gbps"] > 0
+    assert result["read_ceiling_gbps"] > 0
+    (row,) = result["rows"]
+    assert (row["op"], row["case"], row["ceiling"]) == ("topk", {"batch": 8, "entries": 65536, "k": 512}, "read")
+    assert row["bytes"] == 8 * (65536 + 512) * 4
+    assert row["torch"]["median_us"] > 0

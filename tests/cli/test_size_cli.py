@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import kvx
+from kvx.cache.hybrid import HybridCache, HybridSchema
 from kvx.cli.main import main
-from kvx.cli.size import parse_bytes
+from kvx.cli.size import parse_bytes, parse_tokens
 from kvx.errors import BadArgument
 from kvx.spec.models import MODELS
 
@@ -120,6 +121,36 @@ def test_memory():
     for text in ("", "GB", "-1GB", "1e9", "1GBit"):
         with pytest.raises(BadArgument, match="like 80GB"):
             parse_bytes(text)
+
+
+@pytest.mark.parametrize(("name", "token", "fixed_mib"), [("flash", 3514.25, 4.41), ("pro", 5031.4375, 6.29)])
+def test_deepseek_v4_is_what_a_cache_allocates(run, name, token, fixed_mib):
+    """A request of a million tokens, in blocks of each size: counted here, and allocated, where memory costs nothing."""
+    lines = json.loads(run(f"deepseek-v4-{name}", "--context", "1M", "--format", "fp8_ds_mla", "--state", "tight", "--json"))
+    size = lines["sizes"][0]
+    assert lines["context"] == 2**20
+    assert [f["block_size"] for f in lines["hybrid"]] == [128, 256, 512]
+    for facts in lines["hybrid"]:
+        assert facts["token_bytes"] == size["token_bytes"] == token
+        assert facts["fixed_bytes"] == size["fixed_bytes"]
+        assert facts["request_bytes"] == size["request_bytes"]
+        assert round(facts["fixed_bytes"] / 2**20, 2) == fixed_mib
+        schema = HybridSchema.of(f"deepseek-v4-{name}", block_tokens=facts["block_size"])
+        blocks = 2**20 // facts["block_size"]
+        cache = HybridCache(schema, num_blocks=blocks, max_requests=1, max_context=2**20, device="meta")
+        assert cache.memory_bytes == facts["request_bytes_allocated"]
+    padding = [f["padding"] for f in lines["hybrid"]]
+    assert padding == sorted(padding, reverse=True)
+    assert "kvx's hybrid cache" in run(f"deepseek-v4-{name}", "--context", "1M")
+    assert "hybrid" not in json.loads(run("Llama-3.1-8B", "--json"))
+
+
+def test_tokens():
+    texts = {"8192": 8192, "128K": 2**17, "1M": 2**20, "2 m": 2**21}
+    assert {text: parse_tokens(text) for text in texts} == texts
+    for text in ("", "K", "1G", "1.5M", "-1"):
+        with pytest.raises(BadArgument, match="like 8192, 128K or 1M"):
+            parse_tokens(text)
 
 
 def test_docs_show_what_is_printed(run):

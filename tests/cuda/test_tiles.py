@@ -389,7 +389,17 @@ def test_warpgroup_products(own, kind, columns, how, generator):
     equal(got, a @ b + (0 if how == "shared" else c), how)
 
 
-# ---- ring.cuh, and those who fill K's ring and V's: row_filler.cuh, map_filler.cuh
+# ---- group_ring.cuh; ring.cuh, and those who fill K's ring and V's: row_filler.cuh, map_filler.cuh
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 301])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_ring_of_groups(tiles, stages, num_steps, generator):
+    """A warp that waits for its own copies: fewer steps than stages, and many laps."""
+    steps = torch.randint(-(2**31), 2**31, (num_steps, 32, 4), generator=generator).to(torch.int32)
+    got = torch.zeros_like(steps, device="cuda")
+    tiles.run("feed_groups", stages, steps.cuda(), got, num_steps)
+    compare.bitwise(got.cpu(), steps, "what the lanes saw")
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -450,8 +460,12 @@ def unswizzle(raw: Tensor) -> Tensor:
 
 
 def check_fill(own: Library, planes: Planes, kind: TableKind, block_size: int, uses_maps: bool, generator: torch.Generator) -> None:
-    """Sequences of all kinds of ends through the rings: six tiles are three laps. A bad id is one block without rows."""
+    """Sequences of all kinds of ends through the rings: six tiles are three laps. A bad id is one block without rows.
+
+    Rows of 80 or 96 elements lie in tiles of 128: what follows them in memory is another row's, and the tile has zeros there.
+    """
     dim, per_entry = planes.on_host[0].shape[-1], kind.tokens_per_entry(block_size)
+    tile_dim = -(-dim // 64) * 64
     lens = [6 * TILE + 37, 7 * TILE + 1, 4 * TILE, 5, 3 * TILE - 1]
     entries = [torch.randint(0, FEW_BLOCKS, (-(-n // per_entry),), generator=generator).tolist() for n in lens]
     for position, id in ((130, -1), (300, FEW_BLOCKS), (700, 2**31 - 1), (lens[1] - 1, -(2**31))):
@@ -463,7 +477,7 @@ def check_fill(own: Library, planes: Planes, kind: TableKind, block_size: int, u
     for seq, length in enumerate(lens):
         first = seq % 2 if length > TILE else 0
         count, head = -(-length // TILE) - first, seq % NUM_HEADS
-        got = torch.zeros(count, 2, dim // 64, TILE, 64, dtype=torch.int16, device="cuda")
+        got = torch.zeros(count, 2, tile_dim // 64, TILE, 64, dtype=torch.int16, device="cuda")
         valid = torch.zeros(count, 4, dtype=torch.int32, device="cuda")
         begin = first * TILE + (50 if first else 0)  # where a window begins; a box is there if any of its rows is
         of_tiles = TileRange(seq=seq, head=head, first_tile=first, num_tiles=count, begin=begin, length=length)
@@ -481,10 +495,11 @@ def check_fill(own: Library, planes: Planes, kind: TableKind, block_size: int, u
         for i, plane in enumerate(planes.on_host):
             want = plane[ids.where(is_there, torch.tensor(0)), positions % block_size, head]
             want = want.where(is_there.unsqueeze(1), torch.tensor(0, dtype=torch.int16))
-            compare.bitwise(rows[:, i].reshape(-1, dim), want, f"{what}, plane {i}")
+            want = torch.nn.functional.pad(want, (0, tile_dim - dim))
+            compare.bitwise(rows[:, i].reshape(-1, tile_dim), want, f"{what}, plane {i}")
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("block_size", [1, 3, 16, 48, 128, 256])
 @pytest.mark.parametrize("kind", TABLES, ids=str)
 def test_rings_find_their_rows(own, kind, block_size, dim, generator):
@@ -492,7 +507,7 @@ def test_rings_find_their_rows(own, kind, block_size, dim, generator):
     check_fill(own, Planes.make("NHD", block_size, dim, generator), kind, block_size, False, generator)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("block_size", [8, 16, 64, 128, 256])
 @pytest.mark.parametrize("layout", ["NHD", "HND", "fused"])
 def test_rings_filled_by_the_copy_engine(own, layout, block_size, dim, generator):
@@ -506,12 +521,13 @@ def test_rings_filled_by_the_copy_engine(own, layout, block_size, dim, generator
 # ---- tensor_map.h and tensor_map.cuh
 
 
+@pytest.mark.parametrize("width", [80, 128])
 @pytest.mark.parametrize("block_size", [8, 16, 64, 128, 256])
 @pytest.mark.parametrize("layout", ["NHD", "HND", "fused"])
-def test_boxes(own, layout, block_size, generator):
-    """Boxes that begin anywhere in the plane or outside of it: what is outside is zeros."""
+def test_boxes(own, layout, block_size, width, generator):
+    """Boxes that begin anywhere in the plane or outside of it: what is outside is zeros, past the end of a row too."""
     need_hopper()
-    planes = Planes.make(layout, block_size, 128, generator)
+    planes = Planes.make(layout, block_size, width, generator)
     table, tokens = Table(block_size=block_size), min(block_size, TILE)
     planes.describe(table)
     boxes = [(64 * (i % 2), i % NUM_HEADS, i * tokens % block_size, i * 7 % FEW_BLOCKS) for i in range(12)]
@@ -524,7 +540,7 @@ def test_boxes(own, layout, block_size, generator):
         ctypes.byref(table),
         ctypes.c_void_p(planes.on_device[0].data_ptr()),
         NUM_HEADS,
-        256,
+        width * 2,
         torch.tensor(boxes, dtype=torch.int32).cuda(),
         got,
         len(boxes),
@@ -534,8 +550,9 @@ def test_boxes(own, layout, block_size, generator):
     for (dim, head, token, block), have in zip(boxes, rows, strict=True):
         want = torch.zeros(tokens, 64, dtype=torch.int16)
         for i in range(tokens):
-            if 0 <= block < FEW_BLOCKS and 0 <= head < NUM_HEADS and 0 <= token + i < block_size and dim < 128:
-                want[i] = planes.on_host[0][block, token + i, head, dim : dim + 64]
+            if 0 <= block < FEW_BLOCKS and 0 <= head < NUM_HEADS and 0 <= token + i < block_size and dim < width:
+                row = planes.on_host[0][block, token + i, head, dim : dim + 64]
+                want[i, : len(row)] = row
         compare.bitwise(
             have[:tokens], want, f"{layout}, blocks of {block_size}: box at dim {dim}, head {head}, token {token}, block {block}"
         )
@@ -552,7 +569,9 @@ def test_planes_that_fit_a_tensor_map(own):
     assert sizes == [8, 16, 32, 64, 128, 256, 384, 512]
     assert fits(block_size=8192)
     assert fits(dim=64)
-    assert not fits(dim=96)
+    assert fits(dim=80)
+    assert fits(dim=96)
+    assert not fits(dim=100)
     assert not fits(is_dense=0)
     assert not fits(num_blocks=0)
     for name, only_one in (("head", {"heads": 1}), ("block", {"num_blocks": 1})):

@@ -9,6 +9,7 @@
 #include "tiles/barrier.cuh"
 #include "tiles/block_rows.cuh"
 #include "tiles/elements.cuh"
+#include "tiles/group_ring.cuh"
 #include "tiles/map_filler.cuh"
 #include "tiles/row_filler.cuh"
 #include "tiles/wgmma.cuh"
@@ -260,6 +261,30 @@ template <int kStages> __global__ void feed_kernel(const uint4* from, uint4* to,
 #endif
 }
 
+// ---- group_ring.cuh
+
+// One warp copies a tile a step and reads what another lane has copied. Some lanes come late, others at every step.
+template <int kStages> __global__ void group_kernel(const uint4* from, uint4* to, int steps) {
+  __shared__ __align__(128) char stages[kStages * 32 * 16];
+  GroupRing<kStages, 32 * 16> ring{stages, shared_address(stages)};
+  const int lane = threadIdx.x, other = (lane + 13) % 32;
+  int filled = 0;
+  const auto fill_next = [&]() {
+    if (lane % 4 == filled % 4) __nanosleep(1000);
+    if (filled < steps) copy_16(ring.tile_at(ring.filling) + lane * 16, from + filled * 32 + lane);
+    ring.end_fill();
+    filled++;
+  };
+  for (int i = 0; i < kStages - 1; i++) fill_next();
+  for (int i = 0; i < steps; i++) {
+    ring.wait_full();
+    fill_next();
+    if (lane % 8 == i % 8) __nanosleep(1000);
+    to[i * 32 + other] = reinterpret_cast<const uint4*>(ring.tile(ring.reading))[other];
+    ring.give_back();
+  }
+}
+
 // ---- row_filler.cuh and map_filler.cuh
 
 struct FillArgs {
@@ -267,7 +292,8 @@ struct FillArgs {
   RowFinder finder;
   const char* data[2];
   TileRange range;
-  uint32_t box;  // 0: rows are copied
+  uint32_t box;     // 0: rows are copied
+  uint32_t chunks;  // of a row; a tile may have more
 };
 
 // Tiles of a sequence, K and V: filled by a warpgroup, or by some of its warps and the copy engine, read by another warpgroup. Stages hold NaN at first.
@@ -293,7 +319,7 @@ template <int kRowBytes> __global__ void fill_kernel(const __grid_constant__ Fil
   if (side == 2) return watch.until_done();
   if (side == 0 && a.box) {
     if (thread < MapFiller<Rings>::kWarps * 32) {
-      MapFiller<Rings> filler{a.maps, a.finder, a.data, a.range, a.box, shared, at, uint32_t(thread) / 32};
+      MapFiller<Rings> filler{a.maps, a.finder, a.data, a.range, a.box, a.chunks, shared, at, uint32_t(thread) / 32};
       filler.begin();
       for (int i = 0; i < a.range.num_tiles; i++) {
         if (i / 4 % 2 == 0) __nanosleep(5000);
@@ -301,7 +327,7 @@ template <int kRowBytes> __global__ void fill_kernel(const __grid_constant__ Fil
       }
     }
   } else if (side == 0) {
-    RowFiller<Rings> filler{a.finder, a.data, a.range, shared, at, 1};
+    RowFiller<Rings> filler{a.finder, a.data, a.range, a.chunks, shared, at, 1};
     filler.begin();
     for (int i = 0; i < a.range.num_tiles; i++) {
       if (i / 4 % 2 == 0) __nanosleep(5000);
@@ -528,16 +554,24 @@ int feed(int stages, const uint4* from, uint4* to, int steps) {
   else return cudaErrorInvalidValue;
   return finish();
 }
-// `data`: addresses of K and V, and `range` a TileRange, both on the host. `uses_maps` 0: rows are copied.
+int feed_groups(int stages, const uint4* from, uint4* to, int steps) {
+  if (stages == 2) group_kernel<2><<<1, 32>>>(from, to, steps);
+  else if (stages == 3) group_kernel<3><<<1, 32>>>(from, to, steps);
+  else if (stages == 4) group_kernel<4><<<1, 32>>>(from, to, steps);
+  else return cudaErrorInvalidValue;
+  return finish();
+}
+// `data`: addresses of K and V, and `range` a TileRange, both on the host. `uses_maps` 0: rows are copied. Tiles have rows of 128 or 256 bytes,
+// whichever `row_bytes` fit in.
 int fill_rings(const Table* table, char* const* data, int num_heads, int row_bytes, int uses_maps, const TileRange* range, uint4* tiles, uint4* valid) {
   FillArgs args = {};
-  args.finder = make_finder(*table), args.range = *range;
+  args.finder = make_finder(*table), args.range = *range, args.chunks = uint32_t(row_bytes) / 16;
   for (int i = 0; i < 2; i++) {
     args.data[i] = data[i];
     if (uses_maps && !make_map(&args.maps[i], *table, i, data[i], num_heads, row_bytes)) return cudaErrorInvalidValue;
   }
   if (uses_maps) args.box = uint32_t(box_tokens(table->block_size));
-  return row_bytes == 128 ? fill_of<128>(args, tiles, valid) : fill_of<256>(args, tiles, valid);
+  return row_bytes <= 128 ? fill_of<128>(args, tiles, valid) : fill_of<256>(args, tiles, valid);
 }
 // Boxes of plane 0.
 int copy_boxes(const Table* table, char* data, int num_heads, int row_bytes, const int4* from, uint4 (*out)[128 * 8], int count) {

@@ -34,6 +34,9 @@ class Tiny:
     topk: int = 8  # fewer than the entries of 300 tokens, so that the choice matters
     rope_dim: int = 16
     index_dim: int = 32
+    heads: int = 4
+    head_dim: int = 64
+    hash_layers: int = 0  # first layers whose experts a token's id chooses
     seed: int = 0
 
     def __str__(self) -> str:
@@ -45,6 +48,9 @@ FLASH = Tiny("flash", (0, 4, 128, 4))
 PRO = Tiny("pro", (128, 4, 128), topk=12, rope_dim=32, index_dim=64)
 WIDE = Tiny("wide", (0, 4, 128), window=128)
 MODELS = (FLASH, PRO, WIDE)
+HASHED = Tiny("hashed", (0, 4), hash_layers=1)
+# Attention as DeepSeek-V4-Flash has it, in a narrow model: rows of 512 with 64 rotary, 64 heads, keys of 128.
+REAL = Tiny("real", (0, 4, 128), window=128, topk=16, rope_dim=64, index_dim=128, heads=64, head_dim=512)
 
 
 def config_of(tiny: Tiny) -> Any:
@@ -54,8 +60,8 @@ def config_of(tiny: Tiny) -> Any:
         num_hidden_layers=len(tiny.ratios),
         compress_ratios=list(tiny.ratios),
         sliding_window=tiny.window,
-        num_attention_heads=4,
-        head_dim=64,
+        num_attention_heads=tiny.heads,
+        head_dim=tiny.head_dim,
         qk_rope_head_dim=tiny.rope_dim,
         q_lora_rank=48,
         o_groups=2,
@@ -67,7 +73,7 @@ def config_of(tiny: Tiny) -> Any:
         moe_intermediate_size=16,
         n_routed_experts=2,
         num_experts_per_tok=2,  # every expert: no routing that rounding could flip
-        num_hash_layers=0,
+        num_hash_layers=tiny.hash_layers,
         hc_mult=2,
         hc_sinkhorn_iters=4,
     )
@@ -94,6 +100,9 @@ def make(tiny: Tiny) -> Any:
             p.copy_(noise * p.shape[-1] ** -0.5)
         else:
             p.copy_(noise)
+    for name, chosen in made.named_buffers():
+        if name.endswith("tid2eid"):
+            chosen.copy_(torch.randint(2, chosen.shape, generator=g))
     return made
 
 

@@ -13,8 +13,7 @@ from kvx import BadArgument, OutOfBlocks
 from kvx.adapters.transformers.deepseek_v4 import HybridModel
 from kvx.cache.hybrid import HybridCache, HybridPrefix, HybridSchema, put_state, take_state
 from tests.hybrid import models
-from tests.hybrid.test_cache import F32, cache_of
-from tests.hybrid.test_model import CLOSE
+from tests.hybrid.hybrids import CLOSE, F32, answer, cache_of, check, hybrid_on, tokens
 
 
 def feed(hybrid: HybridModel, request, ids: torch.Tensor, prefix: HybridPrefix | None = None, step: int = 64) -> torch.Tensor:
@@ -30,33 +29,31 @@ def feed(hybrid: HybridModel, request, ids: torch.Tensor, prefix: HybridPrefix |
 
 @pytest.mark.parametrize("at", [3, 129, 200, 256])
 @models.one_thread()
-def test_a_state_goes_on_in_another_cache(at):
-    model, ids, want = models.make(models.FLASH), models.tokens(260), models.whole(models.FLASH, 260).logits
-    first = HybridModel(model, cache_of(model, F32))
+def test_a_state_goes_on_in_another_cache(backend, at):
+    ids, want = tokens(backend, 260), models.whole(models.FLASH, 260).logits
+    first = hybrid_on(backend, models.FLASH)
     request = first.cache.admit_request()
     first.forward(request, ids[:at])
     state = take_state(first.cache, request)
-    first.forward(request, models.tokens(40, seed=9))  # what was taken is a copy
-    second = HybridModel(model, cache_of(model, F32, num_blocks=7))
+    first.forward(request, tokens(backend, 40, 9))  # what was taken is a copy
+    second = hybrid_on(backend, models.FLASH, num_blocks=7)
     other = second.cache.admit_request()
-    second.forward(other, models.tokens(150, seed=5))
+    second.forward(other, tokens(backend, 150, 5))
     got = second.forward(put_state(second.cache, state), ids[at:])
-    torch.testing.assert_close(got, want[at:], **CLOSE)
+    check(backend, got, want[at:])
     assert {line["name"] for line in state.manifest()} == set(state.buffers)
     assert sum(line["bytes"] for line in state.manifest()) == state.num_bytes
 
 
 @pytest.mark.parametrize(("policy", "start"), [("full", 256), (256, 256), (384, 192), ("zero", 192)])
 @models.one_thread()
-def test_a_second_request_goes_on_from_the_first(policy, start):
+def test_a_second_request_goes_on_from_the_first(backend, policy, start):
     """It shares 256 tokens; without a checkpoint it computes some again: window x layers are 64 here."""
-    model, ids = models.make(models.FLASH), models.tokens(300)
-    want = models.run(model, ids).logits
-    hybrid = HybridModel(model, cache_of(model, F32))
+    ids, want, hybrid = tokens(backend, 300), answer(models.FLASH, 300), hybrid_on(backend, models.FLASH)
     prefix = HybridPrefix(hybrid.cache, policy=policy)
     first = prefix.admit(ids.tolist())
     assert (first.start, first.shared) == (0, 0)
-    torch.testing.assert_close(feed(hybrid, first.request, ids, prefix), want, **CLOSE)
+    check(backend, feed(hybrid, first.request, ids, prefix), want)
     pages = [p.pages.clone() for layer in hybrid.cache.layers for p in (layer.entries, layer.index) if p is not None]
     blocks = hybrid.cache.blocks(first.request)[:2].tolist()
     hybrid.cache.release_request(first.request)
@@ -65,7 +62,7 @@ def test_a_second_request_goes_on_from_the_first(policy, start):
     assert (second.start, second.shared, second.is_exact) == (start, 256, True)
     assert hybrid.cache.blocks(second.request).tolist() == blocks
     got = feed(hybrid, second.request, ids, prefix)
-    torch.testing.assert_close(got[256 - second.start :], want[256:], **CLOSE)
+    check(backend, got[256 - second.start :], want[256:])
     now = [p.pages for layer in hybrid.cache.layers for p in (layer.entries, layer.index) if p is not None]
     assert all(torch.equal(a[blocks], b[blocks]) for a, b in zip(pages, now, strict=True)), "shared entries were written"
     prefix.names.check()

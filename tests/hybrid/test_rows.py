@@ -29,7 +29,7 @@ def codec(name: str) -> RowCodec:
 def tiles(c: RowCodec, x: torch.Tensor) -> torch.Tensor:
     """[rows, tiles, elements] of what is coded."""
     coded = x[:, : c.dim - c.rope_dim]
-    return coded.unflatten(1, (-1, c._group or coded.shape[1]))
+    return coded.unflatten(1, (-1, c.group or coded.shape[1]))
 
 
 def test_every_format_is_here():

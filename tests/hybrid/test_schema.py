@@ -30,7 +30,7 @@ def test_bytes_of_a_layer():
     assert CSA.tail_floats() * 4 == 60 * 1024  # 48 KiB of the entry's, 12 of its key's
     assert HCA.tail_floats() * 4 == 6 * 1024
     assert LayerSchema(128, tail="ring").tail_floats() * 4 == 512 * 1024
-    assert SWA.request_bytes() == (128 * 584, 74880)
+    assert SWA.request_bytes() == (128 * 584, 74880 + 4 * 128)
 
 
 @pytest.mark.parametrize(

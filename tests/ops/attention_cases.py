@@ -178,6 +178,7 @@ DECODE = [
     *(Case(heads=g * h, kv_heads=h, note="group") for g, h in ((1, 3), (4, 2), (7, 2), (8, 1), (16, 1))),
     *(Case(dim=d) for d in (80, 96, 128, 192, 256)),
     *(Case(dim=d, format="bf16", io="bf16") for d in (64, 80, 96, 128, 192, 256)),
+    *(Case(dim=d, format=f, io=f, note="few_lines") for f in ("f32", "bf16") for d in (16, 32)),  # of 64 bytes, in a row
     Case(dim=192, v_dim=128),
     Case(dim=64, v_dim=96, format="f16", io="f16"),
     Case(dim=7, v_dim=5, note="odd_dims"),
@@ -199,6 +200,7 @@ DECODE = [
 ]
 FORMATS = [
     *(Case(format=f, io=io) for f, io in (("f16", "f16"), ("bf16", "bf16"), ("f32", "bf16"), ("bf16", "f32"), ("f16", "bf16"))),
+    Case(format="bf16", io="f16", dim=128),
     *(
         Case(format=f, io=io, dim=128)
         for f in ("fp8_e4m3", "fp8_e4m3_per_head", "fp8_e4m3_per_token_head", "fp8_e4m3_per_token_head_inline", "fp8_e5m2")

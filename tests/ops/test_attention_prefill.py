@@ -1,13 +1,14 @@
 """attention of prompts over 16-bit caches, whose blocks a device may copy whole: their sizes, layouts, tables, ends and bad ids.
 
 Tiles of a device are 128 keys: sequences end in the middle of a block, at the end of one, and at the end of a tile. What stands
-after the end is NaN.
+after the end is NaN. They are 64 or 128 columns wide: rows in between, of 80 or 96 elements, end before the tile does.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 import kvx
 from tests.ops import attention_cases
@@ -32,12 +33,47 @@ CASES = [
     case(16, heads=8, kv_heads=1, soft_cap=4.0, sinks=True),
     case(16, heads=1, kv_heads=1, note="one_head"),
 ]
+PADDED = [
+    *(case(block, dim=dim, io=io) for dim, io in ((80, "bf16"), (96, "f16"), (112, "bf16")) for block in (1, 16, 48, 128)),
+    *(case(16, layout, dim) for dim in (80, 96) for layout in ("HND", "fused_NHD", "fused_HND", "stacked")),
+    *(case(block, dim=dim, lens=(1500, 897), queries=(80, 20), note="laps") for dim, block in ((80, 16), (96, 48))),
+    *(case(16, dim=dim, lens=(3000, 40, 700), queries=(1, 40, 3), heads=h, note="both") for dim, h in ((80, 4), (96, 16))),
+    case(16, dim=80, window=100),
+    case(64, dim=96, causal=False, window=70, sinks=True),
+    case(16, dim=80, heads=8, kv_heads=1, soft_cap=4.0, sinks=True),
+    *(
+        Case(lens=(301, 129, 7), queries=(70, 129, 1), format=f, io=io, dim=dim)
+        for f in ("fp8_e4m3", "fp8_e4m3_per_token_head", "int8_per_token_head")
+        for dim, io in ((80, "bf16"), (96, "f16"))
+    ),
+]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + PADDED, ids=str)
 def test_prompts_over_blocks(backend, case, generator):
     made = case.make(backend.device, generator)
     made.check(*made.run(backend.name))
+
+
+def widen(x: Tensor, width: int, fill: float) -> tuple[Tensor, Tensor]:
+    """`x` at the beginning of wider rows, and what stands after it in each of them."""
+    rows = torch.full((*x.shape[:-1], width), fill, dtype=torch.float32).to(x)
+    rows[..., : x.shape[-1]] = x
+    return rows[..., : x.shape[-1]], rows[..., x.shape[-1] :]
+
+
+@pytest.mark.parametrize("block", [16, 48])
+@pytest.mark.parametrize("format", ["bf16", "fp8_e4m3"])
+@pytest.mark.parametrize("dim", [64, 80, 96])
+def test_rows_end_where_they_end(backend, dim, format, block, generator):
+    """What follows a row of queries or of the cache, up to a tile's width and past it, is NaN; after results nothing changes."""
+    shape = Case(lens=(301, 129, 40), queries=(70, 129, 1), dim=dim, block=block, format=format, io="bf16")
+    made = shape.make(backend.device, generator)
+    made.cache.cache = tuple(widen(x, 160, float("nan"))[0] for x in made.cache.cache)
+    made.q, _ = widen(made.q, 160, float("nan"))
+    out, after = widen(torch.zeros_like(made.q, memory_format=torch.contiguous_format), 160, 5.0)
+    made.check(*made.run(backend.name, out=out))
+    assert (after == 5.0).all()
 
 
 @pytest.mark.parametrize("block", [16, 128])

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,12 +31,44 @@ for case in (*attention_cases.DECODE, *attention_cases.FORMATS, *attention_cases
     made.check(*made.run("cpu"))
 """
 
+# Group sizes, dims and query types of bf16 caches; what is printed shows whether two runs computed alike.
+BF16 = """
+import hashlib
+import torch
+from tests.ops import attention_cases
+case, lse = attention_cases.Case, hashlib.sha256()
+for io in ("bf16", "f16", "f32"):
+    for heads, dim in ((2, 64), (4, 96), (8, 128), (16, 256)):
+        for more in ({}, {"soft_cap": 5.0}, {"window": 9, "queries": 2}, {"scale": -0.3}):
+            one = case(lens=(700, 1, 33), heads=heads, dim=dim, format="bf16", io=io, **more)
+            made = one.make("cpu", torch.Generator().manual_seed(0))
+            got = made.run("cpu")
+            made.check(*got)
+            if io == {io!r}:
+                lse.update(got[1].numpy().tobytes())
+print(lse.hexdigest())
+"""
+
+
+def _run(code: str, simd: str | None) -> str:
+    env = {k: v for k, v in os.environ.items() if k != "KVX_SIMD"} | ({"KVX_SIMD": simd} if simd else {})
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("io", ["bf16", "f16", "f32"])
+def test_bf16_products(io):
+    """AVX512_BF16 multiplies bf16 keys by 16-bit queries: as near as without it, by another way. f32 queries do not use it."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists() or "avx512_bf16" not in info.read_text():
+        pytest.skip("this CPU has no AVX512_BF16")
+    code = BF16.replace("{io!r}", repr(io))
+    assert (_run(code, None) != _run(code, "avx512")) == (io != "f32")
+
 
 @pytest.mark.parametrize("simd", ["plain", "avx2"])
 def test_narrower_instruction_sets_agree(simd):
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("KVX_SIMD chooses among x86 instruction sets; Arm has one, which every other test runs")
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK.format(simd=simd)], env={**os.environ, "KVX_SIMD": simd}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    _run(CHECK.format(simd=simd), simd)

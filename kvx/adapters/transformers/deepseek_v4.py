@@ -2,53 +2,106 @@
 
 hybrid = HybridModel(model, HybridCache(HybridSchema.of(model.config), num_blocks=64, max_requests=4, max_context=4096))
 request = hybrid.cache.admit_request()
-logits = hybrid.forward(request, prompt)   # any number of tokens at a time
+logits = hybrid.forward(request, prompt)                      # any number of tokens at a time
+logits, others = hybrid.forward([request, other], [ids, ids])  # several requests, each with its own number of tokens
+
+Tokens of all requests go through the model in one row: only attention looks at more than one token, and attention is ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from kvx.cache.hybrid.attention import attention_sparse, every_entry, index_scores, num_visible, topk
-from kvx.cache.hybrid.cache import EntryPool, HybridCache, LayerStore, Request
-from kvx.cache.hybrid.tail import Tail
+from kvx.cache.hybrid.cache import HybridCache, Request
+from kvx.cache.hybrid.handle import LayerHandle, Projected
 from kvx.errors import BadArgument
+from kvx.ops.attention_sparse import attention_sparse
+from kvx.ops.finish import turn
+from kvx.ops.index_scores import index_scores
+from kvx.ops.step import Step
+from kvx.ops.topk import topk
+
+
+class Batch(NamedTuple):
+    """Tokens of a step, and what is known of them without a look at the device."""
+
+    step: Step
+    positions: Tensor  # [num_tokens] int64
+    longest: int  # no request has more tokens, these included
+    is_decode: bool  # one token a request
 
 
 class HybridModel:
-    def __init__(self, model: Any, cache: HybridCache) -> None:
+    def __init__(self, model: Any, cache: HybridCache, *, backend: str = "auto") -> None:
         layers = model.model.layers
         if getattr(model.config, "model_type", "") != "deepseek_v4" or len(layers) != len(cache.layers):
             raise BadArgument(
                 f"HybridModel: a {getattr(model.config, 'model_type', '?')} of {len(layers)} layers on a cache of "
                 f"{len(cache.layers)}; it takes a deepseek_v4, and HybridSchema.of(model.config) has its layers."
             )
-        self.model, self.cache = model, cache
+        self.model, self.cache, self.backend = model, cache, backend
+        with torch.no_grad():
+            kinds = dict.fromkeys(layer.self_attn.rope_layer_type for layer in layers)
+            self._turns = {kind: self._table(kind) for kind in kinds}
+            self._sinks = [layer.self_attn.sinks.float() for layer in layers]
 
+    def _table(self, kind: str) -> tuple[Tensor, Tensor]:
+        """cos and sin of every position, [max_context, rope_dim / 2] f32. The model's own would be rounded to its type."""
+        like = torch.zeros(1, dtype=torch.float32, device=self.cache.device)
+        positions = torch.arange(self.cache.max_context, device=self.cache.device)[None]
+        cos, sin = self.model.model.rotary_emb(like, position_ids=positions, layer_type=kind)
+        return cos[0].contiguous(), sin[0].contiguous()
+
+    # --- steps -----------------------------------------------------------------------------------------------------------
+
+    @overload
+    def forward(self, requests: Request, ids: Tensor) -> Tensor: ...
+    @overload
+    def forward(self, requests: Sequence[Request], ids: Sequence[Tensor]) -> list[Tensor]: ...
     @torch.inference_mode()
-    def forward(self, request: Request, ids: Tensor) -> Tensor:
-        """[tokens, vocab]: the request's next tokens, put into the cache on the way. OutOfBlocks changes nothing."""
-        start = request.length
-        self.cache.prepare_forward([(request, len(ids))])
-        positions = torch.arange(start, start + len(ids), device=ids.device)
-        with self._attending(request, start):
-            logits: Tensor = self.model(ids[None], position_ids=positions[None], use_cache=False).logits[0]
+    def forward(self, requests: Request | Sequence[Request], ids: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+        """[tokens, vocab] of each request: its next tokens, put into the cache on the way. OutOfBlocks changes nothing."""
+        if isinstance(requests, Request):
+            assert isinstance(ids, Tensor)
+            return self.run(ids, self.prepare([requests], [len(ids)]))
+        if len(requests) != len(ids):
+            raise BadArgument(f"forward(): {len(requests)} requests and ids of {len(ids)}. Nothing changed.")
+        lengths = [len(part) for part in ids]
+        return list(self.run(torch.cat(list(ids)), self.prepare(requests, lengths)).split(lengths))
+
+    def prepare(self, requests: Sequence[Request], lengths: Sequence[int]) -> Batch:
+        """The next tokens of these requests: what `run` needs beside their ids."""
+        step = self.cache.prepare_forward(list(zip(requests, lengths, strict=True)))
+        longest = max((request.length for request in requests), default=0)
+        return Batch(step, step.positions(sum(lengths)), longest, all(n == 1 for n in lengths))
+
+    def decode_batch(self, num_tokens: int) -> Batch:
+        """One token a sequence of whatever prepare_forward prepared last, as many as max_requests: for a step that is captured once
+        and replayed. Make it within the capture: positions follow from the step."""
+        return Batch(self.cache.step, self.cache.step.positions(num_tokens), self.cache.max_context, True)
+
+    def run(self, ids: Tensor, batch: Batch) -> Tensor:
+        """[num_tokens, vocab]."""
+        with self._attending(batch):
+            # A mask that is given is not made: ours is in the step.
+            given = {"input_ids": ids[None], "position_ids": batch.positions[None], "attention_mask": {"": None}}
+            logits: Tensor = self.model(**given, use_cache=False).logits[0]
         return logits
 
     @contextmanager
-    def _attending(self, request: Request, start: int) -> Iterator[None]:
+    def _attending(self, batch: Batch) -> Iterator[None]:
         """Each layer's attention is ours meanwhile."""
         attentions = [layer.self_attn for layer in self.model.model.layers]
         before = [vars(attn).get("forward") for attn in attentions]  # others may have put theirs there, as accelerate does
         try:
             for i, attn in enumerate(attentions):
-                attn.forward = partial(self.attend, i, request, start)
+                attn.forward = partial(self.attend, i, batch)
             yield
         finally:
             for attn, forward in zip(attentions, before, strict=True):
@@ -56,66 +109,65 @@ class HybridModel:
                 if forward is not None:
                     attn.forward = forward
 
-    def attend(
-        self, layer: int, request: Request, start: int, hidden_states: Tensor,
-        position_embeddings: dict[str, tuple[Tensor, Tensor]], position_ids: Tensor, *_: Any, **__: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        """In place of DeepseekV4Attention.forward, for a batch of one: tokens from position `start` on."""
-        attn, store = self.model.model.layers[layer].self_attn, self.cache.layers[layer]
-        x, positions = hidden_states[0], position_ids[0]
-        cos, sin = position_embeddings[attn.rope_layer_type][0][0], position_embeddings[attn.rope_layer_type][1][0]
+    # --- a layer ---------------------------------------------------------------------------------------------------------
+
+    def attend(self, layer: int, batch: Batch, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """In place of DeepseekV4Attention.forward: hidden_states [1, num_tokens, hidden]."""
+        attn, x = self.model.model.layers[layer].self_attn, hidden_states[0]
+        handle = self.cache.acquire(layer, batch.step, backend=self.backend)
+        cos, sin = self._turns[attn.rope_layer_type]
         latent = attn.q_a_norm(attn.q_a_proj(x))
-        q = attn.q_b_norm(attn.q_b_proj(latent).view(len(x), -1, attn.head_dim))
-        q, new = _rotate(q, cos, sin), _rotate(attn.kv_norm(attn.kv_proj(x)), cos, sin)
-        # The ring is written after: this chunk's first tokens still see rows that its last will stand in place of.
-        codec = store.window.codec
-        old, old_positions = store.window.before(request.slot, start)
-        rows = torch.cat((old, codec.decode(*codec.encode(new))))
-        row_positions = torch.cat((old_positions, positions))
-        entries, selected = self._entries(attn, store, request, start, x, latent, cos, sin)
-        store.window.write(request.slot, start, new)
+        q = self._turned(attn.q_b_norm(attn.q_b_proj(latent).view(len(x), -1, attn.head_dim)), batch, cos, sin)
+
+        new = attn.kv_proj(x)
+        how = {"weight": attn.kv_norm.weight, "eps": attn.kv_norm.variance_epsilon, "cos": cos, "sin": sin}
+        fresh = None if batch.is_decode else handle.fresh_rows(new, **how)
+        if batch.is_decode:
+            handle.write_swa(new, **how)
+        swa, entries = handle.read_swa_view(), handle.read_classical_view()
+        more: dict[str, Any] = {}
+        if entries is not None:
+            selected = self._entries(attn, handle, batch, x, latent, cos, sin)
+            longest = max(1, batch.longest // entries.ratio)
+            more = {"entries": entries.rows, "block_table": entries.block_table, "ratio": entries.ratio, "selected": selected}
+            more |= {"max_entries": longest}
         out, _lse = attention_sparse(
-            q, positions, rows, row_positions, store.schema.window, entries, selected, sinks=attn.sinks, scale=attn.scaling
-        )
-        plain = _rotate(out.to(x.dtype), cos, -sin)
-        grouped = attn.o_a_proj(plain.reshape(1, len(x), attn.config.o_groups, -1)).flatten(2)
+            q, swa.rows, swa.positions, batch.step, window_tokens=swa.window, fresh=fresh, **more, sinks=self._sinks[layer],
+            scale=attn.scaling, cos=cos, sin=sin, backend=self.backend,
+        )  # fmt: skip
+        if not batch.is_decode:
+            handle.write_swa(new, **how)  # after: this chunk's first tokens still saw rows that its last now stand in place of
+        grouped = attn.o_a_proj(out.reshape(1, len(x), attn.config.o_groups, -1)).flatten(2)
         return attn.o_b_proj(grouped), None
 
     def _entries(
-        self, attn: Any, store: LayerStore, request: Request, start: int, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """All entries of the request, those that close now too, and which of them each token reads."""
-        ratio, stop = store.schema.ratio, start + len(x)
-        if store.entries is None or store.tail is None:
-            return x.new_zeros(0, attn.head_dim), torch.full((len(x), 1), -1, device=x.device)
-        blocks, count = self.cache.blocks(request), store.schema.entries(stop)
-        visible = num_visible(torch.arange(start, stop, device=x.device), ratio)
-        self._close(attn.compressor, store.tail, store.entries, request, start, x)
-        entries = store.entries.read(blocks, count)
-        if store.index is None or store.index_tail is None:
-            return entries, every_entry(visible, count)
-        indexer = attn.compressor.indexer
-        self._close(indexer, store.index_tail, store.index, request, start, x)
-        q = _rotate(indexer.q_b_proj(latent).view(len(x), -1, indexer.head_dim), cos, sin)
+        self, attn: Any, handle: LayerHandle, batch: Batch, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor | None:
+        """Put the step's tokens into the tails, and say which entries each token reads. None: all it may."""
+        view, keys = handle.read_classical_view(), handle.read_indexer_view()
+        assert view is not None
+        indexer = attn.compressor.indexer if keys is not None else None
+        if handle.views.store.tail is not None:
+            handle.flush(_projected(attn.compressor, x), _projected(indexer, x) if indexer is not None else None, cos=cos, sin=sin)
+        longest = max(1, batch.longest // view.ratio)
+        if keys is None or indexer is None or longest <= indexer.index_topk:
+            return None
+        q = self._turned(indexer.q_b_proj(latent).view(len(x), -1, indexer.head_dim), batch, cos, sin)
         weights = indexer.scorer.weights_proj(x).float() * indexer.scorer.weights_scaling * indexer.scorer.softmax_scale
-        return entries, topk(index_scores(q, weights, store.index.read(blocks, count), visible), indexer.index_topk)
+        scores = index_scores(
+            q, weights, keys.rows, keys.block_table, batch.step, ratio=keys.ratio, hadamard=keys.hadamard, max_entries=longest,
+            backend=self.backend,
+        )  # fmt: skip
+        visible = ((batch.positions + 1) // keys.ratio).to(torch.int32)
+        return topk(scores, indexer.index_topk, lengths=visible, backend=self.backend)
 
-    def _close(self, compressor: Any, tail: Tail, pool: EntryPool, request: Request, start: int, x: Tensor) -> None:
-        ratio = tail.ratio
-        bias = compressor.position_bias[torch.arange(start, start + len(x), device=x.device) % ratio]
-        pooled = tail.take(request.slot, start, compressor.kv_proj(x), compressor.gate_proj(x) + bias).to(x.dtype)
-        first = start // ratio
-        at = torch.arange(first, first + len(pooled), device=x.device)[None] * ratio
-        cos, sin = compressor.rotary_emb(x, position_ids=at, layer_type=compressor.rope_layer_type)
-        entries = _rotate(compressor.kv_norm(pooled), cos[0], sin[0])
-        self.cache.write_entries(request, pool, ratio, first, entries)
+    def _turned(self, q: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
+        return turn(q.float(), cos[batch.positions], sin[batch.positions]).to(q.dtype)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs (0, 1), (2, 3), ... of the last dims of x [rows, dim] or [rows, heads, dim]; cos and sin [rows, pairs]."""
-    if x.dim() == 3:
-        cos, sin = cos[:, None], sin[:, None]
-    split = x.shape[-1] - 2 * cos.shape[-1]
-    even, odd = x[..., split::2].float(), x[..., split + 1 :: 2].float()
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-    return torch.cat((x[..., :split], turned.to(x.dtype)), -1)
+def _projected(compressor: Any, x: Tensor) -> Projected:
+    """By a compressor, or by the indexer, which has one of its own."""
+    return Projected(
+        compressor.kv_proj(x), compressor.gate_proj(x), compressor.position_bias.float(), compressor.kv_norm.weight,
+        compressor.kv_norm.variance_epsilon,
+    )  # fmt: skip

@@ -2,64 +2,24 @@
 
 A request has a slot: its window and tails in each layer. Its entries are in blocks, the same block ids in every layer. Blocks are
 given out by `prepare_forward`, before a step, so that nothing is allocated while it runs; what a step computes only fills them.
+Tables, views and the step's own tensors are made once: a captured graph finds them where they were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvx.cache.blocks import BlockAllocator
-from kvx.cache.hybrid.rows import RowCodec
-from kvx.cache.hybrid.schema import HybridSchema, LayerSchema
-from kvx.cache.hybrid.tail import Tail
-from kvx.cache.hybrid.window import Window
+from kvx.cache.blocks import BlockAllocator, BlockIds
+from kvx.cache.hybrid.drafts import Kept
+from kvx.cache.hybrid.handle import LayerHandle, LayerViews
+from kvx.cache.hybrid.schema import HybridSchema
+from kvx.cache.hybrid.store import LayerStore
 from kvx.errors import BadArgument, OutOfBlocks
-
-
-class EntryPool:
-    """Rows of entries, or of their keys, in blocks: [num_blocks, page_bytes] of bytes."""
-
-    def __init__(self, codec: RowCodec, rows: int, num_blocks: int, device: torch.device) -> None:
-        self.codec, self.rows = codec, rows
-        self.pages = torch.zeros(num_blocks, codec.page_bytes(rows), dtype=torch.uint8, device=device)
-
-    def slots(self, blocks: Tensor, entries: Tensor) -> Tensor:
-        """Where entries of a request stand whose blocks these are."""
-        return blocks[entries // self.rows].long() * self.rows + entries % self.rows
-
-    def write(self, blocks: Tensor, first: int, x: Tensor) -> None:
-        """Entries from number `first` on."""
-        entries = torch.arange(first, first + len(x), device=x.device)
-        self.codec.write(self.pages, self.rows, self.slots(blocks, entries), x)
-
-    def read(self, blocks: Tensor, count: int) -> Tensor:
-        """The first `count` entries, [count, dim] f32."""
-        return self.codec.read(self.pages, self.rows, self.slots(blocks, torch.arange(count, device=blocks.device)))
-
-
-@dataclass(frozen=True)
-class LayerStore:
-    """One layer's memory. A layer that reads another's entries has that one's pools."""
-
-    schema: LayerSchema
-    window: Window
-    tail: Tail | None
-    index_tail: Tail | None
-    entries: EntryPool | None
-    index: EntryPool | None
-
-    @property
-    def memory_bytes(self) -> int:
-        """Of its own."""
-        tensors = [self.window.pages, self.window.positions]
-        tensors += [t.state for t in (self.tail, self.index_tail) if t is not None]
-        if self.schema.has_entries:
-            tensors += [p.pages for p in (self.entries, self.index) if p is not None]
-        return sum(t.numel() * t.element_size() for t in tensors)
+from kvx.ops.step import Step
 
 
 class Request:
@@ -70,6 +30,7 @@ class Request:
         self.length = 0  # tokens that steps were prepared for
         self.num_blocks = 0
         self.num_shared = 0  # tokens whose entries came with the request: they are not written again
+        self.draft_start = 0  # tokens from here on can be taken back
         self.names: list[bytes] = []  # of its blocks, where a HybridPrefix has named them
         self.is_released = False
 
@@ -86,33 +47,26 @@ class HybridCache:
         self.schema, self.max_context, self.device = schema, max_context, torch.device(device)
         self.allocator = BlockAllocator(num_blocks)
         width = max(1, -(-max_context // schema.block_tokens))
-        # Entry b of a row: the block of tokens [b * block_tokens, ...). -1: none yet.
-        self.block_table = torch.full((max_requests, width), -1, dtype=torch.int32, device=self.device)
+        # Entry b of a row: the block of tokens [b * block_tokens, ...). -1: none yet. The host has a copy to write from.
+        self._host_table = torch.full((max_requests, width), -1, dtype=torch.int32)
+        self.block_table = self._host_table.to(self.device, copy=True)
+        self.num_shared = torch.zeros(max_requests, dtype=torch.int32, device=self.device)
+        # slots, ends and starts of the step in one piece: one copy for each step.
+        self._host_step = torch.zeros(3 * max_requests + 1, dtype=torch.int32)
+        self._step_ints = self._host_step.to(self.device, copy=True)
+        ints, n = self._step_ints, max_requests
+        self.step = Step(ints[:n], ints[n : 2 * n + 1], ints[2 * n + 1 :])  # of prepare_forward
         self.layers: list[LayerStore] = []
-        for layer in schema.layers:
-            self.layers.append(self._store(layer, num_blocks, max_requests))
+        for s in schema.layers:
+            self.layers.append(
+                LayerStore.make(
+                    s, block_tokens=schema.block_tokens, num_blocks=num_blocks, num_slots=max_requests,
+                    max_drafts=schema.max_drafts, device=self.device, owner=self.layers[s.owner] if s.owner >= 0 else None,
+                )
+            )  # fmt: skip
+        self._views = [LayerViews.make(store, self.block_table, self.num_shared) for store in self.layers]
         self._free_slots = list(range(max_requests))[::-1]
-
-    def _store(self, s: LayerSchema, num_blocks: int, max_requests: int) -> LayerStore:
-        window = Window(s.window_codec, s.window, max_requests, max_drafts=self.schema.max_drafts, device=self.device)
-        if not s.ratio:
-            return LayerStore(s, window, None, None, None, None)
-        if s.owner >= 0:
-            owner = self.layers[s.owner]
-            return LayerStore(s, window, None, None, owner.entries, owner.index)
-        rows = self.schema.block_tokens // s.ratio
-
-        def tail(dim: int) -> Tail:
-            return Tail(s.ratio, dim, max_requests, overlap=s.overlap, kind=s.tail, device=self.device)
-
-        return LayerStore(
-            s,
-            window,
-            tail(s.head_dim),
-            tail(s.index_dim) if s.index_dim else None,
-            EntryPool(s.entry_codec, rows, num_blocks, self.device),
-            EntryPool(s.index_codec, rows, num_blocks, self.device) if s.index_dim else None,
-        )
+        self._set_step([], [], [])
 
     # --- requests --------------------------------------------------------------------------------------------------------
 
@@ -124,53 +78,139 @@ class HybridCache:
             )
         return Request(self._free_slots.pop())
 
-    def prepare_forward(self, work: Sequence[tuple[Request, int]]) -> None:
-        """The next tokens of these requests will be computed: give them their blocks. OutOfBlocks changes nothing."""
-        lengths = []
-        for request, tokens in work:
-            self.check_live("prepare_forward", request)
-            if tokens < 0 or request.length + tokens > self.max_context:
+    def prepare_forward(self, work: Sequence[tuple[Request, int]]) -> Step:
+        """The next tokens of these requests will be computed: give them their blocks. OutOfBlocks changes nothing.
+
+        The step has a place for each of max_requests sequences: these in their order, then slots of -1. Its tensors are the same
+        ones at every call, with other contents: nothing is allocated on the device, and a captured step can be replayed.
+        """
+        starts = [request.length for request, _ in work]
+        self.give_blocks("prepare_forward", work)
+        for (request, tokens), start in zip(work, starts, strict=True):
+            request.draft_start = start if tokens <= self.schema.max_drafts + 1 and self.schema.max_drafts else request.length
+        self._set_step([request.slot for request, _ in work], [tokens for _, tokens in work], starts)
+        return self.step
+
+    def acquire(self, layer: int, step: Step | None = None, *, backend: str = "auto") -> LayerHandle:
+        """The layer during a step; None: the one prepared last. Nothing is allocated on the device."""
+        return LayerHandle(self._views[layer], self.step if step is None else step, backend)
+
+    def truncate(self, work: Sequence[tuple[Request, int]], *, backend: str = "auto") -> None:
+        """Take back the tokens behind these lengths: drafts of the last step that were not accepted.
+
+        A schema with max_drafts has room for it: a step of at most max_drafts + 1 tokens can be taken back, whole or in part.
+        """
+        block = self.schema.block_tokens
+        for request, length in work:
+            self.check_live("truncate", request)
+            if not max(request.draft_start, len(request.names) * block) <= length <= request.length:
                 raise BadArgument(
-                    f"prepare_forward(): {request} would have {request.length + tokens} tokens; it takes 0 or more, and "
-                    f"max_context is {self.max_context}. Nothing changed."
+                    f"truncate(): {request} to {length}; tokens from {request.draft_start} on can be taken back (max_drafts is "
+                    f"{self.schema.max_drafts}), and {len(request.names) * block} are named. Nothing changed."
                 )
-            lengths.append(request.length + tokens)
-        if len({id(request) for request, _ in work}) != len(work):
-            raise BadArgument("prepare_forward(): a request is there twice. Nothing changed.")
-        counts = [max(0, self.schema.blocks(n) - r.num_blocks) for n, (r, _) in zip(lengths, work, strict=True)]
-        ids = torch.from_numpy(self.allocator.allocate(sum(counts))).to(self.device)
-        at = 0
-        for (request, _), length, count in zip(work, lengths, counts, strict=True):
-            self.block_table[request.slot, request.num_blocks : request.num_blocks + count] = ids[at : at + count]
-            request.length, request.num_blocks, at = length, request.num_blocks + count, at + count
+        self._check_once("truncate", work)
+        work = [(request, length) for request, length in work if length < request.length]
+        if not work:
+            return
+        limits = np.full(len(self.block_table), np.iinfo(np.int32).max, np.int32)
+        for request, length in work:
+            limits[request.slot] = length
+        lengths = torch.from_numpy(limits).to(self.device)
+        slots, starts = [r.slot for r, _ in work], [r.draft_start for r, _ in work]
+        kept = Kept.of(slots, starts, [length - r.draft_start for r, length in work], self.device)
+        for store in self.layers:
+            store.window.truncate(lengths)
+            for drafts, pages in ((store.drafts, store.entries), (store.index_drafts, store.index)):
+                if drafts is not None and pages is not None:
+                    drafts.take_back(kept, pages, self.block_table, backend=backend)
+        for request, length in work:
+            request.length, left = length, self.schema.blocks(length)
+            self.allocator.release(self.block_ids(request)[left:])
+            self._set_blocks(request, left, np.full(request.num_blocks - left, -1, np.int32))
+            request.num_blocks = left
 
     def release_request(self, request: Request) -> None:
         """Give everything back. The slot is as before the first token when the next request gets it."""
         self.check_live("release_request", request)
-        row = self.block_table[request.slot]
-        self.allocator.release(row[: request.num_blocks].cpu().numpy())
-        row.fill_(-1)
-        for layer in self.layers:
-            layer.window.reset(request.slot)
-            for tail in (layer.tail, layer.index_tail):
-                if tail is not None:
-                    tail.reset(request.slot)
+        self.allocator.release(self.block_ids(request))
+        self.reset_slot(request.slot)
         request.is_released = True
         self._free_slots.append(request.slot)
 
-    def check_live(self, call: str, request: Request) -> None:
-        if request.is_released:
-            raise BadArgument(f"{call}(): {request} was released. Nothing changed.")
+    def reset_slot(self, slot: int) -> None:
+        """As before the first token: positions -1, scores of tails -inf, no blocks."""
+        self._host_table[slot] = -1
+        self.block_table[slot] = -1
+        self.num_shared[slot] = 0
+        for store in self.layers:
+            store.reset(slot)
 
-    def write_entries(self, request: Request, pool: EntryPool, ratio: int, first: int, x: Tensor) -> None:
-        """Entries from number `first` on, those that are shared left out."""
-        skip = min(len(x), max(0, request.num_shared // ratio - first))
-        pool.write(self.blocks(request), first + skip, x[skip:])
+    # --- what requests are made of ---------------------------------------------------------------------------------------
+
+    def give_blocks(self, call: str, work: Sequence[tuple[Request, int]]) -> None:
+        """Blocks for so many tokens more. OutOfBlocks changes nothing."""
+        growing, needed, block = [], 0, self.schema.block_tokens  # most steps of a decode fit into blocks that are there
+        for request, tokens in work:
+            length = request.length + tokens
+            if request.is_released or tokens < 0 or length > self.max_context:
+                self.check_live(call, request)
+                raise BadArgument(
+                    f"{call}(): {request} would have {length} tokens; it takes 0 or more, and "
+                    f"max_context is {self.max_context}. Nothing changed."
+                )
+            if length > request.num_blocks * block and (count := self.schema.blocks(length) - request.num_blocks) > 0:
+                growing.append((request, count))
+                needed += count
+        self._check_once(call, work)
+        ids, at = self.allocator.allocate(needed), 0
+        for request, count in growing:
+            self._set_blocks(request, request.num_blocks, ids[at : at + count])
+            request.num_blocks, at = request.num_blocks + count, at + count
+        for request, tokens in work:
+            request.length += tokens
+            request.draft_start = request.length
+
+    def share_blocks(self, request: Request, ids: BlockIds, tokens: int) -> None:
+        """A new request starts with blocks that have their entries: those of its first tokens."""
+        self._set_blocks(request, 0, ids)
+        request.num_blocks, request.num_shared = len(ids), tokens
+        self.num_shared[request.slot] = tokens
 
     def blocks(self, request: Request) -> Tensor:
         """[num_blocks] int32: a view of the table."""
         return self.block_table[request.slot, : request.num_blocks]
 
+    def block_ids(self, request: Request) -> BlockIds:
+        """The same from the host's copy: nothing waits for the device."""
+        ids: BlockIds = self._host_table[request.slot, : request.num_blocks].numpy()
+        return ids
+
+    def check_live(self, call: str, request: Request) -> None:
+        if request.is_released:
+            raise BadArgument(f"{call}(): {request} was released. Nothing changed.")
+
+    def _check_once(self, call: str, work: Sequence[tuple[Request, int]]) -> None:
+        if len({id(request) for request, _ in work}) != len(work):
+            raise BadArgument(f"{call}(): a request is there twice. Nothing changed.")
+
+    def _set_blocks(self, request: Request, first: int, ids: BlockIds) -> None:
+        if len(ids):
+            host = self._host_table[request.slot, first : first + len(ids)]
+            host.copy_(torch.from_numpy(ids))
+            self.block_table[request.slot, first : first + len(ids)].copy_(host, non_blocking=True)
+
+    def _set_step(self, slots: Sequence[int], counts: Sequence[int], starts: Sequence[int]) -> None:
+        # From memory that is not pinned: the driver has read it when the copy returns, so the next step may write it.
+        ints, n, room = self._host_step.numpy(), len(slots), len(self.block_table)
+        ints[:room], ints[2 * room + 1 :] = -1, 0
+        ints[:n], ints[2 * room + 1 : 2 * room + 1 + n] = slots, starts
+        ends = ints[room : 2 * room + 1]
+        ends[0], ends[1 : n + 1] = 0, np.cumsum(np.asarray(counts, np.int32))
+        ends[n + 1 :] = ends[n]
+        self._step_ints.copy_(self._host_step, non_blocking=True)
+
     @property
     def memory_bytes(self) -> int:
+        """Of all layers: schema.memory_bytes(num_blocks, max_requests).allocated, and with drafts one more tail of each, for
+        sequences that are skipped. Tables come beside it: 4 bytes for each request and block of max_context."""
         return sum(layer.memory_bytes for layer in self.layers)

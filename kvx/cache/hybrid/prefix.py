@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from kvx.cache.hybrid.cache import HybridCache, Request
 from kvx.cache.hybrid.state import RequestState, put_slot, take_state
@@ -63,9 +62,8 @@ class HybridPrefix:
         count, held = self.names.match(hashes, (0,))
         if not count:
             return Resumed(request, 0, 0, True)
-        ids = torch.from_numpy(held[0]).to(self.cache.device)
-        self.cache.block_table[request.slot, :count] = ids
-        request.num_blocks, request.num_shared, request.names = count, count * block, hashes[:count]
+        self.cache.share_blocks(request, held[0], count * block)
+        request.names = hashes[:count]
         at = next((n for n in range(count, 0, -1) if hashes[n - 1] in self.checkpoints), 0)
         if at:
             self.checkpoints.move_to_end(hashes[at - 1])
@@ -75,6 +73,7 @@ class HybridPrefix:
             # Tokens near the start lack what they should have seen of their window, and the next layer gets that from them.
             windows = [layer.window for layer in schema.layers]
             request.length = max(0, count * block - (sum(windows) if self.replay == "exact" else max(windows)))
+        request.draft_start = request.length
         return Resumed(request, request.length, count * block, at > 0 or self.replay == "exact" or request.length == 0)
 
     def commit(self, request: Request, tokens: Sequence[int]) -> None:
@@ -84,7 +83,7 @@ class HybridPrefix:
         if full > named:
             new = np.asarray(tokens[named * block : full * block], np.int32)
             hashes += self.names.hashes(new, parent=hashes[-1] if hashes else None)
-            self.names.put(0, hashes[named:], self.cache.blocks(request)[named:full].cpu().numpy())
+            self.names.put(0, hashes[named:], self.cache.block_ids(request)[named:full].copy())
         if not full:
             return
         every = block if self.policy == "full" else self.policy

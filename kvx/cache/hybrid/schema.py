@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from kvx.cache.hybrid.rows import RowCodec
 from kvx.errors import BadArgument
+from kvx.quant.rows import RowCodec
 from kvx.spec.config_fields import ConfigFields
 from kvx.spec.layer_kinds import compress_ratios
 
@@ -22,7 +23,7 @@ TAILS = ("running", "ring")  # of layers without overlap: maximum, sum and mean 
 
 class Bytes(NamedTuple):
     payload: int
-    allocated: int  # with what pages are padded by
+    allocated: int  # with what pages are padded by, and the positions of a window's rows
 
     def __add__(self, other: object) -> Bytes:
         if not isinstance(other, Bytes):
@@ -47,6 +48,7 @@ class LayerSchema:
     index_rows: str = "index_mxfp4"
     tail: str = "running"
     owner: int = -1  # the layer whose entries this one reads; -1: its own
+    hadamard: bool = False  # keys of the indexer are rotated before they are coded, as DeepSeek's own code does; queries too
 
     def __post_init__(self) -> None:
         if self.ratio < 0 or self.window < 1 or self.rope_dim % 2 or not 0 <= self.rope_dim <= self.head_dim:
@@ -103,9 +105,13 @@ class LayerSchema:
         return 3 * dims if self.tail == "running" else self.ratio * 2 * dims
 
     def request_bytes(self, max_drafts: int = 0) -> Bytes:
-        """Of a request whatever its length. Drafts may be taken back, so the window keeps that many rows more."""
-        rows, tail = self.window + max_drafts, 4 * self.tail_floats()
-        return Bytes(rows * self.window_codec.row_bytes + tail, self.window_codec.page_bytes(rows) + tail)
+        """Of a request whatever its length. Drafts may be taken back, so the window keeps that many rows more; of tails there is a
+        second one, with the projections of a step's tokens."""
+        rows, floats = self.window + max_drafts, self.tail_floats()
+        if max_drafts and floats:
+            floats += floats + (max_drafts + 1) * 2 * (2 if self.overlap else 1) * (self.head_dim + self.index_dim)
+        tail = 4 * floats
+        return Bytes(rows * self.window_codec.row_bytes + tail, self.window_codec.page_bytes(rows) + 4 * rows + tail)
 
     def resume_bytes(self) -> int:
         """What a request needs beside blocks to go on from a multiple of every ratio: the window, and the overlap."""
@@ -172,8 +178,13 @@ class HybridSchema:
 
     def blocks(self, tokens: int) -> int:
         """That hold the entries of so many tokens. Tokens of an open window have none yet."""
-        done = max((layer.entries(tokens) * layer.ratio for layer in self.layers), default=0)
+        done = max((tokens // ratio * ratio for ratio in self._ratios), default=0)
         return -(-done // self.block_tokens)
+
+    @cached_property
+    def _ratios(self) -> tuple[int, ...]:
+        """Of layers with entries, each once: a step asks for every request."""
+        return tuple({layer.ratio for layer in self.layers if layer.ratio})
 
     def block_budget(self, max_context: int, max_requests: int, headroom: float = 1.10) -> int:
         """Blocks for as many requests of that length, and some to spare."""

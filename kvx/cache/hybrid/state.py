@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvx.cache.hybrid.cache import HybridCache, LayerStore, Request
+from kvx.cache.hybrid.cache import HybridCache, Request
 from kvx.cache.hybrid.schema import HybridSchema
+from kvx.cache.hybrid.store import LayerStore
 from kvx.errors import BadArgument
 
 VERSION = 1
@@ -70,7 +71,7 @@ def put_state(cache: HybridCache, state: RequestState) -> Request:
         raise BadArgument("put_state(): the state is a checkpoint, without entries; HybridPrefix goes on from those.")
     request = cache.admit_request()
     try:
-        cache.prepare_forward([(request, state.length)])
+        cache.give_blocks("put_state", [(request, state.length)])
     except Exception:
         cache.release_request(request)
         raise

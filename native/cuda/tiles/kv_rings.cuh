@@ -2,7 +2,8 @@
 //
 // A tile is columns of 128 bytes: all rows' first 128 bytes, then all rows' next, swizzled. Rows are asked for by TileRange, and which of a
 // tile's rows are there stands in `valid`, a bit a row, from the moment K's tile is full. It has four places: those who multiply read it after
-// they gave K's stage back.
+// they gave K's stage back. A row may end before the tile's columns do (head_dim 80 and 96 in tiles of 128): the tile is zeros from there on,
+// whatever stands after the row in memory.
 #pragma once
 #include "ring.cuh"
 

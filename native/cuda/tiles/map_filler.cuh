@@ -2,7 +2,7 @@
 // one thread, and four warps ask for a tile of small blocks in a quarter of the time.
 //
 // Lane l holds the block of rows [l * box, (l + 1) * box) of the next tile, asked for a tile ahead. A block that is not there, by its id or past
-// the end, is a box outside of the plane: zeros. The block that the sequence ends in has stale rows, even NaN, which must be zeros too, so the
+// the end, is a box outside of the plane: zeros; so is what of a box is past the end of rows, where they are shorter than the tile's. The block that the sequence ends in has stale rows, even NaN, which must be zeros too, so the
 // warps copy that one box 16 bytes at a time.
 //
 // Proxies. Boxes are written and multiplications read by the async proxy: a barrier is enough between them, either way. The last box is written
@@ -24,7 +24,8 @@ template <class Rings> struct MapFiller {
   const RowFinder& finder;
   const char* const (&data)[2];
   const TileRange& range;
-  uint32_t box;  // tokens: a power of two, 8..128, that divides blocks or is one
+  uint32_t box;     // tokens: a power of two, 8..128, that divides blocks or is one
+  uint32_t chunks;  // of 16 bytes that a row has: the tile's others are zeros
   char* rings;
   uint32_t at;    // of the rings, as a shared address
   uint32_t warp;  // of kWarps
@@ -62,7 +63,7 @@ template <class Rings> struct MapFiller {
     const uint64_t first = uint64_t(block) * finder.block[plane] + uint64_t(token) * finder.token[plane] + uint64_t(range.head) * finder.head[plane] + chunk;
 #pragma unroll 1
     for (uint32_t row = lane / 8; row < box; row += 4) {
-      const bool is_there = row < rows;
+      const bool is_there = row < rows && chunk < chunks;
       copy_16(to + Rings::chunk_at(row, chunk), data[plane] + (first + (is_there ? row * uint64_t(finder.token[plane]) : 0)) * 16, is_there ? 16 : 0);
     }
     commit_copies();

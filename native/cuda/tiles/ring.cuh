@@ -35,6 +35,7 @@ template <int kStages_, int kTileBytes_> struct Ring {
 
   // Stages are free at first: the phase before a barrier's first counts as over.
   __device__ __forceinline__ void wait_free() const { wait(free(), parity() ^ 1); }
+  __device__ __forceinline__ bool is_free() const { return is_over(free(), parity() ^ 1); }
   __device__ __forceinline__ void arrive_full() const { arrive(full()); }
   __device__ __forceinline__ void arrive_full_when_copied() const { arrive_when_copied(full()); }
   // A tile from outside: `write(tile)` puts this thread's part of it there with ordinary stores.

@@ -18,6 +18,7 @@ template <class Rings> struct RowFiller {
   const RowFinder& finder;
   const char* const (&data)[2];  // K, V
   const TileRange& range;
+  uint32_t chunks;  // of 16 bytes that a row has: the tile's others are zeros
   char* rings;
   uint32_t at;  // of the rings, as a shared address
   int meeting;  // where the threads meet: 1..15
@@ -30,7 +31,22 @@ template <class Rings> struct RowFiller {
     asked = ask_row(finder, range.seq, (range.first_tile + tile) * Rings::kRows + own_thread(), range.begin, is_there ? range.length : 0);
   }
 
-  __device__ __forceinline__ void begin() { ask(0); }
+  __device__ __forceinline__ void begin() {
+    if (own_thread() % kChunks >= chunks) clear();
+    ask(0);
+  }
+
+  // This thread's chunk is past the end of rows: zeros once, in every stage, where no row is copied later. They are copies, so that the first
+  // tile that is called full has them.
+  __device__ __forceinline__ void clear() const {
+    const uint32_t place = Rings::chunk_at(own_thread() / kChunks, own_thread() % kChunks);
+#pragma unroll 1
+    for (uint32_t row = 0; row < Rings::kRows; row += kRowsAtOnce) {
+#pragma unroll
+      for (int s = 0; s < Rings::kStages; s++)
+        copy_16(keys.stages + s * Rings::kTileBytes + place + row * 128, data[0], 0), copy_16(values.stages + s * Rings::kTileBytes + place + row * 128, data[1], 0);
+    }
+  }
 
   // The next tile: its rows are found and on their way when this returns.
   __device__ __forceinline__ void fill_next() {
@@ -51,7 +67,7 @@ template <class Rings> struct RowFiller {
       ring.wait_free();
       const uint32_t to = ring.tile() + Rings::chunk_at(sub, chunk);
       const char* from = data[plane] + chunk * 16;
-      Rings::template copy_rows<kMine, kRowsAtOnce * 128>(to, from, offsets + plane * Rings::kRows + sub * kMine, is_full);
+      if (chunk < chunks) Rings::template copy_rows<kMine, kRowsAtOnce * 128>(to, from, offsets + plane * Rings::kRows + sub * kMine, is_full);
       ring.arrive_full_when_copied();
       ring.next();
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.quant import decode, encode, load_scale, round_scale
-from kvx.quant.numbers import E2M1_MIDDLES, pack_nibbles
+from kvx.quant.numbers import E2M1_MIDDLES, cast, pack_nibbles
 from kvx.quant.scales import finite_amax
 from kvx.spec.dtypes import DTYPES
 
@@ -80,14 +80,14 @@ class RowCodec:
         self._element = DTYPES[f.element]
         self._scale = DTYPES[f.scale] if f.scale else None
         self._coded = dim - self.rope_dim
-        self._group = self._coded if f.group == WHOLE else f.group
-        if not 0 <= rope_dim <= dim or self._coded <= 0 or (self._group and self._coded % self._group) or self._coded % 2:
+        self.group = self._coded if f.group == WHOLE else f.group
+        if not 0 <= rope_dim <= dim or self._coded <= 0 or (self.group and self._coded % self.group) or self._coded % 2:
             raise BadArgument(
                 f"RowCodec: {dim} elements with a rotary part of {rope_dim}; {f.name} codes {self._coded} of them in groups of "
-                f"{self._group or 1}, which must divide them."
+                f"{self.group or 1}, which must divide them."
             )
         self.data_bytes = self._coded * self._element.bits // 8 + 2 * self.rope_dim
-        scales = self._coded // self._group * self._scale.bits // 8 if self._scale is not None else 0
+        scales = self._coded // self.group * self._scale.bits // 8 if self._scale is not None else 0
         self._scale_used = scales
         self.scale_bytes = -(-scales // f.scale_multiple) * f.scale_multiple
 
@@ -108,11 +108,11 @@ class RowCodec:
         if f.rounds_first:
             x = x.to(torch.bfloat16).to(torch.float32)
         coded, rope = x[:, : self._coded], x[:, self._coded :]
-        rope_bytes = rope.to(torch.bfloat16).contiguous().view(torch.uint8)
+        rope_bytes = cast(rope, torch.bfloat16).contiguous().view(torch.uint8)
         if self._scale is None:
             data = encode(coded, self._element, None).contiguous().view(torch.uint8)
             return torch.cat((data, rope_bytes), -1), data.new_zeros(len(x), 0)
-        tiles = coded.reshape(len(x), self._coded // self._group, self._group)
+        tiles = coded.reshape(len(x), self._coded // self.group, self.group)
         units = self._scales_of(tiles)
         factors = load_scale(units, self._scale).unsqueeze(-1)
         codes = _e2m1_down(tiles / factors) if f.ties_down else encode(tiles, self._element, factors)
@@ -172,6 +172,29 @@ class RowCodec:
         data, scales = self.parts(pages, rows)
         x = self.decode(data[at // rows, at % rows], scales[at // rows, at % rows])
         return x.masked_fill((slots < 0).unsqueeze(-1), 0.0)
+
+
+@dataclass(frozen=True)
+class RowPages:
+    """Rows in memory: uint8 pages [num_pages, page_bytes] of `rows` rows each. A slot is page * rows + row."""
+
+    codec: RowCodec
+    pages: Tensor
+    rows: int
+
+    @staticmethod
+    def zeros(codec: RowCodec, num_pages: int, rows: int, device: str | torch.device = "cpu") -> RowPages:
+        return RowPages(codec, torch.zeros(num_pages, codec.page_bytes(rows), dtype=torch.uint8, device=device), rows)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.pages) * self.rows
+
+    def write(self, slots: Tensor, x: Tensor) -> None:
+        self.codec.write(self.pages, self.rows, slots, x)
+
+    def read(self, slots: Tensor) -> Tensor:
+        return self.codec.read(self.pages, self.rows, slots)
 
 
 def _e2m1_down(x: Tensor) -> Tensor:

@@ -1,0 +1,65 @@
+"""append_swa: rows of a step's tokens into the windows of their requests. The torch body below is the definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument
+from kvx.ops import backend as backends
+from kvx.ops import native_hybrid as structs
+from kvx.ops.finish import finish_rows
+from kvx.ops.step import Step, check_step
+from kvx.quant.rows import RowPages
+
+
+def append_swa(
+    window: RowPages,  # a page for each slot: the row of position p is row p % rows of it
+    positions: Tensor | None,  # [num_slots, rows] int32, whose token each row is. None: rows of this step alone, token t is row t
+    x: Tensor,  # [num_tokens, dim] f16, bf16 or f32
+    step: Step,
+    *,
+    weight: Tensor | None = None,  # [dim]: RMSNorm first; None: x is normed
+    eps: float = 1e-6,
+    cos: Tensor | None = None,  # [max_positions, rope_dim / 2] f32: then its last elements turn; None: x is rotated
+    sin: Tensor | None = None,
+    errors: Tensor | None = None,  # one int64 on the device: counts slots and positions outside, which are skipped
+    backend: str = "auto",
+) -> None:
+    """Norm, rotate and code the step's rows, and put them where their positions say.
+
+    Of more tokens than a window has rows, the last are kept. Without `positions` the pages are a workspace of the step: what a
+    chunk's own queries read before its last rows take the place of the window's (attention_sparse's `fresh`).
+    """
+    call = "append_swa"
+    _check(call, window, positions, x)
+    if backends.choose(call, backend, window.pages) != "torch":
+        args = structs.start(structs.AppendSwaArgs(), window.pages, errors)
+        structs.fill_rows(args.window, "window", window, window.pages)
+        structs.fill(args.positions, "positions", positions, window.pages)
+        structs.fill(args.x, "x", x, window.pages)
+        structs.fill_finish(args.finish, weight, cos, sin, eps, window.pages)
+        structs.fill_step(args.step, step, window.pages)
+        structs.call("kvx_append_swa", args, window.pages)
+        return
+    check_step(call, step, len(x), len(window.pages) if positions is not None else 1 << 31)
+    for run in step.runs():
+        first = max(run.begin, run.end - window.rows) if positions is not None else run.begin
+        at = torch.arange(run.start + first - run.begin, run.start + run.end - run.begin, device=x.device)
+        rows = finish_rows(x[first : run.end].to(torch.float32), at, weight, cos, sin, eps)
+        if positions is None:
+            window.write(torch.arange(first, run.end, device=x.device), rows)
+        else:
+            window.write(run.slot * window.rows + at % window.rows, rows)
+            positions[run.slot, at % window.rows] = at.to(torch.int32)
+
+
+def _check(call: str, window: RowPages, positions: Tensor | None, x: Tensor) -> None:
+    dim = window.codec.dim
+    if x.dim() != 2 or x.shape[1] != dim or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise BadArgument(f"{call}(): x is {list(x.shape)} {x.dtype}; it is [num_tokens, {dim}] f16, bf16 or f32.")
+    want = [len(window.pages), window.rows]
+    if positions is not None and (list(positions.shape) != want or positions.dtype != torch.int32):
+        raise BadArgument(f"{call}(): positions are {list(positions.shape)} {positions.dtype}; they are {want} int32.")
+    if positions is None and len(x) > window.num_rows:
+        raise BadArgument(f"{call}(): {len(x)} tokens for {window.num_rows} rows. With positions, pages are windows of slots.")

@@ -1,0 +1,144 @@
+"""attention_sparse: queries over their window and over chosen entries; keys are values. The torch body is the definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument
+from kvx.ops import backend as backends
+from kvx.ops import native_hybrid as structs
+from kvx.ops.compress import entry_slots
+from kvx.ops.finish import turn
+from kvx.ops.step import Run, Step, check_step
+from kvx.quant.rows import RowPages
+
+
+def attention_sparse(
+    q: Tensor,  # [num_tokens, heads, dim] f16, bf16 or f32, rotated
+    window: RowPages,  # a page for each slot, as in append_swa
+    positions: Tensor,  # [num_slots, rows] int32
+    step: Step,
+    *,
+    window_tokens: int,  # a token sees so many positions, its own included
+    fresh: RowPages | None = None,  # rows of this step's tokens; None: they are in the window already (one token a sequence)
+    entries: RowPages | None = None,
+    block_table: Tensor | None = None,  # [num_slots, columns] int32, as in compress
+    selected: Tensor
+    | None = None,  # [num_tokens, k] int32: entries a token reads, negative: none, none twice; None: all up to its own
+    ratio: int = 1,  # tokens of an entry
+    max_entries: int = 0,  # no token has more; 0: as the block table allows
+    sinks: Tensor | None = None,  # [heads] f32: takes weight and gives nothing
+    scale: float | None = None,  # multiplies q . k; None: dim^-0.5
+    cos: Tensor | None = None,  # [max_positions, rope_dim / 2] f32: out is turned back by its token's position
+    sin: Tensor | None = None,
+    out: Tensor | None = None,  # [num_tokens, heads, dim]; None: made, of q's type
+    lse: Tensor | None = None,  # [num_tokens, heads] f32; None: made
+    workspace: Tensor | None = None,  # uint8, attention_sparse_workspace_bytes; None: made
+    errors: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), lse natural and without the sink. Of tokens that are skipped or see nothing, out is 0 and lse -inf.
+
+    A chunk of several tokens reads its own rows from `fresh`: in the window its last tokens would stand in place of rows that its
+    first still see. Put it there (append_swa) after this call.
+    """
+    call = "attention_sparse"
+    _check(call, q, window, positions, fresh, entries, block_table, selected)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out = torch.empty_like(q) if out is None else out
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse
+    chosen = backends.choose(call, backend, window.pages)
+    if chosen != "torch":
+        like = window.pages
+        args = structs.start(structs.SparseArgs(), like, errors)
+        for name, x in (
+            ("q", q), ("out", out), ("lse", lse), ("sinks", sinks), ("positions", positions), ("block_table", block_table),
+            ("selected", selected), ("cos", cos), ("sin", sin),
+        ):  # fmt: skip
+            structs.fill(getattr(args, name), name, x, like)
+        structs.fill_rows(args.window, "window", window, like)
+        structs.fill_rows(args.fresh, "fresh", fresh, like)
+        structs.fill_rows(args.entries, "entries", entries, like)
+        structs.fill_step(args.step, step, like)
+        args.ratio, args.window_tokens, args.max_entries, args.scale = ratio, window_tokens, max_entries, scale
+        if chosen == "cuda":
+            if workspace is None:
+                size = structs.workspace_bytes("kvx_attention_sparse_workspace", args)
+                workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+            args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
+        structs.call("kvx_attention_sparse", args, like)
+        return out, lse
+    check_step(call, step, len(q), len(window.pages))
+    out.zero_()
+    lse.fill_(-torch.inf)
+    for run in step.runs():
+        tokens = slice(run.begin, run.end)
+        at = torch.arange(run.start, run.start + run.end - run.begin, device=q.device)
+        rows, row_positions = _window_rows(window, positions, fresh, run, at, window_tokens)
+        keys, chosen_ones = _entry_rows(call, entries, block_table, None if selected is None else selected[tokens], run, at, ratio)
+        y, lse[tokens] = _attend(q[tokens], at, rows, row_positions, window_tokens, keys, chosen_ones, sinks, scale)
+        out[tokens] = (turn(y, cos[at], sin[at], back=True) if cos is not None and sin is not None else y).to(out.dtype)
+    return out, lse
+
+
+def _window_rows(
+    window: RowPages, positions: Tensor, fresh: RowPages | None, run: Run, at: Tensor, window_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Rows [n, dim] f32 that some token of the run may see, and their positions [n]."""
+    last = run.start if fresh is not None else run.start + len(at)  # first position that is not looked for in the window
+    wanted = torch.arange(max(0, run.start - window_tokens + 1), last, device=at.device)
+    wanted = wanted[positions[run.slot, wanted % window.rows] == wanted]
+    rows = window.read(run.slot * window.rows + wanted % window.rows)
+    if fresh is None:
+        return rows, wanted
+    return torch.cat((rows, fresh.read(torch.arange(run.begin, run.end, device=at.device)))), torch.cat((wanted, at))
+
+
+def _entry_rows(
+    call: str, entries: RowPages | None, block_table: Tensor | None, selected: Tensor | None, run: Run, at: Tensor, ratio: int
+) -> tuple[Tensor, Tensor]:
+    """Entries [n, dim] f32 and which of them each token reads [tokens, n]."""
+    if entries is None or block_table is None:
+        return at.new_zeros(0, 1, dtype=torch.float32), at.new_zeros(len(at), 0, dtype=torch.bool)
+    count = int(at[-1] + 1) // ratio
+    slots = entry_slots(call, block_table[run.slot], entries, torch.arange(count, device=at.device))
+    chosen = torch.arange(count, device=at.device) < ((at + 1) // ratio)[:, None]
+    if selected is not None:
+        marked = torch.zeros(len(at), count + 1, dtype=torch.bool, device=at.device)
+        marked.scatter_(1, torch.where((selected < 0) | (selected >= count), count, selected).long(), True)
+        chosen = chosen & marked[:, :-1]
+    return entries.read(slots), chosen & (slots >= 0)
+
+
+def _attend(
+    q: Tensor, at: Tensor, rows: Tensor, row_positions: Tensor, window_tokens: int, entries: Tensor, chosen: Tensor,
+    sinks: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    distance = at[:, None] - row_positions[None, :]
+    seen = torch.cat(((distance >= 0) & (distance < window_tokens), chosen), 1)
+    keys = torch.cat((rows, entries)) if len(entries) else rows
+    scores = torch.einsum("thd,nd->thn", q.float(), keys) * scale
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    total = lse if sinks is None else torch.logaddexp(lse, sinks.float().expand_as(lse))
+    weights = (scores - total[..., None]).exp().nan_to_num(0.0)  # nothing seen, and no sink: zeros
+    return torch.einsum("thn,nd->thd", weights, keys), lse
+
+
+def _check(
+    call: str, q: Tensor, window: RowPages, positions: Tensor, fresh: RowPages | None, entries: RowPages | None,
+    block_table: Tensor | None, selected: Tensor | None,
+) -> None:  # fmt: skip
+    dim = window.codec.dim
+    if q.dim() != 3 or q.shape[2] != dim or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise BadArgument(f"{call}(): q is {list(q.shape)} {q.dtype}; it is [num_tokens, heads, {dim}] f16, bf16 or f32.")
+    want = [len(window.pages), window.rows]
+    if list(positions.shape) != want or positions.dtype != torch.int32:
+        raise BadArgument(f"{call}(): positions are {list(positions.shape)} {positions.dtype}; they are {want} int32.")
+    if fresh is not None and (fresh.codec.dim != dim or fresh.num_rows < len(q)):
+        raise BadArgument(f"{call}(): fresh has {fresh.num_rows} rows of {fresh.codec.dim}; {len(q)} tokens of {dim} need them.")
+    if (entries is None) != (block_table is None) or (entries is None and selected is not None):
+        raise BadArgument(f"{call}(): entries and block_table are given together, and selected with them.")
+    if selected is not None and (selected.dim() != 2 or len(selected) != len(q) or selected.dtype != torch.int32):
+        raise BadArgument(f"{call}(): selected is {list(selected.shape)} {selected.dtype}; it is [{len(q)}, k] int32.")

@@ -1,0 +1,105 @@
+"""compress: a step's tokens into the sums of their entries; complete entries into their pages. The torch body is the definition."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument, OutOfRange
+from kvx.ops import backend as backends
+from kvx.ops import native_hybrid as structs
+from kvx.ops.finish import finish_rows
+from kvx.ops.step import Step, check_step
+from kvx.quant.rows import RowPages
+
+_OVERLAP, _RUNNING, _HADAMARD = 1, 2, 4
+
+
+class Tail(Protocol):
+    """What compress reads of a kvx.cache.hybrid.tail.Tail."""
+
+    ratio: int
+    dim: int
+    overlap: bool
+    is_running: bool
+    state: Tensor  # f32; its shapes are in that file
+
+    @property
+    def num_parts(self) -> int: ...
+
+    def take(self, slot: int, start: int, kv: Tensor, score: Tensor) -> Tensor: ...
+
+
+def compress(
+    tail: Tail,  # of every slot: read and written
+    kv: Tensor,  # [num_tokens, num_parts * dim] f16, bf16 or f32
+    score: Tensor,  # the same
+    entries: RowPages,
+    block_table: Tensor,  # [num_slots, columns] int32: entry j of a slot is row j % rows of page [slot, j // rows]
+    step: Step,
+    *,
+    bias: Tensor | None = None,  # [ratio, num_parts * dim] f32: added to scores by their place in the window
+    weight: Tensor | None = None,  # [dim]: RMSNorm of entries
+    eps: float = 1e-6,
+    cos: Tensor | None = None,  # [max_positions, rope_dim / 2] f32: entry j turns as position j * ratio
+    sin: Tensor | None = None,
+    hadamard: bool = False,  # then rotate: keys of an indexer, before they are coded in four bits
+    num_shared: Tensor
+    | None = None,  # [num_slots] int32: entries of tokens before this position are there already, and not written
+    errors: Tensor | None = None,
+    backend: str = "auto",
+) -> None:
+    """Always the same work for the same shapes: which windows close follows from positions, on the device.
+
+    An entry is, for each channel, the mean of its tokens' kv weighed by a softmax over their scores (kvx/cache/hybrid/tail.py);
+    then normed, rotated, coded and put into its page. The tail keeps what the next step needs.
+    """
+    call = "compress"
+    _check(call, tail, kv, score, entries, bias)
+    if backends.choose(call, backend, entries.pages) != "torch":
+        like = entries.pages
+        args = structs.start(structs.CompressArgs(), like, errors)
+        args.flags = _OVERLAP * tail.overlap | _RUNNING * tail.is_running | _HADAMARD * hadamard
+        args.ratio = tail.ratio
+        for name, x in (("state", tail.state), ("kv", kv), ("score", score), ("bias", bias), ("block_table", block_table)):
+            structs.fill(getattr(args, name), name, x, like)
+        structs.fill(args.num_shared, "num_shared", num_shared, like)
+        structs.fill_rows(args.entries, "entries", entries, like)
+        structs.fill_finish(args.finish, weight, cos, sin, eps, like)
+        structs.fill_step(args.step, step, like)
+        structs.call("kvx_compress", args, like)
+        return
+    check_step(call, step, len(kv), len(tail.state))
+    ratio = tail.ratio
+    for run in step.runs():
+        at = torch.arange(run.start, run.start + run.end - run.begin, device=kv.device)
+        scores = score[run.begin : run.end].to(torch.float32)
+        if bias is not None:
+            scores = scores + bias[at % ratio]
+        pooled = tail.take(run.slot, run.start, kv[run.begin : run.end], scores)
+        numbers = torch.arange(run.start // ratio, run.start // ratio + len(pooled), device=kv.device)
+        rows = finish_rows(pooled, numbers * ratio, weight, cos, sin, eps, has_hadamard=hadamard)
+        slots = entry_slots(call, block_table[run.slot], entries, numbers)
+        if num_shared is not None:
+            slots = slots.masked_fill(numbers * ratio < num_shared[run.slot] // ratio * ratio, -1)
+        entries.write(slots, rows)
+
+
+def entry_slots(call: str, blocks: Tensor, entries: RowPages, numbers: Tensor) -> Tensor:
+    """Where a request's entries stand; -1 where its table has no page."""
+    if len(numbers) and int(numbers.max()) >= len(blocks) * entries.rows:
+        raise OutOfRange(f"{call}(): entry {int(numbers.max())} of a table of {len(blocks)} pages of {entries.rows}.")
+    pages = blocks[numbers // entries.rows].long()
+    return torch.where(pages < 0, -1, pages * entries.rows + numbers % entries.rows)
+
+
+def _check(call: str, tail: Tail, kv: Tensor, score: Tensor, entries: RowPages, bias: Tensor | None) -> None:
+    width = tail.num_parts * tail.dim
+    if list(kv.shape) != [len(kv), width] or kv.shape != score.shape:
+        raise BadArgument(f"{call}(): kv is {list(kv.shape)}, score {list(score.shape)}; both are [num_tokens, {width}].")
+    if entries.codec.dim != tail.dim:
+        raise BadArgument(f"{call}(): entries have {entries.codec.dim} elements; the tail makes {tail.dim}.")
+    if bias is not None and (list(bias.shape) != [tail.ratio, width] or bias.dtype != torch.float32):
+        raise BadArgument(f"{call}(): bias is {list(bias.shape)} {bias.dtype}; it is [{tail.ratio}, {width}] float32.")

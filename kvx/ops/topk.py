@@ -1,0 +1,64 @@
+"""topk: the entries of the highest scores. The torch body below is the definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument
+from kvx.ops import backend as backends
+from kvx.ops import native_hybrid as structs
+
+
+def topk(
+    scores: Tensor,  # [num_tokens, entries] f32, columns adjacent
+    k: int,
+    *,
+    lengths: Tensor | None = None,  # [num_tokens] int32: scores from here on are not read; None: all are
+    out: Tensor | None = None,  # [num_tokens, k] int32 to fill
+    workspace: Tensor | None = None,  # uint8, topk_workspace_bytes; None: made
+    backend: str = "auto",
+) -> Tensor:
+    """[num_tokens, k] int32: highest first, ties to the lower index, -1 where no score above -inf is left. NaN counts as -inf."""
+    call = "topk"
+    if scores.dim() != 2 or scores.dtype != torch.float32 or k < 1:
+        raise BadArgument(
+            f"{call}(): scores are {list(scores.shape)} {scores.dtype}, k {k}; [num_tokens, entries] float32, and k 1 or more."
+        )
+    if out is None:
+        out = torch.empty(len(scores), k, dtype=torch.int32, device=scores.device)
+    if list(out.shape) != [len(scores), k] or out.dtype != torch.int32:
+        raise BadArgument(f"{call}(): out is {list(out.shape)} {out.dtype}; it is [{len(scores)}, {k}] int32.")
+    chosen = backends.choose(call, backend, scores)
+    if chosen != "torch":
+        args = _args(scores, lengths, out)
+        if chosen == "cuda":
+            if workspace is None:
+                size = structs.workspace_bytes("kvx_topk_workspace", args)
+                workspace = torch.empty(size, dtype=torch.uint8, device=scores.device)
+            args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
+        structs.call("kvx_topk", args, scores)
+        return out
+    live = scores.masked_fill(torch.isnan(scores), -torch.inf)
+    if lengths is not None:
+        live = live.masked_fill(torch.arange(scores.shape[1], device=scores.device) >= lengths[:, None], -torch.inf)
+    order = live.argsort(dim=-1, descending=True, stable=True)[:, :k]
+    out.fill_(-1)
+    out[:, : order.shape[1]] = order.masked_fill(live.gather(1, order) == -torch.inf, -1).to(torch.int32)
+    return out
+
+
+def topk_workspace_bytes(num_tokens: int, entries: int, k: int, device: torch.device | str = "cuda") -> int:
+    """Of a call with these shapes, whatever is in them; 0 on the host."""
+    if torch.device(device).type != "cuda":
+        return 0
+    scores = torch.empty(1, device=device).expand(num_tokens, entries)  # only described
+    out = torch.empty(num_tokens, k, dtype=torch.int32, device=device)
+    return structs.workspace_bytes("kvx_topk_workspace", _args(torch.empty_like(scores), None, out))
+
+
+def _args(scores: Tensor, lengths: Tensor | None, out: Tensor) -> structs.TopkArgs:
+    args: structs.TopkArgs = structs.start(structs.TopkArgs(), scores)
+    for name, x in (("scores", scores), ("lengths", lengths), ("indices", out)):
+        structs.fill(getattr(args, name), name, x, scores)
+    return args

@@ -1,0 +1,156 @@
+"""Drafts: tokens that were tried and not accepted leave no trace. What follows is what transformers says without them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="4.56", reason="the adapter is for transformers 4.56 or newer")
+
+from kvx import BadArgument
+from kvx.cache.hybrid import HybridCache, HybridPrefix, HybridSchema, LayerSchema, Projected
+from kvx.ops.compress import compress
+from kvx.ops.step import Step
+from kvx.quant.rows import RowCodec, RowPages
+from tests import compare
+from tests.hybrid import models
+from tests.hybrid.hybrids import F32, answer, check, hybrid_on, tokens
+
+DRAFTS = 5
+
+
+@pytest.mark.parametrize("tail", ["running", "ring"])
+@models.one_thread()
+def test_rejected_drafts_leave_no_trace(backend, tail):
+    """Two requests guess in the same steps; each keeps some of its guesses. Windows, overlaps and blocks close within drafts."""
+    hybrid = hybrid_on(backend, models.FLASH, {**F32, "tail": tail}, max_drafts=DRAFTS)
+    cache, rng = hybrid.cache, random.Random(tail)
+    texts = {cache.admit_request(): (n, seed) for n, seed in ((150, 1), (275, 2))}
+    got = {request: [] for request in texts}
+    for (request, text), first in zip(texts.items(), (98, 240), strict=True):
+        got[request].append(hybrid.forward(request, tokens(backend, *text)[:first]))
+    live = list(texts)
+    while live:
+        steps, kept = [], []
+        for request in live:
+            ids = tokens(backend, *texts[request])[request.length :]
+            right = rng.randint(1, min(len(ids), DRAFTS + 1))
+            wrong = tokens(backend, DRAFTS + 1 - right, 99 + request.length)
+            steps.append(torch.cat((ids[:right], (wrong + 1) % models.VOCAB)))
+            kept.append(right)
+        starts = [request.length for request in live]
+        for request, logits, n in zip(live, hybrid.forward(live, steps), kept, strict=True):
+            got[request].append(logits[:n])
+        cache.truncate([(r, start + n) for r, start, n in zip(live, starts, kept, strict=True)], backend=backend.name)
+        assert [cache.schema.blocks(r.length) for r in live] == [r.num_blocks for r in live]
+        live = [r for r in live if r.length < texts[r][0]]
+    for request, text in texts.items():
+        check(backend, torch.cat(got[request]), answer(models.FLASH, *text))
+        cache.release_request(request)
+    assert cache.allocator.num_used == 0
+
+
+@pytest.mark.parametrize("kept", range(4))
+def test_all_of_a_cache_is_as_it_was(backend, kept):
+    """Tails bit for bit: they went over the same tokens alone. Positions and tables too."""
+    layers = (
+        LayerSchema(4, overlap=True, bias=True, window=8, head_dim=64, rope_dim=16, index_dim=32, **F32),
+        LayerSchema(16, tail="ring", window=8, head_dim=64, rope_dim=16, **F32),
+    )
+    schema = HybridSchema(layers, block_tokens=16, max_drafts=3)
+    caches = [HybridCache(schema, num_blocks=4, max_requests=2, max_context=64, device=backend.device) for _ in range(2)]
+    requests = [cache.admit_request() for cache in caches]
+    g = torch.Generator().manual_seed(kept)
+    parts = [(14, 14), (4, kept), (2, 2)]  # tokens of a step, and those that stay
+
+    def feed(cache: HybridCache, request, inputs: dict, rows: slice) -> None:
+        cache.prepare_forward([(request, len(range(*rows.indices(100))))])
+        for i in range(len(layers)):
+            handle = cache.acquire(i, backend=backend.name)
+            handle.write_swa(inputs["x"][rows])
+            index = Projected(inputs["ikv"][rows], inputs["iscore"][rows]) if i == 0 else None
+            width = 128 if i == 0 else 64
+            handle.flush(Projected(inputs["kv"][rows, :width], inputs["score"][rows, :width], bias[i]), index)
+
+    bias = [torch.randn(4, 128, generator=g).to(backend.device), torch.randn(16, 64, generator=g).to(backend.device)]
+    for total, stay in parts:
+        widths = {"x": 64, "kv": 128, "score": 128, "ikv": 64, "iscore": 64}
+        inputs = {name: torch.randn(total, width, generator=g).to(backend.device) for name, width in widths.items()}
+        start = requests[0].length
+        feed(caches[0], requests[0], inputs, slice(0, total))
+        caches[0].truncate([(requests[0], start + stay)], backend=backend.name)
+        if stay:
+            feed(caches[1], requests[1], inputs, slice(0, stay))
+    a, b = caches
+    assert requests[0].length == requests[1].length == 16 + kept
+    for x, y in zip(a.layers, b.layers, strict=True):
+        compare.bitwise(x.tail.state, y.tail.state, "tail")
+        seen = y.window.positions > requests[0].length - x.schema.window  # by the next token; older rows may have gone
+        compare.bitwise(x.window.positions[seen], y.window.positions[seen], "positions")
+        assert int(x.window.positions.max()) == requests[0].length - 1
+        numbers = torch.arange(requests[0].length // x.schema.ratio, device=backend.device)
+        rows = []
+        for cache, pool in ((a, x.entries), (b, y.entries)):
+            rows.append(pool.read(cache.block_table[0, numbers // pool.rows].long() * pool.rows + numbers % pool.rows))
+        compare.bitwise(*rows, "entries")
+    compare.bitwise(a.layers[0].index_tail.state, b.layers[0].index_tail.state, "tail of keys")
+    assert (a.block_table >= 0).sum() == (b.block_table >= 0).sum()
+
+
+def test_what_cannot_be_taken_back_is_refused():
+    schema = HybridSchema((LayerSchema(4, window=8, head_dim=64, rope_dim=16, **F32),), max_drafts=3)
+    cache = HybridCache(schema, num_blocks=4, max_requests=2, max_context=300)
+    request, other = cache.admit_request(), cache.admit_request()
+    cache.prepare_forward([(request, 5)])
+    with pytest.raises(BadArgument, match="tokens from 5 on"):
+        cache.truncate([(request, 4)])
+    cache.prepare_forward([(request, 4), (other, 1)])
+    for length in (4, 10):
+        with pytest.raises(BadArgument, match="tokens from 5 on"):
+            cache.truncate([(other, 1), (request, length)])
+    with pytest.raises(BadArgument, match="twice"):
+        cache.truncate([(request, 6), (request, 7)])
+    assert (request.length, other.length) == (9, 1), "nothing changed"
+    cache.truncate([(request, 9)])
+    cache.truncate([(request, 6)])
+    assert request.length == 6
+    plain = HybridCache(HybridSchema(schema.layers), num_blocks=4, max_requests=1, max_context=300)
+    request = plain.admit_request()
+    plain.prepare_forward([(request, 1)])
+    with pytest.raises(BadArgument, match="max_drafts is 0"):
+        plain.truncate([(request, 0)])
+
+
+def test_named_blocks_stay():
+    schema = HybridSchema((LayerSchema(4, window=8, head_dim=64, rope_dim=16, **F32),), block_tokens=4, max_drafts=3)
+    cache = HybridCache(schema, num_blocks=4, max_requests=1, max_context=16)
+    prefix = HybridPrefix(cache, policy="zero")
+    request = prefix.admit([1, 2, 3, 4, 5]).request
+    cache.prepare_forward([(request, 4)])
+    prefix.commit(request, [1, 2, 3, 4])
+    with pytest.raises(BadArgument, match="4 are named"):
+        cache.truncate([(request, 3)])
+
+
+def test_a_tail_that_goes_back_twice(generator):
+    """What is kept of a step stays until the next: first some drafts go, then more."""
+    from kvx.cache.hybrid.drafts import Drafts, Kept
+    from kvx.cache.hybrid.tail import Tail
+
+    tail, entries = Tail(4, 16, 3, overlap=True), RowPages.zeros(RowCodec("f32", 16), 4, 8)
+    drafts, table = Drafts(tail, 4), torch.arange(3, dtype=torch.int32)[:, None]
+    kv, score = torch.randn(9, 32, generator=generator), torch.randn(9, 32, generator=generator)
+    compress(tail, kv[:4], score[:4], entries, table, Step.of([1], [4], [0]))
+    states = [tail.state.clone()]
+    for i in range(5):
+        compress(tail, kv[4 + i : 5 + i], score[4 + i : 5 + i], entries, table, Step.of([1], [1], [4 + i]))
+        states.append(tail.state.clone())
+    tail.state.copy_(states[0])
+    step = Step.of([-1, 1, -1], [0, 5, 0], [0, 4, 0])
+    drafts.keep(kv[4:], score[4:], step)
+    compress(tail, kv[4:], score[4:], entries, table, step)
+    for count in (5, 3, 1, 0):
+        drafts.take_back(Kept.of([1], [4], [count], torch.device("cpu")), entries, table)
+        compare.bitwise(tail.state, states[count], f"{count} tokens stay")
