@@ -34,7 +34,7 @@ from kvx.ops.append_swa import append_swa
 from kvx.ops.attention import attention_decode, attention_plan, attention_varlen, attention_workspace_bytes
 from kvx.ops.attention_batched import attention_decode_batched
 from kvx.ops.attention_mla import attention_mla
-from kvx.ops.attention_sparse import attention_sparse
+from kvx.ops.attention_sparse import attention_sparse, attention_sparse_workspace_bytes
 from kvx.ops.backend import chosen_backend, debug, supports
 from kvx.ops.compress import compress
 from kvx.ops.convert import bind, convert
@@ -117,6 +117,7 @@ __all__ = [
     "attention_mla",
     "attention_plan",
     "attention_sparse",
+    "attention_sparse_workspace_bytes",
     "attention_varlen",
     "attention_workspace_bytes",
     "bind",

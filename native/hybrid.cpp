@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include <vector>
+
 #include "array.h"
 #include "format.h"
 
@@ -31,7 +33,7 @@ kvx_status_t lower_row_pages(const char* what, const kvx_rows_t& r, RowPages* ou
   const int64_t coded = r.dim - r.rope_dim, bits = dtype_bits(r.dtype);
   KVX_NEED(r.dtype == KVX_DTYPE_F32 || r.dtype == KVX_DTYPE_BF16 || r.dtype == KVX_DTYPE_F8_E4M3 || r.dtype == KVX_DTYPE_E2M1, "%s: rows are %s; they are f32, bf16, f8_e4m3 or e2m1.", what,
            dtype_name(r.dtype));
-  KVX_NEED(coded % 2 == 0 && r.group >= 0 && (r.group == 0 ? bits >= 16 : bits <= 8 && coded % r.group == 0 && r.group % 2 == 0), "%s: %lld coded elements in groups of %lld; a group divides them, and f32 and bf16 have none.",
+  KVX_NEED(coded % 2 == 0 && r.rope_dim % 2 == 0 && r.group >= 0 && (r.group == 0 ? bits >= 16 : bits <= 8 && coded % r.group == 0 && r.group % 2 == 0), "%s: %lld coded elements in groups of %lld; they and the rotary part are even, a group divides them, and f32 and bf16 have none.",
            what, (long long)coded, (long long)r.group);
   const bool has_scale = r.scale_dtype == KVX_DTYPE_E8M0 || r.scale_dtype == KVX_DTYPE_F8_E4M3 || r.scale_dtype == KVX_DTYPE_F32;
   KVX_NEED(r.group == 0 || has_scale, "%s: scales are %s; they are e8m0, f8_e4m3 or f32.", what, dtype_name(r.scale_dtype));
@@ -69,11 +71,16 @@ kvx_status_t lower_step(const kvx_step_t& s, int64_t num_tokens, int64_t num_slo
 
 kvx_status_t check_host_step(const StepParams& s) {
   const auto outside = [](const char* text, int32_t seq, int64_t got, int64_t bound) { return fail(KVX_STATUS_OUT_OF_RANGE, text, seq, (long long)got, (long long)bound); };
+  std::vector<bool> seen;
   for (int32_t i = 0; i < s.num_seqs; i++) {
     const int32_t begin = s.cu_seqlens[i], end = s.cu_seqlens[i + 1];
     if (begin < 0 || end < begin || end > s.num_tokens) return outside("sequence %d ends at token %lld of %lld, or before it begins. Nothing was written.", i, end, s.num_tokens);
     if (s.slots[i] >= s.num_slots) return outside("sequence %d has slot %lld; there are %lld. Nothing was written.", i, s.slots[i], s.num_slots);
     if (s.slots[i] >= 0 && (s.starts[i] < 0 || s.starts[i] > INT32_MAX - (end - begin))) return outside("sequence %d starts at position %lld; %lld is the last. Nothing was written.", i, s.starts[i], INT32_MAX);
+    if (s.slots[i] < 0) continue;
+    if (seen.size() <= size_t(s.slots[i])) seen.resize(size_t(s.slots[i]) + 1);
+    if (seen[size_t(s.slots[i])]) return outside("sequence %d has slot %lld, which is in the step before (of %lld slots). Nothing was written.", i, s.slots[i], s.num_slots);
+    seen[size_t(s.slots[i])] = true;
   }
   return KVX_STATUS_OK;
 }

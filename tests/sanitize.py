@@ -11,6 +11,8 @@ import torch
 
 import kvx
 from tests import cases, compare
+from tests.hybrid.ops import hybrid_cases as rows_cases
+from tests.hybrid.ops import test_append_swa, test_attention_sparse, test_compress, test_index_scores, test_topk
 from tests.ops import (
     attention_cases,
     mla_cases,
@@ -103,7 +105,42 @@ def attention_cases_on_device() -> int:
     return len(chosen) + len(test_attention_batched.CASES) + 4
 
 
-def main() -> None:
+def hybrid_ops() -> int:
+    """Rows into windows, sums into entries, scores, choices, and attention over both."""
+
+    def seeded() -> torch.Generator:
+        return torch.Generator().manual_seed(0)
+
+    calls = [lambda f=f: test_append_swa.test_windows_in_every_format(Device, *f, seeded()) for f in test_append_swa.FORMATS[::2]]
+    calls += [lambda b=b: test_append_swa.test_steps_and_rings(Device, b, 131, seeded()) for b in test_append_swa.BATCHES]
+    for kind in test_compress.KINDS:
+        calls += [
+            lambda f=f, k=kind: test_compress.test_entries_in_every_format(Device, *f, k, seeded())
+            for f in rows_cases.codecs()[::3]
+        ]
+        calls += [lambda k=kind, r=r: test_compress.test_steps(Device, rows_cases.BATCHES[2], k, r, seeded()) for r in (4, 128)]
+        calls += [lambda k=kind: test_compress.test_shared_entries_and_missing_pages(Device, k, seeded())]
+    calls += [lambda n=n: test_compress.test_hadamard_before_codes(Device, n, seeded()) for n in ("index_mxfp4", "index_fp8")]
+    for name in ("index_fp8", "index_mxfp4", "index_nvfp4", "bf16"):
+        calls += [lambda n=name, i=i: test_index_scores.test_formats_and_types(Device, n, i, seeded()) for i in ("bf16", "e4m3")]
+    calls += [lambda h=h: test_index_scores.test_queries_and_keys_of_e4m3(Device, h, 32, seeded()) for h in (8, 64)]
+    calls += [lambda e=e: test_topk.test_random_scores(Device, e, 512, seeded()) for e in (513, 3000, 20000)]
+    calls += [lambda: test_topk.test_long_rows(Device, 70_000, 4096, seeded())]
+    for k in (0, 33):
+        calls += [lambda k=k: test_attention_sparse.test_steps(Device, test_attention_sparse.MIXED, k, seeded())]
+        calls += [lambda k=k: test_attention_sparse.test_numbers_of_any_size(Device, k, 1e6, seeded())]
+        calls += [
+            lambda k=k: test_attention_sparse.test_tokens_that_are_in_the_window(Device, test_attention_sparse.ONES, k, seeded())
+        ]
+    calls += [lambda n=n: test_attention_sparse.test_a_window_alone(Device, n, seeded()) for n in ("fp8_v4", "bf16")]
+    calls += [lambda: test_attention_sparse.test_missing_pages_and_rows(Device, 64, seeded())]
+    for call in calls:
+        call()
+    return len(calls)
+
+
+def rows_and_tables() -> int:
+    """write, gather and amax."""
     for case in CASES:
         made = case.make("cuda", torch.Generator().manual_seed(0))
         want = made.to("cpu").clone()
@@ -126,7 +163,18 @@ def main() -> None:
     for per in ("tensor", "head", "block", "block_head"):
         blocks = {"slot_mapping": slots, "num_blocks": 10, "block_size": 4} if "block" in per else {}
         kvx.amax(x, per, **blocks)
-    count = len(CASES) + convert_cases() + append_cases() + attention_cases_on_device()
+    return len(CASES)
+
+
+PARTS = {
+    "rows": rows_and_tables, "convert": convert_cases, "append": append_cases, "attention": attention_cases_on_device,
+    "hybrid": hybrid_ops,
+}  # fmt: skip
+
+
+def main() -> None:
+    """All parts, or those named."""
+    count = sum(PARTS[name]() for name in sys.argv[1:] or PARTS)
     torch.cuda.synchronize()
     print(f"{count} cases, every result equal to the definition")
 

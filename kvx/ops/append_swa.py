@@ -8,8 +8,8 @@ from torch import Tensor
 from kvx.errors import BadArgument
 from kvx.ops import backend as backends
 from kvx.ops import native_hybrid as structs
-from kvx.ops.finish import finish_rows
-from kvx.ops.step import Step, check_step
+from kvx.ops.finish import check_finish, check_turn, finish_rows
+from kvx.ops.step import FLOATS, INT32_MAX, Step, check_step
 from kvx.quant.rows import RowPages
 
 
@@ -42,7 +42,11 @@ def append_swa(
         structs.fill_step(args.step, step, window.pages)
         structs.call("kvx_append_swa", args, window.pages)
         return
-    check_step(call, step, len(x), len(window.pages) if positions is not None else 1 << 31)
+    structs.check_errors(errors, window.pages)
+    check_finish(call, window.codec.dim, weight, cos, sin, eps)
+    check_step(call, step, len(x), len(window.pages) if positions is not None else INT32_MAX)
+    for run in step.runs():
+        check_turn(call, cos, run.last)
     for run in step.runs():
         first = max(run.begin, run.end - window.rows) if positions is not None else run.begin
         at = torch.arange(run.start + first - run.begin, run.start + run.end - run.begin, device=x.device)
@@ -56,7 +60,7 @@ def append_swa(
 
 def _check(call: str, window: RowPages, positions: Tensor | None, x: Tensor) -> None:
     dim = window.codec.dim
-    if x.dim() != 2 or x.shape[1] != dim or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if x.dim() != 2 or x.shape[1] != dim or x.dtype not in FLOATS:
         raise BadArgument(f"{call}(): x is {list(x.shape)} {x.dtype}; it is [num_tokens, {dim}] f16, bf16 or f32.")
     want = [len(window.pages), window.rows]
     if positions is not None and (list(positions.shape) != want or positions.dtype != torch.int32):

@@ -9,8 +9,8 @@ from kvx.errors import BadArgument
 from kvx.ops import backend as backends
 from kvx.ops import native_hybrid as structs
 from kvx.ops.compress import entry_slots
-from kvx.ops.finish import turn
-from kvx.ops.step import Run, Step, check_step
+from kvx.ops.finish import check_finish, check_turn, turn
+from kvx.ops.step import FLOATS, INT32_MAX, Run, Step, check_entries, check_step, check_table
 from kvx.quant.rows import RowPages
 
 
@@ -45,41 +45,74 @@ def attention_sparse(
     """
     call = "attention_sparse"
     _check(call, q, window, positions, fresh, entries, block_table, selected)
+    structs.check_workspace(call, workspace, window.pages)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out = torch.empty_like(q) if out is None else out
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse
     chosen = backends.choose(call, backend, window.pages)
     if chosen != "torch":
-        like = window.pages
-        args = structs.start(structs.SparseArgs(), like, errors)
-        for name, x in (
-            ("q", q), ("out", out), ("lse", lse), ("sinks", sinks), ("positions", positions), ("block_table", block_table),
-            ("selected", selected), ("cos", cos), ("sin", sin),
-        ):  # fmt: skip
-            structs.fill(getattr(args, name), name, x, like)
-        structs.fill_rows(args.window, "window", window, like)
-        structs.fill_rows(args.fresh, "fresh", fresh, like)
-        structs.fill_rows(args.entries, "entries", entries, like)
-        structs.fill_step(args.step, step, like)
+        args = _args(q, window, positions, step, fresh, entries, block_table, selected, errors)
         args.ratio, args.window_tokens, args.max_entries, args.scale = ratio, window_tokens, max_entries, scale
+        for name, x in (("out", out), ("lse", lse), ("sinks", sinks), ("cos", cos), ("sin", sin)):
+            structs.fill(getattr(args, name), name, x, window.pages)
         if chosen == "cuda":
             if workspace is None:
                 size = structs.workspace_bytes("kvx_attention_sparse_workspace", args)
                 workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
             args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
-        structs.call("kvx_attention_sparse", args, like)
+        structs.call("kvx_attention_sparse", args, window.pages)
         return out, lse
+    structs.check_errors(errors, window.pages)
+    _check_numbers(call, q, window, window_tokens, fresh, entries, ratio, sinks, out, lse)
+    check_finish(call, window.codec.dim, None, cos, sin)
+    if selected is not None and selected.shape[1] == 0:
+        entries, block_table = None, None  # none is chosen, so none is looked up
+    if block_table is not None:
+        check_table(call, block_table, len(window.pages))
     check_step(call, step, len(q), len(window.pages))
+    for run in step.runs():
+        check_turn(call, cos, run.last)
+        if entries is not None and block_table is not None:
+            check_entries(call, block_table, entries, run.slot, 0, (run.last + 1) // ratio)
     out.zero_()
     lse.fill_(-torch.inf)
     for run in step.runs():
         tokens = slice(run.begin, run.end)
         at = torch.arange(run.start, run.start + run.end - run.begin, device=q.device)
         rows, row_positions = _window_rows(window, positions, fresh, run, at, window_tokens)
-        keys, chosen_ones = _entry_rows(call, entries, block_table, None if selected is None else selected[tokens], run, at, ratio)
+        keys, chosen_ones = _entry_rows(entries, block_table, None if selected is None else selected[tokens], run, at, ratio)
         y, lse[tokens] = _attend(q[tokens], at, rows, row_positions, window_tokens, keys, chosen_ones, sinks, scale)
         out[tokens] = (turn(y, cos[at], sin[at], back=True) if cos is not None and sin is not None else y).to(out.dtype)
     return out, lse
+
+
+def attention_sparse_workspace_bytes(
+    q: Tensor, window: RowPages, positions: Tensor, step: Step, *, window_tokens: int, fresh: RowPages | None = None,
+    entries: RowPages | None = None, block_table: Tensor | None = None, selected: Tensor | None = None, ratio: int = 1,
+    max_entries: int = 0,
+) -> int:  # fmt: skip
+    """Bytes of workspace that a call with these needs at most, whatever is in them; 0 on the host."""
+    _check("attention_sparse_workspace_bytes", q, window, positions, fresh, entries, block_table, selected)
+    if backends.choose("attention_sparse_workspace_bytes", "auto", window.pages) != "cuda":
+        return 0
+    args = _args(q, window, positions, step, fresh, entries, block_table, selected)
+    args.ratio, args.window_tokens, args.max_entries, args.scale = ratio, window_tokens, max_entries, 1.0
+    structs.fill(args.out, "out", q, window.pages)  # only described
+    return structs.workspace_bytes("kvx_attention_sparse_workspace", args)
+
+
+def _args(
+    q: Tensor, window: RowPages, positions: Tensor, step: Step, fresh: RowPages | None, entries: RowPages | None,
+    block_table: Tensor | None, selected: Tensor | None, errors: Tensor | None = None,
+) -> structs.SparseArgs:  # fmt: skip
+    like = window.pages
+    args: structs.SparseArgs = structs.start(structs.SparseArgs(), like, errors)
+    for name, x in (("q", q), ("positions", positions), ("block_table", block_table), ("selected", selected)):
+        structs.fill(getattr(args, name), name, x, like)
+    for name, rows in (("window", window), ("fresh", fresh), ("entries", entries)):
+        structs.fill_rows(getattr(args, name), name, rows, like)
+    structs.fill_step(args.step, step, like)
+    return args
 
 
 def _window_rows(
@@ -96,13 +129,13 @@ def _window_rows(
 
 
 def _entry_rows(
-    call: str, entries: RowPages | None, block_table: Tensor | None, selected: Tensor | None, run: Run, at: Tensor, ratio: int
+    entries: RowPages | None, block_table: Tensor | None, selected: Tensor | None, run: Run, at: Tensor, ratio: int
 ) -> tuple[Tensor, Tensor]:
     """Entries [n, dim] f32 and which of them each token reads [tokens, n]."""
     if entries is None or block_table is None:
         return at.new_zeros(0, 1, dtype=torch.float32), at.new_zeros(len(at), 0, dtype=torch.bool)
     count = int(at[-1] + 1) // ratio
-    slots = entry_slots(call, block_table[run.slot], entries, torch.arange(count, device=at.device))
+    slots = entry_slots(block_table[run.slot], entries, torch.arange(count, device=at.device))
     chosen = torch.arange(count, device=at.device) < ((at + 1) // ratio)[:, None]
     if selected is not None:
         marked = torch.zeros(len(at), count + 1, dtype=torch.bool, device=at.device)
@@ -122,8 +155,12 @@ def _attend(
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
     lse = torch.logsumexp(scores, -1)
     total = lse if sinks is None else torch.logaddexp(lse, sinks.float().expand_as(lse))
-    weights = (scores - total[..., None]).exp().nan_to_num(0.0)  # nothing seen, and no sink: zeros
-    return torch.einsum("thn,nd->thd", weights, keys), lse
+    has_none = (total == -torch.inf)[..., None]  # nothing seen, and no sink
+    weights = (scores - total[..., None]).exp().masked_fill(~seen[:, None] | has_none, 0.0)
+    # Of a row that is not seen nothing may enter, and 0 * NaN would: odd numbers are NaN where they are seen, and there alone.
+    is_odd = ~keys.isfinite()
+    out = torch.einsum("thn,nd->thd", weights, keys.masked_fill(is_odd, 0.0))
+    return out.masked_fill((seen.float() @ is_odd.float() > 0)[:, None], torch.nan), lse
 
 
 def _check(
@@ -131,7 +168,7 @@ def _check(
     block_table: Tensor | None, selected: Tensor | None,
 ) -> None:  # fmt: skip
     dim = window.codec.dim
-    if q.dim() != 3 or q.shape[2] != dim or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if q.dim() != 3 or q.shape[2] != dim or q.dtype not in FLOATS:
         raise BadArgument(f"{call}(): q is {list(q.shape)} {q.dtype}; it is [num_tokens, heads, {dim}] f16, bf16 or f32.")
     want = [len(window.pages), window.rows]
     if list(positions.shape) != want or positions.dtype != torch.int32:
@@ -142,3 +179,25 @@ def _check(
         raise BadArgument(f"{call}(): entries and block_table are given together, and selected with them.")
     if selected is not None and (selected.dim() != 2 or len(selected) != len(q) or selected.dtype != torch.int32):
         raise BadArgument(f"{call}(): selected is {list(selected.shape)} {selected.dtype}; it is [{len(q)}, k] int32.")
+
+
+def _check_numbers(
+    call: str, q: Tensor, window: RowPages, window_tokens: int, fresh: RowPages | None, entries: RowPages | None, ratio: int,
+    sinks: Tensor | None, out: Tensor, lse: Tensor,
+) -> None:  # fmt: skip
+    """What the library checks too, for the torch body."""
+    dim, (tokens, heads) = window.codec.dim, q.shape[:2]
+    if not 1 <= window_tokens <= INT32_MAX:
+        raise BadArgument(f"{call}(): window_tokens is {window_tokens}; it is 1 or more.")
+    if fresh is None and window.rows < window_tokens:
+        raise BadArgument(f"{call}(): a window of {window_tokens} tokens in pages of {window.rows} rows.")
+    if entries is not None and entries.codec.dim != dim:
+        raise BadArgument(f"{call}(): entries have {entries.codec.dim} elements and rows of the window {dim}.")
+    if entries is not None and not 1 <= ratio <= INT32_MAX:
+        raise BadArgument(f"{call}(): ratio is {ratio}; it is 1 or more.")
+    if list(out.shape) != [tokens, heads, dim] or out.dtype not in FLOATS:
+        raise BadArgument(f"{call}(): out has {list(out.shape)} {out.dtype}; it is [{tokens}, {heads}, {dim}] f16, bf16 or f32.")
+    if list(lse.shape) != [tokens, heads] or lse.dtype != torch.float32:
+        raise BadArgument(f"{call}(): lse is {list(lse.shape)} {lse.dtype}; lse must be [{tokens}, {heads}] float32.")
+    if sinks is not None and (list(sinks.shape) != [heads] or sinks.dtype != torch.float32):
+        raise BadArgument(f"{call}(): sinks are {list(sinks.shape)} {sinks.dtype}; sinks must be [{heads}] float32.")

@@ -7,11 +7,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument, OutOfRange
+from kvx.errors import BadArgument
 from kvx.ops import backend as backends
 from kvx.ops import native_hybrid as structs
-from kvx.ops.finish import finish_rows
-from kvx.ops.step import Step, check_step
+from kvx.ops.finish import check_finish, check_turn, finish_rows
+from kvx.ops.step import FLOATS, Step, check_entries, check_step, check_table
 from kvx.quant.rows import RowPages
 
 _OVERLAP, _RUNNING, _HADAMARD = 1, 2, 4
@@ -57,7 +57,7 @@ def compress(
     then normed, rotated, coded and put into its page. The tail keeps what the next step needs.
     """
     call = "compress"
-    _check(call, tail, kv, score, entries, bias)
+    _check(call, tail, kv, score, entries, bias, has_hadamard=hadamard)
     if backends.choose(call, backend, entries.pages) != "torch":
         like = entries.pages
         args = structs.start(structs.CompressArgs(), like, errors)
@@ -71,8 +71,18 @@ def compress(
         structs.fill_step(args.step, step, like)
         structs.call("kvx_compress", args, like)
         return
-    check_step(call, step, len(kv), len(tail.state))
     ratio = tail.ratio
+    structs.check_errors(errors, entries.pages)
+    check_finish(call, tail.dim, weight, cos, sin, eps)
+    check_table(call, block_table, len(tail.state))
+    _check_shared(call, num_shared, len(tail.state))
+    check_step(call, step, len(kv), len(tail.state))
+    for run in step.runs():
+        first, count = run.start // ratio, (run.last + 1) // ratio
+        if count > first:
+            check_turn(call, cos, (count - 1) * ratio)
+            first = first if num_shared is None else max(first, int(num_shared[run.slot]) // ratio)
+            check_entries(call, block_table, entries, run.slot, first, count)
     for run in step.runs():
         at = torch.arange(run.start, run.start + run.end - run.begin, device=kv.device)
         scores = score[run.begin : run.end].to(torch.float32)
@@ -81,25 +91,36 @@ def compress(
         pooled = tail.take(run.slot, run.start, kv[run.begin : run.end], scores)
         numbers = torch.arange(run.start // ratio, run.start // ratio + len(pooled), device=kv.device)
         rows = finish_rows(pooled, numbers * ratio, weight, cos, sin, eps, has_hadamard=hadamard)
-        slots = entry_slots(call, block_table[run.slot], entries, numbers)
+        slots = entry_slots(block_table[run.slot], entries, numbers)
         if num_shared is not None:
             slots = slots.masked_fill(numbers * ratio < num_shared[run.slot] // ratio * ratio, -1)
         entries.write(slots, rows)
 
 
-def entry_slots(call: str, blocks: Tensor, entries: RowPages, numbers: Tensor) -> Tensor:
-    """Where a request's entries stand; -1 where its table has no page."""
-    if len(numbers) and int(numbers.max()) >= len(blocks) * entries.rows:
-        raise OutOfRange(f"{call}(): entry {int(numbers.max())} of a table of {len(blocks)} pages of {entries.rows}.")
+def entry_slots(blocks: Tensor, entries: RowPages, numbers: Tensor) -> Tensor:
+    """Where a request's entries stand; -1 where its table has no page. They were checked (check_entries)."""
     pages = blocks[numbers // entries.rows].long()
     return torch.where(pages < 0, -1, pages * entries.rows + numbers % entries.rows)
 
 
-def _check(call: str, tail: Tail, kv: Tensor, score: Tensor, entries: RowPages, bias: Tensor | None) -> None:
+def _check(call: str, tail: Tail, kv: Tensor, score: Tensor, entries: RowPages, bias: Tensor | None, *, has_hadamard: bool) -> None:
     width = tail.num_parts * tail.dim
-    if list(kv.shape) != [len(kv), width] or kv.shape != score.shape:
+    if not 1 <= tail.ratio <= 4096:
+        raise BadArgument(f"{call}(): ratio is {tail.ratio}; it is 1 to 4096.")
+    if kv.dim() != 2 or kv.shape[1] != width or kv.shape != score.shape:
         raise BadArgument(f"{call}(): kv is {list(kv.shape)}, score {list(score.shape)}; both are [num_tokens, {width}].")
+    if kv.dtype not in FLOATS or score.dtype not in FLOATS:
+        raise BadArgument(f"{call}(): kv is {kv.dtype}, score {score.dtype}; both are f16, bf16 or f32.")
     if entries.codec.dim != tail.dim:
         raise BadArgument(f"{call}(): entries have {entries.codec.dim} elements; the tail makes {tail.dim}.")
     if bias is not None and (list(bias.shape) != [tail.ratio, width] or bias.dtype != torch.float32):
         raise BadArgument(f"{call}(): bias is {list(bias.shape)} {bias.dtype}; it is [{tail.ratio}, {width}] float32.")
+    if has_hadamard and tail.dim & (tail.dim - 1):
+        raise BadArgument(f"{call}(): dim is {tail.dim}; a Hadamard rotation takes a power of two.")
+
+
+def _check_shared(call: str, num_shared: Tensor | None, num_slots: int) -> None:
+    if num_shared is None:
+        return
+    if num_shared.dim() != 1 or len(num_shared) < num_slots or num_shared.dtype != torch.int32:
+        raise BadArgument(f"{call}(): num_shared is {list(num_shared.shape)} {num_shared.dtype}; it is [{num_slots}] int32.")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, OutOfRange
 from kvx.ops.norm_rope import rms_norm
+from kvx.ops.step import FLOATS
 
 
 def finish_rows(
@@ -48,3 +49,30 @@ def hadamard(x: Tensor) -> Tensor:
         y = torch.stack((pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]), -2).flatten(-3)
         width *= 2
     return y * torch.tensor(dim**-0.5, dtype=torch.float32, device=x.device)
+
+
+# What the library checks too, for the torch bodies: the same errors, before anything is written.
+
+
+def check_turn(call: str, cos: Tensor | None, last: int) -> None:
+    if cos is not None and last >= len(cos):
+        raise OutOfRange(f"{call}(): position {last}: cos and sin have {len(cos)} rows. Nothing was written.")
+
+
+def check_finish(call: str, dim: int, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float = 0.0) -> None:
+    """Norm and rotation of rows of `dim` elements."""
+    if (cos is None) != (sin is None):
+        raise BadArgument(f"{call}(): cos and sin are given together or not at all.")
+    if cos is not None and sin is not None:
+        is_table = cos.dim() == 2 and cos.numel() > 0 and 2 * cos.shape[1] <= dim
+        if not is_table or cos.shape != sin.shape or {cos.dtype, sin.dtype} != {torch.float32}:
+            raise BadArgument(
+                f"{call}(): cos is {list(cos.shape)} {cos.dtype}, sin {list(sin.shape)} {sin.dtype}; cos and sin are alike "
+                f"[max_positions, rope_dim / 2] float32, and rope_dim at most {dim}."
+            )
+    if weight is None:
+        return
+    if list(weight.shape) != [dim] or weight.dtype not in FLOATS:
+        raise BadArgument(f"{call}(): weight is {list(weight.shape)} {weight.dtype}; it is [{dim}] f16, bf16 or f32.")
+    if not eps >= 0:
+        raise BadArgument(f"{call}(): eps is {eps}; it is 0 or more.")

@@ -10,7 +10,7 @@ from kvx.ops import backend as backends
 from kvx.ops import native_hybrid as structs
 from kvx.ops.compress import entry_slots
 from kvx.ops.finish import hadamard as rotate
-from kvx.ops.step import Step, check_step
+from kvx.ops.step import FLOATS, Step, check_entries, check_step, check_table
 from kvx.quant.rows import RowPages
 
 
@@ -36,7 +36,7 @@ def index_scores(
     """
     call = "index_scores"
     dim = keys.codec.dim
-    if q.dim() != 3 or q.shape[2] != dim or q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn):
+    if q.dim() != 3 or q.shape[2] != dim or q.dtype not in (*FLOATS, torch.float8_e4m3fn):
         raise BadArgument(
             f"{call}(): q is {list(q.shape)} {q.dtype}; it is [num_tokens, heads, {dim}] f16, bf16, f32 or float8_e4m3fn."
         )
@@ -44,6 +44,7 @@ def index_scores(
         raise BadArgument(f"{call}(): weights are {list(weights.shape)} {weights.dtype}; q makes them {list(q.shape[:2])} float32.")
     if ratio < 1:
         raise BadArgument(f"{call}(): ratio is {ratio}; it is 1 or more.")
+    check_table(call, block_table, 0)
     if out is None:
         out = q.new_empty(len(q), max_entries or block_table.shape[1] * keys.rows, dtype=torch.float32)
     if hadamard:
@@ -58,13 +59,22 @@ def index_scores(
         structs.fill_step(args.step, step, like)
         structs.call("kvx_index_scores", args, like)
         return out
+    structs.check_errors(errors, keys.pages)
+    is_wide = out.dim() == 2 and len(out) == len(q) and (out.shape[1] <= 1 or out.stride(1) == 1)
+    if not is_wide or out.dtype != torch.float32:
+        raise BadArgument(
+            f"{call}(): scores are {list(out.shape)} {out.dtype}, strides {list(out.stride())}; they are [{len(q)}, entries] "
+            "float32, columns adjacent."
+        )
     check_step(call, step, len(q), len(block_table))
+    for run in step.runs():
+        check_entries(call, block_table, keys, run.slot, 0, min(out.shape[1], (run.last + 1) // ratio))
     out.fill_(-torch.inf)
     for run in step.runs():
         visible = (torch.arange(run.start + 1, run.start + 1 + run.end - run.begin, device=q.device)) // ratio
         count = min(int(visible[-1]), out.shape[1])
         numbers = torch.arange(count, device=q.device)
-        slots = entry_slots(call, block_table[run.slot], keys, numbers)
+        slots = entry_slots(block_table[run.slot], keys, numbers)
         products = torch.einsum("thd,jd->thj", q[run.begin : run.end].float(), keys.read(slots)).relu()
         scores = torch.einsum("th,thj->tj", weights[run.begin : run.end], products)
         hidden = (numbers >= visible[:, None]) | (slots < 0)

@@ -103,6 +103,10 @@ def fill(array: Array, name: str, x: Tensor | None, like: Tensor) -> None:
         raise BadArgument(
             f"{name} is on {x.device}, the cache on {like.device}. Every tensor of a call lives where the cache lives."
         )
+    if x.dim() == 0:  # to the library an array without dimensions is absent
+        raise BadArgument(
+            f"{name} is one {x.dtype} without dimensions; hybrid ops take arrays. Leave it out, or give it its shape."
+        )
     code = _CODE.get(x.dtype)
     if code is None or x.dim() > 5:
         raise BadArgument(f"{name} is {list(x.shape)} {x.dtype}, which no hybrid op takes.")
@@ -140,17 +144,31 @@ def start(args: Any, like: Tensor, errors: Tensor | None = None) -> Any:
     """Head and memory of a struct of arguments."""
     args.version, args.struct_bytes = ABI_VERSION, ctypes.sizeof(args)
     args.memory, args.device = (2, like.device.index or 0) if like.is_cuda else (1, -1)
+    check_errors(errors, like)
     if errors is not None:
-        if errors.dtype != torch.int64 or errors.numel() != 1 or errors.device != like.device:
-            raise BadArgument("errors must be one int64 where the cache lives.")
         args.errors = errors.data_ptr()
     return args
+
+
+def check_errors(errors: Tensor | None, like: Tensor) -> None:
+    if errors is not None and (errors.dtype != torch.int64 or errors.numel() != 1 or errors.device != like.device):
+        raise BadArgument("errors must be one int64 where the cache lives.")
 
 
 def call(entry: str, args: ctypes.Structure, like: Tensor) -> None:
     status = _entry(entry)(ctypes.addressof(args), native.stream_of(like))
     if status:
         native.raise_status(status)
+
+
+def check_workspace(call: str, workspace: Tensor | None, like: Tensor) -> None:
+    if workspace is None:
+        return
+    if workspace.dtype != torch.uint8 or not workspace.is_contiguous() or workspace.device != like.device:
+        raise BadArgument(
+            f"{call}(): workspace is {list(workspace.shape)} {workspace.dtype} on {workspace.device}, strides "
+            f"{list(workspace.stride())}; it is adjacent uint8 on {like.device}, as many as {call}_workspace_bytes() says."
+        )
 
 
 def workspace_bytes(entry: str, args: ctypes.Structure) -> int:

@@ -9,7 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, OutOfRange
+from kvx.quant.rows import RowPages
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+INT32_MAX = 2**31 - 1
 
 
 class Run(NamedTuple):
@@ -19,6 +23,11 @@ class Run(NamedTuple):
     begin: int
     end: int
     start: int
+
+    @property
+    def last(self) -> int:
+        """The position of its last token."""
+        return self.start + self.end - self.begin - 1
 
 
 class Step(NamedTuple):
@@ -65,12 +74,48 @@ class Step(NamedTuple):
                 yield Run(slot, ends[i], ends[i + 1], start)
 
 
+# What the library checks too, for the torch bodies: the same errors, before anything is written.
+
+
 def check_step(call: str, step: Step, num_tokens: int, num_slots: int) -> None:
-    """For host memory: what the library checks too. Raised before anything is written."""
-    ends, seen = step.cu_seqlens.tolist(), set()
-    if any(a > b for a, b in pairwise(ends)) or ends[0] < 0 or ends[-1] > num_tokens:
-        raise BadArgument(f"{call}(): cu_seqlens is {ends}; it does not fall and ends within the {num_tokens} tokens given.")
-    for slot in step.slots.tolist():
-        if slot >= num_slots or (slot >= 0 and slot in seen):
-            raise BadArgument(f"{call}(): slot {slot} of {num_slots}: it is not there, or in the step twice.")
+    num_seqs = len(step.slots) if step.slots.dim() == 1 else 0
+    for name, x, count in zip(Step._fields, step, (num_seqs, num_seqs + 1, num_seqs), strict=True):
+        if list(x.shape) != [count] or x.dtype != torch.int32:
+            raise BadArgument(f"{call}(): step.{name} is {list(x.shape)} {x.dtype}; it is [{count}] int32.")
+    seen: set[int] = set()
+    spans = pairwise(step.cu_seqlens.tolist())
+    for seq, (slot, start, (begin, end)) in enumerate(zip(step.slots.tolist(), step.starts.tolist(), spans, strict=True)):
+        if not 0 <= begin <= end <= num_tokens:
+            raise _outside(call, f"sequence {seq} ends at token {end} of {num_tokens}, or before it begins")
+        if slot >= num_slots:
+            raise _outside(call, f"sequence {seq} has slot {slot}; there are {num_slots}")
+        if slot < 0:
+            continue
+        if not 0 <= start <= INT32_MAX - (end - begin):
+            raise _outside(call, f"sequence {seq} starts at position {start}; {INT32_MAX} is the last")
+        if slot in seen:
+            raise _outside(call, f"sequence {seq} has slot {slot}, which is in the step before (of {num_slots} slots)")
         seen.add(slot)
+
+
+def check_table(call: str, block_table: Tensor, num_slots: int) -> None:
+    if block_table.dim() != 2 or len(block_table) < num_slots or block_table.dtype != torch.int32:
+        raise BadArgument(
+            f"{call}(): block_table is {list(block_table.shape)} {block_table.dtype}; it is int32 [slots, columns] with "
+            f"{num_slots} rows or more."
+        )
+
+
+def check_entries(call: str, block_table: Tensor, entries: RowPages, slot: int, first: int, count: int) -> None:
+    """Entries [first, count) of a slot have a place in its table, and the pages it names are there."""
+    rows, columns = entries.rows, block_table.shape[1]
+    if count > columns * rows:
+        raise _outside(call, f"entry {count - 1} of slot {slot}: its table has {columns} pages of {rows}")
+    begin = first // rows
+    for column, page in enumerate(block_table[slot, begin : -(-count // rows)].tolist(), begin):
+        if first < count and page >= len(entries.pages):
+            raise _outside(call, f"block_table[{slot}, {column}] is {page}; there are {len(entries.pages)} pages")
+
+
+def _outside(call: str, what: str) -> OutOfRange:
+    return OutOfRange(f"{call}(): {what}. Nothing was written.")

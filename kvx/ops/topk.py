@@ -29,6 +29,7 @@ def topk(
         out = torch.empty(len(scores), k, dtype=torch.int32, device=scores.device)
     if list(out.shape) != [len(scores), k] or out.dtype != torch.int32:
         raise BadArgument(f"{call}(): out is {list(out.shape)} {out.dtype}; it is [{len(scores)}, {k}] int32.")
+    structs.check_workspace(call, workspace, scores)
     chosen = backends.choose(call, backend, scores)
     if chosen != "torch":
         args = _args(scores, lengths, out)
@@ -39,6 +40,12 @@ def topk(
             args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
         structs.call("kvx_topk", args, scores)
         return out
+    if scores.shape[1] > 1 and scores.stride(1) != 1:
+        raise BadArgument(
+            f"{call}(): scores have strides {list(scores.stride())}; they are [num_tokens, entries], columns adjacent."
+        )
+    if lengths is not None and (list(lengths.shape) != [len(scores)] or lengths.dtype != torch.int32):
+        raise BadArgument(f"{call}(): lengths are {list(lengths.shape)} {lengths.dtype}; they are [{len(scores)}] int32.")
     live = scores.masked_fill(torch.isnan(scores), -torch.inf)
     if lengths is not None:
         live = live.masked_fill(torch.arange(scores.shape[1], device=scores.device) >= lengths[:, None], -torch.inf)
@@ -50,11 +57,11 @@ def topk(
 
 def topk_workspace_bytes(num_tokens: int, entries: int, k: int, device: torch.device | str = "cuda") -> int:
     """Of a call with these shapes, whatever is in them; 0 on the host."""
-    if torch.device(device).type != "cuda":
+    if torch.device(device).type != "cuda" or backends.reason_missing("cuda") is not None:
         return 0
-    scores = torch.empty(1, device=device).expand(num_tokens, entries)  # only described
+    scores = torch.empty(entries, device=device).expand(num_tokens, entries)  # only described: rows share their memory
     out = torch.empty(num_tokens, k, dtype=torch.int32, device=device)
-    return structs.workspace_bytes("kvx_topk_workspace", _args(torch.empty_like(scores), None, out))
+    return structs.workspace_bytes("kvx_topk_workspace", _args(scores, None, out))
 
 
 def _args(scores: Tensor, lengths: Tensor | None, out: Tensor) -> structs.TopkArgs:

@@ -81,10 +81,11 @@ class RowCodec:
         self._scale = DTYPES[f.scale] if f.scale else None
         self._coded = dim - self.rope_dim
         self.group = self._coded if f.group == WHOLE else f.group
-        if not 0 <= rope_dim <= dim or self._coded <= 0 or (self.group and self._coded % self.group) or self._coded % 2:
+        is_odd = rope_dim % 2 or self._coded % 2
+        if not 0 <= rope_dim <= dim or self._coded <= 0 or (self.group and self._coded % self.group) or is_odd:
             raise BadArgument(
                 f"RowCodec: {dim} elements with a rotary part of {rope_dim}; {f.name} codes {self._coded} of them in groups of "
-                f"{self.group or 1}, which must divide them."
+                f"{self.group or 1}, which must divide them; both parts are even."
             )
         self.data_bytes = self._coded * self._element.bits // 8 + 2 * self.rope_dim
         scales = self._coded // self.group * self._scale.bits // 8 if self._scale is not None else 0

@@ -219,10 +219,6 @@ struct Asking {
   }
 };
 
-#if defined(__aarch64__)
-#include "attend_neon.h"
-#endif
-
 // ---- scores
 
 // P positions against R rows: scores [P, 4].
@@ -284,6 +280,10 @@ inline void each_block(const cpu::TileRows& rows, int64_t positions, F&& f) {
       for (int64_t h = 0; h < rows.heads; h++) f(t, h);
   }
 }
+
+#if defined(__aarch64__)
+#include "attend_neon.h"
+#endif
 
 template <class T>
 void scores(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::TileStates& s) {
@@ -421,27 +421,21 @@ template <class T>
 void sums_of(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::TileStates& s, const cpu::Softmax* softmax) {
   constexpr int P = 8;
   shrink(s, v.heads, v.dim, softmax);
-  each_block(v, P, [&](int64_t t, int64_t head) {
-    const auto block = [&](auto positions, int64_t from) {
-      const Asking<positions> asking(next ? *next : v, from, head, v.dim);
-      const float* scale = v.scale ? v.scale + head * cpu::kTile + from : nullptr;
-      each_run(s, head, [&](int64_t state, auto rows) {
-        sum_block<T, rows, positions>(v.at + from, head * v.head, v.dim, asking, scale, s.scores + (state * cpu::kTile + from) * kLanes, s.out + state * kLanes * v.dim);
-      });
-    };
-    int64_t one = t;  // where positions are taken one by one
+  const auto block = [&](auto positions, int64_t from, int64_t head) {
+    const Asking<positions> asking(next ? *next : v, from, head, v.dim);
+    const float* scale = v.scale ? v.scale + head * cpu::kTile + from : nullptr;
+    each_run(s, head, [&](int64_t state, auto rows) {
+      sum_block<T, rows, positions>(v.at + from, head * v.head, v.dim, asking, scale, s.scores + (state * cpu::kTile + from) * kLanes, s.out + state * kLanes * v.dim);
+    });
+  };
+  const auto one = [&](int64_t t, int64_t head) { block(std::integral_constant<int, 1>(), t, head); };
 #if defined(__aarch64__)
-    if constexpr (Neon<T>::kIs) {
-      const int64_t even = (v.count - t < P ? v.count - t : P) / 2 * 2;
-      if (sums_neon<T>(v, next ? *next : v, s, t, even, head)) {
-        for (one = t + even; one < v.count && one < t + P; one++) block(std::integral_constant<int, 1>(), one);
-        return;
-      }
-    }
+  if constexpr (Neon<T>::kIs)
+    if (sums_neon<T>(v, next ? *next : v, s, one)) return;
 #endif
-    if (t + P <= v.count) block(std::integral_constant<int, P>(), t);
-    else
-      for (; one < v.count; one++) block(std::integral_constant<int, 1>(), one);
+  each_block(v, P, [&](int64_t t, int64_t head) {
+    if (t + P <= v.count) return block(std::integral_constant<int, P>(), t, head);
+    for (; t < v.count; t++) one(t, head);
   });
 }
 

@@ -1,19 +1,15 @@
 // The inner loops for four query rows on 64-bit Arm, in assembly. A core multiplies two vectors a cycle only while loads and
-// widening are a step ahead of the multiplications and evenly among them. The compiler puts them where they are used; on a Neoverse
-// N1 a multiplication then takes 0.71 cycles (f32) and 0.84 (bf16), here 0.57 and 0.76. Included by attend.cpp, in its namespace.
+// widening are a step ahead of the multiplications and evenly among them; the compiler puts them where they are used. Included by
+// attend.cpp, in its namespace.
 //
 // v8 to v23 are sums. v24 to v27 and v28 to v31 are two steps, one multiplied while the other is filled; v4 to v7 are what 16-bit
 // rows are widened from, all of a step at once: a pipe that changes between long and short instructions loses cycles. v3 is zero;
 // v0 and v1 are queries or weights. Every loop ends by reading what follows, so that the next one starts at full speed.
 
-// Four positions against four query rows, and where the next four begin. Assembly knows the offsets.
-struct ScoreBlock {
-  const char* row[4];
-  const char* after[4];  // read from, not past
-  const char* ask[4];    // rows as long as these that are asked for meanwhile
-  const float* q;        // [4, q_stride bytes]
-  int64_t q_stride, lines;  // lines: of 64 bytes, in a row, two or more
-  float* scores;         // [4 positions, 4]
+// Four rows: where they begin, less `offset`.
+struct FourRows {
+  const char* const* at;
+  int64_t offset;
 };
 
 // Vectors v24 to v27 and v4 to v7 as the block before has left them.
@@ -21,14 +17,17 @@ struct Incoming {
   Vec step[4], raw[4];
 };
 
-// An even number of positions into four rows of sums.
+// Through registers: what was just stored would be loaded too late for the first multiplications.
+#define KVX_INLINE inline __attribute__((always_inline))
+
+// An even number of positions into four rows of sums, [4, dim].
 struct SumBlock {
   const char* const* at;
-  const char* const* ask;  // rows asked for; one more pointer than count is read
-  const float* weights;    // [count, 4]
-  float* out;              // [4, out_stride bytes]
-  int64_t out_stride, offset, ask_offset;  // bytes; offsets are of the head in the rows
-  int64_t pairs, chunks, pairs_a_row;      // positions / 2; dim / 16; pairs that ask for one row
+  const char* const* ask;  // rows asked for; one more pointer than positions is read
+  const float* weights;    // [positions, 4]
+  float* out;
+  int64_t dim, offset, ask_offset;  // offsets: of the head in the rows, bytes
+  int64_t pairs;                    // of positions
   int64_t near;  // bytes from a row to the one that follows in its place: asked for into the first level
 };
 
@@ -44,14 +43,16 @@ struct SumBlock {
   KVX_LOAD(0, 20, at) KVX_MUL(with, 12, 13, 14, 15, x0, x1, x2, x3, 1) l1                                                                       \
   KVX_LOAD(1, 21, at) KVX_MUL(with, 16, 17, 18, 19, x0, x1, x2, x3, 0) l2                                                                       \
   KVX_LOAD(0, 17, then) KVX_MUL(with, 20, 21, 22, 23, x0, x1, x2, x3, 1) l3
-#define KVX_ASK(row) "prfm pldl2keep, [x" #row ", x22]\n"
+
+// A line of a row asked for: of `ask` into the second level, and of the block after this into the first.
+#define KVX_ASK(far, row) "prfm pldl2keep, [x" #far ", x22]\n prfm pldl1keep, [x" #row ", %[near]]\n"
 
 // A line of f32: four steps, each loading the next. `on` moves the rows to what follows the line.
 #define KVX_LINE_F32(with, low, high, on)                                                                                                       \
-  KVX_ASK(13) KVX_STEP(with, 24, 25, 26, 27, 0, 16, KVX_LOAD(28, 9, 16), KVX_LOAD(29, 10, 16), KVX_LOAD(30, 11, 16), KVX_LOAD(31, 12, 16))      \
-  KVX_ASK(14) KVX_STEP("fmla", 28, 29, 30, 31, 16, 32, KVX_LOAD(24, 9, 32), KVX_LOAD(25, 10, 32), KVX_LOAD(26, 11, 32), KVX_LOAD(27, 12, 32))   \
-  KVX_ASK(15) KVX_STEP("fmla", 24, 25, 26, 27, 32, 48, KVX_LOAD(28, 9, 48), KVX_LOAD(29, 10, 48), KVX_LOAD(30, 11, 48), KVX_LOAD(31, 12, 48))   \
-  on KVX_ASK(16) KVX_STEP("fmla", 28, 29, 30, 31, 48, 64, KVX_LOAD(24, 9, 0), KVX_LOAD(25, 10, 0), KVX_LOAD(26, 11, 0), KVX_LOAD(27, 12, 0))    \
+  KVX_ASK(13, 9) KVX_STEP(with, 24, 25, 26, 27, 0, 16, KVX_LOAD(28, 9, 16), KVX_LOAD(29, 10, 16), KVX_LOAD(30, 11, 16), KVX_LOAD(31, 12, 16))      \
+  KVX_ASK(14, 10) KVX_STEP("fmla", 28, 29, 30, 31, 16, 32, KVX_LOAD(24, 9, 32), KVX_LOAD(25, 10, 32), KVX_LOAD(26, 11, 32), KVX_LOAD(27, 12, 32))   \
+  KVX_ASK(15, 11) KVX_STEP("fmla", 24, 25, 26, 27, 32, 48, KVX_LOAD(28, 9, 48), KVX_LOAD(29, 10, 48), KVX_LOAD(30, 11, 48), KVX_LOAD(31, 12, 48))   \
+  on KVX_ASK(16, 12) KVX_STEP("fmla", 28, 29, 30, 31, 48, 64, KVX_LOAD(24, 9, 0), KVX_LOAD(25, 10, 0), KVX_LOAD(26, 11, 0), KVX_LOAD(27, 12, 0))    \
   "add x17, x17, 64\n add x19, x19, 64\n add x20, x20, 64\n add x21, x21, 64\n add x22, x22, 64\n"
 
 // A line of 16-bit numbers: four times two steps.
@@ -61,8 +62,8 @@ struct SumBlock {
   low(24, 4) low(25, 5) low(26, 6) low(27, 7)                                                                                                   \
   KVX_STEP("fmla", 28, 29, 30, 31, then, last, "", "", "", "")
 #define KVX_LINE_16(with, low, high, on)                                                                                                        \
-  KVX_ASK(13) KVX_TWO_STEPS(with, low, high, 0, 16, 32, 16) KVX_ASK(14) KVX_TWO_STEPS("fmla", low, high, 32, 48, 64, 32)                        \
-  KVX_ASK(15) KVX_TWO_STEPS("fmla", low, high, 64, 80, 96, 48) on KVX_ASK(16) KVX_TWO_STEPS("fmla", low, high, 96, 112, 128, 0)                 \
+  KVX_ASK(13, 9) KVX_TWO_STEPS(with, low, high, 0, 16, 32, 16) KVX_ASK(14, 10) KVX_TWO_STEPS("fmla", low, high, 32, 48, 64, 32)                        \
+  KVX_ASK(15, 11) KVX_TWO_STEPS("fmla", low, high, 64, 80, 96, 48) on KVX_ASK(16, 12) KVX_TWO_STEPS("fmla", low, high, 96, 112, 128, 0)                 \
   "add x17, x17, 128\n add x19, x19, 128\n add x20, x20, 128\n add x21, x21, 128\n add x22, x22, 64\n"
 
 // bf16 by interleaving with zeros: both pipes of a core do that, only one shifts.
@@ -72,16 +73,18 @@ struct SumBlock {
 #define KVX_HIGH_F16(to, from) "fcvtl2 v" #to ".4s, v" #from ".8h\n"
 
 #define KVX_ADD(to, a, b) "faddp v" #to ".4s, v" #a ".4s, v" #b ".4s\n"
+#define KVX_AFTER "ldp x9, x10, [%[after]]\n ldp x11, x12, [%[after], 16]\n add x9, x9, %[after_offset]\n add x10, x10, %[after_offset]\n add x11, x11, %[after_offset]\n add x12, x12, %[after_offset]\n"
 #define KVX_FORTH "add x9, x9, 64\n add x10, x10, 64\n add x11, x11, 64\n add x12, x12, 64\n"
 #define KVX_SCORES(line, low, high)                                                                                                             \
-  "ldp x9, x10, [%[b]]\n ldp x11, x12, [%[b], 16]\n ldp x13, x14, [%[b], 64]\n ldp x15, x16, [%[b], 80]\n"                                      \
-  "ldp x17, x22, [%[b], 96]\n ldr x23, [%[b], 112]\n add x19, x17, x22\n add x20, x19, x22\n add x21, x20, x22\n mov x22, 0\n"                  \
-  "movi v3.4s, 0\n ldr q0, [x17]\n sub x23, x23, 2\n" line("fmul", low, high, KVX_FORTH) "cbz x23, 2f\n"                                        \
+  "ldp x9, x10, [%[rows]]\n ldp x11, x12, [%[rows], 16]\n ldp x13, x14, [%[ask]]\n ldp x15, x16, [%[ask], 16]\n"                                \
+  "add x9, x9, %[offset]\n add x10, x10, %[offset]\n add x11, x11, %[offset]\n add x12, x12, %[offset]\n mov x22, %[ask_offset]\n"              \
+  "mov x17, %[q]\n add x19, x17, %[stride]\n add x20, x19, %[stride]\n add x21, x20, %[stride]\n sub x23, %[lines], 2\n"                        \
+  "movi v3.4s, 0\n ldr q0, [x17]\n" line("fmul", low, high, KVX_FORTH) "cbz x23, 2f\n"                                                          \
   "1:\n" line("fmla", low, high, KVX_FORTH) "subs x23, x23, 1\n b.ne 1b\n"                                                                      \
-  "2:\n" line("fmla", low, high, "ldp x9, x10, [%[b], 32]\n ldp x11, x12, [%[b], 48]\n") "ldr x23, [%[b], 120]\n"                               \
+  "2:\n" line("fmla", low, high, KVX_AFTER)                                                                                                     \
   KVX_ADD(8, 8, 12) KVX_ADD(16, 16, 20) KVX_ADD(9, 9, 13) KVX_ADD(17, 17, 21) KVX_ADD(10, 10, 14) KVX_ADD(18, 18, 22)                           \
   KVX_ADD(11, 11, 15) KVX_ADD(19, 19, 23) KVX_ADD(8, 8, 16) KVX_ADD(9, 9, 17) KVX_ADD(10, 10, 18) KVX_ADD(11, 11, 19)                           \
-  "stp q8, q9, [x23]\n stp q10, q11, [x23, 32]\n"
+  "stp q8, q9, [%[scores]]\n stp q10, q11, [%[scores], 32]\n"
 
 // One vector of a position, column c, times the four weights in w.
 #define KVX_ROWS(a, b, c, d, x, w)                                                                             \
@@ -113,12 +116,11 @@ struct SumBlock {
 
 // Sixteen columns at a time down all positions, then the next sixteen.
 #define KVX_SUMS(start, pair, low, high, bytes)                                                                                                 \
-  "ldp x9, x10, [%[b]]\n ldp x11, x12, [%[b], 16]\n ldp x26, x16, [%[b], 32]\n ldp x17, x27, [%[b], 48]\n ldp x20, x28, [%[b], 64]\n"           \
-  "add x13, x12, x26\n add x14, x13, x26\n add x15, x14, x26\n ldr x26, [%[b], 80]\n sub x27, x27, 1\n mov x7, x28\n ldr x6, [x10]\n add x22, x10, 8\n add x6, x6, x17\n"  \
+  "sub x27, x27, 1\n mov x7, x28\n mov x8, x16\n ldr x6, [x10]\n add x22, x10, 8\n add x6, x6, x17\n"                                           \
   "ldp x24, x25, [x9]\n add x24, x24, x16\n add x25, x25, x16\n ldp q0, q1, [x11]\n" start(low, high)                                           \
   "1:\n" KVX_OUTS(ldp) "add x21, x9, 16\n add x23, x11, 32\n mov x19, x27\n cbz x19, 3f\n"                                                      \
   "2:\n" KVX_PAIR(pair, low, high, 4) "subs x19, x19, 1\n b.ne 2b\n"                                                                            \
-  "3:\n mov x21, x9\n mov x23, x11\n ldr x24, [%[b], 40]\n add x16, x16, " #bytes "\n cmp x20, 1\n csel x16, x24, x16, eq\n"                    \
+  "3:\n mov x21, x9\n mov x23, x11\n add x16, x16, " #bytes "\n cmp x20, 1\n csel x16, x8, x16, eq\n"                                           \
   KVX_PAIR(pair, low, high, 5) KVX_OUTS(stp)                                                                                                    \
   "add x12, x12, 64\n add x13, x13, 64\n add x14, x14, 64\n add x15, x15, 64\n subs x20, x20, 1\n b.ne 1b\n"
 
@@ -126,22 +128,37 @@ struct SumBlock {
 #define KVX_NEON(T, width, bytes)                                                                                                               \
   template <> struct Neon<T> {                                                                                                                  \
     static constexpr bool kIs = true;                                                                                                           \
-    static void scores(const ScoreBlock* b, Incoming* in) {                                                                                     \
-      register Vec s0 asm("v24") = in->step[0], s1 asm("v25") = in->step[1], s2 asm("v26") = in->step[2], s3 asm("v27") = in->step[3];          \
-      register Vec r0 asm("v4") = in->raw[0], r1 asm("v5") = in->raw[1], r2 asm("v6") = in->raw[2], r3 asm("v7") = in->raw[3];                  \
+    static KVX_INLINE void scores(FourRows rows, FourRows after, FourRows ask, const float* q, int64_t stride, int64_t lines, float* scores, int64_t near, Incoming& in) { \
+      register Vec s0 asm("v24") = in.step[0], s1 asm("v25") = in.step[1], s2 asm("v26") = in.step[2], s3 asm("v27") = in.step[3];              \
+      register Vec r0 asm("v4") = in.raw[0], r1 asm("v5") = in.raw[1], r2 asm("v6") = in.raw[2], r3 asm("v7") = in.raw[3];                      \
       asm volatile(KVX_SCORES(KVX_LINE_##width, KVX_LOW_##T, KVX_HIGH_##T)                                                                      \
                    : "+w"(s0), "+w"(s1), "+w"(s2), "+w"(s3), "+w"(r0), "+w"(r1), "+w"(r2), "+w"(r3)                                             \
-                   : [b] "r"(b)                                                                                                                 \
+                   : [rows] "r"(rows.at), [offset] "r"(rows.offset), [after] "r"(after.at), [after_offset] "r"(after.offset), [ask] "r"(ask.at), \
+                     [ask_offset] "r"(ask.offset), [q] "r"(q), [stride] "r"(stride), [lines] "r"(lines), [scores] "r"(scores), [near] "r"(near)                   \
                    : "memory", "cc", "x9", "x10", "x11", "x12", "x13", "x14", "x15", "x16", "x17", "x19", "x20", "x21", "x22", "x23",           \
                      KVX_VECTORS, "v28", "v29", "v30", "v31");                                                                                  \
-      *in = Incoming{{s0, s1, s2, s3}, {r0, r1, r2, r3}};                                                                                       \
+      in.step[0] = s0, in.step[1] = s1, in.step[2] = s2, in.step[3] = s3, in.raw[0] = r0, in.raw[1] = r1, in.raw[2] = r2, in.raw[3] = r3;       \
     }                                                                                                                                           \
-    static void sums(const SumBlock* b) {                                                                                                       \
+    static KVX_INLINE void sums(const SumBlock& b) {                                                                                            \
+      register auto at asm("x9") = b.at;                                                                                                        \
+      register auto ask asm("x10") = b.ask;                                                                                                     \
+      register auto weights asm("x11") = b.weights;                                                                                             \
+      register auto out0 asm("x12") = b.out;                                                                                                    \
+      register auto out1 asm("x13") = b.out + b.dim;                                                                                            \
+      register auto out2 asm("x14") = b.out + 2 * b.dim;                                                                                        \
+      register auto out3 asm("x15") = b.out + 3 * b.dim;                                                                                        \
+      register auto offset asm("x16") = b.offset;                                                                                               \
+      register auto ask_offset asm("x17") = b.ask_offset;                                                                                       \
+      register auto chunks asm("x20") = b.dim / 16;                                                                                             \
+      register auto near asm("x26") = b.near;                                                                                                   \
+      register auto pairs asm("x27") = b.pairs;                                                                                                 \
+      register auto pairs_a_row asm("x28") = b.dim * T::kBytes / (T::kBytes == 4 ? 128 : 64);                                                   \
       asm volatile(KVX_SUMS(KVX_START_##width, KVX_PAIR_##width, KVX_LOW_##T, KVX_HIGH_##T, bytes)                                              \
+                   : "+r"(at), "+r"(ask), "+r"(weights), "+r"(out0), "+r"(out1), "+r"(out2), "+r"(out3), "+r"(offset), "+r"(ask_offset),        \
+                     "+r"(chunks), "+r"(near), "+r"(pairs), "+r"(pairs_a_row)                                                                   \
                    :                                                                                                                            \
-                   : [b] "r"(b)                                                                                                                 \
-                   : "memory", "cc", "x6", "x7", "x9", "x10", "x11", "x12", "x13", "x14", "x15", "x16", "x17", "x19", "x20", "x21", "x22",      \
-                     "x23", "x24", "x25", "x26", "x27", "x28", KVX_VECTORS, "v4", "v5", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31"); \
+                   : "memory", "cc", "x6", "x7", "x8", "x19", "x21", "x22", "x23", "x24", "x25", KVX_VECTORS, "v4", "v5", "v24", "v25", "v26", "v27", \
+                     "v28", "v29", "v30", "v31");                                                                                               \
     }                                                                                                                                           \
   };
 
@@ -157,36 +174,37 @@ template <class T>
 bool scores_neon(const cpu::TileRows& k, const cpu::TileRows& next, const cpu::TileStates& s) {
   if (k.dim * T::kBytes % 64 != 0 || k.dim * T::kBytes < 128 || s.final_rows != kLanes || k.scale) return false;
   if (k.count == 0 || s.first == s.last) return true;
-  ScoreBlock b;
-  b.q_stride = k.dim * 4, b.lines = k.dim * T::kBytes / 64;
   Incoming in;
-  for (int i = 0; i < 4; i++) b.after[i] = k.at[i], in.step[i] = T::part(T::read(k.at[i]), 0), in.raw[i] = load<Vec>(k.at[i]);
+  for (int i = 0; i < 4; i++) in.step[i] = T::part(T::read(k.at[i]), 0), in.raw[i] = load<Vec>(k.at[i]);
   const int64_t last_t = (k.count - 1) / 4 * 4, last_h = k.heads - 1;
   for (int64_t t = 0, h = 0;;) {
     int64_t then_t = t, then_h = h;  // the block after this one, in the order of memory
     if (k.by_head ? t < last_t : h == last_h && t < last_t) then_t += 4, then_h = k.by_head ? h : 0;
     else if (h < last_h) then_h++, then_t = k.by_head ? 0 : t;
-    for (int i = 0; i < 4; i++) b.row[i] = b.after[i], b.ask[i] = next.at[t + i] + h * next.head;
+    const FourRows rows{k.at + t, h * k.head}, then{k.at + then_t, then_h * k.head}, ask{next.at + t, h * next.head};
     for (int64_t run = s.first; run < s.last; run++) {
-      for (int i = 0; i < 4; i++) b.after[i] = run + 1 < s.last ? b.row[i] : k.at[then_t + i] + then_h * k.head;
       const int64_t state = h * s.fours + run;
-      b.q = s.q + state * kLanes * k.dim, b.scores = s.scores + (state * cpu::kTile + t) * kLanes;
-      Neon<T>::scores(&b, &in);
+      Neon<T>::scores(rows, run + 1 < s.last ? rows : then, ask, s.q + state * kLanes * k.dim, k.dim * 4, k.dim * T::kBytes / 64,
+                      s.scores + (state * cpu::kTile + t) * kLanes, k.by_head ? 4 * k.dim * T::kBytes : k.head, in);
     }
     if (then_t == t && then_h == h) return true;
     t = then_t, h = then_h;
   }
 }
 
-// Positions [first, first + count) of a head into its sums, likewise. count is even.
-template <class T>
-bool sums_neon(const cpu::TileRows& v, const cpu::TileRows& next, const cpu::TileStates& s, int64_t first, int64_t count, int64_t head) {
+// Sums, likewise; one(position, head) where a position has no other beside it.
+template <class T, class One>
+bool sums_neon(const cpu::TileRows& v, const cpu::TileRows& next, const cpu::TileStates& s, One&& one) {
+  constexpr int64_t kGroup = T::kBytes == 2 ? 16 : 8;  // rows of f32 are as far apart as 16 fill the first level's ways
   if (v.dim * T::kBytes % 64 != 0 || s.final_rows != kLanes || v.scale) return false;
-  for (int64_t run = s.first; run < s.last && count; run++) {
-    const int64_t state = head * s.fours + run;
-    const SumBlock b{v.at + first, next.at + first, s.scores + (state * cpu::kTile + first) * kLanes, s.out + state * kLanes * v.dim, v.dim * 4,
-                     head * v.head, head * next.head, count / 2, v.dim / 16, v.dim * T::kBytes / (T::kBytes == 4 ? 128 : 64), v.by_head ? 8 * v.dim * T::kBytes : v.head};
-    Neon<T>::sums(&b);
-  }
+  each_block(v, kGroup, [&](int64_t t, int64_t head) {
+    const int64_t count = v.count - t < kGroup ? v.count - t : kGroup;
+    for (int64_t run = s.first; run < s.last && count > 1; run++) {
+      const int64_t state = head * s.fours + run;
+      Neon<T>::sums(SumBlock{v.at + t, next.at + t, s.scores + (state * cpu::kTile + t) * kLanes, s.out + state * kLanes * v.dim, v.dim, head * v.head,
+                             head * next.head, count / 2, v.by_head ? kGroup * v.dim * T::kBytes : v.head});
+    }
+    if (count % 2) one(t + count - 1, head);
+  });
   return true;
 }

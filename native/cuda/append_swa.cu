@@ -13,6 +13,7 @@ constexpr int kThreads = 128, kWarps = kThreads / 32;
 struct SwaArgs {
   AppendSwaParams p;
   FastDivider rows;  // of a page
+  FastDivider usual; // tokens of a sequence, were all as long
   AnyRow any;
   int32_t least_code;
   bool reads_all;    // sequences are shorter than windows, as far as the host can tell: rows are loaded before their place is known
@@ -22,6 +23,14 @@ struct SwaArgs {
 struct TokenPlace {
   int32_t page, row, at;
 };
+
+// Sequences are often as long as each other: where that is so, one load tells what a search takes three for.
+__device__ __forceinline__ StepToken guess_token(const SwaArgs& a, uint32_t token) {
+  const StepParams& s = a.p.step;
+  const StepToken t = open_sequence(s, int32_t(min(a.usual.divide(token), uint32_t(s.num_seqs) - 1)));
+  if (__all_sync(0xffffffffu, t.seq >= 0 && int32_t(token) >= t.begin && int32_t(token) < t.end)) return t;
+  return find_token(s, int32_t(token));
+}
 
 // The sequence of a token by one lane alone.
 __device__ __forceinline__ StepToken search_token(const StepParams& s, int32_t token) {
@@ -38,7 +47,7 @@ __device__ __forceinline__ StepToken search_token(const StepParams& s, int32_t t
 __device__ __forceinline__ TokenPlace place_token(const SwaArgs& a, uint32_t first, uint32_t token, bool counts) {
   const AppendSwaParams& p = a.p;
   TokenPlace place{-1, 0, 0};
-  StepToken t = find_token(p.step, int32_t(first));
+  StepToken t = guess_token(a, first);
   if (token >= p.step.num_tokens) return place;
   if (int32_t(token) < t.begin || int32_t(token) >= t.end) {
     t = search_token(p.step, int32_t(token));
@@ -63,6 +72,52 @@ __device__ __forceinline__ void mark_position(const AppendSwaParams& p, const To
 
 __device__ __forceinline__ char* from_lane(char* p, int lane) { return reinterpret_cast<char*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(p), lane)); }
 
+// Rows that lane i has found the place of, `at` their positions.
+template <int IO>
+__device__ __forceinline__ void append_four(const FinishParams& f, int32_t least_code, uint32_t lane, const RawWeight& weight, const RawChunk<IO> (&raw)[4], int32_t at, const RowAt& mine) {
+  Turn turn = load_turn(f, lane, __shfl_sync(0xffffffffu, at, 0));  // of a row at hand
+  float x[kChunk], w[kChunk], factor = 1.0f;
+  if (f.weight) {
+    widen_weight(f, weight, w);
+    float sums[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#pragma unroll
+      for (int j = 0; j < kChunk; j++) x[j] = element(raw[i], j);
+      sums[i] = __fadd_rn(add_squares(x), add_squares(x + kPiece));
+    }
+    factor = norm_factor(add_four(sums, lane), f.inverse_dim, f.eps);
+  }
+  uint32_t words[4][kPiece], amax[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const Turn next = i < 3 ? load_turn(f, lane, __shfl_sync(0xffffffffu, at, i + 1)) : turn;
+#pragma unroll
+    for (int j = 0; j < kChunk; j++) x[j] = element(raw[i], j);
+    if (f.weight) {
+      const float r = __shfl_sync(0xffffffffu, factor, 8 * i);
+#pragma unroll
+      for (int j = 0; j < kChunk; j++) x[j] = __fmul_rn(__fmul_rn(x[j], r), w[j]);
+    }
+    rotate_lanes(f, lane, turn, x);
+#pragma unroll
+    for (int j = 0; j < kPiece; j++) words[i][j] = pack_bf16(x[2 * j], x[2 * j + 1]);
+    amax[i] = lane_amax<false>(words[i]);
+    turn = next;
+  }
+  if (__vmaxu2(__vimax3_u16x2(amax[0], amax[1], amax[2]), amax[3]) + 0x00800080u & 0x80008000u) {  // rare: not all are finite
+#pragma unroll
+    for (int i = 0; i < 4; i++) amax[i] = lane_amax<true>(words[i]);
+  }
+#pragma unroll
+  for (int hop = 4; hop > 0; hop /= 2) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) amax[i] = __vmaxu2(amax[i], __shfl_xor_sync(0xffffffffu, amax[i], hop));
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) store_words(RowAt{from_lane(mine.data, i), from_lane(mine.scales, i)}, lane, least_code, amax[i], words[i]);
+}
+
 // Lane i finds the place of row i, and all of them go through every row: what has no place is not stored, and no lane leaves before
 // the others, whom it exchanges sums with.
 template <int IO, LaneFormat F, int Rows>
@@ -83,8 +138,8 @@ __global__ void __launch_bounds__(kThreads, Rows == 1 ? 6 : IO == KVX_DTYPE_F32 
 #pragma unroll
     for (int i = 0; i < Rows; i++) raw[i] = load_row(min(first + i, last));
   }
-  float w[kChunk];
-  if (p.finish.weight) load_weight(p.finish, lane, w);
+  RawWeight weight{};
+  if (p.finish.weight) weight = load_raw_weight(p.finish, lane);
   const bool counts = lane < Rows && !is_past;
   TokenPlace place = place_token(a, first, first + lane % Rows, counts);
   if (is_past) place.page = -1;
@@ -95,8 +150,20 @@ __global__ void __launch_bounds__(kThreads, Rows == 1 ? 6 : IO == KVX_DTYPE_F32 
     mine = row_at(p.window, place.page, place.row);
     if (counts) mark_position(p, place);
   }
+  if constexpr (F == LANES_V4_BF16 && Rows == 4) {
+    if (!a.reads_all) {
+#pragma unroll
+      for (int i = 0; i < Rows; i++) {
+        raw[i] = RawChunk<IO>{};
+        if (from_lane(mine.data, i)) raw[i] = load_row(first + i);
+      }
+    }
+    return append_four<IO>(p.finish, a.least_code, lane, weight, raw, place.at, mine);
+  }
   Turn turn[Rows];  // of a row at hand and of the next
   turn[0] = load_turn(p.finish, lane, __shfl_sync(0xffffffffu, place.at, 0));
+  float w[kChunk];
+  if (p.finish.weight) widen_weight(p.finish, weight, w);
 #pragma unroll
   for (int i = 0; i < Rows; i++) {
     const RowAt to{from_lane(mine.data, i), from_lane(mine.scales, i)};
@@ -165,7 +232,8 @@ kvx_status_t append_swa(const AppendSwaParams& p, void* stream) {
   DeviceGuard guard(p.device);
   KVX_TRY(guard.status());
   if (p.step.num_tokens == 0 || p.step.num_seqs == 0) return KVX_STATUS_OK;
-  SwaArgs a{p, make_fast_divider(p.window.rows), any_row(p.window.dim, false), 0, p.step.num_tokens <= int64_t(p.step.num_seqs) * p.window.rows || !p.positions};
+  const int64_t usual = divide_up(p.step.num_tokens, p.step.num_seqs);
+  SwaArgs a{p, make_fast_divider(p.window.rows), make_fast_divider(int32_t(usual)), any_row(p.window.dim, false), 0, p.step.num_tokens <= int64_t(p.step.num_seqs) * p.window.rows || !p.positions};
   const LaneFormat format = lane_format(p.window, p.finish, &a.least_code);
   const bool is_aligned = p.x.is_dense && common_alignment(rows_address_bits(p.x)) == 16;
   if (format == LANES_NONE || !is_aligned) return run_warps(a, stream);

@@ -136,8 +136,9 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * factor;
       const bool moves = top > x->base[h] + 8.f;  // true for the first score of all, -inf + 8 being -inf
-      shrink[h] = moves ? tiles::exp2_fast(x->base[h] - top) : 1.f;
-      if (moves) x->base[h] = __fmaf_rn(fabsf(top), 2.4e-7f, top);  // above it by a rounding: scores of 10^8 do not make infinite weights
+      const float now = moves ? __fmaf_rn(fabsf(top), 2.4e-7f, top) : x->base[h];  // above it by a rounding: scores of 10^8 do not make infinite weights
+      shrink[h] = moves ? tiles::exp2_fast(x->base[h] - now) : 1.f;
+      x->base[h] = now;
       const float base = x->base[h] == -INFINITY ? 0.f : x->base[h];
       float total[2] = {0.f, 0.f};
 #pragma unroll

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(128) combine_sparse(const __grid_constant__ Sp
     float4 y[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) y[i] = __ldcg(reinterpret_cast<const float4*>(part + head % kSparseRows * kSparseDim) + i * 32 + lane);
-    if (stats.x == -INFINITY) continue;
+    if (stats.x == -INFINITY && stats.y == 0.f) continue;
     const float now = fmaxf(base, stats.x), old = exp2f(base - now), fresh = exp2f(stats.x - now);
     sum = sum * old + stats.y * fresh, base = now;
 #pragma unroll

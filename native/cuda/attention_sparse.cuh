@@ -89,7 +89,7 @@ template <bool kIsFp8> struct SparseTile {
 #pragma unroll
         for (int i = 0; i < 2; i++) most = __vmaxu2(__vmaxu2(__vmaxu2(x[i].x & 0x7fff7fffu, x[i].y & 0x7fff7fffu), __vmaxu2(x[i].z & 0x7fff7fffu, x[i].w & 0x7fff7fffu)), most);
         most = __reduce_max_sync(0xffffffffu, max(most >> 16, most & 0xffffu)) >> 7;  // the exponent, 127 more
-        const int exponent = most > 0 && most < 255 ? min(max(int(most) - 127 - 8, -100), 100) : 0;
+        const int exponent = most > 0 && most < 255 ? min(max(int(most) - 127 - 8, -100), 119) : 0;
         const float shrink = __uint_as_float(uint32_t(127 - exponent) << 23);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -158,8 +158,9 @@ template <bool kIsFp8> struct SparseTile {
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * factor;
         const bool moves = top > base[h] + 8.f;  // true for the first score of all, -inf + 8 being -inf
-        shrink[h] = moves ? tiles::exp2_fast(base[h] - top) : 1.f;
-        if (moves) base[h] = __fmaf_rn(fabsf(top), 2.4e-7f, top);  // above it by a rounding: scores of 10^8 do not make infinite weights
+        const float now = moves ? __fmaf_rn(fabsf(top), 2.4e-7f, top) : base[h];  // above it by a rounding: scores of 10^8 do not make infinite weights
+        shrink[h] = moves ? tiles::exp2_fast(base[h] - now) : 1.f;
+        base[h] = now;
         const float from = base[h] == -INFINITY ? 0.f : base[h];
         float total[2] = {0.f, 0.f};
 #pragma unroll
@@ -337,6 +338,7 @@ __global__ void __launch_bounds__(SparseConfig::kThreads, 1) attend_sparse(const
   const uint32_t at = tiles::shared_address(shared);
   SparseTile<kIsFp8> tile{a, *item, shared, at, SparseRing{at + C::kStagesAt, at + C::kBarriersAt}};
   wait_for_previous();
+  let_next_start();
   const int role = threadIdx.x / 128;
   typename SparseTile<kIsFp8>::Queries queries;
   if (role >= 2) queries = SparseTile<kIsFp8>::load_queries(a);
@@ -357,7 +359,6 @@ __global__ void __launch_bounds__(SparseConfig::kThreads, 1) attend_sparse(const
   } else if (role == 1) {
     tiles::give_registers<72>();
     tile.soften();
-    if (a.splits > 1) let_next_start();
   } else {
     tile.store_queries(queries);
     tiles::pass(SparseTile<kIsFp8>::kQueriesMeet, 384);

@@ -81,9 +81,7 @@ __device__ inline float2 attend_head(const SparseArgs& a, const SparseItem& w, i
 // The head's output and LSE from its sums.
 __device__ inline void write_head(const SparseParams& p, const SparseItem& w, int32_t head, float2 stats, const float* out) {
   const int thread = threadIdx.x % kHeadThreads;
-  const bool is_nan = stats.y != stats.y;
-  const float inverse = is_nan ? stats.y : finish_head(p, w.token, head, stats.x, stats.y, sink_of(p, head), thread == 0);
-  if (is_nan && thread == 0 && p.lse) *reinterpret_cast<float*>(p.lse + w.token * p.lse_token + head * p.lse_head) = stats.y;
+  const float inverse = finish_head(p, w.token, head, stats.x, stats.y, sink_of(p, head), thread == 0);
   char* to = p.out.data + w.token * p.out.token + int64_t(head) * p.out.head;
   for (int d = 2 * thread; d < p.dim; d += 2 * kHeadThreads) {  // rows have an even number of elements
     float x = out[d] * inverse, y = out[d + 1] * inverse;

@@ -125,9 +125,9 @@ __device__ __forceinline__ KeyPlace place_key(const SparseArgs& a, const SparseI
 
 // What a head's sums are multiplied by, base, sum and sink (-inf: none) being in powers of two; its LSE is written on the way.
 __device__ __forceinline__ float finish_head(const SparseParams& p, int32_t token, int32_t head, float base, float sum, float sink, bool writes) {
-  if (writes && p.lse) *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) = sum > 0.f ? (base + log2f(sum)) * 0.69314718f : -INFINITY;
-  if (p.sinks && sum > 0.f) sum += exp2f(sink - base);
-  return sum > 0.f ? 1.f / sum : 0.f;
+  if (writes && p.lse) *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) = sum != 0.f ? (base + log2f(sum)) * 0.69314718f : -INFINITY;  // NaN stays
+  if (p.sinks && sum != 0.f) sum += exp2f(sink - base);
+  return sum != 0.f ? 1.f / sum : 0.f;
 }
 __device__ __forceinline__ float sink_of(const SparseParams& p, int32_t head) { return p.sinks ? __ldg(p.sinks + head) * 1.44269504f : -INFINITY; }
 

@@ -40,11 +40,17 @@ template <bool kIsFp8> struct SparseLoad {
   // differs from chunk to chunk is added, or flips a bit, at the end.
   static __host__ __device__ constexpr bool is_span(int k) { return k < 4 * kSpans; }
 
-  static __device__ __forceinline__ void copy_chunk(uint32_t slot, const char* rows, int k, uint32_t lane) {
+  static __device__ __forceinline__ const char* row_of(const char* rows, int k, uint32_t lane) {
     const int from = is_span(k) ? k / kSpans * 4 + int(lane / 8) : (k - 4 * kSpans) * 8 + int(lane / 4);
-    const char* row = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(rows), from));
-    const uint32_t offset = is_span(k) ? lane % 8 * 16 : lane % 4 * 16;
-    tiles::copy_16(slot, row + offset + (is_span(k) ? k % kSpans : kSpans) * 128, row ? 16 : 0);
+    return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(rows), from));
+  }
+  // Chunks k and k + 1, which are of one row but where a row ends.
+  static __device__ __forceinline__ void copy_chunks(uint32_t slot, const char* rows, int k, uint32_t lane) {
+    const char* row[2];
+    row[0] = row_of(rows, k, lane), row[1] = is_span(k) ? row[0] : row_of(rows, k + 1, lane);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      tiles::copy_16(slot + i * kSparseSlotBytes, row[i] + (is_span(k) ? lane % 8 : lane % 4) * 16 + (is_span(k) ? k % kSpans + i : kSpans) * 128, row[i] ? 16 : 0);
     tiles::commit_copies();
   }
   static __device__ __forceinline__ uint2 load_scales(const KeyPlace& from) { return kIsFp8 && from.data ? __ldg(reinterpret_cast<const uint2*>(from.scales)) : make_uint2(0, 0); }
@@ -72,8 +78,8 @@ template <bool kIsFp8> struct SparseLoad {
     return make_uint4(out[0], out[1], out[2], out[3]);
   }
 
-  // Chunk k of this lane to the stage; `rows` is where the warp's begin.
-  __device__ __forceinline__ void store_chunk(uint32_t rows, int k, uint32_t lane, const uint4& x, const uint2& scales) const {
+  // Chunk k of this lane to the stage; `rows` is where the warp's begin, `word` has the row's scales of the span.
+  __device__ __forceinline__ void store_chunk(uint32_t rows, int k, uint32_t lane, const uint4& x, uint32_t word) const {
     if (!is_span(k)) {  // the last four chunks of the last column
       tiles::store_shared_16(rows + sparse_chunk_at(lane / 4, kSparseDim / 8 - 4 + lane % 4) + (k - 4 * kSpans) * 1024, narrow_chunk(x));
       return;
@@ -83,7 +89,6 @@ template <bool kIsFp8> struct SparseLoad {
       tiles::store_shared_16(rows + (sparse_chunk_at(lane / 8, lane % 8) ^ flip) + step + k % kSpans * kSparseColumnBytes, x);
       return;
     }
-    const uint32_t word = __shfl_sync(0xffffffffu, k % kSpans < 2 ? scales.x : scales.y, k / kSpans * 4 + int(lane / 8));
     if (k % kSpans == kSpans - 1 && lane % 8 >= 4) {  // behind the codes
       tiles::store_shared_16(rows + (sparse_chunk_at(lane / 8, kSparseDim / 8 - 8 + lane % 4) ^ flip) + step, narrow_chunk(x));
       return;
@@ -105,7 +110,7 @@ template <bool kIsFp8> struct SparseLoad {
 
   __device__ __forceinline__ void load() {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    const bool counts = lane < 16 && w.first_head == 0;
+    const bool counts = lane < 16 && w.first_head == 0 && w.num_tiles > 0;
     const int32_t first = w.first_tile * kSparseKeys + int32_t(warp * 16 + lane % 16), n = w.num_tiles;
     KeyAsked asked = ask_key(a, w, first);
     ask_page(a, w, &asked, counts);
@@ -114,14 +119,17 @@ template <bool kIsFp8> struct SparseLoad {
     uint2 scales = load_scales(place);
     const char* rows = place.data;
 #pragma unroll
-    for (int k = 0; k < kSparseSlots; k++) copy_chunk(raw + k * kSparseSlotBytes, rows, k, lane);
+    for (int k = 0; k < kSparseSlots; k += 2) copy_chunks(raw + k * kSparseSlotBytes, rows, k, lane);
     uint32_t slot = raw;
-    // Chunk k of the tile to the stage; the chunk that takes its slot is number `ahead` of the rows `from`.
+    // Chunks k and k + 1 of the tile to the stage, two for the sake of what can be done while the other waits; the chunks that take their
+    // slots are number `ahead` and its neighbour of the rows `from`.
     const auto pass = [&](uint32_t tile, int k, const char* from, int ahead) {
-      tiles::wait_copies<kSparseSlots - 1>();
-      store_chunk(tile, k, lane, tiles::load_shared_16(slot), scales);
-      copy_chunk(slot, from, ahead, lane);
-      slot = slot == raw + (kSparseSlots - 1) * kSparseSlotBytes ? raw : slot + kSparseSlotBytes;
+      tiles::wait_copies<kSparseSlots / 2 - 1>();
+      const uint4 x = tiles::load_shared_16(slot), y = tiles::load_shared_16(slot + kSparseSlotBytes);
+      const uint32_t word = kIsFp8 && is_span(k) ? __shfl_sync(0xffffffffu, k % kSpans < 2 ? scales.x : scales.y, k / kSpans * 4 + int(lane / 8)) : 0;
+      store_chunk(tile, k, lane, x, word), store_chunk(tile, k + 1, lane, y, word);
+      copy_chunks(slot, from, ahead, lane);
+      slot = slot == raw + (kSparseSlots - 2) * kSparseSlotBytes ? raw : slot + 2 * kSparseSlotBytes;
     };
     if (n > 1) ask_page(a, w, &next, counts);
     for (int32_t i = 0; i < n; i++) {
@@ -131,13 +139,13 @@ template <bool kIsFp8> struct SparseLoad {
       if (lane == 0) valid[ring.step % 4 * 4 + warp] = there;
       if (kIsFp8) look_at_scales(scales);
 #pragma unroll
-      for (int k = 0; k < kLoads - kSparseSlots; k++) pass(tile, k, rows, k + kSparseSlots);
+      for (int k = 0; k < kLoads - kSparseSlots; k += 2) pass(tile, k, rows, k + kSparseSlots);
       // The rest of this tile comes in as the next one's first chunks are asked for.
       place = i + 1 < n ? place_key(a, w, next) : KeyPlace{nullptr, nullptr};
       rows = place.data;
       const uint2 new_scales = load_scales(place);
 #pragma unroll
-      for (int k = kLoads - kSparseSlots; k < kLoads; k++) pass(tile, k, rows, k - (kLoads - kSparseSlots));
+      for (int k = kLoads - kSparseSlots; k < kLoads; k += 2) pass(tile, k, rows, k - (kLoads - kSparseSlots));
       scales = new_scales;
       ring.arrive_full();  // who multiplies shows itself the stores: done here, that would wait for the copies under way
       ring.next();

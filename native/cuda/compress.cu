@@ -29,8 +29,8 @@ struct PoolArgs {
   int32_t row_floats;       // of an entry in shared memory
   uint32_t edge_blocks;     // tokens: blocks that have edges, before those inside
   uint32_t windows;         // tokens: units of a block inside
-  uint32_t wide_warps;      // running: warps side by side along channels; the others share out tokens
-  uint32_t cluster;         // running: blocks that share the channels of a window
+  uint32_t wide_warps;      // running: warps side by side along channels, a power of two; the others share out tokens
+  uint32_t cluster;         // running: blocks that share the channels of a window, a power of two
 };
 
 // The value that every lane of a warp has, where the compiler cannot know that it is one.
@@ -45,18 +45,32 @@ __device__ __forceinline__ void count_bad(const PoolArgs& a, bool is_bad, bool c
   if (is_bad && counts && a.p.errors) atomicAdd(a.p.errors, 1ull);
 }
 
+// What is read to find entry `number`. Nothing waits for it until settle_entry.
+struct EntryRead {
+  int32_t id, shared;
+};
+
+__device__ __forceinline__ EntryRead read_entry(const PoolArgs& a, int32_t slot, uint32_t number) {
+  const CompressParams& p = a.p;
+  const uint32_t page = a.rows.divide(number);
+  EntryRead r{-1, 0};
+  if (page < uint32_t(p.table.columns)) r.id = __ldg(reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(p.table.pages) + slot * p.table.row) + page);
+  if (p.num_shared) r.shared = __ldg(p.num_shared + slot);
+  return r;
+}
+
 // Where entry `number` goes; data NULL: it is there already, has no page, or is outside, which the one thread that `counts` adds up.
-__device__ __forceinline__ RowAt find_entry(const PoolArgs& a, int32_t slot, uint32_t number, bool counts) {
+__device__ __forceinline__ RowAt settle_entry(const PoolArgs& a, const EntryRead& r, uint32_t number, bool counts) {
   const CompressParams& p = a.p;
   const uint32_t at = number * a.ratio.d, page = a.rows.divide(number);
   // Whole windows: at is a multiple of the ratio, and so is less than the shared tokens' windows where it is a window less than them.
-  const bool is_shared = p.num_shared && int64_t(at) + p.ratio <= __ldg(p.num_shared + slot);
-  bool is_bad = p.finish.cos && at >= p.finish.num_positions;
-  const int32_t id = entry_page(p.table, p.entries, slot, int32_t(page), &is_bad);
-  if (is_shared) return RowAt{nullptr, nullptr};
+  if (p.num_shared && int64_t(at) + p.ratio <= r.shared) return RowAt{nullptr, nullptr};
+  const bool is_bad = (p.finish.cos && at >= p.finish.num_positions) || page >= uint32_t(p.table.columns) || r.id >= p.entries.num_pages;
   count_bad(a, is_bad, counts);
-  return is_bad || id < 0 ? RowAt{nullptr, nullptr} : row_at(p.entries, id, int32_t(number - page * a.rows.d));
+  return is_bad || r.id < 0 ? RowAt{nullptr, nullptr} : row_at(p.entries, r.id, int32_t(number - page * a.rows.d));
 }
+
+__device__ __forceinline__ RowAt find_entry(const PoolArgs& a, int32_t slot, uint32_t number, bool counts) { return settle_entry(a, read_entry(a, slot, number), number, counts); }
 
 // Which finish a kernel has: code that it does not need is far to jump over.
 enum Finish { FINISH_ANY, FINISH_LANES, FINISH_INDEX };
@@ -91,6 +105,16 @@ template <Finish How> __device__ __forceinline__ void finish_entry(const PoolArg
   }
 }
 
+// What finish_entry will read comes nearer, by one warp, while tokens are pooled.
+__device__ __forceinline__ void fetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+__device__ __forceinline__ void fetch_finish(const PoolArgs& a, uint32_t number) {
+  const FinishParams& f = a.p.finish;
+  const uint32_t lane = threadIdx.x % 32, at = number * a.ratio.d;
+  if (f.weight && lane * 128 < uint32_t(a.p.dim) * (f.weight_dtype == KVX_DTYPE_F32 ? 4 : 2)) fetch_line(f.weight + lane * 128);
+  if (f.cos && lane < 2 && at < f.num_positions) fetch_line(reinterpret_cast<const char*>(lane ? f.sin : f.cos) + int64_t(at) * f.table_row);
+}
+
 // ---- tails of tokens: overlap and ring
 
 // IsFour: overlap of windows of four. An entry of an indexer takes a warp, and others a block.
@@ -98,6 +122,7 @@ template <int IO, bool IsFour, Finish How>
 __global__ void __launch_bounds__(kTokenThreads, IO == KVX_DTYPE_F32 ? 4 : 5) pool_tokens(const __grid_constant__ PoolArgs a) {
   constexpr int W = kWide<IO>;
   constexpr bool IsWarp = How == FINISH_INDEX;
+  constexpr bool IsLate = IsFour && IO == KVX_DTYPE_F32;  // an entry's page is settled after pooling: others have no registers for it
   extern __shared__ __align__(16) float rows[];
   __shared__ int64_t begins[kTokenWarps];  // of windows inside; kNowhere: nothing to pool
   constexpr int64_t kNowhere = -1;
@@ -148,10 +173,23 @@ __global__ void __launch_bounds__(kTokenThreads, IO == KVX_DTYPE_F32 ? 4 : 5) po
   }
   float* const state = is_edge ? p.state + t.slot * (p.state_slot / 4) : nullptr;
   const int64_t size = int64_t(ratio) * 2 * dim;
+  if constexpr (IsLate) {
+    // Its first token is pooled after the tail, and often it is the only one: it comes nearer meanwhile.
+    for (uint32_t c = me * W; is_edge && pooled && c < 2 * dim; c += team * W) {
+      fetch_line(part_at<IO>(p.kv, t.begin, c)), fetch_line(part_at<IO>(p.score, t.begin, c));
+      if (p.bias) fetch_line(p.bias + uint32_t(open) * 2 * dim + c);
+    }
+  }
 #pragma unroll 1
   for (int32_t e = 0; e < pooled; e++) {
     if (is_edge) {
-      to = find_entry(a, t.slot, number + e, me == 0);
+      EntryRead entry{-1, 0};
+      if constexpr (IsLate) {
+        entry = read_entry(a, t.slot, number + e);
+        if (me < 32) fetch_finish(a, number + e);
+      } else {
+        to = find_entry(a, t.slot, number + e, me == 0);
+      }
       const bool has_before = e > 0;  // tokens of the window before are in this step, but for those in the tail
       const RowRun before = has_before ? RowRun{state + size, open} : RowRun{state, is_overlap ? ratio : 0};
       const RowRun current = RowRun{state + own / dim * 2 * size, e ? 0 : open};
@@ -159,6 +197,7 @@ __global__ void __launch_bounds__(kTokenThreads, IO == KVX_DTYPE_F32 ? 4 : 5) po
       const TokenRun cur{begin + e * ratio, e ? 0 : open, ratio, own};
       // Whether there is a page or not: loads of the tail need not wait for that of the table.
       for (uint32_t c = me * W; c < dim; c += team * W) pool_slots<IO, IsFour>(p, before, current, ovl, cur, c, row + c);
+      if constexpr (IsLate) to = settle_entry(a, entry, number + e, me == 0);
     } else {
 #pragma unroll 1
       for (uint32_t i = 0; i < (IsWarp ? 1 : a.windows); i++) {
@@ -206,50 +245,92 @@ __device__ __forceinline__ float* in_first_block(float* row) {
 #endif
 }
 
-// Tokens from `token` on, `count` of them, the first at place `row` of its window: pools of the block's channels, one a thread and
-// turn, come out of `parts`. Batches are dealt to groups of warps.
+// Tokens of one thread that are on their way at once. The next ones are asked for before these are pooled.
+template <int IO> constexpr int kRunBatch = IO == 0 || IO == KVX_DTYPE_F32 ? 4 : 8;
+
+// A load under a predicate and not behind a branch: what follows is not computed ahead of it. Where it is not there, x is anything.
+template <int IO> __device__ __forceinline__ void load_part_if(bool is_there, const RowsParams& r, const char* at, Part<IO>& x) {
+  if constexpr (IO == 0) {
+    if (is_there) x = load_part<IO>(r, at);
+  } else if constexpr (IO == KVX_DTYPE_F32) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %4, 0;\n@p ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%5];\n}" : "=r"(x.v.x), "=r"(x.v.y), "=r"(x.v.z), "=r"(x.v.w) : "r"(int(is_there)), "l"(at));
+  } else {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p ld.global.cs.v2.b32 {%0, %1}, [%3];\n}" : "=r"(x.v.x), "=r"(x.v.y) : "r"(int(is_there)), "l"(at));
+  }
+}
+
+template <int IO> __device__ __forceinline__ void load_batch(bool is_there, const CompressParams& p, int64_t token, uint32_t channel, Tokens<IO, kRunBatch<IO>>& t) {
+  const char *kv = part_at<IO>(p.kv, token, channel), *score = part_at<IO>(p.score, token, channel);
+#pragma unroll
+  for (int b = 0; b < kRunBatch<IO>; b++, kv += p.kv.token, score += p.score.token) load_part_if<IO>(is_there, p.score, score, t.score[b]), load_part_if<IO>(is_there, p.kv, kv, t.kv[b]);
+}
+
+// Place of a group's pool of channel W * quad + i in `parts`: both who writes, by quads, and who reads, by channels, meet every bank once.
+template <int W> __device__ __forceinline__ uint32_t part_place(uint32_t wide, uint32_t group, uint32_t quad, uint32_t i) { return (group * W + i) * wide + ((quad + 8 * i) & (wide - 1)); }
+
+// Tokens from `token` on, `count` of them, the first at place `row` of its window: pools of the block's channels come out of `parts`.
+// Batches are dealt to groups of warps.
 template <int IO> __device__ __forceinline__ void pool_run(const PoolArgs& a, int64_t token, int32_t count, int32_t row, uint32_t channel0, Pool* parts) {
-  constexpr int W = kWide<IO>, B = IO == 0 ? 4 : 8;
+  constexpr int W = kWide<IO>, B = kRunBatch<IO>, kTurns = IO == KVX_DTYPE_F32 ? 2 : 1;
   const CompressParams& p = a.p;
-  const uint32_t warp = threadIdx.x / 32, group = warp / a.wide_warps, groups = kRunWarps / a.wide_warps;
-  const uint32_t local = (warp % a.wide_warps * 32 + threadIdx.x % 32) * W, channel = channel0 + local;
+  const uint32_t shift = __ffs(a.wide_warps) - 1, warp = threadIdx.x / 32, group = warp >> shift, groups = kRunWarps >> shift;
+  const uint32_t quad = (warp & (a.wide_warps - 1)) * 32 + threadIdx.x % 32, channel = channel0 + quad * W;
   Pool m[W];
 #pragma unroll
   for (int i = 0; i < W; i++) m[i] = empty_pool();
   if (channel < uint32_t(p.dim)) {
-#pragma unroll 1
-    for (int32_t i = int32_t(group) * B; i < count; i += int32_t(groups) * B) {
-      if (i + B <= count) {  // a whole batch, with its bias, is on its way at once
-        const char *kv = part_at<IO>(p.kv, token + i, channel), *score = part_at<IO>(p.score, token + i, channel);
+    const int32_t stride = int32_t(groups) * B;
+    int32_t i = int32_t(group) * B;
+    Tokens<IO, B> next{};
+    load_batch<IO>(i + B <= count, p, token + i, channel, next);
+#pragma unroll kTurns
+    for (; i + B <= count; i += stride) {
+      const Tokens<IO, B> now = next;
+      float x[B][W] = {}, s[B][W];
+      if (p.bias) {
         const float* bias = p.bias + int64_t(row + i) * p.dim + channel;
-        Part<IO> kvs[B], scores[B];
-        float x[B][W] = {}, s[B][W];
 #pragma unroll
-        for (int b = 0; b < B; b++, kv += p.kv.token, score += p.score.token) scores[b] = load_part<IO>(p.score, score), kvs[b] = load_part<IO>(p.kv, kv);
-        if (p.bias) {
-#pragma unroll
-          for (int b = 0; b < B; b++, bias += p.dim) load_floats(bias, x[b]);
-        }
-#pragma unroll
-        for (int b = 0; b < B; b++) {
-          widen<IO>(scores[b], s[b]);
-#pragma unroll
-          for (int j = 0; j < W; j++) s[b][j] = p.bias ? __fadd_rn(s[b][j], x[b][j]) : s[b][j];
-        }
-        add_parts<IO>(m, kvs, s);
-      } else {
-#pragma unroll 1
-        for (int32_t b = i; b < count; b += kBatch) {
-          const auto t = load_tokens<IO, kBatch>(p, token + b, 0, count - b, channel);
-          add_slots(m, slots_of<IO>(p, t, 0, row + b, 0, count - b, channel));
-        }
+        for (int b = 0; b < B; b++, bias += p.dim) load_floats(bias, x[b]);
       }
+      load_batch<IO>(i + stride + B <= count, p, token + i + stride, channel, next);
+#pragma unroll
+      for (int b = 0; b < B; b++) {
+        widen<IO>(now.score[b], s[b]);
+#pragma unroll
+        for (int j = 0; j < W; j++) s[b][j] = p.bias ? __fadd_rn(s[b][j], x[b][j]) : s[b][j];
+      }
+      add_parts<IO>(m, now.kv, s);
+    }
+#pragma unroll 1
+    for (; i < count; i += kBatch) {  // what is left of a batch
+      const auto t = load_tokens<IO, kBatch>(p, token + i, 0, count - i, channel);
+      add_slots(m, slots_of<IO>(p, t, 0, row + i, 0, count - i, channel));
     }
   }
   __syncthreads();  // what was in `parts` has been read
 #pragma unroll
-  for (int i = 0; i < W; i++) parts[(group * W + i) * (a.wide_warps * 32) + local / W] = m[i];
+  for (int i = 0; i < W; i++) parts[part_place<W>(a.wide_warps * 32, group, quad, i)] = m[i];
   __syncthreads();
+}
+
+// Pools of one channel by all groups, added to m: the largest score first, so that weights do not wait for each other.
+template <int W> __device__ __forceinline__ void add_groups(Pool& m, const Pool* parts, uint32_t wide, uint32_t local) {
+  const int groups = kRunThreads >> (__ffs(wide) - 1);
+  Pool part[kRunWarps];
+  float top = m.top;
+#pragma unroll
+  for (int g = 0; g < kRunWarps; g++) {
+    part[g] = empty_pool();
+    if (g < groups) part[g] = parts[part_place<W>(wide, g, local / W, local % W)];
+    top = fmaxf(top, part[g].top);
+  }
+  const float level = level_of(top), keep = weight_of(m.top, level);
+  m = Pool{top, m.sum * keep, m.total * keep};
+#pragma unroll
+  for (int g = 0; g < kRunWarps; g++) {
+    const float w = weight_of(part[g].top, level);
+    m.sum = fmaf(part[g].sum, w, m.sum), m.total = fmaf(part[g].total, w, m.total);
+  }
 }
 
 template <int IO, Finish How>
@@ -258,7 +339,7 @@ __global__ void __launch_bounds__(kRunThreads, 2) pool_running(const __grid_cons
   extern __shared__ __align__(16) float row[];
   __shared__ Pool parts[kRunThreads * W];
   const CompressParams& p = a.p;
-  const uint32_t index = blockIdx.x / a.cluster, rank = blockIdx.x % a.cluster, wide = a.wide_warps * 32, dim = uint32_t(p.dim);
+  const uint32_t index = blockIdx.x >> (__ffs(a.cluster) - 1), rank = blockIdx.x & (a.cluster - 1), wide = a.wide_warps * 32, dim = uint32_t(p.dim);
   const int32_t ratio = p.ratio;
   wait_for_previous();
   let_next_start();
@@ -291,7 +372,11 @@ __global__ void __launch_bounds__(kRunThreads, 2) pool_running(const __grid_cons
   }
   const bool closes = run[0].is_there;
   RowAt to{nullptr, nullptr};
-  if (closes && rank == 0) to = find_entry(a, t.slot, number, threadIdx.x == 0);
+  EntryRead entry{-1, 0};
+  if (closes && rank == 0) {
+    entry = read_entry(a, t.slot, number);
+    if (threadIdx.x < 32) fetch_finish(a, number);
+  }
   if (closes && a.cluster > 1) cluster_start();  // the first block has started when all have come here
   float* target = a.cluster > 1 ? in_first_block(row) : row;
   float* state = p.state + t.slot * (p.state_slot / 4);
@@ -301,13 +386,16 @@ __global__ void __launch_bounds__(kRunThreads, 2) pool_running(const __grid_cons
     for (int i = 0; i < 2; i++) {
       const Run r = i ? run[1] : run[0];
       if (!r.is_there) continue;
+      if constexpr (How != FINISH_ANY) {
+        for (uint32_t c = channel0 + threadIdx.x; r.adds && c < min(dim, channel0 + wide * W); c += kRunThreads) fetch_line(state + c), fetch_line(state + dim + c), fetch_line(state + 2 * dim + c);
+      }
       pool_run<IO>(a, r.token, r.count, r.row, channel0, parts);
       if (!is_waited) cluster_wait(), is_waited = true;
       for (uint32_t local = threadIdx.x; local < wide * W && channel0 + local < dim; local += kRunThreads) {
         const uint32_t c = channel0 + local;
         Pool m = empty_pool();
         if (r.adds) m = Pool{state[c], state[dim + c], state[dim + c] * state[2 * dim + c]};
-        for (uint32_t g = 0; g < kRunWarps / a.wide_warps; g++) add_pool(m, parts[(g * W + local % W) * wide + local / W]);
+        add_groups<W>(m, parts, wide, local);
         const float mean = r.count ? mean_of(m) : 0.0f;
         if (i) state[c] = m.top, state[dim + c] = m.sum, state[2 * dim + c] = mean;
         else target[c] = mean;
@@ -315,6 +403,7 @@ __global__ void __launch_bounds__(kRunThreads, 2) pool_running(const __grid_cons
     }
   }
   if (!closes) return;
+  if (rank == 0) to = settle_entry(a, entry, number, threadIdx.x == 0);
   if (a.cluster > 1) {
     if (!is_waited) cluster_wait();
     cluster_arrive(), cluster_wait();

@@ -46,11 +46,38 @@ inline LaneFormat lane_format(const RowPages& r, const FinishParams& f, int32_t*
   return r.rounds_first ? LANES_V4_BF16 : LANES_V4;
 }
 
-__device__ __forceinline__ void load_weight(const FinishParams& f, uint32_t lane, float (&w)[kChunk]) {
-  const uint32_t piece = kPiece * (f.weight_dtype == KVX_DTYPE_F32 ? 4 : 2);
-  load_eight(f.weight + lane * piece, f.weight_dtype, w);
-  load_eight(f.weight + (lane + 32) * piece, f.weight_dtype, w + kPiece);
+// The weight of a lane's pieces as loaded; what is not f32 fills the first word of each. Nothing waits for it until it is widened.
+struct RawWeight {
+  uint4 first[2], second[2];
+};
+
+__device__ __forceinline__ RawWeight load_raw_weight(const FinishParams& f, uint32_t lane) {
+  RawWeight r{};
+  const bool is_f32 = f.weight_dtype == KVX_DTYPE_F32;
+  const uint4* at = reinterpret_cast<const uint4*>(f.weight) + (is_f32 ? 2 * lane : lane);
+  r.first[0] = __ldg(at), r.second[0] = __ldg(at + (is_f32 ? 64 : 32));
+  if (is_f32) r.first[1] = __ldg(at + 1), r.second[1] = __ldg(at + 65);
+  return r;
 }
+
+__device__ __forceinline__ void widen_weight(const FinishParams& f, const RawWeight& r, float (&w)[kChunk]) {
+  const uint32_t words[kChunk] = {r.first[0].x, r.first[0].y, r.first[0].z, r.first[0].w, r.first[1].x, r.first[1].y, r.first[1].z, r.first[1].w,
+                                  r.second[0].x, r.second[0].y, r.second[0].z, r.second[0].w, r.second[1].x, r.second[1].y, r.second[1].z, r.second[1].w};
+  const auto widen = [&](auto number) {
+#pragma unroll
+    for (int i = 0; i < kChunk; i++) w[i] = number(words[i / kPiece * kPiece + i % kPiece / 2], i % 2);
+  };
+  if (f.weight_dtype == KVX_DTYPE_F32) {
+#pragma unroll
+    for (int i = 0; i < kChunk; i++) w[i] = __uint_as_float(words[i]);
+  } else if (f.weight_dtype == KVX_DTYPE_BF16) {
+    widen([](uint32_t two, int i) { return __uint_as_float(i ? two & 0xffff0000u : two << 16); });
+  } else {
+    widen([](uint32_t two, int i) { return __half2float(__ushort_as_half(uint16_t(i ? two >> 16 : two))); });
+  }
+}
+
+__device__ __forceinline__ void load_weight(const FinishParams& f, uint32_t lane, float (&w)[kChunk]) { widen_weight(f, load_raw_weight(f, lane), w); }
 
 // cos and sin of the four pairs of a lane that has some.
 struct Turn {
@@ -67,6 +94,12 @@ __device__ __forceinline__ Turn load_turn(const FinishParams& f, uint32_t lane, 
   return t;
 }
 
+__device__ __forceinline__ void rotate_lanes(const FinishParams& f, uint32_t lane, const Turn& t, float (&x)[kChunk]) {
+  if (!f.cos || lane < kRopeLane) return;
+  rotate_pair(&x[8], &x[9], t.c.x, t.s.x), rotate_pair(&x[10], &x[11], t.c.y, t.s.y);
+  rotate_pair(&x[12], &x[13], t.c.z, t.s.z), rotate_pair(&x[14], &x[15], t.c.w, t.s.w);
+}
+
 __device__ __forceinline__ void finish_lanes(const FinishParams& f, uint32_t lane, const float (&w)[kChunk], const Turn& t, float (&x)[kChunk]) {
   if (f.weight) {
     float sum = __fadd_rn(add_squares(x), add_squares(x + kPiece));
@@ -76,10 +109,7 @@ __device__ __forceinline__ void finish_lanes(const FinishParams& f, uint32_t lan
 #pragma unroll
     for (int i = 0; i < kChunk; i++) x[i] = __fmul_rn(__fmul_rn(x[i], r), w[i]);
   }
-  if (f.cos && lane >= kRopeLane) {
-    rotate_pair(&x[8], &x[9], t.c.x, t.s.x), rotate_pair(&x[10], &x[11], t.c.y, t.s.y);
-    rotate_pair(&x[12], &x[13], t.c.z, t.s.z), rotate_pair(&x[14], &x[15], t.c.w, t.s.w);
-  }
+  rotate_lanes(f, lane, t, x);
 }
 
 // The power of two for a largest magnitude, as the byte it is stored in: amax / 448, rounded, then up. 448 is 1.75 * 2^8, and a
@@ -171,6 +201,55 @@ template <LaneFormat F> __device__ __forceinline__ void store_lanes(const RowAt&
       if (lane % 8 == 0) to.scales[lane / 8] = char(code_a), to.scales[4 + lane / 8] = char(lane < kRopeLane ? code_b : 0);
     }
   }
+}
+
+// ---- four rows at once, of LANES_V4_BF16: a step of all four before the next, so that a warp waits for its lanes once and not four times
+
+// Sums of squares of four rows over the lanes, by halves, as finish_lanes adds them: lanes 8i to 8i + 7 get that of row i.
+__device__ __forceinline__ float add_four(const float (&sum)[4], uint32_t lane) {
+  const bool is_upper = lane & 16, is_odd = lane & 8;
+  const float a = __fadd_rn(is_upper ? sum[2] : sum[0], __shfl_xor_sync(0xffffffffu, is_upper ? sum[0] : sum[2], 16));
+  const float b = __fadd_rn(is_upper ? sum[3] : sum[1], __shfl_xor_sync(0xffffffffu, is_upper ? sum[1] : sum[3], 16));
+  float one = __fadd_rn(is_odd ? b : a, __shfl_xor_sync(0xffffffffu, is_odd ? a : b, 8));
+#pragma unroll
+  for (int hop = 4; hop > 0; hop /= 2) one = __fadd_rn(one, __shfl_xor_sync(0xffffffffu, one, hop));
+  return one;
+}
+
+// The largest magnitude of a lane's pieces, the first one's in the low half. OnlyFinite: of what is neither NaN nor infinite.
+template <bool OnlyFinite> __device__ __forceinline__ uint32_t lane_amax(const uint32_t (&words)[kPiece]) {
+  uint32_t m[kPiece];
+#pragma unroll
+  for (int i = 0; i < kPiece; i++) {
+    m[i] = words[i] & 0x7fff7fffu;
+    const uint32_t top = m[i] + 0x00800080u & 0x80008000u;  // of halves that are not finite
+    if constexpr (OnlyFinite) m[i] &= ~(top - (top >> 15));
+  }
+  const uint32_t a = __vmaxu2(__vimax3_u16x2(m[0], m[1], m[2]), m[3]), b = __vmaxu2(__vimax3_u16x2(m[4], m[5], m[6]), m[7]);
+  return __vmaxu2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+}
+
+// encode_eight of numbers that are bf16. A product with a power of two is exact, but where it is too small for any code but 0.
+__device__ __forceinline__ uint2 encode_words(const uint32_t* words, int32_t code) {
+  const uint32_t inverse = uint32_t(254 - code) * 0x00800080u;
+  float y[kPiece];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const __nv_bfloat162 q = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(words + i), *reinterpret_cast<const __nv_bfloat162*>(&inverse));
+    const uint32_t w = *reinterpret_cast<const uint32_t*>(&q);
+    y[2 * i] = __uint_as_float(w << 16), y[2 * i + 1] = __uint_as_float(w & 0xffff0000u);
+  }
+  return make_uint2(e4m3_four(y[0], y[1], y[2], y[3]), e4m3_four(y[4], y[5], y[6], y[7]));
+}
+
+// `amax`: of both groups that a lane has a piece of, the first in the low half.
+__device__ __forceinline__ void store_words(const RowAt& to, uint32_t lane, int32_t least_code, uint32_t amax, const uint32_t (&words)[kPiece]) {
+  if (!to.data) return;
+  const int32_t code_a = scale_code(amax << 16, least_code), code_b = scale_code(amax & 0xffff0000u, least_code);
+  *reinterpret_cast<uint2*>(to.data + 8 * lane) = encode_words(words, code_a);
+  if (lane < kRopeLane) __stwb(reinterpret_cast<uint2*>(to.data + 256 + 8 * lane), encode_words(words + 4, code_b));
+  else __stwb(reinterpret_cast<uint4*>(to.data + 448 + 16 * (lane - kRopeLane)), make_uint4(words[4], words[5], words[6], words[7]));
+  if (lane % 8 == 0) to.scales[lane / 8] = char(code_a), to.scales[4 + lane / 8] = char(lane < kRopeLane ? code_b : 0);
 }
 
 // ---- any row: floats in shared memory, and room for its sums of eight. By one warp.

@@ -183,11 +183,6 @@ template <int W> __device__ __forceinline__ void add_slots(Pool (&m)[W], const S
   }
 }
 
-__device__ __forceinline__ void add_pool(Pool& m, const Pool& other) {
-  const float top = fmaxf(m.top, other.top), level = level_of(top), mine = weight_of(m.top, level), others = weight_of(other.top, level);
-  m = Pool{top, fmaf(other.sum, others, m.sum * mine), fmaf(other.total, others, m.total * mine)};
-}
-
 template <int W> __device__ __forceinline__ void put_means(float* row, const Pool (&m)[W]) {
   float x[W];
 #pragma unroll

@@ -17,7 +17,7 @@ struct StepToken {
 
 __device__ __forceinline__ StepToken open_sequence(const StepParams& s, int32_t seq) {
   StepToken t{seq, __ldg(s.slots + seq), __ldg(s.cu_seqlens + seq), __ldg(s.cu_seqlens + seq + 1), __ldg(s.starts + seq), false};
-  t.is_bad = t.slot >= s.num_slots || (t.slot >= 0 && (t.start < 0 || t.begin < 0 || t.end < t.begin || t.end > s.num_tokens));
+  t.is_bad = t.slot >= s.num_slots || (t.slot >= 0 && (t.start < 0 || t.begin < 0 || t.end < t.begin || t.end > s.num_tokens || t.start > INT32_MAX - (t.end - t.begin)));
   if (t.slot < 0 || t.is_bad) t.seq = -1, t.slot = -1;
   return t;
 }

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers", minversion="4.56", reason="the adapter is for transformers 4.56 or newer")
 
 from kvx import BadArgument, OutOfBlocks
-from kvx.cache.hybrid import HybridCache, HybridSchema, LayerSchema
+from kvx.cache.hybrid import HybridCache, HybridPrefix, HybridSchema, LayerSchema, take_state
 from tests.hybrid import golden, models
 from tests.hybrid.hybrids import DEVICE_CLOSE, F32, attend, cuts, hybrid_on
 
@@ -139,3 +139,27 @@ def test_wrong_calls_are_refused():
             call(request)
     with pytest.raises(BadArgument, match="both are 1 or more"):
         HybridCache(HybridSchema((LayerSchema(),)), num_blocks=1, max_requests=0, max_context=5)
+
+
+def test_requests_of_another_cache_are_refused():
+    """Its slot is somebody else's here, or nobody's."""
+    schema = HybridSchema((LayerSchema(4, head_dim=64, **F32),), max_drafts=1)
+    ours, theirs = (HybridCache(schema, num_blocks=4, max_requests=1, max_context=100) for _ in range(2))
+    request, other = ours.admit_request(), theirs.admit_request()
+    for cache, mine in ((ours, request), (theirs, other)):
+        cache.prepare_forward([(mine, 7)])
+    calls = [
+        ours.release_request,
+        lambda r: ours.prepare_forward([(r, 1)]),
+        lambda r: ours.give_blocks("give_blocks", [(r, 1)]),
+        lambda r: ours.truncate([(r, 7)]),
+        lambda r: ours.share_blocks(r, ours.block_ids(request), 4),
+        ours.blocks,
+        ours.block_ids,
+        lambda r: take_state(ours, r),
+        lambda r: HybridPrefix(ours).commit(r, [0] * 7),
+    ]
+    for call in calls:
+        with pytest.raises(BadArgument, match="of another cache"):
+            call(other)
+    assert (request.length, other.length, ours._free_slots, ours.allocator.num_used) == (7, 7, [], 1)

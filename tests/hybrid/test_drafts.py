@@ -154,3 +154,65 @@ def test_a_tail_that_goes_back_twice(generator):
     for count in (5, 3, 1, 0):
         drafts.take_back(Kept.of([1], [4], [count], torch.device("cpu")), entries, table)
         compare.bitwise(tail.state, states[count], f"{count} tokens stay")
+
+
+def small_cache(device: str) -> HybridCache:
+    layer = LayerSchema(4, overlap=True, window=8, head_dim=16, rope_dim=0, index_dim=32, **F32)
+    schema = HybridSchema((layer,), block_tokens=8, max_drafts=2)
+    return HybridCache(schema, num_blocks=8, max_requests=1, max_context=64, device=device)
+
+
+def run_step(cache: HybridCache, backend, request, num_tokens: int) -> None:
+    def randn(width: int) -> torch.Tensor:
+        return torch.randn(num_tokens, width, generator=torch.Generator().manual_seed(request.length)).to(backend.device)
+
+    cache.prepare_forward([(request, num_tokens)])
+    handle = cache.acquire(0, backend=backend.name)
+    handle.write_swa(randn(16))
+    handle.flush(Projected(randn(32), randn(32)), Projected(randn(64), randn(64)))
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_step_that_never_ran_is_taken_back(backend, kept):
+    """Nothing was put aside for it. What is there is an earlier step's, or an earlier request's in the same slot."""
+    cache = small_cache(backend.device)
+    for num_steps in (2, 0):
+        request = cache.admit_request()
+        for num_tokens in (5, 1)[:num_steps]:
+            run_step(cache, backend, request, num_tokens)
+        tails = [cache.layers[0].tail.state, cache.layers[0].index_tail.state]
+        before, length = [t.clone() for t in tails], request.length
+        cache.prepare_forward([(request, 2)])
+        cache.truncate([(request, length + kept)], backend=backend.name)
+        for now, then in zip(tails, before, strict=True):
+            compare.bitwise(now, then, f"after {num_steps} steps")
+        cache.release_request(request)
+
+
+def test_a_backend_that_is_not_there_changes_nothing(backend):
+    cache = small_cache(backend.device)
+    request = cache.admit_request()
+    run_step(cache, backend, request, 3)
+    before = [t.clone() for t in cache.layers[0].tensors]
+    with pytest.raises(BadArgument, match=r"truncate\(\): backend is \"abacus\""):
+        cache.truncate([(request, 1)], backend="abacus")
+    assert request.length == 3
+    for now, then in zip(cache.layers[0].tensors, before, strict=True):
+        compare.bitwise(now, then, "a layer")
+
+
+def test_nothing_to_take_back_while_a_request_replays(backend):
+    """Its length is within blocks that have names; to stay there is no fault."""
+    cache = small_cache(backend.device)
+    prefix = HybridPrefix(cache, policy="zero")
+    first = prefix.admit(range(30)).request
+    run_step(cache, backend, first, 24)
+    prefix.commit(first, range(24))
+    cache.release_request(first)
+    second = prefix.admit(range(30))
+    assert (second.start, second.shared) == (16, 24)
+    cache.truncate([(second.request, 16)], backend=backend.name)
+    assert second.request.length == 16
+    run_step(cache, backend, second.request, 2)
+    with pytest.raises(BadArgument, match="24 are named"):
+        cache.truncate([(second.request, 17)], backend=backend.name)

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", minversion="4.56", reason="the adapter is fo
 
 from kvx import BadArgument, OutOfBlocks
 from kvx.adapters.transformers.deepseek_v4 import HybridModel
-from kvx.cache.hybrid import HybridCache, HybridPrefix, HybridSchema, put_state, take_state
+from kvx.cache.hybrid import HybridCache, HybridPrefix, HybridSchema, LayerSchema, Projected, put_state, take_state
 from tests.hybrid import models
 from tests.hybrid.hybrids import CLOSE, F32, answer, cache_of, check, hybrid_on, tokens
 
@@ -139,3 +139,118 @@ def test_other_states_are_refused():
     assert len(small._free_slots) == 3, "the slot was given back"
     with pytest.raises(BadArgument, match="multiple of 128"):
         HybridPrefix(cache, policy=100)
+
+
+# --- requests of a cache without a model ---------------------------------------------------------------------------------
+
+
+def small_cache(num_layers: int = 2) -> HybridCache:
+    """Windows of two blocks; with two layers an exact replay begins four blocks back, a bounded one two."""
+    layer = LayerSchema(4, overlap=True, window=16, head_dim=16, rope_dim=0, **F32)
+    return HybridCache(HybridSchema((layer,) * num_layers, block_tokens=8), num_blocks=16, max_requests=3, max_context=64)
+
+
+def run_to(cache: HybridCache, request, length: int) -> None:
+    num_tokens = length - request.length
+    cache.prepare_forward([(request, num_tokens)])
+    for i in range(len(cache.layers)):
+        handle = cache.acquire(i, backend="torch")
+        handle.write_swa(torch.randn(num_tokens, 16))
+        handle.flush(Projected(torch.randn(num_tokens, 32), torch.randn(num_tokens, 32)))
+
+
+@pytest.mark.parametrize("replay", ["exact", "bounded"])
+def test_no_checkpoint_of_windows_that_are_not_whole(replay):
+    """A request that computes tokens again has only some of its window. After a bounded replay it never is exact."""
+    cache, text = small_cache(), list(range(60))
+    prefix = HybridPrefix(cache, replay=replay)
+    first = prefix.admit(text)
+    run_to(cache, first.request, 43)  # no block ends here: no checkpoint
+    prefix.commit(first.request, text)
+    second = prefix.admit(text)
+    assert (second.start, second.shared, second.is_exact) == ((8, 40, True) if replay == "exact" else (24, 40, False))
+    run_to(cache, second.request, 32)
+    prefix.commit(second.request, text)
+    assert not prefix.checkpoints
+    assert prefix.admit(text[:34]).start == (0 if replay == "exact" else 16), "nobody goes on from there"
+    for end in (40, 48):
+        run_to(cache, second.request, end)
+        prefix.commit(second.request, text)
+        assert len(prefix.checkpoints) == ((end - 32) // 8 if replay == "exact" else 0)
+
+
+def test_commit_is_of_a_live_request_and_its_tokens():
+    cache, text = small_cache(1), list(range(40))
+    prefix = HybridPrefix(cache, policy="full")
+    first = prefix.admit(text).request
+    run_to(cache, first, 20)
+    cache.release_request(first)
+    second = prefix.admit([99] * 40).request
+    assert second.slot == first.slot
+    run_to(cache, second, 24)
+    with pytest.raises(BadArgument, match="was released"):
+        prefix.commit(first, text)
+    with pytest.raises(BadArgument, match=r"23 tokens are given; .* 3 full blocks of 8"):
+        prefix.commit(second, [99] * 23)
+    assert not first.names
+    assert not second.names
+    assert not prefix.checkpoints
+    assert prefix.admit(text).shared == prefix.admit([99] * 40).shared == 0
+    prefix.commit(second, [99] * 24)
+    assert len(second.names) == 3
+
+
+WRONG_BUFFERS = {
+    "window": ("layer.0.window", lambda t: t[:3]),
+    "positions": ("layer.1.positions", lambda t: t.long()),
+    "tail": ("layer.0.tail", lambda t: torch.zeros(1, dtype=torch.float64)),
+    "page_bytes": ("layer.1.entries", lambda t: t[:, :5]),
+    "num_pages": ("layer.0.entries", lambda t: t[:0]),
+    "missing_tail": ("layer.1.tail", lambda t: None),
+    "missing_entries": ("layer.1.entries", lambda t: None),
+    "unknown": ("layer.0.index", lambda t: torch.zeros(1)),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_BUFFERS)
+def test_states_with_other_buffers_are_refused(what):
+    cache, (name, change) = small_cache(), WRONG_BUFFERS[what]
+    request = cache.admit_request()
+    run_to(cache, request, 10)
+    state = take_state(cache, request)
+    cache.release_request(request)
+    changed = {**state.buffers, name: change(state.buffers.get(name))}
+    with pytest.raises(BadArgument, match=f"buffer {name} is .* after 10 tokens it is"):
+        put_state(cache, replace(state, buffers={n: t for n, t in changed.items() if t is not None}))
+    assert (len(cache._free_slots), cache.allocator.num_used) == (3, 0)
+    assert put_state(cache, state).length == 10
+
+
+def test_a_state_that_fails_half_way_gives_all_back(monkeypatch):
+    cache = small_cache()
+    request = cache.admit_request()
+    run_to(cache, request, 10)
+    state = take_state(cache, request)
+    cache.release_request(request)
+
+    def fail(*_):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr("kvx.cache.hybrid.state.put_slot", fail)
+    with pytest.raises(RuntimeError, match="gone"):
+        put_state(cache, state)
+    assert (len(cache._free_slots), cache.allocator.num_used) == (3, 0)
+
+
+def test_a_state_is_taken_when_the_replay_is_over():
+    cache, text = small_cache(), list(range(60))
+    prefix = HybridPrefix(cache, policy="zero")
+    first = prefix.admit(text).request
+    run_to(cache, first, 43)
+    prefix.commit(first, text)
+    second = prefix.admit(text).request
+    run_to(cache, second, 16)
+    with pytest.raises(BadArgument, match="whole only after 40"):
+        take_state(cache, second)
+    run_to(cache, second, 40)
+    assert put_state(cache, take_state(cache, second)).num_blocks == 5

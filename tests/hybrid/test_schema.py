@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import kvx
@@ -114,6 +116,14 @@ WRONG = {
     "block": (lambda: HybridSchema((CSA, HCA), block_tokens=64), "a multiple of 128"),
     "no_layers": (lambda: HybridSchema(()), "0 layers"),
     "owner": (lambda: HybridSchema((LayerSchema(4, owner=0),)), "an earlier one"),
+    "owner_ratio": (lambda: HybridSchema((CSA, replace(CSA, ratio=8, owner=0))), "ratio is 8 here and 4 there"),
+    "owner_without_entries": (lambda: HybridSchema((HCA, LayerSchema(owner=0))), "ratio is 0 here and 128 there"),
+    "owner_head_dim": (lambda: HybridSchema((CSA, replace(CSA, head_dim=256, owner=0))), "head_dim is 256 here and 512 there"),
+    "owner_rope_dim": (lambda: HybridSchema((CSA, replace(CSA, rope_dim=32, owner=0))), "rope_dim is 32 here and 64 there"),
+    "owner_rows": (lambda: HybridSchema((CSA, replace(CSA, entry_rows="bf16", owner=0))), "entry_rows is 'bf16' here"),
+    "owner_keys": (lambda: HybridSchema((CSA, replace(CSA, index_rows="bf16", owner=0))), "index_rows is 'bf16' here"),
+    "owner_without_keys": (lambda: HybridSchema((HCA, replace(HCA, index_dim=128, owner=0))), "index_dim is 128 here and 0 there"),
+    "drafts": (lambda: HybridSchema((CSA,), max_drafts=-1), "max_drafts is -1"),
     "model": (lambda: HybridSchema.of("DeepSeek-V4-Max"), "DeepSeek-V4"),
     "config": (lambda: HybridSchema.of({"num_hidden_layers": 2, "sliding_window": 8, "head_dim": 64}), "compress_ratios"),
     "budget": (lambda: HybridSchema((CSA,)).block_budget(0, 1), "none is under 1"),

@@ -19,19 +19,21 @@ from kvx.cache.hybrid.handle import LayerHandle, LayerViews
 from kvx.cache.hybrid.schema import HybridSchema
 from kvx.cache.hybrid.store import LayerStore
 from kvx.errors import BadArgument, OutOfBlocks
+from kvx.ops import backend as backends
 from kvx.ops.step import Step
 
 
 class Request:
     """A slot and what is in it."""
 
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
+    def __init__(self, cache: HybridCache, slot: int) -> None:
+        self.cache, self.slot = cache, slot
         self.length = 0  # tokens that steps were prepared for
         self.num_blocks = 0
         self.num_shared = 0  # tokens whose entries came with the request: they are not written again
         self.draft_start = 0  # tokens from here on can be taken back
         self.names: list[bytes] = []  # of its blocks, where a HybridPrefix has named them
+        self.is_exact = True  # False: a bounded replay left something out of its windows
         self.is_released = False
 
     def __repr__(self) -> str:
@@ -76,7 +78,7 @@ class HybridCache:
             raise OutOfBlocks(
                 f"admit_request(): all {len(self.block_table)} requests are in use (max_requests). Release one first."
             )
-        return Request(self._free_slots.pop())
+        return Request(self, self._free_slots.pop())
 
     def prepare_forward(self, work: Sequence[tuple[Request, int]]) -> Step:
         """The next tokens of these requests will be computed: give them their blocks. OutOfBlocks changes nothing.
@@ -100,18 +102,19 @@ class HybridCache:
 
         A schema with max_drafts has room for it: a step of at most max_drafts + 1 tokens can be taken back, whole or in part.
         """
-        block = self.schema.block_tokens
-        for request, length in work:
+        block, backend = self.schema.block_tokens, backends.choose("truncate", backend, self.block_table)
+        for request, _ in work:
             self.check_live("truncate", request)
+        self._check_once("truncate", work)
+        work = [(request, length) for request, length in work if length != request.length]
+        if not work:
+            return
+        for request, length in work:
             if not max(request.draft_start, len(request.names) * block) <= length <= request.length:
                 raise BadArgument(
                     f"truncate(): {request} to {length}; tokens from {request.draft_start} on can be taken back (max_drafts is "
                     f"{self.schema.max_drafts}), and {len(request.names) * block} are named. Nothing changed."
                 )
-        self._check_once("truncate", work)
-        work = [(request, length) for request, length in work if length < request.length]
-        if not work:
-            return
         limits = np.full(len(self.block_table), np.iinfo(np.int32).max, np.int32)
         for request, length in work:
             limits[request.slot] = length
@@ -152,7 +155,7 @@ class HybridCache:
         growing, needed, block = [], 0, self.schema.block_tokens  # most steps of a decode fit into blocks that are there
         for request, tokens in work:
             length = request.length + tokens
-            if request.is_released or tokens < 0 or length > self.max_context:
+            if request.is_released or request.cache is not self or tokens < 0 or length > self.max_context:
                 self.check_live(call, request)
                 raise BadArgument(
                     f"{call}(): {request} would have {length} tokens; it takes 0 or more, and "
@@ -172,20 +175,26 @@ class HybridCache:
 
     def share_blocks(self, request: Request, ids: BlockIds, tokens: int) -> None:
         """A new request starts with blocks that have their entries: those of its first tokens."""
+        self.check_live("share_blocks", request)
         self._set_blocks(request, 0, ids)
         request.num_blocks, request.num_shared = len(ids), tokens
         self.num_shared[request.slot] = tokens
 
     def blocks(self, request: Request) -> Tensor:
         """[num_blocks] int32: a view of the table."""
+        self.check_live("blocks", request)
         return self.block_table[request.slot, : request.num_blocks]
 
     def block_ids(self, request: Request) -> BlockIds:
         """The same from the host's copy: nothing waits for the device."""
+        self.check_live("block_ids", request)
         ids: BlockIds = self._host_table[request.slot, : request.num_blocks].numpy()
         return ids
 
     def check_live(self, call: str, request: Request) -> None:
+        """A slot of another cache, or one that was given back, is somebody else's here."""
+        if request.cache is not self:
+            raise BadArgument(f"{call}(): {request} is of another cache. Nothing changed.")
         if request.is_released:
             raise BadArgument(f"{call}(): {request} was released. Nothing changed.")
 
@@ -212,5 +221,6 @@ class HybridCache:
     @property
     def memory_bytes(self) -> int:
         """Of all layers: schema.memory_bytes(num_blocks, max_requests).allocated, and with drafts one more tail of each, for
-        sequences that are skipped. Tables come beside it: 4 bytes for each request and block of max_context."""
+        sequences that are skipped. Tables come beside it: 4 bytes for each request and block of max_context, and with drafts for
+        each tail."""
         return sum(layer.memory_bytes for layer in self.layers)

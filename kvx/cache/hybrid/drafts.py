@@ -37,15 +37,21 @@ class Drafts:
     def __init__(self, tail: Tail, max_drafts: int) -> None:
         num_slots, device = len(tail.state), tail.state.device
         self.tail, self.room = tail, max_drafts + 1  # a step has a token that is no draft
-        # The last row of both is for sequences that are skipped: nobody reads it.
+        # The last row of each is for sequences that are skipped: nobody reads it.
         self.saved = torch.zeros(num_slots + 1, *tail.state.shape[1:], dtype=torch.float32, device=device)
         self.tokens = torch.zeros(num_slots + 1, self.room, 2, tail.num_parts * tail.dim, dtype=torch.float32, device=device)
+        self.starts = torch.full((num_slots + 1,), -1, dtype=torch.int32, device=device)  # of what is saved; -1: nothing is
+
+    def reset(self, slot: int | slice = slice(None)) -> None:
+        """What is saved is of a request that has left."""
+        self.starts[slot] = -1
 
     def keep(self, kv: Tensor, score: Tensor, step: Step, bias: Tensor | None = None) -> None:
         """Before a step's tokens go into the tail. The same work whatever the step has, all of it on the device."""
         nobody = len(self.saved) - 1
         slots = torch.where(step.slots < 0, nobody, step.slots).long()
         self.saved[slots] = self.tail.state[step.slots.clamp(min=0).long()]
+        self.starts[slots] = step.starts
         seqs, places, is_there = step.places(len(kv))
         rows = torch.where(is_there & (places < self.room), slots[seqs], nobody)
         scores = score.to(torch.float32)
@@ -54,10 +60,14 @@ class Drafts:
         self.tokens[rows, places.clamp(max=self.room - 1)] = torch.stack((kv.to(torch.float32), scores), 1)
 
     def take_back(self, kept: Kept, entries: RowPages, block_table: Tensor, *, backend: str = "auto") -> None:
-        self.tail.state[kept.slots] = self.saved[kept.slots]
+        # A step that was prepared and never came here put no tail aside, and changed none: what is saved is of an earlier one.
+        is_saved = self.starts[kept.slots] == kept.step.starts
+        now, saved = self.tail.state[kept.slots], self.saved[kept.slots]
+        self.tail.state[kept.slots] = torch.where(is_saved.view(-1, *[1] * (now.ndim - 1)), saved, now)
         if not len(kept.rows):
             return
+        step = kept.step._replace(slots=torch.where(is_saved, kept.step.slots, -1))
         tokens = self.tokens[kept.rows, kept.places]
         # Entries that these tokens complete were written by the step: all count as shared.
         written = torch.full((len(block_table),), torch.iinfo(torch.int32).max, dtype=torch.int32, device=block_table.device)
-        compress(self.tail, tokens[:, KV], tokens[:, SCORE], entries, block_table, kept.step, num_shared=written, backend=backend)
+        compress(self.tail, tokens[:, KV], tokens[:, SCORE], entries, block_table, step, num_shared=written, backend=backend)

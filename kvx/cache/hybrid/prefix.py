@@ -74,17 +74,24 @@ class HybridPrefix:
             windows = [layer.window for layer in schema.layers]
             request.length = max(0, count * block - (sum(windows) if self.replay == "exact" else max(windows)))
         request.draft_start = request.length
-        return Resumed(request, request.length, count * block, at > 0 or self.replay == "exact" or request.length == 0)
+        request.is_exact = at > 0 or self.replay == "exact" or request.length == 0
+        return Resumed(request, request.length, count * block, request.is_exact)
 
     def commit(self, request: Request, tokens: Sequence[int]) -> None:
         """The request's tokens so far are computed: name its full blocks, and keep a checkpoint if one is due here."""
+        self.cache.check_live("commit", request)
         block, hashes = self.cache.schema.block_tokens, request.names
         named, full = len(hashes), request.length // block
+        if len(tokens) < full * block:
+            raise BadArgument(
+                f"commit(): {len(tokens)} tokens are given; {request} has {full} full blocks of {block}. Nothing changed."
+            )
         if full > named:
             new = np.asarray(tokens[named * block : full * block], np.int32)
             hashes += self.names.hashes(new, parent=hashes[-1] if hashes else None)
             self.names.put(0, hashes[named:], self.cache.block_ids(request)[named:full].copy())
-        if not full:
+        # While tokens are computed again, and after a bounded replay, windows are not what the tokens alone would make of them.
+        if not full or request.length < request.num_shared or not request.is_exact:
             return
         every = block if self.policy == "full" else self.policy
         if isinstance(every, int) and request.length % every == 0 and request.length == full * block:

@@ -132,10 +132,25 @@ class HybridSchema:
                 f"HybridSchema: blocks of {self.block_tokens} tokens for {len(self.layers)} layers; whole entries of every layer "
                 f"need a multiple of {unit}."
             )
+        if self.max_drafts < 0:
+            raise BadArgument(f"HybridSchema: max_drafts is {self.max_drafts}; it is 0 or more.")
         for i, layer in enumerate(self.layers):
             if layer.owner >= i or (layer.owner >= 0 and not self.layers[layer.owner].has_entries):
                 raise BadArgument(
                     f"HybridSchema: layer {i} reads entries of layer {layer.owner}; it is an earlier one that has its own."
+                )
+            if layer.owner >= 0:
+                self._check_owner(i, layer, self.layers[layer.owner])
+
+    @staticmethod
+    def _check_owner(i: int, layer: LayerSchema, owner: LayerSchema) -> None:
+        """The same pages are read as the owner wrote them."""
+        of_keys = ("index_dim", "index_rows", "hadamard") if layer.index_dim else ()
+        for name in ("ratio", "head_dim", "rope_dim", "entry_rows", *of_keys):
+            ours, theirs = getattr(layer, name), getattr(owner, name)
+            if ours != theirs:
+                raise BadArgument(
+                    f"HybridSchema: layer {i} reads entries of layer {layer.owner}; {name} is {ours!r} here and {theirs!r} there."
                 )
 
     # --- where schemas come from -----------------------------------------------------------------------------------------

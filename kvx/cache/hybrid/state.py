@@ -6,14 +6,17 @@ them out, being taken where blocks end: there tails are empty but for the overla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvx.cache.hybrid.cache import HybridCache, Request
 from kvx.cache.hybrid.schema import HybridSchema
 from kvx.cache.hybrid.store import LayerStore
 from kvx.errors import BadArgument
+from kvx.quant.rows import RowPages
 
 VERSION = 1
 
@@ -53,41 +56,41 @@ def take_state(cache: HybridCache, request: Request, *, entries: bool = True) ->
             f"take_state(): {request} is not where a block of {cache.schema.block_tokens} tokens ends; "
             "entries=True takes all of it."
         )
+    if request.length < request.num_shared:
+        raise BadArgument(
+            f"take_state(): {request} computes tokens again, and its windows are whole only after {request.num_shared}; "
+            "take its state then."
+        )
     buffers: dict[str, Tensor] = {}
     for i, store in enumerate(cache.layers):
-        for part, tensor in _slot_parts(store, request, only_overlap=not entries):
+        for part, tensor in _slot_parts(store, request.slot, only_overlap=not entries):
             buffers[f"layer.{i}.{part}"] = tensor.clone()
-        if entries and store.schema.has_entries:
-            for part, pool in (("entries", store.entries), ("index", store.index)):
-                if pool is not None:
-                    buffers[f"layer.{i}.{part}"] = pool.pages[cache.blocks(request).long()].clone()
+        if entries:
+            for part, pool in _pools(store):
+                buffers[f"layer.{i}.{part}"] = pool.pages[cache.blocks(request).long()].clone()
     return RequestState(cache.schema, request.length, buffers)
 
 
 def put_state(cache: HybridCache, state: RequestState) -> Request:
-    """A new request that goes on from a whole state. OutOfBlocks changes nothing."""
+    """A new request that goes on from a whole state. After an error its slot and blocks are free again."""
     check_state(cache, state)
-    if not state.has_entries and any(layer.has_entries for layer in cache.schema.layers) and cache.schema.blocks(state.length):
-        raise BadArgument("put_state(): the state is a checkpoint, without entries; HybridPrefix goes on from those.")
     request = cache.admit_request()
     try:
         cache.give_blocks("put_state", [(request, state.length)])
+        put_slot(cache, request, state)
+        for i, store in enumerate(cache.layers):
+            for part, pool in _pools(store):
+                pool.pages[cache.blocks(request).long()] = state.buffers[f"layer.{i}.{part}"].to(cache.device)
     except Exception:
         cache.release_request(request)
         raise
-    put_slot(cache, request, state)
-    for i, store in enumerate(cache.layers):
-        for part, pool in (("entries", store.entries), ("index", store.index)):
-            pages = state.buffers.get(f"layer.{i}.{part}")
-            if pool is not None and pages is not None:
-                pool.pages[cache.blocks(request).long()] = pages.to(cache.device)
     return request
 
 
 def put_slot(cache: HybridCache, request: Request, state: RequestState) -> None:
     """Windows and tails alone."""
     for i, store in enumerate(cache.layers):
-        for part, tensor in _slot_parts(store, request, only_overlap=False):
+        for part, tensor in _slot_parts(store, request.slot, only_overlap=False):
             name = f"layer.{i}.{part}"
             if name in state.buffers:
                 tensor.copy_(state.buffers[name])
@@ -110,10 +113,38 @@ def check_state(cache: HybridCache, state: RequestState) -> None:
             f"the state has blocks of {theirs.block_tokens} tokens and room for {theirs.max_drafts} drafts, the cache "
             f"{ours.block_tokens} and {ours.max_drafts}."
         )
+    if not state.has_entries and any(layer.has_entries for layer in ours.layers):
+        raise BadArgument("put_state(): the state is a checkpoint, without entries; HybridPrefix goes on from those.")
+    takes = _whole_buffers(cache, state.length)
+    for name in dict.fromkeys((*takes, *state.buffers)):
+        got, want = state.buffers.get(name), takes.get(name, "not there")
+        has = "not there" if got is None else _form(got.shape, got.dtype)
+        if has != want:
+            raise BadArgument(f"put_state(): buffer {name} is {has} in the state; after {state.length} tokens it is {want}.")
 
 
-def _slot_parts(store: LayerStore, request: Request, *, only_overlap: bool) -> list[tuple[str, Tensor]]:
-    slot = request.slot
+def _whole_buffers(cache: HybridCache, length: int) -> dict[str, str]:
+    """Shape and type of each buffer of a request with so many tokens."""
+    takes: dict[str, str] = {}
+    for i, store in enumerate(cache.layers):
+        for part, tensor in _slot_parts(store, 0, only_overlap=False):
+            takes[f"layer.{i}.{part}"] = _form(tensor.shape, tensor.dtype)
+        for part, pool in _pools(store):
+            takes[f"layer.{i}.{part}"] = _form((cache.schema.blocks(length), pool.pages.shape[1]), pool.pages.dtype)
+    return takes
+
+
+def _form(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def _pools(store: LayerStore) -> list[tuple[str, RowPages]]:
+    """Of its own entries."""
+    pools = (("entries", store.entries), ("index", store.index)) if store.schema.has_entries else ()
+    return [(part, pool) for part, pool in pools if pool is not None]
+
+
+def _slot_parts(store: LayerStore, slot: int, *, only_overlap: bool) -> list[tuple[str, Tensor]]:
     parts = [("window", store.window.pages[slot]), ("positions", store.window.positions[slot])]
     for name, tail in (("tail", store.tail), ("index_tail", store.index_tail)):
         if tail is not None and (tail.overlap or not only_overlap):

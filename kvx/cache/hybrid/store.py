@@ -56,6 +56,9 @@ class LayerStore:
         for tail in (self.tail, self.index_tail):
             if tail is not None:
                 tail.reset(slot)
+        for drafts in (self.drafts, self.index_drafts):
+            if drafts is not None:
+                drafts.reset(slot)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvx
+from kvx.ops import backend as backends
 from kvx.ops.append_swa import append_swa
 from kvx.ops.step import Step
 from kvx.quant.rows import ROW_FORMATS, RowCodec, RowPages
@@ -71,6 +72,13 @@ def test_odd_widths(native_backend, dim, generator):
     made.with_finish(generator, torch.float32, 2).check(native_backend.name)
 
 
+@pytest.mark.parametrize("name", ROW_FORMATS)
+def test_an_odd_rotary_part_is_refused(name):
+    """Elements turn in pairs, and bf16 behind an odd number of bytes would not be aligned."""
+    with pytest.raises(kvx.BadArgument, match="even"):
+        RowCodec(name, 65 if ROW_FORMATS[name].keeps_rope else 64, 1)
+
+
 @pytest.mark.parametrize("name", [n for n in ROW_FORMATS if n != "f32"])
 def test_rows_of_odd_numbers(native_backend, name, generator):
     """Zeros, tiles whose largest is tiny, infinities and NaN, ties."""
@@ -134,20 +142,30 @@ def test_strides(native_backend, generator):
         ({"positions": lambda m: m.positions[:, :100]}, "positions are"),
         ({"positions": lambda m: m.positions.long()}, "positions are"),
         ({"weight": lambda m: m.x.new_ones(500)}, "weight is"),
+        ({"weight": lambda m: m.x.new_ones(1)}, "weight is"),
+        ({"weight": lambda m: m.x.new_ones(())}, "weight is"),
+        ({"weight": lambda m: m.finish["weight"].double()}, "weight is"),
+        ({"eps": lambda m: -1.0}, "eps is -1"),
         ({"cos": lambda m: None}, "cos and sin are given together"),
+        ({"sin": lambda m: None}, "cos and sin are given together"),
         ({"cos": lambda m: m.finish["cos"][:50]}, "cos and sin are alike"),
+        ({"sin": lambda m: m.finish["sin"][:, :1]}, "cos and sin are alike"),
+        ({"cos": lambda m: m.x.new_ones(9, 257).float(), "sin": lambda m: m.x.new_ones(9, 257).float()}, "cos and sin are alike"),
+        ({"cos": lambda m: m.x.new_ones(()).float(), "sin": lambda m: m.x.new_ones(()).float()}, "cos is"),
+        ({"step": lambda m: Step(m.step.slots.long(), *m.step[1:])}, r"step\.slots is"),
+        ({"step": lambda m: Step(*m.step[:2], m.step.starts[:2])}, r"step\.starts is"),
         ({"errors": lambda m: torch.zeros(2, dtype=torch.int64, device=m.x.device)}, "errors must be one int64"),
         ({"positions": lambda m: None, "x": lambda m: m.x.new_zeros(800, 512)}, "800 tokens for 768 rows"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_wrong_arguments(native_backend, change, words, generator):
-    made = Made(MIXED, RowCodec("bf16", 512), 128, torch.bfloat16, native_backend.device, generator).with_finish(
+def test_wrong_arguments(backend, change, words, generator):
+    made = Made(MIXED, RowCodec("bf16", 512), 128, torch.bfloat16, backend.device, generator).with_finish(
         generator, torch.bfloat16, 64
     )
     args = {"positions": made.positions, "x": made.x, **made.finish, **{k: f(made) for k, f in change.items()}}
     with pytest.raises(kvx.BadArgument, match=words):
-        append_swa(made.window, args.pop("positions"), args.pop("x"), made.step, **args, backend=native_backend.name)
+        append_swa(made.window, args.pop("positions"), args.pop("x"), args.pop("step", made.step), **args, backend=backend.name)
 
 
 BAD = [
@@ -159,9 +177,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("step", "words", "good"), BAD, ids=[words for _, words, _ in BAD])
-def test_places_outside(native_backend, step, words, good, generator):
+def test_places_outside(backend, step, words, good, generator):
     """The host refuses and has written nothing; a device counts them and writes the others."""
-    device = native_backend.device
+    device = backend.device
     window = cases.poisoned(RowCodec("bf16", 64), 6, 8, device)
     positions = torch.full((6, 8), -1, dtype=torch.int32, device=device)
     cos, sin = cases.tables(16, device)
@@ -170,10 +188,21 @@ def test_places_outside(native_backend, step, words, good, generator):
     step = Step(*(t.to(device) for t in step))
     if device == "cpu":
         with pytest.raises(kvx.OutOfRange, match=words):
-            append_swa(window, positions, x, step, cos=cos, sin=sin, backend="cpu")
+            append_swa(window, positions, x, step, cos=cos, sin=sin, backend=backend.name)
         assert (positions == -1).all()
         assert (window.pages == cases.NAN_BYTE).all()
         return
     append_swa(window, positions, x, step, cos=cos, sin=sin, errors=errors, backend="cuda")
     assert int(errors) > 0
     assert int((positions >= 0).sum()) == good
+
+
+@pytest.mark.parametrize("name", ["torch", "cpu"])
+def test_a_slot_that_is_twice_in_a_step(name):
+    """Its two runs would write the same rows. A device does not look for it."""
+    if backends.reason_missing(name) is not None:
+        pytest.skip(f"backend {name} is not there")
+    window, positions = cases.poisoned(RowCodec("bf16", 64), 6, 8, "cpu"), torch.full((6, 8), -1, dtype=torch.int32)
+    with pytest.raises(kvx.OutOfRange, match="slot 2, which is in the step before"):
+        append_swa(window, positions, torch.zeros(3, 64), Step.of((2, 0, 2), (1, 1, 1), (0, 0, 4)), backend=name)
+    assert (positions == -1).all()

@@ -32,7 +32,9 @@ class Made:
         self, batch: Batch, device: str, generator: torch.Generator, *, window: str = "fp8_v4", entries: str | None = "fp8_v4",
         dim: int = 512, rope_dim: int = 64, heads: int = 8, io: torch.dtype = torch.bfloat16, window_tokens: int = 128,
         ring: int = 131, ratio: int = 4, rows: int = 64, k: int = 0, fresh: bool = True, missing: float = 0.0,
+        size: float = 1.0,
     ) -> None:  # fmt: skip
+        self.size = size  # of numbers in rows
         self.batch, self.device, self.window_tokens, self.ratio = batch, device, window_tokens, ratio
         codec = RowCodec(window, dim, rope_dim)
         self.window = cases.poisoned(codec, batch.num_slots, ring, device)
@@ -41,11 +43,11 @@ class Made:
         for run in batch.runs():
             end = run.start if fresh else run.start + run.end - run.begin
             at = torch.arange(max(0, end - ring), end, device=device)
-            self.window.write(run.slot * ring + at % ring, cases.randn(generator, len(at), dim, device=device))
+            self.window.write(run.slot * ring + at % ring, size * cases.randn(generator, len(at), dim, device=device))
             self.positions[run.slot, at % ring] = at.to(torch.int32)
             if self.fresh is not None:
                 mine = torch.arange(run.begin, run.end, device=device)
-                self.fresh.write(mine, cases.randn(generator, len(mine), dim, device=device))
+                self.fresh.write(mine, size * cases.randn(generator, len(mine), dim, device=device))
         self.q = cases.tokens(batch, generator, heads, dim, dtype=io, device=device)
         self.more: dict = {}
         self.entries: RowPages | None = None
@@ -70,7 +72,9 @@ class Made:
                 last = torch.cat((last, picks))
             numbers = last.unique() if self.selected is not None else torch.arange((run.start + run.end - run.begin) // self.ratio)
             slots = self._slots(run.slot, numbers)  # of entries that nobody chose the rows stay poison
-            self.entries.write(slots.to(self.device), cases.randn(generator, len(numbers), codec.dim, device=self.device))
+            self.entries.write(
+                slots.to(self.device), self.size * cases.randn(generator, len(numbers), codec.dim, device=self.device)
+            )
         if self.selected is not None:
             self.selected = self.selected.to(self.device)
 
@@ -222,6 +226,75 @@ def test_windows(native_backend, window_tokens, ring, generator):
     made.check(*made.run(native_backend.name))
 
 
+@pytest.mark.parametrize("size", [1e-5, 1e-3, 60.0, 1e3, 1e6])
+@pytest.mark.parametrize("k", [0, 40])
+def test_numbers_of_any_size(native_backend, k, size, generator):
+    """Kernels hold rows in types of less range; what does not fit goes another way."""
+    made = Made(ONES, native_backend.device, generator, k=k, ratio=4 if k else 128, heads=64, fresh=False, size=size).finish(
+        generator
+    )
+    made.more["scale"] = 1 / (size * 512)  # weights of many rows matter
+    made.check(*made.run(native_backend.name))
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_nan_in_a_row(backend, byte, generator):
+    """Of tokens that read it everything is NaN, and nothing of the others."""
+    made = Made(ONES, backend.device, generator, k=40, heads=64, fresh=False).finish(generator)
+    slot, position = ONES.slots[1], ONES.starts[1]
+    made.window.pages[slot, position % made.window.rows * made.window.codec.data_bytes + 77] = byte
+    out, lse = made.run(backend.name)
+    seen = torch.zeros(ONES.num_tokens, dtype=torch.bool)
+    seen[1] = True
+    assert (torch.isnan(out.cpu()).all(-1).all(-1) == seen).all()
+    assert not torch.isnan(out.cpu()[~seen]).any()
+    assert torch.isnan(lse.cpu()[1]).all()
+
+
+@pytest.mark.parametrize("name", ["fp8_v4", "bf16", "f32"])
+def test_nan_in_the_row_of_a_later_token(backend, name, generator):
+    """Tokens before it do not see it: nothing of it is in them."""
+    made = Made(CHUNK, backend.device, generator, window=name, entries=None, heads=64).finish(generator)
+    want, want_lse = made.run(backend.name)
+    last = CHUNK.runs()[0].end - 1
+    made.fresh.write(torch.tensor([last], device=backend.device), torch.full((1, 512), torch.nan, device=backend.device))
+    out, lse = made.run(backend.name)
+    assert torch.isnan(out[last]).all()
+    assert torch.isnan(lse[last]).all()
+    others = torch.arange(len(out), device=backend.device) != last
+    assert torch.isfinite(out[others]).all()
+    assert torch.equal(out[others], want[others])
+    assert torch.equal(lse[others], want_lse[others])
+
+
+@pytest.mark.parametrize("sinks", [True, False])
+@pytest.mark.parametrize("name", ["fp8_v4", "bf16", "f32"])
+def test_nan_in_a_query(backend, name, sinks, generator):
+    """The head is NaN, its lse too; other heads and tokens are what they were, within the rounding of weights to bf16."""
+    made = Made(MIXED, backend.device, generator, window=name, entries=name, k=16).finish(generator, sinks=sinks)
+    want, want_lse = made.run(backend.name)
+    token, head = MIXED.runs()[-1].begin, 3
+    made.q[token, head, 100] = torch.nan
+    out, lse = made.run(backend.name)
+    is_odd = torch.zeros_like(lse, dtype=torch.bool)
+    is_odd[token, head] = True
+    assert torch.isnan(out[token, head]).all()
+    assert torch.isnan(lse[token, head])
+    torch.testing.assert_close(out[~is_odd], want[~is_odd], rtol=2.0**-6, atol=2.0**-6)
+    torch.testing.assert_close(lse[~is_odd], want_lse[~is_odd])
+
+
+def test_a_workspace_of_the_bytes_that_are_told(backend, generator):
+    """Made before the call; 0 on the host, and a call takes it there as well."""
+    made = Made(ONES, backend.device, generator, window="fp8_v4", heads=64, ratio=128, fresh=False).finish(generator)
+    size = kvx.attention_sparse_workspace_bytes(
+        made.q, made.window, made.positions, made.step, window_tokens=128, entries=made.entries, block_table=made.block_table,
+        ratio=128,
+    )  # fmt: skip
+    assert (size > 0) == (backend.device == "cuda")
+    made.check(*made.run(backend.name, workspace=torch.empty(size, dtype=torch.uint8, device=backend.device)))
+
+
 def test_many_entries(native_backend, generator):
     """A token of a long request reads all: rows are cut into spans that threads share."""
     batch = Batch("long", (1, 0), (1, 1), (cases.FAR, 70_000))
@@ -287,21 +360,32 @@ def test_bounds_on_entries_change_nothing(native_backend, generator):
         ({"window_tokens": lambda m: 0}, "window_tokens is 0"),
         ({"ratio": lambda m: 0}, "ratio is 0"),
         ({"sinks": lambda m: m.q.new_zeros(3, dtype=torch.float32)}, "sinks must be"),
+        ({"sinks": lambda m: m.q.new_zeros((), dtype=torch.float32)}, "sinks"),
+        ({"sin": lambda m: m.more["sin"][:, :1]}, "cos and sin are alike"),
+        ({"entries": lambda m: cases.poisoned(RowCodec("bf16", 64), 3, 64, m.device)}, "entries have 64 elements"),
+        ({"block_table": lambda m: m.block_table.long()}, "block_table is"),
+        ({"block_table": lambda m: m.block_table[:2]}, "block_table is"),
+        ({"workspace": lambda m: torch.zeros(1 << 20, device=m.device)}, "workspace is .* adjacent uint8"),
+        (
+            {"workspace": lambda m: torch.zeros(1 << 20, 2, dtype=torch.uint8, device=m.device)[:, 0]},
+            "workspace is .* adjacent uint8",
+        ),
+        ({"workspace": lambda m: torch.zeros(9, dtype=torch.uint8, device="meta")}, "workspace is .* on meta"),
         ({"cos": lambda m: None}, "cos and sin are given together"),
         ({"out": lambda m: m.q[:3].clone()}, "out has"),
         ({"lse": lambda m: m.q.new_zeros(3, 8, dtype=torch.float32)}, "lse must be"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_wrong_arguments(native_backend, change, words, generator):
-    made = Made(MIXED, native_backend.device, generator, k=8).finish(generator)
+def test_wrong_arguments(backend, change, words, generator):
+    made = Made(MIXED, backend.device, generator, k=8).finish(generator)
     args = {
         "q": made.q, "positions": made.positions, "fresh": made.fresh, "entries": made.entries, "block_table": made.block_table,
         "selected": made.selected, "ratio": 4, "window_tokens": 128, **made.more, **{k: f(made) for k, f in change.items()},
     }  # fmt: skip
     q, positions = args.pop("q"), args.pop("positions")
     with pytest.raises(kvx.BadArgument, match=words):
-        attention_sparse(q, made.window, positions, made.step, **args, backend=native_backend.name)
+        attention_sparse(q, made.window, positions, made.step, **args, backend=backend.name)
 
 
 def _page_outside(m: Made) -> None:
@@ -331,16 +415,16 @@ def _position_outside(m: Made) -> None:
     ids=lambda x: getattr(x, "__name__", ""),
 )
 @pytest.mark.parametrize("k", [0, 8])
-def test_places_outside(native_backend, change, words, k, generator):
-    made = Made(MIXED, native_backend.device, generator, k=k).finish(generator)
+def test_places_outside(backend, change, words, k, generator):
+    made = Made(MIXED, backend.device, generator, k=k).finish(generator)
     if made.selected is not None:
         made.selected[4:, 0] = 0  # the page that is outside, and the last entry, are chosen
         made.selected[0, 0] = 1250
     change(made)
-    if native_backend.device == "cpu":
+    if backend.device == "cpu":
         out = torch.full_like(made.q, 5.0)
         with pytest.raises(kvx.OutOfRange, match=words):
-            made.run("cpu", out=out)
+            made.run(backend.name, out=out)
         assert (out == 5).all()
         return
     errors = torch.zeros((), dtype=torch.int64, device="cuda")

@@ -153,6 +153,7 @@ def test_shared_entries_and_missing_pages(native_backend, kind, generator):
     made = Made(MIXED, kind, 4, RowCodec("fp8_v4", 512, 64), native_backend.device, generator).finish()
     made.more["num_shared"] = torch.tensor([70, 5004, -1, 253, 0, 0], dtype=torch.int32, device=native_backend.device)
     made.block_table[0, 2] = -1
+    made.block_table[0, 0] = 2**30  # all of its entries are shared: it is not looked at
     made.check(native_backend.name)
     entries, _ = made.run(native_backend.name)
     written = (entries.pages.cpu() != cases.NAN_BYTE).any(1).nonzero().flatten().tolist()
@@ -187,14 +188,17 @@ def test_strides(native_backend, generator):
         ({"kv": lambda m: m.kv.double(), "score": lambda m: m.score.double()}, "float64"),
         ({"bias": lambda m: m.more["bias"][:3]}, "bias is"),
         ({"weight": lambda m: m.kv.new_ones(5)}, "weight is"),
+        ({"weight": lambda m: m.kv.new_ones(())}, "weight is"),
+        ({"sin": lambda m: None}, "cos and sin are given together"),
+        ({"num_shared": lambda m: m.block_table[0, 0]}, "num_shared is"),
         ({"block_table": lambda m: m.block_table.long()}, "block_table is"),
         ({"block_table": lambda m: m.block_table[:2]}, "block_table is"),
         ({"num_shared": lambda m: m.block_table[:, 0].long()}, "num_shared is"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_wrong_arguments(native_backend, change, words, generator):
-    made = Made(MIXED, "overlap", 4, RowCodec("bf16", 128), native_backend.device, generator).finish(64)
+def test_wrong_arguments(backend, change, words, generator):
+    made = Made(MIXED, "overlap", 4, RowCodec("bf16", 128), backend.device, generator).finish(64)
     args = {
         "kv": made.kv,
         "score": made.score,
@@ -204,15 +208,13 @@ def test_wrong_arguments(native_backend, change, words, generator):
     }
     kv, score, blocks = (args.pop(name) for name in ("kv", "score", "block_table"))
     with pytest.raises(kvx.BadArgument, match=words):
-        compress(made.tail, kv, score, made.entries, blocks, made.step, **args, backend=native_backend.name)
+        compress(made.tail, kv, score, made.entries, blocks, made.step, **args, backend=backend.name)
 
 
-def test_hadamard_of_a_width_that_has_none(native_backend, generator):
-    made = Made(MIXED, "ring", 4, RowCodec("f32", 96), native_backend.device, generator)
+def test_hadamard_of_a_width_that_has_none(backend, generator):
+    made = Made(MIXED, "ring", 4, RowCodec("f32", 96), backend.device, generator)
     with pytest.raises(kvx.BadArgument, match="power of two"):
-        compress(
-            made.tail, made.kv, made.score, made.entries, made.block_table, made.step, hadamard=True, backend=native_backend.name
-        )
+        compress(made.tail, made.kv, made.score, made.entries, made.block_table, made.step, hadamard=True, backend=backend.name)
 
 
 def _page_outside(m: Made) -> None:
@@ -223,27 +225,41 @@ def _short_table(m: Made) -> None:
     m.block_table = m.block_table[:, :3].contiguous()
 
 
+def _position_outside(m: Made) -> None:
+    m.more["cos"], m.more["sin"] = (x[:256] for x in cases.tables(16, m.device))  # slot 1 closes the entry of position 5000
+
+
+def _start_outside(m: Made) -> None:
+    m.step = Step(m.step.slots, m.step.cu_seqlens, m.step.starts - 1)
+
+
 def _slot_outside(m: Made) -> None:
     m.step = Step(m.step.slots + 3, m.step.cu_seqlens, m.step.starts)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(_page_outside, "there are"), (_short_table, "its table has 3 pages"), (_slot_outside, "slot 7")],
+    [
+        (_page_outside, "there are"),
+        (_short_table, "its table has 3 pages"),
+        (_slot_outside, "slot 7"),
+        (_position_outside, "cos and sin have 256"),
+        (_start_outside, "position -1"),
+    ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_places_outside(native_backend, change, words, generator):
+def test_places_outside(backend, change, words, generator):
     """The host refuses and has written nothing; a device counts them and leaves those entries out."""
-    made = Made(MIXED, "overlap", 4, RowCodec("bf16", 64), native_backend.device, generator)
+    made = Made(MIXED, "overlap", 4, RowCodec("bf16", 64), backend.device, generator)
     change(made)
     entries, tail = cases.clone(made.entries), copy.deepcopy(made.tail)
     args = (tail, made.kv, made.score, entries, made.block_table, made.step)
-    if native_backend.device == "cpu":
+    if backend.device == "cpu":
         with pytest.raises(kvx.OutOfRange, match=words):
-            compress(*args, backend="cpu")
+            compress(*args, **made.more, backend=backend.name)
         compare.bitwise(entries.pages, made.entries.pages)
         compare.bitwise(tail.state, made.tail.state)
         return
     errors = torch.zeros((), dtype=torch.int64, device="cuda")
-    compress(*args, errors=errors, backend="cuda")
+    compress(*args, **made.more, errors=errors, backend="cuda")
     assert int(errors) > 0

@@ -96,6 +96,16 @@ def test_chunks_of_many_tokens(native_backend, heads, name, generator):
     made.check(made.run(native_backend.name))
 
 
+@pytest.mark.parametrize("rows", [7, 8, 16, 32, 128])
+@pytest.mark.parametrize("heads", [8, 32, 48, 64])
+def test_queries_and_keys_of_e4m3(native_backend, heads, rows, generator):
+    """Multiplied as they are where a device can: chunks of many tokens, pages of any size, some of them missing."""
+    batch = Batch("chunk", (1, 0, 2), (133, 1, 70), (700, 5003, 5))
+    codec = RowCodec("index_fp8", 128)
+    made = Made(batch, codec, native_backend.device, generator, heads=heads, rows=rows, io=E4M3, missing=0.1)
+    made.check(made.run(native_backend.name))
+
+
 @pytest.mark.parametrize(("ratio", "rows"), [(1, 16), (4, 64), (4, 60), (128, 2), (5, 7)])
 @pytest.mark.parametrize("batch", [b for b in BATCHES if b.name != "chunks"], ids=str)
 def test_steps(native_backend, batch, ratio, rows, generator):
@@ -152,8 +162,8 @@ def test_hadamard(native_backend, generator):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_wrong_arguments(native_backend, change, words, generator):
-    made = Made(MIXED, RowCodec("index_fp8", 128), native_backend.device, generator)
+def test_wrong_arguments(backend, change, words, generator):
+    made = Made(MIXED, RowCodec("index_fp8", 128), backend.device, generator)
     args = {
         "q": made.q,
         "weights": made.weights,
@@ -163,7 +173,7 @@ def test_wrong_arguments(native_backend, change, words, generator):
     }
     q, weights, blocks = (args.pop(name) for name in ("q", "weights", "block_table"))
     with pytest.raises(kvx.BadArgument, match=words):
-        index_scores(q, weights, made.keys, blocks, made.step, **args, backend=native_backend.name)
+        index_scores(q, weights, made.keys, blocks, made.step, **args, backend=backend.name)
 
 
 def _page_outside(m: Made) -> None:
@@ -183,13 +193,13 @@ def _short_table(m: Made) -> None:
     [(_page_outside, 0, "there are"), (_short_table, 999, "its table has 3 pages"), (_slot_outside, 0, "slot 7")],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_places_outside(native_backend, change, columns, words, generator):
-    made = Made(MIXED, RowCodec("bf16", 128), native_backend.device, generator)
+def test_places_outside(backend, change, columns, words, generator):
+    made = Made(MIXED, RowCodec("bf16", 128), backend.device, generator)
     change(made)
-    if native_backend.device == "cpu":
+    if backend.device == "cpu":
         out = torch.full((len(made.q), columns or made.block_table.shape[1] * 64), 5.0)
         with pytest.raises(kvx.OutOfRange, match=words):
-            made.run("cpu", out=out)
+            made.run(backend.name, out=out)
         assert (out == 5).all()
         return
     errors = torch.zeros((), dtype=torch.int64, device="cuda")

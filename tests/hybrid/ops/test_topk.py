@@ -22,6 +22,15 @@ def test_random_scores(native_backend, entries, k, generator):
     check(scores, k, native_backend.name)
 
 
+@pytest.mark.parametrize(("entries", "k"), [(70_000, 512), (70_000, 4096), (40_000, 9000), (300_000, 1024)])
+def test_long_rows(native_backend, entries, k, generator):
+    """More than one block of threads has; lengths end inside of any of them."""
+    scores = torch.randn(3, entries, generator=generator).mul(50).round().to(native_backend.device)  # with ties
+    check(scores, k, native_backend.name)
+    lengths = torch.tensor([entries - 1, entries // 2 + 7, 20_001], dtype=torch.int32, device=native_backend.device)
+    check(scores, k, native_backend.name, lengths=lengths)
+
+
 @pytest.mark.parametrize("values", [1, 2, 17, 300])
 @pytest.mark.parametrize("entries", [40, 2100, 9000])
 def test_ties_go_to_the_lower_index(native_backend, entries, values, generator):
@@ -87,10 +96,25 @@ def test_no_tokens(native_backend):
         (torch.zeros(4, 3).T, 2, {}, "columns adjacent"),
         (torch.zeros(3, 4), 2, {"lengths": torch.zeros(2, dtype=torch.int32)}, "lengths are"),
         (torch.zeros(3, 4), 2, {"lengths": torch.zeros(3, dtype=torch.int64)}, "lengths are"),
+        (torch.zeros(3, 4), 2, {"lengths": torch.zeros((), dtype=torch.int32)}, "lengths"),
+        (torch.zeros(3, 4), 2, {"workspace": torch.zeros(9)}, "workspace is .* adjacent uint8"),
+        (torch.zeros(3, 4), 2, {"workspace": torch.zeros(9, 2, dtype=torch.uint8)[:, 0]}, "workspace is .* adjacent uint8"),
         (torch.zeros(3, 4), 2, {"out": torch.zeros(3, 3, dtype=torch.int32)}, "out is"),
     ],
 )
-def test_wrong_arguments(native_backend, scores, k, more, words):
-    device = native_backend.device
+def test_wrong_arguments(backend, scores, k, more, words):
+    device = backend.device
     with pytest.raises(kvx.BadArgument, match=words):
-        topk(scores.to(device), k, **{name: x.to(device) for name, x in more.items()}, backend=native_backend.name)
+        topk(scores.to(device), k, **{name: x.to(device) for name, x in more.items()}, backend=backend.name)
+
+
+def test_workspace_bytes_takes_no_room_for_the_scores(native_backend):
+    """2^38 scores are a TiB."""
+    size = kvx.topk_workspace_bytes(1 << 18, 1 << 20, 4, native_backend.device)
+    assert (size > 0) == (native_backend.device == "cuda")
+
+
+def test_a_workspace_of_the_bytes_that_are_told(native_backend, generator):
+    scores = torch.randn(3, 70_000, generator=generator).to(native_backend.device)
+    size = kvx.topk_workspace_bytes(3, 70_000, 512, native_backend.device)
+    check(scores, 512, native_backend.name, workspace=torch.empty(size, dtype=torch.uint8, device=native_backend.device))
