@@ -78,9 +78,20 @@ def test_a_bounded_replay_says_that_it_is_one():
     feed(hybrid, prefix.admit(ids.tolist()).request, ids, prefix)
     second = prefix.admit(ids.tolist())
     assert (second.start, second.shared, second.is_exact) == (240, 256, False)
-    got = feed(hybrid, second.request, ids, prefix)[16:]
+    longer = torch.cat((ids, ids[:200]))
+    got = feed(hybrid, second.request, longer, prefix)[16 : 16 + 44]
     off = float((got - want[256:]).norm() / want[256:].norm())
     assert 1e-4 < off < 0.5
+    # Blocks that it filled are nobody else's, and a copy of it remembers.
+    assert prefix.admit(longer.tolist()).shared == 256
+    again = HybridModel(model, cache_of(model, F32)).cache
+    assert not put_state(again, take_state(hybrid.cache, second.request)).is_exact
+
+
+def test_windows_alone_have_no_blocks_to_share():
+    cache = HybridCache(HybridSchema((LayerSchema(),)), num_blocks=2, max_requests=1, max_context=256)
+    with pytest.raises(BadArgument, match="no blocks to share"):
+        HybridPrefix(cache)
 
 
 @models.one_thread()

@@ -10,7 +10,7 @@ overlap.
 
 A request goes on from the last checkpoint before the end of what it shares. Without one it computes tokens again: from as far back
 as windows reach through all layers ("exact"), or one window ("bounded", an approximation). Either way tokens computed again do not
-write entries that are there.
+write entries that are there. What comes after a bounded replay is near and not the same, so nobody else is given it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class HybridPrefix:
             raise BadArgument(f'HybridPrefix: replay is {replay!r}; it is "exact" or "bounded".')
         if policy not in ("full", "zero") and (not isinstance(policy, int) or policy < 1 or policy % block):
             raise BadArgument(f'HybridPrefix: policy is {policy!r}; it is "full", "zero", or a multiple of {block} tokens.')
+        if not any(layer.has_entries for layer in cache.schema.layers):
+            raise BadArgument("HybridPrefix: no layer of the schema has entries; there are no blocks to share.")
         self.cache, self.policy, self.replay = cache, policy, replay
         self.names = PrefixCache([cache.allocator], block, salt=salt)
         self.checkpoints: OrderedDict[bytes, RequestState] = OrderedDict()  # by the name of the block before; oldest use first
@@ -86,12 +88,13 @@ class HybridPrefix:
             raise BadArgument(
                 f"commit(): {len(tokens)} tokens are given; {request} has {full} full blocks of {block}. Nothing changed."
             )
+        if not request.is_exact:
+            return
         if full > named:
             new = np.asarray(tokens[named * block : full * block], np.int32)
             hashes += self.names.hashes(new, parent=hashes[-1] if hashes else None)
             self.names.put(0, hashes[named:], self.cache.block_ids(request)[named:full].copy())
-        # While tokens are computed again, and after a bounded replay, windows are not what the tokens alone would make of them.
-        if not full or request.length < request.num_shared or not request.is_exact:
+        if not full or request.length < request.num_shared:  # while tokens are computed again, windows are not whole
             return
         every = block if self.policy == "full" else self.policy
         if isinstance(every, int) and request.length % every == 0 and request.length == full * block:

@@ -27,6 +27,7 @@ class RequestState:
     length: int
     buffers: dict[str, Tensor]  # copies
     version: int = VERSION
+    is_exact: bool = True  # False: a bounded replay left something out
 
     @property
     def has_entries(self) -> bool:
@@ -68,7 +69,7 @@ def take_state(cache: HybridCache, request: Request, *, entries: bool = True) ->
         if entries:
             for part, pool in _pools(store):
                 buffers[f"layer.{i}.{part}"] = pool.pages[cache.blocks(request).long()].clone()
-    return RequestState(cache.schema, request.length, buffers)
+    return RequestState(cache.schema, request.length, buffers, is_exact=request.is_exact)
 
 
 def put_state(cache: HybridCache, state: RequestState) -> Request:
@@ -84,6 +85,7 @@ def put_state(cache: HybridCache, state: RequestState) -> Request:
     except Exception:
         cache.release_request(request)
         raise
+    request.is_exact = state.is_exact
     return request
 
 
