@@ -18,6 +18,7 @@ LEVELS = (
     "kvx.ops",
     "kvx.files",
     "kvx.cache",
+    "kvx.tiers",
     "kvx.adapters",
     "kvx.runner",
     "kvx.bench",

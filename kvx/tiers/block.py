@@ -1,0 +1,108 @@
+"""What a tier keeps: blocks as bytes, with the manifest that says whose bytes they are.
+
+A tier keeps blocks of one kind. A block of another is refused by the name of the first field that differs, and never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument, Incompatible
+from kvx.layout.buffers import bytes_of
+from kvx.layout.place import buffer_bytes
+from kvx.spec import CacheSpec
+
+Field = str | int
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """The manifest of blocks, and the sizes of their buffers. `BlockKind.of(spec)` for caches that a spec describes."""
+
+    manifest: Mapping[str, Field]  # model, layout, format, block size, heads, ...: all that must be equal to read the bytes
+    buffer_bytes: tuple[int, ...]  # one a buffer, in their order
+    text: str = field(init=False, repr=False, compare=False)  # as it travels: JSON with sorted keys
+    digest: bytes = field(init=False, repr=False, compare=False)  # 16 bytes over the text
+
+    def __post_init__(self) -> None:
+        if not self.buffer_bytes or min(self.buffer_bytes) < 0 or not sum(self.buffer_bytes):
+            raise BadArgument(
+                f"BlockKind: buffer_bytes is {self.buffer_bytes}; a block has one buffer or more, with bytes in them."
+            )
+        if any(type(v) not in (str, int) for v in self.manifest.values()):
+            raise BadArgument("BlockKind: a manifest's values are strings and integers, so that they are equal after JSON.")
+        body = {"manifest": dict(self.manifest), "buffer_bytes": list(self.buffer_bytes)}
+        text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+        object.__setattr__(self, "text", text)
+        object.__setattr__(self, "digest", hashlib.blake2b(text.encode(), digest_size=16).digest())
+
+    @classmethod
+    def of(cls, spec: CacheSpec) -> BlockKind:
+        """One block of this cache: what `kvx.allocate_buffers(block_spec(spec))` makes, scales included."""
+        one = block_spec(spec)
+        fields = json.loads(one.manifest_text)
+        del fields["digest"]  # of the fields that stand beside it
+        return cls(fields, tuple(buffer_bytes(one)))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.buffer_bytes)
+
+    def require_same(self, theirs: BlockKind, call: str) -> None:
+        """Raise Incompatible with the first field that differs."""
+        if self is theirs or self.text == theirs.text:
+            return
+        for name in dict.fromkeys([*self.manifest, *theirs.manifest]):
+            a, b = self.manifest.get(name), theirs.manifest.get(name)
+            if a != b:
+                raise Incompatible(f"{call}(): manifests differ in {name}: {a!r} here, {b!r} there.")
+        raise Incompatible(f"{call}(): buffer_bytes is {self.buffer_bytes} here, {theirs.buffer_bytes} there.")
+
+    def empty(self, *, pin_memory: bool = False) -> Block:
+        """A block to be filled."""
+        return Block(self, tuple(torch.empty(n, dtype=torch.uint8, pin_memory=pin_memory) for n in self.buffer_bytes))
+
+    def block(self, buffers: Sequence[Tensor]) -> Block:
+        """These tensors as one block, of whatever types. They are not copied."""
+        return Block(self, tuple(map(bytes_of, buffers)))
+
+
+class Block(NamedTuple):
+    """One block in host memory."""
+
+    kind: BlockKind
+    buffers: tuple[Tensor, ...]  # uint8, flat
+
+
+def block_spec(spec: CacheSpec) -> CacheSpec:
+    """The spec of one block of a cache. What pads blocks in an engine is not kept."""
+    return replace(spec, num_blocks=1, block_bytes=0)
+
+
+def kind_from_text(text: str) -> BlockKind:
+    """The kind that a file or a peer names. BadArgument where it names none."""
+    try:
+        body = json.loads(text)
+        return BlockKind(dict(body["manifest"]), tuple(int(n) for n in body["buffer_bytes"]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadArgument(f"kind_from_text(): no kind of block: {str(error)[:200]}.") from None
+
+
+def check_block(call: str, kind: BlockKind, block: Block) -> None:
+    """Raise unless this is a block of this kind, in host memory."""
+    kind.require_same(block.kind, call)
+    if len(block.buffers) != len(kind.buffer_bytes):
+        raise BadArgument(f"{call}(): a block has {len(block.buffers)} buffers; its kind has {len(kind.buffer_bytes)}.")
+    for i, (t, size) in enumerate(zip(block.buffers, kind.buffer_bytes, strict=True)):
+        if t.dtype != torch.uint8 or t.device.type != "cpu" or not t.is_contiguous() or list(t.shape) != [size]:
+            raise BadArgument(
+                f"{call}(): buffer {i} is {list(t.shape)} {t.dtype} on {t.device}; a tier takes "
+                f"[{size}] torch.uint8, contiguous, on the host."
+            )

@@ -1,0 +1,113 @@
+"""One block in one file: a header that says what it is, then the bytes. docs/tiers.md has the table.
+
+Every byte is under a checksum: those of the header under its own, those of the payload under the one in the header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any, BinaryIO
+
+from kvx.errors import BadArgument, KvxError, Unsupported
+from kvx.tiers.block import Block, BlockKind, kind_from_text
+
+MAGIC, VERSION = b"KVXBLOCK", 1
+# magic, version, checksum's number, header bytes, manifest bytes, payload bytes, manifest digest, payload checksum, key bytes, key
+_HEAD = struct.Struct("<8sHHIIQ16s16sI64s")
+_CHECK_BYTES = 16  # the header's checksum, its last bytes
+_MOST_HEADER_BYTES = 1 << 20  # a file that claims more is not read
+_ALIGN = 4096  # the payload begins on a page, so that it can be mapped or read past the page cache
+
+
+class Damaged(KvxError):
+    """A file that is not what its writer wrote, or not the block of its name."""
+
+
+def _blake2b() -> Any:
+    return hashlib.blake2b(digest_size=16)
+
+
+CHECKSUMS: dict[int, Callable[[], Any]] = {1: _blake2b}  # the number is in the file; those of kvx_hash_t
+try:  # faster, and optional
+    from xxhash import xxh3_128
+
+    CHECKSUMS[3] = xxh3_128
+except ImportError:
+    pass
+
+
+def checksum(number: int, parts: Iterable[Any]) -> bytes:
+    if number not in CHECKSUMS:
+        raise Unsupported(f"its checksum is number {number}, which needs the package xxhash. pip install xxhash reads it.")
+    state = CHECKSUMS[number]()
+    for part in parts:
+        state.update(part)
+    digest: bytes = state.digest()
+    return digest
+
+
+def header_bytes(kind: BlockKind) -> int:
+    size = _HEAD.size + len(kind.text.encode()) + _CHECK_BYTES
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def file_bytes(kind: BlockKind) -> int:
+    """The same for every block of a kind."""
+    return header_bytes(kind) + kind.num_bytes
+
+
+def write_block(file: BinaryIO, key: bytes, block: Block) -> None:
+    kind, number = block.kind, max(CHECKSUMS)
+    text, size = kind.text.encode(), header_bytes(kind)
+    payload = [t.numpy().data for t in block.buffers if t.numel()]
+    head = _HEAD.pack(
+        MAGIC, VERSION, number, size, len(text), kind.num_bytes, kind.digest, checksum(number, payload), len(key), key
+    )
+    head = (head + text).ljust(size - _CHECK_BYTES, b"\0")
+    file.write(head + checksum(number, [head]))
+    for part in payload:
+        file.write(part)
+
+
+def read_block(file: BinaryIO, key: bytes, into: Block) -> None:
+    """Fill `into`, and raise unless every byte is the one that was written, for this key and this kind."""
+    kind, size = into.kind, os.fstat(file.fileno()).st_size
+    start = file.read(_HEAD.size)
+    if len(start) < _HEAD.size or not start.startswith(MAGIC):
+        raise Damaged(f"it has {size} bytes and begins with {start[:8]!r}; a block file begins with {MAGIC!r}.")
+    _, version, number, length, text_bytes, payload_bytes, digest, want, key_bytes, name = _HEAD.unpack(start)
+    if version != VERSION:
+        raise Damaged(f"its version is {version}; this library reads {VERSION}.")
+    if not _HEAD.size + text_bytes + _CHECK_BYTES <= length <= min(size, _MOST_HEADER_BYTES) or length + payload_bytes != size:
+        raise Damaged(f"it has {size} bytes; its header makes {length} + {payload_bytes}. It is cut short or changed.")
+    rest = file.read(length - _HEAD.size)
+    head, check = start + rest[:-_CHECK_BYTES], rest[-_CHECK_BYTES:]
+    if number not in (1, 3) or checksum(number, [head]) != check:
+        raise Damaged("its header is not the one that was written: the checksum differs.")
+    if name[:key_bytes] != key or len(key) != key_bytes:
+        raise Damaged(f"it is the block {name[:key_bytes].hex()} under another's name.")
+    if digest != kind.digest:
+        try:
+            theirs = kind_from_text(head[_HEAD.size : _HEAD.size + text_bytes].decode())
+        except (BadArgument, UnicodeDecodeError) as error:
+            raise Damaged(f"it is of another kind, which cannot be read: {error}") from None
+        kind.require_same(theirs, "get")
+    if payload_bytes != kind.num_bytes:
+        raise Damaged(f"its payload has {payload_bytes} bytes; its kind has {kind.num_bytes}.")
+    parts = [t.numpy().data for t in into.buffers if t.numel()]
+    for part in parts:
+        _fill(file, part)
+    if checksum(number, parts) != want:
+        raise Damaged("its bytes are not those that were written: the checksum differs.")
+
+
+def _fill(file: BinaryIO, part: memoryview) -> None:
+    at = 0
+    while at < len(part):
+        n = file.readinto(part[at:])  # type: ignore[attr-defined]  # of every binary file; BinaryIO does not say so
+        if not n:
+            raise Damaged(f"it ends {len(part) - at} bytes early.")
+        at += n

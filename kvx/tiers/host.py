@@ -1,0 +1,77 @@
+"""Blocks in host memory: the least recently used leaves first. Pinned where a device is to read them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+
+from kvx.tiers.block import Block, BlockKind
+from kvx.tiers.tier import Tier, TierEvent, blocks_in
+
+
+class HostTier(Tier):
+    """At most `capacity_bytes` of blocks. A block that was handed out lives as long as its reader holds it, evicted or not."""
+
+    def __init__(
+        self,
+        kind: BlockKind,
+        capacity_bytes: int,
+        *,
+        pin_memory: bool = False,  # where CUDA is; elsewhere memory is as ever, and `is_pinned` says so
+        threads: int = 2,
+        max_pending: int = 64,
+        on_event: Callable[[TierEvent], None] | None = None,
+    ) -> None:
+        self.capacity_blocks = blocks_in("HostTier", capacity_bytes, kind.num_bytes)
+        # A thread holds room for one block while it copies: more threads than blocks would pass the capacity.
+        super().__init__(kind, threads=min(threads, self.capacity_blocks), max_pending=max_pending, on_event=on_event)
+        self.is_pinned = pin_memory and torch.cuda.is_available()
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[bytes, Block] = OrderedDict()  # the least recently used first
+        self._coming = 0  # blocks being copied, whose room is taken
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    def _store(self, key: bytes, block: Block) -> bool:
+        with self._lock:
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+                return False
+            room = self.capacity_blocks - self._coming - 1
+            evicted = [self._blocks.popitem(last=False) for _ in range(len(self._blocks) - room)]
+            self._coming += 1
+        try:
+            for old, content in evicted:
+                self._tell("evicted", old, block=content, evicted=1)
+            kept = _copy(block, self.kind.empty(pin_memory=self.is_pinned))
+            with self._lock:
+                return self._blocks.setdefault(key, kept) is kept
+        finally:
+            with self._lock:
+                self._coming -= 1
+
+    def _fetch(self, key: bytes, into: Block | None) -> Block | None:
+        with self._lock:
+            block = self._blocks.get(key)
+            if block is not None:
+                self._blocks.move_to_end(key)
+        return block if block is None or into is None else _copy(block, into)
+
+    def _holds(self, key: bytes) -> bool:
+        with self._lock:
+            return key in self._blocks
+
+    def _remove(self, key: bytes) -> bool:
+        with self._lock:
+            return self._blocks.pop(key, None) is not None
+
+
+def _copy(block: Block, into: Block) -> Block:
+    for to, t in zip(into.buffers, block.buffers, strict=True):
+        to.copy_(t)
+    return into

@@ -1,0 +1,180 @@
+"""DiskTier: damage is never read, restarts find what was there, the capacity holds, errors are clear."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+import kvx
+from kvx.tiers import TierError, block_file, disk
+from tests.tiers.blocks import KIND, block, files, found, key, open_tier, put
+
+
+def test_damage_is_never_read(tmp_path):
+    rng, events = random.Random(0), []
+    with open_tier("disk", tmp_path, 64, on_event=events.append) as tier:
+        put(tier, *range(4))
+        paths = [tier._directory.path_of(key(n)) for n in range(4)]
+        good = [p.read_bytes() for p in paths]
+        other = replace(KIND, manifest={**KIND.manifest, "head_start": 4})
+        for trial in range(1000):
+            n, kind = rng.randrange(4), ["bit", "bit", "cut", "swap", "longer", "kind"][trial % 6]
+            data = bytearray(good[n])
+            if kind == "bit":
+                # Half of them where there is something to hit: most of the header is padding.
+                at = rng.randrange(len(data)) if trial % 12 else rng.choice([*range(400), *range(4096, len(data))])
+                data[at] ^= 1 << rng.randrange(8)
+            elif kind == "cut":
+                del data[rng.randrange(len(data)) :]
+            elif kind == "longer":
+                data += bytes(rng.randrange(1, 99))
+            elif kind == "swap":
+                data = good[(n + 1) % 4]
+            else:
+                with paths[n].open("wb") as file:
+                    block_file.write_block(file, key(n), block(key(n), other))
+                data = paths[n].read_bytes()
+            paths[n].write_bytes(data)
+            del events[:]
+            assert tier.get([key(n)]).result() == [None], kind
+            assert [e.kind for e in events] == ["refused"], kind
+            assert kind != "kind" or "head_start: 0 here, 4 there" in events[0].detail
+            assert not paths[n].exists()
+            paths[n].write_bytes(good[n])
+        assert tier.stats.refused == 1000
+        assert found(tier, *range(4)) == [True] * 4
+
+
+def test_put_replaces_a_file_of_a_wrong_size(tmp_path):
+    with open_tier("disk", tmp_path, 4) as tier:
+        put(tier, 1)
+        os.truncate(tier._directory.path_of(key(1)), 100)
+        assert tier.has([key(1)]).result() == [False]
+        assert put(tier, 1) == [True]
+        assert found(tier, 1) == [True]
+        assert tier.num_blocks == 1
+
+
+@pytest.mark.parametrize("name", ["model", "head_start"])
+def test_a_directory_of_another_kind_is_refused(tmp_path, name):
+    open_tier("disk", tmp_path, 4).close()
+    other = replace(KIND, manifest={**KIND.manifest, name: 7})
+    with pytest.raises(kvx.Incompatible, match=f"{name}: 7 here"):
+        disk.DiskTier(tmp_path, other, 1 << 20)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(kvx.BadArgument):
+        open_tier("disk", tmp_path, 4)
+
+
+def test_restart_finds_the_same_blocks_in_the_same_order(tmp_path):
+    with open_tier("disk", tmp_path, 5) as tier:
+        put(tier, *range(5))
+        found(tier, 0, 3)  # used longest ago: 1, 2, 4, 0, 3
+    events = []
+    with open_tier("disk", tmp_path, 5, on_event=events.append) as tier:
+        assert tier.num_blocks == 5
+        put(tier, 10, 11, 12, 13)
+    assert [e.key for e in events if e.kind == "evicted"] == [key(n) for n in (1, 2, 4, 0)]
+    with open_tier("disk", tmp_path, 2) as tier:  # a smaller one: room is made by the next put
+        put(tier, 14)
+        assert tier.num_blocks == 2 == len(files(tmp_path))
+        assert found(tier, 13, 14) == [True, True]
+
+
+def test_capacity_holds_at_every_moment(tmp_path, monkeypatch):
+    most, real = [0], block_file.write_block
+
+    def count(*args):
+        real(*args)
+        most[0] = max(most[0], len(files(tmp_path)))  # unfinished ones too
+
+    monkeypatch.setattr(disk, "write_block", count)
+    with open_tier("disk", tmp_path, 4) as tier:
+        for f in [tier.put([key(n)], [block(key(n))]) for n in range(60)]:
+            f.result()
+        assert len(files(tmp_path)) == 4
+    assert 4 <= most[0] <= 5
+
+
+def test_hits_of_another_tier_keep_a_block(tmp_path):
+    with open_tier("disk", tmp_path, 3) as one, open_tier("disk", tmp_path, 3) as two:
+        put(one, 1, 2, 3)
+        assert found(two, 1) == [True]
+        put(one, 4)
+        assert found(one, 1, 2, 3, 4) == [True, False, True, True]
+
+
+def test_what_another_tier_wrote_and_removed_is_learnt(tmp_path):
+    with open_tier("disk", tmp_path, 8, refresh_s=0) as one, open_tier("disk", tmp_path, 8, refresh_s=0) as two:
+        for n in range(0, 40, 2):
+            put(one, n)
+            put(two, n + 1)
+            assert len(files(tmp_path)) <= 8
+        one.drop([key(n) for n in range(40)]).result()
+        put(two, 50)
+        assert two.num_blocks == 1
+
+
+def test_leftovers_of_killed_writers_go_after_a_grace_time(tmp_path):
+    with open_tier("disk", tmp_path, 4) as tier:
+        put(tier, 1)
+    old, young = (tmp_path / "ab" / f".{i}.partial" for i in (1, 2))
+    claim = tmp_path / ".manifest.json.1.partial"
+    old.parent.mkdir(exist_ok=True)
+    for path in (old, young, claim):
+        path.write_bytes(b"half")
+    for path in (old, claim):
+        os.utime(path, (time.time() - 700,) * 2)
+    with open_tier("disk", tmp_path, 4) as tier:
+        assert found(tier, 1) == [True]
+    assert not old.exists()
+    assert not claim.exists()
+    assert young.exists()
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(file, *_):
+        file.write(b"part of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    events = []
+    with open_tier("disk", tmp_path, 4, on_event=events.append) as tier:
+        put(tier, 1)
+        monkeypatch.setattr(disk, "write_block", full)
+        with pytest.raises(TierError, match=rf"block 1 of 2, {key(2).hex()}: .*No space left"):
+            put(tier, 1, 2)
+        monkeypatch.undo()
+        assert tier.stats.errors == 1
+        assert [e.kind for e in events] == ["stored", "failed"]
+        assert len(files(tmp_path)) == 1
+        assert found(tier, 1, 2) == [True, False]
+        assert put(tier, 2) == [True]
+
+
+def test_an_unreadable_file_is_a_miss_with_an_event(tmp_path):
+    events = []
+    with open_tier("disk", tmp_path, 4, on_event=events.append) as tier:
+        path = tier._directory.path_of(key(1))
+        path.mkdir(parents=True)  # root may read any file, but no folder as one
+        assert tier.get([key(1)]).result() == [None]
+        assert tier.stats.errors == 1
+        assert [e.kind for e in events] == ["failed"]
+    with pytest.raises(TierError, match="cannot be used"):
+        open_tier("disk", tmp_path / "manifest.json", 4)
+
+
+def test_fsync_and_both_checksums(tmp_path, monkeypatch):
+    with open_tier("disk", tmp_path, 8, fsync=True) as tier:
+        put(tier, 1)
+        every = dict(block_file.CHECKSUMS)
+        monkeypatch.setattr(block_file, "CHECKSUMS", {1: every[1]})  # as without xxhash
+        put(tier, 2)
+        assert found(tier, 2) == [True]
+        assert found(tier, 1) == [max(every) == 1]
+        monkeypatch.undo()
+        assert found(tier, 1, 2) == [True, True]

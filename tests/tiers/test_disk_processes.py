@@ -1,0 +1,103 @@
+"""DiskTier and processes: several in one directory, killed or interrupted at any moment."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+
+from tests.tiers.blocks import block, files, found, is_right, key, open_tier, put
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Fork, and run it there; the child's id. No tier may be open here: threads do not live on in a child."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_two_processes_at_once(tmp_path):
+    """They put, get, drop and evict the same blocks. Neither ever reads a wrong one, and the capacity holds at the end."""
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        with open_tier("disk", tmp_path, 6, refresh_s=0, threads=2) as tier:
+            for _ in range(150):
+                numbers = [rng.randrange(12) for _ in range(2)]
+                put(tier, *numbers)
+                found(tier, *(rng.randrange(12) for _ in range(3)))
+                tier.drop([key(rng.randrange(12))]).result()
+            assert (tier.stats.refused, tier.stats.errors) == (0, 0)
+            assert tier.stats.hits
+
+    pids = [in_child(lambda seed=seed: work(seed)) for seed in (1, 2)]
+    assert [exit_code(pid) for pid in pids] == [0, 0]
+    with open_tier("disk", tmp_path, 6) as tier:
+        put(tier, 99)
+        assert len(files(tmp_path)) <= 6
+        found(tier, *range(12))
+        assert tier.stats.refused == 0
+
+
+def test_kill_at_200_random_moments(tmp_path):
+    """What a child said was kept is found, whole; nothing else is ever read but right. A child says it after the future is done."""
+    rng, done = random.Random(1), set()
+    for trial in range(200):
+        out, into = os.pipe()
+
+        def work(trial=trial, into=into):
+            with open_tier("disk", tmp_path, 1 << 16, threads=1) as tier:
+                for n in range(trial * 1000, trial * 1000 + 1000):
+                    put(tier, n)
+                    os.write(into, n.to_bytes(4, "little"))
+
+        pid = in_child(work)
+        os.close(into)
+        first = os.read(out, 4)  # it has begun
+        time.sleep(rng.random() * 0.006)
+        os.kill(pid, signal.SIGKILL)
+        assert exit_code(pid) == -signal.SIGKILL
+        data = first
+        while more := os.read(out, 1 << 16):
+            data += more
+        os.close(out)
+        done |= {int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data) // 4 * 4, 4)}
+    killed_writing = len(list(tmp_path.glob("??/.*.partial")))
+    with open_tier("disk", tmp_path, 1 << 16) as tier:
+        keys = [key(n) for n in sorted(done)]
+        got = tier.get(keys).result()
+        assert all(b is not None and is_right(k, b) for k, b in zip(keys, got, strict=True))
+        rest = [bytes.fromhex(p.stem) for p in files(tmp_path) if p.suffix == ".kvx" and bytes.fromhex(p.stem) not in set(keys)]
+        assert all(is_right(k, b) for k, b in zip(rest, tier.get(rest).result(), strict=True))
+        assert tier.stats.refused == tier.stats.errors == 0
+    assert len(done) >= 200
+    assert killed_writing, "no child was killed in the middle of a file: the test shows nothing"
+
+
+def test_an_interrupt_waits_for_what_is_in_flight(tmp_path):
+    def work() -> None:
+        try:
+            with open_tier("disk", tmp_path, 64) as tier:
+                for n in range(32):
+                    tier.put([key(n)], [block(key(n))])
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(10)
+        except KeyboardInterrupt:
+            return
+        raise AssertionError("no interrupt")
+
+    assert exit_code(in_child(work)) == 0
+    with open_tier("disk", tmp_path, 64) as tier:
+        assert found(tier, *range(32)) == [True] * 32
