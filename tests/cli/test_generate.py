@@ -55,7 +55,10 @@ def test_answers_that_fill_the_blocks_are_named():
 def test_interrupt_ends_with_the_summary():
     endless = ("--prompt", "Hello.", "--max-tokens", "4000", "--ignore-eos", "--device", "cpu")
     args = [sys.executable, "-u", "-m", "kvx", "generate", *endless]
+    # What runs in the background ignores interrupts, and so do its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        signal.signal(signal.SIGINT, before)
         assert process.stdout is not None
         for line in process.stdout:
             if "answer on" in line:  # loaded

@@ -88,6 +88,7 @@ def test_kill_at_200_random_moments(tmp_path):
 
 def test_an_interrupt_waits_for_what_is_in_flight(tmp_path):
     def work() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
         try:
             with open_tier("disk", tmp_path, 64) as tier:
                 for n in range(32):
