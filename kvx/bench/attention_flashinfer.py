@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -29,7 +30,8 @@ def flashinfer(case: Case, batches: list[Batch], softmax_scale: float | None) ->
         calls = [plan(import_module("flashinfer"), case, b, softmax_scale) for b in batches]
         return {"flashinfer": time_calls(calls, "cuda")}
     except (RuntimeError, ValueError, NotImplementedError) as error:  # how it says that it does not take a shape
-        print(f"flashinfer does not take {case.label}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        print(f"flashinfer does not take {case.label}: {why}", file=sys.stderr)  # --json has stdout
         return {}
 
 

@@ -3,6 +3,7 @@
 // Four query rows go together and are the four lanes of everything about scores: one position's scores lie side by side, so
 // masks, maxima, exponentials and sums need no step across lanes. Scores are base 2: exp2 is what a machine has.
 #pragma once
+#include <math.h>
 #include <stdint.h>
 
 namespace kvx {
@@ -82,6 +83,25 @@ extern const AttendTable attend_avx512bf16;  // for rows_avx512
 #endif
 
 const AttendTable& best_attend();
+
+constexpr float kLog2e = 1.44269504f, kLn2 = 0.69314718f;
+
+// A row's softmax at its end: what its sums of values are multiplied by, and its LSE, natural and without the sink.
+struct SoftmaxEnd {
+  float factor, lse;
+};
+
+// Static: what is compiled for an instruction set includes this too. `most` is in powers of two; `sink` NULL: there is none. Nothing seen: 0, as the values are, and -inf. NaN stays.
+static inline SoftmaxEnd end_softmax(const AttendTable& loops, float most, float sum, const float* sink) {
+  if (sum == 0) return SoftmaxEnd{0, -INFINITY};
+  float total = sum, shrink = 1;
+  if (sink && sum > 0) {
+    const float at = *sink * kLog2e, top = most > at ? most : at;
+    shrink = loops.exp2(most - top);
+    total = sum * shrink + loops.exp2(at - top);
+  }
+  return SoftmaxEnd{shrink / total, most * kLn2 + logf(sum)};
+}
 
 }  // namespace cpu
 }  // namespace kvx

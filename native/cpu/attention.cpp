@@ -17,7 +17,6 @@ namespace cpu {
 
 namespace {
 
-constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 constexpr int64_t kThreadBytes = 256 << 10;  // of K and V read: below, waking threads costs more than they bring
 constexpr int64_t kRowsTogether = 64;        // query rows of a KV head in a unit: so often is a K and V row used once it is f32
 constexpr int64_t kFewRows = 16;             // up to here a unit takes every head: it is a read of whole tokens, front to back
@@ -234,19 +233,13 @@ QueryRow row_of(const AttentionParams& p, const Queries& g, int64_t kv_head, int
 
 // Takes the softmax to its end: divides, brings the sink in, stores out and lse.
 void finish(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, QueryRow at, float most, float sum, const float* values, float* row) {
-  float total = sum, shrink = 1;
-  if (p.sinks && sum > 0) {
-    const float sink = p.sinks[at.head] * kLog2e, top = most > sink ? most : sink;
-    shrink = loops.exp2(most - top);
-    total = sum * shrink + loops.exp2(sink - top);
-  }
-  const float factor = sum == 0 ? 0 : shrink / total;  // nothing seen: 0, as the values are. NaN stays
-  for (int64_t d = 0; d < p.v_head_dim; d++) row[d] = values[d] * factor;
+  const SoftmaxEnd end = end_softmax(loops, most, sum, p.sinks ? p.sinks + at.head : nullptr);
+  for (int64_t d = 0; d < p.v_head_dim; d++) row[d] = values[d] * end.factor;
   char* out = p.out.data + at.token * p.out.token + at.head * p.out.head;
   if (p.out.is_dense) ops.encode[KVX_DTYPE_F32][p.out.dtype](out, reinterpret_cast<char*>(row), p.v_head_dim, 1.0f);
   else
     for (int64_t d = 0; d < p.v_head_dim; d++) store_float(out + d * p.out.dim, p.out.dtype, row[d]);
-  if (p.lse) *reinterpret_cast<float*>(p.lse + at.token * p.lse_token + at.head * p.lse_head) = sum == 0 ? -INFINITY : most * kLn2 + logf(sum);
+  if (p.lse) *reinterpret_cast<float*>(p.lse + at.token * p.lse_token + at.head * p.lse_head) = end.lse;
 }
 
 void load_query(const AttentionParams& p, const RowTable& ops, QueryRow at, float* to) {

@@ -18,7 +18,6 @@ namespace cpu {
 
 namespace {
 
-constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 constexpr int64_t kRowsTogether = 64;  // query rows (a query and a head): with their sums and a tile they fill half a second level
 constexpr int64_t kTilePositions = 32;
 constexpr int64_t kLeastSpan = 256;    // positions worth a unit of their own
@@ -159,19 +158,13 @@ void load_query(const AttentionParams& p, const RowTable& ops, const Unit& u, in
 // Takes a row's softmax to its end: divides, brings the sink in, stores out and lse.
 void finish(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Unit& u, int64_t row, float most, float sum, const float* values, float* scratch) {
   const int64_t token = u.first_token + row / p.num_heads, head = row % p.num_heads;
-  float total = sum, shrink = 1;
-  if (p.sinks && sum > 0) {
-    const float sink = p.sinks[head] * kLog2e, top = most > sink ? most : sink;
-    shrink = loops.exp2(most - top);
-    total = sum * shrink + loops.exp2(sink - top);
-  }
-  const float factor = sum == 0 ? 0 : shrink / total;  // nothing seen: 0, as the values are. NaN stays
-  for (int64_t d = 0; d < p.head_dim; d++) scratch[d] = values[d] * factor;
+  const SoftmaxEnd end = end_softmax(loops, most, sum, p.sinks ? p.sinks + head : nullptr);
+  for (int64_t d = 0; d < p.head_dim; d++) scratch[d] = values[d] * end.factor;
   char* out = p.out.data + token * p.out.token + head * p.out.head;
   if (p.out.is_dense) ops.encode[KVX_DTYPE_F32][p.out.dtype](out, reinterpret_cast<char*>(scratch), p.head_dim, 1.0f);
   else
     for (int64_t d = 0; d < p.head_dim; d++) store_float(out + d * p.out.dim, p.out.dtype, scratch[d]);
-  if (p.lse) *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) = sum == 0 ? -INFINITY : most * kLn2 + logf(sum);
+  if (p.lse) *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) = end.lse;
 }
 
 void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Unit& u, Desk& desk, float* partials) {

@@ -15,7 +15,6 @@ namespace cpu {
 
 namespace {
 
-constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 constexpr int64_t kHeadsTogether = 64;  // with their sums and a tile they fill half a second level
 constexpr int64_t kTileRows = 32;
 constexpr int64_t kLeastSpan = 256;     // rows worth a unit of their own
@@ -146,17 +145,11 @@ class Worker {
 
   // Takes a row's softmax to its end: divides, brings the sink in, turns back, stores out and lse.
   void finish(const StepRun& run, int64_t token, int64_t head, float most, float sum, const float* values) {
-    float total = sum, shrink = 1;
-    if (p_.sinks && sum > 0) {
-      const float sink = p_.sinks[head] * kLog2e, top = most > sink ? most : sink;
-      shrink = loops_.exp2(most - top);
-      total = sum * shrink + loops_.exp2(sink - top);
-    }
-    const float factor = sum == 0 ? 0 : shrink / total;  // nothing seen: 0, as the values are. NaN stays
-    for (int64_t d = 0; d < p_.dim; d++) row_[size_t(d)] = values[d] * factor;
+    const SoftmaxEnd end = end_softmax(loops_, most, sum, p_.sinks ? p_.sinks + head : nullptr);
+    for (int64_t d = 0; d < p_.dim; d++) row_[size_t(d)] = values[d] * end.factor;
     if (p_.cos) turn_row(row_.data(), p_.dim, p_.rope_dim, p_.cos, p_.sin, run.position(token) * p_.table_row, true);
     store_row(ops_, p_.out, token, head, p_.dim, row_.data());
-    if (p_.lse) *reinterpret_cast<float*>(p_.lse + token * p_.lse_token + head * p_.lse_head) = sum == 0 ? -INFINITY : most * kLn2 + logf(sum);
+    if (p_.lse) *reinterpret_cast<float*>(p_.lse + token * p_.lse_token + head * p_.lse_head) = end.lse;
   }
 
   const SparseParams& p_;
