@@ -9,6 +9,7 @@ k, v = kvx.gather(cache, kvx.PackedTable(block_table, seq_lens), spec=spec)
 from kvx.cache import BlockAllocator, LayerGroup, PagedCache, PrefixCache
 from kvx.errors import (
     BadArgument,
+    Damaged,
     Incompatible,
     InternalError,
     KvxError,
@@ -79,6 +80,7 @@ __all__ = [
     "BlockAllocator",
     "CachePointers",
     "CacheSpec",
+    "Damaged",
     "Digest",
     "Format",
     "Granularity",

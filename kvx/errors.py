@@ -21,6 +21,10 @@ class Incompatible(KvxError):
     """Another major version of the ABI, or a manifest of something else. C: INCOMPATIBLE."""
 
 
+class Damaged(KvxError):
+    """Content that is not what its digest says: a flipped bit, two heads swapped, blocks in another order. It was not used."""
+
+
 class InternalError(KvxError, RuntimeError):
     """The device runtime failed. C: INTERNAL_ERROR."""
 

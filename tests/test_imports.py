@@ -19,6 +19,7 @@ LEVELS = (
     "kvx.files",
     "kvx.cache",
     "kvx.tiers",
+    "kvx.handover",
     "kvx.adapters",
     "kvx.runner",
     "kvx.bench",

@@ -1,0 +1,25 @@
+"""What one engine hands to another: a sequence's tokens, its K and V in neutral blocks, a manifest and a content digest."""
+
+from kvx.handover.handover import Handover, from_manifest, join
+from kvx.handover.kept import find, keep, names
+from kvx.handover.model import model_name
+from kvx.handover.part import NEUTRAL, NEUTRAL_LATENT, Part
+from kvx.handover.saved import load, save
+from kvx.handover.source import Source, export_blocks
+
+__all__ = [
+    "NEUTRAL",
+    "NEUTRAL_LATENT",
+    "Handover",
+    "Part",
+    "Source",
+    "export_blocks",
+    "find",
+    "from_manifest",
+    "join",
+    "keep",
+    "load",
+    "model_name",
+    "names",
+    "save",
+]
