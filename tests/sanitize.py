@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -105,14 +107,29 @@ def attention_cases_on_device() -> int:
     return len(chosen) + len(test_attention_batched.CASES) + 4
 
 
-def hybrid_ops() -> int:
-    """Rows into windows, sums into entries, scores, choices, and attention over both."""
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
-    def seeded() -> torch.Generator:
-        return torch.Generator().manual_seed(0)
 
+def run_all(calls: list[Callable[[], None]]) -> int:
+    for call in calls:
+        call()
+    return len(calls)
+
+
+def append_swa_cases() -> int:
     calls = [lambda f=f: test_append_swa.test_windows_in_every_format(Device, *f, seeded()) for f in test_append_swa.FORMATS[::2]]
-    calls += [lambda b=b: test_append_swa.test_steps_and_rings(Device, b, 131, seeded()) for b in test_append_swa.BATCHES]
+    return run_all(
+        calls + [lambda b=b: test_append_swa.test_steps_and_rings(Device, b, 131, seeded()) for b in test_append_swa.BATCHES]
+    )
+
+
+def compress_cases() -> int:
+    calls = [
+        lambda b=b, io=io: test_compress.test_many_windows(Device, b, True, io, seeded())
+        for b in test_compress.LONG
+        for io in ("f32", "bf16")
+    ]
     for kind in test_compress.KINDS:
         calls += [
             lambda f=f, k=kind: test_compress.test_entries_in_every_format(Device, *f, k, seeded())
@@ -120,23 +137,28 @@ def hybrid_ops() -> int:
         ]
         calls += [lambda k=kind, r=r: test_compress.test_steps(Device, rows_cases.BATCHES[2], k, r, seeded()) for r in (4, 128)]
         calls += [lambda k=kind: test_compress.test_shared_entries_and_missing_pages(Device, k, seeded())]
-    calls += [lambda n=n: test_compress.test_hadamard_before_codes(Device, n, seeded()) for n in ("index_mxfp4", "index_fp8")]
+    return run_all(
+        calls + [lambda n=n: test_compress.test_hadamard_before_codes(Device, n, seeded()) for n in ("index_mxfp4", "index_fp8")]
+    )
+
+
+def index_cases() -> int:
+    calls = [lambda h=h: test_index_scores.test_queries_and_keys_of_e4m3(Device, h, 32, seeded()) for h in (8, 64)]
     for name in ("index_fp8", "index_mxfp4", "index_nvfp4", "bf16"):
         calls += [lambda n=name, i=i: test_index_scores.test_formats_and_types(Device, n, i, seeded()) for i in ("bf16", "e4m3")]
-    calls += [lambda h=h: test_index_scores.test_queries_and_keys_of_e4m3(Device, h, 32, seeded()) for h in (8, 64)]
     calls += [lambda e=e: test_topk.test_random_scores(Device, e, 512, seeded()) for e in (513, 3000, 20000)]
-    calls += [lambda: test_topk.test_long_rows(Device, 70_000, 4096, seeded())]
+    return run_all([*calls, lambda: test_topk.test_long_rows(Device, 70_000, 4096, seeded())])
+
+
+def sparse_cases() -> int:
+    calls = [lambda n=n: test_attention_sparse.test_a_window_alone(Device, n, seeded()) for n in ("fp8_v4", "bf16")]
     for k in (0, 33):
         calls += [lambda k=k: test_attention_sparse.test_steps(Device, test_attention_sparse.MIXED, k, seeded())]
         calls += [lambda k=k: test_attention_sparse.test_numbers_of_any_size(Device, k, 1e6, seeded())]
         calls += [
             lambda k=k: test_attention_sparse.test_tokens_that_are_in_the_window(Device, test_attention_sparse.ONES, k, seeded())
         ]
-    calls += [lambda n=n: test_attention_sparse.test_a_window_alone(Device, n, seeded()) for n in ("fp8_v4", "bf16")]
-    calls += [lambda: test_attention_sparse.test_missing_pages_and_rows(Device, 64, seeded())]
-    for call in calls:
-        call()
-    return len(calls)
+    return run_all([*calls, lambda: test_attention_sparse.test_missing_pages_and_rows(Device, 64, seeded())])
 
 
 def rows_and_tables() -> int:
@@ -168,15 +190,17 @@ def rows_and_tables() -> int:
 
 PARTS = {
     "rows": rows_and_tables, "convert": convert_cases, "append": append_cases, "attention": attention_cases_on_device,
-    "hybrid": hybrid_ops,
+    "append_swa": append_swa_cases, "compress": compress_cases, "index": index_cases, "sparse": sparse_cases,
 }  # fmt: skip
 
 
 def main() -> None:
     """All parts, or those named."""
-    count = sum(PARTS[name]() for name in sys.argv[1:] or PARTS)
-    torch.cuda.synchronize()
-    print(f"{count} cases, every result equal to the definition")
+    for name in sys.argv[1:] or PARTS:
+        begin = time.perf_counter()
+        count = PARTS[name]()
+        torch.cuda.synchronize()
+        print(f"{name}: {count} cases, every result equal to the definition, {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

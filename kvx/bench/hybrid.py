@@ -33,6 +33,9 @@ def _flash() -> Iterator[Case]:
         yield Compress("index", 1, 8192, io)
     for io in ("f32", "bf16"):
         yield Compress("hca", 1, 8192, io)
+    for kind in ("csa", "hca"):
+        for io in ("f32", "bf16"):
+            yield Compress(kind, 4, 8192, io)
     for kind in ("csa", "index", "hca"):
         for batch in (64, 256):
             yield Compress(kind, batch, 1, "f32")

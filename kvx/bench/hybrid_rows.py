@@ -183,7 +183,7 @@ class Compress:
             if not torch.allclose(tail.state, kept.state, rtol=1e-4, atol=1e-4):
                 raise differ("compress's state", self)
 
-        return Calls(call, check, self._peer(kv, score, bias, entries, table, how) if self.length > 1 else None)
+        return Calls(call, check, self._peer(kv, score, bias, entries, table, how) if self.length > 1 and self.batch == 1 else None)
 
     def _peer(
         self, kv: Tensor, score: Tensor, bias: Tensor, entries: RowPages, table: Tensor, how: dict[str, Any]

@@ -141,8 +141,8 @@ __device__ __forceinline__ float weight_of(float score, float level) {
   return w;
 }
 
-// N slots, `kv` as loaded and scores with their bias.
-template <int IO, int N> __device__ __forceinline__ void add_parts(Pool (&m)[kWide<IO>], const Part<IO> (&kv)[N], const float (&score)[N][kWide<IO>]) {
+// N slots, `kv` as loaded and scores with their bias. IsFirst: m is empty.
+template <int IO, int N, bool IsFirst = false> __device__ __forceinline__ void add_parts(Pool (&m)[kWide<IO>], const Part<IO> (&kv)[N], const float (&score)[N][kWide<IO>]) {
   constexpr int W = kWide<IO>;
   float level[W];
 #pragma unroll
@@ -151,6 +151,7 @@ template <int IO, int N> __device__ __forceinline__ void add_parts(Pool (&m)[kWi
 #pragma unroll
     for (int b = 0; b < N; b++) m[i].top = fmaxf(m[i].top, score[b][i]);
     level[i] = level_of(m[i].top);
+    if constexpr (IsFirst) continue;
     const float keep = weight_of(before, level[i]);
     m[i].sum *= keep, m[i].total *= keep;
   }

@@ -139,7 +139,7 @@ template <int IO> __device__ __forceinline__ void pool_eight(const CompressParam
   Pool m[W];
 #pragma unroll
   for (int i = 0; i < W; i++) m[i] = empty_pool();
-  add_parts<IO>(m, kvs, s);
+  add_parts<IO, kSlots, true>(m, kvs, s);
   put_means(mean, m);
 }
 

@@ -116,6 +116,21 @@ def test_steps(native_backend, batch, kind, ratio, generator):
     made.finish(16).check(native_backend.name)
 
 
+# Enough windows that a device pools them by pairs: with a block for each multiprocessor (of 132), and with more.
+LONG = [
+    Batch("pairs", (2, -1, 0, 4), (700, 9, 331, 16), (0, 5, 13, 160), num_slots=5),
+    Batch("many_pairs", (1, 3, 2), (1600, 5, 2011), (7, 30, 0), num_slots=4, behind=3),
+]
+
+
+@pytest.mark.parametrize("io", ["f32", "bf16"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch", LONG, ids=str)
+def test_many_windows(native_backend, batch, bias, io, generator):
+    made = Made(batch, "running", 16, RowCodec("fp8_v4", 512, 64), native_backend.device, generator, io=DTYPES[io], rows=8)
+    made.finish(64, bias=bias).check(native_backend.name)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_that_close_a_window(native_backend, kind, generator):
     """One token a sequence, at every place of a window, far along and near the start."""

@@ -87,6 +87,11 @@ def test_no_tokens(native_backend):
     assert topk(torch.zeros(0, 10, device=native_backend.device), 4, backend=native_backend.name).shape == (0, 4)
 
 
+def _strided_bytes(device):
+    """Made where it is used: a copy to a device has no gaps."""
+    return torch.zeros(9, 2, dtype=torch.uint8, device=device)[:, 0]
+
+
 @pytest.mark.parametrize(
     ("scores", "k", "more", "words"),
     [
@@ -98,14 +103,15 @@ def test_no_tokens(native_backend):
         (torch.zeros(3, 4), 2, {"lengths": torch.zeros(3, dtype=torch.int64)}, "lengths are"),
         (torch.zeros(3, 4), 2, {"lengths": torch.zeros((), dtype=torch.int32)}, "lengths"),
         (torch.zeros(3, 4), 2, {"workspace": torch.zeros(9)}, "workspace is .* adjacent uint8"),
-        (torch.zeros(3, 4), 2, {"workspace": torch.zeros(9, 2, dtype=torch.uint8)[:, 0]}, "workspace is .* adjacent uint8"),
+        (torch.zeros(3, 4), 2, {"workspace": _strided_bytes}, "workspace is .* adjacent uint8"),
         (torch.zeros(3, 4), 2, {"out": torch.zeros(3, 3, dtype=torch.int32)}, "out is"),
     ],
 )
 def test_wrong_arguments(backend, scores, k, more, words):
     device = backend.device
     with pytest.raises(kvx.BadArgument, match=words):
-        topk(scores.to(device), k, **{name: x.to(device) for name, x in more.items()}, backend=backend.name)
+        moved = {name: x(device) if callable(x) else x.to(device) for name, x in more.items()}
+        topk(scores.to(device), k, **moved, backend=backend.name)
 
 
 def test_workspace_bytes_takes_no_room_for_the_scores(native_backend):
