@@ -125,21 +125,24 @@ def append_swa_cases() -> int:
 
 
 def compress_cases() -> int:
-    calls = [
-        lambda b=b, io=io: test_compress.test_many_windows(Device, b, True, io, seeded())
-        for b in test_compress.LONG
-        for io in ("f32", "bf16")
-    ]
+    calls = []
     for kind in test_compress.KINDS:
         calls += [
             lambda f=f, k=kind: test_compress.test_entries_in_every_format(Device, *f, k, seeded())
-            for f in rows_cases.codecs()[::3]
+            for f in rows_cases.codecs()[::6]
         ]
         calls += [lambda k=kind, r=r: test_compress.test_steps(Device, rows_cases.BATCHES[2], k, r, seeded()) for r in (4, 128)]
         calls += [lambda k=kind: test_compress.test_shared_entries_and_missing_pages(Device, k, seeded())]
     return run_all(
         calls + [lambda n=n: test_compress.test_hadamard_before_codes(Device, n, seeded()) for n in ("index_mxfp4", "index_fp8")]
     )
+
+
+def window_cases() -> int:
+    """compress where windows are pooled by pairs."""
+    pairs, many = test_compress.LONG
+    cases = ((pairs, "f32"), (many, "bf16"))
+    return run_all([lambda b=b, io=io: test_compress.test_many_windows(Device, b, True, io, seeded()) for b, io in cases])
 
 
 def index_cases() -> int:
@@ -190,7 +193,8 @@ def rows_and_tables() -> int:
 
 PARTS = {
     "rows": rows_and_tables, "convert": convert_cases, "append": append_cases, "attention": attention_cases_on_device,
-    "append_swa": append_swa_cases, "compress": compress_cases, "index": index_cases, "sparse": sparse_cases,
+    "append_swa": append_swa_cases, "compress": compress_cases, "windows": window_cases, "index": index_cases,
+    "sparse": sparse_cases,
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What one engine hands to another: a sequence's tokens, its K and V in neutral blocks, a manifest and a content digest."""
 
-from kvx.handover.handover import Handover, from_manifest, join
+from kvx.handover.handover import Handover, from_manifest
+from kvx.handover.joined import join
 from kvx.handover.kept import find, keep, names
 from kvx.handover.model import model_name
 from kvx.handover.part import NEUTRAL, NEUTRAL_LATENT, Part

@@ -6,11 +6,9 @@ What is in it has a content digest with every row's coordinates, so a lost head,
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,13 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvx.errors import BadArgument, Damaged, Incompatible
-from kvx.handover.part import Part, neutral, new_buffers
+from kvx.handover.facts import check_parts, few, first_seen
+from kvx.handover.manifest import read_manifest, write_manifest
+from kvx.handover.memory import moved, new_buffers
+from kvx.handover.part import Part, neutral
+from kvx.handover.scales import differ, have_one_format
+from kvx.handover.tokens import token_ids
+from kvx.layout.place import buffer_sizes
 from kvx.layout.plan import plan
 from kvx.ops.convert import convert
 from kvx.ops.digest import Digest
-from kvx.spec import CacheSpec, from_json, to_json
+from kvx.spec import CacheSpec
 
-VERSION = 1
+MAX_BYTES = 16 << 30  # of a manifest's parts, unless the caller says otherwise: 50,000 tokens of a 70B model
 _REQUIRED = ("model", "num_kv_heads", "head_dim", "v_head_dim", "head_start", "format", "v_format")
 
 
@@ -35,22 +39,12 @@ class Handover:
     whole: tuple[Digest, ...] = ()  # of a shard: the content of the parts of all shards together
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", np.ascontiguousarray(self.tokens, np.int32))
-        self.tokens.flags.writeable = False
-        if self.tokens.ndim != 1 or not len(self.tokens) or not self.parts:
-            raise BadArgument(
-                f"Handover: tokens are {list(self.tokens.shape)} and parts {len(self.parts)}; there is one of each or more."
-            )
-        layers = [n for part in self.parts for n in part.layers]
-        if len(set(layers)) != len(layers):
-            raise BadArgument(f"Handover: layers of its parts are {layers}; each layer is in one part.")
-        for part in self.parts:
-            blocks = -(-self.num_tokens // part.spec.block_size) - part.first_block
-            if part.spec.num_blocks != blocks or part.spec.model != self.model:
-                raise BadArgument(
-                    f"Handover: a part has {part.spec.num_blocks} blocks of model {part.spec.model!r}; {self.num_tokens} tokens "
-                    f"after block {part.first_block} make {blocks}, and the first part's model is {self.model!r}."
-                )
+        object.__setattr__(self, "tokens", token_ids("Handover", self.tokens))
+        object.__setattr__(self, "parts", tuple(self.parts))
+        object.__setattr__(self, "whole", tuple(self.whole))
+        if not self.parts or len(self.whole) not in (0, len(self.parts)):
+            raise BadArgument(f"Handover: {len(self.parts)} parts and {len(self.whole)} digests of wholes; a part or more.")
+        check_parts(self.num_tokens, self.parts)
 
     def __repr__(self) -> str:
         kinds = [f"{len(p.layers)} layers {p.spec.format}" + f" window {p.window}" * bool(p.window) for p in self.parts]
@@ -84,25 +78,7 @@ class Handover:
 
     def to_json(self) -> str:
         """The manifest."""
-        body = self._body()
-        return json.dumps({**body, "digest": _digest_of(body)})
-
-    def _body(self) -> dict[str, Any]:
-        return {
-            "kvx_handover": VERSION,
-            "tokens": self.tokens.tolist(),
-            "whole": [str(d) for d in self.whole],
-            "parts": [
-                {
-                    "manifest": to_json(p.spec),
-                    "layers": list(p.layers),
-                    "window": p.window,
-                    "first_block": p.first_block,
-                    "content": str(p.content),
-                }
-                for p in self.parts
-            ],
-        }
+        return write_manifest(self.tokens, self.parts, [p.content for p in self.parts], self.whole)
 
     def check(self) -> None:
         """Damaged unless every part's content is what its digest says."""
@@ -110,17 +86,19 @@ class Handover:
             now = part.digest(self.num_tokens)
             if now != part.content:
                 raise Damaged(
-                    f"handover: part {n} (layers {_few(part.layers)}, heads {part.spec.head_start} to "
+                    f"handover: part {n} (layers {few(part.layers)}, heads {part.spec.head_start} to "
                     f"{part.spec.head_start + part.spec.num_kv_heads - 1}) has content {now}; its manifest says {part.content}. "
                     "It was changed on the way, or belongs to another manifest. Ask for it again."
                 )
 
     def require(self, part: int = 0, **fields: str | int) -> None:
         """Incompatible with the first of these fields that differs: model, num_layers, num_kv_heads, head_dim, format, window."""
-        here, spec = self.parts[part], self.parts[part].spec
+        here = self._part("require", part)
+        spec = here.spec
         known: dict[str, str | int] = {
             **{name: getattr(spec, name) for name in _REQUIRED},
             "v_head_dim": spec.v_head_dim or spec.head_dim,
+            "v_format": spec.v_format or spec.format,
             "num_layers": sum(len(p.layers) for p in self.parts),
             "window": here.window,
         }
@@ -144,163 +122,140 @@ class Handover:
         rope: str = "half",  # how the engine pairs rotated numbers of K
     ) -> None:
         """Put tokens from `first_token` to `num_tokens` into an engine's blocks. Nothing else in them changes."""
-        here = self.parts[part]
+        here = self._part("write", part)
         end = self.num_tokens if num_tokens is None else num_tokens
         if not 0 <= first_token <= end <= self.num_tokens or first_token % spec.block_size or first_token % here.spec.block_size:
             raise BadArgument(
                 f"write(): tokens {first_token} to {end} of {self.num_tokens}; blocks have {here.spec.block_size} tokens here and "
                 f"{spec.block_size} there. The first is a multiple of both."
             )
+        if spec.model and spec.model != self.model:
+            raise Incompatible(f"write(): the handover is of model {self.model!r}; here it is {spec.model!r}. It was not read.")
         need = -(-(end - first_token) // spec.block_size)
         if len(blocks) < need:
             raise BadArgument(f"write(): {len(blocks)} blocks of {spec.block_size}; {end - first_token} tokens take {need}.")
         if end == first_token:
             return
-        held = replace(here.spec, model=here.spec.model if spec.model else "")
-        device = buffers[0].device
+        into, given = list(buffers), here
+        if have_one_format(here.spec, spec) and differ(here.spec, here.buffers, spec, into):
+            # Quantised anew under the engine's scales, which other sequences there are stored under too.
+            given = _moved_blocks(here, (replace(here.spec, format="f32", v_format=""),), self.num_tokens)[0]
         first = first_token // here.spec.block_size - here.first_block
         count = -(-(end - first_token) // here.spec.block_size)
-        ids = [n if n >= 0 else -1 for n in range(first, first + count)]
+        # Blocks that lie wholly before what is here stay as they are.
+        absent = max(0, here.first_token - first_token) // spec.block_size
         convert(
-            list(buffers),
-            moved(here.buffers, device),
-            plan=plan(held, spec, rope=("half", rope)),
-            src_blocks=torch.tensor([ids], dtype=torch.int32),
-            dst_blocks=torch.tensor([list(blocks[:need])], dtype=torch.int32),
-            seq_lens=torch.tensor([end - first_token], dtype=torch.int32, device=device),
+            into,
+            moved(given.buffers, into[0].device),
+            plan=plan(given.spec, spec, rope=("half", rope)),
+            src_blocks=block_table(max(-1, n) for n in range(first, first + count)),
+            dst_blocks=block_table([-1] * min(absent, need) + list(blocks[absent:need])),
+            seq_lens=torch.tensor([end - first_token], dtype=torch.int32),
         )
+
+    def _part(self, call: str, n: int) -> Part:
+        if not 0 <= n < len(self.parts):
+            raise BadArgument(f"{call}(): part is {n}; the handover has {len(self.parts)}, counted from 0.")
+        return self.parts[n]
 
     # ---- other handovers of the same
 
     def cut(self, num_tokens: int) -> Handover:
-        """Its first tokens. The blocks are shared; layers with windows must still have what the next token sees."""
+        """Its first tokens, in blocks of their own. Layers with windows must still have what the next token sees."""
         if not 0 < num_tokens <= self.num_tokens:
             raise BadArgument(f"cut(): num_tokens is {num_tokens}; the handover has {self.num_tokens}. It is 1 to that.")
         if num_tokens == self.num_tokens:
             return self
+        self.check()
         parts = []
         for p in self.parts:
-            if p.window and p.first_block * p.spec.block_size > max(0, num_tokens + 1 - p.window):
+            seen = first_seen(num_tokens, p.window)
+            if p.first_token > seen:
                 raise BadArgument(
-                    f"cut(): after {num_tokens} tokens layers {_few(p.layers)} see from token {max(0, num_tokens + 1 - p.window)}; "
-                    f"the handover has them from {p.first_block * p.spec.block_size}."
+                    f"cut(): after {num_tokens} tokens layers {few(p.layers)} see from token {seen}; the handover has them from "
+                    f"{p.first_token}."
                 )
-            blocks = -(-num_tokens // p.spec.block_size) - p.first_block
-            spec = replace(p.spec, num_blocks=blocks)
+            spec = replace(p.spec, num_blocks=-(-num_tokens // p.spec.block_size) - p.first_block)
             parts.append(_moved_blocks(p, (spec,), num_tokens)[0])
         return Handover(self.tokens[:num_tokens], tuple(parts))
 
     def convert(self, *, block_size: int = 0, format: str = "") -> Handover:
         """In blocks of another size, or another format. 0 and "": as it is."""
+        if block_size < 0:
+            raise BadArgument(f"convert(): block_size is {block_size}; it is 1 or more, or 0 for {self.block_size}, as it is.")
         self.check()
         parts = []
         for p in self.parts:
             size = block_size or p.spec.block_size
-            first = p.first_block * p.spec.block_size // size
-            blocks = -(-self.num_tokens // size) - first
+            blocks = -(-self.num_tokens // size) - p.first_token // size
             spec = neutral(p.spec, num_blocks=blocks, block_size=size, format=format)
-            parts.append(_moved_blocks(p, (spec,), self.num_tokens, first)[0])
-        return Handover(self.tokens, tuple(parts))
+            parts.append(_moved_blocks(p, (spec,), self.num_tokens)[0])
+        # A shard stays one of the same whole: the size of blocks is not in the digest of content, the format is.
+        same = all(a.content == b.content for a, b in zip(parts, self.parts, strict=True))
+        return Handover(self.tokens, tuple(parts), self.whole if same else ())
 
     def shard(self, tp_size: int) -> list[Handover]:
-        """One for each tensor parallel rank."""
+        """One for each tensor parallel rank. Where heads do not divide, the first ranks have one more; with more ranks than heads,
+        ranks in a row have the same."""
+        if tp_size < 1:
+            raise BadArgument(f"shard(): tp_size is {tp_size}; it is 1 or more.")
         self.check()
-        by_part = [_moved_blocks(p, tuple(p.spec.shard(tp_size, r) for r in range(tp_size)), self.num_tokens) for p in self.parts]
+        by_part = [_moved_blocks(p, _rank_specs(p.spec, tp_size), self.num_tokens) for p in self.parts]
         whole = tuple(p.content for p in self.parts)
         return [Handover(self.tokens, tuple(parts), whole) for parts in zip(*by_part, strict=True)]
 
 
-def join(shards: Sequence[Handover]) -> Handover:
-    """The handover that was cut into these ranks' shards, in any order. Every head of it must be there."""
-    if not shards:
-        raise BadArgument("join(): no shards; there is one or more.")
-    first = shards[0]
-    for n, s in enumerate(shards):
-        s.check()
-        if not np.array_equal(s.tokens, first.tokens) or s.whole != first.whole or len(s.parts) != len(first.parts):
-            raise Incompatible(f"join(): shard {n} is of other tokens or of another handover than shard 0. It was not read.")
-    parts = []
-    for i, p in enumerate(first.parts):
-        same = {s.parts[i].spec.head_start: s.parts[i] for s in shards}
-        ranks = [same[h] for h in sorted(same)]
-        start, heads = ranks[0].spec.head_start, sum(r.spec.num_kv_heads for r in ranks)
-        spec = replace(p.spec, head_start=start, num_kv_heads=heads)
-        part = replace(p, spec=spec, buffers=new_buffers(spec))
-        here = torch.arange(spec.num_blocks, dtype=torch.int32)
-        convert(
-            list(part.buffers),
-            [t for r in ranks for t in r.buffers],
-            plan=plan([r.spec for r in ranks], spec),
-            src_blocks=here,
-            dst_blocks=here,
-        )
-        part = part.sealed(first.num_tokens)
-        if first.whole and part.content != first.whole[i]:
-            held = ", ".join(f"{r.spec.head_start} to {r.spec.head_start + r.spec.num_kv_heads - 1}" for r in ranks)
-            raise Damaged(f"join(): heads {held} make content {part.content}; the whole had {first.whole[i]}. A shard is missing.")
-        parts.append(part)
-    return Handover(first.tokens, tuple(parts))
-
-
-def from_manifest(text: str, buffers: Sequence[Sequence[Tensor]] | None = None) -> Handover:
+def from_manifest(
+    text: str, buffers: Sequence[Sequence[Tensor]] | None = None, *, max_bytes: int = MAX_BYTES
+) -> Handover:  # fmt: skip
     """The handover of a manifest. `buffers`, one list a part; None: new ones, to be filled by whoever brings the bytes.
 
-    The content is not checked yet: check() when it is there.
+    New ones of more than `max_bytes` are refused, before memory is taken. The content is not checked yet: check() when it is there.
     """
+    told = read_manifest(text)
+    if buffers is None:
+        size = sum(count * size for p in told.parts for count, size in buffer_sizes(p.spec))
+        if size > max_bytes:
+            raise BadArgument(
+                f"handover: the manifest speaks of {size:,} bytes; max_bytes is {max_bytes:,}. Allow more for a peer you trust."
+            )
+    elif len(buffers) != len(told.parts):
+        raise BadArgument(f"handover: buffers of {len(buffers)} parts; the manifest has {len(told.parts)}.")
+    parts = []
+    for n, p in enumerate(told.parts):
+        held = new_buffers(p.spec) if buffers is None else tuple(buffers[n])
+        parts.append(Part(p.spec, p.layers, p.window, p.first_block, held, p.content, p.first_token))
+    return Handover(told.tokens, tuple(parts), told.whole)
+
+
+def block_table(ids: Iterable[int]) -> Tensor:
+    """[1, columns]: one sequence's, in host memory, where ids are checked before anything moves."""
     try:
-        body = json.loads(text)
-        if not isinstance(body, dict) or body.get("kvx_handover") != VERSION:
-            found = body.get("kvx_handover") if isinstance(body, dict) else type(body).__name__
-            raise Incompatible(f"handover: manifest version is {found!r}; this library reads {VERSION}.")
-        stated = body.pop("digest", None)
-        if stated != _digest_of(body):
-            raise Damaged(f"handover: the manifest's digest is {stated!r} and its fields make {_digest_of(body)!r}.")
-        parts = []
-        for n, p in enumerate(body["parts"]):
-            spec = from_json(p["manifest"])
-            held = tuple(buffers[n]) if buffers is not None else new_buffers(spec)
-            parts.append(Part(spec, tuple(p["layers"]), int(p["window"]), int(p["first_block"]), held, _digest_from(p["content"])))
-        whole = tuple(_digest_from(d) for d in body["whole"])
-        return Handover(np.array(body["tokens"], np.int32), tuple(parts), whole)
-    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
-        if isinstance(error, BadArgument):
-            raise
-        raise BadArgument(f"handover: no manifest: {type(error).__name__}: {str(error)[:200]}.") from None
+        return torch.tensor([[int(n) for n in ids]], dtype=torch.int32)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise BadArgument(f"handover: block ids are whole numbers under 2**31: {str(error)[:200]}.") from None
 
 
-def moved(buffers: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """These buffers on a device; as they are where they lie there."""
-    return [t if t.device == device else t.to(device) for t in buffers]
-
-
-def _moved_blocks(p: Part, specs: tuple[CacheSpec, ...], num_tokens: int, first_block: int | None = None) -> list[Part]:
+def _moved_blocks(p: Part, specs: tuple[CacheSpec, ...], num_tokens: int) -> list[Part]:
     """A part's first tokens as these shards of it, sealed."""
-    first = p.first_block if first_block is None else first_block
+    first = p.first_token // specs[0].block_size
     made = [replace(p, spec=s, first_block=first, buffers=new_buffers(s)) for s in specs]
     # Both tables count from token 0, so that blocks of different sizes meet; what is not here is skipped.
     src, dst = ([-1] * b + list(range(s.num_blocks)) for b, s in ((p.first_block, p.spec), (first, specs[0])))
-    src = src[: -(-num_tokens // p.spec.block_size)]
     convert(
         [t for m in made for t in m.buffers],
         list(p.buffers),
         plan=plan(p.spec, specs),
-        src_blocks=torch.tensor([src], dtype=torch.int32),
-        dst_blocks=torch.tensor([dst], dtype=torch.int32),
+        src_blocks=block_table(src[: -(-num_tokens // p.spec.block_size)]),
+        dst_blocks=block_table(dst),
         seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
     )
-    return [m.sealed(num_tokens) for m in made]
+    return [m.cleared().sealed(num_tokens) for m in made]
 
 
-def _digest_of(body: dict[str, Any]) -> str:
-    text = json.dumps({k: v for k, v in body.items() if k != "digest"}, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _digest_from(text: str) -> Digest:
-    if len(text) != 32:
-        raise BadArgument(f"handover: a content digest is {text!r}; it has 32 digits.")
-    return Digest(int(text[:16], 16), int(text[16:], 16))
-
-
-def _few(layers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, layers if len(layers) <= 6 else layers[:5])) + (f", ... {layers[-1]}" if len(layers) > 6 else "")
+def _rank_specs(spec: CacheSpec, tp_size: int) -> tuple[CacheSpec, ...]:
+    heads = spec.num_kv_heads
+    if tp_size > heads or heads % tp_size == 0:
+        return tuple(spec.shard(tp_size, r) for r in range(tp_size))
+    ends = [-(-heads * r // tp_size) for r in range(tp_size + 1)]
+    return tuple(replace(spec, head_start=spec.head_start + a, num_kv_heads=b - a) for a, b in pairwise(ends))

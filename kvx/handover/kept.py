@@ -11,30 +11,40 @@ from numpy.typing import ArrayLike
 
 from kvx.cache.names import naming
 from kvx.errors import BadArgument
+from kvx.handover.facts import first_seen
 from kvx.handover.handover import Handover
-from kvx.handover.part import Part, new_buffers
-from kvx.layout.place import num_cache_buffers
+from kvx.handover.memory import has_scales, new_buffers
+from kvx.handover.part import Part
+from kvx.handover.tokens import token_ids
 from kvx.spec import CacheSpec, from_json
-from kvx.tiers import Block, BlockKind, Tier, block_spec
+from kvx.tiers import BlockKind, Tier, block_spec
 
 
 def names(tokens: ArrayLike, block_size: int, model: str) -> list[bytes]:
     """Of every full block of these tokens: a chain of hashes that begins with the model."""
+    if block_size < 1:
+        raise BadArgument(f"names(): block_size is {block_size}; a block has a token or more.")
     hash_, chain, _ = naming("blake2b")
-    data = np.ascontiguousarray(np.asarray(tokens), "<i4").tobytes()
+    data = token_ids("names()", tokens, least=0).astype("<i4").tobytes()
     salt = model.encode()
     return chain(data, hash_(len(salt).to_bytes(8, "little") + salt), block_size)
 
 
 def keep(handover: Handover, tiers: Sequence[Tier]) -> int:
-    """Put its full blocks into a tier for each part. How many there are."""
+    """Put its full blocks into a tier for each part. How many there are. Its content is checked first."""
     _check_tiers("keep", tiers, len(handover.parts))
-    full = handover.num_tokens // handover.block_size
-    keys = names(handover.tokens, handover.block_size, handover.model)
+    for part in handover.parts:
+        _require_whole_blocks("keep", part.spec)
+    handover.check()
+    size = handover.block_size
+    full = handover.num_tokens // size
+    keys = names(handover.tokens, size, handover.model)
     waits = []
     for part, tier in zip(handover.parts, tiers, strict=True):
-        blocks = [_block(part, n) for n in range(full - part.first_block)]
-        waits.append(tier.put(keys[part.first_block : full], blocks))
+        first = -(-part.first_token // size)  # a block that lacks its first tokens has no name
+        kind = BlockKind.of(block_spec(part.spec))
+        blocks = [kind.block([part.buffers[n - part.first_block]]) for n in range(first, full)]
+        waits.append(tier.put(keys[first:full], blocks))
     for w in waits:
         w.result()
     return full
@@ -47,17 +57,26 @@ def find(
     parts: Sequence[tuple[Sequence[int], int]],  # (layers of the model, window) of each
 ) -> Handover | None:
     """The longest beginning of these tokens that the tiers have, of whole blocks; None where there is none."""
-    ids = np.asarray(tokens, np.int32)
+    ids = token_ids("find()", tokens, least=0)
     _check_tiers("find", tiers, len(parts))
     specs = [_spec(t.kind) for t in tiers]
-    keys = names(ids, specs[0].block_size, specs[0].model)
+    for spec in specs:
+        _require_whole_blocks("find", spec)
+    size, model = specs[0].block_size, specs[0].model
+    for spec in specs:
+        if (spec.block_size, spec.model) != (size, model):
+            raise BadArgument(
+                f"find(): a tier has blocks of {spec.block_size} of model {spec.model!r}; the first has blocks of {size} of "
+                f"{model!r}. Parts of one handover share them."
+            )
+    keys = names(ids, size, model)
     has = [t.has(keys).result() for t in tiers]
     n = len(keys)
     while n:
-        firsts = [max(0, n * specs[0].block_size + 1 - w) // specs[0].block_size if w else 0 for _, w in parts]
+        firsts = [first_seen(n * size, w) // size for _, w in parts]
         missing = [first + h[first:n].index(False) for first, h in zip(firsts, has, strict=True) if not all(h[first:n])]
         if not missing:
-            made = _fetch(ids[: n * specs[0].block_size], tiers, specs, parts, keys[:n], firsts)
+            made = _fetch(ids[: n * size], tiers, specs, parts, keys[:n], firsts)
             if isinstance(made, Handover):
                 return made
             missing = [made]
@@ -78,21 +97,19 @@ def _fetch(
     for tier, spec, (layers, window), first in zip(tiers, specs, parts, firsts, strict=True):
         here = replace(spec, num_blocks=len(keys) - first)
         part = Part(here, tuple(layers), window, first, new_buffers(here))
-        found = tier.get(keys[first:], [_block(part, n, tier.kind) for n in range(here.num_blocks)]).result()
+        found = tier.get(keys[first:], [tier.kind.block([t]) for t in part.buffers]).result()
         if None in found:
             return first + found.index(None)
         made.append(part.sealed(len(tokens)))
     return Handover(tokens, tuple(made))
 
 
-def _block(part: Part, n: int, kind: BlockKind | None = None) -> Block:
-    """One block of a part: its buffer, and its rows of the scales."""
-    if num_cache_buffers(part.spec) != len(part.buffers):
+def _require_whole_blocks(call: str, spec: CacheSpec) -> None:
+    if has_scales(spec):
         raise BadArgument(
-            f"keep(): format {part.spec.format!r} has scales apart from the rows; a block is one run in a tier. "
+            f"{call}(): format {spec.format!r} has scales apart from the rows; a block is one run in a tier. "
             "Use a format with inline scales, or none: handover.convert(format=...)."
         )
-    return (kind or BlockKind.of(block_spec(part.spec))).block([part.buffers[n]])
 
 
 def _spec(kind: BlockKind) -> CacheSpec:
@@ -100,5 +117,7 @@ def _spec(kind: BlockKind) -> CacheSpec:
 
 
 def _check_tiers(call: str, tiers: Sequence[Tier], parts: int) -> None:
-    if len(tiers) != parts:
+    if not tiers or len(tiers) != parts:
         raise BadArgument(f"{call}(): {len(tiers)} tiers for {parts} parts; each part has a tier of its own.")
+    if len({id(t) for t in tiers}) != len(tiers):  # names are of tokens: two parts' blocks have the same
+        raise BadArgument(f"{call}(): one tier is given for two parts; each part has a tier of its own.")

@@ -1,24 +1,28 @@
 """A part of a handover: K and V of the layers of one kind, those that see all tokens or those of one window.
 
 The neutral layout has a head's bytes of a block in one run, so that tensor parallel ranks take slices, and a block in one run, so
-that tiers and wires move it whole.
+that tiers and wires move it whole. Rows of its blocks that stand for no token are blank, and under the digest too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import index
 
 import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
-from kvx.layout.buffers import allocate_buffers
-from kvx.layout.place import buffer_sizes, num_cache_buffers
+from kvx.handover.blank import blank_block
+from kvx.handover.facts import NEUTRAL, NEUTRAL_LATENT, check_facts, negative
+from kvx.handover.memory import new_buffers as new_buffers
+from kvx.layout.buffers import memory_bytes
+from kvx.layout.place import buffer_sizes
+from kvx.layout.plan import plan
+from kvx.ops.convert import convert
 from kvx.ops.digest import Digest, digest
 from kvx.spec import CacheSpec
 
-NEUTRAL = "block | head layer kv token dim"
-NEUTRAL_LATENT = "block | layer token head dim"  # MLA: one latent row a token
 NOT_SEALED = Digest()
 
 
@@ -30,46 +34,75 @@ class Part:
     first_block: int  # blocks before it are behind the window, and not here
     buffers: tuple[Tensor, ...]  # as kvx.allocate_buffers(spec) makes them, in host memory
     content: Digest = NOT_SEALED
+    first_token: int = -1  # tokens before it are not here: within the first block; -1: that block's first
 
     def __post_init__(self) -> None:
-        if self.spec.num_layers != len(self.layers) or self.spec.layer_start:
+        try:  # numbers of numpy are taken too; the manifest has plain ones
+            numbers = {name: index(getattr(self, name)) for name in ("window", "first_block", "first_token")}
+            fields = {**numbers, "layers": tuple(map(index, self.layers)), "buffers": tuple(self.buffers)}
+        except TypeError:
             raise BadArgument(
-                f"Part: spec has layers {self.spec.layer_start} to {self.spec.layer_start + self.spec.num_layers - 1} for "
-                f"{len(self.layers)} layers of the model; it has as many, counted from 0."
-            )
+                f"Part: layers {str(self.layers)[:100]}, window {self.window!r}, first_block {self.first_block!r}, first_token "
+                f"{self.first_token!r}; they are whole numbers."
+            ) from None
+        if fields["first_token"] == -1:
+            fields["first_token"] = numbers["first_block"] * self.spec.block_size
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        check_facts(self)
+        _check_buffers(self)
 
     def digest(self, num_tokens: int) -> Digest:
-        """Of the content as it is now."""
-        held = torch.tensor([num_tokens - self.first_block * self.spec.block_size], dtype=torch.int32)
-        here = torch.arange(self.spec.num_blocks, dtype=torch.int32).view(1, -1)
-        return digest(list(self.buffers), self.spec, blocks=here, seq_lens=held)
+        """Of the content as it is now: equal in every block size, and the sum of those of its shards.
+
+        It counts every row of every block, less what blank ones make: a byte that changed where no token stands shows too.
+        """
+        behind, bs = [-1] * self.first_block, self.spec.block_size
+        total = digest(list(self.buffers), self.spec, blocks=[*behind, *range(self.spec.num_blocks)])
+        last = self.spec.num_blocks - 1
+        end = (self.first_block + self.spec.num_blocks) * bs
+        for block, first, stop in ((0, self.first_block * bs, self.first_token), (last, num_tokens, end)):
+            if first < stop:
+                blank, spec = blank_block(self.spec, self.buffers, block)
+                table = torch.tensor([[*behind, *[-1] * block, 0]], dtype=torch.int32)
+                for sign, length in ((-1, stop), (1, first)):
+                    rows = digest(blank, spec, blocks=table, seq_lens=torch.tensor([length], dtype=torch.int32))
+                    total += rows if sign > 0 else negative(rows)
+        return total
 
     def sealed(self, num_tokens: int) -> Part:
         return replace(self, content=self.digest(num_tokens))
 
+    def cleared(self) -> Part:
+        """With blank rows before its first token, whatever was copied there."""
+        behind = self.first_token - self.first_block * self.spec.block_size
+        if behind:
+            blank, spec = blank_block(self.spec, self.buffers, 0)
+            ids, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([behind], dtype=torch.int32)
+            convert(list(self.buffers), blank, plan=plan(spec, self.spec), src_blocks=ids, dst_blocks=ids, seq_lens=lens)
+        return self
+
 
 def neutral(spec: CacheSpec, *, num_blocks: int, block_size: int, format: str = "", model: str = "") -> CacheSpec:
-    """The neutral spec of a cache of this geometry. `format` "": as it is."""
+    """The neutral spec of a cache of this geometry. `format` "": as it is. One geometry has one manifest, however it was said."""
     return replace(
         spec,
         layout=NEUTRAL if spec.num_planes == 2 else NEUTRAL_LATENT,
         num_blocks=num_blocks,
         block_size=block_size,
         format=format or spec.format,
-        v_format="" if format else spec.v_format,
+        v_format="" if format or spec.v_format == spec.format else spec.v_format,
+        v_head_dim=0 if spec.v_head_dim == spec.head_dim else spec.v_head_dim,
         model=model or spec.model,
         block_bytes=0,
     )
 
 
-def new_buffers(spec: CacheSpec, device: str | torch.device = "cpu") -> tuple[Tensor, ...]:
-    """As kvx.allocate_buffers, with all blocks in one allocation: one registration for a wire, one copy for a link."""
-    sizes = [size for count, size in buffer_sizes(spec) for _ in range(count)][: num_cache_buffers(spec)]
-    arena = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-    scales = allocate_buffers(spec, device)[num_cache_buffers(spec) :] if has_scales(spec) else []
-    return (*arena.split(sizes), *scales)
-
-
-def has_scales(spec: CacheSpec) -> bool:
-    """Scales that stand apart from the rows."""
-    return sum(count for count, _ in buffer_sizes(spec)) > num_cache_buffers(spec)
+def _check_buffers(part: Part) -> None:
+    sizes = [size for count, size in buffer_sizes(part.spec) for _ in range(count)]
+    if len(part.buffers) != len(sizes):
+        raise BadArgument(f"Part: {len(part.buffers)} buffers; its spec makes {len(sizes)}.")
+    for n, (t, size) in enumerate(zip(part.buffers, sizes, strict=True)):
+        if not isinstance(t, Tensor) or not t.is_cpu or not t.is_contiguous() or memory_bytes(t) != size:
+            what = f"{list(t.shape)} {t.dtype} on {t.device}" if isinstance(t, Tensor) else type(t).__name__
+            raise BadArgument(f"Part: buffer {n} is {what}; it has {size} bytes in a row, in host memory.")

@@ -1,51 +1,128 @@
-"""A handover in a folder: its manifest, and a file for each part. It appears under its name when it is whole, or not at all."""
+"""A handover in a folder: its manifest, and a file for each part. It appears under its name when it is whole, or not at all.
+
+Every bit is under a digest: the manifest's under its own, the blocks' under the content digest, and what stands before them in
+the files under a hash in the folder's list.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import secrets
 import shutil
 from pathlib import Path
+from typing import Any
 
-from kvx.errors import BadArgument, Incompatible
+from kvx.errors import BadArgument, Damaged, Incompatible, KvxError
 from kvx.files import load as load_cache
 from kvx.files import save as save_cache
 from kvx.handover.handover import Handover, from_manifest
+from kvx.handover.manifest import read_manifest
+from kvx.layout.place import buffer_sizes
+from kvx.spec import CacheSpec
 
-_MANIFEST = "handover.json"
+_MANIFEST, _FILES = "handover.json", "files.json"
+_MOST_TEXT_BYTES = 1 << 28  # of a manifest: 25 million tokens
 
 
 def save(path: str | Path, handover: Handover) -> None:
-    """Write it to a folder that is not there yet."""
+    """Write it to a folder that is not there yet. Its content is checked first."""
     path = Path(path)
-    if path.exists():
+    if path.exists() or path.is_symlink():
         raise BadArgument(f"save(): {path} is there already. Give a name of its own.")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    handover.check()
+    # A name of its own for every call: two that save under one name do not meet before the last step, and one of them wins it.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     partial.mkdir(parents=True)
     try:
-        for n, part in enumerate(handover.parts):
-            save_cache(partial / f"part{n}.safetensors", list(part.buffers), part.spec, check=False)
-        (partial / _MANIFEST).write_text(handover.to_json())
-        os.replace(partial, path)
+        names = [f"part{n}.safetensors" for n in range(len(handover.parts))]
+        for name, part in zip(names, handover.parts, strict=True):
+            save_cache(partial / name, list(part.buffers), part.spec, check=False)
+        files = [_heading(partial / name, p.spec) for name, p in zip(names, handover.parts, strict=True)]
+        _write(partial / _FILES, json.dumps(files))
+        _write(partial / _MANIFEST, handover.to_json())
+        _sync(partial)
+        try:
+            os.rename(partial, path)
+        except OSError:
+            if not path.exists():
+                raise
+            raise BadArgument(f"save(): {path} is there already: another saved it meanwhile. Give a name of its own.") from None
+        _sync(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def load(path: str | Path, *, model: str = "") -> Handover:
-    """Read a folder that save() wrote, and check its content. `model`: refuse another's."""
+    """Read a folder that save() wrote, and check its content. `model`: refuse another's. The blocks are mapped, not copied."""
     path = Path(path)
+    text = _text(path, _MANIFEST)
+    told = read_manifest(text)
+    if model and told.parts[0].spec.model != model:
+        raise Incompatible(f"load(): {path} is of model {told.parts[0].spec.model!r}; here it is {model!r}. It was not read.")
+    listed = _text(path, _FILES)
     try:
-        text = (path / _MANIFEST).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadArgument(f"load(): {path} has no readable {_MANIFEST}; kvx.handover.save() writes it. {error}") from None
-    told = from_manifest(text, _Later())  # type: ignore[arg-type]  # the buffers come once the manifest is known to be whole
-    if model and told.model != model:
-        raise Incompatible(f"load(): {path} is of model {told.model!r}; here it is {model!r}. It was not read.")
-    files = [load_cache(path / f"part{n}.safetensors", expect=p.spec) for n, p in enumerate(told.parts)]
-    handover = from_manifest(text, [f.buffers for f in files])
+        files: Any = json.loads(listed)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"load(): {path}: {_FILES} is no JSON: {str(error)[:200]}.") from None
+    if not isinstance(files, list) or len(files) != len(told.parts):
+        raise Damaged(f"load(): {path}: {_FILES} lists no file for each of {len(told.parts)} parts.")
+    buffers = []
+    for n, (part, stated) in enumerate(zip(told.parts, files, strict=True)):
+        name = path / f"part{n}.safetensors"
+        found = _heading(name, part.spec)
+        if found != stated:
+            raise Damaged(
+                f"load(): {name} has {found['bytes']} bytes and a heading {found['heading']}; when it was saved it was "
+                f"{str(stated)[:200]}. It is cut short, changed, or another handover's."
+            )
+        try:
+            buffers.append(load_cache(name, expect=part.spec).buffers)
+        except KvxError:
+            raise
+        except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
+            raise BadArgument(f"load(): {name} cannot be read: {type(error).__name__}: {str(error)[:200]}.") from None
+    handover = from_manifest(text, buffers)
     handover.check()
     return handover
 
 
-class _Later:
-    def __getitem__(self, part: int) -> tuple[()]:
-        return ()
+def _heading(path: Path, spec: CacheSpec) -> dict[str, str | int]:
+    """A file's size, and a hash of all that stands before its blocks."""
+    blocks = sum(count * size for count, size in buffer_sizes(spec))
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            heading = file.read(min(max(0, size - blocks), _MOST_TEXT_BYTES))
+    except OSError as error:
+        raise BadArgument(f"load(): {path} cannot be read: {error.strerror}.") from None
+    return {"bytes": size, "heading": hashlib.blake2b(heading, digest_size=16).hexdigest()}
+
+
+def _text(path: Path, name: str) -> str:
+    try:
+        size = (path / name).stat().st_size
+        if size <= _MOST_TEXT_BYTES:
+            return (path / name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadArgument(f"load(): {path} has no readable {name}; kvx.handover.save() writes it. {error}") from None
+    except UnicodeDecodeError as error:
+        raise Damaged(f"load(): {path}: {name} is no text: {error}.") from None
+    raise BadArgument(f"load(): {path}: {name} has {size:,} bytes; those of a handover have under {_MOST_TEXT_BYTES:,}.")
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """What its names stand for outlives a loss of power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

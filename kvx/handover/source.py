@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from kvx.errors import BadArgument
-from kvx.handover.handover import Handover, moved
-from kvx.handover.part import Part, neutral, new_buffers
+from kvx.errors import BadArgument, Incompatible
+from kvx.handover.handover import Handover, block_table
+from kvx.handover.memory import moved, new_buffers
+from kvx.handover.part import Part, neutral
+from kvx.handover.scales import require_one_scale
+from kvx.handover.tokens import token_ids
 from kvx.layout.plan import plan
 from kvx.ops.convert import convert
 from kvx.spec import CacheSpec
@@ -25,74 +28,147 @@ class Source:
     buffers: Sequence[Tensor]  # every buffer, as the spec says; on any device
     spec: CacheSpec  # in the engine's own layout
     blocks: Sequence[int]  # the sequence's, in order; -1 where one is behind the window
-    layers: Sequence[int] = ()  # of the model; (): spec.layer_start and on
+    layers: Sequence[int] = ()  # of the model, in their order; (): spec.layer_start and on
     window: int = 0  # positions a token of these layers sees; 0: all
     first_token: int = 0  # tokens before it are not there: behind the window
     rope: str = "half"  # how rotated pairs of K lie: "half" a row apart, or "interleaved"
 
     @property
     def model_layers(self) -> tuple[int, ...]:
-        return tuple(self.layers) or tuple(range(self.spec.layer_start, self.spec.layer_start + self.spec.num_layers))
+        first = self.spec.layer_start
+        return tuple(int(n) for n in self.layers) or tuple(range(first, first + self.spec.num_layers))
+
+    @property
+    def first_held(self) -> int:
+        """The first token that is there: `first_token`, or that of the first block."""
+        behind = next((n for n, block in enumerate(self.blocks) if int(block) >= 0), len(self.blocks))
+        return max(self.first_token, behind * self.spec.block_size)
+
+
+class _Table(NamedTuple):
+    """What sources that one conversion reads have in common."""
+
+    blocks: tuple[int, ...]
+    rope: str
+    num_blocks: int
+    block_size: int
+
+
+class _Run(NamedTuple):
+    """Layers in a row of the part that a source has in a row."""
+
+    first: int
+    end: int
+    spec: CacheSpec  # its layers counted within the part; true from `first` to `end`
+    source: Source
 
 
 def export_blocks(
     tokens: ArrayLike,  # ids whose K and V are in the blocks
-    sources: Sequence[Source],  # ranks and stages of one kind of layers are joined
+    sources: Sequence[Source],  # ranks and stages of one kind of layers are joined, and groups with tables of their own
     *,
     model: str = "",  # whose KV it is; "": as the specs say
     block_size: int = 16,
     format: str = "",  # "": as it is
 ) -> Handover:
     """A sequence's K and V out of an engine's memory, converted, sealed with the digest of its content. Waits for the device."""
-    ids = np.asarray(tokens, np.int64)
-    if ids.ndim != 1 or not ids.size or ids.min() < 0 or ids.max() >= 2**31:
-        raise BadArgument(f"export_blocks(): tokens are {list(ids.shape)}; they are a row of ids, one or more, 0 to {2**31 - 1}.")
-    model = model or (sources[0].spec.model if sources else "")
-    if not sources or not model:
+    ids = token_ids("export_blocks()", tokens)
+    model = model or _one_model(sources)
+    if not sources or not model or block_size < 1:
         raise BadArgument(
-            f"export_blocks(): {len(sources)} sources of model {model!r}; there is one or more, and the model has a name, so that "
-            "nobody reads it as another's: model=."
+            f"export_blocks(): {len(sources)} sources of model {model!r} into blocks of {block_size}; there is one or more, blocks "
+            "have a token or more, and the model has a name, so that nobody reads it as another's: model=."
         )
-    kinds: dict[tuple[int, int], list[Source]] = {}
+    kinds: dict[tuple[object, ...], list[Source]] = {}
     for s in sources:
-        if -(-ids.size // s.spec.block_size) > len(s.blocks) or len(s.model_layers) != s.spec.num_layers:
-            raise BadArgument(
-                f"export_blocks(): a source has {len(s.blocks)} blocks of {s.spec.block_size} for {ids.size} tokens, and "
-                f"{s.spec.num_layers} layers for {len(s.model_layers)} of the model."
-            )
-        kinds.setdefault((s.window, s.spec.head_dim), []).append(s)
+        _check(s, ids.size)
+        k, v = s.spec.planes
+        kinds.setdefault((s.window, s.spec.num_planes, k.head_dim, v.head_dim, k.format, v.format), []).append(s)
     parts = [_part(ids.size, same, model, block_size, format) for same in kinds.values()]
-    return Handover(ids.astype(np.int32), tuple(parts))
+    return Handover(ids, tuple(parts))
+
+
+def _one_model(sources: Sequence[Source]) -> str:
+    named = sorted({s.spec.model for s in sources if s.spec.model})
+    if len(named) > 1:
+        raise Incompatible(f"export_blocks(): sources are of models {named[0]!r} and {named[1]!r}; a handover is of one.")
+    return named[0] if named else ""
+
+
+def _check(s: Source, num_tokens: int) -> None:
+    layers, size = s.model_layers, s.spec.block_size
+    need = -(-num_tokens // size)
+    if need > len(s.blocks) or len(layers) != s.spec.num_layers or list(layers) != sorted(set(layers)):
+        raise BadArgument(
+            f"export_blocks(): a source has {len(s.blocks)} blocks of {size} for {num_tokens} tokens, and {s.spec.num_layers} "
+            f"layers for {len(layers)} of the model, each once and in their order: {str(layers)[:100]}."
+        )
+    first = s.first_held
+    absent = [n for n, block in enumerate(s.blocks[:need]) if int(block) < 0 and (n + 1) * size > first]
+    if not 0 <= s.first_token <= first < num_tokens or (first and not s.window) or absent:
+        raise BadArgument(
+            f"export_blocks(): layers {str(layers)[:100]} have a window of {s.window} and tokens from {first} of {num_tokens} on"
+            + (f", but no block for {absent[0] * size} to {(absent[0] + 1) * size - 1}" if absent else "")
+            + ". Only what lies before first_token, behind a window, may be absent."
+        )
 
 
 def _part(num_tokens: int, sources: list[Source], model: str, block_size: int, format: str) -> Part:
-    one = sources[0]
     layers = tuple(sorted({n for s in sources for n in s.model_layers}))
-    specs = []
-    for s in sources:  # layers counted within the part
-        start = layers.index(s.model_layers[0])
-        if layers[start : start + s.spec.num_layers] != s.model_layers:
-            raise BadArgument(
-                f"export_blocks(): a source has layers {s.model_layers} and others of its kind stand between them: {layers}. "
-                "Give each run of layers as a source of its own."
-            )
-        if list(s.blocks) != list(one.blocks) or s.first_token != one.first_token or s.rope != one.rope:
-            raise BadArgument("export_blocks(): ranks of one cache have the same blocks, first_token and rope.")
-        specs.append(replace(s.spec, layer_start=start, model=model))
+    specs = [s.spec for s in sources]
     head = min(s.head_start for s in specs)
     heads = max(s.head_start + s.num_kv_heads for s in specs) - head
-    first, blocks = one.first_token // block_size, -(-num_tokens // block_size)
-    base = replace(specs[0], layer_start=0, num_layers=len(layers), head_start=head, num_kv_heads=heads)
-    spec = neutral(base, num_blocks=blocks - first, block_size=block_size, format=format, model=model)
-    device = one.buffers[0].device
+    first_token = max(s.first_held for s in sources)
+    first = first_token // block_size
+    blocks = -(-num_tokens // block_size) - first
+    spec = neutral(specs[0], num_blocks=blocks, block_size=block_size, format=format, model=model)
+    spec = replace(spec, layer_start=0, num_layers=len(layers), head_start=head, num_kv_heads=heads)
+    device = sources[0].buffers[0].device
     made = new_buffers(spec, device)
-    need = -(-num_tokens // one.spec.block_size)
-    convert(
-        list(made),
-        [t for s in sources for t in s.buffers],
-        plan=plan(specs, spec, rope=(one.rope, "half")),
-        src_blocks=torch.tensor([list(one.blocks[:need])], dtype=torch.int32),
-        dst_blocks=torch.tensor([[-1] * first + list(range(blocks - first))], dtype=torch.int32),
-        seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
-    )
-    return Part(spec, layers, one.window, first, tuple(moved(made, torch.device("cpu")))).sealed(num_tokens)
+    tables: dict[_Table, list[Source]] = {}
+    for s in sources:
+        need = -(-num_tokens // s.spec.block_size)
+        ids = tuple(int(n) for n in s.blocks[:need])
+        tables.setdefault(_Table(ids, s.rope, s.spec.num_blocks, s.spec.block_size), []).append(s)
+    dst = block_table([-1] * first + list(range(spec.num_blocks)))
+    for table, same in tables.items():
+        for (begin, end), runs in _runs(same, layers, model).items():
+            if not format:
+                require_one_scale("export_blocks", [(r.spec, r.source.buffers) for r in runs])
+            convert(
+                list(made),
+                [t for r in runs for t in r.source.buffers],
+                plan=plan([r.spec for r in runs], spec, layers=(begin, end), rope=(table.rope, "half")),
+                src_blocks=block_table(table.blocks),
+                dst_blocks=dst,
+                seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
+            )
+    host = tuple(moved(made, torch.device("cpu")))
+    return Part(spec, layers, sources[0].window, first, host, first_token=first_token).cleared().sealed(num_tokens)
+
+
+def _runs(sources: list[Source], layers: tuple[int, ...], model: str) -> dict[tuple[int, int], list[_Run]]:
+    """The part's layers that these sources have, in runs, and who has them."""
+    place = {n: i for i, n in enumerate(layers)}
+    by_source: list[list[_Run]] = []
+    for s in sources:
+        at = [place[n] for n in s.model_layers]
+        starts = [j for j in range(len(at)) if j == 0 or at[j] != at[j - 1] + 1]
+        by_source.append([
+            _Run(at[j], at[j] + end - j, replace(s.spec, layer_start=at[j] - j, model=model), s)
+            for j, end in zip(starts, [*starts[1:], len(at)], strict=True)
+        ])  # fmt: skip
+    found: dict[tuple[int, int], list[_Run]] = {}
+    runs = sorted((r for rs in by_source for r in rs), key=lambda r: (r.first, r.end))
+    if any(len(rs) > 1 for rs in by_source):  # a spec is true for its run alone: run by run, each of all ranks
+        for r in runs:
+            found.setdefault((r.first, r.end), []).append(r)
+        return found
+    for r in runs:  # stages follow each other, and ranks stand side by side: one conversion for all that touch
+        last = next(reversed(found), None)
+        if last is None or r.first > last[1]:
+            found[r.first, r.end] = [r]
+        else:
+            joined = found.pop(last)
+            found[last[0], max(last[1], r.end)] = [*joined, r]
+    return found

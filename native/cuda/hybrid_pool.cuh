@@ -134,14 +134,17 @@ __device__ __forceinline__ float mean_of(const Pool& m) { return __fdividef(m.to
 // What weights are relative to: scores of -inf alone would be subtracted from themselves.
 __device__ __forceinline__ float level_of(float top) { return top == minus_infinity() ? 0.0f : top; }
 
-// exp(score - level). The difference comes first: scores may be large, and what weighs is near 0.
-__device__ __forceinline__ float weight_of(float score, float level) {
+constexpr float kLog2e = 1.44269504f;
+
+__device__ __forceinline__ float exp2_of(float x) {
   float w;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(w) : "f"((score - level) * 1.44269504f));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(w) : "f"(x));
   return w;
 }
+// exp(score - level). The difference comes first: scores may be large, and what weighs is near 0.
+__device__ __forceinline__ float weight_of(float score, float level) { return exp2_of((score - level) * kLog2e); }
 
-// N slots, `kv` as loaded and scores with their bias. IsFirst: m is empty.
+// N slots, `kv` as loaded and scores with their bias. IsFirst: m is empty, and only its mean is wanted.
 template <int IO, int N, bool IsFirst = false> __device__ __forceinline__ void add_parts(Pool (&m)[kWide<IO>], const Part<IO> (&kv)[N], const float (&score)[N][kWide<IO>]) {
   constexpr int W = kWide<IO>;
   float level[W];
@@ -151,7 +154,10 @@ template <int IO, int N, bool IsFirst = false> __device__ __forceinline__ void a
 #pragma unroll
     for (int b = 0; b < N; b++) m[i].top = fmaxf(m[i].top, score[b][i]);
     level[i] = level_of(m[i].top);
-    if constexpr (IsFirst) continue;
+    if constexpr (IsFirst) {
+      level[i] *= kLog2e;
+      continue;
+    }
     const float keep = weight_of(before, level[i]);
     m[i].sum *= keep, m[i].total *= keep;
   }
@@ -161,7 +167,8 @@ template <int IO, int N, bool IsFirst = false> __device__ __forceinline__ void a
     widen<IO>(kv[b], x);
 #pragma unroll
     for (int i = 0; i < W; i++) {
-      const float w = weight_of(score[b][i], level[i]);
+      // The rounding of a level times log2(e) is in all weights alike, and a mean is without it: what is to be added to gets exact ones.
+      const float w = IsFirst ? exp2_of(fmaf(score[b][i], kLog2e, -level[i])) : weight_of(score[b][i], level[i]);
       m[i].sum += w, m[i].total = fmaf(w, x[i], m[i].total);
     }
   }

@@ -17,6 +17,7 @@ except ImportError as error:
 
 from kvx.adapters.transformers.attention import attend
 from kvx.adapters.transformers.cache import NAME, KvxCache
+from kvx.adapters.transformers.handover import export_cache, import_cache
 from kvx.adapters.transformers.latents import read_latents
 from kvx.adapters.transformers.layer import KvxLayer
 from kvx.adapters.transformers.mask import make_mask
@@ -24,4 +25,4 @@ from kvx.adapters.transformers.mask import make_mask
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, make_mask)
 
-__all__ = ["KvxCache", "KvxLayer", "attend", "make_mask", "read_latents"]
+__all__ = ["KvxCache", "KvxLayer", "attend", "export_cache", "import_cache", "make_mask", "read_latents"]

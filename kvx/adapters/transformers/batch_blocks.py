@@ -119,6 +119,12 @@ class BatchBlocks:
         lens = torch.from_numpy(np.maximum(self.seq_lens - begins, 0).astype(np.int32)).to(self.device)
         return PackedTable(ids, lens), begins
 
+    def blocks_of(self, sequence: int) -> NDArray[np.int32]:
+        """Its block ids in order; -1 behind the window."""
+        ids = self._ids[sequence, : self._ends(self.length)[sequence]].copy()
+        ids[: self.starts[sequence]] = -1
+        return ids
+
     def release_behind(self) -> None:
         """Give back the blocks that no later query's window reaches."""
         if not self.window:

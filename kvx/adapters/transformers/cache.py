@@ -7,6 +7,7 @@ gets K and V gathered, as from any other cache, or with attn_implementation="kvx
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,27 @@ class KvxCache(Cache):
         blocks = layer.blocks = self._blocks_on(key.device, layer)
         if not blocks.is_started:
             blocks.start(self._pads, key.device)
+        self._prepare(layer, blocks, key, value)
+        layer.store(key, value, blocks.slots(layer.length - key.shape[2], key.shape[2]))
+
+    def make_room(self, num_tokens: int, likes: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """One sequence of so many tokens in an empty cache, whose K and V someone else writes into the blocks of the layers.
+
+        `likes` has the keys and values of each layer, [1, heads, any number of tokens, dim].
+        """
+        self.reset()
+        self._pads = np.zeros(1, np.int64)
+        for layer, (key, value) in zip(self.layers, likes, strict=True):
+            layer.check(key, value)
+            blocks = layer.blocks = self._blocks_on(key.device, layer)
+            if not blocks.is_started:
+                blocks.start(self._pads, key.device)
+            layer.length = num_tokens
+            layer.first_visible = layer.first_column(num_tokens)
+            self._prepare(layer, blocks, key, value)
+
+    def _prepare(self, layer: KvxLayer, blocks: BatchBlocks, key: Tensor, value: Tensor) -> None:
+        """Storage for the layer's columns."""
         if layer.length > blocks.length:
             moves = blocks.extend(layer.length - blocks.length)
             for other in self.layers:
@@ -91,7 +113,6 @@ class KvxCache(Cache):
         if not layer.is_initialized:
             layer.lazy_initialization(key, value)
         layer.batch_size = layer.max_batch_size = key.shape[0]
-        layer.store(key, value, blocks.slots(layer.length - key.shape[2], key.shape[2]))
 
     def _blocks_on(self, device: torch.device, layer: KvxLayer) -> BatchBlocks:
         """The layer's blocks, or others of their kind: layers may be spread over devices, and tables lie where layers do."""
@@ -163,14 +184,14 @@ class KvxCache(Cache):
         self._select(np.asarray(beam_idx.tolist(), np.int64))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._select(np.arange(self._num_sequences())[np.asarray(indices.tolist())])  # numbers or booleans
+        self._select(np.arange(self.num_sequences)[np.asarray(indices.tolist())])  # numbers or booleans
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select(np.arange(self._num_sequences()).repeat(repeats))
+        self._select(np.arange(self.num_sequences).repeat(repeats))
 
     def _select(self, rows: NDArray[np.int64]) -> None:
         self._settle_all()
-        count = self._num_sequences()
+        count = self.num_sequences
         if self._pads is None or np.array_equal(rows, np.arange(count)):
             return
         if rows.size == 0 or rows.min() < 0 or rows.max() >= count:
@@ -183,7 +204,9 @@ class KvxCache(Cache):
                 layer.batch_size = layer.max_batch_size = len(rows)
         self._pads = self._pads[rows]
 
-    def _num_sequences(self) -> int:
+    @property
+    def num_sequences(self) -> int:
+        """With what waited: it is stored by now."""
         self._settle_all()
         return 0 if self._pads is None else len(self._pads)
 

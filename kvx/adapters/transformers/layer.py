@@ -98,6 +98,11 @@ class KvxLayer(CacheLayerMixin):
         if self.is_initialized:
             copy_blocks(self.storage.cache, pairs, spec=self.spec, **self.storage.scales())
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """K and V, or one tensor of both; then their scales, where those stand apart."""
+        return tuple(_tensors(self.storage))
+
     def store(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write [batch, heads, tokens, dim] into its slots."""
         k, v = (x.detach().transpose(1, 2).reshape(-1, *x.shape[1:2], x.shape[3]) for x in (key, value))

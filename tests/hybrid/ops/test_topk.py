@@ -109,8 +109,8 @@ def _strided_bytes(device):
 )
 def test_wrong_arguments(backend, scores, k, more, words):
     device = backend.device
+    moved = {name: x(device) if callable(x) else x.to(device) for name, x in more.items()}
     with pytest.raises(kvx.BadArgument, match=words):
-        moved = {name: x(device) if callable(x) else x.to(device) for name, x in more.items()}
         topk(scores.to(device), k, **moved, backend=backend.name)
 
 

@@ -1,0 +1,110 @@
+"""llama.cpp's states and slot files to and from handovers. The pairs of rotated K change their order on the way, no number does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvx.adapters.llama_cpp.kinds import VERSIONS, Model, StateKind
+from kvx.adapters.llama_cpp.slot_file import SlotFile, read_slot_file, write_slot_file
+from kvx.adapters.llama_cpp.state import SequenceState, read_state, write_state
+from kvx.errors import BadArgument, Unsupported
+from kvx.handover import Handover, Source, export_blocks
+from kvx.layout import engine
+from kvx.layout.buffers import allocate_buffers
+from kvx.spec import CacheSpec
+
+
+def export_state(
+    data: bytes,  # of llama_state_seq_get_data
+    tokens: ArrayLike,  # the sequence's ids: states do not have them
+    *,
+    model: Model,
+    version: int = VERSIONS[-1],  # LLAMA_STATE_SEQ_VERSION of the engine: states do not say it
+    block_size: int = 16,
+    format: str = "",  # "": as it is
+) -> Handover:
+    return _export(read_state(data, model=model, version=version), tokens, model, block_size, format)
+
+
+def import_state(
+    handover: Handover,
+    *,
+    model: Model,
+    like: bytes | StateKind,  # a state that the engine saved, of any sequence of this model; or what it would say
+    version: int = VERSIONS[-1],  # as export_state; with a StateKind, that one's
+) -> bytes:
+    """For llama_state_seq_set_data."""
+    kind = like if isinstance(like, StateKind) else read_state(like, model=model, version=version).kind
+    return _import(handover, model, kind, is_file=False)
+
+
+def export_slot_file(data: bytes, *, model: Model, block_size: int = 16, format: str = "") -> Handover:
+    file = read_slot_file(data)
+    return _export(read_state(file.state, model=model, version=file.version), file.tokens, model, block_size, format)
+
+
+def import_slot_file(
+    handover: Handover,
+    *,
+    model: Model,
+    like: bytes | StateKind,  # a slot file that the engine saved, or what it would say
+) -> bytes:
+    """For `POST /slots/N?action=restore`. With a StateKind, tokens are packed as llama-server does since 2026-08."""
+    if isinstance(like, StateKind):
+        file, kind = SlotFile(like.version, handover.tokens, memoryview(b""), True), like
+    else:
+        file = read_slot_file(like)
+        kind = read_state(file.state, model=model, version=file.version).kind
+    state = _import(handover, model, kind, is_file=True)
+    return write_slot_file(handover.tokens, state, version=file.version, is_packed=file.is_packed)
+
+
+def _export(state: SequenceState, tokens: ArrayLike, model: Model, block_size: int, format: str) -> Handover:
+    ids = np.asarray(tokens)
+    if ids.shape != (state.num_cells,):
+        raise BadArgument(f"export_state(): tokens are {list(ids.shape)}; the state has {state.num_cells} cells, one a token.")
+    spec = cache_spec(model, state.kind, state.num_cells)
+    source = Source([rows for layer in zip(state.k, state.v, strict=True) for rows in layer], spec, [0], rope=model.rope)
+    handover = export_blocks(ids, [source], model=model.name, block_size=block_size)
+    # Pairs turn in rows that keep their format, so that is a step of its own.
+    return handover.convert(format=format) if format not in ("", state.kind.format) else handover
+
+
+def require_fit(handover: Handover, model: Model) -> None:
+    """Whole, and of this model: raises before anything is read."""
+    handover.check()
+    if len(handover.parts) > 1:
+        windows = ", ".join(str(p.window) for p in handover.parts)
+        raise Unsupported(
+            f"import_state(): the handover has layers of windows {windows}; states of layers that see all are written."
+        )
+    heads = {"num_kv_heads": model.num_kv_heads, "head_start": 0, "head_dim": model.head_dim, "v_head_dim": model.head_dim}
+    handover.require(model=model.name, num_layers=model.num_layers, window=0, **heads)
+
+
+def _import(handover: Handover, model: Model, kind: StateKind, *, is_file: bool) -> bytes:
+    require_fit(handover, model)
+    if (handover.spec.format, handover.spec.v_format) != (kind.format, ""):
+        handover = handover.convert(format=kind.format)
+    cells = handover.num_tokens
+    spec = cache_spec(model, kind, cells)
+    buffers = allocate_buffers(spec)
+    handover.write(0, buffers, spec, [0], rope=model.rope)
+    return write_state(buffers[0::2], buffers[1::2], num_cells=cells, model=model, kind=kind, is_file=is_file)
+
+
+def cache_spec(model: Model, kind: StateKind, num_cells: int) -> CacheSpec:
+    """A state's rows as a cache of one block."""
+    row = engine("llama_cpp.v_transposed" if kind.is_v_transposed else "llama_cpp")
+    spec = row.spec(
+        num_layers=model.num_layers,
+        num_blocks=1,
+        block_size=num_cells,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        format=kind.format,
+    )
+    return replace(spec, model=model.name)

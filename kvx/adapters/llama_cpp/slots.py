@@ -1,0 +1,91 @@
+"""Slots of a llama.cpp server that runs, by its own HTTP calls: a sequence out of a slot, or into one.
+
+The server has `slot_save_path` set to a folder that both see: `llama-server --slot-save-path FOLDER`, or of the xllamacpp wheel
+`CommonParams.slot_save_path`, with `Server.listening_address` as the address.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+import uuid
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from kvx.adapters.llama_cpp.handover import export_slot_file, import_slot_file, require_fit
+from kvx.adapters.llama_cpp.kinds import Model, StateKind
+from kvx.adapters.llama_cpp.slot_file import read_slot_file
+from kvx.adapters.llama_cpp.state import read_state
+from kvx.errors import Incompatible, InternalError
+from kvx.handover import Handover
+
+
+class Slots:
+    def __init__(
+        self,
+        address: str,  # http://127.0.0.1:8080
+        folder: str | Path,  # the server's slot_save_path
+        *,
+        model: Model,
+        kind: StateKind | None = None,  # None: as the first file that it saves says
+        timeout_s: float = 60,
+    ) -> None:
+        self._address, self._folder, self._timeout_s = address.rstrip("/"), Path(folder), timeout_s
+        self._model, self._kind = model, kind
+
+    def export_slot(self, slot: int = 0, *, block_size: int = 16, format: str = "") -> Handover:
+        """All tokens that the slot has. It keeps them."""
+        return export_slot_file(self._saved(slot), model=self._model, block_size=block_size, format=format)
+
+    def import_slot(self, handover: Handover, slot: int = 0) -> None:
+        """The slot forgets what it had. Requests that begin with the handover's tokens, and name the slot, continue from them."""
+        data = import_slot_file(handover, model=self._model, like=self._kind or self._learn(handover, slot))
+        path = self._path()
+        try:
+            path.write_bytes(data)
+            restored = self.post(f"/slots/{slot}?action=restore", {"filename": path.name})
+        finally:
+            path.unlink(missing_ok=True)
+        if restored.get("n_restored") != handover.num_tokens:
+            raise InternalError(
+                f"import_slot(): the server restored {restored.get('n_restored')} tokens of {handover.num_tokens}: {restored}."
+            )
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """One of the server's own calls, with its answer."""
+        request = urllib.request.Request(self._address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+                return dict(json.load(answer))
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")[:500]
+            raise Incompatible(f"llama.cpp at {self._address} refused {path}: {error.code}, {said}") from None
+        except (OSError, HTTPException, ValueError) as error:
+            raise InternalError(
+                f"llama.cpp at {self._address} did not answer {path} within {self._timeout_s} s, or not in JSON: {error}."
+            ) from None
+
+    def _saved(self, slot: int) -> bytes:
+        path = self._path()
+        try:
+            self.post(f"/slots/{slot}?action=save", {"filename": path.name})
+            return path.read_bytes()
+        except FileNotFoundError:
+            raise InternalError(
+                f"Slots: the server saved {path.name}, and {self._folder} has no such file. It is slot_save_path."
+            ) from None
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _learn(self, handover: Handover, slot: int) -> StateKind:
+        """How the server writes states, from one of one token: an empty slot's says nothing."""
+        require_fit(handover, self._model)  # else the slot would be gone for nothing
+        self.post("/completion", {"prompt": handover.tokens[:1].tolist(), "n_predict": 0, "id_slot": slot, "cache_prompt": True})
+        file = read_slot_file(self._saved(slot))
+        self._kind = read_state(file.state, model=self._model, version=file.version).kind
+        return self._kind
+
+    def _path(self) -> Path:
+        return self._folder / f"kvx-{uuid.uuid4().hex}.slot"

@@ -1,0 +1,88 @@
+"""Ranks' shards become one handover again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from kvx.errors import BadArgument, Damaged, Incompatible
+from kvx.handover.handover import Handover
+from kvx.handover.memory import new_buffers
+from kvx.handover.part import Part
+from kvx.handover.scales import require_one_scale
+from kvx.layout.plan import plan
+from kvx.ops.convert import convert
+from kvx.ops.digest import Digest
+from kvx.spec import CacheSpec
+
+_SAME = ("model", "num_blocks", "block_size", "head_dim", "v_head_dim", "format", "v_format")
+
+
+def join(shards: Sequence[Handover]) -> Handover:
+    """The handover that was cut into these ranks' shards, in any order. Every head of it must be there.
+
+    Shards that shard() made know the content of the whole, so that a missing one is found; those that were exported rank by rank
+    do not, and may each be there once.
+    """
+    if not shards:
+        raise BadArgument("join(): no shards; there is one or more.")
+    first = shards[0]
+    for n, s in enumerate(shards):
+        s.check()
+        if not np.array_equal(s.tokens, first.tokens) or s.whole != first.whole or len(s.parts) != len(first.parts):
+            raise Incompatible(f"join(): shard {n} is of other tokens or of another handover than shard 0. It was not read.")
+    parts = [_joined([s.parts[i] for s in shards], first, i) for i in range(len(first.parts))]
+    return Handover(first.tokens, tuple(parts))
+
+
+def _joined(shards: list[Part], first: Handover, i: int) -> Part:
+    ranks = _ranks(shards, has_whole=bool(first.whole))
+    p, start = ranks[0], ranks[0].spec.head_start
+    spec = replace(p.spec, num_kv_heads=ranks[-1].spec.head_start + ranks[-1].spec.num_kv_heads - start)
+    part = replace(p, spec=spec, buffers=new_buffers(spec))
+    here = torch.arange(spec.num_blocks, dtype=torch.int32)
+    convert(
+        list(part.buffers),
+        [t for r in ranks for t in r.buffers],
+        plan=plan([r.spec for r in ranks], spec),
+        src_blocks=here,
+        dst_blocks=here,
+    )
+    part = part.sealed(first.num_tokens)
+    want = first.whole[i] if first.whole else sum((r.content for r in ranks), Digest())
+    if part.content != want:
+        held = ", ".join(_heads(r.spec) for r in ranks)
+        raise Damaged(f"join(): heads {held} make content {part.content}; the whole had {want}. A shard is missing.")
+    return part
+
+
+def _ranks(shards: list[Part], *, has_whole: bool) -> list[Part]:
+    """One for each run of heads, in their order."""
+    found: dict[int, Part] = {}
+    for n, p in enumerate(shards):
+        for what in _SAME:
+            a, b = getattr(shards[0].spec, what), getattr(p.spec, what)
+            if a != b:
+                raise Incompatible(f"join(): shard {n} has {what} {b!r}; shard 0 has {a!r}. It was not read.")
+        if (p.layers, p.window, p.first_token) != (shards[0].layers, shards[0].window, shards[0].first_token):
+            raise Incompatible(f"join(): shard {n} is of other layers, another window or another first token than shard 0.")
+        there = found.get(p.spec.head_start)
+        if there is not None and (not has_whole or there.content != p.content or there.spec != p.spec):
+            raise Incompatible(f"join(): heads {_heads(p.spec)} are there twice: shard {n} is of the same rank as another.")
+        found[p.spec.head_start] = p
+    ranks = [found[h] for h in sorted(found)]
+    for a, b in pairwise(ranks):
+        end = a.spec.head_start + a.spec.num_kv_heads
+        if end != b.spec.head_start:
+            what = "missing" if end < b.spec.head_start else "there twice"
+            raise Incompatible(f"join(): heads {_heads(a.spec)} and then {_heads(b.spec)}: some are {what}.")
+    require_one_scale("join", [(r.spec, r.buffers) for r in ranks])
+    return ranks
+
+
+def _heads(spec: CacheSpec) -> str:
+    return f"{spec.head_start} to {spec.head_start + spec.num_kv_heads - 1}"

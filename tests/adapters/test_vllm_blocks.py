@@ -1,0 +1,284 @@
+"""Blocks between caches as vLLM has them and tiers: what is found, loaded and saved, step by step. A small fake stands for vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvx import BadArgument, Unsupported, allocate_buffers, convert, engine, plan
+from kvx.adapters.vllm.facts import head_start, tensor_facts
+from kvx.adapters.vllm.groups import GroupFacts, parts_of, read_groups, require_block_size
+from kvx.adapters.vllm.jobs import Job, blocks_of, complete, needed, tables
+from kvx.adapters.vllm.layout import read_group
+from kvx.adapters.vllm.packing import find_packing
+from kvx.adapters.vllm.scheduler import SchedulerSide
+from kvx.adapters.vllm.settings import Settings, TierSetting
+from kvx.adapters.vllm.shelf import Shelf, open_tier
+from kvx.adapters.vllm.worker import PartMover, runs_of
+
+H, D, BLOCKS = 2, 8, 24
+
+
+class FakeVllm:
+    """A cache [block, head, token, K|V] a layer, in groups with tables of their own, and a connector's two sides."""
+
+    def __init__(self, folder: Path, groups: list[tuple[int, tuple[int, ...]]], *, size: int, kept: int, format: str = "") -> None:
+        # groups: (window, layers)
+        facts = [
+            GroupFacts(
+                "SlidingWindowSpec" if window else "FullAttentionSpec", tuple(f"layers.{n}.attn" for n in layers), size, H, D,
+                "float32", window=window,
+            )
+            for window, layers in groups
+        ]  # fmt: skip
+        self.size = size
+        self.groups = read_groups(facts)
+        self.parts = parts_of(self.groups)
+        require_block_size(kept, self.groups)
+        self.caches = {name: torch.zeros(BLOCKS, H, size, 2 * D) for f in facts for name in f.layer_names}
+        self.movers, shelves = [], []
+        for part in self.parts:
+            spec = part.kept(block_size=kept, model="fake", format=format)
+            kind = part.kind(spec, len(self.parts))
+            shelf = Shelf(kind, [open_tier(TierSetting("disk", 10**9, folder), kind)])
+            shelves.append([shelf])
+            segments = [
+                s
+                for g in part.groups
+                for s in read_group(
+                    g, [tensor_facts(self.caches[n]) for n in g.layer_names], part.layers, num_blocks=BLOCKS, layout="LBHNC"
+                )
+            ]
+            self.movers.append(PartMover(part, spec, shelf, runs_of(segments, self.caches)))
+        self.side = SchedulerSide(self.parts, shelves, block_size=kept, model="fake")
+
+    def truth(self, name: str, token: int, value: int) -> torch.Tensor:
+        """What the model computes for a token: [head, K|V]. Small integers, exact in every format."""
+        layer = int(name.split(".")[1])
+        return torch.tensor([[float((token * 5 + value + layer * 3 + h * 2) % 13 - 6)] * 2 * D for h in range(H)])
+
+    def step(self, tokens: list[int], blocks: list[list[int]], *, computed: int = 0, external: int = 0, new: int | None = None):
+        """One request's step: load, compute, save. Its blocks are told whole."""
+        self.side.add("r", tokens)
+        self.side.allocated("r", blocks, external)
+        new = len(tokens) - computed if new is None else new
+        work = self.side.scheduled("r", blocks, is_whole=True, num_computed=computed, num_new=new)
+        if work.load:
+            assert [m.load(work.load) for m in self.movers] == [[]] * len(self.movers)
+        for group in self.groups:
+            for name in group.layer_names:
+                for t in range(computed, computed + new):
+                    block = blocks[group.index][t // self.size]
+                    self.caches[name][block, :, t % self.size] = self.truth(name, t, tokens[t])
+        return sum(m.save(work.save) for m in self.movers) if work.save else 0
+
+    def check(self, tokens: list[int], blocks: list[list[int]], end: int) -> int:
+        """That every token with memory has its K and V; how many there were."""
+        seen = 0
+        for group in self.groups:
+            for name in group.layer_names:
+                for t in range(end):
+                    block = blocks[group.index][t // self.size]
+                    if block:
+                        assert torch.equal(self.caches[name][block, :, t % self.size], self.truth(name, t, tokens[t])), (name, t)
+                        seen += 1
+        return seen
+
+
+TOKENS = [int(x) for x in torch.randint(0, 1000, (110,), generator=torch.Generator().manual_seed(3))]
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (32, 16), (32, 32)], ids=str)
+def test_another_engine_finds_what_one_saved(tmp_path, sizes):
+    kept = 16
+    a = FakeVllm(tmp_path, [(0, (0, 1, 2))], size=sizes[0], kept=kept)
+    a.step(TOKENS, [[5, 3, 9, 1, 2, 7, 8]])
+    b = FakeVllm(tmp_path, [(0, (0, 1, 2))], size=sizes[1], kept=kept)
+    b.side.add("r", TOKENS)
+    found = b.side.matched("r", 0)
+    assert found == 96
+    table = [[11, 4, 6, 2, 1, 3, 10]]
+    b.step(TOKENS, table, computed=found, external=found)
+    assert b.check(TOKENS, table, len(TOKENS)) == 3 * len(TOKENS)
+    assert b.caches["layers.0.attn"][12].abs().sum() == 0  # nothing but its own blocks was touched
+
+
+def test_tier_blocks_may_be_larger_than_vllms(tmp_path):
+    a = FakeVllm(tmp_path, [(0, (0,))], size=16, kept=64)
+    assert a.step(TOKENS, [[5, 3, 9, 1, 2, 7, 8]]) == 1
+    b = FakeVllm(tmp_path, [(0, (0,))], size=16, kept=64)
+    b.side.add("r", TOKENS)
+    assert b.side.matched("r", 0) == 64
+    assert b.side.matched("r", 32) == 32
+    table = [[11, 4, 6, 2, 1, 3, 10]]
+    for block in table[0][:2]:  # computed here before, and shared: they must not be written
+        b.caches["layers.0.attn"][block] = 77.0
+    b.step(TOKENS, table, computed=64, external=32)
+    assert (b.caches["layers.0.attn"][table[0][:2]] == 77.0).all()
+    for t in range(32, len(TOKENS)):
+        assert torch.equal(b.caches["layers.0.attn"][table[0][t // 16], :, t % 16], b.truth("layers.0.attn", t, TOKENS[t]))
+
+
+def test_a_token_is_left_to_compute_and_others_share_only_a_beginning(tmp_path):
+    a = FakeVllm(tmp_path, [(0, (0,))], size=16, kept=16)
+    a.step(TOKENS[:64], [[5, 3, 9, 1]])
+    a.side.add("same", TOKENS[:64])
+    assert a.side.matched("same", 0) == 48
+    a.side.add("longer", TOKENS[:65])
+    assert a.side.matched("longer", 0) == 64
+    a.side.add("other", [*TOKENS[:40], 7, *TOKENS[41:]])
+    assert a.side.matched("other", 0) == 32
+    a.side.add("none", TOKENS[1:])
+    assert a.side.matched("none", 0) == 0
+
+
+def test_a_backend_that_only_decodes_after_a_cache(tmp_path):
+    a = FakeVllm(tmp_path, [(0, (0,))], size=16, kept=16)
+    a.step(TOKENS[:64], [[5, 3, 9, 1]])
+    a.side.is_decode_only = True
+    for length, found in ((65, 64), (66, 0), (64, 0), (33, 32)):
+        a.side.add(f"{length}", TOKENS[:length])
+        assert a.side.matched(f"{length}", 0) == found
+
+
+def test_a_damaged_block_is_a_miss_before_anyone_counts_on_it(tmp_path):
+    a = FakeVllm(tmp_path, [(0, (0,))], size=16, kept=16)
+    a.step(TOKENS, [[5, 3, 9, 1, 2, 7, 8]])
+    a.side.add("r2", TOKENS)
+    third = a.side._requests["r"].names[2]
+    (path,) = tmp_path.rglob(f"{third.hex()}.kvx")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert a.side.matched("r2", 0) == 32
+    assert not path.exists()
+
+
+HYBRID = [(0, (2, 5)), (20, (0, 3)), (20, (1, 4))]
+
+
+def test_windows_need_only_what_the_next_token_sees(tmp_path):
+    a = FakeVllm(tmp_path, HYBRID, size=16, kept=16)
+    tables_a = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17, 18, 19, 20, 21]]
+    a.step(TOKENS, tables_a)
+    b = FakeVllm(tmp_path, HYBRID, size=16, kept=16)
+    b.side.add("r", TOKENS)
+    found = b.side.matched("r", 0)
+    assert found == 96
+    # After 96 tokens a window of 20 sees from 77 on: blocks 0 to 3 have no memory.
+    tables_b = [[7, 6, 5, 4, 3, 2, 1], [0, 0, 0, 0, 8, 9, 10], [0, 0, 0, 0, 11, 12, 13]]
+    b.step(TOKENS, tables_b, computed=found, external=found)
+    assert b.check(TOKENS, tables_b, len(TOKENS)) == 2 * 110 + 4 * (110 - 64)
+    assert all(c[0].abs().sum() == 0 for c in b.caches.values())  # the null block
+
+
+def test_what_left_a_window_is_not_saved_from_a_stale_table(tmp_path):
+    """A tier's block of 64 tokens ends when its first blocks are long given back, and hold another request's rows."""
+    a = FakeVllm(tmp_path, HYBRID, size=16, kept=64)
+    blocks = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17, 18, 19, 20, 21]]
+    a.step(TOKENS, blocks, computed=0, new=50)
+    assert a.movers[1].shelf.tiers[0].num_blocks == 0
+    a.step(TOKENS, blocks, computed=50, new=20)
+    assert a.movers[0].shelf.tiers[0].num_blocks == 1
+    assert a.movers[1].shelf.tiers[0].num_blocks == 0  # tokens 0 to 15 were given back before this step
+    a.side.add("again", TOKENS)
+    assert a.side.matched("again", 0) == 0
+
+
+def test_what_is_gone_when_it_is_read_is_said(tmp_path):
+    a = FakeVllm(tmp_path, [(0, (0,))], size=16, kept=16)
+    a.step(TOKENS, [[5, 3, 9, 1, 2, 7, 8]])
+    names = a.side._requests["r"].names
+    a.movers[0].shelf.tiers[0].drop([names[4]]).result()
+    assert a.movers[0].load(Job("x", 0, 96, tuple(names[:6]), ((11, 12, 13, 14, 15, 16),))) == [4]
+
+
+def test_blocks_are_smaller_in_a_format_with_inline_scales(tmp_path):
+    a = FakeVllm(tmp_path, [(0, (0, 1))], size=16, kept=16, format="fp8_e4m3_per_token_head_inline")
+    a.step(TOKENS, [[5, 3, 9, 1, 2, 7, 8]])
+    b = FakeVllm(tmp_path, [(0, (0, 1))], size=16, kept=16, format="fp8_e4m3_per_token_head_inline")
+    b.step(TOKENS, [[11, 4, 6, 2, 1, 3, 10]], computed=96, external=96)
+    for name, cache in b.caches.items():
+        want = torch.stack([b.truth(name, t, TOKENS[t]) for t in range(16)], 1)
+        torch.testing.assert_close(cache[11], want, rtol=2**-3, atol=2**-6)
+    assert (
+        FakeVllm(tmp_path, [(0, (0, 1))], size=16, kept=16).movers[0].shelf.tiers[0].num_blocks == 0
+    )  # another kind, its own folder
+
+
+def test_tables_run_over_the_same_tokens():
+    job = Job("r", 32, 96, tuple(bytes([n]) for n in range(4)), ((7, 0, 9, 4),))
+    t = tables(job, 0, engine_size=32, kept_size=16)
+    assert t.engine == [-1, 9]
+    assert t.kept == [0, 1, 2, 3]
+    assert needed(t, 32, 16) == complete(t, 32, 16) == [False, False, True, True]
+    t = tables(job, 0, engine_size=8, kept_size=16)
+    assert len(t.engine) == 2 * len(t.kept)
+    job = Job("r", 16, 48, (b"a", b"b"), ((1, 2, 0, 4),))
+    t = tables(job, 0, engine_size=16, kept_size=32)
+    assert (t.engine, t.kept) == ([-1, 2, -1, -1], [0, 1])
+    assert (needed(t, 16, 32), complete(t, 16, 32)) == ([True, False], [False, False])
+    assert [blocks_of(job, 0, n, engine_size=16, kept_size=32) for n in range(2)] == [[2], []]
+    job = Job("r", 64, 128, (b"a", b"b"), ((7, 8),))
+    assert [blocks_of(job, 0, n, engine_size=64, kept_size=32) for n in range(2)] == [[8], [8]]
+
+
+def test_block_sizes_fit_into_each_other():
+    groups = read_groups([GroupFacts("FullAttentionSpec", ("layers.0.attn",), 32, H, D, "float32")])
+    for size in (16, 32, 128):
+        require_block_size(size, groups)
+    with pytest.raises(BadArgument, match="block_size is 48 in the tiers and 32 in vLLM; one divides the other"):
+        require_block_size(48, groups)
+
+
+def test_settings():
+    s = Settings.read({"tiers": ["host:1GB", "disk:/var/kv", "disk:/a:b:200MiB"], "model": "m", "block_size": 32})
+    assert s.tiers == (
+        TierSetting("host", 10**9),
+        TierSetting("disk", 32 * 10**9, Path("/var/kv")),
+        TierSetting("disk", 200 * 2**20, Path("/a:b")),
+    )
+    assert s.tiers[0].share(1, 4) == TierSetting("host", 250 * 10**6)
+    for wrong, says in (
+        ({"tiers": ["host"]}, "it is host:1GB, disk:DIR"),
+        ({"tiers": ["ram:1GB"]}, 'a tier is "ram:1GB"'),
+        ({"tiers": []}, "it is a list of them"),
+        ({"tiers": "host:1GB"}, "it is a list of them"),
+        ({"tiers": ["host:1GB"], "blocksize": 3}, "'blocksize' is not known"),
+        ({"tiers": ["host:1GB"], "block_size": "32"}, "block_size is '32'"),
+    ):
+        with pytest.raises(BadArgument, match=says):
+            Settings.read(wrong)
+
+
+def test_host_memory_is_one_for_both_sides():
+    (part,) = parts_of(read_groups([GroupFacts("FullAttentionSpec", ("layers.0.attn",), 32, H, D, "float32")]))
+    kind = part.kind(part.kept(block_size=16, model="m"), 1)
+    a, b = (open_tier(TierSetting("host", 10**6), kind) for _ in range(2))
+    assert a is b
+    other = part.kind(part.kept(block_size=16, model="n"), 1)
+    assert open_tier(TierSetting("host", 10**6), other) is not a
+
+
+def test_heads_of_ranks():
+    assert [head_start(r, 2, 4) for r in range(2)] == [0, 2]
+    assert [head_start(r, 4, 2) for r in range(4)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("row", ["vllm.cpu", "vllm.cpu.amx", "vllm.cpu.arm"])
+def test_packings_are_found_by_what_comes_out(row):
+    facts = GroupFacts("FullAttentionSpec", ("layers.0.attn",), 32, H, 64, "bfloat16")
+    (group,) = read_groups([facts])
+
+    def write(k, v, cache, slots):
+        spec = engine(row).spec(num_layers=1, num_blocks=3, block_size=32, num_kv_heads=2, head_dim=64)
+        plain = replace(spec, layout="layer kv | block token head dim")
+        convert([cache], [k, v], plan=plan(plain, spec))
+
+    assert find_packing(group, write) == row
+    with pytest.raises(Unsupported, match=r"none of vllm\.cpu"):
+        find_packing(group, lambda k, v, cache, slots: cache.view(-1)[: k.numel()].copy_(k.reshape(-1)))
+    assert len(allocate_buffers(parts_of([group])[0].kept(block_size=32, model="m"))) == 1
