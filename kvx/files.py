@@ -182,7 +182,7 @@ def _views(path: Path, mapped: mmap.mmap, start: int, header: dict[str, Any], sp
         raise BadArgument(f"load(): {path} has {len(mapped)} bytes; its header makes {start + total}. It is cut short.")
     out = []
     for name, entry in want.items():
-        begin, end = header[name].get("data_offsets", [0, 0])
+        begin, end = _offsets(path, name, header[name])
         if end - begin != entry["data_offsets"][1] - entry["data_offsets"][0] or begin < 0 or start + end > len(mapped):
             raise Incompatible(f"load(): {path}: tensor {name} has {end - begin} bytes; the manifest makes {entry['shape']}.")
         out.append(
@@ -191,6 +191,13 @@ def _views(path: Path, mapped: mmap.mmap, start: int, header: dict[str, Any], sp
             else torch.empty(0, dtype=torch.uint8)
         )
     return out
+
+
+def _offsets(path: Path, name: str, entry: Any) -> tuple[int, int]:
+    found = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(found, list) or len(found) != 2 or any(type(n) is not int for n in found):
+        raise BadArgument(f"load(): {path}: tensor {name} says it is at {str(found)[:80]}; it is at two numbers, first and end.")
+    return found[0], found[1]
 
 
 def shard_paths(path: str, count: int) -> Sequence[Path]:

@@ -203,3 +203,17 @@ def test_wrong_options(cache, tmp_path, arguments, said):
     err = run("convert", str(cache), str(tmp_path / "out.safetensors"), *arguments, code=2)
     assert said in " ".join(err.split())
     assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("lie", ["cache", {"data_offsets": "ab"}, {"data_offsets": [0.5, 8]}, [1], None], ids=str)
+def test_a_header_whose_offsets_are_none(tmp_path, lie):
+    spec = kvx.CacheSpec(num_blocks=2, block_size=4, num_kv_heads=1, head_dim=8)
+    path = tmp_path / "cache.safetensors"
+    kvx.save(path, kvx.allocate_buffers(spec), spec)
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = {**json.loads(data[8 : 8 + length]), "cache.00000": lie}
+    changed = json.dumps(header).encode().ljust(length)
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
+    with pytest.raises(kvx.BadArgument, match=r"tensor cache.00000 says it is at"):
+        kvx.load(path)
