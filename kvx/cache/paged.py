@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvx.cache.backing import Backing, bring_back
 from kvx.cache.batch import Batch, BatchBuffers
 from kvx.cache.blocks import BlockAllocator
 from kvx.cache.groups import GroupState, Layer, LayerGroup, check_groups
@@ -98,11 +99,11 @@ class PagedCache:
 
     # --- one sequence -----------------------------------------------------------------------------------------------------
 
-    def admit(self, tokens: Tokens, *, extra: bytes = b"") -> Sequence:
+    def admit(self, tokens: Tokens, *, extra: bytes = b"", is_brought_back: bool = True) -> Sequence:
         """A sequence of these tokens. Its length is what the prefix cache had of them, never all: the last is left to compute.
 
-        Nothing else is allocated. `extra` is what the content hangs on besides the tokens: a LoRA's id, hashes of images.
-        OutOfBlocks where max_seqs are admitted already.
+        Nothing else is allocated, but for what a backing brings back; False leaves that to bring_back(). `extra` is what the
+        content hangs on besides the tokens: a LoRA's id, hashes of images. OutOfBlocks where max_seqs are admitted already.
         """
         ids = _token_ids("admit", tokens)
         n = len(ids)
@@ -113,7 +114,39 @@ class PagedCache:
         seq.num_tokens = n
         if self.prefix is not None:
             self._find_prefix(seq, self.prefix, extra)
+            if self.prefix.backing is not None and is_brought_back:
+                try:
+                    self.bring_back(seq)
+                except BaseException:
+                    self.release(seq)
+                    raise
         return seq
+
+    def attach(self, backing: Backing | None) -> None:
+        """Offer it what is evicted from now on, and ask it for more of every prefix. None: no more."""
+        if self.prefix is None:
+            raise BadArgument("attach(): this cache has no names for its blocks. Make it with prefix=True.")
+        self.prefix.backing = backing
+
+    def bring_back(self, seq: Sequence) -> int:
+        """Tokens that a sequence just admitted gets from the backing, and from this cache after them: its length grows by as many.
+
+        What it has no room for, or is damaged, stays to be computed.
+        """
+        self._check_live("bring_back", seq)
+        if self.prefix is None or self.prefix.backing is None:
+            return 0
+        return bring_back(self, self.prefix, self.prefix.backing, seq) * self.block_size
+
+    def _hold_after(self, seq: Sequence, group: int, first: int, ids: NDArray[np.int32]) -> None:
+        """A group's blocks after the sequence's own, of which a window sees those from `first` on."""
+        g, have = self._groups[group], seq.length // self.block_size
+        end = first + len(ids)
+        self._leave_behind(seq, group, min(have, g.first_block(end * self.block_size)))
+        g.table[seq._row, have:first] = -1
+        g.table[seq._row, first:end] = ids
+        if first > have:
+            seq._first[group] = first
 
     def _new_sequence(self, call: str) -> Sequence:
         if not self._rows:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvx.cache.backing import Backing
 from kvx.cache.blocks import BlockAllocator, BlockIds
 from kvx.cache.names import BlockHash, naming
 from kvx.errors import BadArgument, InternalError
@@ -37,6 +38,7 @@ class PrefixStats:
     hits: int = 0  # queries that found a block or more
     tokens_asked: int = 0
     tokens_hit: int = 0
+    tokens_brought: int = 0  # more, with what a backing brought back
     stored: int = 0  # blocks
     evicted: int = 0
 
@@ -58,6 +60,7 @@ class PrefixCache:
         self.salt = salt
         self.stats = PrefixStats()
         self.events: deque[Event] = deque(maxlen=max_events)  # the oldest are dropped; take them with popleft()
+        self.backing: Backing | None = None  # is offered what is evicted
         self._allocators = tuple(allocators)
         self._naming = naming(hash_name)
         self._block_of: list[dict[BlockHash, int]] = [{} for _ in allocators]
@@ -151,6 +154,15 @@ class PrefixCache:
             held.append(ids)
         return held
 
+    def ids(self, group: int, hashes: Sequence[BlockHash]) -> BlockIds:
+        """A group's block of each name; -1 where it has none."""
+        return np.fromiter(map(self._block_of[group].get, hashes, repeat(-1)), np.int32, len(hashes))
+
+    def named(self, group: int) -> tuple[list[BlockHash], BlockIds]:
+        """Every name of a group, and its block."""
+        index = self._block_of[group]
+        return list(index), np.fromiter(index.values(), np.int32, len(index))
+
     def put(self, group: int, hashes: Sequence[BlockHash], ids: BlockIds) -> None:
         """The content of these used blocks is whole. A name that is there already keeps its first block."""
         index, blocks, allocator = self._block_of[group], ids.tolist(), self._allocators[group]
@@ -182,6 +194,8 @@ class PrefixCache:
 
     def _evicted(self, group: int) -> Callable[[BlockIds], None]:
         def forget(ids: BlockIds) -> None:
+            if self.backing is not None:
+                self.backing.offer(group, [self._names[group][b] for b in ids.tolist()], ids)
             self.stats.evicted += len(ids)
             self._drop("evicted", group, ids)
 

@@ -1,4 +1,4 @@
-"""kvx bench write|append|attention|hybrid|gather|convert|digest|amax|call|cache|step|generate: checks, times, writes a result."""
+"""kvx bench write, append, attention, ..., wires (`kvx bench --help` lists them): each checks, times, and writes a result."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from kvx.bench import generate as generate_bench
 from kvx.bench import harness
 from kvx.bench import hybrid as hybrid_bench
 from kvx.bench import step as step_bench
+from kvx.bench import tiers as tiers_bench
+from kvx.bench import wires as wires_bench
 from kvx.bench import write as write_bench
 from kvx.cli.generate import QUESTIONS, SYSTEM, dtype_of
 from kvx.ops import backend as backends
@@ -36,9 +38,7 @@ RESULTS = Path("bench/results")
 
 def _run(name: str, device: str, out: Path, only: str, as_json: bool) -> None:
     """A bench of cases: each is a line as soon as it is measured."""
-    reason = backends.reason_missing(device) if device in ("cpu", "cuda") else "devices are cpu and cuda"
-    if reason is not None:
-        raise typer.BadParameter(f"{device}: {reason}", param_hint="--device")
+    _require(device)
     bench = {
         "write": write_bench,
         "gather": gather_bench,
@@ -66,7 +66,13 @@ def _run(name: str, device: str, out: Path, only: str, as_json: bool) -> None:
         _hand_over(harness.result(name, device, rows, ceilings), device, out, as_json)
 
 
-def _measure(bench: Any, device: str, out: Path, as_json: bool, **options: Any) -> None:
+def _require(device: str) -> None:
+    reason = backends.reason_missing(device) if device in ("cpu", "cuda") else "devices are cpu and cuda"
+    if reason is not None:
+        raise typer.BadParameter(f"{device}: {reason}", param_hint="--device")
+
+
+def _measure(bench: Any, device: str, out: Path, as_json: bool, /, **options: Any) -> None:
     """A bench that is measured as a whole."""
     say = partial(typer.echo, err=as_json)
     say(harness.headline(device))
@@ -156,6 +162,18 @@ def step(out: Out = RESULTS, as_json: Json = False) -> None:
 
 
 @app.command()
+def tiers(
+    device: Device = "cpu",
+    folder: Annotated[Path | None, typer.Option(help="of the disk tier; default: a temporary one")] = None,
+    out: Out = RESULTS,
+    as_json: Json = False,
+) -> None:
+    """Blocks into tiers and back, converted on the way, beside the same bytes moved as they are."""
+    _require(device)
+    _measure(tiers_bench, device, out, as_json, device=device, folder=folder)
+
+
+@app.command()
 def generate(
     device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="f32, bf16, f16; auto: f32 on a CPU, else bf16")] = "auto",
@@ -167,3 +185,15 @@ def generate(
     cases = {"questions after one system prompt": (QUESTIONS, SYSTEM), "questions alone": (QUESTIONS, "")}
     options = {"cases": cases, "dtype": dtype_of(dtype, device), "device": device, "repeats": repeats}
     _measure(generate_bench, device, out, as_json, **options)
+
+
+@app.command()
+def wires(
+    blocks: Annotated[int, typer.Option(help="of 1 MiB that are moved; a multiple of 8")] = 128,
+    repeats: Annotated[int, typer.Option(help="turns of each; the median counts")] = 7,
+    folder: Annotated[Path | None, typer.Option(help="on the disk to measure. Default: the system's for temporary files")] = None,
+    out: Out = RESULTS,
+    as_json: Json = False,
+) -> None:
+    """Blocks over NIXL, Mooncake and to disk, converted on the way, beside the same bytes as they are."""
+    _measure(wires_bench, "cpu", out, as_json, num_blocks=blocks, repeats=repeats, folder=folder)

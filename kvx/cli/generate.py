@@ -70,6 +70,15 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of the draws")] = 0,
     blocks: Annotated[int, typer.Option(help="Of the cache, 16 tokens each. Few of them: watch requests wait")] = 512,
     batch_tokens: Annotated[int, typer.Option(help="Of one step; longer prompts are computed in parts")] = 512,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where evicted blocks go: host:2GB, disk:DIR or disk:DIR:50GB; the fastest first, may be given several times"
+        ),
+    ] = None,
+    tier_format: Annotated[
+        str, typer.Option(help="Of blocks in tiers: auto (as in the cache), f32, bf16, f16, int8, fp8")
+    ] = "auto",
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Do not reuse blocks of equal prefixes")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
 ) -> None:
@@ -82,13 +91,14 @@ def generate(
     with view:
         engine = Engine.load(
             model or small_model(), dtype=run.dtype, kv_format=kv_format, device=device, num_blocks=blocks,
-            max_batch_tokens=batch_tokens, prefix=not no_prefix, progress=view.loading,
+            max_batch_tokens=batch_tokens, prefix=not no_prefix, tiers=tier or (), tier_format=tier_format, progress=view.loading,
         )  # fmt: skip
-        run.load_s = time.perf_counter() - run.begin
-        ids = [_encode(engine, q, system, raw) for q in questions]
-        run.answers = [{"prompt": q, "index": i, "text": "", "tokens": [], "finish": ""} for q in questions for i in range(n)]
-        view.start(engine, run.answers)
-        _answer(engine, ids, params, run, view)
+        with engine:
+            run.load_s = time.perf_counter() - run.begin
+            ids = [_encode(engine, q, system, raw) for q in questions]
+            run.answers = [{"prompt": q, "index": i, "text": "", "tokens": [], "finish": ""} for q in questions for i in range(n)]
+            view.start(engine, run.answers)
+            _answer(engine, ids, params, run, view)
     run.stats = engine.stats()
     view.finish(run.answers)
     if as_json:
@@ -164,10 +174,11 @@ def summary(run: Run) -> str:
         + f". At most {s['peak_blocks']} of {s['num_blocks']} blocks, {peak * here / 1e6:.1f} MB"
         + (f" instead of {peak * plain / 1e6:.1f} MB." if here != plain else "."),
     ]
+    if s["tiers"]:
+        lines += _tier_lines(s, s["tiers"])
     if s["preemptions"]:
-        lines.append(
-            f"Blocks ran out ({s['preemptions']}): the youngest request waited, and was computed again. --blocks gives more."
-        )
+        again = "brought back or computed again" if s["tiers"] else "computed again"
+        lines.append(f"Blocks ran out ({s['preemptions']}): the youngest request waited, and was {again}. --blocks gives more.")
     cut = sum(a["finish"] == "length" and len(a["tokens"]) < run.max_tokens for a in run.answers)
     if cut:
         lines.append(
@@ -175,3 +186,13 @@ def summary(run: Run) -> str:
             f"{s['max_seq_len']} tokens ({s['num_blocks']} blocks of {s['block_size']})."
         )
     return "\n".join(lines)
+
+
+def _tier_lines(s: dict[str, Any], t: dict[str, Any]) -> list[str]:
+    came = ", ".join(f"{n} blocks from {kind}" for kind, n in t["hits"])
+    text = (
+        f"Tiers, in {t['format']}: {s['brought_tokens']} tokens brought back and not computed ({came}); {t['offloaded']} blocks "
+        f"offloaded, {t['offloaded_bytes'] / 1e6:.1f} MB."
+    )
+    lost = t["dropped"] + t["failed"]
+    return [text, *([f"{lost} blocks could not be kept. {t['error']}".rstrip()] if lost else [])]

@@ -135,4 +135,10 @@ def _facts(engine: Engine, seconds: float) -> RenderableType:
         "KV", f"{cache.used_bytes / 1e6:.1f} MB in use, {stats['kv_format']}",
         f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting, {stats['preemptions']} put out",
     )  # fmt: skip
+    if (t := stats["tiers"]) is not None:
+        grid.add_row(
+            "tiers",
+            f"{stats['brought_tokens']} tokens brought back",
+            f"{t['offloaded']} blocks out, {t['offloaded_bytes'] / 1e6:.1f} MB",
+        )
     return grid

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from kvx.cli import bench, convert, demo, generate, inspect, layouts, size, verify
+from kvx.cli import bench, convert, decode, demo, generate, inspect, layouts, prefill, size, verify
 from kvx.errors import KvxError
 
 app = typer.Typer(
@@ -16,6 +16,8 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
+app.command("prefill")(prefill.prefill)
+app.command("decode")(decode.decode)
 app.command("convert")(convert.convert)
 app.command("inspect")(inspect.inspect)
 app.command("layouts")(layouts.layouts)

@@ -16,13 +16,11 @@ from rich.text import Text
 from kvx.cli.size_hybrid import hybrid_facts
 from kvx.cli.size_plot import draw
 from kvx.errors import BadArgument
+from kvx.spec import byte_size
 from kvx.spec.models import MODELS
 from kvx.spec.size import STATES, Size, size_formats
 from kvx.spec.size import size as size_of
 
-UNITS = {"": 1, "B": 1}
-UNITS |= {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
-UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", 1)}
 NUMBER = re.compile(r"[0-9.,]+( [KMGT]iB| B|%)?|any")  # such columns stand to the right
 
 
@@ -76,11 +74,7 @@ def size(
 
 def parse_bytes(text: str) -> int:
     """Of `80GB`, `74.5 GiB` or `1000000`."""
-    match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in UNITS:
-        raise BadArgument(f'size: memory is "{text}"; it takes a number and B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, like 80GB.')
-    whole, _, part = match[1].partition(".")
-    return int(whole + part) * UNITS[match[2].upper()] // 10 ** len(part)
+    return byte_size.parse_bytes(text, "size: memory")
 
 
 def parse_tokens(text: str) -> int:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,13 +22,16 @@ from kvx.errors import BadArgument
 from kvx.runner.device import check_device, check_fits
 from kvx.runner.gemm import gemm_dtype
 from kvx.runner.graph import DecodeGraphs
+from kvx.runner.identity import identity
 from kvx.runner.model import DTYPES, Model, kv_format_of, layer_groups
 from kvx.runner.open import open_model
 from kvx.runner.request import Completion, Params, Piece
 from kvx.runner.sample import sample
 from kvx.runner.schedule import Scheduler, Work
+from kvx.runner.tiers import EngineTiers
 from kvx.runner.tokens import TextStream, Tokenizer
 from kvx.runner.weights import Progress, load_weights
+from kvx.tiers import TierOption
 
 Prompt = str | Sequence[int]
 
@@ -40,10 +45,18 @@ class Answer:
 
 
 class Engine:
+    """Where it has tiers, use it in a `with`, or close() it: that keeps what the next process finds again."""
+
     def __init__(
-        self, model: Model, tokenizer: Tokenizer | None = None, *, max_batch_tokens: int = 0, use_graphs: bool = True
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_batch_tokens: int = 0,
+        use_graphs: bool = True,
+        tiers: EngineTiers | None = None,  # of the model's cache; closed with the engine
     ) -> None:
-        self.model, self.cache, self.tokenizer = model, model.cache, tokenizer
+        self.model, self.cache, self.tokenizer, self.tiers = model, model.cache, tokenizer, tiers
         self.scheduler = Scheduler(self.cache, max_batch_tokens or self.cache.max_tokens)
         self._graphs = DecodeGraphs(model) if use_graphs and DecodeGraphs.work_on(self.cache.device) else None
         eos = () if tokenizer is None or tokenizer.eos_id is None else (tokenizer.eos_id,)
@@ -70,6 +83,8 @@ class Engine:
         max_batch_tokens: int = 512,  # of a step: longer prompts are computed in parts
         prefix: bool = True,
         use_graphs: bool = True,
+        tiers: Sequence[str | TierOption] = (),  # host:SIZE, disk:DIR[:SIZE], fastest first: where evicted blocks go
+        tier_format: str = "auto",  # of blocks there; auto: the cache's, so that what comes back is what went
         progress: Progress = lambda done, total: None,
     ) -> Engine:
         if dtype not in DTYPES:
@@ -78,8 +93,13 @@ class Engine:
             if value < 1:
                 raise BadArgument(f"Engine.load(): {name} is {value}; it is 1 or more.")
         check_device(device)
+        options = [TierOption.parse(t) if isinstance(t, str) else t for t in tiers]
+        if options and not prefix:
+            raise BadArgument("Engine.load(): tiers find blocks by their names, which prefix=False leaves out.")
         kind, kv = DTYPES[dtype], kv_format_of(kv_format, dtype)
+        tier_kv = kv if tier_format == "auto" else kv_format_of(tier_format, dtype)
         source = open_model(Path(path))
+        name = identity(source.path, source.config, dtype) if options else ""
         groups = layer_groups(source.config, num_blocks=num_blocks, block_size=block_size, kv_format=kv)
         check_fits(groups, device)
         cache = PagedCache(
@@ -89,13 +109,20 @@ class Engine:
             max_tokens=max(max_batch_tokens, max_seqs),
             device=device,
             prefix=prefix,
+            salt=name.encode(),
         )
-        # Last, because it takes longest: what is wrong is said before.
-        weights = load_weights(
-            source.tensors, source.config, dtype=kind, gemm_dtype=gemm_dtype(kind, device), device=device, progress=progress
-        )
-        model = Model(source.config, weights, cache, kind)
-        return Engine(model, source.tokenizer(), max_batch_tokens=max_batch_tokens, use_graphs=use_graphs)
+        with ExitStack() as stack:
+            opened = EngineTiers(cache, options, format=tier_kv, model=name) if options else None
+            if opened is not None:
+                stack.callback(opened.close)
+            # Last, because it takes longest: what is wrong is said before.
+            weights = load_weights(
+                source.tensors, source.config, dtype=kind, gemm_dtype=gemm_dtype(kind, device), device=device, progress=progress
+            )
+            model = Model(source.config, weights, cache, kind)
+            engine = Engine(model, source.tokenizer(), max_batch_tokens=max_batch_tokens, use_graphs=use_graphs, tiers=opened)
+            stack.pop_all()
+        return engine
 
     # --- requests ---------------------------------------------------------------------------------------------------------
 
@@ -206,6 +233,17 @@ class Engine:
         self.scheduler.reset()
         self._texts.clear()
 
+    def close(self) -> None:
+        """Keep in lasting tiers what they do not have yet, and close all tiers. The engine goes on without them."""
+        if self.tiers is not None:
+            self.tiers.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
     # --- what it did ------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -224,4 +262,5 @@ class Engine:
             "block_size": self.cache.block_size,
             "max_seq_len": self.max_seq_len,
             "graph_replays": 0 if self._graphs is None else self._graphs.replays,
+            "tiers": None if self.tiers is None else self.tiers.stats(),
         }

@@ -2,7 +2,7 @@
 
 Decodes and prompts share a step, up to a budget of tokens; a prompt longer than what is left goes on in the next. Sequences are
 served oldest first. When blocks run out the youngest gives its own back and waits: its full blocks stay in the prefix cache as
-long as nobody needs the room, so coming back is often cheap.
+long as nobody needs the room, and in tiers after that, so coming back is often cheap.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Counts:
 
     prompt_tokens: int = 0  # of prompts admitted, once each
     reused_tokens: int = 0  # of them found in the prefix cache, or shared by a fork
+    brought_tokens: int = 0  # that tiers brought back, of prompts and of answers that had to wait
     computed_tokens: int = 0  # all that went through the model
     steps: int = 0
     mixed_steps: int = 0  # with a decode and a prompt
@@ -83,17 +84,23 @@ class Scheduler:
         """False: not now."""
         if len(self.running) >= self.cache.max_seqs:
             return False
-        seq = self.cache.admit(c.tokens)
+        seq = self.cache.admit(c.tokens, is_brought_back=False)  # first see whether it may stay
         left = len(c.tokens) - seq.length
         reserve = self.reserve_blocks * self.cache.block_size * (len(self.running) + 1)
         if self.running and self.cache.room(seq) < left + reserve:
             self.cache.release(seq)
             return False
+        found = seq.num_cached
+        try:
+            self.counts.brought_tokens += self.cache.bring_back(seq)
+        except BaseException:
+            self.cache.release(seq)
+            raise
         c.seq = seq
         if c.num_cached < 0:
             c.num_cached = seq.num_cached
             self.counts.prompt_tokens += c.num_prompt
-            self.counts.reused_tokens += seq.num_cached
+            self.counts.reused_tokens += found
         self.running.append(c)
         return True
 

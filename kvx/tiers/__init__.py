@@ -1,8 +1,27 @@
-"""Where blocks go when they leave the device: host memory, a directory. One protocol, tier.py."""
+"""Where blocks go when they leave the device: host memory, a directory. One protocol, tier.py; the way there, mover.py."""
 
 from kvx.tiers.block import Block, BlockKind, block_spec
+from kvx.tiers.cache_tiers import CacheTiers
 from kvx.tiers.disk import DiskTier
 from kvx.tiers.host import HostTier
+from kvx.tiers.mover import Mover
+from kvx.tiers.mover_stats import MoverEvent, MoverStats
+from kvx.tiers.option import TierOption
 from kvx.tiers.tier import Tier, TierError, TierEvent, TierStats
 
-__all__ = ["Block", "BlockKind", "DiskTier", "HostTier", "Tier", "TierError", "TierEvent", "TierStats", "block_spec"]
+__all__ = [
+    "Block",
+    "BlockKind",
+    "CacheTiers",
+    "DiskTier",
+    "HostTier",
+    "Mover",
+    "MoverEvent",
+    "MoverStats",
+    "Tier",
+    "TierError",
+    "TierEvent",
+    "TierOption",
+    "TierStats",
+    "block_spec",
+]

@@ -30,6 +30,8 @@ class DiskTier(Tier):
     With several processes, each learns what the others wrote at the latest `refresh_s` after, and makes room then.
     """
 
+    is_lasting = True
+
     def __init__(
         self,
         path: str | Path,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from kvx.tiers.block import Block, BlockKind
+from kvx.tiers.memory import SLAB_BYTES, HostMemory
 from kvx.tiers.tier import Tier, TierEvent, blocks_in
 
 
@@ -29,6 +30,8 @@ class HostTier(Tier):
         # A thread holds room for one block while it copies: more threads than blocks would pass the capacity.
         super().__init__(kind, threads=min(threads, self.capacity_blocks), max_pending=max_pending, on_event=on_event)
         self.is_pinned = pin_memory and torch.cuda.is_available()
+        # Where its blocks lie. A block that is put and lies here already is kept as it is: nobody writes to it from then on.
+        self.memory = HostMemory(kind, pin_memory=self.is_pinned, slab_bytes=min(SLAB_BYTES, capacity_bytes))
         self._lock = threading.Lock()
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()  # the least recently used first
         self._coming = 0  # blocks being copied, whose room is taken
@@ -37,23 +40,35 @@ class HostTier(Tier):
     def num_blocks(self) -> int:
         return len(self._blocks)
 
+    def names(self) -> list[bytes]:
+        """Of all its blocks, the least recently used first."""
+        with self._lock:
+            return list(self._blocks)
+
     def _store(self, key: bytes, block: Block) -> bool:
+        needs_copy = self.memory.place(block) is None
         with self._lock:
             if key in self._blocks:
                 self._blocks.move_to_end(key)
                 return False
             room = self.capacity_blocks - self._coming - 1
             evicted = [self._blocks.popitem(last=False) for _ in range(len(self._blocks) - room)]
-            self._coming += 1
+            if needs_copy:
+                self._coming += 1
+            else:
+                self._blocks[key] = block
         try:
             for old, content in evicted:
                 self._tell("evicted", old, block=content, evicted=1)
-            kept = _copy(block, self.kind.empty(pin_memory=self.is_pinned))
+            if not needs_copy:
+                return True
+            kept = _copy(block, self.memory.take(1)[0])
             with self._lock:
                 return self._blocks.setdefault(key, kept) is kept
         finally:
-            with self._lock:
-                self._coming -= 1
+            if needs_copy:
+                with self._lock:
+                    self._coming -= 1
 
     def _fetch(self, key: bytes, into: Block | None) -> Block | None:
         with self._lock:

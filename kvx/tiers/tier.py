@@ -51,6 +51,8 @@ class TierStats:
 class Tier(ABC):
     """Blocks of one kind by their names. Thread-safe. Use it in a `with`: leaving waits for what is in flight."""
 
+    is_lasting = False  # what it keeps is found again by the next process
+
     def __init__(
         self,
         kind: BlockKind,
@@ -62,7 +64,7 @@ class Tier(ABC):
         if threads < 1 or max_pending < 1:
             raise BadArgument(f"{type(self).__name__}: threads is {threads}, max_pending {max_pending}; both are 1 or more.")
         self.kind = kind
-        self._on_event = on_event
+        self._listeners: tuple[Callable[[TierEvent], None], ...] = () if on_event is None else (on_event,)
         self._stats, self._stats_lock = TierStats(), threading.Lock()
         self._pending = threading.BoundedSemaphore(max_pending)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=type(self).__name__)
@@ -91,9 +93,28 @@ class Tier(ABC):
         """Which are there, without reading them: get() may still refuse one."""
         return self._submit("has", lambda keys: [self._holds(k) for k in keys], self._checked("has", keys))
 
+    def has_now(self, keys: Sequence[bytes]) -> list[bool]:
+        """has() on the caller's thread: it does not wait behind what is in flight."""
+        return [self._holds(k) for k in self._checked("has_now", keys)]
+
+    def put_now(self, keys: Sequence[bytes], blocks: Sequence[Block]) -> list[bool]:
+        """put() on the caller's thread, of blocks that are surely of this kind: for those that need no copying."""
+        return self._put(self._checked("put_now", keys), list(blocks))
+
+    def get_now(self, keys: Sequence[bytes]) -> list[Block | None]:
+        """get() on the caller's thread."""
+        return self._get(self._checked("get_now", keys), [None] * len(keys))
+
     def drop(self, keys: Sequence[bytes]) -> Future[list[bool]]:
         """Forget these blocks. False where there was none."""
         return self._submit("drop", self._drop, self._checked("drop", keys))
+
+    def listen(self, on_event: Callable[[TierEvent], None]) -> None:
+        """Call this too from now on, as `on_event`."""
+        self._listeners = (*self._listeners, on_event)
+
+    def unlisten(self, on_event: Callable[[TierEvent], None]) -> None:
+        self._listeners = tuple(call for call in self._listeners if call != on_event)
 
     @property
     def stats(self) -> TierStats:
@@ -129,15 +150,18 @@ class Tier(ABC):
     def _remove(self, key: bytes) -> bool: ...
 
     def _put(self, keys: list[bytes], blocks: list[Block]) -> list[bool]:
-        new = []
-        for n, (key, block) in enumerate(zip(keys, blocks, strict=True)):
-            try:
-                new.append(self._store(key, block))
-            except OSError as error:
-                self._tell("failed", key, str(error), errors=1)
-                raise TierError(f"put(): block {n} of {len(keys)}, {key.hex()}: {error}. Those before it are kept.") from error
-            if new[-1]:
-                self._tell("stored", key, stored=1, bytes_in=self.kind.num_bytes)
+        new: list[bool] = []
+        try:
+            for n, (key, block) in enumerate(zip(keys, blocks, strict=True)):
+                try:
+                    new.append(self._store(key, block))
+                except OSError as error:
+                    self._tell("failed", key, str(error), errors=1)
+                    raise TierError(f"put(): block {n} of {len(keys)}, {key.hex()}: {error}. Those before it are kept.") from error
+                if new[-1] and self._listeners:
+                    self._tell("stored", key)
+        finally:
+            self._count(stored=sum(new), bytes_in=sum(new) * self.kind.num_bytes)
         return new
 
     def _get(self, keys: list[bytes], into: list[Block | None]) -> list[Block | None]:
@@ -162,8 +186,8 @@ class Tier(ABC):
     def _tell(self, kind: str, key: bytes, detail: str = "", block: Block | None = None, **counts: int) -> None:
         """Count, and call back. Never under a lock: the callback may take its time."""
         self._count(**counts)
-        if self._on_event is not None:
-            self._on_event(TierEvent(kind, key, detail, block))
+        for call in self._listeners:
+            call(TierEvent(kind, key, detail, block))
 
     def _checked(self, call: str, keys: Sequence[bytes]) -> list[bytes]:
         for key in keys:

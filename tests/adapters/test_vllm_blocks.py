@@ -15,9 +15,10 @@ from kvx.adapters.vllm.jobs import Job, blocks_of, complete, needed, tables
 from kvx.adapters.vllm.layout import read_group
 from kvx.adapters.vllm.packing import find_packing
 from kvx.adapters.vllm.scheduler import SchedulerSide
-from kvx.adapters.vllm.settings import Settings, TierSetting
+from kvx.adapters.vllm.settings import Settings
 from kvx.adapters.vllm.shelf import Shelf, open_tier
 from kvx.adapters.vllm.worker import PartMover, runs_of
+from kvx.tiers import TierOption
 
 H, D, BLOCKS = 2, 8, 24
 
@@ -43,7 +44,7 @@ class FakeVllm:
         for part in self.parts:
             spec = part.kept(block_size=kept, model="fake", format=format)
             kind = part.kind(spec, len(self.parts))
-            shelf = Shelf(kind, [open_tier(TierSetting("disk", 10**9, folder), kind)])
+            shelf = Shelf(kind, [open_tier(TierOption("disk", 10**9, folder), kind)])
             shelves.append([shelf])
             segments = [
                 s
@@ -237,14 +238,14 @@ def test_block_sizes_fit_into_each_other():
 def test_settings():
     s = Settings.read({"tiers": ["host:1GB", "disk:/var/kv", "disk:/a:b:200MiB"], "model": "m", "block_size": 32})
     assert s.tiers == (
-        TierSetting("host", 10**9),
-        TierSetting("disk", 32 * 10**9, Path("/var/kv")),
-        TierSetting("disk", 200 * 2**20, Path("/a:b")),
+        TierOption("host", 10**9),
+        TierOption("disk", 32 * 10**9, Path("/var/kv")),
+        TierOption("disk", 200 * 2**20, Path("/a:b")),
     )
-    assert s.tiers[0].share(1, 4) == TierSetting("host", 250 * 10**6)
+    assert s.tiers[0].share(1, 4) == TierOption("host", 250 * 10**6)
     for wrong, says in (
-        ({"tiers": ["host"]}, "it is host:1GB, disk:DIR"),
-        ({"tiers": ["ram:1GB"]}, 'a tier is "ram:1GB"'),
+        ({"tiers": ["host"]}, "it is host:SIZE, disk:DIR"),
+        ({"tiers": ["ram:1GB"]}, 'tier "ram:1GB" is none'),
         ({"tiers": []}, "it is a list of them"),
         ({"tiers": "host:1GB"}, "it is a list of them"),
         ({"tiers": ["host:1GB"], "blocksize": 3}, "'blocksize' is not known"),
@@ -257,10 +258,10 @@ def test_settings():
 def test_host_memory_is_one_for_both_sides():
     (part,) = parts_of(read_groups([GroupFacts("FullAttentionSpec", ("layers.0.attn",), 32, H, D, "float32")]))
     kind = part.kind(part.kept(block_size=16, model="m"), 1)
-    a, b = (open_tier(TierSetting("host", 10**6), kind) for _ in range(2))
+    a, b = (open_tier(TierOption("host", 10**6), kind) for _ in range(2))
     assert a is b
     other = part.kind(part.kept(block_size=16, model="n"), 1)
-    assert open_tier(TierSetting("host", 10**6), other) is not a
+    assert open_tier(TierOption("host", 10**6), other) is not a
 
 
 def test_heads_of_ranks():

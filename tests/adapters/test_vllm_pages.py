@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from kvx.adapters.vllm.pages import Pages, PageShelves
-from kvx.adapters.vllm.settings import TierSetting
+from kvx.tiers import TierOption
 
 
 def shelves(tmp_path, **facts) -> PageShelves:
-    return PageShelves([TierSetting("disk", 10**8, tmp_path)], {"model": "m", **facts}, num_ranks=2, group_ids=[3, 7])
+    return PageShelves([TierOption("disk", 10**8, tmp_path)], {"model": "m", **facts}, num_ranks=2, group_ids=[3, 7])
 
 
 def test_pages_of_a_block_are_one_run_of_bytes():
@@ -60,7 +60,7 @@ def test_other_facts_are_other_folders(tmp_path):
 
 
 def test_host_memory_is_shared_in_a_process():
-    tiers = [TierSetting("host", 10**6)]
+    tiers = [TierOption("host", 10**6)]
     worker, manager = (PageShelves(tiers, {"model": "host"}, num_ranks=1, group_ids=[0]) for _ in range(2))
     shelf = worker.make(0, 0, 64)
     assert not manager.is_whole(0, b"key")

@@ -82,7 +82,12 @@ class Model:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_calls_match_the_model(seed, window, prefix):
     rng = random.Random(seed)
-    cache, m = make(rng.choice([6, 14, 40]), window=window, prefix=prefix), Model()
+    random_calls(make(rng.choice([6, 14, 40]), window=window, prefix=prefix), rng)
+
+
+def random_calls(cache: kvx.PagedCache, rng: random.Random) -> None:
+    """150 of them, each followed by check() and a look at every sequence's K and V."""
+    m, prefix = Model(), cache.prefix is not None
     bases = [[rng.randrange(50) for _ in range(40)] for _ in range(2)]
     outs = 0
     for _ in range(150):

@@ -1,0 +1,239 @@
+"""KvxConnector: vLLM's hooks on KVX's tiers. Prefixes that any engine kept are loaded before a forward, full blocks saved after.
+
+Loaded by kv_connector_module_path="kvx.adapters.vllm.connector"; the extra config is settings.py's. Needs vLLM 0.26 to 0.32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+
+from kvx.adapters.vllm import facts
+from kvx.adapters.vllm.groups import Group, PartGroups, parts_of, read_groups, require_block_size
+from kvx.adapters.vllm.jobs import Job, blocks_of
+from kvx.adapters.vllm.layout import read_group
+from kvx.adapters.vllm.packing import find_packing
+from kvx.adapters.vllm.scheduler import SchedulerSide
+from kvx.adapters.vllm.settings import Settings
+from kvx.adapters.vllm.shelf import Shelf, open_tier
+from kvx.adapters.vllm.worker import PartMover, runs_of
+from kvx.errors import InternalError, Unsupported
+from kvx.spec import CacheSpec
+from kvx.tiers import BlockKind, TierError
+
+logger = init_logger("vllm.kvx")
+
+
+@dataclass
+class KvxMetadata(KVConnectorMetadata):
+    loads: list[Job] = field(default_factory=list)
+    saves: list[Job] = field(default_factory=list)
+
+
+class KvxConnector(KVConnectorBase_V1, SupportsHMA):
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        facts.require_known(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        self.settings = Settings.read(transfer.kv_connector_extra_config)
+        self.groups: list[Group] = read_groups([facts.group_facts(g) for g in kv_cache_config.kv_cache_groups])
+        self.parts: list[PartGroups] = parts_of(self.groups)
+        self.block_size = self.settings.block_size or self.groups[0].block_size
+        require_block_size(self.block_size, self.groups)
+        self.model = self.settings.model or facts.name_of(vllm_config)
+        self._loads, self._saves = transfer.is_kv_consumer, transfer.is_kv_producer
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._scheduler: SchedulerSide | None = None
+        self._movers: list[PartMover] = []
+        self._failed: set[int] = set()
+        if role == KVConnectorRole.SCHEDULER:
+            self._require_one_process()
+            shelves = [[self._shelf(p, self._kept(p, r)) for r in range(ranks)] for p in self.parts]
+            is_decode_only = self._is_decode_only()
+            self._scheduler = SchedulerSide(
+                self.parts, shelves, block_size=self.block_size, model=self.model, is_decode_only=is_decode_only
+            )
+
+    def _is_decode_only(self) -> bool:
+        """vLLM 0.32 turns chunked prefill and prefix caching off for an MLA backend that cannot go on after a cache: no AMX."""
+        if not any(g.is_latent for g in self.groups) or self._vllm_config.scheduler_config.enable_chunked_prefill:
+            return False
+        logger.warning(
+            "KVX loads latents only where one token of a prompt is left to compute: vLLM has turned chunked prefill off for this "
+            "MLA backend, which computes several new tokens otherwise after a cache than without one"
+        )
+        return True
+
+    def _kept(self, part: PartGroups, rank: int) -> CacheSpec:
+        heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        start = facts.head_start(rank, self._vllm_config.parallel_config.tensor_parallel_size, heads)
+        return part.kept(block_size=self.block_size, model=self.model, format=self.settings.format, head_start=start)
+
+    def _shelf(self, part: PartGroups, kept: CacheSpec) -> Shelf:
+        kind = part.kind(kept, len(self.parts))
+        whole = sum(BlockKind.of(self._kept(p, 0)).num_bytes for p in self.parts)
+        return Shelf(kind, [open_tier(t.share(kind.num_bytes, whole), kind) for t in self.settings.tiers])
+
+    def _require_one_process(self) -> None:
+        """Host memory is a process's own: where the scheduler is in another, it cannot see what is there."""
+        backend = self._vllm_config.parallel_config.distributed_executor_backend
+        if backend != "uni" and any(t.path is None for t in self.settings.tiers):
+            raise Unsupported(
+                f"KvxConnector: a host tier, and workers in processes of their own ({backend}): the scheduler does not see their "
+                "memory. Give a directory in memory, disk:/dev/shm/NAME, or run in one process (VLLM_ENABLE_V1_MULTIPROCESSING=0)."
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a cache: a save that is lost is a miss
+
+    # ---- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        rank = get_tensor_model_parallel_rank()
+        for part in self.parts:
+            segments = [s for g in part.groups for s in self._segments(g, part, kv_caches)]
+            kept = self._kept(part, rank)
+            self._movers.append(PartMover(part, kept, self._shelf(part, kept), runs_of(segments, kv_caches)))
+            one = segments[0].spec
+            logger.info(
+                "KVX reads %d layers, window %d, as %r in blocks of %d; keeps them in blocks of %d %s as model %r",
+                len(part.layers), part.window, one.layout, one.block_size, kept.block_size, kept.format, self.model,
+            )  # fmt: skip
+
+    def _segments(self, group: Group, part: PartGroups, caches: dict[str, Tensor]) -> list[Any]:
+        tensors = facts.layer_tensors(group, caches)
+        is_cpu = tensors[0].device.type == "cpu"
+        chosen = getattr(getattr(self._vllm_config, "attention_config", None), "backend", None)
+        has_amx_rows = torch.cpu._is_amx_tile_supported() and getattr(chosen, "name", "") != "CPU_MLA"
+        if is_cpu and group.is_latent and has_amx_rows:
+            raise Unsupported(
+                "KvxConnector: MLA on a CPU with AMX writes its latents with an op of its own; how they lie then was not checked. "
+                "It was not read. The attention backend CPU_MLA was."
+            )
+        return read_group(
+            group,
+            [facts.tensor_facts(t) for t in tensors],
+            part.layers,
+            num_blocks=self._kv_cache_config.num_blocks,
+            layout=self._layout_name(),
+            packing=find_packing(group, _cpu_writer(self._vllm_config, group)) if is_cpu and not group.is_latent else "",
+        )
+
+    def _layout_name(self) -> str:
+        name = getattr(self._kv_cache_config, "kv_cache_layout", None)
+        if name is None:  # to 0.27
+            try:
+                from vllm.v1.attention.backends.utils import get_kv_cache_layout
+            except ImportError:
+                return ""
+            name = get_kv_cache_layout()
+        return str(getattr(name, "name", name) or "")
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for job in self._metadata().loads:
+            for mover in self._movers:
+                missing = mover.load(job)
+                if missing:
+                    self._lost(job, missing)
+
+    def _lost(self, job: Job, missing: list[int]) -> None:
+        """Blocks that were there when they were counted, and are not now."""
+        if len(self.groups) > 1:
+            raise InternalError(
+                f"KvxConnector: {len(missing)} blocks of request {job.request} left the tiers between being found and being read, "
+                "and vLLM cannot compute them again in a model of several groups. Give the tiers more room."
+            )
+        size = self.groups[0].block_size
+        self._failed.update(i for n in missing for i in blocks_of(job, 0, n, engine_size=size, kept_size=self.block_size))
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All layers are loaded when start_load_kv returns."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """A block has all layers, so it is saved when the last is done."""
+
+    def wait_for_save(self) -> None:
+        for job in self._metadata().saves:
+            for mover in self._movers:
+                try:
+                    mover.save(job)
+                except TierError as error:  # a full disk is no reason to stop answering
+                    logger.warning("KVX did not keep blocks of request %s: %s", job.request, error)
+
+    def _metadata(self) -> KvxMetadata:
+        found = self._connector_metadata
+        return found if isinstance(found, KvxMetadata) else KvxMetadata()
+
+    # ---- scheduler
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        side = self._side()
+        if not _has_plain_tokens(request):
+            return 0, False
+        side.add(request.request_id, request.all_token_ids)
+        return (side.matched(request.request_id, num_computed_tokens) if self._loads else 0), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._side().allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KvxMetadata:
+        side, made = self._side(), KvxMetadata()
+        new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+        entries = [(r.req_id, r.block_ids, True, r.num_computed_tokens) for r in new]
+        for n, request in enumerate(cached.req_ids):
+            is_whole = request in cached.resumed_req_ids
+            entries.append((request, cached.new_block_ids[n], is_whole, cached.num_computed_tokens[n]))
+        for request, blocks, is_whole, computed in entries:
+            count = scheduler_output.num_scheduled_tokens[request]
+            work = side.scheduled(request, blocks, is_whole=is_whole, num_computed=computed, num_new=count)
+            made.loads += [work.load] if work.load else []
+            made.saves += [work.save] if work.save and self._saves else []
+        return made
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        self._side().drop(request.request_id)
+        return False, None  # what was computed is saved by now
+
+    def _side(self) -> SchedulerSide:
+        assert self._scheduler is not None, "the scheduler's calls come to the scheduler's connector"
+        return self._scheduler
+
+
+def _has_plain_tokens(request: Any) -> bool:
+    """Whether the tokens alone say what K and V are: no adapter, no picture, no salt that keeps tenants apart."""
+    odd = ("lora_request", "mm_features", "cache_salt", "prompt_embeds", "pooling_params")
+    return not any(getattr(request, name, None) for name in odd[:3]) and all(getattr(request, n, None) is None for n in odd[3:])
+
+
+def _cpu_writer(config: Any, group: Group) -> Any:
+    """vLLM's own op that puts rows into a CPU cache, with the instructions it would choose."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = _get_attn_isa(config.model_config.dtype, group.block_size, group.head_dim)
+
+    def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+        blocks, heads, size, _ = cache.shape
+        keys, values = cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(k, v, keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
+
+    return write

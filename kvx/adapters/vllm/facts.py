@@ -1,0 +1,99 @@
+"""Plain facts out of vLLM's objects: the one place that knows their fields. They are looked up by name, so vLLM is not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from kvx.adapters.vllm.groups import Group, GroupFacts
+from kvx.adapters.vllm.layout import TensorFacts
+from kvx.errors import Unsupported
+from kvx.handover import model_name
+
+# Fields of an AttentionSpec that change what its bytes mean, with the value that does not.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "kv_quant_mode": (None, 0),
+    "state_content_bytes": (None,),
+    "tokens_per_state": (None, 1),
+    "num_head_slots": (None,),
+    "cache_dtype_str": (None, "auto", "float16", "bfloat16", "float32"),
+    "extra_retained_tokens": (None, 0),
+    "attention_chunk_size": (None,),
+    "rswa_window": (None,),
+    "sink_len": (None, 0),
+}
+
+
+def group_facts(group: Any) -> GroupFacts:
+    """Of a KVCacheGroupSpec."""
+    spec = group.kv_cache_spec
+    by_layer = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: one a layer
+    if by_layer:
+        first, *others = by_layer.values()
+        if any(other != first for other in others):
+            raise Unsupported("KvxConnector: layers of one group differ in their heads or their size. It was not read.")
+        spec = first
+    unusual = {name: getattr(spec, name, None) for name in _PLAIN}
+    latent = type(spec).__name__ == "MLAAttentionSpec"
+    return GroupFacts(
+        kind=type(spec).__name__,
+        layer_names=tuple(group.layer_names),
+        block_size=spec.block_size,
+        num_kv_heads=getattr(spec, "num_kv_heads", 0),
+        head_size=getattr(spec, "head_size", 0),
+        head_size_v=0 if latent else getattr(spec, "head_size_v", None) or 0,
+        dtype=str(getattr(spec, "dtype", "")).removeprefix("torch."),
+        # A full view keeps all tokens, whatever its layers attend to.
+        window=(getattr(spec, "sliding_window", None) or 0) if type(spec).__name__.startswith("SlidingWindow") else 0,
+        unusual={name: str(value) for name, value in unusual.items() if value not in _PLAIN[name]},
+    )
+
+
+def tensor_facts(t: Tensor) -> TensorFacts:
+    return TensorFacts(tuple(t.shape), tuple(t.stride()), t.element_size(), t.data_ptr())
+
+
+def layer_tensors(group: Group, caches: Mapping[str, Any]) -> list[Tensor]:
+    """The group's registered tensors, in order."""
+    found = []
+    for name in group.layer_names:
+        t = caches.get(name)
+        if not isinstance(t, Tensor):
+            raise Unsupported(
+                f"KvxConnector: the cache of {name} is {'missing' if t is None else f'a {type(t).__name__}'}; it is one tensor in "
+                "vLLM 0.26 to 0.32. It was not read."
+            )
+        found.append(t)
+    return found
+
+
+def head_start(rank: int, ranks: int, heads: int) -> int:
+    """A rank's first KV head. With more ranks than heads, heads are held by several ranks in a row."""
+    return rank * heads // ranks
+
+
+def require_known(config: Any) -> None:
+    """Unsupported where a whole feature of this VllmConfig makes blocks that are not a rank's own."""
+    parallel = config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1) or 1
+        if size > 1:
+            raise Unsupported(f"KvxConnector: {name} is {size}; blocks are then parts of several stages or ranks. It works with 1.")
+    if getattr(config, "speculative_config", None) is not None:
+        raise Unsupported("KvxConnector: speculative decoding has layers of its own, one token behind. Run without it.")
+
+
+def name_of(config: Any) -> str:
+    """A model's name made of its geometry, as kvx.adapters.transformers makes it from the same config."""
+    c = config.model_config.hf_text_config
+    heads = c.num_attention_heads
+    return model_name(
+        c.model_type,
+        num_layers=c.num_hidden_layers,
+        num_kv_heads=getattr(c, "num_key_value_heads", None) or heads,
+        head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
+        hidden_size=c.hidden_size,
+        vocab_size=c.vocab_size,
+    )

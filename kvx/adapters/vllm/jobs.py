@@ -1,0 +1,72 @@
+"""What the scheduler tells the worker to do with a request's blocks: plain numbers, since the two may be two processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+SKIP = -1
+_NULL = 0  # vLLM's null block: a place in a table that has no memory
+
+
+@dataclass(frozen=True)
+class Job:
+    """Tokens `first` to `end` of a request, to be loaded or saved."""
+
+    request: str
+    first: int
+    end: int
+    names: tuple[bytes, ...]  # of the tiers' blocks from first // block_size on, to the one that holds end - 1
+    blocks: tuple[tuple[int, ...], ...]  # for each group its table, from token 0 on
+    computed: int = 0  # tokens before the step: what is behind a window by then has no memory any more, whatever the table says
+
+    def first_name(self, block_size: int) -> int:
+        """The place of names[0] in the sequence."""
+        return self.first // block_size
+
+
+@dataclass(frozen=True)
+class Tables:
+    """One group's ids beside the tiers', for the same tokens. SKIP where nothing moves."""
+
+    engine: list[int]
+    kept: list[int]  # places in Job.names
+
+
+def tables(job: Job, group: int, *, engine_size: int, kept_size: int) -> Tables:
+    """Both run over whole blocks of either size; what lies outside of the job's tokens, or on the null block, is skipped."""
+    unit = lcm(engine_size, kept_size)
+    start, end = job.first // unit * unit, -(-job.end // unit) * unit
+    ids = job.blocks[group]
+    engine = []
+    for n in range(start // engine_size, end // engine_size):
+        # A block that the job ends inside is read as far as it goes: the other table skips what follows.
+        inside = job.first < (n + 1) * engine_size and n * engine_size < job.end
+        here = ids[n] if inside and n < len(ids) else _NULL
+        engine.append(here if here != _NULL else SKIP)
+    at = job.first_name(kept_size)
+    kept = [n - at if 0 <= n - at < len(job.names) else SKIP for n in range(start // kept_size, end // kept_size)]
+    return Tables(engine, kept)
+
+
+def blocks_of(job: Job, group: int, place: int, *, engine_size: int, kept_size: int) -> list[int]:
+    """The group's blocks that the tokens of one of the job's names lie in, as far as the job goes."""
+    start = (job.first_name(kept_size) + place) * kept_size
+    first, end = max(start, job.first), min(start + kept_size, job.end)
+    return [i for i in job.blocks[group][first // engine_size : -(-end // engine_size)] if i != _NULL]
+
+
+def needed(tables: Tables, engine_size: int, kept_size: int) -> list[bool]:
+    """For each place of the tiers' table: whether any of its tokens has memory in the group."""
+    return [any(ids) for ids in _has_memory(tables, engine_size, kept_size)]
+
+
+def complete(tables: Tables, engine_size: int, kept_size: int) -> list[bool]:
+    """As needed(), of all its tokens."""
+    return [all(ids) for ids in _has_memory(tables, engine_size, kept_size)]
+
+
+def _has_memory(tables: Tables, engine_size: int, kept_size: int) -> list[list[bool]]:
+    """For each place of the tiers' table, the group's blocks that its tokens lie in."""
+    spans = [(n * kept_size // engine_size, -(-(n + 1) * kept_size // engine_size)) for n in range(len(tables.kept))]
+    return [[i != SKIP for i in tables.engine[first:end]] for first, end in spans]

@@ -1,0 +1,124 @@
+"""The scheduler's side: which beginning of a prompt the tiers have, and which blocks are to be loaded and saved in a step.
+
+It has no cache and imports no vLLM: requests are told to it as ids, tokens and block tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import lcm
+from typing import NamedTuple
+
+from kvx.adapters.vllm.groups import PartGroups
+from kvx.adapters.vllm.jobs import Job
+from kvx.adapters.vllm.shelf import Shelf
+from kvx.handover import names as names_of
+
+Blocks = Sequence[Sequence[int]]  # for each group, a table or what is new in it
+
+
+@dataclass
+class _Request:
+    tokens: Sequence[int]  # grows with the request
+    blocks: list[list[int]] = field(default_factory=list)  # a table for each group
+    names: list[bytes] = field(default_factory=list)  # of the full blocks of its tokens, in the tiers' size
+    looked_up: int = -1  # how many tokens it had when it was last looked up
+    found: int = 0  # how many of them the tiers have
+    external: int = 0  # tokens to load in this step, the last of those that it counts as computed
+    saved: int = 0  # tokens that were told to the worker
+
+
+class Work(NamedTuple):
+    """Of one request in one step."""
+
+    load: Job | None = None
+    save: Job | None = None
+
+
+class SchedulerSide:
+    def __init__(
+        self,
+        parts: Sequence[PartGroups],
+        shelves: Sequence[Sequence[Shelf]],  # for each part, one a tensor parallel rank
+        *,
+        block_size: int,  # of the tiers
+        model: str,
+        is_decode_only: bool = False,  # vLLM computes several new tokens without those before them: load only where one is left
+    ) -> None:
+        self.parts, self.shelves, self.block_size, self.model = list(parts), shelves, block_size, model
+        self.is_decode_only = is_decode_only
+        self.align = lcm(*(g.block_size for part in parts for g in part.groups))
+        self._requests: dict[str, _Request] = {}
+
+    def add(self, request: str, tokens: Sequence[int]) -> None:
+        """`tokens` is the request's own list, which grows."""
+        self._requests.setdefault(request, _Request(tokens))
+
+    def drop(self, request: str) -> None:
+        self._requests.pop(request, None)
+
+    def matched(self, request: str, num_computed: int) -> int:
+        """Tokens beyond `num_computed` that the tiers have: whole blocks of vLLM's, and a token or more is left to compute."""
+        r = self._requests[request]
+        if r.looked_up != len(r.tokens):  # vLLM asks again at every step that has no room for the request
+            r.looked_up, r.found = len(r.tokens), self._look_up(r)
+        if self.is_decode_only and len(r.tokens) - r.found > 1:
+            return 0
+        return max(0, r.found - num_computed)
+
+    def _look_up(self, r: _Request) -> int:
+        self._name(r, len(r.tokens))
+        end = (len(r.tokens) - 1) // self.align * self.align
+        while end:
+            there = min(
+                self._first(part, end) + shelf.beginning(r.names[self._first(part, end) : -(-end // self.block_size)])
+                for part, ranks in zip(self.parts, self.shelves, strict=True)
+                for shelf in ranks
+            )
+            if there * self.block_size >= end:
+                return end
+            end = there * self.block_size // self.align * self.align
+        return 0
+
+    def _first(self, part: PartGroups, end: int) -> int:
+        """The first block with memory in vLLM when the token after `end` is the next: windows keep whole blocks of vLLM's."""
+        size = part.groups[0].block_size
+        return max(0, end + 1 - part.window) // size * size // self.block_size if part.window else 0
+
+    def _name(self, r: _Request, num_tokens: int) -> None:
+        if len(r.names) < num_tokens // self.block_size:
+            r.names = names_of(r.tokens[:num_tokens], self.block_size, self.model)
+
+    def allocated(self, request: str, blocks: Blocks, num_external: int) -> None:
+        """vLLM has blocks for a request, so many tokens of which are to be loaded."""
+        r = self._requests.get(request)
+        if r is not None:
+            r.blocks = [list(ids) for ids in blocks]
+            r.external = num_external
+            r.looked_up = -1  # if vLLM asks again, the request was preempted
+
+    def scheduled(self, request: str, blocks: Blocks | None, *, is_whole: bool, num_computed: int, num_new: int) -> Work:
+        """A request takes part in a step: after tokens that have K and V, or will be loaded, and with new ones.
+
+        `blocks` are its tables, or what was added to them.
+        """
+        r = self._requests.get(request)
+        if r is None:
+            return Work()
+        if blocks is not None:
+            r.blocks = [list(ids) for ids in blocks] if is_whole else [[*a, *b] for a, b in zip(r.blocks, blocks, strict=True)]
+        external, r.external = r.external, 0
+        load = num_computed - external, num_computed
+        # Drafted tokens may be refused and sampled ones may not be known yet: only what has a name is saved.
+        save = r.saved, min(num_computed + num_new, len(r.tokens)) // self.block_size * self.block_size
+        if external and not load[0]:
+            save = max(save[0], load[1] // self.block_size * self.block_size), save[1]
+        self._name(r, max(load[1], save[1]))
+        r.saved = max(r.saved, save[1])
+        first, second = (self._job(request, r, *span, num_computed) if span[0] < span[1] else None for span in (load, save))
+        return Work(first, second)
+
+    def _job(self, request: str, r: _Request, first: int, end: int, computed: int) -> Job:
+        names = r.names[first // self.block_size : -(-end // self.block_size)]
+        return Job(request, first, end, tuple(names), tuple(map(tuple, r.blocks)), computed)

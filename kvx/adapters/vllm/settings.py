@@ -1,0 +1,43 @@
+"""What the user says in kv_connector_extra_config: which tiers, whose KV, and how it is kept there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvx.errors import BadArgument
+from kvx.tiers import TierOption
+
+_KNOWN = ("tiers", "model", "block_size", "format")
+# Of vLLM's own, which stand in the same dict.
+_FOREIGN = (
+    "spec_name",
+    "spec_module_path",
+    "blocks_per_chunk",
+    "canonical_layout",
+    "offload_prompt_only",
+    "self_describing_kv_events",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    tiers: tuple[TierOption, ...]  # fastest first
+    model: str = ""  # whose KV it is; "": a name made of the model's geometry
+    block_size: int = 0  # tokens of a block in the tiers; 0: as vLLM's
+    format: str = ""  # of blocks in the tiers; "": as vLLM's
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any]) -> Settings:
+        unknown = [name for name in extra if name not in _KNOWN + _FOREIGN]
+        if unknown:
+            raise BadArgument(f"extra config: {unknown[0]!r} is not known; there are {', '.join(_KNOWN)}.")
+        tiers = extra.get("tiers") or ()
+        if isinstance(tiers, str) or not tiers:
+            raise BadArgument(f'extra config: tiers is {tiers!r}; it is a list of them: "tiers": ["host:1GB", "disk:/var/kv"].')
+        block_size = extra.get("block_size") or 0
+        if type(block_size) is not int or block_size < 0:
+            raise BadArgument(f"extra config: block_size is {block_size!r}; it is a number of tokens.")
+        parsed = tuple(TierOption.parse(str(t)) for t in tiers)
+        return cls(parsed, str(extra.get("model") or ""), block_size, str(extra.get("format") or ""))

@@ -1,0 +1,62 @@
+"""The tiers of one part and one rank, fastest first, as one: what is put goes to all, what is found in a slower one goes up.
+
+A directory holds blocks of one kind, so each kind has a folder of its own under the one the user names: the digest of its manifest.
+Tensor parallel ranks, models, formats and block sizes are other kinds, and so never meet.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from kvx.tiers import Block, BlockKind, HostTier, Tier, TierOption
+
+# Host memory by size and kind: vLLM's scheduler and worker are two objects, and see one tier where they share a process.
+_HOST: weakref.WeakValueDictionary[tuple[int, bytes], HostTier] = weakref.WeakValueDictionary()
+
+
+def open_tier(setting: TierOption, kind: BlockKind) -> Tier:
+    if setting.path is not None:
+        return setting.open(kind)
+    tier = _HOST.get((setting.capacity_bytes, kind.digest))
+    if tier is None:
+        tier = _HOST[setting.capacity_bytes, kind.digest] = HostTier(kind, setting.capacity_bytes, pin_memory=True)
+    return tier
+
+
+class Shelf:
+    def __init__(self, kind: BlockKind, tiers: Sequence[Tier]) -> None:
+        self.kind, self.tiers = kind, list(tiers)
+
+    def has(self, names: Sequence[bytes]) -> list[bool]:
+        """Which are in every tier."""
+        found = [tier.has(names).result() for tier in self.tiers]
+        return [all(answers) for answers in zip(*found, strict=True)]
+
+    def put(self, names: Sequence[bytes], blocks: Sequence[Block]) -> None:
+        for wait in [tier.put(names, blocks) for tier in self.tiers]:
+            wait.result()
+
+    def get(self, names: Sequence[bytes]) -> list[Block | None]:
+        """Read and checked; None is a miss. Read only."""
+        found: list[Block | None] = [None] * len(names)
+        for n, tier in enumerate(self.tiers):
+            missing = [i for i, block in enumerate(found) if block is None]
+            if not missing:
+                break
+            came = []
+            for i, block in zip(missing, tier.get([names[i] for i in missing]).result(), strict=True):
+                found[i] = block
+                if block is not None:
+                    came.append((names[i], block))
+            for faster in self.tiers[:n] if came else []:
+                faster.put([name for name, _ in came], [block for _, block in came]).result()
+        return found
+
+    def beginning(self, names: Sequence[bytes]) -> int:
+        """How many of the first are there and whole. They are read, so that a damaged one is a miss before anybody counts on it."""
+        for start in range(0, len(names), 64):
+            found = self.get(names[start : start + 64])
+            if None in found:
+                return start + found.index(None)
+        return len(names)

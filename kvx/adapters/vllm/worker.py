@@ -1,0 +1,128 @@
+"""The worker's side: blocks between vLLM's memory and the tiers, converted on the way. Imports no vLLM.
+
+A part's blocks in the tiers have all its layers; vLLM may have them in several groups with a table each, and each of those in
+several runs of layers. Each run is a conversion of its own into, or out of, the same blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from kvx.adapters.vllm.groups import PartGroups
+from kvx.adapters.vllm.jobs import SKIP, Job, Tables, complete, needed, tables
+from kvx.adapters.vllm.layout import Segment
+from kvx.adapters.vllm.shelf import Shelf
+from kvx.layout.buffers import allocate_buffers
+from kvx.layout.plan import Plan, plan
+from kvx.ops.convert import convert
+from kvx.spec import CacheSpec
+from kvx.tiers import Block
+
+Rule = Callable[[Tables, int, int], list[bool]]
+_AT_ONCE = 64  # blocks of the tiers that are in memory together
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Layers of a group, with their memory."""
+
+    segment: Segment
+    buffers: Sequence[Tensor]
+
+
+class PartMover:
+    """One part's blocks there and back."""
+
+    def __init__(self, part: PartGroups, kept: CacheSpec, shelf: Shelf, runs: Sequence[Run]) -> None:
+        self.part, self.kept, self.shelf, self.runs = part, kept, shelf, list(runs)
+        self._device = runs[0].buffers[0].device
+        self._plans: dict[tuple[int, int, bool], Plan] = {}
+
+    def save(self, job: Job) -> int:
+        """Blocks that are new in the tiers."""
+        whole = self._places(job, complete, all)
+        if self.part.window:  # vLLM gave back what this step's tokens do not see
+            size = self.part.groups[0].block_size
+            seen = max(0, job.computed + 1 - self.part.window) // size * size
+            whole = [ok and (job.first_name(self.kept.block_size) + n) * self.kept.block_size >= seen for n, ok in enumerate(whole)]
+        wanted = [n for n, ok in enumerate(whole) if ok]
+        there = self.shelf.has([job.names[n] for n in wanted])
+        wanted = [n for n, has in zip(wanted, there, strict=True) if not has]
+        for start in range(0, len(wanted), _AT_ONCE):
+            self._save(job, wanted[start : start + _AT_ONCE])
+        return len(wanted)
+
+    def _save(self, job: Job, places: list[int]) -> None:
+        made = allocate_buffers(replace(self.kept, num_blocks=len(places)), self._device)
+        self._convert(job, places, made, is_load=False)
+        host = [t.cpu() for t in made]  # waits for the device
+        self.shelf.put([job.names[n] for n in places], [self.shelf.kind.block([t]) for t in host])
+
+    def load(self, job: Job) -> list[int]:
+        """Places of the job's names that were not to be had: what they were for is as it was, or partly written."""
+        wanted = [n for n, ok in enumerate(self._places(job, needed, any)) if ok]
+        failed = []
+        for start in range(0, len(wanted), _AT_ONCE):
+            places = wanted[start : start + _AT_ONCE]
+            found = self.shelf.get([job.names[n] for n in places])
+            came = [(n, block) for n, block in zip(places, found, strict=True) if block is not None]
+            failed += [n for n, block in zip(places, found, strict=True) if block is None]
+            if came:
+                self._load(job, [n for n, _ in came], [block for _, block in came])
+        return failed
+
+    def _load(self, job: Job, places: list[int], blocks: list[Block]) -> None:
+        self._convert(job, places, [block.buffers[0].to(self._device) for block in blocks], is_load=True)
+
+    def _places(self, job: Job, rule: Rule, over: Callable[[Iterable[bool]], bool]) -> list[bool]:
+        """For each of the job's names, whether the rule holds in any, or in all, of the part's groups."""
+        answers: list[list[bool]] = [[] for _ in job.names]
+        for group in self.part.groups:
+            t = tables(job, group.index, engine_size=group.block_size, kept_size=self.kept.block_size)
+            for place, ok in zip(t.kept, rule(t, group.block_size, self.kept.block_size), strict=True):
+                if place != SKIP:
+                    answers[place].append(ok)
+        return [over(found) for found in answers]
+
+    def _convert(self, job: Job, places: list[int], kept: Sequence[Tensor], *, is_load: bool) -> None:
+        at = {place: n for n, place in enumerate(places)}
+        for n, run in enumerate(self.runs):
+            group, pieces = run.segment.group, run.segment.pieces
+            t = tables(job, group.index, engine_size=group.block_size, kept_size=self.kept.block_size)
+            engine = [i * pieces + k if i != SKIP else SKIP for i in t.engine for k in range(pieces)]
+            mine = [at.get(place, SKIP) for place in t.kept]
+            p = self._plan(n, len(places), is_load)
+            if is_load:
+                convert(list(run.buffers), list(kept), plan=p, src_blocks=mine, dst_blocks=engine)
+            else:
+                convert(list(kept), list(run.buffers), plan=p, src_blocks=engine, dst_blocks=mine)
+
+    def _plan(self, run: int, num_blocks: int, is_load: bool) -> Plan:
+        key = run, num_blocks, is_load
+        if key not in self._plans:
+            kept, spec = replace(self.kept, num_blocks=num_blocks), self.runs[run].segment.spec
+            # Heads are counted as the rank has them on both sides; layers as the part has them.
+            spec = replace(spec, head_start=kept.head_start)
+            here = spec.layer_start, spec.layer_start + spec.num_layers
+            self._plans[key] = plan(kept, spec) if is_load else plan(spec, kept, layers=here)
+        return self._plans[key]
+
+
+def runs_of(segments: Sequence[Segment], caches: Mapping[str, Tensor]) -> list[Run]:
+    """With the tensors that vLLM registered, by the names of their layers."""
+    found = []
+    for s in segments:
+        names = s.group.layer_names[s.first : s.first + len(s.layers)]
+        tensors = [caches[name] for name in names]
+        found.append(Run(s, [_from_first_to_last(tensors)] if s.is_whole else tensors))
+    return found
+
+
+def _from_first_to_last(tensors: Sequence[Tensor]) -> Tensor:
+    """The memory of layers that stand inside blocks: from the first one's start to the last one's end."""
+    first, last = tensors[0], tensors[-1]
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(last.shape, last.stride(), strict=True))
+    return first.as_strided((last.storage_offset() - first.storage_offset() + reach,), (1,))

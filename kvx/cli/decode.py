@@ -1,0 +1,156 @@
+"""kvx decode: the half of a generation that writes the answer. The prompt's K and V come from a file, or from `kvx prefill`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvx.cli.convert import layout_of
+from kvx.cli.generate import dtype_of
+from kvx.cli.held import gather, hold, plans
+from kvx.cli.prefill import (
+    DEVICE,
+    Blocks,
+    BlockSize,
+    Device,
+    Dtype,
+    KvFormat,
+    Layout,
+    Model,
+    Name,
+    Raw,
+    System,
+    Tp,
+    WireName,
+    encode,
+)
+from kvx.cli.wire import puller_from
+from kvx.handover import Handover, from_manifest, load
+from kvx.runner import Engine, Params, small_model
+from kvx.runner.handover import name_of, resume
+from kvx.spec import from_json
+from kvx.tiers.remote import Deadline, WireError
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What came, and how long it took."""
+
+    bytes: int
+    pull_ms: float
+    prefill_ms: float = 0.0  # of the other side
+    wait_ms: float = 0.0  # from the question to the answer
+
+    @property
+    def gbps(self) -> float:
+        return self.bytes / self.pull_ms / 1e6 if self.pull_ms else 0.0
+
+
+def decode(
+    from_: Annotated[str, typer.Option("--from", help="HOST:PORT of a `kvx prefill`, or the folder it wrote")],
+    prompt: Annotated[str, typer.Option(help="The question. Of a folder: default, the one it was made of")] = "",
+    model: Model = None,
+    name: Name = "",
+    system: System = "",
+    raw: Raw = False,
+    kv_format: KvFormat = "auto",
+    dtype: Dtype = "auto",
+    device: Device = DEVICE,
+    block_size: BlockSize = 32,
+    layout: Layout = "",
+    tp: Tp = 1,
+    blocks: Blocks = 256,
+    wire: WireName = "nixl",
+    timeout_s: Annotated[float, typer.Option(help="From the question until all is here")] = 30.0,
+    max_tokens: Annotated[int, typer.Option(help="Of the answer")] = 48,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the text, to --max-tokens")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Also answer alone, and compare")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
+) -> None:
+    """Answer a prompt that another process has read."""
+    engine = Engine.load(
+        model or small_model(), dtype=dtype_of(dtype, device), kv_format=kv_format, device=device, num_blocks=blocks,
+        block_size=block_size,
+    )  # fmt: skip
+    name = name or name_of(engine.model.config)
+    params = Params(max_tokens=max_tokens, ignore_eos=ignore_eos)
+    ids = encode(engine, prompt, system, raw) if prompt else None
+    if Path(from_).is_dir():
+        begin = time.perf_counter()
+        handover = load(from_, model=name)
+        moved = Moved(handover.num_bytes, (time.perf_counter() - begin) * 1e3)
+    elif ids is None:
+        raise typer.BadParameter(f"{from_} is no folder, and a prefill must be asked something", param_hint="--prompt")
+    else:
+        handover, moved = fetch(wire, from_, ids, name, timeout_s)
+    # As this side holds it; its engine computes in one process, so the ranks are gathered again, and checked again.
+    mine = handover.convert(block_size=block_size, format=engine.cache.groups[0].spec.format)
+    handover = gather(hold(mine, layout=layout_of(layout) if layout else "", tp_size=tp))
+    answer = resume(engine, handover, ids, params, model=name)[0]
+    alone: Sequence[int] | None = None
+    if check:
+        engine.reset()
+        alone = engine.generate([ids or handover.tokens.tolist()], params)[0][0].tokens
+    report = _report(answer.tokens, answer.text, answer.num_cached, handover, moved, alone)
+    typer.echo(json.dumps(report, indent=2) if as_json else _text(report))
+
+
+def fetch(wire: str, address: str, tokens: Sequence[int], model: str, timeout_s: float) -> tuple[Handover, Moved]:
+    """Ask a prefill for these tokens, and pull what it offers: whole and checked, or an error within `timeout_s`."""
+    deadline, begin = Deadline(timeout_s), time.perf_counter()
+    with puller_from(wire, address, deadline) as puller:
+        offer = puller.ask({"model": model, "tokens": list(tokens)}, deadline)
+        asked = time.perf_counter()
+        try:
+            handover = from_manifest(offer.about["handover"])
+            specs = [[from_json(text) for text in part] for part in offer.about["specs"]]
+            prefill_ms = float(offer.about["prefill_s"]) * 1e3
+            handover.require(model=model)
+            if handover.tokens.tolist() != list(tokens):
+                raise WireError("the offer is of other tokens than were asked for.")
+            parts = [(p.buffers, way) for p, way in zip(handover.parts, plans(handover, specs), strict=True)]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise WireError(f"the offer is not understood: {type(error).__name__} {error}.") from error
+        start = time.perf_counter()
+        size = puller.pull(offer, parts, deadline)
+        moved = Moved(size, (time.perf_counter() - start) * 1e3, prefill_ms, (asked - begin) * 1e3)
+        puller.done(offer, deadline)
+        handover.check()
+    return handover, moved
+
+
+def _report(
+    tokens: Sequence[int], text: str, num_cached: int, handover: Handover, moved: Moved, alone: Sequence[int] | None
+) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "text": text,
+        "tokens": list(tokens),
+        "handed_over": num_cached,
+        "prompt_tokens": handover.num_tokens,
+        "moved": {**{k: round(v, 3) for k, v in asdict(moved).items()}, "GB/s": round(moved.gbps, 3)},
+    }
+    if alone is not None:
+        same = next((n for n, (a, b) in enumerate(zip(tokens, alone, strict=False)) if a != b), min(len(tokens), len(alone)))
+        report |= {"is_same": list(tokens) == list(alone), "same_tokens": same, "alone": list(alone)}
+    return report
+
+
+def _text(report: dict[str, Any]) -> str:
+    m = report["moved"]
+    lines = [
+        report["text"],
+        "",
+        f"{report['handed_over']} of {report['prompt_tokens']} prompt tokens were not computed here: "
+        f"{m['bytes'] / 1e6:.2f} MB came in {m['pull_ms']:.1f} ms, {m['GB/s']:.2f} GB/s.",
+    ]
+    if "is_same" in report:
+        n, of = report["same_tokens"], len(report["alone"])
+        lines.append(f"All {of} tokens are what the model says alone." if report["is_same"] else
+                     f"The first {n} of {of} tokens are what the model says alone; then they part.")  # fmt: skip
+    return "\n".join(lines)

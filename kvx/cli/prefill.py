@@ -1,0 +1,144 @@
+"""kvx prefill: the half of a generation that reads the prompt. Its K and V go to a folder, or over a wire to whoever asks."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from kvx.cli.convert import layout_of
+from kvx.cli.generate import dtype_of
+from kvx.cli.held import hold
+from kvx.cli.wire import Offers, Request, offers_at
+from kvx.errors import BadArgument, Incompatible, KvxError
+from kvx.handover import save
+from kvx.runner import Engine, small_model
+from kvx.runner.handover import export_sequence, name_of
+from kvx.spec import to_json
+from kvx.tiers.remote import WireError
+
+IDLE_S = 0.002  # between two looks for questions
+BUSY_S = 0.0001  # while somebody pulls: looking is what moves the bytes on links that need both sides
+
+Model = Annotated[Path | None, typer.Option(help="Folder of safetensors, or a .gguf file. Default: SmolLM2-135M-Instruct")]
+Name = Annotated[str, typer.Option(help="Whose KV it is: both sides must say the same. Default: made of the model's geometry")]
+Raw = Annotated[bool, typer.Option("--raw", help="The prompt as it is: no chat template, no --system")]
+System = Annotated[str, typer.Option(help="What is said to the model before the question")]
+KvFormat = Annotated[str, typer.Option(help="Of this side's cache: auto (the model's type), f32, bf16, f16, int8, fp8")]
+Dtype = Annotated[str, typer.Option(help="Of weights and activations: f32, bf16, f16; auto: f32 on a CPU, else bf16")]
+Device = Annotated[str, typer.Option(help="cpu or cuda")]
+Layout = Annotated[str, typer.Option(help="This side's blocks: a row of `kvx layouts` or a layout string. Default: neutral")]
+Tp = Annotated[int, typer.Option(help="Ranks that hold this side's blocks, each some of the heads")]
+BlockSize = Annotated[int, typer.Option(help="Tokens of a block of this side")]
+Blocks = Annotated[int, typer.Option(help="Of this side's cache")]
+WireName = Annotated[str, typer.Option(help="nixl or mooncake")]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def prefill(
+    listen: Annotated[str, typer.Option(help="HOST:PORT: answer `kvx decode --from HOST:PORT` until Ctrl-C")] = "",
+    out: Annotated[Path | None, typer.Option(help="Write the handover of --prompt to this folder, and end")] = None,
+    prompt: Annotated[str, typer.Option(help="With --out: the question")] = "",
+    model: Model = None,
+    name: Name = "",
+    system: System = "",
+    raw: Raw = False,
+    kv_format: KvFormat = "auto",
+    dtype: Dtype = "auto",
+    device: Device = DEVICE,
+    block_size: BlockSize = 16,
+    layout: Layout = "",
+    tp: Tp = 1,
+    blocks: Blocks = 512,
+    wire: WireName = "nixl",
+    lease_s: Annotated[float, typer.Option(help="An offer that nobody has pulled by then is let go of")] = 30.0,
+    requests: Annotated[int, typer.Option(help="End after so many; 0: never")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line")] = False,
+) -> None:
+    """Compute prompts, and hand their K and V over."""
+    if bool(listen) == bool(out):
+        raise typer.BadParameter("give one of --listen HOST:PORT and --out FOLDER", param_hint="--listen / --out")
+    if out is not None and not prompt:
+        raise typer.BadParameter("--out needs the question", param_hint="--prompt")
+    engine = Engine.load(
+        model or small_model(), dtype=dtype_of(dtype, device), kv_format=kv_format, device=device, num_blocks=blocks,
+        block_size=block_size,
+    )  # fmt: skip
+    name = name or name_of(engine.model.config)
+    if out is not None:
+        begin = time.perf_counter()
+        handover = export_sequence(engine, encode(engine, prompt, system, raw), model=name)
+        save(out, handover)
+        say(as_json, {"path": str(out), "tokens": handover.num_tokens, "bytes": handover.num_bytes,
+                      "seconds": round(time.perf_counter() - begin, 3)},
+            f"{handover.num_tokens} tokens of {name}, {handover.num_bytes / 1e6:.1f} MB: {out}")  # fmt: skip
+        return
+    server = Server(engine, name, layout=layout_of(layout) if layout else "", tp_size=tp)
+    with offers_at(wire, listen, lease_s) as offers:
+        say(as_json, {"listening": listen, "model": name}, f"{name} listens at {listen}, {wire}")
+        while not requests or server.num_done < requests or offers.num_offers:
+            for request in offers.requests():
+                fields, text = server.answer(offers, request)
+                say(as_json, fields, text)
+            time.sleep(BUSY_S if offers.num_offers else IDLE_S)
+
+
+class Server:
+    """Answers questions one after the other. Whatever is wrong with one, the next is answered."""
+
+    def __init__(self, engine: Engine, name: str, *, layout: str, tp_size: int) -> None:
+        self.engine, self.name, self.layout, self.tp_size = engine, name, layout, tp_size
+        self.num_done = 0
+
+    def answer(self, offers: Offers, request: Request) -> tuple[dict[str, Any], str]:
+        """What to say about it."""
+        if request.about.get("ask") == "status":
+            offers.answer(request, self.status(offers))
+            return {"status": True}, "asked how it is"
+        self.num_done += 1
+        begin = time.perf_counter()
+        try:
+            held = hold(self._handover(request.about), layout=self.layout, tp_size=self.tp_size)
+            about = {
+                "handover": held.handover.to_json(),
+                "specs": [[to_json(s) for s in part] for part in held.specs],
+                "prefill_s": time.perf_counter() - begin,
+            }
+            offers.offer(request, about, [t for part in held.buffers for t in part])
+        except KvxError as error:
+            with suppress(WireError):  # who asked is gone, too
+                offers.refuse(request, error)
+            return {"refused": str(error)}, f"refused: {error}"
+        n, seconds = held.handover.num_tokens, time.perf_counter() - begin
+        fields = {"tokens": n, "bytes": held.num_bytes, "seconds": round(seconds, 3)}
+        return fields, f"{n} tokens, {held.num_bytes / 1e6:.1f} MB offered after {seconds:.2f} s"
+
+    def status(self, offers: Offers) -> dict[str, Any]:
+        """What is in use: nothing, when all is done."""
+        used = sum(a.num_used for a in self.engine.cache.allocators)
+        return {"used_blocks": used, "offers": offers.num_offers, "done": self.num_done}
+
+    def _handover(self, about: dict[str, Any]) -> Any:
+        if about.get("model") != self.name:
+            raise Incompatible(f"prefill: its model is {self.name!r}; asked for was {about.get('model')!r}. Nothing was computed.")
+        try:
+            tokens = np.array(about.get("tokens"), np.int64).reshape(-1).tolist()
+        except (TypeError, ValueError, OverflowError):
+            raise BadArgument("prefill: tokens are a list of ids.") from None
+        return export_sequence(self.engine, tokens, model=self.name)
+
+
+def encode(engine: Engine, prompt: str, system: str, raw: bool) -> list[int]:
+    if engine.tokenizer is None:
+        raise typer.BadParameter("the model's folder has no tokenizer", param_hint="--model")
+    return engine.tokenizer.encode(prompt) if raw else engine.tokenizer.chat(prompt, system)
+
+
+def say(as_json: bool, fields: dict[str, Any], text: str) -> None:
+    print(json.dumps(fields) if as_json else text, flush=True)

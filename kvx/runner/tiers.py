@@ -1,0 +1,81 @@
+"""An engine's tiers: what --tier says, opened on the engine's cache.
+
+Blocks are kept in the neutral layout, by names that begin with the model: what kvx.handover.find reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from typing import Any
+
+from kvx.cache.paged import PagedCache
+from kvx.errors import BadArgument
+from kvx.handover.part import neutral
+from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.formats import FORMATS
+from kvx.tiers import BlockKind, CacheTiers, Tier, TierError, TierOption
+
+
+def kept_format(name: str) -> str:
+    """A format whose scales stand in the rows, as a block in one run has them."""
+    if FORMATS[name].scale is None or FORMATS[name].is_inline:
+        return name
+    if f"{name}_inline" in FORMATS:
+        return f"{name}_inline"
+    raise BadArgument(f'tiers keep no "{name}": its scales stand apart from the rows. f32, bf16, f16, int8 and fp8 can be kept.')
+
+
+class EngineTiers:
+    """Open tiers on a cache. close() keeps for the next process what it would find again."""
+
+    def __init__(self, cache: PagedCache, options: Sequence[TierOption], *, format: str, model: str) -> None:
+        self.options, self.format = tuple(options), kept_format(format)
+        self.error = ""  # why something could not be saved
+        self._is_closed = False
+        kept = [
+            replace(
+                neutral(g.spec, num_blocks=1, block_size=cache.block_size, format=self.format, model=model),
+                num_layers=len(g.layers),
+            )
+            for g in cache.groups
+        ]
+        with ExitStack() as stack:
+            groups = [self._open(cache, n, kept, stack) for n in range(len(kept))]
+            self.backing = stack.enter_context(CacheTiers(cache, groups, kept=kept))
+            self._opened = stack.pop_all()
+
+    def _open(self, cache: PagedCache, group: int, kept: list[CacheSpec], stack: ExitStack) -> list[Tier]:
+        """One group's tiers. Groups share a size by what their blocks take, and a directory by folders."""
+        kinds = [BlockKind.of(k) for k in kept]
+        share, whole = kinds[group].num_bytes, sum(k.num_bytes for k in kinds)
+        tiers: list[Tier] = []
+        name = cache.groups[group].name if len(kept) > 1 else ""
+        for option in self.options:
+            tiers.append(option.share(share, whole).open(kinds[group], group=name, pin_memory=cache.device.type == "cuda"))
+            stack.enter_context(tiers[-1])
+        return tiers
+
+    def stats(self) -> dict[str, Any]:
+        stats = asdict(self.backing.stats)
+        hits = stats.pop("hits")
+        stats["failed"] += self.backing.num_lost
+        return {
+            **stats,
+            "error": self.error or self.backing.error,
+            "format": self.format,
+            "hits": [[o.kind, n] for o, n in zip(self.options, hits, strict=True)],
+        }
+
+    def close(self) -> None:
+        """Put what lasting tiers do not have yet into them, then close all. Once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self.backing.save()
+        except TierError as error:
+            self.error = str(error)
+        finally:
+            self._opened.close()

@@ -1,0 +1,21 @@
+"""Numbers of bytes as people write them: 2GB, 74.5 GiB, 1000000."""
+
+from __future__ import annotations
+
+import re
+
+from kvx.errors import BadArgument
+
+UNITS: dict[str, int] = {"": 1, "B": 1}
+UNITS |= {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
+UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", 1)}
+
+
+def parse_bytes(text: str, what: str) -> int:
+    """`what` has this size, for the error."""
+    match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in UNITS:
+        raise BadArgument(f'{what} is "{text}"; it takes a number and B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, like 80GB.')
+    whole, _, part = match[1].partition(".")
+    scale: int = 10 ** len(part)
+    return int(whole + part) * UNITS[match[2].upper()] // scale

@@ -1,0 +1,197 @@
+"""Buffers that one process offers and another pulls, through Mooncake's store: questions, answers and bytes are objects in it.
+
+kvx/ask               a question: one at a time, taken out by the side that answers
+kvx/NUMBER/answer     what is offered
+kvx/NUMBER/0, 1, ...  its buffers
+kvx/NUMBER/done       they are pulled
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from kvx.errors import Incompatible, KvxError
+from kvx.layout.plan import Plan
+from kvx.ops.convert import convert
+from kvx.tiers.mooncake_store import MooncakeStore
+from kvx.tiers.remote import Deadline, WireError
+
+_ASK = "kvx/ask"
+_LOOK_S = 0.01  # between two looks at the store
+
+
+class Request(NamedTuple):
+    number: str
+    about: dict[str, Any]
+
+
+@dataclass
+class _Given:
+    num_buffers: int
+    until_s: float
+
+
+class MooncakeOffers:
+    """The side that has the bytes: it gives the store the memory they lie in. One such side a master."""
+
+    def __init__(self, host: str, port: int, *, lease_s: float = 30.0, segment_bytes: int = 512 << 20) -> None:
+        self.lease_s = lease_s
+        self._store = MooncakeStore(f"{host}:{port}", segment_bytes=segment_bytes)
+        self._given: dict[str, _Given] = {}
+        self._looked_s = 0.0
+
+    @property
+    def num_offers(self) -> int:
+        return len(self._given)
+
+    @property
+    def num_registered(self) -> int:
+        return self._store.num_registered
+
+    def requests(self) -> list[Request]:
+        """New questions. Offers that are pulled, or that nobody pulled in time, are let go of."""
+        now = time.monotonic()
+        if now - self._looked_s < _LOOK_S:
+            return []
+        self._looked_s = now
+        try:
+            done = self._store.has([f"kvx/{number}/done" for number in self._given])
+            for (number, given), is_done in zip(list(self._given.items()), done, strict=True):
+                if is_done or given.until_s <= now:
+                    self._end(number)
+            text = self._store.get(_ASK)
+        except WireError:  # the master is gone for now
+            return []
+        if not text:
+            return []
+        self._store.remove(_ASK)
+        with suppress(ValueError, KeyError, TypeError):
+            body = json.loads(text)
+            if body["id"] not in self._given:
+                return [Request(str(body["id"]), dict(body["about"]))]
+        return []
+
+    def offer(self, request: Request, about: dict[str, Any], buffers: Sequence[Tensor]) -> None:
+        full = [t for t in buffers if t.numel()]
+        self._given[request.number] = _Given(len(full), time.monotonic() + self.lease_s)
+        self._store.register(full)
+        try:
+            for n, t in enumerate(full):
+                self._store.put_from(f"kvx/{request.number}/{n}", t)
+            self._say(request, {"about": about, "num_buffers": len(full)})
+        except WireError:
+            self._end(request.number)
+            raise
+        finally:
+            self._store.release(full)  # the store has its own copy
+
+    def answer(self, request: Request, about: dict[str, Any]) -> None:
+        """Without buffers."""
+        self._given[request.number] = _Given(0, time.monotonic() + self.lease_s)
+        self._say(request, {"about": about, "num_buffers": 0})
+
+    def refuse(self, request: Request, error: KvxError) -> None:
+        self._given[request.number] = _Given(0, time.monotonic() + self.lease_s)
+        self._say(request, {"error": str(error), "is_other_kind": isinstance(error, Incompatible)})
+
+    def _say(self, request: Request, body: dict[str, Any]) -> None:
+        self._store.put(f"kvx/{request.number}/answer", json.dumps(body).encode())
+
+    def _end(self, number: str) -> None:
+        given = self._given.pop(number)
+        for name in ("answer", "done", *map(str, range(given.num_buffers))):
+            self._store.remove(f"kvx/{number}/{name}")
+
+    def close(self) -> None:
+        for number in list(self._given):
+            with suppress(Exception):
+                self._end(number)
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Offer(NamedTuple):
+    number: str
+    about: dict[str, Any]
+    num_buffers: int
+
+
+class MooncakePuller:
+    """The side that wants them."""
+
+    def __init__(self, host: str, port: int, deadline: Deadline) -> None:
+        self._store = MooncakeStore(f"{host}:{port}", timeout_s=deadline.left_s)
+
+    def ask(self, about: dict[str, Any], deadline: Deadline) -> Offer:
+        number = f"{os.getpid()}-{os.urandom(6).hex()}"
+        text = json.dumps({"id": number, "about": about}).encode()
+        answer, asked_s = b"", 0.0
+        while not answer:
+            # Another's question may lie there, and the first of a name stays: so it is asked again. It is answered once.
+            if time.monotonic() - asked_s > 1 and not self._store.get(_ASK):
+                self._store.put(_ASK, text)
+                asked_s = time.monotonic()
+            answer = self._store.get(f"kvx/{number}/answer")
+            if not answer:
+                try:
+                    deadline.pause("no prefill of this store answered", _LOOK_S)
+                except WireError:
+                    if self._store.get(_ASK) == text:
+                        self._store.remove(_ASK)
+                    raise
+        try:
+            body = json.loads(answer)
+            if "error" in body:
+                self._store.put(f"kvx/{number}/done", b"1")
+                raise (Incompatible if body.get("is_other_kind") else WireError)(str(body["error"]))
+            return Offer(number, dict(body["about"]), int(body["num_buffers"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"the answer is not understood: {type(error).__name__} {error}.") from error
+
+    def pull(self, offer: Offer, parts: Sequence[tuple[Sequence[Tensor], Plan]], deadline: Deadline) -> int:
+        """Get all of an offer. The store knows whole objects only, so what comes is converted here."""
+        at = size = 0
+        for into, plan in parts:
+            # With the padding that buffers are allowed: as large as the object is found to be.
+            came = [torch.zeros(n, dtype=torch.uint8) for n in plan.buffer_bytes("src")]
+            full = [t for t in came if t.numel()]
+            self._store.register(full)
+            try:
+                for t in full:
+                    deadline.check("the offer was not here")
+                    n = self._store.get_into(f"kvx/{offer.number}/{at}", t)
+                    if n != t.numel():
+                        raise WireError(f"buffer {at} of the offer has {n} bytes; the manifest makes {t.numel()}.")
+                    at, size = at + 1, size + n
+            finally:
+                self._store.release(full)
+            convert(list(into), came, plan=plan)
+        return size
+
+    def done(self, offer: Offer, deadline: Deadline) -> None:
+        """The other side lets go of it when it looks next."""
+        self._store.put(f"kvx/{offer.number}/done", b"1")
+
+    def close(self) -> None:
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,246 @@
+"""Blocks in a peer's memory, read and written through NIXL. nixl_server.py is the peer.
+
+Every call ends within `timeout_s`. A peer that is gone or late is a miss of get and a TierError of put; the next connects anew.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvx.errors import BadArgument, Incompatible, Unsupported
+from kvx.layout.plan import Run
+from kvx.tiers.block import Block, BlockKind
+from kvx.tiers.block_file import CHECKSUMS, checksum
+from kvx.tiers.nixl_agent import NixlAgent, Remote
+from kvx.tiers.nixl_server import agent_name
+from kvx.tiers.remote import Deadline, WireError
+from kvx.tiers.tier import Tier, TierError, TierEvent
+
+
+@dataclass
+class _Link:
+    agent: NixlAgent
+    staging: torch.Tensor  # [blocks, block bytes], registered. A transfer that was given up may still write here, never elsewhere
+    remote: Remote
+
+    def ask(self, message: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+        answer = self.agent.ask(self.remote.peer, message, deadline)
+        if "error" in answer:
+            raise (Incompatible if answer.get("is_other_kind") else TierError)(str(answer["error"]))
+        return answer
+
+
+class NixlTier(Tier):
+    is_lasting = True  # in the peer
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        kind: BlockKind,
+        *,
+        listen_port: int = 0,  # where the peer's metadata comes to; 0: any that is free
+        timeout_s: float = 5.0,  # of a call's part that moves at most `staging_blocks`
+        retry_s: float = 1.0,  # after a failure, calls fail at once for so long
+        staging_blocks: int = 16,
+        max_pending: int = 64,
+        on_event: Callable[[TierEvent], None] | None = None,
+    ) -> None:
+        if timeout_s <= 0 or staging_blocks < 1:
+            raise BadArgument(f"NixlTier: timeout_s is {timeout_s}, staging_blocks {staging_blocks}; both are more than 0.")
+        # One thread: the staging memory is its own.
+        super().__init__(kind, threads=1, max_pending=max_pending, on_event=on_event)
+        self.host, self.port, self.listen_port = host, port, listen_port
+        self.timeout_s, self.retry_s, self.staging_blocks = timeout_s, retry_s, staging_blocks
+        self._link: _Link | None = None
+        self._down_until_s = 0.0
+        self._lock = threading.Lock()
+        try:
+            with self._talk():  # a peer of another kind is said at once
+                pass
+        except BaseException:
+            self._pool.shutdown()
+            raise
+
+    @property
+    def num_blocks(self) -> int:
+        """Of all who use the peer. 0 where it cannot be reached."""
+        try:
+            with self._talk() as (link, deadline):
+                return int(link.ask({"op": "count"}, deadline)["count"])
+        except TierError:
+            return 0
+
+    def has(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        """Which are there, without reading them: get() may still refuse one. None where the peer cannot be reached."""
+        return self._submit("has", partial(self._flags, "has"), self._checked("has", keys))
+
+    def has_now(self, keys: Sequence[bytes]) -> list[bool]:
+        """One question for all."""
+        return self._flags("has", self._checked("has_now", keys))
+
+    def close(self) -> None:
+        super().close()
+        with self._lock:
+            self._lose()
+
+    # ---- batches, in parts that the staging memory holds
+
+    def _put(self, keys: list[bytes], blocks: list[Block]) -> list[bool]:
+        new: list[bool] = []
+        while (n := len(new)) < len(keys):
+            part = slice(n, n + self.staging_blocks)
+            try:
+                new += self._put_part(keys[part], blocks[part])
+            except OSError as error:
+                self._tell("failed", keys[n], str(error), errors=1)
+                raise TierError(f"put(): block {n} of {len(keys)}, {keys[n].hex()}: {error} Those before it are kept.") from error
+        return new
+
+    def _get(self, keys: list[bytes], into: list[Block | None]) -> list[Block | None]:
+        found: list[Block | None] = []
+        for n in range(0, len(keys), self.staging_blocks):
+            part = slice(n, n + self.staging_blocks)
+            try:
+                found += self._get_part(keys[part], into[part])
+            except (OSError, Unsupported) as error:
+                self._tell("failed", keys[n], str(error), errors=1)
+                found += [None] * len(keys[part])
+        hits = sum(b is not None for b in found)
+        self._count(hits=hits, misses=len(keys) - hits, bytes_out=hits * self.kind.num_bytes)
+        return found
+
+    def _drop(self, keys: list[bytes]) -> list[bool]:
+        dropped = self._flags("drop", keys)
+        for key, was_there in zip(keys, dropped, strict=True):
+            if was_there:
+                self._tell("dropped", key)
+        return dropped
+
+    def _put_part(self, keys: list[bytes], blocks: list[Block]) -> list[bool]:
+        """Of the first blocks, as many as the peer has slots for at once: one or more."""
+        size = self.kind.num_bytes
+        with self._talk() as (link, deadline):
+            answer = link.ask({"op": "put", "keys": [k.hex() for k in keys]}, deadline)
+            slots: list[int] = answer["slots"]
+            slots = slots[: slots.index(-2)] if -2 in slots else slots
+            if not slots:
+                raise TierError("the peer has no room: others hold all of its slots.")
+            sums: dict[int, str] = {}
+            for n, slot in enumerate(slots):
+                if slot >= 0:
+                    torch.cat(blocks[n].buffers, out=link.staging[n])
+                    sums[slot] = _sum_of(link.staging[n])
+            runs = [Run(0, n * size, 0, slot * size, size) for n, slot in enumerate(slots) if slot >= 0]
+            link.agent.write([link.staging], link.remote, runs, deadline)
+            kept = link.ask({"op": "commit", "lease": answer["lease"], "sums": sums}, deadline)["kept"] if sums else []
+            evicted = [bytes.fromhex(k) for k in answer["evicted"]]
+        for key in evicted:
+            self._tell("evicted", key, evicted=1)
+        new = [slot in kept for slot in slots]
+        for key, is_new in zip(keys, new, strict=False):
+            if is_new:
+                self._tell("stored", key, stored=1, bytes_in=size)
+        return new
+
+    def _get_part(self, keys: list[bytes], into: list[Block | None]) -> list[Block | None]:
+        size = self.kind.num_bytes
+        with self._talk() as (link, deadline):
+            answer = link.ask({"op": "get", "keys": [k.hex() for k in keys]}, deadline)
+            slots: list[int | None] = answer["slots"]
+            sums: list[str] = answer["sums"]
+            runs = [Run(0, slot * size, 0, n * size, size) for n, slot in enumerate(slots) if slot is not None]
+            link.agent.read([link.staging], link.remote, runs, deadline)
+            if runs:
+                link.agent.notify(link.remote.peer, {"op": "end", "lease": answer["lease"]})
+            damaged = [n for n, slot in enumerate(slots) if slot is not None and _sum_of(link.staging[n], sums[n]) != sums[n]]
+            if damaged:
+                link.ask({"op": "drop", "keys": [keys[n].hex() for n in damaged]}, deadline)
+            found = [
+                None if slot is None or n in damaged else self._filled(to or self.kind.empty(), link.staging[n])
+                for n, (slot, to) in enumerate(zip(slots, into, strict=True))
+            ]
+        for n in damaged:
+            self._tell("refused", keys[n], "its bytes are not those that were written: the checksum differs.", refused=1)
+        return found
+
+    def _filled(self, block: Block, row: torch.Tensor) -> Block:
+        at = 0
+        for t in block.buffers:
+            t.copy_(row[at : at + t.numel()])
+            at += t.numel()
+        return block
+
+    def _flags(self, op: str, keys: list[bytes]) -> list[bool]:
+        try:
+            with self._talk() as (link, deadline):
+                return [bool(x) for x in link.ask({"op": op, "keys": [k.hex() for k in keys]}, deadline)["flags"]]
+        except TierError as error:
+            for key in keys[:1]:
+                self._tell("failed", key, str(error), errors=1)
+            return [False] * len(keys)
+
+    def _store(self, key: bytes, block: Block) -> bool:
+        return self._put_part([key], [block])[0]
+
+    def _fetch(self, key: bytes, into: Block | None) -> Block | None:
+        return self._get_part([key], [into])[0]
+
+    def _holds(self, key: bytes) -> bool:
+        return self._flags("has", [key])[0]
+
+    def _remove(self, key: bytes) -> bool:
+        return self._flags("drop", [key])[0]
+
+    # ---- the link
+
+    @contextmanager
+    def _talk(self) -> Iterator[tuple[_Link, Deadline]]:
+        """The link, for one exchange. Whatever goes wrong on it, it is thrown away with its memory, and the next one is new."""
+        with self._lock:
+            if time.monotonic() < self._down_until_s:
+                raise WireError(f"the peer at {self.host}:{self.port} failed less than {self.retry_s:g} s ago.")
+            deadline = Deadline(self.timeout_s)
+            try:
+                yield self._connected(deadline), deadline
+            except (WireError, KeyError, TypeError, ValueError, IndexError) as error:
+                self._lose()
+                self._down_until_s = time.monotonic() + self.retry_s
+                if isinstance(error, TierError):
+                    raise
+                raise WireError(f"the peer's answer is not understood: {type(error).__name__} {error}.") from error
+
+    def _connected(self, deadline: Deadline) -> _Link:
+        if self._link is None:
+            peer, agent = agent_name(self.port), NixlAgent(listen_port=self.listen_port)
+            try:
+                agent.connect(self.host, self.port, peer, deadline)
+                staging = torch.zeros(self.staging_blocks, self.kind.num_bytes, dtype=torch.uint8)
+                agent.register([staging])
+                link = _Link(agent, staging, Remote(peer, ()))
+                link.remote = Remote(peer, (int(link.ask({"op": "open", "kind": self.kind.text}, deadline)["address"]),))
+            except BaseException:
+                agent.close()
+                raise
+            self._link = link
+        return self._link
+
+    def _lose(self) -> None:
+        if self._link is not None:
+            self._link.agent.close()  # before its staging memory is free
+            self._link = None
+
+
+def _sum_of(row: torch.Tensor, like: str = "") -> str:
+    """The checksum of a block's bytes, with its number; as another's, where one is given."""
+    number = int(like.split(":")[0]) if like else max(CHECKSUMS)
+    return f"{number}:{checksum(number, [row.numpy().data]).hex()}"

@@ -1,0 +1,59 @@
+"""`kvx prefill` as a child of the tests. With KVX_TEST_FLIP=1 a byte of what it offers changes after its digest was made, once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvx.cli import prefill
+from kvx.cli.held import Held, hold
+from kvx.cli.main import main
+from kvx.cli.wire import puller_from
+from kvx.tiers.remote import Deadline
+from tests.engines.wires import free_port
+
+
+class Prefill:
+    def __init__(self, port: int, *options: str, flip: bool = False, tls: str = "", log: Any = None) -> None:
+        self.address = f"127.0.0.1:{port}"
+        env = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"KVX_TEST_FLIP": "1"} if flip else {}) | ({"UCX_TLS": tls} if tls else {})
+        command = [sys.executable, "-m", "tests.engines.prefill_peer", "prefill", "--json", "--device", "cpu", *options]
+        self.process = subprocess.Popen([*command, "--listen", self.address], stdout=subprocess.PIPE, text=True, env=env)
+        assert "listening" in self.said(), "it did not start"
+
+    def said(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        return dict(json.loads(self.process.stdout.readline()))
+
+    def status(self, wire: str = "nixl") -> dict[str, Any]:
+        """What is in use there."""
+        deadline = Deadline(20)
+        with puller_from(wire, self.address, deadline) as puller:
+            return dict(puller.ask({"ask": "status"}, deadline).about)
+
+
+@contextmanager
+def prefill_at(*options: str, port: int = 0, **more: Any) -> Iterator[Prefill]:
+    one = Prefill(port or free_port(), *options, **more)
+    try:
+        yield one
+    finally:
+        one.process.kill()
+        one.process.wait()
+
+
+def _hold_and_flip(*args: Any, **options: Any) -> Held:
+    held = hold(*args, **options)
+    if os.environ.pop("KVX_TEST_FLIP", ""):
+        held.buffers[0][-1].view(-1)[4321] ^= 1
+    return held
+
+
+if __name__ == "__main__":
+    prefill.hold = _hold_and_flip
+    main()

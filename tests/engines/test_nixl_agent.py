@@ -1,0 +1,123 @@
+"""NIXL moves what a plan says: from one layout and sharding to another, on the wire itself, as convert() does in memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kvx
+from kvx.tiers import TierError
+from kvx.tiers.nixl_agent import NixlAgent, Remote, descriptors
+from kvx.tiers.nixl_file import NixlFiles
+from kvx.tiers.remote import Deadline
+from tests.engines.wires import free_port
+
+pytest.importorskip("nixl")
+
+
+NHD, HND, UNIVERSAL = "layer kv | block token head dim", "layer | block kv head token dim", "block | head layer kv token dim"
+BASE = kvx.CacheSpec(num_blocks=6, block_size=4, num_kv_heads=4, head_dim=8, num_layers=3, format="f32", layout=NHD)
+CASES = {
+    "same": ([NHD], [NHD]),
+    "to universal": ([NHD], [UNIVERSAL]),
+    "from universal": ([UNIVERSAL], [HND]),
+    "2 ranks to 1": ([NHD, NHD], [UNIVERSAL]),
+    "1 rank to 4": ([HND], [UNIVERSAL] * 4),
+    "scales apart": ([NHD], [UNIVERSAL]),
+}
+
+
+def ranks(layouts: list[str], spec: kvx.CacheSpec) -> list[kvx.CacheSpec]:
+    return [replace(spec, layout=layout).shard(len(layouts), r) for r, layout in enumerate(layouts)]
+
+
+def buffers(specs: list[kvx.CacheSpec], *, random: bool) -> list[torch.Tensor]:
+    made = [t for s in specs for t in kvx.allocate_buffers(s)]
+    for t in made:
+        view = t.view(torch.uint8)
+        view.random_(0, 255) if random else view.fill_(7)
+    return made
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["plain", "strided"])
+@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_plan_over_the_wire_is_convert(case, op, strided):
+    base = replace(BASE, format="int8_per_token_head_f16") if case == "scales apart" else BASE
+    src_specs, dst_specs = (ranks(layouts, base) for layouts in CASES[case])
+    plan = kvx.plan(src_specs, dst_specs)
+    torch.manual_seed(0)
+    src, dst = buffers(src_specs, random=True), buffers(dst_specs, random=False)
+    want = [t.clone() for t in dst]
+    ids = [4, 0, 3], [5, 1, 0]
+    kvx.convert(want, src, plan=plan, src_blocks=ids[0], dst_blocks=ids[1])
+    runs = list(plan.runs(*ids, strided=strided))
+    near, far = (dst, src) if op == "read" else (src, dst)
+    with NixlAgent() as here, NixlAgent(progress_thread=True) as there:
+        here.register(near)
+        there.register(far)
+        peer = here.add_peer(there.metadata())
+        assert peer == there.name
+        remote = Remote(peer, tuple(t.data_ptr() for t in far))
+        assert getattr(here, op)(near, remote, runs, Deadline(10)) == plan.unit_bytes * 3
+        columns = 5 if strided and any(r.pieces > 1 for r in runs) else 3
+        assert descriptors(runs, "src", [0] * len(src)).shape == (len(runs), columns)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(dst, want, strict=True))
+
+
+def test_strided_descriptors_are_fewer():
+    plan = kvx.plan(replace(BASE, layout=NHD), replace(BASE, layout=UNIVERSAL))
+    plain, strided = list(plan.runs()), list(plan.runs(strided=True))
+    assert sum(r.pieces for r in strided) == len(plain) > len(strided)
+
+
+def test_messages_and_answers():
+    port = free_port()
+    with NixlAgent("server", listen_port=port) as server, NixlAgent(listen_port=0) as client:
+        client.connect("127.0.0.1", port, "server", Deadline(5))
+        client.notify("server", {"op": "hello", "text": "x" * 100_000})
+        came, end = [], Deadline(5)
+        while not came:
+            came = server.notifications()
+            end.pause("nothing came")
+            client.notifications()  # neither has a thread: both must look
+        assert came == [(client.name, {"op": "hello", "text": "x" * 100_000})]
+        with pytest.raises(TierError, match="server did not answer 'hello' within"):
+            client.ask("server", {"op": "hello"}, Deadline(0.2))
+
+
+def test_memory_that_is_not_registered_is_refused():
+    with NixlAgent() as here, NixlAgent(progress_thread=True) as there:
+        near, far = torch.zeros(64, dtype=torch.uint8), torch.ones(64, dtype=torch.uint8)
+        number = here.register([near])
+        remote = Remote(here.add_peer(there.metadata()), (far.data_ptr(),))
+        with pytest.raises(TierError, match="READ of 1 pieces with "):
+            here.read([near], remote, [kvx.layout.plan.Run(0, 0, 0, 0, 64)], Deadline(5))
+        here.release(number)
+        assert here.num_registered == 0
+
+
+def test_files(tmp_path):
+    src = [torch.randint(0, 255, (n,), dtype=torch.uint8) for n in (5000, 1, 70_000)]
+    dst = [torch.zeros_like(t) for t in src]
+    with NixlFiles() as files:
+        assert files.write_file(tmp_path / "x", src, Deadline(10)) == 75_001
+        assert (tmp_path / "x").read_bytes() == b"".join(bytes(t.tolist()) for t in src)
+        assert files.read_file(tmp_path / "x", dst, Deadline(10)) == 75_001
+        assert all(torch.equal(a, b) for a, b in zip(src, dst, strict=True))
+        with pytest.raises(TierError, match="75001 bytes; the buffers have 70001"):
+            files.read_file(tmp_path / "x", dst[1:], Deadline(10))
+        assert files.num_registered == 0
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_process_that_used_nixl_ends_with_its_own_status(status):
+    code = f"import sys; from kvx.tiers.nixl_agent import NixlAgent; NixlAgent(); print('said'); sys.exit({status})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (status, "said\n")

@@ -1,0 +1,222 @@
+"""vLLM on KVX's tiers: what one engine kept, another goes on with, token for token. Every engine is a process of its own."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvx import Incompatible
+from kvx.handover import NEUTRAL, find, keep
+from kvx.spec import CacheSpec
+from kvx.tiers import BlockKind, DiskTier
+from tests.engines.small_models import make_hybrid, make_latent, make_plain
+from tests.engines.vllm_process import Answer, generate, kvx_connector
+
+MODEL = "smollm2-test"
+BLOCK = 32
+KEPT = CacheSpec(
+    num_blocks=1, block_size=BLOCK, num_kv_heads=3, head_dim=64, num_layers=30, layout=NEUTRAL, format="f32", model=MODEL
+)
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+TEXT = """\
+The lighthouse stood at the end of a long stone pier, and every evening the keeper walked out to light the lamp. In
+winter the waves came over the wall, and he held on to a rope that his father had fixed there many years before. He
+knew the name of each ship that passed, and he wrote them down in a book with the hour and the weather. One night in
+November a ship came that he did not know. It had no lights and made no sound. He took his glass and looked for a
+flag, but there was none. He wrote in his book: a ship without a name, at eleven, wind from the north. Then he went
+down to the water to see who was on it. The door of the small boat house was open, and on the floor there lay a
+letter, which was addressed to him. He read the letter by the light of the lamp. It said that"""
+
+
+@pytest.fixture(scope="module")
+def folder(small_model_copies) -> Path:
+    return small_model_copies.folder
+
+
+@pytest.fixture(scope="module")
+def prompt(folder) -> list[int]:
+    from transformers import AutoTokenizer
+
+    return list(AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"])
+
+
+@pytest.fixture(scope="module")
+def alone(folder, prompt) -> list[int]:
+    """vLLM without a connector."""
+    answer = generate(folder, [prompt])
+    assert answer.cached == [0]
+    assert len(set(answer.tokens[0])) > 10  # a text, in which a wrong cache would show
+    return answer.tokens[0]
+
+
+@pytest.fixture(scope="module")
+def kept(folder, prompt, alone, tmp_path_factory) -> Path:
+    """The tiers that a first engine filled."""
+    path = tmp_path_factory.mktemp("tiers")
+    answer = with_tiers(folder, prompt, path)
+    assert answer.cached == [0]
+    assert answer.tokens[0] == alone
+    return path
+
+
+@pytest.fixture(scope="module")
+def transformers_alone(folder, prompt) -> list[int]:
+    return continued(folder, prompt, None)
+
+
+def with_tiers(folder: Path, prompt: list[int], path: Path, model: str = MODEL, **engine) -> Answer:
+    return generate(folder, [prompt], connector=kvx_connector([f"disk:{path}"], model=model, block_size=BLOCK), **engine)
+
+
+def tier(path: Path, spec: CacheSpec = KEPT) -> DiskTier:
+    """As the connector opens it: a folder for each kind."""
+    kind = BlockKind.of(spec)
+    return DiskTier(path / kind.digest.hex(), kind, 10**9)
+
+
+def continued(folder: Path, prompt: list[int], cache) -> list[int]:
+    """64 tokens of Transformers."""
+    model = load(folder)
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = model.generate(ids, past_key_values=cache, do_sample=False, min_new_tokens=64, max_new_tokens=64, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()
+
+
+def load(folder: Path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def full_blocks(prompt: list[int], size: int = BLOCK) -> int:
+    return (len(prompt) - 1) // size * size
+
+
+def test_a_fresh_engine_goes_on_with_it(folder, prompt, alone, kept):
+    answer = with_tiers(folder, prompt, kept)
+    assert answer.cached == [full_blocks(prompt)]
+    assert answer.tokens[0] == alone
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_in_other_blocks(folder, prompt, alone, kept, size):
+    answer = with_tiers(folder, prompt, kept, block_size=size)
+    assert answer.cached == [full_blocks(prompt, size)]
+    assert answer.tokens[0] == alone
+
+
+def test_host_memory_brings_back_what_the_cache_gave_up(folder, prompt, alone):
+    """Between two times of one prompt others push it out of vLLM's cache, which has 12 blocks; the host tier still has it."""
+    others = [[1 + n, *prompt[:-40]] for n in range(3)]
+    connector = kvx_connector(["host:1GB"], model=MODEL, block_size=BLOCK)
+    answer = generate(folder, [prompt, *others, prompt], connector=connector, num_gpu_blocks_override=12, max_model_len=320)
+    assert answer.cached[-1] == full_blocks(prompt)
+    assert answer.tokens[0] == answer.tokens[-1] == alone
+
+
+def test_vllm_to_transformers(folder, prompt, transformers_alone, kept):
+    from kvx.adapters.transformers.handover import import_cache
+
+    with tier(kept) as blocks:
+        handover = find(prompt, [blocks], parts=[(range(30), 0)])
+    assert handover is not None
+    assert handover.num_tokens == len(prompt) // BLOCK * BLOCK
+    cache = import_cache(handover, load(folder).config, model=MODEL, tokens=prompt)
+    assert cache.get_seq_length() > 0
+    assert continued(folder, prompt, cache) == transformers_alone
+
+
+def test_transformers_to_vllm(folder, prompt, alone, tmp_path):
+    from transformers import DynamicCache
+
+    from kvx.adapters.transformers.handover import export_cache
+
+    model, cache = load(folder), DynamicCache()
+    with torch.no_grad():
+        model(torch.tensor([prompt]), past_key_values=cache)
+    handover = export_cache(cache, prompt, model=MODEL, block_size=BLOCK)
+    with tier(tmp_path) as blocks:
+        assert keep(handover, [blocks]) == len(prompt) // BLOCK
+    answer = with_tiers(folder, prompt, tmp_path)
+    assert answer.cached == [full_blocks(prompt)]
+    assert answer.tokens[0] == alone
+
+
+def test_another_models_blocks_are_not_read(folder, prompt, alone, kept):
+    answer = with_tiers(folder, prompt, kept, model="another")
+    assert answer.cached == [0]
+    assert answer.tokens[0] == alone
+    place = kept / BlockKind.of(KEPT).digest.hex()
+    with pytest.raises(Incompatible, match="model: 'another' here, 'smollm2-test' there"):
+        DiskTier(place, BlockKind.of(replace(KEPT, model="another")), 10**9)
+    with pytest.raises(Incompatible, match="num_kv_heads: 1 here, 3 there"):  # a rank of three is no rank of one
+        DiskTier(place, BlockKind.of(replace(KEPT, num_kv_heads=1, head_start=1)), 10**9)
+
+
+def test_a_damaged_block_is_a_miss(folder, prompt, alone, kept):
+    from kvx.handover import names
+
+    third = names(prompt, BLOCK, MODEL)[2]
+    (path,) = kept.rglob(f"{third.hex()}.kvx")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+    answer = with_tiers(folder, prompt, kept)
+    assert answer.cached == [2 * BLOCK]
+    assert answer.tokens[0] == alone
+    assert with_tiers(folder, prompt, kept).cached == [full_blocks(prompt)]  # that run put it back
+
+
+def numbers(count: int) -> list[int]:
+    rng = random.Random(5)
+    return [rng.randrange(256) for _ in range(count)]
+
+
+def test_windows_and_full_views(tmp_path):
+    """Gemma 3: groups with tables of their own, and null blocks behind the windows."""
+    folder, prompt = make_hybrid(tmp_path / "model"), numbers(203)
+    alone = generate(folder, [prompt], max_tokens=32)
+    connector = kvx_connector([f"disk:{tmp_path / 'tiers'}"], block_size=16)
+    first, second = (generate(folder, [prompt], max_tokens=32, connector=connector) for _ in range(2))
+    assert len(set(alone.tokens[0])) > 5
+    assert (first.cached, second.cached) == ([0], [192])
+    assert first.tokens == second.tokens == alone.tokens
+
+
+def test_latents(tmp_path):
+    """MLA's rows as one plane. vLLM's CPU backend goes on after a cache by decoding only, and computes other prompts anew.
+
+    Its decoding and its prefill give different numbers, without a connector too, so decoded tokens are compared with decoded ones.
+    """
+    folder, prompt = make_latent(tmp_path / "model"), numbers(192)
+    connector = kvx_connector([f"disk:{tmp_path / 'tiers'}"], block_size=16)
+    first = generate(folder, [prompt], max_tokens=33, connector=connector)
+    alone = generate(folder, [prompt, [*prompt, 7, 8]], max_tokens=33)
+    assert first.tokens[0] == alone.tokens[0]
+    assert len(set(alone.tokens[0])) > 5
+    second = generate(folder, [[*prompt, alone.tokens[0][0]], [*prompt, 7, 8]], max_tokens=32, connector=connector)
+    assert second.cached == [192, 0]
+    assert second.tokens[0] == alone.tokens[0][1:]
+    assert second.tokens[1] == alone.tokens[1][:32]
+    assert "KVX loads latents only where one token of a prompt is left to compute" in second.log
+
+
+def test_ranks_read_their_own_heads(tmp_path):
+    """Two ranks keep a head each, in folders of their own; one rank's blocks, which have both, are not theirs to read."""
+    folder, prompt = make_plain(tmp_path / "model"), numbers(203)
+    connector = kvx_connector([f"disk:{tmp_path / 'tiers'}"], block_size=16)
+    one = generate(folder, [prompt], max_tokens=32, connector=connector)
+    two = [generate(folder, [prompt], max_tokens=32, connector=connector, env=TWO_RANKS, tensor_parallel_size=2) for _ in range(2)]
+    assert [one.cached, two[0].cached, two[1].cached] == [[0], [0], [192]]
+    assert two[0].tokens == two[1].tokens
+    assert len(list((tmp_path / "tiers").iterdir())) == 3
+
+
+def test_what_cannot_be_right_is_refused(folder, prompt, tmp_path):
+    with pytest.raises(RuntimeError, match="block_size is 48 in the tiers and 32 in vLLM; one divides the other"):
+        generate(folder, [prompt], connector=kvx_connector([f"disk:{tmp_path}"], block_size=48))
