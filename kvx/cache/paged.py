@@ -242,10 +242,10 @@ class PagedCache:
             for allocator in self.allocators:
                 if not allocator.num_available:
                     raise allocator.out_of_blocks(1, "extend")
-            for g in self._groups:
-                g.table[row, have] = g.allocator.allocate_one()
-            seq.length, seq._limit = end, min(want * bs, self.max_seq_len)
-            return
+            if len(self._groups) == 1:
+                self._groups[0].table[row, have] = self.allocators[0].allocate_one()
+                seq.length, seq._limit = end, min(want * bs, self.max_seq_len)
+                return
         copies: list[bool] = []
         for i, g in enumerate(self._groups):
             # Writing goes on in the last block, unless it is full.
@@ -256,19 +256,27 @@ class PagedCache:
                 if need > allocator.num_available + allocator.num_single(behind):
                     raise allocator.out_of_blocks(need, "extend")
             copies.append(copy)
-        for i, (g, copy) in enumerate(zip(self._groups, copies, strict=True)):
-            if g.window:
-                self._leave_behind(seq, i, min(have, g.first_block(length)))
-            if copy:
-                source = int(g.table[row, have - 1])
-                block = g.allocator.allocate_one()
-                g.copy_block(source, block)
-                g.allocator.release_checked(g.table[row, have - 1 : have])
-                g.table[row, have - 1] = block
-            if want == have + 1:
-                g.table[row, have] = g.allocator.allocate_one()
-            elif want > have:
-                g.table[row, have:want] = g.allocator.allocate(want - have)
+        grown: list[GroupState] = []
+        try:
+            for i, (g, copy) in enumerate(zip(self._groups, copies, strict=True)):
+                if g.window:
+                    self._leave_behind(seq, i, min(have, g.first_block(length)))
+                if copy:
+                    source = int(g.table[row, have - 1])
+                    block = g.allocator.allocate_one()
+                    g.copy_block(source, block)
+                    g.allocator.release_checked(g.table[row, have - 1 : have])
+                    g.table[row, have - 1] = block
+                if want == have + 1:
+                    g.table[row, have] = g.allocator.allocate_one()
+                elif want > have:
+                    g.table[row, have:want] = g.allocator.allocate(want - have)
+                grown.append(g)
+        except BaseException:  # Ctrl-C while a backing reads what is evicted: nobody else would give these back
+            for g in grown:
+                g.allocator.release_checked(g.table[row, have:want])
+                g.table[row, have:want] = -1
+            raise
         seq.length, seq._limit = end, min(want * bs, self.max_seq_len)
 
     def _leave_behind(self, seq: Sequence, group: int, first: int) -> None:

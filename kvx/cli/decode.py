@@ -28,9 +28,11 @@ from kvx.cli.prefill import (
     System,
     Tp,
     WireName,
+    check_ranks,
     encode,
 )
-from kvx.cli.wire import puller_from
+from kvx.cli.wire import check_wire, puller_from
+from kvx.errors import KvxError
 from kvx.handover import Handover, from_manifest, load
 from kvx.runner import Engine, Params, small_model
 from kvx.runner.handover import name_of, resume
@@ -74,6 +76,12 @@ def decode(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
 ) -> None:
     """Answer a prompt that another process has read."""
+    check_ranks(tp)
+    is_folder = Path(from_).is_dir()
+    if not is_folder:
+        if not prompt:
+            raise typer.BadParameter(f"{from_} is no folder, and a prefill must be asked something", param_hint="--prompt")
+        check_wire(wire, from_)
     engine = Engine.load(
         model or small_model(), dtype=dtype_of(dtype, device), kv_format=kv_format, device=device, num_blocks=blocks,
         block_size=block_size,
@@ -81,13 +89,12 @@ def decode(
     name = name or name_of(engine.model.config)
     params = Params(max_tokens=max_tokens, ignore_eos=ignore_eos)
     ids = encode(engine, prompt, system, raw) if prompt else None
-    if Path(from_).is_dir():
+    if is_folder:
         begin = time.perf_counter()
         handover = load(from_, model=name)
         moved = Moved(handover.num_bytes, (time.perf_counter() - begin) * 1e3)
-    elif ids is None:
-        raise typer.BadParameter(f"{from_} is no folder, and a prefill must be asked something", param_hint="--prompt")
     else:
+        assert ids is not None
         handover, moved = fetch(wire, from_, ids, name, timeout_s)
     # As this side holds it; its engine computes in one process, so the ranks are gathered again, and checked again.
     mine = handover.convert(block_size=block_size, format=engine.cache.groups[0].spec.format)
@@ -115,7 +122,9 @@ def fetch(wire: str, address: str, tokens: Sequence[int], model: str, timeout_s:
             if handover.tokens.tolist() != list(tokens):
                 raise WireError("the offer is of other tokens than were asked for.")
             parts = [(p.buffers, way) for p, way in zip(handover.parts, plans(handover, specs), strict=True)]
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, KvxError):
+                raise
             raise WireError(f"the offer is not understood: {type(error).__name__} {error}.") from error
         start = time.perf_counter()
         size = puller.pull(offer, parts, deadline)

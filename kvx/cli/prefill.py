@@ -15,8 +15,8 @@ import typer
 from kvx.cli.convert import layout_of
 from kvx.cli.generate import dtype_of
 from kvx.cli.held import hold
-from kvx.cli.wire import Offers, Request, offers_at
-from kvx.errors import BadArgument, Incompatible, KvxError
+from kvx.cli.wire import Offers, Request, check_wire, offers_at
+from kvx.errors import BadArgument, Incompatible, InternalError, KvxError
 from kvx.handover import save
 from kvx.runner import Engine, small_model
 from kvx.runner.handover import export_sequence, name_of
@@ -66,6 +66,11 @@ def prefill(
         raise typer.BadParameter("give one of --listen HOST:PORT and --out FOLDER", param_hint="--listen / --out")
     if out is not None and not prompt:
         raise typer.BadParameter("--out needs the question", param_hint="--prompt")
+    if out is not None and out.exists():
+        raise typer.BadParameter(f"{out} is there already", param_hint="--out")
+    check_ranks(tp)
+    if listen:
+        check_wire(wire, listen)
     engine = Engine.load(
         model or small_model(), dtype=dtype_of(dtype, device), kv_format=kv_format, device=device, num_blocks=blocks,
         block_size=block_size,
@@ -81,12 +86,18 @@ def prefill(
         return
     server = Server(engine, name, layout=layout_of(layout) if layout else "", tp_size=tp)
     with offers_at(wire, listen, lease_s) as offers:
-        say(as_json, {"listening": listen, "model": name}, f"{name} listens at {listen}, {wire}")
+        where = listen if wire != "nixl" else f"{listen}, and on every other interface"  # NIXL's listener knows no host
+        say(as_json, {"listening": listen, "model": name}, f"{name} listens at {where}, {wire}")
         while not requests or server.num_done < requests or offers.num_offers:
             for request in offers.requests():
                 fields, text = server.answer(offers, request)
                 say(as_json, fields, text)
             time.sleep(BUSY_S if offers.num_offers else IDLE_S)
+
+
+def check_ranks(tp: int) -> None:
+    if tp < 1:
+        raise typer.BadParameter(f"{tp} ranks; there is one or more", param_hint="--tp")
 
 
 class Server:
@@ -99,7 +110,8 @@ class Server:
     def answer(self, offers: Offers, request: Request) -> tuple[dict[str, Any], str]:
         """What to say about it."""
         if request.about.get("ask") == "status":
-            offers.answer(request, self.status(offers))
+            with suppress(WireError):  # who asked is gone
+                offers.answer(request, self.status(offers))
             return {"status": True}, "asked how it is"
         self.num_done += 1
         begin = time.perf_counter()
@@ -111,9 +123,9 @@ class Server:
                 "prefill_s": time.perf_counter() - begin,
             }
             offers.offer(request, about, [t for part in held.buffers for t in part])
-        except KvxError as error:
+        except (KvxError, RuntimeError, MemoryError) as error:  # a device that is full, too
             with suppress(WireError):  # who asked is gone, too
-                offers.refuse(request, error)
+                offers.refuse(request, error if isinstance(error, KvxError) else InternalError(f"prefill: {error}"))
             return {"refused": str(error)}, f"refused: {error}"
         n, seconds = held.handover.num_tokens, time.perf_counter() - begin
         fields = {"tokens": n, "bytes": held.num_bytes, "seconds": round(seconds, 3)}

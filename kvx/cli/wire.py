@@ -45,6 +45,21 @@ class Puller(Protocol):
     def __exit__(self, *error: Any) -> None: ...
 
 
+def check_wire(wire: str, address: str) -> None:
+    """What is wrong is said before a model is loaded: the address, the wire's name, its package."""
+    host_and_port(address)
+    if wire == "nixl":
+        from kvx.tiers.nixl_agent import load
+
+        load()
+    elif wire == "mooncake":
+        from kvx.tiers.mooncake_store import load as load_mooncake
+
+        load_mooncake("mooncake.store")
+    else:
+        raise BadArgument(f"--wire is {wire!r}; it is nixl or mooncake.")
+
+
 def offers_at(wire: str, address: str, lease_s: float) -> Offers:
     host, port = host_and_port(address)
     if wire == "nixl":
@@ -74,5 +89,5 @@ def puller_from(wire: str, address: str, deadline: Deadline) -> Puller:
 def host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise BadArgument(f"{address!r} is no HOST:PORT.")
+        raise BadArgument(f"{address!r} is no HOST:PORT, like 127.0.0.1:5600.")
     return host, int(port)

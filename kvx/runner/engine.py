@@ -100,6 +100,8 @@ class Engine:
         tier_kv = kv if tier_format == "auto" else kv_format_of(tier_format, dtype)
         source = open_model(Path(path))
         name = identity(source.path, source.config, dtype) if options else ""
+        if options and tier_kv != kv:  # what went through another format is not what a cache of the tiers' own has
+            name += f"-{kv}"
         groups = layer_groups(source.config, num_blocks=num_blocks, block_size=block_size, kv_format=kv)
         check_fits(groups, device)
         cache = PagedCache(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from kvx.errors import KvxError
 from kvx.tiers.block import Block
 from kvx.tiers.tier import Tier
 
@@ -86,7 +85,7 @@ class Descent:
         for part in [batch] if len(batch) == 1 else [batch, *([fall] for fall in batch)]:
             try:
                 tier.put([f.key for f in part], [f.block for f in part]).result()
-            except (KvxError, OSError, RuntimeError) as error:
+            except Exception as error:  # of a listener too: without this thread drain() would wait for ever
                 if len(part) == 1:
                     self._tell("dropped", part[0], str(error))
                 continue

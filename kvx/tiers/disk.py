@@ -57,7 +57,7 @@ class DiskTier(Tier):
         # A thread holds room for one file while it writes: more threads than blocks would pass the capacity.
         super().__init__(kind, threads=min(threads, self.capacity_blocks), max_pending=max_pending, on_event=on_event)
         self._lock = threading.Lock()
-        self._coming = 0  # files being written, whose room is taken
+        self._coming: set[bytes] = set()  # blocks being written, whose room is taken
         self._refreshed_s = time.monotonic()
 
     @property
@@ -71,14 +71,14 @@ class DiskTier(Tier):
         if self._holds(key) and self._touch(key, path):
             return False
         with self._lock:
-            self._coming += 1
+            self._coming.add(key)
             self._directory.recency.forget([key])  # of a wrong size, or gone: its place is this one's
         try:
             self._make_room()
             self._write(key, block, path)
         finally:
             with self._lock:
-                self._coming -= 1
+                self._coming.discard(key)
         return True
 
     def _make_room(self) -> None:
@@ -86,7 +86,9 @@ class DiskTier(Tier):
             if time.monotonic() - self._refreshed_s >= self.refresh_s:
                 self._directory.refresh()
                 self._refreshed_s = time.monotonic()
-            evicted = list(self._directory.evict_to(self.capacity_blocks - self._coming))
+            # One that has its name already, while its thread is not done, is known: it is counted there.
+            coming = sum(key not in self._directory.recency for key in self._coming)
+            evicted = list(self._directory.evict_to(self.capacity_blocks - coming))
         for key, error in evicted:
             if error is None:
                 self._tell("evicted", key, evicted=1)

@@ -52,7 +52,9 @@ class HostTier(Tier):
                 self._blocks.move_to_end(key)
                 return False
             room = self.capacity_blocks - self._coming - 1
-            evicted = [self._blocks.popitem(last=False) for _ in range(len(self._blocks) - room)]
+            # put_now() runs beside the threads: all of a small tier may be on its way.
+            count = min(len(self._blocks), len(self._blocks) - room)
+            evicted = [self._blocks.popitem(last=False) for _ in range(count)]
             if needs_copy:
                 self._coming += 1
             else:

@@ -30,6 +30,12 @@ INSTALL = "pip install --no-deps nixl nixl-cu13 (nixl-cu12 where CUDA is 12; eit
 _numbers = itertools.count()
 
 
+def load() -> Any:
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what goes wrong is raised here as a sentence
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    return need("nixl._api", "nixl", INSTALL)
+
+
 class Remote(NamedTuple):
     """Buffers in a peer's memory, registered there."""
 
@@ -50,9 +56,7 @@ class NixlAgent:
         backends: Sequence[str] = ("UCX",),
         progress_thread: bool = False,  # it keeps a core busy. Without: bytes move while either side looks (wait, notifications)
     ) -> None:
-        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what goes wrong is raised here as a sentence
-        os.environ.setdefault("UCX_LOG_LEVEL", "error")
-        api = need("nixl._api", "nixl", INSTALL)
+        api = load()
         logging.getLogger("nixl").setLevel(logging.WARNING)  # its INFO goes to stdout
         _leave_early()
         self.name = name or f"kvx-{os.getpid()}-{next(_numbers)}-{os.urandom(4).hex()}"

@@ -64,7 +64,8 @@ class NixlOffers:
                 self._heard_s[peer] = now
                 if body.get("op") == "done":
                     self._end(str(body.get("offer")))
-                    self._agent.notify(peer, {"re": body.get("id")})
+                    with suppress(WireError):  # it is gone; the messages of others are still to be read
+                        self._agent.notify(peer, {"re": body.get("id")})
                 elif isinstance(body.get("about"), dict) and isinstance(body.get("id"), str):
                     self._waiting.append((Request(peer, body["id"], body["about"]), now))
         for number in [n for n, given in self._given.items() if given.until_s <= now]:

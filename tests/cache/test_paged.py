@@ -550,3 +550,34 @@ def test_check_finds_what_is_wrong():
     cache._groups[0].table[seq._row, 0] = 30
     with pytest.raises(kvx.InternalError, match="owners"):
         cache.check()
+
+
+def test_an_interrupt_while_a_backing_reads_leaks_no_blocks():
+    """Ctrl-C in the second group's eviction: the first group's new blocks are given back."""
+
+    class Interrupted:
+        def offer(self, group, hashes, blocks):
+            if group == 1:
+                raise KeyboardInterrupt
+
+        def find(self, group, hashes):
+            return [False] * len(hashes)
+
+        def load(self, group, hashes, blocks):
+            return 0
+
+    spec = kvx.CacheSpec(num_blocks=4, block_size=4, num_kv_heads=1, head_dim=8, layout="block kv token head dim", format="f32")
+    groups = [kvx.LayerGroup("a", (0,), spec), kvx.LayerGroup("b", (1,), spec)]
+    cache = kvx.PagedCache(groups, max_seqs=4, max_seq_len=64)
+    first = cache.admit(list(range(16)))
+    cache.extend(first, 16)
+    cache.commit(first)
+    cache.release(first)
+    cache.attach(Interrupted())
+    seq = cache.admit(list(range(100, 108)))
+    with pytest.raises(KeyboardInterrupt):
+        cache.extend(seq, 8)
+    cache.check()
+    cache.release(seq)
+    cache.prefix.clear()
+    assert [a.num_free for a in cache.allocators] == [4, 4]

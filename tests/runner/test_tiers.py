@@ -179,3 +179,16 @@ def test_other_weights_have_another_name(tmp_path):
     a, b, c = (identity(f, config, "f32") for f in files)
     assert a == c != b
     assert identity(files[0], config, "bf16") != a
+
+
+@smollm.needs_weights
+def test_models_that_differ_in_one_tensor_have_other_names(tmp_path):
+    config = smollm.engine().model.config
+    names = []
+    for n, value in enumerate((0, 1)):
+        data = bytearray(8 << 20)
+        data[1 << 20 : 2 << 20] = bytes([value]) * (1 << 20)
+        (tmp_path / str(n)).mkdir()
+        (tmp_path / str(n) / "model.safetensors").write_bytes(data)
+        names.append(identity(tmp_path / str(n), config, "f32"))
+    assert names[0] != names[1]

@@ -178,3 +178,13 @@ def test_fsync_and_both_checksums(tmp_path, monkeypatch):
         assert found(tier, 1) == [max(every) == 1]
         monkeypatch.undo()
         assert found(tier, 1, 2) == [True, True]
+
+
+@pytest.mark.parametrize("refresh_s", [0, 1])
+def test_filled_to_exactly_its_capacity_nothing_is_evicted(tmp_path, refresh_s):
+    """A file that is being written counts once, whoever looks meanwhile."""
+    with open_tier("disk", tmp_path, 100, fsync=True, refresh_s=refresh_s, threads=4) as tier:
+        for wait in [tier.put([key(n)], [block(key(n))]) for n in range(100)]:
+            wait.result()
+        assert tier.stats.evicted == 0
+        assert tier.num_blocks == 100

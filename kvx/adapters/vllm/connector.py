@@ -52,11 +52,18 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         self.block_size = self.settings.block_size or self.groups[0].block_size
         require_block_size(self.block_size, self.groups)
         self.model = self.settings.model or facts.name_of(vllm_config)
+        if not self.settings.model and any(t.path is not None for t in self.settings.tiers):
+            logger.warning(
+                "KvxConnector: blocks in a directory are named by the model's geometry alone, %s: another fine-tune would "
+                'find them. Give "model" in kv_connector_extra_config.',
+                self.model,
+            )
         self._loads, self._saves = transfer.is_kv_consumer, transfer.is_kv_producer
         ranks = vllm_config.parallel_config.tensor_parallel_size
         self._scheduler: SchedulerSide | None = None
         self._movers: list[PartMover] = []
         self._failed: set[int] = set()
+        self._spoiled: dict[str, int] = {}  # request -> its first token that did not come
         if role == KVConnectorRole.SCHEDULER:
             self._require_one_process()
             shelves = [[self._shelf(p, self._kept(p, r)) for r in range(ranks)] for p in self.parts]
@@ -156,6 +163,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
                 "and vLLM cannot compute them again in a model of several groups. Give the tiers more room."
             )
         size = self.groups[0].block_size
+        self._spoiled[job.request] = (job.first_name(self.block_size) + missing[0]) * self.block_size
         self._failed.update(i for n in missing for i in blocks_of(job, 0, n, engine_size=size, kept_size=self.block_size))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -170,11 +178,22 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         for job in self._metadata().saves:
+            if self._is_spoiled(job):
+                continue
             for mover in self._movers:
                 try:
                     mover.save(job)
                 except TierError as error:  # a full disk is no reason to stop answering
                     logger.warning("KVX did not keep blocks of request %s: %s", job.request, error)
+
+    def _is_spoiled(self, job: Job) -> bool:
+        """Whether this step computed on blocks that did not come: what it made is wrong, and its names are right."""
+        if not self._failed.isdisjoint(i for ids in job.blocks for i in ids):
+            return True
+        if job.computed > self._spoiled.get(job.request, job.computed):  # a step that was scheduled before vLLM knew
+            return True
+        self._spoiled.pop(job.request, None)  # computed again from there on
+        return False
 
     def _metadata(self) -> KvxMetadata:
         found = self._connector_metadata

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -57,7 +58,7 @@ class KvxOffloadingSpec(OffloadingSpec):
         self.shelves = PageShelves(
             settings.tiers,
             {
-                "bytes": f"vLLM pages, {config.kv_cache_layout}, {platform.machine()}",
+                "bytes": f"vLLM pages, {config.kv_cache_layout}, {platform.machine()}{_cpu_packing()}",
                 "model": settings.model or config.model.name,
                 "dtype": config.model.dtype,
                 "block_size": ",".join(str(g.tokens_per_block) for g in config.groups),
@@ -145,3 +146,9 @@ class _Worker(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """None is ever under way."""
+
+
+def _cpu_packing() -> str:
+    """vLLM's CPU backend packs rows by what the processor has."""
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return f" {torch.backends.cpu.get_cpu_capability()}{' amx' if has_amx else ''}"

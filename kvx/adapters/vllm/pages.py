@@ -46,7 +46,8 @@ class PageShelves:
         """`group` counts the groups that are offloaded."""
         kind = BlockKind(self._named(rank, group), (num_bytes,))
         tiers: list[Tier] = []
-        for setting in self._tiers:
+        for option in self._tiers:
+            setting = option.share(1, self._num_ranks * len(self._group_ids))
             if setting.path is not None:
                 tiers.append(DiskTier(self._folder(setting.path, rank, group), kind, setting.capacity_bytes))
             else:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 
-from kvx.tiers import Block, BlockKind, HostTier, Tier, TierOption
+from kvx.tiers import Block, BlockKind, HostTier, Tier, TierError, TierOption
 
 # Host memory by size and kind: vLLM's scheduler and worker are two objects, and see one tier where they share a process.
 _HOST: weakref.WeakValueDictionary[tuple[int, bytes], HostTier] = weakref.WeakValueDictionary()
@@ -50,7 +51,8 @@ class Shelf:
                 if block is not None:
                     came.append((names[i], block))
             for faster in self.tiers[:n] if came else []:
-                faster.put([name for name, _ in came], [block for _, block in came]).result()
+                with suppress(TierError):  # one that is full has less, and is asked again next time
+                    faster.put([name for name, _ in came], [block for _, block in came]).result()
         return found
 
     def beginning(self, names: Sequence[bytes]) -> int:

@@ -1,0 +1,28 @@
+"""What falls from a faster tier: whatever a listener does, those who wait are woken."""
+
+from __future__ import annotations
+
+import threading
+
+from kvx.tiers import BlockKind, HostTier
+from kvx.tiers.descent import Descent
+
+KIND = BlockKind({"model": "m"}, (64,))
+
+
+def test_a_listener_that_raises_does_not_leave_others_waiting():
+    told = []
+
+    def listener(event):
+        raise ValueError("a listener of the slow tier")
+
+    with HostTier(KIND, 6400, on_event=listener) as slow:
+        descent = Descent(8, lambda kind, fall, why: told.append((kind, fall.key)))
+        for key in (b"a", b"b"):
+            descent.push(key, KIND.empty(), slow)
+        waiting = threading.Thread(target=descent.drain, daemon=True)
+        waiting.start()
+        waiting.join(5)
+        assert not waiting.is_alive()
+        descent.close()
+    assert [key for _, key in told] == [b"a", b"b"]
