@@ -200,6 +200,15 @@ def _offsets(path: Path, name: str, entry: Any) -> tuple[int, int]:
     return found[0], found[1]
 
 
+def sync_folder(folder: Path) -> None:
+    """What its names stand for outlives a loss of power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def shard_paths(path: str, count: int) -> Sequence[Path]:
     """One path a rank: `{rank}` in the name stands for its number."""
     if count == 1:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.handover import Handover, from_manifest
+from kvx.handover.part import rank_specs
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.plan import Plan, plan
 from kvx.ops.convert import convert
@@ -34,7 +34,7 @@ class Held:
 
 def hold(handover: Handover, *, layout: str = "", tp_size: int = 1) -> Held:
     """`layout` "": neutral, as it is."""
-    specs = tuple(tuple(ranks(replace(p.spec, layout=layout or p.spec.layout), tp_size)) for p in handover.parts)
+    specs = tuple(rank_specs(replace(p.spec, layout=layout or p.spec.layout), tp_size) for p in handover.parts)
     buffers = tuple(tuple(t for s in part for t in allocate_buffers(s)) for part in specs)
     for p, part, into in zip(handover.parts, specs, buffers, strict=True):
         convert(list(into), list(p.buffers), plan=plan(p.spec, part))
@@ -55,14 +55,3 @@ def plans(handover: Handover, specs: Sequence[Sequence[CacheSpec]]) -> list[Plan
     if len(specs) != len(handover.parts):
         raise BadArgument(f"plans(): ranks of {len(specs)} parts; the handover has {len(handover.parts)}.")
     return [plan(list(part), p.spec) for p, part in zip(handover.parts, specs, strict=True)]
-
-
-def ranks(spec: CacheSpec, tp_size: int) -> list[CacheSpec]:
-    """One spec a rank. Heads that do not divide evenly are dealt as evenly as they can be; more ranks than heads share them."""
-    heads = spec.num_kv_heads
-    if tp_size < 1:
-        raise BadArgument(f"--tp is {tp_size}; it is 1 or more.")
-    if tp_size >= heads:
-        return [spec.shard(tp_size, r) for r in range(tp_size)]
-    starts = [r * heads // tp_size for r in range(tp_size + 1)]
-    return [replace(spec, num_kv_heads=end - start, head_start=spec.head_start + start) for start, end in pairwise(starts)]

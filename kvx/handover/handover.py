@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from kvx.errors import BadArgument, Damaged, Incompatible
 from kvx.handover.facts import check_parts, few, first_seen
 from kvx.handover.manifest import read_manifest, write_manifest
 from kvx.handover.memory import moved, new_buffers
-from kvx.handover.part import Part, neutral
+from kvx.handover.part import Part, neutral, rank_specs
 from kvx.handover.scales import differ, have_one_format
 from kvx.handover.tokens import token_ids
 from kvx.layout.place import buffer_sizes
@@ -197,10 +196,8 @@ class Handover:
     def shard(self, tp_size: int) -> list[Handover]:
         """One for each tensor parallel rank. Where heads do not divide, the first ranks have one more; with more ranks than heads,
         ranks in a row have the same."""
-        if tp_size < 1:
-            raise BadArgument(f"shard(): tp_size is {tp_size}; it is 1 or more.")
         self.check()
-        by_part = [_moved_blocks(p, _rank_specs(p.spec, tp_size), self.num_tokens) for p in self.parts]
+        by_part = [_moved_blocks(p, rank_specs(p.spec, tp_size), self.num_tokens) for p in self.parts]
         whole = tuple(p.content for p in self.parts)
         return [Handover(self.tokens, tuple(parts), whole) for parts in zip(*by_part, strict=True)]
 
@@ -251,11 +248,3 @@ def _moved_blocks(p: Part, specs: tuple[CacheSpec, ...], num_tokens: int) -> lis
         seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
     )
     return [m.cleared().sealed(num_tokens) for m in made]
-
-
-def _rank_specs(spec: CacheSpec, tp_size: int) -> tuple[CacheSpec, ...]:
-    heads = spec.num_kv_heads
-    if tp_size > heads or heads % tp_size == 0:
-        return tuple(spec.shard(tp_size, r) for r in range(tp_size))
-    ends = [-(-heads * r // tp_size) for r in range(tp_size + 1)]
-    return tuple(replace(spec, head_start=spec.head_start + a, num_kv_heads=b - a) for a, b in pairwise(ends))

@@ -7,6 +7,7 @@ that tiers and wires move it whole. Rows of its blocks that stand for no token a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import index
 
 import torch
@@ -106,3 +107,14 @@ def _check_buffers(part: Part) -> None:
         if not isinstance(t, Tensor) or not t.is_cpu or not t.is_contiguous() or memory_bytes(t) != size:
             what = f"{list(t.shape)} {t.dtype} on {t.device}" if isinstance(t, Tensor) else type(t).__name__
             raise BadArgument(f"Part: buffer {n} is {what}; it has {size} bytes in a row, in host memory.")
+
+
+def rank_specs(spec: CacheSpec, tp_size: int) -> tuple[CacheSpec, ...]:
+    """One a rank. Where heads do not divide, the first ranks have one more; more ranks than heads share them."""
+    heads = spec.num_kv_heads
+    if tp_size < 1:
+        raise BadArgument(f"shard(): tp_size is {tp_size}; it is 1 or more.")
+    if tp_size > heads or heads % tp_size == 0:
+        return tuple(spec.shard(tp_size, r) for r in range(tp_size))
+    ends = [-(-heads * r // tp_size) for r in range(tp_size + 1)]
+    return tuple(replace(spec, head_start=spec.head_start + a, num_kv_heads=b - a) for a, b in pairwise(ends))

@@ -17,6 +17,7 @@ from typing import Any
 from kvx.errors import BadArgument, Damaged, Incompatible, KvxError
 from kvx.files import load as load_cache
 from kvx.files import save as save_cache
+from kvx.files import sync_folder
 from kvx.handover.handover import Handover, from_manifest
 from kvx.handover.manifest import read_manifest
 from kvx.layout.place import buffer_sizes
@@ -42,14 +43,14 @@ def save(path: str | Path, handover: Handover) -> None:
         files = [_heading(partial / name, p.spec) for name, p in zip(names, handover.parts, strict=True)]
         _write(partial / _FILES, json.dumps(files))
         _write(partial / _MANIFEST, handover.to_json())
-        _sync(partial)
+        sync_folder(partial)
         try:
             os.rename(partial, path)
         except OSError:
             if not path.exists():
                 raise
             raise BadArgument(f"save(): {path} is there already: another saved it meanwhile. Give a name of its own.") from None
-        _sync(path.parent)
+        sync_folder(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -117,12 +118,3 @@ def _write(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """What its names stand for outlives a loss of power."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

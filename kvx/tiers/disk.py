@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvx.errors import Incompatible, Unsupported
+from kvx.files import sync_folder
 from kvx.tiers.block import Block, BlockKind, kind_from_text
 from kvx.tiers.block_file import Damaged, file_bytes, read_block, write_block
 from kvx.tiers.directory import PARTIAL, Directory
@@ -115,7 +116,7 @@ class DiskTier(Tier):
         with self._lock:
             self._directory.use(key, used_ns)
         if self.fsync:
-            _sync(path.parent)
+            sync_folder(path.parent)
 
     def _fetch(self, key: bytes, into: Block | None) -> Block | None:
         path = self._directory.path_of(key)
@@ -183,13 +184,5 @@ def _claim(path: Path, kind: BlockKind) -> None:
         except OSError:  # a file system without links
             os.replace(partial, path)
         partial.unlink(missing_ok=True)
-        _sync(path.parent)
+        sync_folder(path.parent)
     kind.require_same(kind_from_text(path.read_text()), "DiskTier")
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,10 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 import kvx
-from kvx.cli.held import gather, hold, ranks
+from kvx.cli.held import gather, hold
 from kvx.cli.main import app
 from kvx.cli.wire import host_and_port, offers_at, puller_from
 from kvx.handover import NEUTRAL, Handover, Source, export_blocks
+from kvx.handover.part import rank_specs
 from kvx.tiers.remote import Deadline
 from tests.runner import smollm
 
@@ -124,10 +125,10 @@ def test_a_wrong_byte_of_a_rank_is_found():
 
 def test_heads_are_dealt_evenly():
     spec = handover(5).spec
-    assert [(s.head_start, s.num_kv_heads) for s in ranks(spec, 2)] == [(0, 2), (2, 3)]
-    assert [(s.head_start, s.num_kv_heads) for s in ranks(spec, 10)] == [(r // 2, 1) for r in range(10)]
-    with pytest.raises(kvx.BadArgument, match="--tp is 0"):
-        ranks(spec, 0)
+    assert [(s.head_start, s.num_kv_heads) for s in rank_specs(spec, 2)] == [(0, 3), (3, 2)]
+    assert [(s.head_start, s.num_kv_heads) for s in rank_specs(spec, 10)] == [(r // 2, 1) for r in range(10)]
+    with pytest.raises(kvx.BadArgument, match="tp_size is 0"):
+        rank_specs(spec, 0)
 
 
 # ---- wires that are not there

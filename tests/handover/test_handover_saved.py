@@ -50,7 +50,7 @@ def test_damage_is_not_saved(tmp_path, handover):
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("step", ["save_cache", "_write", "_sync"])
+@pytest.mark.parametrize("step", ["save_cache", "_write", "sync_folder"])
 def test_an_end_midway_leaves_nothing(tmp_path, handover, monkeypatch, step):
     def fail(*_, **__):
         raise OSError("disk full")
