@@ -25,6 +25,10 @@ class Damaged(KvxError):
     """Content that is not what its digest says: a flipped bit, two heads swapped, blocks in another order. It was not used."""
 
 
+class TierError(KvxError, OSError):
+    """A tier could not keep a block: the disk is full, a folder cannot be written. What was kept before is as it was."""
+
+
 class InternalError(KvxError, RuntimeError):
     """The device runtime failed. C: INTERNAL_ERROR."""
 

@@ -1,4 +1,4 @@
-"""Imports only point down: cli -> bench -> adapters -> ops -> quant -> layout, tables -> spec -> layout.axes -> errors."""
+"""Imports only point down, as CONTRIBUTING.md says; LEVELS is the order."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ LEVELS = (
     "kvx.ops",
     "kvx.files",
     "kvx.cache",
+    "kvx.wires",
     "kvx.tiers",
     "kvx.handover",
     "kvx.adapters",

@@ -36,8 +36,8 @@ from kvx.ops.convert import bind
 from kvx.spec import CacheSpec
 from kvx.tiers import BlockKind, DiskTier
 from kvx.tiers.block_file import file_bytes
-from kvx.tiers.nixl_agent import NixlAgent, Remote
-from kvx.tiers.remote import Deadline
+from kvx.wires.nixl.agent import NixlAgent, Remote
+from kvx.wires.wire import Deadline
 
 CHUNK = 8  # blocks that are converted and moved together
 RING = 4  # chunks: as far as the conversion may be ahead
@@ -158,7 +158,7 @@ def export(pipe: Connection, wire: str, num_blocks: int, formats: Sequence[str])
 
 
 def _mooncake() -> Any:
-    from kvx.tiers.mooncake_engine import MooncakeEngine
+    from kvx.wires.mooncake.engine import MooncakeEngine
 
     return MooncakeEngine()
 

@@ -41,14 +41,20 @@ def bring_back(cache: PagedCache, prefix: PrefixCache, backing: Backing, seq: Se
         raise BadArgument(f"bring_back(): {seq} has tokens of its own; it is called after admit(), before extend().")
     names = seq._hashes[done : max(0, seq.num_tokens - 1) // bs]
     recall = _Recall(cache, prefix, backing, names, done, [set() for _ in cache.allocators])
-    while count := recall.choose():
-        if recall.load():  # else there is one less to choose from
-            for i, part in enumerate(recall.parts):
-                cache._hold_after(seq, i, done + part.first, part.ids)
-            seq.length = seq.num_cached = seq._limit = seq._num_stored = (done + count) * bs
-            prefix.stats.tokens_brought += count * bs
-            return count
-    return 0
+    try:
+        while count := recall.choose():
+            if recall.load():
+                for i, part in enumerate(recall.parts):
+                    cache._hold_after(seq, i, done + part.first, part.ids)
+                length = (done + count) * bs
+                # In one statement, so that Ctrl-C comes before or after: the blocks are ours, or the sequence's.
+                (seq.length, seq.num_cached, seq._limit, seq._num_stored), recall.held = (length,) * 4, []
+                prefix.stats.tokens_brought += count * bs
+                return count
+            recall.give_back()  # there is one less to choose from
+        return 0
+    finally:
+        recall.give_back()
 
 
 class _Part(NamedTuple):
@@ -68,6 +74,7 @@ class _Recall:
     done: int
     lost: list[set[BlockHash]]  # of each group: the backing has them, and could not load them
     parts: list[_Part] = field(default_factory=list)  # one a group
+    held: list[tuple[BlockAllocator, BlockIds]] = field(default_factory=list)  # until they are a sequence's
 
     def choose(self) -> int:
         """The longest beginning of the names that can be had in every group and has room. `parts` is what it takes."""
@@ -99,29 +106,24 @@ class _Recall:
         return is_there
 
     def load(self) -> bool:
-        """Hold and fill the blocks. Where one does not come, all are given back, and it is `lost`."""
-        held: list[tuple[BlockAllocator, BlockIds]] = []
-        is_whole = False
-        try:
-            for part, allocator in zip(self.parts, self.cache.allocators, strict=True):
-                here = part.ids[part.is_here]
-                allocator.retain_checked(here)  # first: what is allocated next may evict idle ones
-                held.append((allocator, here))
-            is_whole = all(self._load(i, held) for i in range(len(self.parts)))
-        finally:
-            if not is_whole:
-                for allocator, ids in held:
-                    allocator.release_checked(ids)
-        return is_whole
+        """Hold and fill the blocks: whether all came. One that does not is `lost`."""
+        for part, allocator in zip(self.parts, self.cache.allocators, strict=True):
+            # First: what is allocated next may evict idle ones.
+            self.held.append((allocator, allocator.retain_checked(part.ids[part.is_here])))
+        return all(self._load(i) for i in range(len(self.parts)))
 
-    def _load(self, group: int, held: list[tuple[BlockAllocator, BlockIds]]) -> bool:
+    def give_back(self) -> None:
+        while self.held:
+            allocator, ids = self.held.pop()
+            allocator.release_checked(ids)
+
+    def _load(self, group: int) -> bool:
         part, allocator = self.parts[group], self.cache.allocators[group]
         absent = [self.names[part.first + int(j)] for j in np.flatnonzero(~part.is_here)]
         if not absent:
             return True
-        new = allocator.allocate(len(absent))
-        held.append((allocator, new))
-        part.ids[~part.is_here] = new
+        self.held.append((allocator, allocator.allocate(len(absent))))
+        part.ids[~part.is_here] = new = self.held[-1][1]
         came = self.backing.load(group, absent, new)
         self.prefix.put(group, absent[:came], new[:came])
         self.lost[group].update(absent[came : came + 1])

@@ -152,8 +152,8 @@ class BlockAllocator:
             self.retain_checked(unique)
             self._refs[unique] += counts - 1
 
-    def retain_checked(self, ids: BlockIds) -> None:
-        """retain of ids known to be different, and used or idle."""
+    def retain_checked(self, ids: BlockIds) -> BlockIds:
+        """retain of ids known to be different, and used or idle: the same ids."""
         at = ids.astype(np.intp)
         if self._num_idle:
             idle = at[self._place[at] >= 0]
@@ -161,6 +161,7 @@ class BlockAllocator:
                 self._place[idle] = -1
                 self._num_idle -= len(idle)
         self._refs[at] += 1
+        return ids
 
     def release(self, ids: Sequence[int] | BlockIds) -> None:
         """One reference less each; at none a block is idle if its content is kept, else free.

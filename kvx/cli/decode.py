@@ -31,13 +31,13 @@ from kvx.cli.prefill import (
     check_ranks,
     encode,
 )
-from kvx.cli.wire import check_wire, puller_from
 from kvx.errors import KvxError
 from kvx.handover import Handover, from_manifest, load
 from kvx.runner import Engine, Params, small_model
 from kvx.runner.handover import name_of, resume
 from kvx.spec import from_json
-from kvx.tiers.remote import Deadline, WireError
+from kvx.wires.choose import check_wire, puller_from
+from kvx.wires.wire import Deadline, WireError
 
 
 @dataclass(frozen=True)

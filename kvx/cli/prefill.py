@@ -15,13 +15,14 @@ import typer
 from kvx.cli.convert import layout_of
 from kvx.cli.generate import dtype_of
 from kvx.cli.held import hold
-from kvx.cli.wire import Offers, Request, check_wire, offers_at
 from kvx.errors import BadArgument, Incompatible, InternalError, KvxError
 from kvx.handover import save
 from kvx.runner import Engine, small_model
 from kvx.runner.handover import export_sequence, name_of
 from kvx.spec import to_json
-from kvx.tiers.remote import WireError
+from kvx.wires.choose import check_wire, offers_at
+from kvx.wires.offer import Offers, Request
+from kvx.wires.wire import WireError
 
 IDLE_S = 0.002  # between two looks for questions
 BUSY_S = 0.0001  # while somebody pulls: looking is what moves the bytes on links that need both sides

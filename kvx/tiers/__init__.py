@@ -1,5 +1,6 @@
 """Where blocks go when they leave the device: host memory, a directory. One protocol, tier.py; the way there, mover.py."""
 
+from kvx.errors import TierError
 from kvx.tiers.block import Block, BlockKind, block_spec
 from kvx.tiers.cache_tiers import CacheTiers
 from kvx.tiers.disk import DiskTier
@@ -7,7 +8,7 @@ from kvx.tiers.host import HostTier
 from kvx.tiers.mover import Mover
 from kvx.tiers.mover_stats import MoverEvent, MoverStats
 from kvx.tiers.option import TierOption
-from kvx.tiers.tier import Tier, TierError, TierEvent, TierStats
+from kvx.tiers.tier import Tier, TierEvent, TierStats
 
 __all__ = [
     "Block",

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kvx.errors import Incompatible, Unsupported
+from kvx.errors import Incompatible, TierError, Unsupported
 from kvx.files import sync_folder
 from kvx.tiers.block import Block, BlockKind, kind_from_text
 from kvx.tiers.block_file import Damaged, file_bytes, read_block, write_block
 from kvx.tiers.directory import PARTIAL, Directory
-from kvx.tiers.tier import Tier, TierError, TierEvent, blocks_in
+from kvx.tiers.tier import Tier, TierEvent, blocks_in
 
 _MANIFEST = "manifest.json"
 _numbers = itertools.count()  # of unfinished files: no two of a process have the same name

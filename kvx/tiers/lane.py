@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from kvx.tiers.block import Block
 from kvx.tiers.memory import HostMemory
 
 OUT, BACK = 0, 1  # of the cache, or into it
-Wait = Callable[[], None]  # until the memory of what was sent or received is free again
+Wait = Callable[[], None]  # until the memory of what was sent or received is free again; again is no harm
 
 
 class Lane(Protocol):
@@ -89,8 +89,9 @@ class StagedLane:
         self._streams.synchronize()  # the areas' memory may have had another use, which the link does not wait for
 
     def send(self, ids: Sequence[int], places: Sequence[int], blocks: Sequence[Block]) -> Wait:
-        area = self._free.get()
+        use = _Use(self._free)
         try:
+            area = use.take()
             area.convert(OUT, ids, places)
             converted = self._streams.mark()
             with self._streams.link(OUT):
@@ -98,14 +99,15 @@ class StagedLane:
                 for host, staged in self._runs(area, blocks):
                     host.copy_(staged, non_blocking=True)
                 done = self._streams.mark()
+            return use.until(done)
         except BaseException:
-            self._abandon(area)
+            self._abandon(use)
             raise
-        return self._when(done, area)
 
     def receive(self, ids: Sequence[int], places: Sequence[int], blocks: Sequence[Block]) -> Wait:
-        area = self._free.get()
+        use = _Use(self._free)
         try:
+            area = use.take()
             with self._streams.link(BACK):
                 for host, staged in self._runs(area, blocks):
                     staged.copy_(host, non_blocking=True)
@@ -113,10 +115,10 @@ class StagedLane:
             self._streams.after(arrived)
             area.convert(BACK, ids, places)
             done = self._streams.mark()
+            return use.until(done)
         except BaseException:
-            self._abandon(area)
+            self._abandon(use)
             raise
-        return self._when(done, area)
 
     def _runs(self, area: _Area, blocks: Sequence[Block]) -> Iterator[tuple[Tensor, Tensor]]:
         """Bytes on the host and in the area, neighbours as one."""
@@ -131,21 +133,36 @@ class StagedLane:
             yield self._memory.run(slab, first, n - start), area.staged[start * pitch : n * pitch]
             start = n
 
-    def _when(self, done: Any, area: _Area) -> Wait:
-        def wait() -> None:
-            try:
-                done.synchronize()
-            finally:
-                self._free.put(area)
-
-        return wait
-
-    def _abandon(self, area: _Area) -> None:
+    def _abandon(self, use: _Use) -> None:
         """A step failed or was interrupted: what it began must end before the area is used again."""
         try:
             self._streams.synchronize()
         finally:
-            self._free.put(area)
+            use.end()
+
+
+class _Use:
+    """Of one area at most. It is given back once, however often that is tried, and wherever an interrupt came."""
+
+    def __init__(self, free: queue.SimpleQueue[_Area]) -> None:
+        self._free, self._areas = free, list[_Area]()
+
+    def take(self) -> _Area:
+        self._areas.append(self._free.get())
+        return self._areas[0]
+
+    def end(self) -> None:
+        with suppress(IndexError):
+            self._free.put(self._areas.pop())
+
+    def until(self, done: Any) -> Wait:
+        def wait() -> None:
+            try:
+                done.synchronize()
+            finally:
+                self.end()
+
+        return wait
 
 
 class _Area:

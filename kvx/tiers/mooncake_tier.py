@@ -13,9 +13,9 @@ import torch
 from kvx.errors import Unsupported
 from kvx.tiers.block import Block, BlockKind
 from kvx.tiers.block_file import CHECKSUMS, checksum
-from kvx.tiers.mooncake_store import MooncakeStore
-from kvx.tiers.remote import WireError
 from kvx.tiers.tier import Tier, TierEvent
+from kvx.wires.mooncake.store import MooncakeStore
+from kvx.wires.wire import WireError
 
 _TAIL = 17  # the checksum's number, and the checksum
 

@@ -19,7 +19,7 @@ from typing import Self
 
 from torch import Tensor
 
-from kvx.errors import BadArgument, KvxError
+from kvx.errors import BadArgument, KvxError, TierError
 from kvx.layout.place import num_buffers
 from kvx.spec.cache_spec import CacheSpec
 from kvx.tiers.block import Block, BlockKind, block_spec
@@ -31,7 +31,7 @@ from kvx.tiers.memory import HostMemory
 from kvx.tiers.mover_stats import MoverEvent, MoverStats
 from kvx.tiers.parts import Part, groups_of, parts_of, unknown
 from kvx.tiers.room import Room
-from kvx.tiers.tier import Tier, TierError, TierEvent
+from kvx.tiers.tier import Tier, TierEvent
 
 NUM_AREAS = 8  # parts that what is in flight is cut into: one is converted, one on the link, and a tier's threads have one each
 
@@ -75,7 +75,6 @@ class Mover:
         if is_cuda if is_staged is None else is_staged:
             self._lane = StagedLane(buffers, self.specs, self.kept, self.memory, area_blocks=self.area_blocks, num_areas=NUM_AREAS)
         self._coming: dict[bytes, Future[int]] = {}  # offloaded, and in no tier yet
-        self._flights: dict[Future[int], int] = {}  # and how many blocks of the room each has
         self._promoting: set[Future[list[bool]]] = set()
         self._turn = threading.Lock()  # one call of offload or onboard at a time
         self._landing = ThreadPoolExecutor(1, thread_name_prefix="Mover")
@@ -126,7 +125,6 @@ class Mover:
     def _hand_down(self, tier: Tier, below: Tier, keys: list[bytes]) -> Future[int]:
         found = [(k, b) for k, b in zip(keys, tier.get(keys).result(), strict=True) if b is not None]
         done: Future[int] = Future()
-        self._flights[done] = 0
         put = below.put([k for k, _ in found], [b for _, b in found])
         put.add_done_callback(partial(self._kept, "handed down", [k for k, _ in found], done))
         return done
@@ -142,15 +140,14 @@ class Mover:
 
     def _send(self, part: Part, tier: Tier) -> Future[int]:
         n, done, wait = len(part.names), Future[int](), None
-        self._room.take(n)
-        self._flights[done] = n
         try:
+            self._room.take(done, n)
             held = self.memory.take(n)
             wait = self._lane.send(part.ids, part.places, held)
             for name in part.names:
                 self._coming[name] = done
             self._landing.submit(self._land, tier, part.names, held, wait, done)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: nothing stays in flight that nobody ends
             self._landed(part.names, done)
             if wait is not None:
                 wait()
@@ -205,7 +202,7 @@ class Mover:
         for name in names:
             if self._coming.get(name) is done:
                 self._coming.pop(name, None)
-        self._room.give(self._flights.pop(done, 0))
+        self._room.give(done)
 
     # --- from the tiers ---------------------------------------------------------------------------------------------------
 
@@ -265,8 +262,14 @@ class Mover:
             return 0
         whole = -(-n // self._names)  # groups; of the last, names that did not come are skipped
         places = [p if p < n else -1 for p in part.places[: whole * self._names]]
-        wait = self._lane.receive(part.ids[: whole * self._ids], places, blocks)
-        self._landing.submit(_hold, wait, blocks)
+        wait = None
+        try:
+            wait = self._lane.receive(part.ids[: whole * self._ids], places, blocks)
+            self._landing.submit(_hold, wait, blocks)
+        except BaseException:
+            if wait is not None:
+                wait()
+            raise
         with self._stats_lock:
             for source in fetch.sources[:n]:
                 if source >= 0:

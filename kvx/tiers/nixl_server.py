@@ -15,18 +15,13 @@ import torch
 
 from kvx.errors import Incompatible, KvxError
 from kvx.tiers.block import BlockKind, kind_from_text
-from kvx.tiers.nixl_agent import NixlAgent
-from kvx.tiers.remote import WireError
 from kvx.tiers.remote_slots import Slots
 from kvx.tiers.tier import blocks_in
+from kvx.wires.nixl.agent import NixlAgent, agent_name
+from kvx.wires.wire import WireError
 
 IDLE_S = 0.002  # between two looks for messages while nobody is at work
 BUSY_S = 0.0001  # while a peer transfers: looking is what moves the bytes on links that need both sides
-
-
-def agent_name(port: int) -> str:
-    """Whoever asks a port for metadata must name the agent there."""
-    return f"kvx:{port}"
 
 
 class NixlServer:

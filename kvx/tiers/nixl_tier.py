@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from kvx.errors import BadArgument, Incompatible, Unsupported
+from kvx.errors import BadArgument, Incompatible, TierError, Unsupported
 from kvx.layout.plan import Run
 from kvx.tiers.block import Block, BlockKind
 from kvx.tiers.block_file import CHECKSUMS, checksum
-from kvx.tiers.nixl_agent import NixlAgent, Remote
-from kvx.tiers.nixl_server import agent_name
-from kvx.tiers.remote import Deadline, WireError
-from kvx.tiers.tier import Tier, TierError, TierEvent
+from kvx.tiers.tier import Tier, TierEvent
+from kvx.wires.nixl.agent import NixlAgent, Remote, agent_name
+from kvx.wires.wire import Deadline, WireError
 
 
 @dataclass

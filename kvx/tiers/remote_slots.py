@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvx.tiers.remote import WireError
+from kvx.wires.wire import WireError
 
 
 class Entry(NamedTuple):

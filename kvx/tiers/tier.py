@@ -13,16 +13,12 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import NamedTuple, ParamSpec, Self, TypeVar
 
-from kvx.errors import BadArgument, KvxError
+from kvx.errors import BadArgument, TierError
 from kvx.tiers.block import Block, BlockKind, check_block
 
 P = ParamSpec("P")
 R = TypeVar("R")
 MOST_KEY_BYTES = 64
-
-
-class TierError(KvxError, OSError):
-    """A tier could not keep a block: the disk is full, a folder cannot be written. What was kept before is as it was."""
 
 
 class TierEvent(NamedTuple):

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 import kvx
 from kvx.cli.held import gather, hold
 from kvx.cli.main import app
-from kvx.cli.wire import host_and_port, offers_at, puller_from
 from kvx.handover import NEUTRAL, Handover, Source, export_blocks
 from kvx.handover.part import rank_specs
-from kvx.tiers.remote import Deadline
+from kvx.wires.choose import host_and_port, offers_at, puller_from
+from kvx.wires.wire import Deadline
 from tests.runner import smollm
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from kvx.cli import prefill
 from kvx.cli.held import Held, hold
 from kvx.cli.main import main
-from kvx.cli.wire import puller_from
-from kvx.tiers.remote import Deadline
+from kvx.wires.choose import puller_from
+from kvx.wires.wire import Deadline
 from tests.engines.wires import free_port
 
 

@@ -12,11 +12,11 @@ import torch
 
 import kvx
 from kvx.tiers import BlockKind, TierError
-from kvx.tiers.mooncake_engine import MooncakeEngine
-from kvx.tiers.mooncake_store import MooncakeStore
 from kvx.tiers.mooncake_tier import MooncakeTier
-from kvx.tiers.nixl_agent import Remote
-from tests.engines.wires import mooncake_master
+from kvx.wires.mooncake.engine import MooncakeEngine
+from kvx.wires.mooncake.store import MooncakeStore
+from kvx.wires.nixl.agent import Remote
+from tests.engines.wires import mooncake_master, own_address
 from tests.tiers.blocks import KIND, block, found, key, put
 
 pytest.importorskip("mooncake")
@@ -87,10 +87,25 @@ def test_a_full_store_says_so_and_goes_on(store):
         tier.drop([key(n) for n in range(9)]).result()
 
 
+def test_a_store_is_joined_from_the_address_that_reaches_its_master(master):
+    """On two machines "127.0.0.1" would be each other's."""
+    address = own_address()
+    if address == "127.0.0.1":
+        pytest.skip("this machine has no address but loopback")
+    far = f"{address}:{master.rpartition(':')[2]}"
+    with MooncakeStore(far, segment_bytes=32 << 20, buffer_bytes=8 << 20) as owner, MooncakeStore(far) as other:
+        assert (owner.host, other.host) == (address, address)
+        owner.put("kvx/hello", b"across")
+        assert other.get("kvx/hello") == b"across"
+        owner.remove("kvx/hello")
+    with MooncakeStore(master) as near:
+        assert near.host == "127.0.0.1"
+
+
 def test_an_owner_that_dies_is_a_miss(master):
     code = f"""
 import sys, time
-from kvx.tiers.mooncake_store import MooncakeStore
+from kvx.wires.mooncake.store import MooncakeStore
 from kvx.tiers.mooncake_tier import MooncakeTier
 from tests.tiers.blocks import KIND, put
 store = MooncakeStore({master!r}, segment_bytes=32 << 20)

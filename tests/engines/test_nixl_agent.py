@@ -12,9 +12,9 @@ import torch
 
 import kvx
 from kvx.tiers import TierError
-from kvx.tiers.nixl_agent import NixlAgent, Remote, descriptors
-from kvx.tiers.nixl_file import NixlFiles
-from kvx.tiers.remote import Deadline
+from kvx.wires.nixl.agent import NixlAgent, Remote, descriptors
+from kvx.wires.nixl.files import NixlFiles
+from kvx.wires.wire import Deadline, WireError
 from tests.engines.wires import free_port
 
 pytest.importorskip("nixl")
@@ -116,8 +116,31 @@ def test_files(tmp_path):
     assert os.listdir(tmp_path) == ["x"]
 
 
+def test_a_file_that_was_given_up_stays_open_until_the_agent_is_closed(tmp_path, monkeypatch):
+    """A late write must find its own file and memory, not what was opened and allocated since."""
+
+    def late(self, op, transfer, peer, deadline):
+        finish(self, op, transfer, peer, deadline)
+        raise WireError("late")
+
+    finish, src = NixlAgent._finish, [torch.ones(5000, dtype=torch.uint8)]
+    with NixlFiles() as files:
+        monkeypatch.setattr(NixlAgent, "_finish", late)
+        with pytest.raises(WireError, match="late"):
+            files.write_file(tmp_path / "x", src, Deadline(10))
+        assert os.listdir(tmp_path) == []
+        (given_up,) = files._given_up
+        assert os.fstat(given_up).st_size == 5000
+        assert files.num_registered == 1
+        monkeypatch.undo()
+        assert files.write_file(tmp_path / "y", src, Deadline(10)) == 5000
+        assert files._given_up == [given_up]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(given_up)
+
+
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_process_that_used_nixl_ends_with_its_own_status(status):
-    code = f"import sys; from kvx.tiers.nixl_agent import NixlAgent; NixlAgent(); print('said'); sys.exit({status})"
+    code = f"import sys; from kvx.wires.nixl.agent import NixlAgent; NixlAgent(); print('said'); sys.exit({status})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (status, "said\n")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import kvx
-from kvx.tiers import nixl_offer
-from kvx.tiers.nixl_offer import NixlOffers, NixlPuller
-from kvx.tiers.remote import Deadline, WireError
+from kvx.wires.nixl import offer as nixl_offer
+from kvx.wires.nixl.offer import NixlOffers, NixlPuller
+from kvx.wires.wire import Deadline, WireError
 from tests.engines.wires import free_port
 
 pytest.importorskip("nixl")

@@ -16,12 +16,12 @@ import pytest
 import kvx
 from kvx.cli.decode import fetch
 from kvx.cli.held import plans
-from kvx.cli.wire import puller_from
 from kvx.handover import from_manifest
 from kvx.runner import Engine, Params, small_model
 from kvx.runner.handover import name_of, resume
 from kvx.spec import from_json
-from kvx.tiers.remote import Deadline, WireError
+from kvx.wires.choose import puller_from
+from kvx.wires.wire import Deadline, WireError
 from tests.engines.prefill_peer import prefill_at
 from tests.engines.wires import free_port, mooncake_master
 from tests.runner import smollm

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvx.tiers import TierError
-from kvx.tiers.mooncake_store import MooncakeStore
+from kvx.wires.mooncake.store import MooncakeStore
 
 
 def free_port() -> int:
@@ -19,13 +19,23 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def own_address() -> str:
+    """Of this machine, as its neighbours see it; loopback where it has no other. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        try:
+            s.connect(("198.51.100.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(s.getsockname()[0])
+
+
 @contextmanager
 def mooncake_master() -> Iterator[str]:
     """HOST:PORT of one that answers."""
     import mooncake
 
     port, program = free_port(), Path(mooncake.__file__).parent / "mooncake_master"
-    command = [str(program), f"--rpc_port={port}", f"--metrics_port={free_port()}", "--rpc_address=127.0.0.1"]
+    command = [str(program), f"--rpc_port={port}", f"--metrics_port={free_port()}", "--rpc_address=0.0.0.0"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 10

@@ -5,9 +5,12 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+from tests.runner.smollm import needs_weights
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "handover.py"
 
 
+@needs_weights
 def test_transformers_and_the_runner():
     lines: list[str] = []
     hand_over = runpy.run_path(str(EXAMPLE))["hand_over"]

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvx.tiers.remote import WireError
 from kvx.tiers.remote_slots import Slots
+from kvx.wires.wire import WireError
 
 
 class Clock:

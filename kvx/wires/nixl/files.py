@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from kvx.layout.buffers import memory_bytes
-from kvx.tiers.nixl_agent import NixlAgent
-from kvx.tiers.remote import Deadline, WireError
+from kvx.wires.nixl.agent import NixlAgent
+from kvx.wires.wire import Deadline, WireError
 
 
 class NixlFiles(NixlAgent):
@@ -20,15 +20,15 @@ class NixlFiles(NixlAgent):
 
     def __init__(self) -> None:
         super().__init__(backends=("POSIX",))
+        self._given_up: list[int] = []  # files of transfers that were not done in time: open until they can write no more
 
     def write_file(self, path: str | Path, buffers: Sequence[Tensor], deadline: Deadline) -> int:
         """Whole or not at all. How many bytes."""
         path = Path(path)
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
-            with partial.open("wb") as file:
-                os.ftruncate(file.fileno(), sum(map(memory_bytes, buffers)))
-                size = self._move_file("WRITE", file.fileno(), buffers, deadline)
+            file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            size = self._move_file("WRITE", file, buffers, deadline)
             partial.replace(path)
         finally:
             with suppress(OSError):
@@ -37,21 +37,26 @@ class NixlFiles(NixlAgent):
 
     def read_file(self, path: str | Path, buffers: Sequence[Tensor], deadline: Deadline) -> int:
         """A file that has another number of bytes is refused."""
-        with Path(path).open("rb") as file:
-            size, want = os.fstat(file.fileno()).st_size, sum(map(memory_bytes, buffers))
-            if size != want:
-                raise WireError(f"{path} has {size} bytes; the buffers have {want}.")
-            return self._move_file("READ", file.fileno(), buffers, deadline)
+        file = os.open(path, os.O_RDONLY)
+        size, want = os.fstat(file).st_size, sum(map(memory_bytes, buffers))
+        if size != want:
+            os.close(file)
+            raise WireError(f"{path} has {size} bytes; the buffers have {want}.")
+        return self._move_file("READ", file, buffers, deadline)
 
     def _move_file(self, op: str, file: int, buffers: Sequence[Tensor], deadline: Deadline) -> int:
+        """Closes the file. After an error it and the buffers stay with the agent: a transfer given up may still use them."""
         near, far, at = [], [], 0
+        self._given_up.append(file)
         for t in buffers:
             if t.numel():
                 near.append((t.data_ptr(), memory_bytes(t), 0))
                 far.append((at, memory_bytes(t), file))
                 at += memory_bytes(t)
-        number, handle = self.register(buffers), None
+        number = self.register(buffers)
         try:
+            if op == "WRITE":
+                os.ftruncate(file, at)
             handle = self._agent.register_memory([(0, at, file, "")], "FILE")
             transfer: Any = self._agent.initialize_xfer(
                 op, self._agent.get_xfer_descs(near, "DRAM"), self._agent.get_xfer_descs(far, "FILE"), self.name
@@ -61,9 +66,17 @@ class NixlFiles(NixlAgent):
             raise
         except Exception as error:
             raise WireError(f"{op} of {at} bytes of a file failed: {error or type(error).__name__}.") from error
-        finally:
-            if handle is not None:
-                with suppress(Exception):
-                    self._agent.deregister_memory(handle)
-            self.release(number)
+        with suppress(Exception):
+            self._agent.deregister_memory(handle)
+        self.release(number)
+        self._close_file(file)
         return at
+
+    def _close_file(self, file: int) -> None:
+        self._given_up.remove(file)
+        os.close(file)
+
+    def close(self) -> None:
+        super().close()
+        for file in list(self._given_up):
+            self._close_file(file)

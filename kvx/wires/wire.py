@@ -9,8 +9,7 @@ import importlib
 import time
 from types import ModuleType
 
-from kvx.errors import Unsupported
-from kvx.tiers.tier import TierError
+from kvx.errors import TierError, Unsupported
 
 PAUSE_S = 0.0005  # between two looks at something that a peer or a library does meanwhile
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from kvx.errors import BadArgument
 from kvx.layout.buffers import memory_bytes
 from kvx.layout.plan import Run
-from kvx.tiers.remote import Deadline, WireError, need
+from kvx.wires.wire import Deadline, WireError, need
 
 INSTALL = "pip install --no-deps nixl nixl-cu13 (nixl-cu12 where CUDA is 12; either runs without a GPU)."
 _numbers = itertools.count()
@@ -43,6 +43,11 @@ class Remote(NamedTuple):
     addresses: tuple[int, ...]  # of buffer 0, 1, ... of the plan's side
     memory: str = "DRAM"  # or VRAM
     device: int = 0
+
+
+def agent_name(port: int) -> str:
+    """Whoever asks a port for metadata must name the agent there."""
+    return f"kvx:{port}"
 
 
 class NixlAgent:
@@ -229,13 +234,15 @@ class NixlAgent:
         """Give everything back. Transfers that were given up end here: only now is their memory free for others."""
         if self._agent is None:
             return
-        for number in list(self._registered):
-            self.release(number)
         for handle in self._stuck:
             with suppress(Exception):
                 handle.release()
+        memory = [buffers for _, buffers in self._registered.values()]
+        for number in list(self._registered):
+            self.release(number)
         self._stuck.clear()
         self._agent = None
+        memory.clear()  # not before: a transfer may write until the agent is gone
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from kvx.layout.buffers import memory_bytes
-from kvx.tiers.remote import WireError, need
+from kvx.wires.wire import WireError, need
 
 INSTALL = (
     "pip install mooncake-transfer-engine (mooncake-transfer-engine-non-cuda where there is no GPU); "
@@ -32,7 +32,7 @@ class MooncakeStore:
         self,
         master: str,  # HOST:PORT of a mooncake_master
         *,
-        host: str = "127.0.0.1",  # this process's, as others reach it
+        host: str = "",  # this machine's, as others reach it; "": the one that it reaches the master from
         segment_bytes: int = 0,  # memory that this process gives to the store
         buffer_bytes: int = 64 << 20,  # for put and get of bytes
         protocol: str = "tcp",  # or rdma
@@ -42,9 +42,11 @@ class MooncakeStore:
         module = load("mooncake.store")
         name, _, port = master.rpartition(":")
         try:  # setup() itself tries for a minute and a half
-            socket.create_connection((name, int(port)), timeout=timeout_s).close()
+            with socket.create_connection((name, int(port)), timeout=timeout_s) as link:
+                host = host or link.getsockname()[0]
         except (OSError, ValueError) as error:
             raise WireError(f"no mooncake_master answers at {master}: {error}.") from None
+        self.host = host
         self._store: Any = module.MooncakeDistributedStore()
         code = self._store.setup(host, "P2PHANDSHAKE", segment_bytes, buffer_bytes, protocol, devices, master)
         if code:

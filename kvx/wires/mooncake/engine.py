@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvx.layout.buffers import memory_bytes
 from kvx.layout.plan import Run
-from kvx.tiers.mooncake_store import load
-from kvx.tiers.nixl_agent import Remote
-from kvx.tiers.remote import WireError
+from kvx.wires.mooncake.store import load
+from kvx.wires.nixl.agent import Remote
+from kvx.wires.wire import WireError
 
 
 class MooncakeEngine:

@@ -1,7 +1,4 @@
-"""Buffers that one process offers and another pulls, over NIXL: a question, an answer with addresses, a READ, a word at the end.
-
-What is asked and what is offered is the caller's: a dictionary of JSON each way. Metadata travels by NIXL's own listener.
-"""
+"""Offers over NIXL: a question, an answer with addresses, a READ, a word at the end. Metadata travels by NIXL's own listener."""
 
 from __future__ import annotations
 
@@ -10,25 +7,17 @@ from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from torch import Tensor
 
-from kvx.errors import Incompatible, KvxError
 from kvx.layout.plan import Plan
-from kvx.tiers.nixl_agent import NixlAgent, Remote
-from kvx.tiers.nixl_server import agent_name
-from kvx.tiers.remote import Deadline, WireError
+from kvx.wires.nixl.agent import NixlAgent, Remote, agent_name
+from kvx.wires.offer import Offer, Offers, Puller, Request, places_of, read_answer
+from kvx.wires.wire import Deadline, WireError
 
 QUIET_S = 60.0  # a peer that says nothing for so long is forgotten
 LEAST_PIECE_BYTES = 32  # a row of K or V is more, in any layout that keeps rows together
-
-
-class Request(NamedTuple):
-    peer: str
-    number: str
-    about: dict[str, Any]
 
 
 @dataclass
@@ -37,9 +26,7 @@ class _Given:
     until_s: float
 
 
-class NixlOffers:
-    """The side that has the bytes. Call `requests` often: looking is what keeps the wire going."""
-
+class NixlOffers(Offers):
     def __init__(self, port: int, *, lease_s: float = 30.0) -> None:
         self.lease_s = lease_s
         self._agent = NixlAgent(agent_name(port), listen_port=port)
@@ -49,7 +36,6 @@ class NixlOffers:
 
     @property
     def num_offers(self) -> int:
-        """Offers whose memory somebody may still be reading."""
         return len(self._given)
 
     @property
@@ -57,7 +43,6 @@ class NixlOffers:
         return self._agent.num_registered
 
     def requests(self) -> list[Request]:
-        """New questions. Offers that are pulled, or that nobody pulled in time, are let go of."""
         now = time.monotonic()
         with suppress(WireError):
             for peer, body in self._agent.notifications():
@@ -67,7 +52,7 @@ class NixlOffers:
                     with suppress(WireError):  # it is gone; the messages of others are still to be read
                         self._agent.notify(peer, {"re": body.get("id")})
                 elif isinstance(body.get("about"), dict) and isinstance(body.get("id"), str):
-                    self._waiting.append((Request(peer, body["id"], body["about"]), now))
+                    self._waiting.append((Request(body["id"], body["about"], peer), now))
         for number in [n for n, given in self._given.items() if given.until_s <= now]:
             self._end(number)
         for peer in [p for p, at in self._heard_s.items() if at + max(self.lease_s, QUIET_S) <= now]:
@@ -78,19 +63,11 @@ class NixlOffers:
         return ready
 
     def offer(self, request: Request, about: dict[str, Any], buffers: Sequence[Tensor]) -> None:
-        """Let the asker read these buffers, until it says that it is done or `lease_s` is over."""
         registration = self._agent.register(buffers)
         self._given[request.number] = _Given(registration, time.monotonic() + self.lease_s)
         addresses = [t.data_ptr() for t in buffers]
         metadata = b64encode(self._agent.metadata()).decode()  # newer than what the asker got: with these buffers
-        self._say(request, {"about": about, "addresses": addresses, "metadata": metadata})
-
-    def answer(self, request: Request, about: dict[str, Any]) -> None:
-        """Without buffers."""
-        self._say(request, {"about": about, "addresses": [], "metadata": ""})
-
-    def refuse(self, request: Request, error: KvxError) -> None:
-        self._say(request, {"error": str(error), "is_other_kind": isinstance(error, Incompatible)})
+        self._say(request, {"about": about, "places": addresses, "metadata": metadata})
 
     def _say(self, request: Request, body: dict[str, Any]) -> None:
         try:
@@ -107,21 +84,9 @@ class NixlOffers:
         self._agent.close()
         self._given.clear()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-class Offer(NamedTuple):
-    number: str
-    about: dict[str, Any]
-    addresses: tuple[int, ...]
-
-
-class NixlPuller:
-    """The side that wants them, for a request or some in a row. After a WireError close it: that ends what was given up."""
+class NixlPuller(Puller):
+    """After a WireError close it: that ends what was given up."""
 
     def __init__(self, host: str, port: int, deadline: Deadline) -> None:
         self._peer, self._agent = agent_name(port), NixlAgent(listen_port=0)
@@ -132,25 +97,19 @@ class NixlPuller:
             raise
 
     def ask(self, about: dict[str, Any], deadline: Deadline) -> Offer:
-        """Incompatible, or WireError with the other side's sentence, where it refuses."""
         body = self._agent.ask(self._peer, {"about": about}, deadline)
-        if "error" in body:
-            raise (Incompatible if body.get("is_other_kind") else WireError)(str(body["error"]))
-        try:
-            if body["metadata"]:
+        offer = read_answer(str(body["re"]), body)
+        if offer.places:
+            try:
                 self._agent.add_peer(b64decode(body["metadata"]))
-            return Offer(str(body["re"]), dict(body["about"]), tuple(map(int, body["addresses"])))
-        except (KeyError, TypeError, ValueError) as error:
-            raise WireError(f"the answer is not understood: {type(error).__name__} {error}.") from error
+            except (KeyError, TypeError, ValueError) as error:
+                raise WireError(f"the answer has no metadata: {type(error).__name__} {error}.") from error
+        return offer
 
     def pull(self, offer: Offer, parts: Sequence[tuple[Sequence[Tensor], Plan]], deadline: Deadline) -> int:
-        """Read all of an offer: of each part, its plan's source lies in the next buffers offered. How many bytes came."""
         at = size = 0
         for into, plan in parts:
-            count = len(plan.buffer_bytes("src"))
-            remote = Remote(self._peer, offer.addresses[at : at + count])
-            if len(remote.addresses) != count:
-                raise WireError(f"{len(offer.addresses)} buffers are offered; the manifest makes {at + count} or more.")
+            remote = Remote(self._peer, places_of(offer, at, plan))
             least = next(iter(plan.runs())).bytes
             if least < LEAST_PIECE_BYTES:
                 raise WireError(
@@ -160,18 +119,11 @@ class NixlPuller:
             registration = self._agent.register(into)
             size += self._agent.read(into, remote, plan.runs(strided=True), deadline)
             self._agent.release(registration)  # not after an error: a transfer that was given up may still write
-            at += count
+            at += len(remote.addresses)
         return size
 
     def done(self, offer: Offer, deadline: Deadline) -> None:
-        """The other side lets go of it."""
         self._agent.ask(self._peer, {"op": "done", "offer": offer.number}, deadline)
 
     def close(self) -> None:
         self._agent.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

@@ -1,4 +1,4 @@
-"""Buffers that one process offers and another pulls, through Mooncake's store: questions, answers and bytes are objects in it.
+"""Offers through Mooncake's store: questions, answers and bytes are objects in it.
 
 kvx/ask               a question: one at a time, taken out by the side that answers
 kvx/NUMBER/answer     what is offered
@@ -14,25 +14,20 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvx.errors import Incompatible, KvxError
+from kvx.errors import KvxError
 from kvx.layout.plan import Plan
 from kvx.ops.convert import convert
-from kvx.tiers.mooncake_store import MooncakeStore
-from kvx.tiers.remote import Deadline, WireError
+from kvx.wires.mooncake.store import MooncakeStore
+from kvx.wires.offer import Offer, Offers, Puller, Request, places_of, read_answer
+from kvx.wires.wire import Deadline, WireError
 
 _ASK = "kvx/ask"
 _LOOK_S = 0.01  # between two looks at the store
-
-
-class Request(NamedTuple):
-    number: str
-    about: dict[str, Any]
 
 
 @dataclass
@@ -41,12 +36,12 @@ class _Given:
     until_s: float
 
 
-class MooncakeOffers:
-    """The side that has the bytes: it gives the store the memory they lie in. One such side a master."""
+class MooncakeOffers(Offers):
+    """It gives the store the memory that the bytes lie in. One such side a master, which is at `host` and `port`."""
 
-    def __init__(self, host: str, port: int, *, lease_s: float = 30.0, segment_bytes: int = 512 << 20) -> None:
+    def __init__(self, host: str, port: int, *, lease_s: float = 30.0, segment_bytes: int = 512 << 20, my_host: str = "") -> None:
         self.lease_s = lease_s
-        self._store = MooncakeStore(f"{host}:{port}", segment_bytes=segment_bytes)
+        self._store = MooncakeStore(f"{host}:{port}", host=my_host, segment_bytes=segment_bytes)
         self._given: dict[str, _Given] = {}
         self._looked_s = 0.0
 
@@ -59,7 +54,6 @@ class MooncakeOffers:
         return self._store.num_registered
 
     def requests(self) -> list[Request]:
-        """New questions. Offers that are pulled, or that nobody pulled in time, are let go of."""
         now = time.monotonic()
         if now - self._looked_s < _LOOK_S:
             return []
@@ -83,29 +77,26 @@ class MooncakeOffers:
 
     def offer(self, request: Request, about: dict[str, Any], buffers: Sequence[Tensor]) -> None:
         full = [t for t in buffers if t.numel()]
-        self._given[request.number] = _Given(len(full), time.monotonic() + self.lease_s)
-        self._store.register(full)
+        self._give(request, len(buffers))
         try:
-            for n, t in enumerate(full):
-                self._store.put_from(f"kvx/{request.number}/{n}", t)
-            self._say(request, {"about": about, "num_buffers": len(full)})
+            self._store.register(full)
+            for n, t in enumerate(buffers):
+                if t.numel():
+                    self._store.put_from(f"kvx/{request.number}/{n}", t)
+            self._say(request, {"about": about, "places": list(range(len(buffers)))})
         except WireError:
             self._end(request.number)
             raise
         finally:
             self._store.release(full)  # the store has its own copy
 
-    def answer(self, request: Request, about: dict[str, Any]) -> None:
-        """Without buffers."""
-        self._given[request.number] = _Given(0, time.monotonic() + self.lease_s)
-        self._say(request, {"about": about, "num_buffers": 0})
-
-    def refuse(self, request: Request, error: KvxError) -> None:
-        self._given[request.number] = _Given(0, time.monotonic() + self.lease_s)
-        self._say(request, {"error": str(error), "is_other_kind": isinstance(error, Incompatible)})
-
     def _say(self, request: Request, body: dict[str, Any]) -> None:
+        if request.number not in self._given:
+            self._give(request, 0)
         self._store.put(f"kvx/{request.number}/answer", json.dumps(body).encode())
+
+    def _give(self, request: Request, num_buffers: int) -> None:
+        self._given[request.number] = _Given(num_buffers, time.monotonic() + self.lease_s)
 
     def _end(self, number: str) -> None:
         given = self._given.pop(number)
@@ -118,24 +109,10 @@ class MooncakeOffers:
                 self._end(number)
         self._store.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-class Offer(NamedTuple):
-    number: str
-    about: dict[str, Any]
-    num_buffers: int
-
-
-class MooncakePuller:
-    """The side that wants them."""
-
-    def __init__(self, host: str, port: int, deadline: Deadline) -> None:
-        self._store = MooncakeStore(f"{host}:{port}", timeout_s=deadline.left_s)
+class MooncakePuller(Puller):
+    def __init__(self, host: str, port: int, deadline: Deadline, *, my_host: str = "") -> None:
+        self._store = MooncakeStore(f"{host}:{port}", host=my_host, timeout_s=deadline.left_s)
 
     def ask(self, about: dict[str, Any], deadline: Deadline) -> Offer:
         number = f"{os.getpid()}-{os.urandom(6).hex()}"
@@ -155,43 +132,35 @@ class MooncakePuller:
                         self._store.remove(_ASK)
                     raise
         try:
-            body = json.loads(answer)
-            if "error" in body:
-                self._store.put(f"kvx/{number}/done", b"1")
-                raise (Incompatible if body.get("is_other_kind") else WireError)(str(body["error"]))
-            return Offer(number, dict(body["about"]), int(body["num_buffers"]))
-        except (KeyError, TypeError, ValueError) as error:
+            return read_answer(number, dict(json.loads(answer)))
+        except (TypeError, ValueError) as error:
             raise WireError(f"the answer is not understood: {type(error).__name__} {error}.") from error
+        except KvxError:  # refused: nobody will pull it
+            self._store.put(f"kvx/{number}/done", b"1")
+            raise
 
     def pull(self, offer: Offer, parts: Sequence[tuple[Sequence[Tensor], Plan]], deadline: Deadline) -> int:
-        """Get all of an offer. The store knows whole objects only, so what comes is converted here."""
         at = size = 0
         for into, plan in parts:
-            # With the padding that buffers are allowed: as large as the object is found to be.
+            places = places_of(offer, at, plan)
             came = [torch.zeros(n, dtype=torch.uint8) for n in plan.buffer_bytes("src")]
-            full = [t for t in came if t.numel()]
-            self._store.register(full)
+            full = [(place, t) for place, t in zip(places, came, strict=True) if t.numel()]
+            self._store.register([t for _, t in full])
             try:
-                for t in full:
+                for place, t in full:
                     deadline.check("the offer was not here")
-                    n = self._store.get_into(f"kvx/{offer.number}/{at}", t)
+                    n = self._store.get_into(f"kvx/{offer.number}/{place}", t)
                     if n != t.numel():
-                        raise WireError(f"buffer {at} of the offer has {n} bytes; the manifest makes {t.numel()}.")
-                    at, size = at + 1, size + n
+                        raise WireError(f"buffer {place} of the offer has {n} bytes; the manifest makes {t.numel()}.")
+                    size += n
             finally:
-                self._store.release(full)
-            convert(list(into), came, plan=plan)
+                self._store.release([t for _, t in full])
+            convert(list(into), came, plan=plan)  # the store knows whole objects only
+            at += len(places)
         return size
 
     def done(self, offer: Offer, deadline: Deadline) -> None:
-        """The other side lets go of it when it looks next."""
         self._store.put(f"kvx/{offer.number}/done", b"1")
 
     def close(self) -> None:
         self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

@@ -1,0 +1,1 @@
+"""NIXL: memory that peers read and write by descriptors, and files."""

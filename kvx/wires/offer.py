@@ -1,0 +1,110 @@
+"""Buffers that one process offers and another pulls: the two sides, whatever the wire.
+
+    Puller.ask(about)        -->  Offers.requests()
+    Offer                    <--  Offers.offer(request, about, buffers), or answer, or refuse
+    Puller.pull(offer, ...)  ===  the bytes
+    Puller.done(offer)       -->  they are let go of; or when nobody came for them in `lease_s`
+
+What is asked and what is offered is the caller's: a dictionary of JSON each way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from torch import Tensor
+
+from kvx.errors import Incompatible, KvxError
+from kvx.layout.plan import Plan
+from kvx.wires.wire import Deadline, WireError
+
+
+class Request(NamedTuple):
+    number: str
+    about: dict[str, Any]
+    peer: str = ""  # who asked, where answers go to somebody
+
+
+class Offer(NamedTuple):
+    number: str
+    about: dict[str, Any]
+    places: tuple[int, ...]  # of its buffers: addresses in the peer's memory, or numbers in a store
+
+
+class _Closing(ABC):
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Offers(_Closing):
+    """The side that has the bytes. Call `requests` often: looking is what keeps a wire going."""
+
+    lease_s: float
+
+    @property
+    @abstractmethod
+    def num_offers(self) -> int:
+        """That somebody may still pull."""
+
+    @abstractmethod
+    def requests(self) -> list[Request]:
+        """New questions. Offers that are pulled, or that nobody pulled in time, are let go of."""
+
+    @abstractmethod
+    def offer(self, request: Request, about: dict[str, Any], buffers: Sequence[Tensor]) -> None:
+        """Let the asker pull these buffers, until it says that it is done or `lease_s` is over."""
+
+    def answer(self, request: Request, about: dict[str, Any]) -> None:
+        """Without buffers."""
+        self._say(request, {"about": about, "places": []})
+
+    def refuse(self, request: Request, error: KvxError) -> None:
+        """The asker raises Incompatible if this is, else WireError, with the same sentence."""
+        self._say(request, {"error": str(error), "is_other_kind": isinstance(error, Incompatible)})
+
+    @abstractmethod
+    def _say(self, request: Request, body: dict[str, Any]) -> None: ...
+
+
+class Puller(_Closing):
+    """The side that wants them, for a request or some in a row."""
+
+    @abstractmethod
+    def ask(self, about: dict[str, Any], deadline: Deadline) -> Offer:
+        """Incompatible, or WireError with the other side's sentence, where it refuses."""
+
+    @abstractmethod
+    def pull(self, offer: Offer, parts: Sequence[tuple[Sequence[Tensor], Plan]], deadline: Deadline) -> int:
+        """All of an offer: of each part, its plan's source lies in the next buffers offered. How many bytes came."""
+
+    @abstractmethod
+    def done(self, offer: Offer, deadline: Deadline) -> None:
+        """The other side lets go of it."""
+
+
+def read_answer(number: str, body: dict[str, Any]) -> Offer:
+    """What `_say` said."""
+    if "error" in body:
+        raise (Incompatible if body.get("is_other_kind") else WireError)(str(body["error"]))
+    try:
+        return Offer(number, dict(body["about"]), tuple(map(int, body["places"])))
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"the answer is not understood: {type(error).__name__} {error}.") from error
+
+
+def places_of(offer: Offer, at: int, plan: Plan) -> tuple[int, ...]:
+    """Of the buffers of one part, whose first is number `at`."""
+    count = len(plan.buffer_bytes("src"))
+    places = offer.places[at : at + count]
+    if len(places) != count:
+        raise WireError(f"{len(offer.places)} buffers are offered; the manifest makes {at + count} or more.")
+    return places
