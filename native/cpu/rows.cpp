@@ -5,6 +5,7 @@
 #define KVX_ISA_NAMESPACE KVX_ISA
 #include "rows.h"
 
+#include <type_traits>
 #include <utility>
 
 #include "../digest.h"
@@ -104,8 +105,15 @@ inline void decode_block(char* dst, const char* src, int64_t first, int n, float
   store_block<IO>(dst, first, x, n);
 }
 
+#if defined(__aarch64__)
+#include "codes_neon.h"
+#endif
+
 template <int IO, int C>
 void encode_row(char* dst, const char* src, int64_t n, float scale) {
+#if defined(__aarch64__)
+  if constexpr (Encoder<IO, C>::exists) return for_blocks_of_16(dst, src, n, Encoder<IO, C>{scale});
+#endif
   int64_t i = 0;
   for (; i + 64 <= n; i += 64) encode_block<IO, C, 64>(dst, src, i, 64, scale);
   for (; i + 16 <= n; i += 16) encode_block<IO, C, 16>(dst, src, i, 16, scale);
@@ -114,6 +122,10 @@ void encode_row(char* dst, const char* src, int64_t n, float scale) {
 
 template <int C, int IO>
 void decode_row(char* dst, const char* src, int64_t n, float scale) {
+#if defined(__aarch64__)
+  if constexpr (Decoder<C, IO>::exists)
+    if (scale - scale == 0) return for_blocks_of_16(dst, src, n, Decoder<C, IO>{scale});  // finite: no NaN but a code's
+#endif
   int64_t i = 0;
   for (; i + 64 <= n; i += 64) decode_block<C, IO, 64>(dst, src, i, 64, scale);
   for (; i + 16 <= n; i += 16) decode_block<C, IO, 16>(dst, src, i, 16, scale);
@@ -122,29 +134,28 @@ void decode_row(char* dst, const char* src, int64_t n, float scale) {
 
 #include "rope.h"
 
-// Magnitudes of floats order as their bits do, so the maximum is an integer one and vectorises in any order.
+// Magnitudes of floats order as their bits do, so the maximum is an integer one and vectorises in any order. Infinities and NaN
+// are seldom there: only when the largest is one of them are they left out.
 template <int IO>
 float amax_row(const char* src, int64_t n) {
   using Raw = typename Float<IO>::Raw;
-  constexpr int kLanes = 32;
-  constexpr Raw sign_off = Raw(Raw(~Raw(0)) >> 1);
-  constexpr Raw infinity = IO == KVX_DTYPE_F32 ? Raw(0x7f800000u) : IO == KVX_DTYPE_BF16 ? Raw(0x7f80u) : Raw(0x7c00u);
-  auto* s = reinterpret_cast<const Raw*>(src);
-  Raw best[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (int j = 0; j < kLanes; j++) {
-      const Raw magnitude = Raw(s[i + j] & sign_off), old = best[j];
-      const Raw m = Raw(magnitude & Raw(-Raw(magnitude < infinity)));  // a mask, not a branch: the loop vectorises
-      best[j] = m > old ? m : old;
-    }
-  Raw most = 0;
-  for (int j = 0; j < kLanes; j++) most = best[j] > most ? best[j] : most;
-  for (; i < n; i++) {
-    const Raw m = Raw(s[i] & sign_off);
-    if (m < infinity && m > most) most = m;
+  using Int = std::make_signed_t<Raw>;  // magnitudes are positive in it, and SSE2 has its maximum
+  constexpr Int sign_off = Int(Raw(~Raw(0)) >> 1);
+  constexpr Int infinity = IO == KVX_DTYPE_F32 ? Int(0x7f800000) : IO == KVX_DTYPE_BF16 ? Int(0x7f80) : Int(0x7c00);
+  auto* s = reinterpret_cast<const Int*>(src);
+  Int most = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const Int m = Int(s[i] & sign_off);
+    most = m > most ? m : most;
   }
-  return Float<IO>::load(most);
+  if (most >= infinity) {
+    most = 0;
+    for (int64_t i = 0; i < n; i++) {
+      const Int m = Int(s[i] & sign_off), finite = m < infinity ? m : Int(0);
+      most = finite > most ? finite : most;
+    }
+  }
+  return Float<IO>::load(Raw(most));
 }
 
 // Rows are a few hundred bytes. libc's memcpy writes such a piece in overlapping parts, which keeps a core from seeing whole

@@ -38,13 +38,12 @@ template <class Rows_, int kHeadDim_, int kColumns_, ScaleKind kScales_, bool kO
   // A row in shared memory has room for whole swizzles: of head_dim 80 and 96 that is 128's, and what is past the row is not multiplied.
   static constexpr int kChunks = kHeadDim * Rows::kBytes / 16, kRowBytes = kChunks <= 4 ? 64 : kChunks <= 8 ? 128 : 256;
   static_assert(kHeadDim % Rows::kGroupDims == 0 && kChunks <= 16, "rows of whole groups, up to 256 bytes");
-  // 64 KB in flight an SM, and half as much again being worked on. Eight-bit rows take more instructions a byte: more warps hide them.
+  // 128 KB in flight an SM, and half as much again being worked on. Eight-bit rows take more instructions a byte: more warps hide them.
   static constexpr int kWarps = Rows::kBytes == 1 ? 8 : 4;
   static constexpr int kTokens = kRowBytes == 256 || kRowBytes == 128 && Rows::kBytes == 1 ? 32 : 64;
   static constexpr int kTileBytes = kTokens * kRowBytes;  // of K; V as much
   static constexpr int kScaleBytes = kScales == ROW_SCALES ? 2 * kTokens * 4 : 0;
-  static constexpr int kStageBytes = 2 * kTileBytes + kScaleBytes + 16;  // 16: which rows are there
-  using Ring = tiles::GroupRing<3, kStageBytes>;  // of a warp
+  using Ring = tiles::GroupRing<3, 2 * kTileBytes + kScaleBytes>;  // of a warp; noted are the rows that are there
   static constexpr int kSharedBytes = kWarps * Ring::kBytes;
 };
 
@@ -153,7 +152,7 @@ template <class C> struct Decode {
           tiles::copy_4(at + 2 * C::kTileBytes + (plane * C::kTokens + i * 32 + lane) * 4, mine.block >= 0 ? from : s.data, mine.block >= 0 ? 4 : 0);
         }
       }
-      if (lane == 0) *reinterpret_cast<uint32_t*>(ring.tile(ring.filling) + 2 * C::kTileBytes + C::kScaleBytes + i * 4) = valid;
+      if (lane == 0) ring.note(ring.filling)[i] = valid;
     }
     ring.end_fill();
   }
@@ -272,7 +271,7 @@ template <class C> struct Decode {
     uint32_t valid[kRowsPerLane];
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; i++) {
-      valid[i] = *reinterpret_cast<const uint32_t*>(stage_bytes + 2 * C::kTileBytes + C::kScaleBytes + i * 4);
+      valid[i] = ring.note(ring.reading)[i];
       all_there = all_there && valid[i] == 0xffffffffu;
     }
     if (!all_there) {
