@@ -11,7 +11,7 @@ import torch
 from kvx import BadArgument, Unsupported, allocate_buffers, convert, engine, plan
 from kvx.adapters.vllm.facts import head_start, tensor_facts
 from kvx.adapters.vllm.groups import GroupFacts, parts_of, read_groups, require_block_size
-from kvx.adapters.vllm.jobs import Job, blocks_of, complete, needed, tables
+from kvx.adapters.vllm.jobs import Job, complete, needed, tables
 from kvx.adapters.vllm.layout import read_group
 from kvx.adapters.vllm.packing import find_packing
 from kvx.adapters.vllm.scheduler import SchedulerSide
@@ -197,6 +197,15 @@ def test_what_is_gone_when_it_is_read_is_said(tmp_path):
     assert a.movers[0].load(Job("x", 0, 96, tuple(names[:6]), ((11, 12, 13, 14, 15, 16),))) == [4]
 
 
+def test_what_is_computed_again_is_saved_again(tmp_path):
+    a = FakeVllm(tmp_path, [(0, (0,))], size=16, kept=16)
+    blocks = [[5, 3, 9, 1, 2, 7, 8]]
+    assert a.step(TOKENS, blocks) == 6
+    names = a.side._requests["r"].names
+    a.movers[0].shelf.tiers[0].drop([names[1], names[4]]).result()
+    assert a.step(TOKENS, blocks, computed=48) == 1
+
+
 def test_blocks_are_smaller_in_a_format_with_inline_scales(tmp_path):
     a = FakeVllm(tmp_path, [(0, (0, 1))], size=16, kept=16, format="fp8_e4m3_per_token_head_inline")
     a.step(TOKENS, [[5, 3, 9, 1, 2, 7, 8]])
@@ -222,9 +231,6 @@ def test_tables_run_over_the_same_tokens():
     t = tables(job, 0, engine_size=16, kept_size=32)
     assert (t.engine, t.kept) == ([-1, 2, -1, -1], [0, 1])
     assert (needed(t, 16, 32), complete(t, 16, 32)) == ([True, False], [False, False])
-    assert [blocks_of(job, 0, n, engine_size=16, kept_size=32) for n in range(2)] == [[2], []]
-    job = Job("r", 64, 128, (b"a", b"b"), ((7, 8),))
-    assert [blocks_of(job, 0, n, engine_size=64, kept_size=32) for n in range(2)] == [[8], [8]]
 
 
 def test_block_sizes_fit_into_each_other():

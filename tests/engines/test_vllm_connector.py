@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvx import Incompatible
-from kvx.handover import NEUTRAL, find, keep
+from kvx.handover import NEUTRAL, find, keep, names
 from kvx.spec import CacheSpec
-from kvx.tiers import BlockKind, DiskTier
+from kvx.tiers import Block, BlockKind, DiskTier
 from tests.engines.small_models import make_hybrid, make_latent, make_plain
 from tests.engines.vllm_process import Answer, generate, kvx_connector
 
@@ -22,6 +22,8 @@ KEPT = CacheSpec(
     num_blocks=1, block_size=BLOCK, num_kv_heads=3, head_dim=64, num_layers=30, layout=NEUTRAL, format="f32", model=MODEL
 )
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+LOSING_RANK = "KVX_TEST_LOSING_RANK"  # vllm_losing.py's
 TEXT = """\
 The lighthouse stood at the end of a long stone pier, and every evening the keeper walked out to light the lamp. In
 winter the waves came over the wall, and he held on to a rope that his father had fixed there many years before. He
@@ -159,8 +161,6 @@ def test_another_models_blocks_are_not_read(folder, prompt, alone, kept):
 
 
 def test_a_damaged_block_is_a_miss(folder, prompt, alone, kept):
-    from kvx.handover import names
-
     third = names(prompt, BLOCK, MODEL)[2]
     (path,) = kept.rglob(f"{third.hex()}.kvx")
     data = bytearray(path.read_bytes())
@@ -170,6 +170,39 @@ def test_a_damaged_block_is_a_miss(folder, prompt, alone, kept):
     assert answer.cached == [2 * BLOCK]
     assert answer.tokens[0] == alone
     assert with_tiers(folder, prompt, kept).cached == [full_blocks(prompt)]  # that run put it back
+
+
+def losing(path: Path, policy: str, **extra) -> dict:
+    """A connector that loses the third block of what it loads, after it was counted."""
+    connector = kvx_connector([f"disk:{path}"], **extra)
+    return connector | {
+        "kv_connector": "LosingConnector",
+        "kv_connector_module_path": "tests.engines.vllm_losing",
+        "kv_load_failure_policy": policy,
+    }
+
+
+def blocks_in(path: Path, spec: CacheSpec, tokens: list[int]) -> list[Block | None]:
+    with tier(path, spec) as blocks:
+        return blocks.get(names(tokens, spec.block_size, spec.model)).result()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_what_is_lost_after_it_was_counted(folder, prompt, alone, kept, tmp_path, policy):
+    """Three blocks are kept, the third goes; the step that was to load them computes others, whose K and V are wrong."""
+    with_tiers(folder, prompt[: 3 * BLOCK + 1], tmp_path, max_tokens=1)
+    connector = losing(tmp_path, policy, model=MODEL, block_size=BLOCK)
+    prompts, tokens = (
+        ([prompt], [alone]) if policy == "recompute" else ([prompt, prompt], [[], alone])
+    )  # who asks again is answered
+    answer = generate(folder, prompts, connector=connector, env={LOSING_RANK: "0", **V1_RUNNER})
+    assert "KVX-TEST lost block 2: True" in answer.log
+    assert answer.tokens == tokens
+    for block, right in zip(blocks_in(tmp_path, KEPT, prompt), blocks_in(kept, KEPT, prompt), strict=True):
+        torch.testing.assert_close(block.buffers[0], right.buffers[0], rtol=1e-3, atol=1e-3)
+    again = with_tiers(folder, prompt, tmp_path)
+    assert again.cached == [full_blocks(prompt)]
+    assert again.tokens[0] == alone
 
 
 def numbers(count: int) -> list[int]:
@@ -186,6 +219,10 @@ def test_windows_and_full_views(tmp_path):
     assert len(set(alone.tokens[0])) > 5
     assert (first.cached, second.cached) == ([0], [192])
     assert first.tokens == second.tokens == alone.tokens
+    with pytest.raises(RuntimeError, match="from token 32 of 192 on, and vLLM cannot be told of them in a model of several groups"):
+        generate(
+            folder, [prompt], connector=losing(tmp_path / "tiers", "recompute", block_size=16), env={LOSING_RANK: "0", **V1_RUNNER}
+        )
 
 
 def test_latents(tmp_path):
@@ -196,7 +233,7 @@ def test_latents(tmp_path):
     folder, prompt = make_latent(tmp_path / "model"), numbers(192)
     connector = kvx_connector([f"disk:{tmp_path / 'tiers'}"], block_size=16)
     first = generate(folder, [prompt], max_tokens=33, connector=connector)
-    alone = generate(folder, [prompt, [*prompt, 7, 8]], max_tokens=33)
+    alone = generate(folder, [prompt, [*prompt, 7, 8], [*prompt, 9]], max_tokens=33)
     assert first.tokens[0] == alone.tokens[0]
     assert len(set(alone.tokens[0])) > 5
     second = generate(folder, [[*prompt, alone.tokens[0][0]], [*prompt, 7, 8]], max_tokens=32, connector=connector)
@@ -204,6 +241,13 @@ def test_latents(tmp_path):
     assert second.tokens[0] == alone.tokens[0][1:]
     assert second.tokens[1] == alone.tokens[1][:32]
     assert "KVX loads latents only where one token of a prompt is left to compute" in second.log
+    # After a loss it computes all of a prompt: a part after a cache would come out otherwise.
+    lost = generate(
+        folder, [[*prompt, 9]], max_tokens=32, connector=losing(tmp_path / "tiers", "recompute", block_size=16),
+        env={LOSING_RANK: "0", **V1_RUNNER},
+    )  # fmt: skip
+    assert "KVX-TEST lost block 2: True" in lost.log
+    assert lost.tokens[0] == alone.tokens[2][:32]
 
 
 def test_ranks_read_their_own_heads(tmp_path):
@@ -215,6 +259,24 @@ def test_ranks_read_their_own_heads(tmp_path):
     assert [one.cached, two[0].cached, two[1].cached] == [[0], [0], [192]]
     assert two[0].tokens == two[1].tokens
     assert len(list((tmp_path / "tiers").iterdir())) == 3
+
+
+def test_what_one_rank_lost_is_lost_to_all(tmp_path):
+    """Rank 0 has all of its blocks; the sums over ranks that it goes on with are wrong all the same."""
+    folder, prompt = make_plain(tmp_path / "model"), numbers(203)
+    ranks = {"max_tokens": 32, "env": {LOSING_RANK: "1", **V1_RUNNER, **TWO_RANKS}, "tensor_parallel_size": 2}
+    connector = kvx_connector([f"disk:{tmp_path / 'tiers'}"], model="plain", block_size=16)
+    first = generate(folder, [prompt], **ranks, connector=connector)
+    assert first.cached == [0]
+    assert len(set(first.tokens[0])) > 5
+    for name in names(prompt, 16, "plain")[6:]:  # so that the step which loads has others to save
+        for path in (tmp_path / "tiers").rglob(f"{name.hex()}.kvx"):
+            path.unlink()
+    lost = generate(folder, [prompt], **ranks, connector=losing(tmp_path / "tiers", "recompute", model="plain", block_size=16))
+    assert lost.log.count("KVX-TEST lost block 2: True") == 1
+    again = generate(folder, [prompt], **ranks, connector=connector)
+    assert again.cached == [192]
+    assert first.tokens == lost.tokens == again.tokens
 
 
 def test_what_cannot_be_right_is_refused(folder, prompt, tmp_path):

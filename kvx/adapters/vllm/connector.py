@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -21,8 +21,9 @@ from vllm.logger import init_logger
 
 from kvx.adapters.vllm import facts
 from kvx.adapters.vllm.groups import Group, PartGroups, parts_of, read_groups, require_block_size
-from kvx.adapters.vllm.jobs import Job, blocks_of
+from kvx.adapters.vllm.jobs import NULL, Job
 from kvx.adapters.vllm.layout import read_group
+from kvx.adapters.vllm.lost import Lost, LostLoads
 from kvx.adapters.vllm.packing import find_packing
 from kvx.adapters.vllm.scheduler import SchedulerSide
 from kvx.adapters.vllm.settings import Settings
@@ -39,6 +40,8 @@ logger = init_logger("vllm.kvx")
 class KvxMetadata(KVConnectorMetadata):
     loads: list[Job] = field(default_factory=list)
     saves: list[Job] = field(default_factory=list)
+    begun: list[list[int]] = field(default_factory=list)  # where there are loads, tables of the requests that begin in this step
+    heard: frozenset[int] = frozenset()  # blocks that did not come, of which the scheduler knows since the last step
 
 
 class KvxConnector(KVConnectorBase_V1, SupportsHMA):
@@ -62,25 +65,27 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         ranks = vllm_config.parallel_config.tensor_parallel_size
         self._scheduler: SchedulerSide | None = None
         self._movers: list[PartMover] = []
-        self._failed: set[int] = set()
-        self._spoiled: dict[str, int] = {}  # request -> its first token that did not come
+        self._lost = LostLoads(
+            engine_size=self.groups[0].block_size,
+            kept_size=self.block_size,
+            agree=_least_of_ranks if ranks > 1 else list,
+            is_all_or_none=self._is_decode_only(),
+        )
         if role == KVConnectorRole.SCHEDULER:
             self._require_one_process()
             shelves = [[self._shelf(p, self._kept(p, r)) for r in range(ranks)] for p in self.parts]
-            is_decode_only = self._is_decode_only()
             self._scheduler = SchedulerSide(
-                self.parts, shelves, block_size=self.block_size, model=self.model, is_decode_only=is_decode_only
+                self.parts, shelves, block_size=self.block_size, model=self.model, is_decode_only=self._is_decode_only()
             )
+            if self._is_decode_only():
+                logger.warning(
+                    "KVX loads latents only where one token of a prompt is left to compute: vLLM has turned chunked prefill off "
+                    "for this MLA backend, which computes several new tokens otherwise after a cache than without one"
+                )
 
     def _is_decode_only(self) -> bool:
         """vLLM 0.32 turns chunked prefill and prefix caching off for an MLA backend that cannot go on after a cache: no AMX."""
-        if not any(g.is_latent for g in self.groups) or self._vllm_config.scheduler_config.enable_chunked_prefill:
-            return False
-        logger.warning(
-            "KVX loads latents only where one token of a prompt is left to compute: vLLM has turned chunked prefill off for this "
-            "MLA backend, which computes several new tokens otherwise after a cache than without one"
-        )
-        return True
+        return any(g.is_latent for g in self.groups) and not self._vllm_config.scheduler_config.enable_chunked_prefill
 
     def _kept(self, part: PartGroups, rank: int) -> CacheSpec:
         heads = self._vllm_config.model_config.get_total_num_kv_heads()
@@ -149,26 +154,29 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         return str(getattr(name, "name", name) or "")
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        for job in self._metadata().loads:
-            for mover in self._movers:
-                missing = mover.load(job)
-                if missing:
-                    self._lost(job, missing)
+        step = self._metadata()
+        self._lost.heard(step.heard)
+        for lost in self._lost.load(step.loads, self._load, tables=step.begun):
+            self._require_recovery(lost)  # after all ranks agreed: it stops all of them, or none
 
-    def _lost(self, job: Job, missing: list[int]) -> None:
-        """Blocks that were there when they were counted, and are not now."""
+    def _load(self, job: Job) -> list[int]:
+        return [place for mover in self._movers for place in mover.load(job)]
+
+    def _require_recovery(self, lost: Lost) -> None:
+        """InternalError where vLLM would go on with wrong K and V."""
+        why = ""
         if len(self.groups) > 1:
+            why = "cannot be told of them in a model of several groups"
+        elif facts.computes_again(self._vllm_config) and NULL in lost.job.blocks[0]:
+            why = "cannot compute them again: what they see is behind the window"
+        if why:
             raise InternalError(
-                f"KvxConnector: {len(missing)} blocks of request {job.request} left the tiers between being found and being read, "
-                "and vLLM cannot compute them again in a model of several groups. Give the tiers more room."
+                f"KvxConnector: blocks of request {lost.job.request} left the tiers between being found and being read, from token "
+                f"{lost.first} of {lost.job.end} on, and vLLM {why}. Give the tiers more room."
             )
-        size = self.groups[0].block_size
-        self._spoiled[job.request] = (job.first_name(self.block_size) + missing[0]) * self.block_size
-        self._failed.update(i for n in missing for i in blocks_of(job, 0, n, engine_size=size, kept_size=self.block_size))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self._failed = self._failed, set()
-        return failed
+        return self._lost.take_failed()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All layers are loaded when start_load_kv returns."""
@@ -178,22 +186,13 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         for job in self._metadata().saves:
-            if self._is_spoiled(job):
+            if self._lost.is_wrong(job):
                 continue
             for mover in self._movers:
                 try:
                     mover.save(job)
                 except TierError as error:  # a full disk is no reason to stop answering
                     logger.warning("KVX did not keep blocks of request %s: %s", job.request, error)
-
-    def _is_spoiled(self, job: Job) -> bool:
-        """Whether this step computed on blocks that did not come: what it made is wrong, and its names are right."""
-        if not self._failed.isdisjoint(i for ids in job.blocks for i in ids):
-            return True
-        if job.computed > self._spoiled.get(job.request, job.computed):  # a step that was scheduled before vLLM knew
-            return True
-        self._spoiled.pop(job.request, None)  # computed again from there on
-        return False
 
     def _metadata(self) -> KvxMetadata:
         found = self._connector_metadata
@@ -212,7 +211,8 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         self._side().allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvxMetadata:
-        side, made = self._side(), KvxMetadata()
+        side = self._side()
+        made = KvxMetadata(heard=side.begin_step())
         new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
         entries = [(r.req_id, r.block_ids, True, r.num_computed_tokens) for r in new]
         for n, request in enumerate(cached.req_ids):
@@ -223,7 +223,13 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
             work = side.scheduled(request, blocks, is_whole=is_whole, num_computed=computed, num_new=count)
             made.loads += [work.load] if work.load else []
             made.saves += [work.save] if work.save and self._saves else []
+        if made.loads:
+            made.begun = [list(blocks[0]) for _, blocks, is_whole, _ in entries if is_whole]
         return made
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if connector_output.invalid_block_ids:
+            self._side().lost(connector_output.invalid_block_ids)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -241,6 +247,13 @@ def _has_plain_tokens(request: Any) -> bool:
     """Whether the tokens alone say what K and V are: no adapter, no picture, no salt that keeps tenants apart."""
     odd = ("lora_request", "mm_features", "cache_salt", "prompt_embeds", "pooling_params")
     return not any(getattr(request, name, None) for name in odd[:3]) and all(getattr(request, n, None) is None for n in odd[3:])
+
+
+def _least_of_ranks(numbers: list[int]) -> list[int]:
+    """For each, the least that any tensor parallel rank has. They are on the host, and nobody waits for a device."""
+    found = torch.tensor(numbers, dtype=torch.int64)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
+    return [int(n) for n in found]
 
 
 def _cpu_writer(config: Any, group: Group) -> Any:

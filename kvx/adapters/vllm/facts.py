@@ -83,6 +83,18 @@ def require_known(config: Any) -> None:
             raise Unsupported(f"KvxConnector: {name} is {size}; blocks are then parts of several stages or ranks. It works with 1.")
     if getattr(config, "speculative_config", None) is not None:
         raise Unsupported("KvxConnector: speculative decoding has layers of its own, one token behind. Run without it.")
+    is_async = getattr(config.scheduler_config, "async_scheduling", False)
+    if computes_again(config) and (is_async or getattr(config, "use_v2_model_runner", False)):
+        got = "async_scheduling" if is_async else "the V2 model runner"
+        raise Unsupported(
+            f'KvxConnector: kv_load_failure_policy is "recompute" with {got}; vLLM to 0.32 loses count of tokens then '
+            '(vllm#49250). Give "fail", or async_scheduling=False and VLLM_USE_V2_MODEL_RUNNER=0.'
+        )
+
+
+def computes_again(config: Any) -> bool:
+    """Whether vLLM computes what could not be loaded. Otherwise it ends the request with an error."""
+    return getattr(config.kv_transfer_config, "kv_load_failure_policy", "fail") == "recompute"
 
 
 def name_of(config: Any) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import lcm
 
 SKIP = -1
-_NULL = 0  # vLLM's null block: a place in a table that has no memory
+NULL = 0  # vLLM's null block: a place in a table that has no memory
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,11 @@ def tables(job: Job, group: int, *, engine_size: int, kept_size: int) -> Tables:
     for n in range(start // engine_size, end // engine_size):
         # A block that the job ends inside is read as far as it goes: the other table skips what follows.
         inside = job.first < (n + 1) * engine_size and n * engine_size < job.end
-        here = ids[n] if inside and n < len(ids) else _NULL
-        engine.append(here if here != _NULL else SKIP)
+        here = ids[n] if inside and n < len(ids) else NULL
+        engine.append(here if here != NULL else SKIP)
     at = job.first_name(kept_size)
     kept = [n - at if 0 <= n - at < len(job.names) else SKIP for n in range(start // kept_size, end // kept_size)]
     return Tables(engine, kept)
-
-
-def blocks_of(job: Job, group: int, place: int, *, engine_size: int, kept_size: int) -> list[int]:
-    """The group's blocks that the tokens of one of the job's names lie in, as far as the job goes."""
-    start = (job.first_name(kept_size) + place) * kept_size
-    first, end = max(start, job.first), min(start + kept_size, job.end)
-    return [i for i in job.blocks[group][first // engine_size : -(-end // engine_size)] if i != _NULL]
 
 
 def needed(tables: Tables, engine_size: int, kept_size: int) -> list[bool]:

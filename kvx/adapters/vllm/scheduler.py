@@ -5,13 +5,14 @@ It has no cache and imports no vLLM: requests are told to it as ids, tokens and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from typing import NamedTuple
 
 from kvx.adapters.vllm.groups import PartGroups
 from kvx.adapters.vllm.jobs import Job
+from kvx.adapters.vllm.lost import WrongBlocks
 from kvx.adapters.vllm.shelf import Shelf
 from kvx.handover import names as names_of
 
@@ -50,13 +51,33 @@ class SchedulerSide:
         self.is_decode_only = is_decode_only
         self.align = lcm(*(g.block_size for part in parts for g in part.groups))
         self._requests: dict[str, _Request] = {}
+        self._wrong = WrongBlocks(parts[0].groups[0].block_size)
+        self._heard: set[int] = set()
+        self._step = 0
+        self._ended: list[tuple[int, list[int]]] = []  # the step before, and the first group's table, of requests that ended lately
 
     def add(self, request: str, tokens: Sequence[int]) -> None:
         """`tokens` is the request's own list, which grows."""
         self._requests.setdefault(request, _Request(tokens))
 
     def drop(self, request: str) -> None:
-        self._requests.pop(request, None)
+        ended = self._requests.pop(request, None)
+        if ended is not None and ended.blocks:
+            self._ended.append((self._step, ended.blocks[0]))
+
+    def lost(self, failed: Collection[int]) -> None:
+        """vLLM was told that these blocks did not come."""
+        self._heard.update(failed)
+        tables = [r.blocks[0] for r in self._requests.values() if r.blocks]
+        self._wrong.lost(failed, [*tables, *(table for _, table in self._ended)])
+
+    def begin_step(self) -> frozenset[int]:
+        """Another step is scheduled. What the worker is told with it: the losses that are known since the last one."""
+        self._step += 1
+        # With async scheduling two steps are under way, and a loss is known before the third is scheduled.
+        self._ended = [(step, table) for step, table in self._ended if step >= self._step - 1]
+        heard, self._heard = frozenset(self._heard), set()
+        return heard
 
     def matched(self, request: str, num_computed: int) -> int:
         """Tokens beyond `num_computed` that the tiers have: whole blocks of vLLM's, and a token or more is left to compute."""
@@ -110,6 +131,9 @@ class SchedulerSide:
             r.blocks = [list(ids) for ids in blocks] if is_whole else [[*a, *b] for a, b in zip(r.blocks, blocks, strict=True)]
         external, r.external = r.external, 0
         load = num_computed - external, num_computed
+        is_right = self._wrong.is_right(r.blocks[0], load[0], num_computed + num_new)
+        # A step that starts before what was saved computes it again: the request was preempted, or blocks were lost.
+        r.saved = min(r.saved, load[0] // self.block_size * self.block_size)
         # Drafted tokens may be refused and sampled ones may not be known yet: only what has a name is saved.
         save = r.saved, min(num_computed + num_new, len(r.tokens)) // self.block_size * self.block_size
         if external and not load[0]:
@@ -117,7 +141,7 @@ class SchedulerSide:
         self._name(r, max(load[1], save[1]))
         r.saved = max(r.saved, save[1])
         first, second = (self._job(request, r, *span, num_computed) if span[0] < span[1] else None for span in (load, save))
-        return Work(first, second)
+        return Work(first, second if is_right else None)
 
     def _job(self, request: str, r: _Request, first: int, end: int, computed: int) -> Job:
         names = r.names[first // self.block_size : -(-end // self.block_size)]
