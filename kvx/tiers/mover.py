@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import Self
 
@@ -29,7 +30,7 @@ from kvx.tiers.host import HostTier
 from kvx.tiers.lane import HostLane, Lane, StagedLane, Wait
 from kvx.tiers.memory import HostMemory
 from kvx.tiers.mover_stats import MoverEvent, MoverStats
-from kvx.tiers.parts import Part, groups_of, parts_of, unknown
+from kvx.tiers.parts import Group, Part, groups_of, parts_of, unknown
 from kvx.tiers.room import Room
 from kvx.tiers.tier import Tier, TierEvent
 
@@ -133,10 +134,16 @@ class Mover:
         groups = groups_of(call, names, blocks, self.specs[0], self.kept)
         with self._turn:
             self._check_open(call)
-            has = self._ask(tier, names)
-            known = {n for n, h in zip(names, has, strict=True) if h or n in self._coming}
-            flights = [self._send(part, tier) for part in parts_of(unknown(groups, known), self.area_blocks)]
+            flights = [self._send(part, tier) for part in parts_of(self._unknown(groups, tier), self.area_blocks)]
         return _sum(flights)
+
+    def _unknown(self, groups: Iterator[Group], tier: Tier) -> Iterator[Group]:
+        """What is neither in the tier nor on its way there. It is asked for some at a time: the link works meanwhile."""
+        known: set[bytes] = set()
+        while some := list(islice(groups, self.area_blocks)):
+            names = [n for g in some for n in g.names if n is not None]
+            known.update(n for n, h in zip(names, self._ask(tier, names), strict=True) if h or n in self._coming)
+            yield from unknown(some, known)
 
     def _send(self, part: Part, tier: Tier) -> Future[int]:
         n, done, wait = len(part.names), Future[int](), None
@@ -241,11 +248,12 @@ class Mover:
             for name in names:
                 if name in self._coming:
                     _settle(self._coming.get(name))
-            todo, fetches = deque(parts_of(groups, self.area_blocks)), deque[tuple[Part, Fetch]]()
-            while todo or fetches:
-                while todo and len(fetches) < 3:  # the tiers read the next ones while this is converted
-                    part = todo.popleft()
+            parts, fetches = parts_of(groups, self.area_blocks), deque[tuple[Part, Fetch]]()
+            while True:
+                for part in islice(parts, 3 - len(fetches)):  # the tiers read the next ones while this is converted
                     fetches.append((part, Fetch(part.names, self.tiers, self.memory, self._descent.get, self._ask)))
+                if not fetches:
+                    break
                 part, fetch = fetches.popleft()
                 n = self._receive(part, fetch)
                 came += n
