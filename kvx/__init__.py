@@ -6,6 +6,7 @@ kvx.write(cache, k, v, slot_mapping=slots, spec=spec)
 k, v = kvx.gather(cache, kvx.PackedTable(block_table, seq_lens), spec=spec)
 """
 
+from kvx import starting  # first: Ctrl-C while a command imports the rest ends it quietly
 from kvx.cache import BlockAllocator, LayerGroup, PagedCache, PrefixCache
 from kvx.errors import (
     BadArgument,
@@ -164,3 +165,5 @@ __all__ = [
     "views",
     "write",
 ]
+
+starting.end()

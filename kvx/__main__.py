@@ -1,6 +1,15 @@
-"""python -m kvx: the same as `kvx`."""
+"""The command `kvx`, and `python -m kvx`."""
 
-from kvx.cli.main import main
+from kvx import starting
+
+
+def main() -> None:
+    starting.begin()
+    from kvx.cli.main import main as run
+
+    starting.end()
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,8 +96,13 @@ def load(path: str | Path, expect: CacheSpec | None = None) -> CacheFile:
     path = Path(path)
     size = path.stat().st_size if path.is_file() else -1
     if size < 8:
-        raise BadArgument(f"load(): {path} {'does not exist' if size < 0 else 'is no safetensors file'}.")
-    with path.open("rb") as file:
+        what = "is no safetensors file" if size >= 0 else "is a folder; name a file in it" if path.is_dir() else "does not exist"
+        raise BadArgument(f"load(): {path} {what}.")
+    try:
+        opened = path.open("rb")
+    except OSError as error:
+        raise BadArgument(f"load(): {path} cannot be read: {error.strerror}.") from None
+    with opened as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(size - 8, 100 << 20):
             raise BadArgument(
@@ -125,6 +130,8 @@ def load(path: str | Path, expect: CacheSpec | None = None) -> CacheFile:
 def create(path: str | Path, spec: CacheSpec) -> Iterator[NewFile]:
     """A new file, its buffers mapped, to be filled. It appears under `path` when the block ends well, and not at all otherwise."""
     path = Path(path)
+    if path.is_dir():
+        raise BadArgument(f"{path} cannot be written: it is a folder. Name a file in it.")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     entries, size = _layout(spec)
 
@@ -135,8 +142,7 @@ def create(path: str | Path, spec: CacheSpec) -> Iterator[NewFile]:
     length = len(header([Digest() for _ in part_ranges(spec)]))  # digests are known last and stand first
     length += -(8 + length) % _ALIGN
     try:
-        with partial.open("w+b") as file:
-            file.truncate(8 + length + size)
+        with _new(path, partial, 8 + length + size) as file:
             mapped = mmap.mmap(file.fileno(), 0)
             new = NewFile(spec, _views(path, mapped, 8 + length, entries, spec))
             yield new
@@ -145,8 +151,22 @@ def create(path: str | Path, spec: CacheSpec) -> Iterator[NewFile]:
             os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             partial.unlink()
+
+
+def _new(path: Path, partial: Path, size: int) -> BinaryIO:
+    try:
+        file = partial.open("w+b")
+        try:
+            file.truncate(size)
+        except OSError:
+            file.close()
+            raise
+    except OSError as error:
+        missing = "" if path.parent.is_dir() else f" There is no folder {path.parent}: make it first."
+        raise BadArgument(f"{path} cannot be written: {error.strerror}.{missing}") from None
+    return file
 
 
 def _names(spec: CacheSpec) -> list[tuple[str, str, list[int]]]:

@@ -2,7 +2,7 @@
 
 Bytes are K and V, read once, and q and out; a share is of what the machine can read. Prefill also carries its operations: 4 a
 query head, element and position seen; so do latent caches (MLA), whose heads share one row a token. SDPA's time leaves out the
-gather, which is shown apart.
+gather, which is shown apart. A step of a model plans once for all layers, so on a GPU plans are made before, ours and FlashInfer's.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ class Batch:
     out: Tensor
     lse: Tensor
     workspace: Tensor | None
+    is_planned: bool = False
 
 
 def make(case: Case, device: str, seed: int) -> Batch:
@@ -151,7 +152,12 @@ def make(case: Case, device: str, seed: int) -> Batch:
     made = Batch(q, storage, packed, cu, out, torch.empty(q.shape[:2], device=device), None)
     more: dict[str, Any] = {"cu_seqlens": cu, "max_query_len": max(case.lens)} if case.is_prefill else {"latent": case.rope > 0}
     size = kvx.attention_workspace_bytes(q, storage.cache, packed, spec=spec, max_seq_len=max(case.lens), **more)
-    made.workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+    if size:
+        made.workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        made.is_planned = not case.is_prefill
+    if made.is_planned:
+        given: dict[str, Any] = {"spec": spec, "workspace": made.workspace, "max_seq_len": max(case.lens), "latent": case.rope > 0}
+        kvx.attention_plan(q, storage.cache, packed, **given)
     return made
 
 
@@ -180,7 +186,7 @@ def _fill(storage: kvx.Storage, spec: kvx.CacheSpec, g: torch.Generator) -> None
 def attend(case: Case, b: Batch, backend: str = "auto") -> tuple[Tensor, Tensor]:
     given: dict[str, Any] = {
         "spec": case.spec, "out": b.out, "lse": b.lse, "workspace": b.workspace, "max_seq_len": max(case.lens), "backend": backend,
-        **b.storage.scales(),
+        "planned": b.is_planned, **b.storage.scales(),
     }  # fmt: skip
     if case.is_prefill:
         given |= {"cu_seqlens": b.cu, "max_query_len": max(case.lens)}

@@ -15,7 +15,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -310,18 +310,30 @@ def _same(what: str, equal: list[bool]) -> None:
 # ---- all of it
 
 
-def measure(*, num_blocks: int = 128, repeats: int = 7, folder: Path | None = None) -> dict[str, Any]:
+def measure(
+    *,
+    num_blocks: int = 128,
+    repeats: int = 7,
+    folder: Path | None = None,
+    say: Callable[[str], object] = lambda line: None,  # rows, as soon as they are measured
+) -> dict[str, Any]:
     if num_blocks < CHUNK or num_blocks % CHUNK or repeats < 1:
         raise BadArgument(f"kvx bench wires: {num_blocks} blocks, {repeats} turns; it is a multiple of {CHUNK}, and 1 or more.")
     formats = ("bf16", "fp8_e4m3_per_token_head_inline")
     rows: list[Row] = []
+
+    def keep(measured: list[Row]) -> None:
+        rows.extend(measured)
+        for row in measured:
+            say(str(row))
+
     missing = [wire for wire in ("nixl", "mooncake") if importlib.util.find_spec(wire) is None]
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=folder) as path, one_thread(), ProcessPoolExecutor(1, spawn) as other:
-        rows += other.submit(to_disk, Path(path), num_blocks, formats, repeats).result()
+        keep(other.submit(to_disk, Path(path), num_blocks, formats, repeats).result())
     for wire in ("nixl", "mooncake"):
         if wire not in missing:
-            rows += over_wire(wire, num_blocks, formats, repeats)
+            keep(over_wire(wire, num_blocks, formats, repeats))
     return {
         "bench": "wires",
         "machine": machine("cpu"),
@@ -347,6 +359,5 @@ def one_thread() -> Iterator[None]:
 
 
 def show(result: dict[str, Any]) -> str:
-    fields = ("path", "num_tokens", "raw_bytes", "bytes", "raw_s", "converted_s")
-    lines = [str(Row(*(r[f] for f in fields))) for r in result["rows"]]
-    return "\n".join(lines + [f" {wire} is not installed" for wire in result["not_installed"]])
+    """What is left to say: measure() said each row."""
+    return "\n".join(f" {wire} is not installed" for wire in result["not_installed"])

@@ -42,6 +42,11 @@ class LayerGroup:
         if self.is_latent and self.spec.num_kv_heads != 1:
             raise BadArgument(f"LayerGroup {self.name!r}: is_latent with {self.spec.num_kv_heads} KV heads; a latent has one.")
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all its layers."""
+        return self.spec.cache_bytes * len(self.layers)
+
 
 @dataclass(frozen=True, eq=False)
 class Layer:

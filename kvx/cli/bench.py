@@ -26,6 +26,8 @@ from kvx.bench import tiers as tiers_bench
 from kvx.bench import wires as wires_bench
 from kvx.bench import write as write_bench
 from kvx.cli.generate import QUESTIONS, SYSTEM, dtype_of
+from kvx.cli.options import check_folder, make_folder
+from kvx.errors import BadArgument
 from kvx.ops import backend as backends
 
 app = typer.Typer(no_args_is_help=True, help="Check an op against its definition, then time it beside torch and a plain copy.")
@@ -39,6 +41,9 @@ RESULTS = Path("bench/results")
 def _run(name: str, device: str, out: Path, only: str, as_json: bool) -> None:
     """A bench of cases: each is a line as soon as it is measured."""
     _require(device)
+    is_kept = not as_json and not only  # a part of the cases is not kept as a result
+    if is_kept:
+        make_folder("--out", out)
     bench = {
         "write": write_bench,
         "gather": gather_bench,
@@ -62,7 +67,7 @@ def _run(name: str, device: str, out: Path, only: str, as_json: bool) -> None:
         row = bench.run(case, device, ceilings[getattr(case, "ceiling", next(iter(ceilings)))])
         rows.append(row)
         say(str(row))
-    if as_json or not only:  # a part of the cases is not kept as a result
+    if as_json or is_kept:
         _hand_over(harness.result(name, device, rows, ceilings), device, out, as_json)
 
 
@@ -74,21 +79,32 @@ def _require(device: str) -> None:
 
 def _measure(bench: Any, device: str, out: Path, as_json: bool, /, **options: Any) -> None:
     """A bench that is measured as a whole."""
+    if not as_json:
+        make_folder("--out", out)
     say = partial(typer.echo, err=as_json)
     say(harness.headline(device))
     result = bench.measure(**options)
-    say(bench.show(result))
+    if text := bench.show(result):
+        say(text)
     _hand_over(result, device, out, as_json)
 
 
 def _hand_over(result: dict[str, Any], device: str, out: Path, as_json: bool) -> None:
-    text = json.dumps(result, indent=1)
+    made = {
+        "bench": result["bench"],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": f"kvx bench {result['bench']} --device {device}",
+    }
+    text = json.dumps(made | result, indent=1)
     if as_json:
         typer.echo(text)
         return
-    out.mkdir(parents=True, exist_ok=True)
     path = out / f"{datetime.now(UTC):%Y-%m-%d}-{result['bench']}-{device}.json"
-    path.write_text(text + "\n")
+    try:
+        path.write_text(text + "\n")
+    except OSError as error:  # what was measured is not lost with it
+        typer.echo(text)
+        raise BadArgument(f"kvx bench: {path} cannot be written: {error.strerror}. The result is on stdout.") from None
     typer.echo(f"saved {path}")
 
 
@@ -170,7 +186,8 @@ def tiers(
 ) -> None:
     """Blocks into tiers and back, converted on the way, beside the same bytes moved as they are."""
     _require(device)
-    _measure(tiers_bench, device, out, as_json, device=device, folder=folder)
+    check_folder("--folder", folder)
+    _measure(tiers_bench, device, out, as_json, device=device, folder=folder, say=partial(typer.echo, err=as_json))
 
 
 @app.command()
@@ -196,4 +213,6 @@ def wires(
     as_json: Json = False,
 ) -> None:
     """Blocks over NIXL, Mooncake and to disk, converted on the way, beside the same bytes as they are."""
-    _measure(wires_bench, "cpu", out, as_json, num_blocks=blocks, repeats=repeats, folder=folder)
+    check_folder("--folder", folder)
+    options = {"num_blocks": blocks, "repeats": repeats, "folder": folder, "say": partial(typer.echo, err=as_json)}
+    _measure(wires_bench, "cpu", out, as_json, **options)

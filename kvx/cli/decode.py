@@ -14,6 +14,7 @@ import typer
 from kvx.cli.convert import layout_of
 from kvx.cli.generate import dtype_of
 from kvx.cli.held import gather, hold, plans
+from kvx.cli.options import check_positive, refuse_ignored
 from kvx.cli.prefill import (
     DEVICE,
     Blocks,
@@ -28,14 +29,16 @@ from kvx.cli.prefill import (
     System,
     Tp,
     WireName,
-    check_ranks,
+    check_side,
     encode,
+    load_engine,
 )
-from kvx.errors import KvxError
+from kvx.errors import BadArgument, KvxError
 from kvx.handover import Handover, from_manifest, load
-from kvx.runner import Engine, Params, small_model
+from kvx.runner import Params, small_model
 from kvx.runner.handover import name_of, resume
 from kvx.spec import from_json
+from kvx.wires.address import host_and_port
 from kvx.wires.choose import check_wire, puller_from
 from kvx.wires.wire import Deadline, WireError
 
@@ -55,6 +58,7 @@ class Moved:
 
 
 def decode(
+    context: typer.Context,
     from_: Annotated[str, typer.Option("--from", help="HOST:PORT of a `kvx prefill`, or the folder it wrote")],
     prompt: Annotated[str, typer.Option(help="The question. Of a folder: default, the one it was made of")] = "",
     model: Model = None,
@@ -76,29 +80,29 @@ def decode(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
 ) -> None:
     """Answer a prompt that another process has read."""
-    check_ranks(tp)
-    is_folder = Path(from_).is_dir()
-    if not is_folder:
-        if not prompt:
-            raise typer.BadParameter(f"{from_} is no folder, and a prefill must be asked something", param_hint="--prompt")
-        check_wire(wire, from_)
-    engine = Engine.load(
-        model or small_model(), dtype=dtype_of(dtype, device), kv_format=kv_format, device=device, num_blocks=blocks,
-        block_size=block_size,
-    )  # fmt: skip
-    name = name or name_of(engine.model.config)
     params = Params(max_tokens=max_tokens, ignore_eos=ignore_eos)
-    ids = encode(engine, prompt, system, raw) if prompt else None
+    is_folder = Path(from_).is_dir()
     if is_folder:
-        begin = time.perf_counter()
-        handover = load(from_, model=name)
-        moved = Moved(handover.num_bytes, (time.perf_counter() - begin) * 1e3)
+        refuse_ignored(context, "it is of a prefill at HOST:PORT", "wire", "timeout_s")
+        if not prompt:
+            refuse_ignored(context, "it is of a --prompt", "system", "raw")
+    else:
+        check_peer(from_, prompt, wire, timeout_s)
+    model, dtype, layout = model or small_model(), dtype_of(dtype, device), layout_of(layout)
+    config = check_side(model, dtype, kv_format, layout=layout, tp=tp, block_size=block_size)
+    name = name or name_of(config)
+    read = read_folder(from_, name) if is_folder else None
+    engine = load_engine(model, dtype=dtype, kv_format=kv_format, device=device, num_blocks=blocks, block_size=block_size)
+    ids = encode(engine, prompt, system, raw) if prompt else None
+    if read is not None:
+        handover, moved = read
     else:
         assert ids is not None
+        typer.echo(f"asking the prefill at {from_}, for {timeout_s:g} s at most", err=True)
         handover, moved = fetch(wire, from_, ids, name, timeout_s)
     # As this side holds it; its engine computes in one process, so the ranks are gathered again, and checked again.
     mine = handover.convert(block_size=block_size, format=engine.cache.groups[0].spec.format)
-    handover = gather(hold(mine, layout=layout_of(layout) if layout else "", tp_size=tp))
+    handover = gather(hold(mine, layout=layout, tp_size=tp))
     answer = resume(engine, handover, ids, params, model=name)[0]
     alone: Sequence[int] | None = None
     if check:
@@ -106,6 +110,33 @@ def decode(
         alone = engine.generate([ids or handover.tokens.tolist()], params)[0][0].tokens
     report = _report(answer.tokens, answer.text, answer.num_cached, handover, moved, alone)
     typer.echo(json.dumps(report, indent=2) if as_json else _text(report))
+
+
+def check_peer(address: str, prompt: str, wire: str, timeout_s: float) -> None:
+    """Raise where a prefill at this address cannot be asked."""
+    try:
+        host_and_port(address)
+    except BadArgument:
+        what = "is a file" if Path(address).exists() else "does not exist"
+        raise typer.BadParameter(
+            f"{address} {what}, and is no HOST:PORT, like 127.0.0.1:5600. Name a folder of `kvx prefill --out`, or who listens",
+            param_hint="--from",
+        ) from None
+    if not prompt:
+        raise typer.BadParameter(f"{address} is a prefill, which must be asked something", param_hint="--prompt")
+    check_positive("--timeout-s", timeout_s)
+    check_wire(wire, address, is_listening=False)
+
+
+def read_folder(folder: str, model: str) -> tuple[Handover, Moved]:
+    begin = time.perf_counter()
+    try:
+        handover = load(folder, model=model)
+    except KvxError as error:
+        if folder in str(error):
+            raise
+        raise type(error)(f"{folder}: {error} Name another folder, or make it again: `kvx prefill --out`.") from None
+    return handover, Moved(handover.num_bytes, (time.perf_counter() - begin) * 1e3)
 
 
 def fetch(wire: str, address: str, tokens: Sequence[int], model: str, timeout_s: float) -> tuple[Handover, Moved]:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from kvx.cli.live import JsonView, LiveView, PlainView, View
+from kvx.cli.options import refuse_ignored
 from kvx.runner import Engine, Params, small_model
 
 SYSTEM = (
@@ -49,6 +50,7 @@ class Run:
 
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[
         list[str] | None, typer.Option(help="A question; may be given several times. Default: eight short ones")
     ] = None,
@@ -83,6 +85,8 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
 ) -> None:
     """Answer prompts together, and see what the cache does meanwhile."""
+    if not tier:
+        refuse_ignored(context, "it is of a --tier", "tier_format")
     run = Run(str(model or "SmolLM2-135M-Instruct"), dtype_of(dtype, device), max_tokens, [], time.perf_counter())
     params = Params(max_tokens, temperature, top_k, top_p, tuple(stop or ()), seed, n, ignore_eos)
     questions = list(prompt) if prompt else list(QUESTIONS)

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import typer
 from torch import Tensor
 
-from kvx.errors import BadArgument
-from kvx.handover import Handover, from_manifest
+from kvx.errors import BadArgument, KvxError
+from kvx.handover import NEUTRAL, Handover, from_manifest
 from kvx.handover.part import rank_specs
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.plan import Plan, plan
 from kvx.ops.convert import convert
+from kvx.runner.config import ModelConfig
 from kvx.spec import CacheSpec
 
 
@@ -30,6 +32,30 @@ class Held:
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for part in self.buffers for t in part)
+
+
+def check_held(config: ModelConfig, *, layout: str, tp_size: int, block_size: int, format: str, least_piece_bytes: int = 0) -> None:
+    """Raise, by the option's name, where hold() could hold no handover of this model so. No weights are needed.
+
+    `least_piece_bytes`: what a wire takes that wants a descriptor for each piece.
+    """
+    heads = config.num_kv_heads
+    if tp_size < 1 or (tp_size > heads and tp_size % heads):
+        raise typer.BadParameter(
+            f"{tp_size} ranks; the model has {heads} KV heads. It is 1 to {heads}, or a multiple of {heads}", param_hint="--tp"
+        )
+    spec = CacheSpec(1, block_size, heads, config.head_dim, num_layers=config.num_layers, layout=NEUTRAL, format=format)
+    try:
+        ranks = rank_specs(replace(spec, layout=layout or NEUTRAL), tp_size)
+        plan(spec, ranks)
+        piece_bytes = next(iter(plan(ranks, spec).runs())).bytes if least_piece_bytes else 0
+    except KvxError as error:
+        raise BadArgument(f"--layout: {error} `kvx layouts` lists names.") from None
+    if piece_bytes < least_piece_bytes:
+        raise BadArgument(
+            f"--layout: {layout!r} lies in pieces of {piece_bytes} bytes, and this wire takes {least_piece_bytes} or more. "
+            "Choose one that keeps rows together, or --wire mooncake."
+        )
 
 
 def hold(handover: Handover, *, layout: str = "", tp_size: int = 1) -> Held:

@@ -24,6 +24,7 @@ from kvx.ops import library, native
 from kvx.ops.support import TABLE
 
 OPS = tuple(TABLE)
+TAKES = "a spec (.json), a cache file, or tensors (.pt, .npy, .safetensors)"
 # What changes behaviour without an argument: for building and debugging only.
 ENVIRONMENT = {
     "KVX_CUDA": "build: AUTO, ON (fail without nvcc) or OFF",
@@ -86,21 +87,30 @@ def spec_facts(spec: kvx.CacheSpec) -> dict[str, Any]:
 
 def tensor_facts(path: Path) -> list[dict[str, Any]]:
     """Tensors of a .pt, .npy or .safetensors file: shape, type, and what stands out in the values."""
+    try:
+        tensors = _tensors(path)
+    except BadArgument:
+        raise
+    except Exception as error:  # each of three libraries has errors of its own
+        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        raise BadArgument(f"inspect: {path} cannot be read: {reason[:200]}. It takes {TAKES}.") from None
+    return [_describe(name, t) for name, t in tensors.items()]
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
     if path.suffix == ".npy":
         import numpy
 
-        tensors = {path.stem: torch.from_numpy(numpy.load(path, allow_pickle=False))}
-    elif path.suffix == ".safetensors":
+        return {path.stem: torch.from_numpy(numpy.load(path, allow_pickle=False))}
+    if path.suffix == ".safetensors":
         try:
             from safetensors.torch import load_file
         except ImportError:
             raise BadArgument("inspect: reading .safetensors needs the safetensors package: pip install safetensors.") from None
-        tensors = load_file(path)
-    else:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-        items = loaded.items() if isinstance(loaded, dict) else enumerate(loaded if isinstance(loaded, (list, tuple)) else [loaded])
-        tensors = {str(name): t for name, t in items if isinstance(t, torch.Tensor)}
-    return [_describe(name, t) for name, t in tensors.items()]
+        return dict(load_file(path))
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    items = loaded.items() if isinstance(loaded, dict) else enumerate(loaded if isinstance(loaded, (list, tuple)) else [loaded])
+    return {str(name): t for name, t in items if isinstance(t, torch.Tensor)}
 
 
 def _describe(name: str, t: torch.Tensor) -> dict[str, Any]:
@@ -126,7 +136,7 @@ def _describe(name: str, t: torch.Tensor) -> dict[str, Any]:
 def inspect(
     path: Annotated[
         Path | None,
-        typer.Argument(help="a spec (.json), a cache file, or tensors (.pt, .npy, .safetensors); nothing: this build"),
+        typer.Argument(help=f"{TAKES}; nothing: this build"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     env: Annotated[bool, typer.Option("--env", help="print the environment variables KVX reads")] = False,
@@ -160,8 +170,10 @@ def inspect(
         return _show_build(build_facts(), as_json)
     if not path.exists():
         raise BadArgument(f"inspect: {path} does not exist.")
+    if path.is_dir():
+        raise BadArgument(f"inspect: {path} is a folder. Name a file: {TAKES}.")
     if path.suffix == ".json":
-        facts = spec_facts(kvx.from_json(path.read_text()))
+        facts = spec_facts(kvx.from_json(_text(path)))
         return _show(str(path), ("field", "value"), [(k, str(v)) for k, v in facts.items()], facts, as_json)
     with suppress(KvxError):  # a cache file says more than its tensors do
         file = kvx.load(path)
@@ -170,6 +182,13 @@ def inspect(
     rows_ = tensor_facts(path)
     columns = ("name", "shape", "stride", "dtype", "bytes", "nan", "inf", "amax", "zero_share")
     return _show(str(path), columns, [tuple(str(r.get(c, "")) for c in columns) for r in rows_], rows_, as_json)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadArgument(f"inspect: {path} cannot be read: {error}. A spec is JSON, as kvx.to_json() writes it.") from None
 
 
 def _show(title: str, columns: Any, rows: Any, data: Any, as_json: bool) -> None:

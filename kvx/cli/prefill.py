@@ -14,13 +14,18 @@ import typer
 
 from kvx.cli.convert import layout_of
 from kvx.cli.generate import dtype_of
-from kvx.cli.held import hold
+from kvx.cli.held import check_held, hold
+from kvx.cli.options import check_new_folder, check_positive, refuse_ignored
 from kvx.errors import BadArgument, Incompatible, InternalError, KvxError
 from kvx.handover import save
 from kvx.runner import Engine, small_model
+from kvx.runner.config import ModelConfig
 from kvx.runner.handover import export_sequence, name_of
+from kvx.runner.model import DTYPES, kv_format_of
+from kvx.runner.open import open_model
 from kvx.spec import to_json
 from kvx.wires.choose import check_wire, offers_at
+from kvx.wires.nixl.offer import LEAST_PIECE_BYTES
 from kvx.wires.offer import Offers, Request
 from kvx.wires.wire import WireError
 
@@ -43,6 +48,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def prefill(
+    context: typer.Context,
     listen: Annotated[str, typer.Option(help="HOST:PORT: answer `kvx decode --from HOST:PORT` until Ctrl-C")] = "",
     out: Annotated[Path | None, typer.Option(help="Write the handover of --prompt to this folder, and end")] = None,
     prompt: Annotated[str, typer.Option(help="With --out: the question")] = "",
@@ -58,25 +64,30 @@ def prefill(
     tp: Tp = 1,
     blocks: Blocks = 512,
     wire: WireName = "nixl",
-    lease_s: Annotated[float, typer.Option(help="An offer that nobody has pulled by then is let go of")] = 30.0,
-    requests: Annotated[int, typer.Option(help="End after so many; 0: never")] = 0,
+    lease_s: Annotated[float, typer.Option(help="With --listen: an offer that nobody has pulled by then is let go of")] = 30.0,
+    requests: Annotated[int, typer.Option(help="With --listen: end after so many; 0: never")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line")] = False,
 ) -> None:
     """Compute prompts, and hand their K and V over."""
     if bool(listen) == bool(out):
         raise typer.BadParameter("give one of --listen HOST:PORT and --out FOLDER", param_hint="--listen / --out")
-    if out is not None and not prompt:
-        raise typer.BadParameter("--out needs the question", param_hint="--prompt")
-    if out is not None and out.exists():
-        raise typer.BadParameter(f"{out} is there already", param_hint="--out")
-    check_ranks(tp)
-    if listen:
-        check_wire(wire, listen)
-    engine = Engine.load(
-        model or small_model(), dtype=dtype_of(dtype, device), kv_format=kv_format, device=device, num_blocks=blocks,
-        block_size=block_size,
-    )  # fmt: skip
-    name = name or name_of(engine.model.config)
+    if out is not None:
+        if not prompt:
+            raise typer.BadParameter("--out needs the question", param_hint="--prompt")
+        refuse_ignored(context, "it is of --listen: a folder holds neutral blocks of one rank", "layout", "tp")
+        refuse_ignored(context, "it is of --listen", "wire", "lease_s", "requests")
+        check_new_folder("--out", out)
+    else:
+        refuse_ignored(context, "it is of --out: over a wire `kvx decode` asks", "prompt", "system", "raw")
+        check_positive("--lease-s", lease_s)
+        if requests < 0:
+            raise typer.BadParameter(f"{requests}; it is 0 or more", param_hint="--requests")
+        check_wire(wire, listen, is_listening=True)
+    model, dtype, layout = model or small_model(), dtype_of(dtype, device), layout_of(layout)
+    least = LEAST_PIECE_BYTES if listen and wire == "nixl" else 0
+    config = check_side(model, dtype, kv_format, layout=layout, tp=tp, block_size=block_size, least_piece_bytes=least)
+    engine = load_engine(model, dtype=dtype, kv_format=kv_format, device=device, num_blocks=blocks, block_size=block_size)
+    name = name or name_of(config)
     if out is not None:
         begin = time.perf_counter()
         handover = export_sequence(engine, encode(engine, prompt, system, raw), model=name)
@@ -85,7 +96,7 @@ def prefill(
                       "seconds": round(time.perf_counter() - begin, 3)},
             f"{handover.num_tokens} tokens of {name}, {handover.num_bytes / 1e6:.1f} MB: {out}")  # fmt: skip
         return
-    server = Server(engine, name, layout=layout_of(layout) if layout else "", tp_size=tp)
+    server = Server(engine, name, layout=layout, tp_size=tp)
     with offers_at(wire, listen, lease_s) as offers:
         where = listen if wire != "nixl" else f"{listen}, and on every other interface"  # NIXL's listener knows no host
         say(as_json, {"listening": listen, "model": name}, f"{name} listens at {where}, {wire}")
@@ -96,9 +107,22 @@ def prefill(
             time.sleep(BUSY_S if offers.num_offers else IDLE_S)
 
 
-def check_ranks(tp: int) -> None:
-    if tp < 1:
-        raise typer.BadParameter(f"{tp} ranks; there is one or more", param_hint="--tp")
+def check_side(
+    model: Path, dtype: str, kv_format: str, *, layout: str, tp: int, block_size: int, least_piece_bytes: int = 0
+) -> ModelConfig:
+    """What is wrong with how this side holds blocks is said before its weights are read, which takes long."""
+    config = open_model(model).config
+    if dtype in DTYPES:  # if not, Engine.load() says so
+        check_held(
+            config, layout=layout, tp_size=tp, block_size=block_size, format=kv_format_of(kv_format, dtype),
+            least_piece_bytes=least_piece_bytes,
+        )  # fmt: skip
+    return config
+
+
+def load_engine(model: Path, **options: Any) -> Engine:
+    typer.echo(f"loading {model.name}", err=True)
+    return Engine.load(model, **options)
 
 
 class Server:

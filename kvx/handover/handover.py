@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvx.errors import BadArgument, Damaged, Incompatible
+from kvx.errors import BadArgument, Damaged, Incompatible, OutOfRange
 from kvx.handover.facts import check_parts, few, first_seen
 from kvx.handover.manifest import read_manifest, write_manifest
 from kvx.handover.memory import moved, new_buffers
@@ -113,15 +113,21 @@ class Handover:
         self,
         part: int,
         buffers: Sequence[Tensor],  # of an engine's paged cache, changed in place
-        spec: CacheSpec,  # as it lies there: any layout, format, block size; layers counted within the part
+        spec: CacheSpec,  # as it lies there: any layout, format, block size; layers counted within the part; a rank's own heads
         blocks: Sequence[int],  # of the sequence, from `first_token` on; -1 skips one
         *,
         first_token: int = 0,
         num_tokens: int | None = None,  # None: all that are here
         rope: str = "half",  # how the engine pairs rotated numbers of K
     ) -> None:
-        """Put tokens from `first_token` to `num_tokens` into an engine's blocks. Nothing else in them changes."""
+        """Put tokens from `first_token` to `num_tokens` into an engine's blocks. Nothing else in them changes.
+
+        A spec with some of the handover's heads is a tensor parallel rank's: it gets those, from its head_start on, and nothing is
+        said of the others. Where all are meant, require(num_kv_heads=...) first.
+        """
         here = self._part("write", part)
+        if not isinstance(spec, CacheSpec):
+            raise BadArgument(f"write(): spec is {type(spec).__name__}; it is the CacheSpec of the engine's cache.")
         end = self.num_tokens if num_tokens is None else num_tokens
         if not 0 <= first_token <= end <= self.num_tokens or first_token % spec.block_size or first_token % here.spec.block_size:
             raise BadArgument(
@@ -133,6 +139,7 @@ class Handover:
         need = -(-(end - first_token) // spec.block_size)
         if len(blocks) < need:
             raise BadArgument(f"write(): {len(blocks)} blocks of {spec.block_size}; {end - first_token} tokens take {need}.")
+        check_ids("write()", "blocks", blocks[:need], spec.num_blocks)
         if end == first_token:
             return
         into, given = list(buffers), here
@@ -153,16 +160,16 @@ class Handover:
         )
 
     def _part(self, call: str, n: int) -> Part:
-        if not 0 <= n < len(self.parts):
-            raise BadArgument(f"{call}(): part is {n}; the handover has {len(self.parts)}, counted from 0.")
+        if not isinstance(n, int) or not 0 <= n < len(self.parts):
+            raise BadArgument(f"{call}(): part is {n!r}; the handover has {len(self.parts)}, counted from 0.")
         return self.parts[n]
 
     # ---- other handovers of the same
 
     def cut(self, num_tokens: int) -> Handover:
         """Its first tokens, in blocks of their own. Layers with windows must still have what the next token sees."""
-        if not 0 < num_tokens <= self.num_tokens:
-            raise BadArgument(f"cut(): num_tokens is {num_tokens}; the handover has {self.num_tokens}. It is 1 to that.")
+        if not isinstance(num_tokens, int) or not 0 < num_tokens <= self.num_tokens:
+            raise BadArgument(f"cut(): num_tokens is {num_tokens!r}; the handover has {self.num_tokens}. It is 1 to that.")
         if num_tokens == self.num_tokens:
             return self
         self.check()
@@ -178,16 +185,24 @@ class Handover:
             parts.append(_moved_blocks(p, (spec,), num_tokens)[0])
         return Handover(self.tokens[:num_tokens], tuple(parts))
 
-    def convert(self, *, block_size: int = 0, format: str = "") -> Handover:
-        """In blocks of another size, or another format. 0 and "": as it is."""
-        if block_size < 0:
-            raise BadArgument(f"convert(): block_size is {block_size}; it is 1 or more, or 0 for {self.block_size}, as it is.")
+    def convert(
+        self,
+        *,
+        block_size: int | None = None,  # None: as it is
+        format: str = "",  # "": as it is
+    ) -> Handover:
+        """In blocks of another size, or another format."""
+        if block_size is None:
+            block_size = self.block_size
+        elif not isinstance(block_size, int) or block_size < 1:
+            raise BadArgument(
+                f"convert(): block_size is {block_size!r}; it is 1 or more. Leave it out to keep blocks of {self.block_size}."
+            )
         self.check()
         parts = []
         for p in self.parts:
-            size = block_size or p.spec.block_size
-            blocks = -(-self.num_tokens // size) - p.first_token // size
-            spec = neutral(p.spec, num_blocks=blocks, block_size=size, format=format)
+            blocks = -(-self.num_tokens // block_size) - p.first_token // block_size
+            spec = neutral(p.spec, num_blocks=blocks, block_size=block_size, format=format)
             parts.append(_moved_blocks(p, (spec,), self.num_tokens)[0])
         # A shard stays one of the same whole: the size of blocks is not in the digest of content, the format is.
         same = all(a.content == b.content for a, b in zip(parts, self.parts, strict=True))
@@ -231,6 +246,16 @@ def block_table(ids: Iterable[int]) -> Tensor:
         return torch.tensor([[int(n) for n in ids]], dtype=torch.int32)
     except (ValueError, TypeError, RuntimeError) as error:
         raise BadArgument(f"handover: block ids are whole numbers under 2**31: {str(error)[:200]}.") from None
+
+
+def check_ids(call: str, name: str, ids: Sequence[int], num_blocks: int) -> None:
+    """OutOfRange where a cache has no such block: said here, since what converts does not know who called. Negative ones skip."""
+    try:
+        last = max(map(int, ids), default=-1)
+    except (ValueError, TypeError) as error:
+        raise BadArgument(f"{call}: {name} is {str(ids)[:100]}; they are whole numbers, block ids: {str(error)[:100]}.") from None
+    if last >= num_blocks:
+        raise OutOfRange(f"{call}: {name} has {last}; the cache has {num_blocks} blocks, counted from 0. Nothing was moved.")
 
 
 def _moved_blocks(p: Part, specs: tuple[CacheSpec, ...], num_tokens: int) -> list[Part]:

@@ -32,6 +32,8 @@ def join(shards: Sequence[Handover]) -> Handover:
         raise BadArgument("join(): no shards; there is one or more.")
     first = shards[0]
     for n, s in enumerate(shards):
+        if not isinstance(s, Handover):
+            raise BadArgument(f"join(): shard {n} is {type(s).__name__}; it is a Handover, as shard() makes.")
         s.check()
         if not np.array_equal(s.tokens, first.tokens) or s.whole != first.whole or len(s.parts) != len(first.parts):
             raise Incompatible(f"join(): shard {n} is of other tokens or of another handover than shard 0. It was not read.")
@@ -56,7 +58,7 @@ def _joined(shards: list[Part], first: Handover, i: int) -> Part:
     want = first.whole[i] if first.whole else sum((r.content for r in ranks), Digest())
     if part.content != want:
         held = ", ".join(_heads(r.spec) for r in ranks)
-        raise Damaged(f"join(): heads {held} make content {part.content}; the whole had {want}. A shard is missing.")
+        raise Damaged(f"join(): heads {held} make content {part.content}; the whole had {want}. {_missing(shards)}")
     return part
 
 
@@ -82,6 +84,14 @@ def _ranks(shards: list[Part], *, has_whole: bool) -> list[Part]:
             raise Incompatible(f"join(): heads {_heads(a.spec)} and then {_heads(b.spec)}: some are {what}.")
     require_one_scale("join", [(r.spec, r.buffers) for r in ranks])
     return ranks
+
+
+def _missing(shards: list[Part]) -> str:
+    seen: dict[int, int] = {}
+    for n, p in enumerate(shards):
+        if seen.setdefault(p.spec.head_start, n) != n:
+            return f"Shard {n} has the same heads as shard {seen[p.spec.head_start]}, and one with others is missing."
+    return "A shard is missing."
 
 
 def _heads(spec: CacheSpec) -> str:

@@ -22,8 +22,10 @@ from kvx.tiers import BlockKind, Tier, block_spec
 
 def names(tokens: ArrayLike, block_size: int, model: str) -> list[bytes]:
     """Of every full block of these tokens: a chain of hashes that begins with the model."""
-    if block_size < 1:
-        raise BadArgument(f"names(): block_size is {block_size}; a block has a token or more.")
+    if not isinstance(block_size, int) or block_size < 1:
+        raise BadArgument(f"names(): block_size is {block_size!r}; a block has a token or more.")
+    if not isinstance(model, str):
+        raise BadArgument(f"names(): model is {model!r}; it is the model's name.")
     hash_, chain, _ = naming("blake2b")
     data = token_ids("names()", tokens, least=0).astype("<i4").tobytes()
     salt = model.encode()
@@ -119,5 +121,8 @@ def _spec(kind: BlockKind) -> CacheSpec:
 def _check_tiers(call: str, tiers: Sequence[Tier], parts: int) -> None:
     if not tiers or len(tiers) != parts:
         raise BadArgument(f"{call}(): {len(tiers)} tiers for {parts} parts; each part has a tier of its own.")
+    for t in tiers:
+        if not isinstance(t, Tier):
+            raise BadArgument(f"{call}(): a tier is {type(t).__name__}; it is a Tier, such as a HostTier.")
     if len({id(t) for t in tiers}) != len(tiers):  # names are of tokens: two parts' blocks have the same
         raise BadArgument(f"{call}(): one tier is given for two parts; each part has a tier of its own.")

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from kvx.layout.buffers import allocate_buffers
+from kvx.layout.device_memory import check_fits
 from kvx.layout.place import buffer_sizes, num_cache_buffers
 from kvx.spec import CacheSpec
 
 
 def new_buffers(spec: CacheSpec, device: str | torch.device = "cpu") -> tuple[Tensor, ...]:
     """As kvx.allocate_buffers, with all blocks in one allocation: one registration for a wire, one copy for a link."""
+    check_fits("handover", spec.num_blocks, sum(count * size for count, size in buffer_sizes(spec)), device)
     sizes = [size for count, size in buffer_sizes(spec) for _ in range(count)][: num_cache_buffers(spec)]
     arena = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     scales = allocate_buffers(spec, device)[num_cache_buffers(spec) :] if has_scales(spec) else []

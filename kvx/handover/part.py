@@ -112,8 +112,8 @@ def _check_buffers(part: Part) -> None:
 def rank_specs(spec: CacheSpec, tp_size: int) -> tuple[CacheSpec, ...]:
     """One a rank. Where heads do not divide, the first ranks have one more; more ranks than heads share them."""
     heads = spec.num_kv_heads
-    if tp_size < 1:
-        raise BadArgument(f"shard(): tp_size is {tp_size}; it is 1 or more.")
+    if not isinstance(tp_size, int) or tp_size < 1:
+        raise BadArgument(f"shard(): tp_size is {tp_size!r}; it is 1 or more.")
     if tp_size > heads or heads % tp_size == 0:
         return tuple(spec.shard(tp_size, r) for r in range(tp_size))
     ends = [-(-heads * r // tp_size) for r in range(tp_size + 1)]

@@ -29,13 +29,22 @@ _MOST_TEXT_BYTES = 1 << 28  # of a manifest: 25 million tokens
 
 def save(path: str | Path, handover: Handover) -> None:
     """Write it to a folder that is not there yet. Its content is checked first."""
-    path = Path(path)
-    if path.exists() or path.is_symlink():
+    path = _path("save", path)
+    if not isinstance(handover, Handover):
+        raise BadArgument(f"save(): handover is {type(handover).__name__}; it is a Handover, such as export_blocks() makes.")
+    try:
+        is_there = path.exists() or path.is_symlink()
+    except OSError as error:
+        raise BadArgument(f"save(): {path} cannot be made: {error.strerror}. Name a folder that can be.") from None
+    if is_there:
         raise BadArgument(f"save(): {path} is there already. Give a name of its own.")
     handover.check()
     # A name of its own for every call: two that save under one name do not meet before the last step, and one of them wins it.
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise BadArgument(f"save(): {path} cannot be made: {error.strerror}. Name a folder that can be.") from None
     try:
         names = [f"part{n}.safetensors" for n in range(len(handover.parts))]
         for name, part in zip(names, handover.parts, strict=True):
@@ -57,9 +66,12 @@ def save(path: str | Path, handover: Handover) -> None:
 
 def load(path: str | Path, *, model: str = "") -> Handover:
     """Read a folder that save() wrote, and check its content. `model`: refuse another's. The blocks are mapped, not copied."""
-    path = Path(path)
+    path = _path("load", path)
     text = _text(path, _MANIFEST)
-    told = read_manifest(text)
+    try:
+        told = read_manifest(text)
+    except KvxError as error:
+        raise type(error)(f"load(): {path / _MANIFEST}: {str(error).removeprefix('handover: ')}") from None
     if model and told.parts[0].spec.model != model:
         raise Incompatible(f"load(): {path} is of model {told.parts[0].spec.model!r}; here it is {model!r}. It was not read.")
     listed = _text(path, _FILES)
@@ -87,6 +99,13 @@ def load(path: str | Path, *, model: str = "") -> Handover:
     handover = from_manifest(text, buffers)
     handover.check()
     return handover
+
+
+def _path(call: str, path: str | Path) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise BadArgument(f"{call}(): path is {path!r}; it names a folder.") from None
 
 
 def _heading(path: Path, spec: CacheSpec) -> dict[str, str | int]:

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from kvx.errors import BadArgument, Incompatible
-from kvx.handover.handover import Handover, block_table
+from kvx.handover.handover import Handover, block_table, check_ids
 from kvx.handover.memory import moved, new_buffers
 from kvx.handover.part import Part, neutral
 from kvx.handover.scales import require_one_scale
@@ -73,12 +73,16 @@ def export_blocks(
 ) -> Handover:
     """A sequence's K and V out of an engine's memory, converted, sealed with the digest of its content. Waits for the device."""
     ids = token_ids("export_blocks()", tokens)
+    for s in sources or ():
+        if not isinstance(s, Source):
+            raise BadArgument(f"export_blocks(): a source is {type(s).__name__}; it is a Source(buffers, spec, blocks).")
     model = model or _one_model(sources)
-    if not sources or not model or block_size < 1:
-        raise BadArgument(
-            f"export_blocks(): {len(sources)} sources of model {model!r} into blocks of {block_size}; there is one or more, blocks "
-            "have a token or more, and the model has a name, so that nobody reads it as another's: model=."
-        )
+    if not sources:
+        raise BadArgument("export_blocks(): 0 sources; there is one or more: Source(buffers, spec, blocks).")
+    if not model:
+        raise BadArgument("export_blocks(): the model has no name, and another's would read it as its own. Give one: model=.")
+    if not isinstance(block_size, int) or block_size < 1:
+        raise BadArgument(f"export_blocks(): into blocks of {block_size!r}; block_size is 1 or more.")
     kinds: dict[tuple[object, ...], list[Source]] = {}
     for s in sources:
         _check(s, ids.size)
@@ -98,11 +102,16 @@ def _one_model(sources: Sequence[Source]) -> str:
 def _check(s: Source, num_tokens: int) -> None:
     layers, size = s.model_layers, s.spec.block_size
     need = -(-num_tokens // size)
-    if need > len(s.blocks) or len(layers) != s.spec.num_layers or list(layers) != sorted(set(layers)):
+    if need > len(s.blocks):
         raise BadArgument(
-            f"export_blocks(): a source has {len(s.blocks)} blocks of {size} for {num_tokens} tokens, and {s.spec.num_layers} "
-            f"layers for {len(layers)} of the model, each once and in their order: {str(layers)[:100]}."
+            f"export_blocks(): a source has {len(s.blocks)} blocks of {size} for {num_tokens} tokens; they take {need}."
         )
+    if len(layers) != s.spec.num_layers or list(layers) != sorted(set(layers)):
+        raise BadArgument(
+            f"export_blocks(): a source has {s.spec.num_layers} layers for {len(layers)} of the model: {str(layers)[:100]}. There "
+            "are as many, each once and in their order."
+        )
+    check_ids("export_blocks()", "a source's blocks", s.blocks[:need], s.spec.num_blocks)
     first = s.first_held
     absent = [n for n, block in enumerate(s.blocks[:need]) if int(block) < 0 and (n + 1) * size > first]
     if not 0 <= s.first_token <= first < num_tokens or (first and not s.window) or absent:

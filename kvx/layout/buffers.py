@@ -6,18 +6,19 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
+from kvx.layout.device_memory import check_fits
 from kvx.layout.place import buffer_sizes, num_cache_buffers
 from kvx.spec.cache_spec import CacheSpec
 
 
 def allocate_buffers(spec: CacheSpec, device: str | torch.device = "cpu", *, pin_memory: bool = False) -> list[Tensor]:
     """Every buffer of the cache: one flat uint8 tensor per allocation the layout has, zeroed, in the order of the axes left of
-    the bar, last fastest; then K's and V's scales where they stand apart, [num_layers, ...], at 1; then their tensor scales."""
-    caches = [
-        torch.zeros(_whole_blocks(spec, size), dtype=torch.uint8, device=device, pin_memory=pin_memory)
-        for count, size in buffer_sizes(spec)
-        for _ in range(count)
-    ][: num_cache_buffers(spec)]
+    the bar, last fastest; then K's and V's scales where they stand apart, [num_layers, ...], at 1; then their tensor scales.
+    BadArgument where they take more than the device has."""
+    sizes = [(count, _whole_blocks(spec, size)) for count, size in buffer_sizes(spec)]
+    check_fits("allocate_buffers()", spec.num_blocks, sum(count * size for count, size in sizes), device)
+    each = [size for count, size in sizes for _ in range(count)][: num_cache_buffers(spec)]
+    caches = [torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pin_memory) for size in each]
     scales = []
     for i in range(spec.num_planes):
         shape, scale = spec.scale_shape(i), spec.plane(i).format.scale

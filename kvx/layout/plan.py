@@ -7,7 +7,7 @@ address: it is frozen, printable, and as bytes (`to_bytes`) it is what kvx_plan_
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
@@ -153,8 +153,8 @@ def plan(
     """
     sources, targets = _as_shards("src", src), _as_shards("dst", dst)
     _require_match(sources[0], targets[0])
-    if layers is not None and not 0 <= layers[0] < layers[1]:
-        raise BadArgument(f"plan(): layers is {layers}; it is (first, end) of the model's layers, first before end.")
+    if layers is not None:
+        _check_layers(layers)
     pairs = pairs_of(blocks, sources[0], targets[0])
     turn = turn_of(sources[0], targets[0], rope, rotary_dim)
     unit = _unit_tokens(sources[0], targets[0])
@@ -189,6 +189,16 @@ def plan(
     return Plan(sources, targets, unit, tuple(found), pairs)
 
 
+def _check_layers(layers: tuple[int, int]) -> None:
+    try:
+        first, end = layers
+        is_range = 0 <= first < end
+    except (TypeError, ValueError):
+        is_range = False
+    if not is_range:
+        raise BadArgument(f"plan(): layers is {layers}; it is (first, end) of the model's layers, first before end.")
+
+
 def _strided(box: Box) -> BoxDigit | None:
     """The digit of a folded box that one strided descriptor steps through."""
     inner = box.digits[0] if box.digits else None
@@ -203,7 +213,7 @@ def _few(ids: tuple[int, ...]) -> str:
 
 
 def _as_shards(name: str, specs: CacheSpec | Sequence[CacheSpec]) -> tuple[CacheSpec, ...]:
-    shards = (specs,) if isinstance(specs, CacheSpec) else tuple(specs)
+    shards = (specs,) if isinstance(specs, CacheSpec) else tuple(specs) if isinstance(specs, Iterable) else ()
     if not shards or not all(isinstance(s, CacheSpec) for s in shards):
         raise BadArgument(f"plan(): {name} is {specs!r}; it is a CacheSpec or a list of them, one a shard.")
     for other in shards[1:]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvx.layout.device_memory import check_fits
 from kvx.layout.planes import cache_shapes
 from kvx.spec.cache_spec import CacheSpec
 
@@ -27,7 +28,8 @@ class Storage:
 
 
 def allocate(spec: CacheSpec, device: str | torch.device = "cpu") -> Storage:
-    """Zeroed cache tensors and scales of one."""
+    """Zeroed cache tensors and scales of one. BadArgument where they take more than the device has."""
+    check_fits("allocate()", spec.num_blocks, spec.cache_bytes // spec.num_layers, device)
     tensors = []
     shared = len(cache_shapes(spec)) == 1 and spec.plane(0).format.element != spec.plane(1).format.element
     for shape, plane in zip(cache_shapes(spec), spec.planes, strict=False):

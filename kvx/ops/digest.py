@@ -68,7 +68,7 @@ def digest(
 def _shard(
     tensors: list[Tensor], spec: CacheSpec, blocks: Tensor | Sequence[int] | None, seq_lens: Tensor | None, backend: str
 ) -> Digest:
-    ids = conversion.blocks_of("blocks", blocks, spec.num_blocks)
+    ids = conversion.blocks_of("digest", "blocks", blocks, spec.num_blocks)
     if not has_whole_words(spec):
         return _staged(tensors, spec, ids, seq_lens, backend)
     if backends.choose("digest", backend, tensors[0]) == "torch":
@@ -118,13 +118,13 @@ def add_digest(out: Tensor, tensors: list[Tensor], spec: CacheSpec, ids: Tensor,
     data, plan_handle = coordinate_bytes(coordinate_plan(spec)), ctypes.c_void_p()
     status = lib.kvx_plan_load(data, len(data), ctypes.addressof(plan_handle))
     if status:
-        native.raise_status(status)
+        native.raise_status(status, call="digest()")
     status = native.digest_call(plan_handle, ctypes.addressof(args), out.data_ptr(), native.stream_of(out))
     message = lib.kvx_last_error().decode()  # before the next call changes it
     lib.kvx_plan_free(plan_handle)
     del keep
     if status:
-        native.raise_status(status, message)
+        native.raise_status(status, message, call="digest()")
 
 
 # ---- the definition

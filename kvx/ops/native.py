@@ -265,9 +265,11 @@ if _UNLOCKED:
     _UNLOCKED.kvx_run.argtypes, _UNLOCKED.kvx_digest.argtypes = [_P] * 2, [_P] * 4
 
 
-def raise_status(status: int, message: str = "") -> None:
+def raise_status(status: int, message: str = "", *, call: str = "") -> None:
+    """`call`: Python's name, where several C calls with names of their own stand behind it."""
     assert LIB is not None
-    raise _STATUS[status](message or LIB.kvx_last_error().decode())
+    message = message or LIB.kvx_last_error().decode()
+    raise _STATUS[status](f"{call}: {message.partition(': ')[2]}" if call else message)
 
 
 def handles(*tensors: Tensor | None) -> tuple[list[int | None], list[Any]]:

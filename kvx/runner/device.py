@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 
 from kvx.cache.groups import LayerGroup
 from kvx.errors import BadArgument
+from kvx.layout import device_memory
 
 
 def check_device(device: str) -> None:
@@ -20,15 +20,5 @@ def check_device(device: str) -> None:
 
 
 def check_fits(groups: Sequence[LayerGroup], device: str) -> None:
-    """Before anything is allocated: a host gives memory it does not have, and ends the process when it is written."""
-    if device.startswith("cuda"):
-        there = torch.cuda.mem_get_info(device)[1]
-    else:
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    need = sum(g.spec.num_blocks * g.spec.block_size * g.spec.token_bytes * len(g.layers) for g in groups)
-    if need > there:
-        blocks = groups[0].spec.num_blocks
-        raise BadArgument(
-            f"Engine.load(): {blocks} blocks take {need / 1e9:.1f} GB; {device} has {there / 1e9:.1f} GB. "
-            f"{blocks * there // need // 2} blocks take half of that."
-        )
+    """Before anything is allocated."""
+    device_memory.check_fits("Engine.load()", groups[0].spec.num_blocks, sum(g.num_bytes for g in groups), device)

@@ -87,13 +87,17 @@ class Engine:
         tier_format: str = "auto",  # of blocks there; auto: the cache's, so that what comes back is what went
         progress: Progress = lambda done, total: None,
     ) -> Engine:
+        if not isinstance(path, str | Path):
+            raise BadArgument(
+                f"Engine.load(): path is {path!r}; it is that of a folder with config.json and *.safetensors, or of a .gguf file."
+            )
         if dtype not in DTYPES:
             raise BadArgument(f'Engine.load(): dtype is "{dtype}"; it is {", ".join(DTYPES)}.')
         for name, value in (("num_blocks", num_blocks), ("max_seqs", max_seqs), ("max_batch_tokens", max_batch_tokens)):
-            if value < 1:
-                raise BadArgument(f"Engine.load(): {name} is {value}; it is 1 or more.")
+            if not isinstance(value, int) or value < 1:
+                raise BadArgument(f"Engine.load(): {name} is {value!r}; it is 1 or more.")
         check_device(device)
-        options = [TierOption.parse(t) if isinstance(t, str) else t for t in tiers]
+        options = [t if isinstance(t, TierOption) else TierOption.parse(t) for t in tiers]
         if options and not prefix:
             raise BadArgument("Engine.load(): tiers find blocks by their names, which prefix=False leaves out.")
         kind, kv = DTYPES[dtype], kv_format_of(kv_format, dtype)

@@ -8,6 +8,7 @@ divided by the scale as stored, so that a reader's `element * scale` sees what t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import IntEnum
 
 from kvx.errors import BadArgument
@@ -73,8 +74,10 @@ class Format:
         try:
             return FORMATS[name]
         except KeyError:
-            near = [n for n in FORMATS if n.startswith(name[:4])] or list(FORMATS)
-            raise BadArgument(f'format "{name}" does not exist. Near it: {", ".join(near)}.') from None
+            near = [n for n in FORMATS if name and n.startswith(name[:4])]
+            near = near or get_close_matches(name.lower(), FORMATS, n=4)
+            found = f"Near it: {', '.join(near)}" if near else f"Known: {', '.join(FORMATS)}"
+            raise BadArgument(f'format "{name}" does not exist. {found}.') from None
 
 
 def _rows() -> list[Format]:

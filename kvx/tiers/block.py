@@ -95,8 +95,15 @@ def kind_from_text(text: str) -> BlockKind:
         raise BadArgument(f"kind_from_text(): no kind of block: {str(error)[:200]}.") from None
 
 
+def check_kind(tier: str, kind: BlockKind) -> None:
+    if not isinstance(kind, BlockKind):
+        raise BadArgument(f"{tier}: kind is {str(kind)[:100]}; it is a BlockKind. BlockKind.of(spec) makes one of a CacheSpec.")
+
+
 def check_block(call: str, kind: BlockKind, block: Block) -> None:
     """Raise unless this is a block of this kind, in host memory."""
+    if not isinstance(block, Block):
+        raise BadArgument(f"{call}(): a block is {type(block).__name__}; it is a Block: tier.kind.block(buffers) makes one.")
     kind.require_same(block.kind, call)
     if len(block.buffers) != len(kind.buffer_bytes):
         raise BadArgument(f"{call}(): a block has {len(block.buffers)} buffers; its kind has {len(kind.buffer_bytes)}.")

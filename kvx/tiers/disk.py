@@ -14,9 +14,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kvx.errors import Incompatible, TierError, Unsupported
+from kvx.errors import BadArgument, Incompatible, TierError, Unsupported
 from kvx.files import sync_folder
-from kvx.tiers.block import Block, BlockKind, kind_from_text
+from kvx.tiers.block import Block, BlockKind, check_kind, kind_from_text
 from kvx.tiers.block_file import Damaged, file_bytes, read_block, write_block
 from kvx.tiers.directory import PARTIAL, Directory
 from kvx.tiers.tier import Tier, TierEvent, blocks_in
@@ -46,6 +46,7 @@ class DiskTier(Tier):
         refresh_s: float = 1.0,
         grace_s: float = 600.0,  # an unfinished file this old has no writer any more
     ) -> None:
+        check_kind("DiskTier", kind)
         self.path, self.file_bytes, self.fsync, self.refresh_s = Path(path), file_bytes(kind), fsync, refresh_s
         self.capacity_blocks = blocks_in("DiskTier", capacity_bytes, self.file_bytes)
         try:
@@ -185,4 +186,8 @@ def _claim(path: Path, kind: BlockKind) -> None:
             os.replace(partial, path)
         partial.unlink(missing_ok=True)
         sync_folder(path.parent)
-    kind.require_same(kind_from_text(path.read_text()), "DiskTier")
+    try:
+        theirs = kind_from_text(path.read_text())
+    except (BadArgument, UnicodeDecodeError) as error:
+        raise BadArgument(f"DiskTier: {path} is damaged: {str(error).rstrip('.')}. Remove it, or give another directory.") from None
+    kind.require_same(theirs, "DiskTier")

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from kvx.tiers.block import Block, BlockKind
+from kvx.errors import BadArgument
+from kvx.layout.device_memory import host_bytes
+from kvx.tiers.block import Block, BlockKind, check_kind
 from kvx.tiers.memory import SLAB_BYTES, HostMemory
 from kvx.tiers.tier import Tier, TierEvent, blocks_in
 
@@ -26,7 +28,12 @@ class HostTier(Tier):
         max_pending: int = 64,
         on_event: Callable[[TierEvent], None] | None = None,
     ) -> None:
+        check_kind("HostTier", kind)
         self.capacity_blocks = blocks_in("HostTier", capacity_bytes, kind.num_bytes)
+        if capacity_bytes > host_bytes():  # it grows as blocks come: the process would be ended late, and without a word
+            raise BadArgument(
+                f"HostTier: capacity_bytes is {capacity_bytes / 1e9:.1f} GB; the host has {host_bytes() / 1e9:.1f} GB. Give less."
+            )
         # A thread holds room for one block while it copies: more threads than blocks would pass the capacity.
         super().__init__(kind, threads=min(threads, self.capacity_blocks), max_pending=max_pending, on_event=on_event)
         self.is_pinned = pin_memory and torch.cuda.is_available()

@@ -27,14 +27,16 @@ class TierOption:
 
     @classmethod
     def parse(cls, text: str) -> TierOption:
-        kind, _, rest = text.partition(":")
+        """What stands after the last colon is a size, unless a slash is in it: a folder with a colon in its name ends in one."""
+        kind, _, rest = text.partition(":") if isinstance(text, str) else ("", "", "")
         if kind == "host" and rest:
-            return cls("host", parse_bytes(rest, f'tier "{text}": the size'))
+            return cls("host", _size(text, rest))
         if kind == "disk" and rest:
-            folder, _, size = rest.rpartition(":")
-            if not folder or not size[:1].isdigit():  # a colon of the folder's own, or none
+            folder, colon, size = rest.rpartition(":")
+            if not colon or "/" in size:
                 return cls("disk", DISK_BYTES, Path(rest))
-            return cls("disk", parse_bytes(size, f'tier "{text}": the size'), Path(folder))
+            if folder:
+                return cls("disk", _size(text, size), Path(folder))
         raise BadArgument(f'tier "{text}" is none: it is host:SIZE, disk:DIR or disk:DIR:SIZE, like host:2GB or disk:/tmp/kv:50GB.')
 
     def share(self, part: int, whole: int) -> TierOption:
@@ -46,3 +48,15 @@ class TierOption:
         if self.path is None:
             return HostTier(kind, self.capacity_bytes, pin_memory=pin_memory)
         return DiskTier(self.path / "-".join(filter(None, (kind.digest.hex(), group))), kind, self.capacity_bytes)
+
+
+def _size(tier: str, text: str) -> int:
+    try:
+        size = parse_bytes(text, f'tier "{tier}": the size')
+    except BadArgument as error:
+        if text[:1].isdigit() or not tier.startswith("disk"):
+            raise
+        raise BadArgument(f"{error} A folder with a colon in its name ends in a slash: {tier}/.") from None
+    if size < 1:
+        raise BadArgument(f'tier "{tier}": the size is "{text}", less than a byte; it has room for a block or more, like 2GB.')
+    return size

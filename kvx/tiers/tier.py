@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import NamedTuple, ParamSpec, Self, TypeVar
 
 from kvx.errors import BadArgument, TierError
-from kvx.tiers.block import Block, BlockKind, check_block
+from kvx.tiers.block import Block, BlockKind, check_block, check_kind
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,6 +57,7 @@ class Tier(ABC):
         max_pending: int,  # batches in flight; a call with more waits until one is done
         on_event: Callable[[TierEvent], None] | None,  # called on the tier's threads; it must not wait for the tier
     ) -> None:
+        check_kind(type(self).__name__, kind)
         if threads < 1 or max_pending < 1:
             raise BadArgument(f"{type(self).__name__}: threads is {threads}, max_pending {max_pending}; both are 1 or more.")
         self.kind = kind
@@ -186,14 +187,22 @@ class Tier(ABC):
             call(TierEvent(kind, key, detail, block))
 
     def _checked(self, call: str, keys: Sequence[bytes]) -> list[bytes]:
-        for key in keys:
+        try:
+            names = list(keys)
+        except TypeError:
+            raise BadArgument(f"{call}(): keys is {str(keys)[:100]}; it is a list of names, one a block.") from None
+        for key in names:
             if not isinstance(key, bytes) or not 0 < len(key) <= MOST_KEY_BYTES:
                 raise BadArgument(f"{call}(): a key is {key!r}; the name of a block is 1 to {MOST_KEY_BYTES} bytes.")
-        return list(keys)
+        return names
 
     def _check_blocks(self, call: str, keys: Sequence[bytes], blocks: Sequence[Block]) -> None:
-        if len(keys) != len(blocks):
-            raise BadArgument(f"{call}(): {len(keys)} keys and {len(blocks)} blocks; there is one block a key.")
+        try:
+            count = len(blocks)
+        except TypeError:
+            raise BadArgument(f"{call}(): blocks is {type(blocks).__name__}; it is a list of them, one a key.") from None
+        if len(keys) != count:
+            raise BadArgument(f"{call}(): {len(keys)} keys and {count} blocks; there is one block a key.")
         for block in blocks:
             check_block(call, self.kind, block)
 
@@ -212,6 +221,8 @@ class Tier(ABC):
 
 def blocks_in(tier: str, capacity_bytes: int, block_bytes: int) -> int:
     """How many blocks a capacity has room for; at least one."""
+    if not isinstance(capacity_bytes, int):
+        raise BadArgument(f"{tier}: capacity_bytes is {capacity_bytes!r}; it is a whole number of bytes, like {2 * 10**9}.")
     if capacity_bytes < block_bytes:
         raise BadArgument(f"{tier}: capacity_bytes is {capacity_bytes}; one block takes {block_bytes}.")
     return capacity_bytes // block_bytes

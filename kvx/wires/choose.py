@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from kvx.errors import BadArgument
+from kvx.wires.address import check_free, check_host, connect, host_and_port
 from kvx.wires.offer import Offers, Puller
 from kvx.wires.wire import Deadline
 
 NAMES = ("nixl", "mooncake")
 
 
-def check_wire(wire: str, address: str) -> None:
-    """What is wrong is said before a model is loaded: the address, the wire's name, its package."""
-    host_and_port(address)
+def check_wire(wire: str, address: str, *, is_listening: bool) -> None:
+    """What is wrong is said before a model is loaded: the wire's name, its package, the address.
+
+    A NIXL peer that does not answer yet may still be starting. A master has no such excuse.
+    """
+    host, port = host_and_port(address)
     if _known(wire) == "nixl":
         from kvx.wires.nixl.agent import load
 
         load()
+        if is_listening:
+            check_free(host, port)
+        else:
+            check_host(host)
     else:
+        from kvx.wires.mooncake.store import MASTER, MASTER_TIMEOUT_S
         from kvx.wires.mooncake.store import load as load_mooncake
 
         load_mooncake("mooncake.store")
+        connect(address, MASTER, MASTER_TIMEOUT_S)
 
 
 def offers_at(wire: str, address: str, lease_s: float) -> Offers:
@@ -50,10 +60,3 @@ def _known(wire: str) -> str:
     if wire not in NAMES:
         raise BadArgument(f"--wire is {wire!r}; it is {' or '.join(NAMES)}.")
     return wire
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise BadArgument(f"{address!r} is no HOST:PORT, like 127.0.0.1:5600.")
-    return host, int(port)

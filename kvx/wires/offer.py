@@ -21,6 +21,9 @@ from kvx.errors import Incompatible, KvxError
 from kvx.layout.plan import Plan
 from kvx.wires.wire import Deadline, WireError
 
+NO_PREFILL = "no `kvx prefill --listen`"  # of those who wait for an answer
+PREFILL_HINT = "Is it running, on the same --wire?"
+
 
 class Request(NamedTuple):
     number: str
@@ -68,7 +71,7 @@ class Offers(_Closing):
         self._say(request, {"about": about, "places": []})
 
     def refuse(self, request: Request, error: KvxError) -> None:
-        """The asker raises Incompatible if this is, else WireError, with the same sentence."""
+        """The asker raises Incompatible if this is, else WireError, with the same sentence and who said it."""
         self._say(request, {"error": str(error), "is_other_kind": isinstance(error, Incompatible)})
 
     @abstractmethod
@@ -94,7 +97,7 @@ class Puller(_Closing):
 def read_answer(number: str, body: dict[str, Any]) -> Offer:
     """What `_say` said."""
     if "error" in body:
-        raise (Incompatible if body.get("is_other_kind") else WireError)(str(body["error"]))
+        raise (Incompatible if body.get("is_other_kind") else WireError)(f"the other side refuses: {body['error']}")
     try:
         return Offer(number, dict(body["about"]), tuple(map(int, body["places"])))
     except (KeyError, TypeError, ValueError) as error:

@@ -29,14 +29,14 @@ class Deadline:
     def left_s(self) -> float:
         return max(0.0, self._end_s - time.monotonic())
 
-    def check(self, what: str) -> None:
-        """Raise once the time is up."""
+    def check(self, what: str, hint: str = "") -> None:
+        """Raise once the time is up: what did not happen by then, and what to do."""
         if not self.left_s:
-            raise WireError(f"{what} within {self.timeout_s:g} s.")
+            raise WireError(f"{what} within {self.timeout_s:g} s.{hint and ' '}{hint}")
 
-    def pause(self, what: str, seconds: float = PAUSE_S) -> None:
+    def pause(self, what: str, seconds: float = PAUSE_S, hint: str = "") -> None:
         """Wait a moment, or raise."""
-        self.check(what)
+        self.check(what, hint)
         time.sleep(min(seconds, self.left_s))
 
 

@@ -207,6 +207,16 @@ def test_slot_files_with_packed_and_plain_tokens(kind: StateKind, packed: bool) 
     assert export_slot_file(back, model=case.model).parts[0].content == handover.parts[0].content
 
 
+def test_slot_files_by_their_path(tmp_path: Path) -> None:
+    case, path = Case(), tmp_path / "slot0.bin"
+    data = case.slot_file(KINDS[0])
+    path.write_bytes(data)
+    want = export_slot_file(data, model=case.model)
+    for there in (path, str(path)):
+        assert export_slot_file(there, model=case.model).to_json() == want.to_json()
+        assert import_slot_file(want, model=case.model, like=there) == import_slot_file(want, model=case.model, like=data)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_cells_in_any_order_are_read_by_position(transposed: bool) -> None:
     case, kind = Case(), StateKind("f32", transposed)
@@ -244,6 +254,10 @@ STATE = PLAIN.state(StateKind("f32"))
 AFTER_CELLS = 16 + 12 * CELLS
 FIRST_ROW = AFTER_CELLS + 16
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "no bytes": (lambda: read("slot0.bin"), kvx.BadArgument, "data is str; it is a state's bytes"),
+    "no file": (lambda: file("no-such.bin"), kvx.BadArgument, "no-such.bin cannot be read: No such file or directory"),
+    "a folder": (lambda: file(Path(__file__).parent), kvx.BadArgument, "cannot be read: Is a directory"),
+    "a number": (lambda: file(5), kvx.BadArgument, "it got int; it takes a slot file's bytes, or its path"),
     "streams": (lambda: read(edited(STATE, 0, "I", 0x1234567)), kvx.BadArgument, "begins with 0x1234567"),
     "no cells": (lambda: read(struct.pack("<II", 1, 0)), kvx.BadArgument, "no cells"),
     "two streams": (lambda: read(two_streams()), kvx.Unsupported, "stream 1 has 21 cells"),

@@ -244,7 +244,7 @@ def test_any_window_length_and_block_size(seed):
     handover = export_cache(
         cache, ids, model=config, sequence=sequence, padding=padding, block_size=rng.choice((1, 4, 8, 16, 32))
     )  # fmt: skip
-    handover = handovers.join(handover.convert(block_size=rng.choice((0, 1, 2, 16, 64))).shard(heads))
+    handover = handovers.join(handover.convert(block_size=rng.choice((None, 1, 2, 16, 64))).shard(heads))
     tokens = ids + [7] * rng.randrange(2)
     length = len(tokens) - 1
     there = empty(b, config, block_size=rng.choice((1, 4, 16)))

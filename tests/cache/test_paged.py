@@ -196,6 +196,7 @@ def test_tokens_of_any_kind():
         np.array([5, 6], np.uint8),
         torch.tensor([5, 6]),
         torch.tensor([5, 6], dtype=torch.int32),
+        np.array([5, 0, 6, 0], np.int32)[::2],
     ):
         seq = cache.admit(tokens)
         cache.extend(seq, 2)
@@ -213,8 +214,11 @@ def test_tokens_of_any_kind():
         (np.array([2**31]), "token ids reach 2147483648"),
         (np.zeros((2, 2), int), "one row"),
         (np.array([0.5]), "float64"),
+        ([3, 2**31 - 1, -1], r"tokens\[2\] is -1; ids are 0 to 2147483647"),
+        (np.array([-(2**40), 3]), r"tokens\[0\] is -1099511627776;"),
+        (torch.tensor([2, -7, -8], dtype=torch.int32), r"tokens\[1\] is -7;"),
     ],
-    ids=["float", "large", "large-array", "matrix", "float-array"],
+    ids=["float", "large", "large-array", "matrix", "float-array", "negative", "negative-array", "negative-tensor"],
 )
 def test_bad_tokens_are_refused(tokens, words):
     cache = make()
@@ -226,6 +230,14 @@ def test_bad_tokens_are_refused(tokens, words):
             call(tokens)
         assert snapshot(cache) == before
     cache.check()
+
+
+def test_every_id_is_a_token():
+    """The first and the last, and those whose bytes have their highest bits set."""
+    cache = make()
+    tokens = [0, 2**31 - 1, 0x7F, 0x80, 0xFF, 0x80FF, 0x808080, 0x7FFFFF80]
+    for given in (tokens, np.array(tokens), np.array(tokens, np.int32), np.array(tokens, np.uint64)):
+        assert cache.admit(given).tokens.tolist() == tokens
 
 
 def test_misuse_is_refused_and_changes_nothing():

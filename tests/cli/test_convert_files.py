@@ -205,6 +205,17 @@ def test_wrong_options(cache, tmp_path, arguments, said):
     assert not (tmp_path / "out.safetensors").exists()
 
 
+def test_a_file_that_cannot_be_made(cache, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    assert f"{tmp_path} cannot be written: it is a folder. Name a file in it." in run("convert", str(cache), str(tmp_path), code=2)
+    nowhere = tmp_path / "no" / "where.safetensors"
+    said = run("convert", str(cache), str(nowhere), code=2)
+    assert f"BadArgument: {nowhere} cannot be written: No such file or directory. There is no folder {nowhere.parent}" in said
+    assert f"{cache / 'x'} cannot be written: Not a directory" in run("convert", str(cache), str(cache / "x"), code=2)
+    assert f"load(): {tmp_path} is a folder" in run("verify", str(tmp_path), code=2)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize("lie", ["cache", {"data_offsets": "ab"}, {"data_offsets": [0.5, 8]}, [1], None], ids=str)
 def test_a_header_whose_offsets_are_none(tmp_path, lie):
     spec = kvx.CacheSpec(num_blocks=2, block_size=4, num_kv_heads=1, head_dim=8)

@@ -100,6 +100,10 @@ def test_wrong_input_is_one_sentence(name, monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
+def test_a_format_of_tiers_needs_a_tier(monkeypatch, capsys):
+    assert "it is of a --tier. Leave it out" in " ".join(refused(monkeypatch, capsys, "--tier-format", "int8").split())
+
+
 @smollm.needs_weights
 def test_a_prompt_longer_than_the_context_is_refused(monkeypatch, capsys):
     error = refused(monkeypatch, capsys, "--prompt", "word " * 200, "--blocks", "8", "--device", "cpu")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import socket
 
 import numpy as np
 import pytest
@@ -11,12 +11,12 @@ import torch
 from typer.testing import CliRunner
 
 import kvx
+from kvx.cli import prefill
 from kvx.cli.held import gather, hold
 from kvx.cli.main import app
 from kvx.handover import NEUTRAL, Handover, Source, export_blocks
 from kvx.handover.part import rank_specs
-from kvx.wires.choose import host_and_port, offers_at, puller_from
-from kvx.wires.wire import Deadline
+from kvx.wires.nixl import agent
 from tests.runner import smollm
 
 
@@ -77,15 +77,93 @@ def test_a_changed_byte_is_refused(folder, tmp_path):
         run("decode", "--from", str(damaged))
 
 
-@pytest.mark.parametrize(("args", "what"), [
-    (("prefill",), "give one of --listen"),
-    (("prefill", "--out", "x", "--listen", "a:1"), "give one of --listen"),
-    (("prefill", "--out", "x"), "--out needs the question"),
-], ids=["neither", "both", "no question"])  # fmt: skip
-def test_options_that_do_not_go_together(args, what):
-    done = CliRunner().invoke(app, list(args))
-    assert done.exit_code == 2
-    assert what in " ".join(done.output.replace("│", " ").split())
+# ---- what is refused before a model is loaded
+
+
+@pytest.fixture
+def refused(monkeypatch, tmp_path):
+    """What a command says that ends with 2 and never loads a model. NIXL is there, or seems to be."""
+    monkeypatch.setattr(agent, "load", lambda: None)
+    monkeypatch.setattr(prefill.Engine, "load", lambda *args, **options: pytest.fail("a model was loaded"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str) -> str:
+        done = CliRunner().invoke(app, [*args])
+        if isinstance(done.exception, kvx.KvxError):  # main() makes one line of it
+            return str(done.exception)
+        assert done.exit_code == 2, done.output
+        return " ".join(done.output.replace("│", " ").split())
+
+    return run
+
+
+LISTEN, OUT, FROM = ("prefill", "--listen", "127.0.0.1:5600"), ("prefill", "--out", "x", "--prompt", "y"), ("decode", "--from")
+WRONG = {
+    "neither": (("prefill",), "give one of --listen"),
+    "both": (("prefill", "--out", "x", "--listen", "a:1"), "give one of --listen"),
+    "no question": (("prefill", "--out", "x"), "--out needs the question"),
+    "a folder of no folder": (("prefill", "--out", "no/where/x", "--prompt", "y"), "for --out: there is no folder no/where"),
+    "layout of a folder": ((*OUT, "--layout", "nope"), "for --layout: it is of --listen"),
+    "ranks of a folder": ((*OUT, "--tp", "99"), "for --tp: it is of --listen"),
+    "wire of a folder": ((*OUT, "--wire", "junk"), "for --wire: it is of --listen"),
+    "lease of a folder": ((*OUT, "--lease-s", "3"), "for --lease-s: it is of --listen"),
+    "requests of a folder": ((*OUT, "--requests", "3"), "for --requests: it is of --listen"),
+    "listening with a question": ((*LISTEN, "--prompt", "y"), "for --prompt: it is of --out: over a wire `kvx decode` asks"),
+    "a lease that is over": ((*LISTEN, "--lease-s", "-1"), "for --lease-s: -1; it is more than 0"),
+    "no lease": ((*LISTEN, "--lease-s", "nan"), "for --lease-s: nan; it is more than 0"),
+    "fewer requests than none": ((*LISTEN, "--requests", "-1"), "for --requests: -1; it is 0 or more"),
+    "nobody's name": (("prefill", "--listen", "nobody.invalid:5600"), "no machine called 'nobody.invalid'"),
+    "another's address": (("prefill", "--listen", "192.0.2.1:5600"), "192.0.2.1 is no address of this machine"),
+    "a folder that is none": ((*FROM, "/nope", "--prompt", "y"), "for --from: /nope does not exist, and is no HOST:PORT"),
+    "from nowhere, unasked": ((*FROM, "/nope"), "for --from: /nope does not exist, and is no HOST:PORT"),
+    "a file": ((*FROM, __file__, "--prompt", "y"), "is a file, and is no HOST:PORT"),
+    "a prefill unasked": ((*FROM, "a:1"), "for --prompt: a:1 is a prefill, which must be asked something"),
+    "no time": ((*FROM, "127.0.0.1:1", "--prompt", "y", "--timeout-s", "-3"), "for --timeout-s: -3; it is more than 0"),
+    "asking nobody": ((*FROM, "nobody.invalid:1", "--prompt", "y"), "no machine called 'nobody.invalid'"),
+    "no tokens": ((*FROM, "127.0.0.1:1", "--prompt", "y", "--max-tokens", "0"), "max_tokens is 0"),
+    "time of a folder": ((*FROM, ".", "--timeout-s", "-5"), "for --timeout-s: it is of a prefill at HOST:PORT"),
+    "wire of a folder read": ((*FROM, ".", "--wire", "nixl"), "for --wire: it is of a prefill at HOST:PORT"),
+    "system without a question": ((*FROM, ".", "--system", "x"), "for --system: it is of a --prompt"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_options_are_refused_by_name(refused, name):
+    args, what = WRONG[name]
+    assert what in refused(*args)
+
+
+def test_a_port_in_use_is_said_at_once(refused):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+        assert "is in use by another process. Give another port" in refused("prefill", "--listen", address)
+
+
+@smollm.needs_weights
+@pytest.mark.parametrize("verb", ["prefill", "decode"])
+def test_what_the_model_s_heads_do_not_allow_is_said_before_its_weights_are_read(refused, verb):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    side = ("prefill", "--listen", address) if verb == "prefill" else ("decode", "--from", address, "--prompt", "x")
+    assert 'layout: unknown axis "nope"' in refused(*side, "--layout", "nope")
+    assert "--layout: CacheSpec: num_layers is 30 and layout" in refused(*side, "--layout", "block token head dim")
+    assert "for --tp: 4 ranks; the model has 3 KV heads. It is 1 to 3, or a multiple of 3" in refused(*side, "--tp", "4")
+    assert "for --tp: 0 ranks" in refused(*side, "--tp", "0")
+    if verb == "prefill":
+        said = refused(*side, "--layout", "layer kv | block head dim token")
+        assert "lies in pieces of 4 bytes, and this wire takes 32 or more. Choose one that keeps rows together" in said
+
+
+@smollm.needs_weights
+def test_a_folder_that_is_no_handover_is_named(refused, tmp_path):
+    assert str(tmp_path) in refused("decode", "--from", str(tmp_path))
+    (tmp_path / "handover.json").write_text("{")
+    said = refused("decode", "--from", str(tmp_path))
+    assert str(tmp_path) in said
+    assert "no JSON" in said
 
 
 # ---- ranks and layouts
@@ -129,26 +207,3 @@ def test_heads_are_dealt_evenly():
     assert [(s.head_start, s.num_kv_heads) for s in rank_specs(spec, 10)] == [(r // 2, 1) for r in range(10)]
     with pytest.raises(kvx.BadArgument, match="tp_size is 0"):
         rank_specs(spec, 0)
-
-
-# ---- wires that are not there
-
-
-@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:0", "host:port", "host:70000"])
-def test_an_address_is_a_host_and_a_port(address):
-    with pytest.raises(kvx.BadArgument, match="is no HOST:PORT"):
-        host_and_port(address)
-
-
-@pytest.mark.parametrize(("wire", "how"), [("nixl", "pip install --no-deps nixl"), ("mooncake", "pip install mooncake-transfer")])
-def test_a_missing_package_says_how_to_get_it(wire, how):
-    if importlib.util.find_spec(wire) is not None:
-        pytest.skip(f"{wire} is installed")
-    for call in (lambda: offers_at(wire, "127.0.0.1:9", 1.0), lambda: puller_from(wire, "127.0.0.1:9", Deadline(1))):
-        with pytest.raises(kvx.Unsupported, match=f"needs the package {wire}: {how}"):
-            call()
-
-
-def test_a_wire_that_does_not_exist():
-    with pytest.raises(kvx.BadArgument, match="--wire is 'string'; it is nixl or mooncake"):
-        offers_at("string", "127.0.0.1:9", 1.0)

@@ -14,8 +14,10 @@ import kvx
 from kvx.tiers import BlockKind, TierError
 from kvx.tiers.mooncake_tier import MooncakeTier
 from kvx.wires.mooncake.engine import MooncakeEngine
+from kvx.wires.mooncake.offer import MooncakePuller
 from kvx.wires.mooncake.store import MooncakeStore
 from kvx.wires.nixl.agent import Remote
+from kvx.wires.wire import Deadline
 from tests.engines.wires import mooncake_master, own_address
 from tests.tiers.blocks import KIND, block, found, key, put
 
@@ -105,6 +107,7 @@ def test_a_store_is_joined_from_the_address_that_reaches_its_master(master):
 def test_an_owner_that_dies_is_a_miss(master):
     code = f"""
 import sys, time
+from kvx.wires.mooncake.offer import MooncakePuller
 from kvx.wires.mooncake.store import MooncakeStore
 from kvx.tiers.mooncake_tier import MooncakeTier
 from tests.tiers.blocks import KIND, put
@@ -127,6 +130,16 @@ sys.stdin.read()
     finally:
         owner.kill()
         owner.wait()
+
+
+def test_a_master_without_a_prefill():
+    with mooncake_master() as master:  # of its own: nobody ever gave it memory
+        host, _, port = master.rpartition(":")
+        want = f"no `kvx prefill --listen` answered at the store of {master} within 1 s. Is it running"
+        begin = time.monotonic()
+        with MooncakePuller(host, int(port), Deadline(5)) as puller, pytest.raises(TierError, match=want):
+            puller.ask({"model": "x"}, Deadline(1))
+        assert time.monotonic() - begin < 5
 
 
 def test_no_master():

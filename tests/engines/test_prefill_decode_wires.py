@@ -21,6 +21,7 @@ from kvx.runner import Engine, Params, small_model
 from kvx.runner.handover import name_of, resume
 from kvx.spec import from_json
 from kvx.wires.choose import puller_from
+from kvx.wires.nixl.offer import NixlOffers
 from kvx.wires.wire import Deadline, WireError
 from tests.engines.prefill_peer import prefill_at
 from tests.engines.wires import free_port, mooncake_master
@@ -120,7 +121,8 @@ def test_mooncake_too(tmp_path):
             while p.status("mooncake")["offers"] > 1:  # that of the status itself
                 assert time.monotonic() < end
         begin = time.monotonic()
-        with pytest.raises(WireError):  # nobody takes the question, or its memory went with the prefill
+        # Nobody takes the question, or its memory went with the prefill.
+        with pytest.raises(WireError, match=f"no `kvx prefill --listen` answered at the store of {p.address} within 2 s. Is it"):
             fetch("mooncake", p.address, [1, 2], "x", 2.0)
         assert time.monotonic() - begin < 4
 
@@ -151,9 +153,17 @@ def test_another_model_and_bad_tokens_are_refused_and_the_next_request_works(eng
 
 def test_nobody_there():
     begin = time.monotonic()
-    with pytest.raises(WireError, match="nobody called"):
-        fetch("nixl", f"127.0.0.1:{free_port()}", [1, 2], "x", 1.5)
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(WireError, match=f"no `kvx prefill --listen` answered at {address} within 1.5 s. Is it running"):
+        fetch("nixl", address, [1, 2], "x", 1.5)
     assert time.monotonic() - begin < 3
+
+
+def test_a_port_in_use_is_said():
+    """Also where it was free when it was looked at."""
+    port = free_port()
+    with NixlOffers(port), pytest.raises(WireError, match=f"no NIXL agent at port {port}: .* Is the port in use. Give another"):
+        NixlOffers(port)
 
 
 def test_a_late_answer_is_an_error_in_time_and_the_next_request_works(engine, ids, name, alone):
@@ -214,8 +224,12 @@ def test_a_decode_that_dies_gives_back_what_it_was_offered(ids, name, engine, al
 
 
 def test_the_cli_says_it_in_a_sentence():
-    command = [sys.executable, "-m", "kvx", "decode", "--from", f"127.0.0.1:{free_port()}", "--prompt", "x", "--timeout-s", "1"]
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "kvx", "decode", "--from", address, "--prompt", "x", "--timeout-s", "1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 2
-    assert done.stderr.startswith("WireError: nobody called kvx:")
-    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    loading, asking, error = done.stderr.splitlines()  # what it does meanwhile, and how it ended
+    assert loading.startswith("loading ")
+    assert asking == f"asking the prefill at {address}, for 1 s at most"
+    assert error == f"WireError: no `kvx prefill --listen` answered at {address} within 1 s. Is it running, on the same --wire?"

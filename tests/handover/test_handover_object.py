@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import kvx
-from kvx.handover import Handover, Part, export_blocks, from_manifest, join, model_name
+from kvx.handover import Handover, Part, export_blocks, from_manifest, join, load, model_name
 from kvx.handover.memory import moved, new_buffers
 from kvx.handover.part import NEUTRAL, NEUTRAL_LATENT
 from kvx.layout.buffers import bytes_of
@@ -148,10 +150,13 @@ def test_what_is_not_exported(rng):
         return lambda: export_blocks(tokens, list(sources), **fields)
 
     refuse(export(), "0 sources")
+    refuse(export(s, None), "a source is NoneType; it is a Source")
     refuse(export(s, block_size=0), "blocks of 0")
-    refuse(export(replace(s, spec=replace(s.spec, model=""))), "the model has a name")
-    refuse(export(s, tokens=range(13)), "3 blocks of 4 for 13 tokens")
+    refuse(export(s, block_size="a"), "blocks of 'a'")
+    refuse(export(replace(s, spec=replace(s.spec, model=""))), r"the model has no name, .*\. Give one: model=\.$")
+    refuse(export(s, tokens=range(13)), r"3 blocks of 4 for 13 tokens; they take 4\.$")
     refuse(export(s, tokens=[0.5] * 10), "row of ids")
+    refuse(export(s, tokens=[1] * 7 + [-5, -1, 3]), r"tokens\[7\] is -5; tokens are a row of ids")
     refuse(export(replace(s, layers=(1,))), "2 layers for 1 of the model")
     refuse(export(replace(s, layers=(1, 0))), "in their order")
     refuse(export(replace(s, first_token=4)), "window of 0 and tokens from 4")
@@ -161,8 +166,9 @@ def test_what_is_not_exported(rng):
     refuse(export(replace(s, blocks=[-1, 0, 1])), "window of 0")
     refuse(export(replace(s, blocks=[0, 1, -1], window=2, first_token=8)), "no block for 8 to 11")
     refuse(export(replace(s, window=8, first_token=4)), "see from token 3 .*from 4")
-    refuse(export(replace(s, blocks=[0, 1, 99])), "99", kvx.OutOfRange)
-    refuse(export(replace(s, blocks=[0, 1, 2**40])), "under 2")
+    refuse(export(replace(s, blocks=[0, 1, 99])), r"export_blocks\(\): a source's blocks has 99", kvx.OutOfRange)
+    refuse(export(replace(s, blocks=[0, 1, 2**40])), "has 1099511627776; the cache has", kvx.OutOfRange)
+    refuse(export(replace(s, blocks=[0, 1, -(2**40)])), "no block for 8 to 11")
     refuse(export(s, format="bf17"), "bf17")
     other = replace(s, layers=(2, 3), spec=replace(s.spec, model="other"))
     refuse(export(s, other), "models 'other' and 'small'", kvx.Incompatible)
@@ -240,6 +246,19 @@ def test_write_changes_nothing_else(rng):
         assert not (blocks[5] == 9).all()
 
 
+def test_write_into_ranks(rng):
+    """A spec with some of the heads is a rank's, and gets those."""
+    h = small(rng, num_tokens=14, block_size=4)
+    spec = kvx.CacheSpec(4, 4, 4, 32, layout=PLAIN, format="bf16", num_layers=3)
+    specs = [replace(spec, num_kv_heads=n, head_start=at) for at, n in ((0, 2), (2, 1), (3, 1))]
+    ranks = Engine(specs, [kvx.allocate_buffers(s) for s in specs], [2, 0, 3, 1])
+    whole = Engine([spec], [kvx.allocate_buffers(spec)], ranks.blocks)
+    h.write(0, whole.buffers[0], spec, whole.blocks)
+    for s, buffers in zip(specs, ranks.buffers, strict=True):
+        h.write(0, buffers, s, ranks.blocks)
+    same(ranks.rows(14), whole.rows(14))
+
+
 def test_write_of_a_middle(rng):
     h = small(rng, num_tokens=30, block_size=4)
     spec = replace(kvx.CacheSpec(8, 8, 4, 32, layout=PLAIN, format="bf16", num_layers=3), model=MODEL)
@@ -273,12 +292,14 @@ def test_what_is_not_written(rng):
 
     refuse(write(part=1), "part is 1")
     refuse(write(part=-1), "part is -1")
+    refuse(write(part="a"), "part is 'a'")
+    refuse(write(spec=None), "spec is NoneType; it is the CacheSpec")
     refuse(write(spec=replace(spec, model="other")), "model 'small'; here it is 'other'", kvx.Incompatible)
     refuse(write(first_token=2), "multiple of both")
     refuse(write(first_token=16), "tokens 16 to 14 of 14")
     refuse(write(num_tokens=15), "tokens 0 to 15 of 14")
     refuse(write(blocks=(0, 1)), "14 tokens take 4")
-    refuse(write(blocks=(0, 1, 2, 8)), "8", kvx.OutOfRange)
+    refuse(write(blocks=(0, 1, 2, 8)), r"write\(\): blocks has 8; the cache has 8 blocks", kvx.OutOfRange)
     refuse(write(blocks=(0, 1, 1, 2)), "twice")
     refuse(write(blocks=("a", 1, 2, 3)), "whole numbers")
     refuse(write(spec=replace(spec, head_dim=64)), "head_dim is 32")
@@ -372,8 +393,13 @@ def test_convert_keeps_a_shards_whole(rng):
     refuse(lambda: join(shards[:1]), "A shard is missing", kvx.Damaged)
     assert join(shards).parts[0].content == h.parts[0].content
     assert all(not s.convert(format="f32").whole for s in shards)
-    refuse(lambda: h.convert(block_size=-1), "block_size is -1")
+    for size in (-1, 0, 2.0):
+        refuse(lambda size=size: h.convert(block_size=size), rf"block_size is {size}; .* keep blocks of 4\.$")
+    refuse(lambda: h.convert(block_size=2**29), r"handover: 1 blocks take .* GB; cpu has .* Make the blocks smaller\.")
+    assert h.convert().to_json() == h.convert(block_size=None).to_json() == h.to_json()
     refuse(lambda: h.shard(0), "tp_size is 0")
+    refuse(lambda: h.shard("2"), "tp_size is '2'")
+    refuse(lambda: h.cut("2"), "num_tokens is '2'")
     uneven = h.shard(3)  # of four heads
     assert [(s.spec.head_start, s.spec.num_kv_heads) for s in uneven] == [(0, 2), (2, 1), (3, 1)]
     assert join(uneven[::-1]).to_json() == h.to_json()
@@ -392,6 +418,9 @@ def test_what_is_not_joined(rng):
     h, other = small(rng, num_tokens=14), small(rng, num_tokens=14)
     a, b = h.shard(2)
     refuse(lambda: join([]), "no shards")
+    refuse(lambda: join([a, 5]), "shard 1 is int; it is a Handover")
+    refuse(lambda: join([a, a]), "Shard 1 has the same heads as shard 0, and one with others is missing", kvx.Damaged)
+    refuse(lambda: join([b]), "A shard is missing", kvx.Damaged)
     refuse(lambda: join([a, other.shard(2)[1]]), "shard 1 is of other tokens or of another handover", kvx.Incompatible)
 
     def bare(s, **fields):
@@ -419,3 +448,16 @@ def test_buffers_move_as_one():
     meta = moved(made, torch.device("meta"))
     assert [(t.shape, t.dtype) for t in meta] == [(t.shape, t.dtype) for t in made]
     assert len({t._base is not None for t in meta[:5]}) == 1
+
+
+def test_the_document_names_the_call_that_has_max_bytes():
+    """docs/handover.md says who refuses a large manifest: it is the call that takes the limit."""
+    text = (Path(__file__).parents[2] / "docs" / "handover.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith("| a manifest that asks for more than `max_bytes`")]
+    assert "`from_manifest(text, max_bytes=...)`" in row
+    assert "`load` maps its files" in row
+    assert "max_bytes" in inspect.signature(from_manifest).parameters
+    assert "max_bytes" not in inspect.signature(load).parameters
+    h = small(random.Random(0), num_tokens=14)
+    refuse(lambda: from_manifest(h.to_json(), max_bytes=h.num_bytes - 1), f"speaks of {h.num_bytes:,} bytes; max_bytes is")
+    from_manifest(h.to_json(), max_bytes=h.num_bytes)

@@ -44,6 +44,16 @@ def test_what_is_there_stays(tmp_path, handover):
     assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link"]
 
 
+def test_what_is_no_folder_and_no_handover(tmp_path, handover):
+    (tmp_path / "file").write_text("x")
+    refuse(lambda: save(tmp_path / "file" / "a", handover), "cannot be made: Not a directory")
+    refuse(lambda: save(tmp_path / ("a" * 300), handover), "cannot be made: File name too long")
+    refuse(lambda: save(tmp_path / "a", {}), "handover is dict; it is a Handover")
+    refuse(lambda: save(None, handover), r"save\(\): path is None; it names a folder")
+    refuse(lambda: load(None), r"load\(\): path is None; it names a folder")
+    assert os.listdir(tmp_path) == ["file"]
+
+
 def test_damage_is_not_saved(tmp_path, handover):
     handover.parts[0].buffers[0][0] ^= 1
     refuse(lambda: save(tmp_path / "a", handover), "part 0", kvx.Damaged)
@@ -88,8 +98,7 @@ def test_two_save_at_once(tmp_path, handover, monkeypatch):
 def test_a_folder_that_cannot_be_written(tmp_path, handover):
     tmp_path.chmod(0o500)
     try:
-        with pytest.raises(PermissionError):
-            save(tmp_path / "a", handover)
+        refuse(lambda: save(tmp_path / "a", handover), "cannot be made: Permission denied")
     finally:
         tmp_path.chmod(0o700)
 
@@ -148,6 +157,20 @@ def test_bytes_behind_the_file(tmp_path, handover):
     with (tmp_path / "a" / "part0.safetensors").open("ab") as f:
         f.write(b"more")
     refuse(lambda: load(tmp_path / "a"), "changed", kvx.Damaged)
+
+
+def test_a_manifest_that_is_none(tmp_path, handover):
+    """The sentence says which file."""
+    save(tmp_path / "a", handover)
+    path = tmp_path / "a" / "handover.json"
+    text = path.read_text()
+    for changed, words, kind in (
+        ("{", "the manifest is no JSON", kvx.BadArgument),
+        (text.replace('"window": 0', '"window": 1'), "the manifest's digest is", kvx.Damaged),
+        (text.replace('"kvx_handover": 1', '"kvx_handover": 2'), "the manifest's version is '2'", kvx.Incompatible),
+    ):
+        path.write_text(changed)
+        refuse(lambda: load(tmp_path / "a"), rf"^load\(\): {path}: {words}", kind)
 
 
 def test_a_manifest_without_end(tmp_path, handover, monkeypatch):

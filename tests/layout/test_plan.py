@@ -107,3 +107,10 @@ def test_ids_of_any_integer_kind():
 def test_refused_when_planned(blocks, error, said):
     with pytest.raises(error, match=re.escape(said)):
         kvx.plan(SRC, DST, blocks=blocks)
+
+
+@pytest.mark.parametrize("specs", [None, 5, "ab", [], [SRC, None]], ids=["none", "number", "text", "empty", "one_is_none"])
+def test_what_is_no_spec_is_refused(specs):
+    for name, pair in (("src", (specs, DST)), ("dst", (SRC, specs))):
+        with pytest.raises(kvx.BadArgument, match=re.escape(f"plan(): {name} is {specs!r}; it is a CacheSpec or a list of them")):
+            kvx.plan(*pair)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -132,6 +133,22 @@ def test_latent_rows(backend):
     )
 
 
+def test_ids_of_any_kind(backend):
+    spec = kvx.CacheSpec(8, 4, 2, 8, layout="layer | block token head (kv dim)")
+    src, plan = layouts.random_buffers(spec, 0, backend.device), kvx.plan(spec, spec)
+    made = []
+    for ids in ([5, 0], (5, 0), [[5, 0]], np.array([5, 0]), np.array([5, 0], np.int8), np.array([[5, 0]]), torch.tensor([5, 0])):
+        made.append(layouts.random_buffers(spec, 1, backend.device))
+        there = [[0, 7]] if np.ndim(ids) == 2 else [0, 7]
+        convert(made[-1], src, plan=plan, src_blocks=ids, dst_blocks=there, backend=backend.name)
+        compare.bitwise(made[-1][0].cpu(), made[0][0].cpu())
+    got = made[0][0].view(8, -1)
+    compare.bitwise(got[[0, 7]].cpu(), src[0].view(8, -1)[[5, 0]].cpu())
+    convert(made[0], src, plan=plan, src_blocks=range(2, 4), dst_blocks=range(4, 6), backend=backend.name)
+    compare.bitwise(got[4:6].cpu(), src[0].view(8, -1)[2:4].cpu())
+    convert(made[0], src, plan=plan, src_blocks=[], dst_blocks=[], backend=backend.name)
+
+
 def test_negative_ids_skip(backend):
     spec = kvx.CacheSpec(4, 4, 2, 8, layout="layer | block token head (kv dim)")
     run(backend, spec, replace(spec, layout="block layer kv head token dim"), [[3, -1, 1, 0]], [[0, 2, -1, 1]])
@@ -232,7 +249,7 @@ def test_specs_that_cannot_match(change, said):
         kvx.plan(replace(a, model="a"), replace(b, **change))
 
 
-@pytest.mark.parametrize("layers", [(2, 1), (-1, 1), (1, 1)])
+@pytest.mark.parametrize("layers", [(2, 1), (-1, 1), (1, 1), 5, (0, 1, 2), "ab"])
 def test_a_range_of_no_layers(layers):
     a, b = spec_pair()
     with pytest.raises(kvx.BadArgument, match="first before end"):
@@ -263,14 +280,22 @@ def test_shards_of_different_caches():
         ({"src_blocks": [0], "dst_blocks": [3], "seq_lens": torch.tensor([5])}, kvx.OutOfRange, r"seq_lens\[0\] is 5"),
         ({"src_blocks": torch.zeros(2, 1, dtype=torch.int64), "dst_blocks": [3]}, kvx.BadArgument, "2 sequences|sequences"),
         ({"src_blocks": torch.zeros(1), "dst_blocks": [3]}, kvx.BadArgument, "int32 or int64"),
+        ({"src_blocks": ["a"], "dst_blocks": [3]}, kvx.BadArgument, r"src_blocks is \['a'\]; it is a row of block ids"),
+        ({"src_blocks": [1.0], "dst_blocks": [3]}, kvx.BadArgument, r"src_blocks is \[1.0\]; it is a row of block ids"),
+        ({"src_blocks": [[1.0]], "dst_blocks": [[3]]}, kvx.BadArgument, r"src_blocks is \[\[1.0\]\]; it is a row of block ids"),
+        ({"src_blocks": np.ones(1), "dst_blocks": [3]}, kvx.BadArgument, r"src_blocks is \[1.\]; it is a row of block ids"),
+        ({"src_blocks": [0], "dst_blocks": [2**64]}, kvx.BadArgument, r"dst_blocks is \[18446744073709551616\]; it is a row of"),
+        ({"src_blocks": [0], "dst_blocks": [3], "seq_lens": [4]}, kvx.BadArgument, r"seq_lens is \[4\]; it is a tensor"),
+        ({"src_blocks": [0], "dst_blocks": [3], "seq_lens": torch.tensor([4.0])}, kvx.BadArgument, "seq_lens is .* int32 or int64"),
+        ({"plan": None}, kvx.BadArgument, r"plan is NoneType; it is a Plan, made by kvx.plan\(src, dst\)"),
     ],
 )
 def test_bad_tables_are_refused_before_anything_moves(backend, kwargs, error, said):
     a, b = spec_pair()
     src, dst = layouts.random_buffers(a, 0, backend.device), layouts.random_buffers(b, 1, backend.device)
     before = [t.clone() for t in dst]
-    with pytest.raises(error, match=said):
-        convert(dst, src, plan=kvx.plan(a, b), backend=backend.name, **kwargs)
+    with pytest.raises(error, match=rf"^convert\(\): .*{said}"):  # whichever C call found it
+        convert(dst, src, **{"plan": kvx.plan(a, b), "backend": backend.name, **kwargs})
     for got, want in zip(dst, before, strict=True):
         compare.bitwise(got.cpu(), want.cpu())
 

@@ -179,3 +179,18 @@ def test_unknown_families_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(BadArgument, match="cannot be read"):
         Engine.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("args", "fields", "words"),
+    [
+        ((None,), {}, r"Engine\.load\(\): path is None; it is that of a folder with config\.json"),
+        ((7,), {}, "path is 7"),
+        (("model",), {"num_blocks": "many"}, "num_blocks is 'many'; it is 1 or more"),
+        (("model",), {"tiers": [5]}, 'tier "5" is none'),
+    ],
+    ids=["no_path", "number", "no_count", "no_tier"],
+)
+def test_what_is_not_loaded(args, fields, words):
+    with pytest.raises(BadArgument, match=words):
+        Engine.load(*args, **fields)

@@ -136,8 +136,27 @@ def test_parse_tier():
     assert TierOption.parse("host:2GB") == TierOption("host", 2 * 10**9)
     assert TierOption.parse("host:1.5GiB") == TierOption("host", 3 * 2**29)
     assert TierOption.parse("disk:/a/b:50MB") == TierOption("disk", 50 * 10**6, Path("/a/b"))
-    assert TierOption.parse("disk:/a:b").path == Path("/a:b")
+    assert TierOption.parse("disk:/a:b/").path == TierOption.parse("disk:/a:b:2GB").path == Path("/a:b")
+    assert TierOption.parse("disk:/a:b/c") == TierOption("disk", 32 * 10**9, Path("/a:b/c"))
     assert TierOption.parse("disk:here").path == Path("here")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, 'tier "None" is none: it is host:SIZE, disk:DIR or disk:DIR:SIZE'),
+        (5, 'tier "5" is none'),
+        ("disk::5GB", 'tier "disk::5GB" is none'),
+        ("disk:/x:y", 'the size is "y"; .* A folder with a colon in its name ends in a slash: disk:/x:y/\\.$'),
+        ("disk:/x:", 'the size is ""; .* A folder with a colon'),
+        ("disk:/x:5kilo", r'the size is "5kilo"; .* like 80GB\.$'),
+        ("host:0.1B", 'the size is "0.1B", less than a byte'),
+        ("disk:/x:0", 'the size is "0", less than a byte'),
+    ],
+)
+def test_what_is_no_tier(text, words):
+    with pytest.raises(kvx.BadArgument, match=words):
+        TierOption.parse(text)
 
 
 WRONG = {

@@ -80,7 +80,7 @@ BROKEN = [
         'format "nvfp5" does not exist. Near it: nvfp4.',
         v_format="nvfp5",
     ),
-    broken("formats_exist", f'format "q8_0" does not exist. Near it: {", ".join(kvx.FORMATS)}.', format="q8_0"),
+    broken("formats_exist", f'format "q8_0" does not exist. Known: {", ".join(kvx.FORMATS)}.', format="q8_0"),
     broken(
         "layout_reads",
         'layout: unknown axis "page"\n'

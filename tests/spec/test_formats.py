@@ -168,15 +168,17 @@ def test_named_finds_every_row(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
+    ("name", "found"),
     [
-        ("mxfp6", "mxfp4, mxfp8"),
-        ("int8_per_row", ", ".join(n for n in ROWS if n.startswith("int8"))),
-        ("BF16", ", ".join(FORMATS)),
-        ("", ", ".join(FORMATS)),
+        ("mxfp6", "Near it: mxfp4, mxfp8"),
+        ("int8_per_row", f"Near it: {', '.join(n for n in ROWS if n.startswith('int8'))}"),
+        ("int3", "Near it: int8"),
+        ("BF16", "Near it: bf16, f16"),
+        ("gguf", f"Known: {', '.join(FORMATS)}"),
+        ("", f"Known: {', '.join(FORMATS)}"),
     ],
 )
-def test_an_unknown_name_is_answered_with_near_ones(name, near):
+def test_an_unknown_name_is_answered_with_near_ones(name, found):
     with pytest.raises(kvx.BadArgument) as refused:
         kvx.Format.named(name)
-    assert str(refused.value) == f'format "{name}" does not exist. Near it: {near}.'
+    assert str(refused.value) == f'format "{name}" does not exist. {found}.'

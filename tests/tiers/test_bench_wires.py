@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 import kvx
+from kvx.bench import wires
 from kvx.bench.wires import RING, Ring, fill, measure, show, spec_of, to_disk
 
 
@@ -30,9 +34,24 @@ def test_disk_rows(tmp_path):
     ]
     assert all(min(*r.raw_s, *r.converted_s) > 0 for r in rows)
     assert not list(tmp_path.iterdir())
-    shown = show({"rows": [r.__dict__ for r in rows], "not_installed": ["nixl"]})
-    assert "disk read" in shown
-    assert "nixl is not installed" in shown
+    assert show({"not_installed": ["nixl", "mooncake"]}) == " nixl is not installed\n mooncake is not installed"
+
+
+def test_rows_are_said_as_they_are_measured(tmp_path, monkeypatch):
+    rows = to_disk(tmp_path, 8, ("bf16",), 1)
+    events: list[str] = []
+
+    class Pool:  # in place of another process
+        def submit(self, call, *args):
+            future: Future[list[wires.Row]] = Future()
+            future.set_result(rows)
+            return future
+
+    monkeypatch.setattr(wires, "ProcessPoolExecutor", lambda *args: nullcontext(Pool()))
+    monkeypatch.setattr(wires.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(wires, "over_wire", lambda wire, *args: events.append(wire) or [])
+    measure(num_blocks=8, repeats=1, folder=tmp_path, say=events.append)
+    assert [e.split(",")[0].strip() for e in events] == ["disk write", "disk read", "nixl", "mooncake"]
 
 
 def test_blocks_come_in_chunks():

@@ -66,9 +66,11 @@ def test_a_directory_of_another_kind_is_refused(tmp_path, name):
     other = replace(KIND, manifest={**KIND.manifest, name: 7})
     with pytest.raises(kvx.Incompatible, match=f"{name}: 7 here"):
         disk.DiskTier(tmp_path, other, 1 << 20)
-    (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(kvx.BadArgument):
-        open_tier("disk", tmp_path, 4)
+    claim = tmp_path / "manifest.json"
+    for damaged in (b"{", b"\xff", b"[]", b""):
+        claim.write_bytes(damaged)
+        with pytest.raises(kvx.BadArgument, match=f"DiskTier: {claim} is damaged: .*[^.]\\. Remove it, or give another directory"):
+            open_tier("disk", tmp_path, 4)
 
 
 def test_restart_finds_the_same_blocks_in_the_same_order(tmp_path):
@@ -188,3 +190,9 @@ def test_filled_to_exactly_its_capacity_nothing_is_evicted(tmp_path, refresh_s):
             wait.result()
         assert tier.stats.evicted == 0
         assert tier.num_blocks == 100
+
+
+def test_a_spec_is_no_kind_of_block(tmp_path):
+    spec = kvx.CacheSpec(4, 8, 2, 16)
+    with pytest.raises(kvx.BadArgument, match="DiskTier"):
+        disk.DiskTier(tmp_path, spec, 1 << 20)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import kvx
-from kvx.tiers import Block
+from kvx.layout.device_memory import host_bytes
+from kvx.tiers import Block, HostTier
 from tests.tiers.blocks import KIND, block, found, is_right, key, open_tier, put
 
 
@@ -118,6 +119,10 @@ def test_malformed_arguments(make):
         ([bytes(65)], [good]),
         (["ab"], [good]),
         ([key(1)], []),
+        ([key(1)], [b"xx"]),
+        ([key(1)], None),
+        (None, [good]),
+        (7, [good]),
         ([key(1)], [Block(KIND, good.buffers[:1])]),
         ([key(1)], [Block(KIND, (good.buffers[0][:-1], good.buffers[1]))]),
         ([key(1)], [Block(KIND, (good.buffers[0].view(torch.int8), good.buffers[1]))]),
@@ -125,8 +130,27 @@ def test_malformed_arguments(make):
     ]:
         with pytest.raises(kvx.BadArgument):
             tier.put(keys, blocks)
+    with pytest.raises(kvx.BadArgument, match="a block is bytes; it is a Block"):
+        tier.put([key(1)], [b"xx"])
+    with pytest.raises(kvx.BadArgument, match="keys is 7; it is a list of names"):
+        tier.has(7)
     with pytest.raises(kvx.BadArgument, match="capacity_bytes"):
         make(0)
+
+
+def test_what_is_no_kind_and_no_capacity():
+    for kind in (None, kvx.CacheSpec(1, 4, 2, 8), "small"):
+        with pytest.raises(kvx.BadArgument, match=r"HostTier: kind is .*; it is a BlockKind\. BlockKind\.of\(spec\) makes one"):
+            HostTier(kind, 1 << 20)
+    for capacity in ("2GB", None, 2e9):
+        with pytest.raises(kvx.BadArgument, match=f"HostTier: capacity_bytes is {capacity!r}; it is a whole number of bytes"):
+            HostTier(KIND, capacity)
+
+
+def test_a_host_tier_is_not_larger_than_the_host():
+    with pytest.raises(kvx.BadArgument, match=r"HostTier: capacity_bytes is 1000000000\.0 GB; the host has [0-9.]+ GB"):
+        HostTier(KIND, 10**18)
+    HostTier(KIND, host_bytes()).close()  # nothing is taken before blocks come
 
 
 def test_close_waits_for_what_is_in_flight_and_takes_no_more(make):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -41,16 +42,22 @@ def import_state(
     return _import(handover, model, kind, is_file=False)
 
 
-def export_slot_file(data: bytes, *, model: Model, block_size: int = 16, format: str = "") -> Handover:
-    file = read_slot_file(data)
-    return _export(read_state(file.state, model=model, version=file.version), file.tokens, model, block_size, format)
+def export_slot_file(
+    file: bytes | str | Path,  # its bytes, or where it is
+    *,
+    model: Model,
+    block_size: int = 16,
+    format: str = "",  # "": as it is
+) -> Handover:
+    read = read_slot_file(file)
+    return _export(read_state(read.state, model=model, version=read.version), read.tokens, model, block_size, format)
 
 
 def import_slot_file(
     handover: Handover,
     *,
     model: Model,
-    like: bytes | StateKind,  # a slot file that the engine saved, or what it would say
+    like: bytes | str | Path | StateKind,  # a slot file that the engine saved, or where it is; or what it would say
 ) -> bytes:
     """For `POST /slots/N?action=restore`. With a StateKind, tokens are packed as llama-server does since 2026-08."""
     if isinstance(like, StateKind):

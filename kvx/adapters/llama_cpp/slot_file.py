@@ -8,6 +8,7 @@ The words are the token ids. llama-server packs them since 2026-08: -1, 1, count
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,10 @@ class SlotFile(NamedTuple):
     is_packed: bool
 
 
-def read_slot_file(data: bytes) -> SlotFile:
+def read_slot_file(
+    file: bytes | str | Path,  # its bytes, or where it is
+) -> SlotFile:
+    data = _bytes_of(file)
     if len(data) < 12:
         raise BadArgument(f"read_slot_file(): {len(data)} bytes; a slot file has 12 before its tokens. It was cut off.")
     magic, version, words = struct.unpack_from("<III", data)
@@ -50,6 +54,19 @@ def write_slot_file(tokens: ArrayLike, state: bytes, *, version: int = VERSIONS[
     ids = np.asarray(tokens, "<i4")
     words = np.concatenate([[_PACKED, _PACKED_VERSION, len(ids)], ids, [0]]).astype("<i4") if is_packed else ids
     return struct.pack("<III", MAGIC, version, len(words)) + words.tobytes() + state
+
+
+def _bytes_of(file: bytes | str | Path) -> bytes:
+    if isinstance(file, str | Path):
+        try:
+            return Path(file).read_bytes()
+        except OSError as error:
+            raise BadArgument(
+                f"read_slot_file(): {file} cannot be read: {error.strerror}. Name a slot file that was saved."
+            ) from None
+    if not isinstance(file, bytes | bytearray | memoryview):
+        raise BadArgument(f"read_slot_file(): it got {type(file).__name__}; it takes a slot file's bytes, or its path.")
+    return bytes(file)
 
 
 def _unpacked(words: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -22,8 +22,8 @@ from torch import Tensor
 from kvx.errors import KvxError
 from kvx.layout.plan import Plan
 from kvx.ops.convert import convert
-from kvx.wires.mooncake.store import MooncakeStore
-from kvx.wires.offer import Offer, Offers, Puller, Request, places_of, read_answer
+from kvx.wires.mooncake.store import MASTER_TIMEOUT_S, NO_ROOM, OWNER_GONE, MooncakeStore, StoreError
+from kvx.wires.offer import NO_PREFILL, PREFILL_HINT, Offer, Offers, Puller, Request, places_of, read_answer
 from kvx.wires.wire import Deadline, WireError
 
 _ASK = "kvx/ask"
@@ -112,7 +112,8 @@ class MooncakeOffers(Offers):
 
 class MooncakePuller(Puller):
     def __init__(self, host: str, port: int, deadline: Deadline, *, my_host: str = "") -> None:
-        self._store = MooncakeStore(f"{host}:{port}", host=my_host, timeout_s=deadline.left_s)
+        self._master = f"{host}:{port}"
+        self._store = MooncakeStore(self._master, host=my_host, timeout_s=min(deadline.left_s, MASTER_TIMEOUT_S))
 
     def ask(self, about: dict[str, Any], deadline: Deadline) -> Offer:
         number = f"{os.getpid()}-{os.urandom(6).hex()}"
@@ -121,12 +122,12 @@ class MooncakePuller(Puller):
         while not answer:
             # Another's question may lie there, and the first of a name stays: so it is asked again. It is answered once.
             if time.monotonic() - asked_s > 1 and not self._store.get(_ASK):
-                self._store.put(_ASK, text)
+                self._put_question(text)
                 asked_s = time.monotonic()
             answer = self._store.get(f"kvx/{number}/answer")
             if not answer:
                 try:
-                    deadline.pause("no prefill of this store answered", _LOOK_S)
+                    deadline.pause(f"{NO_PREFILL} answered at the store of {self._master}", _LOOK_S, PREFILL_HINT)
                 except WireError:
                     if self._store.get(_ASK) == text:
                         self._store.remove(_ASK)
@@ -138,6 +139,14 @@ class MooncakePuller(Puller):
         except KvxError:  # refused: nobody will pull it
             self._store.put(f"kvx/{number}/done", b"1")
             raise
+
+    def _put_question(self, text: bytes) -> None:
+        """The store's memory is the prefill's: without one there is no room for a question. It may still be starting."""
+        try:
+            self._store.put(_ASK, text)
+        except StoreError as error:
+            if error.code not in (NO_ROOM, OWNER_GONE):
+                raise
 
     def pull(self, offer: Offer, parts: Sequence[tuple[Sequence[Tensor], Plan]], deadline: Deadline) -> int:
         at = size = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -12,13 +11,22 @@ from typing import Any, Self
 from torch import Tensor
 
 from kvx.layout.buffers import memory_bytes
+from kvx.wires.address import connect
 from kvx.wires.wire import WireError, need
 
 INSTALL = (
     "pip install mooncake-transfer-engine (mooncake-transfer-engine-non-cuda where there is no GPU); "
     "it wants libibverbs of the system, also for tcp: apt install libibverbs1."
 )
-_CODES = {-200: "the store is full", -704: "no such object", -800: "its owner is gone", -900: "the master does not answer"}
+MASTER, MASTER_TIMEOUT_S = "mooncake_master", 5.0
+NO_ROOM, OWNER_GONE = -200, -800
+_CODES = {NO_ROOM: "the store is full", -704: "no such object", OWNER_GONE: "its owner is gone", -900: "the master does not answer"}
+
+
+class StoreError(WireError):
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code  # the store's
 
 
 def load(module: str) -> Any:
@@ -37,16 +45,11 @@ class MooncakeStore:
         buffer_bytes: int = 64 << 20,  # for put and get of bytes
         protocol: str = "tcp",  # or rdma
         devices: str = "",  # of rdma
-        timeout_s: float = 5.0,  # until the master answers
+        timeout_s: float = MASTER_TIMEOUT_S,  # until the master answers
     ) -> None:
         module = load("mooncake.store")
-        name, _, port = master.rpartition(":")
-        try:  # setup() itself tries for a minute and a half
-            with socket.create_connection((name, int(port)), timeout=timeout_s) as link:
-                host = host or link.getsockname()[0]
-        except (OSError, ValueError) as error:
-            raise WireError(f"no mooncake_master answers at {master}: {error}.") from None
-        self.host = host
+        here = connect(master, MASTER, timeout_s)  # setup() itself tries for a minute and a half
+        self.host = host = host or here
         self._store: Any = module.MooncakeDistributedStore()
         code = self._store.setup(host, "P2PHANDSHAKE", segment_bytes, buffer_bytes, protocol, devices, master)
         if code:
@@ -118,7 +121,7 @@ class MooncakeStore:
 
 def _check(what: str, code: int) -> int:
     if code < 0:
-        raise WireError(f"{what}: {_reason(code)}.")
+        raise StoreError(f"{what}: {_reason(code)}.", code)
     return code
 
 

@@ -75,7 +75,9 @@ class NixlAgent:
         try:
             self._agent: Any = api.nixl_agent(self.name, config)
         except Exception as error:
-            raise WireError(f"no NIXL agent at port {listen_port}: {_text(error)}.") from error
+            at = f" at port {listen_port}" if listen_port else ""
+            hint = " Is the port in use? Give another." if listen_port else ""
+            raise WireError(f"no NIXL agent{at}: {_text(error).rstrip('.')}.{hint}") from error
         missing = [b for b in backends if b not in self._agent.backends]
         if missing:
             raise BadArgument(f"NixlAgent: no backend {missing[0]}; this NIXL has {', '.join(self._agent.plugin_list)}.")
@@ -121,15 +123,18 @@ class NixlAgent:
             raise WireError(f"this is no metadata of a NIXL agent: {_text(error)}.") from error
         return name.decode() if isinstance(name, bytes) else str(name)
 
-    def connect(self, host: str, port: int, name: str, deadline: Deadline) -> None:
-        """Exchange metadata with the agent of this name that listens there. Both can talk then."""
+    def connect(self, host: str, port: int, name: str, deadline: Deadline, *, who: str = "", hint: str = "") -> None:
+        """Exchange metadata with the agent of this name that listens there. Both can talk then.
+
+        `who` it is to the reader of an error, and what to do.
+        """
         asked_s = 1.0
         while not self._agent.check_remote_metadata(name):
             if asked_s >= 0.5:  # a peer that is just starting is asked again
                 self._agent.fetch_remote_metadata(name, host, port)
                 self._agent.send_local_metadata(host, port)
                 asked_s = 0.0
-            deadline.pause(f"nobody called {name} answered at {host}:{port}", 0.005)
+            deadline.pause(f"{who or f'nobody called {name}'} answered at {host}:{port}", 0.005, hint)
             asked_s += 0.005
 
     def knows(self, peer: str) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvx.layout.plan import Plan
 from kvx.wires.nixl.agent import NixlAgent, Remote, agent_name
-from kvx.wires.offer import Offer, Offers, Puller, Request, places_of, read_answer
+from kvx.wires.offer import NO_PREFILL, PREFILL_HINT, Offer, Offers, Puller, Request, places_of, read_answer
 from kvx.wires.wire import Deadline, WireError
 
 QUIET_S = 60.0  # a peer that says nothing for so long is forgotten
@@ -91,7 +91,7 @@ class NixlPuller(Puller):
     def __init__(self, host: str, port: int, deadline: Deadline) -> None:
         self._peer, self._agent = agent_name(port), NixlAgent(listen_port=0)
         try:
-            self._agent.connect(host, port, self._peer, deadline)
+            self._agent.connect(host, port, self._peer, deadline, who=NO_PREFILL, hint=PREFILL_HINT)
         except BaseException:
             self._agent.close()
             raise
