@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from kvx.tiers.host import HostTier
 from kvx.tiers.lane import HostLane, Lane, StagedLane, Wait
 from kvx.tiers.memory import HostMemory
 from kvx.tiers.mover_stats import MoverEvent, MoverStats
-from kvx.tiers.parts import Group, Part, groups_of, parts_of, unknown
+from kvx.tiers.parts import Part, groups_of, parts_of, unknown
 from kvx.tiers.room import Room
 from kvx.tiers.tier import Tier, TierEvent
 
@@ -134,16 +134,10 @@ class Mover:
         groups = groups_of(call, names, blocks, self.specs[0], self.kept)
         with self._turn:
             self._check_open(call)
-            flights = [self._send(part, tier) for part in parts_of(self._unknown(groups, tier), self.area_blocks)]
+            has = self._ask(tier, names)
+            known = {n for n, h in zip(names, has, strict=True) if h or n in self._coming}
+            flights = [self._send(part, tier) for part in parts_of(unknown(groups, known), self.area_blocks)]
         return _sum(flights)
-
-    def _unknown(self, groups: Iterator[Group], tier: Tier) -> Iterator[Group]:
-        """What is neither in the tier nor on its way there. It is asked for some at a time: the link works meanwhile."""
-        known: set[bytes] = set()
-        while some := list(islice(groups, self.area_blocks)):
-            names = [n for g in some for n in g.names if n is not None]
-            known.update(n for n, h in zip(names, self._ask(tier, names), strict=True) if h or n in self._coming)
-            yield from unknown(some, known)
 
     def _send(self, part: Part, tier: Tier) -> Future[int]:
         n, done, wait = len(part.names), Future[int](), None
