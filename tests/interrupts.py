@@ -45,6 +45,14 @@ def interrupted_at_every_line(call: Callable[[], Any], *modules: ModuleType) -> 
 
 
 def _lines(path: Path) -> set[int]:
-    """Not those of `with`: a trace also comes by when the block ends, before its end is called, where no signal can."""
-    found = {n.lineno for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.stmt)}
-    return found - {n.lineno for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.With)}
+    """Of statements, but for two kinds.
+
+    `with`: a trace also comes by when the block ends, before its end is called, where no signal can. Comprehensions: Python 3.12
+    has them in the function's own frame, and leaves a `with` around one without its end when a trace raises in it.
+    """
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    left_out = {n.lineno for n in nodes if isinstance(n, ast.With)}
+    for n in nodes:
+        if isinstance(n, (ast.ListComp, ast.SetComp, ast.DictComp)):
+            left_out.update(range(n.lineno, (n.end_lineno or n.lineno) + 1))
+    return {n.lineno for n in nodes if isinstance(n, ast.stmt)} - left_out
