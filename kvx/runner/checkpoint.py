@@ -1,4 +1,4 @@
-"""Checkpoints: a decoder's tensors by Transformers' names, from a folder of safetensors or a GGUF file, and the check before loading.
+"""Checkpoints: a decoder's tensors by Transformers' names, from safetensors or GGUF, and the check before they are loaded.
 
 The check reads headers alone: every tensor the model needs is there, in its shape and in a type that is understood, and nothing
 is left over that nobody would read.
@@ -222,7 +222,7 @@ def _gguf_name(name: str) -> str:
 
 
 def head_of(source: SafetensorsFolder | GgufWeights, config: ModelConfig, embed: Any) -> Tensor | None:
-    """The head's rows; None where they are the embedding's. A tied model's own head is kept where it differs, as Transformers does."""
+    """The head's rows; None where they are the embedding's. A tied model's own head counts where it differs, as in Transformers."""
     if config.is_tied and _HEAD not in source.names:
         return None
     head = source.read(_HEAD)

@@ -105,7 +105,7 @@ class Engine:
         source = open_model(Path(path))
         if max_seq_len > source.config.max_seq_len:
             raise BadArgument(
-                f"Engine.load(): max_seq_len is {max_seq_len}; the model's own is {source.config.max_seq_len} (max_position_embeddings)."
+                f"Engine.load(): max_seq_len is {max_seq_len}; the model's own context is {source.config.max_seq_len} tokens."
             )
         tokenizer = source.tokenizer()
         name = identity(source.path, source.config, dtype) if options else ""

@@ -1,4 +1,4 @@
-"""Every field of every family's config, changed one at a time: the runner's logits are Transformers', or it refuses. Never others."""
+"""Every field of every family's config, changed one at a time: the runner's logits are Transformers', or it refuses."""
 
 from __future__ import annotations
 
@@ -129,14 +129,12 @@ def test_a_changed_field_gives_transformers_logits_or_is_refused(family, name, v
         model = build(family, {**BASE[family], **changed}, tmp_path)
     except Exception as error:  # Transformers refuses it too: there is nothing to compare
         pytest.skip(f"Transformers does not build it: {type(error).__name__}")
+    is_rope = isinstance(value, dict) and value.get("rope_type") in ("default", "llama3") and "partial_rotary_factor" not in value
     try:
         got = ours(tmp_path)
-    except KvxError as error:
-        assert name in MAY_REFUSE, error
-        assert value not in list(ACTIVATIONS)
-        assert (
-            not isinstance(value, dict) or value.get("rope_type") not in ("default", "llama3") or "partial_rotary_factor" in value
-        )
+    except KvxError:
+        if name not in MAY_REFUSE or value in list(ACTIVATIONS) or is_rope:
+            raise
         return
     want = theirs(model)
     assert float((got - want).abs().max() / want.abs().max()) < 1e-4

@@ -177,7 +177,7 @@ def test_unknown_families_are_refused(tmp_path):
     with pytest.raises(Unsupported, match="sliding_window is 64"):
         config_of_json({"model_type": "mistral", "sliding_window": 64})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(BadArgument, match="has no model.safetensors"):
+    with pytest.raises(BadArgument, match=r"has no model\.safetensors"):
         Engine.load(tmp_path)
 
 

@@ -127,7 +127,7 @@ def test_blocks_need_not_divide_the_matrix():
 def test_modelopt_s_own_file_is_read(tmp_path):
     build("llama", WIDE, tmp_path)
     fp8(tmp_path, "tensor")
-    with pytest.raises(Unsupported, match="is F8_E4M3 and config.json has no quantization_config"):
+    with pytest.raises(Unsupported, match=r"is F8_E4M3 and config\.json has no quantization_config"):
         open_model(tmp_path)
     say(tmp_path, {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}, "hf_quant_config.json")
     open_model(tmp_path)
