@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,7 +28,12 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 # Short names of those that need no calibration: each row of a head has its own scale.
 KV_FORMATS = {"int8": "int8_per_token_head", "fp8": "fp8_e4m3_per_token_head", "fp8_e4m3": "fp8_e4m3_per_token_head"}
 
-_ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh"), "relu": relu}  # by config.ACTIVATIONS
+_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {  # by the names of config.ACTIVATIONS
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+}
 
 
 def kv_format_of(name: str, dtype: str) -> str:
