@@ -89,7 +89,12 @@ class SafetensorsFolder:
                 self._files.append(safe_open(str(folder / name), framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise BadArgument(f"{folder / name} cannot be read as safetensors: {error}. Fetch it again.") from error
-        self._at = {name: i for i, f in enumerate(self._files) for name in f.keys()}  # noqa: SIM118
+        self._at: dict[str, int] = {}
+        for i, file in enumerate(self._files):
+            for name in file.keys():  # noqa: SIM118
+                if name in self._at:
+                    raise BadArgument(f"{folder}: {name} is in {files[self._at[name]]} and in {files[i]}; a tensor is in one file.")
+                self._at[name] = i
         self.names = frozenset(self._at)
 
     def check(self, config: ModelConfig) -> None:

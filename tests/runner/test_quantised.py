@@ -193,6 +193,23 @@ def test_tensors_that_are_not_the_model_s_are_refused_before_any_is_read(case, t
         ours(tmp_path)
 
 
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    model = build("llama", SHAPE, tmp_path)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    open_model(tmp_path)
+    both = {
+        **safetensors.load_file(shards[1]),
+        "model.norm.weight": torch.ones(64),
+        "model.embed_tokens.weight": torch.ones(128, 64),
+    }
+    safetensors.save_file(both, shards[1], metadata={"format": "pt"})
+    with pytest.raises(BadArgument, match=r"is in model-.*safetensors and in model-.*; a tensor is in one file"):
+        open_model(tmp_path)
+
+
 def test_scales_of_a_wrong_shape_are_refused(tmp_path):
     build("llama", WIDE, tmp_path)
     fp8(tmp_path, "channel")
