@@ -98,8 +98,8 @@ def build(family: str, fields: dict, folder):
 
 @torch.inference_mode()
 def theirs(model) -> torch.Tensor:
-    logits = model(input_ids=torch.tensor([PROMPT]), use_cache=False)[0]  # a tuple where return_dict is false
-    return logits[0].float()
+    model.config.return_dict = True  # with false, Transformers 5.22's own forward breaks
+    return model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0].float()
 
 
 def ours(folder) -> torch.Tensor:
