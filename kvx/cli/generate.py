@@ -14,7 +14,9 @@ from rich.console import Console
 
 from kvx.cli.live import JsonView, LiveView, PlainView, View
 from kvx.cli.options import refuse_ignored
+from kvx.errors import BadArgument
 from kvx.runner import Engine, Params, small_model
+from kvx.runner.open import has_tokenizer
 
 SYSTEM = (
     "You are a helpful assistant in a museum of science. Visitors of all ages ask you short questions. Answer in one or two plain "
@@ -22,6 +24,7 @@ SYSTEM = (
     "rather than guess. Use no lists, no headings and no jargon. Be friendly, never talk down, and do not repeat the question. "
     "When a question is about something dangerous, say what to do to stay safe."
 )
+FULL = "length: the cache is full"  # why an answer ended before --max-tokens
 QUESTIONS = (
     "Why is the sky blue?",
     "What is a black hole?",
@@ -46,6 +49,7 @@ class Run:
     load_s: float = 0.0
     first_text_s: float | None = None  # from when loading began: imports come before
     is_interrupted: bool = False
+    note: str = ""  # what of the request cannot be had
     stats: dict[str, Any] = field(default_factory=dict)
 
 
@@ -90,6 +94,8 @@ def generate(
     run = Run(str(model or "SmolLM2-135M-Instruct"), dtype_of(dtype, device), max_tokens, [], time.perf_counter())
     params = Params(max_tokens, temperature, top_k, top_p, tuple(stop or ()), seed, n, ignore_eos)
     questions = list(prompt) if prompt else list(QUESTIONS)
+    if model is not None and (model / "config.json").is_file() and not has_tokenizer(model):
+        raise BadArgument(f"--model: {model} has no tokenizer (tokenizer.json or the like). kvx.runner.Engine takes token ids.")
     console = Console(highlight=False)
     view: View = JsonView() if as_json else LiveView(console) if console.is_terminal else PlainView(console)
     with view:
@@ -101,7 +107,8 @@ def generate(
             run.load_s = time.perf_counter() - run.begin
             ids = [_encode(engine, q, system, raw) for q in questions]
             run.answers = [{"prompt": q, "index": i, "text": "", "tokens": [], "finish": ""} for q in questions for i in range(n)]
-            view.start(engine, run.answers)
+            run.note = _room(engine, ids, max_tokens)
+            view.start(engine, run.answers, run.note)
             _answer(engine, ids, params, run, view)
     run.stats = engine.stats()
     view.finish(run.answers)
@@ -118,9 +125,25 @@ def dtype_of(dtype: str, device: str) -> str:
 
 
 def _encode(engine: Engine, question: str, system: str, raw: bool) -> list[int]:
-    if engine.tokenizer is None:
-        raise typer.BadParameter("the model's folder has no tokenizer", param_hint="--model")
+    assert engine.tokenizer is not None, "looked for before the model was loaded"
     return engine.tokenizer.encode(question) if raw else engine.tokenizer.chat(question, system)
+
+
+def _room(engine: Engine, ids: list[list[int]], max_tokens: int) -> str:
+    """A sentence where answers cannot get as long as they may, said before anything is computed."""
+    room, s = engine.max_seq_len - max(len(i) for i in ids), engine.stats()
+    if room >= max_tokens:
+        return ""
+    own = engine.model.config.max_seq_len
+    more = (
+        f"--blocks {-(-min(own, engine.max_seq_len - room + max_tokens) // s['block_size'])} gives more"
+        if engine.max_seq_len < own
+        else "that is all the model has"
+    )
+    return (
+        f"--max-tokens {max_tokens} does not fit: the context is {engine.max_seq_len} tokens ({s['num_blocks']} blocks of "
+        f"{s['block_size']}), and the longest prompt leaves {max(0, room)}. Answers end there ({FULL}); {more}."
+    )
 
 
 def _answer(engine: Engine, ids: list[list[int]], params: Params, run: Run, view: View) -> None:
@@ -131,6 +154,8 @@ def _answer(engine: Engine, ids: list[list[int]], params: Params, run: Run, view
             answer["text"] += piece.text
             answer["tokens"].append(piece.token)
             answer["finish"] = piece.finish
+            if piece.finish == "length" and len(answer["tokens"]) < params.max_tokens:
+                answer["finish"] = FULL
             if run.first_text_s is None and piece.text:
                 run.first_text_s = time.perf_counter() - run.begin
             view.show(answer)
@@ -144,6 +169,7 @@ def _as_json(run: Run) -> dict[str, Any]:
         "dtype": run.dtype,
         "kv_format": run.stats["kv_format"],
         "is_interrupted": run.is_interrupted,
+        "note": run.note,
         "load_s": round(run.load_s, 3),
         "first_text_s": None if run.first_text_s is None else round(run.first_text_s, 3),
         "tokens_per_s": round(_rate(run), 2),
@@ -183,7 +209,7 @@ def summary(run: Run) -> str:
     if s["preemptions"]:
         again = "brought back or computed again" if s["tiers"] else "computed again"
         lines.append(f"Blocks ran out ({s['preemptions']}): the youngest request waited, and was {again}. --blocks gives more.")
-    cut = sum(a["finish"] == "length" and len(a["tokens"]) < run.max_tokens for a in run.answers)
+    cut = sum(a["finish"] == FULL for a in run.answers)
     if cut:
         lines.append(
             f"{cut} of the answers ended before --max-tokens {run.max_tokens}: with the prompt they fill the context of "

@@ -27,7 +27,7 @@ class View:
 
     def loading(self, done: int, total: int) -> None: ...
 
-    def start(self, engine: Engine, answers: Answers) -> None: ...
+    def start(self, engine: Engine, answers: Answers, note: str = "") -> None: ...
 
     def show(self, answer: dict[str, Any]) -> None: ...
 
@@ -49,10 +49,11 @@ class PlainView(View):
         if done == 1:
             self._console.print(f"Loading {total} layers.")
 
-    def start(self, engine: Engine, answers: Answers) -> None:
+    def start(self, engine: Engine, answers: Answers, note: str = "") -> None:
         spec = engine.cache.groups[0].spec
         blocks = f"{_count(spec.num_blocks, 'block')} of {spec.block_size} tokens"
-        self._console.print(f"{_count(len(answers), 'answer')} on {blocks}, KV in {spec.format}.\n")
+        self._console.print(f"{_count(len(answers), 'answer')} on {blocks}, KV in {spec.format}.")
+        self._console.print(f"{note}\n" if note else "", markup=False, soft_wrap=True)
 
     def show(self, answer: dict[str, Any]) -> None:
         if answer["finish"]:
@@ -95,7 +96,9 @@ class LiveView(PlainView):
     def loading(self, done: int, total: int) -> None:
         self._loading = Text(f"Loading the model: {done} of {total} layers.")
 
-    def start(self, engine: Engine, answers: Answers) -> None:
+    def start(self, engine: Engine, answers: Answers, note: str = "") -> None:
+        if note:
+            self._console.print(note, markup=False, soft_wrap=True)
         self._engine, self._answers, self._begin = engine, answers, time.perf_counter()
 
     def show(self, answer: dict[str, Any]) -> None:
@@ -133,12 +136,12 @@ def _facts(engine: Engine, seconds: float) -> RenderableType:
     grid.add_row("speed", f"{stats['generated_tokens'] / max(seconds, 1e-9):.1f} tokens/s", f"{stats['generated_tokens']} tokens")
     grid.add_row(
         "KV", f"{cache.used_bytes / 1e6:.1f} MB in use, {stats['kv_format']}",
-        f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting, {stats['preemptions']} put out",
+        f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting, {stats['preemptions']} preempted",
     )  # fmt: skip
     if (t := stats["tiers"]) is not None:
         grid.add_row(
             "tiers",
-            f"{stats['brought_tokens']} tokens brought back",
+            f"{stats['brought_tokens']} tokens loaded",
             f"{t['offloaded']} blocks out, {t['offloaded_bytes'] / 1e6:.1f} MB",
         )
     return grid

@@ -21,6 +21,7 @@ from kvx.spec.models import MODELS
 from kvx.spec.size import STATES, Size, size_formats
 from kvx.spec.size import size as size_of
 
+_ONCE = ("model", "tp", "block_size", "model_type", "is_checked", "notes")  # the same for every format
 NUMBER = re.compile(r"[0-9.,]+( [KMGT]iB| B|%)?|any")  # such columns stand to the right
 
 
@@ -30,7 +31,7 @@ def size(
         typer.Argument(help="a known model's name, a Transformers config.json, or its folder; nothing: the known models"),
     ] = None,
     formats: Annotated[list[str] | None, typer.Option("--format", help="repeatable; all: every one the model can take")] = None,
-    memory: Annotated[str, typer.Option(help="of one rank, for its cache: 80GB, 74.5GiB, bytes")] = "80GB",
+    memory: Annotated[str, typer.Option(help="of one rank, for its cache: 80GB, 74.5GiB")] = "80GB",
     context: Annotated[
         str, typer.Option(help="tokens of a request at its longest, shared prefix and answer included: 8192, 128K, 1M (of 1024)")
     ] = "8192",
@@ -59,10 +60,13 @@ def size(
         draw(plot, sizes, memory, memory_bytes, shared_prefix)
     if as_json:
         asked = {"model": sizes[0].model, "tp": tp, "block_size": sizes[0].block_size, "context": tokens, "requests": requests}
+        asked |= {"model_type": sizes[0].model_type, "is_checked": sizes[0].is_checked, "notes": sizes[0].notes}
         asked |= {"shared_prefix": shared_prefix, "memory_bytes": memory_bytes}
         typer.echo(json.dumps({**asked, "sizes": facts, **({"hybrid": hybrid} if hybrid else {})}, indent=1))
         return
     _show_layers(sizes[0])
+    for line in _remarks(sizes[0]):
+        typer.echo(line)
     if len(sizes[0].groups) > 1:
         _show_groups(sizes, tokens)
     _show_sizes(sizes, facts, f"{memory} for the cache", tokens, requests, shared_prefix)
@@ -88,7 +92,7 @@ def parse_tokens(text: str) -> int:
 def _facts(s: Size, memory_bytes: int, context: int, requests: int, shared_prefix: int) -> dict[str, Any]:
     fit = s.fit_requests(memory_bytes, context, shared_prefix)
     return {
-        **{key: value for key, value in s.to_dict().items() if key not in ("model", "tp", "block_size")},
+        **{key: value for key, value in s.to_dict().items() if key not in _ONCE},
         "request_bytes": s.request_bytes(context),
         "total_bytes": s.total_bytes(context, requests, shared_prefix),
         "requests_fit": fit,
@@ -105,6 +109,14 @@ def _show_layers(s: Size) -> None:
             kept = f"last {g.ring_tokens:,}" + (f", 1 for {g.ratio}" if g.ratio > 1 else "")
         rows.append((g.name, str(g.num_layers), g.stores, kept))
     _show(f"{s.model}: what its layers store", ("layers", "of", "store", "of tokens"), rows)
+
+
+def _remarks(s: Size) -> list[str]:
+    """What a reader must know before trusting the numbers."""
+    unchecked = (
+        f"unchecked: model_type {s.model_type} was not compared with a real cache; it is read like any decoder with these fields"
+    )
+    return [f"  {line}." for line in (*([] if s.is_checked else [unchecked]), *s.notes)]
 
 
 def _show_groups(sizes: Sequence[Size], context: int) -> None:

@@ -103,6 +103,11 @@ class Engine:
         kind, kv = DTYPES[dtype], kv_format_of(kv_format, dtype)
         tier_kv = kv if tier_format == "auto" else kv_format_of(tier_format, dtype)
         source = open_model(Path(path))
+        if max_seq_len > source.config.max_seq_len:
+            raise BadArgument(
+                f"Engine.load(): max_seq_len is {max_seq_len}; the model's own context is {source.config.max_seq_len} tokens."
+            )
+        tokenizer = source.tokenizer()
         name = identity(source.path, source.config, dtype) if options else ""
         if options and tier_kv != kv:  # what went through another format is not what a cache of the tiers' own has
             name += f"-{kv}"
@@ -126,7 +131,7 @@ class Engine:
                 source.tensors, source.config, dtype=kind, gemm_dtype=gemm_dtype(kind, device), device=device, progress=progress
             )
             model = Model(source.config, weights, cache, kind)
-            engine = Engine(model, source.tokenizer(), max_batch_tokens=max_batch_tokens, use_graphs=use_graphs, tiers=opened)
+            engine = Engine(model, tokenizer, max_batch_tokens=max_batch_tokens, use_graphs=use_graphs, tiers=opened)
             stack.pop_all()
         return engine
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
+
+# oneDNN's kernels on Arm write /tmp/perf-PID.map for profilers and leave it there, unless this says no before the first of them.
+if "DNNL_JIT_PROFILE" not in os.environ:  # its older name
+    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
 
 
 def gemm_dtype(dtype: torch.dtype, device: str | torch.device) -> torch.dtype:

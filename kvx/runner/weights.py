@@ -1,41 +1,18 @@
-"""Weights: a decoder's tensors, from a folder of safetensors or a GGUF file, under one set of names and in one type."""
+"""Weights: a decoder's tensors as the model takes them, in one type: loaded from a checkpoint, or random."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument
+from kvx.runner.checkpoint import GgufWeights, SafetensorsFolder, head_of
 from kvx.runner.config import ModelConfig
 from kvx.runner.gemm import pack
-from kvx.runner.gguf_file import GgufFile
 
 Progress = Callable[[int, int], None]  # layers done, of how many
-
-# Transformers' names, and GGUF's where they differ.
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-# llama.cpp stores these families' Q and K rows for pairs (2i, 2i + 1); we rotate (i, i + head_dim / 2), as Transformers does.
-_INTERLEAVED = ("llama", "mistral", "smollm3")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,56 +37,6 @@ class Weights:
     norm: Tensor  # [hidden]
     head: Tensor  # [hidden, vocab], or packed; the embedding's memory where they are tied and it is not
     inverse_frequencies: Tensor  # [head_dim / 2] f32
-
-
-class SafetensorsFolder:
-    """Reads tensors by Transformers' names, from one file or many."""
-
-    def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
-
-        index = folder / "model.safetensors.index.json"
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
-        missing = [f for f in files if not (folder / f).is_file()]
-        if missing:
-            raise BadArgument(f"{folder} has no {missing[0]}; a model folder has model.safetensors, or the files its index names.")
-        self._files = [safe_open(str(folder / f), framework="pt") for f in files]
-        self._at = {name: i for i, f in enumerate(self._files) for name in f.keys()}  # noqa: SIM118
-        self.names = frozenset(self._at)
-
-    def read(self, name: str) -> Tensor:
-        if name not in self._at:
-            raise BadArgument(f"the model's files have no {name}.")
-        return self._files[self._at[name]].get_tensor(name)
-
-
-class GgufWeights:
-    """Reads tensors of a GGUF file by Transformers' names."""
-
-    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
-        self._file, self._config = file, config
-
-    def read(self, name: str) -> Tensor:
-        base, kind = name.rsplit(".", 1)
-        prefix = ""
-        if base.startswith("model.layers."):
-            number, base = base.removeprefix("model.layers.").split(".", 1)
-            prefix = f"blk.{number}."
-        theirs = f"{prefix}{_GGUF_NAMES[base]}.{kind}"
-        if theirs not in self._file.tensors:
-            raise BadArgument(f"{self._file.path} has no {theirs}.")
-        values = torch.from_numpy(self._file.read(theirs))
-        heads = {"self_attn.q_proj": self._config.num_heads, "self_attn.k_proj": self._config.num_kv_heads}.get(base, 0)
-        if heads and self._config.family in _INTERLEAVED:
-            values = values.view(heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
-        return values
-
-    def inverse_frequencies(self) -> Tensor:
-        """Llama 3's scaling is a tensor here: what each frequency is divided by."""
-        freq = self._config.inverse_frequencies()
-        if "rope_freqs.weight" in self._file.tensors:
-            freq = freq / torch.from_numpy(self._file.read("rope_freqs.weight"))
-        return freq
 
 
 def load_weights(
@@ -144,8 +71,10 @@ def load_weights(
             )
         )
         progress(i + 1, config.num_layers)
-    embed = source.read("model.embed_tokens.weight").to(device, dtype).to(gemm)
-    head = embed if config.is_tied else source.read("lm_head.weight").to(device, dtype).to(gemm)
+    rows = source.read("model.embed_tokens.weight")
+    head_rows = head_of(source, config, rows)
+    embed = rows.to(device, dtype).to(gemm)
+    head = embed if head_rows is None else head_rows.to(device, dtype).to(gemm)
     freq = source.inverse_frequencies() if isinstance(source, GgufWeights) else config.inverse_frequencies()
     return Weights(embed, tuple(layers), vector("model.norm.weight"), pack(head, may_share=head is embed), freq.to(device))
 

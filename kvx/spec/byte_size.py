@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them: 2GB, 74.5 GiB, 1000000."""
+"""Numbers of bytes as people write them: 2GB, 74.5 GiB, 80000000000."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from kvx.errors import BadArgument
 UNITS: dict[str, int] = {"": 1, "B": 1}
 UNITS |= {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
 UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", 1)}
+_LEAST = 10**6  # of a number without a unit, to be taken for bytes: nobody means a memory of 80 bytes
 
 
 def parse_bytes(text: str, what: str) -> int:
@@ -16,6 +17,8 @@ def parse_bytes(text: str, what: str) -> int:
     match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in UNITS:
         raise BadArgument(f'{what} is "{text}"; it takes a number and B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, like 80GB.')
+    if not match[2] and 0 < float(match[1]) < _LEAST:
+        raise BadArgument(f'{what} is "{text}", a number without a unit. {match[1]} GB? Write {match[1]}GB; {match[1]}B is bytes.')
     whole, _, part = match[1].partition(".")
     scale: int = 10 ** len(part)
     return int(whole + part) * UNITS[match[2].upper()] // scale

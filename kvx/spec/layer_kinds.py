@@ -1,18 +1,19 @@
-"""Layer kinds: which layers of a model store what, read from its config. Bytes are left to kvx/spec/size.py.
+"""Layer kinds: which rows the layers of a model store. Layers that store the same rows for the same tokens are one kind.
 
-Layers that store the same rows for the same tokens are one kind. Configs come in two ages: new ones list `layer_types`, in
-older ones the model's name and a few numbers say which layers have a window. Both are read as Transformers reads them.
+What each layer is comes from kvx/spec/layer_types.py; bytes are left to kvx/spec/size.py.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvx.errors import BadArgument
 from kvx.spec.config_fields import ConfigFields
 from kvx.spec.dtypes import DTYPES
 from kvx.spec.formats import FORMATS, Format, Granularity
+from kvx.spec.layer_types import FULL, INDEXED, Layer, layers, notes, window_of
 
 RECORDS = ("fp8_ds_mla", "nvfp4_ds_mla")  # vLLM's names of rows that are made for a model
 
@@ -47,111 +48,32 @@ class LayerKind:
     resume_floats: int = 0  # what of it a shared prefix keeps for those who go on from it
 
 
-# Without layer_types: every n-th layer sees everything, the others a window.
-_PATTERN = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4}
-# Fields that only models with recurrent layers have.
-_RECURRENT = (
-    "attn_layer_period",
-    "attn_type_list",
-    "full_attention_interval",
-    "hybrid_override_pattern",
-    "layers_block_type",
-    "linear_attn_config",
-    "linear_num_key_heads",
-    "mamba_d_state",
-    "mamba_expand",
-    "ssm_state_size",
-    "state_size",
-    "time_step_rank",
-)
-_FULL = ("full_attention", "attention")
-_INDEXED = ("indexed_attention", "deepseek_sparse_attention")
-
-
 def layer_kinds(config: ConfigFields) -> tuple[LayerKind, ...]:
-    _refuse_what_is_no_kv_cache(config)
+    return described(config)[0]
+
+
+def described(config: ConfigFields) -> tuple[tuple[LayerKind, ...], tuple[str, ...]]:
+    """The kinds, and what is said beside them: what is not counted, and fields that are not understood."""
     if "compress_ratios" in config or config.model_type == "deepseek_v4":
-        return tuple(_compressed(config))
-    types = _layer_types(config)
-    types = types[: max(0, len(types) - config.int_of("num_kv_shared_layers", 0))]  # the last ones read the KV of earlier ones
-    if not types:
-        raise BadArgument(f"size(): num_kv_shared_layers of {config.name} leaves no layer that stores anything.")
-    return tuple(_kind(config, kind, types.count(kind)) for kind in dict.fromkeys(types))
+        return tuple(_compressed(config)), ()
+    kept = layers(config)
+    same = Counter(replace(layer, also="") for layer in kept if layer.type)
+    return tuple(_kind(config, layer, count) for layer, count in same.items()), notes(config, kept)
 
 
-def _refuse_what_is_no_kv_cache(config: ConfigFields) -> None:
-    recurrent = next((field for field in _RECURRENT if config.get(field)), None)
-    if recurrent is not None:
-        raise config.unsupported(f"has recurrent layers ({recurrent}), whose state is no KV cache")
-    if config.get("is_encoder_decoder"):
-        raise config.unsupported("is an encoder and a decoder, and caches cross attention too")
-    if "global_head_dim" in config:
-        raise config.unsupported("has layers of different head_dim (global_head_dim)")
-
-
-def _kind(config: ConfigFields, layer_type: str, count: int) -> LayerKind:
-    if "kv_lora_rank" in config and layer_type in (*_FULL, *_INDEXED):
+def _kind(config: ConfigFields, layer: Layer, count: int) -> LayerKind:
+    if "kv_lora_rank" in config and layer.type in (*FULL, *INDEXED):
         rows = _latent_rows(config)
         return LayerKind("latent" if len(rows) == 1 else "latent + index", count, rows)
-    if "kv_lora_rank" in config or layer_type not in (*_FULL, "sliding_attention", "chunked_attention"):
-        raise config.unsupported(f"has layers of type {layer_type}{' beside latents' if 'kv_lora_rank' in config else ''}")
-    heads, dim = _kv_heads(config), _head_dim(config)
-    rows = (Row("K", heads, (dim,)), Row("V", heads, (config.int_of("v_head_dim", 0) or dim,)))
-    if layer_type == "sliding_attention":
-        return LayerKind("sliding", count, rows, window=config.int_of("sliding_window"))
-    if layer_type == "chunked_attention":
+    if "kv_lora_rank" in config or layer.type not in (*FULL, "sliding_attention", "chunked_attention"):
+        raise config.unsupported(f"has layers of type {layer.type}{' beside latents' if 'kv_lora_rank' in config else ''}")
+    rows = (Row("K", layer.kv_heads, (layer.k_dim,)), Row("V", layer.kv_heads, (layer.v_dim,)))
+    if layer.type == "sliding_attention":
+        window = layer.window or window_of(config) or config.int_of("sliding_window")
+        return LayerKind("sliding", count, rows, window=window)
+    if layer.type == "chunked_attention":
         return LayerKind("chunked", count, rows, window=config.int_of("attention_chunk_size"), is_chunked=True)
     return LayerKind("full", count, rows)
-
-
-def _kv_heads(config: ConfigFields) -> int:
-    # Falcon's older models and GPT-BigCode share one head, whatever their other fields say.
-    if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        return 1
-    return config.int_of("num_key_value_heads", 0) or config.int_of("num_attention_heads")
-
-
-def _head_dim(config: ConfigFields) -> int:
-    return config.int_of("head_dim", 0) or config.int_of("hidden_size") // config.int_of("num_attention_heads")
-
-
-def _layer_types(config: ConfigFields) -> list[str]:
-    """One type a layer, in the words of Transformers' `layer_types`."""
-    count = config.num_layers
-    if "layer_types" in config:
-        types = [str(t) for t in config.list_of("layer_types", count)]
-    elif config.model_type == "llama4_text":
-        types = _llama4_types(config, count)
-    else:
-        types = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in _windowed(config, count)]
-    # A window as long as the longest context hides nothing: such layers are full ones.
-    window, longest = config.int_of("sliding_window", 0), config.int_of("max_position_embeddings", 0)
-    if not window or 0 < longest <= window:
-        types = ["full_attention" if t == "sliding_attention" else t for t in types]
-    return types
-
-
-def _windowed(config: ConfigFields, count: int) -> list[bool]:
-    if "sliding_window" not in config or config.get("use_sliding_window") is False:
-        return [False] * count
-    if isinstance(config.get("sliding_window_pattern"), str):
-        raise config.unsupported("spells sliding_window_pattern in letters; add layer_types, one a layer")
-    pattern = config.int_of("sliding_window_pattern", _PATTERN.get(config.model_type, 0))
-    if pattern:
-        return [(i + 1) % pattern != 0 for i in range(count)]
-    if "use_sliding_window" in config and config.model_type != "qwen3_moe":  # Qwen: the upper layers
-        return [i >= config.int_of("max_window_layers", 28) for i in range(count)]
-    return [True] * count
-
-
-def _llama4_types(config: ConfigFields, count: int) -> list[str]:
-    """Layers with rotary embedding see their own chunk, the others everything."""
-    interval = config.int_of("no_rope_layer_interval", 4) or 4
-    has_rope = (
-        config.list_of("no_rope_layers", count) if config.get("no_rope_layers") else [(i + 1) % interval for i in range(count)]
-    )
-    chunked = "chunked_attention" if config.int_of("attention_chunk_size", 0) else "full_attention"
-    return [chunked if rotary else "full_attention" for rotary in has_rope]
 
 
 def _latent_rows(config: ConfigFields) -> tuple[Row, ...]:

@@ -16,7 +16,8 @@ from kvx.errors import BadArgument
 from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.config_fields import ConfigFields
 from kvx.spec.formats import FORMATS, Format, Granularity
-from kvx.spec.layer_kinds import RECORDS, LayerKind, Row, layer_kinds
+from kvx.spec.layer_kinds import RECORDS, LayerKind, Row, described, layer_kinds
+from kvx.spec.models import CHECKED_TYPES
 
 BLOCK_SIZE = 16  # unless told; compressed layers need a multiple of the tokens an entry stands for
 STATES = ("ring", "tight")
@@ -84,6 +85,9 @@ class Size:
     tp: int
     block_size: int
     groups: tuple[GroupSize, ...]
+    model_type: str = ""  # of its config
+    is_checked: bool = True  # whether the sizes of this model_type were compared with real caches
+    notes: tuple[str, ...] = ()  # what is not counted, and fields that are not understood
 
     @property
     def token_bytes(self) -> float:
@@ -172,7 +176,7 @@ def size(
     KV heads are shared out; where ranks outnumber heads, each head is on several. Latents are whole on each rank.
     """
     config = ConfigFields.load(model)
-    name, kinds = config.name, layer_kinds(config)
+    name, (kinds, notes) = config.name, described(config)
     _require("tp", tp, 1)
     _require("block_size", block_size, 0)
     if state not in STATES:
@@ -197,7 +201,7 @@ def size(
         advice = f" {name} takes {', '.join(size_formats(model))}, among others." if not _takes(kinds, format) else ""
         raise BadArgument(f"size(): {name} in {format}: {error}{advice}") from None
     index = _row_format(indexes[0], format, index_format) if indexes else ""
-    return Size(name, format, index, tp, block_size, groups)
+    return Size(name, format, index, tp, block_size, groups, config.model_type, config.model_type in CHECKED_TYPES, notes)
 
 
 def size_formats(model: str | Path | Mapping[str, Any], *, every: bool = False) -> list[str]:

@@ -48,7 +48,35 @@ def test_without_a_terminal_lines_are_plain():
 def test_answers_that_fill_the_blocks_are_named():
     out = run("--raw", "--prompt", "One, two, three,", "--blocks", "1", "--device", "cpu", "--ignore-eos")
     assert "1 answer on 1 block of 16 tokens" in out
+    assert "--max-tokens 48 does not fit: the context is 16 tokens (1 blocks of 16), and the longest prompt leaves " in out
+    assert "Answers end there (length: the cache is full); --blocks 4 gives more." in out
     assert "1 of the answers ended before --max-tokens 48" in out
+
+
+@smollm.needs_weights
+def test_more_tokens_than_the_cache_holds_are_named_in_json():
+    out = json.loads(run("--raw", "--prompt", "One, two,", "--blocks", "1", "--device", "cpu", "--ignore-eos", "--json"))
+    assert out["note"].startswith("--max-tokens 48 does not fit")
+    assert out["answers"][0]["finish"] == "length: the cache is full"
+
+
+def test_a_model_without_a_tokenizer_is_found_before_it_is_loaded(monkeypatch, capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("kvx.cli.generate.Engine.load", lambda *a, **k: pytest.fail("the model was loaded"))
+    assert "has no tokenizer" in refused(monkeypatch, capsys, "--model", str(tmp_path))
+
+
+def test_no_map_for_profilers_is_left_behind():
+    """oneDNN's kernels on Arm write perf-PID.map into the temporary folder unless told not to."""
+    code = (
+        "import os, pathlib, tempfile, torch\n"
+        "from kvx.runner.gemm import gemm, pack\n"
+        "gemm(torch.randn(8, 64), pack(torch.randn(64, 64)))\n"
+        "torch.nn.functional.linear(torch.randn(8, 64).bfloat16(), torch.randn(64, 64).bfloat16())\n"
+        "print([p for d in {'/tmp', tempfile.gettempdir()} for p in pathlib.Path(d).glob(f'perf-{os.getpid()}.map')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[]\n", done.stderr
 
 
 @smollm.needs_weights

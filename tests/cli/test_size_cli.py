@@ -109,17 +109,46 @@ def test_plot_without_matplotlib_says_so(run, monkeypatch):
     assert "Llama" in run("Llama-3.1-8B")  # nothing else needs it
 
 
+def test_what_was_not_compared_is_said(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**MODELS["Llama-3.1-8B"], "model_type": "brand_new", "kv_share_group": 2}))
+    lines = run(str(tmp_path), "--format", "bf16").splitlines()
+    assert lines[3].startswith("  unchecked: model_type brand_new was not compared with a real cache")
+    assert lines[4].startswith("  not understood: kv_share_group")
+    out = json.loads(run(str(tmp_path), "--format", "bf16", "--json"))
+    assert (out["model_type"], out["is_checked"]) == ("brand_new", False)
+    assert out["notes"][0].startswith("not understood")
+    out = json.loads(run("Llama-3.1-8B", "--json"))
+    assert (out["model_type"], out["is_checked"], out["notes"]) == ("llama", True, [])
+    jamba = {**MODELS["Llama-3.1-8B"], "model_type": "jamba", "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16}
+    (tmp_path / "config.json").write_text(json.dumps(jamba))
+    assert "  not counted: 28 layers (28 mamba) keep a state of fixed size for each request" in run(str(tmp_path))
+
+
 def test_errors_are_one_sentence(run):
+    assert "80 GB? Write 80GB" in run("Llama-3.1-8B", "--memory", "80", code=2)
     assert run("Lama-3.1-8B", code=2).startswith('BadArgument: size(): "Lama-3.1-8B" is neither a file or folder here nor a known')
     assert "takes a number and B, KB" in run("Llama-3.1-8B", "--memory", "80XB", code=2)
     assert "shared_prefix is 9000 and context 8192" in run("Llama-3.1-8B", "--shared-prefix", "9000", code=2)
 
 
 def test_memory():
-    texts = {"80GB": 80 * 10**9, "74.5 GiB": 149 * 2**29, "1000": 1000, "1.5kb": 1500, "0.1TB": 10**11, "64MiB": 2**26}
+    texts = {
+        "80GB": 80 * 10**9,
+        "74.5 GiB": 149 * 2**29,
+        "1000B": 1000,
+        "80000000000": 80 * 10**9,
+        "1.5kb": 1500,
+        "2.5GB": 25 * 10**8,
+        "80 GiB": 80 * 2**30,
+        "0.1TB": 10**11,
+        "64MiB": 2**26,
+    }
     assert {text: parse_bytes(text) for text in texts} == texts
     for text in ("", "GB", "-1GB", "1e9", "1GBit"):
         with pytest.raises(BadArgument, match="like 80GB"):
+            parse_bytes(text)
+    for text in ("80", "1", "40.5", "999999"):
+        with pytest.raises(BadArgument, match=rf'memory is "{text}", a number without a unit. {text} GB\? Write {text}GB'):
             parse_bytes(text)
 
 

@@ -296,7 +296,11 @@ ERRORS = {
     "unknown name": (("Llama-3.1-9B",), {}, r"Near it: Llama-3.1-8B"),
     "no file": (("x/config.json",), {}, r"x/config.json does not exist"),
     "not a model": ((7,), {}, r"model is 7; it takes"),
-    "no layers": (({"model_type": "llama"},), {}, r"the config of llama has no num_hidden_layers \(nor n_layer, n_layers\)"),
+    "no layers": (
+        ({"model_type": "llama"},),
+        {},
+        r"the config of llama has no num_hidden_layers \(nor n_layer, n_layers, num_layers\)",
+    ),
     "no heads": (({"model_type": "llama", "num_hidden_layers": 2},), {}, r"has no num_attention_heads"),
     "no hidden": (({"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2},), {}, r"has no hidden_size"),
     "no rope": (({"model_type": "deepseek_v3", "num_hidden_layers": 2, "kv_lora_rank": 512},), {}, r"has no qk_rope_head_dim"),
@@ -330,12 +334,12 @@ def test_errors_say_what_is_wrong(case):
 
 
 UNSUPPORTED = {
-    "jamba": ({"attn_layer_period": 8}, r"jamba.* has recurrent layers \(attn_layer_period\), whose state is no KV cache"),
+    "zamba": ({"attn_layer_period": 6}, r"zamba.* has recurrent layers \(attn_layer_period\) and does not say which"),
     "bamba": ({"mamba_d_state": 128}, r"recurrent layers"),
-    "qwen3_next": ({"layer_types": ["linear_attention"] * 24 + ["full_attention"] * 8}, r"has layers of type linear_attention"),
+    "qwen3_next": ({"layer_types": ["linear_attention"] * 32}, r"has no layer with K and V of its tokens \(32 linear_attention\)"),
+    "unlimited_ocr": ({"layer_types": ["reference_sliding_attention"] * 32}, r"has layers of type reference_sliding_attention"),
     "kimi_linear": ({"linear_attn_config": {"head_dim": 128}}, r"recurrent layers"),
     "t5": ({"is_encoder_decoder": True}, r"cross attention"),
-    "gemma4_text": ({"global_head_dim": 512}, r"global_head_dim"),
     "exaone4": ({"sliding_window": 4096, "sliding_window_pattern": "LLLG"}, r"in letters"),
     "deepseek_v4": ({"compress_ratios": [2] * 32, "sliding_window": 128}, r"compresses 2 tokens into one"),
 }
