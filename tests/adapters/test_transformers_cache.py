@@ -577,9 +577,7 @@ def test_another_batch_size():
 def test_layers_that_do_not_attend():
     config = transformers.LlamaConfig(**SIZES)
     config.layer_types = ["full_attention", "linear_attention", "full_attention"]
-    with pytest.raises(
-        Unsupported, match=r"LlamaConfig, layers 1 are 'linear_attention', which keeps a recurrent"
-    ):
+    with pytest.raises(Unsupported, match=r"LlamaConfig, layers 1 are 'linear_attention', which keeps a recurrent"):
         KvxCache(config)
 
 

@@ -7,19 +7,18 @@ gets K and V gathered, as from any other cache, or with attn_implementation="kvx
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
 from kvx.adapters.transformers.batch_blocks import BatchBlocks
-from kvx.adapters.transformers.caller import calling_module, check_geometry
+from kvx.adapters.transformers.caller import TWO_CACHES, Caller
 from kvx.adapters.transformers.kinds import windows
 from kvx.adapters.transformers.layer import KvxLayer
 from kvx.adapters.transformers.states import PagedStates, uncompiled
@@ -27,10 +26,6 @@ from kvx.errors import BadArgument, Unsupported
 from kvx.spec.formats import Format, Granularity
 
 NAME = "kvx"  # of the attention implementation
-_TWO_CACHES = (
-    "An encoder-decoder model keeps two caches, of the decoder's own tokens and of the encoder's: give it "
-    "EncoderDecoderCache(KvxCache(model.config), DynamicCache(config=model.config)), which are transformers'."
-)
 
 
 class KvxCache(Cache):
@@ -54,13 +49,12 @@ class KvxCache(Cache):
             self.config = config.get_text_config(decoder=True)
         except ValueError as error:  # several, of which it does not know the decoder's
             raise BadArgument(f"KvxCache(): {error} Give the decoder's own config.") from error
-        self._runs_by = self.config  # the model's own object, once one has called: it says how the model attends
         self._has_encoder = bool(getattr(config, "is_encoder_decoder", False))
         found = windows(self.config)
         kinds = {w: BatchBlocks(block_size=block_size, window=w, reserve=reserve) for w in dict.fromkeys(found)}
         self._kinds = list(kinds.values())
         self._pads: NDArray[np.int64] | None = None  # padding of each sequence; None: nothing is stored yet
-        self._caller: tuple[int, weakref.ref[nn.Module]] | None = None  # layer and module that a forward began with
+        self._caller = Caller(self.config)
         self._last_layer = -1  # that was updated
         super().__init__(layers=[KvxLayer(i, kinds[w], format) for i, w in enumerate(found)])
 
@@ -81,38 +75,19 @@ class KvxCache(Cache):
             )
         layer = self.layers[layer_idx]
         if layer_idx <= self._last_layer or self._last_layer < 0:  # a forward begins
-            self._check_caller(layer_idx, calling_module(3))
+            is_twice = layer_idx == self._last_layer and len(self.layers) > 1  # no other layer in between
+            self._caller.check(layer_idx, layer.length, is_twice=is_twice)
         self._check_steps(layer)
         layer.check(key_states, value_states)
         self._last_layer = layer_idx
         self.settle(layer)
-        is_direct = getattr(self._runs_by, "_attn_implementation", None) == NAME
+        is_direct = getattr(self._caller.runs_by, "_attn_implementation", None) == NAME
         layer.first_visible = layer.first_column(layer.length)
         layer.length += key_states.shape[2]
         layer.waiting = key_states, value_states
         if not (is_direct and self._pads is None):
             self.settle(layer)
         return PagedStates.pair(self, layer, key_states, value_states) if is_direct else layer.read()
-
-    def _check_caller(self, layer_idx: int, module: nn.Module | None) -> None:
-        """Refuse a forward of another model than the one whose tokens are here."""
-        first, made_by = self._caller or (layer_idx, None)
-        maker = None if made_by is None else made_by()
-        if module is None or module is maker or first != layer_idx:
-            return
-        if made_by is not None and self.get_seq_length(layer_idx):  # maker is None where that model is gone
-            is_twice = layer_idx == self._last_layer and len(self.layers) > 1  # without another layer in between
-            if is_twice or getattr(module, "config", None) is getattr(maker, "config", self):
-                raise Unsupported(
-                    f"KvxCache.update(): layer {layer_idx} gets K and V of two modules of one model, a {type(maker).__name__} and "
-                    f"a {type(module).__name__}. {_TWO_CACHES}"
-                )
-            raise BadArgument(
-                f"KvxCache.update(): the cache has {self.get_seq_length(layer_idx)} tokens of another model, and now a "
-                f"{type(module).__name__} calls. reset() it first, or make a KvxCache for each model."
-            )
-        self._runs_by = check_geometry(module, self.config)
-        self._caller = layer_idx, weakref.ref(module)
 
     def _check_steps(self, layer: KvxLayer) -> None:
         """Refuse a layer that is ahead of the last: the forward before did not reach that, so some layers alone have its tokens."""
@@ -132,7 +107,7 @@ class KvxCache(Cache):
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         if self._has_encoder:
-            raise Unsupported(f"generate(): past_key_values is a KvxCache of an encoder-decoder model. {_TWO_CACHES}")
+            raise Unsupported(f"generate(): past_key_values is a KvxCache of an encoder-decoder model. {TWO_CACHES}")
         self._is_given = value
 
     def settle(self, layer: KvxLayer, pads: NDArray[np.int64] | None = None) -> None:
@@ -201,7 +176,7 @@ class KvxCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KvxCache:
         """A cache that goes its own way, for the same model: what is frozen or the model's is shared."""
-        memo.update((id(config), config) for config in (self.config, self._runs_by))
+        memo.update((id(config), config) for config in (self.config, self._caller.runs_by))
         memo.update((id(layer.spec), layer.spec) for layer in self.layers if layer.is_initialized)
         made = memo[id(self)] = object.__new__(type(self))
         made.__dict__.update(copy.deepcopy(vars(self), memo))
@@ -211,9 +186,9 @@ class KvxCache(Cache):
         raise BadArgument("copy.copy(): two KvxCaches would write into the same blocks. Use copy.deepcopy(cache).")
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle: everything but which module filled it, which is this process's."""
+        """For pickle."""
         self._settle_all()
-        return {**vars(self), "_caller": None}
+        return vars(self)
 
     # ---- sequences
 
@@ -248,7 +223,8 @@ class KvxCache(Cache):
             blocks.clear()
         for layer in self.layers:
             layer.length, layer.first_visible, layer.waiting = 0, 0, None
-        self._pads, self._caller, self._last_layer = None, None, -1
+        self._pads, self._last_layer = None, -1
+        self._caller.forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: sequence i goes on as what sequence beam_idx[i] was. Blocks are shared until a beam writes."""
