@@ -188,7 +188,7 @@ class KvxCache(Cache):
     def __getstate__(self) -> dict[str, Any]:
         """For pickle."""
         self._settle_all()
-        return vars(self)
+        return {**vars(self)}
 
     # ---- sequences
 

@@ -16,7 +16,7 @@ from kvx.errors import BadArgument, Unsupported
 
 TWO_CACHES = (
     "An encoder-decoder model keeps two caches, of the decoder's own tokens and of the encoder's: give it "
-    "EncoderDecoderCache(KvxCache(model.config), DynamicCache(config=model.config)), which are transformers'."
+    "transformers' EncoderDecoderCache(KvxCache(model.config), DynamicCache())."
 )
 # What decides the K and V of a layer and what of them a query sees, in transformers' names.
 _GEOMETRY = (

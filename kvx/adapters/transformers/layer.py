@@ -49,7 +49,7 @@ class KvxLayer(CacheLayerMixin):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         spec = state.pop("spec")
-        vars(self).update(state)
+        self.__dict__.update(state)
         if spec is not None:
             self.spec = CacheSpec(**spec)
 

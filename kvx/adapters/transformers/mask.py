@@ -85,7 +85,7 @@ class MaskStates(Tensor):
                 "attention 'kvx': the model adds the mask to its scores, so it attends by itself and not through transformers' "
                 "AttentionInterface. Use attn_implementation='eager'; a KvxCache serves that too."
             )
-        if isinstance(args[0], MaskStates) and (same := _same(func, args[0], args[1:], kwargs)) is not None:
+        if isinstance(args[0], MaskStates) and (same := _same(func, args[0], list(args[1:]), kwargs)) is not None:
             return same
         args, kwargs = tree_map_only(MaskStates, MaskStates.read, (args, kwargs))
         return func(*args, **kwargs)
@@ -94,11 +94,11 @@ class MaskStates(Tensor):
         return f"MaskStates({list(self.shape)}, {self.causal or 'in full'})"
 
 
-def _same(func: Any, mask: MaskStates, args: Any, kwargs: Any) -> MaskStates | None:
+def _same(func: Any, mask: MaskStates, args: list[Any], kwargs: Any) -> MaskStates | None:
     """The mask still, where an op leaves it so: models cut masks to the columns there are, and move them to a layer's device."""
     shape, device = (mask.shape[0], mask.shape[2], mask.shape[3]), mask.device
     if func is _aten.slice.Tensor:
-        dim, start, end, step = (*args, *(0, None, None, 1)[len(args) :])
+        dim, start, end, step = args + [0, None, None, 1][len(args) :]
         if (start or 0) != 0 or step != 1 or (end is not None and end < mask.shape[dim]):
             return None
     elif func is _aten._to_copy.default:

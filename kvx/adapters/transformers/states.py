@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from kvx.adapters.transformers.layer import KvxLayer
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
