@@ -14,7 +14,7 @@ GPU_BUILD ?= build/gpu
 # cmake and ninja come from the environment, so that the machine needs neither.
 CMAKE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake
 
-.PHONY: demo test build lint unit clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu
+.PHONY: demo test build lint unit sweep clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu
 
 demo: build
 	$(PY) -m kvx generate
@@ -40,6 +40,10 @@ lint:
 
 unit:
 	$(PY) -m pytest -n 2
+
+# Every architecture of transformers on a KvxCache; the table of docs/transformers.md. Twenty minutes.
+sweep: build
+	$(PY) -m tests.adapters.architectures --write docs/transformers.md
 
 ENGINES := .venv-engines
 ENGINES_PIP = $(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check

@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56", reason="th
 from kvx import BadArgument, KvxError, Unsupported  # noqa: E402
 from kvx.adapters.transformers import KvxCache, attend, read_latents  # noqa: E402
 from kvx.adapters.transformers.attention import attend_dense  # noqa: E402
-from kvx.adapters.transformers.mask import CausalMask, left_padding, make_mask  # noqa: E402
+from kvx.adapters.transformers.mask import CausalMask, MaskStates, left_padding, make_mask  # noqa: E402
 
 VOCAB = 131
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -335,7 +335,7 @@ def test_random_operations(seed):
                 got = cache.update(*new, i)
                 for a, b in zip(got, layer, strict=True) if not is_direct else ():
                     torch.testing.assert_close(a, b[:, :, -a.shape[2] :], rtol=0, atol=0)
-                out, _ = attend(torch.nn.Identity(), q, *got, torch.tensor([window * i, columns + n, *pads.tolist()]))
+                out, _ = attend(torch.nn.Identity(), q, *got, MaskStates.make((batch, n, columns + n), q.device, mask))
                 want = attend_dense(q, *layer, mask.dense(n, columns + n, q.device), 0.25, False, None, None).transpose(1, 2)
                 seen = torch.arange(columns, columns + n) >= pads[:, None]  # what padding sees is nobody's business
                 torch.testing.assert_close(out[seen], want[seen], rtol=1e-4, atol=1e-5)
@@ -490,6 +490,7 @@ def test_handles_are_gathered_by_any_op():
     assert "layer 0" in repr(key)
     assert torch.equal(key + 0, k)
     assert torch.equal(value.transpose(1, 2).contiguous(), v.transpose(1, 2))
+    cache.update(k, v, 1), cache.update(k, v, 2)
     key, _ = cache.update(k[:, :, :1], v[:, :, :1], 0)
     assert torch.equal(key.clone(), torch.cat((k, k[:, :, :1]), 2))
     assert torch.equal(cache.layers[0].keys, torch.cat((k, k[:, :, :1]), 2))
@@ -511,9 +512,11 @@ def test_masks_are_few_numbers_or_whole():
     else:
         queries = {"cache_position": torch.arange(5, 8)}
     made = make_mask(batch_size=2, kv_length=8, mask_function=masking_utils.sliding_window_causal_mask_function(6), **queries)
-    assert made.tolist() == [6, 8, 0, 0]
+    assert made.causal == CausalMask(6, 8, None)
     chunked = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64))
-    assert make_mask(batch_size=2, kv_length=8, mask_function=chunked, **queries).shape == (2, 1, 3, 8)
+    made = make_mask(batch_size=2, kv_length=8, mask_function=chunked, **queries)
+    assert made.causal is None
+    assert made.shape == (2, 1, 3, 8)
 
 
 # ---- what is refused
@@ -560,7 +563,7 @@ def test_crop_behind_a_window():
 def test_a_mask_that_forgets_the_padding():
     cache = cache_of("Llama")
     generate("Llama", "kvx", prompts((9, 5)), cache, max_new_tokens=2)
-    with pytest.raises(BadArgument, match=r"padding; the first one had \[0 4\], which were not stored"):
+    with torch.no_grad(), pytest.raises(BadArgument, match=r"padding; the first one had \[0 4\], which were not stored"):
         model("Llama")(torch.ones(2, 1, dtype=torch.int64), past_key_values=cache)
 
 
@@ -574,7 +577,7 @@ def test_another_batch_size():
 def test_layers_that_do_not_attend():
     config = transformers.LlamaConfig(**SIZES)
     config.layer_types = ["full_attention", "linear_attention", "full_attention"]
-    with pytest.raises(Unsupported, match="layer 1 is 'linear_attention'"):
+    with pytest.raises(Unsupported, match=r"LlamaConfig, layers 1 are 'linear_attention', which keeps a recurrent"):
         KvxCache(config)
 
 

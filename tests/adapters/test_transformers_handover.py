@@ -452,3 +452,21 @@ def test_a_real_model_says_the_same(a, b):
     there = StaticCache(config=made.config, max_cache_len=256) if b == "static" else empty(b, made.config, block_size=32)
     there = import_cache(handover, there, model="SmolLM2-135M-Instruct", tokens=ids)
     assert go_on(made, ids, there, 64) == real_alone()
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason=f"transformers {transformers.__version__} has no Gemma 4")
+def test_layers_that_differ_in_their_heads():
+    """Gemma 4: layers that attend to all tokens have larger heads than those of a window, and the config has no one size."""
+    config = transformers.Gemma4TextConfig(
+        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, global_head_dim=32, hidden_size=64, vocab_size=100, num_kv_shared_layers=0,
+    )  # fmt: skip
+    cache = transformers.DynamicCache(config=config)
+    planes = [torch.randn(2, 1, 2, 7, dim) for dim in (16, 32)]
+    for i, (k, v) in enumerate(planes):
+        cache.update(k, v, i)
+    handover = export_cache(cache, range(7), model=config)
+    back = import_cache(handover, KvxCache(config, block_size=4))
+    for layer, (k, v) in zip(back.layers, planes, strict=True):
+        assert torch.equal(layer.keys, k)
+        assert torch.equal(layer.values, v)

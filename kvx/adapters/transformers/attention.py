@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from kvx.adapters.transformers.latents import MANY_QUERIES, attend_latents, latents_of
 from kvx.adapters.transformers.layer import KvxLayer
-from kvx.adapters.transformers.mask import CausalMask, read_mask
-from kvx.adapters.transformers.states import PagedStates
+from kvx.adapters.transformers.mask import CausalMask, MaskStates, read_mask
+from kvx.adapters.transformers.states import PagedStates, uncompiled
 from kvx.errors import BadArgument, Unsupported
 from kvx.ops.attention import attention_decode, attention_varlen
 
 
+@uncompiled
 def attend(
     module: nn.Module,
     query: Tensor,  # [batch, heads, queries, dim]
@@ -37,15 +38,26 @@ def attend(
         raise Unsupported("attention 'kvx': the model adds a position bias to its scores. Use attn_implementation='sdpa'.")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # make_mask's masks are causal, whatever a model concludes from there being one (GPT-2 of 4.56: is_causal=False).
-    is_ours = attention_mask is not None and attention_mask.dim() == 1
+    is_ours = isinstance(attention_mask, MaskStates) and attention_mask.causal is not None
     causal = is_ours or bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     handle = key if isinstance(key, PagedStates) and isinstance(value, PagedStates) and key.layer is value.layer else None
     window = sliding_window or (0 if handle is None else handle.layer.window)
     mask = read_mask(attention_mask, window, query.shape[0])
-    sinks = None if s_aux is None else s_aux.detach().to(torch.float32)
+    sinks = None if s_aux is None else s_aux.to(torch.float32)
     window = mask.window if mask else 0
     options = {"scale": scale, "causal": causal, "window": window, "soft_cap": softcap or 0.0, "sinks": sinks}
-    if handle is not None and mask is not None and _has_pads(handle, mask, query.shape[0]):
+    if handle is not None and torch.is_grad_enabled() and (query.requires_grad or (sinks is not None and sinks.requires_grad)):
+        raise Unsupported(
+            "attention 'kvx': queries or sinks require gradients, and attention over blocks has none. Run the model under "
+            "torch.no_grad() or torch.inference_mode(); train with use_cache=False or a DynamicCache."
+        )
+    if handle is not None and handle.layer.window and mask is not None and not 0 < mask.window <= handle.layer.window:
+        # The cache keeps a window that the mask does not have (Moshi): queries see what is kept, from the first one's window on.
+        options["window"] = handle.layer.window if query.shape[2] == 1 else 0
+        is_kept = query.shape[2] == 1 or not handle.layer.first_visible
+    else:
+        is_kept = True
+    if handle is not None and mask is not None and _has_pads(handle, mask, query.shape[0]) and is_kept:
         if latents := latents_of(module):
             if query.shape[2] <= MANY_QUERIES:
                 return attend_latents(latents, query, handle.layer, options), None
@@ -55,6 +67,11 @@ def attend(
         key, value = latents.expand(key, value)
 
     dense = attention_mask if mask is None else None
+    if isinstance(dense, MaskStates):
+        dense = dense.read()
+    elif dense is not None and dense.dim() == 2 and not dense.is_floating_point():  # holes in the padding, [batch, columns]
+        seen = CausalMask(window, -1, None).dense(query.shape[2], key.shape[2], query.device, causal=causal)
+        dense = seen & dense.to(torch.bool)[:, None, None, -key.shape[2] :]
     if mask is not None and (mask.pads is not None or (causal and (mask.window or 1 < query.shape[2] != key.shape[2]))):
         dense = mask.dense(query.shape[2], key.shape[2], query.device, causal=causal)
     is_square = dense is None and causal and query.shape[2] > 1

@@ -18,14 +18,14 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
 from kvx.adapters.transformers.batch_blocks import BatchBlocks
+from kvx.adapters.transformers.caller import TWO_CACHES, Caller
+from kvx.adapters.transformers.kinds import windows
 from kvx.adapters.transformers.layer import KvxLayer
-from kvx.adapters.transformers.states import PagedStates
+from kvx.adapters.transformers.states import PagedStates, uncompiled
 from kvx.errors import BadArgument, Unsupported
 from kvx.spec.formats import Format, Granularity
 
 NAME = "kvx"  # of the attention implementation
-_FULL = ("full_attention",)
-_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # -> the config's field
 
 
 class KvxCache(Cache):
@@ -45,15 +45,22 @@ class KvxCache(Cache):
             _check_format(Format.named(format))
         if block_size < 1 or reserve < 0:
             raise BadArgument(f"KvxCache(): block_size is {block_size} and reserve {reserve}; they are 1 or more, and 0 or more.")
-        self.config = config.get_text_config(decoder=True)
-        windows = _windows(self.config)
-        kinds = {w: BatchBlocks(block_size=block_size, window=w, reserve=reserve) for w in dict.fromkeys(windows)}
+        try:
+            self.config = config.get_text_config(decoder=True)
+        except ValueError as error:  # several, of which it does not know the decoder's
+            raise BadArgument(f"KvxCache(): {error} Give the decoder's own config.") from error
+        self._has_encoder = bool(getattr(config, "is_encoder_decoder", False))
+        found = windows(self.config)
+        kinds = {w: BatchBlocks(block_size=block_size, window=w, reserve=reserve) for w in dict.fromkeys(found)}
         self._kinds = list(kinds.values())
         self._pads: NDArray[np.int64] | None = None  # padding of each sequence; None: nothing is stored yet
-        super().__init__(layers=[KvxLayer(i, kinds[w], format) for i, w in enumerate(windows)])
+        self._caller = Caller(self.config)
+        self._last_layer = -1  # that was updated
+        super().__init__(layers=[KvxLayer(i, kinds[w], format) for i, w in enumerate(found)])
 
     # ---- a step
 
+    @uncompiled
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new K and V of a layer; all of its K and V, gathered, or handles where the model attends through "kvx"."""
         if not 0 <= layer_idx < len(self.layers):
@@ -61,16 +68,47 @@ class KvxCache(Cache):
                 f"KvxCache.update(): layer {layer_idx}; the config it was made from has {len(self.layers)} layers with a cache. "
                 "A cache belongs to one model."
             )
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise Unsupported(
+                f"KvxCache.update(): K or V of layer {layer_idx} require gradients, and writing into blocks in place has none. "
+                "Run the model under torch.no_grad() or torch.inference_mode(); train with use_cache=False or a DynamicCache."
+            )
         layer = self.layers[layer_idx]
+        if layer_idx <= self._last_layer or self._last_layer < 0:  # a forward begins
+            is_twice = layer_idx == self._last_layer and len(self.layers) > 1  # no other layer in between
+            self._caller.check(layer_idx, layer.length, is_twice=is_twice)
+        self._check_steps(layer)
         layer.check(key_states, value_states)
+        self._last_layer = layer_idx
         self.settle(layer)
-        is_direct = getattr(self.config, "_attn_implementation", None) == NAME
+        is_direct = getattr(self._caller.runs_by, "_attn_implementation", None) == NAME
         layer.first_visible = layer.first_column(layer.length)
         layer.length += key_states.shape[2]
         layer.waiting = key_states, value_states
         if not (is_direct and self._pads is None):
             self.settle(layer)
         return PagedStates.pair(self, layer, key_states, value_states) if is_direct else layer.read()
+
+    def _check_steps(self, layer: KvxLayer) -> None:
+        """Refuse a layer that is ahead of the last: the forward before did not reach that, so some layers alone have its tokens."""
+        behind = self.layers[-1 if layer.index < len(self.layers) - 1 else 0]
+        if layer.length > behind.length:
+            back = f"crop({behind.length}) goes back to before it, reset() to the beginning." if behind.length else "reset() it."
+            raise BadArgument(
+                f"KvxCache.update(): layer {layer.index} has {layer.length} tokens, layer {behind.index} {behind.length}: the "
+                f"forward before this did not finish. {back}"
+            )
+
+    @property
+    def _is_user_defined(self) -> bool:
+        """generate() of transformers 5 sets it on the cache that it is given: the first moment to say that one is not enough."""
+        return bool(vars(self).get("_is_given", False))
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        if self._has_encoder:
+            raise Unsupported(f"generate(): past_key_values is a KvxCache of an encoder-decoder model. {TWO_CACHES}")
+        self._is_given = value
 
     def settle(self, layer: KvxLayer, pads: NDArray[np.int64] | None = None) -> None:
         """Write what waits in a layer. `pads` counts where nothing is stored yet: from then on it is fixed."""
@@ -138,11 +176,19 @@ class KvxCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KvxCache:
         """A cache that goes its own way, for the same model: what is frozen or the model's is shared."""
-        memo[id(self.config)] = self.config
+        memo.update((id(config), config) for config in (self.config, self._caller.runs_by))
         memo.update((id(layer.spec), layer.spec) for layer in self.layers if layer.is_initialized)
         made = memo[id(self)] = object.__new__(type(self))
         made.__dict__.update(copy.deepcopy(vars(self), memo))
         return made
+
+    def __copy__(self) -> KvxCache:
+        raise BadArgument("copy.copy(): two KvxCaches would write into the same blocks. Use copy.deepcopy(cache).")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle."""
+        self._settle_all()
+        return {**vars(self)}
 
     # ---- sequences
 
@@ -177,7 +223,8 @@ class KvxCache(Cache):
             blocks.clear()
         for layer in self.layers:
             layer.length, layer.first_visible, layer.waiting = 0, 0, None
-        self._pads = None
+        self._pads, self._last_layer = None, -1
+        self._caller.forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: sequence i goes on as what sequence beam_idx[i] was. Blocks are shared until a beam writes."""
@@ -222,20 +269,3 @@ def _check_format(format: Format) -> None:
             f"KvxCache(): format {format.name!r} has scales that must be measured first, and integers are nothing without. "
             "Use int8_per_token_head, or another whose scales are computed for each token."
         )
-
-
-def _windows(config: PretrainedConfig) -> list[int]:
-    """The window of each layer that has a cache, 0 for all tokens; as transformers' DynamicCache reads a config."""
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        kind = next((k for k, name in _WINDOWS.items() if getattr(config, name, None) is not None), _FULL[0])
-        types = [kind] * config.num_hidden_layers
-    shared = getattr(config, "num_kv_shared_layers", None) or 0  # the last layers may read K and V of earlier ones
-    windows = []
-    for i, kind in enumerate(types[: len(types) - shared]):
-        if kind not in _WINDOWS and kind not in _FULL:
-            raise Unsupported(
-                f"KvxCache(): layer {i} is {kind!r}; layers are {', '.join((*_FULL, *_WINDOWS))}. Use transformers' DynamicCache."
-            )
-        windows.append(int(getattr(config, _WINDOWS[kind])) if kind in _WINDOWS else 0)
-    return windows

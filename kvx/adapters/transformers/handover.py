@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 
 from kvx.adapters.layer_blocks import num_usable, places, require_layers
 from kvx.adapters.transformers.cache import KvxCache
+from kvx.adapters.transformers.caller import field
 from kvx.adapters.transformers.dense_layer import is_filled
 from kvx.adapters.transformers.handover_blocks import block_sources, fill_blocks
 from kvx.adapters.transformers.handover_dense import dense_sources, fill_dense, is_latent
@@ -141,7 +142,8 @@ def _require_geometry(handover: Handover, config: PretrainedConfig | None, cache
         if c is not None and part.spec.num_planes == 1:
             handover.require(p, num_kv_heads=1, head_dim=rank + getattr(c, "qk_rope_head_dim", 0))
         elif c is not None and not rank:  # with it, K and V were expanded, to what is not in every config
-            handover.require(p, num_kv_heads=_kv_heads(c), head_dim=_head_dim(c))
+            spec = part.spec
+            handover.require(p, num_kv_heads=_kv_heads(c, spec.num_kv_heads), head_dim=_head_dim(c, spec.head_dim))
     for index, (p, _) in places(handover).items():
         layer = cache.layers[index] if index < len(cache.layers) else None
         keys, values = (getattr(layer, name, None) for name in ("keys", "values"))
@@ -182,12 +184,24 @@ def _dtype(handover: Handover, config: PretrainedConfig | None) -> torch.dtype:
     return found
 
 
-def _kv_heads(c: Any) -> int:
-    return int(getattr(c, "num_key_value_heads", None) or c.num_attention_heads)
+def _kv_heads(c: Any, near: int = 0) -> int:
+    return _near(_each(c, "num_key_value_heads") or {int(c.num_attention_heads)}, near)
 
 
-def _head_dim(c: Any) -> int:
-    return int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
+def _head_dim(c: Any, near: int = 0) -> int:
+    return _near(_each(c, "head_dim") or {int(c.hidden_size) // int(c.num_attention_heads)}, near)
+
+
+def _each(c: Any, name: str) -> set[int]:
+    """Of the layers, which may differ in it (Gemma 4); none where the config does not say."""
+    one = field(c, name)
+    found = [one] if one is not None else [getattr(layer, name, None) for layer in getattr(c, "per_layer_config", ())]
+    return {int(x) for x in found if x}
+
+
+def _near(sizes: set[int], near: int) -> int:
+    """The one that is asked for, if a layer has it; else the largest."""
+    return near if near in sizes else max(sizes)
 
 
 def _ids(call: str, tokens: Tokens) -> NDArray[np.int64]:

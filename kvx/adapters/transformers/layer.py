@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,17 @@ class KvxLayer(CacheLayerMixin):
         self.is_sliding = self.window > 0
         self.waiting: tuple[Tensor, Tensor] | None = None  # K and V whose padding is not known yet
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: the spec's fields, without what ops keep on it."""
+        spec = {f.name: getattr(self.spec, f.name) for f in fields(self.spec) if f.init} if self.is_initialized else None
+        return {**vars(self), "spec": spec}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        spec = state.pop("spec")
+        self.__dict__.update(state)
+        if spec is not None:
+            self.spec = CacheSpec(**spec)
+
     # ---- what KvxCache and attention call
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
@@ -60,6 +71,11 @@ class KvxLayer(CacheLayerMixin):
 
     def check(self, key: Tensor, value: Tensor) -> None:
         """Refuse K and V of another model, type or batch."""
+        if key.is_meta or value.is_meta or key.dtype != value.dtype or key.device != value.device:
+            raise BadArgument(
+                f"KvxCache.update(): keys are {key.dtype} on {key.device}, values {value.dtype} on {value.device}; both are of "
+                "one type on one device that has memory."
+            )
         if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
             raise BadArgument(
                 f"KvxCache.update(): keys are {list(key.shape)}, values {list(value.shape)}; both are [batch, heads, tokens, dim]."
@@ -112,15 +128,22 @@ class KvxLayer(CacheLayerMixin):
         """K and V of the columns that get_mask_sizes tells of, [batch, heads, columns, dim]; padding is 0 or another's token."""
         count, column = self.length - self.first_visible, self.first_visible
         table, begins = self.blocks.table_from(column)
-        rows = int(table.block_table.shape[1]) * self.spec.block_size
-        k, v = gather(self.storage.cache, table, spec=self.spec, max_seq_len=rows, dtype=self.dtype, **self.storage.scales())
         first = column - self.blocks.pads - begins  # row of the first column; negative where that is padding
+        is_whole = not first.any()  # every sequence begins with its table
+        rows = count if is_whole else int(table.block_table.shape[1]) * self.spec.block_size
+        batch, heads = len(first), self.spec.num_kv_heads
+        # Contiguous as DynamicCache's are, because models view them: gather writes through the strides.
+        out = [torch.empty(batch, heads, rows, p.head_dim, dtype=self.dtype, device=self.device) for p in self.spec.planes]
+        into = out[0].transpose(1, 2), out[1].transpose(1, 2)
+        gather(self.storage.cache, table, spec=self.spec, max_seq_len=rows, out=into, **self.storage.scales())
+        k, v = out
+        if is_whole:
+            return k, v
         if (first == first[0]).all() and first[0] >= 0:
             at = int(first[0])
-            return k[:, at : at + count].transpose(1, 2), v[:, at : at + count].transpose(1, 2)
-        index = torch.from_numpy(np.clip(first[:, None] + np.arange(count), 0, rows - 1)).to(self.device)
-        batch = torch.arange(len(first), device=self.device)[:, None]
-        return k[batch, index].transpose(1, 2), v[batch, index].transpose(1, 2)
+            return k[:, :, at : at + count].contiguous(), v[:, :, at : at + count].contiguous()
+        index = torch.from_numpy(np.clip(first[:, None] + np.arange(count), 0, rows - 1)).to(self.device)[:, None, :, None]
+        return k.take_along_dim(index, 2), v.take_along_dim(index, 2)
 
     # ---- what transformers calls
 

@@ -1,8 +1,9 @@
 """Masks for attn_implementation="kvx": what is left of one is a window, a length and the padding of each sequence.
 
-transformers makes masks once a forward, by a function that each implementation may choose. For a causal mask, with or without a
-sliding window, over left-padded sequences, ours returns those few numbers instead of [batch, 1, queries, columns] booleans. Any
-other mask is made in full, and attention then gathers.
+transformers makes masks once a forward, by a function that each implementation may choose, or ahead of it: generate() does for
+caches of a fixed size, and some models do. Ours returns a MaskStates: it has the shape and type of sdpa's mask, and no memory. For
+a causal mask, with or without a sliding window, over left-padded sequences, it knows those few numbers, and attention over blocks
+takes them. Any other mask is made in full, and attention then gathers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
+
+from kvx.adapters.transformers.states import uncompiled
+from kvx.errors import Unsupported
+
+_aten = torch.ops.aten
+_SUMS = (_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.rsub.Scalar)
 
 
 @dataclass(frozen=True)
@@ -43,35 +51,106 @@ class CausalMask:
         return seen
 
 
+class MaskStates(Tensor):
+    """[batch, 1, queries, columns] booleans, as sdpa takes them. Any op that meets it gets the mask in full."""
+
+    causal: CausalMask | None  # None: more than that
+    full: Tensor | None  # once it was asked for
+
+    @staticmethod
+    def make(
+        shape: tuple[int, int, int], device: torch.device, causal: CausalMask | None, full: Tensor | None = None
+    ) -> MaskStates:
+        """Of (batch, queries, columns)."""
+        batch, queries, columns = shape
+        size = (batch, 1, queries, columns) if full is None else full.shape
+        made = Tensor._make_wrapper_subclass(MaskStates, size, dtype=torch.bool, device=device)
+        made.causal, made.full = causal, full
+        return made
+
+    def read(self) -> Tensor:
+        """The mask itself."""
+        if self.full is None:
+            assert self.causal is not None  # or it was made in full
+            self.full = self.causal.dense(self.shape[2], self.shape[3], self.device).expand(self.shape)
+        return self.full
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func in _SUMS and any(isinstance(x, Tensor) and x.is_floating_point() for x in args):
+            raise Unsupported(
+                "attention 'kvx': the model adds the mask to its scores, so it attends by itself and not through transformers' "
+                "AttentionInterface. Use attn_implementation='eager'; a KvxCache serves that too."
+            )
+        if isinstance(args[0], MaskStates) and (same := _same(func, args[0], list(args[1:]), kwargs)) is not None:
+            return same
+        args, kwargs = tree_map_only(MaskStates, MaskStates.read, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"MaskStates({list(self.shape)}, {self.causal or 'in full'})"
+
+
+def _same(func: Any, mask: MaskStates, args: list[Any], kwargs: Any) -> MaskStates | None:
+    """The mask still, where an op leaves it so: models cut masks to the columns there are, and move them to a layer's device."""
+    shape, device = (mask.shape[0], mask.shape[2], mask.shape[3]), mask.device
+    if func is _aten.slice.Tensor:
+        dim, start, end, step = args + [0, None, None, 1][len(args) :]
+        if (start or 0) != 0 or step != 1 or (end is not None and end < mask.shape[dim]):
+            return None
+    elif func is _aten._to_copy.default:
+        if kwargs.get("dtype") not in (None, torch.bool) or mask.causal is None:
+            return None
+        device = torch.device(kwargs.get("device") or device)
+    elif func not in (_aten.detach.default, _aten.alias.default):
+        return None
+    return MaskStates.make(shape, device, mask.causal, mask.full if device == mask.device else None)
+
+
+@uncompiled
 def make_mask(
     batch_size: int, kv_length: int, kv_offset: int = 0, mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None, **kwargs: Any,
-) -> Tensor | None:  # fmt: skip
-    """For AttentionMaskInterface. [2 + batch] int64 on the host: window, columns, padding of each sequence; or a mask in full."""
+) -> MaskStates:  # fmt: skip
+    """For AttentionMaskInterface."""
     window, columns = _window(mask_function), int(kv_length + kv_offset)
-    pads = None if window is None else left_padding(attention_mask, columns, batch_size)
+    num_queries, last = _queries(kwargs)
+    # A cache of a fixed size has columns that no token has yet: then the queries are not the last of them.
+    pads = left_padding(attention_mask, columns, batch_size) if window is not None and last == columns else None
+    device = torch.device(kwargs.get("device") or (torch.device("cpu") if attention_mask is None else attention_mask.device))
+    shape = batch_size, num_queries, int(kv_length)
     if window is None or pads is None:
         kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False
-        full = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-        return full(
+        full = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
             batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
             attention_mask=attention_mask, **kwargs,
         )  # fmt: skip
-    # On the host, and few: layers read it without waiting for a device.
-    return torch.tensor([window, columns, *pads], dtype=torch.int64)
+        return MaskStates.make(shape, full.device, None, full)
+    return MaskStates.make(shape, device, CausalMask(window, columns, np.asarray(pads, np.int64) if any(pads) else None))
+
+
+def _queries(kwargs: dict[str, Any]) -> tuple[int, int]:
+    """How many there are, and the columns up to the last of them. transformers 4 gives their positions."""
+    positions = kwargs.get("cache_position")
+    if positions is not None:
+        return positions.shape[0], int(positions[-1]) + 1
+    return int(kwargs["q_length"]), int(kwargs["q_length"]) + int(kwargs.get("q_offset", 0))
 
 
 def read_mask(mask: Tensor | None, window: int, batch_size: int) -> CausalMask | None:
     """What a layer's mask says; None where it is more than causal. `window` is the layer's own, for models that make no masks."""
     if mask is None:
         return CausalMask(window, -1, None)
-    if mask.dim() == 2:  # padding as the tokenizer made it
-        pads = left_padding(mask.to(torch.bool), mask.shape[1], batch_size)
+    if isinstance(mask, MaskStates):
+        return mask.causal
+    if mask.dim() == 2 and not mask.is_floating_point():  # padding as the tokenizer made it
+        seen = mask.to(torch.bool)
+        pads = left_padding(seen, mask.shape[1], batch_size)
         return None if pads is None else CausalMask(window, mask.shape[1], np.asarray(pads, np.int64))
-    if mask.dim() != 1:
-        return None
-    window, columns, *rest = mask.tolist()
-    return CausalMask(window, columns, np.asarray(rest, np.int64) if any(rest) else None)
+    return None
 
 
 def left_padding(mask: Tensor | None, columns: int, batch_size: int) -> list[int] | None:

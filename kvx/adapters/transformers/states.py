@@ -6,7 +6,9 @@ and reads the blocks. Any other op that meets it gets the gathered tensor, so co
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +17,21 @@ from torch.utils._pytree import tree_map_only
 if TYPE_CHECKING:
     from kvx.adapters.transformers.cache import KvxCache
     from kvx.adapters.transformers.layer import KvxLayer
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """As it is in a torch.compile'd model too: handles and blocks are Python's. The graph breaks here, not at each line inside."""
+    apart = torch.compiler.disable(function)  # 3 us a call, so only where there is a graph
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return apart(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+    return call
 
 
 class PagedStates(Tensor):
@@ -41,8 +58,7 @@ class PagedStates(Tensor):
         """The tensor itself."""
         if not self.gathered:
             self.cache.settle(self.layer)
-            # With the strides that the handle has told of: ops chose their way by them.
-            self.gathered.extend(x.contiguous() for x in self.layer.read())
+            self.gathered.extend(self.layer.read())  # contiguous, as the handle has told: ops chose their way by its strides
         return self.gathered[self.plane]
 
     # Ops are met in dispatch, whoever calls them.

@@ -1,0 +1,71 @@
+"""What a config says of each layer that has a cache: all tokens or a window of them; anything else is refused by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig, cache_utils
+
+from kvx.errors import BadArgument, Unsupported
+
+_FULL = "full_attention"
+_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # -> the config's field
+# What a layer of another kind keeps, in transformers' words for kinds. "mamba" and "attention" are those of older configs.
+_STATE = "keeps a recurrent or convolution state of each sequence instead of K and V of each token"
+_BESIDE = "keeps a recurrent or convolution state of each sequence beside K and V of each token"
+_ENTRIES = "keeps entries that each stand for several tokens beside its K and V"
+_KEEPS = {
+    **dict.fromkeys(("linear_attention", "conv", "mamba", "recurrent"), _STATE),
+    **dict.fromkeys(("hybrid", "hybrid_sliding"), _BESIDE),
+    **dict.fromkeys(("compressed_sparse_attention", "heavily_compressed_attention"), _ENTRIES),
+    **dict.fromkeys(("moe", "mlp"), "does not attend and keeps nothing"),
+    "cross_attention": "keeps K and V of an image instead of the text's tokens, as many as the image has",
+    "indexed_attention": "keeps keys of an indexer beside K and V, and chooses by them which tokens a query sees",
+    "minimax_m3_sparse": "keeps keys of an indexer beside K and V, and chooses by them which tokens a query sees",
+    "reference_sliding_attention": "keeps all tokens of the prompt and a window of those that follow",
+}
+
+
+def windows(config: PretrainedConfig) -> list[int]:
+    """The window of each layer that has a cache, 0 for all tokens; as transformers' DynamicCache reads a config."""
+    name = type(config).__name__
+    if not getattr(config, "num_attention_heads", None):
+        raise Unsupported(
+            f"KvxCache(): a {name} has no num_attention_heads: its model keeps a state instead of K and V, or is made of several "
+            "models with caches of their own. Leave past_key_values out: generate() makes the cache that the model takes."
+        )
+    found = _layers(config)
+    others = dict.fromkeys(kind for kind, _ in found if kind != _FULL and kind not in _WINDOWS)
+    if others:
+        where = "; ".join(
+            f"layers {', '.join(str(i) for i, (k, _) in enumerate(found) if k == kind)} are {kind!r}, which "
+            f"{_KEEPS.get(kind, 'KVX does not know')}"
+            for kind in others
+        )
+        raise Unsupported(
+            f"KvxCache(): of a {name}, {where}. A KvxCache holds K and V of {_FULL}, {' and '.join(_WINDOWS)} layers. Leave "
+            "past_key_values out: generate() makes the cache that the model takes."
+        )
+    for i, (kind, window) in enumerate(found):
+        if kind != _FULL and (not isinstance(window, int) or window < 1):
+            raise BadArgument(f"KvxCache(): layer {i} is {kind!r}, and the config's {_WINDOWS[kind]} is {window}; it is 1 or more.")
+    return [window if kind != _FULL else 0 for kind, window in found]
+
+
+def _layers(config: PretrainedConfig) -> list[tuple[str, Any]]:
+    """(kind, window) of each."""
+    crossing = getattr(config, "cross_attention_layers", None)  # Mllama's, among the others and in one cache with them
+    if crossing:
+        return [("cross_attention" if i in crossing else _FULL, 0) for i in range(config.num_hidden_layers)]
+    blocks = getattr(config, "layers_block_type", None)  # RecurrentGemma's, which has no layer_types
+    if getattr(config, "layer_types", None) is None and isinstance(blocks, (list, tuple)) and set(blocks) - {"attention"}:
+        return [(_FULL if kind == "attention" else kind, 0) for kind in blocks]
+    read = getattr(cache_utils, "get_layer_types_and_kwargs", None)
+    if read is not None:  # transformers 5, where layers may differ in their windows
+        return [(kind, options.get("sliding_window")) for kind, options in zip(*read(config), strict=True)]
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        kind = next((k for k, field in _WINDOWS.items() if getattr(config, field, None) is not None), _FULL)
+        types = [kind] * config.num_hidden_layers
+    shared = getattr(config, "num_kv_shared_layers", None) or 0  # the last layers may read K and V of earlier ones
+    return [(kind, getattr(config, _WINDOWS.get(kind, ""), None)) for kind in types[: len(types) - shared]]
