@@ -91,7 +91,7 @@ def load(path: str | Path, *, model: str = "") -> Handover:
                 f"{str(stated)[:200]}. It is cut short, changed, or another handover's."
             )
         try:
-            buffers.append(load_cache(name, expect=part.spec).buffers)
+            buffers.append(load_cache(name, expect=part.spec, verify=False).buffers)
         except KvxError:
             raise
         except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:

@@ -11,6 +11,8 @@ from kvx.spec.cache_spec import CacheSpec
 Rule = Callable[[CacheSpec], str | None]
 
 _LIMIT = 2**30  # of every axis but num_blocks; the C core holds them in 32 bits
+_MOST_BLOCKS = 2**60  # no address reaches farther; and no number grows past what Python prints
+_MOST_CHARACTERS = 4096  # of a name: a path and more
 
 
 def fields_are_ints(spec: CacheSpec) -> str | None:
@@ -18,7 +20,9 @@ def fields_are_ints(spec: CacheSpec) -> str | None:
     for name in (*sizes, "layer_start", "head_start", "block_bytes"):
         value = getattr(spec, name)
         if type(value) is not int:
-            return f"{name} is {value!r}; it is an int."
+            return f"{name} is {repr(value)[:200]}; it is an int."
+        if abs(value) > _MOST_BLOCKS:
+            return f"{name} is a number of {value.bit_length()} bits; addresses end at 2**60."
     return None
 
 
@@ -26,7 +30,13 @@ def names_are_strings(spec: CacheSpec) -> str | None:
     for name in ("layout", "format", "v_format", "model"):
         value = getattr(spec, name)
         if not isinstance(value, str):
-            return f"{name} is {value!r}; it is a string."
+            return f"{name} is {repr(value)[:200]}; it is a string."
+        if len(value) > _MOST_CHARACTERS:
+            return f"{name} has {len(value):,} characters; it has at most {_MOST_CHARACTERS:,}."
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return f"{name} is {value[:200]!r}, with half a character; it is text that UTF-8 can hold."
     return None
 
 
