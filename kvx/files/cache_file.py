@@ -1,8 +1,8 @@
 """Cache files: opened, checked and made.
 
 Buffers are mapped, not read, and a conversion walks them block by block, so that a cache may be larger than memory. A file is
-written under another name and takes its own when it is whole, so what stands under it is never half a cache. The digest of its content is
-kept with it, of all and of each part, under a seal with its spec: damage is found without a second file, and where.
+written under another name and takes its own when it is whole, so what stands under it is never half a cache. The digest of its
+content is kept with it, of all and of each part, under a seal with its spec: damage is found without a second file, and where.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,13 +20,14 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
-from kvx.files.header import entries, header_bytes, read_header, require_few
+from kvx.files.header import MANIFEST, entries, header_bytes, read_header, require_few
 from kvx.files.seal import PartDigests, SealCheck, part_ranges
 from kvx.layout.buffers import bytes_of
 from kvx.ops.convert import Buffers, flat
 from kvx.ops.digest import Digest
 from kvx.spec import CacheSpec
 
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE, which mmap names from Python 3.13 on
 _ALIGN = 4096  # tensors begin on pages, so that rows of any size are aligned
 
 
@@ -89,7 +91,7 @@ def load(path: str | Path, expect: CacheSpec | None = None, *, verify: bool = Tr
         with path.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             header = read_header(path, opened, size, lambda spec: len(part_ranges(spec)), expect)
-            mapped = mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_COPY)
+            mapped = _mapped(opened, size)
     except (OSError, ValueError) as error:
         if isinstance(error, BadArgument):
             raise
@@ -105,11 +107,25 @@ def load(path: str | Path, expect: CacheSpec | None = None, *, verify: bool = Tr
     return file
 
 
+def _mapped(file: BinaryIO, size: int) -> mmap.mmap:
+    """Whoever writes into it has a copy of that page; no memory is set aside for such copies, so it may be larger than memory."""
+    return mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def is_cache_file(path: str | Path) -> bool:
+    """Whether it says it is one of ours, damaged or not: by its first bytes."""
+    try:
+        with Path(path).open("rb") as file:
+            return MANIFEST.encode() in file.read(1 << 12)
+    except OSError:
+        return False
+
+
 @contextmanager
 def create(path: str | Path, spec: CacheSpec) -> Iterator[NewFile]:
     """A new file, its buffers mapped, to be filled. It appears under `path` when the block ends well, and not at all otherwise."""
     path = Path(path)
-    if path.is_dir():
+    if path.is_dir() or not path.name:
         raise BadArgument(f"{path} cannot be written: it is a folder. Name a file in it.")
     require_few(f"{path} cannot be written", spec)
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
@@ -133,7 +149,7 @@ def create(path: str | Path, spec: CacheSpec) -> Iterator[NewFile]:
             os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # it is not there: it has its name, or never was
             partial.unlink()
 
 

@@ -1,8 +1,8 @@
 """A cache file's header: which tensors lie where, whose cache they are, and the seal.
 
 safetensors' header is JSON, and JSON from outside may claim anything. So the metadata is read first, and is small; the spec in it
-says how many tensors there are and how large, which must be what the file has; only then are the tensors' entries read, one at a time.
-Memory and time are in proportion to the file, whatever it claims.
+says how many tensors there are and how large, which must be what the file has; only then are the tensors' entries read, one by
+one. Memory and time are in proportion to the file, whatever it claims.
 
     8 bytes  length of the JSON
     JSON     {"__metadata__": {"kvx_manifest": spec, "kvx_content_digest", "kvx_content_parts", "kvx_seal"}, "cache.00000": ...}

@@ -56,6 +56,72 @@ def test_inspect_spec(tmp_path):
     assert facts["scales"]["k"] == [4, 16, 2, 4]
 
 
+def invoke(*args: str) -> str:
+    """What the command refuses with, in this process."""
+    done = CliRunner().invoke(app, list(args))
+    assert done.exit_code != 0, done.output
+    assert done.exception is None or isinstance(done.exception, kvx.KvxError | SystemExit), repr(done.exception)
+    return " ".join(f"{done.output} {done.exception}".split())
+
+
+def test_inspect_counts_all_layers(tmp_path):
+    spec = kvx.CacheSpec(2, 16, 2, 64, num_layers=4, layout="layer kv | block token head dim", v_head_dim=32)
+    (tmp_path / "a.json").write_text(kvx.to_json(spec))
+    facts = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "a.json"), "--json"]).stdout)
+    assert facts["bytes_per_token"] == 4 * 2 * 2 * (64 + 32)
+    assert facts["bytes_per_token_and_layer"] == 2 * 2 * (64 + 32)
+    assert facts["bytes"] == facts["bytes_per_token"] * 32
+    assert facts["buffers"] == ["4 x 8,192 bytes", "4 x 4,096 bytes"]
+    (tmp_path / "a.json").write_text(kvx.to_json(kvx.CacheSpec(2, 16, 2, 64, num_layers=2**28, layout=spec.layout, v_head_dim=32)))
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path / "a.json"), "--json"])
+    assert "536,870,912 allocations" in done.stdout
+
+
+def test_inspect_of_a_cut_cache_file_says_so(tmp_path):
+    spec = kvx.CacheSpec(2, 16, 2, 64)
+    for name in ("a.kvx", "a.safetensors", "a.pt", "a"):
+        kvx.save(tmp_path / name, kvx.allocate_buffers(spec), spec)
+        data = (tmp_path / name).read_bytes()
+        for end in (len(data) - 1, 5000, 600):
+            (tmp_path / name).write_bytes(data[:end])
+            said = invoke("inspect", str(tmp_path / name))
+            assert "cut short" in said
+            assert "weights_only" not in said
+
+
+def test_inspect_of_tensors_it_cannot_describe(tmp_path):
+    torch.save({"a": torch.zeros(4, device="meta"), "b": torch.eye(3).to_sparse(), "c": torch.zeros(0)}, tmp_path / "a.pt")
+    assert "cannot be read" in invoke("inspect", str(tmp_path / "a.pt"))
+    torch.save({"a": print}, tmp_path / "b.pt")
+    said = invoke("inspect", str(tmp_path / "b.pt"))
+    assert "would run code when it is opened, and was not opened" in said
+    assert "weights_only" not in said
+    data = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(data[: len(data) // 2])
+    said = invoke("inspect", str(tmp_path / "a.pt"))
+    assert "cut short" in said
+    assert "weights_only" not in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is refused")
+@pytest.mark.parametrize("args", [("demo",), ("bench", "write"), ("bench", "tiers")], ids=" ".join)
+def test_a_device_that_is_not_there(args, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    assert "for --device: cuda: " in invoke(*args, "--device", "cuda")
+    assert "for --device: tpu: devices are cpu and cuda" in invoke(*args, "--device", "tpu")
+
+
+def test_bench_writes_nothing_it_was_not_told_to(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench.call_bench, "measure", lambda: {"bench": "call", "overhead_us": 1.5})
+    monkeypatch.setattr(bench.call_bench, "show", lambda result: "all")
+    done = CliRunner().invoke(app, ["bench", "call"])
+    assert done.exit_code == 0
+    assert "not saved; --out FOLDER saves the result there" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    assert "not saved as a result" in invoke("bench", "write", "--only", "x", "--out", str(tmp_path / "o"))
+
+
 def test_inspect_tensor_file(tmp_path):
     path = tmp_path / "cache.pt"
     torch.save({"k": torch.tensor([1.0, float("nan"), -3.0, 0.0])}, path)
