@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from kvx.cli import bench, convert, decode, demo, generate, inspect, layouts, prefill, size, verify
+from kvx.cli import bench, convert, decode, demo, doctor, generate, inspect, layouts, prefill, size, verify
 from kvx.errors import KvxError
 
 app = typer.Typer(
@@ -15,6 +15,7 @@ app = typer.Typer(
     help="One library for every KV cache: describe it, convert it, write it, see it.",
 )
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
 app.command("generate")(generate.generate)
 app.command("prefill")(prefill.prefill)
 app.command("decode")(decode.decode)
