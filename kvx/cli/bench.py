@@ -26,7 +26,7 @@ from kvx.bench import tiers as tiers_bench
 from kvx.bench import wires as wires_bench
 from kvx.bench import write as write_bench
 from kvx.cli.generate import QUESTIONS, SYSTEM, dtype_of
-from kvx.cli.options import check_device, check_folder, make_folder
+from kvx.cli.options import check_device, check_folder, check_positive, make_folder
 from kvx.errors import BadArgument
 from kvx.ops import backend as backends
 
@@ -198,6 +198,8 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Eight texts of a real model together, beside transformers' generate on the same weights."""
+    check_device(device)
+    check_positive("--repeats", repeats)
     cases = {"questions after one system prompt": (QUESTIONS, SYSTEM), "questions alone": (QUESTIONS, "")}
     options = {"cases": cases, "dtype": dtype_of(dtype, device), "device": device, "repeats": repeats}
     _measure(generate_bench, device, out, as_json, **options)

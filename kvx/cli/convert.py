@@ -20,7 +20,8 @@ from rich.progress import Progress
 import kvx
 from kvx import files
 from kvx.cli.shards import Shards, find_paths
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, LayoutError
+from kvx.layout.axes import Layout
 from kvx.layout.engines import ENGINES
 
 _STEP_BYTES = 256 << 20  # converted between two steps of the bar
@@ -30,6 +31,14 @@ _MOST_TABLE_BYTES = 64 << 20
 def layout_of(text: str) -> str:
     """A row's layout by its name, or the text itself."""
     return ENGINES[text].layout if text in ENGINES else text
+
+
+def _layout(option: str, text: str) -> str:
+    """layout_of, read: LayoutError that names the option."""
+    try:
+        return Layout.parse(layout_of(text)).text
+    except LayoutError as error:
+        raise LayoutError(f"{option}: {error}\n  `kvx layouts` lists names of layouts.") from None
 
 
 def convert(
@@ -66,7 +75,8 @@ def convert(
         shards.require_seals("kvx convert", "--no-verify takes it as it is, and gives OUT no seal.")
     else:
         typer.echo(f"--no-verify: {source} was not checked, and {target} gets no seal.", err=True)
-    if from_ and layout_of(from_) != shards.files[0].spec.layout:
+    wanted_layout = _layout("--to", to) if to else ""
+    if from_ and _layout("--from", from_) != shards.files[0].spec.layout:
         raise BadArgument(f"kvx convert: {source} has layout {shards.files[0].spec.layout!r}; --from says {layout_of(from_)!r}.")
     whole = shards.whole
     size = block_size or whole.block_size
@@ -74,7 +84,7 @@ def convert(
     _say_order(whole, size, rows, id_order)
     blocks = sum(-(-len(row) * whole.block_size // size) for row in rows) if rows is not None else -(-whole.num_slots // size)
     wanted = replace(
-        whole, layout=layout_of(to) if to else whole.layout, block_size=size, num_blocks=blocks,
+        whole, layout=wanted_layout or whole.layout, block_size=size, num_blocks=blocks,
         format=format or whole.format, v_format="" if format else whole.v_format,
     )  # fmt: skip
     targets = [wanted.shard(ranks[1], i) for i in range(ranks[1])]

@@ -103,6 +103,8 @@ def _buffers(spec: kvx.CacheSpec) -> list[str]:
 def tensor_facts(path: Path) -> list[dict[str, Any]]:
     """Tensors of a .pt, .npy or .safetensors file: shape, type, and what stands out in the values."""
     try:
+        if not path.stat().st_size:
+            raise BadArgument(f"inspect: {path} is empty. It takes {TAKES}.")
         return [_describe(name, t) for name, t in _tensors(path).items()]
     except BadArgument:
         raise
@@ -203,6 +205,8 @@ def inspect(
         facts = {**spec_facts(file.spec), "content digest": file.content or "not kept: it has no seal"}
         return _show(str(path), ("field", "value"), [(k, str(v)) for k, v in facts.items()], facts, as_json)
     rows_ = tensor_facts(path)
+    if not rows_:
+        raise BadArgument(f"inspect: there are no tensors in {path}. It takes {TAKES}.")
     columns = ("name", "shape", "stride", "dtype", "bytes", "nan", "inf", "amax", "zero_share")
     return _show(str(path), columns, [tuple(str(r.get(c, "")) for c in columns) for r in rows_], rows_, as_json)
 

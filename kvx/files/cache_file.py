@@ -127,6 +127,8 @@ def create(path: str | Path, spec: CacheSpec) -> Iterator[NewFile]:
     path = Path(path)
     if path.is_dir() or not path.name:
         raise BadArgument(f"{path} cannot be written: it is a folder. Name a file in it.")
+    if path.exists() and not path.is_file():  # a device or a pipe would be replaced by a file of that name
+        raise BadArgument(f"{path} cannot be written: it is no regular file. Name a file.")
     require_few(f"{path} cannot be written", spec)
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     nothing = str(Digest())

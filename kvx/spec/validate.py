@@ -11,7 +11,7 @@ from kvx.spec.cache_spec import CacheSpec
 Rule = Callable[[CacheSpec], str | None]
 
 _LIMIT = 2**30  # of every axis but num_blocks; the C core holds them in 32 bits
-_MOST_BLOCKS = 2**60  # no address reaches farther; and no number grows past what Python prints
+_MOST = 2**64  # of any number: rules after it multiply and print them
 _MOST_CHARACTERS = 4096  # of a name: a path and more
 
 
@@ -21,7 +21,7 @@ def fields_are_ints(spec: CacheSpec) -> str | None:
         value = getattr(spec, name)
         if type(value) is not int:
             return f"{name} is {repr(value)[:200]}; it is an int."
-        if abs(value) > _MOST_BLOCKS:
+        if abs(value) > _MOST:
             return f"{name} is a number of {value.bit_length()} bits; addresses end at 2**60."
     return None
 

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import kvx
+import kvx.cli.main
 from kvx.cli import bench
 from kvx.cli.main import app
 
@@ -109,6 +110,28 @@ def test_a_device_that_is_not_there(args, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     assert "for --device: cuda: " in invoke(*args, "--device", "cuda")
     assert "for --device: tpu: devices are cpu and cuda" in invoke(*args, "--device", "tpu")
+
+
+def test_what_a_person_guesses(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"kvx {kvx.__version__}\n"
+    (tmp_path / "empty").write_bytes(b"")
+    assert "empty is empty" in invoke("inspect", str(tmp_path / "empty"))
+    torch.save([1, 2], tmp_path / "l.pt")
+    assert "there are no tensors in" in invoke("inspect", str(tmp_path / "l.pt"))
+    assert "for --repeats: 0; it is more than 0" in invoke("bench", "generate", "--repeats", "0")
+    assert "for --device: tpu" in invoke("bench", "generate", "--device", "tpu")
+
+
+def test_an_error_of_the_disk_is_a_sentence(monkeypatch, capsys):
+    def broken() -> None:
+        raise OSError(5, "Input/output error", "/mnt/x")
+
+    monkeypatch.setattr(kvx.cli.main, "app", broken)
+    with pytest.raises(SystemExit) as ended:
+        kvx.cli.main.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "kvx: Input/output error (/mnt/x). `kvx doctor` says what this machine has.\n"
 
 
 def test_bench_writes_nothing_it_was_not_told_to(monkeypatch, tmp_path):

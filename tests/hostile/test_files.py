@@ -180,6 +180,8 @@ def test_layouts_that_are_none():
 def test_paths_that_are_no_files(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     refuse(lambda: kvx.load(tmp_path / "pipe"), "is no regular file")
+    refuse(lambda: kvx.save(tmp_path / "pipe", kvx.allocate_buffers(SPEC), SPEC), "no regular file")  # nor /dev/null replaced
+    assert (tmp_path / "pipe").is_fifo()
     refuse(lambda: kvx.load("a\0b"))
     refuse(lambda: kvx.load(None), "names no file")
     refuse(lambda: kvx.load(tmp_path), "is a folder")
