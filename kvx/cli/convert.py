@@ -74,7 +74,7 @@ def convert(
     if verify:
         shards.require_seals("kvx convert", "--no-verify takes it as it is, and gives OUT no seal.")
     else:
-        typer.echo(f"--no-verify: {source} was not checked, and {target} gets no seal.", err=True)
+        typer.echo(f"--no-verify: the content of {source} was not checked, and {target} gets no seal.", err=True)
     wanted_layout = _layout("--to", to) if to else ""
     if from_ and _layout("--from", from_) != shards.files[0].spec.layout:
         raise BadArgument(f"kvx convert: {source} has layout {shards.files[0].spec.layout!r}; --from says {layout_of(from_)!r}.")
@@ -110,8 +110,8 @@ def convert(
                     seq_lens=torch.tensor([tokens]),
                 )  # fmt: skip
                 if verify:
-                    for file in outputs:
-                        file.keep_digest(dst.start, dst.stop)
+                    for made in outputs:
+                        made.keep_digest(dst.start, dst.stop)
                 bar.advance(task, len(src))
         for check in checks:
             check.finish()

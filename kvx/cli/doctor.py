@@ -115,7 +115,7 @@ def _header_abi() -> str:
 def _cuda(missing: list[dict[str, str]]) -> dict[str, Any]:
     info = library.build_info()
     archs = info.cuda_archs if info and info.has_cuda else ""
-    gpus = []
+    gpus: list[dict[str, Any]] = []
     if torch.cuda.is_available():
         for n in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(n)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvx import files
 from kvx.errors import BadArgument, Incompatible
+from kvx.files import CacheFile, load, shard_paths
 from kvx.spec import CacheSpec
 
 _SAME = ("model", "num_blocks", "block_size", "head_dim", "format")
@@ -16,19 +16,19 @@ _SAME = ("model", "num_blocks", "block_size", "head_dim", "format")
 
 @dataclass(frozen=True)
 class Shards:
-    files: list[files.CacheFile]  # by rank; mapped, not checked yet
+    files: list[CacheFile]  # by rank; mapped, not checked yet
     whole: CacheSpec  # of the cache they are parts of. Its blocks are not padded: how much is said of allocations
 
     @staticmethod
     def open(call: str, paths: Sequence[Path]) -> Shards:
-        opened = [files.load(path, verify=False) for path in paths]
+        opened = [load(path, verify=False) for path in paths]
         first = opened[0]
         for other in opened[1:]:
             for name in (*_SAME, "v_head_dim", "v_format", "num_planes"):
                 a, b = _field(first.spec, name), _field(other.spec, name)
                 if a != b:
                     raise Incompatible(f"{call}: {other.path} has {name} {b!r}; {first.path} has {a!r}. They are not of one cache.")
-        held: dict[tuple[int, ...], files.CacheFile] = {}
+        held: dict[tuple[int, ...], CacheFile] = {}
         for file in opened:
             same = held.setdefault(_piece(file.spec), file)
             if same.content and file.content and same.content != file.content:
@@ -38,7 +38,7 @@ class Shards:
         return Shards(opened, _whole(call, first.spec, list(held)))
 
     @property
-    def parts(self) -> list[files.CacheFile]:
+    def parts(self) -> list[CacheFile]:
         """Those that make the whole: of several ranks that hold the same heads, the first."""
         return list({_piece(f.spec): f for f in reversed(self.files)}.values())[::-1]
 
@@ -54,7 +54,7 @@ class Shards:
 def find_paths(call: str, path: str, count: int = 0) -> list[Path]:
     """A file; or, where {rank} stands for the rank, all there are: from 0 on, without a gap. `count`: how many there should be."""
     if "{rank}" not in path:
-        return list(files.shard_paths(path, count or 1))
+        return list(shard_paths(path, count or 1))
     before, after = Path(path).name.split("{rank}")[0], Path(path).name.split("{rank}")[-1]
     there = set()
     for name in os.listdir(Path(path).parent) if Path(path).parent.is_dir() else ():
@@ -66,7 +66,7 @@ def find_paths(call: str, path: str, count: int = 0) -> list[Path]:
         odd = min(there ^ set(range(count)), default=0)
         what = f"rank {odd} is missing" if odd < count else f"there is rank {odd} too, and {count} were asked for"
         raise BadArgument(f"{call}: {path}: {what if there else 'there is no such file for any rank'}. {{rank}} counts from 0.")
-    return list(files.shard_paths(path, count)) if count > 1 else [Path(path.replace("{rank}", "0"))]
+    return list(shard_paths(path, count)) if count > 1 else [Path(path.replace("{rank}", "0"))]
 
 
 def _field(spec: CacheSpec, name: str) -> object:

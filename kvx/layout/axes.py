@@ -104,18 +104,23 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> Layout:
-        if type(text) is not str or len(text) > MOST_CHARACTERS:
-            if not isinstance(text, str):
-                raise LayoutError(f"layout: {type(text).__name__}; it is text, such as {NHD!r}.")
-            raise LayoutError(
-                f"layout: {len(text):,} characters, beginning {text[:40]!r}; a layout has at most {MOST_CHARACTERS}. "
-                f"Axes are {' '.join(AXES)}, each once or split in two."
-            )
-        return _parse(text)
+        try:
+            return _parse(text)  # kept: the checks below cost a text once
+        except TypeError:
+            if isinstance(text, str):
+                raise
+            raise LayoutError(f"layout: {type(text).__name__}; it is text, such as {NHD!r}.") from None
 
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> Layout:
+    if not isinstance(text, str):
+        raise TypeError
+    if len(text) > MOST_CHARACTERS:
+        raise LayoutError(
+            f"layout: {len(text):,} characters, beginning {text[:40]!r}; a layout has at most {MOST_CHARACTERS}. "
+            f"Axes are {' '.join(AXES)}, each once or split in two."
+        )
     reader = _Reader(text)
     split = re.search(r"kv\[", text)
     if split:

@@ -297,7 +297,7 @@ def test_no_verify_says_so_and_gives_no_seal(cache, tmp_path):
     out = tmp_path / "out.safetensors"
     done = CliRunner().invoke(app, ["convert", str(cache), str(out), "--no-verify"])
     assert done.exit_code == 0
-    assert f"--no-verify: {cache} was not checked, and {out} gets no seal." in done.stderr
+    assert f"--no-verify: the content of {cache} was not checked, and {out} gets no seal." in done.stderr
     assert kvx.load(out, verify=False).content == ""
     assert "has no seal" in run("verify", str(out), code=2)
 

@@ -280,7 +280,7 @@ def run(cases: int, seed: int, *, say: bool = False) -> Counter[str]:
             assert what in ("refused", "as it was"), f"case {n} ({one.kind} {one.name}) was taken: {what[:300]}"
             assert took < MOST_SECONDS, f"case {n} ({one.kind} {one.name}) took {took:.1f} s"
             seen[f"{one.kind} {what}"] += 1
-            if say and (n - seed) % 100_000 == 99_999:
+            if say and (n - seed) % 20_000 == 19_999:
                 print(n + 1 - seed, dict(seen), flush=True)
         return seen
     finally:
