@@ -17,10 +17,9 @@ from rich.table import Table
 import kvx
 from kvx.errors import BadArgument, KvxError
 from kvx.files import is_cache_file
-from kvx.files.header import MOST_BUFFERS
 from kvx.layout.axes import Layout
 from kvx.layout.engines import ENGINES
-from kvx.layout.place import buffer_sizes, num_cache_buffers
+from kvx.layout.place import buffer_sizes
 from kvx.layout.planes import cache_shapes
 from kvx.ops import backend as backends
 from kvx.ops import library, native
@@ -91,9 +90,6 @@ def spec_facts(spec: kvx.CacheSpec) -> dict[str, Any]:
 
 def _buffers(spec: kvx.CacheSpec) -> list[str]:
     """A line a size. Where K's and V's differ they come by turns, as often as there are layers, or blocks."""
-    turns = num_cache_buffers(spec)
-    if turns > MOST_BUFFERS:  # a spec may claim any number; they are not listed to be counted
-        return [f"{turns:,} allocations, more than a file or a plan takes"]
     by_size: dict[int, int] = {}
     for count, size in buffer_sizes(spec):
         by_size[size] = by_size.get(size, 0) + count

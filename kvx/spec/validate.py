@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 from kvx.errors import BadArgument
 from kvx.layout.axes import Layout, PlaneLayout
@@ -13,6 +14,7 @@ Rule = Callable[[CacheSpec], str | None]
 _LIMIT = 2**30  # of every axis but num_blocks; the C core holds them in 32 bits
 _MOST = 2**64  # of any number: rules after it multiply and print them
 _MOST_CHARACTERS = 4096  # of a name: a path and more
+MOST_ALLOCATIONS = 2**22  # as a plan has; whoever reads a spec may list them
 
 
 def fields_are_ints(spec: CacheSpec) -> str | None:
@@ -109,6 +111,16 @@ def padding_holds_a_block(spec: CacheSpec) -> str | None:
 def _block_dim(where: PlaneLayout) -> int:
     """Which dimension is `block`, alone; -1 where it is fused or chooses an allocation."""
     return next((i for i, dim in enumerate(where.dims) if [axis.name for axis in dim] == ["block"]), -1)
+
+
+def allocations_are_few(spec: CacheSpec) -> str | None:
+    sizes = {"layer": spec.num_layers, "kv": 2, "block": spec.num_blocks}
+    count = prod(sizes[axis.name] for axis in Layout.parse(spec.layout).k.left)
+    if count > MOST_ALLOCATIONS:
+        return (
+            f"layout {spec.layout!r} makes {count:,} allocations; at most {MOST_ALLOCATIONS:,}. Fewer axes left of `|` make fewer."
+        )
+    return None
 
 
 def cache_fits_addresses(spec: CacheSpec) -> str | None:
@@ -220,6 +232,7 @@ RULES: tuple[Rule, ...] = (
     inline_scales_are_aligned,
     padding_holds_a_block,
     cache_fits_addresses,
+    allocations_are_few,
 )
 
 

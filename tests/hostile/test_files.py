@@ -54,6 +54,13 @@ def rewrite(path: Path, header: object, *, text: str = "") -> None:
     path.write_bytes(len(made).to_bytes(8, "little") + made + data[8 + length :])
 
 
+def claim(**fields: object) -> str:
+    """A manifest, whatever it says."""
+    made = {**json.loads(kvx.to_json(SPEC)), **fields}
+    del made["digest"]
+    return json.dumps(made)
+
+
 def header_of(path: Path) -> dict:
     data = path.read_bytes()
     return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -79,7 +86,7 @@ def test_sizes_that_the_file_does_not_have(path, fields, is_sealed):
     header = header_of(path)
     if not is_sealed:
         header["__metadata__"] = {}
-    header["__metadata__"]["kvx_manifest"] = kvx.to_json(replace(SPEC, **fields))
+    header["__metadata__"]["kvx_manifest"] = claim(**fields)
     rewrite(path, header)
     assert path.stat().st_size < 4096
     refuse(lambda: kvx.load(path, verify=False))
@@ -92,9 +99,18 @@ def test_sizes_are_said(path):
     header = {"__metadata__": {"kvx_manifest": kvx.to_json(replace(SPEC, num_blocks=2**40))}}
     rewrite(path, header)
     refuse(lambda: kvx.load(path), r"bytes; its manifest and header make [0-9,]+\. It is cut short")
-    header = {"__metadata__": {"kvx_manifest": kvx.to_json(replace(SPEC, num_layers=2**28))}}
+    header = {"__metadata__": {"kvx_manifest": kvx.to_json(replace(SPEC, num_layers=2**19))}}
     rewrite(path, header)
-    refuse(lambda: kvx.load(path), "makes 536,870,912 tensors; a file has at most 524,288")
+    refuse(lambda: kvx.load(path), "makes 1,048,576 tensors; a file has at most 524,288")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_layers": 2**28, "v_head_dim": 16}, {"num_blocks": 2**33, "layout": "block | head kv token dim"}]
+)
+def test_a_spec_makes_as_many_allocations_as_a_plan_takes(fields):
+    """Whoever has a spec may list them: allocate_buffers, plan, the sizes of buffers."""
+    refuse(lambda: kvx.from_json(claim(**fields)), "allocations; at most 4,194,304")
+    refuse(lambda: replace(SPEC, **fields), "allocations; at most 4,194,304")
 
 
 def test_what_stands_behind_or_between_the_tensors(path):
