@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count as counting
+from itertools import takewhile
 from pathlib import Path
 
 from kvx.errors import BadArgument, Incompatible
@@ -55,18 +58,24 @@ def find_paths(call: str, path: str, count: int = 0) -> list[Path]:
     """A file; or, where {rank} stands for the rank, all there are: from 0 on, without a gap. `count`: how many there should be."""
     if "{rank}" not in path:
         return list(shard_paths(path, count or 1))
-    before, after = Path(path).name.split("{rank}")[0], Path(path).name.split("{rank}")[-1]
-    there = set()
-    for name in os.listdir(Path(path).parent) if Path(path).parent.is_dir() else ():
-        rank = name[len(before) : len(name) - len(after)]
-        if rank.isdecimal() and Path(path.replace("{rank}", rank)).name == name:
-            there.add(int(rank))
+    there = _ranks(path)
     count = count or max(there, default=-1) + 1
     if not there or there != set(range(count)):
         odd = min(there ^ set(range(count)), default=0)
         what = f"rank {odd} is missing" if odd < count else f"there is rank {odd} too, and {count} were asked for"
         raise BadArgument(f"{call}: {path}: {what if there else 'there is no such file for any rank'}. {{rank}} counts from 0.")
-    return list(shard_paths(path, count)) if count > 1 else [Path(path.replace("{rank}", "0"))]
+    return list(shard_paths(path, count))
+
+
+def _ranks(path: str) -> set[int]:
+    """All whose file is there; of folders named by rank, those from 0 on."""
+    folder, name = Path(path).parent, Path(path).name
+    if "{rank}" in str(folder):
+        return set(takewhile(lambda n: Path(path.replace("{rank}", str(n))).is_file(), counting()))
+    pattern = re.compile("([0-9]{1,6})".join(map(re.escape, name.split("{rank}", 1))).replace(re.escape("{rank}"), r"\1"))
+    names = os.listdir(folder) if folder.is_dir() else []
+    found = {int(match[1]) for n in names if (match := pattern.fullmatch(n))}
+    return {n for n in found if Path(path.replace("{rank}", str(n))).is_file()}
 
 
 def _field(spec: CacheSpec, name: str) -> object:

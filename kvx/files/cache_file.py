@@ -188,8 +188,8 @@ def sync_folder(folder: Path) -> None:
 
 def shard_paths(path: str, count: int) -> Sequence[Path]:
     """One path a rank: `{rank}` in the name stands for its number."""
-    if count == 1:
-        return [Path(path)]
     if "{rank}" not in path:
+        if count == 1:
+            return [Path(path)]
         raise BadArgument(f"{path}: {count} shards need {{rank}} in the name, such as cache.{{rank}}.safetensors.")
     return [Path(path.replace("{rank}", str(i))) for i in range(count)]

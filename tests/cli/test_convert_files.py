@@ -417,6 +417,18 @@ def test_ranks_that_are_missing(cache, tmp_path):
     assert "c1.kvx has model ''; " in run("verify", shards, code=2)
 
 
+def test_ranks_by_name(cache, tmp_path):
+    """One rank too, twice in a name, in folders, and beside names that are none."""
+    for pattern, tp in (("a{rank}.kvx", "1:1"), ("b{rank}.{rank}.kvx", "1:2"), ("r{rank}/c.kvx", "1:2"), ("{rank}", "1:4")):
+        for n in range(2):
+            (tmp_path / f"r{n}").mkdir(exist_ok=True)
+        for odd in ("a.kvx", "ax.kvx", "a1.kvx.bak", "b0.1.kvx", "007"):
+            (tmp_path / odd).write_text("no cache")
+        run("convert", str(cache), str(tmp_path / pattern), "--tp", tp)
+        assert (tmp_path / pattern.replace("{rank}", "0")).is_file()
+        assert "the same KV" in run("verify", str(tmp_path / pattern), str(cache))
+
+
 # ---- blocks that are joined
 
 
