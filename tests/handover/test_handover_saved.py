@@ -176,7 +176,7 @@ def test_a_manifest_that_is_none(tmp_path, handover):
 
 def test_a_manifest_without_end(tmp_path, handover, monkeypatch):
     save(tmp_path / "a", handover)
-    monkeypatch.setattr(saved, "_MOST_TEXT_BYTES", 100)
+    monkeypatch.setattr(saved, "_MOST_TEXT_BYTES", {"handover.json": 100})
     refuse(lambda: load(tmp_path / "a"), "under 100")
 
 
