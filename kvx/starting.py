@@ -1,4 +1,5 @@
-"""Ctrl-C while the command line is still importing: it ends quietly, with a shell's 130, and not with a trace out of torch.
+"""While the command line is still importing: Ctrl-C ends it quietly, with a shell's 130, and not with a trace out of torch; a torch
+that is not there or a library of another machine is a sentence.
 
 kvx/__init__.py imports this first. What runs once all is imported has a say of its own.
 """
@@ -9,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from types import FrameType
+from types import FrameType, TracebackType
 
 
 def is_command() -> bool:
@@ -23,12 +24,22 @@ def begin() -> None:
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _quit)
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _say
 
 
 def end() -> None:
     """Ctrl-C is KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is _quit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.excepthook is _say:
+        sys.excepthook = sys.__excepthook__
+
+
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    name = getattr(error, "name", None)
+    mend = f"pip install {name}" if kind is ModuleNotFoundError and name else "reinstall kvx, or `make build` in a source checkout"
+    sys.stderr.write(f"kvx cannot start: {kind.__name__}: {error}. Mend: {mend}. `python -c 'import kvx'` shows where.\n")
 
 
 def _quit(number: int, frame: FrameType | None) -> None:

@@ -1,1 +1,1 @@
-"""Benches: check against the definition, then time. `kvx bench write|gather|amax|call`; results go to bench/results/ as JSON."""
+"""Benches: check against the definition, then time. `kvx bench write|gather|amax|call`; `--out` saves a result as JSON."""

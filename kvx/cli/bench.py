@@ -1,4 +1,4 @@
-"""kvx bench write, append, attention, ..., wires (`kvx bench --help` lists them): each checks, times, and writes a result."""
+"""kvx bench write, append, ..., wires (`kvx bench --help` lists them): each checks, times, and saves where it is told."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ from kvx.bench import tiers as tiers_bench
 from kvx.bench import wires as wires_bench
 from kvx.bench import write as write_bench
 from kvx.cli.generate import QUESTIONS, SYSTEM, dtype_of
-from kvx.cli.options import check_folder, make_folder
+from kvx.cli.options import check_device, check_folder, check_positive, make_folder
 from kvx.errors import BadArgument
 from kvx.ops import backend as backends
 
 app = typer.Typer(no_args_is_help=True, help="Check an op against its definition, then time it beside torch and a plain copy.")
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
-Out = Annotated[Path, typer.Option(help="folder of the result file")]
+Out = Annotated[Path | None, typer.Option(help="folder to save the result in, as JSON; nothing is saved without it")]
 Only = Annotated[str, typer.Option(help="run only the cases whose line contains this text")]
 Json = Annotated[bool, typer.Option("--json", help="the result on stdout, in place of a file; lines go to stderr")]
-RESULTS = Path("bench/results")
 
 
-def _run(name: str, device: str, out: Path, only: str, as_json: bool) -> None:
+def _run(name: str, device: str, out: Path | None, only: str, as_json: bool) -> None:
     """A bench of cases: each is a line as soon as it is measured."""
-    _require(device)
-    is_kept = not as_json and not only  # a part of the cases is not kept as a result
-    if is_kept:
+    check_device(device)
+    if only and out is not None and not as_json:
+        raise typer.BadParameter(
+            "with --only a part of the cases is measured, and that is not saved as a result", param_hint="--out"
+        )
+    if out is not None and not as_json:
         make_folder("--out", out)
     bench = {
         "write": write_bench,
@@ -67,19 +69,13 @@ def _run(name: str, device: str, out: Path, only: str, as_json: bool) -> None:
         row = bench.run(case, device, ceilings[getattr(case, "ceiling", next(iter(ceilings)))])
         rows.append(row)
         say(str(row))
-    if as_json or is_kept:
+    if as_json or not only:
         _hand_over(harness.result(name, device, rows, ceilings), device, out, as_json)
 
 
-def _require(device: str) -> None:
-    reason = backends.reason_missing(device) if device in ("cpu", "cuda") else "devices are cpu and cuda"
-    if reason is not None:
-        raise typer.BadParameter(f"{device}: {reason}", param_hint="--device")
-
-
-def _measure(bench: Any, device: str, out: Path, as_json: bool, /, **options: Any) -> None:
+def _measure(bench: Any, device: str, out: Path | None, as_json: bool, /, **options: Any) -> None:
     """A bench that is measured as a whole."""
-    if not as_json:
+    if out is not None and not as_json:
         make_folder("--out", out)
     say = partial(typer.echo, err=as_json)
     say(harness.headline(device))
@@ -89,7 +85,7 @@ def _measure(bench: Any, device: str, out: Path, as_json: bool, /, **options: An
     _hand_over(result, device, out, as_json)
 
 
-def _hand_over(result: dict[str, Any], device: str, out: Path, as_json: bool) -> None:
+def _hand_over(result: dict[str, Any], device: str, out: Path | None, as_json: bool) -> None:
     made = {
         "bench": result["bench"],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -98,6 +94,9 @@ def _hand_over(result: dict[str, Any], device: str, out: Path, as_json: bool) ->
     text = json.dumps(made | result, indent=1)
     if as_json:
         typer.echo(text)
+        return
+    if out is None:
+        typer.echo("not saved; --out FOLDER saves the result there")
         return
     path = out / f"{datetime.now(UTC):%Y-%m-%d}-{result['bench']}-{device}.json"
     try:
@@ -109,67 +108,67 @@ def _hand_over(result: dict[str, Any], device: str, out: Path, as_json: bool) ->
 
 
 @app.command()
-def write(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
+def write(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
     """K and V of a batch into scattered blocks."""
     _run("write", device, out, only, as_json)
 
 
 @app.command()
-def append(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
+def append(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
     """A fused QKV normed, rotated and put into scattered blocks."""
     _run("append", device, out, only, as_json)
 
 
 @app.command()
-def attention(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
+def attention(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
     """Queries over keys and values in scattered blocks."""
     _run("attention", device, out, only, as_json)
 
 
 @app.command()
-def hybrid(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
+def hybrid(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
     """The ops of DeepSeek-V4's cache: rows in, scores, selection, attention."""
     _run("hybrid", device, out, only, as_json)
 
 
 @app.command()
-def gather(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
+def gather(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
     """Whole sequences out of scattered blocks."""
     _run("gather", device, out, only, as_json)
 
 
 @app.command()
-def convert(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
+def convert(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
     """Whole caches from one engine's bytes to another's."""
     _run("convert", device, out, only, as_json)
 
 
 @app.command()
-def digest(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
+def digest(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
     """The content digest of whole caches."""
     _run("digest", device, out, only, as_json)
 
 
 @app.command()
-def amax(device: Device = "cpu", out: Out = RESULTS, only: Only = "", as_json: Json = False) -> None:
+def amax(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
     """Largest magnitudes of a batch."""
     _run("amax", device, out, only, as_json)
 
 
 @app.command()
-def call(out: Out = RESULTS, as_json: Json = False) -> None:
+def call(out: Out = None, as_json: Json = False) -> None:
     """What one Python call costs over the kernel itself."""
     _measure(call_bench, "cpu", out, as_json)
 
 
 @app.command()
-def cache(out: Out = RESULTS, as_json: Json = False) -> None:
+def cache(out: Out = None, as_json: Json = False) -> None:
     """What a paged cache's decisions cost on the host, beside vLLM's where it is installed."""
     _measure(cache_bench, "cpu", out, as_json)
 
 
 @app.command()
-def step(out: Out = RESULTS, as_json: Json = False) -> None:
+def step(out: Out = None, as_json: Json = False) -> None:
     """A decode step of a model of 8 billion weights on a GPU, beside the time its bytes need."""
     reason = backends.reason_missing("cuda")
     if reason is not None:
@@ -181,11 +180,11 @@ def step(out: Out = RESULTS, as_json: Json = False) -> None:
 def tiers(
     device: Device = "cpu",
     folder: Annotated[Path | None, typer.Option(help="of the disk tier; default: a temporary one")] = None,
-    out: Out = RESULTS,
+    out: Out = None,
     as_json: Json = False,
 ) -> None:
     """Blocks into tiers and back, converted on the way, beside the same bytes moved as they are."""
-    _require(device)
+    check_device(device)
     check_folder("--folder", folder)
     _measure(tiers_bench, device, out, as_json, device=device, folder=folder, say=partial(typer.echo, err=as_json))
 
@@ -195,10 +194,12 @@ def generate(
     device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="f32, bf16, f16; auto: f32 on a CPU, else bf16")] = "auto",
     repeats: Annotated[int, typer.Option(help="runs of each; the median counts")] = 3,
-    out: Out = RESULTS,
+    out: Out = None,
     as_json: Json = False,
 ) -> None:
     """Eight texts of a real model together, beside transformers' generate on the same weights."""
+    check_device(device)
+    check_positive("--repeats", repeats)
     cases = {"questions after one system prompt": (QUESTIONS, SYSTEM), "questions alone": (QUESTIONS, "")}
     options = {"cases": cases, "dtype": dtype_of(dtype, device), "device": device, "repeats": repeats}
     _measure(generate_bench, device, out, as_json, **options)
@@ -209,7 +210,7 @@ def wires(
     blocks: Annotated[int, typer.Option(help="of 1 MiB that are moved; a multiple of 8")] = 128,
     repeats: Annotated[int, typer.Option(help="turns of each; the median counts")] = 7,
     folder: Annotated[Path | None, typer.Option(help="on the disk to measure. Default: the system's for temporary files")] = None,
-    out: Out = RESULTS,
+    out: Out = None,
     as_json: Json = False,
 ) -> None:
     """Blocks over NIXL, Mooncake and to disk, converted on the way, beside the same bytes as they are."""

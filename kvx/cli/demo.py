@@ -12,6 +12,7 @@ from rich.table import Table
 
 import kvx
 from kvx.cli.inspect import build_facts
+from kvx.cli.options import check_device
 from kvx.layout.planes import cache_shapes
 
 FORMATS = ("bf16", "fp8_e4m3_per_head", "fp8_e4m3_per_token_head", "int8_per_token_head", "nvfp4")
@@ -21,6 +22,7 @@ def demo(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if torch.cuda.is_available() else "cpu",
 ) -> None:
     """Two sequences into scattered blocks of a small cache, in several formats, and back."""
+    check_device(device)
     console = Console()
     facts = build_facts()
     cuda = facts["cuda_archs"] or "not built"

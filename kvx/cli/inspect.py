@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.table import Table
 
 import kvx
 from kvx.errors import BadArgument, KvxError
+from kvx.files import is_cache_file
 from kvx.layout.axes import Layout
 from kvx.layout.engines import ENGINES
 from kvx.layout.place import buffer_sizes
@@ -76,25 +78,42 @@ def spec_facts(spec: kvx.CacheSpec) -> dict[str, Any]:
         **{n: getattr(spec, n) for n in names},
         "v_head_dim": spec.plane(1).head_dim,
         "v_format": spec.plane(1).format.name,
-        "buffers": [f"{count} x {size:,} bytes" for count, size in buffer_sizes(spec)],
+        "buffers": _buffers(spec),
         "tensors of a layer": layer or [list(s) for s in cache_shapes(spec)],
         "scales": {p.name: list(s) if (s := spec.scale_shape(i)) is not None else None for i, p in enumerate(spec.planes)},
-        "bytes_per_token": spec.token_bytes,
+        "bytes_per_token": spec.token_bytes * spec.num_layers,
+        "bytes_per_token_and_layer": spec.token_bytes,
         "bytes": spec.cache_bytes,
         "digest": kvx.spec.digest(spec),
     }
 
 
+def _buffers(spec: kvx.CacheSpec) -> list[str]:
+    """A line a size. Where K's and V's differ they come by turns, as often as there are layers, or blocks."""
+    by_size: dict[int, int] = {}
+    for count, size in buffer_sizes(spec):
+        by_size[size] = by_size.get(size, 0) + count
+    return [f"{count:,} x {size:,} bytes" for size, count in by_size.items()]
+
+
 def tensor_facts(path: Path) -> list[dict[str, Any]]:
     """Tensors of a .pt, .npy or .safetensors file: shape, type, and what stands out in the values."""
     try:
-        tensors = _tensors(path)
+        if not path.stat().st_size:
+            raise BadArgument(f"inspect: {path} is empty. It takes {TAKES}.")
+        return [_describe(name, t) for name, t in _tensors(path).items()]
     except BadArgument:
         raise
     except Exception as error:  # each of three libraries has errors of its own
-        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
-        raise BadArgument(f"inspect: {path} cannot be read: {reason[:200]}. It takes {TAKES}.") from None
-    return [_describe(name, t) for name, t in tensors.items()]
+        raise BadArgument(f"inspect: {path} cannot be read: {_reason(path, error)}. It takes {TAKES}.") from None
+
+
+def _reason(path: Path, error: Exception) -> str:
+    """In a sentence. torch's own advice for a pickle it refuses, to run whatever is in it, is not passed on."""
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+        return "it is no file of tensors alone, is cut short, or would run code when it is opened, and was not opened"
+    first = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+    return f"{first[:200]}" if path.suffix != ".pt" else f"{first[:200]}. It is cut short or damaged"
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -172,21 +191,27 @@ def inspect(
         raise BadArgument(f"inspect: {path} does not exist.")
     if path.is_dir():
         raise BadArgument(f"inspect: {path} is a folder. Name a file: {TAKES}.")
+    if not path.is_file():
+        raise BadArgument(f"inspect: {path} is no regular file. It takes {TAKES}.")
     if path.suffix == ".json":
         facts = spec_facts(kvx.from_json(_text(path)))
         return _show(str(path), ("field", "value"), [(k, str(v)) for k, v in facts.items()], facts, as_json)
-    with suppress(KvxError):  # a cache file says more than its tensors do
-        file = kvx.load(path)
-        facts = {**spec_facts(file.spec), "content digest": file.content or "not kept"}
+    if is_cache_file(path):  # which says more than its tensors do, and why it cannot be read
+        file = kvx.load(path, verify=False)
+        facts = {**spec_facts(file.spec), "content digest": file.content or "not kept: it has no seal"}
         return _show(str(path), ("field", "value"), [(k, str(v)) for k, v in facts.items()], facts, as_json)
     rows_ = tensor_facts(path)
+    if not rows_:
+        raise BadArgument(f"inspect: there are no tensors in {path}. It takes {TAKES}.")
     columns = ("name", "shape", "stride", "dtype", "bytes", "nan", "inf", "amax", "zero_share")
     return _show(str(path), columns, [tuple(str(r.get(c, "")) for c in columns) for r in rows_], rows_, as_json)
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        if path.stat().st_size > 1 << 22:
+            raise BadArgument(f"inspect: {path} has {path.stat().st_size:,} bytes; a spec is JSON of a few hundred.")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadArgument(f"inspect: {path} cannot be read: {error}. A spec is JSON, as kvx.to_json() writes it.") from None
 

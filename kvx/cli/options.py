@@ -5,12 +5,24 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
 import typer
+
+from kvx.ops import backend as backends
 
 
 def check_positive(option: str, value: float) -> None:
     if not value > 0:  # nor NaN
         raise typer.BadParameter(f"{value:g}; it is more than 0", param_hint=option)
+
+
+def check_device(device: str, option: str = "--device") -> None:
+    """Raise unless ops run there: cpu, or cuda where a GPU and its driver are."""
+    reason = backends.reason_missing(device) if device in ("cpu", "cuda") else "devices are cpu and cuda"
+    if reason is None and device == "cuda" and not torch.cuda.is_available():
+        reason = "libkvx sees a GPU and torch does not: this torch is built without CUDA, or CUDA_VISIBLE_DEVICES hides it"
+    if reason is not None:
+        raise typer.BadParameter(f"{device}: {reason}. `kvx doctor` says more", param_hint=option)
 
 
 def refuse_ignored(context: typer.Context, why: str, *names: str) -> None:

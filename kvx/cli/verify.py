@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from math import lcm
 from typing import Annotated
 
 import torch
@@ -11,78 +11,104 @@ import typer
 
 import kvx
 from kvx import files
+from kvx.cli.shards import Shards, find_paths
 from kvx.errors import BadArgument
+from kvx.files.seal import PartDigests, part_ranges
 
 
 def verify(
-    first: Annotated[Path, typer.Argument(metavar="A", help="a cache file")],
-    second: Annotated[Path | None, typer.Argument(metavar="[B]", help="another, in any layout and block size")] = None,
+    first: Annotated[str, typer.Argument(metavar="A", help="a cache file, or one per rank: 'c{rank}.kvx'")],
+    second: Annotated[str, typer.Argument(metavar="[B]", help="another, in any layout, block size and number of ranks")] = "",
 ) -> None:
-    """Compare a file with the digest it was written with, or two files with each other. Exit code 1 when they differ."""
-    a = files.load(first)
-    parts = part_digests(a)
-    mine = str(sum(parts, kvx.Digest()))
-    typer.echo(f"{first}: {mine}")
-    if second is None:
-        if not a.content:
-            raise BadArgument(f"kvx verify: {first} keeps no digest of its content; give a second file to compare with.")
-        if a.content != mine:
-            typer.echo(f"differs{where_damaged(a, parts)}: it was written with {a.content}. The file was damaged or changed.")
+    """Compare a file with the seal it was written with, or two with each other: format, geometry and content. Exit code 1 when they
+    differ."""
+    a = Shards.open("kvx verify", find_paths("kvx verify", first))
+    if not second:
+        a.require_seals("kvx verify", "Give a second file to compare with.")
+    mine, is_whole = _content(a, first)
+    if not second:
+        if not is_whole:
             raise typer.Exit(1)
         typer.echo("as it was written")
         return
-    b = files.load(second)
-    theirs = str(sum(part_digests(b), kvx.Digest()))
-    typer.echo(f"{second}: {theirs}")
-    if mine == theirs:
-        typer.echo("the same KV")
-        return
-    typer.echo(f"differ: {first_difference(a, b)}")
-    raise typer.Exit(1)
+    b = Shards.open("kvx verify", find_paths("kvx verify", second))
+    theirs, is_other_whole = _content(b, second)
+    difference = field_difference(a.whole, b.whole)
+    if not difference and mine != theirs:
+        difference = first_difference(a, b)
+    if difference:
+        typer.echo(f"differ: {difference}")
+        raise typer.Exit(1)
+    if not (is_whole and is_other_whole):
+        typer.echo("the same KV, and not as it was written")
+        raise typer.Exit(1)
+    typer.echo("the same KV")
 
 
-def part_digests(file: files.CacheFile) -> list[kvx.Digest]:
-    return [files.digest_blocks(file.buffers, file.spec, part.start, part.stop) for part in files.part_ranges(file.spec)]
+def _content(shards: Shards, name: str) -> tuple[str, bool]:
+    """The digest of all, and whether each file is what its seal says. Ranks that hold the same heads count once."""
+    total, is_whole, seen = kvx.Digest(), True, dict[tuple[int, int], tuple[str, str]]()
+    for file in shards.files:
+        if file.parts:
+            check = files.SealCheck(file).read_all()
+            found = check.found
+            if str(found.total) != file.content or [str(d) for d in found.sums] != file.parts:
+                typer.echo(check.words())
+                is_whole = False
+        else:
+            found = PartDigests(file.spec)
+            for part in part_ranges(file.spec):
+                found.add(file.buffers, part.start, part.stop)
+        here = (file.spec.layer_start, file.spec.head_start)
+        path, held = seen.setdefault(here, (file.path, str(found.total)))
+        if held != str(found.total):
+            raise BadArgument(f"kvx verify: {path} and {file.path} hold the same heads, with different content.")
+        if path == file.path:
+            total += found.total
+    sealed = "" if all(f.parts for f in shards.files) else " (no seal)"
+    typer.echo(f"{name}: {total}{sealed}")
+    return str(total), is_whole
 
 
-def where_damaged(file: files.CacheFile, parts: list[kvx.Digest]) -> str:
-    """The blocks whose part has another digest than the one kept. Scales that all blocks share damage all of them."""
-    ranges = files.part_ranges(file.spec)
-    bad = [part for part, mine, kept in zip(ranges, parts, file.parts, strict=False) if str(mine) != kept]
-    if not bad:
-        return ""
-    names = [f"{part.start}" if len(part) == 1 else f"{part.start}..{part.stop - 1}" for part in bad]
-    return f" in blocks {', '.join(names[:8])}{', ...' if len(bad) > 8 else ''} of {file.spec.num_blocks}"
+def field_difference(a: kvx.CacheSpec, b: kvx.CacheSpec) -> str:
+    """The first field of format and geometry that differs; "" where none does. Layout, block size and where scales stand may."""
+    for name in ("model", "num_layers", "layer_start", "num_kv_heads", "head_start", "num_planes", "num_slots"):
+        x, y = getattr(a, name), getattr(b, name)
+        if x != y and (name != "model" or (x and y)):  # "" says nothing
+            what = {"num_planes": "number of planes (2: K and V, 1: a latent)", "num_slots": "number of tokens"}.get(name, name)
+            return f"{what} is {x!r} in one and {y!r} in the other"
+    for i, (x, y) in enumerate(zip(a.planes[: a.num_planes], b.planes, strict=False)):
+        v = "v_" * i
+        if replace(x.format, name="", is_inline=False) != replace(y.format, name="", is_inline=False):
+            return f"{v}format is {x.format.name!r} in one and {y.format.name!r} in the other"
+        if x.head_dim != y.head_dim:
+            return f"{v}head_dim is {x.head_dim} in one and {y.head_dim} in the other"
+    return ""
 
 
-def first_difference(a: files.CacheFile, b: files.CacheFile) -> str:
-    """The first layer, token and head that differ, with both files brought to one layout a block at a time."""
-    for name in ("num_kv_heads", "head_dim", "num_layers", "layer_start", "head_start", "format", "v_format", "v_head_dim"):
-        x, y = getattr(a.spec, name), getattr(b.spec, name)
-        if x != y:
-            return f"{name} is {x!r} in one and {y!r} in the other"
-    if a.spec.num_slots != b.spec.num_slots:
-        return f"one holds {a.spec.num_slots} tokens and the other {b.spec.num_slots}"
-    layout = "layer kv | block token head dim" if a.spec.num_planes == 2 else "layer | block token head dim"
-    size = max(a.spec.block_size, b.spec.block_size)
-    plain = replace(a.spec, layout=layout, block_size=size, num_blocks=1, block_bytes=0)
-    for begin in range(0, a.spec.num_slots, size):
-        length = min(size, a.spec.num_slots - begin)
+def first_difference(a: Shards, b: Shards) -> str:
+    """The first layer, token and head that differ, with both brought to one layout a block at a time."""
+    spec = a.whole
+    layout = "layer kv | block token head dim" if spec.num_planes == 2 else "layer | block token head dim"
+    size = lcm(spec.block_size, b.whole.block_size)
+    plain = replace(spec, layout=layout, block_size=size, num_blocks=1)
+    for begin in range(0, spec.num_slots, size):
+        length = min(size, spec.num_slots - begin)
         sides = []
-        for f in (a, b):
-            out = kvx.allocate_buffers(plain)
-            first, end = begin // f.spec.block_size, -(-(begin + length) // f.spec.block_size)
+        for shards in (a, b):
+            out, block_size = kvx.allocate_buffers(plain), shards.whole.block_size
+            first, end = begin // block_size, -(-(begin + length) // block_size)
             kvx.convert(
-                out, f.buffers, plan=kvx.plan(f.spec, plain), src_blocks=torch.arange(first, end).view(1, -1),
-                dst_blocks=torch.zeros(1, 1, dtype=torch.int64), seq_lens=torch.tensor([length]),
+                out, [f.buffers for f in shards.parts], plan=kvx.plan([f.spec for f in shards.parts], plain),
+                src_blocks=torch.arange(first, end).view(1, -1), dst_blocks=torch.zeros(1, 1, dtype=torch.int64),
+                seq_lens=torch.tensor([length]),
             )  # fmt: skip
             sides.append(out)
         for n, (x, y) in enumerate(zip(*sides, strict=True)):
-            if not torch.equal(x, y):
-                return _place(
-                    plain, n, int((x.view(-1).view(torch.uint8) != y.view(-1).view(torch.uint8)).nonzero()[0]), begin, a.spec
-                )
-    return "their scales differ" if a.spec.plane(0).format.scale else "nothing, element by element"
+            if not torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)):
+                at = int((x.view(-1).view(torch.uint8) != y.view(-1).view(torch.uint8)).nonzero()[0])
+                return _place(plain, n, at, begin, spec)
+    return "their scales differ" if spec.plane(0).format.scale else "nothing, element by element"
 
 
 def _place(plain: kvx.CacheSpec, buffer: int, byte: int, begin: int, spec: kvx.CacheSpec) -> str:

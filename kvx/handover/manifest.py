@@ -21,8 +21,12 @@ from kvx.handover.facts import Facts, PartFacts, check_facts, check_parts, negat
 from kvx.handover.tokens import token_ids
 from kvx.ops.digest import Digest
 from kvx.spec import from_json, to_json
+from kvx.spec.manifest import unique_fields
 
 VERSION = 1
+# Of a manifest: two million tokens. A text may claim anything, and what it says in Python takes up to 13 times its length.
+MOST_CHARACTERS = 1 << 24
+_MOST_PARTS = 1 << 12
 _FIELDS = {"kvx_handover", "tokens", "whole", "parts", "seals", "digest"}
 _PART_FIELDS = {"manifest", "layers", "window", "first_block", "first_token"}
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -58,8 +62,15 @@ def write_manifest(
 
 def read_manifest(text: str) -> Manifest:
     """Its fields, checked against each other. No memory is taken for the bytes it speaks of."""
+    if not isinstance(text, str):
+        raise BadArgument(f"handover: the manifest is {type(text).__name__}; it is JSON text, as to_json() writes it.")
+    if len(text) > MOST_CHARACTERS or text.count("{") + text.count("[") > 8 * _MOST_PARTS:
+        raise BadArgument(
+            f"handover: the manifest has {len(text):,} characters and {text.count('{') + text.count('['):,} brackets; one of up to "
+            f"{_MOST_PARTS:,} parts has at most {MOST_CHARACTERS:,} and {8 * _MOST_PARTS:,}."
+        )
     try:
-        body = json.loads(text)
+        body = json.loads(text, object_pairs_hook=unique_fields)
     except (ValueError, TypeError, RecursionError) as error:  # also numbers of thousands of digits, and brackets without end
         raise BadArgument(f"handover: the manifest is no JSON: {str(error)[:200]}.") from None
     version = body.get("kvx_handover") if isinstance(body, dict) else type(body).__name__

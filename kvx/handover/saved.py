@@ -19,12 +19,13 @@ from kvx.files import load as load_cache
 from kvx.files import save as save_cache
 from kvx.files import sync_folder
 from kvx.handover.handover import Handover, from_manifest
-from kvx.handover.manifest import read_manifest
+from kvx.handover.manifest import MOST_CHARACTERS, read_manifest
 from kvx.layout.place import buffer_sizes
 from kvx.spec import CacheSpec
 
 _MANIFEST, _FILES = "handover.json", "files.json"
-_MOST_TEXT_BYTES = 1 << 28  # of a manifest: 25 million tokens
+_MOST_TEXT_BYTES = {_MANIFEST: 2 * MOST_CHARACTERS, _FILES: 1 << 20}
+_MOST_HEADING_BYTES = 101 << 20  # safetensors' limit, and what aligns the blocks
 
 
 def save(path: str | Path, handover: Handover) -> None:
@@ -90,12 +91,7 @@ def load(path: str | Path, *, model: str = "") -> Handover:
                 f"load(): {name} has {found['bytes']} bytes and a heading {found['heading']}; when it was saved it was "
                 f"{str(stated)[:200]}. It is cut short, changed, or another handover's."
             )
-        try:
-            buffers.append(load_cache(name, expect=part.spec).buffers)
-        except KvxError:
-            raise
-        except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
-            raise BadArgument(f"load(): {name} cannot be read: {type(error).__name__}: {str(error)[:200]}.") from None
+        buffers.append(load_cache(name, expect=part.spec, verify=False).buffers)  # the handover's own seal is checked below
     handover = from_manifest(text, buffers)
     handover.check()
     return handover
@@ -112,24 +108,35 @@ def _heading(path: Path, spec: CacheSpec) -> dict[str, str | int]:
     """A file's size, and a hash of all that stands before its blocks."""
     blocks = sum(count * size for count, size in buffer_sizes(spec))
     try:
+        if not path.is_file():  # opening a pipe would wait for whoever writes into it
+            raise BadArgument(f"load(): there is no file {path}; kvx.handover.save() writes it.")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            heading = file.read(min(max(0, size - blocks), _MOST_TEXT_BYTES))
+            heading, left = hashlib.blake2b(digest_size=16), size - blocks
+            if left > _MOST_HEADING_BYTES:
+                raise Damaged(
+                    f"load(): {path} has {size:,} bytes; the manifest's blocks have {blocks:,} of them. It is of another."
+                )
+            while left > 0 and (data := file.read(min(left, 1 << 20))):
+                heading.update(data)
+                left -= len(data)
     except OSError as error:
         raise BadArgument(f"load(): {path} cannot be read: {error.strerror}.") from None
-    return {"bytes": size, "heading": hashlib.blake2b(heading, digest_size=16).hexdigest()}
+    return {"bytes": size, "heading": heading.hexdigest()}
 
 
 def _text(path: Path, name: str) -> str:
     try:
         size = (path / name).stat().st_size
-        if size <= _MOST_TEXT_BYTES:
+        if not (path / name).is_file():
+            raise BadArgument(f"load(): {path / name} is no file; kvx.handover.save() writes one.")
+        if size <= _MOST_TEXT_BYTES[name]:
             return (path / name).read_text(encoding="utf-8")
     except OSError as error:
         raise BadArgument(f"load(): {path} has no readable {name}; kvx.handover.save() writes it. {error}") from None
     except UnicodeDecodeError as error:
         raise Damaged(f"load(): {path}: {name} is no text: {error}.") from None
-    raise BadArgument(f"load(): {path}: {name} has {size:,} bytes; those of a handover have under {_MOST_TEXT_BYTES:,}.")
+    raise BadArgument(f"load(): {path}: {name} has {size:,} bytes; those of a handover have under {_MOST_TEXT_BYTES[name]:,}.")
 
 
 def _write(path: Path, text: str) -> None:

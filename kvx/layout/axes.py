@@ -23,6 +23,7 @@ from kvx.errors import LayoutError
 AXES = ("layer", "block", "kv", "token", "head", "dim")
 NHD = "kv | block token head dim"
 HND = "kv | block head token dim"
+MOST_CHARACTERS = 1000  # the longest an engine has takes 100
 
 
 def hnd_packed(pack: int | str = "x") -> str:
@@ -103,11 +104,23 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> Layout:
-        return _parse(text)
+        try:
+            return _parse(text)  # kept: the checks below cost a text once
+        except TypeError:
+            if isinstance(text, str):
+                raise
+            raise LayoutError(f"layout: {type(text).__name__}; it is text, such as {NHD!r}.") from None
 
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> Layout:
+    if not isinstance(text, str):
+        raise TypeError
+    if len(text) > MOST_CHARACTERS:
+        raise LayoutError(
+            f"layout: {len(text):,} characters, beginning {text[:40]!r}; a layout has at most {MOST_CHARACTERS}. "
+            f"Axes are {' '.join(AXES)}, each once or split in two."
+        )
     reader = _Reader(text)
     split = re.search(r"kv\[", text)
     if split:
@@ -134,12 +147,13 @@ class _Reader:
         left, prefix = self.read(0, at)
         if any(axis.name == "kv" for axis in (*left, *(a for dim in prefix for a in dim))):
             self.fail(0, at, "`kv` stands before kv[...] already")
-        match = re.fullmatch(r"\s*K:(.*);\s*V:(.*)\]\s*", self.text[at + 3 :], re.S)
+        # No axis has `;` or `]`: each part ends where the next one must begin, and nothing is tried twice.
+        match = re.compile(r"\s*K:([^;\]]*);\s*V:([^;\]]*)\]\s*").fullmatch(self.text, at + 3)
         if match is None:
             self.fail(at, len(self.text), "kv[...] is written kv[K: axes; V: axes], and is the last thing")
         planes = []
         for i in (0, 1):
-            begin, end = at + 3 + match.start(i + 1), at + 3 + match.end(i + 1)
+            begin, end = match.span(i + 1)
             inner_left, dims = self.read(begin, end)
             if any(axis.name == "kv" for axis in (*inner_left, *(a for dim in dims for a in dim))):
                 self.fail(begin, end, "`kv` cannot stand again inside kv[...]")
@@ -203,8 +217,10 @@ class _Reader:
         return left, tuple(dims)
 
     def read_axis(self, word: str, at: int) -> Axis:
-        match = re.fullmatch(r"([a-z_]+)(?:([/%])(\d+|x))?", word)
+        match = re.fullmatch(r"([a-z_]+)(?:([/%])([0-9]{1,9}|x))?", word)
         if match is None or match.group(1) not in AXES:
+            if re.fullmatch(r"(token|head|dim)[/%][0-9]{10,}", word):
+                self.fail(at, at + len(word), "a split by a number of more than nine digits")
             self.fail(at, at + len(word), f'unknown axis "{word}"')
         name, part, factor = match.group(1), match.group(2) or "", match.group(3) or ""
         if part and name not in ("token", "head", "dim"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 from kvx.errors import BadArgument
 from kvx.layout.axes import Layout, PlaneLayout
@@ -11,6 +12,9 @@ from kvx.spec.cache_spec import CacheSpec
 Rule = Callable[[CacheSpec], str | None]
 
 _LIMIT = 2**30  # of every axis but num_blocks; the C core holds them in 32 bits
+_MOST = 2**64  # of any number: rules after it multiply and print them
+_MOST_CHARACTERS = 4096  # of a name: a path and more
+MOST_ALLOCATIONS = 2**22  # as a plan has; whoever reads a spec may list them
 
 
 def fields_are_ints(spec: CacheSpec) -> str | None:
@@ -18,7 +22,9 @@ def fields_are_ints(spec: CacheSpec) -> str | None:
     for name in (*sizes, "layer_start", "head_start", "block_bytes"):
         value = getattr(spec, name)
         if type(value) is not int:
-            return f"{name} is {value!r}; it is an int."
+            return f"{name} is {repr(value)[:200]}; it is an int."
+        if abs(value) > _MOST:
+            return f"{name} is a number of {value.bit_length()} bits; addresses end at 2**60."
     return None
 
 
@@ -26,7 +32,13 @@ def names_are_strings(spec: CacheSpec) -> str | None:
     for name in ("layout", "format", "v_format", "model"):
         value = getattr(spec, name)
         if not isinstance(value, str):
-            return f"{name} is {value!r}; it is a string."
+            return f"{name} is {repr(value)[:200]}; it is a string."
+        if len(value) > _MOST_CHARACTERS:
+            return f"{name} has {len(value):,} characters; it has at most {_MOST_CHARACTERS:,}."
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return f"{name} is {value[:200]!r}, with half a character; it is text that UTF-8 can hold."
     return None
 
 
@@ -99,6 +111,16 @@ def padding_holds_a_block(spec: CacheSpec) -> str | None:
 def _block_dim(where: PlaneLayout) -> int:
     """Which dimension is `block`, alone; -1 where it is fused or chooses an allocation."""
     return next((i for i, dim in enumerate(where.dims) if [axis.name for axis in dim] == ["block"]), -1)
+
+
+def allocations_are_few(spec: CacheSpec) -> str | None:
+    sizes = {"layer": spec.num_layers, "kv": 2, "block": spec.num_blocks}
+    count = prod(sizes[axis.name] for axis in Layout.parse(spec.layout).k.left)
+    if count > MOST_ALLOCATIONS:
+        return (
+            f"layout {spec.layout!r} makes {count:,} allocations; at most {MOST_ALLOCATIONS:,}. Fewer axes left of `|` make fewer."
+        )
+    return None
 
 
 def cache_fits_addresses(spec: CacheSpec) -> str | None:
@@ -210,6 +232,7 @@ RULES: tuple[Rule, ...] = (
     inline_scales_are_aligned,
     padding_holds_a_block,
     cache_fits_addresses,
+    allocations_are_few,
 )
 
 

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import kvx
+import kvx.cli.main
 from kvx.cli import bench
 from kvx.cli.main import app
 
@@ -54,6 +55,94 @@ def test_inspect_spec(tmp_path):
     assert facts["digest"] == kvx.spec.digest(spec)
     assert facts["bytes_per_token"] == 2 * 2 * (32 + 4)
     assert facts["scales"]["k"] == [4, 16, 2, 4]
+
+
+def invoke(*args: str) -> str:
+    """What the command refuses with, in this process."""
+    done = CliRunner().invoke(app, list(args))
+    assert done.exit_code != 0, done.output
+    assert done.exception is None or isinstance(done.exception, kvx.KvxError | SystemExit), repr(done.exception)
+    return " ".join(f"{done.output} {done.exception}".split())
+
+
+def test_inspect_counts_all_layers(tmp_path):
+    spec = kvx.CacheSpec(2, 16, 2, 64, num_layers=4, layout="layer kv | block token head dim", v_head_dim=32)
+    (tmp_path / "a.json").write_text(kvx.to_json(spec))
+    facts = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "a.json"), "--json"]).stdout)
+    assert facts["bytes_per_token"] == 4 * 2 * 2 * (64 + 32)
+    assert facts["bytes_per_token_and_layer"] == 2 * 2 * (64 + 32)
+    assert facts["bytes"] == facts["bytes_per_token"] * 32
+    assert facts["buffers"] == ["4 x 8,192 bytes", "4 x 4,096 bytes"]
+    fields = {**json.loads(kvx.to_json(spec)), "num_layers": 2**28}
+    (tmp_path / "a.json").write_text(json.dumps(fields))
+    assert "makes 536,870,912 allocations; at most 4,194,304" in invoke("inspect", str(tmp_path / "a.json"))
+
+
+def test_inspect_of_a_cut_cache_file_says_so(tmp_path):
+    spec = kvx.CacheSpec(2, 16, 2, 64)
+    for name in ("a.kvx", "a.safetensors", "a.pt", "a"):
+        kvx.save(tmp_path / name, kvx.allocate_buffers(spec), spec)
+        data = (tmp_path / name).read_bytes()
+        for end in (len(data) - 1, 5000, 600):
+            (tmp_path / name).write_bytes(data[:end])
+            said = invoke("inspect", str(tmp_path / name))
+            assert "cut short" in said
+            assert "weights_only" not in said
+
+
+def test_inspect_of_tensors_it_cannot_describe(tmp_path):
+    torch.save({"a": torch.zeros(4, device="meta"), "b": torch.eye(3).to_sparse(), "c": torch.zeros(0)}, tmp_path / "a.pt")
+    assert "cannot be read" in invoke("inspect", str(tmp_path / "a.pt"))
+    torch.save({"a": print}, tmp_path / "b.pt")
+    said = invoke("inspect", str(tmp_path / "b.pt"))
+    assert "would run code when it is opened, and was not opened" in said
+    assert "weights_only" not in said
+    data = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(data[: len(data) // 2])
+    said = invoke("inspect", str(tmp_path / "a.pt"))
+    assert "cut short" in said
+    assert "weights_only" not in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is refused")
+@pytest.mark.parametrize("args", [("demo",), ("bench", "write"), ("bench", "tiers")], ids=" ".join)
+def test_a_device_that_is_not_there(args, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    assert "for --device: cuda: " in invoke(*args, "--device", "cuda")
+    assert "for --device: tpu: devices are cpu and cuda" in invoke(*args, "--device", "tpu")
+
+
+def test_what_a_person_guesses(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"kvx {kvx.__version__}\n"
+    (tmp_path / "empty").write_bytes(b"")
+    assert "empty is empty" in invoke("inspect", str(tmp_path / "empty"))
+    torch.save([1, 2], tmp_path / "l.pt")
+    assert "there are no tensors in" in invoke("inspect", str(tmp_path / "l.pt"))
+    assert "for --repeats: 0; it is more than 0" in invoke("bench", "generate", "--repeats", "0")
+    assert "for --device: tpu" in invoke("bench", "generate", "--device", "tpu")
+
+
+def test_an_error_of_the_disk_is_a_sentence(monkeypatch, capsys):
+    def broken() -> None:
+        raise OSError(5, "Input/output error", "/mnt/x")
+
+    monkeypatch.setattr(kvx.cli.main, "app", broken)
+    with pytest.raises(SystemExit) as ended:
+        kvx.cli.main.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "kvx: Input/output error (/mnt/x). `kvx doctor` says what this machine has.\n"
+
+
+def test_bench_writes_nothing_it_was_not_told_to(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench.call_bench, "measure", lambda: {"bench": "call", "overhead_us": 1.5})
+    monkeypatch.setattr(bench.call_bench, "show", lambda result: "all")
+    done = CliRunner().invoke(app, ["bench", "call"])
+    assert done.exit_code == 0
+    assert "not saved; --out FOLDER saves the result there" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    assert "not saved as a result" in invoke("bench", "write", "--only", "x", "--out", str(tmp_path / "o"))
 
 
 def test_inspect_tensor_file(tmp_path):

