@@ -22,6 +22,7 @@ from torch import Tensor
 from kvx.errors import BadArgument, Incompatible
 from kvx.layout.buffers import allocate_buffers, bytes_of
 from kvx.layout.coordinates import has_whole_words
+from kvx.layout.gate import check_buffers
 from kvx.layout.place import buffer_sizes, num_cache_buffers
 from kvx.layout.plan import plan
 from kvx.ops.convert import Buffers, convert, flat
@@ -79,16 +80,12 @@ def digest_blocks(cache: list[Tensor], spec: CacheSpec, first: int, end: int) ->
 def save(path: str | Path, cache: Buffers, spec: CacheSpec, *, check: bool = True) -> None:
     """Write every buffer of a cache. `check` keeps the content digest beside it, so that `kvx verify` can tell a damaged file."""
     tensors = list(flat("cache", cache))
+    check_buffers("save", "cache", tensors, (spec,))
     with create(path, spec) as file:
-        if len(file.buffers) != len(tensors):
-            raise BadArgument(f"save(): cache has {len(tensors)} buffers; the spec makes {len(file.buffers)}.")
         if check:
             file.keep_digest(0, spec.num_blocks, tensors)
         for to, t in zip(file.buffers, tensors, strict=True):
-            data = bytes_of(t)
-            if data.numel() < to.numel():
-                raise BadArgument(f"save(): a buffer has {data.numel()} bytes; the spec makes {to.numel()}.")
-            to.copy_(data[: to.numel()])
+            to.copy_(bytes_of(t)[: to.numel()])
 
 
 def load(path: str | Path, expect: CacheSpec | None = None) -> CacheFile:
