@@ -1,4 +1,4 @@
-"""Whole caches at the gate: views that are the spec's memory are taken, whatever their shape; everything else is refused by name."""
+"""Whole caches at the gate: views that are the memory of the spec are taken in any shape; all else is refused by name."""
 
 from __future__ import annotations
 
