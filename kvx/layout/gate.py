@@ -156,7 +156,7 @@ def _refusal(grid: Grid, dtype: torch.dtype, shape: tuple[int, ...], strides: tu
             f"be told. If its memory is, give its .permute({', '.join(map(str, order))}); if its shape is, its .contiguous()."
         )
     conflict = _conflict(dims, item, grid)
-    has_holes = any(outer != stride * n for (outer, _), (stride, n) in zip(dims, [*dims[1:], (item, 1)], strict=True))
+    has_holes = any(outer != stride * n for (outer, _), (stride, n) in zip(dims, [*dims[1:], (item, 1)], strict=False))
     if conflict and has_holes:
         return f"{got}; {said}, and its memory has holes. Where they pad blocks, say so in the spec: block_bytes."
     return f"{got}; {said}, and {conflict}. Reshape it, or give the spec these sizes." if conflict else ""

@@ -123,3 +123,12 @@ def test_convert_and_save_do_not_read_memory_order_where_the_strides_say_otherwi
     want = kvx.allocate_buffers(plan.dst[0])
     kvx.convert(want, [X, X], plan=plan)
     assert all(torch.equal(a, b) for a, b in zip(out, want, strict=True))
+
+
+def test_one_element_and_none():
+    spec = kvx.CacheSpec(1, 1, 1, 2, format="fp8_e4m3_per_head", layout="kv | block token head dim")
+    cache, scale = grids(spec)[0][1], grids(spec)[1][1]
+    assert refusal(torch.ones(1, 1), scale) == refusal(torch.ones(1), scale) == ""
+    assert "the spec makes" in refusal(torch.ones(0), scale)
+    assert refusal(torch.zeros(1, 1, 1, 2, dtype=torch.float8_e4m3fn), cache) == ""
+    assert "int8; format fp8_e4m3_per_head" in refusal(torch.zeros(1, 1, 1, 2, dtype=torch.int8), cache)
