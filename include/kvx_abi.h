@@ -653,7 +653,7 @@ typedef struct kvx_plan_header_t {
   uint32_t num_src_sizes;   /* pairs of the source at the end of the plan                                */
   uint32_t num_dst_sizes;   /* pairs of the destination after them                                       */
   uint32_t num_cells;       /* 0 = no format changes                                                     */
-  uint32_t reserved32;      /* 0                                                                         */
+  uint32_t content;         /* for kvx_digest: a number of what rows hold, part of their keys; 0 = unsaid */
 } kvx_plan_header_t;
 
 typedef struct kvx_plan_digit_t {

@@ -29,6 +29,8 @@ def _check_index(name: str, t: Tensor, ndim: int) -> None:
         raise BadArgument(f"{name} is {t.dtype}; it is int32 or int64.")
     if t.dim() != ndim:
         raise BadArgument(f"{name} is {list(t.shape)}; it has {ndim} dimension{'s' if ndim > 1 else ''}.")
+    if t.is_meta:
+        raise BadArgument(f"{name} is on the meta device and has no memory. Make it on the cache's device.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,19 +228,35 @@ def cache_table(
 
 def slot_mapping(block_table: Tensor, positions: Tensor, seq_ids: Tensor, block_size: int) -> Tensor:
     """[num_tokens] int64 slots of tokens at `positions` of sequences `seq_ids`; a negative position gives -1 (skip)."""
+    for name, t, ndim in (("block_table", block_table, 2), ("positions", positions, 1), ("seq_ids", seq_ids, 1)):
+        _check_index(f"slot_mapping(): {name}", t, ndim)
+    if len(seq_ids) != len(positions):
+        raise BadArgument(f"slot_mapping(): {len(positions)} positions and {len(seq_ids)} seq_ids; each token has one of either.")
     pos = positions.to(torch.int64)
     at = pos.clamp(min=0)
+    if seq_ids.is_cpu and len(seq_ids) and not 0 <= int(seq_ids.min()) <= int(seq_ids.max()) < len(block_table):
+        raise OutOfRange(
+            f"slot_mapping(): seq_ids are {int(seq_ids.min())} to {int(seq_ids.max())}; block_table has {len(block_table)} "
+            "sequences."
+        )
     if at.is_cpu and at.numel() and int(at.max()) >= block_table.shape[1] * block_size:
         raise OutOfRange(
             f"slot_mapping(): position {int(at.max())} is past the table, "
             f"which holds {block_table.shape[1]} blocks of {block_size}."
         )
     blocks = block_table[seq_ids.to(torch.int64), at // block_size].to(torch.int64)
-    return torch.where(pos < 0, torch.full_like(pos, -1), blocks * block_size + at % block_size)
+    if blocks.is_cpu and bool(((blocks < 0) & (pos >= 0)).any()):
+        bad = int(((blocks < 0) & (pos >= 0)).nonzero()[0])
+        raise OutOfRange(
+            f"slot_mapping(): token {bad} is at position {int(pos[bad])} of sequence {int(seq_ids[bad])}, for which the table has "
+            f"{int(blocks[bad])}: no block. Grow the table first, or give position -1 to skip the token."
+        )
+    return torch.where((pos < 0) | (blocks < 0), torch.full_like(pos, -1), blocks * block_size + at % block_size)
 
 
 def cu_seqlens(seq_lens: Tensor) -> Tensor:
     """[batch + 1] int32 ragged offsets of `seq_lens`."""
+    _check_index("cu_seqlens(): seq_lens", seq_lens, 1)
     total = seq_lens.to(torch.int64).cumsum(0)
     if total.is_cpu and total.numel() and int(total[-1]) >= 2**31:
         raise BadArgument(f"cu_seqlens(): the lengths add up to {int(total[-1])}; int32 offsets end at {2**31 - 1}.")

@@ -283,6 +283,7 @@ kvx_status_t bind_digest(const Plan& plan, kvx_convert_args_t args, Bound* out) 
   args.dst_blocks = args.src_blocks;
   KVX_TRY(check_memory(args, out));
   KVX_NEED(plan.cells.empty(), "a plan that changes formats has no digest.");
+  out->content = plan.header.content;
   KVX_TRY(check_buffers(plan, args, false, out));
   KVX_TRY(bind_tables(plan, args, false, out));
   for (const kvx_plan_box_t& box : plan.boxes) {

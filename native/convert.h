@@ -76,6 +76,7 @@ struct Bound {
   BlockTables tables;
   bool on_device, tables_on_device;
   int32_t device;
+  uint32_t content;  // of a digest: what the rows hold
   unsigned long long* errors;
   std::unique_ptr<Resident> resident;
 };

@@ -36,6 +36,7 @@ int copy_tensor(void* object, DLTensor* out) {  // frameworks without an exchang
 OpenTensor open_tensor = copy_tensor;
 void* (*save_thread)() = nullptr;
 void (*restore_thread)(void*) = nullptr;
+void (*clear_error)() = nullptr;  // forgets what the framework raised
 
 constexpr int kMaxDims = 8;
 constexpr kvx_status_t kPythonError = kvx_status_t(-1);  // the framework has raised already
@@ -89,7 +90,11 @@ struct Door {
   int32_t device_type = 0, device_id = 0;
 
   kvx_status_t open(const char* name, void* object, Tensor* t) {
-    if (open_tensor(object, &t->dl) != 0) return kPythonError;
+    if (open_tensor(object, &t->dl) != 0) {
+      if (clear_error == nullptr) return kPythonError;
+      clear_error();
+      return fail(KVX_STATUS_INVALID_ARGUMENT, "%s has no memory that can be read: it is on the meta device, sparse, or of a type of its own. Give a plain tensor on the cache's device.", name);
+    }
     KVX_NEED(t->dl.ndim <= kMaxDims, "%s has %d dimensions.", name, t->dl.ndim);
     if (device_type == 0) {
       device_type = t->dl.device_type;
@@ -182,10 +187,11 @@ typedef struct kvx_door_append_t {  // objects; NULL = absent
   double eps, weight_offset;
 } kvx_door_append_t;
 
-KVX_API void kvx_door_init(void* open, void* save, void* restore) {
+KVX_API void kvx_door_init(void* open, void* save, void* restore, void* clear) {
   open_tensor = open ? reinterpret_cast<OpenTensor>(open) : copy_tensor;
   save_thread = reinterpret_cast<void* (*)()>(save);
   restore_thread = reinterpret_cast<void (*)(void*)>(restore);
+  clear_error = reinterpret_cast<void (*)()>(clear);
 }
 
 }  // extern "C"
@@ -221,7 +227,7 @@ kvx_status_t open_cache(Door& door, const kvx_door_spec_t& spec, void* cache0, v
     KVX_NEED(same, "%s is %s; the spec makes it %s.", name, shape_text(x.dl.shape, x.dl.ndim, got), shape_text(d.shape, d.ndim, want));
     const int dtype = dtype_of(x.dl), bits = common::dtype_bits(a.dtype);
     const bool bytes_of_words = d.raw && bits > 8;  // whole elements in a tensor of bytes
-    KVX_NEED(bytes_of_words ? x.dl.type_bits == 8 : dtype == a.dtype || (bits <= 8 && (dtype == KVX_DTYPE_U8 || dtype == KVX_DTYPE_S8)), "%s is %s; the spec's format makes it %s%s.",
+    KVX_NEED(bytes_of_words ? x.dl.type_bits == 8 : dtype == a.dtype || (bits <= 8 && dtype == KVX_DTYPE_U8), "%s is %s; the spec's format makes it %s%s.",
              name, dtype_name(dtype), bytes_of_words ? "uint8" : dtype_name(a.dtype), bits <= 8 ? " (or uint8)" : "");
     const int64_t unit = bits == 4 ? 2 : 1, size = bytes_of_words ? bits / 8 : 1;  // elements in a unit of the tensor, units in an element
     a.ndim = uint32_t(d.num_axes);

@@ -63,7 +63,7 @@ def hold(handover: Handover, *, layout: str = "", tp_size: int = 1) -> Held:
     specs = tuple(rank_specs(replace(p.spec, layout=layout or p.spec.layout), tp_size) for p in handover.parts)
     buffers = tuple(tuple(t for s in part for t in allocate_buffers(s)) for part in specs)
     for p, part, into in zip(handover.parts, specs, buffers, strict=True):
-        convert(list(into), list(p.buffers), plan=plan(p.spec, part))
+        convert(list(into), list(p.buffers), plan=plan(p.spec, part, partial=True))  # one rank after the other
     return Held(handover, specs, buffers)
 
 

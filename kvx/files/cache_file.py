@@ -23,6 +23,7 @@ from kvx.errors import BadArgument
 from kvx.files.header import MANIFEST, entries, header_bytes, read_header, require_few
 from kvx.files.seal import PartDigests, SealCheck, part_ranges
 from kvx.layout.buffers import bytes_of
+from kvx.layout.gate import check_buffers
 from kvx.ops.convert import Buffers, flat
 from kvx.ops.digest import Digest
 from kvx.spec import CacheSpec
@@ -59,16 +60,12 @@ class NewFile:
 def save(path: str | Path, cache: Buffers, spec: CacheSpec, *, check: bool = True) -> None:
     """Write every buffer of a cache. `check` seals it with the digest of its content, so that whoever reads it can tell damage."""
     tensors = list(flat("cache", cache))
+    check_buffers("save", "cache", tensors, (spec,))
     with create(path, spec) as file:
-        if len(file.buffers) != len(tensors):
-            raise BadArgument(f"save(): cache has {len(tensors)} buffers; the spec makes {len(file.buffers)}.")
         if check:
             file.keep_digest(0, spec.num_blocks, tensors)
         for to, t in zip(file.buffers, tensors, strict=True):
-            data = bytes_of(t)
-            if data.numel() < to.numel():
-                raise BadArgument(f"save(): a buffer has {data.numel()} bytes; the spec makes {to.numel()}.")
-            to.copy_(data[: to.numel()])
+            to.copy_(bytes_of(t)[: to.numel()])
 
 
 def load(path: str | Path, expect: CacheSpec | None = None, *, verify: bool = True) -> CacheFile:

@@ -153,7 +153,7 @@ class Handover:
         convert(
             into,
             moved(given.buffers, into[0].device),
-            plan=plan(given.spec, spec, rope=("half", rope)),
+            plan=plan(given.spec, spec, rope=("half", rope), partial=True),  # into one rank of several
             src_blocks=block_table(max(-1, n) for n in range(first, first + count)),
             dst_blocks=block_table([-1] * min(absent, need) + list(blocks[absent:need])),
             seq_lens=torch.tensor([end - first_token], dtype=torch.int32),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument
 from kvx.layout.device_memory import check_fits
 from kvx.layout.place import buffer_sizes, num_cache_buffers
 from kvx.spec.cache_spec import CacheSpec
@@ -36,35 +35,6 @@ def allocate_buffers(spec: CacheSpec, device: str | torch.device = "cpu", *, pin
 def _whole_blocks(spec: CacheSpec, size: int) -> int:
     """With the padding of the last block, which `buffer_sizes` leaves out and an engine's allocation has."""
     return -(-size // spec.block_bytes) * spec.block_bytes if spec.block_bytes else size
-
-
-def check_buffers(call: str, name: str, tensors: list[Tensor], sizes: tuple[int, ...]) -> None:
-    """Tensors that can stand for buffers of these sizes: flat bytes, or whatever an engine registers, strided as it likes."""
-    if len(tensors) != len(sizes):
-        raise BadArgument(f"{call}(): {name} has {len(tensors)} buffers; the specs make {len(sizes)}.")
-    devices = {t.device for t in tensors}
-    if len(devices) > 1:
-        raise BadArgument(f"{call}(): {name} is on {len(devices)} devices: {', '.join(sorted(map(str, devices)))}.")
-    for i, (t, size) in enumerate(zip(tensors, sizes, strict=True)):
-        given = memory_bytes(t)
-        # A view of padded blocks has holes, and reaches exactly as far as a spec that says so.
-        if given != size and not _is_dense(t):
-            raise BadArgument(
-                f"{call}(): {name} buffer {i} is {list(t.shape)} with strides {list(t.stride())}; its memory has holes. "
-                "Where they pad blocks, say so in the spec: block_bytes."
-            )
-        if given < size:
-            raise BadArgument(f"{call}(): {name} buffer {i} has {given} bytes; the spec makes {size}.")
-
-
-def _is_dense(t: Tensor) -> bool:
-    """No holes and no overlaps, whatever the order of dimensions: views that engines register are often permuted."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def memory_bytes(t: Tensor) -> int:

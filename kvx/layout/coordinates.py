@@ -11,6 +11,7 @@ tensor scale. Scales that many rows share are counted for each of them, so that 
 
 from __future__ import annotations
 
+import hashlib
 from functools import lru_cache
 
 from kvx.errors import Unsupported
@@ -76,6 +77,16 @@ def _boxes(spec: CacheSpec, place: Place, plane: int, units: int, first: int, un
     return [Box(src, Side(start, 0, spec.block_size, 0, 0, 0, 0), place.unit_bytes, tuple(digits))]
 
 
-def coordinate_bytes(plan: Plan) -> bytes:
+def coordinate_bytes(spec: CacheSpec) -> bytes:
     """The plan for the library: one virtual destination, as large as coordinates go."""
-    return plan.to_bytes(destination=((1, VIRTUAL_BYTES),))
+    return coordinate_plan(spec).to_bytes(destination=((1, VIRTUAL_BYTES),), content=content_number(spec))
+
+
+@lru_cache(maxsize=256)
+def content_number(spec: CacheSpec) -> int:
+    """32 bits of what rows hold: head size and format of each plane, whatever the layout. Inline scales are the same scales."""
+    text = ";".join(
+        f"{p.name},{p.head_dim},{p.format.element},{int(p.format.granularity)},{p.format.scale or '-'},{p.format.group_size}"
+        for p in spec.planes[: spec.num_planes]
+    )
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")

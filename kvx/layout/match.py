@@ -18,6 +18,9 @@ class Rectangle(NamedTuple):
     head: int
     head_end: int
 
+    def __str__(self) -> str:
+        return f"layers {self.layer}..{self.layer_end - 1}, heads {self.head}..{self.head_end - 1}"
+
 
 class Way(NamedTuple):
     """Two places whose contents match, and how many units their dim axis has. With a cell, dim is the row's own business."""

@@ -45,6 +45,10 @@ class Plan:
     unit_tokens: int  # tokens moved for one pair of blocks
     boxes: tuple[Box, ...] = field(repr=False)
     blocks: Pairs | None = field(default=None, repr=False)  # ids at src and at dst, moved unless others are given; None: all
+    left_out: tuple[Rectangle, ...] = field(
+        default=(), repr=False
+    )  # of the model's layers and heads, what src holds and dst does not
+    written_twice: tuple[Rectangle, ...] = field(default=(), repr=False)  # what more than one shard of dst holds
 
     @cached_property
     def unit_bytes(self) -> int:
@@ -106,6 +110,8 @@ class Plan:
                 f"{d.size}: {d.src or f'{d.src_step} buf'}/{d.dst or f'{d.dst_step} buf'}" for d in reversed(box.digits)
             )
             lines.append(f"{n:>4}  {family(box):<12} {box.run_bytes:>7} B  {runs:>9}  {digits or 'none'}")
+        lines += [f"left out: {r}, which the source holds and the destination does not" for r in self.left_out]
+        lines += [f"written twice: {r}, which several shards of the destination hold" for r in self.written_twice]
         if self.blocks is not None and planned is not None:
             folded = list(map(fold, self.boxes))
             plain = planned * sum(box.bytes // box.run_bytes for box in folded)
@@ -115,7 +121,7 @@ class Plan:
             lines.append(f"{src} -> {dst}: {self.unit_bytes * planned:,} bytes, {count}")
         return "\n".join(lines)
 
-    def to_bytes(self, *, destination: tuple[tuple[int, int], ...] = ()) -> bytes:
+    def to_bytes(self, *, destination: tuple[tuple[int, int], ...] = (), content: int = 0) -> bytes:
         """The flat form of include/kvx_abi.h: header, boxes, cells, buffer sizes (`destination` instead of those of dst).
 
         Without `blocks`: ids are bound when it runs (kvx_convert_args_t), so that one plan serves every request.
@@ -132,7 +138,7 @@ class Plan:
         return (
             _HEADER.pack(
                 _MAGIC, _VERSION, _HEADER.size + len(body), len(self.boxes), *counts, self.unit_tokens,
-                s.block_size, d.block_size, s.num_blocks, d.num_blocks, len(sizes[0]), len(sizes[1]), len(cells), 0,
+                s.block_size, d.block_size, s.num_blocks, d.num_blocks, len(sizes[0]), len(sizes[1]), len(cells), content,
             )
             + body
         )  # fmt: skip
@@ -146,8 +152,13 @@ def plan(
     layers: tuple[int, int] | None = None,  # first and end, of the model's layers; None = all the destination holds
     rope: tuple[str, str] = ("half", "half"),  # how K's rotated pairs lie at either side: "half" apart, or "interleaved"
     rotary_dim: int = 0,  # elements of a K row that are rotated, the first ones; 0 = all
+    partial: bool = False,  # whether dst may hold fewer layers or heads than src
 ) -> Plan:
     """How the bytes of `src` become those of `dst`. Raises with both values where the two cannot match.
+
+    A plan fills the destination and uses the source whole: layers or heads of `src` that no shard of `dst` holds are an error,
+    unless `partial` or `layers` says that they are meant to be left out. Shards of `dst` may hold the same heads, as they do where
+    there are more ranks than heads.
 
     llama.cpp keeps the two numbers of a rotated pair side by side, Transformers half a row apart: rope=("interleaved", "half").
     """
@@ -158,20 +169,22 @@ def plan(
     pairs = pairs_of(blocks, sources[0], targets[0])
     turn = turn_of(sources[0], targets[0], rope, rotary_dim)
     unit = _unit_tokens(sources[0], targets[0])
+    held, wanted = ([r for spec in specs for r in _held(spec, layers)] for specs in (sources, targets))
+    left_out = _union(_without(held, wanted))
+    if left_out and not partial:
+        raise BadArgument(
+            f"plan(): {left_out[0]} of src are in no dst and would be lost. Destinations hold {', '.join(map(_holds, targets))}. "
+            "Give the shards that hold them, or say partial=True to leave them out."
+        )
     found: list[Box] = []
     dst_buffer = 0
     for target in targets:
-        rectangle = Rectangle(
-            target.layer_start, target.layer_start + target.num_layers, target.head_start, target.head_start + target.num_kv_heads
-        )
-        if layers is not None:
-            rectangle = rectangle._replace(layer=max(rectangle.layer, layers[0]), layer_end=min(rectangle.layer_end, layers[1]))
-        missing = [rectangle] if rectangle.layer < rectangle.layer_end else []
+        missing = _held(target, layers)
         src_buffer = 0
         for source in sources:
             left: list[Rectangle] = []
             for r in missing:
-                both, rest = _cut(r, source)
+                both, rest = _cut(r, _rectangle(source))
                 left += rest
                 if both is not None:
                     matched = [ways(source, target, i, turn if i == 0 else None) for i in range(target.num_planes)]
@@ -180,13 +193,9 @@ def plan(
             missing = left
             src_buffer += num_buffers(source)
         if missing:
-            r = missing[0]
-            raise BadArgument(
-                f"plan(): layers {r.layer}..{r.layer_end - 1}, heads {r.head}..{r.head_end - 1} of dst are in no src. "
-                f"Sources hold {', '.join(_holds(s) for s in sources)}."
-            )
+            raise BadArgument(f"plan(): {missing[0]} of dst are in no src. Sources hold {', '.join(_holds(s) for s in sources)}.")
         dst_buffer += num_buffers(target)
-    return Plan(sources, targets, unit, tuple(found), pairs)
+    return Plan(sources, targets, unit, tuple(found), pairs, tuple(left_out), tuple(_twice(wanted)))
 
 
 def _check_layers(layers: tuple[int, int]) -> None:
@@ -225,10 +234,7 @@ def _as_shards(name: str, specs: CacheSpec | Sequence[CacheSpec]) -> tuple[Cache
 
 
 def _holds(spec: CacheSpec) -> str:
-    return (
-        f"layers {spec.layer_start}..{spec.layer_start + spec.num_layers - 1} x heads "
-        f"{spec.head_start}..{spec.head_start + spec.num_kv_heads - 1}"
-    )
+    return str(_rectangle(spec))
 
 
 def _require_match(src: CacheSpec, dst: CacheSpec) -> None:
@@ -262,12 +268,48 @@ def _unit_tokens(src: CacheSpec, dst: CacheSpec) -> int:
     return unit
 
 
-def _cut(r: Rectangle, source: CacheSpec) -> tuple[Rectangle | None, list[Rectangle]]:
-    """What the source holds of a rectangle, and the rest of it."""
+def _rectangle(spec: CacheSpec) -> Rectangle:
+    return Rectangle(spec.layer_start, spec.layer_start + spec.num_layers, spec.head_start, spec.head_start + spec.num_kv_heads)
+
+
+def _held(spec: CacheSpec, layers: tuple[int, int] | None) -> list[Rectangle]:
+    """What a shard holds of these layers: one rectangle, or none."""
+    r = _rectangle(spec)
+    if layers is not None:
+        r = r._replace(layer=max(r.layer, layers[0]), layer_end=min(r.layer_end, layers[1]))
+    return [r] if r.layer < r.layer_end else []
+
+
+def _without(these: Iterable[Rectangle], others: Iterable[Rectangle]) -> list[Rectangle]:
+    left = list(these)
+    for other in others:
+        left = [rest for r in left for rest in _cut(r, other)[1]]
+    return left
+
+
+def _union(these: Iterable[Rectangle]) -> list[Rectangle]:
+    """The same layers and heads, each once."""
+    out: list[Rectangle] = []
+    for r in these:
+        out += _without([r], out)
+    return out
+
+
+def held_twice(shards: Sequence[CacheSpec]) -> list[Rectangle]:
+    """Layers and heads that more than one of these shards holds."""
+    return _twice([_rectangle(spec) for spec in shards])
+
+
+def _twice(these: Sequence[Rectangle]) -> list[Rectangle]:
+    both = (_cut(r, other)[0] for i, r in enumerate(these) for other in these[:i])
+    return _union(r for r in both if r is not None)
+
+
+def _cut(r: Rectangle, other: Rectangle) -> tuple[Rectangle | None, list[Rectangle]]:
+    """What two rectangles share, and the rest of the first."""
     both = Rectangle(
-        max(r.layer, source.layer_start), min(r.layer_end, source.layer_start + source.num_layers),
-        max(r.head, source.head_start), min(r.head_end, source.head_start + source.num_kv_heads),
-    )  # fmt: skip
+        max(r.layer, other.layer), min(r.layer_end, other.layer_end), max(r.head, other.head), min(r.head_end, other.head_end)
+    )
     if both.layer >= both.layer_end or both.head >= both.head_end:
         return None, [r]
     rest = [

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.layout.axes import HND
+from kvx.layout.gate import check_memory
 from kvx.spec.cache_spec import CacheSpec
 
 _ALIGNMENT = 16  # device kernels move 16 bytes at a time and cannot look at each address
@@ -40,6 +41,7 @@ def cache_pointers(
     if not caches:
         raise BadArgument(f"{call}(): caches is empty; give at least one (K, V).")
     first_k, first_v = caches[0]
+    check_memory(call, caches=[x for pair in caches for x in pair])
     for i, pair in enumerate(caches):
         for name, x, like in zip("KV", pair, (first_k, first_v), strict=True):
             if x.dim() != 3 or (x.shape, x.stride(), x.dtype, x.device) != (like.shape, like.stride(), like.dtype, like.device):

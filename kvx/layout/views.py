@@ -16,9 +16,10 @@ from torch import Tensor
 
 from kvx.errors import BadArgument, Unsupported
 from kvx.layout.axes import Layout, PlaneLayout
-from kvx.layout.buffers import bytes_of, check_buffers
+from kvx.layout.buffers import bytes_of
+from kvx.layout.gate import check_buffers
 from kvx.layout.match import reach
-from kvx.layout.place import Digit, Place, buffer_bytes, num_buffers, num_cache_buffers, places
+from kvx.layout.place import Digit, Place, num_buffers, num_cache_buffers, places
 from kvx.spec.cache_spec import CacheSpec, PlaneSpec
 from kvx.spec.formats import Format
 
@@ -49,7 +50,7 @@ def layer_views(buffers: Tensor | Sequence[Tensor], spec: CacheSpec) -> list[tup
     tensors = [buffers] if isinstance(buffers, Tensor) else list(buffers)
     if len(tensors) == num_buffers(spec):
         tensors = tensors[: num_cache_buffers(spec)]  # scales have shapes of their own
-    check_buffers("layer_views", "buffers", tensors, buffer_bytes(spec)[: num_cache_buffers(spec)])
+    check_buffers("layer_views", "buffers", tensors, (spec,), scales=False)
     layout, out = Layout.parse(spec.layout), []
     for layer in range(spec.num_layers):
         planes = zip(spec.planes, places(spec), (layout.k, layout.v), strict=False)

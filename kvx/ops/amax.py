@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange
+from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
 from kvx.ops import compiled, native
 from kvx.quant.scales import finite_amax
@@ -40,11 +41,19 @@ def amax(
         raise BadArgument(f'amax(): per is "{per}"; it is one of {", ".join(_NAMES)}.')
     if x.dim() != 3 or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise BadArgument(f"amax(): x is {list(x.shape)} {x.dtype}; it is [num_tokens, num_kv_heads, head_dim] f16, bf16 or f32.")
+    if torch.is_grad_enabled() or backend == "torch":
+        check_memory("amax", x=x, slot_mapping=slot_mapping, out=out, errors=errors)
     by_block = "block" in per
     if by_block and (slot_mapping is None or num_blocks < 1 or block_size < 1):
         raise BadArgument(f'amax(): per="{per}" needs slot_mapping, num_blocks and block_size.')
     if not by_block and slot_mapping is not None:
         raise BadArgument(f'amax(): slot_mapping is given, but per="{per}" has no blocks.')
+    if slot_mapping is not None and (
+        tuple(slot_mapping.shape) != (len(x),) or slot_mapping.dtype not in (torch.int32, torch.int64)
+    ):
+        raise BadArgument(
+            f"amax(): slot_mapping is {list(slot_mapping.shape)} {slot_mapping.dtype}; it is [{len(x)}] int32 or int64."
+        )
     shape = {"tensor": (), "head": (x.shape[1],), "block": (num_blocks,), "block_head": (num_blocks, x.shape[1])}[per]
     if out is None:
         out = torch.zeros(shape, dtype=torch.float32, device=x.device)
@@ -55,6 +64,7 @@ def amax(
         return out
     chosen = backends.choose("amax", backend, x)
     if chosen == "torch":
+        check_apart("amax", out=out)
         _amax_torch(out, x, slot_mapping, block_size, errors, by_block, "head" in per)
     elif chosen == "cuda" and backends.is_debug() and errors is None:
         with backends.ErrorCounter("amax", x.device) as count:

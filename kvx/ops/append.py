@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange
+from kvx.layout.gate import check_apart, check_memory
 from kvx.layout.planes import cache_tensors
 from kvx.layout.pointers import CachePointers
 from kvx.ops import backend as backends
@@ -54,7 +55,7 @@ def qkv_norm_rope_append(
         backend == "auto"
         and type(qkv) is type(q_out) is Tensor
         and k_scale is v_scale is k_token_scale is v_token_scale is k_tensor_scale is v_tensor_scale is errors is None
-        and is_usual(qkv, slot_mapping, q_weight, k_weight, cos, sin, positions)
+        and is_usual(qkv, q_out, slot_mapping, q_weight, k_weight, cos, sin, positions)
         and _append_usual(
             q_out, cache, qkv, slot_mapping, spec, (q_weight, k_weight, cos, sin, positions), rope, eps, weight_offset
         )
@@ -76,6 +77,17 @@ def qkv_norm_rope_append(
     if first is None:
         compiled_append.append(q_out, cache, qkv, slot_mapping, spec, tuple(how), extra, backend)
         return q_out
+    if torch.is_grad_enabled() or backend == "torch":
+        rows_given = (qkv,) if isinstance(qkv, Tensor) else qkv
+        check_memory(
+            _CALL,
+            cache=(first,) if isinstance(cache, CachePointers) else cache,
+            qkv=rows_given,
+            q_out=q_out,
+            slot_mapping=slot_mapping,
+            norm_and_rope=how[:5],
+            scales=extra,
+        )
     if backends.choose(_CALL, backend, first) == "torch":
         rows = split(_CALL, qkv, num_heads, spec.num_kv_heads, spec.head_dim, spec.plane(1).head_dim)
         _append_torch(q_out, cache, rows, slot_mapping, spec, how, extra)
@@ -95,6 +107,8 @@ def _append_usual(
     pair: tuple[object, ...] = cache if isinstance(cache, tuple) and len(cache) == 2 else (cache, None)
     first, second = pair
     if not isinstance(first, Tensor) or not (second is None or isinstance(second, Tensor)):
+        return False
+    if torch.is_grad_enabled() and (first.requires_grad or (second is not None and second.requires_grad)):
         return False
     heads = q_out.shape[1] if q_out.dim() == 3 else -1
     style = STYLES.get(rope, -1) if how[2] is not None else 0
@@ -122,6 +136,12 @@ def append_batched(
     """Put each token's K and V into its sequence's cache, as `write` does, in one launch for all caches."""
     extra = (k_scale, v_scale, None, None, None, None, errors)
     k, v = backends.as_tensor("append_batched", "k", k), backends.as_tensor("append_batched", "v", v)
+    if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int32, torch.int64):
+        raise BadArgument(
+            f"append_batched(): slot_mapping is {list(slot_mapping.shape)} {slot_mapping.dtype}; it is [num_tokens] int32 or int64."
+        )
+    if torch.is_grad_enabled() or backend == "torch":
+        check_memory("append_batched", k=k, v=v, slot_mapping=slot_mapping, scales=extra)
     if backends.choose("append_batched", backend, caches.k) == "torch":
         _write_each(caches, k, v, slot_mapping, extra)
     elif k.is_cuda and backends.is_debug() and errors is None:
@@ -209,6 +229,7 @@ def _append_torch(
     spec: CacheSpec, how: NormRope, extra: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
     check(_CALL, rows, how)
+    check_apart(_CALL, q_out=q_out)
     tokens = rows[0].shape[0]
     if tuple(slots.shape) != (tokens,) or slots.dtype not in (torch.int32, torch.int64):
         raise BadArgument(f"{_CALL}(): slot_mapping is {list(slots.shape)} {slots.dtype}; it is [{tokens}] int32 or int64.")

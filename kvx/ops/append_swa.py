@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
+from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
 from kvx.ops import native_hybrid as structs
 from kvx.ops.finish import check_finish, check_turn, finish_rows
@@ -32,6 +33,8 @@ def append_swa(
     chunk's own queries read before its last rows take the place of the window's (attention_sparse's `fresh`).
     """
     call = "append_swa"
+    if torch.is_grad_enabled() or backend == "torch":
+        check_memory(call, window=window.pages, positions=positions, x=x, step=step, finish=(weight, cos, sin), errors=errors)
     _check(call, window, positions, x)
     if backends.choose(call, backend, window.pages) != "torch":
         args = structs.start(structs.AppendSwaArgs(), window.pages, errors)
@@ -43,6 +46,7 @@ def append_swa(
         structs.call("kvx_append_swa", args, window.pages)
         return
     structs.check_errors(errors, window.pages)
+    check_apart(call, window=window.pages, positions=positions)
     check_finish(call, window.codec.dim, weight, cos, sin, eps)
     check_step(call, step, len(x), len(window.pages) if positions is not None else INT32_MAX)
     for run in step.runs():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange
+from kvx.layout.gate import check_apart, check_memory
 from kvx.layout.pointers import CachePointers
 from kvx.ops import backend as backends
 from kvx.ops import cells, compiled, door_table, native, scales
@@ -68,6 +69,17 @@ def open_cache(
     return tensors
 
 
+def check_shapes(call: str, q: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, dim: int) -> None:
+    """Sizes the library cannot tell from absent ones, and what the torch body would stretch."""
+    if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
+        raise BadArgument(f"{call}(): sinks is {list(sinks.shape)}; it is [num_heads] = [{q.shape[1]}].")
+    if lse.shape != q.shape[:2] or out.shape[:2] != q.shape[:2] or out.shape[-1] != dim:
+        raise BadArgument(
+            f"{call}(): out is {list(out.shape)} and lse {list(lse.shape)}; q and the cache make them {[*q.shape[:2], dim]} and "
+            f"{list(q.shape[:2])}."
+        )
+
+
 def first_tensor(tensors: OpenCache) -> Tensor:
     """One that lives where the cache does."""
     return tensors.k if isinstance(tensors, CachePointers) else tensors[0]
@@ -78,6 +90,7 @@ def attend(
     extra: tuple[Tensor | None, ...], sinks: Tensor | None, out: Tensor | None, lse: Tensor | None, workspace: Tensor | None,
     options: Options, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    given = out is not None or lse is not None or sinks is not None
     if out is None:
         out = torch.empty(*q.shape[:-1], value_dim(spec, options.latent), dtype=q.dtype, device=q.device)
     if lse is None:
@@ -86,10 +99,16 @@ def attend(
         compiled.attention(q, cache, table, cu, out, lse, spec, extra, sinks, workspace, options, backend)
         return out, lse
     q = backends.as_tensor(call, "q", q)
+    if torch.is_grad_enabled() or backend == "torch":
+        given = () if isinstance(cache, CachePointers) else (cache,) if isinstance(cache, Tensor) else cache
+        check_memory(call, q=q, cache=given, table=table.tensors, cu_seqlens=cu, sinks=sinks, out=(out, lse), scales=extra)
     tensors = open_cache(call, q, cache, table, spec, options)
+    if given:
+        check_shapes(call, q, sinks, out, lse, value_dim(spec, options.latent))
     scales.require(call, spec, extra)
     chosen = backends.choose(call, backend, first_tensor(tensors), spec)
     if chosen == "torch":
+        check_apart(call, out=(out, lse))
         if isinstance(tensors, CachePointers):
             tensors, table = _stacked(tensors, table)
         _attention_torch(call, tensors, table, q, out, lse, cu, spec, extra, sinks, options)

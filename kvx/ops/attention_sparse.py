@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
+from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
 from kvx.ops import native_hybrid as structs
 from kvx.ops.compress import entry_slots
@@ -44,6 +45,12 @@ def attention_sparse(
     first still see. Put it there (append_swa) after this call.
     """
     call = "attention_sparse"
+    if torch.is_grad_enabled() or backend == "torch":
+        pages = [None if r is None else r.pages for r in (window, fresh, entries)]
+        check_memory(
+            call, q=q, pages=pages, positions=positions, step=step, block_table=block_table, selected=selected, sinks=sinks,
+            angles=(cos, sin), out=(out, lse), errors=errors,
+        )  # fmt: skip
     _check(call, q, window, positions, fresh, entries, block_table, selected)
     structs.check_workspace(call, workspace, window.pages)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -63,6 +70,7 @@ def attention_sparse(
         structs.call("kvx_attention_sparse", args, window.pages)
         return out, lse
     structs.check_errors(errors, window.pages)
+    check_apart(call, out=(out, lse))
     _check_numbers(call, q, window, window_tokens, fresh, entries, ratio, sinks, out, lse)
     check_finish(call, window.codec.dim, None, cos, sin)
     if selected is not None and selected.shape[1] == 0:

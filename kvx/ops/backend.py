@@ -85,6 +85,8 @@ def chosen_backend(op: str, cache: Tensor | Sequence[Tensor], *, spec: CacheSpec
 def choose(call: str, backend: str, tensor: Tensor, spec: CacheSpec | None = None) -> str:
     """The backend a call runs on. `auto` is the native one of the tensor's device where it supports the call, torch otherwise."""
     device = tensor.device.type
+    if device == "meta":
+        raise BadArgument(f"{call}(): the cache is on the meta device and has no memory. Allocate it on a real one.")
     if backend == "auto":
         if device not in ("cpu", "cuda") or reason_missing(device) is not None:
             return "torch"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
+from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
 from kvx.ops import native_hybrid as structs
 from kvx.ops.finish import check_finish, check_turn, finish_rows
@@ -57,6 +58,11 @@ def compress(
     then normed, rotated, coded and put into its page. The tail keeps what the next step needs.
     """
     call = "compress"
+    if torch.is_grad_enabled() or backend == "torch":
+        check_memory(
+            call, kv=kv, score=score, entries=entries.pages, block_table=block_table, step=step, bias=bias,
+            finish=(weight, cos, sin), num_shared=num_shared, errors=errors,
+        )  # fmt: skip
     _check(call, tail, kv, score, entries, bias, has_hadamard=hadamard)
     if backends.choose(call, backend, entries.pages) != "torch":
         like = entries.pages
@@ -73,6 +79,7 @@ def compress(
         return
     ratio = tail.ratio
     structs.check_errors(errors, entries.pages)
+    check_apart(call, entries=entries.pages)
     check_finish(call, tail.dim, weight, cos, sin, eps)
     check_table(call, block_table, len(tail.state))
     _check_shared(call, num_shared, len(tail.state))

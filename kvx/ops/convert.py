@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange
 from kvx.layout.box import Box
-from kvx.layout.buffers import bytes_of, check_buffers, memory_bytes
+from kvx.layout.buffers import bytes_of, memory_bytes
+from kvx.layout.gate import check_buffers, check_memory
 from kvx.layout.plan import Plan
 from kvx.ops import backend as backends
 from kvx.ops import native
@@ -76,8 +77,8 @@ class Bound:
             raise BadArgument(f"convert(): plan is {type(plan).__name__}; it is a Plan, made by kvx.plan(src, dst).")
         self.plan = plan
         self.src, self.dst = list(flat("src", src)), list(flat("dst", dst))
-        for name, tensors in (("src", self.src), ("dst", self.dst)):
-            check_buffers("convert", name, tensors, plan.buffer_bytes(name))
+        check_buffers("convert", "src", self.src, plan.src)
+        check_buffers("convert", "dst", self.dst, plan.dst)
         if plan.blocks is not None:
             if (src_blocks is None) != (dst_blocks is None):
                 given, other = ("src_blocks", "dst_blocks") if dst_blocks is None else ("dst_blocks", "src_blocks")
@@ -90,6 +91,13 @@ class Bound:
         self.dst_blocks = blocks_of("convert", "dst_blocks", dst_blocks, plan.dst[0].num_blocks)
         if seq_lens is not None and (not isinstance(seq_lens, Tensor) or seq_lens.dtype not in (torch.int32, torch.int64)):
             raise BadArgument(f"convert(): seq_lens is {str(seq_lens)[:100]}; it is a tensor [num_seqs], int32 or int64.")
+        if seq_lens is not None:
+            check_memory("convert", seq_lens=seq_lens)
+        if seq_lens is not None and tuple(seq_lens.shape) != tuple(as_table(self.src_blocks).shape[:1]):
+            raise BadArgument(
+                f"convert(): seq_lens is {list(seq_lens.shape)}; src_blocks has {len(as_table(self.src_blocks))} sequences, and "
+                "each has a length."
+            )
         self.seq_lens, self.errors = seq_lens, errors
         where = next((t for t in (*self.src, *self.dst) if not t.is_cpu), self.src[0])
         self.backend = backends.choose("convert", backend, where)
@@ -196,6 +204,8 @@ def blocks_of(call: str, name: str, ids: Tensor | Sequence[int] | None, num_bloc
             raise BadArgument(
                 f"{call}(): {name} is {str(ids)[:100]}; it is a row of block ids, whole numbers: {str(error)[:100]}."
             ) from None
+    if ids.is_meta:
+        raise BadArgument(f"{call}(): {name} is on the meta device and has no memory. Make it on the host or the caches' device.")
     if ids.dtype not in (torch.int32, torch.int64) or ids.dim() not in (1, 2):
         raise BadArgument(f"{call}(): {name} is {list(ids.shape)} {ids.dtype}; it is [n] or [num_seqs, columns], int32 or int64.")
     return ids

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange
+from kvx.layout.gate import check_apart, check_memory
 from kvx.layout.planes import cache_tensors, views
 from kvx.ops import backend as backends
 from kvx.ops import native, scales
@@ -51,12 +52,15 @@ def copy_blocks(
         )
     extra = (k_scale, v_scale, None, None, None, None, errors)
     scales.require(_CALL, spec, extra)
+    if torch.is_grad_enabled() or backend == "torch":
+        check_memory(_CALL, cache=tensors, pairs=pairs, scales=extra)
     chosen = backends.choose(_CALL, backend, tensors[0])
     if pairs.is_cpu and (chosen == "torch" or tensors[0].is_cuda):
         _check(pairs, spec.num_blocks)
     if pairs.device != tensors[0].device and pairs.is_cpu:
         pairs = pairs.to(tensors[0].device)
     if chosen == "torch":
+        check_apart(_CALL, cache=tensors)
         _copy_torch(tensors, pairs, spec, k_scale, v_scale, errors)
     elif tensors[0].is_cuda and backends.is_debug() and errors is None:
         with backends.ErrorCounter(_CALL, tensors[0].device) as count:

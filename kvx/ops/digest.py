@@ -1,6 +1,8 @@
 """digest: a number for the content of a cache, equal in every layout and sharding. The torch body below is the definition.
 
-Not cryptographic: it tells a lost head, a swapped block or a flipped bit from the real thing, not an attacker's work.
+Format and head size go into every row's key, so that the same bits under another meaning have another digest. A change of one word
+of 16 bytes, or of one in each of several rows, escapes with one chance in 2**64 (native/digest.h says why). Not cryptographic: it
+tells a lost head, a swapped block or a flipped bit from the real thing, not an attacker's work.
 """
 
 from __future__ import annotations
@@ -14,19 +16,19 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kvx.errors import OutOfRange
+from kvx.errors import BadArgument, OutOfRange
 from kvx.layout.box import Box, fold
 from kvx.layout.buffers import allocate_buffers
-from kvx.layout.coordinates import WORD, coordinate_bytes, coordinate_plan, has_whole_words
-from kvx.layout.place import buffer_bytes, num_buffers
-from kvx.layout.plan import plan
+from kvx.layout.coordinates import WORD, content_number, coordinate_bytes, coordinate_plan, has_whole_words
+from kvx.layout.gate import check_buffers
+from kvx.layout.place import num_buffers
+from kvx.layout.plan import held_twice, plan
 from kvx.ops import backend as backends
 from kvx.ops import convert as conversion
 from kvx.ops import native
 from kvx.spec.cache_spec import CacheSpec
 
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
-_STEP = (0x7F4A7C15, 0x9E3779B9, 0x1CE4E5B9, 0xBF58476D)  # added to a row's keys from word to word
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,14 @@ def digest(
 ) -> Digest:
     """The digest of these blocks, read as sequences: a token's position counts, its block's id does not.
 
-    Waits for the device. Block size, layout, sharding and whether scales are inline make no difference; the format does.
+    Waits for the device. Block size, layout, sharding and whether scales are inline make no difference; format and head size do.
     """
     shards = [spec] if isinstance(spec, CacheSpec) else list(spec)
     tensors = list(conversion.flat("cache", cache))
-    conversion.check_buffers("digest", "cache", tensors, tuple(size for s in shards for size in buffer_bytes(s)))
+    check_buffers("digest", "cache", tensors, shards)
+    twice = held_twice(shards)
+    if twice:
+        raise BadArgument(f"digest(): {twice[0]} are in more than one shard and would count twice. Give each head once.")
     total = Digest()
     for shard in shards:
         mine, tensors = tensors[: num_buffers(shard)], tensors[num_buffers(shard) :]
@@ -115,7 +120,7 @@ def add_digest(out: Tensor, tensors: list[Tensor], spec: CacheSpec, ids: Tensor,
     native.fill_array(args.src_blocks, ids)
     if seq_lens is not None:
         native.fill_array(args.seq_lens, seq_lens)
-    data, plan_handle = coordinate_bytes(coordinate_plan(spec)), ctypes.c_void_p()
+    data, plan_handle = coordinate_bytes(spec), ctypes.c_void_p()
     status = lib.kvx_plan_load(data, len(data), ctypes.addressof(plan_handle))
     if status:
         native.raise_status(status, call="digest()")
@@ -143,7 +148,7 @@ def _digest_torch(tensors: list[Tensor], boxes: tuple[Box, ...], spec: CacheSpec
     bad = [b for row, n in zip(rows, lens, strict=True) for b in row[: -(-n // spec.block_size)] if b >= spec.num_blocks]
     if bad:
         raise OutOfRange(f"digest(): blocks has {bad[0]}; the cache has {spec.num_blocks} blocks.")
-    first = second = 0
+    first, second, content = 0, 0, content_number(spec)
     for box in map(fold, boxes):
         for seq, (row, length) in enumerate(zip(rows, lens, strict=True)):
             for position in range(0, length, spec.block_size):
@@ -158,20 +163,28 @@ def _digest_torch(tensors: list[Tensor], boxes: tuple[Box, ...], spec: CacheSpec
                     coordinate = box.dst.offset + sum(i * d.dst for i, d in at)
                     buffer = box.src.buffer + block * box.src.block_step + sum(i * d.src_step for i, d in at)
                     start = box.src.offset + block * box.src.block + sum(i * d.src for i, d in at)
-                    a, b = _row_terms(flat[buffer][start : start + box.run_bytes], coordinate, seq, token)
+                    keys = _row_keys(coordinate, seq, token, content)
+                    a, b = _row_terms(flat[buffer][start : start + box.run_bytes], keys, coordinate)
                     first, second = first + a, second + b
     return Digest(first & _MASK, second & _MASK)
 
 
-def _row_terms(run: Tensor, coordinate: int, seq: int, position: int) -> tuple[int, int]:
-    key = _mix((coordinate >> 24) + (position << 33) + (seq + 1) * _GOLDEN & _MASK)
-    other = (key ^ 0xA0761D6478BD642F) * 0xD6E8FEB86659FD93 & _MASK
-    other ^= other >> 32
-    keys = (key, key >> 32, other, other >> 32)
+def _row_keys(coordinate: int, seq: int, position: int, content: int) -> list[int]:
+    """Six of 32 bits, low halves first."""
+    seed = (coordinate >> 24) + (position << 33) + (seq + 1) * _GOLDEN + content * 0xD1342543DE82EF95
+    pairs = [first := _mix(seed & _MASK)]
+    for flip, factor in ((0xA0761D6478BD642F, 0xD6E8FEB86659FD93), (0xE7037ED1A0B428DB, 0x8EBC6AF09C88C6E3)):
+        product = (first ^ flip) * factor & _MASK
+        pairs.append(product ^ product >> 32)
+    return [half & 0xFFFFFFFF for pair in pairs for half in (pair, pair >> 32)]
+
+
+def _row_terms(run: Tensor, keys: list[int], coordinate: int) -> tuple[int, int]:
     data = bytes(run.tolist())
     first = second = 0
     for n in range(0, len(data), WORD):
         word, index = data[n : n + WORD].ljust(WORD, b"\0"), (coordinate & 0xFFFFFF) // WORD + n // WORD
-        x = [a + k + index * step & 0xFFFFFFFF for a, k, step in zip(struct.unpack("<4I", word), keys, _STEP, strict=True)]
-        first, second = first + x[0] * x[1] + x[2] * x[3], second + x[0] * x[3] + x[2] * x[1]
+        numbers = struct.unpack("<4I", word)
+        x, y = ([a + (2 * index + 1) * k & 0xFFFFFFFF for a, k in zip(numbers, part, strict=True)] for part in (keys[:4], keys[2:]))
+        first, second = first + x[0] * x[1] + x[2] * x[3], second + y[0] * y[1] + y[2] * y[3]
     return first, second

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange
+from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
 from kvx.ops import cells, compiled, door_table, native, scales
 from kvx.quant.numbers import torch_dtype
@@ -48,6 +49,8 @@ def gather(
         compiled.gather(cache, table, k, v, spec, max_seq_len, cu_seqlens, extra, backend)
         return k, v
     tensors = tuple(backends.as_tensor("gather", "cache", c) for c in ((cache,) if isinstance(cache, Tensor) else cache))
+    if torch.is_grad_enabled() or backend == "torch":
+        check_memory("gather", cache=tensors, table=table.tensors, cu_seqlens=cu_seqlens, out=out, scales=extra)
     door_table.check("gather", tensors, table, spec)
     if max_seq_len is None:
         lengths = table.lengths(spec.block_size)
@@ -57,6 +60,7 @@ def gather(
     scales.require("gather", spec, extra)
     k, v = _outputs(tensors, table, spec, max_seq_len, cu_seqlens, dtype, out)
     if backends.choose("gather", backend, tensors[0], spec) == "torch":
+        check_apart("gather", out=(k, v))
         _gather_torch(tensors, table, k, v, spec, max_seq_len, cu_seqlens, extra)
     elif tensors[0].is_cuda and backends.is_debug() and errors is None:
         with backends.ErrorCounter("gather", tensors[0].device) as count:
@@ -113,9 +117,9 @@ def _gather_torch(
     bad = found[0].is_bad if found[0] is found[1] else torch.stack([c.is_bad for c in found])
     _report(bad, length < 0, extra[-1], spec.num_blocks, seq[inside], pos[inside])
     for i, out in enumerate((k, v)):
-        _flat(out)[rows] = 0  # packed output: rows in no sequence's range are left alone
-        read = cells.read(tensors, table, spec, i, found[i], out.dtype, extra[i], extra[2 + i])
-        _flat(out)[rows[inside]] = read
+        at = _index(out, rows)
+        out[at] = 0  # packed output: rows in no sequence's range are left alone
+        out[tuple(x[inside] for x in at)] = cells.read(tensors, table, spec, i, found[i], out.dtype, extra[i], extra[2 + i])
 
 
 def _positions(
@@ -125,6 +129,8 @@ def _positions(
     device = k.device
     for out, plane in zip((k, v), spec.planes, strict=True):
         want = {(table.num_seqs * max_seq_len,), (table.num_seqs, max_seq_len)}
+        if out.dtype not in _IO:
+            raise BadArgument(f"gather(): {plane.name} is {out.dtype}; it is float16, bfloat16 or float32.")
         if list(out.shape[-2:]) != [spec.num_kv_heads, plane.head_dim] or (cu is None and tuple(out.shape[:-2]) not in want):
             raise BadArgument(
                 f"gather(): {plane.name} is {list(out.shape)}; {table.num_seqs} sequences of {max_seq_len} do not fit."
@@ -165,5 +171,6 @@ def _report(bad: Tensor, impossible: Tensor, errors: Tensor | None, num_blocks: 
         errors += bad.sum() + impossible.sum()
 
 
-def _flat(out: Tensor) -> Tensor:
-    return out if out.dim() == 3 else out.view(-1, *out.shape[2:])
+def _index(out: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+    """Rows of a result by its own dimensions, whatever its strides."""
+    return (rows,) if out.dim() == 3 else (rows // out.shape[1], rows % out.shape[1])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
+from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
 from kvx.ops import native_hybrid as structs
 from kvx.ops.compress import entry_slots
@@ -36,6 +37,8 @@ def index_scores(
     """
     call = "index_scores"
     dim = keys.codec.dim
+    if torch.is_grad_enabled() or backend == "torch":
+        check_memory(call, q=q, weights=weights, keys=keys.pages, block_table=block_table, step=step, out=out, errors=errors)
     if q.dim() != 3 or q.shape[2] != dim or q.dtype not in (*FLOATS, torch.float8_e4m3fn):
         raise BadArgument(
             f"{call}(): q is {list(q.shape)} {q.dtype}; it is [num_tokens, heads, {dim}] f16, bf16, f32 or float8_e4m3fn."
@@ -66,6 +69,7 @@ def index_scores(
             f"{call}(): scores are {list(out.shape)} {out.dtype}, strides {list(out.stride())}; they are [{len(q)}, entries] "
             "float32, columns adjacent."
         )
+    check_apart(call, out=out)
     check_step(call, step, len(q), len(block_table))
     for run in step.runs():
         check_entries(call, block_table, keys, run.slot, 0, min(out.shape[1], (run.last + 1) // ratio))

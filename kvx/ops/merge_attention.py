@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
+from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
 from kvx.ops import compiled_append, native
 from kvx.quant.numbers import cast
@@ -60,7 +61,10 @@ def merge_attention(
     if torch.compiler.is_compiling():
         compiled_append.merge(merged, lse, outs, lses, sinks, backend)
         return out
+    if torch.is_grad_enabled() or backend == "torch":
+        check_memory(call, outs=outs, lses=lses, sinks=sinks, out=out)
     if backends.choose(call, backend, outs) == "torch":
+        check_apart(call, out=out)
         _merge_torch(merged, lse, outs, lses, sinks)
         return out
     handles, keep = native.handles(merged, lse, outs, lses, sinks)

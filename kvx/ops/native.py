@@ -228,7 +228,7 @@ def _open() -> ctypes.PyDLL | None:
             f"{library.library_path()} is of another build (door {list(sizes)}, kvx wants {mine}). Rebuild: `make build`."
         )
     lib.kvx_last_error.restype = ctypes.c_char_p
-    lib.kvx_door_init.argtypes = [_P] * 3
+    lib.kvx_door_init.argtypes = [_P] * 4
     lib.kvx_door_init.restype = None
     lib.kvx_door_write.argtypes = [_P] * 8
     lib.kvx_door_gather.argtypes = [_P] * 8
@@ -241,8 +241,8 @@ def _open() -> ctypes.PyDLL | None:
     lib.kvx_hash_blocks.argtypes = [_I32, ctypes.c_char_p, ctypes.c_char_p, _I64, _I64, _P]
     lib.kvx_door_amax.argtypes = [_P, _P, _P, ctypes.c_int, _I64, _P, _P]
     api = ctypes.pythonapi
-    save, restore = (ctypes.cast(f, _P).value for f in (api.PyEval_SaveThread, api.PyEval_RestoreThread))
-    lib.kvx_door_init(_exchange_function() or None, save, restore)
+    save, restore, clear = (ctypes.cast(f, _P).value for f in (api.PyEval_SaveThread, api.PyEval_RestoreThread, api.PyErr_Clear))
+    lib.kvx_door_init(_exchange_function() or None, save, restore, clear)
     return lib
 
 

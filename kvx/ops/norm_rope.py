@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange
+from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
 from kvx.ops import compiled_append, door_append, native
 from kvx.quant.numbers import one_nan
@@ -145,7 +146,9 @@ def is_usual(first: object, *others: object) -> bool:
     if not (native.IS_EXCHANGED and isinstance(first, Tensor)) or _is_compiling():
         return False
     is_here = native.HAS_CPU if first.is_cpu else first.is_cuda and native.HAS_CUDA and not backends.is_debug()
-    return is_here and all(x is None or isinstance(x, Tensor) for x in others)
+    if not is_here or not all(x is None or isinstance(x, Tensor) for x in others):
+        return False
+    return not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in (first, *others))  # type: ignore[attr-defined]
 
 
 def id_of(x: Tensor | None) -> int | None:
@@ -182,8 +185,11 @@ def norm_rope(
     for name, out, x in zip(("q_out", "k_out", "v_out"), outs, rows, strict=False):
         if out.shape != x.shape or out.dtype != x.dtype:
             raise BadArgument(f"{call}(): {name} is {list(out.shape)} {out.dtype}; it is {list(x.shape)} {x.dtype}.")
+    if torch.is_grad_enabled() or backend == "torch":
+        check_memory(call, rows=rows, out=outs, norm_and_rope=how[:5], errors=errors)
     if backends.choose(call, backend, rows[0]) == "torch":
         check(call, rows, how)
+        check_apart(call, out=outs)
         kept = keep_positions(call, how, rows[0], errors)
         for kind, (out, x) in enumerate(zip(outs, rows, strict=True)):
             out[kept] = change(x[kept], how, kind, kept)

@@ -19,6 +19,7 @@ _SHAPE_OF = {
     Granularity.TOKEN_HEAD: "[num_blocks, block_size, num_kv_heads]",
     Granularity.GROUP: "[num_blocks, block_size, num_kv_heads, groups]",
 }
+_BYTES = {8: "torch.uint8", 16: "", 32: ""}  # scales of one byte may be given as bytes
 
 
 def require(call: str, spec: CacheSpec, extra: tuple[Tensor | None, ...]) -> None:
@@ -32,6 +33,12 @@ def require(call: str, spec: CacheSpec, extra: tuple[Tensor | None, ...]) -> Non
             raise BadArgument(f"{call}(): {name} is given, but format {fmt} {why}.")
         if scale is None and shape is not None and fmt.granularity > Granularity.TENSOR:
             raise BadArgument(f"{call}(): format {fmt} needs {name} {_SHAPE_OF[fmt.granularity]} = {list(shape)}.")
+        if (
+            scale is not None
+            and fmt.scale is not None
+            and str(scale.dtype) not in (f"torch.{fmt.scale.torch_name}", _BYTES[fmt.scale.bits])
+        ):
+            raise BadArgument(f"{call}(): {name} is {scale.dtype}; format {fmt} makes it torch.{fmt.scale.torch_name}.")
         if (
             scale is not None
             and shape is not None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
+from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
 from kvx.ops import native_hybrid as structs
 
@@ -29,6 +30,7 @@ def topk(
         out = torch.empty(len(scores), k, dtype=torch.int32, device=scores.device)
     if list(out.shape) != [len(scores), k] or out.dtype != torch.int32:
         raise BadArgument(f"{call}(): out is {list(out.shape)} {out.dtype}; it is [{len(scores)}, {k}] int32.")
+    check_memory(call, scores=scores, lengths=lengths, out=out, workspace=workspace)
     structs.check_workspace(call, workspace, scores)
     chosen = backends.choose(call, backend, scores)
     if chosen != "torch":
@@ -46,6 +48,7 @@ def topk(
         )
     if lengths is not None and (list(lengths.shape) != [len(scores)] or lengths.dtype != torch.int32):
         raise BadArgument(f"{call}(): lengths are {list(lengths.shape)} {lengths.dtype}; they are [{len(scores)}] int32.")
+    check_apart(call, out=out)
     live = scores.masked_fill(torch.isnan(scores), -torch.inf)
     if lengths is not None:
         live = live.masked_fill(torch.arange(scores.shape[1], device=scores.device) >= lengths[:, None], -torch.inf)

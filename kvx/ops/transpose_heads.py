@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
+from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
 from kvx.ops.norm_rope import PLAIN, norm_rope
 
@@ -26,7 +27,9 @@ def transpose_heads(
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
     if tuple(out.shape) != shape or out.dtype != x.dtype:
         raise BadArgument(f"{call}(): out is {list(out.shape)} {out.dtype}; it is {list(shape)} {x.dtype}.")
+    check_memory(call, x=x, out=out)
     if backends.choose(call, backend, x) == "torch":
+        check_apart(call, out=out)
         out.copy_(x.transpose(0, 1))
     elif x.numel():
         norm_rope(call, (out.transpose(0, 1),), (x,), PLAIN, None, backend)

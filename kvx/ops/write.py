@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange
+from kvx.layout.gate import check_apart, check_memory
 from kvx.layout.planes import cache_tensors, views
 from kvx.ops import backend as backends
 from kvx.ops import compiled, native, scales
 from kvx.quant.numbers import encode
 from kvx.spec.cache_spec import CacheSpec
 
-_is_compiling = torch.compiler.is_compiling
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
 
 def write(
@@ -52,6 +53,10 @@ def write(
         second = None if second is None else backends.as_tensor("write", "v_cache", second)
         k, v = backends.as_tensor("write", "k", k), backends.as_tensor("write", "v", v)
         slot_mapping = backends.as_tensor("write", "slot_mapping", slot_mapping)
+    if _is_grad_enabled() and (
+        k.requires_grad or v.requires_grad or first.requires_grad or (second is not None and second.requires_grad)
+    ):
+        check_memory("write", cache=(first, second), k=k, v=v)
 
     if (
         backend == "auto"
@@ -75,7 +80,10 @@ def write(
             native.raise_status(status)
         return None
     extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale, errors)
+    if _is_grad_enabled() or backend == "torch":
+        check_memory("write", cache=(first, second), k=k, v=v, slot_mapping=slot_mapping, scales=extra)
     if backends.choose("write", backend, first, spec) == "torch":
+        check_apart("write", cache=(first, second), scales=(k_scale, v_scale))
         return _write_torch((first,) if second is None else (first, second), k, v, slot_mapping, spec, *extra)
     return _write_native(first, second, k, v, slot_mapping, spec, extra, native.stream_of(first))
 

@@ -84,7 +84,7 @@ void digest(const Bound& bound, uint64_t out[2]) {
         const int64_t left = unit.tokens - token, rows = !walked.token ? walked.size : least(walked.size, (left + walked.token - 1) / walked.token);
         if (left <= 0) continue;
         const uint64_t position = uint64_t(u % t.units_per_seq * t.unit_tokens + token);
-        const DigestRow row{base + unit.block[SRC] * job.block[SRC] + byte, row_seed(uint64_t(coordinate), uint64_t(u / t.units_per_seq), position), first_word(uint64_t(coordinate))};
+        const DigestRow row{base + unit.block[SRC] * job.block[SRC] + byte, row_seed(uint64_t(coordinate), uint64_t(u / t.units_per_seq), position, bound.content), first_word(uint64_t(coordinate))};
         pending.add(row, DigestRow{nullptr, seed_step, word_step}, rows);
       }
       pending.flush();

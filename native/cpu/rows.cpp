@@ -445,25 +445,26 @@ __attribute__((noinline)) void digest_rest(const char* data, int64_t bytes, cons
 // `count` words, `stride` bytes apart.
 inline void digest_words(const char* data, int64_t count, int64_t stride, const RowKey& key, uint32_t word, DigestSums* sums) {
   const auto load = [](const char* p) { return vreinterpretq_u32_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(p))); };
-  const uint32x4_t step = {word_step(0), word_step(1), word_step(2), word_step(3)}, two = vaddq_u32(step, step);
-  const uint32x4_t row = vreinterpretq_u32_u64(vcombine_u64(vcreate_u64(key.first), vcreate_u64(key.second)));  // not by way of memory: two stores do not forward to one load
-  uint32x4_t a = vmlaq_n_u32(row, step, word), b = vaddq_u32(a, step);
+  // Numbers 0 and 2 of two words meet numbers 1 and 3: keys lie as they do, and grow by four times themselves from pair to pair.
+  const uint32x4_t low = vreinterpretq_u32_u64(vcombine_u64(vcreate_u64(key.k01), vcreate_u64(key.k23)));  // not by way of memory: two stores do not forward to one load
+  const uint32x4_t high = vreinterpretq_u32_u64(vcombine_u64(vcreate_u64(key.k23), vcreate_u64(key.k45)));
+  const uint32_t m = 2 * word + 1;
+  const uint32x4_t times = {m, m, m + 2, m + 2};
+  const uint32x4_t k02 = vuzp1q_u32(low, low), k13 = vuzp2q_u32(low, low), k24 = vuzp1q_u32(high, high), k35 = vuzp2q_u32(high, high);
+  const uint32x4_t s02 = vshlq_n_u32(k02, 2), s13 = vshlq_n_u32(k13, 2), s24 = vshlq_n_u32(k24, 2), s35 = vshlq_n_u32(k35, 2);
+  uint32x4_t a02 = vmulq_u32(k02, times), a13 = vmulq_u32(k13, times), a24 = vmulq_u32(k24, times), a35 = vmulq_u32(k35, times);
   int64_t i = 0;
 #pragma GCC unroll 8
   for (; i + 2 <= count; i += 2) {
-    const uint32x4_t x = vaddq_u32(load(data + i * stride), a), y = vaddq_u32(load(data + (i + 1) * stride), b);
-    const uint32x4_t even = vuzp1q_u32(x, y), odd = vuzp2q_u32(x, y), crossed = vrev64q_u32(odd);
-    sums->first[0] = vmlal_u32(sums->first[0], vget_low_u32(even), vget_low_u32(odd));
-    sums->first[1] = vmlal_high_u32(sums->first[1], even, odd);
-    sums->second[0] = vmlal_u32(sums->second[0], vget_low_u32(even), vget_low_u32(crossed));
-    sums->second[1] = vmlal_high_u32(sums->second[1], even, crossed);
-    a = vaddq_u32(a, two), b = vaddq_u32(b, two);
+    const uint32x4_t x = load(data + i * stride), y = load(data + (i + 1) * stride), even = vuzp1q_u32(x, y), odd = vuzp2q_u32(x, y);
+    const uint32x4_t x02 = vaddq_u32(even, a02), x13 = vaddq_u32(odd, a13), x24 = vaddq_u32(even, a24), x35 = vaddq_u32(odd, a35);
+    sums->first[0] = vmlal_u32(sums->first[0], vget_low_u32(x02), vget_low_u32(x13));
+    sums->first[1] = vmlal_high_u32(sums->first[1], x02, x13);
+    sums->second[0] = vmlal_u32(sums->second[0], vget_low_u32(x24), vget_low_u32(x35));
+    sums->second[1] = vmlal_high_u32(sums->second[1], x24, x35);
+    a02 = vaddq_u32(a02, s02), a13 = vaddq_u32(a13, s13), a24 = vaddq_u32(a24, s24), a35 = vaddq_u32(a35, s35);
   }
-  if (i < count) {
-    const uint32x4_t x = vaddq_u32(load(data + i * stride), a);
-    const uint32x2_t even = vget_low_u32(vuzp1q_u32(x, x)), odd = vget_low_u32(vuzp2q_u32(x, x));
-    sums->first[0] = vmlal_u32(sums->first[0], even, odd), sums->second[0] = vmlal_u32(sums->second[0], even, vrev64_u32(odd));
-  }
+  if (i < count) digest_rest(data + i * stride, kWordBytes, key, word + uint32_t(i), sums->rest);
 }
 inline void digest_total(const DigestSums& s, uint64_t* sums) {
   sums[0] += s.rest[0] + vaddvq_u64(vaddq_u64(s.first[0], s.first[1])), sums[1] += s.rest[1] + vaddvq_u64(vaddq_u64(s.second[0], s.second[1]));
@@ -471,16 +472,19 @@ inline void digest_total(const DigestSums& s, uint64_t* sums) {
 #elif defined(__AVX2__)
 inline void digest_words(const char* data, int64_t count, int64_t stride, const RowKey& key, uint32_t word, DigestSums* sums) {
   const auto load = [](const char* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); };
-  const __m128i step = _mm_set_epi32(int(word_step(3)), int(word_step(2)), int(word_step(1)), int(word_step(0)));
-  const __m128i low = _mm_add_epi32(_mm_set_epi64x(int64_t(key.second), int64_t(key.first)), _mm_mullo_epi32(step, _mm_set1_epi32(int(word))));
-  __m256i keys = _mm256_set_m128i(_mm_add_epi32(low, step), low);
-  const __m256i two = _mm256_broadcastsi128_si256(_mm_add_epi32(step, step));
+  const __m256i low = _mm256_broadcastsi128_si256(_mm_set_epi64x(int64_t(key.k23), int64_t(key.k01)));
+  const __m256i high = _mm256_broadcastsi128_si256(_mm_set_epi64x(int64_t(key.k45), int64_t(key.k23)));
+  const int m = int(2 * word + 1);
+  const __m256i times = _mm256_set_m128i(_mm_set1_epi32(m + 2), _mm_set1_epi32(m));
+  __m256i a = _mm256_mullo_epi32(low, times), b = _mm256_mullo_epi32(high, times);
+  const __m256i a_step = _mm256_slli_epi32(low, 2), b_step = _mm256_slli_epi32(high, 2);  // two words on, m is four more
   int64_t i = 0;
   for (; i + 2 <= count; i += 2) {
-    const __m256i x = _mm256_add_epi32(_mm256_set_m128i(load(data + (i + 1) * stride), load(data + i * stride)), keys);
+    const __m256i words = _mm256_set_m128i(load(data + (i + 1) * stride), load(data + i * stride));
+    const __m256i x = _mm256_add_epi32(words, a), y = _mm256_add_epi32(words, b);
     sums->first = _mm256_add_epi64(sums->first, _mm256_mul_epu32(x, _mm256_srli_epi64(x, 32)));
-    sums->second = _mm256_add_epi64(sums->second, _mm256_mul_epu32(x, _mm256_shuffle_epi32(x, 0x13)));  // 3 beside 0, 1 beside 2
-    keys = _mm256_add_epi32(keys, two);
+    sums->second = _mm256_add_epi64(sums->second, _mm256_mul_epu32(y, _mm256_srli_epi64(y, 32)));
+    a = _mm256_add_epi32(a, a_step), b = _mm256_add_epi32(b, b_step);
   }
   if (i < count) digest_rest(data + i * stride, kWordBytes, key, word + uint32_t(i), sums->rest);
 }

@@ -24,6 +24,7 @@ struct DigestArgs {
   DeviceTables tables;
   DevicePlace place;
   int64_t coordinate;
+  uint32_t content;      // what the rows hold
   uint32_t rows;         // of a unit
   FastDivider per_unit;  // blocks of threads
   FastDivider words;     // of a row
@@ -38,7 +39,8 @@ struct DigestArgs {
 
 struct DigestRow {
   const char* at;  // NULL: not there
-  RowKey key;      // of its first word here
+  RowKey key;
+  uint32_t word;   // number of its first word here
 };
 
 // How a warp's lanes lie over its rows: along them where they are whole, one row a lane where they come in pieces (those of
@@ -82,12 +84,8 @@ __global__ void __launch_bounds__(kThreads) digest_rows(const __grid_constant__ 
         Here at = here;
         move_on_source(a.tables, a.place, byte, steps, &at);
         row.at = at.at[0];
-        row.key = row_key(row_seed(uint64_t(coordinate), seq, position + token));
-        const uint32_t start = first_word(uint64_t(coordinate));
-        const auto moved = [&](uint64_t key, int i) {
-          return uint64_t(uint32_t(key) + start * word_step(i)) | uint64_t(uint32_t(key >> 32) + start * word_step(i + 1)) << 32;
-        };
-        row.key = RowKey{moved(row.key.first, 0), moved(row.key.second, 2)};
+        row.key = row_key(row_seed(uint64_t(coordinate), seq, position + token, a.content));
+        row.word = first_word(uint64_t(coordinate));
       }
     }
     found[warp][lane] = row;
@@ -96,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) digest_rows(const __grid_constant__ 
     for (uint32_t j = 0; j < steps; j += kAhead) {
       uint4 data[kAhead];
       RowKey key[kAhead];
-      uint32_t word[kAhead];
+      uint32_t word[kAhead], number[kAhead];
 #pragma unroll
       for (int k = 0; k < kAhead; k++) {
         const uint32_t n = (j + k) * 32 + lane, r = kReading == PIECES ? lane : a.words.divide(n);
@@ -104,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) digest_rows(const __grid_constant__ 
         if (j + k >= steps) break;
         const DigestRow& from = found[warp][r];
         const char* at = from.at;
-        key[k] = from.key;
+        key[k] = from.key, number[k] = from.word + word[k];
         data[k] = make_uint4(0, 0, 0, 0);
         if (!at) {
           word[k] = UINT32_MAX;
@@ -121,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) digest_rows(const __grid_constant__ 
         if (j + k >= steps) break;
         if (word[k] == UINT32_MAX) continue;
         const uint32_t numbers[4] = {data[k].x, data[k].y, data[k].z, data[k].w};
-        add_word(numbers, key[k], word[k], &first, &second);
+        add_word(numbers, key[k], number[k], &first, &second);
       }
     }
   }
@@ -153,7 +151,7 @@ kvx_status_t digest(Bound* bound, uint64_t* out, void* stream) {
     const bool is_aligned = job.run % kWordBytes == 0 && job.align >= 16;
     const Digit pieces = take_pieces(&job);
     args->place = make_place(job);
-    args->coordinate = job.offset[DST];
+    args->coordinate = job.offset[DST], args->content = bound->content;
     int64_t rows = 1;
     for (int i = 0; i < job.num_digits; i++) {
       const Digit& d = job.digit[i];

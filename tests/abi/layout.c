@@ -558,7 +558,7 @@ FIELD(kvx_plan_header_t, dst_num_blocks, 56, 8);
 FIELD(kvx_plan_header_t, num_src_sizes, 64, 4);
 FIELD(kvx_plan_header_t, num_dst_sizes, 68, 4);
 FIELD(kvx_plan_header_t, num_cells, 72, 4);
-FIELD(kvx_plan_header_t, reserved32, 76, 4);
+FIELD(kvx_plan_header_t, content, 76, 4);
 
 STRUCT(kvx_plan_digit_t, 64);
 FIELD(kvx_plan_digit_t, size, 0, 8);

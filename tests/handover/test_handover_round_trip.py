@@ -172,7 +172,9 @@ def test_stages_and_ranks_together():
             part = replace(whole.specs[0], layer_start=2 * stage, num_layers=2).shard(2, rank)
             buffers = kvx.allocate_buffers(part)
             ids = list(range(part.num_blocks))
-            kvx.convert(buffers, whole.buffers[0], plan=kvx.plan(whole.specs[0], part), src_blocks=ids, dst_blocks=ids)
+            kvx.convert(
+                buffers, whole.buffers[0], plan=kvx.plan(whole.specs[0], part, partial=True), src_blocks=ids, dst_blocks=ids
+            )
             sources.append(Source(buffers, part, whole.blocks))
     rng.shuffle(sources)
     assert export_blocks(range(10), sources).to_json() == handover.to_json()

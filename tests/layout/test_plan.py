@@ -114,3 +114,40 @@ def test_what_is_no_spec_is_refused(specs):
     for name, pair in (("src", (specs, DST)), ("dst", (SRC, specs))):
         with pytest.raises(kvx.BadArgument, match=re.escape(f"plan(): {name} is {specs!r}; it is a CacheSpec or a list of them")):
             kvx.plan(*pair)
+
+
+WHOLE = kvx.CacheSpec(4, 4, 4, 8, num_layers=2, layout="layer kv | block token head dim")
+
+
+@pytest.mark.parametrize(
+    ("dst", "lost"),
+    [
+        ([WHOLE.shard(2, 0), WHOLE.shard(2, 0)], "layers 0..1, heads 2..3"),
+        (replace(WHOLE, num_kv_heads=2), "layers 0..1, heads 2..3"),
+        (replace(WHOLE, num_layers=1), "layers 1..1, heads 0..3"),
+        (WHOLE.shard(4, 1), "layers 0..1, heads 0..0"),
+    ],
+    ids=["a rank twice", "half the heads", "half the layers", "one rank"],
+)
+def test_a_plan_that_loses_something_is_refused_unless_it_is_meant(dst, lost):
+    with pytest.raises(kvx.BadArgument, match=f"{re.escape(lost)} of src are in no dst and would be lost.*partial=True"):
+        kvx.plan(WHOLE, dst)
+    plan = kvx.plan(WHOLE, dst, partial=True)
+    assert f"left out: {lost}, which the source holds and the destination does not" in plan.explain()
+
+
+def test_what_is_replicated_is_written_twice_and_said():
+    ranks = [WHOLE.shard(8, i) for i in range(8)]
+    plan = kvx.plan(WHOLE, ranks)
+    assert plan.left_out == ()
+    assert plan.explain().count("written twice: layers 0..1, heads") == 4
+    back = kvx.plan(ranks, WHOLE)  # replicas agree; one of each is read
+    assert back.left_out == back.written_twice == ()
+    assert "left out" not in back.explain()
+
+
+def test_layers_that_are_named_are_all_that_must_match():
+    stage = replace(WHOLE, num_layers=1, layer_start=1)
+    assert kvx.plan(WHOLE, stage, layers=(1, 2)).left_out == ()
+    with pytest.raises(kvx.BadArgument, match=r"layers 0\.\.0, heads 0\.\.3 of src are in no dst"):
+        kvx.plan(WHOLE, stage)

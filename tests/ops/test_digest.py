@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import struct
 from dataclasses import replace
 
 import pytest
 import torch
 
 import kvx
+from kvx.layout.coordinates import content_number
 from kvx.layout.engines import ENGINES
+from kvx.ops import digest as digest_of
 from tests.ops import layouts
 from tests.ops.test_convert import fill
 
@@ -151,3 +155,74 @@ def test_every_engine_row_converts_to_every_other_and_back(name):
         assert kvx.digest(there, other) == want, other.layout
         count += 1
     assert count  # itself at least
+
+
+def test_pairs_of_errors_inside_a_word_meet_two_sums():
+    """Halves of a word exchanged: one sum used to say what the other did, so that 32 bits were all that told them apart."""
+    spec = kvx.CacheSpec(1, 64, 1, 8)  # a row is one word
+    k, v = (torch.randint(0, 256, (64 * 16,), dtype=torch.uint8, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+    want = kvx.digest([k, v], spec)
+    for row in range(64):
+        swapped = k.clone()
+        swapped[16 * row : 16 * row + 16] = k[16 * row : 16 * row + 16].view(2, 8).flip(0).flatten()
+        got = kvx.digest([swapped, v], spec)
+        assert (got.first - want.first) % 2**64 != (want.second - got.second) % 2**64
+        assert got.first != want.first
+        assert got.second != want.second
+
+
+def test_a_word_made_to_fool_the_first_sum_meets_the_second():
+    """Keys are public: numbers exchanged behind their keys leave one sum alone, and never both."""
+    spec = kvx.CacheSpec(1, 1, 1, 8)
+    key = digest_of._row_keys(0, 0, 0, content_number(spec))
+    word = [1, 2, 3, 4]
+    x = [w + k & 0xFFFFFFFF for w, k in zip(word, key[:4], strict=True)]
+    other = [a - k & 0xFFFFFFFF for a, k in zip((x[2], x[3], x[0], x[1]), key[:4], strict=True)]
+    rows = [torch.frombuffer(bytearray(struct.pack("<4I", *w)), dtype=torch.uint8) for w in (word, other)]
+    zero = torch.zeros(16, dtype=torch.uint8)
+    first, second = (kvx.digest([row, zero], spec) for row in rows)
+    assert first.first == second.first
+    assert first.second != second.second
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_what_happens_to_words_of_one_row_is_seen(even):
+    """Exchanged, turned round, shifted, doubled, cleared: of random words and of words in even steps, both sums change."""
+    spec = kvx.CacheSpec(1, 1, 1, 64)
+    k = torch.arange(128, dtype=torch.uint8) if even else torch.randint(0, 256, (128,), dtype=torch.uint8)
+    words = k.view(8, 16)
+    orders = [list(p) for p in itertools.permutations(range(8))][1::97]
+    orders += [[i if n == j else n for n in range(8)] for i in range(8) for j in range(8) if i != j]  # one twice, one lost
+    made = [words[order] for order in orders] + [words.roll(n, 0) for n in range(1, 8)] + [words.roll(n, 1) for n in range(1, 16)]
+    made += [torch.where(torch.arange(8)[:, None] == i, 0, words) for i in range(8)]
+    want = kvx.digest([k, k], spec)
+    for wrong in made:
+        got = kvx.digest([wrong.flatten().contiguous(), k], spec)
+        assert got.first != want.first, wrong
+        assert got.second != want.second, wrong
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"format": "bf16"}, {"format": "f16"}),
+        ({"format": "fp8_e4m3_per_head"}, {"format": "int8_per_head"}),
+        ({"format": "fp8_e4m3"}, {"format": "fp8_e5m2"}),
+        ({"head_dim": 16}, {"head_dim": 12}),
+        ({"v_head_dim": 16}, {"v_head_dim": 8}),
+        ({"format": "int8_per_head"}, {"format": "int8_per_block"}),
+    ],
+    ids=str,
+)
+def test_what_rows_mean_is_in_the_digest(one, other):
+    """The same bits, or the same numbers and zeros behind them, under another format or head size are other content."""
+    a, b = (replace(SPEC, layout="layer kv | block token head dim", **fields) for fields in (one, other))
+    zeros = [[torch.zeros_like(t) for t in kvx.allocate_buffers(s)] for s in (a, b)]
+    assert kvx.digest(zeros[0], a) != kvx.digest(zeros[1], b)
+
+
+def test_heads_that_two_shards_hold_do_not_count_twice():
+    parts = [SPEC.shard(2, 0), SPEC.shard(2, 0)]
+    buffers = [kvx.allocate_buffers(s) for s in parts]
+    with pytest.raises(kvx.BadArgument, match=r"layers 0\.\.1, heads 0\.\.0 are in more than one shard and would count twice"):
+        kvx.digest(buffers, parts)

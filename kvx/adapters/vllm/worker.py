@@ -107,7 +107,7 @@ class PartMover:
             # Heads are counted as the rank has them on both sides; layers as the part has them.
             spec = replace(spec, head_start=kept.head_start)
             here = spec.layer_start, spec.layer_start + spec.num_layers
-            self._plans[key] = plan(kept, spec) if is_load else plan(spec, kept, layers=here)
+            self._plans[key] = plan(kept, spec, partial=True) if is_load else plan(spec, kept, layers=here)
         return self._plans[key]
 
 
