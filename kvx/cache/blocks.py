@@ -44,6 +44,7 @@ class BlockAllocator:
         # Who knows better, when a call was broken off: an owner its references, a PrefixCache which blocks have names.
         self.count_refs: Callable[[], NDArray[np.int64]] | None = None
         self.find_kept: Callable[[], BlockIds] | None = None
+        self.pins: Callable[[], dict[int, int]] = dict  # block -> how often a PrefixCache has pinned it: an owner counts those too
         self.num_blocks = num_blocks
         self.on_evict = on_evict  # told the ids whose content is about to be lost
         self.name = name  # of the layer group, for errors

@@ -56,9 +56,8 @@ def count_refs(cache: PagedCache, group: int) -> NDArray[np.int64]:
     refs = np.zeros(g.allocator.num_blocks, np.int64)
     for seq in cache.sequences:
         np.add.at(refs, g.table[seq._row, seq._first[group] : -(-seq.length // bs)], 1)
-    if cache.prefix is not None:
-        for block, pins in cache.prefix.pinned(group).items():
-            refs[block] += pins
+    for block, pins in g.allocator.pins().items():
+        refs[block] += pins
     return refs
 
 

@@ -73,7 +73,7 @@ class PrefixCache:
         self._guard.mended_by(self._mend)
         for group, allocator in enumerate(allocators):
             allocator.on_evict = self._evicted(group)
-            allocator.find_kept = partial(self._kept_blocks, group)
+            allocator.find_kept, allocator.pins = partial(self._kept_blocks, group), partial(self.pinned, group)
             allocator._guard = allocator._guard.join(self._guard)
 
     def root(self, extra: bytes = b"") -> BlockHash:

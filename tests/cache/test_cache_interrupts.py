@@ -205,7 +205,11 @@ def test_a_second_ctrl_c_while_things_are_counted_again():
     assert count > 50
 
 
-def test_ctrl_c_from_another_process(wanted=300):
+def test_ctrl_c_from_another_process():
+    interrupted(300)
+
+
+def interrupted(wanted: int) -> None:
     cache, rng = make(40, window=6), random.Random(0)
     bases = [[rng.randrange(50) for _ in range(40)] for _ in range(2)]
 
