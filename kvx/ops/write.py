@@ -37,6 +37,7 @@ def write(
 
     Two tokens with the same slot: unspecified, and the result need not be all of one token. A slot past the cache raises
     OutOfRange on the host before anything is written; on a device it is skipped and counted in `errors` (kvx.debug() raises).
+    Scales per tensor, head or block are the caller's to set: the first write through one that never was gives a KvxWarning.
     """
     if _is_compiling():
         return compiled.write(
@@ -60,6 +61,8 @@ def write(
         and ((first.is_cpu and native.HAS_CPU) or (first.is_cuda and native.HAS_CUDA and not backends.is_debug()))
     ):
         # The short way for the common call: no scales, nothing to count.
+        if "_has_written" not in spec.__dict__:
+            scales.say_unset("write", spec, (None,) * 7)
         status = native.write_call(
             native.door_spec(spec),
             id(first),
@@ -75,6 +78,8 @@ def write(
             native.raise_status(status)
         return None
     extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale, errors)
+    if "_has_written" not in spec.__dict__:
+        scales.say_unset("write", spec, extra)
     if backends.choose("write", backend, first, spec) == "torch":
         return _write_torch((first,) if second is None else (first, second), k, v, slot_mapping, spec, *extra)
     return _write_native(first, second, k, v, slot_mapping, spec, extra, native.stream_of(first))
