@@ -79,14 +79,16 @@ class PagedCache:
         backend: str = "auto",  # of the copies made here
     ) -> None:
         self.groups = check_groups(groups)
-        for name, value in (("max_seqs", max_seqs), ("max_seq_len", max_seq_len)):
-            if value < 1:
-                raise BadArgument(f"PagedCache(): {name} is {value}; it is 1 or more.")
+        for name, value, least in (("max_seqs", max_seqs, 1), ("max_seq_len", max_seq_len, 1), ("max_tokens", max_tokens, 0)):
+            if not isinstance(value, int) or value < least:
+                raise BadArgument(f"PagedCache(): {name} is {value!r}; it is {least} or more.")
         self.block_size = self.groups[0].spec.block_size
         self.max_seqs, self.max_seq_len = max_seqs, max_seq_len
         self.max_tokens = max_tokens or max(max_seq_len, max_seqs)
         self.max_blocks = -(-max_seq_len // self.block_size)  # of a sequence
         self.device = torch.device(device)
+        if self.device.type == "meta":
+            raise BadArgument('PagedCache(): device is "meta", which holds no bytes; kvx.size() tells what a cache takes.')
         check_fits("PagedCache()", self.groups[0].spec.num_blocks, sum(g.num_bytes for g in self.groups), self.device)
         self._guard = Guard()
         self._groups = [
@@ -120,6 +122,8 @@ class PagedCache:
         n = len(ids)
         if n > self.max_seq_len:
             raise BadArgument(f"admit(): {n} tokens; max_seq_len is {self.max_seq_len}. Cut the prompt, or make the cache longer.")
+        if not isinstance(extra, bytes):
+            raise BadArgument(f"admit(): extra is {type(extra).__name__}; it is bytes, such as the hash of an image.")
         root = b"" if self.prefix is None else self.prefix.root(extra)
         guard, seq = self._guard, None
         try:
@@ -214,7 +218,11 @@ class PagedCache:
         New tokens follow those in the cache: all known ones have room by then. Without a prefix cache a count may go past the
         known tokens; their ids are 0. A last block that others read is copied first; blocks behind windows are given back.
         """
-        length = seq.length
+        try:
+            length = seq.length
+        except AttributeError:
+            self._check_live("extend", seq)
+            raise
         # The two calls of a decode step, without numpy's functions where the last block has room.
         if type(n) is int:
             if 0 <= n <= seq._limit - length and n <= seq.num_tokens - length and seq._cache is self:
@@ -329,7 +337,7 @@ class PagedCache:
         Full blocks get names, by which later sequences find them.
         """
         bs = self.block_size
-        if seq._cache is not self:
+        if type(seq) is not Sequence or seq._cache is not self:
             self._check_live("commit", seq)
         if seq.length - seq._num_stored < bs:
             return
@@ -400,8 +408,9 @@ class PagedCache:
         extend's beginning.
         """
         self._check_live("truncate", seq)
-        if not 0 <= length <= seq.length:
-            raise BadArgument(f"truncate(): length is {length}; the sequence has {seq.length}. It is 0 to that.")
+        if not isinstance(length, int | np.integer) or not 0 <= length <= seq.length:
+            raise BadArgument(f"truncate(): length is {length!r}; the sequence has {seq.length}. It is 0 to that.")
+        length = int(length)
         bs = self.block_size
         for g, first in zip(self._groups, seq._first, strict=True):
             if g.first_block(length) < first and length:
@@ -435,6 +444,8 @@ class PagedCache:
     def blocks(self, seq: Sequence, group: int = 0) -> NDArray[np.int32]:
         """Its block ids in a group, in order; -1 behind the window."""
         self._check_live("blocks", seq)
+        if not isinstance(group, int) or not 0 <= group < len(self._groups):
+            raise BadArgument(f"blocks(): group is {group!r}; the cache has {len(self._groups)}, from 0 on.")
         return self._groups[group].table[seq._row, : -(-seq.length // self.block_size)].copy()
 
     # --- a batch ----------------------------------------------------------------------------------------------------------
@@ -446,18 +457,29 @@ class PagedCache:
         The batch is views of buffers that never move: good until the next plan. Padding fills it up to a captured graph's size.
         """
         for seq, n in work:
-            if seq._cache is not self:
+            if type(seq) is not Sequence or seq._cache is not self:
                 self._check_live("plan", seq)
-            if not 0 < n <= seq.length:
-                raise BadArgument(f"plan(): {n} queries of {seq}; they are 1 to its length. extend() comes first.")
+            if not isinstance(n, int | np.integer) or not 0 < n <= seq.length:
+                raise BadArgument(f"plan(): {n!r} queries of {seq}; they are 1 to its length. extend() comes first.")
+            if n > 1 and self._only_group is None:
+                self._check_queries(seq, n)
         return self._buffers.fill(work, self._tokens, self._groups, pad_seqs, pad_tokens)
+
+    def _check_queries(self, seq: Sequence, n: int) -> None:
+        """Every query has a block in every group to be written to."""
+        for g, first in zip(self._groups, seq._first, strict=True):
+            if (seq.length - n) // self.block_size < first:
+                raise BadArgument(
+                    f"plan(): {n} queries of {seq} begin in block {(seq.length - n) // self.block_size}; group {g.group.name!r} "
+                    f"(window {g.window}) gave back those before {first}. Plan what extend() made room for last."
+                )
 
     def layer(self, i: int) -> Layer:
         """The handle of the model's layer `i`."""
         try:
             return self._layers[i]
-        except KeyError:
-            raise BadArgument(f"layer(): no group has layer {i}; they have {sorted(self._layers)}.") from None
+        except (KeyError, TypeError):
+            raise BadArgument(f"layer(): no group has layer {i!r}; they have {sorted(self._layers)}.") from None
 
     # --- all of it --------------------------------------------------------------------------------------------------------
 
@@ -512,6 +534,8 @@ class PagedCache:
             check_cache(self)
 
     def _check_live(self, call: str, seq: Sequence) -> None:
+        if not isinstance(seq, Sequence):
+            raise BadArgument(f"{call}(): {seq!r} is no sequence; admit() gives one. Nothing changed.")
         if seq._cache is not self:
             why = "was released" if seq._cache is None else "is of another cache"
             raise BadArgument(f"{call}(): {seq} {why}. Nothing changed.")
@@ -526,13 +550,18 @@ def _token_ids(call: str, tokens: Tokens) -> NDArray[np.int32]:
     if isinstance(tokens, list):
         try:  # twice as fast as numpy's own way from a list
             data = struct.pack(f"<{len(tokens)}i", *tokens)
-        except struct.error as error:
+        except (struct.error, TypeError) as error:
             raise BadArgument(f"{call}(): tokens cannot be read as int32 ids: {error}.") from error
         ids = np.frombuffer(data, "<i4")
         if _has_negative(data):
             raise _negative(call, ids)
         return ids
-    ids = np.asarray(tokens.numpy(force=True) if isinstance(tokens, Tensor) else tokens)
+    if isinstance(tokens, Tensor) and tokens.is_meta:
+        raise BadArgument(f"{call}(): tokens are a meta tensor, which holds no ids.")
+    try:
+        ids = np.asarray(tokens.numpy(force=True) if isinstance(tokens, Tensor) else tokens)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadArgument(f"{call}(): tokens cannot be read as int32 ids: {error}.") from error
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
         raise BadArgument(f"{call}(): tokens are {ids.dtype} of shape {list(ids.shape)}; they are one row of integers.")
     if ids.dtype != np.int32:

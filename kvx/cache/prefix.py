@@ -78,6 +78,8 @@ class PrefixCache:
 
     def root(self, extra: bytes = b"") -> BlockHash:
         """The hash before the first block."""
+        if not isinstance(extra, bytes):
+            raise BadArgument(f"root(): extra is {type(extra).__name__}; it is bytes, such as the hash of an image.")
         return self._naming.hash(len(self.salt).to_bytes(8, "little") + self.salt + extra)
 
     def hashes(self, tokens: NDArray[np.int32], extra: bytes = b"", parent: BlockHash | None = None) -> list[BlockHash]:
