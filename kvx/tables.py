@@ -234,7 +234,7 @@ def slot_mapping(block_table: Tensor, positions: Tensor, seq_ids: Tensor, block_
         )
     if block_size < 1:
         raise BadArgument(f"slot_mapping(): block_size is {block_size}; it is 1 or more.")
-    if seq_ids.is_cpu and seq_ids.numel() and not (0 <= int(seq_ids.min()) and int(seq_ids.max()) < block_table.shape[0]):
+    if seq_ids.is_cpu and seq_ids.numel() and not (int(seq_ids.min()) >= 0 and int(seq_ids.max()) < block_table.shape[0]):
         token = int(((seq_ids < 0) | (seq_ids >= block_table.shape[0])).nonzero()[0])
         raise OutOfRange(
             f"slot_mapping(): seq_ids[{token}] is {int(seq_ids[token])}; the table has {block_table.shape[0]} sequences, from 0 on."

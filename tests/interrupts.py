@@ -60,7 +60,7 @@ def _signalled(call: Callable[[], Any], number: int, files: set[str]) -> bool:
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         elif event == "opcode":
-            before, last[frame] = last.get(frame, ""), _names(frame.f_code)[frame.f_lasti]
+            before, last[frame] = last.get(frame, "RESUME"), _names(frame.f_code)[frame.f_lasti]
             is_python_call = before in ("CALL", "CALL_KW") and frame in calling
             calling.discard(frame)
             if not is_python_call and (before in ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME") or "BACKWARD" in before):

@@ -185,8 +185,8 @@ class Engine:
                 self.scheduler.waiting.append(answers[0])
             return answers
         except BaseException:  # nobody has its number
+            self._cancelled |= {number}
             guard.is_torn = True
-            self._cancelled.add(number)
             self._mend_now()
             raise
 
@@ -203,12 +203,6 @@ class Engine:
         if not self._is_stepping:  # else a signal's handler calls, in the middle of a step, which drops it at its end
             self._drop_cancelled()
         return is_there
-
-    def _cancel_all(self, requests: set[int]) -> None:
-        """Those of a call that ends early; those that are answered stay so."""
-        self._cancelled |= requests
-        self._guard.is_torn = True
-        self._mend_now()
 
     def _drop_cancelled(self) -> None:
         gone = set(self._cancelled)
@@ -240,19 +234,24 @@ class Engine:
             while not self.scheduler.is_idle:
                 yield from self.step()
         finally:
-            if not self.scheduler.is_idle:
-                self._cancel_all(mine)
+            self._cancelled |= mine  # first: Ctrl-C may come as soon as something is called, and then the next call drops them
+            self._guard.is_torn = True
+            self._mend_now()
 
     def generate(self, prompts: Sequence[Prompt], params: Params | None = None) -> list[list[Answer]]:
         """For each prompt its n answers."""
         requests: list[list[Completion]] = []
+        mine: set[int] = set()
         try:
             for prompt in prompts:
                 requests.append(self._add(prompt, params or Params()))
+                mine.add(requests[-1][0].request)
             while not all(c.finish for group in requests for c in group):
                 self.step()
         except BaseException:
-            self._cancel_all({group[0].request for group in requests})
+            self._cancelled |= mine
+            self._guard.is_torn = True
+            self._mend_now()
             raise
         return [[Answer(c.text, tuple(c.generated), c.finish, max(0, c.num_cached)) for c in group] for group in requests]
 
