@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvx.errors import BadArgument, OutOfBlocks
 
@@ -57,7 +57,9 @@ class Guarded(Protocol):
     _guard: Guard
 
 
-P, R, S = ParamSpec("P"), TypeVar("R"), TypeVar("S", bound=Guarded)
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound=Guarded)
 
 
 def whole(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -69,7 +71,7 @@ def whole(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
 
     @wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        guard: Any = self._guard
+        guard = self._guard
         with guard.lock:
             if guard.is_torn:
                 guard.mend()

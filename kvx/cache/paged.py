@@ -243,7 +243,9 @@ class PagedCache:
     @whole
     def _extend(self, seq: Sequence, n: int | Tokens) -> None:
         self._check_live("extend", seq)
-        if isinstance(n, int | np.integer) and not isinstance(n, bool):
+        if isinstance(n, bool):
+            raise BadArgument(f"extend(): n is {n}; it is a count, or token ids.")
+        if isinstance(n, int | np.integer):
             if n < 0:
                 raise BadArgument(f"extend(): n is {n}; it is 0 or more. truncate() makes a sequence shorter.")
             end = seq.length + int(n)

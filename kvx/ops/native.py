@@ -249,7 +249,7 @@ def _open() -> ctypes.PyDLL | None:
 
 
 LIB = _open()
-if hasattr(os, "register_at_fork") and hasattr(LIB, "omp_set_num_threads"):
+if LIB is not None and hasattr(os, "register_at_fork") and hasattr(LIB, "omp_set_num_threads"):
     # A forked child has none of OpenMP's threads: a team would wait for them for ever. A team of one waits for nobody.
     os.register_at_fork(after_in_child=partial(LIB.omp_set_num_threads, 1))
 INFO = library.build_info()
