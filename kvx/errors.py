@@ -50,4 +50,4 @@ class LayoutError(BadArgument):
 
 
 class KvxWarning(UserWarning):
-    """Something KVX could not do the fast way, said once."""
+    """Something that KVX does slower or otherwise than one may think, said once."""

@@ -230,15 +230,19 @@ def slot_mapping(block_table: Tensor, positions: Tensor, seq_ids: Tensor, block_
     """[num_tokens] int64 slots of tokens at `positions` of sequences `seq_ids`; a negative position gives -1 (skip)."""
     for name, t, ndim in (("block_table", block_table, 2), ("positions", positions, 1), ("seq_ids", seq_ids, 1)):
         _check_index(f"slot_mapping(): {name}", t, ndim)
-    if len(seq_ids) != len(positions):
-        raise BadArgument(f"slot_mapping(): {len(positions)} positions and {len(seq_ids)} seq_ids; each token has one of either.")
+    if positions.shape != seq_ids.shape:
+        raise BadArgument(
+            f"slot_mapping(): {positions.shape[0]} positions and {seq_ids.shape[0]} seq_ids; each token has one of both."
+        )
+    if block_size < 1:
+        raise BadArgument(f"slot_mapping(): block_size is {block_size}; it is 1 or more.")
+    if seq_ids.is_cpu and seq_ids.numel() and not (int(seq_ids.min()) >= 0 and int(seq_ids.max()) < block_table.shape[0]):
+        token = int(((seq_ids < 0) | (seq_ids >= block_table.shape[0])).nonzero()[0])
+        raise OutOfRange(
+            f"slot_mapping(): seq_ids[{token}] is {int(seq_ids[token])}; the table has {block_table.shape[0]} sequences, from 0 on."
+        )
     pos = positions.to(torch.int64)
     at = pos.clamp(min=0)
-    if seq_ids.is_cpu and len(seq_ids) and not 0 <= int(seq_ids.min()) <= int(seq_ids.max()) < len(block_table):
-        raise OutOfRange(
-            f"slot_mapping(): seq_ids are {int(seq_ids.min())} to {int(seq_ids.max())}; block_table has {len(block_table)} "
-            "sequences."
-        )
     if at.is_cpu and at.numel() and int(at.max()) >= block_table.shape[1] * block_size:
         raise OutOfRange(
             f"slot_mapping(): position {int(at.max())} is past the table, "

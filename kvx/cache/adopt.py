@@ -20,6 +20,11 @@ def adopt(cache: PagedCache, seq: Sequence, first_tokens: Listing[int]) -> None:
     """
     if seq._cache is not cache or len(first_tokens) != len(cache.groups):
         raise BadArgument(f"adopt(): {seq} of another cache, or {len(first_tokens)} first tokens for {len(cache.groups)} groups.")
+    with cache._guard.lock:
+        _adopt(cache, seq, first_tokens)
+
+
+def _adopt(cache: PagedCache, seq: Sequence, first_tokens: Listing[int]) -> None:
     size, prefix = cache.block_size, cache.prefix
     done, full = seq._num_stored // size, seq.length // size
     if prefix is not None and full > done:

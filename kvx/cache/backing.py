@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from kvx.cache.blocks import BlockAllocator, BlockIds
 from kvx.cache.names import BlockHash
-from kvx.errors import BadArgument
 
 if TYPE_CHECKING:
     from kvx.cache.paged import PagedCache
@@ -35,10 +34,11 @@ class Backing(Protocol):
 
 
 def bring_back(cache: PagedCache, prefix: PrefixCache, backing: Backing, seq: Sequence) -> int:
-    """The blocks after those of a sequence just admitted, as far as the cache and its backing have them together: how many."""
+    """The blocks after those of a sequence just admitted, as far as the cache and its backing have them together: how many.
+
+    Called under the cache's lock. Whatever ends it early leaves references that are no sequence's: they are counted again then.
+    """
     bs, done = cache.block_size, seq.length // cache.block_size
-    if seq.length != seq._num_stored:
-        raise BadArgument(f"bring_back(): {seq} has tokens of its own; it is called after admit(), before extend().")
     names = seq._hashes[done : max(0, seq.num_tokens - 1) // bs]
     recall = _Recall(cache, prefix, backing, names, done, [set() for _ in cache.allocators])
     try:
@@ -47,14 +47,15 @@ def bring_back(cache: PagedCache, prefix: PrefixCache, backing: Backing, seq: Se
                 for i, part in enumerate(recall.parts):
                     cache._hold_after(seq, i, done + part.first, part.ids)
                 length = (done + count) * bs
-                # In one statement, so that Ctrl-C comes before or after: the blocks are ours, or the sequence's.
-                (seq.length, seq.num_cached, seq._limit, seq._num_stored), recall.held = (length,) * 4, []
+                seq.length = seq.num_cached = seq._limit = seq._num_stored = length
                 prefix.stats.tokens_brought += count * bs
                 return count
             recall.give_back()  # there is one less to choose from
         return 0
-    finally:
-        recall.give_back()
+    except BaseException:
+        cache._guard.is_torn = True
+        cache._guard.mend()
+        raise
 
 
 class _Part(NamedTuple):
@@ -122,9 +123,9 @@ class _Recall:
         absent = [self.names[part.first + int(j)] for j in np.flatnonzero(~part.is_here)]
         if not absent:
             return True
-        self.held.append((allocator, allocator.allocate(len(absent))))
+        self.held.append((allocator, allocator.allocate_checked(len(absent))))
         part.ids[~part.is_here] = new = self.held[-1][1]
         came = self.backing.load(group, absent, new)
-        self.prefix.put(group, absent[:came], new[:came])
+        self.prefix.put_checked(group, absent[:came], new[:came])
         self.lost[group].update(absent[came : came + 1])
         return came == len(absent)

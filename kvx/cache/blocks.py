@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvx.cache.guard import Guard, whole
 from kvx.errors import BadArgument, InternalError, OutOfBlocks
 
 BlockIds = NDArray[np.int32]
@@ -23,11 +24,27 @@ BlockIds = NDArray[np.int32]
 
 
 class BlockAllocator:
-    """Blocks 0 to num_blocks - 1. Every call is O(1) a block, and a handful of numpy calls whatever their number."""
+    """Blocks 0 to num_blocks - 1. Every call is O(1) a block, and a handful of numpy calls whatever their number.
 
-    def __init__(self, num_blocks: int, *, on_evict: Callable[[BlockIds], None] | None = None, name: str = "") -> None:
-        if not 0 <= num_blocks < 2**31:
-            raise BadArgument(f"BlockAllocator(): num_blocks is {num_blocks}; it is 0 to {2**31 - 1}.")
+    Calls whose names end in _one or _checked are for owners, which hold the guard's lock.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        on_evict: Callable[[BlockIds], None] | None = None,
+        name: str = "",
+        guard: Guard | None = None,  # of the cache that it is part of
+    ) -> None:
+        if not isinstance(num_blocks, int | np.integer) or not 0 <= num_blocks < 2**31:
+            raise BadArgument(f"BlockAllocator(): num_blocks is {num_blocks!r}; it is 0 to {2**31 - 1}.")
+        self._guard = guard or Guard()
+        self._guard.mended_by(self._mend)
+        # Who knows better, when a call was broken off: an owner its references, a PrefixCache which blocks have names.
+        self.count_refs: Callable[[], NDArray[np.int64]] | None = None
+        self.find_kept: Callable[[], BlockIds] | None = None
+        self.pins: Callable[[], dict[int, int]] = dict  # block -> how often a PrefixCache has pinned it: an owner counts those too
         self.num_blocks = num_blocks
         self.on_evict = on_evict  # told the ids whose content is about to be lost
         self.name = name  # of the layer group, for errors
@@ -64,28 +81,48 @@ class BlockAllocator:
 
     def allocate(self, n: int) -> BlockIds:
         """`n` blocks with one reference each: free ones first, then idle ones, oldest first. OutOfBlocks changes nothing."""
-        if n < 0:
-            raise BadArgument(f"allocate(): n is {n}; it is 0 or more.")
-        if n > self._num_free + self._num_idle:
-            raise self.out_of_blocks(n)
+        if not isinstance(n, int | np.integer) or n < 0:
+            raise BadArgument(f"allocate(): n is {n!r}; it is 0 or more.")
+        guard, ids = self._guard, None
+        try:
+            with guard.lock:
+                if guard.is_torn:
+                    guard.mend()
+                if n > self._num_free + self._num_idle:
+                    raise self.out_of_blocks(n)
+                ids = self.allocate_checked(int(n))
+            return ids
+        except OutOfBlocks:
+            raise
+        except BaseException:  # nobody has the ids
+            guard.is_torn = True
+            with guard.lock:
+                if ids is not None:
+                    self._refs[ids] = 0
+                guard.mend()
+            raise
+
+    def allocate_checked(self, n: int) -> BlockIds:
+        """allocate of as many as can be had."""
         first = max(0, self._num_free - n)
         ids = self._free[first : self._num_free][::-1].copy()
         if len(ids) < n:
             evicted = self._evict(n - len(ids))
             ids = np.concatenate((ids, evicted)) if len(ids) else evicted
+        at = ids.astype(np.intp)
         self._num_free = first
-        self._refs[ids.astype(np.intp)] = 1
+        self._refs[at] = 1
         return ids
 
-    def allocate_one(self) -> int:
-        """allocate(1) as an int: a sequence that grows into its next block asks for this."""
+    def allocate_one(self, call: str = "allocate") -> int:
+        """allocate_checked(1) as an int: a sequence that grows into its next block asks for this."""
         if self._num_free:
             self._num_free -= 1
             block = int(self._free[self._num_free])
         elif self._num_idle:
             block = self._evict_one()
         else:
-            raise self.out_of_blocks(1)
+            raise self.out_of_blocks(1, call)
         self._refs[block] = 1
         return block
 
@@ -139,30 +176,27 @@ class BlockAllocator:
         self._num_idle -= 1
         return block
 
+    @whole
     def retain(self, ids: Sequence[int] | BlockIds) -> None:
         """One more reference each; idle ones become used again. Refused as a whole where one is free or foreign."""
         blocks, repeats = self._checked("retain", ids)
         bad = (self._refs[blocks] == 0) & (self._place[blocks] < 0)
         if bad.any():
             raise BadArgument(f"retain(): block {int(blocks[bad][0])} is free: it has no content to keep. Allocate it.")
-        if repeats is None:
-            self.retain_checked(blocks)
-        else:
-            unique, counts = repeats
-            self.retain_checked(unique)
-            self._refs[unique] += counts - 1
+        self.retain_checked(*(repeats or (blocks,)))
 
-    def retain_checked(self, ids: BlockIds) -> BlockIds:
-        """retain of ids known to be different, and used or idle: the same ids."""
+    def retain_checked(self, ids: BlockIds, counts: int | NDArray[np.int64] = 1) -> BlockIds:
+        """retain, so often each, of ids known to be different, and used or idle: the same ids."""
         at = ids.astype(np.intp)
         if self._num_idle:
             idle = at[self._place[at] >= 0]
             if len(idle):
                 self._place[idle] = -1
                 self._num_idle -= len(idle)
-        self._refs[at] += 1
+        self._refs[at] += counts
         return ids
 
+    @whole
     def release(self, ids: Sequence[int] | BlockIds) -> None:
         """One reference less each; at none a block is idle if its content is kept, else free.
 
@@ -178,15 +212,15 @@ class BlockAllocator:
                 f"release(): block {block} has {int(self._refs[block])} references; it is released more often. Nothing changed."
             )
         if repeats is not None:
-            self._refs[unique] -= counts - 1
             order = np.sort(np.unique(blocks[::-1], return_index=True)[1])  # each at its last place
             blocks = blocks[::-1][order][::-1]
-        self.release_checked(blocks)
+            counts = repeats[1][np.searchsorted(unique, blocks)]
+        self.release_checked(blocks, counts)
 
-    def release_checked(self, ids: BlockIds) -> None:
-        """release of ids known to be different and in use. They may be a view: none is kept."""
+    def release_checked(self, ids: BlockIds, counts: int | NDArray[np.int64] = 1) -> None:
+        """release, so often each, of ids known to be different and in use. They may be a view: none is kept."""
         at = ids.astype(np.intp)
-        left = self._refs[at] - 1
+        left = self._refs[at] - counts
         self._refs[at] = left
         gone = at[left == 0] if np.count_nonzero(left) else at
         if self._num_kept:
@@ -215,6 +249,7 @@ class BlockAllocator:
         self._tail = end
         self._num_idle += len(ids)
 
+    @whole
     def keep(self, ids: Sequence[int] | BlockIds) -> None:
         """The content of these used or idle blocks is worth keeping when nobody uses them."""
         blocks, repeats = self._checked("keep", ids)
@@ -239,11 +274,14 @@ class BlockAllocator:
         self._num_kept += 1
         return True
 
+    @whole
     def forget(self, ids: Sequence[int] | BlockIds) -> None:
         """Their content is of no value any more; idle ones become free."""
         blocks, repeats = self._checked("forget", ids)
-        if repeats is not None:
-            blocks = repeats[0]
+        self.forget_checked(blocks if repeats is None else repeats[0])
+
+    def forget_checked(self, blocks: BlockIds) -> None:
+        """forget of ids known to be different."""
         self._num_kept -= int(np.count_nonzero(self._kept[blocks]))
         self._kept[blocks] = False
         idle = blocks[self._place[blocks] >= 0]
@@ -252,12 +290,15 @@ class BlockAllocator:
         self._push_free(idle)
 
     def refs(self, block: int) -> int:
-        if not 0 <= block < self.num_blocks:
-            raise BadArgument(f"refs(): block {block} is foreign; there are {self.num_blocks}.")
-        return int(self._refs[block])
+        return int(self._refs[self._one("refs", block)])
 
     def is_kept(self, block: int) -> bool:
-        return bool(self._kept[block])
+        return bool(self._kept[self._one("is_kept", block)])
+
+    def _one(self, call: str, block: int) -> int:
+        if not isinstance(block, int | np.integer) or not 0 <= block < self.num_blocks:
+            raise BadArgument(f"{call}(): block {block!r} is foreign; there are {self.num_blocks}.")
+        return int(block)
 
     def is_shared(self, block: int) -> bool:
         """Others read this block, now or perhaps later: it must not be written to."""
@@ -277,7 +318,10 @@ class BlockAllocator:
 
     def _checked(self, call: str, ids: Sequence[int] | BlockIds) -> tuple[BlockIds, tuple[BlockIds, NDArray[np.int64]] | None]:
         """The ids as an array, and where some repeat, each once with its count."""
-        given = np.asarray(ids)
+        try:
+            given = np.asarray(ids)
+        except (TypeError, ValueError) as error:
+            raise BadArgument(f"{call}(): ids are {ids!r}; they are a list of block ids.") from error
         if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
             raise BadArgument(f"{call}(): ids are {given.dtype} of shape {list(given.shape)}; they are a list of block ids.")
         if given.size and not (given.min() >= 0 and given.max() < self.num_blocks):
@@ -291,8 +335,32 @@ class BlockAllocator:
         unique, counts = np.unique(blocks, return_counts=True)
         return blocks, (unique, counts)
 
+    def _mend(self) -> None:
+        """Everything that follows from references and kept blocks, anew. The order of idle blocks stays, as far as it is known."""
+        refs = self._refs if self.count_refs is None else self.count_refs().astype(np.int32)
+        kept = self._kept.copy()
+        if self.find_kept is not None:
+            kept[:] = False
+            kept[self.find_kept()] = True
+        idle, free = np.flatnonzero(kept & (refs == 0)), np.flatnonzero(~kept & (refs == 0))
+        idle = idle[np.argsort(self._place[idle], kind="stable")]
+        place = np.full(self.num_blocks, -1, np.int64)
+        place[idle] = np.arange(len(idle))
+        self._free[: len(free)] = free[::-1]
+        self._queue[: len(idle)] = idle
+        num_kept, num_free, num_idle = int(np.count_nonzero(kept)), len(free), len(idle)
+        self._refs, self._kept, self._place = refs, kept, place
+        self._num_kept, self._num_free, self._num_idle = num_kept, num_free, num_idle
+        self._head, self._tail = 0, num_idle
+
     def check(self) -> None:
         """Recompute everything; InternalError names the first thing that does not agree."""
+        with self._guard.lock:
+            if self._guard.is_torn:
+                self._guard.mend()
+            self._check()
+
+    def _check(self) -> None:
         free, live = self._free[: self._num_free], self._live_entries(self._head, self._tail)
         state = np.zeros(self.num_blocks, np.int64)
         np.add.at(state, free, 1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvx.cache.blocks import BlockAllocator
+from kvx.cache.guard import Guard
 from kvx.cache.prefix import first_block
 from kvx.errors import BadArgument
 from kvx.layout.storage import allocate
@@ -69,11 +70,18 @@ class GroupState:
     """A group at work: storage, allocator, and the table of every sequence's blocks."""
 
     def __init__(
-        self, group: LayerGroup, index: int, max_seqs: int, max_blocks: int, device: str | torch.device, backend: str
+        self,
+        group: LayerGroup,
+        index: int,
+        max_seqs: int,
+        max_blocks: int,
+        device: str | torch.device,
+        backend: str,
+        guard: Guard,
     ) -> None:
         self.group = group
         self.window = group.window
-        self.allocator = BlockAllocator(group.spec.num_blocks, name=group.name)
+        self.allocator = BlockAllocator(group.spec.num_blocks, name=group.name, guard=guard)
         self.table = np.full((max_seqs, max_blocks), -1, np.int32)  # one row a sequence; -1: behind the window, or not yet
         self.layers = {i: _layer(group, index, device) for i in group.layers}
         self._backend = backend

@@ -1,10 +1,11 @@
-"""What must hold in a PagedCache, recomputed from its sequences."""
+"""What must hold in a PagedCache, recomputed from its sequences: to check it, and to have it again after an interrupt."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvx.errors import InternalError
 
@@ -19,7 +20,6 @@ def check_cache(cache: PagedCache) -> None:
     if rows != list(range(cache.max_seqs)):
         raise InternalError(f"PagedCache.check(): rows are {rows}; each of {cache.max_seqs} is free or one sequence's.")
     for i, g in enumerate(cache._groups):
-        refs = np.zeros(g.allocator.num_blocks, np.int64)
         for seq in seqs:
             row, first, have = g.table[seq._row], seq._first[i], -(-seq.length // bs)
             held = row[first:have]
@@ -27,15 +27,12 @@ def check_cache(cache: PagedCache) -> None:
                 raise InternalError(f"PagedCache.check(): group {i}, {seq}: blocks are {row[:have]}, held from {first} on.")
             if first > g.first_block(seq.length):
                 raise InternalError(f"PagedCache.check(): group {i}, {seq}: its window sees blocks before {first}.")
-            np.add.at(refs, held, 1)
-        if cache.prefix is not None:
-            for block, pins in cache.prefix.pinned(i).items():
-                refs[block] += pins
+        refs = count_refs(cache, i)
         wrong = np.flatnonzero(refs != g.allocator.counts())
         if len(wrong):
             b = int(wrong[0])
             raise InternalError(f"PagedCache.check(): group {i}, block {b}: {refs[b]} owners, {g.allocator.refs(b)} references.")
-        g.allocator.check()
+        g.allocator._check()
     for seq in seqs:
         if not 0 <= seq.length <= seq.num_tokens <= cache.max_seq_len:
             raise InternalError(f"PagedCache.check(): {seq}: length, num_tokens and max_seq_len are not in order.")
@@ -50,4 +47,27 @@ def check_cache(cache: PagedCache) -> None:
             if want != seq._hashes or seq._num_stored > min(len(seq._hashes) * bs, seq.length):
                 raise InternalError(f"PagedCache.check(): {seq}: its hashes are not those of its tokens.")
     if cache.prefix is not None:
-        cache.prefix.check()
+        cache.prefix._check()
+
+
+def count_refs(cache: PagedCache, group: int) -> NDArray[np.int64]:
+    """Of every block: the sequences that hold it, and its pins."""
+    g, bs = cache._groups[group], cache.block_size
+    refs = np.zeros(g.allocator.num_blocks, np.int64)
+    for seq in cache.sequences:
+        np.add.at(refs, g.table[seq._row, seq._first[group] : -(-seq.length // bs)], 1)
+    for block, pins in g.allocator.pins().items():
+        refs[block] += pins
+    return refs
+
+
+def mend_sequences(cache: PagedCache) -> None:
+    """After an interrupt: what follows from which sequences live, and from their lengths."""
+    for seq in [s for s in cache._live.values() if s._cache is not cache]:
+        del cache._live[seq.id]
+    taken = {s._row for s in cache.sequences}
+    cache._rows[:] = [row for row in range(cache.max_seqs - 1, -1, -1) if row not in taken]
+    for seq in cache.sequences:
+        seq._limit = seq.length  # extend asks whose the last block is
+        for g, first in zip(cache._groups, seq._first, strict=True):
+            g.table[seq._row, :first] = -1

@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,9 @@ from kvx.cache.backing import Backing, bring_back
 from kvx.cache.batch import Batch, BatchBuffers
 from kvx.cache.blocks import BlockAllocator
 from kvx.cache.groups import GroupState, Layer, LayerGroup, check_groups
-from kvx.cache.integrity import check_cache
+from kvx.cache.guard import Guard, whole
+from kvx.cache.integrity import check_cache, count_refs, mend_sequences
+from kvx.cache.names import BlockHash
 from kvx.cache.prefix import PrefixCache, PrefixStats
 from kvx.cache.sequence import Sequence
 from kvx.errors import BadArgument, OutOfBlocks
@@ -76,19 +79,26 @@ class PagedCache:
         backend: str = "auto",  # of the copies made here
     ) -> None:
         self.groups = check_groups(groups)
-        for name, value in (("max_seqs", max_seqs), ("max_seq_len", max_seq_len)):
-            if value < 1:
-                raise BadArgument(f"PagedCache(): {name} is {value}; it is 1 or more.")
+        for name, value, least in (("max_seqs", max_seqs, 1), ("max_seq_len", max_seq_len, 1), ("max_tokens", max_tokens, 0)):
+            if not isinstance(value, int) or value < least:
+                raise BadArgument(f"PagedCache(): {name} is {value!r}; it is {least} or more.")
         self.block_size = self.groups[0].spec.block_size
         self.max_seqs, self.max_seq_len = max_seqs, max_seq_len
         self.max_tokens = max_tokens or max(max_seq_len, max_seqs)
         self.max_blocks = -(-max_seq_len // self.block_size)  # of a sequence
         self.device = torch.device(device)
+        if self.device.type == "meta":
+            raise BadArgument('PagedCache(): device is "meta", which holds no bytes; kvx.size() tells what a cache takes.')
         check_fits("PagedCache()", self.groups[0].spec.num_blocks, sum(g.num_bytes for g in self.groups), self.device)
-        self._groups = [GroupState(g, i, max_seqs, self.max_blocks, device, backend) for i, g in enumerate(self.groups)]
+        self._guard = Guard()
+        self._groups = [
+            GroupState(g, i, max_seqs, self.max_blocks, device, backend, self._guard) for i, g in enumerate(self.groups)
+        ]
         self.allocators: tuple[BlockAllocator, ...] = tuple(g.allocator for g in self._groups)
+        for i, allocator in enumerate(self.allocators):
+            allocator.count_refs = partial(count_refs, self, i)
         self.windows = tuple(g.window for g in self.groups)
-        self._has_windows = any(self.windows)
+        self._only_group = self._groups[0] if len(self._groups) == 1 and not self.windows[0] else None
         self.prefix: PrefixCache | None = None
         if prefix:
             self.prefix = PrefixCache(self.allocators, self.block_size, salt=salt, hash_name=hash_name, max_events=max_events)
@@ -97,6 +107,7 @@ class PagedCache:
         self._rows = list(range(max_seqs - 1, -1, -1))  # free rows of tokens and tables
         self._live: dict[int, Sequence] = {}
         self._next_id = 0
+        self._guard.mended_by(partial(mend_sequences, self))
         self._buffers = BatchBuffers(len(self.groups), max_seqs, self.max_blocks, self.max_tokens, self.block_size, self.device)
 
     # --- one sequence -----------------------------------------------------------------------------------------------------
@@ -111,18 +122,31 @@ class PagedCache:
         n = len(ids)
         if n > self.max_seq_len:
             raise BadArgument(f"admit(): {n} tokens; max_seq_len is {self.max_seq_len}. Cut the prompt, or make the cache longer.")
-        seq = self._new_sequence("admit")
-        seq._tokens[:n] = ids
-        seq.num_tokens = n
-        if self.prefix is not None:
-            self._find_prefix(seq, self.prefix, extra)
-            if self.prefix.backing is not None and is_brought_back:
-                try:
-                    self.bring_back(seq)
-                except BaseException:
-                    self.release(seq)
-                    raise
-        return seq
+        if not isinstance(extra, bytes):
+            raise BadArgument(f"admit(): extra is {type(extra).__name__}; it is bytes, such as the hash of an image.")
+        root = b"" if self.prefix is None else self.prefix.root(extra)
+        guard, seq = self._guard, None
+        try:
+            with guard.lock:
+                if guard.is_torn:
+                    guard.mend()
+                seq = self._new_sequence("admit")
+                seq._tokens[:n] = ids
+                seq.num_tokens = n
+                if self.prefix is not None:
+                    self._find_prefix(seq, self.prefix, root)
+                    if self.prefix.backing is not None and is_brought_back:
+                        bring_back(self, self.prefix, self.prefix.backing, seq)
+            return seq
+        except BaseException:  # nobody has the sequence
+            if seq is not None:
+                guard.is_torn, seq._cache = True, None
+                self._mend()
+            raise
+
+    def _mend(self) -> None:
+        with self._guard.lock:
+            self._guard.mend()
 
     def attach(self, backing: Backing | None) -> None:
         """Offer it what is evicted from now on, and ask it for more of every prefix. None: no more."""
@@ -130,12 +154,15 @@ class PagedCache:
             raise BadArgument("attach(): this cache has no names for its blocks. Make it with prefix=True.")
         self.prefix.backing = backing
 
+    @whole
     def bring_back(self, seq: Sequence) -> int:
         """Tokens that a sequence just admitted gets from the backing, and from this cache after them: its length grows by as many.
 
         What it has no room for, or is damaged, stays to be computed.
         """
         self._check_live("bring_back", seq)
+        if seq.length != seq._num_stored:
+            raise BadArgument(f"bring_back(): {seq} has tokens of its own; it is called after admit(), before extend().")
         if self.prefix is None or self.prefix.backing is None:
             return 0
         return bring_back(self, self.prefix, self.prefix.backing, seq) * self.block_size
@@ -153,20 +180,21 @@ class PagedCache:
     def _new_sequence(self, call: str) -> Sequence:
         if not self._rows:
             raise OutOfBlocks(f"{call}(): all {self.max_seqs} sequences are in use (max_seqs). Release one first.")
-        row = self._rows.pop()
+        row = self._rows[-1]
         seq = Sequence(self, self._next_id, row, self._tokens[row], len(self._groups))
         self._next_id += 1
+        del self._rows[-1]
         self._live[seq.id] = seq
         return seq
 
-    def _find_prefix(self, seq: Sequence, prefix: PrefixCache, extra: bytes) -> None:
-        seq._root = prefix.root(extra)
+    def _find_prefix(self, seq: Sequence, prefix: PrefixCache, root: BlockHash) -> None:
+        seq._root = root
         full = max(0, seq.num_tokens - 1) // self.block_size
         if not full:
             return
         data = seq._tokens[: full * self.block_size].tobytes()
         seq._hashes = prefix.chain(data, seq._root)
-        n, found = prefix.match(seq._hashes, self.windows)
+        n, found = prefix.match_checked(seq._hashes, self.windows)
         if not n:
             return
         for i, (group, ids) in enumerate(zip(self._groups, found, strict=True)):
@@ -174,6 +202,7 @@ class PagedCache:
             seq._first[i] = group.first_block(n * self.block_size)
         seq.length = seq.num_cached = seq._limit = seq._num_stored = n * self.block_size
 
+    @whole
     def append(self, seq: Sequence, tokens: Tokens) -> None:
         """More known tokens, without room for them yet."""
         self._check_live("append", seq)
@@ -189,7 +218,11 @@ class PagedCache:
         New tokens follow those in the cache: all known ones have room by then. Without a prefix cache a count may go past the
         known tokens; their ids are 0. A last block that others read is copied first; blocks behind windows are given back.
         """
-        length = seq.length
+        try:
+            length = seq.length
+        except AttributeError:
+            self._check_live("extend", seq)
+            raise
         # The two calls of a decode step, without numpy's functions where the last block has room.
         if type(n) is int:
             if 0 <= n <= seq._limit - length and n <= seq.num_tokens - length and seq._cache is self:
@@ -198,16 +231,20 @@ class PagedCache:
         elif type(n) is list and len(n) == 1 and length == seq.num_tokens and seq._cache is self:
             token = n[0]
             if type(token) is int and 0 <= token < 2**31:
-                if length >= seq._limit:
-                    self._check_length("extend", seq, length + 1)
-                    self._grow(seq, length + 1)
-                seq._tokens[length] = token
-                seq.num_tokens = seq.length = length + 1
-                return
+                if length < seq._limit:
+                    seq._tokens[length] = token
+                    seq.num_tokens = seq.length = length + 1
+                    return
+                if self._only_group is not None and length % self.block_size == 0 and length < self.max_seq_len:
+                    self._next_block(seq, token, self._only_group)
+                    return
         self._extend(seq, n)
 
+    @whole
     def _extend(self, seq: Sequence, n: int | Tokens) -> None:
         self._check_live("extend", seq)
+        if isinstance(n, bool):
+            raise BadArgument(f"extend(): n is {n}; it is a count, or token ids.")
         if isinstance(n, int | np.integer):
             if n < 0:
                 raise BadArgument(f"extend(): n is {n}; it is 0 or more. truncate() makes a sequence shorter.")
@@ -218,10 +255,9 @@ class PagedCache:
                     f"extend(): {n} tokens more make {end}; {seq.num_tokens} are known. Give the new tokens' ids, "
                     "or make the cache with prefix=False."
                 )
-            self._grow(seq, end)
             if end > seq.num_tokens:
                 seq._tokens[seq.num_tokens : end] = 0
-                seq.num_tokens = end
+            self._grow(seq, end)
             return
         ids = _token_ids("extend", n)
         if seq.length != seq.num_tokens and len(ids):
@@ -230,24 +266,37 @@ class PagedCache:
             )
         end = seq.length + len(ids)
         self._check_length("extend", seq, end)
-        self._grow(seq, end)
         seq._tokens[seq.num_tokens : end] = ids
-        seq.num_tokens = end
+        self._grow(seq, end)
+
+    def _next_block(self, seq: Sequence, token: int, group: GroupState) -> None:
+        """extend by one token, into the next block of the only group: a decode step has no time for more."""
+        guard, length = self._guard, seq.length
+        end, limit = length + 1, min(length + self.block_size, self.max_seq_len)
+        with guard.lock:
+            if guard.is_torn:
+                guard.mend()
+            try:
+                seq._tokens[length] = token
+                group.table[seq._row, length // self.block_size] = group.allocator.allocate_one("extend")
+                seq.num_tokens, seq.length, seq._limit = end, end, limit
+            except OutOfBlocks:
+                raise
+            except BaseException:
+                guard.is_torn = True
+                guard.mend()
+                raise
 
     def _grow(self, seq: Sequence, end: int) -> None:
-        """Blocks up to `end`. First every group is asked, then each is changed: so OutOfBlocks leaves all as it was."""
+        """Blocks up to `end`. First every group is asked, then each is changed: so OutOfBlocks leaves all as it was.
+
+        The new length is the last that changes: what is in the table behind the old one is nobody's until then.
+        """
         length, row, bs = seq.length, seq._row, self.block_size
+        num_tokens = max(seq.num_tokens, end)
         if end == length:
             return
         have, want = -(-length // bs), -(-end // bs)
-        if want == have + 1 and length % bs == 0 and not self._has_windows:  # a decode step into its next block
-            for allocator in self.allocators:
-                if not allocator.num_available:
-                    raise allocator.out_of_blocks(1, "extend")
-            if len(self._groups) == 1:
-                self._groups[0].table[row, have] = self.allocators[0].allocate_one()
-                seq.length, seq._limit = end, min(want * bs, self.max_seq_len)
-                return
         copies: list[bool] = []
         for i, g in enumerate(self._groups):
             # Writing goes on in the last block, unless it is full.
@@ -258,54 +307,60 @@ class PagedCache:
                 if need > allocator.num_available + allocator.num_single(behind):
                     raise allocator.out_of_blocks(need, "extend")
             copies.append(copy)
-        grown: list[GroupState] = []
-        try:
-            for i, (g, copy) in enumerate(zip(self._groups, copies, strict=True)):
-                if g.window:
-                    self._leave_behind(seq, i, min(have, g.first_block(length)))
-                if copy:
-                    source = int(g.table[row, have - 1])
-                    block = g.allocator.allocate_one()
-                    g.copy_block(source, block)
-                    g.allocator.release_checked(g.table[row, have - 1 : have])
-                    g.table[row, have - 1] = block
-                if want == have + 1:
-                    g.table[row, have] = g.allocator.allocate_one()
-                elif want > have:
-                    g.table[row, have:want] = g.allocator.allocate(want - have)
-                grown.append(g)
-        except BaseException:  # Ctrl-C while a backing reads what is evicted: nobody else would give these back
-            for g in grown:
-                g.allocator.release_checked(g.table[row, have:want])
-                g.table[row, have:want] = -1
-            raise
-        seq.length, seq._limit = end, min(want * bs, self.max_seq_len)
+        limit = min(want * bs, self.max_seq_len)
+        for i, (g, copy) in enumerate(zip(self._groups, copies, strict=True)):
+            if g.window:
+                self._leave_behind(seq, i, min(have, g.first_block(length)))
+            if copy:
+                source = g.table[row, have - 1 : have].copy()
+                block = g.allocator.allocate_one()
+                g.copy_block(int(source[0]), block)
+                g.table[row, have - 1] = block
+                g.allocator.release_checked(source)
+            if want == have + 1:
+                g.table[row, have] = g.allocator.allocate_one()
+            elif want > have:
+                g.table[row, have:want] = g.allocator.allocate_checked(want - have)
+        seq.num_tokens, seq.length, seq._limit = num_tokens, end, limit
 
     def _leave_behind(self, seq: Sequence, group: int, first: int) -> None:
         """Give back a group's blocks before `first`."""
         start = seq._first[group]
         if first > start:
             g = self._groups[group]
-            g.allocator.release_checked(g.table[seq._row, start:first])
-            g.table[seq._row, start:first] = -1
+            left = g.table[seq._row, start:first].copy()
             seq._first[group] = first
+            g.table[seq._row, start:first] = -1
+            g.allocator.release_checked(left)
 
     def commit(self, seq: Sequence) -> None:
         """The K and V of all its `length` tokens are written, or will be before anything reads them on this stream.
 
         Full blocks get names, by which later sequences find them.
         """
-        if seq.length - seq._num_stored < self.block_size and seq._cache is self:
+        bs = self.block_size
+        if type(seq) is not Sequence or seq._cache is not self:
+            self._check_live("commit", seq)
+        if seq.length - seq._num_stored < bs:
             return
-        self._check_live("commit", seq)
-        bs, done, full = self.block_size, seq._num_stored // self.block_size, seq.length // self.block_size
-        if self.prefix is not None:
-            self._store(seq, self.prefix, done, full)
-        seq._num_stored = full * bs
+        if self.prefix is None:
+            seq._num_stored = seq.length // bs * bs
+            return
+        guard = self._guard
+        with guard.lock:
+            if guard.is_torn:
+                guard.mend()
+            try:
+                self._store(seq, self.prefix)
+            except BaseException:
+                guard.is_torn = True
+                guard.mend()
+                raise
 
-    def _store(self, seq: Sequence, prefix: PrefixCache, done: int, full: int) -> None:
-        """Name its blocks from `done` to `full`."""
+    def _store(self, seq: Sequence, prefix: PrefixCache) -> None:
+        """Name its full blocks."""
         hashes, bs, row = seq._hashes, self.block_size, seq._row
+        done, full = seq._num_stored // bs, seq.length // bs
         if len(hashes) < full:
             parent = hashes[-1] if hashes else seq._root
             hashes += prefix.chain(seq._tokens[len(hashes) * bs : full * bs].tobytes(), parent)
@@ -314,24 +369,40 @@ class PagedCache:
             if first + 1 == full:
                 prefix.put_one(i, hashes[first], int(g.table[row, first]))
             elif first < full:
-                prefix.put(i, hashes[first:full], g.table[row, first:full])
+                prefix.put_checked(i, hashes[first:full], g.table[row, first:full])
+        seq._num_stored = full * bs
 
     def fork(self, seq: Sequence) -> Sequence:
         """Another sequence with the same tokens and blocks. The first to write into a shared last block gets a copy of it."""
-        self._check_live("fork", seq)
-        other = self._new_sequence("fork")
+        guard, other = self._guard, None
+        try:
+            with guard.lock:
+                if guard.is_torn:
+                    guard.mend()
+                self._check_live("fork", seq)
+                other = self._new_sequence("fork")
+                self._share(seq, other)
+            return other
+        except BaseException:  # nobody has the sequence
+            if other is not None:
+                guard.is_torn, other._cache = True, None
+                self._mend()
+            raise
+
+    def _share(self, seq: Sequence, other: Sequence) -> None:
+        """All that `seq` has, for a new one."""
         blocks = -(-seq.length // self.block_size)
+        other._tokens[: seq.num_tokens] = seq.tokens
+        other._first, other._hashes, other._root = list(seq._first), list(seq._hashes), seq._root
         for g, first in zip(self._groups, seq._first, strict=True):
             held = g.table[seq._row, :blocks]
             g.table[other._row, :blocks] = held
             g.allocator.retain_checked(held[first:])
-        other._tokens[: seq.num_tokens] = seq.tokens
-        other.length, other.num_cached, other.num_tokens = seq.length, seq.num_cached, seq.num_tokens
-        other._first, other._hashes, other._root = list(seq._first), list(seq._hashes), seq._root
+        other.num_tokens, other.length, other.num_cached = seq.num_tokens, seq.length, seq.num_cached
         other._num_stored = seq._num_stored
         seq._limit = other._limit = seq.length
-        return other
 
+    @whole
     def truncate(self, seq: Sequence, length: int) -> None:
         """Its first `length` tokens stay, in the cache and known; the others are forgotten and their blocks given back.
 
@@ -339,8 +410,9 @@ class PagedCache:
         extend's beginning.
         """
         self._check_live("truncate", seq)
-        if not 0 <= length <= seq.length:
-            raise BadArgument(f"truncate(): length is {length}; the sequence has {seq.length}. It is 0 to that.")
+        if not isinstance(length, int | np.integer) or not 0 <= length <= seq.length:
+            raise BadArgument(f"truncate(): length is {length!r}; the sequence has {seq.length}. It is 0 to that.")
+        length = int(length)
         bs = self.block_size
         for g, first in zip(self._groups, seq._first, strict=True):
             if g.first_block(length) < first and length:
@@ -349,57 +421,71 @@ class PagedCache:
                     f"{g.first_block(length)} on; blocks before {first} were given back. Release it, and admit its tokens again."
                 )
         keep, have = -(-length // bs), -(-seq.length // bs)
-        for i, g in enumerate(self._groups):
-            start = max(keep, seq._first[i])
+        starts = [max(keep, first) for first in seq._first]
+        left = [g.table[seq._row, start:have].copy() for g, start in zip(self._groups, starts, strict=True)]
+        cached, stored, hashes = min(seq.num_cached, length), min(seq._num_stored, length // bs * bs), seq._hashes[: length // bs]
+        first_blocks = [min(first, keep) for first in seq._first]
+        seq.length = seq.num_tokens = seq._limit = length  # extend asks whose the last block is
+        seq.num_cached, seq._num_stored, seq._hashes, seq._first = cached, stored, hashes, first_blocks
+        for g, start, blocks in zip(self._groups, starts, left, strict=True):
             if start < have:
-                g.allocator.release_checked(g.table[seq._row, start:have])
                 g.table[seq._row, start:have] = -1
-            seq._first[i] = min(seq._first[i], keep)
-        seq._limit = length  # extend asks whose the last block is
-        seq.length = seq.num_tokens = length
-        seq.num_cached = min(seq.num_cached, length)
-        full = length // bs
-        del seq._hashes[full:]
-        seq._num_stored = min(seq._num_stored, full * bs)
+                g.allocator.release_checked(blocks)
 
+    @whole
     def release(self, seq: Sequence) -> None:
         """Give back its blocks and its place. Blocks with names stay to be found until their room is needed."""
         self._check_live("release", seq)
         blocks, row = -(-seq.length // self.block_size), seq._row
+        seq._cache = None
         for g, first in zip(self._groups, seq._first, strict=True):
             g.allocator.release_checked(g.table[row, first:blocks])
         del self._live[seq.id]
         self._rows.append(row)
-        seq._cache = None
 
     def blocks(self, seq: Sequence, group: int = 0) -> NDArray[np.int32]:
         """Its block ids in a group, in order; -1 behind the window."""
         self._check_live("blocks", seq)
+        if not isinstance(group, int) or not 0 <= group < len(self._groups):
+            raise BadArgument(f"blocks(): group is {group!r}; the cache has {len(self._groups)}, from 0 on.")
         return self._groups[group].table[seq._row, : -(-seq.length // self.block_size)].copy()
 
     # --- a batch ----------------------------------------------------------------------------------------------------------
 
+    @whole
     def plan(self, work: Listing[tuple[Sequence, int]], *, pad_seqs: int = 0, pad_tokens: int = 0) -> Batch:
         """A step in which the last `n` tokens of each sequence are queries: its K and V are written, then attended.
 
         The batch is views of buffers that never move: good until the next plan. Padding fills it up to a captured graph's size.
         """
         for seq, n in work:
-            if seq._cache is not self:
+            if type(seq) is not Sequence or seq._cache is not self:
                 self._check_live("plan", seq)
-            if not 0 < n <= seq.length:
-                raise BadArgument(f"plan(): {n} queries of {seq}; they are 1 to its length. extend() comes first.")
+            if not isinstance(n, int | np.integer) or not 0 < n <= seq.length:
+                raise BadArgument(f"plan(): {n!r} queries of {seq}; they are 1 to its length. extend() comes first.")
+            if n > 1 and self._only_group is None:
+                self._check_queries(seq, n)
         return self._buffers.fill(work, self._tokens, self._groups, pad_seqs, pad_tokens)
+
+    def _check_queries(self, seq: Sequence, n: int) -> None:
+        """Every query has a block in every group to be written to."""
+        for g, first in zip(self._groups, seq._first, strict=True):
+            if (seq.length - n) // self.block_size < first:
+                raise BadArgument(
+                    f"plan(): {n} queries of {seq} begin in block {(seq.length - n) // self.block_size}; group {g.group.name!r} "
+                    f"(window {g.window}) gave back those before {first}. Plan what extend() made room for last."
+                )
 
     def layer(self, i: int) -> Layer:
         """The handle of the model's layer `i`."""
         try:
             return self._layers[i]
-        except KeyError:
-            raise BadArgument(f"layer(): no group has layer {i}; they have {sorted(self._layers)}.") from None
+        except (KeyError, TypeError):
+            raise BadArgument(f"layer(): no group has layer {i!r}; they have {sorted(self._layers)}.") from None
 
     # --- all of it --------------------------------------------------------------------------------------------------------
 
+    @whole
     def room(self, seq: Sequence | None = None) -> int:
         """Tokens that fit now, in one extend of `seq` or of a new sequence: free and idle blocks of the tightest group."""
         bs = self.block_size
@@ -432,6 +518,7 @@ class PagedCache:
         """Of all layers' tensors, scales included."""
         return sum(t.numel() * t.element_size() for layer in self._layers.values() for t in layer.tensors)
 
+    @whole
     def stats(self) -> CacheStats:
         groups = []
         for g in self._groups:
@@ -443,9 +530,14 @@ class PagedCache:
 
     def check(self) -> None:
         """Recount every block, name and row; InternalError names the first thing that does not agree."""
-        check_cache(self)
+        with self._guard.lock:
+            if self._guard.is_torn:
+                self._guard.mend()
+            check_cache(self)
 
     def _check_live(self, call: str, seq: Sequence) -> None:
+        if not isinstance(seq, Sequence):
+            raise BadArgument(f"{call}(): {seq!r} is no sequence; admit() gives one. Nothing changed.")
         if seq._cache is not self:
             why = "was released" if seq._cache is None else "is of another cache"
             raise BadArgument(f"{call}(): {seq} {why}. Nothing changed.")
@@ -460,13 +552,18 @@ def _token_ids(call: str, tokens: Tokens) -> NDArray[np.int32]:
     if isinstance(tokens, list):
         try:  # twice as fast as numpy's own way from a list
             data = struct.pack(f"<{len(tokens)}i", *tokens)
-        except struct.error as error:
+        except (struct.error, TypeError) as error:
             raise BadArgument(f"{call}(): tokens cannot be read as int32 ids: {error}.") from error
         ids = np.frombuffer(data, "<i4")
         if _has_negative(data):
             raise _negative(call, ids)
         return ids
-    ids = np.asarray(tokens.numpy(force=True) if isinstance(tokens, Tensor) else tokens)
+    if isinstance(tokens, Tensor) and tokens.is_meta:
+        raise BadArgument(f"{call}(): tokens are a meta tensor, which holds no ids.")
+    try:
+        ids = np.asarray(tokens.numpy(force=True) if isinstance(tokens, Tensor) else tokens)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadArgument(f"{call}(): tokens cannot be read as int32 ids: {error}.") from error
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
         raise BadArgument(f"{call}(): tokens are {ids.dtype} of shape {list(ids.shape)}; they are one row of integers.")
     if ids.dtype != np.int32:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from kvx.cache.backing import Backing
 from kvx.cache.blocks import BlockAllocator, BlockIds
+from kvx.cache.guard import Guard, whole
 from kvx.cache.names import BlockHash, naming
 from kvx.errors import BadArgument, InternalError
 
@@ -67,11 +69,17 @@ class PrefixCache:
         # Block -> hash, of the blocks whose content is kept; what stands at others is of the past.
         self._names: list[list[BlockHash]] = [[b""] * a.num_blocks for a in allocators]
         self._pins: list[Counter[int]] = [Counter() for _ in allocators]
+        self._guard = allocators[0]._guard if allocators else Guard()
+        self._guard.mended_by(self._mend)
         for group, allocator in enumerate(allocators):
             allocator.on_evict = self._evicted(group)
+            allocator.find_kept, allocator.pins = partial(self._kept_blocks, group), partial(self.pinned, group)
+            allocator._guard = allocator._guard.join(self._guard)
 
     def root(self, extra: bytes = b"") -> BlockHash:
         """The hash before the first block."""
+        if not isinstance(extra, bytes):
+            raise BadArgument(f"root(): extra is {type(extra).__name__}; it is bytes, such as the hash of an image.")
         return self._naming.hash(len(self.salt).to_bytes(8, "little") + self.salt + extra)
 
     def hashes(self, tokens: NDArray[np.int32], extra: bytes = b"", parent: BlockHash | None = None) -> list[BlockHash]:
@@ -88,38 +96,70 @@ class PrefixCache:
             return [hash_(parent + data)]
         return chain(data, parent, self.block_size)
 
+    @whole
     def lookup(self, hashes: Sequence[BlockHash], windows: Sequence[int]) -> int:
         """How many of these blocks are there: the longest beginning that every group has.
 
         A group with a window (0: none) needs only the blocks that the next token can see.
         """
+        self._check_windows("lookup", windows)
         n, _ = self._find(hashes, windows)
-        stats = self.stats
-        stats.queries += 1
-        stats.tokens_asked += len(hashes) * self.block_size
-        if n:
-            stats.hits += 1
-            stats.tokens_hit += n * self.block_size
+        self._count(len(hashes), n)
         return n
+
+    def _count(self, asked: int, found: int) -> None:
+        stats, size = self.stats, self.block_size
+        stats.queries += 1
+        stats.tokens_asked += asked * size
+        if found:
+            stats.hits += 1
+            stats.tokens_hit += found * size
 
     def take(self, hashes: Sequence[BlockHash], n: int, windows: Sequence[int]) -> list[BlockIds]:
         """Each group's ids of the first `n` blocks, which lookup found, with a reference more. -1 where a window needs none."""
-        found, ids = self._find(hashes[:n], windows)
-        if found != n:
-            raise BadArgument(f"take(): n is {n}; of these hashes {found} are there. lookup() tells how many.")
-        return self._hold(ids, n, windows)
+        return self._given("take", hashes, windows, n)[1]
 
     def match(self, hashes: Sequence[BlockHash], windows: Sequence[int]) -> tuple[int, list[BlockIds]]:
         """lookup, then take what it found."""
-        n, ids = self._find(hashes, windows)
-        stats = self.stats
-        stats.queries += 1
-        stats.tokens_asked += len(hashes) * self.block_size
-        if not n:
-            return 0, []
-        stats.hits += 1
-        stats.tokens_hit += n * self.block_size
-        return n, self._hold(ids, n, windows)
+        return self._given("match", hashes, windows)
+
+    def _given(
+        self, call: str, hashes: Sequence[BlockHash], windows: Sequence[int], want: int | None = None
+    ) -> tuple[int, list[BlockIds]]:
+        """match of the first `want` of these hashes; None: of all, as many as there are. What nobody gets is not held."""
+        self._check_windows(call, windows)
+        guard = self._guard
+        held: list[BlockIds] = []
+        try:
+            with guard.lock:
+                if guard.is_torn:
+                    guard.mend()
+                n, found = self._find(hashes[:want], windows)
+                if want is None:
+                    self._count(len(hashes), n)
+                elif want != n:
+                    raise BadArgument(f"{call}(): n is {want}; of these hashes {n} are there. lookup() tells how many.")
+                if n or want is not None:
+                    self._hold(found, n, windows, held)
+            return n, held
+        except BadArgument:
+            raise
+        except BaseException:
+            guard.is_torn = True
+            with guard.lock:
+                for ids, allocator in zip(held, self._allocators, strict=False):
+                    allocator._refs[ids[ids >= 0]] -= 1
+                guard.mend()
+            raise
+
+    def match_checked(self, hashes: Sequence[BlockHash], windows: Sequence[int]) -> tuple[int, list[BlockIds]]:
+        """match for an owner, which holds the guard's lock and knows what it holds after an interrupt."""
+        n, found = self._find(hashes, windows)
+        self._count(len(hashes), n)
+        held: list[BlockIds] = []
+        if n:
+            self._hold(found, n, windows, held)
+        return n, held
 
     def _find(self, hashes: Sequence[BlockHash], windows: Sequence[int]) -> tuple[int, list[BlockIds]]:
         """How many blocks are there, and each group's ids of at least as many; -1 where it has none."""
@@ -144,15 +184,14 @@ class PrefixCache:
                 fits &= run >= lengths - np.maximum(0, lengths * self.block_size - window + 1) // self.block_size
         return int(np.flatnonzero(fits)[-1]), found
 
-    def _hold(self, found: Sequence[BlockIds], n: int, windows: Sequence[int]) -> list[BlockIds]:
-        held = []
+    def _hold(self, found: Sequence[BlockIds], n: int, windows: Sequence[int], held: list[BlockIds]) -> None:
+        """Each group's ids of the first `n` blocks into `held`, with a reference more."""
         for found_ids, window, allocator in zip(found, windows, self._allocators, strict=True):
             ids = found_ids[:n]
             first = first_block(n * self.block_size, window, self.block_size)
             ids[:first] = -1
             allocator.retain_checked(ids[first:])
             held.append(ids)
-        return held
 
     def ids(self, group: int, hashes: Sequence[BlockHash]) -> BlockIds:
         """A group's block of each name; -1 where it has none."""
@@ -163,8 +202,34 @@ class PrefixCache:
         index = self._block_of[group]
         return list(index), np.fromiter(index.values(), np.int32, len(index))
 
+    @whole
     def put(self, group: int, hashes: Sequence[BlockHash], ids: BlockIds) -> None:
         """The content of these used blocks is whole. A name that is there already keeps its first block."""
+        self._check_group("put", group)
+        allocator = self._allocators[group]
+        blocks, repeats = allocator._checked("put", ids)
+        if len(blocks) != len(hashes) or repeats is not None or len(set(hashes)) != len(hashes):
+            raise BadArgument(f"put(): {len(hashes)} names for {len(blocks)} blocks; each block has one name, each once.")
+        size = self._naming.digest_bytes
+        if any(not isinstance(h, bytes) or len(h) != size for h in hashes):
+            raise BadArgument(f"put(): names are bytes, {size} of {self.hash_name}; hashes() makes them.")
+        bad = allocator._refs[blocks] == 0
+        if bad.any():
+            raise BadArgument(f"put(): block {int(blocks[bad][0])} is not in use. Nothing changed.")
+        self.put_checked(group, hashes, blocks)
+
+    def _check_group(self, call: str, group: int) -> None:
+        if not isinstance(group, int) or not 0 <= group < len(self._allocators):
+            raise BadArgument(f"{call}(): group is {group!r}; there are {len(self._allocators)}, from 0 on.")
+
+    def _check_windows(self, call: str, windows: Sequence[int]) -> None:
+        if len(windows) != len(self._allocators):
+            raise BadArgument(
+                f"{call}(): {len(windows)} windows; there are {len(self._allocators)} groups, and each has one (0: none)."
+            )
+
+    def put_checked(self, group: int, hashes: Sequence[BlockHash], ids: BlockIds) -> None:
+        """put for an owner, which holds the guard's lock."""
         index, blocks, allocator = self._block_of[group], ids.tolist(), self._allocators[group]
         settled = list(map(index.setdefault, hashes, blocks))
         if settled != blocks:  # some names have a block already
@@ -184,7 +249,7 @@ class PrefixCache:
                 self.events.append(Event("stored", group, hashes, blocks))
 
     def put_one(self, group: int, h: BlockHash, block: int) -> None:
-        """put of one block: what a sequence does every block_size tokens."""
+        """put_checked of one block: what a sequence does every block_size tokens."""
         allocator = self._allocators[group]
         if self._block_of[group].setdefault(h, block) == block and allocator.keep_one(block):
             self._names[group][block] = h
@@ -204,22 +269,21 @@ class PrefixCache:
     def _drop(self, kind: str, group: int, ids: BlockIds) -> None:
         index, names, blocks = self._block_of[group], self._names[group], ids.tolist()
         hashes = [names[b] for b in blocks]
-        for h in hashes:
-            del index[h]
         if self.events.maxlen:
             self.events.append(Event(kind, group, hashes, blocks))
+        if len(hashes) == 1:
+            del index[hashes[0]]
+        else:
+            deque(map(index.pop, hashes), maxlen=0)  # in one call, so that Ctrl-C comes before or after
 
+    @whole
     def pin(self, hashes: Sequence[BlockHash]) -> int:
         """Hold these blocks, wherever they are stored, until `unpin`: they count as used. How many, over the groups."""
-        count = 0
-        for index, pins, allocator in zip(self._block_of, self._pins, self._allocators, strict=True):
-            blocks = [b for b in map(index.get, dict.fromkeys(hashes)) if b is not None]
-            allocator.retain_checked(np.array(blocks, np.int32))
-            pins.update(blocks)
-            allocator.num_pinned = len(pins)
-            count += len(blocks)
-        return count
+        parts = [[b for b in map(index.get, dict.fromkeys(hashes)) if b is not None] for index in self._block_of]
+        self._set_pins([pins + Counter(blocks) for pins, blocks in zip(self._pins, parts, strict=True)])
+        return sum(map(len, parts))
 
+    @whole
     def unpin(self, hashes: Sequence[BlockHash]) -> None:
         """Undo one `pin` of these; names that were not pinned are refused, and then nothing changes."""
         parts = []
@@ -227,30 +291,50 @@ class PrefixCache:
             parts.append([b for b in map(index.get, dict.fromkeys(hashes)) if b is not None and b in pins])
         for h in hashes:
             if not any(index.get(h, -1) in pins for index, pins in zip(self._block_of, self._pins, strict=True)):
-                raise BadArgument(f"unpin(): {h.hex()} is not pinned. Nothing was unpinned.")
-        for blocks, pins, allocator in zip(parts, self._pins, self._allocators, strict=True):
-            for b in blocks:
-                pins[b] -= 1
-                if not pins[b]:
-                    del pins[b]
-            allocator.num_pinned = len(pins)
-            allocator.release_checked(np.array(blocks, np.int32))
+                raise BadArgument(f"unpin(): {_hex(h)} is not pinned. Nothing was unpinned.")
+        self._set_pins([pins - Counter(blocks) for pins, blocks in zip(self._pins, parts, strict=True)])
+
+    def _set_pins(self, pins: list[Counter[int]]) -> None:
+        """Of all groups; references follow."""
+        before = self._pins
+        refs = [allocator.counts() for allocator in self._allocators]
+        try:
+            for old, new, allocator in zip(before, pins, self._allocators, strict=True):
+                more, less = new - old, old - new
+                allocator.retain_checked(np.array(list(more), np.int32), np.array(list(more.values()), np.int64))
+                allocator.release_checked(np.array(list(less), np.int32), np.array(list(less.values()), np.int64))
+                allocator.num_pinned = len(new)
+            self._pins = pins
+        except BaseException:  # references that no owner counts have to be put back
+            self._pins = before
+            for allocator, counts in zip(self._allocators, refs, strict=True):
+                allocator._refs = counts
+            raise
 
     @property
     def num_blocks(self) -> int:
         """Blocks that have a name, over the groups."""
         return sum(map(len, self._block_of))
 
+    @whole
     def clear(self) -> None:
         """Forget every name. Idle blocks become free; used ones go on, pins end."""
+        self._set_pins([Counter() for _ in self._allocators])
         for group, allocator in enumerate(self._allocators):
             ids = np.array(list(self._block_of[group].values()), np.int32)
             self._drop("removed", group, ids)
-            allocator.forget(ids)
-            pins = self._pins[group]
-            allocator.release(np.array(list(pins.elements()), np.int32))
-            pins.clear()
-            allocator.num_pinned = 0
+            allocator.forget_checked(ids)
+
+    def _kept_blocks(self, group: int) -> BlockIds:
+        index = self._block_of[group]
+        return np.fromiter(index.values(), np.int32, len(index))
+
+    def _mend(self) -> None:
+        """What follows from names and pins; allocators ask for the kept blocks."""
+        for index, names, pins, allocator in zip(self._block_of, self._names, self._pins, self._allocators, strict=True):
+            for h, block in index.items():
+                names[block] = h
+            allocator.num_pinned = len(pins)
 
     def pinned(self, group: int) -> dict[int, int]:
         """Block -> how often it is pinned."""
@@ -258,6 +342,12 @@ class PrefixCache:
 
     def check(self) -> None:
         """Recompute what can be; InternalError names the first thing that does not agree."""
+        with self._guard.lock:
+            if self._guard.is_torn:
+                self._guard.mend()
+            self._check()
+
+    def _check(self) -> None:
         for group, allocator in enumerate(self._allocators):
             index, names = self._block_of[group], self._names[group]
             kept = [b for b in range(allocator.num_blocks) if allocator.is_kept(b)]
@@ -267,7 +357,11 @@ class PrefixCache:
                 )
             if allocator.num_pinned != len(self._pins[group]):
                 raise InternalError(f"PrefixCache.check(): group {group}: num_pinned is {allocator.num_pinned}.")
-            allocator.check()
+            allocator._check()
+
+
+def _hex(name: object) -> str:
+    return name.hex() if isinstance(name, bytes) else repr(name)
 
 
 def first_block(length: int, window: int, block_size: int) -> int:

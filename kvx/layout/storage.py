@@ -55,4 +55,13 @@ def _scale(spec: CacheSpec, index: int, device: str | torch.device) -> Tensor | 
         return None
     if scale.bits == 8:  # e4m3 and e8m0 both spell 1.0 in one byte
         return torch.full(shape, 0x38 if scale.name == "fp8_e4m3" else 127, dtype=torch.uint8, device=device)
-    return torch.ones(shape, dtype=getattr(torch, scale.torch_name), device=device)
+    ones = torch.ones(shape, dtype=getattr(torch, scale.torch_name), device=device)
+    if not spec.plane(index).format.granularity.is_stored_per_token and not ones.is_inference():
+        ones.kvx_unset_version = ones._version  # type: ignore[attr-defined]
+    return ones
+
+
+def is_scale_unset(scale: Tensor) -> bool:
+    """Whether a scale is as `allocate` made it: torch has counted no change of it since."""
+    version = getattr(scale, "kvx_unset_version", None)
+    return version is not None and version == scale._version

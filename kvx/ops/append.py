@@ -202,6 +202,8 @@ def _append_native(
     num_heads: int, slots: Tensor, spec: CacheSpec, how: NormRope, extra: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
     scales.require(call, spec, extra)
+    if "_has_written" not in spec.__dict__:
+        scales.say_unset(call, spec, extra)
     rows = {"q": qkv} if isinstance(qkv, Tensor) else dict(zip("qkv"[-len(qkv) :], qkv, strict=True))
     first, second = _caches(cache, spec)
     pointers = {"k_pointers": first, "v_pointers": second} if isinstance(cache, CachePointers) else {}

@@ -8,6 +8,8 @@ such function, `_Described` fills the same struct in Python. What a spec says is
 from __future__ import annotations
 
 import ctypes
+import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -247,6 +249,9 @@ def _open() -> ctypes.PyDLL | None:
 
 
 LIB = _open()
+if LIB is not None and hasattr(os, "register_at_fork") and hasattr(LIB, "omp_set_num_threads"):
+    # A forked child has none of OpenMP's threads: a team would wait for them for ever. A team of one waits for nobody.
+    os.register_at_fork(after_in_child=partial(LIB.omp_set_num_threads, 1))
 INFO = library.build_info()
 HAS_CPU = LIB is not None
 HAS_CUDA = INFO is not None and INFO.has_cuda and INFO.cuda_devices > 0

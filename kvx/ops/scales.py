@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, KvxWarning
 from kvx.layout.planes import plane_maps, views
+from kvx.layout.storage import is_scale_unset
 from kvx.quant.scales import finite_amax, load_scale, round_scale, scale_from_amax
 from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.formats import Granularity
@@ -50,6 +53,25 @@ def require(call: str, spec: CacheSpec, extra: tuple[Tensor | None, ...]) -> Non
             raise BadArgument(f"{call}(): {plane.name}_tensor_scale is given, but format {fmt} takes no scales.")
         if token_scale is not None and not fmt.granularity.is_stored_per_token:
             raise BadArgument(f"{call}(): {plane.name}_token_scale is given, but format {fmt} has no scale per token.")
+
+
+def say_unset(call: str, spec: CacheSpec, extra: tuple[Tensor | None, ...]) -> None:
+    """At a spec's first write: that a scale it goes by was never set. A look at the values would wait for the device."""
+    spec.__dict__["_has_written"] = True
+    for i, plane in enumerate(spec.planes):
+        fmt, scale = plane.format, extra[i]
+        if not fmt.element.is_quantised or fmt.granularity.is_stored_per_token or fmt.element.name == "fp8_e5m2":
+            continue
+        if is_scale_unset(scale) if scale is not None else extra[2 + i] is None:
+            least = "" if "fp8" in fmt.element.name else ", and all under 0.5 becomes 0"
+            warnings.warn(
+                f"{call}(): the {plane.name}_scale of format {fmt} was never set: 1 is used. What is over {fmt.element.qmax:g} is "
+                f'clipped{least}. Make it of data: kvx.scale_from_amax(kvx.amax({plane.name}), "{fmt}") (docs/formats.md), or take '
+                "a format whose scales are found for each token, as int8_per_token_head. Scales that are meant to be 1: fill_(1).",
+                KvxWarning,
+                stacklevel=3,
+            )
+            return
 
 
 def settle(

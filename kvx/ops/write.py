@@ -38,6 +38,7 @@ def write(
 
     Two tokens with the same slot: unspecified, and the result need not be all of one token. A slot past the cache raises
     OutOfRange on the host before anything is written; on a device it is skipped and counted in `errors` (kvx.debug() raises).
+    Scales per tensor, head or block are the caller's to set: the first write through one that never was gives a KvxWarning.
     """
     if _is_compiling():
         return compiled.write(
@@ -65,6 +66,8 @@ def write(
         and ((first.is_cpu and native.HAS_CPU) or (first.is_cuda and native.HAS_CUDA and not backends.is_debug()))
     ):
         # The short way for the common call: no scales, nothing to count.
+        if "_has_written" not in spec.__dict__:
+            scales.say_unset("write", spec, (None,) * 7)
         status = native.write_call(
             native.door_spec(spec),
             id(first),
@@ -82,6 +85,8 @@ def write(
     extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale, errors)
     if _is_grad_enabled() or backend == "torch":
         check_memory("write", cache=(first, second), k=k, v=v, slot_mapping=slot_mapping, scales=extra)
+    if "_has_written" not in spec.__dict__:
+        scales.say_unset("write", spec, extra)
     if backends.choose("write", backend, first, spec) == "torch":
         check_apart("write", cache=(first, second), scales=(k_scale, v_scale))
         return _write_torch((first,) if second is None else (first, second), k, v, slot_mapping, spec, *extra)

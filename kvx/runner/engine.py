@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from kvx.cache.guard import Guard, whole
 from kvx.cache.paged import PagedCache
 from kvx.errors import BadArgument
 from kvx.runner.device import check_device, check_fits
@@ -40,12 +41,16 @@ Prompt = str | Sequence[int]
 class Answer:
     text: str
     tokens: tuple[int, ...]
-    finish: str  # stop: end of text or a stop string; length: max_tokens or the context
+    finish: str  # stop: end of text or a stop string; length: max_tokens or the context; cancelled
     num_cached: int  # prompt tokens that were in the cache already
 
 
 class Engine:
-    """Where it has tiers, use it in a `with`, or close() it: that keeps what the next process finds again."""
+    """Where it has tiers, use it in a `with`, or close() it: that keeps what the next process finds again.
+
+    Its calls may come from several threads: one is served after the other. Ctrl-C in a step drops all requests, and the next call
+    works.
+    """
 
     def __init__(
         self,
@@ -68,6 +73,10 @@ class Engine:
         self.busy_s = 0.0  # in steps
         self._texts: dict[tuple[int, int], TextStream] = {}
         self._next_request = 0
+        self._cancelled: set[int] = set()  # requests that are still to be dropped
+        self._is_stepping = self._is_step_broken = False
+        self._guard = Guard()
+        self._guard.mended_by(self._mend)
 
     @staticmethod
     def load(
@@ -163,54 +172,126 @@ class Engine:
                 f"add(): token ids are {min(ids)} to {max(ids)}; the model has 0 to {self.model.config.vocab_size - 1}."
             )
         limit = min(self.max_seq_len, len(ids) + params.max_tokens)
-        number, self._next_request = self._next_request, self._next_request + 1
-        answers = [Completion(number, i, list(ids), len(ids), params, limit) for i in range(params.n)]
-        answers[0].siblings = answers[1:]
-        if self.tokenizer is not None:
-            self._texts |= {(number, c.index): TextStream(self.tokenizer) for c in answers}
-        self.scheduler.waiting.append(answers[0])
-        return answers
+        guard, number = self._guard, -1
+        try:
+            with guard.lock:
+                if guard.is_torn:
+                    guard.mend()
+                number, self._next_request = self._next_request, self._next_request + 1
+                answers = [Completion(number, i, list(ids), len(ids), params, limit) for i in range(params.n)]
+                answers[0].siblings = answers[1:]
+                if self.tokenizer is not None:
+                    self._texts |= {(number, c.index): TextStream(self.tokenizer) for c in answers}
+                self.scheduler.waiting.append(answers[0])
+            return answers
+        except BaseException:  # nobody has its number
+            self._cancelled |= {number}
+            guard.is_torn = True
+            self._mend_now()
+            raise
+
+    @whole
+    def cancel(self, request: int) -> bool:
+        """End a request wherever it is: its blocks are given back, and others go on. False: it was answered already.
+
+        Its answers have finish "cancelled". From another thread it waits for the step that is being computed.
+        """
+        if not isinstance(request, int) or not 0 <= request < self._next_request:
+            raise BadArgument(f"cancel(): request is {request!r}; add() has given numbers up to {self._next_request - 1}.")
+        is_there = any(c.request == request for c in (*self.scheduler.running, *self.scheduler.waiting))
+        self._cancelled.add(request)
+        if not self._is_stepping:  # else a signal's handler calls, in the middle of a step, which drops it at its end
+            self._drop_cancelled()
+        return is_there
+
+    def _drop_cancelled(self) -> None:
+        gone = set(self._cancelled)
+        self.scheduler.drop(lambda c: c.request in gone)
+        for key in [k for k in self._texts if k[0] in gone]:
+            self._texts.pop(key, None)
+        self._cancelled -= gone  # another thread may have added more
+
+    def _mend_now(self) -> None:
+        with self._guard.lock:
+            if not self._is_stepping:
+                self._guard.mend()
+
+    def _mend(self) -> None:
+        """After a call that was broken off: all is dropped if it was a step, else what was cancelled."""
+        if self._is_step_broken:
+            self.scheduler.reset()
+            self._texts.clear()
+        self.scheduler.drop(lambda c: bool(c.finish))
+        self._drop_cancelled()
+        self._is_step_broken = False
 
     def stream(self, prompts: Sequence[Prompt], params: Params | None = None) -> Iterator[Piece]:
-        """Pieces of all answers as they come. Leaving the loop early gives everything back."""
-        for prompt in prompts:
-            self.add(prompt, params)
+        """Pieces of all answers as they come. Leaving the loop early cancels these prompts' requests."""
+        mine: set[int] = set()
         try:
+            for prompt in prompts:
+                mine.add(self.add(prompt, params))
             while not self.scheduler.is_idle:
                 yield from self.step()
         finally:
-            if not self.scheduler.is_idle:
-                self.reset()
+            self._cancelled |= mine  # first: Ctrl-C may come as soon as something is called, and then the next call drops them
+            self._guard.is_torn = True
+            self._mend_now()
 
     def generate(self, prompts: Sequence[Prompt], params: Params | None = None) -> list[list[Answer]]:
         """For each prompt its n answers."""
-        requests = [self._add(prompt, params or Params()) for prompt in prompts]
-        while not self.scheduler.is_idle:
-            self.step()
+        requests: list[list[Completion]] = []
+        mine: set[int] = set()
+        try:
+            for prompt in prompts:
+                requests.append(self._add(prompt, params or Params()))
+                mine.add(requests[-1][0].request)
+            while not all(c.finish for group in requests for c in group):
+                self.step()
+        except BaseException:
+            self._cancelled |= mine
+            self._guard.is_torn = True
+            self._mend_now()
+            raise
         return [[Answer(c.text, tuple(c.generated), c.finish, max(0, c.num_cached)) for c in group] for group in requests]
 
     # --- one step ---------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Piece]:
-        """Compute what fits into one step."""
-        begin = time.perf_counter()
+        """Compute what fits into one step; nothing where no request is left."""
+        guard, is_inside = self._guard, False
         try:
-            work = self.scheduler.step()
-            logits = self._forward(work)
-            rows, answers = [], []
-            for row, w in enumerate(work):
-                if w.is_last:
-                    branches = self.scheduler.branch(w.completion)
-                    rows += [row] * len(branches)
-                    answers += branches
-            pieces = []
-            if answers:
-                picked = logits if rows == list(range(len(work))) else logits[torch.tensor(rows, device=logits.device)]
-                tokens = sample(picked, [c.draw() for c in answers]).tolist()
-                pieces = [self._accept(c, t) for c, t in zip(answers, tokens, strict=True)]
+            with guard.lock:
+                if guard.is_torn:
+                    guard.mend()
+                is_inside = self._is_stepping = True
+                pieces = [] if self.scheduler.is_idle else self._step()
+                self._is_stepping = False
+                if self._cancelled:
+                    self._drop_cancelled()
+            return pieces
         except BaseException:  # Ctrl-C too: what this step named in the prefix cache may not have been written
-            self.reset()
+            if is_inside:
+                guard.is_torn = self._is_step_broken = True
+                self._is_stepping = False
+                self._mend_now()
             raise
+
+    def _step(self) -> list[Piece]:
+        begin = time.perf_counter()
+        work = self.scheduler.step()
+        logits = self._forward(work)
+        rows, answers = [], []
+        for row, w in enumerate(work):
+            if w.is_last:
+                branches = self.scheduler.branch(w.completion)
+                rows += [row] * len(branches)
+                answers += branches
+        pieces = []
+        if answers:
+            picked = logits if rows == list(range(len(work))) else logits[torch.tensor(rows, device=logits.device)]
+            tokens = sample(picked, [c.draw() for c in answers]).tolist()
+            pieces = [self._accept(c, t) for c, t in zip(answers, tokens, strict=True)]
         self.busy_s += time.perf_counter() - begin
         return pieces
 
@@ -240,14 +321,16 @@ class Engine:
         return Piece(c.request, c.index, token, text, c.finish)
 
     def reset(self) -> None:
-        """Drop all requests and what the cache holds of them."""
-        self.scheduler.reset()
-        self._texts.clear()
+        """Cancel all requests, and forget what the cache holds of them."""
+        with self._guard.lock:
+            self._guard.is_torn = self._is_step_broken = True
+            self._guard.mend()
 
     def close(self) -> None:
         """Keep in lasting tiers what they do not have yet, and close all tiers. The engine goes on without them."""
-        if self.tiers is not None:
-            self.tiers.close()
+        with self._guard.lock:
+            if self.tiers is not None:
+                self.tiers.close()
 
     def __enter__(self) -> Engine:
         return self

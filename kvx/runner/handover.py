@@ -27,6 +27,11 @@ def export_sequence(
     format: str = "",  # of the handover; "": as the cache has it
 ) -> Handover:
     """A prompt's K and V, computed as far as the prefix cache does not have them. Of a running request: all that is computed."""
+    with engine._guard.lock:
+        return _export(engine, prompt, model, block_size, format)
+
+
+def _export(engine: Engine, prompt: Prompt | int, model: str, block_size: int, format: str) -> Handover:
     is_running = isinstance(prompt, int)
     seq = _running(engine, prompt) if isinstance(prompt, int) else _prefill(engine, _ids(engine, "export_sequence", prompt))
     name, size = model or name_of(engine.model.config), block_size or engine.cache.block_size
@@ -45,12 +50,13 @@ def import_sequence(engine: Engine, handover: Handover, *, model: str = "") -> i
     cache = engine.cache
     if cache.prefix is None:
         raise BadArgument("import_sequence(): the engine has no prefix cache, where it would be found. Use resume().")
-    seq = cache.admit(handover.tokens)
-    try:
-        write_sequence(cache, seq, handover, model=model or name_of(engine.model.config), is_last_left=False)
-        return handover.num_tokens // cache.block_size * cache.block_size
-    finally:
-        cache.release(seq)
+    with engine._guard.lock:
+        seq = cache.admit(handover.tokens)
+        try:
+            write_sequence(cache, seq, handover, model=model or name_of(engine.model.config), is_last_left=False)
+            return handover.num_tokens // cache.block_size * cache.block_size
+        finally:
+            cache.release(seq)
 
 
 def resume(
@@ -109,22 +115,27 @@ def _running(engine: Engine, request: int) -> Sequence:
 
 def _add(engine: Engine, handover: Handover, prompt: Prompt | None, params: Params, model: str) -> list[Completion]:
     ids = handover.tokens.tolist() if prompt is None else _ids(engine, "resume", prompt)
-    seq = engine.cache.admit(ids)
-    try:
-        write_sequence(engine.cache, seq, handover, model=model or name_of(engine.model.config))
-        requests = engine._add(ids, params)
-    except BaseException:
-        engine.cache.release(seq)
-        raise
-    # Where the scheduler puts one that it admits, with more of its tokens in the cache already.
-    scheduler = engine.scheduler
-    one = scheduler.waiting.pop()
-    assert one is requests[0]
-    one.seq, one.num_cached = seq, seq.length
-    scheduler.running.append(one)
-    scheduler.counts.prompt_tokens += one.num_prompt
-    scheduler.counts.reused_tokens += seq.length
-    return requests
+    with engine._guard.lock:
+        seq = engine.cache.admit(ids)
+        requests: list[Completion] = []
+        try:
+            write_sequence(engine.cache, seq, handover, model=model or name_of(engine.model.config))
+            requests = engine._add(ids, params)
+            # Where the scheduler puts one that it admits, with more of its tokens in the cache already.
+            scheduler = engine.scheduler
+            one = scheduler.waiting.pop()
+            assert one is requests[0]
+            one.seq, one.num_cached = seq, seq.length
+            scheduler.running.append(one)
+        except BaseException:
+            if requests:
+                engine.cancel(requests[0].request)
+            if not seq.is_released:
+                engine.cache.release(seq)
+            raise
+        scheduler.counts.prompt_tokens += one.num_prompt
+        scheduler.counts.reused_tokens += seq.length
+        return requests
 
 
 def _ids(engine: Engine, call: str, prompt: Prompt) -> list[int]:

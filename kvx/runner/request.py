@@ -45,7 +45,7 @@ class Piece:
     index: int  # of the request's n answers
     token: int
     text: str  # may be "": within a character, or while a stop string may be coming
-    finish: str  # "", or why it is the last: stop, length
+    finish: str  # "", or why it is the last: stop, length. A cancelled request has no last one
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ long as nobody needs the room, and in tiers after that, so coming back is often 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,19 +85,15 @@ class Scheduler:
         """False: not now."""
         if len(self.running) >= self.cache.max_seqs:
             return False
-        seq = self.cache.admit(c.tokens, is_brought_back=False)  # first see whether it may stay
+        c.seq = self.cache.admit(c.tokens, is_brought_back=False)  # first see whether it may stay
+        seq = c.seq
         left = len(c.tokens) - seq.length
         reserve = self.reserve_blocks * self.cache.block_size * (len(self.running) + 1)
         if self.running and self.cache.room(seq) < left + reserve:
-            self.cache.release(seq)
+            self._release(c)
             return False
         found = seq.num_cached
-        try:
-            self.counts.brought_tokens += self.cache.bring_back(seq)
-        except BaseException:
-            self.cache.release(seq)
-            raise
-        c.seq = seq
+        self.counts.brought_tokens += self.cache.bring_back(seq)
         if c.num_cached < 0:
             c.num_cached = seq.num_cached
             self.counts.prompt_tokens += c.num_prompt
@@ -133,9 +130,8 @@ class Scheduler:
     def branch(self, c: Completion) -> list[Completion]:
         """c, and those that go on from the same tokens: forks, as far as there are sequences; others wait and find its blocks."""
         assert c.seq is not None
-        out, siblings = [c], c.siblings
-        c.siblings = []
-        for other in siblings:
+        out = [c]
+        for other in c.siblings:
             if len(self.running) >= self.cache.max_seqs:
                 self.waiting.appendleft(other)
                 continue
@@ -146,6 +142,7 @@ class Scheduler:
             self.counts.prompt_tokens += other.num_prompt
             self.counts.reused_tokens += other.num_prompt
             out.append(other)
+        c.siblings = []
         return out
 
     def finish(self, c: Completion) -> None:
@@ -154,17 +151,24 @@ class Scheduler:
 
     def reset(self) -> None:
         """Nothing runs or waits. What a broken step named may never have been written, so names go too."""
-        for c in self.running:
-            self._release(c)
-        self.running.clear()
-        self.waiting.clear()
+        self.drop(lambda c: True)
         if self.cache.prefix is not None:
             self.cache.prefix.clear()
 
+    def drop(self, is_dropped: Callable[[Completion], bool]) -> int:
+        """End some completions where they are, with those that wait for them: how many. Also what a broken step left half done."""
+        dropped = [o for c in (*self.running, *self.waiting) if is_dropped(c) for o in (c, *c.siblings)]
+        for c in dropped:
+            c.finish = c.finish or "cancelled"
+            self._release(c)
+        self.running[:] = [c for c in self.running if not c.finish]
+        self.waiting = deque(c for c in self.waiting if not c.finish)
+        return len(dropped)
+
     def _release(self, c: Completion) -> None:
-        if c.seq is not None:
+        if c.seq is not None and not c.seq.is_released:
             self.cache.release(c.seq)
-            c.seq = None
+        c.seq = None
 
     def _count(self, work: list[Work]) -> None:
         k = self.counts

@@ -17,6 +17,7 @@ import kvx
 import kvx.cli.main
 from kvx.cli import bench
 from kvx.cli.main import app
+from tests.interrupts import ctrl_c
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -250,7 +251,8 @@ def interrupted(module: str, folder: Path, *command: str) -> subprocess.Complete
     """A command whose `module` has Ctrl-C pressed while it is imported."""
     (folder / f"{module}.py").write_text(INTERRUPTED)
     env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, env=env, cwd=folder)
+    with ctrl_c():  # or the child ignores it where the tests run in the background
+        return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, env=env, cwd=folder)
 
 
 @pytest.mark.parametrize("module", ["torch", "typer"])
@@ -273,7 +275,8 @@ def test_an_interrupt_of_somebody_s_own_program_is_python_s(tmp_path):
 def test_once_kvx_is_imported_an_interrupt_is_the_program_s_own(tmp_path):
     script = tmp_path / "kvx"  # of that name, and not the command
     script.write_text("import kvx, signal, sys\nsys.exit(signal.getsignal(2) is not signal.default_int_handler)\n")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    with ctrl_c():
+        done = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
     assert done.returncode == 0, done.stderr

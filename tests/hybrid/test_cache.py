@@ -137,7 +137,7 @@ def test_wrong_calls_are_refused():
     for call in (cache.release_request, lambda r: cache.prepare_forward([(r, 1)])):
         with pytest.raises(BadArgument, match="was released"):
             call(request)
-    with pytest.raises(BadArgument, match="both are 1 or more"):
+    with pytest.raises(BadArgument, match="max_requests is 0; it is 1 or more"):
         HybridCache(HybridSchema((LayerSchema(),)), num_blocks=1, max_requests=0, max_context=5)
 
 

@@ -68,6 +68,22 @@ def test_a_second_request_goes_on_from_the_first(backend, policy, start):
     prefix.names.check()
 
 
+@pytest.mark.parametrize("window", [1, 2, 3])
+@models.one_thread()
+def test_an_exact_replay_beside_overlaps_longer_than_windows(window):
+    """A CSA entry is made of eight tokens, four of them before its own: more than these windows reach back."""
+    model, ids = models.make(models.Tiny(f"window{window}", (4, 4), window=window)), models.tokens(300)
+    want = models.run(model, ids).logits
+    hybrid = HybridModel(model, cache_of(model, F32))
+    prefix = HybridPrefix(hybrid.cache, policy="zero")
+    feed(hybrid, prefix.admit(ids.tolist()).request, ids, prefix)
+    second = prefix.admit(ids.tolist())
+    assert (second.start, second.shared, second.is_exact) == (256 - 4 - window, 256, True)
+    got = feed(hybrid, second.request, ids, prefix)
+    torch.testing.assert_close(got[256 - second.start :], want[256:], **CLOSE)
+    hybrid.cache.check()
+
+
 @models.one_thread()
 def test_a_bounded_replay_says_that_it_is_one():
     """One window again, as V4.1's: near, and not the same."""

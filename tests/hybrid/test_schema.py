@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import kvx
-from kvx import BadArgument
+from kvx import BadArgument, Unsupported
 from kvx.cache.hybrid import HybridSchema, LayerSchema
 
 CSA = LayerSchema(4, overlap=True, bias=True, index_dim=128)
@@ -75,6 +75,19 @@ def test_entries_and_blocks_by_position():
     assert HybridSchema((SWA,)).blocks(10**6) == 0
 
 
+@pytest.mark.parametrize(
+    ("layers", "reach"),
+    [
+        ((replace(CSA, window=2),), 4),  # the overlap reaches further than the window
+        ((replace(SWA, window=3), replace(CSA, window=1)), 7),
+        ((replace(CSA, window=2), replace(SWA, window=9)), 11),
+        ((CSA, HCA, SWA), 384),
+    ],
+)
+def test_how_far_back_an_exact_replay_goes(layers, reach):
+    assert HybridSchema(layers).reach == reach
+
+
 def test_block_budget_rounds_up():
     schema = HybridSchema.of("DeepSeek-V4-Flash")
     assert schema.block_budget(1000, 1, headroom=1.0) == 8
@@ -109,6 +122,7 @@ def test_from_a_transformers_config():
     )
 
 
+CONFIG = {"num_hidden_layers": 2, "sliding_window": 8, "head_dim": 64}
 WRONG = {
     "ratio": (lambda: LayerSchema(-4), "ratio is 0 or more"),
     "tail": (lambda: LayerSchema(4, tail="stack"), "running or ring"),
@@ -125,7 +139,10 @@ WRONG = {
     "owner_without_keys": (lambda: HybridSchema((HCA, replace(HCA, index_dim=128, owner=0))), "index_dim is 128 here and 0 there"),
     "drafts": (lambda: HybridSchema((CSA,), max_drafts=-1), "max_drafts is -1"),
     "model": (lambda: HybridSchema.of("DeepSeek-V4-Max"), "DeepSeek-V4"),
-    "config": (lambda: HybridSchema.of({"num_hidden_layers": 2, "sliding_window": 8, "head_dim": 64}), "compress_ratios"),
+    "config": (lambda: HybridSchema.of(CONFIG), "compress_ratios"),
+    "ratio_of_no_kernel": (lambda: LayerSchema(8192), "up to 4096"),
+    "unknown_ratio": (lambda: HybridSchema.of(CONFIG | {"compress_ratios": [0, 8]}), "layer 1 .* compresses 8 tokens"),
+    "csa_without_keys": (lambda: HybridSchema.of(CONFIG | {"compress_ratios": [0, 4]}), "no index_head_dim"),
     "budget": (lambda: HybridSchema((CSA,)).block_budget(0, 1), "none is under 1"),
 }
 
@@ -133,5 +150,5 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_schemas_are_refused(name):
     make, words = WRONG[name]
-    with pytest.raises(BadArgument, match=words):
+    with pytest.raises((BadArgument, Unsupported), match=words):
         make()

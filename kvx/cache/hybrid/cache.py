@@ -11,14 +11,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvx.cache.blocks import BlockAllocator, BlockIds
+from kvx.cache.guard import Guard, whole
 from kvx.cache.hybrid.drafts import Kept
 from kvx.cache.hybrid.handle import LayerHandle, LayerViews
 from kvx.cache.hybrid.schema import HybridSchema
 from kvx.cache.hybrid.store import LayerStore
-from kvx.errors import BadArgument, OutOfBlocks
+from kvx.errors import BadArgument, InternalError, OutOfBlocks
 from kvx.ops import backend as backends
 from kvx.ops.step import Step
 
@@ -41,13 +43,22 @@ class Request:
 
 
 class HybridCache:
+    """Its calls may come from several threads, and Ctrl-C in one leaves it whole (kvx/cache/guard.py); a step is one thread's."""
+
     def __init__(
         self, schema: HybridSchema, *, num_blocks: int, max_requests: int, max_context: int, device: str | torch.device = "cpu"
     ) -> None:
-        if max_requests < 1 or max_context < 1:
-            raise BadArgument(f"HybridCache: max_requests {max_requests}, max_context {max_context}: both are 1 or more.")
+        for name, value in (("max_requests", max_requests), ("max_context", max_context)):
+            if not isinstance(value, int) or value < 1:
+                raise BadArgument(f"HybridCache: {name} is {value!r}; it is 1 or more.")
         self.schema, self.max_context, self.device = schema, max_context, torch.device(device)
-        self.allocator = BlockAllocator(num_blocks)
+        if self.device.type == "meta":
+            raise BadArgument(
+                'HybridCache: device is "meta", which holds no bytes; schema.memory_bytes() tells what a cache takes.'
+            )
+        self._guard = Guard()
+        self.allocator = BlockAllocator(num_blocks, guard=self._guard)
+        self.allocator.count_refs = self._count_refs
         width = max(1, -(-max_context // schema.block_tokens))
         # Entry b of a row: the block of tokens [b * block_tokens, ...). -1: none yet. The host has a copy to write from.
         self._host_table = torch.full((max_requests, width), -1, dtype=torch.int32)
@@ -68,44 +79,71 @@ class HybridCache:
             )  # fmt: skip
         self._views = [LayerViews.make(store, self.block_table, self.num_shared) for store in self.layers]
         self._free_slots = list(range(max_requests))[::-1]
+        self._live: dict[int, Request] = {}  # slot -> who has it
+        self._truncating: Sequence[tuple[Request, int]] = ()  # drafts that are being taken back: half of it is wrong
+        self._guard.mended_by(self._mend)
         self._set_step([], [], [])
 
     # --- requests --------------------------------------------------------------------------------------------------------
 
     def admit_request(self) -> Request:
         """A slot, as before the first token."""
+        guard, request = self._guard, None
+        try:
+            with guard.lock:
+                if guard.is_torn:
+                    guard.mend()
+                request = self._admit()
+            return request
+        except BaseException:  # nobody has it
+            if request is not None:
+                guard.is_torn = request.is_released = True
+                self._mend_now()
+            raise
+
+    def _admit(self) -> Request:
         if not self._free_slots:
             raise OutOfBlocks(
                 f"admit_request(): all {len(self.block_table)} requests are in use (max_requests). Release one first."
             )
-        return Request(self, self._free_slots.pop())
+        request = Request(self, self._free_slots[-1])
+        del self._free_slots[-1]
+        self._live[request.slot] = request
+        return request
 
+    @whole
     def prepare_forward(self, work: Sequence[tuple[Request, int]]) -> Step:
         """The next tokens of these requests will be computed: give them their blocks. OutOfBlocks changes nothing.
 
         The step has a place for each of max_requests sequences: these in their order, then slots of -1. Its tensors are the same
         ones at every call, with other contents: nothing is allocated on the device, and a captured step can be replayed.
         """
-        starts = [request.length for request, _ in work]
-        self.give_blocks("prepare_forward", work)
-        for (request, tokens), start in zip(work, starts, strict=True):
-            request.draft_start = start if tokens <= self.schema.max_drafts + 1 and self.schema.max_drafts else request.length
-        self._set_step([request.slot for request, _ in work], [tokens for _, tokens in work], starts)
+        self._check_work("prepare_forward", work)
+        starts, before = [request.length for request, _ in work], _standing(work)
+        try:
+            self._give_blocks("prepare_forward", work)
+            for (request, tokens), start in zip(work, starts, strict=True):
+                request.draft_start = start if tokens <= self.schema.max_drafts + 1 and self.schema.max_drafts else request.length
+            self._set_step([request.slot for request, _ in work], [tokens for _, tokens in work], starts)
+        except BaseException:
+            _stand_again(before)
+            raise
         return self.step
 
     def acquire(self, layer: int, step: Step | None = None, *, backend: str = "auto") -> LayerHandle:
         """The layer during a step; None: the one prepared last. Nothing is allocated on the device."""
+        if not isinstance(layer, int) or not 0 <= layer < len(self._views):
+            raise BadArgument(f"acquire(): layer is {layer!r}; the schema has {len(self._views)}, from 0 on.")
         return LayerHandle(self._views[layer], self.step if step is None else step, backend)
 
+    @whole
     def truncate(self, work: Sequence[tuple[Request, int]], *, backend: str = "auto") -> None:
         """Take back the tokens behind these lengths: drafts of the last step that were not accepted.
 
         A schema with max_drafts has room for it: a step of at most max_drafts + 1 tokens can be taken back, whole or in part.
         """
         block, backend = self.schema.block_tokens, backends.choose("truncate", backend, self.block_table)
-        for request, _ in work:
-            self.check_live("truncate", request)
-        self._check_once("truncate", work)
+        self._check_work("truncate", work)
         work = [(request, length) for request, length in work if length != request.length]
         if not work:
             return
@@ -115,6 +153,10 @@ class HybridCache:
                     f"truncate(): {request} to {length}; tokens from {request.draft_start} on can be taken back (max_drafts is "
                     f"{self.schema.max_drafts}), and {len(request.names) * block} are named. Nothing changed."
                 )
+        self._truncating = work  # from here on it happens: what is broken off is done again, which gives the same
+        self._truncate(work, backend)
+
+    def _truncate(self, work: Sequence[tuple[Request, int]], backend: str) -> None:
         limits = np.full(len(self.block_table), np.iinfo(np.int32).max, np.int32)
         for request, length in work:
             limits[request.slot] = length
@@ -127,17 +169,25 @@ class HybridCache:
                 if drafts is not None and pages is not None:
                     drafts.take_back(kept, pages, self.block_table, backend=backend)
         for request, length in work:
-            request.length, left = length, self.schema.blocks(length)
-            self.allocator.release(self.block_ids(request)[left:])
-            self._set_blocks(request, left, np.full(request.num_blocks - left, -1, np.int32))
-            request.num_blocks = left
+            left = self.schema.blocks(length)
+            ids = self.block_ids(request)[left:].copy()
+            request.length, request.num_blocks = length, left
+            self._set_blocks(request, left, np.full(len(ids), -1, np.int32))
+            self.allocator.release_checked(ids)
+        self._truncating = ()
 
+    @whole
     def release_request(self, request: Request) -> None:
         """Give everything back. The slot is as before the first token when the next request gets it."""
         self.check_live("release_request", request)
-        self.allocator.release(self.block_ids(request))
-        self.reset_slot(request.slot)
+        ids = self.block_ids(request).copy()
         request.is_released = True
+        self.allocator.release_checked(ids)
+        self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        self.reset_slot(request.slot)
+        del self._live[request.slot]
         self._free_slots.append(request.slot)
 
     def reset_slot(self, slot: int) -> None:
@@ -150,13 +200,22 @@ class HybridCache:
 
     # --- what requests are made of ---------------------------------------------------------------------------------------
 
+    @whole
     def give_blocks(self, call: str, work: Sequence[tuple[Request, int]]) -> None:
         """Blocks for so many tokens more. OutOfBlocks changes nothing."""
+        self._check_work(call, work)
+        before = _standing(work)
+        try:
+            self._give_blocks(call, work)
+        except BaseException:
+            _stand_again(before)
+            raise
+
+    def _give_blocks(self, call: str, work: Sequence[tuple[Request, int]]) -> None:
         growing, needed, block = [], 0, self.schema.block_tokens  # most steps of a decode fit into blocks that are there
         for request, tokens in work:
             length = request.length + tokens
-            if request.is_released or request.cache is not self or tokens < 0 or length > self.max_context:
-                self.check_live(call, request)
+            if tokens < 0 or length > self.max_context:
                 raise BadArgument(
                     f"{call}(): {request} would have {length} tokens; it takes 0 or more, and "
                     f"max_context is {self.max_context}. Nothing changed."
@@ -164,8 +223,9 @@ class HybridCache:
             if length > request.num_blocks * block and (count := self.schema.blocks(length) - request.num_blocks) > 0:
                 growing.append((request, count))
                 needed += count
-        self._check_once(call, work)
-        ids, at = self.allocator.allocate(needed), 0
+        if needed > self.allocator.num_available:
+            raise self.allocator.out_of_blocks(needed, call)
+        ids, at = self.allocator.allocate_checked(needed), 0
         for request, count in growing:
             self._set_blocks(request, request.num_blocks, ids[at : at + count])
             request.num_blocks, at = request.num_blocks + count, at + count
@@ -173,9 +233,15 @@ class HybridCache:
             request.length += tokens
             request.draft_start = request.length
 
+    @whole
     def share_blocks(self, request: Request, ids: BlockIds, tokens: int) -> None:
         """A new request starts with blocks that have their entries: those of its first tokens."""
         self.check_live("share_blocks", request)
+        if request.num_blocks or len(ids) > self._host_table.shape[1]:
+            raise BadArgument(
+                f"share_blocks(): {len(ids)} blocks for {request}, which has {request.num_blocks}; it is called once, and a "
+                f"request has up to {self._host_table.shape[1]}."
+            )
         self._set_blocks(request, 0, ids)
         request.num_blocks, request.num_shared = len(ids), tokens
         self.num_shared[request.slot] = tokens
@@ -193,12 +259,19 @@ class HybridCache:
 
     def check_live(self, call: str, request: Request) -> None:
         """A slot of another cache, or one that was given back, is somebody else's here."""
+        if not isinstance(request, Request):
+            raise BadArgument(f"{call}(): {request!r} is no request; admit_request() gives one.")
         if request.cache is not self:
             raise BadArgument(f"{call}(): {request} is of another cache. Nothing changed.")
         if request.is_released:
             raise BadArgument(f"{call}(): {request} was released. Nothing changed.")
 
-    def _check_once(self, call: str, work: Sequence[tuple[Request, int]]) -> None:
+    def _check_work(self, call: str, work: Sequence[tuple[Request, int]]) -> None:
+        for request, n in work:
+            if type(request) is not Request or request.is_released or request.cache is not self:
+                self.check_live(call, request)
+            if type(n) is not int and (isinstance(n, bool) or not isinstance(n, int | np.integer)):
+                raise BadArgument(f"{call}(): {request} with {n!r} tokens; that is a whole number. Nothing changed.")
         if len({id(request) for request, _ in work}) != len(work):
             raise BadArgument(f"{call}(): a request is there twice. Nothing changed.")
 
@@ -218,9 +291,66 @@ class HybridCache:
         ends[n + 1 :] = ends[n]
         self._step_ints.copy_(self._host_step, non_blocking=True)
 
+    # --- what holds after a call was broken off --------------------------------------------------------------------------
+
+    def _count_refs(self) -> NDArray[np.int64]:
+        """Of every block: the requests that have it, and its pins."""
+        refs = np.zeros(self.allocator.num_blocks, np.int64)
+        for request in self._live.values():
+            np.add.at(refs, self._host_table[request.slot, : request.num_blocks].numpy(), 1)
+        for block, pins in self.allocator.pins().items():
+            refs[block] += pins
+        return refs
+
+    def _mend(self) -> None:
+        """What follows from which requests live, and from their blocks; what can only be finished is finished."""
+        if self._truncating:
+            self._truncate(self._truncating, backends.choose("truncate", "auto", self.block_table))
+        for request in [r for r in self._live.values() if r.is_released]:
+            self._leave(request)
+        self._free_slots[:] = [slot for slot in range(len(self._host_table) - 1, -1, -1) if slot not in self._live]
+        for request in self._live.values():
+            self._host_table[request.slot, request.num_blocks :] = -1
+        self.block_table.copy_(self._host_table)
+
+    def _mend_now(self) -> None:
+        with self._guard.lock:
+            self._guard.mend()
+
+    def check(self) -> None:
+        """Recount blocks and slots; InternalError names the first thing that does not agree."""
+        with self._guard.lock:
+            if self._guard.is_torn:
+                self._guard.mend()
+            slots = sorted([*self._free_slots, *self._live])
+            if slots != list(range(len(self._host_table))):
+                raise InternalError(f"HybridCache.check(): slots are {slots}; each is free or one request's.")
+            for slot, request in self._live.items():
+                row, held = self._host_table[slot].numpy(), request.num_blocks
+                if (row[:held] < 0).any() or (row[held:] != -1).any() or request.slot != slot or request.is_released:
+                    raise InternalError(f"HybridCache.check(): {request} has {held} blocks; its row is {row.tolist()}.")
+                if held < self.schema.blocks(request.length):
+                    raise InternalError(f"HybridCache.check(): {request} has {held} blocks for {request.length} tokens.")
+            if any((self._host_table[slot] != -1).any() for slot in self._free_slots):
+                raise InternalError("HybridCache.check(): a slot that is free has blocks.")
+            wrong = np.flatnonzero(self._count_refs() != self.allocator.counts())
+            if len(wrong):
+                raise InternalError(f"HybridCache.check(): block {int(wrong[0])} has other owners than references.")
+            self.allocator._check()
+
     @property
     def memory_bytes(self) -> int:
         """Of all layers: schema.memory_bytes(num_blocks, max_requests).allocated, and with drafts one more tail of each, for
         sequences that are skipped. Tables come beside it: 4 bytes for each request and block of max_context, and with drafts for
         each tail."""
         return sum(layer.memory_bytes for layer in self.layers)
+
+
+def _standing(work: Sequence[tuple[Request, int]]) -> list[tuple[Request, int, int, int]]:
+    return [(request, request.length, request.num_blocks, request.draft_start) for request, _ in work]
+
+
+def _stand_again(before: list[tuple[Request, int, int, int]]) -> None:
+    """As if nothing had been given: the blocks are counted again after this."""
+    for request, length, num_blocks, draft_start in before:
+        request.length, request.num_blocks, request.draft_start = length, num_blocks, draft_start

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvx.cache.guard import whole
 from kvx.cache.hybrid.cache import HybridCache, Request
 from kvx.cache.hybrid.state import RequestState, put_slot, take_state
 from kvx.cache.prefix import PrefixCache
@@ -55,13 +56,28 @@ class HybridPrefix:
         self.names = PrefixCache([cache.allocator], block, salt=salt)
         self.checkpoints: OrderedDict[bytes, RequestState] = OrderedDict()  # by the name of the block before; oldest use first
         self._max_checkpoints = max_checkpoints
+        self._guard = cache._guard
 
     def admit(self, tokens: Sequence[int]) -> Resumed:
         """A request that begins with these tokens. At least the last of them is left to compute."""
-        block, schema = self.cache.schema.block_tokens, self.cache.schema
         hashes = self.names.hashes(np.asarray(tokens[:-1], np.int32))
-        request = self.cache.admit_request()
-        count, held = self.names.match(hashes, (0,))
+        request, guard = None, self.cache._guard
+        try:
+            with guard.lock:
+                if guard.is_torn:
+                    guard.mend()
+                request = self.cache.admit_request()
+                resumed = self._resume(request, hashes)
+            return resumed
+        except BaseException:  # nobody has the request
+            if request is not None:
+                guard.is_torn = request.is_released = True
+                self.cache._mend_now()
+            raise
+
+    def _resume(self, request: Request, hashes: list[bytes]) -> Resumed:
+        block, schema = self.cache.schema.block_tokens, self.cache.schema
+        count, held = self.names.match_checked(hashes, (0,))
         if not count:
             return Resumed(request, 0, 0, True)
         self.cache.share_blocks(request, held[0], count * block)
@@ -73,12 +89,13 @@ class HybridPrefix:
             request.length = at * block
         else:
             # Tokens near the start lack what they should have seen of their window, and the next layer gets that from them.
-            windows = [layer.window for layer in schema.layers]
-            request.length = max(0, count * block - (sum(windows) if self.replay == "exact" else max(windows)))
+            reach = schema.reach if self.replay == "exact" else max(layer.window for layer in schema.layers)
+            request.length = max(0, count * block - reach)
         request.draft_start = request.length
         request.is_exact = at > 0 or self.replay == "exact" or request.length == 0
         return Resumed(request, request.length, count * block, request.is_exact)
 
+    @whole
     def commit(self, request: Request, tokens: Sequence[int]) -> None:
         """The request's tokens so far are computed: name its full blocks, and keep a checkpoint if one is due here."""
         self.cache.check_live("commit", request)
@@ -92,8 +109,9 @@ class HybridPrefix:
             return
         if full > named:
             new = np.asarray(tokens[named * block : full * block], np.int32)
-            hashes += self.names.hashes(new, parent=hashes[-1] if hashes else None)
-            self.names.put(0, hashes[named:], self.cache.block_ids(request)[named:full].copy())
+            hashes = hashes + self.names.hashes(new, parent=hashes[-1] if hashes else None)
+            self.names.put_checked(0, hashes[named:], self.cache.block_ids(request)[named:full].copy())
+            request.names = hashes
         if not full or request.length < request.num_shared:  # while tokens are computed again, windows are not whole
             return
         every = block if self.policy == "full" else self.policy

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, Unsupported
 from kvx.quant.rows import RowCodec
 from kvx.spec.config_fields import ConfigFields
 from kvx.spec.layer_kinds import compress_ratios
 
+MAX_RATIO = 4096  # of kvx.ops.compress
 TAILS = ("running", "ring")  # of layers without overlap: maximum, sum and mean so far; or all tokens of the open window
 
 
@@ -51,10 +52,10 @@ class LayerSchema:
     hadamard: bool = False  # keys of the indexer are rotated before they are coded, as DeepSeek's own code does; queries too
 
     def __post_init__(self) -> None:
-        if self.ratio < 0 or self.window < 1 or self.rope_dim % 2 or not 0 <= self.rope_dim <= self.head_dim:
+        if not 0 <= self.ratio <= MAX_RATIO or self.window < 1 or self.rope_dim % 2 or not 0 <= self.rope_dim <= self.head_dim:
             raise BadArgument(
                 f"LayerSchema: ratio {self.ratio}, window {self.window}, head_dim {self.head_dim}, rope_dim {self.rope_dim}: "
-                "ratio is 0 or more, a window 1 or more, and the rotary part even and within the row."
+                f"ratio is 0 or more, up to {MAX_RATIO}, a window 1 or more, and the rotary part even and within the row."
             )
         if self.tail not in TAILS:
             raise BadArgument(f'LayerSchema: tail is "{self.tail}"; it is {" or ".join(TAILS)}.')
@@ -170,6 +171,14 @@ class HybridSchema:
             **rows,
         }
         index_dim = config.int_of("index_head_dim", 0)
+        for i, ratio in enumerate(ratios):
+            if ratio not in (0, 1, 4, 128):
+                raise Unsupported(
+                    f"HybridSchema.of(): layer {i} of {config.name} compresses {ratio} tokens into one entry; 4 (CSA), 128 (HCA) "
+                    "and 0 or 1 (a window alone) are known. Describe others with LayerSchema."
+                )
+        if 4 in ratios and not index_dim:
+            raise BadArgument(f"HybridSchema.of(): {config.name} has CSA layers (4 tokens an entry) and no index_head_dim.")
         return HybridSchema(tuple(_layer(r, index_dim, dims) for r in ratios), block_tokens, max_drafts)
 
     # --- what it costs ---------------------------------------------------------------------------------------------------
@@ -195,6 +204,20 @@ class HybridSchema:
         """That hold the entries of so many tokens. Tokens of an open window have none yet."""
         done = max((tokens // ratio * ratio for ratio in self._ratios), default=0)
         return -(-done // self.block_tokens)
+
+    @property
+    def reach(self) -> int:
+        """Tokens before a position that have to be computed again so that windows and overlaps are exact there.
+
+        A layer's input is exact from where the windows of all layers before it have passed the start; its overlap is made of the
+        last `ratio` tokens' inputs.
+        """
+        reach = passed = 0
+        for layer in self.layers:
+            if layer.overlap and layer.has_entries:
+                reach = max(reach, passed + layer.ratio)
+            passed += layer.window
+        return max(reach, passed)
 
     @cached_property
     def _ratios(self) -> tuple[int, ...]:

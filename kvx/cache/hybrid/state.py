@@ -75,18 +75,26 @@ def take_state(cache: HybridCache, request: Request, *, entries: bool = True) ->
 def put_state(cache: HybridCache, state: RequestState) -> Request:
     """A new request that goes on from a whole state. After an error its slot and blocks are free again."""
     check_state(cache, state)
-    request = cache.admit_request()
+    guard, request = cache._guard, None
     try:
-        cache.give_blocks("put_state", [(request, state.length)])
-        put_slot(cache, request, state)
-        for i, store in enumerate(cache.layers):
-            for part, pool in _pools(store):
-                pool.pages[cache.blocks(request).long()] = state.buffers[f"layer.{i}.{part}"].to(cache.device)
-    except Exception:
-        cache.release_request(request)
+        with guard.lock:
+            request = cache.admit_request()
+            _fill(cache, request, state)
+        return request
+    except BaseException:
+        if request is not None:
+            guard.is_torn = request.is_released = True
+            cache._mend_now()
         raise
+
+
+def _fill(cache: HybridCache, request: Request, state: RequestState) -> None:
+    cache.give_blocks("put_state", [(request, state.length)])
+    put_slot(cache, request, state)
+    for i, store in enumerate(cache.layers):
+        for part, pool in _pools(store):
+            pool.pages[cache.blocks(request).long()] = state.buffers[f"layer.{i}.{part}"].to(cache.device)
     request.is_exact = state.is_exact
-    return request
 
 
 def put_slot(cache: HybridCache, request: Request, state: RequestState) -> None:
