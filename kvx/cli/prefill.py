@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -123,10 +124,8 @@ def prefill(
         say(as_json, {"listening": listen, "model": name, "secret_file": str(secret_file.expanduser())},
             f"{name} listens at {listen}, {wire}, for those who have {secret_file.expanduser()}")  # fmt: skip
         while not requests or server.num_done < requests or offers.num_offers:
-            for request in offers.requests():
-                fields, text = server.answer(offers, request)
+            for fields, text in server.look(offers):
                 say(as_json, fields, text)
-            time.sleep(BUSY_S if offers.num_offers else IDLE_S)
 
 
 def check_side(
@@ -158,6 +157,12 @@ class Server:
     def __init__(self, engine: Engine, name: str, *, layout: str, tp_size: int) -> None:
         self.engine, self.name, self.layout, self.tp_size = engine, name, layout, tp_size
         self.num_done = 0
+
+    def look(self, offers: Offers) -> Iterator[tuple[dict[str, Any], str]]:
+        """Answer who asked since, and wait a moment. What to say about each."""
+        for request in offers.requests():
+            yield self.answer(offers, request)
+        time.sleep(BUSY_S if offers.num_offers else IDLE_S)
 
     def answer(self, offers: Offers, request: Request) -> tuple[dict[str, Any], str]:
         """What to say about it."""

@@ -71,7 +71,7 @@ def run_decode(p: Prefill, *options: str, wire: str = "nixl") -> subprocess.Comp
     command = [sys.executable, "-m", "kvx", "decode", "--from", p.address, "--prompt", QUESTION, "--system", smollm.SYSTEM]
     command += ["--wire", wire, "--secret-file", str(p.secret_file), "--max-tokens", "64", "--ignore-eos", "--check", "--json"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, "--device", "cpu", *options], capture_output=True, text=True, timeout=180, env=env)
+    return subprocess.run([*command, "--device", "cpu", *options], capture_output=True, text=True, timeout=600, env=env)
 
 
 def decode(p: Prefill, *options: str, wire: str = "nixl") -> dict:
