@@ -77,8 +77,8 @@ def prefill(
     wire: WireName = "nixl",
     secret_file: SecretFile = HOME,
     lease_s: Annotated[float, typer.Option(help="With --listen: an offer not pulled after so many seconds is taken back")] = 30.0,
-    offer_gb: Annotated[float, typer.Option(help="With --listen: GB that may be offered at a time; a client beyond it is refused. "
-                                                 "Default: 4 over NIXL, 0.5 over Mooncake")] = 0.0,
+    offer_gb: Annotated[float, typer.Option(show_default=False, help="With --listen: GB that may be offered at a time; a client "
+                                            "beyond it is refused. Default: 4 over NIXL, 0.5 over Mooncake")] = 0.0,
     requests: Annotated[int, typer.Option(help="With --listen: end after this many requests; 0: never")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line")] = False,
 ) -> None:  # fmt: skip

@@ -24,11 +24,12 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from kvx.errors import Unsupported
+from kvx.errors import BadArgument, Unsupported
 from kvx.wires.secret import PROOF_BYTES, Secret
 from kvx.wires.wire import Deadline, WireError
 
 HELLO = b"KVX\x01"
+CIPHER = "AECDH-AES256-SHA"
 NONCE_BYTES = 32
 MAX_FRAME_BYTES = 8 << 20  # a question of a million tokens
 HANDSHAKE_S = 5.0  # all of it
@@ -51,7 +52,7 @@ class Channel:
     def send(self, body: dict[str, Any], deadline: Deadline) -> None:
         data = json.dumps(body, allow_nan=False).encode()
         if len(data) > MAX_FRAME_BYTES:
-            raise WireError(f"a message of {len(data)} bytes; {MAX_FRAME_BYTES} is the most.")
+            raise BadArgument(f"a message of {len(data)} bytes; {MAX_FRAME_BYTES} is the most. Ask for fewer tokens.")
         _send(self._link, len(data).to_bytes(4, "big") + data, deadline)
 
     def receive(self, start: Deadline, end: Deadline | None = None) -> dict[str, Any] | None:
@@ -131,6 +132,11 @@ def _greet(host: str, port: int, secret: Secret, deadline: Deadline) -> Channel:
         raise
 
 
+def check_tls() -> None:
+    """Raise where this Python's OpenSSL has no such TLS."""
+    _context(is_server=True)
+
+
 def wrap_accepted(raw: socket.socket) -> ssl.SSLSocket:
     """Nothing is read yet."""
     return _wrap(raw, is_server=True)
@@ -161,24 +167,24 @@ def _wrap(raw: socket.socket, *, is_server: bool) -> ssl.SSLSocket:
             for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
                 if hasattr(socket, option):
                     raw.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        return _context(is_server).wrap_socket(raw, server_side=is_server, do_handshake_on_connect=False)
+        return _context(is_server=is_server).wrap_socket(raw, server_side=is_server, do_handshake_on_connect=False)
     except BaseException:
         raw.close()
         raise
 
 
 @cache
-def _context(is_server: bool) -> ssl.SSLContext:
+def _context(*, is_server: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # anonymous: the proofs say who it is
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
     try:
         # 1.3 has no anonymous key exchange. Level 0 is what lets one be chosen; there is this one cipher.
         context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
-        context.set_ciphers("AECDH-AES256-SHA:@SECLEVEL=0")
+        context.set_ciphers(f"{CIPHER}:@SECLEVEL=0")
     except (ssl.SSLError, ValueError) as error:
         raise Unsupported(
-            f"{ssl.OPENSSL_VERSION}, which this Python has, cannot do anonymous ECDH (AECDH-AES256-SHA): {error}. "
+            f"{ssl.OPENSSL_VERSION}, which this Python has, cannot do anonymous ECDH ({CIPHER}): {error}. "
             "Use a Python with another OpenSSL, or hand over by a folder: `kvx prefill --out`."
         ) from None
     return context

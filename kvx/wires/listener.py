@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from kvx.errors import BadArgument
 from kvx.wires.address import bind
-from kvx.wires.channel import FRAME_S, HANDSHAKE_S, Channel, WrongSecret, welcome, wrap_accepted
+from kvx.wires.channel import FRAME_S, HANDSHAKE_S, Channel, WrongSecret, check_tls, welcome, wrap_accepted
 from kvx.wires.secret import Secret
 from kvx.wires.wire import Deadline, WireError
 
@@ -69,6 +69,7 @@ class Listener:
         self._unproved: dict[int, ssl.SSLSocket] = {}  # the oldest first
         self._proved: dict[int, ssl.SSLSocket] = {}
         self._is_closed = False
+        check_tls()
         self._socket = bind(host, port)
         self.host, self.port = self._socket.getsockname()[:2]
         self._socket.listen(_BACKLOG)
@@ -127,7 +128,7 @@ class Listener:
         number = next(_numbers)
         try:
             link = wrap_accepted(raw)
-        except OSError:
+        except (OSError, ValueError):  # it is gone already
             return
         self._drop_oldest(MAX_UNPROVED)
         with self._lock:
@@ -182,7 +183,7 @@ class Listener:
                 channel.send(answer, Deadline(FRAME_S))
             except WireError:
                 raise
-            except (TypeError, ValueError) as error:  # what the answer holds is no JSON: ours to mend, and not to hide
+            except (TypeError, ValueError) as error:  # it is no JSON, or too long: ours to mend, and not to hide
                 channel.send({"error": f"the answer cannot be sent: {error}"}, Deadline(FRAME_S))
 
     def _end(self, number: int, link: ssl.SSLSocket) -> None:

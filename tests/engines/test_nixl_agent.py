@@ -133,7 +133,16 @@ def test_files(tmp_path):
         with pytest.raises(TierError, match="75001 bytes; the buffers have 70001"):
             files.read_file(tmp_path / "x", dst[1:], Deadline(10))
         assert files.num_registered == 0
-    assert os.listdir(tmp_path) == ["x"]
+        assert (tmp_path / "x").stat().st_mode & 0o777 == 0o600
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(TierError, match="pipe is no file"):
+            files.read_file(tmp_path / "pipe", dst, Deadline(10))
+        (tmp_path / "victim").write_text("kept")
+        (tmp_path / f".y.{os.getpid()}.partial").symlink_to(tmp_path / "victim")
+        assert files.write_file(tmp_path / "y", src, Deadline(10)) == 75_001
+        assert (tmp_path / "victim").read_text() == "kept"
+        assert not (tmp_path / "y").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["pipe", "victim", "x", "y"]
 
 
 def test_a_file_that_was_given_up_stays_open_until_the_agent_is_closed(tmp_path, monkeypatch):

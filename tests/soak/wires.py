@@ -5,7 +5,7 @@
 
 A process answers as `kvx prefill --listen` does, with made-up K and V in place of a model's. Others ask it and compare every byte;
 one of them is killed now and then, at any moment. Meanwhile connections are opened that prove nothing. A line a minute; at the end
-the server must have as many descriptors and as much memory as when it was warm. Status 1, and why, where anything was wrong, or hung.
+the server must have as many descriptors and as much memory as when it was warm. Status 1, and why, where anything was wrong.
 """
 
 from __future__ import annotations

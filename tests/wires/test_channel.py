@@ -10,8 +10,10 @@ from contextlib import suppress
 
 import pytest
 
+import kvx
 from kvx.wires import channel as channels
 from kvx.wires.channel import HELLO, NONCE_BYTES, WrongSecret, connect, welcome, wrap_accepted
+from kvx.wires.listener import Listener
 from kvx.wires.wire import Deadline, WireError
 from tests.wires.peers import OTHER, SECRET, client_of, eventually, listening
 
@@ -162,8 +164,13 @@ def test_a_frame_s_size_is_looked_at_before_memory_is_taken(size):
     with listening() as listener, client_of(listener) as client:
         client._link.send(size.to_bytes(4, "big"))
         assert client.receive(Deadline(5)) is None  # it hung up
-    with listening() as listener, client_of(listener) as client, pytest.raises(WireError, match=f"{8 << 20} is the most"):
+    with listening() as listener, client_of(listener) as client, pytest.raises(kvx.BadArgument, match=f"{8 << 20} is the most"):
         client.send({"x": "y" * channels.MAX_FRAME_BYTES}, Deadline(5))
+
+
+def test_an_answer_that_is_too_long_is_said():
+    with listening(lambda body: {"x": "y" * channels.MAX_FRAME_BYTES}) as listener, client_of(listener) as client:
+        assert f"{8 << 20} is the most" in client.ask({}, Deadline(5))["error"]
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"7", b"[" * 100_000, b"\xff\xfe", b'{"a":' * 50_000])
@@ -239,3 +246,13 @@ def test_welcome_ends_by_its_deadline():
     thread.join()
     link.close()
     b.close()
+
+
+def test_a_python_without_such_tls_says_so_at_once(monkeypatch):
+    """Before anything is listened at."""
+    channels._context.cache_clear()
+    monkeypatch.setattr(channels, "CIPHER", "NONE-SUCH")
+    with pytest.raises(kvx.Unsupported, match=r"OpenSSL .* cannot do anonymous ECDH .* or hand over by a folder"):
+        Listener("127.0.0.1", 0, SECRET, idle_s=1)
+    monkeypatch.undo()
+    channels._context.cache_clear()

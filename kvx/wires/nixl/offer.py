@@ -97,8 +97,8 @@ class NixlOffers(Offers):
     def offer(self, request: Request, about: dict[str, Any], buffers: Sequence[Tensor]) -> None:
         client, size, now = _client(request), sum(map(memory_bytes, buffers)), time.monotonic()
         self._expire()
-        used = [(g.until_s + LATE_S, g.num_bytes) for g in (*self._given.values(), *self._late)]
-        check_room(size, sum(n for _, n in used), self.max_bytes, min((at for at, _ in used), default=now) - now)
+        ends_s = [g.until_s + LATE_S for g in self._given.values()] + [g.until_s for g in self._late]
+        check_room(size, self.num_bytes, self.max_bytes, min(ends_s, default=now) - now)
         if not client.is_open:
             raise WireError("whoever asked is gone.")
         registration = self._agent.register(buffers)
