@@ -12,7 +12,7 @@ pytest.importorskip("nixl")
 
 @pytest.mark.parametrize("options", [("--seconds", "20"), ("--clients", "60", "--quiet")], ids=["killed", "one after the other"])
 def test_soak(options):
-    command = [sys.executable, "-m", "tests.soak.wires", *options, "--workers", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    command = [sys.executable, "-m", "tests.soak.wires", *options, "--workers", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "nothing was wrong, nothing hung, nothing was kept"

@@ -11,7 +11,9 @@ the server must have as many descriptors and as much memory as when it was warm.
 from __future__ import annotations
 
 import argparse
+import atexit
 import hashlib
+import math
 import os
 import random
 import socket
@@ -38,9 +40,10 @@ from kvx.wires.choose import offers_at
 from kvx.wires.secret import Secret, read_or_make_secret, read_secret
 from kvx.wires.wire import Deadline, WireError
 
-MODEL, BLOCK_SIZE, TIMEOUT_S, LEASE_S = "soak", 16, 20.0, 3.0
+MODEL, BLOCK_SIZE, TIMEOUT_S, LEASE_S = "soak", 16, 30.0, 10.0
 HUNG_S = 60.0  # a worker that says nothing for so long
 BUSY = ("Ask again", "as many as may be")  # what a server may say to a client that did nothing wrong
+LATE = ("was not done within", "took the offer back", "did not answer within")  # on a machine that has more to do: said in time
 MORE_FILES, MORE_BYTES = 4, 48 << 20  # at the end, over when it was warm
 
 
@@ -85,18 +88,21 @@ def ask(address: str, secret_file: str, seed: int) -> None:
         except kvx.Damaged as error:
             said = f"wrong {error}"
         except kvx.KvxError as error:
-            said = "busy" if any(text in str(error) for text in BUSY) else f"failed {type(error).__name__} {error}"
+            found = [what for what, texts in (("busy", BUSY), ("late", LATE)) if any(text in str(error) for text in texts)]
+            said = found[0] if found else f"failed {type(error).__name__} {error}"
         print(said, flush=True)
 
 
 class Worker:
     """A child that asks, and how its clients ended."""
 
-    def __init__(self, counts: Counter[str], address: str, secret_file: str, seed: int) -> None:
+    def __init__(self, counts: Counter[str], address: str, secret_file: str, seed: int, life_s: float) -> None:
         self._counts = counts
         self.process = _child("ask", address, secret_file, str(seed))
         self.heard_s = time.monotonic() + 120  # it has yet to begin
         self.has_begun = False
+        self.life_s = life_s
+        self.end_s = 0.0  # once it has begun
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -106,7 +112,8 @@ class Worker:
             what = line.split(" ")[0].strip()
             if what != "begun":
                 self._counts[what] += 1
-            self.has_begun = True
+            if not self.has_begun:
+                self.has_begun, self.end_s = True, time.monotonic() + self.life_s
             self.heard_s = time.monotonic()
             if what in ("wrong", "failed"):
                 print(line.strip(), flush=True)
@@ -203,14 +210,21 @@ def soak(seconds: float, num_clients: int, num_workers: int, is_quiet: bool) -> 
             port = int(s.getsockname()[1])
         address = f"127.0.0.1:{port}"
         server = _child("serve", address, str(secret_file))
+        atexit.register(server.kill)  # also where this is interrupted
         assert server.stdout is not None
         if server.stdout.readline() != "ready\n":
             return ["the server did not start"]
         nuisance = Nuisance(port, secret, rng)
-        workers = [Worker(counts, address, str(secret_file), rng.randrange(1 << 30)) for _ in range(num_workers)]
+
+        def worker(n: int) -> Worker:
+            """The last one lives on."""
+            life_s = math.inf if is_quiet or n == num_workers - 1 else rng.uniform(0, 30)
+            return Worker(counts, address, str(secret_file), rng.randrange(1 << 30), life_s)
+
+        workers = [worker(n) for n in range(num_workers)]
         while not all(w.has_begun for w in workers) and all(w.process.poll() is None for w in workers):
             time.sleep(0.1)
-        begin = said_s = kill_s = time.monotonic()
+        begin = said_s = time.monotonic()
         warm = (0, 0)
 
         def line() -> str:
@@ -229,11 +243,11 @@ def soak(seconds: float, num_clients: int, num_workers: int, is_quiet: bool) -> 
                     warm = files_and_memory(server.pid)
                 if not is_quiet and warm[0]:
                     nuisance.once()
-                    n = rng.randrange(num_workers)
-                    if now > kill_s and workers[n].has_begun:
-                        workers[n].kill()
-                        workers[n] = Worker(counts, address, str(secret_file), rng.randrange(1 << 30))
-                        kills, kill_s = kills + 1, now + rng.uniform(2, 30)
+                    for n, one in enumerate(workers):
+                        if one.has_begun and now > one.end_s:
+                            one.kill()
+                            workers[n] = worker(n)
+                            kills += 1
                 hung = [w for w in workers if now - w.heard_s > HUNG_S]
                 if hung:
                     wrong.append(f"a client said nothing for {HUNG_S:.0f} s")
@@ -243,8 +257,8 @@ def soak(seconds: float, num_clients: int, num_workers: int, is_quiet: bool) -> 
                     print(line(), flush=True)
                 time.sleep(rng.uniform(0, 0.1))
         finally:
-            for worker in workers:
-                worker.kill()
+            for one in workers:
+                one.kill()
             nuisance.close()
         if server.poll() is None:
             time.sleep(LEASE_S + 12)  # leases, and what is kept for READs on their way
