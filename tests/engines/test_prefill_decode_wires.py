@@ -29,6 +29,7 @@ from kvx.wires.wire import Deadline, WireError
 from tests.engines.prefill_peer import Prefill, prefill_at
 from tests.engines.wires import SECRET, free_port, mooncake_master
 from tests.runner import smollm
+from tests.wires.peers import eventually
 
 pytest.importorskip("nixl")
 pytestmark = smollm.needs_weights
@@ -254,11 +255,11 @@ def test_a_prefill_that_is_killed_is_an_error_in_time_and_the_next_one_works(eng
 
 
 def test_a_decode_that_dies_gives_back_what_it_was_offered(ids, name, engine, alone):
-    with prefill_at("--lease-s", "1") as p:
+    with prefill_at("--lease-s", "60") as p:
         with puller_from("nixl", p.address, p.secret, Deadline(20)) as puller:
-            puller.ask({"model": name, "tokens": ids}, Deadline(20))  # and never pulls
-        assert p.status()["offers"] == 1
-        time.sleep(1.1)
+            puller.ask({"model": name, "tokens": ids}, Deadline(60))  # and never pulls
+            assert p.status()["offers"] == 1
+        eventually(lambda: p.status()["offers"] == 0)  # long before its lease is over
         assert p.status() == {"used_blocks": 0, "offers": 0, "done": 1}
         handover, _ = fetch("nixl", p.address, p.secret, ids, name, TIMEOUT_S)
         assert goes_on(engine, handover, ids, alone)
