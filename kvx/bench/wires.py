@@ -135,7 +135,7 @@ def export(pipe: Connection, wire: str, num_blocks: int, formats: Sequence[str])
     cache = fill(spec)
     rings = [Ring(cache, spec, f) for f in formats]
     link: Any = NixlAgent() if wire == "nixl" else _mooncake()
-    look = link.notifications if wire == "nixl" else lambda: None
+    look = link.progress if wire == "nixl" else lambda: None
     link.register([r.arena for r in rings])
     pipe.send((link.name, link.metadata() if wire == "nixl" else b"", [r.arena.data_ptr() for r in rings]))
 

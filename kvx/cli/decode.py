@@ -26,20 +26,23 @@ from kvx.cli.prefill import (
     Model,
     Name,
     Raw,
+    SecretFile,
     System,
     Tp,
     WireName,
     check_side,
     encode,
     load_engine,
+    name_with_weights,
 )
 from kvx.errors import BadArgument, KvxError
 from kvx.handover import Handover, from_manifest, load
 from kvx.runner import Params, small_model
-from kvx.runner.handover import name_of, resume
+from kvx.runner.handover import resume
 from kvx.spec import from_json
 from kvx.wires.address import host_and_port
 from kvx.wires.choose import check_wire, puller_from
+from kvx.wires.secret import HOME, Secret, read_secret
 from kvx.wires.wire import Deadline, WireError
 
 
@@ -59,8 +62,10 @@ class Moved:
 
 def decode(
     context: typer.Context,
-    from_: Annotated[str, typer.Option("--from", help="HOST:PORT of a `kvx prefill`, or the folder it wrote")],
-    prompt: Annotated[str, typer.Option(help="The question. Of a folder: default, the one it was made of")] = "",
+    from_: Annotated[
+        str, typer.Option("--from", help="HOST:PORT of a `kvx prefill --listen`, or the folder that `kvx prefill --out` wrote")
+    ],
+    prompt: Annotated[str, typer.Option(help="The prompt. Of a folder: by default the one that it was made of")] = "",
     model: Model = None,
     name: Name = "",
     system: System = "",
@@ -73,24 +78,27 @@ def decode(
     tp: Tp = 1,
     blocks: Blocks = 256,
     wire: WireName = "nixl",
-    timeout_s: Annotated[float, typer.Option(help="From the question until all is here")] = 30.0,
-    max_tokens: Annotated[int, typer.Option(help="Of the answer")] = 48,
+    secret_file: SecretFile = HOME,
+    timeout_s: Annotated[float, typer.Option(help="Seconds from the request until all of the K and V is here")] = 30.0,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer")] = 48,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the text, to --max-tokens")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Also answer alone, and compare")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Also answer without the prefill, and compare")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
 ) -> None:
-    """Answer a prompt that another process has read."""
+    """Answer a prompt whose K and V another process has computed."""
     params = Params(max_tokens=max_tokens, ignore_eos=ignore_eos)
     is_folder = Path(from_).is_dir()
+    secret: Secret | None = None
     if is_folder:
-        refuse_ignored(context, "it is of a prefill at HOST:PORT", "wire", "timeout_s")
+        refuse_ignored(context, "it is of a prefill at HOST:PORT", "wire", "timeout_s", "secret_file")
         if not prompt:
             refuse_ignored(context, "it is of a --prompt", "system", "raw")
     else:
         check_peer(from_, prompt, wire, timeout_s)
+        secret = read_secret(secret_file)
     model, dtype, layout = model or small_model(), dtype_of(dtype, device), layout_of(layout)
     config = check_side(model, dtype, kv_format, layout=layout, tp=tp, block_size=block_size)
-    name = name or name_of(config)
+    name = name or name_with_weights(model, config)
     read = read_folder(from_, name) if is_folder else None
     engine = load_engine(model, dtype=dtype, kv_format=kv_format, device=device, num_blocks=blocks, block_size=block_size)
     ids = encode(engine, prompt, system, raw) if prompt else None
@@ -98,8 +106,9 @@ def decode(
         handover, moved = read
     else:
         assert ids is not None
+        assert secret is not None
         typer.echo(f"asking the prefill at {from_}, for {timeout_s:g} s at most", err=True)
-        handover, moved = fetch(wire, from_, ids, name, timeout_s)
+        handover, moved = fetch(wire, from_, secret, ids, name, timeout_s)
     # As this side holds it; its engine computes in one process, so the ranks are gathered again, and checked again.
     mine = handover.convert(block_size=block_size, format=engine.cache.groups[0].spec.format)
     handover = gather(hold(mine, layout=layout, tp_size=tp))
@@ -139,10 +148,10 @@ def read_folder(folder: str, model: str) -> tuple[Handover, Moved]:
     return handover, Moved(handover.num_bytes, (time.perf_counter() - begin) * 1e3)
 
 
-def fetch(wire: str, address: str, tokens: Sequence[int], model: str, timeout_s: float) -> tuple[Handover, Moved]:
+def fetch(wire: str, address: str, secret: Secret, tokens: Sequence[int], model: str, timeout_s: float) -> tuple[Handover, Moved]:
     """Ask a prefill for these tokens, and pull what it offers: whole and checked, or an error within `timeout_s`."""
     deadline, begin = Deadline(timeout_s), time.perf_counter()
-    with puller_from(wire, address, deadline) as puller:
+    with puller_from(wire, address, secret, deadline) as puller:
         offer = puller.ask({"model": model, "tokens": list(tokens)}, deadline)
         asked = time.perf_counter()
         try:

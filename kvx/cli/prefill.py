@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
 
@@ -20,38 +21,48 @@ from kvx.errors import BadArgument, Incompatible, InternalError, KvxError
 from kvx.handover import save
 from kvx.runner import Engine, small_model
 from kvx.runner.config import ModelConfig
-from kvx.runner.handover import export_sequence, name_of
+from kvx.runner.handover import export_sequence
+from kvx.runner.identity import identity
 from kvx.runner.model import DTYPES, kv_format_of
 from kvx.runner.open import open_model
 from kvx.spec import to_json
 from kvx.wires.choose import check_wire, offers_at
 from kvx.wires.nixl.offer import LEAST_PIECE_BYTES
 from kvx.wires.offer import Offers, Request
+from kvx.wires.secret import HOME, read_or_make_secret
 from kvx.wires.wire import WireError
 
 IDLE_S = 0.002  # between two looks for questions
 BUSY_S = 0.0001  # while somebody pulls: looking is what moves the bytes on links that need both sides
 
 Model = Annotated[Path | None, typer.Option(help="Folder of safetensors, or a .gguf file. Default: SmolLM2-135M-Instruct")]
-Name = Annotated[str, typer.Option(help="Whose KV it is: both sides must say the same. Default: made of the model's geometry")]
-Raw = Annotated[bool, typer.Option("--raw", help="The prompt as it is: no chat template, no --system")]
-System = Annotated[str, typer.Option(help="What is said to the model before the question")]
-KvFormat = Annotated[str, typer.Option(help="Of this side's cache: auto (the model's type), f32, bf16, f16, int8, fp8")]
-Dtype = Annotated[str, typer.Option(help="Of weights and activations: f32, bf16, f16; auto: f32 on a CPU, else bf16")]
+Name = Annotated[str, typer.Option(help=(
+    "Name of the model, which must be the same for prefill and decode. Default: geometry and a digest of the weights. With a name "
+    "of your own you vouch that both sides have the same weights"))]  # fmt: skip
+Raw = Annotated[bool, typer.Option("--raw", help="Use the prompt as it is: no chat template, no --system")]
+System = Annotated[str, typer.Option(help="System message that comes before the prompt")]
+KvFormat = Annotated[str, typer.Option(help="Format of this side's cache: auto (the model's type), f32, bf16, f16, int8, fp8")]
+Dtype = Annotated[str, typer.Option(help="Type of weights and activations: f32, bf16, f16; auto: f32 on a CPU, else bf16")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
-Layout = Annotated[str, typer.Option(help="This side's blocks: a row of `kvx layouts` or a layout string. Default: neutral")]
-Tp = Annotated[int, typer.Option(help="Ranks that hold this side's blocks, each some of the heads")]
-BlockSize = Annotated[int, typer.Option(help="Tokens of a block of this side")]
-Blocks = Annotated[int, typer.Option(help="Of this side's cache")]
-WireName = Annotated[str, typer.Option(help="nixl or mooncake")]
+Layout = Annotated[
+    str, typer.Option(help="Layout of this side's blocks: a row of `kvx layouts` or a layout string. Default: neutral")
+]
+Tp = Annotated[int, typer.Option(help="Number of ranks that hold this side's blocks, each some of the heads")]
+BlockSize = Annotated[int, typer.Option(help="Tokens per block on this side")]
+Blocks = Annotated[int, typer.Option(help="Number of blocks in this side's cache")]
+WireName = Annotated[str, typer.Option(help="Library that moves the bytes: nixl or mooncake")]
+SecretFile = Annotated[Path, typer.Option(help=(
+    "File with the secret that prefill and decode share, readable by its owner alone. `kvx prefill --listen` makes it where it is "
+    "missing; copy it to the other machine"))]  # fmt: skip
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def prefill(
     context: typer.Context,
-    listen: Annotated[str, typer.Option(help="HOST:PORT: answer `kvx decode --from HOST:PORT` until Ctrl-C")] = "",
-    out: Annotated[Path | None, typer.Option(help="Write the handover of --prompt to this folder, and end")] = None,
-    prompt: Annotated[str, typer.Option(help="With --out: the question")] = "",
+    listen: Annotated[str, typer.Option(help="HOST:PORT to listen at, and nowhere else, for `kvx decode --from HOST:PORT`, until "
+                                             "Ctrl-C. With --wire mooncake: that of its master")] = "",
+    out: Annotated[Path | None, typer.Option(help="Write the handover of --prompt to this new folder, and end")] = None,
+    prompt: Annotated[str, typer.Option(help="With --out: the prompt")] = "",
     model: Model = None,
     name: Name = "",
     system: System = "",
@@ -64,30 +75,41 @@ def prefill(
     tp: Tp = 1,
     blocks: Blocks = 512,
     wire: WireName = "nixl",
-    lease_s: Annotated[float, typer.Option(help="With --listen: an offer that nobody has pulled by then is let go of")] = 30.0,
-    requests: Annotated[int, typer.Option(help="With --listen: end after so many; 0: never")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line")] = False,
-) -> None:
-    """Compute prompts, and hand their K and V over."""
+    secret_file: SecretFile = HOME,
+    lease_s: Annotated[float, typer.Option(help="With --listen: an offer not pulled after so many seconds is taken back")] = 30.0,
+    offer_gb: Annotated[float, typer.Option(show_default=False, help="With --listen: GB that may be offered at a time; a client "
+                                            "beyond it is refused. Default: 4 over NIXL, 0.5 over Mooncake")] = 0.0,
+    requests: Annotated[int, typer.Option(help="With --listen: end after this many requests; 0: never")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line")] = False,
+) -> None:  # fmt: skip
+    """Compute prompts, and hand their K and V over: into a folder, or to `kvx decode` in another process or machine.
+
+    With --listen both sides prove that they have the same --secret-file. docs/wires.md says what that protects, and what not.
+    """
     if bool(listen) == bool(out):
         raise typer.BadParameter("give one of --listen HOST:PORT and --out FOLDER", param_hint="--listen / --out")
     if out is not None:
         if not prompt:
             raise typer.BadParameter("--out needs the question", param_hint="--prompt")
         refuse_ignored(context, "it is of --listen: a folder holds neutral blocks of one rank", "layout", "tp")
-        refuse_ignored(context, "it is of --listen", "wire", "lease_s", "requests")
+        refuse_ignored(context, "it is of --listen", "wire", "secret_file", "lease_s", "offer_gb", "requests")
         check_new_folder("--out", out)
     else:
         refuse_ignored(context, "it is of --out: over a wire `kvx decode` asks", "prompt", "system", "raw")
         check_positive("--lease-s", lease_s)
+        if offer_gb < 0 or not math.isfinite(offer_gb):
+            raise typer.BadParameter(f"{offer_gb:g}; it is more than 0, or 0 for the default", param_hint="--offer-gb")
         if requests < 0:
             raise typer.BadParameter(f"{requests}; it is 0 or more", param_hint="--requests")
         check_wire(wire, listen, is_listening=True)
     model, dtype, layout = model or small_model(), dtype_of(dtype, device), layout_of(layout)
     least = LEAST_PIECE_BYTES if listen and wire == "nixl" else 0
     config = check_side(model, dtype, kv_format, layout=layout, tp=tp, block_size=block_size, least_piece_bytes=least)
+    secret, is_new = read_or_make_secret(secret_file) if listen else (None, False)
+    if is_new:
+        typer.echo(f"made the secret {secret_file.expanduser()}; a decode on another machine needs a copy of it", err=True)
     engine = load_engine(model, dtype=dtype, kv_format=kv_format, device=device, num_blocks=blocks, block_size=block_size)
-    name = name or name_of(config)
+    name = name or name_with_weights(model, config)
     if out is not None:
         begin = time.perf_counter()
         handover = export_sequence(engine, encode(engine, prompt, system, raw), model=name)
@@ -96,15 +118,14 @@ def prefill(
                       "seconds": round(time.perf_counter() - begin, 3)},
             f"{handover.num_tokens} tokens of {name}, {handover.num_bytes / 1e6:.1f} MB: {out}")  # fmt: skip
         return
+    assert secret is not None
     server = Server(engine, name, layout=layout, tp_size=tp)
-    with offers_at(wire, listen, lease_s) as offers:
-        where = listen if wire != "nixl" else f"{listen}, and on every other interface"  # NIXL's listener knows no host
-        say(as_json, {"listening": listen, "model": name}, f"{name} listens at {where}, {wire}")
+    with offers_at(wire, listen, secret, lease_s=lease_s, max_bytes=int(offer_gb * 1e9)) as offers:
+        say(as_json, {"listening": listen, "model": name, "secret_file": str(secret_file.expanduser())},
+            f"{name} listens at {listen}, {wire}, for those who have {secret_file.expanduser()}")  # fmt: skip
         while not requests or server.num_done < requests or offers.num_offers:
-            for request in offers.requests():
-                fields, text = server.answer(offers, request)
+            for fields, text in server.look(offers):
                 say(as_json, fields, text)
-            time.sleep(BUSY_S if offers.num_offers else IDLE_S)
 
 
 def check_side(
@@ -120,6 +141,11 @@ def check_side(
     return config
 
 
+def name_with_weights(model: Path, config: ModelConfig) -> str:
+    """Other weights of the same shape have another. Not the type that computes: a prefill in bf16 may serve a decode in f32."""
+    return identity(open_model(model).path, config, "").rstrip("-")
+
+
 def load_engine(model: Path, **options: Any) -> Engine:
     typer.echo(f"loading {model.name}", err=True)
     return Engine.load(model, **options)
@@ -132,8 +158,16 @@ class Server:
         self.engine, self.name, self.layout, self.tp_size = engine, name, layout, tp_size
         self.num_done = 0
 
+    def look(self, offers: Offers) -> Iterator[tuple[dict[str, Any], str]]:
+        """Answer who asked since, and wait a moment. What to say about each."""
+        for request in offers.requests():
+            yield self.answer(offers, request)
+        time.sleep(BUSY_S if offers.num_offers else IDLE_S)
+
     def answer(self, offers: Offers, request: Request) -> tuple[dict[str, Any], str]:
         """What to say about it."""
+        if not request.is_wanted:
+            return {"gone": True}, "whoever asked is gone: nothing was computed"
         if request.about.get("ask") == "status":
             with suppress(WireError):  # who asked is gone
                 offers.answer(request, self.status(offers))
@@ -163,12 +197,26 @@ class Server:
 
     def _handover(self, about: dict[str, Any]) -> Any:
         if about.get("model") != self.name:
-            raise Incompatible(f"prefill: its model is {self.name!r}; asked for was {about.get('model')!r}. Nothing was computed.")
-        try:
-            tokens = np.array(about.get("tokens"), np.int64).reshape(-1).tolist()
-        except (TypeError, ValueError, OverflowError):
-            raise BadArgument("prefill: tokens are a list of ids.") from None
-        return export_sequence(self.engine, tokens, model=self.name)
+            raise Incompatible(
+                f"prefill: its model is {self.name!r}; asked for was {str(about.get('model'))[:200]!r}. "
+                "They have other weights, or one was given a --name. Nothing was computed."
+            )
+        return export_sequence(self.engine, _tokens(about.get("tokens")), model=self.name)
+
+
+def _tokens(tokens: object) -> list[int]:
+    """As they came: what only looks like ids (1.0, true, [1]) is refused, since int() would make another prompt of it."""
+    if not isinstance(tokens, list):
+        raise BadArgument(f"prefill: tokens is {_shown(tokens)}; it is a list of token ids.")
+    for n, token in enumerate(tokens):
+        if type(token) is not int:
+            raise BadArgument(f"prefill: tokens[{n}] is {_shown(token)}; token ids are whole numbers.")
+    return tokens
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return f"{text if len(text) < 50 else text[:50] + '...'} ({type(value).__name__})"
 
 
 def encode(engine: Engine, prompt: str, system: str, raw: bool) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from base64 import b64decode
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -21,18 +22,24 @@ from kvx.layout.plan import Run
 from kvx.tiers.block import Block, BlockKind
 from kvx.tiers.block_file import CHECKSUMS, checksum
 from kvx.tiers.tier import Tier, TierEvent
-from kvx.wires.nixl.agent import NixlAgent, Remote, agent_name
+from kvx.wires.address import devices_of
+from kvx.wires.channel import Channel, connect
+from kvx.wires.nixl.agent import NixlAgent, Remote
+from kvx.wires.secret import Secret
 from kvx.wires.wire import Deadline, WireError
+
+WHO = "NixlServer"
 
 
 @dataclass
 class _Link:
+    channel: Channel
     agent: NixlAgent
     staging: torch.Tensor  # [blocks, block bytes], registered. A transfer that was given up may still write here, never elsewhere
     remote: Remote
 
     def ask(self, message: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        answer = self.agent.ask(self.remote.peer, message, deadline)
+        answer = self.channel.ask(message, deadline, "the peer")
         if "error" in answer:
             raise (Incompatible if answer.get("is_other_kind") else TierError)(str(answer["error"]))
         return answer
@@ -47,7 +54,7 @@ class NixlTier(Tier):
         port: int,
         kind: BlockKind,
         *,
-        listen_port: int = 0,  # where the peer's metadata comes to; 0: any that is free
+        secret: Secret,  # that the peer has, too
         timeout_s: float = 5.0,  # of a call's part that moves at most `staging_blocks`
         retry_s: float = 1.0,  # after a failure, calls fail at once for so long
         staging_blocks: int = 16,
@@ -58,7 +65,7 @@ class NixlTier(Tier):
             raise BadArgument(f"NixlTier: timeout_s is {timeout_s}, staging_blocks {staging_blocks}; both are more than 0.")
         # One thread: the staging memory is its own.
         super().__init__(kind, threads=1, max_pending=max_pending, on_event=on_event)
-        self.host, self.port, self.listen_port = host, port, listen_port
+        self.host, self.port, self._secret = host, port, secret
         self.timeout_s, self.retry_s, self.staging_blocks = timeout_s, retry_s, staging_blocks
         self._link: _Link | None = None
         self._down_until_s = 0.0
@@ -160,7 +167,7 @@ class NixlTier(Tier):
             runs = [Run(0, slot * size, 0, n * size, size) for n, slot in enumerate(slots) if slot is not None]
             link.agent.read([link.staging], link.remote, runs, deadline)
             if runs:
-                link.agent.notify(link.remote.peer, {"op": "end", "lease": answer["lease"]})
+                link.ask({"op": "end", "lease": answer["lease"]}, deadline)
             damaged = [n for n, slot in enumerate(slots) if slot is not None and _sum_of(link.staging[n], sums[n]) != sums[n]]
             if damaged:
                 link.ask({"op": "drop", "keys": [keys[n].hex() for n in damaged]}, deadline)
@@ -220,15 +227,19 @@ class NixlTier(Tier):
 
     def _connected(self, deadline: Deadline) -> _Link:
         if self._link is None:
-            peer, agent = agent_name(self.port), NixlAgent(listen_port=self.listen_port)
+            channel = connect(self.host, self.port, self._secret, deadline, who=WHO)
+            agent: NixlAgent | None = None
             try:
-                agent.connect(self.host, self.port, peer, deadline)
+                agent = NixlAgent(devices=devices_of(channel.my_host))
                 staging = torch.zeros(self.staging_blocks, self.kind.num_bytes, dtype=torch.uint8)
                 agent.register([staging])
-                link = _Link(agent, staging, Remote(peer, ()))
-                link.remote = Remote(peer, (int(link.ask({"op": "open", "kind": self.kind.text}, deadline)["address"]),))
+                link = _Link(channel, agent, staging, Remote("", ()))
+                answer = link.ask({"op": "open", "kind": self.kind.text}, deadline)
+                link.remote = Remote(agent.add_peer(b64decode(answer["metadata"], validate=True)), (int(answer["address"]),))
             except BaseException:
-                agent.close()
+                if agent is not None:
+                    agent.close()
+                channel.close()
                 raise
             self._link = link
         return self._link
@@ -236,6 +247,7 @@ class NixlTier(Tier):
     def _lose(self) -> None:
         if self._link is not None:
             self._link.agent.close()  # before its staging memory is free
+            self._link.channel.close()
             self._link = None
 
 

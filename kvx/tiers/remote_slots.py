@@ -48,9 +48,14 @@ class Slots:
         return key in self._entries
 
     @property
-    def num_leases(self) -> int:
+    def leases(self) -> set[int]:
+        """Those that did not run out."""
         self.expire()
-        return len(self._leases)
+        return set(self._leases)
+
+    @property
+    def num_leases(self) -> int:
+        return len(self.leases)
 
     def read(self, keys: Sequence[bytes]) -> tuple[int, list[Entry | None]]:
         """A lease on the slots of these names, and where they are. 0: none is there."""

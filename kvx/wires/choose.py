@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvx.errors import BadArgument
 from kvx.wires.address import check_free, check_host, connect, host_and_port
 from kvx.wires.offer import Offers, Puller
+from kvx.wires.secret import Secret
 from kvx.wires.wire import Deadline
 
 NAMES = ("nixl", "mooncake")
@@ -32,28 +33,28 @@ def check_wire(wire: str, address: str, *, is_listening: bool) -> None:
         connect(address, MASTER, MASTER_TIMEOUT_S)
 
 
-def offers_at(wire: str, address: str, lease_s: float) -> Offers:
-    """The side that has the bytes. `address`: where it listens (nixl), or the store's master."""
+def offers_at(wire: str, address: str, secret: Secret, *, lease_s: float, max_bytes: int = 0) -> Offers:
+    """The side that has the bytes. `address`: where it listens (nixl), or the store's master. `max_bytes` 0: the wire's own."""
     host, port = host_and_port(address)
     if _known(wire) == "nixl":
         from kvx.wires.nixl.offer import NixlOffers
 
-        return NixlOffers(port, lease_s=lease_s)
+        return NixlOffers(host, port, secret, lease_s=lease_s, max_bytes=max_bytes)
     from kvx.wires.mooncake.offer import MooncakeOffers
 
-    return MooncakeOffers(host, port, lease_s=lease_s)
+    return MooncakeOffers(host, port, secret, lease_s=lease_s, max_bytes=max_bytes)
 
 
-def puller_from(wire: str, address: str, deadline: Deadline) -> Puller:
+def puller_from(wire: str, address: str, secret: Secret, deadline: Deadline) -> Puller:
     """The side that wants them."""
     host, port = host_and_port(address)
     if _known(wire) == "nixl":
         from kvx.wires.nixl.offer import NixlPuller
 
-        return NixlPuller(host, port, deadline)
+        return NixlPuller(host, port, secret, deadline)
     from kvx.wires.mooncake.offer import MooncakePuller
 
-    return MooncakePuller(host, port, deadline)
+    return MooncakePuller(host, port, secret, deadline)
 
 
 def _known(wire: str) -> str:

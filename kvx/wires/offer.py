@@ -3,7 +3,7 @@
     Puller.ask(about)        -->  Offers.requests()
     Offer                    <--  Offers.offer(request, about, buffers), or answer, or refuse
     Puller.pull(offer, ...)  ===  the bytes
-    Puller.done(offer)       -->  they are let go of; or when nobody came for them in `lease_s`
+    Puller.done(offer)       -->  they are let go of; or when the asker is gone, asks anew, or took longer than `lease_s`
 
 What is asked and what is offered is the caller's: a dictionary of JSON each way.
 """
@@ -19,16 +19,23 @@ from torch import Tensor
 
 from kvx.errors import Incompatible, KvxError
 from kvx.layout.plan import Plan
+from kvx.wires.listener import Client
 from kvx.wires.wire import Deadline, WireError
 
-NO_PREFILL = "no `kvx prefill --listen`"  # of those who wait for an answer
+PREFILL = "`kvx prefill --listen`"
+NO_PREFILL = f"no {PREFILL}"  # of those who wait for an answer
 PREFILL_HINT = "Is it running, on the same --wire?"
 
 
 class Request(NamedTuple):
     number: str
     about: dict[str, Any]
-    peer: str = ""  # who asked, where answers go to somebody
+    client: Client | None = None  # who asked, where answers go to somebody
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whoever asked is still there, as far as is known."""
+        return self.client is None or self.client.is_open
 
 
 class Offer(NamedTuple):
@@ -52,6 +59,7 @@ class Offers(_Closing):
     """The side that has the bytes. Call `requests` often: looking is what keeps a wire going."""
 
     lease_s: float
+    max_bytes: int  # that lie there for others, all together
 
     @property
     @abstractmethod
@@ -64,7 +72,10 @@ class Offers(_Closing):
 
     @abstractmethod
     def offer(self, request: Request, about: dict[str, Any], buffers: Sequence[Tensor]) -> None:
-        """Let the asker pull these buffers, until it says that it is done or `lease_s` is over."""
+        """Let the asker pull these buffers, until it says that it is done, goes away, or `lease_s` is over.
+
+        They are the asker's alone from now on: no wire here can keep it from writing into them.
+        """
 
     def answer(self, request: Request, about: dict[str, Any]) -> None:
         """Without buffers."""
@@ -98,10 +109,25 @@ def read_answer(number: str, body: dict[str, Any]) -> Offer:
     """What `_say` said."""
     if "error" in body:
         raise (Incompatible if body.get("is_other_kind") else WireError)(f"the other side refuses: {body['error']}")
-    try:
-        return Offer(number, dict(body["about"]), tuple(map(int, body["places"])))
-    except (KeyError, TypeError, ValueError) as error:
-        raise WireError(f"the answer is not understood: {type(error).__name__} {error}.") from error
+    about, places = body.get("about"), body.get("places")
+    if (
+        not isinstance(about, dict)
+        or not isinstance(places, list)
+        or any(type(p) is not int or not 0 <= p < 1 << 64 for p in places)
+    ):
+        raise WireError('the answer is not understood: it has "about", an object, and "places", a list of whole numbers.')
+    return Offer(number, about, tuple(places))
+
+
+def check_room(size: int, used: int, limit: int, wait_s: float) -> None:
+    """Raise where an offer of `size` bytes would make more than may be offered at a time."""
+    if size > limit:
+        raise WireError(f"the offer has {size} bytes; {limit} may be offered at a time. Ask for fewer tokens, or raise --offer-gb.")
+    if used + size > limit:
+        raise WireError(
+            f"{used} bytes are offered to others and this would be {size} more; {limit} may be offered at a time. "
+            f"Ask again: the oldest offer ends within {wait_s:.0f} s."
+        )
 
 
 def places_of(offer: Offer, at: int, plan: Plan) -> tuple[int, ...]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +19,13 @@ from kvx.cli.held import gather, hold
 from kvx.cli.main import app
 from kvx.handover import NEUTRAL, Handover, Source, export_blocks
 from kvx.handover.part import rank_specs
+from kvx.runner import small_model
+from kvx.runner.handover import name_of
+from kvx.runner.open import open_model
+from kvx.wires.listener import Client
 from kvx.wires.nixl import agent
+from kvx.wires.offer import Offers, Request
+from kvx.wires.secret import HOME, read_or_make_secret
 from tests.runner import smollm
 
 
@@ -86,6 +95,9 @@ def refused(monkeypatch, tmp_path):
     monkeypatch.setattr(agent, "load", lambda: None)
     monkeypatch.setattr(prefill.Engine, "load", lambda *args, **options: pytest.fail("a model was loaded"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    read_or_make_secret(HOME)
 
     def run(*args: str) -> str:
         done = CliRunner().invoke(app, [*args])
@@ -106,6 +118,12 @@ WRONG = {
     "layout of a folder": ((*OUT, "--layout", "nope"), "for --layout: it is of --listen"),
     "ranks of a folder": ((*OUT, "--tp", "99"), "for --tp: it is of --listen"),
     "wire of a folder": ((*OUT, "--wire", "junk"), "for --wire: it is of --listen"),
+    "secret of a folder": ((*OUT, "--secret-file", "x"), "for --secret-file: it is of --listen"),
+    "limit of a folder": ((*OUT, "--offer-gb", "3"), "for --offer-gb: it is of --listen"),
+    "less than nothing offered": ((*LISTEN, "--offer-gb", "-1"), "for --offer-gb: -1; it is more than 0"),
+    "no number offered": ((*LISTEN, "--offer-gb", "nan"), "for --offer-gb: nan; it is more than 0"),
+    "secret of a folder read": ((*FROM, ".", "--secret-file", "x"), "for --secret-file: it is of a prefill at HOST:PORT"),
+    "no secret": ((*FROM, "127.0.0.1:1", "--prompt", "y", "--secret-file", "x"), "there is no secret at x. `kvx prefill --listen`"),
     "lease of a folder": ((*OUT, "--lease-s", "3"), "for --lease-s: it is of --listen"),
     "requests of a folder": ((*OUT, "--requests", "3"), "for --requests: it is of --listen"),
     "listening with a question": ((*LISTEN, "--prompt", "y"), "for --prompt: it is of --out: over a wire `kvx decode` asks"),
@@ -164,6 +182,93 @@ def test_a_folder_that_is_no_handover_is_named(refused, tmp_path):
     said = refused("decode", "--from", str(tmp_path))
     assert str(tmp_path) in said
     assert "no JSON" in said
+
+
+@smollm.needs_weights
+def test_a_secret_that_others_can_read_is_said_before_a_model_is_loaded(refused, tmp_path):
+    (tmp_path / "open").write_text("x" * 64)
+    (tmp_path / "open").chmod(0o644)
+    for side in (LISTEN, (*FROM, "127.0.0.1:1", "--prompt", "y")):
+        assert "can be read or changed by others (mode 644): chmod 600" in refused(*side, "--secret-file", "open")
+
+
+# ---- what a prefill is asked
+
+
+class Said(Offers):
+    """What it answers."""
+
+    num_offers = 0
+
+    def __init__(self) -> None:
+        self.bodies: list[dict] = []
+
+    def requests(self) -> list[Request]:
+        return []
+
+    def offer(self, request, about, buffers) -> None:
+        self.bodies.append(about)
+
+    def _say(self, request, body) -> None:
+        self.bodies.append(body)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("tokens", "what"), [
+    ([1, 2.0], r"tokens\[1\] is 2.0 \(float\)"), ([True], r"tokens\[0\] is true \(bool\)"),
+    ([1, [2]], r"tokens\[1\] is \[2\] \(list\)"), (["1"], r"""tokens\[0\] is "1" \(str\)"""),
+    ([None], r"tokens\[0\] is null \(NoneType\)"), ([1.5] * 99, r"tokens\[0\] is 1.5"),
+    ("12", r'tokens is "12" \(str\)'), (7, r"tokens is 7 \(int\)"), (None, r"tokens is null"), ({}, r"tokens is \{\} \(dict\)"),
+], ids=str)  # fmt: skip
+def test_what_only_looks_like_token_ids_is_refused_by_name(tokens, what, monkeypatch):
+    monkeypatch.setattr(prefill, "export_sequence", lambda *args, **options: pytest.fail("it was computed"))
+    said = Said()
+    prefill.Server(None, "small", layout="", tp_size=1).answer(said, Request("1", {"model": "small", "tokens": tokens}))
+    with pytest.raises(kvx.KvxError, match=what):
+        raise kvx.BadArgument(said.bodies[0]["error"])
+
+
+def test_other_weights_are_refused_before_anything_is_computed(monkeypatch):
+    monkeypatch.setattr(prefill, "export_sequence", lambda *args, **options: pytest.fail("it was computed"))
+    for model in ("llama-30x576-kv3x64-v49152-0123", None, 7, ["x"]):
+        said = Said()
+        prefill.Server(None, "llama-30x576-kv3x64-v49152-4567", layout="", tp_size=1).answer(
+            said, Request("1", {"model": model, "tokens": [1]})
+        )
+        assert said.bodies[0]["is_other_kind"]
+        assert "They have other weights, or one was given a --name. Nothing was computed." in said.bodies[0]["error"]
+
+
+@smollm.needs_weights
+def test_the_name_has_the_weights_in_it(tmp_path):
+    """A copy has the same; one changed byte of the last tensor makes another; the folder's own name does not."""
+    model = small_model()
+    config = open_model(model).config
+    if model.is_dir():
+        copies = [shutil.copytree(model, tmp_path / str(n)) for n in range(2)]
+        file = max(copies[1].glob("*.safetensors"), key=lambda f: f.stat().st_size)
+    else:
+        copies = [Path(shutil.copy(model, tmp_path / f"{n}.gguf")) for n in range(2)]
+        file = copies[1]
+    with file.open("r+b") as f:
+        f.seek(-5, os.SEEK_END)
+        byte = f.read(1)[0]
+        f.seek(-5, os.SEEK_END)
+        f.write(bytes([byte ^ 1]))
+    name = prefill.name_with_weights(model, config)
+    assert name == prefill.name_with_weights(copies[0], config)
+    assert name != prefill.name_with_weights(copies[1], config)
+    assert name.startswith(name_of(config))
+
+
+def test_nothing_is_computed_for_one_who_is_gone(monkeypatch):
+    monkeypatch.setattr(prefill, "export_sequence", lambda *args, **options: pytest.fail("it was computed"))
+    client, said = Client(), Said()
+    client.is_open = False
+    server = prefill.Server(None, "small", layout="", tp_size=1)
+    assert server.answer(said, Request("1", {"model": "small", "tokens": [1]}, client))[0] == {"gone": True}
+    assert said.bodies == []
 
 
 # ---- ranks and layouts

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvx.tiers.nixl_server import NixlServer
-from tests.engines.wires import free_port
+from tests.engines.wires import SECRET, free_port
 from tests.tiers.blocks import KIND
 
 
@@ -44,7 +44,7 @@ def peer(num_blocks: int = 8, lease_s: float = 5.0, port: int = 0) -> Iterator[P
 
 
 def main(port: int, num_blocks: int, lease_s: float) -> None:
-    with NixlServer(port, KIND, num_blocks * KIND.num_bytes, lease_s=lease_s) as server:
+    with NixlServer("127.0.0.1", port, KIND, num_blocks * KIND.num_bytes, secret=SECRET, lease_s=lease_s) as server:
         print("ready", flush=True)
         for line in sys.stdin:
             match line.split():

@@ -18,7 +18,7 @@ from kvx.wires.mooncake.offer import MooncakePuller
 from kvx.wires.mooncake.store import MooncakeStore
 from kvx.wires.nixl.agent import Remote
 from kvx.wires.wire import Deadline
-from tests.engines.wires import mooncake_master, own_address
+from tests.engines.wires import SECRET, mooncake_master, own_address
 from tests.tiers.blocks import KIND, block, found, key, put
 
 pytest.importorskip("mooncake")
@@ -137,7 +137,7 @@ def test_a_master_without_a_prefill():
         host, _, port = master.rpartition(":")
         want = f"no `kvx prefill --listen` answered at the store of {master} within 1 s. Is it running"
         begin = time.monotonic()
-        with MooncakePuller(host, int(port), Deadline(5)) as puller, pytest.raises(TierError, match=want):
+        with MooncakePuller(host, int(port), SECRET, Deadline(5)) as puller, pytest.raises(TierError, match=want):
             puller.ask({"model": "x"}, Deadline(1))
         assert time.monotonic() - begin < 5
 

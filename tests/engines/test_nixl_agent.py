@@ -6,16 +6,17 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import kvx
 from kvx.tiers import TierError
+from kvx.wires.address import devices_of
 from kvx.wires.nixl.agent import NixlAgent, Remote, descriptors
 from kvx.wires.nixl.files import NixlFiles
 from kvx.wires.wire import Deadline, WireError
-from tests.engines.wires import free_port
 
 pytest.importorskip("nixl")
 
@@ -76,19 +77,38 @@ def test_strided_descriptors_are_fewer():
     assert sum(r.pieces for r in strided) == len(plain) > len(strided)
 
 
-def test_messages_and_answers():
-    port = free_port()
-    with NixlAgent("server", listen_port=port) as server, NixlAgent(listen_port=0) as client:
-        client.connect("127.0.0.1", port, "server", Deadline(5))
-        client.notify("server", {"op": "hello", "text": "x" * 100_000})
-        came, end = [], Deadline(5)
-        while not came:
-            came = server.notifications()
-            end.pause("nothing came")
-            client.notifications()  # neither has a thread: both must look
-        assert came == [(client.name, {"op": "hello", "text": "x" * 100_000})]
-        with pytest.raises(TierError, match="server did not answer 'hello' within"):
-            client.ask("server", {"op": "hello"}, Deadline(0.2))
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_metadata_of_one_registration_opens_no_other(op):
+    """Two agents of one peer: what one is given does not let it touch the other's memory."""
+    with NixlAgent() as a, NixlAgent() as b, NixlAgent(progress_thread=True) as there:
+        mine, theirs = torch.full((64,), 1, dtype=torch.uint8), torch.full((64,), 2, dtype=torch.uint8)
+        numbers = there.register([mine]), there.register([theirs])
+        near = torch.zeros(64, dtype=torch.uint8)
+        run = [kvx.layout.plan.Run(0, 0, 0, 0, 64)]
+        for agent, number, own, other in ((a, numbers[0], mine, theirs), (b, numbers[1], theirs, mine)):
+            agent.register([near])
+            peer = agent.add_peer(there.metadata(number))
+            assert agent.read([near], Remote(peer, (own.data_ptr(),)), run, Deadline(5)) == 64
+            assert torch.equal(near, own)
+            before = other.clone()
+            with pytest.raises(TierError, match=f"{op.upper()} of 1 pieces with .* failed: NIXL_ERR_NOT_FOUND"):
+                getattr(agent, op)([near], Remote(peer, (other.data_ptr(),)), run, Deadline(5))
+            assert torch.equal(other, before)
+
+
+def listening_at() -> set[str]:
+    """Addresses, in hexadecimal, that this process listens at over TCP."""
+    links = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links}
+
+
+def test_ucx_listens_at_the_device_of_an_address_alone():
+    """NIXL's own listener, which answers everywhere, is not begun."""
+    before = listening_at()
+    with NixlAgent(devices=devices_of("127.0.0.1")):
+        assert listening_at() - before <= {"0100007F"}
+    assert "UCX_NET_DEVICES" not in os.environ
 
 
 def test_memory_that_is_not_registered_is_refused():
@@ -113,7 +133,16 @@ def test_files(tmp_path):
         with pytest.raises(TierError, match="75001 bytes; the buffers have 70001"):
             files.read_file(tmp_path / "x", dst[1:], Deadline(10))
         assert files.num_registered == 0
-    assert os.listdir(tmp_path) == ["x"]
+        assert (tmp_path / "x").stat().st_mode & 0o777 == 0o600
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(TierError, match="pipe is no file"):
+            files.read_file(tmp_path / "pipe", dst, Deadline(10))
+        (tmp_path / "victim").write_text("kept")
+        (tmp_path / f".y.{os.getpid()}.partial").symlink_to(tmp_path / "victim")
+        assert files.write_file(tmp_path / "y", src, Deadline(10)) == 75_001
+        assert (tmp_path / "victim").read_text() == "kept"
+        assert not (tmp_path / "y").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["pipe", "victim", "x", "y"]
 
 
 def test_a_file_that_was_given_up_stays_open_until_the_agent_is_closed(tmp_path, monkeypatch):

@@ -12,9 +12,12 @@ import pytest
 
 from kvx import Incompatible
 from kvx.tiers import BlockKind, TierError
+from kvx.tiers.nixl_server import MAX_LEASES
 from kvx.tiers.nixl_tier import NixlTier
 from tests.engines.nixl_peer import peer
+from tests.engines.wires import SECRET
 from tests.tiers.blocks import KIND, found, key, put
+from tests.wires.peers import OTHER, eventually
 
 pytest.importorskip("nixl")
 
@@ -23,7 +26,7 @@ TIMEOUT_S = 2.0
 
 
 def open_tier(p, **options) -> NixlTier:
-    return NixlTier("127.0.0.1", p.port, KIND, timeout_s=TIMEOUT_S, retry_s=0.0, staging_blocks=3, **options)
+    return NixlTier("127.0.0.1", p.port, KIND, secret=SECRET, timeout_s=TIMEOUT_S, retry_s=0.0, staging_blocks=3, **options)
 
 
 @pytest.mark.parametrize("capacity", [1, 5])
@@ -104,7 +107,7 @@ def test_a_peer_that_is_gone_is_a_miss_in_time_and_the_next_one_works(blow):
 
 
 def test_after_a_failure_calls_fail_at_once_for_a_while():
-    with peer() as p, NixlTier("127.0.0.1", p.port, KIND, timeout_s=TIMEOUT_S, retry_s=60.0) as tier:
+    with peer() as p, NixlTier("127.0.0.1", p.port, KIND, secret=SECRET, timeout_s=TIMEOUT_S, retry_s=60.0) as tier:
         p.process.kill()
         p.process.wait()
         assert found(tier, 1) == [False]
@@ -113,26 +116,68 @@ def test_after_a_failure_calls_fail_at_once_for_a_while():
         assert time.monotonic() - begin < 0.5
 
 
-def test_a_client_that_dies_gives_its_slots_back():
-    with peer(2, lease_s=0.5) as p, open_tier(p) as tier:
-        with open_tier(p) as other, other._talk() as (link, deadline):
-            link.ask({"op": "put", "keys": [key(8).hex(), key(9).hex()]}, deadline)  # and never writes
+def test_a_client_that_never_writes_gives_its_slots_back():
+    with peer(2, lease_s=0.5) as p, open_tier(p) as tier, open_tier(p) as other:
+        with other._talk() as (link, deadline):
+            lease = link.ask({"op": "put", "keys": [key(8).hex(), key(9).hex()]}, deadline)["lease"]  # and never writes
         assert p.say("leases") == "1"
         with pytest.raises(TierError, match="no room"):
             put(tier, 1)
+        with tier._talk() as (link, deadline), pytest.raises(TierError, match=f"lease {lease} is not this peer's"):
+            link.ask({"op": "end", "lease": lease}, deadline)
+        assert p.say("leases") == "1"
         time.sleep(0.6)
         assert p.say("leases") == "0"
         assert put(tier, 1, 2) == [True, True]
 
 
+def test_a_client_that_goes_gives_its_slots_back_at_once():
+    with peer(2, lease_s=60) as p, open_tier(p) as tier:
+        with open_tier(p) as other, other._talk() as (link, deadline):
+            link.ask({"op": "put", "keys": [key(8).hex(), key(9).hex()]}, deadline)  # and never writes
+            assert p.say("leases") == "1"
+        eventually(lambda: p.say("leases") == "0")
+        assert put(tier, 1, 2) == [True, True]
+
+
+def test_leases_of_one_peer_have_an_end():
+    with peer(2, lease_s=60) as p, open_tier(p) as tier:
+        put(tier, 1)
+        with tier._talk() as (link, deadline):
+            for _ in range(MAX_LEASES):
+                link.ask({"op": "get", "keys": [key(1).hex()]}, deadline)
+            with pytest.raises(TierError, match="64 transfers that are not over, as many as may be"):
+                link.ask({"op": "get", "keys": [key(1).hex()]}, deadline)
+        with open_tier(p) as other:
+            assert found(other, 1) == [True]
+
+
+@pytest.mark.parametrize("body", [{}, {"op": "x"}, {"op": "get", "keys": [1]}, {"op": "commit"}, {"op": "end", "lease": True},
+                                  {"op": "open", "kind": 7}, {"op": "commit", "lease": 1, "sums": []}], ids=str)  # fmt: skip
+def test_what_is_not_understood_is_said_and_the_next_question_answered(body):
+    with peer() as p, open_tier(p) as tier:
+        with tier._talk() as (link, deadline), pytest.raises(TierError, match=r"not understood|not this peer's|no kind of block"):
+            link.ask(body, deadline)
+        assert put(tier, 1) == [True]
+        assert found(tier, 1) == [True]
+
+
+def test_another_secret_opens_nothing():
+    with peer() as p:
+        with pytest.raises(TierError, match=r"NixlServer at .* it has another secret"):
+            NixlTier("127.0.0.1", p.port, KIND, secret=OTHER, timeout_s=TIMEOUT_S)
+        with open_tier(p) as tier:
+            assert put(tier, 1) == [True]
+
+
 def test_another_kind_is_refused_by_name():
     other = BlockKind({**KIND.manifest, "model": "large"}, KIND.buffer_bytes)
     with peer() as p, pytest.raises(Incompatible, match="differ in model: 'small' here, 'large' there"):
-        NixlTier("127.0.0.1", p.port, other, timeout_s=TIMEOUT_S)
+        NixlTier("127.0.0.1", p.port, other, secret=SECRET, timeout_s=TIMEOUT_S)
 
 
 def test_nobody_there():
     begin = time.monotonic()
-    with pytest.raises(TierError, match=r"nobody called kvx:9 answered at 127\.0\.0\.1:9 within 1 s"):
-        NixlTier("127.0.0.1", 9, KIND, timeout_s=1.0)
+    with pytest.raises(TierError, match=r"no NixlServer answered at 127\.0\.0\.1:9 within 1 s"):
+        NixlTier("127.0.0.1", 9, KIND, secret=SECRET, timeout_s=1.0)
     assert time.monotonic() - begin < 2

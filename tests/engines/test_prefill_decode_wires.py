@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,16 +17,19 @@ import pytest
 import kvx
 from kvx.cli.decode import fetch
 from kvx.cli.held import plans
+from kvx.cli.prefill import name_with_weights
 from kvx.handover import from_manifest
 from kvx.runner import Engine, Params, small_model
-from kvx.runner.handover import name_of, resume
+from kvx.runner.handover import resume
+from kvx.runner.open import open_model
 from kvx.spec import from_json
 from kvx.wires.choose import puller_from
-from kvx.wires.nixl.offer import NixlOffers
+from kvx.wires.secret import read_or_make_secret
 from kvx.wires.wire import Deadline, WireError
-from tests.engines.prefill_peer import prefill_at
-from tests.engines.wires import free_port, mooncake_master
+from tests.engines.prefill_peer import Prefill, prefill_at
+from tests.engines.wires import SECRET, free_port, mooncake_master
 from tests.runner import smollm
+from tests.wires.peers import eventually
 
 pytest.importorskip("nixl")
 pytestmark = smollm.needs_weights
@@ -46,8 +50,8 @@ def ids(engine) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def name(engine) -> str:
-    return name_of(engine.model.config)
+def name() -> str:
+    return name_with_weights(small_model(), open_model(small_model()).config)
 
 
 @pytest.fixture(scope="module")
@@ -58,31 +62,21 @@ def alone(engine, ids) -> list[int]:
 def goes_on(engine, handover, ids, alone) -> bool:
     """Whether the answer is the model's own; and nothing stays in use."""
     engine.reset()
-    got = resume(engine, handover, ids, Params(max_tokens=16, ignore_eos=True))[0]
+    got = resume(engine, handover, ids, Params(max_tokens=16, ignore_eos=True), model=handover.model)[0]
     assert got.num_cached == len(ids) - 1
     assert [a.num_used for a in engine.cache.allocators] == [0]
     return list(got.tokens) == alone
 
 
-def decode(address: str, *options: str, wire: str = "nixl") -> dict:
-    command = [
-        sys.executable,
-        "-m",
-        "kvx",
-        "decode",
-        "--from",
-        address,
-        "--prompt",
-        QUESTION,
-        "--system",
-        smollm.SYSTEM,
-        "--wire",
-        wire,
-    ]
-    done = subprocess.run(
-        [*command, "--max-tokens", "64", "--ignore-eos", "--check", "--json", "--device", "cpu", *options],
-        capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+def run_decode(p: Prefill, *options: str, wire: str = "nixl") -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "kvx", "decode", "--from", p.address, "--prompt", QUESTION, "--system", smollm.SYSTEM]
+    command += ["--wire", wire, "--secret-file", str(p.secret_file), "--max-tokens", "64", "--ignore-eos", "--check", "--json"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, "--device", "cpu", *options], capture_output=True, text=True, timeout=600, env=env)
+
+
+def decode(p: Prefill, *options: str, wire: str = "nixl") -> dict:
+    done = run_decode(p, *options, wire=wire)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -93,7 +87,7 @@ def decode(address: str, *options: str, wire: str = "nixl") -> dict:
 ], ids=["16 NHD 2 ranks to 32", "128 vLLM to 16 NHD 3 ranks"])  # fmt: skip
 def test_64_tokens_are_those_of_the_model_alone(here, there):
     with prefill_at(*here) as p:
-        said = decode(p.address, *there)
+        said = decode(p, *there)
         assert (said["is_same"], len(said["tokens"]), said["handed_over"]) == (True, 64, said["prompt_tokens"] - 1)
         assert said["moved"]["bytes"] >= said["prompt_tokens"] * 30 * 2 * 3 * 64 * 4
         assert p.status() == {"used_blocks": 0, "offers": 0, "done": 1}
@@ -101,7 +95,7 @@ def test_64_tokens_are_those_of_the_model_alone(here, there):
 
 def test_through_fp8_where_it_parts_is_reported():
     with prefill_at("--kv-format", "fp8") as p:
-        said = decode(p.address)
+        said = decode(p)
         assert said["moved"]["bytes"] < said["prompt_tokens"] * 30 * 2 * 3 * 64 * 2
         assert said["is_same"] == (said["same_tokens"] == 64)
         print(f"through fp8 the first {said['same_tokens']} of 64 tokens are the same")
@@ -113,17 +107,17 @@ def test_mooncake_too(tmp_path):
     with mooncake_master() as address:
         port = int(address.rpartition(":")[2])
         with prefill_at("--tp", "2", "--layout", NHD, "--wire", "mooncake", port=port) as p:
-            said = decode(p.address, "--tp", "3", wire="mooncake")
+            said = decode(p, "--tp", "3", wire="mooncake")
             assert (said["is_same"], len(said["tokens"])) == (True, 64)
             with pytest.raises(kvx.Incompatible, match="asked for was 'another'"):
-                fetch("mooncake", p.address, [1, 2], "another", TIMEOUT_S)
+                fetch("mooncake", p.address, p.secret, [1, 2], "another", TIMEOUT_S)
             end = time.monotonic() + 5
             while p.status("mooncake")["offers"] > 1:  # that of the status itself
                 assert time.monotonic() < end
         begin = time.monotonic()
         # Nobody takes the question, or its memory went with the prefill.
         with pytest.raises(WireError, match=f"no `kvx prefill --listen` answered at the store of {p.address} within 2 s. Is it"):
-            fetch("mooncake", p.address, [1, 2], "x", 2.0)
+            fetch("mooncake", p.address, p.secret, [1, 2], "x", 2.0)
         assert time.monotonic() - begin < 4
 
 
@@ -133,21 +127,21 @@ def test_mooncake_too(tmp_path):
 def test_a_wrong_byte_is_found_and_the_next_request_works(engine, ids, name, alone):
     with prefill_at("--tp", "3", "--layout", NHD, flip=True) as p:
         with pytest.raises(kvx.Damaged, match="changed on the way"):
-            fetch("nixl", p.address, ids, name, TIMEOUT_S)
+            fetch("nixl", p.address, p.secret, ids, name, TIMEOUT_S)
         assert p.status() == {"used_blocks": 0, "offers": 0, "done": 1}
-        handover, _ = fetch("nixl", p.address, ids, name, TIMEOUT_S)
+        handover, _ = fetch("nixl", p.address, p.secret, ids, name, TIMEOUT_S)
         assert goes_on(engine, handover, ids, alone)
 
 
 def test_another_model_and_bad_tokens_are_refused_and_the_next_request_works(engine, ids, name, alone):
     with prefill_at() as p:
         with pytest.raises(kvx.Incompatible, match=f"its model is '{name}'; asked for was 'another'"):
-            fetch("nixl", p.address, ids, "another", TIMEOUT_S)
+            fetch("nixl", p.address, p.secret, ids, "another", TIMEOUT_S)
         for bad, what in (([], "has 0 tokens"), ([10**9], "1000000000"), ([1] * 9000, "9000")):
             with pytest.raises(WireError, match=what):
-                fetch("nixl", p.address, bad, name, TIMEOUT_S)
+                fetch("nixl", p.address, p.secret, bad, name, TIMEOUT_S)
         assert p.status()["used_blocks"] == 0
-        handover, _ = fetch("nixl", p.address, ids, name, TIMEOUT_S)
+        handover, _ = fetch("nixl", p.address, p.secret, ids, name, TIMEOUT_S)
         assert goes_on(engine, handover, ids, alone)
 
 
@@ -155,15 +149,63 @@ def test_nobody_there():
     begin = time.monotonic()
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(WireError, match=f"no `kvx prefill --listen` answered at {address} within 1.5 s. Is it running"):
-        fetch("nixl", address, [1, 2], "x", 1.5)
+        fetch("nixl", address, SECRET, [1, 2], "x", 1.5)
     assert time.monotonic() - begin < 3
 
 
-def test_a_port_in_use_is_said():
-    """Also where it was free when it was looked at."""
-    port = free_port()
-    with NixlOffers(port), pytest.raises(WireError, match=f"no NIXL agent at port {port}: .* Is the port in use. Give another"):
-        NixlOffers(port)
+def test_another_secret_and_other_weights_are_refused_in_a_sentence(tmp_path):
+    """By the commands themselves: nothing was computed, and nothing pulled."""
+    path, (other, _) = tmp_path / "secret", read_or_make_secret(tmp_path / "secret")
+    weights = changed_copy(tmp_path)
+    with prefill_at() as p:
+        with pytest.raises(WireError, match=f"`kvx prefill --listen` at {p.address}: it has another secret"):
+            fetch("nixl", p.address, other, [1, 2], p.model, TIMEOUT_S)
+        done = run_decode(p, "--secret-file", str(path))
+        assert done.returncode == 2
+        assert "it has another secret. Copy its secret file here, or name the right one: --secret-file FILE." in done.stderr
+        done = run_decode(p, "--model", str(weights))
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].startswith(
+            f"Incompatible: the other side refuses: prefill: its model is '{p.model}'; asked for"
+        )
+        assert "They have other weights" in done.stderr
+        assert p.status() == {"used_blocks": 0, "offers": 0, "done": 1}
+        assert decode(p)["is_same"]
+
+
+def changed_copy(folder: Path) -> Path:
+    """The same model but for one bit of its last tensor."""
+    model = small_model()
+    copy = Path(shutil.copytree(model, folder / "copy") if model.is_dir() else shutil.copy(model, folder / "copy.gguf"))
+    file = max(copy.glob("*.safetensors"), key=lambda f: f.stat().st_size) if copy.is_dir() else copy
+    with file.open("r+b") as f:
+        f.seek(-5, os.SEEK_END)
+        byte = f.read(1)[0]
+        f.seek(-5, os.SEEK_END)
+        f.write(bytes([byte ^ 1]))
+    return copy
+
+
+def test_what_only_looks_like_token_ids_is_refused_and_the_next_request_works(engine, ids, name, alone):
+    with prefill_at() as p:
+        for bad in ([1.0, 2.0], [True], [[1, 2]], "12"):
+            with (
+                puller_from("nixl", p.address, p.secret, Deadline(20)) as puller,
+                pytest.raises(WireError, match=r"prefill: tokens"),
+            ):
+                puller.ask({"model": name, "tokens": bad}, Deadline(20))
+        handover, _ = fetch("nixl", p.address, p.secret, ids, name, TIMEOUT_S)
+        assert goes_on(engine, handover, ids, alone)
+
+
+def test_it_listens_where_it_is_told_and_nowhere_else():
+    with prefill_at() as p:
+        files = Path(f"/proc/{p.process.pid}/fd")
+        links = {os.readlink(f) for f in files.iterdir()}
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        rows += [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+        hosts = {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links}
+        assert hosts == {"0100007F"}  # 127.0.0.1: its own listener, and UCX's
 
 
 def test_a_late_answer_is_an_error_in_time_and_the_next_request_works(engine, ids, name, alone):
@@ -172,10 +214,10 @@ def test_a_late_answer_is_an_error_in_time_and_the_next_request_works(engine, id
         os.kill(p.process.pid, signal.SIGSTOP)
         begin = time.monotonic()
         with pytest.raises(WireError):
-            fetch("nixl", p.address, ids, name, 1.5)
+            fetch("nixl", p.address, p.secret, ids, name, 1.5)
         assert time.monotonic() - begin < 3
         os.kill(p.process.pid, signal.SIGCONT)
-        handover, _ = fetch("nixl", p.address, ids, name, TIMEOUT_S)
+        handover, _ = fetch("nixl", p.address, p.secret, ids, name, TIMEOUT_S)
         assert goes_on(engine, handover, ids, alone)
         end = time.monotonic() + 10
         while p.status()["offers"]:  # the late one goes when its lease is over
@@ -191,7 +233,7 @@ def test_a_prefill_that_is_killed_is_an_error_in_time_and_the_next_one_works(eng
     long = (ids * 40)[:3000] if when == "during" else ids
     with prefill_at("--block-size", "32", "--blocks", "128", tls=tls) as p:
         deadline = Deadline(90)
-        with puller_from("nixl", p.address, deadline) as puller:
+        with puller_from("nixl", p.address, p.secret, deadline) as puller:
             offer = puller.ask({"model": name, "tokens": long}, deadline)
             handover = from_manifest(offer.about["handover"])
             specs = [[from_json(text) for text in part] for part in offer.about["specs"]]
@@ -208,24 +250,26 @@ def test_a_prefill_that_is_killed_is_an_error_in_time_and_the_next_one_works(eng
         with pytest.raises(kvx.Damaged):
             handover.check()
         with prefill_at(port=int(p.address.rpartition(":")[2]), tls=tls) as p:
-            handover, _ = fetch("nixl", p.address, ids, name, TIMEOUT_S)
+            handover, _ = fetch("nixl", p.address, p.secret, ids, name, TIMEOUT_S)
             assert goes_on(engine, handover, ids, alone)
 
 
 def test_a_decode_that_dies_gives_back_what_it_was_offered(ids, name, engine, alone):
-    with prefill_at("--lease-s", "1") as p:
-        with puller_from("nixl", p.address, Deadline(20)) as puller:
-            puller.ask({"model": name, "tokens": ids}, Deadline(20))  # and never pulls
-        assert p.status()["offers"] == 1
-        time.sleep(1.1)
+    with prefill_at("--lease-s", "60") as p:
+        with puller_from("nixl", p.address, p.secret, Deadline(20)) as puller:
+            puller.ask({"model": name, "tokens": ids}, Deadline(60))  # and never pulls
+            assert p.status()["offers"] == 1
+        eventually(lambda: p.status()["offers"] == 0)  # long before its lease is over
         assert p.status() == {"used_blocks": 0, "offers": 0, "done": 1}
-        handover, _ = fetch("nixl", p.address, ids, name, TIMEOUT_S)
+        handover, _ = fetch("nixl", p.address, p.secret, ids, name, TIMEOUT_S)
         assert goes_on(engine, handover, ids, alone)
 
 
-def test_the_cli_says_it_in_a_sentence():
+def test_the_cli_says_it_in_a_sentence(tmp_path):
     address = f"127.0.0.1:{free_port()}"
+    read_or_make_secret(tmp_path / "secret")
     command = [sys.executable, "-m", "kvx", "decode", "--from", address, "--prompt", "x", "--timeout-s", "1"]
+    command += ["--secret-file", str(tmp_path / "secret")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 2
     assert done.stdout == ""

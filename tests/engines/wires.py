@@ -11,12 +11,16 @@ from pathlib import Path
 
 from kvx.tiers import TierError
 from kvx.wires.mooncake.store import MooncakeStore
+from kvx.wires.secret import Secret
 
 
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+SECRET = Secret(b"the secret of the engines' tests, which is long enough")
 
 
 def own_address() -> str:

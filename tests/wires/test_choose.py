@@ -8,24 +8,28 @@ import socket
 import pytest
 
 import kvx
-from kvx.wires.choose import check_wire, offers_at, puller_from
+from kvx.wires.choose import check_wire, offers_at
 from kvx.wires.mooncake import store
 from kvx.wires.nixl import agent
-from kvx.wires.wire import Deadline, WireError
+from kvx.wires.wire import WireError
+from tests.wires.peers import SECRET
 
 
 @pytest.mark.parametrize(("wire", "how"), [("nixl", "pip install --no-deps nixl"), ("mooncake", "pip install mooncake-transfer")])
 def test_a_missing_package_says_how_to_get_it(wire, how):
     if importlib.util.find_spec(wire) is not None:
         pytest.skip(f"{wire} is installed")
-    for call in (lambda: offers_at(wire, "127.0.0.1:9", 1.0), lambda: puller_from(wire, "127.0.0.1:9", Deadline(1))):
+    for call in (
+        lambda: offers_at(wire, "127.0.0.1:9", SECRET, lease_s=1.0),
+        lambda: check_wire(wire, "127.0.0.1:9", is_listening=False),
+    ):
         with pytest.raises(kvx.Unsupported, match=f"needs the package {wire}: {how}"):
             call()
 
 
 def test_a_wire_that_does_not_exist():
     with pytest.raises(kvx.BadArgument, match="--wire is 'string'; it is nixl or mooncake"):
-        offers_at("string", "127.0.0.1:9", 1.0)
+        offers_at("string", "127.0.0.1:9", SECRET, lease_s=1.0)
 
 
 @pytest.fixture

@@ -4,13 +4,18 @@ kvx/ask               a question: one at a time, taken out by the side that answ
 kvx/NUMBER/answer     what is offered
 kvx/NUMBER/0, 1, ...  its buffers
 kvx/NUMBER/done       they are pulled
+
+Questions and answers are sealed with the secret that both sides have: another's are not taken for theirs, nor an old one for a new.
+The manifest in the answer has the digest of the buffers. Nothing hides them: whoever reaches the store can read and remove them.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import re
+import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,29 +25,49 @@ import torch
 from torch import Tensor
 
 from kvx.errors import KvxError
+from kvx.layout.buffers import memory_bytes
 from kvx.layout.plan import Plan
 from kvx.ops.convert import convert
+from kvx.wires.channel import WrongSecret
 from kvx.wires.mooncake.store import MASTER_TIMEOUT_S, NO_ROOM, OWNER_GONE, MooncakeStore, StoreError
-from kvx.wires.offer import NO_PREFILL, PREFILL_HINT, Offer, Offers, Puller, Request, places_of, read_answer
+from kvx.wires.offer import NO_PREFILL, PREFILL_HINT, Offer, Offers, Puller, Request, check_room, places_of, read_answer
+from kvx.wires.secret import Secret
 from kvx.wires.wire import Deadline, WireError
 
 _ASK = "kvx/ask"
 _LOOK_S = 0.01  # between two looks at the store
+_NUMBER = re.compile(r"[0-9a-f]{32}")
+_MAX_OFFERS, _MAX_SEEN = 64, 100_000  # at a time; questions remembered, so that none is answered twice
+_SEAL_CHARS = 64
+SEGMENT_BYTES = 512 << 20
+SECRET_HINT = f"{PREFILL_HINT} With the same --secret-file? It does not answer those who have another."
 
 
 @dataclass
 class _Given:
     num_buffers: int
+    num_bytes: int
     until_s: float
 
 
 class MooncakeOffers(Offers):
     """It gives the store the memory that the bytes lie in. One such side a master, which is at `host` and `port`."""
 
-    def __init__(self, host: str, port: int, *, lease_s: float = 30.0, segment_bytes: int = 512 << 20, my_host: str = "") -> None:
-        self.lease_s = lease_s
-        self._store = MooncakeStore(f"{host}:{port}", host=my_host, segment_bytes=segment_bytes)
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: Secret,
+        *,
+        lease_s: float = 30.0,
+        max_bytes: int = 0,  # that it gives the store; 0: SEGMENT_BYTES
+        my_host: str = "",
+    ) -> None:
+        self.lease_s, self.max_bytes = lease_s, max_bytes or SEGMENT_BYTES
+        self._secret = secret
+        self._store = MooncakeStore(f"{host}:{port}", host=my_host, segment_bytes=self.max_bytes)
         self._given: dict[str, _Given] = {}
+        self._seen: OrderedDict[str, None] = OrderedDict()
         self._looked_s = 0.0
 
     @property
@@ -69,15 +94,31 @@ class MooncakeOffers(Offers):
         if not text:
             return []
         self._store.remove(_ASK)
-        with suppress(ValueError, KeyError, TypeError):
-            body = json.loads(text)
-            if body["id"] not in self._given:
-                return [Request(str(body["id"]), dict(body["about"]))]
-        return []
+        return self._question(text)
+
+    def _question(self, text: bytes) -> list[Request]:
+        """Of whoever has the secret, and for the first time. Others are not answered."""
+        body = _open(self._secret, "ask", text)
+        number, about = (body.get("id"), body.get("about")) if body is not None else (None, None)
+        if not isinstance(number, str) or not _NUMBER.fullmatch(number) or not isinstance(about, dict) or number in self._seen:
+            return []
+        self._seen[number] = None
+        if len(self._seen) > _MAX_SEEN:
+            self._seen.popitem(last=False)
+        request = Request(number, about)
+        if len(self._given) >= _MAX_OFFERS:
+            with suppress(WireError):
+                self.refuse(
+                    request, WireError(f"{_MAX_OFFERS} offers wait to be pulled, as many as may be. Ask again in a moment.")
+                )
+            return []
+        return [request]
 
     def offer(self, request: Request, about: dict[str, Any], buffers: Sequence[Tensor]) -> None:
-        full = [t for t in buffers if t.numel()]
-        self._give(request, len(buffers))
+        full, size, now = [t for t in buffers if t.numel()], sum(map(memory_bytes, buffers)), time.monotonic()
+        wait_s = min((g.until_s for g in self._given.values()), default=now) - now
+        check_room(size, sum(g.num_bytes for g in self._given.values()), self.max_bytes, wait_s)
+        self._give(request, len(buffers), size)
         try:
             self._store.register(full)
             for n, t in enumerate(buffers):
@@ -92,11 +133,11 @@ class MooncakeOffers(Offers):
 
     def _say(self, request: Request, body: dict[str, Any]) -> None:
         if request.number not in self._given:
-            self._give(request, 0)
-        self._store.put(f"kvx/{request.number}/answer", json.dumps(body).encode())
+            self._give(request, 0, 0)
+        self._store.put(f"kvx/{request.number}/answer", _seal(self._secret, request.number, body))
 
-    def _give(self, request: Request, num_buffers: int) -> None:
-        self._given[request.number] = _Given(num_buffers, time.monotonic() + self.lease_s)
+    def _give(self, request: Request, num_buffers: int, num_bytes: int) -> None:
+        self._given[request.number] = _Given(num_buffers, num_bytes, time.monotonic() + self.lease_s)
 
     def _end(self, number: str) -> None:
         given = self._given.pop(number)
@@ -111,13 +152,13 @@ class MooncakeOffers(Offers):
 
 
 class MooncakePuller(Puller):
-    def __init__(self, host: str, port: int, deadline: Deadline, *, my_host: str = "") -> None:
-        self._master = f"{host}:{port}"
+    def __init__(self, host: str, port: int, secret: Secret, deadline: Deadline, *, my_host: str = "") -> None:
+        self._master, self._secret = f"{host}:{port}", secret
         self._store = MooncakeStore(self._master, host=my_host, timeout_s=min(deadline.left_s, MASTER_TIMEOUT_S))
 
     def ask(self, about: dict[str, Any], deadline: Deadline) -> Offer:
-        number = f"{os.getpid()}-{os.urandom(6).hex()}"
-        text = json.dumps({"id": number, "about": about}).encode()
+        number = secrets.token_hex(16)
+        text = _seal(self._secret, "ask", {"id": number, "about": about})
         answer, asked_s = b"", 0.0
         while not answer:
             # Another's question may lie there, and the first of a name stays: so it is asked again. It is answered once.
@@ -127,15 +168,19 @@ class MooncakePuller(Puller):
             answer = self._store.get(f"kvx/{number}/answer")
             if not answer:
                 try:
-                    deadline.pause(f"{NO_PREFILL} answered at the store of {self._master}", _LOOK_S, PREFILL_HINT)
+                    deadline.pause(f"{NO_PREFILL} answered at the store of {self._master}", _LOOK_S, SECRET_HINT)
                 except WireError:
                     if self._store.get(_ASK) == text:
                         self._store.remove(_ASK)
                     raise
+        body = _open(self._secret, number, answer)
+        if body is None:
+            raise WrongSecret(
+                f"what answers at the store of {self._master} does not know the secret. Nothing is pulled. Name the file that the "
+                "prefill has: --secret-file FILE."
+            )
         try:
-            return read_answer(number, dict(json.loads(answer)))
-        except (TypeError, ValueError) as error:
-            raise WireError(f"the answer is not understood: {type(error).__name__} {error}.") from error
+            return read_answer(number, body)
         except KvxError:  # refused: nobody will pull it
             self._store.put(f"kvx/{number}/done", b"1")
             raise
@@ -173,3 +218,20 @@ class MooncakePuller(Puller):
 
     def close(self) -> None:
         self._store.close()
+
+
+def _seal(secret: Secret, label: str, body: dict[str, Any]) -> bytes:
+    text = json.dumps(body, allow_nan=False).encode()
+    return secret.proof(f"mooncake {label}", text).hex().encode() + text
+
+
+def _open(secret: Secret, label: str, sealed: bytes) -> dict[str, Any] | None:
+    """None where it is not what somebody sealed who has the secret, for this label."""
+    seal, text = sealed[:_SEAL_CHARS], sealed[_SEAL_CHARS:]
+    try:
+        if not secret.proves(bytes.fromhex(seal.decode("ascii")), f"mooncake {label}", text):
+            return None
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None

@@ -1,4 +1,6 @@
-"""A door to NIXL: an agent with its memory, its peers, their messages, and transfers that end by a deadline.
+"""A door to NIXL: an agent with its memory, its peers, and transfers that end by a deadline.
+
+Peers learn of each other by metadata that the caller carries: NIXL's own listener answers on every interface, whoever asks.
 
 Descriptors come from `plan.runs()`: where two caches differ in layout or sharding only, the wire itself does the conversion.
 """
@@ -7,12 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -28,6 +29,7 @@ from kvx.wires.wire import Deadline, WireError, need
 
 INSTALL = "pip install --no-deps nixl nixl-cu13 (nixl-cu12 where CUDA is 12; either runs without a GPU)."
 _numbers = itertools.count()
+_environment = threading.Lock()
 
 
 def load() -> Any:
@@ -45,11 +47,6 @@ class Remote(NamedTuple):
     device: int = 0
 
 
-def agent_name(port: int) -> str:
-    """Whoever asks a port for metadata must name the agent there."""
-    return f"kvx:{port}"
-
-
 class NixlAgent:
     """Thread-safe. Use it in a `with`: leaving gives back every registration and handle, whatever happened."""
 
@@ -57,9 +54,9 @@ class NixlAgent:
         self,
         name: str = "",  # "": one of its own. An agent cannot know two peers of one name
         *,
-        listen_port: int | None = None,  # answers those who ask for its metadata; None: give metadata by hand
+        devices: Sequence[str] = (),  # of the network, that UCX may use; (): any. UCX_NET_DEVICES of the user comes first
         backends: Sequence[str] = ("UCX",),
-        progress_thread: bool = False,  # it keeps a core busy. Without: bytes move while either side looks (wait, notifications)
+        progress_thread: bool = False,  # it keeps a core busy. Without: bytes move while either side looks (read, progress)
     ) -> None:
         api = load()
         logging.getLogger("nixl").setLevel(logging.WARNING)  # its INFO goes to stdout
@@ -67,24 +64,20 @@ class NixlAgent:
         self.name = name or f"kvx-{os.getpid()}-{next(_numbers)}-{os.urandom(4).hex()}"
         config = api.nixl_agent_config(
             enable_prog_thread=progress_thread,
-            enable_listen_thread=listen_port is not None,
-            listen_port=listen_port or 0,
+            enable_listen_thread=False,
             backends=list(backends),
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         try:
-            self._agent: Any = api.nixl_agent(self.name, config)
+            with _on_devices(devices):
+                self._agent: Any = api.nixl_agent(self.name, config)
         except Exception as error:
-            at = f" at port {listen_port}" if listen_port else ""
-            hint = " Is the port in use? Give another." if listen_port else ""
-            raise WireError(f"no NIXL agent{at}: {_text(error).rstrip('.')}.{hint}") from error
+            raise WireError(f"no NIXL agent can be made: {_text(error).rstrip('.')}.") from error
         missing = [b for b in backends if b not in self._agent.backends]
         if missing:
             raise BadArgument(f"NixlAgent: no backend {missing[0]}; this NIXL has {', '.join(self._agent.plugin_list)}.")
         self._registered: dict[int, tuple[Any, Sequence[Tensor]]] = {}
         self._stuck: list[Any] = []  # transfers that were given up; they are let go of with the agent
-        self._inbox: list[tuple[str, bytes]] = []
-        self._inbox_lock = threading.Lock()
 
     # ---- memory
 
@@ -112,9 +105,15 @@ class NixlAgent:
 
     # ---- peers
 
-    def metadata(self) -> bytes:
-        """What a peer must know to read and write this memory. It changes with every registration."""
-        return bytes(self._agent.get_agent_metadata())
+    def metadata(self, registration: int | None = None) -> bytes:
+        """What a peer must know to read and write the memory of one registration, and no other; None: of all."""
+        try:
+            if registration is None:
+                return bytes(self._agent.get_agent_metadata())
+            handle, _ = self._registered[registration]
+            return bytes(self._agent.get_partial_agent_metadata(handle, True, list(self._agent.backends)))
+        except Exception as error:
+            raise WireError(f"NIXL made no metadata: {_text(error)}.") from error
 
     def add_peer(self, metadata: bytes) -> str:
         try:
@@ -123,62 +122,14 @@ class NixlAgent:
             raise WireError(f"this is no metadata of a NIXL agent: {_text(error)}.") from error
         return name.decode() if isinstance(name, bytes) else str(name)
 
-    def connect(self, host: str, port: int, name: str, deadline: Deadline, *, who: str = "", hint: str = "") -> None:
-        """Exchange metadata with the agent of this name that listens there. Both can talk then.
-
-        `who` it is to the reader of an error, and what to do.
-        """
-        asked_s = 1.0
-        while not self._agent.check_remote_metadata(name):
-            if asked_s >= 0.5:  # a peer that is just starting is asked again
-                self._agent.fetch_remote_metadata(name, host, port)
-                self._agent.send_local_metadata(host, port)
-                asked_s = 0.0
-            deadline.pause(f"{who or f'nobody called {name}'} answered at {host}:{port}", 0.005, hint)
-            asked_s += 0.005
-
-    def knows(self, peer: str) -> bool:
-        return bool(self._agent.check_remote_metadata(peer))
-
     def forget(self, peer: str) -> None:
         with suppress(Exception):
             self._agent.remove_remote_agent(peer)
 
-    # ---- messages
-
-    def notify(self, peer: str, message: dict[str, Any]) -> None:
-        try:
-            self._agent.send_notif(peer, json.dumps(message).encode())
-        except Exception as error:
-            raise WireError(f"{peer} cannot be reached: {_text(error)}.") from error
-
-    def notifications(self) -> list[tuple[str, dict[str, Any]]]:
-        """(peer, message) of all that came since. What is no message is dropped."""
-        with self._inbox_lock:
-            self._collect()
-            came, self._inbox = self._inbox, []
-        return [(peer, body) for peer, text in came if (body := _body(text)) is not None]
-
-    def ask(self, peer: str, message: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """Send a message and wait for its answer: the one with the same number under "re"."""
-        number = f"{self.name}/{next(_numbers)}"
-        self.notify(peer, {**message, "id": number})
-        while True:
-            with self._inbox_lock:
-                self._collect()
-                for n, (who, text) in enumerate(self._inbox):
-                    body = _body(text)
-                    if who == peer and body is not None and body.get("re") == number:
-                        del self._inbox[n]
-                        return body
-            deadline.pause(f"{peer} did not answer {message.get('op', 'a message')!r}")
-
-    def _collect(self) -> None:
-        try:
-            came = self._agent.get_new_notifs()
-        except Exception as error:
-            raise WireError(f"NIXL lost its messages: {_text(error)}.") from error
-        self._inbox += [(peer, text) for peer, texts in came.items() for text in texts]
+    def progress(self) -> None:
+        """Look: that moves the bytes which peers read and write, on links that need both sides. What they say is dropped."""
+        with suppress(Exception):
+            self._agent.get_new_notifs()
 
     # ---- bytes
 
@@ -279,12 +230,19 @@ def _leave_early() -> None:
         libc.on_exit(libc._exit, None)
 
 
-def _body(text: bytes) -> dict[str, Any] | None:
-    try:
-        body = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return body if isinstance(body, dict) else None
+@contextmanager
+def _on_devices(devices: Sequence[str]) -> Iterator[None]:
+    """UCX reads its environment when an agent is made, and has no other way to say several devices through NIXL."""
+    name = "UCX_NET_DEVICES"
+    with _environment:
+        if not devices or name in os.environ:
+            yield
+            return
+        os.environ[name] = ",".join(devices)
+        try:
+            yield
+        finally:
+            del os.environ[name]
 
 
 def _text(error: Exception) -> str:

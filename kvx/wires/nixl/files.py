@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,10 @@ from kvx.wires.wire import Deadline, WireError
 
 
 class NixlFiles(NixlAgent):
-    """A file is the bytes of some buffers, one after the other: no header, no checksum. Its reader has a digest of his own."""
+    """A file is the bytes of some buffers, one after the other: no header, no checksum. Its reader has a digest of his own.
+
+    Files are its user's alone (mode 600).
+    """
 
     def __init__(self) -> None:
         super().__init__(backends=("POSIX",))
@@ -27,7 +31,10 @@ class NixlFiles(NixlAgent):
         path = Path(path)
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
-            file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            with suppress(FileNotFoundError):  # of a process of the same number, that was killed
+                partial.unlink()
+            # K and V are prompts: for the owner alone. Never through a link that somebody laid there.
+            file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             size = self._move_file("WRITE", file, buffers, deadline)
             partial.replace(path)
         finally:
@@ -37,11 +44,14 @@ class NixlFiles(NixlAgent):
 
     def read_file(self, path: str | Path, buffers: Sequence[Tensor], deadline: Deadline) -> int:
         """A file that has another number of bytes is refused."""
-        file = os.open(path, os.O_RDONLY)
-        size, want = os.fstat(file).st_size, sum(map(memory_bytes, buffers))
-        if size != want:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for its writer
+        found, want = os.fstat(file), sum(map(memory_bytes, buffers))
+        if not stat.S_ISREG(found.st_mode):
             os.close(file)
-            raise WireError(f"{path} has {size} bytes; the buffers have {want}.")
+            raise WireError(f"{path} is no file.")
+        if found.st_size != want:
+            os.close(file)
+            raise WireError(f"{path} has {found.st_size} bytes; the buffers have {want}.")
         return self._move_file("READ", file, buffers, deadline)
 
     def _move_file(self, op: str, file: int, buffers: Sequence[Tensor], deadline: Deadline) -> int:

@@ -1,113 +1,174 @@
-"""Offers over NIXL: a question, an answer with addresses, a READ, a word at the end. Metadata travels by NIXL's own listener."""
+"""Offers over NIXL: a question, an answer with addresses, a READ, a word at the end.
+
+Words and metadata travel by a channel of our own, that both sides prove themselves on. A client is given the metadata of its own
+offer, and has one at a time. The bytes travel as UCX sends them: docs/wires.md says who can see them.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from kvx.layout.buffers import memory_bytes
 from kvx.layout.plan import Plan
-from kvx.wires.nixl.agent import NixlAgent, Remote, agent_name
-from kvx.wires.offer import NO_PREFILL, PREFILL_HINT, Offer, Offers, Puller, Request, places_of, read_answer
+from kvx.wires.address import devices_of
+from kvx.wires.channel import connect
+from kvx.wires.listener import MAX_CLIENTS, Client, Listener
+from kvx.wires.nixl.agent import NixlAgent, Remote
+from kvx.wires.offer import PREFILL, PREFILL_HINT, Offer, Offers, Puller, Request, check_room, places_of, read_answer
+from kvx.wires.secret import Secret
 from kvx.wires.wire import Deadline, WireError
 
-QUIET_S = 60.0  # a peer that says nothing for so long is forgotten
+QUIET_S = 60.0  # a client that asks nothing for so long after its lease is hung up on
+LATE_S = 10.0  # memory of an offer that was not ended by its client stays for so long: a READ may be on its way
 LEAST_PIECE_BYTES = 32  # a row of K or V is more, in any layout that keeps rows together
+OFFER_BYTES = 4 << 30
 
 
 @dataclass
 class _Given:
     registration: int
+    buffers: Sequence[Tensor]
+    num_bytes: int
     until_s: float
 
 
 class NixlOffers(Offers):
-    def __init__(self, port: int, *, lease_s: float = 30.0) -> None:
-        self.lease_s = lease_s
-        self._agent = NixlAgent(agent_name(port), listen_port=port)
-        self._given: dict[str, _Given] = {}
-        self._heard_s: dict[str, float] = {}  # when a peer last said something
-        self._waiting: list[tuple[Request, float]] = []  # their senders' metadata is still on its way
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: Secret,
+        *,
+        lease_s: float = 30.0,
+        max_bytes: int = 0,  # 0: OFFER_BYTES
+        max_clients: int = MAX_CLIENTS,
+    ) -> None:
+        self.lease_s, self.max_bytes = lease_s, max_bytes or OFFER_BYTES
+        self._given: dict[int, _Given] = {}  # by client: the oldest first
+        self._late: list[_Given] = []  # not registered any more
+        self._asked = itertools.count()
+        self._listener = Listener(host, port, secret, idle_s=lease_s + QUIET_S, max_clients=max_clients)
+        try:
+            self.devices = devices_of(self._listener.host)
+            self._agent = NixlAgent(devices=self.devices)
+        except BaseException:
+            self._listener.close()
+            raise
 
     @property
     def num_offers(self) -> int:
         return len(self._given)
 
     @property
+    def num_bytes(self) -> int:
+        return sum(given.num_bytes for given in (*self._given.values(), *self._late))
+
+    @property
     def num_registered(self) -> int:
         return self._agent.num_registered
 
+    @property
+    def num_clients(self) -> int:
+        return self._listener.num_clients
+
     def requests(self) -> list[Request]:
-        now = time.monotonic()
-        with suppress(WireError):
-            for peer, body in self._agent.notifications():
-                self._heard_s[peer] = now
-                if body.get("op") == "done":
-                    self._end(str(body.get("offer")))
-                    with suppress(WireError):  # it is gone; the messages of others are still to be read
-                        self._agent.notify(peer, {"re": body.get("id")})
-                elif isinstance(body.get("about"), dict) and isinstance(body.get("id"), str):
-                    self._waiting.append((Request(body["id"], body["about"], peer), now))
-        for number in [n for n, given in self._given.items() if given.until_s <= now]:
-            self._end(number)
-        for peer in [p for p, at in self._heard_s.items() if at + max(self.lease_s, QUIET_S) <= now]:
-            del self._heard_s[peer]
-            self._agent.forget(peer)
-        ready = [r for r, _ in self._waiting if self._agent.knows(r.peer)]
-        self._waiting = [(r, at) for r, at in self._waiting if r not in ready and at + self.lease_s > now]
-        return ready
+        self._agent.progress()
+        came = []
+        for client, body in self._listener.events():
+            if body is None:
+                self._end(client.number)
+            elif body.get("op") == "done":
+                client.answer({"done": self._end(client.number, is_done=True)})
+            elif isinstance(body.get("about"), dict):
+                self._end(client.number)  # one at a time: who asks anew has ended the one before
+                came.append(Request(f"{client.number}-{next(self._asked)}", body["about"], client))
+            else:
+                client.answer({"error": 'the message is not understood: it has "about", an object, or "op": "done".'})
+        self._expire()
+        return came
 
     def offer(self, request: Request, about: dict[str, Any], buffers: Sequence[Tensor]) -> None:
+        client, size, now = _client(request), sum(map(memory_bytes, buffers)), time.monotonic()
+        self._expire()
+        ends_s = [g.until_s + LATE_S for g in self._given.values()] + [g.until_s for g in self._late]
+        check_room(size, self.num_bytes, self.max_bytes, min(ends_s, default=now) - now)
+        if not client.is_open:
+            raise WireError("whoever asked is gone.")
         registration = self._agent.register(buffers)
-        self._given[request.number] = _Given(registration, time.monotonic() + self.lease_s)
-        addresses = [t.data_ptr() for t in buffers]
-        metadata = b64encode(self._agent.metadata()).decode()  # newer than what the asker got: with these buffers
-        self._say(request, {"about": about, "places": addresses, "metadata": metadata})
+        self._given[client.number] = _Given(registration, buffers, size, now + self.lease_s)
+        try:
+            metadata = b64encode(self._agent.metadata(registration)).decode()
+        except WireError:
+            self._end(client.number, is_done=True)
+            raise
+        places = [t.data_ptr() for t in buffers]
+        self._say(request, {"about": about, "places": places, "metadata": metadata, "lease_s": self.lease_s})
 
     def _say(self, request: Request, body: dict[str, Any]) -> None:
-        try:
-            self._agent.notify(request.peer, {**body, "re": request.number})
-        except WireError:  # it is gone, and needs no answer
-            self._end(request.number)
+        _client(request).answer(body)  # one that is gone needs none, and requests() hears of it
 
-    def _end(self, number: str) -> None:
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for number in [n for n, given in self._given.items() if given.until_s <= now]:
+            self._end(number)
+        self._late = [given for given in self._late if given.until_s > now]
+
+    def _end(self, number: int, *, is_done: bool = False) -> bool:
+        """Whether there was an offer to end."""
         given = self._given.pop(number, None)
-        if given is not None:
-            self._agent.release(given.registration)
+        if given is None:
+            return False
+        self._agent.release(given.registration)
+        if not is_done:
+            given.until_s = time.monotonic() + LATE_S
+            self._late.append(given)
+        return True
 
     def close(self) -> None:
+        self._listener.close()
         self._agent.close()
         self._given.clear()
+        self._late.clear()
 
 
 class NixlPuller(Puller):
     """After a WireError close it: that ends what was given up."""
 
-    def __init__(self, host: str, port: int, deadline: Deadline) -> None:
-        self._peer, self._agent = agent_name(port), NixlAgent(listen_port=0)
+    def __init__(self, host: str, port: int, secret: Secret, deadline: Deadline) -> None:
+        self._who = f"{PREFILL} at {host}:{port}"
+        self._channel = connect(host, port, secret, deadline, who=PREFILL, hint=PREFILL_HINT)
+        self._lease = Deadline(0)
+        self._peer = ""
+        self._asked = itertools.count()
         try:
-            self._agent.connect(host, port, self._peer, deadline, who=NO_PREFILL, hint=PREFILL_HINT)
+            self._agent = NixlAgent(devices=devices_of(self._channel.my_host))
         except BaseException:
-            self._agent.close()
+            self._channel.close()
             raise
 
     def ask(self, about: dict[str, Any], deadline: Deadline) -> Offer:
-        body = self._agent.ask(self._peer, {"about": about}, deadline)
-        offer = read_answer(str(body["re"]), body)
+        self._forget()
+        body = self._channel.ask({"about": about}, deadline, self._who)
+        offer = read_answer(str(next(self._asked)), body)
         if offer.places:
             try:
-                self._agent.add_peer(b64decode(body["metadata"]))
+                self._lease = Deadline(float(body["lease_s"]))
+                metadata = b64decode(body["metadata"], validate=True)
             except (KeyError, TypeError, ValueError) as error:
                 raise WireError(f"the answer has no metadata: {type(error).__name__} {error}.") from error
+            self._peer = self._agent.add_peer(metadata)
         return offer
 
     def pull(self, offer: Offer, parts: Sequence[tuple[Sequence[Tensor], Plan]], deadline: Deadline) -> int:
         at = size = 0
+        deadline = min(deadline, self._lease, key=lambda d: d.left_s)  # afterwards its memory is another's
         for into, plan in parts:
             remote = Remote(self._peer, places_of(offer, at, plan))
             least = next(iter(plan.runs())).bytes
@@ -123,7 +184,25 @@ class NixlPuller(Puller):
         return size
 
     def done(self, offer: Offer, deadline: Deadline) -> None:
-        self._agent.ask(self._peer, {"op": "done", "offer": offer.number}, deadline)
+        body = self._channel.ask({"op": "done"}, deadline, self._who)
+        if body.get("done") is not True:
+            raise WireError(
+                f"{self._who} took the offer back before all of it was pulled: after {self._lease.timeout_s:g} s, its --lease-s. "
+                "What came is not used. Ask again, or give it a longer one."
+            )
+        self._forget()
+
+    def _forget(self) -> None:
+        """What an earlier offer made known: its addresses may be another's by now."""
+        if self._peer:
+            self._agent.forget(self._peer)
+            self._peer = ""
 
     def close(self) -> None:
         self._agent.close()
+        self._channel.close()
+
+
+def _client(request: Request) -> Client:
+    assert request.client is not None
+    return request.client
