@@ -27,7 +27,7 @@ from kvx.cache.batch import Batch, BatchBuffers
 from kvx.cache.blocks import BlockAllocator
 from kvx.cache.groups import GroupState, Layer, LayerGroup, check_groups
 from kvx.cache.integrity import check_cache
-from kvx.cache.prefix import PrefixCache, PrefixStats
+from kvx.cache.prefix import Extras, PrefixCache, PrefixStats, check_extra, checked_extras
 from kvx.cache.sequence import Sequence
 from kvx.errors import BadArgument, OutOfBlocks
 from kvx.layout.device_memory import check_fits
@@ -101,17 +101,21 @@ class PagedCache:
 
     # --- one sequence -----------------------------------------------------------------------------------------------------
 
-    def admit(self, tokens: Tokens, *, extra: bytes = b"", is_brought_back: bool = True) -> Sequence:
+    def admit(self, tokens: Tokens, *, extra: bytes = b"", extras: Extras = (), is_brought_back: bool = True) -> Sequence:
         """A sequence of these tokens. Its length is what the prefix cache had of them, never all: the last is left to compute.
 
         Nothing else is allocated, but for what a backing brings back; False leaves that to bring_back(). `extra` is what the
-        content hangs on besides the tokens: a LoRA's id, hashes of images. OutOfBlocks where max_seqs are admitted already.
+        content hangs on besides the tokens, such as a LoRA's id; `extras` what does so from a token on, as (position, bytes): the
+        hash of an image whose placeholders begin there. OutOfBlocks where max_seqs are admitted already.
         """
         ids = _token_ids("admit", tokens)
         n = len(ids)
         if n > self.max_seq_len:
             raise BadArgument(f"admit(): {n} tokens; max_seq_len is {self.max_seq_len}. Cut the prompt, or make the cache longer.")
+        check_extra("admit", extra)
+        begun = checked_extras("admit", extras, n) if extras else []
         seq = self._new_sequence("admit")
+        seq._extras = begun
         seq._tokens[:n] = ids
         seq.num_tokens = n
         if self.prefix is not None:
@@ -165,7 +169,7 @@ class PagedCache:
         if not full:
             return
         data = seq._tokens[: full * self.block_size].tobytes()
-        seq._hashes = prefix.chain(data, seq._root)
+        seq._hashes = prefix.chain(data, seq._root, seq._extras)
         n, found = prefix.match(seq._hashes, self.windows)
         if not n:
             return
@@ -174,21 +178,26 @@ class PagedCache:
             seq._first[i] = group.first_block(n * self.block_size)
         seq.length = seq.num_cached = seq._limit = seq._num_stored = n * self.block_size
 
-    def append(self, seq: Sequence, tokens: Tokens) -> None:
-        """More known tokens, without room for them yet."""
+    def append(self, seq: Sequence, tokens: Tokens, *, extra: bytes = b"") -> None:
+        """More known tokens, without room for them yet. `extra` is what begins with them and is not in their ids: an image."""
         self._check_live("append", seq)
         ids = _token_ids("append", tokens)
         end = seq.num_tokens + len(ids)
         self._check_length("append", seq, end)
+        self._begin("append", seq, end - len(ids), end, extra)
         seq._tokens[seq.num_tokens : end] = ids
         seq.num_tokens = end
 
-    def extend(self, seq: Sequence, n: int | Tokens) -> None:
+    def extend(self, seq: Sequence, n: int | Tokens, *, extra: bytes = b"") -> None:
         """Room for `n` more of its tokens, or for these new ones, in every group. OutOfBlocks changes nothing.
+
+        `extra` is what begins with new tokens and is not in their ids, as append() takes it.
 
         New tokens follow those in the cache: all known ones have room by then. Without a prefix cache a count may go past the
         known tokens; their ids are 0. A last block that others read is copied first; blocks behind windows are given back.
         """
+        if extra != b"":
+            return self._extend(seq, n, extra)
         length = seq.length
         # The two calls of a decode step, without numpy's functions where the last block has room.
         if type(n) is int:
@@ -206,9 +215,11 @@ class PagedCache:
                 return
         self._extend(seq, n)
 
-    def _extend(self, seq: Sequence, n: int | Tokens) -> None:
+    def _extend(self, seq: Sequence, n: int | Tokens, extra: bytes = b"") -> None:
         self._check_live("extend", seq)
         if isinstance(n, int | np.integer):
+            if extra != b"":
+                raise BadArgument("extend(): extra belongs to new tokens; n is a count. Give their ids, or give it to append().")
             if n < 0:
                 raise BadArgument(f"extend(): n is {n}; it is 0 or more. truncate() makes a sequence shorter.")
             end = seq.length + int(n)
@@ -230,9 +241,16 @@ class PagedCache:
             )
         end = seq.length + len(ids)
         self._check_length("extend", seq, end)
+        self._begin("extend", seq, end - len(ids), end, extra)
         self._grow(seq, end)
         seq._tokens[seq.num_tokens : end] = ids
         seq.num_tokens = end
+
+    def _begin(self, call: str, seq: Sequence, at: int, end: int, extra: bytes) -> None:
+        """The tokens from `at` on begin with this. Said before they are counted, so that Ctrl-C cannot leave them without it."""
+        check_extra(call, extra)
+        if seq._extras or extra:  # what stands at `at` is of a call that was broken off
+            seq._extras = [begun for begun in seq._extras if begun[0] < at] + ([(at, extra)] if extra and end > at else [])
 
     def _grow(self, seq: Sequence, end: int) -> None:
         """Blocks up to `end`. First every group is asked, then each is changed: so OutOfBlocks leaves all as it was."""
@@ -308,7 +326,8 @@ class PagedCache:
         hashes, bs, row = seq._hashes, self.block_size, seq._row
         if len(hashes) < full:
             parent = hashes[-1] if hashes else seq._root
-            hashes += prefix.chain(seq._tokens[len(hashes) * bs : full * bs].tobytes(), parent)
+            first = len(hashes) * bs
+            hashes += prefix.chain(seq._tokens[first : full * bs].tobytes(), parent, seq._extras, first)
         for i, g in enumerate(self._groups):
             first = max(done, seq._first[i])
             if first + 1 == full:
@@ -328,7 +347,7 @@ class PagedCache:
         other._tokens[: seq.num_tokens] = seq.tokens
         other.length, other.num_cached, other.num_tokens = seq.length, seq.num_cached, seq.num_tokens
         other._first, other._hashes, other._root = list(seq._first), list(seq._hashes), seq._root
-        other._num_stored = seq._num_stored
+        other._num_stored, other._extras = seq._num_stored, list(seq._extras)
         seq._limit = other._limit = seq.length
         return other
 
@@ -360,6 +379,8 @@ class PagedCache:
         seq.num_cached = min(seq.num_cached, length)
         full = length // bs
         del seq._hashes[full:]
+        if seq._extras:
+            seq._extras = [begun for begun in seq._extras if begun[0] < length]
         seq._num_stored = min(seq._num_stored, full * bs)
 
     def release(self, seq: Sequence) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from kvx.cache.hybrid.cache import HybridCache, Request
 from kvx.cache.hybrid.state import RequestState, put_slot, take_state
-from kvx.cache.prefix import PrefixCache
+from kvx.cache.prefix import Extras, PrefixCache, check_extra, checked_extras
 from kvx.errors import BadArgument
 
 
@@ -56,11 +56,18 @@ class HybridPrefix:
         self.checkpoints: OrderedDict[bytes, RequestState] = OrderedDict()  # by the name of the block before; oldest use first
         self._max_checkpoints = max_checkpoints
 
-    def admit(self, tokens: Sequence[int]) -> Resumed:
-        """A request that begins with these tokens. At least the last of them is left to compute."""
+    def admit(self, tokens: Sequence[int], *, extra: bytes = b"", extras: Extras = ()) -> Resumed:
+        """A request that begins with these tokens. At least the last of them is left to compute.
+
+        `extra` is what the content hangs on besides the tokens, such as a LoRA's id; `extras` what does from a token on, as
+        (position, bytes): the hash of an image whose placeholders begin there.
+        """
         block, schema = self.cache.schema.block_tokens, self.cache.schema
-        hashes = self.names.hashes(np.asarray(tokens[:-1], np.int32))
+        check_extra("admit", extra)
+        begun, root = checked_extras("admit", extras, len(tokens)), self.names.root(extra)
+        hashes = self.names.chain(_as_hashed(tokens[:-1]), root, begun)
         request = self.cache.admit_request()
+        request.root, request.extras = root, begun
         count, held = self.names.match(hashes, (0,))
         if not count:
             return Resumed(request, 0, 0, True)
@@ -79,8 +86,11 @@ class HybridPrefix:
         request.is_exact = at > 0 or self.replay == "exact" or request.length == 0
         return Resumed(request, request.length, count * block, request.is_exact)
 
-    def commit(self, request: Request, tokens: Sequence[int]) -> None:
-        """The request's tokens so far are computed: name its full blocks, and keep a checkpoint if one is due here."""
+    def commit(self, request: Request, tokens: Sequence[int], *, extras: Extras = ()) -> None:
+        """The request's tokens so far are computed: name its full blocks, and keep a checkpoint if one is due here.
+
+        `extras` are of tokens that came since, as admit() takes them: what begins there and is not in their ids.
+        """
         self.cache.check_live("commit", request)
         block, hashes = self.cache.schema.block_tokens, request.names
         named, full = len(hashes), request.length // block
@@ -88,11 +98,13 @@ class HybridPrefix:
             raise BadArgument(
                 f"commit(): {len(tokens)} tokens are given; {request} has {full} full blocks of {block}. Nothing changed."
             )
+        if new := [entry for entry in extras if entry not in request.extras]:  # a block that has its name was named without them
+            request.extras = sorted([*request.extras, *checked_extras("commit", new, len(tokens), first=named * block)])
         if not request.is_exact:
             return
         if full > named:
-            new = np.asarray(tokens[named * block : full * block], np.int32)
-            hashes += self.names.hashes(new, parent=hashes[-1] if hashes else None)
+            parent = hashes[-1] if hashes else request.root or self.names.root()
+            hashes += self.names.chain(_as_hashed(tokens[named * block : full * block]), parent, request.extras, named * block)
             self.names.put(0, hashes[named:], self.cache.block_ids(request)[named:full].copy())
         if not full or request.length < request.num_shared:  # while tokens are computed again, windows are not whole
             return
@@ -102,3 +114,7 @@ class HybridPrefix:
             self.checkpoints.move_to_end(hashes[full - 1])
             if len(self.checkpoints) > self._max_checkpoints:
                 self.checkpoints.popitem(last=False)
+
+
+def _as_hashed(tokens: Sequence[int]) -> bytes:
+    return np.ascontiguousarray(tokens, "<i4").tobytes()
