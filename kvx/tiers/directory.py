@@ -13,7 +13,7 @@ import stat
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from kvx.errors import BadArgument, KvxWarning, TierError
@@ -37,6 +37,7 @@ class Directory:
 
     def __init__(self, root: Path, kind: BlockKind, *, grace_s: float, fsync: bool) -> None:
         self.root, self.kind, self.grace_s, self.fsync = root, kind, grace_s, fsync
+        self._root = str(root)  # of what is called for each block: a Path takes longer than the system
         self.recency = Recency()
         self.unreadable: dict[str, str] = {}  # folder -> why, of those that could not be looked at
         self._known: dict[str, set[bytes]] = {}  # folder -> blocks that were seen there
@@ -44,24 +45,19 @@ class Directory:
         self._claimed: tuple[int, ...] = ()  # of the manifest that was read last
 
     def path_of(self, key: bytes) -> Path:
-        return self.root / f"{key[0]:02x}" / f"{key.hex()}{SUFFIX}"
+        return self.root / f"{key[0]:02x}" / name_of(key)
 
-    @contextmanager
-    def folder(self, key: bytes, *, is_made: bool = False) -> Iterator[int]:
+    def folder(self, key: bytes, *, is_made: bool = False) -> _Folder:
         """A descriptor of a block's folder. One that is a link is refused: what it leads to is not the tier's."""
-        path = self.root / f"{key[0]:02x}"
+        path = f"{self._root}/{key[0]:02x}"
         try:
-            fd = _open_folder(path)
+            return _open_folder(path)
         except FileNotFoundError:
             if not is_made:
                 raise
-            self.claim()  # the directory may have been removed, or made anew
-            _make_folder(path)
-            fd = _open_folder(path)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+        self.claim()  # the directory may have been removed, or made anew
+        _make_folder(Path(path))
+        return _open_folder(path)
 
     # --- whose it is ------------------------------------------------------------------------------------------------------
 
@@ -125,14 +121,11 @@ class Directory:
         found = entry.stat(follow_symlinks=False)
         if self._changed_ns.get(entry.name) == found.st_mtime_ns:
             return
-        fd = _open_folder(self.root / entry.name)
-        try:
+        with _open_folder(entry.path) as fd:
             if found.st_uid == os.geteuid() and found.st_mode & 0o077:
                 with suppress(OSError):  # a directory that can only be read
                     os.fchmod(fd, 0o700)  # made by an earlier version, which left it to the umask
             has_partial = self._scan(fd, entry.name)
-        finally:
-            os.close(fd)
         self.unreadable.pop(entry.name, None)
         # A folder with unfinished files is looked at again, since they grow old without a change of it.
         is_settled = not has_partial and abs(time.time_ns() - found.st_mtime_ns) > _TICK_NS
@@ -171,7 +164,7 @@ class Directory:
             if oldest is None:
                 return
             key, used_ns = oldest
-            name = self.path_of(key).name
+            name = name_of(key)
             try:
                 with self.folder(key) as fd:
                     found = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -185,6 +178,20 @@ class Directory:
                 yield key, error
                 continue
             yield key, None
+
+
+class _Folder(int):
+    """A descriptor, closed when its `with` is left."""
+
+    def __enter__(self) -> int:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self)
+
+
+def name_of(key: bytes) -> str:
+    return f"{key.hex()}{SUFFIX}"
 
 
 def partial_name(name: str) -> str:
@@ -268,13 +275,13 @@ def _make_folder(path: Path) -> bool:
     return True
 
 
-def _open_folder(path: Path) -> int:
+def _open_folder(path: str) -> _Folder:
     try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return _Folder(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW))
     except NotADirectoryError as error:
-        what = "a symbolic link" if path.is_symlink() else "no folder"
+        what = "a symbolic link" if os.path.islink(path) else "no folder"
         why = f"it is {what}, and a tier writes into folders of its own only; remove it"
-        raise NotADirectoryError(error.errno, why, str(path)) from None
+        raise NotADirectoryError(error.errno, why, path) from None
 
 
 def _used_ns(found: os.stat_result) -> int:

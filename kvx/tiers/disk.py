@@ -17,7 +17,7 @@ from pathlib import Path
 from kvx.errors import Incompatible, TierError, Unsupported
 from kvx.tiers.block import Block, BlockKind
 from kvx.tiers.block_file import Damaged, file_bytes, open_file, read_block, write_block
-from kvx.tiers.directory import Directory, new_file, partial_name
+from kvx.tiers.directory import Directory, name_of, new_file, partial_name
 from kvx.tiers.tier import Tier, TierEvent, blocks_in
 
 
@@ -44,6 +44,7 @@ class DiskTier(Tier):
     ) -> None:
         self.check(kind)
         self.path, self.file_bytes, self.fsync, self.refresh_s = Path(path), file_bytes(kind), fsync, refresh_s
+        self._root = str(self.path)
         self.capacity_blocks = blocks_in("DiskTier", capacity_bytes, self.file_bytes)
         try:
             self._directory = Directory(self.path, kind, grace_s=grace_s, fsync=fsync)
@@ -102,7 +103,7 @@ class DiskTier(Tier):
             self._tell("failed", bytes.fromhex(folder), f"{self.path / folder}: {unreadable[folder]}", errors=1)
 
     def _write(self, key: bytes, block: Block) -> None:
-        name = self._directory.path_of(key).name
+        name = name_of(key)
         partial = partial_name(name)
         with self._directory.folder(key, is_made=True) as folder:
             try:
@@ -125,41 +126,42 @@ class DiskTier(Tier):
                 os.fsync(folder)
 
     def _fetch(self, key: bytes, into: Block | None) -> Block | None:
-        path = self._directory.path_of(key)
         block = into or self.kind.empty()
         try:
-            with self._directory.folder(key) as folder, open(open_file(path.name, folder), "rb", buffering=0) as file:
+            with self._directory.folder(key) as folder, open(open_file(name_of(key), folder), "rb", buffering=0) as file:
                 read_block(file, key, block)
+                self._used(key, file.fileno())
         except FileNotFoundError:
             return None
         except (Damaged, Incompatible) as error:
             self._remove(key)
-            self._tell("refused", key, f"{path}: {error}", refused=1)
+            self._tell("refused", key, f"{self._directory.path_of(key)}: {error}", refused=1)
             return None
         except (OSError, Unsupported) as error:
-            self._tell("failed", key, f"{path}: {error}", errors=1)
+            self._tell("failed", key, f"{self._directory.path_of(key)}: {error}", errors=1)
             return None
-        self._touch(key)
         return block
 
     def _touch(self, key: bytes) -> bool:
-        """Used now. False where it is gone."""
+        """Used now. False where it is gone, or no file of a tier's."""
+        try:
+            with self._directory.folder(key) as folder, open(open_file(name_of(key), folder), "rb", buffering=0) as file:
+                self._used(key, file.fileno())
+        except (Damaged, OSError):
+            return False
+        return True
+
+    def _used(self, key: bytes, file: int) -> None:
         with self._lock:
             used_ns = self._directory.recency.now_ns()
-        try:
-            with self._directory.folder(key) as folder:
-                os.utime(self._directory.path_of(key).name, ns=(used_ns, used_ns), dir_fd=folder, follow_symlinks=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:
-            pass  # a directory that can only be read: the order is then of this process
+        with suppress(OSError):  # a directory that can only be read: the order is then of this process
+            os.utime(file, ns=(used_ns, used_ns))
         with self._lock:
             self._directory.use(key, used_ns)
-        return True
 
     def _holds(self, key: bytes) -> bool:
         try:
-            found = os.lstat(self._directory.path_of(key))
+            found = os.lstat(f"{self._root}/{key[0]:02x}/{name_of(key)}")
         except OSError:
             return False
         return stat.S_ISREG(found.st_mode) and found.st_size == self.file_bytes
@@ -169,7 +171,7 @@ class DiskTier(Tier):
             self._directory.recency.forget([key])
         try:
             with self._directory.folder(key) as folder:
-                os.unlink(self._directory.path_of(key).name, dir_fd=folder)
+                os.unlink(name_of(key), dir_fd=folder)
         except FileNotFoundError:
             return False
         except OSError as error:
