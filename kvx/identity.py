@@ -150,7 +150,7 @@ def _digest(path: Path) -> bytes:
 
 
 def _hash_chunk(fd: int, at: int, size: int) -> bytes:
-    data = np.zeros(-(-size // 4) * 4, np.uint8)  # words: the library hashes tokens
+    data = bytearray(-(-size // 4) * 4)  # words: the library hashes tokens
     view, done = memoryview(data)[:size], 0
     while done < size:
         n = os.preadv(fd, [view[done:]], at + done)
@@ -160,7 +160,7 @@ def _hash_chunk(fd: int, at: int, size: int) -> bytes:
     return _hash(data)
 
 
-def _hash(data: np.ndarray[Any, Any]) -> bytes:
+def _hash(data: bytearray) -> bytes:
     """XXH3 of 16 zeros and the data, by the package xxhash or by libkvx, which is slower; BLAKE2b without either."""
     try:
         from xxhash import xxh3_128
@@ -168,7 +168,7 @@ def _hash(data: np.ndarray[Any, Any]) -> bytes:
         if native.LIB is None:
             return hashlib.blake2b(data, digest_size=16).digest()
         out = np.empty(16, np.uint8)
-        status = native.hash_blocks_call(3, bytes(16), data.tobytes(), 1, data.size // 4, out.ctypes.data)
+        status = native.hash_blocks_call(3, bytes(16), bytes(data), 1, len(data) // 4, out.ctypes.data)
         if status:
             native.raise_status(status)
         return out.tobytes()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import groupby, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -88,24 +88,28 @@ class PrefixCache:
     def chain(self, data: bytes, parent: BlockHash, extras: Extras = (), first: int = 0) -> list[BlockHash]:
         """hashes() of tokens as they are hashed: little-endian int32. `first` is the position of the first of them."""
         hash_, chain, digest_bytes = self._naming
-        if extras:
-            bs, end = self.block_size, first + len(data) // 4
-            at = next((at for at, _ in extras if first <= at < end), None)
-            if at is not None:
-                # The blocks before the one with that token, then that one with all that begins in it, then those after.
-                block = (at - first) // bs
-                names = self.chain(data[: block * bs * 4], parent)
-                parent, start = names[-1] if names else parent, first + block * bs
-                for at, extra in extras:
-                    if start <= at < start + bs:
-                        parent = hash_(_begun(parent, at, extra))
-                names += self.chain(data[block * bs * 4 : (block + 1) * bs * 4], parent)
-                return names + self.chain(data[(block + 1) * bs * 4 :], names[-1], extras, start + bs)
         if len(parent) != digest_bytes:
             raise BadArgument(f"chain(): parent has {len(parent)} bytes; a {self.hash_name} name has {digest_bytes}.")
+        if extras:
+            end = first + len(data) // (4 * self.block_size) * self.block_size
+            begun = [entry for entry in extras if first <= entry[0] < end]
+            if begun:
+                return self._chain_with(data, parent, begun, first)
         if len(data) == self.block_size * 4:  # a decode step's: too little for a call of the library
             return [hash_(parent + data)]
         return chain(data, parent, self.block_size)
+
+    def _chain_with(self, data: bytes, parent: BlockHash, begun: Extras, first: int) -> list[BlockHash]:
+        """chain() where something begins in some of the blocks: one of those after the other, and what is between them at once."""
+        step, hash_, names, done = 4 * self.block_size, self._naming.hash, list[BlockHash](), 0
+        for block, here in groupby(begun, lambda entry: (entry[0] - first) // self.block_size):
+            names += self.chain(data[done * step : block * step], parent)
+            parent = names[-1] if names else parent
+            for at, extra in here:
+                parent = hash_(_begun(parent, at, extra))
+            parent, done = hash_(parent + data[block * step : (block + 1) * step]), block + 1
+            names.append(parent)
+        return names + self.chain(data[done * step :], parent)
 
     def lookup(self, hashes: Sequence[BlockHash], windows: Sequence[int]) -> int:
         """How many of these blocks are there: the longest beginning that every group has.

@@ -113,6 +113,7 @@ class Directory:
                 seen.discard(entry.name)
             except OSError as error:  # its blocks are missed; the others are there
                 self.unreadable[entry.name] = str(error)
+        self.unreadable = {name: why for name, why in self.unreadable.items() if name in seen}
         for gone in self._known.keys() - seen:
             self.recency.forget(self._known.pop(gone))
             self._changed_ns.pop(gone, None)
@@ -258,7 +259,8 @@ def _sync(fd: int, is_needed: bool) -> None:
 def new_file(path: str | Path, dir_fd: int | None = None) -> int:
     """A file that is new, and its owner's alone whatever the umask: K and V tell what was asked."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
-    os.fchmod(fd, 0o600)
+    with suppress(OSError):  # a file system without modes; the umask can only have taken bits away
+        os.fchmod(fd, 0o600)
     return fd
 
 
@@ -271,7 +273,8 @@ def _make_folder(path: Path) -> bool:
     except FileNotFoundError:
         _make_folder(path.parent)
         os.mkdir(path, 0o700)
-    os.chmod(path, 0o700)
+    with suppress(OSError):  # a file system without modes
+        os.chmod(path, 0o700)
     return True
 
 

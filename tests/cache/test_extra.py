@@ -126,6 +126,24 @@ def test_the_chain_is_what_the_text_says():
     assert cache.prefix.chain(tokens[8:].tobytes(), want[1], extras, 8) == want[2:]
 
 
+def test_what_begins_in_a_block_that_is_not_full_waits():
+    prefix = make().prefix
+    root = prefix.root()
+    assert prefix.chain(bytes(4 * 3), root, [(1, b"cat")]) == []
+    assert prefix.chain(bytes(4 * (BS + 2)), root, [(BS + 1, b"cat")]) == prefix.chain(bytes(4 * BS), root)
+
+
+def test_many_of_them():
+    """A film has an image for every few tokens."""
+    cache = make(3000, max_seq_len=10_000)
+    extras = [(at, at.to_bytes(4, "little")) for at in range(0, 10_000, 3)]
+    seq = cache.admit([PLACE] * 10_000, extras=extras)
+    names = commit(cache, seq)
+    assert len(set(names)) == 2500
+    cache.release(seq)
+    assert cache.admit([PLACE] * 10_000, extras=extras).length == 9_996
+
+
 def test_an_extra_cannot_pass_for_tokens():
     """Whatever bytes it has, what is hashed with it is no name and tokens."""
     for size in range(70):

@@ -219,7 +219,7 @@ def blocks_swapped(s: Scene) -> None:
     with suppress(OSError):  # one of them is gone, or no file any more
         if s.rng.random() < 0.5:
             os.replace(a, b)
-        else:
+        elif a.lstat().st_size < 1 << 20:  # a sparse one would become whole
             shutil.copyfile(a, b, follow_symlinks=False)
 
 
@@ -253,7 +253,7 @@ def folder_changed(s: Scene) -> None:
 
 def manifest_changed(s: Scene) -> None:
     path = s.root / "manifest.json"
-    if not path.is_file() or s.rng.random() < 0.4:
+    if not path.is_file() or path.stat().st_size > 1 << 20 or s.rng.random() < 0.4:
         replaced(path, s)
     elif s.rng.random() < 0.5:
         path.write_bytes(s.rng.choice(TEXTS).encode("utf-8", "surrogatepass"))

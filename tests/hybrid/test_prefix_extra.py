@@ -95,3 +95,4 @@ def test_what_comes_too_late_is_refused(prefix, backend):
             prefix.admit(TOKENS, **wrong)
     prefix.cache.release_request(request)
     assert prefix.cache.allocator.num_used == 0
+    assert shared(prefix, [1, 2, 3, 4, 5], extras=[(3, b"cat")]) == 0  # less than a block
