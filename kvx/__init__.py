@@ -21,6 +21,7 @@ from kvx.errors import (
     Unsupported,
 )
 from kvx.files import load, save
+from kvx.identity import weights_identity
 from kvx.layout.axes import HND, NHD, Layout, hnd_packed
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.describe import describe
@@ -163,6 +164,7 @@ __all__ = [
     "topk_workspace_bytes",
     "transpose_heads",
     "views",
+    "weights_identity",
     "write",
 ]
 

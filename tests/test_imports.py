@@ -16,6 +16,7 @@ LEVELS = (
     "kvx.tables",
     "kvx.quant",
     "kvx.ops",
+    "kvx.identity",
     "kvx.files",
     "kvx.cache",
     "kvx.wires",

@@ -16,11 +16,17 @@ from kvx.adapters.layer_blocks import (
 from kvx.cache.adopt import adopt
 from kvx.cache.paged import PagedCache
 from kvx.cache.sequence import Sequence
+from kvx.errors import Unsupported
 from kvx.handover import Handover, export_blocks
 
 
 def read_sequence(cache: PagedCache, seq: Sequence, *, model: str, block_size: int = 16, format: str = "") -> Handover:
-    """All of a sequence's tokens that are in the cache."""
+    """All of a sequence's tokens that are in the cache. One whose K and V hang on more than its tokens is refused."""
+    if cache.prefix is not None and (seq._extras or seq._root != cache.prefix.root()):
+        raise Unsupported(
+            f"read_sequence(): {seq} has an extra (a LoRA, an image): a handover names K and V by model and tokens alone, and "
+            "another sequence of the same tokens would be given these. It was not read."
+        )
     found = []
     for g, group in enumerate(cache.groups):
         blocks = cache.blocks(seq, g)

@@ -31,7 +31,8 @@ def _adopt(cache: PagedCache, seq: Sequence, first_tokens: Listing[int]) -> None
         hashes = seq._hashes
         if len(hashes) < full:
             parent = hashes[-1] if hashes else seq._root
-            hashes += prefix.chain(seq._tokens[len(hashes) * size : full * size].tobytes(), parent)
+            start = len(hashes) * size
+            hashes += prefix.chain(seq._tokens[start : full * size].tobytes(), parent, seq._extras, start)
         for i, first_token in enumerate(first_tokens):
             first = max(done, -(-first_token // size))
             if first < full:

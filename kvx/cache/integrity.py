@@ -43,7 +43,7 @@ def check_cache(cache: PagedCache) -> None:
                 if g.allocator.is_shared(int(g.table[seq._row, (seq._limit - 1) // bs])):
                     raise InternalError(f"PagedCache.check(): {seq}: would write into a block that others read.")
         if cache.prefix is not None:
-            want = cache.prefix.hashes(seq.tokens[: len(seq._hashes) * bs], parent=seq._root)
+            want = cache.prefix.chain(seq.tokens[: len(seq._hashes) * bs].tobytes(), seq._root, seq._extras)
             if want != seq._hashes or seq._num_stored > min(len(seq._hashes) * bs, seq.length):
                 raise InternalError(f"PagedCache.check(): {seq}: its hashes are not those of its tokens.")
     if cache.prefix is not None:

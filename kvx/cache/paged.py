@@ -30,7 +30,7 @@ from kvx.cache.groups import GroupState, Layer, LayerGroup, check_groups
 from kvx.cache.guard import Guard, whole
 from kvx.cache.integrity import check_cache, count_refs, mend_sequences
 from kvx.cache.names import BlockHash
-from kvx.cache.prefix import PrefixCache, PrefixStats
+from kvx.cache.prefix import Extras, PrefixCache, PrefixStats, check_extra, checked_extras
 from kvx.cache.sequence import Sequence
 from kvx.errors import BadArgument, OutOfBlocks
 from kvx.layout.device_memory import check_fits
@@ -112,18 +112,19 @@ class PagedCache:
 
     # --- one sequence -----------------------------------------------------------------------------------------------------
 
-    def admit(self, tokens: Tokens, *, extra: bytes = b"", is_brought_back: bool = True) -> Sequence:
+    def admit(self, tokens: Tokens, *, extra: bytes = b"", extras: Extras = (), is_brought_back: bool = True) -> Sequence:
         """A sequence of these tokens. Its length is what the prefix cache had of them, never all: the last is left to compute.
 
         Nothing else is allocated, but for what a backing brings back; False leaves that to bring_back(). `extra` is what the
-        content hangs on besides the tokens: a LoRA's id, hashes of images. OutOfBlocks where max_seqs are admitted already.
+        content hangs on besides the tokens, such as a LoRA's id; `extras` what does so from a token on, as (position, bytes): the
+        hash of an image whose placeholders begin there. OutOfBlocks where max_seqs are admitted already.
         """
         ids = _token_ids("admit", tokens)
         n = len(ids)
         if n > self.max_seq_len:
             raise BadArgument(f"admit(): {n} tokens; max_seq_len is {self.max_seq_len}. Cut the prompt, or make the cache longer.")
-        if not isinstance(extra, bytes):
-            raise BadArgument(f"admit(): extra is {type(extra).__name__}; it is bytes, such as the hash of an image.")
+        check_extra("admit", extra)
+        begun = checked_extras("admit", extras, n) if extras else []
         root = b"" if self.prefix is None else self.prefix.root(extra)
         guard, seq = self._guard, None
         try:
@@ -131,6 +132,7 @@ class PagedCache:
                 if guard.is_torn:
                     guard.mend()
                 seq = self._new_sequence("admit")
+                seq._extras = begun
                 seq._tokens[:n] = ids
                 seq.num_tokens = n
                 if self.prefix is not None:
@@ -193,7 +195,7 @@ class PagedCache:
         if not full:
             return
         data = seq._tokens[: full * self.block_size].tobytes()
-        seq._hashes = prefix.chain(data, seq._root)
+        seq._hashes = prefix.chain(data, seq._root, seq._extras)
         n, found = prefix.match_checked(seq._hashes, self.windows)
         if not n:
             return
@@ -203,21 +205,26 @@ class PagedCache:
         seq.length = seq.num_cached = seq._limit = seq._num_stored = n * self.block_size
 
     @whole
-    def append(self, seq: Sequence, tokens: Tokens) -> None:
-        """More known tokens, without room for them yet."""
+    def append(self, seq: Sequence, tokens: Tokens, *, extra: bytes = b"") -> None:
+        """More known tokens, without room for them yet. `extra` is what begins with them and is not in their ids: an image."""
         self._check_live("append", seq)
         ids = _token_ids("append", tokens)
         end = seq.num_tokens + len(ids)
         self._check_length("append", seq, end)
+        self._begin("append", seq, end - len(ids), end, extra)
         seq._tokens[seq.num_tokens : end] = ids
         seq.num_tokens = end
 
-    def extend(self, seq: Sequence, n: int | Tokens) -> None:
+    def extend(self, seq: Sequence, n: int | Tokens, *, extra: bytes = b"") -> None:
         """Room for `n` more of its tokens, or for these new ones, in every group. OutOfBlocks changes nothing.
+
+        `extra` is what begins with new tokens and is not in their ids, as append() takes it.
 
         New tokens follow those in the cache: all known ones have room by then. Without a prefix cache a count may go past the
         known tokens; their ids are 0. A last block that others read is copied first; blocks behind windows are given back.
         """
+        if extra != b"":
+            return self._extend(seq, n, extra)
         try:
             length = seq.length
         except AttributeError:
@@ -241,11 +248,13 @@ class PagedCache:
         self._extend(seq, n)
 
     @whole
-    def _extend(self, seq: Sequence, n: int | Tokens) -> None:
+    def _extend(self, seq: Sequence, n: int | Tokens, extra: bytes = b"") -> None:
         self._check_live("extend", seq)
         if isinstance(n, bool):
             raise BadArgument(f"extend(): n is {n}; it is a count, or token ids.")
         if isinstance(n, int | np.integer):
+            if extra != b"":
+                raise BadArgument("extend(): extra belongs to new tokens; n is a count. Give their ids, or give it to append().")
             if n < 0:
                 raise BadArgument(f"extend(): n is {n}; it is 0 or more. truncate() makes a sequence shorter.")
             end = seq.length + int(n)
@@ -266,6 +275,7 @@ class PagedCache:
             )
         end = seq.length + len(ids)
         self._check_length("extend", seq, end)
+        self._begin("extend", seq, end - len(ids), end, extra)
         seq._tokens[seq.num_tokens : end] = ids
         self._grow(seq, end)
 
@@ -286,6 +296,12 @@ class PagedCache:
                 guard.is_torn = True
                 guard.mend()
                 raise
+
+    def _begin(self, call: str, seq: Sequence, at: int, end: int, extra: bytes) -> None:
+        """The tokens from `at` on begin with this. Said before they are counted, so that Ctrl-C cannot leave them without it."""
+        check_extra(call, extra)
+        if seq._extras or extra:  # what stands at `at` is of a call that was broken off
+            seq._extras = [begun for begun in seq._extras if begun[0] < at] + ([(at, extra)] if extra and end > at else [])
 
     def _grow(self, seq: Sequence, end: int) -> None:
         """Blocks up to `end`. First every group is asked, then each is changed: so OutOfBlocks leaves all as it was.
@@ -363,7 +379,8 @@ class PagedCache:
         done, full = seq._num_stored // bs, seq.length // bs
         if len(hashes) < full:
             parent = hashes[-1] if hashes else seq._root
-            hashes += prefix.chain(seq._tokens[len(hashes) * bs : full * bs].tobytes(), parent)
+            first = len(hashes) * bs
+            hashes += prefix.chain(seq._tokens[first : full * bs].tobytes(), parent, seq._extras, first)
         for i, g in enumerate(self._groups):
             first = max(done, seq._first[i])
             if first + 1 == full:
@@ -399,7 +416,7 @@ class PagedCache:
             g.table[other._row, :blocks] = held
             g.allocator.retain_checked(held[first:])
         other.num_tokens, other.length, other.num_cached = seq.num_tokens, seq.length, seq.num_cached
-        other._num_stored = seq._num_stored
+        other._num_stored, other._extras = seq._num_stored, list(seq._extras)
         seq._limit = other._limit = seq.length
 
     @whole
@@ -427,6 +444,8 @@ class PagedCache:
         first_blocks = [min(first, keep) for first in seq._first]
         seq.length = seq.num_tokens = seq._limit = length  # extend asks whose the last block is
         seq.num_cached, seq._num_stored, seq._hashes, seq._first = cached, stored, hashes, first_blocks
+        if seq._extras:
+            seq._extras = [begun for begun in seq._extras if begun[0] < length]
         for g, start, blocks in zip(self._groups, starts, left, strict=True):
             if start < have:
                 g.table[seq._row, start:have] = -1

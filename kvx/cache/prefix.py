@@ -1,7 +1,10 @@
 """PrefixCache: blocks found by what they hold. A block's name is a hash of its tokens and of all tokens before it.
 
-    h[-1] = H(salt, extra)        extra: what else the content hangs on, such as a LoRA's id or the hash of an image
+    h[-1] = H(salt, extra)        extra: what else the content hangs on, such as a LoRA's id
     h[i]  = H(h[i - 1], tokens of block i as little-endian int32)
+
+What begins inside a sequence, such as an image under placeholder ids, is said with the position of its first token. In the block
+that has it, and so in all after, H(h[i - 1], position, extra) stands in place of h[i - 1].
 
 Which blocks live and which are evicted is the allocators' business: this is the index beside them.
 """
@@ -12,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import groupby, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +26,8 @@ from kvx.cache.blocks import BlockAllocator, BlockIds
 from kvx.cache.guard import Guard, whole
 from kvx.cache.names import BlockHash, naming
 from kvx.errors import BadArgument, InternalError
+
+Extras = Sequence[tuple[int, bytes]]  # (position of the first token, what it is), in order
 
 
 class Event(NamedTuple):
@@ -78,8 +83,7 @@ class PrefixCache:
 
     def root(self, extra: bytes = b"") -> BlockHash:
         """The hash before the first block."""
-        if not isinstance(extra, bytes):
-            raise BadArgument(f"root(): extra is {type(extra).__name__}; it is bytes, such as the hash of an image.")
+        check_extra("root", extra)
         return self._naming.hash(len(self.salt).to_bytes(8, "little") + self.salt + extra)
 
     def hashes(self, tokens: NDArray[np.int32], extra: bytes = b"", parent: BlockHash | None = None) -> list[BlockHash]:
@@ -87,14 +91,31 @@ class PrefixCache:
         data = np.ascontiguousarray(tokens, "<i4").tobytes()
         return self.chain(data, self.root(extra) if parent is None else parent)
 
-    def chain(self, data: bytes, parent: BlockHash) -> list[BlockHash]:
-        """hashes() of tokens as they are hashed: little-endian int32."""
+    def chain(self, data: bytes, parent: BlockHash, extras: Extras = (), first: int = 0) -> list[BlockHash]:
+        """hashes() of tokens as they are hashed: little-endian int32. `first` is the position of the first of them."""
         hash_, chain, digest_bytes = self._naming
         if len(parent) != digest_bytes:
             raise BadArgument(f"chain(): parent has {len(parent)} bytes; a {self.hash_name} name has {digest_bytes}.")
+        if extras:
+            end = first + len(data) // (4 * self.block_size) * self.block_size
+            begun = [entry for entry in extras if first <= entry[0] < end]
+            if begun:
+                return self._chain_with(data, parent, begun, first)
         if len(data) == self.block_size * 4:  # a decode step's: too little for a call of the library
             return [hash_(parent + data)]
         return chain(data, parent, self.block_size)
+
+    def _chain_with(self, data: bytes, parent: BlockHash, begun: Extras, first: int) -> list[BlockHash]:
+        """chain() where something begins in some of the blocks: one of those after the other, and what is between them at once."""
+        step, hash_, names, done = 4 * self.block_size, self._naming.hash, list[BlockHash](), 0
+        for block, here in groupby(begun, lambda entry: (entry[0] - first) // self.block_size):
+            names += self.chain(data[done * step : block * step], parent)
+            parent = names[-1] if names else parent
+            for at, extra in here:
+                parent = hash_(_begun(parent, at, extra))
+            parent, done = hash_(parent + data[block * step : (block + 1) * step]), block + 1
+            names.append(parent)
+        return names + self.chain(data[done * step :], parent)
 
     @whole
     def lookup(self, hashes: Sequence[BlockHash], windows: Sequence[int]) -> int:
@@ -362,6 +383,32 @@ class PrefixCache:
 
 def _hex(name: object) -> str:
     return name.hex() if isinstance(name, bytes) else repr(name)
+
+
+def check_extra(call: str, extra: object) -> None:
+    if not isinstance(extra, bytes):
+        raise BadArgument(
+            f"{call}(): extra is {str(extra)[:100]!r}, {type(extra).__name__}; it is bytes: a LoRA's id, the hash of an image."
+        )
+
+
+def checked_extras(call: str, extras: Extras, num_tokens: int, first: int = 0) -> list[tuple[int, bytes]]:
+    """In the order of their positions, which are among the tokens from `first` on."""
+    found = []
+    for entry in extras:
+        if not isinstance(entry, tuple) or len(entry) != 2 or type(entry[0]) is not int:
+            raise BadArgument(f"{call}(): extras has {str(entry)[:100]}; it is (position of a token, bytes) for each.")
+        check_extra(call, entry[1])
+        if not first <= entry[0] < num_tokens:
+            raise BadArgument(f"{call}(): extras has one at token {entry[0]}; tokens {first} to {num_tokens - 1} can have one.")
+        found.append(entry)
+    return sorted(found)
+
+
+def _begun(parent: BlockHash, at: int, extra: bytes) -> bytes:
+    """What is hashed where something begins. Its length is no multiple of 4; that of a name and tokens is: they never meet."""
+    data = parent + at.to_bytes(8, "little") + len(extra).to_bytes(8, "little") + extra
+    return data + bytes(-len(data) % 4) + b"\1"
 
 
 def first_block(length: int, window: int, block_size: int) -> int:

@@ -21,6 +21,7 @@ class Sequence:
 
     __slots__ = (
         "_cache",
+        "_extras",
         "_first",
         "_hashes",
         "_limit",
@@ -45,6 +46,7 @@ class Sequence:
         self._limit = 0  # up to this length the last block may be written to without asking anyone
         self._first = [0] * num_groups  # each group's first block that is still held
         self._root = b""  # the hash before the first block
+        self._extras: list[tuple[int, bytes]] = []  # what begins at which token, and is not in its id
         self._hashes: list[bytes] = []  # of full blocks, as far as they were asked for
         self._num_stored = 0  # tokens whose blocks commit has dealt with; whole blocks
 

@@ -3,10 +3,10 @@
 from kvx.handover.handover import Handover, from_manifest
 from kvx.handover.joined import join
 from kvx.handover.kept import find, keep, names
-from kvx.handover.model import model_name
 from kvx.handover.part import NEUTRAL, NEUTRAL_LATENT, Part
 from kvx.handover.saved import load, save
 from kvx.handover.source import Source, export_blocks
+from kvx.identity import model_name
 
 __all__ = [
     "NEUTRAL",

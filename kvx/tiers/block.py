@@ -91,7 +91,7 @@ def kind_from_text(text: str) -> BlockKind:
     try:
         body = json.loads(text)
         return BlockKind(dict(body["manifest"]), tuple(int(n) for n in body["buffer_bytes"]))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BadArgument(f"kind_from_text(): no kind of block: {str(error)[:200]}.") from None
 
 

@@ -5,10 +5,13 @@ Every byte is under a checksum: those of the header under its own, those of the 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvx.errors import BadArgument, KvxError, Unsupported
@@ -57,6 +60,23 @@ def header_bytes(kind: BlockKind) -> int:
 def file_bytes(kind: BlockKind) -> int:
     """The same for every block of a kind."""
     return header_bytes(kind) + kind.num_bytes
+
+
+def open_file(path: str | Path, dir_fd: int | None = None) -> int:
+    """A descriptor to read a file by. Damaged where something else has its name: a link is not followed, a pipe not waited for."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket or a device without a driver
+            raise Damaged("it is a symbolic link or a socket, no file.") from None
+        raise
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+        raise Damaged("it is a pipe or a device, no file.")
+    return fd
 
 
 def write_block(file: BinaryIO, key: bytes, block: Block) -> None:

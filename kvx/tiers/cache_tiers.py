@@ -47,6 +47,8 @@ class CacheTiers:
         self.movers: list[Mover] = []
         try:
             for group, mine, spec in zip(cache.groups, tiers, kept, strict=True):
+                for tier in mine:
+                    tier.keep_for(cache)
                 buffers, specs = buffers_of(cache, group)
                 self.movers.append(
                     Mover(buffers, specs, mine, kept=spec, max_in_flight_bytes=max_in_flight_bytes, on_event=on_event)

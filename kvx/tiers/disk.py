@@ -6,23 +6,19 @@ whole, and one that vanishes is a miss.
 
 from __future__ import annotations
 
-import itertools
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kvx.errors import BadArgument, Incompatible, TierError, Unsupported
-from kvx.files import sync_folder
-from kvx.tiers.block import Block, BlockKind, check_kind, kind_from_text
-from kvx.tiers.block_file import Damaged, file_bytes, read_block, write_block
-from kvx.tiers.directory import PARTIAL, Directory
+from kvx.errors import Incompatible, TierError, Unsupported
+from kvx.tiers.block import Block, BlockKind
+from kvx.tiers.block_file import Damaged, file_bytes, open_file, read_block, write_block
+from kvx.tiers.directory import Directory, name_of, new_file, partial_name
 from kvx.tiers.tier import Tier, TierEvent, blocks_in
-
-_MANIFEST = "manifest.json"
-_numbers = itertools.count()  # of unfinished files: no two of a process have the same name
 
 
 class DiskTier(Tier):
@@ -31,7 +27,7 @@ class DiskTier(Tier):
     With several processes, each learns what the others wrote at the latest `refresh_s` after, and makes room then.
     """
 
-    is_lasting = True
+    is_lasting = is_shared = True
 
     def __init__(
         self,
@@ -46,13 +42,12 @@ class DiskTier(Tier):
         refresh_s: float = 1.0,
         grace_s: float = 600.0,  # an unfinished file this old has no writer any more
     ) -> None:
-        check_kind("DiskTier", kind)
+        self.check(kind)
         self.path, self.file_bytes, self.fsync, self.refresh_s = Path(path), file_bytes(kind), fsync, refresh_s
+        self._root = str(self.path)
         self.capacity_blocks = blocks_in("DiskTier", capacity_bytes, self.file_bytes)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            _claim(self.path / _MANIFEST, kind)
-            self._directory = Directory(self.path, grace_s=grace_s)
+            self._directory = Directory(self.path, kind, grace_s=grace_s, fsync=fsync)
             self._directory.refresh()
         except OSError as error:
             raise TierError(f"DiskTier: {path} cannot be used: {error}.") from error
@@ -61,6 +56,8 @@ class DiskTier(Tier):
         self._lock = threading.Lock()
         self._coming: set[bytes] = set()  # blocks being written, whose room is taken
         self._refreshed_s = time.monotonic()
+        self._told: set[str] = set()  # folders that could not be read, and were told of
+        self._tell_unreadable()
 
     @property
     def num_blocks(self) -> int:
@@ -69,15 +66,14 @@ class DiskTier(Tier):
             return len(self._directory.recency)
 
     def _store(self, key: bytes, block: Block) -> bool:
-        path = self._directory.path_of(key)
-        if self._holds(key) and self._touch(key, path):
+        if self._holds(key) and self._touch(key):
             return False
         with self._lock:
             self._coming.add(key)
             self._directory.recency.forget([key])  # of a wrong size, or gone: its place is this one's
         try:
             self._make_room()
-            self._write(key, block, path)
+            self._write(key, block)
         finally:
             with self._lock:
                 self._coming.discard(key)
@@ -91,103 +87,94 @@ class DiskTier(Tier):
             # One that has its name already, while its thread is not done, is known: it is counted there.
             coming = sum(key not in self._directory.recency for key in self._coming)
             evicted = list(self._directory.evict_to(self.capacity_blocks - coming))
+        self._tell_unreadable()
         for key, error in evicted:
             if error is None:
                 self._tell("evicted", key, evicted=1)
             else:
                 self._tell("failed", key, str(error), errors=1)
 
-    def _write(self, key: bytes, block: Block, path: Path) -> None:
-        partial = path.with_name(f".{path.stem}.{os.getpid()}.{next(_numbers)}{PARTIAL}")
-        path.parent.mkdir(exist_ok=True)
-        try:
-            with partial.open("xb") as file:
-                write_block(file, key, block)
-                file.flush()
-                if self.fsync:
-                    os.fsync(file.fileno())
-            with self._lock:
-                used_ns = self._directory.recency.now_ns()
-            os.utime(partial, ns=(used_ns, used_ns))
-            os.replace(partial, path)
-        except BaseException:
-            with suppress(OSError):
-                partial.unlink()
-            raise
+    def _tell_unreadable(self) -> None:
+        """Of each folder once, until it can be read again."""
         with self._lock:
-            self._directory.use(key, used_ns)
-        if self.fsync:
-            sync_folder(path.parent)
+            unreadable = dict(self._directory.unreadable)
+            new, self._told = unreadable.keys() - self._told, set(unreadable)
+        for folder in sorted(new):
+            self._tell("failed", bytes.fromhex(folder), f"{self.path / folder}: {unreadable[folder]}", errors=1)
+
+    def _write(self, key: bytes, block: Block) -> None:
+        name = name_of(key)
+        partial = partial_name(name)
+        with self._directory.folder(key, is_made=True) as folder:
+            try:
+                with open(new_file(partial, folder), "wb") as file:
+                    write_block(file, key, block)
+                    file.flush()
+                    if self.fsync:
+                        os.fsync(file.fileno())
+                    with self._lock:
+                        used_ns = self._directory.recency.now_ns()
+                    os.utime(file.fileno(), ns=(used_ns, used_ns))
+                os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(partial, dir_fd=folder)
+                raise
+            with self._lock:
+                self._directory.use(key, used_ns)
+            if self.fsync:
+                os.fsync(folder)
 
     def _fetch(self, key: bytes, into: Block | None) -> Block | None:
-        path = self._directory.path_of(key)
         block = into or self.kind.empty()
         try:
-            with path.open("rb", buffering=0) as file:
+            with self._directory.folder(key) as folder, open(open_file(name_of(key), folder), "rb", buffering=0) as file:
                 read_block(file, key, block)
+                self._used(key, file.fileno())
         except FileNotFoundError:
             return None
         except (Damaged, Incompatible) as error:
             self._remove(key)
-            self._tell("refused", key, f"{path}: {error}", refused=1)
+            self._tell("refused", key, f"{self._directory.path_of(key)}: {error}", refused=1)
             return None
         except (OSError, Unsupported) as error:
-            self._tell("failed", key, f"{path}: {error}", errors=1)
+            self._tell("failed", key, f"{self._directory.path_of(key)}: {error}", errors=1)
             return None
-        self._touch(key, path)
         return block
 
-    def _touch(self, key: bytes, path: Path) -> bool:
-        """Used now. False where it is gone."""
+    def _touch(self, key: bytes) -> bool:
+        """Used now. False where it is gone, or no file of a tier's."""
+        try:
+            with self._directory.folder(key) as folder, open(open_file(name_of(key), folder), "rb", buffering=0) as file:
+                self._used(key, file.fileno())
+        except (Damaged, OSError):
+            return False
+        return True
+
+    def _used(self, key: bytes, file: int) -> None:
         with self._lock:
             used_ns = self._directory.recency.now_ns()
-        try:
-            os.utime(path, ns=(used_ns, used_ns))
-        except FileNotFoundError:
-            return False
-        except OSError:
-            pass  # a directory that can only be read: the order is then of this process
+        with suppress(OSError):  # a directory that can only be read: the order is then of this process
+            os.utime(file, ns=(used_ns, used_ns))
         with self._lock:
             self._directory.use(key, used_ns)
-        return True
 
     def _holds(self, key: bytes) -> bool:
         try:
-            return os.stat(self._directory.path_of(key)).st_size == self.file_bytes
+            found = os.lstat(f"{self._root}/{key[0]:02x}/{name_of(key)}")
         except OSError:
             return False
+        return stat.S_ISREG(found.st_mode) and found.st_size == self.file_bytes
 
     def _remove(self, key: bytes) -> bool:
         with self._lock:
             self._directory.recency.forget([key])
         try:
-            self._directory.path_of(key).unlink()
+            with self._directory.folder(key) as folder:
+                os.unlink(name_of(key), dir_fd=folder)
         except FileNotFoundError:
             return False
         except OSError as error:
             self._tell("failed", key, str(error), errors=1)
             return False
         return True
-
-
-def _claim(path: Path, kind: BlockKind) -> None:
-    """Say in the directory what its blocks are, or find that they are the same. The first of several processes says it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{next(_numbers)}{PARTIAL}")
-    if not path.exists():
-        with partial.open("x") as file:
-            file.write(kind.text)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(partial, path)  # unlike a rename, it does not take another's place
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without links
-            os.replace(partial, path)
-        partial.unlink(missing_ok=True)
-        sync_folder(path.parent)
-    try:
-        theirs = kind_from_text(path.read_text())
-    except (BadArgument, UnicodeDecodeError) as error:
-        raise BadArgument(f"DiskTier: {path} is damaged: {str(error).rstrip('.')}. Remove it, or give another directory.") from None
-    kind.require_same(theirs, "DiskTier")

@@ -14,7 +14,8 @@ from typing import Any, Self
 import torch
 
 from kvx.errors import Incompatible, KvxError
-from kvx.tiers.block import BlockKind, kind_from_text
+from kvx.identity import require_identity
+from kvx.tiers.block import BlockKind, check_kind, kind_from_text
 from kvx.tiers.remote_slots import Slots
 from kvx.tiers.tier import blocks_in
 from kvx.wires.address import devices_of
@@ -43,6 +44,8 @@ class NixlServer:
         lease_s: float = 10.0,
         max_clients: int = MAX_CLIENTS,
     ) -> None:
+        check_kind("NixlServer", kind)
+        require_identity("NixlServer", kind.manifest.get("model"))
         self.kind = kind
         self.slots = Slots(blocks_in("NixlServer", capacity_bytes, kind.num_bytes), lease_s=lease_s)
         self.arena = torch.zeros(self.slots.num_slots, kind.num_bytes, dtype=torch.uint8)

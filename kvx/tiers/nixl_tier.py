@@ -46,7 +46,7 @@ class _Link:
 
 
 class NixlTier(Tier):
-    is_lasting = True  # in the peer
+    is_lasting = is_shared = True  # in the peer
 
     def __init__(
         self,

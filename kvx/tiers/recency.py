@@ -29,7 +29,8 @@ class Recency:
         return self._last_ns
 
     def use(self, key: bytes, at_ns: int) -> None:
-        if self._used_ns.get(key, -1) >= at_ns:
+        known_ns = self._used_ns.get(key)
+        if known_ns is not None and known_ns >= at_ns:  # a time before 1970 is negative, and a time
             return
         self._used_ns[key] = at_ns
         if len(self._heap) > 2 * len(self._used_ns) + _SLACK:

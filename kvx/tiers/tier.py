@@ -6,6 +6,7 @@ Batches run on the tier's threads, several at once; two that are in flight toget
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import NamedTuple, ParamSpec, Self, TypeVar
 
 from kvx.errors import BadArgument, TierError
+from kvx.identity import has_identity, require_identity
 from kvx.tiers.block import Block, BlockKind, check_block, check_kind
 
 P = ParamSpec("P")
@@ -48,6 +50,7 @@ class Tier(ABC):
     """Blocks of one kind by their names. Thread-safe. Use it in a `with`: leaving waits for what is in flight."""
 
     is_lasting = False  # what it keeps is found again by the next process
+    is_shared = False  # others find what it keeps, at once or later: its kind has to name the weights, not only the geometry
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class Tier(ABC):
         max_pending: int,  # batches in flight; a call with more waits until one is done
         on_event: Callable[[TierEvent], None] | None,  # called on the tier's threads; it must not wait for the tier
     ) -> None:
-        check_kind(type(self).__name__, kind)
+        self.check(kind)
         if threads < 1 or max_pending < 1:
             raise BadArgument(f"{type(self).__name__}: threads is {threads}, max_pending {max_pending}; both are 1 or more.")
         self.kind = kind
@@ -66,6 +69,25 @@ class Tier(ABC):
         self._pending = threading.BoundedSemaphore(max_pending)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=type(self).__name__)
         self._is_closed = False
+        self._cache: weakref.ref[object] | None = None  # whose blocks it keeps, where its kind does not tell models apart
+
+    @classmethod
+    def check(cls, kind: BlockKind) -> None:
+        """Raise unless a tier like this may keep such blocks."""
+        check_kind(cls.__name__, kind)
+        if cls.is_shared:
+            require_identity(cls.__name__, kind.manifest.get("model"))
+
+    def keep_for(self, cache: object) -> None:
+        """A tier whose kind does not name the weights is one cache's: another's blocks may have the same names."""
+        if has_identity(self.kind.manifest.get("model")):
+            return
+        if self._cache is not None and self._cache() is not cache:
+            raise BadArgument(
+                f"CacheTiers: this {type(self).__name__} keeps another cache's blocks, and its kind does not say of which model: "
+                "one of the two would be given the other's K and V. Give each a tier, or name the weights, CacheSpec(model=...)."
+            )
+        self._cache = weakref.ref(cache)
 
     def put(self, keys: Sequence[bytes], blocks: Sequence[Block]) -> Future[list[bool]]:
         """Keep these blocks. False where a block was there already: the first of a name stays.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,6 +159,45 @@ def test_another_models_blocks_are_not_read(folder, prompt, alone, kept):
         DiskTier(place, BlockKind.of(replace(KEPT, model="another")), 10**9)
     with pytest.raises(Incompatible, match="num_kv_heads: 1 here, 3 there"):  # a rank of three is no rank of one
         DiskTier(place, BlockKind.of(replace(KEPT, num_kv_heads=1, head_start=1)), 10**9)
+
+
+def fine_tuned(folder: Path, path: Path) -> Path:
+    """The same model with other numbers in one norm: 256 bytes of its file."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.0.input_layernorm.weight"] = weights["model.layers.0.input_layernorm.weight"].flip(0) * 3 - 1.5
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def test_two_checkpoints_of_one_geometry_never_meet(tmp_path):
+    """Nobody names the model: each is named by its weights, and finds its own blocks again."""
+    base, prompt = make_plain(tmp_path / "base"), numbers(203)
+    tuned = fine_tuned(base, tmp_path / "tuned")
+    connector = kvx_connector([f"disk:{tmp_path / 'tiers'}"], block_size=16)
+    first = generate(base, [prompt], max_tokens=32, connector=connector)
+    alone = generate(tuned, [prompt], max_tokens=32)
+    assert first.tokens != alone.tokens  # wrong K and V would show
+    got, again = (generate(tuned, [prompt], max_tokens=32, connector=connector) for _ in range(2))
+    assert (first.cached, got.cached, again.cached) == ([0], [0], [192])
+    assert got.tokens == again.tokens == alone.tokens
+    moved = base.rename(tmp_path / "moved")  # a folder's name is no part of it
+    back = generate(moved, [prompt], max_tokens=32, connector=connector)
+    assert (back.cached, back.tokens) == ([192], first.tokens)
+
+
+def test_what_vllm_makes_of_the_weights_is_part_of_the_name(tmp_path):
+    base, prompt = make_plain(tmp_path / "base"), numbers(203)
+    connector = kvx_connector([f"disk:{tmp_path / 'tiers'}"], block_size=16)
+    generate(base, [prompt], max_tokens=8, connector=connector)
+    other = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}}
+    alone = generate(base, [prompt], max_tokens=8, **other)
+    got = generate(base, [prompt], max_tokens=8, connector=connector, **other)
+    assert (got.cached, got.tokens) == ([0], alone.tokens)
+    with pytest.raises(RuntimeError, match=r'load_format is "dummy".*Give "model" in kv_connector_extra_config'):
+        generate(base, [prompt], max_tokens=8, connector=connector, load_format="dummy")
 
 
 def test_a_damaged_block_is_a_miss(folder, prompt, alone, kept):

@@ -16,6 +16,7 @@ def offloading(path, **extra) -> dict:
             "spec_name": "KvxOffloadingSpec",
             "spec_module_path": "kvx.adapters.vllm.offloading",
             "tiers": [f"disk:{path}"],
+            "model": "small",
             **extra,
         },
     }
@@ -37,3 +38,8 @@ def test_a_fresh_engine_loads_it(tmp_path):
 def test_chunks_are_refused(tmp_path):
     with pytest.raises(RuntimeError, match="blocks_per_chunk is 2"):
         generate(make_hybrid(tmp_path / "model"), [[1, 2, 3]], connector=offloading(tmp_path, blocks_per_chunk=2))
+
+
+def test_it_wants_a_name(tmp_path):
+    with pytest.raises(RuntimeError, match=r'"model" is not given.*a name that only these weights have'):
+        generate(make_hybrid(tmp_path / "model"), [[1, 2, 3]], connector=offloading(tmp_path, model=""))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvx
-from kvx.handover import export_blocks, find, join, keep, names
+from kvx.handover import export_blocks, find, join, keep, model_name, names
 from kvx.tiers import BlockKind, DiskTier, HostTier, block_spec
 from tests.handover.caches import MODEL, PLAIN, Engine, small
 
@@ -159,3 +159,13 @@ def test_shards_have_tiers_of_their_own():
     assert join(back).to_json() == h.to_json()
     for tier in tiers:
         tier.close()
+
+
+def test_a_geometry_is_no_name_in_a_directory(tmp_path):
+    """What an export names by default. Between two engines that a person set up it does; a fine-tune would find these blocks."""
+    geometry = model_name("llama", num_layers=2, num_kv_heads=2, head_dim=32, hidden_size=64, vocab_size=128)
+    spec = replace(SPEC, model=geometry)
+    refuse(lambda: DiskTier(tmp_path / "tier", BlockKind.of(spec), 1 << 22), "the geometry alone")
+    refuse(lambda: DiskTier(tmp_path / "tier", BlockKind.of(replace(spec, model="")), 1 << 22), "the model is not named")
+    assert not list(tmp_path.iterdir())
+    HostTier(BlockKind.of(spec), 1 << 22).close()

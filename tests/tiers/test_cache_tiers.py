@@ -17,7 +17,7 @@ from tests.tiers.movers import NEUTRAL
 
 
 def kept_of(cache: kvx.PagedCache) -> list[kvx.CacheSpec]:
-    return [block_spec(replace(g.spec, layout=NEUTRAL, num_layers=len(g.layers))) for g in cache.groups]
+    return [block_spec(replace(g.spec, layout=NEUTRAL, num_layers=len(g.layers), model="small")) for g in cache.groups]
 
 
 class Lossy(HostTier):
@@ -264,3 +264,20 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(kvx.BadArgument, match="before extend"):
             cache.bring_back(seq)
         backing.close()
+
+
+def test_two_caches_share_a_tier_only_where_it_knows_the_weights():
+    """Names of blocks are of tokens: without the model in the kind, one cache would get the other's K and V."""
+    cache, other = make(12), make(12)
+    (kept,) = kept_of(cache)
+    for model in ("", "llama-2x64-kv1x16-v128"):
+        nameless = replace(kept, model=model)
+        with HostTier(BlockKind.of(nameless), 1 << 16) as tier:
+            for _ in range(2):  # the same cache may come back
+                CacheTiers(cache, [[tier]], kept=[nameless]).close()
+            with pytest.raises(kvx.BadArgument, match=r"keeps another cache's blocks.*CacheSpec\(model=\.\.\.\)"):
+                CacheTiers(other, [[tier]], kept=[nameless])
+            assert other.prefix.backing is None
+    with HostTier(BlockKind.of(kept), 1 << 16) as tier:
+        CacheTiers(cache, [[tier]], kept=[kept]).close()
+        CacheTiers(other, [[tier]], kept=[kept]).close()

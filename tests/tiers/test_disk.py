@@ -125,18 +125,23 @@ def test_what_another_tier_wrote_and_removed_is_learnt(tmp_path):
 def test_leftovers_of_killed_writers_go_after_a_grace_time(tmp_path):
     with open_tier("disk", tmp_path, 4) as tier:
         put(tier, 1)
-    old, young = (tmp_path / "ab" / f".{i}.partial" for i in (1, 2))
-    claim = tmp_path / ".manifest.json.1.partial"
-    old.parent.mkdir(exist_ok=True)
-    for path in (old, young, claim):
+    old, young, claim = (tmp_path / n for n in ("ab/.ab12.9.1.partial", "ab/.ab12.9.2.partial", ".manifest.json.9.1.partial"))
+    # Not a tier's names: somebody else's.
+    names = "report.partial", ".1.partial", "ab/download.partial", "ab/.cd12.9.1.partial", "ab/.ab12.partial"
+    others = [tmp_path / name for name in names]
+    (tmp_path / "ab").mkdir(exist_ok=True)
+    for path in (old, young, claim, *others):
         path.write_bytes(b"half")
-    for path in (old, claim):
+    for path in (old, claim, *others):
         os.utime(path, (time.time() - 700,) * 2)
+    folder = tmp_path / "ab/.ab12.9.3.partial"
+    folder.mkdir()
+    os.utime(folder, (time.time() - 700,) * 2)
     with open_tier("disk", tmp_path, 4) as tier:
         assert found(tier, 1) == [True]
     assert not old.exists()
     assert not claim.exists()
-    assert young.exists()
+    assert all(path.exists() for path in (young, folder, *others))
 
 
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path, monkeypatch):

@@ -188,3 +188,19 @@ def test_host_hands_what_it_evicts_to_the_callback(tmp_path):
     (gone,) = [e for e in events if e.kind == "evicted"]
     assert gone.key == key(1)
     assert is_right(key(1), gone.block)
+
+
+@pytest.mark.parametrize("model", ["", "qwen3-4x64-kv2x16-v128"])
+def test_every_tier_that_others_find_wants_the_weights_name(model):
+    from kvx.tiers.mooncake_tier import MooncakeTier
+    from kvx.tiers.nixl_server import NixlServer
+    from kvx.tiers.nixl_tier import NixlTier
+
+    kind = replace(KIND, manifest={**KIND.manifest, "model": model})
+    for open_it in (
+        lambda: NixlTier("127.0.0.1", 9, kind),
+        lambda: NixlServer(9, kind, 1 << 20),
+        lambda: MooncakeTier(None, kind),
+    ):
+        with pytest.raises(kvx.BadArgument, match=r"others find its blocks again.*kvx\.weights_identity"):
+            open_it()

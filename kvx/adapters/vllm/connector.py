@@ -54,13 +54,8 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         self.parts: list[PartGroups] = parts_of(self.groups)
         self.block_size = self.settings.block_size or self.groups[0].block_size
         require_block_size(self.block_size, self.groups)
-        self.model = self.settings.model or facts.name_of(vllm_config)
-        if not self.settings.model and any(t.path is not None for t in self.settings.tiers):
-            logger.warning(
-                "KvxConnector: blocks in a directory are named by the model's geometry alone, %s: another fine-tune would "
-                'find them. Give "model" in kv_connector_extra_config.',
-                self.model,
-            )
+        # Host memory too: this process may have had another model in it, whose blocks are still there.
+        self.model = self.settings.model or facts.identity_of(vllm_config)
         self._loads, self._saves = transfer.is_kv_consumer, transfer.is_kv_producer
         ranks = vllm_config.parallel_config.tensor_parallel_size
         self._scheduler: SchedulerSide | None = None
@@ -202,7 +197,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         side = self._side()
-        if not _has_plain_tokens(request):
+        if not facts.has_plain_tokens(request):
             return 0, False
         side.add(request.request_id, request.all_token_ids)
         return (side.matched(request.request_id, num_computed_tokens) if self._loads else 0), False
@@ -241,12 +236,6 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
     def _side(self) -> SchedulerSide:
         assert self._scheduler is not None, "the scheduler's calls come to the scheduler's connector"
         return self._scheduler
-
-
-def _has_plain_tokens(request: Any) -> bool:
-    """Whether the tokens alone say what K and V are: no adapter, no picture, no salt that keeps tenants apart."""
-    odd = ("lora_request", "mm_features", "cache_salt", "prompt_embeds", "pooling_params")
-    return not any(getattr(request, name, None) for name in odd[:3]) and all(getattr(request, n, None) is None for n in odd[3:])
 
 
 def _least_of_ranks(numbers: list[int]) -> list[int]:

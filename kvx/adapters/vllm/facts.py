@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from kvx.adapters.vllm.groups import Group, GroupFacts
+from kvx.adapters.vllm.groups import FORMATS, Group, GroupFacts
 from kvx.adapters.vllm.layout import TensorFacts
-from kvx.errors import Unsupported
-from kvx.handover import model_name
+from kvx.errors import BadArgument, Unsupported
+from kvx.identity import model_name, weights_identity
 
 # Fields of an AttentionSpec that change what its bytes mean, with the value that does not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -24,6 +27,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "rswa_window": (None,),
     "sink_len": (None, 0),
 }
+# vLLM's loaders that read the weight files of the model's folder, all of them.
+_READS_FILES = ("auto", "hf", "bitsandbytes", "fastsafetensors", "gguf", "instanttensor", "mistral", "npcache", "pt", "safetensors")
 
 
 def group_facts(group: Any) -> GroupFacts:
@@ -109,3 +114,72 @@ def name_of(config: Any) -> str:
         hidden_size=c.hidden_size,
         vocab_size=c.vocab_size,
     )
+
+
+def identity_of(config: Any) -> str:
+    """A name that only this model has: its geometry, its weight files, and what vLLM was told to make of them.
+
+    BadArgument where the files are not to be found, or do not say all.
+    """
+    model, load = config.model_config, config.load_config
+    loader = str(getattr(load.load_format, "value", load.load_format)).lower()
+    other_config = getattr(model, "hf_config_path", None) or model.model
+    overrides = getattr(model, "hf_overrides", None) or {}
+    folder, why = None, ""
+    if loader not in _READS_FILES:
+        why = f'load_format is "{loader}", which does not read the weight files of a folder'
+    elif getattr(model, "model_weights", ""):
+        why = f"the weights come from {model.model_weights}"
+    elif callable(overrides):
+        why = "hf_overrides is a function"
+    elif other_config != model.model:
+        why = f"the config comes from {other_config}"
+    elif (folder := _folder_of(model, load)) is None:
+        why = f"{model.model} is neither a path here nor a snapshot in Hugging Face's cache"
+    if folder is None:
+        raise BadArgument(
+            f"KvxConnector: whose K and V these are cannot be found out: {why}. "
+            'Give "model" in kv_connector_extra_config: a name that only these weights have. A fine-tune needs another.'
+        )
+    rope = getattr(model.hf_text_config, "rope_parameters", None) or getattr(model.hf_text_config, "rope_scaling", None)
+    # An engine with room for long sequences rotates short ones otherwise too.
+    is_rotated_by_length = any(f"'{kind}'" in str(rope) for kind in ("longrope", "su", "dynamic"))
+    settings = {
+        "quantization": str(model.quantization or ""),
+        "quantization_config": _text(getattr(model, "quantization_config", None)),
+        "hf_overrides": _text(overrides),
+        "disable_sliding_window": "yes" if getattr(model, "disable_sliding_window", False) else "",
+        "max_model_len": str(model.max_model_len) if is_rotated_by_length else "",
+    }
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"{name_of(config)}-{weights_identity(folder, dtype=FORMATS.get(dtype, dtype), settings=settings)}"
+
+
+def _folder_of(model: Any, load: Any) -> Path | None:
+    """Where vLLM read the weights: a path, or what the hub's cache has of this revision."""
+    path = Path(model.model)
+    if path.exists():
+        return path
+    if getattr(sys.modules.get("vllm.envs"), "VLLM_USE_MODELSCOPE", False):  # another hub, with other models under the same names
+        return None
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        return None
+    try:
+        return Path(snapshot_download(model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True))
+    except (OSError, ValueError):  # of the hub: not there, or no name of a repository
+        return None
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str) if value else ""
+
+
+def has_plain_tokens(request: Any) -> bool:
+    """Whether the tokens alone say what K and V are: no adapter, no picture, no salt that keeps tenants apart.
+
+    Others are neither found nor kept: a LoRA's name in vLLM does not say which weights it has.
+    """
+    odd = ("lora_request", "mm_features", "cache_salt", "prompt_embeds", "pooling_params")
+    return not any(getattr(request, name, None) for name in odd[:3]) and all(getattr(request, n, None) is None for n in odd[3:])

@@ -33,7 +33,8 @@ from vllm.v1.kv_offload.base import (
 
 from kvx.adapters.vllm.pages import Pages, PageShelves
 from kvx.adapters.vllm.settings import Settings
-from kvx.errors import InternalError, Unsupported
+from kvx.errors import BadArgument, InternalError, Unsupported
+from kvx.identity import has_identity
 from kvx.tiers import TierError
 
 
@@ -54,12 +55,19 @@ class KvxOffloadingSpec(OffloadingSpec):
                 "A block of vLLM's is a block in the tiers, as it lies: leave both out."
             )
         settings = Settings.read({k: v for k, v in config.extra_config.items() if k != "block_size"})
+        if not has_identity(settings.model):
+            got = f"is {settings.model!r}, a geometry" if settings.model else "is not given"
+            raise BadArgument(
+                f'KvxOffloadingSpec: "model" {got}. vLLM tells this spec neither revision nor quantisation nor overrides of '
+                f'{config.model.name}, so give "model" in kv_connector_extra_config: a name that only these weights have. '
+                "kvx.weights_identity(folder) makes one of the files."
+            )
         p = config.parallel
         self.shelves = PageShelves(
             settings.tiers,
             {
                 "bytes": f"vLLM pages, {config.kv_cache_layout}, {platform.machine()}{_cpu_packing()}",
-                "model": settings.model or config.model.name,
+                "model": settings.model,
                 "dtype": config.model.dtype,
                 "block_size": ",".join(str(g.tokens_per_block) for g in config.groups),
                 "layers": ";".join(",".join(g.layer_names) for g in config.groups),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvx.adapters.vllm.shelf import Shelf
 from kvx.tiers import BlockKind, DiskTier, HostTier, Tier, TierOption
-from kvx.tiers.block import kind_from_text
+from kvx.tiers.directory import read_manifest
 
 # Host tiers of this process, by what they are for: vLLM's manager and worker are two objects.
 _HOST: dict[tuple[int, str], HostTier] = {}
@@ -73,9 +73,8 @@ class PageShelves:
             for setting in self._tiers:
                 if setting.path is not None:
                     folder = self._folder(setting.path, rank, group)
-                    try:
-                        kind = kind_from_text((folder / "manifest.json").read_text())
-                    except OSError:
+                    kind = read_manifest(folder)
+                    if kind is None:
                         return None
                     tiers.append(DiskTier(folder, kind, setting.capacity_bytes))
                 elif (tier := _HOST.get((setting.capacity_bytes, self._digest(rank, group)))) is not None:

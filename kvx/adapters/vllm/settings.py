@@ -24,7 +24,7 @@ _FOREIGN = (
 @dataclass(frozen=True)
 class Settings:
     tiers: tuple[TierOption, ...]  # fastest first
-    model: str = ""  # whose KV it is; "": a name made of the model's geometry
+    model: str = ""  # whose KV it is; "": a name made of the weight files, facts.identity_of
     block_size: int = 0  # tokens of a block in the tiers; 0: as vLLM's
     format: str = ""  # of blocks in the tiers; "": as vLLM's
 

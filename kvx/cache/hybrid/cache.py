@@ -35,6 +35,8 @@ class Request:
         self.num_shared = 0  # tokens whose entries came with the request: they are not written again
         self.draft_start = 0  # tokens from here on can be taken back
         self.names: list[bytes] = []  # of its blocks, where a HybridPrefix has named them
+        self.root = b""  # the name before the first block
+        self.extras: list[tuple[int, bytes]] = []  # what begins at which token, and is not in its id
         self.is_exact = True  # False: a bounded replay left something out of its windows
         self.is_released = False
 

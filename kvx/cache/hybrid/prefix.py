@@ -24,7 +24,7 @@ import numpy as np
 from kvx.cache.guard import whole
 from kvx.cache.hybrid.cache import HybridCache, Request
 from kvx.cache.hybrid.state import RequestState, put_slot, take_state
-from kvx.cache.prefix import PrefixCache
+from kvx.cache.prefix import Extras, PrefixCache, check_extra, checked_extras
 from kvx.errors import BadArgument
 
 
@@ -58,15 +58,22 @@ class HybridPrefix:
         self._max_checkpoints = max_checkpoints
         self._guard = cache._guard
 
-    def admit(self, tokens: Sequence[int]) -> Resumed:
-        """A request that begins with these tokens. At least the last of them is left to compute."""
-        hashes = self.names.hashes(np.asarray(tokens[:-1], np.int32))
+    def admit(self, tokens: Sequence[int], *, extra: bytes = b"", extras: Extras = ()) -> Resumed:
+        """A request that begins with these tokens. At least the last of them is left to compute.
+
+        `extra` is what the content hangs on besides the tokens, such as a LoRA's id; `extras` what does from a token on, as
+        (position, bytes): the hash of an image whose placeholders begin there.
+        """
+        check_extra("admit", extra)
+        begun, root = checked_extras("admit", extras, len(tokens)), self.names.root(extra)
+        hashes = self.names.chain(_as_hashed(tokens[:-1]), root, begun)
         request, guard = None, self.cache._guard
         try:
             with guard.lock:
                 if guard.is_torn:
                     guard.mend()
                 request = self.cache.admit_request()
+                request.root, request.extras = root, begun
                 resumed = self._resume(request, hashes)
             return resumed
         except BaseException:  # nobody has the request
@@ -96,8 +103,11 @@ class HybridPrefix:
         return Resumed(request, request.length, count * block, request.is_exact)
 
     @whole
-    def commit(self, request: Request, tokens: Sequence[int]) -> None:
-        """The request's tokens so far are computed: name its full blocks, and keep a checkpoint if one is due here."""
+    def commit(self, request: Request, tokens: Sequence[int], *, extras: Extras = ()) -> None:
+        """The request's tokens so far are computed: name its full blocks, and keep a checkpoint if one is due here.
+
+        `extras` are of tokens that came since, as admit() takes them: what begins there and is not in their ids.
+        """
         self.cache.check_live("commit", request)
         block, hashes = self.cache.schema.block_tokens, request.names
         named, full = len(hashes), request.length // block
@@ -105,11 +115,15 @@ class HybridPrefix:
             raise BadArgument(
                 f"commit(): {len(tokens)} tokens are given; {request} has {full} full blocks of {block}. Nothing changed."
             )
+        if new := [entry for entry in extras if entry not in request.extras]:  # a block that has its name was named without them
+            request.extras = sorted([*request.extras, *checked_extras("commit", new, len(tokens), first=named * block)])
         if not request.is_exact:
             return
         if full > named:
-            new = np.asarray(tokens[named * block : full * block], np.int32)
-            hashes = hashes + self.names.hashes(new, parent=hashes[-1] if hashes else None)
+            parent = hashes[-1] if hashes else request.root or self.names.root()
+            hashes = hashes + self.names.chain(
+                _as_hashed(tokens[named * block : full * block]), parent, request.extras, named * block
+            )
             self.names.put_checked(0, hashes[named:], self.cache.block_ids(request)[named:full].copy())
             request.names = hashes
         if not full or request.length < request.num_shared:  # while tokens are computed again, windows are not whole
@@ -120,3 +134,7 @@ class HybridPrefix:
             self.checkpoints.move_to_end(hashes[full - 1])
             if len(self.checkpoints) > self._max_checkpoints:
                 self.checkpoints.popitem(last=False)
+
+
+def _as_hashed(tokens: Sequence[int]) -> bytes:
+    return np.ascontiguousarray(tokens, "<i4").tobytes()

@@ -28,6 +28,8 @@ class RequestState:
     buffers: dict[str, Tensor]  # copies
     version: int = VERSION
     is_exact: bool = True  # False: a bounded replay left something out
+    root: bytes = b""  # with extras: what its content hangs on besides its tokens, as a HybridPrefix names it
+    extras: tuple[tuple[int, bytes], ...] = ()
 
     @property
     def has_entries(self) -> bool:
@@ -69,7 +71,9 @@ def take_state(cache: HybridCache, request: Request, *, entries: bool = True) ->
         if entries:
             for part, pool in _pools(store):
                 buffers[f"layer.{i}.{part}"] = pool.pages[cache.blocks(request).long()].clone()
-    return RequestState(cache.schema, request.length, buffers, is_exact=request.is_exact)
+    return RequestState(
+        cache.schema, request.length, buffers, is_exact=request.is_exact, root=request.root, extras=tuple(request.extras)
+    )
 
 
 def put_state(cache: HybridCache, state: RequestState) -> Request:
@@ -94,7 +98,7 @@ def _fill(cache: HybridCache, request: Request, state: RequestState) -> None:
     for i, store in enumerate(cache.layers):
         for part, pool in _pools(store):
             pool.pages[cache.blocks(request).long()] = state.buffers[f"layer.{i}.{part}"].to(cache.device)
-    request.is_exact = state.is_exact
+    request.is_exact, request.root, request.extras = state.is_exact, state.root, list(state.extras)
 
 
 def put_slot(cache: HybridCache, request: Request, state: RequestState) -> None:
