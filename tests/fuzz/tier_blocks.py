@@ -344,7 +344,7 @@ def case(number: int, work: Path, golden: dict[str, bytes], seen: Counter[str]) 
 
 def run(cases: int, seed: int, *, say: bool = False) -> Counter[str]:
     """What calls came to. AssertionError at the first case that ends otherwise than it may."""
-    work = Path(tempfile.mkdtemp(prefix="kvx-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    work = Path(tempfile.mkdtemp(prefix="kvx-tier-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     limits, seen, slowest = resource.getrlimit(resource.RLIMIT_AS), Counter[str](), 0.0
     try:
         golden = _golden(work / "golden")

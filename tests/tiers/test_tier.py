@@ -198,8 +198,8 @@ def test_every_tier_that_others_find_wants_the_weights_name(model):
 
     kind = replace(KIND, manifest={**KIND.manifest, "model": model})
     for open_it in (
-        lambda: NixlTier("127.0.0.1", 9, kind),
-        lambda: NixlServer(9, kind, 1 << 20),
+        lambda: NixlTier("127.0.0.1", 9, kind, secret=None),
+        lambda: NixlServer("127.0.0.1", 9, kind, 1 << 20, secret=None),
         lambda: MooncakeTier(None, kind),
     ):
         with pytest.raises(kvx.BadArgument, match=r"others find its blocks again.*kvx\.weights_identity"):
