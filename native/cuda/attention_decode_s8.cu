@@ -3,7 +3,7 @@
 namespace kvx {
 namespace cuda {
 
-DecodeChoice choose_decode_s8(int64_t head_dim, int64_t rows) { return choose_decode<tiles::S8Rows, ROW_SCALES>(head_dim, rows); }
+DecodeChoice choose_decode_s8(const DecodeShape& shape) { return choose_decode<tiles::S8Rows, ROW_SCALES>(shape); }
 
 }  // namespace cuda
 }  // namespace kvx

@@ -15,7 +15,10 @@ from tests.ops.attention_cases import Case
 from tests.ops.test_gather import kv_offsets
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch saying it has no bf16 instructions
-ALL = [*attention_cases.DECODE, *attention_cases.FORMATS, *attention_cases.LAYOUTS, *attention_cases.VARLEN, *attention_cases.BYTES]
+ALL = [
+    *attention_cases.DECODE, *attention_cases.WIDE, *attention_cases.FORMATS, *attention_cases.LAYOUTS, *attention_cases.VARLEN,
+    *attention_cases.BYTES,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
@@ -330,6 +333,8 @@ def test_workspace_and_plan(native_backend, generator):
 @pytest.mark.parametrize("case", [
     Case(lens=(300, 1, 90, 512), format="bf16", io="bf16", dim=128),
     Case(lens=(300, 1, 90, 512), format="int8_per_token_head", io="bf16", dim=128),
+    Case(lens=(300, 1, 90, 512), format="bf16", io="bf16", dim=256),
+    Case(lens=(300, 1, 90, 512), format="fp8_e4m3_per_token_head", io="bf16", dim=320),
     Case(lens=(300, 1, 90, 512), queries=(40, 1, 3, 1), format="bf16", io="bf16", dim=128),
     Case(lens=(300, 1, 90, 512), queries=(40, 1, 3, 1), format="fp8_e4m3_per_token_head", io="bf16", dim=128),
     Case(lens=(40, 1, 33, 64), dim=80, heads=14),

@@ -64,14 +64,14 @@ def widen(x: Tensor, width: int, fill: float) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("block", [16, 48])
 @pytest.mark.parametrize("format", ["bf16", "fp8_e4m3"])
-@pytest.mark.parametrize("dim", [64, 80, 96])
+@pytest.mark.parametrize("dim", [40, 64, 80, 96, 160, 224, 320])
 def test_rows_end_where_they_end(backend, dim, format, block, generator):
     """What follows a row of queries or of the cache, up to a tile's width and past it, is NaN; after results nothing changes."""
     shape = Case(lens=(301, 129, 40), queries=(70, 129, 1), dim=dim, block=block, format=format, io="bf16")
     made = shape.make(backend.device, generator)
-    made.cache.cache = tuple(widen(x, 160, float("nan"))[0] for x in made.cache.cache)
-    made.q, _ = widen(made.q, 160, float("nan"))
-    out, after = widen(torch.zeros_like(made.q, memory_format=torch.contiguous_format), 160, 5.0)
+    made.cache.cache = tuple(widen(x, 544, float("nan"))[0] for x in made.cache.cache)
+    made.q, _ = widen(made.q, 544, float("nan"))
+    out, after = widen(torch.zeros_like(made.q, memory_format=torch.contiguous_format), 544, 5.0)
     made.check(*made.run(backend.name, out=out))
     assert (after == 5.0).all()
 

@@ -12,9 +12,9 @@ namespace tiles {
 // Rows of kBytes bytes in chunks of 16, chunk numbers mixed with the row so that eight rows of one column meet all banks.
 template <int kBytes> struct Swizzle {
   static constexpr int kChunks = kBytes / 16;
-  static_assert(kBytes == 64 || kBytes % 128 == 0, "rows of 64 bytes or whole 128s");
+  static_assert(kBytes % 64 == 0, "rows of whole 64s");
   static __device__ __forceinline__ uint32_t at(uint32_t row, uint32_t chunk) {
-    const uint32_t mix = kBytes == 64 ? (row >> 1) & 3 : row & 7;
+    const uint32_t mix = kBytes % 128 ? (row >> 1) & 3 : row & 7;  // an odd row begins in the middle of the banks
     return row * kBytes + ((chunk ^ mix) << 4);
   }
 };
