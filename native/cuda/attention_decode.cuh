@@ -58,9 +58,11 @@ template <class Rows_, class Tile_, int kColumns_, ScaleKind kScales_, bool kOwn
   static constexpr int kTokens = kTeam > 1 || kKeyRowBytes > 128 || (kKeyRowBytes == 128 && Rows::kBytes == 1) ? 32 : 64;
   static constexpr int kKeyBytes = kTokens * kKeyRowBytes, kValueBytes = kTokens * kValueRowBytes, kTileBytes = kKeyBytes + kValueBytes;
   static constexpr int kScaleBytes = kScales == ROW_SCALES ? 2 * kTokens * 4 : 0;
-  // Where a team adds up scores: a place for each warp, twice, so that they meet once a tile; once, where twice would leave no room for a team.
-  static constexpr int kPlaceBytes = kTokens * kColumns * 4, kPlaces = kTeam == 1 ? 0 : kTeam == 4 && kColumns == 16 && Rows::kBytes == 1 ? 1 : 2;
-  static constexpr int worker_bytes(int stages) { return kTeam * (tiles::GroupRing<3, kTileBytes + kScaleBytes>::bytes(stages) + kPlaces * kPlaceBytes); }
+  // Where a team meets: the scores of each warp, and of every token what its scales come to. There are two such places, so that warps meet once a
+  // tile; one, where two would leave room for a team less.
+  static constexpr int kScoreBytes = kTokens * kColumns * 4, kPlaceBytes = kTeam * kScoreBytes + (kScales == ROW_SCALES ? kTokens * 16 : 0);
+  static constexpr int kPlaces = kTeam == 1 ? 0 : kTeam == 4 && kColumns == 16 && Rows::kBytes == 1 ? 1 : 2;
+  static constexpr int worker_bytes(int stages) { return kTeam * tiles::GroupRing<3, kTileBytes + kScaleBytes>::bytes(stages) + kPlaces * kPlaceBytes; }
   // 128 KB in flight an SM, and half as much again being worked on. Eight-bit rows take more instructions a byte: more warps hide them.
   static constexpr int kMostBytes = 227 * 1024, kMostWarps = kTeam > 1 ? 12 : Rows::kBytes == 1 ? 8 : 6;
   static constexpr int least(int x, int y) { return x < y ? x : y; }
@@ -97,6 +99,17 @@ __device__ __forceinline__ int64_t first_query(const DecodeArgs& a, int32_t seq)
   return a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(seq) * a.cu_bytes, a.cu_bytes) : int64_t(seq) * a.query_len;
 }
 __device__ __forceinline__ int32_t rows_of(const DecodeArgs& a, int32_t seq) { return query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.plan.rows); }
+
+// 16 bytes, asked for here and not where they are first used.
+template <class T> __device__ __forceinline__ T load_now(const char* from) {
+  static_assert(sizeof(T) == 16, "one load");
+  union {
+    uint32_t words[4];
+    T x;
+  } u;
+  asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(u.words[0]), "=r"(u.words[1]), "=r"(u.words[2]), "=r"(u.words[3]) : "l"(from));
+  return u.x;
+}
 
 template <class C> struct Decode {
   using Rows = typename C::Rows;
@@ -135,12 +148,9 @@ template <class C> struct Decode {
     __syncwarp();
   }
 
-  __device__ __forceinline__ SeqRange range_of(int32_t seq) const {
-    return seq_range(a.rows.kv, seq, queries_of(a, seq), a.window, a.is_causal, a.max_seq_len, C::kTokens);
-  }
   // What a cursor knows of its sequence. Read when it comes to it, not once a tile.
-  __device__ __forceinline__ void enter(Cursor* c) const {
-    c->range = range_of(c->seq);
+  __device__ __forceinline__ void enter(Cursor* c, int32_t length) const {
+    c->range = seq_range(length, queries_of(a, c->seq), a.window, a.is_causal, C::kTokens);
     if constexpr (C::kOwnCaches) c->own = tiles::find_own_cache(a.rows, c->seq, a.workspace);
   }
   __device__ __forceinline__ void step(Cursor* c) const {
@@ -150,7 +160,7 @@ template <class C> struct Decode {
     c->head -= a.num_kv_heads;  // the line's first: lines divide the heads
     // Sequences without rows of ours have no tiles (make_plan); whoever steps knows that tiles are left.
     while (++c->seq < a.num_seqs && a.cu_seqlens && rows_of(a, c->seq) == 0) {}
-    if (c->seq < a.num_seqs) enter(c);
+    if (c->seq < a.num_seqs) enter(c, clamped_length(a.rows.kv, c->seq, a.max_seq_len));
   }
 
   struct Asked {
@@ -169,7 +179,7 @@ template <class C> struct Decode {
   }
 
   // 32 rows' chunks from kFirst to kEnd, of those `chunks` that are there. Lanes hold a row's place each and hand it round.
-  template <int kRowBytes, int kFirst, int kEnd> __device__ __forceinline__ void load_chunks(uint32_t to, const char* data, uint32_t of_mine, uint32_t valid, uint32_t first_row, uint32_t chunks) const {
+  template <bool kIsFull, int kRowBytes, int kFirst, int kEnd> __device__ __forceinline__ void load_chunks(uint32_t to, const char* data, uint32_t of_mine, uint32_t valid, uint32_t first_row, uint32_t chunks) const {
     constexpr int kLeft = kEnd - kFirst, kWidth = kLeft >= 16 ? 16 : kLeft >= 8 ? 8 : kLeft >= 4 ? 4 : kLeft >= 2 ? 2 : 1, kRowsAtOnce = 32 / kWidth;
     const uint32_t chunk = kFirst + lane % kWidth, sub = lane / kWidth;
     const char* from = data + chunk * 16;
@@ -177,9 +187,18 @@ template <class C> struct Decode {
     for (int j = 0; j < 32 / kRowsAtOnce; j++) {
       const uint32_t r = j * kRowsAtOnce + sub;
       const uint32_t offset = __shfl_sync(0xffffffffu, of_mine, r);
-      if (chunk < chunks) tiles::copy_16(to + tiles::Swizzle<kRowBytes>::at(first_row + r, chunk), from + uint64_t(offset) * 16, valid >> r & 1 ? 16 : 0);
+      const uint32_t place = to + tiles::Swizzle<kRowBytes>::at(first_row + r, chunk);
+      if (chunk >= chunks) continue;
+      if constexpr (kIsFull) tiles::copy_16(place, from + uint64_t(offset) * 16);
+      else tiles::copy_16(place, from + uint64_t(offset) * 16, valid >> r & 1 ? 16 : 0);
     }
-    if constexpr (kLeft > kWidth) load_chunks<kRowBytes, kFirst + kWidth, kEnd>(to, data, of_mine, valid, first_row, chunks);
+    if constexpr (kLeft > kWidth) load_chunks<kIsFull, kRowBytes, kFirst + kWidth, kEnd>(to, data, of_mine, valid, first_row, chunks);
+  }
+
+  template <bool kIsFull> __device__ __forceinline__ void load_rows(uint32_t at, const tiles::RowPlace& mine, uint32_t valid, uint32_t first_row, const tiles::OwnCache& own) const {
+    const char *keys = C::kOwnCaches ? own.data[0] : a.data[0], *values = C::kOwnCaches ? own.data[1] : a.data[1];
+    load_chunks<kIsFull, C::kKeyRowBytes, 0, C::kKeyChunks>(at, keys + key_from * Rows::kBytes, mine.offset[0], valid, first_row, key_chunks);
+    load_chunks<kIsFull, C::kValueRowBytes, 0, C::kValueChunks>(at + C::kKeyBytes, values + value_from * Rows::kBytes, mine.offset[1], valid, first_row, value_chunks);
   }
 
   // Puts a tile's loads under way.
@@ -189,10 +208,9 @@ template <class C> struct Decode {
     for (int i = 0; i < kRowsPerLane; i++) {
       const tiles::RowPlace mine = tiles::place_row(a.rows, f.row[i], head);
       const uint32_t valid = __ballot_sync(0xffffffffu, mine.block >= 0);
-      const char *keys = C::kOwnCaches ? own.data[0] : a.data[0], *values = C::kOwnCaches ? own.data[1] : a.data[1];
-      load_chunks<C::kKeyRowBytes, 0, C::kKeyChunks>(at, keys + key_from * Rows::kBytes, mine.offset[0], valid, i * 32, key_chunks);
-      load_chunks<C::kValueRowBytes, 0, C::kValueChunks>(at + C::kKeyBytes, values + value_from * Rows::kBytes, mine.offset[1], valid, i * 32, value_chunks);
-      if constexpr (C::kScales == ROW_SCALES) {
+      if (valid == 0xffffffffu) load_rows<true>(at, mine, valid, i * 32, own);
+      else load_rows<false>(at, mine, valid, i * 32, own);
+      if (C::kScales == ROW_SCALES && member == 0) {  // who tells the others of its team
 #pragma unroll
         for (int plane = 0; plane < 2; plane++) {
           const ScaleParams& s = a.scales[plane];
@@ -271,11 +289,17 @@ template <class C> struct Decode {
   }
 
   // A team's parts of a tile's scores become their sum, the same in every warp: two are added in either order, more in the order of the team.
-  __device__ __forceinline__ void add_up(float (&s)[kTokenTiles][kColumnTiles][4]) {
-    constexpr int kPlace = C::kPlaceBytes / 16;  // of a warp
-    float4* all = places + turn * C::kTeam * kPlace + lane;
+  // Returns what the first warp has to say of every token's scales: K's, V's logarithm and its inverse.
+  __device__ __forceinline__ const float4* add_up(float (&s)[kTokenTiles][kColumnTiles][4], const float* scales) {
+    constexpr int kPlace = C::kScoreBytes / 16;  // of a warp
+    float4* place = places + turn * (C::kPlaceBytes / 16);
+    float4* all = place + lane;
     if constexpr (C::kPlaces == 1) tiles::meet(1 + team, C::kTeam * 32);  // the last tile's have been read
     else turn ^= 1;
+    if (C::kScales == ROW_SCALES && member == 0) {
+      const float of_value = positive(scales[C::kTokens + lane]);
+      all[C::kTeam * kPlace] = make_float4(scales[lane], tiles::log2_fast(of_value), tiles::inverse_fast(of_value), 0.f);
+    }
 #pragma unroll
     for (int m = 0; m < kTokenTiles; m++)
 #pragma unroll
@@ -299,7 +323,9 @@ template <class C> struct Decode {
           s[m][n][0] = sum.x, s[m][n][1] = sum.y, s[m][n][2] = sum.z, s[m][n][3] = sum.w;
         }
       }
+    return place + C::kTeam * kPlace;
   }
+  static __device__ __forceinline__ float positive(float scale) { return fmaxf(scale, 7.8886091e-31f); }  // 2^-100
 
   __device__ __forceinline__ void compute(const Cursor& c) {
     const uint32_t at = ring.tile_at(ring.reading);
@@ -330,14 +356,26 @@ template <class C> struct Decode {
       for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) s[m][n][i] *= factor[n][i % 2];
-    if constexpr (C::kTeam > 1) add_up(s);
+    // With a scale a row of V, weights are p times that scale: it joins the exponent, and `most` is over the weights.
+    // The sum of the weights without it divides by it again: one exponential serves both. A scale of 0 counts as a tiny one.
+    float of_value[kTokenTiles][2], without[kTokenTiles][2];
     const float* scales = reinterpret_cast<const float*>(stage_bytes + C::kTileBytes);
+    const float4* of_tokens = nullptr;
+    if constexpr (C::kTeam > 1) of_tokens = add_up(s, scales);
     if constexpr (C::kScales == ROW_SCALES)
 #pragma unroll
       for (int m = 0; m < kTokenTiles; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const float of_key = scales[m * 16 + h * 8 + g];
+          const int token = m * 16 + h * 8 + g;
+          float of_key;
+          if constexpr (C::kTeam > 1) {
+            const float4 x = of_tokens[token];
+            of_key = x.x, of_value[m][h] = x.y, without[m][h] = x.z;
+          } else {
+            const float scale = positive(scales[C::kTokens + token]);
+            of_key = scales[token], of_value[m][h] = tiles::log2_fast(scale), without[m][h] = tiles::inverse_fast(scale);
+          }
 #pragma unroll
           for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -379,17 +417,6 @@ template <class C> struct Decode {
               if (!is_valid || position >= limit[n][j] || position < low[n][j]) s[m][n][2 * h + j] = -INFINITY;
         }
     }
-    // With a scale a row of V, weights are p times that scale: it joins the exponent, and `most` is over the weights.
-    // The sum of the weights without it divides by it again: one exponential serves both. A scale of 0 counts as a tiny one.
-    float of_value[kTokenTiles][2], without[kTokenTiles][2];
-    if constexpr (C::kScales == ROW_SCALES)
-#pragma unroll
-      for (int m = 0; m < kTokenTiles; m++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const float scale = fmaxf(scales[C::kTokens + m * 16 + h * 8 + g], 7.8886091e-31f);  // 2^-100
-          of_value[m][h] = tiles::log2_fast(scale), without[m][h] = tiles::inverse_fast(scale);
-        }
     float shift[kColumnTiles][2];
     bool changed = false;
 #pragma unroll
@@ -509,16 +536,18 @@ template <class C>
 __global__ void __launch_bounds__(C::kWorkers * C::kTeam * 32, 1) decode(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(128) char shared[];
   wait_for_previous();
+  let_next_start();  // what adds up parts is then there when this ends
   const int warp = int(threadIdx.x / 32), team = warp / C::kTeam, worker = int(blockIdx.x * (blockDim.x / (32 * C::kTeam))) + team;  // as many a block as its shared memory takes
   const int share = worker / a.plan.lines, line = worker - share * a.plan.lines;
-  const PlanHeader plan = *reinterpret_cast<const PlanHeader*>(a.workspace);
+  // Both are asked for before the first is used: a place for a start is there, whether the worker has a share or not.
+  const PlanHeader plan = load_now<PlanHeader>(a.workspace);
+  const WorkerStart start = load_now<WorkerStart>(a.workspace + a.plan.start_at + share * int64_t(sizeof(WorkerStart)));
   if (share >= plan.workers) return;
   Decode<C> d(a, shared + team * C::kWorkerBytes, team, warp - team * C::kTeam);
   d.clear();
   const long long begin = share * plan.tiles / plan.workers, end = (share + 1) * plan.tiles / plan.workers;
-  const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[share];
   Cursor now{start.seq, start.head + line, start.tile};
-  d.enter(&now);
+  d.enter(&now, start.length);
   Cursor ahead = now;
   long long loaded = begin;
   auto asked = d.ask(ahead);
@@ -559,31 +588,33 @@ __global__ void __launch_bounds__(C::kWorkers * C::kTeam * 32, 1) decode(const _
     }
   }
   tiles::wait_copies<0>();
-  let_next_start();
 }
 
 // Adds up the parts of every (sequence, head) that several workers shared: a warp for each query row, parts in the order of the line.
 template <int kPerLane>
 __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArgs a, bool one_scale) {
-  wait_for_previous();
   let_next_start();
+  // The plan and the sequences' ends are older than the launch before this one, which waited for them: they are read ahead of its end. Nobody
+  // leaves before that: whoever comes after waits for this launch alone.
   const int lane = threadIdx.x % 32;
   const int64_t index = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
   const int32_t row = int32_t(index % a.plan.rows), kv_head = int32_t(index / a.plan.rows % a.num_kv_heads);
   const int64_t seq64 = index / a.plan.rows / a.num_kv_heads;
-  if (seq64 >= a.num_seqs) return;
-  const int32_t seq = int32_t(seq64);
-  if (row >= rows_of(a, seq)) return;
-  const PlanHeader plan = *reinterpret_cast<const PlanHeader*>(a.workspace);
-  const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
+  const int32_t seq = int32_t(min(seq64, int64_t(a.num_seqs) - 1));
   const int lines = a.plan.lines, head_of_line = kv_head / lines, line = kv_head - head_of_line * lines;
-  const long long of_seq = first_tile[seq + 1] - first_tile[seq], begin = (long long)first_tile[seq] * (a.num_kv_heads / lines) + head_of_line * of_seq;
-  const int first_share = int(((begin + 1) * plan.workers - 1) / plan.tiles), last_share = int(((begin + of_seq) * plan.workers - 1) / plan.tiles);
-  if (first_share >= last_share) return;
-  // The first worker came to it after other items, unless it began with it.
-  const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[first_share];
-  const int first_slot = start.seq == seq && start.head + line == kv_head ? 0 : 1;
+  int first_share = 0, last_share = 0, first_slot = 0;
+  if (seq64 < a.num_seqs && row < rows_of(a, seq)) {
+    const PlanHeader plan = load_now<PlanHeader>(a.workspace);
+    const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
+    const long long from = __ldcg(first_tile + seq), of_seq = __ldcg(first_tile + seq + 1) - from, begin = from * (a.num_kv_heads / lines) + head_of_line * of_seq;
+    first_share = int(((begin + 1) * plan.workers - 1) / plan.tiles), last_share = int(((begin + of_seq) * plan.workers - 1) / plan.tiles);
+    // The first worker came to it after other items, unless it began with it.
+    const WorkerStart start = load_now<WorkerStart>(a.workspace + a.plan.start_at + first_share * int64_t(sizeof(WorkerStart)));
+    first_slot = start.seq == seq && start.head + line == kv_head ? 0 : 1;
+  }
   constexpr int kUnroll = kPerLane > 8 ? 4 : 8;
+  wait_for_previous();
+  if (first_share >= last_share) return;  // one worker had it alone, or there is none
   const int width = a.dims[1] + 2;
   const auto has_dim = [&](int i) { return i * 32 + lane < a.dims[1]; };
   const char* parts = a.workspace + a.plan.partial_at;
