@@ -23,7 +23,7 @@ template <class P> struct PrefillBytes {
   using C = typename P::Config;
   using Convert = typename C::Rows::Convert;
   using Rings = typename C::Rings;
-  static constexpr int kChunks = C::kHeadDim / 16, kRowsAtOnce = 128 / kChunks, kMine = C::kKeys / kRowsAtOnce;
+  static constexpr int kChunks = C::kKeyDims / 16, kRowsAtOnce = 128 / kChunks, kMine = C::kKeys / kRowsAtOnce;
   static_assert(kRowsAtOnce % 8 == 0, "a thread's rows are alike to the swizzle");
   const P& p;
 
@@ -64,7 +64,7 @@ template <class P> struct PrefillBytes {
     asm volatile("" : "+l"(data));  // added up here: an address below is one instruction
     Rings::template copy_rows<kMine, 2048>(to, data, Rings::offsets(p.rings(), tile) + plane * C::kKeys + row_of(thread) * kMine, kIsFull);
   }
-  __device__ __forceinline__ bool is_past_rows() const { return chunk_of(own_thread()) >= uint32_t(p.a.row_chunks); }
+  __device__ __forceinline__ bool is_past_rows() const { return chunk_of(own_thread()) >= uint32_t(p.a.row_chunks[0]); }
   __device__ __forceinline__ void clear() const {
     const uint32_t thread = own_thread();
 #pragma unroll 1
@@ -113,7 +113,8 @@ template <class P> struct PrefillBytes {
     tiles::RowAsked asked = tiles::ask_row(p.a.rows, p.w.seq, uint32_t(p.w.first_tile * C::kKeys) + own_thread(), p.w.begin, p.w.length);
     const uint32_t num_tiles = max(p.w.num_tiles, 0);
     if (num_tiles > 0 && is_past_rows()) clear();  // without tiles nobody would wait for it
-    typename Rings::Ring keys = Rings::keys(p.at + C::kRingsAt), values = Rings::values(p.at + C::kRingsAt);
+    typename Rings::Ring keys = Rings::keys(p.at + C::kRingsAt);
+    typename Rings::Ring values = Rings::values(p.at + C::kRingsAt);  // of the same type: both planes are as wide
     for (uint32_t next = 0; next <= num_tiles; next++) {  // tile `next` is copied, the one before it widened
       if (next < num_tiles) find(&asked, next);
 #pragma unroll
@@ -134,7 +135,7 @@ template <class P> struct PrefillBytes {
 // and what undoes it is left beside. `flips`: K's one scale is negative; scores are compared before they are multiplied by it.
 template <class P> __device__ __forceinline__ void load_f16_queries(const P& p, bool flips) {
   using C = typename P::Config;
-  constexpr int kChunks = C::kHeadDim / 8, kRowsAtOnce = 256 / kChunks, kMine = C::kRows / kRowsAtOnce;
+  constexpr int kChunks = C::kKeyDims / 8, kRowsAtOnce = 256 / kChunks, kMine = C::kRows / kRowsAtOnce;
   const uint32_t thread = threadIdx.x - 128, chunk = thread % kChunks, sub = thread / kChunks, flip = flips ? 0x80008000u : 0u;
   const bool is_bf16 = p.a.q.dtype == KVX_DTYPE_BF16;
   const auto low = [](uint32_t x) { return __uint_as_float(x << 16); };
@@ -144,7 +145,7 @@ template <class P> __device__ __forceinline__ void load_f16_queries(const P& p, 
 #pragma unroll
   for (int j = 0; j < kMine; j++) {
     const uint32_t row = p.w.first_row + j * kRowsAtOnce + sub;
-    x[j] = int32_t(row) < p.w.rows && int32_t(chunk * 8) < p.a.head_dim ? __ldg(reinterpret_cast<const uint4*>(p.query_row(row) + chunk * 16)) : make_uint4(0, 0, 0, 0);
+    x[j] = int32_t(row) < p.w.rows && int32_t(chunk * 8) < p.a.dims[0] ? __ldg(reinterpret_cast<const uint4*>(p.query_row(row) + chunk * 16)) : make_uint4(0, 0, 0, 0);
   }
 #pragma unroll
   for (int j = 0; j < kMine; j++) {
@@ -160,7 +161,7 @@ template <class P> __device__ __forceinline__ void load_f16_queries(const P& p, 
       const float shrink = power_of_two(-exponent);
       for (uint32_t& word : words) word = tiles::F16Numbers::pack(low(word) * shrink, high(word) * shrink);
     }
-    tiles::store_shared_16(p.at + C::kQueryAt + P::chunk_at(r, chunk), make_uint4(words[0] ^ flip, words[1] ^ flip, words[2] ^ flip, words[3] ^ flip));
+    tiles::store_shared_16(p.at + P::query_at(r, chunk), make_uint4(words[0] ^ flip, words[1] ^ flip, words[2] ^ flip, words[3] ^ flip));
     if (chunk == 0) reinterpret_cast<float*>(p.shared + C::kGrowAt)[r] = power_of_two(exponent);
   }
 }

@@ -1,7 +1,7 @@
 """attention of prompts over 16-bit caches, whose blocks a device may copy whole: their sizes, layouts, tables, ends and bad ids.
 
 Tiles of a device are 128 keys: sequences end in the middle of a block, at the end of one, and at the end of a tile. What stands
-after the end is NaN. They are 64 or 128 columns wide: rows in between, of 80 or 96 elements, end before the tile does.
+after the end is NaN. They are 64, 128, 192 or 256 columns wide: rows in between, of 80 or 96 elements, end before the tile does.
 """
 
 from __future__ import annotations
@@ -48,8 +48,23 @@ PADDED = [
     ),
 ]
 
+# Above 128 a device's tiles are 64 keys, but for K of up to 192 over V of up to 128.
+_WIDTHS = ((192, 0, "bf16"), (192, 128, "f16"), (256, 0, "bf16"))
+WIDE = [
+    *(case(block, dim=d, v_dim=v, io=io) for d, v, io in _WIDTHS for block in (1, 8, 16, 48, 64, 128, 256)),
+    *(case(16, y, d, io, v_dim=v) for d, v, io in _WIDTHS for y in ("HND", "fused_NHD", "fused_HND")),
+    case(16, "stacked", 256),
+    *(case(block, dim=256, lens=(1500, 897), queries=(80, 20), note="laps") for block in (16, 48, 64, 1024)),
+    *(case(block, dim=d, v_dim=v) for d, v in ((136, 0), (160, 0), (224, 0), (256, 64), (64, 192)) for block in (16, 48)),
+    *(case(16, dim=d, v_dim=v) for d, v in ((8, 0), (40, 0), (72, 0), (128, 64), (40, 120))),
+    *(case(16, dim=d, v_dim=v, io=io, window=w) for d, v, io in _WIDTHS for w in (1, 65, 100)),
+    *(case(64, dim=d, v_dim=v, io=io, causal=False, window=70, sinks=True) for d, v, io in _WIDTHS),
+    *(case(16, dim=d, v_dim=v, io=io, heads=8, kv_heads=1, soft_cap=4.0, sinks=True) for d, v, io in _WIDTHS),
+    *(case(16, dim=d, v_dim=v, io=io, lens=(3000, 40, 700), queries=(1, 40, 3), heads=40, note="both") for d, v, io in _WIDTHS),
+]
 
-@pytest.mark.parametrize("case", CASES + PADDED, ids=str)
+
+@pytest.mark.parametrize("case", CASES + PADDED + WIDE, ids=str)
 def test_prompts_over_blocks(backend, case, generator):
     made = case.make(backend.device, generator)
     made.check(*made.run(backend.name))
