@@ -23,19 +23,24 @@ bool find_choice(const AttentionParams& p, DecodeChoice* out) {
   if (!scale_kind(k->scale, &kind[0]) || !scale_kind(v->scale, &kind[1])) return false;
   const bool by_row = kind[0] == ROW_SCALES && kind[1] == ROW_SCALES, by_head = kind[0] != ROW_SCALES && kind[1] != ROW_SCALES;
   if (is_16_bit) {
-    if (p.q.dtype != k->dtype || kind[0] != NO_SCALES || kind[1] != NO_SCALES) return false;
+    // f16 holds what bf16 queries are, but for their range (fit_query); the other way round digits would be lost.
+    if ((p.q.dtype != k->dtype && k->dtype != KVX_DTYPE_F16) || kind[0] != NO_SCALES || kind[1] != NO_SCALES) return false;
     if (k->dtype == KVX_DTYPE_BF16) *out = is_wide ? choose_wide_decode_bf16(shape) : choose_decode_bf16(shape, own);
     else *out = is_wide ? choose_wide_decode_f16(shape) : choose_decode_f16(shape, own);
     return true;
   }
   if (own || !(by_row || by_head)) return false;
+  const ScaleKind scales = by_row ? ROW_SCALES : ONE_SCALE;
   if (k->dtype == KVX_DTYPE_F8_E4M3) {
-    const ScaleKind scales = by_row ? ROW_SCALES : ONE_SCALE;
     *out = is_wide ? choose_wide_decode_e4m3(shape, scales) : choose_decode_e4m3(shape, scales);
     return true;
   }
-  if (k->dtype == KVX_DTYPE_S8 && by_row) {
-    *out = is_wide ? choose_wide_decode_s8(shape) : choose_decode_s8(shape);
+  if (k->dtype == KVX_DTYPE_F8_E5M2 && by_head) {
+    *out = is_wide ? choose_wide_decode_e5m2(shape) : choose_decode_e5m2(shape);
+    return true;
+  }
+  if (k->dtype == KVX_DTYPE_S8) {
+    *out = is_wide ? choose_wide_decode_s8(shape, scales) : choose_decode_s8(shape, scales);
     return true;
   }
   return false;

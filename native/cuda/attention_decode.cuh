@@ -7,6 +7,8 @@
 // a ring of its own and multiplies it. They meet once a tile, to add up their parts of the scores; from there on all have the same numbers.
 // Rows may be shorter than a tile is wide: what is past their end is not read, counts as zeros, and is not stored.
 #pragma once
+#include <type_traits>
+
 #include "attention_plan.cuh"
 #include "attention_scales.cuh"
 #include "tiles/barrier.cuh"
@@ -117,6 +119,7 @@ template <class C> struct Decode {
   static constexpr int kKeyGroups = C::kKeyDims / Rows::kGroupDims, kValueGroups = C::kValueDims / Rows::kGroupDims, kFragments = Rows::kGroupDims / 16;
   static constexpr int kKeyTiles = C::kKeyDims / 16, kValueTiles = C::kValueDims / 16, kTokenTiles = C::kTokens / 16, kColumnTiles = C::kColumns / 8;
   static constexpr int kRowsPerLane = C::kTokens / 32;
+  static constexpr bool kIsF16 = std::is_same<Numbers, tiles::F16Numbers>::value;
 
   const DecodeArgs& a;
   const int team, member;  // this worker's number in the block, and this warp's in it
@@ -246,7 +249,8 @@ template <class C> struct Decode {
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++) {
       float grow = 1.f;
-      if constexpr (Rows::kBytes == 1) grow = fit_query(n);
+      if constexpr (kIsF16)
+        if (Rows::kBytes == 1 || a.q.dtype == KVX_DTYPE_BF16) grow = fit_query(n);
 #pragma unroll
       for (int j = 0; j < 2; j++) {  // of the columns of this lane's scores
         const int32_t mine = n * 8 + 2 * t + j, of = mine / a.group;
@@ -266,7 +270,7 @@ template <class C> struct Decode {
         for (int i = 0; i < 4; i++) out[d][n][i] = 0.f;
   }
 
-  // For eight-bit rows: a column of queries into f16's range, by a power of two, which is exact; returns what undoes it.
+  // Where f16 is multiplied: a column of queries into its range, by a power of two, which is exact; returns what undoes it.
   __device__ __forceinline__ float fit_query(int n) {
     const bool is_bf16 = a.q.dtype == KVX_DTYPE_BF16;
     const auto low_of = [&](uint32_t x) { return is_bf16 ? __uint_as_float(x << 16) : __half2float(__ushort_as_half(uint16_t(x))); };

@@ -23,11 +23,13 @@ constexpr int64_t kMostNarrowDims = 128, kMostWideDims = 512;
 DecodeChoice choose_decode_bf16(const DecodeShape& shape, bool own);
 DecodeChoice choose_decode_f16(const DecodeShape& shape, bool own);
 DecodeChoice choose_decode_e4m3(const DecodeShape& shape, ScaleKind scales);
-DecodeChoice choose_decode_s8(const DecodeShape& shape);
+DecodeChoice choose_decode_e5m2(const DecodeShape& shape);  // of ONE_SCALE
+DecodeChoice choose_decode_s8(const DecodeShape& shape, ScaleKind scales);
 DecodeChoice choose_wide_decode_bf16(const DecodeShape& shape);
 DecodeChoice choose_wide_decode_f16(const DecodeShape& shape);
 DecodeChoice choose_wide_decode_e4m3(const DecodeShape& shape, ScaleKind scales);
-DecodeChoice choose_wide_decode_s8(const DecodeShape& shape);
+DecodeChoice choose_wide_decode_e5m2(const DecodeShape& shape);
+DecodeChoice choose_wide_decode_s8(const DecodeShape& shape, ScaleKind scales);
 
 template <class C>
 kvx_status_t launch_decode(const DecodeArgs& args, int blocks, int workers, void* stream) {

@@ -21,14 +21,16 @@ bool find_scales(const AttentionParams& p, ScaleKind* kind) {
   if (!scale_kind(k->scale, &kinds[0]) || !scale_kind(v->scale, &kinds[1])) return false;
   if ((kinds[0] == ROW_SCALES) != (kinds[1] == ROW_SCALES)) return false;
   *kind = kinds[0] == ROW_SCALES ? ROW_SCALES : ONE_SCALE;
-  return k->dtype == KVX_DTYPE_F8_E4M3 || (k->dtype == KVX_DTYPE_S8 && *kind == ROW_SCALES);
+  return k->dtype == KVX_DTYPE_F8_E4M3 || k->dtype == KVX_DTYPE_S8 || (k->dtype == KVX_DTYPE_F8_E5M2 && *kind == ONE_SCALE);
 }
+
+bool is_16_bit(const PlaneParams& plane) { return plane.dtype == KVX_DTYPE_BF16 || plane.dtype == KVX_DTYPE_F16; }
 
 // For whole blocks to go through the copy engine; box 0: they cannot, and rows are copied 16 bytes at a time. A ragged table may have a
 // token's neighbours in other blocks. A driver that refuses a map is no reason to fail: rows of any cache can be copied.
 void make_maps(const AttentionParams& p, PrefillArgs* a) {
   const int64_t format = p.kv.table.format;
-  if (p.kv.plane[0].dtype != p.q.dtype || (format != KVX_BLOCK_TABLE_PACKED && format != KVX_BLOCK_TABLE_PAGE_CSR)) return;
+  if (!is_16_bit(p.kv.plane[0]) || (format != KVX_BLOCK_TABLE_PACKED && format != KVX_BLOCK_TABLE_PAGE_CSR)) return;
   MappedPlane planes[2];
   for (int i = 0; i < 2; i++) {
     planes[i] = MappedPlane{&p.kv.plane[i], p.num_kv_heads, p.kv.block_size, p.kv.num_blocks, tile_keys(p)};
@@ -47,11 +49,9 @@ bool takes_prefill(const AttentionParams& p) {
   if (k->dtype != v->dtype) return false;
   if (p.q.dtype != KVX_DTYPE_BF16 && p.q.dtype != KVX_DTYPE_F16) return false;
   ScaleKind kind;
-  if (k->dtype == p.q.dtype) {
-    if ((p.head_dim | p.v_head_dim) % 8 || most_dims(p) > kMostWidePrefillDims) return false;
-  } else if (p.head_dim != p.v_head_dim || p.head_dim % 16 || p.head_dim > kMostPrefillDims || !find_scales(p, &kind)) {
-    return false;
-  }
+  if (most_dims(p) > kMostWidePrefillDims || (p.head_dim | p.v_head_dim) % (is_16_bit(*k) ? 8 : 16)) return false;
+  // f16 holds what bf16 queries are, but for their range; the other way round digits would be lost.
+  if (is_16_bit(*k) ? k->dtype != p.q.dtype && k->dtype != KVX_DTYPE_F16 : !find_scales(p, &kind)) return false;
   if (!fits_rows(p.q, true) || !fits_rows(p.out, false) || p.num_tokens * p.group > kMaxCount) return false;
   return true;
 }
@@ -77,12 +77,15 @@ kvx_status_t run_prefill(const AttentionParams& p, void* stream) {
   switch (p.kv.plane[0].dtype) {
     case KVX_DTYPE_BF16: return is_wide ? start_wide_prefill_bf16(p, a, blocks, stream) : start_prefill_bf16(p, a, blocks, stream);
     case KVX_DTYPE_F16: return is_wide ? start_wide_prefill_f16(p, a, blocks, stream) : start_prefill_f16(p, a, blocks, stream);
-    case KVX_DTYPE_S8: return start_prefill_s8(p, a, blocks, stream);
     default: break;
   }
   ScaleKind kind;
   if (!find_scales(p, &kind)) return fail(KVX_STATUS_INTERNAL_ERROR, "no prefill kernel.");
-  return start_prefill_e4m3(p, a, blocks, kind, stream);
+  switch (p.kv.plane[0].dtype) {
+    case KVX_DTYPE_S8: return is_wide ? start_wide_prefill_s8(p, a, blocks, kind, stream) : start_prefill_s8(p, a, blocks, kind, stream);
+    case KVX_DTYPE_F8_E5M2: return is_wide ? start_wide_prefill_e5m2(p, a, blocks, stream) : start_prefill_e5m2(p, a, blocks, stream);
+    default: return is_wide ? start_wide_prefill_e4m3(p, a, blocks, kind, stream) : start_prefill_e4m3(p, a, blocks, kind, stream);
+  }
 }
 
 }  // namespace cuda

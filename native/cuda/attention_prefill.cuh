@@ -7,6 +7,8 @@
 // (tiles/row_filler.cuh); eight-bit rows become f16 on their way (attention_prefill_bytes.cuh). Rows that are no tile's width run in
 // the next tile: columns of Q, K and V past them are zeros, and those of the result are not stored.
 #pragma once
+#include <type_traits>
+
 #include "attention_plan.cuh"
 #include "attention_prefill_bytes.cuh"
 #include "tiles/elements.cuh"
@@ -46,19 +48,19 @@ template <class Rows_, class Tile, bool kCaps_, ScaleKind kScales_> struct Prefi
   using Rows = Rows_;
   using Numbers = typename Rows::Numbers;
   static constexpr ScaleKind kScales = kScales_;
-  static constexpr bool kIsBytes = Rows::kBytes == 1;
+  static constexpr bool kIsBytes = Rows::kBytes == 1, kIsF16 = std::is_same<Numbers, tiles::F16Numbers>::value;
   static constexpr bool kCaps = kCaps_;  // scores are capped: its registers are not there otherwise
   static constexpr int kKeyDims = Tile::kKeyDims, kValueDims = Tile::kValueDims, kRows = 128, kKeys = Tile::kKeys, kStages = 2;
   using Rings = tiles::KvRings<kKeyDims * 2, kStages, kKeys, kValueDims * 2>;
   static constexpr int kColumnBytes = Rings::kColumnBytes, kQueryColumnBytes = kRows * 128;  // of K or V, and of Q: 64 elements of a tile's rows
   static constexpr int kQueryAt = 0, kRingsAt = kRows * kKeyDims * 2, kWorkAt = kRingsAt + Rings::kBytes;
-  // Eight-bit rows alone: what a query row was divided by; [4 tiles] of scales, a pair of keys' K and logarithms of V together, then the
-  // inverses of V; raw bytes of K and V.
-  static constexpr int kGrowAt = kWorkAt + 64, kScalesAt = kGrowAt + (kIsBytes ? kRows * 4 : 0), kScaleBytes = kScales == ROW_SCALES ? kKeys * 12 : 0;
-  static constexpr int kRawAt = kScalesAt + 4 * kScaleBytes, kRawBytes = kIsBytes ? kKeys * kKeyDims : 0;
+  // Where f16 is multiplied: what a query row was divided by. Eight-bit rows alone: [4 tiles] of scales, a pair of keys' K and logarithms of V
+  // together, then the inverses of V; raw bytes of K and V, which of wide rows lie in the stages themselves.
+  static constexpr int kGrowAt = kWorkAt + 64, kScalesAt = kGrowAt + (kIsF16 ? kRows * 4 : 0), kScaleBytes = kScales == ROW_SCALES ? kKeys * 12 : 0;
+  static constexpr int kRawAt = kScalesAt + 4 * kScaleBytes, kRawBytes = kIsBytes && kKeyDims <= 128 ? kKeys * kKeyDims : 0;
   static constexpr int kSharedBytes = kRawAt + 2 * kRawBytes + 1024;  // 1024: to begin on a multiple of it
   static_assert(kSharedBytes <= 227 * 1024, "shared memory of a block of threads");
-  static_assert(!kIsBytes || (kKeyDims == kValueDims && kKeys == 128), "eight-bit rows are as wide as each other");
+  static_assert(!kIsBytes || kKeyDims == kValueDims, "eight-bit tiles are as wide as each other");
   static constexpr int kThreads = 384, kLoadRegisters = 40, kMultiplyRegisters = 232;
 };
 
@@ -153,12 +155,11 @@ template <class C> struct Prefill {
     using Out = tiles::Warpgroup<Numbers, C::kValueDims>;
     const int thread = threadIdx.x - 128, group = thread / 128, warp = thread % 128 / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     float of_head = 1.f;  // K's one scale
-    if constexpr (C::kIsBytes) {
-      of_head = scale_of(a.scales[0], w.head, C::kScales == ONE_SCALE);
-      load_f16_queries(*this, C::kScales == ONE_SCALE && of_head < 0.f);
-      tiles::show_to_multiplications();
-      tiles::meet(2, 256);
-    } else {  // queries
+    if constexpr (C::kIsBytes) of_head = scale_of(a.scales[0], w.head, C::kScales == ONE_SCALE);
+    const bool fits_queries = C::kIsBytes || (C::kIsF16 && a.q.dtype == KVX_DTYPE_BF16);
+    if (fits_queries) {
+      if constexpr (C::kIsF16) load_f16_queries(*this, C::kScales == ONE_SCALE && of_head < 0.f);
+    } else if constexpr (!C::kIsBytes) {
       constexpr int kChunks = C::kKeyDims / 8;
 #pragma unroll 4
       for (int j = 0; j < C::kRows * kChunks / 256; j++) {
@@ -169,9 +170,9 @@ template <class C> struct Prefill {
       }
       tiles::commit_copies();
       tiles::wait_copies<0>();
-      tiles::show_to_multiplications();
-      tiles::meet(2, 256);
     }
+    tiles::show_to_multiplications();
+    tiles::meet(2, 256);
     const int first_row = w.first_row + group * 64 + warp * 16 + g;
     int32_t limit[2], low[2];
 #pragma unroll
@@ -187,7 +188,7 @@ template <class C> struct Prefill {
     float scale[2] = {a.scale, a.scale}, factor[2];  // of a row's scores; factor: of what is softened, log2(e) included
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      if constexpr (C::kIsBytes) {
+      if (C::kIsF16 && fits_queries) {
         const float grow = reinterpret_cast<const float*>(shared + C::kGrowAt)[group * 64 + warp * 16 + g + 8 * h];
         scale[h] *= (C::kScales == ONE_SCALE ? fabsf(of_head) : of_head) * grow;
       }
@@ -232,7 +233,7 @@ template <class C> struct Prefill {
       const int32_t first = (w.first_tile + i) * C::kKeys;
       const float* scales = reinterpret_cast<const float*>(shared + C::kScalesAt + i % 4 * C::kScaleBytes);
       if constexpr (C::kCaps && C::kScales != ROW_SCALES) {
-        const float in = scale[0] / a.soft_cap, in_8 = C::kIsBytes ? scale[1] / a.soft_cap : in;  // of row r0 + 8
+        const float in = scale[0] / a.soft_cap, in_8 = C::kIsF16 ? scale[1] / a.soft_cap : in;  // of row r0 + 8
 #pragma unroll
         for (int k = 0; k < C::kKeys / 2; k++) s[k] = a.soft_cap * tanhf(s[k] * (k / 2 % 2 ? in_8 : in));
       }

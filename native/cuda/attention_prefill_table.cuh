@@ -6,12 +6,11 @@
 namespace kvx {
 namespace cuda {
 
-kvx_status_t start_prefill_bf16(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream);
-kvx_status_t start_prefill_f16(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream);
-kvx_status_t start_prefill_e4m3(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, ScaleKind scales, void* stream);
-kvx_status_t start_wide_prefill_bf16(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream);
-kvx_status_t start_wide_prefill_f16(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream);
-kvx_status_t start_prefill_s8(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream);
+// Rows run in the next tile. Those of more than 128 elements (wide) have kernels of their own; all take up to 256.
+using StartPrefill = kvx_status_t(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream);
+using StartScaledPrefill = kvx_status_t(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, ScaleKind scales, void* stream);
+StartPrefill start_prefill_bf16, start_wide_prefill_bf16, start_prefill_f16, start_wide_prefill_f16, start_prefill_e5m2, start_wide_prefill_e5m2;  // e5m2: of ONE_SCALE
+StartScaledPrefill start_prefill_e4m3, start_wide_prefill_e4m3, start_prefill_s8, start_wide_prefill_s8;
 
 template <class C>
 kvx_status_t launch_prefill(const PrefillArgs& args, int64_t blocks, void* stream) {
@@ -24,7 +23,6 @@ kvx_status_t start_prefill_tile(const AttentionParams& p, const PrefillArgs& arg
   return p.soft_cap > 0.f ? launch_prefill<PrefillConfig<Rows, Tile, true, kScales>>(args, blocks, stream) : launch_prefill<PrefillConfig<Rows, Tile, false, kScales>>(args, blocks, stream);
 }
 
-// Rows run in the next tile. Those of more than 128 elements (wide) have tiles for 16-bit caches alone.
 constexpr int64_t kMostPrefillDims = 128, kMostWidePrefillDims = 256;
 inline int64_t most_dims(const AttentionParams& p) { return p.head_dim > p.v_head_dim ? p.head_dim : p.v_head_dim; }
 inline int64_t tile_keys(const AttentionParams& p) { return p.head_dim <= 192 && p.v_head_dim <= 128 ? 128 : 64; }
@@ -35,11 +33,12 @@ kvx_status_t start_prefill(const AttentionParams& p, const PrefillArgs& args, in
   return start_prefill_tile<Rows, PrefillTile<128, 128, 128>, kScales>(p, args, blocks, stream);
 }
 
-template <class Rows>
+template <class Rows, ScaleKind kScales>
 kvx_status_t start_wide_prefill(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream) {
-  if (tile_keys(p) == 128) return start_prefill_tile<Rows, PrefillTile<192, 128, 128>, NO_SCALES>(p, args, blocks, stream);
-  if (most_dims(p) <= 192) return start_prefill_tile<Rows, PrefillTile<192, 192, 64>, NO_SCALES>(p, args, blocks, stream);
-  return start_prefill_tile<Rows, PrefillTile<256, 256, 64>, NO_SCALES>(p, args, blocks, stream);
+  if constexpr (Rows::kBytes == 2)
+    if (tile_keys(p) == 128) return start_prefill_tile<Rows, PrefillTile<192, 128, 128>, kScales>(p, args, blocks, stream);
+  if (most_dims(p) <= 192) return start_prefill_tile<Rows, PrefillTile<192, 192, 64>, kScales>(p, args, blocks, stream);
+  return start_prefill_tile<Rows, PrefillTile<256, 256, 64>, kScales>(p, args, blocks, stream);
 }
 
 }  // namespace cuda

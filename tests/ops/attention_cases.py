@@ -223,6 +223,12 @@ WIDE = [
     *(Case(lens=(300, 33), dim=256, causal=False, queries=3, heads=6, layout=y, format=f, io=io)
       for y in ("HND", "fused_NHD", "fused_HND", "stacked") for f, io in _THREE),
     *(Case(lens=(300, 33, 129), dim=d, block=b, format="bf16", io="bf16") for d, b in ((256, 1), (192, 5), (512, 64), (320, 256))),
+    *(
+        Case(lens=(700, 33, 1), heads=h, dim=d, v_dim=v, format=f, io="bf16")
+        for f in ("f16", "fp8_e5m2", "fp8_e5m2_per_head", "int8", "int8_per_head")
+        for d, v in ((64, 0), (128, 0), (192, 128), (256, 0))
+        for h in (8, 32)
+    ),
     Case(lens=(5000, 3, 700), heads=16, dim=256, format="bf16", io="bf16", note="long"),
     Case(lens=(3000, 40, 700), queries=(1, 2, 3), heads=8, dim=256, format="bf16", io="bf16", note="varlen"),
     Case(lens=(3000, 40, 700), queries=(1, 20, 3), heads=8, dim=192, v_dim=128, format="bf16", io="bf16", note="both"),

@@ -62,9 +62,24 @@ WIDE = [
     *(case(16, dim=d, v_dim=v, io=io, heads=8, kv_heads=1, soft_cap=4.0, sinks=True) for d, v, io in _WIDTHS),
     *(case(16, dim=d, v_dim=v, io=io, lens=(3000, 40, 700), queries=(1, 40, 3), heads=40, note="both") for d, v, io in _WIDTHS),
 ]
+# A byte an element, widened on the way; and f16 caches under bf16 queries.
+_CODES = ("fp8_e4m3", "fp8_e4m3_per_token_head", "fp8_e5m2_per_head", "int8_per_head", "int8_per_token_head")
+CODES = [
+    *(
+        Case(lens=(301, 129, 7), queries=(70, 129, 1), format=f, io="bf16", dim=d, v_dim=v)
+        for f in (*_CODES, "f16")
+        for d, v in ((48, 0), (128, 0), (112, 64), (160, 0), (192, 128), (192, 0), (256, 0))
+    ),
+    *(
+        Case(lens=(1500, 897), queries=(80, 20), format=f, io="f16", dim=d, block=b, window=w, soft_cap=c, sinks=True, note="laps")
+        for f in _CODES
+        for d, b, w, c in ((256, 16, 0, 0.0), (256, 48, 300, 5.0), (192, 64, 0, 5.0))
+    ),
+    Case(lens=(301, 129, 7), queries=(70, 129, 1), format="f16", io="bf16", dim=128, soft_cap=5.0, sinks=True),
+]
 
 
-@pytest.mark.parametrize("case", CASES + PADDED + WIDE, ids=str)
+@pytest.mark.parametrize("case", CASES + PADDED + WIDE + CODES, ids=str)
 def test_prompts_over_blocks(backend, case, generator):
     made = case.make(backend.device, generator)
     made.check(*made.run(backend.name))
