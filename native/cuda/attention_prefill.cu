@@ -49,7 +49,7 @@ bool takes_prefill(const AttentionParams& p) {
   if (k->dtype != v->dtype) return false;
   if (p.q.dtype != KVX_DTYPE_BF16 && p.q.dtype != KVX_DTYPE_F16) return false;
   ScaleKind kind;
-  if (most_dims(p) > kMostWidePrefillDims || (p.head_dim | p.v_head_dim) % (is_16_bit(*k) ? 8 : 16)) return false;
+  if (most_dims(p) > (k->dtype == p.q.dtype ? kMostSplitPrefillDims : kMostWidePrefillDims) || (p.head_dim | p.v_head_dim) % (is_16_bit(*k) ? 8 : 16)) return false;
   // f16 holds what bf16 queries are, but for their range; the other way round digits would be lost.
   if (is_16_bit(*k) ? k->dtype != p.q.dtype && k->dtype != KVX_DTYPE_F16 : !find_scales(p, &kind)) return false;
   if (!fits_rows(p.q, true) || !fits_rows(p.out, false) || p.num_tokens * p.group > kMaxCount) return false;
@@ -69,8 +69,8 @@ kvx_status_t run_prefill(const AttentionParams& p, void* stream) {
   a.skip_rows = int32_t(p.skip_rows), a.group = make_fast_divider(p.group);
   a.window = p.window, a.num_tokens = p.num_tokens, a.scale = p.scale, a.soft_cap = p.soft_cap, a.is_causal = p.is_causal;
   // No sequence has more blocks of rows than its own, rounded up: a bound that needs no lengths. Those we take have more than skip_rows.
-  const int64_t rows = p.num_tokens * p.group, seqs = std::min(p.num_seqs, rows / (p.skip_rows + 1));
-  const int64_t most = p.cu_seqlens ? rows / 128 + seqs : p.num_seqs * ((p.query_len * p.group + 127) / 128);
+  const int64_t rows = p.num_tokens * p.group, of_block = tile_queries(p), seqs = std::min(p.num_seqs, rows / (p.skip_rows + 1));
+  const int64_t most = p.cu_seqlens ? rows / of_block + seqs : p.num_seqs * ((p.query_len * p.group + of_block - 1) / of_block);
   const int64_t blocks = most * p.num_kv_heads;
   if (blocks > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld blocks of query rows are more than one launch takes.", (long long)blocks);
   const bool is_wide = most_dims(p) > kMostPrefillDims;

@@ -6,6 +6,8 @@
 // Whole blocks go through the copy engine where tensor maps can tell of them (tiles/map_filler.cuh), else rows are copied
 // (tiles/row_filler.cuh); eight-bit rows become f16 on their way (attention_prefill_bytes.cuh). Rows that are no tile's width run in
 // the next tile: columns of Q, K and V past them are zeros, and those of the result are not stored.
+// Of 512 elements a warpgroup has registers for half the values of 64 rows: blocks are 64 query rows then, both warpgroups multiply all of their
+// keys, and each adds up one half of the values.
 #pragma once
 #include <type_traits>
 
@@ -40,8 +42,9 @@ struct PrefillArgs {
 };
 
 // Widths of a tile's rows, in elements, and how many keys it has: what two stages of it leave room for, and registers for their scores.
-template <int kKeyDims_, int kValueDims_, int kKeys_> struct PrefillTile {
-  static constexpr int kKeyDims = kKeyDims_, kValueDims = kValueDims_, kKeys = kKeys_;
+template <int kKeyDims_, int kValueDims_, int kKeys_, int kStages_ = 2, bool kSplitsValues_ = false> struct PrefillTile {
+  static constexpr int kKeyDims = kKeyDims_, kValueDims = kValueDims_, kKeys = kKeys_, kStages = kStages_;
+  static constexpr bool kSplitsValues = kSplitsValues_;  // the two warpgroups have the same rows, and half of their values each
 };
 
 template <class Rows_, class Tile, bool kCaps_, ScaleKind kScales_> struct PrefillConfig {
@@ -50,7 +53,9 @@ template <class Rows_, class Tile, bool kCaps_, ScaleKind kScales_> struct Prefi
   static constexpr ScaleKind kScales = kScales_;
   static constexpr bool kIsBytes = Rows::kBytes == 1, kIsF16 = std::is_same<Numbers, tiles::F16Numbers>::value;
   static constexpr bool kCaps = kCaps_;  // scores are capped: its registers are not there otherwise
-  static constexpr int kKeyDims = Tile::kKeyDims, kValueDims = Tile::kValueDims, kRows = 128, kKeys = Tile::kKeys, kStages = 2;
+  static constexpr int kKeyDims = Tile::kKeyDims, kValueDims = Tile::kValueDims, kKeys = Tile::kKeys, kStages = Tile::kStages;
+  static constexpr bool kSplitsValues = Tile::kSplitsValues;
+  static constexpr int kRows = kSplitsValues ? 64 : 128, kOutDims = kSplitsValues ? kValueDims / 2 : kValueDims;  // of a warpgroup's results
   using Rings = tiles::KvRings<kKeyDims * 2, kStages, kKeys, kValueDims * 2>;
   static constexpr int kColumnBytes = Rings::kColumnBytes, kQueryColumnBytes = kRows * 128;  // of K or V, and of Q: 64 elements of a tile's rows
   static constexpr int kQueryAt = 0, kRingsAt = kRows * kKeyDims * 2, kWorkAt = kRingsAt + Rings::kBytes;
@@ -150,15 +155,16 @@ template <class C> struct Prefill {
 
   // Rows of this thread's scores: r0 = 16 * warp + g and r0 + 8 of its warpgroup's 64.
   __device__ __forceinline__ void multiply() {
-    constexpr int kSteps = C::kKeyDims / 16, kKeySteps = C::kKeys / 16, kOut = C::kValueDims / 2;
+    constexpr int kSteps = C::kKeyDims / 16, kKeySteps = C::kKeys / 16, kOut = C::kOutDims / 2;
     using Scores = tiles::Warpgroup<Numbers, C::kKeys>;
-    using Out = tiles::Warpgroup<Numbers, C::kValueDims>;
+    using Out = tiles::Warpgroup<Numbers, C::kOutDims>;
     const int thread = threadIdx.x - 128, group = thread / 128, warp = thread % 128 / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+    const int rows_from = C::kSplitsValues ? 0 : group * 64, dims_from = C::kSplitsValues ? group * C::kOutDims : 0;  // of this warpgroup
     float of_head = 1.f;  // K's one scale
     if constexpr (C::kIsBytes) of_head = scale_of(a.scales[0], w.head, C::kScales == ONE_SCALE);
-    const bool fits_queries = C::kIsBytes || (C::kIsF16 && a.q.dtype == KVX_DTYPE_BF16);
+    const bool fits_queries = C::kIsBytes || (C::kIsF16 && !C::kSplitsValues && a.q.dtype == KVX_DTYPE_BF16);
     if (fits_queries) {
-      if constexpr (C::kIsF16) load_f16_queries(*this, C::kScales == ONE_SCALE && of_head < 0.f);
+      if constexpr (C::kIsF16 && !C::kSplitsValues) load_f16_queries(*this, C::kScales == ONE_SCALE && of_head < 0.f);
     } else if constexpr (!C::kIsBytes) {
       constexpr int kChunks = C::kKeyDims / 8;
 #pragma unroll 4
@@ -173,7 +179,7 @@ template <class C> struct Prefill {
     }
     tiles::show_to_multiplications();
     tiles::meet(2, 256);
-    const int first_row = w.first_row + group * 64 + warp * 16 + g;
+    const int first_row = w.first_row + rows_from + warp * 16 + g;
     int32_t limit[2], low[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -182,14 +188,14 @@ template <class C> struct Prefill {
       low[h] = a.window > 0 ? int32_t(limit[h] - a.window) : 0;
     }
     // The warpgroup's least limit and largest low: tiles between them need no mask.
-    const int32_t group_first = w.first_row + group * 64, group_last = min(group_first + 63, w.rows - 1);
+    const int32_t group_first = w.first_row + rows_from, group_last = min(group_first + 63, w.rows - 1);
     const int32_t least_limit = a.is_causal ? w.length - w.queries + 1 + int32_t(a.group.divide(group_first)) : w.length;
     const int32_t most_low = a.window > 0 ? int32_t((a.is_causal ? w.length - w.queries + 1 + int32_t(a.group.divide(max(group_last, 0))) : w.length) - a.window) : 0;
     float scale[2] = {a.scale, a.scale}, factor[2];  // of a row's scores; factor: of what is softened, log2(e) included
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       if (C::kIsF16 && fits_queries) {
-        const float grow = reinterpret_cast<const float*>(shared + C::kGrowAt)[group * 64 + warp * 16 + g + 8 * h];
+        const float grow = reinterpret_cast<const float*>(shared + C::kGrowAt)[rows_from + warp * 16 + g + 8 * h];
         scale[h] *= (C::kScales == ONE_SCALE ? fabsf(of_head) : of_head) * grow;
       }
       factor[h] = C::kCaps ? 1.44269504f : scale[h] * 1.44269504f;
@@ -200,7 +206,7 @@ template <class C> struct Prefill {
     uint32_t p[kKeySteps][4];
 #pragma unroll
     for (int i = 0; i < kOut; i++) out[i] = 0.f;
-    const uint32_t query = at + C::kQueryAt + group * 64 * 128;
+    const uint32_t query = at + C::kQueryAt + rows_from * 128;
     typename Rings::Ring keys = Rings::keys(at + C::kRingsAt);
     typename Rings::ValueRing values = Rings::values(at + C::kRingsAt);
     const bool arrives = thread % 128 == 0;  // one of two that give a stage back
@@ -212,10 +218,10 @@ template <class C> struct Prefill {
 
     // Descriptors count 16 bytes in their low bits: stepping through a tile is one addition.
     const uint64_t query_matrix = tiles::matrix_descriptor(query, 16, 1024), key_matrix = tiles::matrix_descriptor(keys.stages, 16, 1024);
-    const uint64_t value_matrix = tiles::matrix_descriptor(values.stages, C::kColumnBytes, 1024);
+    const uint64_t value_matrix = tiles::matrix_descriptor(values.stages + dims_from / 64 * C::kColumnBytes, C::kColumnBytes, 1024);
     const auto multiply_keys = [&]() {
       const uint64_t from = key_matrix + keys.stage() * uint32_t(Rings::kTileBytes >> 4);
-#pragma unroll
+#pragma unroll(kSteps <= 16 ? kSteps : 8)  // more would all have their descriptors in registers
       for (int k = 0; k < kSteps; k++) {
         const uint32_t of_query = ((k / 4) * C::kQueryColumnBytes + (k % 4) * 32) >> 4, of_key = ((k / 4) * C::kColumnBytes + (k % 4) * 32) >> 4;
         Scores::multiply(s, query_matrix + of_query, from + of_key, k > 0);
@@ -374,15 +380,15 @@ template <class C> struct Prefill {
       const int64_t query_token = w.first_query + token;
       float total = sum[h];
       const float largest = C::kScales == ROW_SCALES ? most[h] : most[h] * factor[h];
-      if (t == 0 && a.lse) *reinterpret_cast<float*>(a.lse + query_token * a.lse_token + head * a.lse_head) = total > 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
+      if (t == 0 && dims_from == 0 && a.lse) *reinterpret_cast<float*>(a.lse + query_token * a.lse_token + head * a.lse_head) = total > 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
       if (a.sinks && total > 0.f) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - largest);
       const float inverse = total > 0.f ? (C::kIsBytes ? scale_of(a.scales[1], w.head, C::kScales == ONE_SCALE) : 1.f) / total : 0.f;
       char* to = a.out.data + query_token * a.out.token + int64_t(head) * a.out.head;
 #pragma unroll
-      for (int n = 0; n < C::kValueDims / 8; n++) {
-        if (8 * n >= a.dims[1]) break;
+      for (int n = 0; n < C::kOutDims / 8; n++) {
+        if (dims_from + 8 * n >= a.dims[1]) break;
         const float x = out[4 * n + 2 * h] * inverse, y = out[4 * n + 2 * h + 1] * inverse;
-        const int dim = 8 * n + 2 * t;
+        const int dim = dims_from + 8 * n + 2 * t;
         if (a.out.dtype == KVX_DTYPE_F32) reinterpret_cast<float*>(to)[dim] = x, reinterpret_cast<float*>(to)[dim + 1] = y;
         else *reinterpret_cast<uint32_t*>(to + dim * 2) = a.out.dtype == KVX_DTYPE_BF16 ? tiles::Bf16Numbers::pack(x, y) : tiles::F16Numbers::pack(x, y);
       }

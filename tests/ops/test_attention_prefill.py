@@ -49,13 +49,14 @@ PADDED = [
 ]
 
 # Above 128 a device's tiles are 64 keys, but for K of up to 192 over V of up to 128.
-_WIDTHS = ((192, 0, "bf16"), (192, 128, "f16"), (256, 0, "bf16"))
+_WIDTHS = ((192, 0, "bf16"), (192, 128, "f16"), (256, 0, "bf16"), (512, 0, "f16"))
 WIDE = [
     *(case(block, dim=d, v_dim=v, io=io) for d, v, io in _WIDTHS for block in (1, 8, 16, 48, 64, 128, 256)),
     *(case(16, y, d, io, v_dim=v) for d, v, io in _WIDTHS for y in ("HND", "fused_NHD", "fused_HND")),
     case(16, "stacked", 256),
     *(case(block, dim=256, lens=(1500, 897), queries=(80, 20), note="laps") for block in (16, 48, 64, 1024)),
     *(case(block, dim=d, v_dim=v) for d, v in ((136, 0), (160, 0), (224, 0), (256, 64), (64, 192)) for block in (16, 48)),
+    *(case(16, dim=d, v_dim=v) for d, v in ((264, 0), (320, 0), (512, 256), (128, 384))),
     *(case(16, dim=d, v_dim=v) for d, v in ((8, 0), (40, 0), (72, 0), (128, 64), (40, 120))),
     *(case(16, dim=d, v_dim=v, io=io, window=w) for d, v, io in _WIDTHS for w in (1, 65, 100)),
     *(case(64, dim=d, v_dim=v, io=io, causal=False, window=70, sinks=True) for d, v, io in _WIDTHS),
