@@ -211,7 +211,7 @@ template <class C> struct Decode {
     for (int i = 0; i < kRowsPerLane; i++) {
       const tiles::RowPlace mine = tiles::place_row(a.rows, f.row[i], head);
       const uint32_t valid = __ballot_sync(0xffffffffu, mine.block >= 0);
-      if (valid == 0xffffffffu) load_rows<true>(at, mine, valid, i * 32, own);
+      if (Rows::kBytes == 1 && valid == 0xffffffffu) load_rows<true>(at, mine, valid, i * 32, own);
       else load_rows<false>(at, mine, valid, i * 32, own);
       if (C::kScales == ROW_SCALES && member == 0) {  // who tells the others of its team
 #pragma unroll
