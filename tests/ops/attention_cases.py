@@ -226,8 +226,7 @@ WIDE = [
     *(
         Case(lens=(700, 33, 1), heads=h, dim=d, v_dim=v, format=f, io="bf16")
         for f in ("f16", "fp8_e5m2", "fp8_e5m2_per_head", "int8", "int8_per_head")
-        for d, v in ((64, 0), (128, 0), (192, 128), (256, 0))
-        for h in (8, 32)
+        for d, v, h in ((64, 0, 8), (128, 0, 32), (192, 128, 8), (256, 0, 32))
     ),
     Case(lens=(5000, 3, 700), heads=16, dim=256, format="bf16", io="bf16", note="long"),
     Case(lens=(3000, 40, 700), queries=(1, 2, 3), heads=8, dim=256, format="bf16", io="bf16", note="varlen"),

@@ -51,14 +51,15 @@ PADDED = [
 # Above 128 a device's tiles are 64 keys, but for K of up to 192 over V of up to 128.
 _WIDTHS = ((192, 0, "bf16"), (192, 128, "f16"), (256, 0, "bf16"), (512, 0, "f16"))
 WIDE = [
-    *(case(block, dim=d, v_dim=v, io=io) for d, v, io in _WIDTHS for block in (1, 8, 16, 48, 64, 128, 256)),
-    *(case(16, y, d, io, v_dim=v) for d, v, io in _WIDTHS for y in ("HND", "fused_NHD", "fused_HND")),
-    case(16, "stacked", 256),
+    *(case(block, dim=d, v_dim=v, io=io) for d, v, io in _WIDTHS for block in (16, 48, 128)),
+    *(case(block, dim=256) for block in (1, 8, 64, 256)),
+    *(case(16, y, 256) for y in ("HND", "fused_NHD", "stacked")),
+    case(16, "fused_HND", 192, v_dim=128),
     *(case(block, dim=256, lens=(1500, 897), queries=(80, 20), note="laps") for block in (16, 48, 64, 1024)),
     *(case(block, dim=d, v_dim=v) for d, v in ((136, 0), (160, 0), (224, 0), (256, 64), (64, 192)) for block in (16, 48)),
     *(case(16, dim=d, v_dim=v) for d, v in ((264, 0), (320, 0), (512, 256), (128, 384))),
     *(case(16, dim=d, v_dim=v) for d, v in ((8, 0), (40, 0), (72, 0), (128, 64), (40, 120))),
-    *(case(16, dim=d, v_dim=v, io=io, window=w) for d, v, io in _WIDTHS for w in (1, 65, 100)),
+    *(case(16, dim=d, v_dim=v, io=io, window=w) for d, v, io in _WIDTHS for w in (1, 65)),
     *(case(64, dim=d, v_dim=v, io=io, causal=False, window=70, sinks=True) for d, v, io in _WIDTHS),
     *(case(16, dim=d, v_dim=v, io=io, heads=8, kv_heads=1, soft_cap=4.0, sinks=True) for d, v, io in _WIDTHS),
     *(case(16, dim=d, v_dim=v, io=io, lens=(3000, 40, 700), queries=(1, 40, 3), heads=40, note="both") for d, v, io in _WIDTHS),
@@ -69,12 +70,12 @@ CODES = [
     *(
         Case(lens=(301, 129, 7), queries=(70, 129, 1), format=f, io="bf16", dim=d, v_dim=v)
         for f in (*_CODES, "f16")
-        for d, v in ((48, 0), (128, 0), (112, 64), (160, 0), (192, 128), (192, 0), (256, 0))
+        for d, v in ((112, 64), (192, 128), (256, 0))
     ),
     *(
         Case(lens=(1500, 897), queries=(80, 20), format=f, io="f16", dim=d, block=b, window=w, soft_cap=c, sinks=True, note="laps")
         for f in _CODES
-        for d, b, w, c in ((256, 16, 0, 0.0), (256, 48, 300, 5.0), (192, 64, 0, 5.0))
+        for d, b, w, c in ((256, 16, 0, 0.0), (160, 48, 300, 5.0))
     ),
     Case(lens=(301, 129, 7), queries=(70, 129, 1), format="f16", io="bf16", dim=128, soft_cap=5.0, sinks=True),
 ]
