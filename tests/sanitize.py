@@ -94,7 +94,8 @@ def attention_cases_on_device() -> int:
     """Decode, prefill and the general kernel, with poison in everything that no query may see."""
     chosen = [*attention_cases.DECODE[::2], *attention_cases.FORMATS[::2], *attention_cases.LAYOUTS, *attention_cases.VARLEN]
     chosen += attention_cases.BYTES[::3]
-    chosen += test_attention_prefill.CASES[::3]
+    chosen += attention_cases.WIDE[::3]
+    chosen += test_attention_prefill.CASES[::3] + test_attention_prefill.WIDE[::4] + test_attention_prefill.CODES[::4]
     chosen += mla_cases.ALL[::2]
     for case in chosen:
         made = case.make("cuda", torch.Generator().manual_seed(0))

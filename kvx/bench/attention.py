@@ -41,6 +41,7 @@ class Case:
     is_prefill: bool = False
     rope: int = 0  # of a latent cache: the rotary part's width; dim is the latent's
     v_format: str = ""
+    v_dim: int = 0  # 0: as wide as K
 
     @property
     def label(self) -> dict[str, Any]:
@@ -52,7 +53,7 @@ class Case:
             "batch": len(self.lens),
             "length": self.lens[0] if same else f"{max(self.lens)}+{len(self.lens) - 1}x{min(self.lens)}",
             "heads": f"{self.heads}/{self.kv_heads}",
-            "dim": f"{self.dim}+{self.rope}" if self.rope else self.dim,
+            "dim": f"{self.dim}+{self.rope}" if self.rope else f"{self.dim}/{self.v_dim}" if self.v_dim else self.dim,
             "block": self.block,
         }
 
@@ -64,9 +65,13 @@ class Case:
     def spec(self) -> kvx.CacheSpec:
         blocks = sum(-(-n // self.block) for n in self.lens) + 8
         return kvx.CacheSpec(
-            blocks, self.block, self.kv_heads, self.dim, layout=LAYOUTS[self.layout], format=self.format, v_head_dim=self.rope,
-            v_format=self.v_format,
+            blocks, self.block, self.kv_heads, self.dim, layout=LAYOUTS[self.layout], format=self.format,
+            v_head_dim=self.rope or self.v_dim, v_format=self.v_format,
         )  # fmt: skip
+
+    @property
+    def out_dim(self) -> int:
+        return self.v_dim or self.dim
 
     @property
     def num_queries(self) -> int:
@@ -74,7 +79,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        rows = self.num_queries * self.heads * (2 * self.dim + self.rope) * self.dtype.itemsize
+        rows = self.num_queries * self.heads * (self.dim + self.rope + self.out_dim) * self.dtype.itemsize
         return sum(self.lens) * self.spec.token_bytes + rows
 
     @property
@@ -82,7 +87,7 @@ class Case:
         """Multiplications and additions of q.k and weight * v, causal: half of the square."""
         if self.rope:
             return sum(2 * self.heads * n * (2 * self.dim + self.rope) for n in self.lens)
-        return sum(4 * self.heads * self.dim * n * (n + 1) // 2 for n in self.lens) if self.is_prefill else 0
+        return sum(self.heads * (self.dim + self.out_dim) * n * (n + 1) for n in self.lens) if self.is_prefill else 0
 
 
 def cases(device: str) -> Iterator[Case]:
@@ -105,6 +110,7 @@ def cases(device: str) -> Iterator[Case]:
             yield Case(lens, heads, 8, "NHD", fmt)
     for layout in ("NHD", "HND"):
         yield Case(_SKEWED, 64, 8, layout)
+    yield from _wide()
     yield Case((8192,) * 4, 32, 8, "NHD", is_prefill=True)
     yield Case((8192,) * 4, 32, 8, "NHD", block=8192, is_prefill=True)  # contiguous: what paging costs
     for fmt in ("fp8_e4m3", "fp8_e4m3_per_token_head", "int8_per_token_head"):
@@ -112,6 +118,15 @@ def cases(device: str) -> Iterator[Case]:
     for heads in (16, 128):
         for fmt in ("bf16", _RECORD):
             yield _latent((4096,) * 128, heads, fmt)
+
+
+def _wide() -> Iterator[Case]:
+    """Other widths of a head: those of today's models, and some that run in the next tile."""
+    for dim, v_dim, heads, kv_heads in ((256, 0, 16, 2), (192, 0, 16, 4), (192, 128, 32, 4), (512, 0, 8, 1)):
+        for fmt in ("bf16", "fp8_e4m3", "fp8_e4m3_per_token_head", "int8_per_token_head"):
+            yield Case((4096,) * 64, heads, kv_heads, "NHD", fmt, dim=dim, v_dim=v_dim)
+    for dim in (40, 72, 112, 160, 224, 320):
+        yield Case((4096,) * 64, 32, 8, "NHD", dim=dim)
 
 
 def _latent(lens: tuple[int, ...], heads: int, fmt: str = "bf16") -> Case:
@@ -148,7 +163,7 @@ def make(case: Case, device: str, seed: int) -> Batch:
     packed = kvx.PackedTable(table.to(device), lens.to(device))
     cu = kvx.cu_seqlens(lens if case.is_prefill else torch.ones_like(lens)).to(device)
     q = torch.randn(case.num_queries, case.heads, case.dim + case.rope, generator=g).to(case.dtype).to(device)
-    out = torch.empty_like(q[..., : case.dim], memory_format=torch.contiguous_format)
+    out = torch.empty(*q.shape[:2], case.out_dim, dtype=q.dtype, device=device)
     made = Batch(q, storage, packed, cu, out, torch.empty(q.shape[:2], device=device), None)
     more: dict[str, Any] = {"cu_seqlens": cu, "max_query_len": max(case.lens)} if case.is_prefill else {"latent": case.rope > 0}
     size = kvx.attention_workspace_bytes(q, storage.cache, packed, spec=spec, max_seq_len=max(case.lens), **more)

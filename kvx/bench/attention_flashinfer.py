@@ -23,7 +23,7 @@ _WORKSPACE = 512 << 20
 def flashinfer(case: Case, batches: list[Batch], softmax_scale: float | None) -> dict[str, Timing]:
     """{} where it is not installed or has no such cache: fused K|V, scales other than one a tensor, 656-byte records."""
     is_fp8 = case.format == "fp8_e4m3" and not case.is_prefill and not case.rope
-    if find_spec("flashinfer") is None or case.layout == "fused" or not (is_fp8 or case.format in ("bf16", "f16")):
+    if find_spec("flashinfer") is None or case.layout == "fused" or case.v_dim or not (is_fp8 or case.format in ("bf16", "f16")):
         return {}
     plan = _mla if case.rope else _prefill if case.is_prefill else _decode
     try:

@@ -2,9 +2,16 @@
 //
 // A warp is a worker of its own: it walks its share of tiles (attention_plan.cuh), keeps a ring of them in flight in its own part of
 // shared memory (tiles/group_ring.cuh), and waits for nobody. All query rows that read one KV head are columns of its multiplications.
+//
+// Above 128 elements a row is more than a warp has registers for, and a worker is a team of warps: each has a slice of every row, loads it by
+// a ring of its own and multiplies it. They meet once a tile, to add up their parts of the scores; from there on all have the same numbers.
+// Rows may be shorter than a tile is wide: what is past their end is not read, counts as zeros, and is not stored.
 #pragma once
+#include <type_traits>
+
 #include "attention_plan.cuh"
 #include "attention_scales.cuh"
+#include "tiles/barrier.cuh"
 #include "tiles/block_rows.cuh"
 #include "tiles/elements.cuh"
 #include "tiles/group_ring.cuh"
@@ -15,6 +22,7 @@ namespace cuda {
 struct DecodeArgs {
   tiles::RowFinder rows;
   const char* data[2];          // planes
+  int32_t dims[2], chunks[2];   // of a row of K and of V; chunks are 16 bytes
   RowsParams q, out;
   char* lse;
   int64_t lse_token, lse_head;
@@ -30,21 +38,41 @@ struct DecodeArgs {
   PlanShape plan;
 };
 
-template <class Rows_, int kHeadDim_, int kColumns_, ScaleKind kScales_, bool kOwnCaches_> struct DecodeConfig {
+// Widths of a tile's rows, in elements, and how many warps share them.
+template <int kKeyDims_, int kValueDims_, int kTeam_> struct DecodeTile {
+  static constexpr int kKeyDims = kKeyDims_, kValueDims = kValueDims_, kTeam = kTeam_;
+  static_assert(kKeyDims % (16 * kTeam) == 0 && kValueDims % (16 * kTeam) == 0, "slices of whole multiplications");
+};
+
+template <class Rows_, class Tile_, int kColumns_, ScaleKind kScales_, bool kOwnCaches_> struct DecodeConfig {
   using Rows = Rows_;
-  static constexpr int kHeadDim = kHeadDim_, kColumns = kColumns_;  // columns: query rows, 8 or 16
+  using Tile = Tile_;
+  static constexpr int kTeam = Tile::kTeam, kKeyDims = Tile::kKeyDims / kTeam, kValueDims = Tile::kValueDims / kTeam;  // of a warp's slice
+  static constexpr int kColumns = kColumns_;  // query rows, 8 or 16
   static constexpr ScaleKind kScales = kScales_;
   static constexpr bool kOwnCaches = kOwnCaches_;  // every sequence has a buffer, found by a table of addresses; else blocks of one buffer
-  // A row in shared memory has room for whole swizzles: of head_dim 80 and 96 that is 128's, and what is past the row is not multiplied.
-  static constexpr int kChunks = kHeadDim * Rows::kBytes / 16, kRowBytes = kChunks <= 4 ? 64 : kChunks <= 8 ? 128 : 256;
-  static_assert(kHeadDim % Rows::kGroupDims == 0 && kChunks <= 16, "rows of whole groups, up to 256 bytes");
-  // 128 KB in flight an SM, and half as much again being worked on. Eight-bit rows take more instructions a byte: more warps hide them.
-  static constexpr int kWarps = Rows::kBytes == 1 ? 8 : 4;
-  static constexpr int kTokens = kRowBytes == 256 || kRowBytes == 128 && Rows::kBytes == 1 ? 32 : 64;
-  static constexpr int kTileBytes = kTokens * kRowBytes;  // of K; V as much
+  static_assert(kKeyDims % Rows::kGroupDims == 0 && kValueDims % Rows::kGroupDims == 0, "rows of whole groups");
+  static constexpr int kKeyChunks = kKeyDims * Rows::kBytes / 16, kValueChunks = kValueDims * Rows::kBytes / 16;
+  // A row in shared memory has room for whole swizzles; what is past its chunks is not multiplied.
+  static constexpr int row_bytes(int chunks) { return (chunks + 3) / 4 * 64; }
+  static constexpr int kKeyRowBytes = row_bytes(kKeyChunks), kValueRowBytes = row_bytes(kValueChunks);
+  static_assert(kKeyRowBytes <= 256 && kValueRowBytes <= 256, "rows of up to 256 bytes a warp");
+  static constexpr int kTokens = kTeam > 1 || kKeyRowBytes > 128 || (kKeyRowBytes == 128 && Rows::kBytes == 1) ? 32 : 64;
+  static constexpr int kKeyBytes = kTokens * kKeyRowBytes, kValueBytes = kTokens * kValueRowBytes, kTileBytes = kKeyBytes + kValueBytes;
   static constexpr int kScaleBytes = kScales == ROW_SCALES ? 2 * kTokens * 4 : 0;
-  using Ring = tiles::GroupRing<3, 2 * kTileBytes + kScaleBytes>;  // of a warp; noted are the rows that are there
-  static constexpr int kSharedBytes = kWarps * Ring::kBytes;
+  // Where a team meets: the scores of each warp, and of every token what its scales come to. There are two such places, so that warps meet once a
+  // tile; one, where two would leave room for a team less.
+  static constexpr int kScoreBytes = kTokens * kColumns * 4, kPlaceBytes = kTeam * kScoreBytes + (kScales == ROW_SCALES ? kTokens * 16 : 0);
+  static constexpr int kPlaces = kTeam == 1 ? 0 : kTeam == 4 && kColumns == 16 && Rows::kBytes == 1 ? 1 : 2;
+  static constexpr int worker_bytes(int stages) { return kTeam * tiles::GroupRing<3, kTileBytes + kScaleBytes>::bytes(stages) + kPlaces * kPlaceBytes; }
+  // 128 KB in flight an SM, and half as much again being worked on. Eight-bit rows take more instructions a byte: more warps hide them.
+  static constexpr int kMostBytes = 227 * 1024, kMostWarps = kTeam > 1 ? 12 : Rows::kBytes == 1 ? 8 : 6;
+  static constexpr int least(int x, int y) { return x < y ? x : y; }
+  static constexpr int kWorkers = least(kMostWarps / kTeam, kMostBytes / worker_bytes(3));
+  static constexpr int kStages = kWorkers * worker_bytes(4) <= kMostBytes ? 4 : 3;
+  using Ring = tiles::GroupRing<kStages, kTileBytes + kScaleBytes>;  // of a warp; noted are the rows that are there
+  static constexpr int kWorkerBytes = worker_bytes(kStages);
+  static_assert(kWorkers > 0, "shared memory of a block of threads");
 };
 
 // Where a worker stands in the line of tiles.
@@ -74,32 +102,58 @@ __device__ __forceinline__ int64_t first_query(const DecodeArgs& a, int32_t seq)
 }
 __device__ __forceinline__ int32_t rows_of(const DecodeArgs& a, int32_t seq) { return query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.plan.rows); }
 
+// 16 bytes, asked for here and not where they are first used.
+template <class T> __device__ __forceinline__ T load_now(const char* from) {
+  static_assert(sizeof(T) == 16, "one load");
+  union {
+    uint32_t words[4];
+    T x;
+  } u;
+  asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(u.words[0]), "=r"(u.words[1]), "=r"(u.words[2]), "=r"(u.words[3]) : "l"(from));
+  return u.x;
+}
+
 template <class C> struct Decode {
   using Rows = typename C::Rows;
   using Numbers = typename Rows::Numbers;
-  static constexpr int kGroups = C::kHeadDim / Rows::kGroupDims, kFragments = Rows::kGroupDims / 16;  // of a row
-  static constexpr int kDimTiles = C::kHeadDim / 16, kTokenTiles = C::kTokens / 16, kColumnTiles = C::kColumns / 8;
+  static constexpr int kKeyGroups = C::kKeyDims / Rows::kGroupDims, kValueGroups = C::kValueDims / Rows::kGroupDims, kFragments = Rows::kGroupDims / 16;
+  static constexpr int kKeyTiles = C::kKeyDims / 16, kValueTiles = C::kValueDims / 16, kTokenTiles = C::kTokens / 16, kColumnTiles = C::kColumns / 8;
   static constexpr int kRowsPerLane = C::kTokens / 32;
+  static constexpr bool kIsF16 = std::is_same<Numbers, tiles::F16Numbers>::value;
 
   const DecodeArgs& a;
+  const int team, member;  // this worker's number in the block, and this warp's in it
   const int lane, g, t;
   typename C::Ring ring;
+  float4* places;       // where the team adds up scores
+  uint32_t turn = 0;    // which of their places is next
+  const int key_from, value_from, key_chunks, value_chunks;  // the slice's first element in a row, and how many chunks of it rows have
 
-  uint32_t query[kDimTiles][kColumnTiles][2];
+  uint32_t query[kKeyTiles][kColumnTiles][2];
   float factor[kColumnTiles][2];  // of a column's scores: softmax scale, K's scale, what the query was divided by; log2(e) included
-  float out[kDimTiles][kColumnTiles][4];
+  float out[kValueTiles][kColumnTiles][4];
   float most[kColumnTiles][2], sum[kColumnTiles][2];  // a column's largest score so far, and this lane's part of its sum
   int32_t limit[kColumnTiles][2], low[kColumnTiles][2], least_limit, most_low;
   float value_scale;
 
-  __device__ __forceinline__ Decode(const DecodeArgs& args, char* shared) : a(args), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4), ring{shared, tiles::shared_address(shared)} {}
+  __device__ __forceinline__ Decode(const DecodeArgs& args, char* shared, int of_team, int of_member)
+      : a(args), team(of_team), member(of_member), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4),
+        ring{shared + of_member * C::Ring::kBytes, tiles::shared_address(shared + of_member * C::Ring::kBytes)},
+        places(reinterpret_cast<float4*>(shared + C::kTeam * C::Ring::kBytes)), key_from(of_member * C::kKeyDims), value_from(of_member * C::kValueDims),
+        key_chunks(min(max(a.chunks[0] - of_member * C::kKeyChunks, 0), C::kKeyChunks)), value_chunks(min(max(a.chunks[1] - of_member * C::kValueChunks, 0), C::kValueChunks)) {}
 
-  __device__ __forceinline__ SeqRange range_of(int32_t seq) const {
-    return seq_range(a.rows.kv, seq, queries_of(a, seq), a.window, a.is_causal, a.max_seq_len, C::kTokens);
+  // Chunks of K past the end of rows meet queries of zero, so they must be numbers: zeros from the start. No copy writes there.
+  __device__ __forceinline__ void clear() const {
+    if (key_chunks == C::kKeyChunks) return;
+    for (int stage = 0; stage < C::Ring::kStages; stage++)
+      for (int i = lane; i < C::kTokens * C::kKeyChunks; i += 32)
+        if (i % C::kKeyChunks >= key_chunks) tiles::store_shared_16(ring.tile_at(stage) + tiles::Swizzle<C::kKeyRowBytes>::at(i / C::kKeyChunks, i % C::kKeyChunks), make_uint4(0, 0, 0, 0));
+    __syncwarp();
   }
+
   // What a cursor knows of its sequence. Read when it comes to it, not once a tile.
-  __device__ __forceinline__ void enter(Cursor* c) const {
-    c->range = range_of(c->seq);
+  __device__ __forceinline__ void enter(Cursor* c, int32_t length) const {
+    c->range = seq_range(length, queries_of(a, c->seq), a.window, a.is_causal, C::kTokens);
     if constexpr (C::kOwnCaches) c->own = tiles::find_own_cache(a.rows, c->seq, a.workspace);
   }
   __device__ __forceinline__ void step(Cursor* c) const {
@@ -109,7 +163,7 @@ template <class C> struct Decode {
     c->head -= a.num_kv_heads;  // the line's first: lines divide the heads
     // Sequences without rows of ours have no tiles (make_plan); whoever steps knows that tiles are left.
     while (++c->seq < a.num_seqs && a.cu_seqlens && rows_of(a, c->seq) == 0) {}
-    if (c->seq < a.num_seqs) enter(c);
+    if (c->seq < a.num_seqs) enter(c, clamped_length(a.rows.kv, c->seq, a.max_seq_len));
   }
 
   struct Asked {
@@ -127,29 +181,44 @@ template <class C> struct Decode {
     return f;
   }
 
-  // Puts a tile's loads under way. Lanes hold a row's place each and hand it round.
+  // 32 rows' chunks from kFirst to kEnd, of those `chunks` that are there. Lanes hold a row's place each and hand it round.
+  template <bool kIsFull, int kRowBytes, int kFirst, int kEnd> __device__ __forceinline__ void load_chunks(uint32_t to, const char* data, uint32_t of_mine, uint32_t valid, uint32_t first_row, uint32_t chunks) const {
+    constexpr int kLeft = kEnd - kFirst, kWidth = kLeft >= 16 ? 16 : kLeft >= 8 ? 8 : kLeft >= 4 ? 4 : kLeft >= 2 ? 2 : 1, kRowsAtOnce = 32 / kWidth;
+    const uint32_t chunk = kFirst + lane % kWidth, sub = lane / kWidth;
+    const char* from = data + chunk * 16;
+#pragma unroll
+    for (int j = 0; j < 32 / kRowsAtOnce; j++) {
+      const uint32_t r = j * kRowsAtOnce + sub;
+      const uint32_t offset = __shfl_sync(0xffffffffu, of_mine, r);
+      const uint32_t place = to + tiles::Swizzle<kRowBytes>::at(first_row + r, chunk);
+      if (chunk >= chunks) continue;
+      if constexpr (kIsFull) tiles::copy_16(place, from + uint64_t(offset) * 16);
+      else tiles::copy_16(place, from + uint64_t(offset) * 16, valid >> r & 1 ? 16 : 0);
+    }
+    if constexpr (kLeft > kWidth) load_chunks<kIsFull, kRowBytes, kFirst + kWidth, kEnd>(to, data, of_mine, valid, first_row, chunks);
+  }
+
+  template <bool kIsFull> __device__ __forceinline__ void load_rows(uint32_t at, const tiles::RowPlace& mine, uint32_t valid, uint32_t first_row, const tiles::OwnCache& own) const {
+    const char *keys = C::kOwnCaches ? own.data[0] : a.data[0], *values = C::kOwnCaches ? own.data[1] : a.data[1];
+    load_chunks<kIsFull, C::kKeyRowBytes, 0, C::kKeyChunks>(at, keys + key_from * Rows::kBytes, mine.offset[0], valid, first_row, key_chunks);
+    load_chunks<kIsFull, C::kValueRowBytes, 0, C::kValueChunks>(at + C::kKeyBytes, values + value_from * Rows::kBytes, mine.offset[1], valid, first_row, value_chunks);
+  }
+
+  // Puts a tile's loads under way.
   __device__ __forceinline__ void load(const Asked& f, int32_t head, const tiles::OwnCache& own) {
-    using Sw = tiles::Swizzle<C::kRowBytes>;
-    constexpr int kLanesPerRow = Sw::kChunks, kRowsAtOnce = 32 / kLanesPerRow;
     const uint32_t at = ring.tile_at(ring.filling);
-    const uint32_t chunk = lane % kLanesPerRow, sub = lane / kLanesPerRow;
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; i++) {
       const tiles::RowPlace mine = tiles::place_row(a.rows, f.row[i], head);
       const uint32_t valid = __ballot_sync(0xffffffffu, mine.block >= 0);
+      if (Rows::kBytes == 1 && valid == 0xffffffffu) load_rows<true>(at, mine, valid, i * 32, own);
+      else load_rows<false>(at, mine, valid, i * 32, own);
+      if (C::kScales == ROW_SCALES && member == 0) {  // who tells the others of its team
 #pragma unroll
-      for (int plane = 0; plane < 2; plane++) {
-        const char* data = (C::kOwnCaches ? own.data[plane] : a.data[plane]) + chunk * 16;
-#pragma unroll
-        for (int j = 0; j < 32 / kRowsAtOnce; j++) {
-          const uint32_t r = j * kRowsAtOnce + sub, row = i * 32 + r;
-          const uint32_t offset = __shfl_sync(0xffffffffu, mine.offset[plane], r);
-          if (C::kChunks == kLanesPerRow || chunk < C::kChunks) tiles::copy_16(at + plane * C::kTileBytes + Sw::at(row, chunk), data + uint64_t(offset) * 16, valid >> r & 1 ? 16 : 0);
-        }
-        if constexpr (C::kScales == ROW_SCALES) {
+        for (int plane = 0; plane < 2; plane++) {
           const ScaleParams& s = a.scales[plane];
           const char* from = s.data + mine.block * s.block + f.row[i].inside * s.token + head * s.head;
-          tiles::copy_4(at + 2 * C::kTileBytes + (plane * C::kTokens + i * 32 + lane) * 4, mine.block >= 0 ? from : s.data, mine.block >= 0 ? 4 : 0);
+          tiles::copy_4(at + C::kTileBytes + (plane * C::kTokens + i * 32 + lane) * 4, mine.block >= 0 ? from : s.data, mine.block >= 0 ? 4 : 0);
         }
       }
       if (lane == 0) ring.note(ring.filling)[i] = valid;
@@ -165,19 +234,23 @@ template <class C> struct Decode {
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++) {
       const int32_t column = n * 8 + g, token = column / a.group, head = column - token * a.group;
-      const char* row = a.q.data + (first + token) * a.q.token + (int64_t(c.head) * a.group + head) * a.q.head;
-      const bool is_there = column < rows;
+      const char* row = a.q.data + (first + token) * a.q.token + (int64_t(c.head) * a.group + head) * a.q.head + key_from * 2;
+      const int dims = column < rows ? a.dims[0] - key_from : 0;
 #pragma unroll
-      for (int d = 0; d < kDimTiles; d++)
+      for (int d = 0; d < kKeyTiles; d++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) query[d][n][i] = is_there ? __ldg(reinterpret_cast<const uint32_t*>(row + (d * 16 + Rows::query_dim(2 * i, t)) * 2)) : 0u;
+        for (int i = 0; i < 2; i++) {
+          const int dim = d * 16 + Rows::query_dim(2 * i, t);
+          query[d][n][i] = dim < dims ? __ldg(reinterpret_cast<const uint32_t*>(row + dim * 2)) : 0u;
+        }
     }
     const float scale = a.scale * 1.44269504f * scale_of(a.scales[0], c.head, C::kScales == ONE_SCALE);
     value_scale = scale_of(a.scales[1], c.head, C::kScales == ONE_SCALE);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++) {
       float grow = 1.f;
-      if constexpr (Rows::kBytes == 1) grow = fit_query(n);
+      if constexpr (kIsF16)
+        if (Rows::kBytes == 1 || a.q.dtype == KVX_DTYPE_BF16) grow = fit_query(n);
 #pragma unroll
       for (int j = 0; j < 2; j++) {  // of the columns of this lane's scores
         const int32_t mine = n * 8 + 2 * t + j, of = mine / a.group;
@@ -190,21 +263,21 @@ template <class C> struct Decode {
     least_limit = a.is_causal ? c.range.end - queries + 1 : c.range.end;
     most_low = a.window > 0 ? int32_t(c.range.end - a.window) : 0;
 #pragma unroll
-    for (int d = 0; d < kDimTiles; d++)
+    for (int d = 0; d < kValueTiles; d++)
 #pragma unroll
       for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) out[d][n][i] = 0.f;
   }
 
-  // For eight-bit rows: a column of queries into f16's range, by a power of two, which is exact; returns what undoes it.
+  // Where f16 is multiplied: a column of queries into its range, by a power of two, which is exact; returns what undoes it.
   __device__ __forceinline__ float fit_query(int n) {
     const bool is_bf16 = a.q.dtype == KVX_DTYPE_BF16;
     const auto low_of = [&](uint32_t x) { return is_bf16 ? __uint_as_float(x << 16) : __half2float(__ushort_as_half(uint16_t(x))); };
     const auto high_of = [&](uint32_t x) { return is_bf16 ? __uint_as_float(x & 0xffff0000u) : __half2float(__ushort_as_half(uint16_t(x >> 16))); };
     float largest = 0.f;
 #pragma unroll
-    for (int d = 0; d < kDimTiles; d++)
+    for (int d = 0; d < kKeyTiles; d++)
 #pragma unroll
       for (int i = 0; i < 2; i++) largest = fmaxf(largest, fmaxf(fabsf(low_of(query[d][n][i])), fabsf(high_of(query[d][n][i]))));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
@@ -213,11 +286,50 @@ template <class C> struct Decode {
     exponent = max(exponent, -100);
     const float shrink = ldexpf(1.f, -exponent);
 #pragma unroll
-    for (int d = 0; d < kDimTiles; d++)
+    for (int d = 0; d < kKeyTiles; d++)
 #pragma unroll
       for (int i = 0; i < 2; i++) query[d][n][i] = Numbers::pack(low_of(query[d][n][i]) * shrink, high_of(query[d][n][i]) * shrink);
     return ldexpf(1.f, exponent);
   }
+
+  // A team's parts of a tile's scores become their sum, the same in every warp: two are added in either order, more in the order of the team.
+  // Returns what the first warp has to say of every token's scales: K's, V's logarithm and its inverse.
+  __device__ __forceinline__ const float4* add_up(float (&s)[kTokenTiles][kColumnTiles][4], const float* scales) {
+    constexpr int kPlace = C::kScoreBytes / 16;  // of a warp
+    float4* place = places + turn * (C::kPlaceBytes / 16);
+    float4* all = place + lane;
+    if constexpr (C::kPlaces == 1) tiles::meet(1 + team, C::kTeam * 32);  // the last tile's have been read
+    else turn ^= 1;
+    if (C::kScales == ROW_SCALES && member == 0) {
+      const float of_value = positive(scales[C::kTokens + lane]);
+      all[C::kTeam * kPlace] = make_float4(scales[lane], tiles::log2_fast(of_value), tiles::inverse_fast(of_value), 0.f);
+    }
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++) all[member * kPlace + (m * kColumnTiles + n) * 32] = make_float4(s[m][n][0], s[m][n][1], s[m][n][2], s[m][n][3]);
+    tiles::meet(1 + team, C::kTeam * 32);
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++) {
+        const float4* part = all + (m * kColumnTiles + n) * 32;
+        if constexpr (C::kTeam == 2) {
+          const float4 x = part[(1 - member) * kPlace];
+          s[m][n][0] += x.x, s[m][n][1] += x.y, s[m][n][2] += x.z, s[m][n][3] += x.w;
+        } else {
+          float4 sum = part[0];
+#pragma unroll
+          for (int w = 1; w < C::kTeam; w++) {
+            const float4 x = part[w * kPlace];
+            sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+          }
+          s[m][n][0] = sum.x, s[m][n][1] = sum.y, s[m][n][2] = sum.z, s[m][n][3] = sum.w;
+        }
+      }
+    return place + C::kTeam * kPlace;
+  }
+  static __device__ __forceinline__ float positive(float scale) { return fmaxf(scale, 7.8886091e-31f); }  // 2^-100
 
   __device__ __forceinline__ void compute(const Cursor& c) {
     const uint32_t at = ring.tile_at(ring.reading);
@@ -231,33 +343,48 @@ template <class C> struct Decode {
 #pragma unroll
         for (int i = 0; i < 4; i++) s[m][n][i] = 0.f;
 #pragma unroll
-    for (int k = 0; k < kGroups; k++)
+    for (int k = 0; k < kKeyGroups; k++)
 #pragma unroll
       for (int m = 0; m < kTokenTiles; m++) {
         uint32_t keys[kFragments][4];
-        Rows::template load_k<C::kRowBytes>(keys, at, m, k, lane);
+        Rows::template load_k<C::kKeyRowBytes>(keys, at, m, k, lane);
 #pragma unroll
         for (int f = 0; f < kFragments; f++)
 #pragma unroll
           for (int n = 0; n < kColumnTiles; n++) Numbers::multiply(s[m][n], keys[f], query[k * kFragments + f][n]);
       }
-    // Scores: s[m][n][2 * h + j] is token 16 m + 8 h + g, column 8 n + 2 t + j.
-    const float* scales = reinterpret_cast<const float*>(stage_bytes + 2 * C::kTileBytes);
+    // Scores: s[m][n][2 * h + j] is token 16 m + 8 h + g, column 8 n + 2 t + j. A warp of a team has its own `factor`.
 #pragma unroll
     for (int m = 0; m < kTokenTiles; m++)
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        float of_key = 1.f;
-        if constexpr (C::kScales == ROW_SCALES) of_key = scales[m * 16 + h * 8 + g];
+      for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
-        for (int n = 0; n < kColumnTiles; n++)
+        for (int i = 0; i < 4; i++) s[m][n][i] *= factor[n][i % 2];
+    // With a scale a row of V, weights are p times that scale: it joins the exponent, and `most` is over the weights.
+    // The sum of the weights without it divides by it again: one exponential serves both. A scale of 0 counts as a tiny one.
+    float of_value[kTokenTiles][2], without[kTokenTiles][2];
+    const float* scales = reinterpret_cast<const float*>(stage_bytes + C::kTileBytes);
+    const float4* of_tokens = nullptr;
+    if constexpr (C::kTeam > 1) of_tokens = add_up(s, scales);
+    if constexpr (C::kScales == ROW_SCALES)
 #pragma unroll
-          for (int j = 0; j < 2; j++) {
-            float x = s[m][n][2 * h + j] * factor[n][j];
-            if constexpr (C::kScales == ROW_SCALES) x *= of_key;
-            s[m][n][2 * h + j] = x;
+      for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int token = m * 16 + h * 8 + g;
+          float of_key;
+          if constexpr (C::kTeam > 1) {
+            const float4 x = of_tokens[token];
+            of_key = x.x, of_value[m][h] = x.y, without[m][h] = x.z;
+          } else {
+            const float scale = positive(scales[C::kTokens + token]);
+            of_key = scales[token], of_value[m][h] = tiles::log2_fast(scale), without[m][h] = tiles::inverse_fast(scale);
           }
-      }
+#pragma unroll
+          for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) s[m][n][2 * h + j] *= of_key;
+        }
     if (a.soft_cap > 0.f) {
       const float cap = a.soft_cap * 1.44269504f;
 #pragma unroll
@@ -275,7 +402,7 @@ template <class C> struct Decode {
       all_there = all_there && valid[i] == 0xffffffffu;
     }
     if (!all_there) {
-      if (a.rows.kv.errors && c.head == 0 && lane < kRowsPerLane) {  // positions whose block is none
+      if (a.rows.kv.errors && c.head == 0 && member == 0 && lane < kRowsPerLane) {  // positions whose block is none
         const uint32_t wanted = tiles::rows_within(first + lane * 32, c.range.begin, c.range.end);
         uint32_t mine = valid[0];
         if (kRowsPerLane > 1 && lane == 1) mine = valid[kRowsPerLane - 1];
@@ -294,17 +421,6 @@ template <class C> struct Decode {
               if (!is_valid || position >= limit[n][j] || position < low[n][j]) s[m][n][2 * h + j] = -INFINITY;
         }
     }
-    // With a scale a row of V, weights are p times that scale: it joins the exponent, and `most` is over the weights.
-    // The sum of the weights without it divides by it again: one exponential serves both. A scale of 0 counts as a tiny one.
-    float of_value[kTokenTiles][2], without[kTokenTiles][2];
-    if constexpr (C::kScales == ROW_SCALES)
-#pragma unroll
-      for (int m = 0; m < kTokenTiles; m++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const float scale = fmaxf(scales[C::kTokens + m * 16 + h * 8 + g], 7.8886091e-31f);  // 2^-100
-          of_value[m][h] = tiles::log2_fast(scale), without[m][h] = tiles::inverse_fast(scale);
-        }
     float shift[kColumnTiles][2];
     bool changed = false;
 #pragma unroll
@@ -326,7 +442,7 @@ template <class C> struct Decode {
       }
     if (__any_sync(0xffffffffu, changed)) {
 #pragma unroll
-      for (int d = 0; d < kDimTiles; d++)
+      for (int d = 0; d < kValueTiles; d++)
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -356,9 +472,9 @@ template <class C> struct Decode {
 #pragma unroll
     for (int k = 0; k < kTokenTiles; k++)
 #pragma unroll
-      for (int d = 0; d < kGroups; d++) {
+      for (int d = 0; d < kValueGroups; d++) {
         uint32_t values[kFragments][4];
-        Rows::template load_v<C::kRowBytes>(values, at + C::kTileBytes, k, d, lane);
+        Rows::template load_v<C::kValueRowBytes>(values, at + C::kKeyBytes, k, d, lane);
 #pragma unroll
         for (int f = 0; f < kFragments; f++)
 #pragma unroll
@@ -366,7 +482,7 @@ template <class C> struct Decode {
       }
   }
 
-  __device__ __forceinline__ int dim_of(int d, int half) const { return d * 16 + Rows::value_dim(half, g); }
+  __device__ __forceinline__ int dim_of(int d, int half) const { return value_from + d * 16 + Rows::value_dim(half, g); }
 
   // Result of a (sequence, head) that this worker had alone.
   __device__ __forceinline__ void store(const Cursor& c) {
@@ -382,12 +498,13 @@ template <class C> struct Decode {
       for (int j = 0; j < 2; j++) {
         const int32_t column = n * 8 + 2 * t + j, token = column / a.group, head = c.head * a.group + column - token * a.group;
         if (column >= rows) continue;
-        const float inverse = finish(a, first + token, head, most[n][j], sum[n][j], value_scale, g == 0);
+        const float inverse = finish(a, first + token, head, most[n][j], sum[n][j], value_scale, member == 0 && g == 0);
         char* row = a.out.data + (first + token) * a.out.token + int64_t(head) * a.out.head;
 #pragma unroll
-        for (int d = 0; d < kDimTiles; d++)
+        for (int d = 0; d < kValueTiles; d++)
 #pragma unroll
-          for (int half = 0; half < 2; half++) write(a.out, row, dim_of(d, half), out[d][n][2 * half + j] * inverse);
+          for (int half = 0; half < 2; half++)
+            if (dim_of(d, half) < a.dims[1]) write(a.out, row, dim_of(d, half), out[d][n][2 * half + j] * inverse);
       }
   }
 
@@ -401,7 +518,7 @@ template <class C> struct Decode {
   __device__ __forceinline__ void store_part(const Cursor& c, int worker, bool is_first_item) {
     const int32_t rows = rows_of(a, c.seq);
     float* mine = reinterpret_cast<float*>(a.workspace + a.plan.partial_at + (2 * int64_t(worker) + (is_first_item ? 0 : 1)) * a.plan.partial_bytes);
-    constexpr int kRow = C::kHeadDim + 2;
+    const int width = a.dims[1] + 2;
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -410,27 +527,31 @@ template <class C> struct Decode {
         const int32_t column = n * 8 + 2 * t + j;
         if (column >= rows) continue;
 #pragma unroll
-        for (int d = 0; d < kDimTiles; d++)
+        for (int d = 0; d < kValueTiles; d++)
 #pragma unroll
-          for (int half = 0; half < 2; half++) mine[column * kRow + 2 + dim_of(d, half)] = out[d][n][2 * half + j];
-        if (g == 0) mine[column * kRow] = most[n][j], mine[column * kRow + 1] = sum[n][j];
+          for (int half = 0; half < 2; half++)
+            if (dim_of(d, half) < a.dims[1]) mine[column * width + 2 + dim_of(d, half)] = out[d][n][2 * half + j];
+        if (member == 0 && g == 0) mine[column * width] = most[n][j], mine[column * width + 1] = sum[n][j];
       }
   }
 };
 
 template <class C>
-__global__ void __launch_bounds__(C::kWarps * 32, 1) decode(const __grid_constant__ DecodeArgs a) {
+__global__ void __launch_bounds__(C::kWorkers * C::kTeam * 32, 1) decode(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(128) char shared[];
   wait_for_previous();
-  const int worker = int(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);  // as many warps a block as its shared memory takes
+  let_next_start();  // what adds up parts is then there when this ends
+  const int warp = int(threadIdx.x / 32), team = warp / C::kTeam, worker = int(blockIdx.x * (blockDim.x / (32 * C::kTeam))) + team;  // as many a block as its shared memory takes
   const int share = worker / a.plan.lines, line = worker - share * a.plan.lines;
-  const PlanHeader plan = *reinterpret_cast<const PlanHeader*>(a.workspace);
+  // Both are asked for before the first is used: a place for a start is there, whether the worker has a share or not.
+  const PlanHeader plan = load_now<PlanHeader>(a.workspace);
+  const WorkerStart start = load_now<WorkerStart>(a.workspace + a.plan.start_at + share * int64_t(sizeof(WorkerStart)));
   if (share >= plan.workers) return;
-  Decode<C> d(a, shared + threadIdx.x / 32 * C::Ring::kBytes);
+  Decode<C> d(a, shared + team * C::kWorkerBytes, team, warp - team * C::kTeam);
+  d.clear();
   const long long begin = share * plan.tiles / plan.workers, end = (share + 1) * plan.tiles / plan.workers;
-  const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[share];
   Cursor now{start.seq, start.head + line, start.tile};
-  d.enter(&now);
+  d.enter(&now, start.length);
   Cursor ahead = now;
   long long loaded = begin;
   auto asked = d.ask(ahead);
@@ -471,32 +592,35 @@ __global__ void __launch_bounds__(C::kWarps * 32, 1) decode(const __grid_constan
     }
   }
   tiles::wait_copies<0>();
-  let_next_start();
 }
 
 // Adds up the parts of every (sequence, head) that several workers shared: a warp for each query row, parts in the order of the line.
-template <int kHeadDim>
+template <int kPerLane>
 __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArgs a, bool one_scale) {
-  wait_for_previous();
   let_next_start();
+  // The plan and the sequences' ends are older than the launch before this one, which waited for them: they are read ahead of its end. Nobody
+  // leaves before that: whoever comes after waits for this launch alone.
   const int lane = threadIdx.x % 32;
   const int64_t index = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
   const int32_t row = int32_t(index % a.plan.rows), kv_head = int32_t(index / a.plan.rows % a.num_kv_heads);
   const int64_t seq64 = index / a.plan.rows / a.num_kv_heads;
-  if (seq64 >= a.num_seqs) return;
-  const int32_t seq = int32_t(seq64);
-  if (row >= rows_of(a, seq)) return;
-  const PlanHeader plan = *reinterpret_cast<const PlanHeader*>(a.workspace);
-  const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
+  const int32_t seq = int32_t(min(seq64, int64_t(a.num_seqs) - 1));
   const int lines = a.plan.lines, head_of_line = kv_head / lines, line = kv_head - head_of_line * lines;
-  const long long of_seq = first_tile[seq + 1] - first_tile[seq], begin = (long long)first_tile[seq] * (a.num_kv_heads / lines) + head_of_line * of_seq;
-  const int first_share = int(((begin + 1) * plan.workers - 1) / plan.tiles), last_share = int(((begin + of_seq) * plan.workers - 1) / plan.tiles);
-  if (first_share >= last_share) return;
-  // The first worker came to it after other items, unless it began with it.
-  const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[first_share];
-  const int first_slot = start.seq == seq && start.head + line == kv_head ? 0 : 1;
-  constexpr int kRow = kHeadDim + 2, kPerLane = (kHeadDim + 31) / 32, kUnroll = 8;
-  const auto has_dim = [&](int i) { return kHeadDim % 32 == 0 || i * 32 + lane < kHeadDim; };
+  int first_share = 0, last_share = 0, first_slot = 0;
+  if (seq64 < a.num_seqs && row < rows_of(a, seq)) {
+    const PlanHeader plan = load_now<PlanHeader>(a.workspace);
+    const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
+    const long long from = __ldcg(first_tile + seq), of_seq = __ldcg(first_tile + seq + 1) - from, begin = from * (a.num_kv_heads / lines) + head_of_line * of_seq;
+    first_share = int(((begin + 1) * plan.workers - 1) / plan.tiles), last_share = int(((begin + of_seq) * plan.workers - 1) / plan.tiles);
+    // The first worker came to it after other items, unless it began with it.
+    const WorkerStart start = load_now<WorkerStart>(a.workspace + a.plan.start_at + first_share * int64_t(sizeof(WorkerStart)));
+    first_slot = start.seq == seq && start.head + line == kv_head ? 0 : 1;
+  }
+  constexpr int kUnroll = kPerLane > 8 ? 4 : 8;
+  wait_for_previous();
+  if (first_share >= last_share) return;  // one worker had it alone, or there is none
+  const int width = a.dims[1] + 2;
+  const auto has_dim = [&](int i) { return i * 32 + lane < a.dims[1]; };
   const char* parts = a.workspace + a.plan.partial_at;
   float largest = -INFINITY, total = 0.f, x[kPerLane];
 #pragma unroll
@@ -506,7 +630,7 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArg
 #pragma unroll
     for (int u = 0; u < kUnroll; u++) {
       const int of = min(s + u, last_share);
-      const float* p = reinterpret_cast<const float*>(parts + (2 * (int64_t(of) * lines + line) + (of == first_share ? first_slot : 0)) * a.plan.partial_bytes) + row * kRow;
+      const float* p = reinterpret_cast<const float*>(parts + (2 * (int64_t(of) * lines + line) + (of == first_share ? first_slot : 0)) * a.plan.partial_bytes) + row * width;
       top[u] = s + u > last_share ? -INFINITY : __ldcg(p), under[u] = __ldcg(p + 1);
 #pragma unroll
       for (int i = 0; i < kPerLane; i++) part[u][i] = has_dim(i) ? __ldcg(p + 2 + i * 32 + lane) : 0.f;

@@ -3,8 +3,8 @@
 namespace kvx {
 namespace cuda {
 
-DecodeChoice choose_decode_bf16(int64_t head_dim, int64_t rows, bool own) {
-  return own ? choose_decode<tiles::Bf16Rows, NO_SCALES, true>(head_dim, rows) : choose_decode<tiles::Bf16Rows, NO_SCALES>(head_dim, rows);
+DecodeChoice choose_decode_bf16(const DecodeShape& shape, bool own) {
+  return own ? choose_decode<tiles::Bf16Rows, NO_SCALES, true>(shape) : choose_decode<tiles::Bf16Rows, NO_SCALES>(shape);
 }
 
 }  // namespace cuda

@@ -3,7 +3,9 @@
 namespace kvx {
 namespace cuda {
 
-DecodeChoice choose_decode_s8(int64_t head_dim, int64_t rows) { return choose_decode<tiles::S8Rows, ROW_SCALES>(head_dim, rows); }
+DecodeChoice choose_decode_s8(const DecodeShape& shape, ScaleKind scales) {
+  return scales == ROW_SCALES ? choose_decode<tiles::S8Rows, ROW_SCALES>(shape) : choose_decode<tiles::S8Rows, ONE_SCALE>(shape);
+}
 
 }  // namespace cuda
 }  // namespace kvx

@@ -46,7 +46,7 @@ __device__ __forceinline__ int32_t latent_blocks(const LatentArgs& a, int32_t qu
   return (rows <= kMostSplitRows) == bool(a.is_split) ? int32_t((rows + kLatentRows - 1) / kLatentRows) : 0;
 }
 __device__ __forceinline__ SeqRange latent_range(const LatentArgs& a, int32_t seq, int32_t queries) {
-  return seq_range(a.rows.kv, seq, queries, a.window, a.is_causal, a.max_seq_len, kLatentKeys);
+  return seq_range(clamped_length(a.rows.kv, seq, a.max_seq_len), queries, a.window, a.is_causal, kLatentKeys);
 }
 
 // 64 rows of a sequence and the tiles of keys they are multiplied with.

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const __grid_constant_
   const int32_t base = sum_tiles(a.num_seqs, first_tile, [&](int32_t seq) {
     const int32_t queries = query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
     const bool is_ours = query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.shape.rows) > 0;
-    return is_ours ? seq_range(a.kv, seq, queries, a.window, a.is_causal, a.max_seq_len, a.tile_tokens).num_tiles : 0;
+    return is_ours ? seq_range(clamped_length(a.kv, seq, a.max_seq_len), queries, a.window, a.is_causal, a.tile_tokens).num_tiles : 0;
   });
   const long long tiles = (long long)base * a.line_heads;
   const long long most = (tiles + kLeastTiles - 1) / kLeastTiles;
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const __grid_constant_
     const long long tile = w * tiles / workers;
     const int32_t low = sequence_of(first_tile, a.num_seqs, tile, a.line_heads);
     const int32_t of_seq = first_tile[low + 1] - first_tile[low], inside = int32_t(tile - (long long)first_tile[low] * a.line_heads);
-    start[w] = WorkerStart{low, inside / of_seq * a.shape.lines, inside % of_seq, 0};
+    start[w] = WorkerStart{low, inside / of_seq * a.shape.lines, inside % of_seq, clamped_length(a.kv, low, a.max_seq_len)};
   }
 }
 

@@ -26,7 +26,7 @@ struct PlanHeader {
 
 struct WorkerStart {
   int32_t seq, head, tile;  // of line 0; line l begins with head + l. Tile of the (seq, head)
-  int32_t reserved;
+  int32_t length;           // of the sequence, so that nobody has to ask for it first
 };
 
 struct PlanShape {
@@ -62,15 +62,18 @@ __device__ __forceinline__ int32_t query_rows(const void* cu, int bytes, int32_t
   return first >= 0 && queries >= 0 && queries <= num_tokens - first && queries * group <= most ? int32_t(queries) * group : 0;
 }
 
-__device__ __forceinline__ SeqRange seq_range(const GatherParams& kv, int32_t seq, int32_t query_len, int64_t window, bool is_causal, int32_t max_seq_len, int32_t tile_tokens) {
-  int64_t length = sequence_length(kv.table, seq, kv.block_size);
-  if (length < 0 || length > max_seq_len) length = length < 0 ? 0 : max_seq_len;
+__device__ __forceinline__ int32_t clamped_length(const GatherParams& kv, int32_t seq, int32_t max_seq_len) {
+  const int64_t length = sequence_length(kv.table, seq, kv.block_size);
+  return length < 0 ? 0 : length > max_seq_len ? max_seq_len : int32_t(length);
+}
+
+__device__ __forceinline__ SeqRange seq_range(int32_t length, int32_t query_len, int64_t window, bool is_causal, int32_t tile_tokens) {
   int64_t first = 0;
-  if (window > 0) first = length - (is_causal ? query_len : 1) - window + 1;  // the first query's first position
+  if (window > 0) first = int64_t(length) - (is_causal ? query_len : 1) - window + 1;  // the first query's first position
   if (first < 0) first = 0;
   SeqRange r;
   r.begin = int32_t(first);
-  r.end = int32_t(length);
+  r.end = length;
   r.num_tiles = (r.end + tile_tokens - 1) / tile_tokens - r.begin / tile_tokens;
   if (r.num_tiles < 1) r.num_tiles = 1;  // somebody has to write the empty result
   return r;

@@ -1,12 +1,16 @@
-// Attention of many queries a sequence, on Hopper: blocks of 128 query rows against tiles of 128 keys.
+// Attention of many queries a sequence, on Hopper: blocks of 128 query rows against tiles of 128 keys, or of 64 where values are wider than 128.
 //
 // A query row is one head of one token; rows of all heads that share a KV head stand in one block (GQA packed), so that its keys and
 // values are loaded once for all of them. One warpgroup loads (rows through the block table, zeros where nothing stands), two
 // multiply, 64 rows each: while the tensor cores add a tile's values, the softmax of the next tile's scores is computed.
 // Whole blocks go through the copy engine where tensor maps can tell of them (tiles/map_filler.cuh), else rows are copied
-// (tiles/row_filler.cuh); eight-bit rows become f16 on their way (attention_prefill_bytes.cuh). A head_dim between 64 and 128 runs in tiles of
-// 128: columns of Q, K and V past it are zeros, and those of the result are not stored.
+// (tiles/row_filler.cuh); eight-bit rows become f16 on their way (attention_prefill_bytes.cuh). Rows that are no tile's width run in
+// the next tile: columns of Q, K and V past them are zeros, and those of the result are not stored.
+// Of 512 elements a warpgroup has registers for half the values of 64 rows: blocks are 64 query rows then, both warpgroups multiply all of their
+// keys, and each adds up one half of the values.
 #pragma once
+#include <type_traits>
+
 #include "attention_plan.cuh"
 #include "attention_prefill_bytes.cuh"
 #include "tiles/elements.cuh"
@@ -22,7 +26,7 @@ struct PrefillArgs {
   int32_t box;          // tokens of a map's box; 0 = there are no maps, rows are copied
   tiles::RowFinder rows;
   const char* data[2];
-  int32_t head_dim, row_chunks;  // chunks of 16 bytes that a row of the cache has
+  int32_t dims[2], row_chunks[2];  // of K (and Q) and of V (and results); chunks of 16 bytes that a row of the cache has
   RowsParams q, out;
   char* lse;
   int64_t lse_token, lse_head;
@@ -37,22 +41,31 @@ struct PrefillArgs {
   ScaleParams scales[2];
 };
 
-template <class Rows_, int kHeadDim_, bool kCaps_, ScaleKind kScales_> struct PrefillConfig {
+// Widths of a tile's rows, in elements, and how many keys it has: what two stages of it leave room for, and registers for their scores.
+template <int kKeyDims_, int kValueDims_, int kKeys_, int kStages_ = 2, bool kSplitsValues_ = false> struct PrefillTile {
+  static constexpr int kKeyDims = kKeyDims_, kValueDims = kValueDims_, kKeys = kKeys_, kStages = kStages_;
+  static constexpr bool kSplitsValues = kSplitsValues_;  // the two warpgroups have the same rows, and half of their values each
+};
+
+template <class Rows_, class Tile, bool kCaps_, ScaleKind kScales_> struct PrefillConfig {
   using Rows = Rows_;
   using Numbers = typename Rows::Numbers;
   static constexpr ScaleKind kScales = kScales_;
-  static constexpr bool kIsBytes = Rows::kBytes == 1;
+  static constexpr bool kIsBytes = Rows::kBytes == 1, kIsF16 = std::is_same<Numbers, tiles::F16Numbers>::value;
   static constexpr bool kCaps = kCaps_;  // scores are capped: its registers are not there otherwise
-  static constexpr int kHeadDim = kHeadDim_, kRows = 128, kKeys = 128, kStages = 2;
-  using Rings = tiles::KvRings<kHeadDim * 2, kStages>;
-  static constexpr int kColumnBytes = Rings::kColumnBytes, kTileBytes = Rings::kTileBytes;  // of 128 rows of Q, K or V
-  static constexpr int kQueryAt = 0, kRingsAt = kTileBytes, kWorkAt = kRingsAt + Rings::kBytes;
-  // Eight-bit rows alone: what a query row was divided by; [4 tiles] of scales, a pair of keys' K and logarithms of V together, then the
-  // inverses of V; raw bytes of K and V.
-  static constexpr int kGrowAt = kWorkAt + 64, kScalesAt = kGrowAt + (kIsBytes ? kRows * 4 : 0), kScaleBytes = kScales == ROW_SCALES ? kKeys * 12 : 0;
-  static constexpr int kRawAt = kScalesAt + 4 * kScaleBytes, kRawBytes = kIsBytes ? kKeys * kHeadDim : 0;
+  static constexpr int kKeyDims = Tile::kKeyDims, kValueDims = Tile::kValueDims, kKeys = Tile::kKeys, kStages = Tile::kStages;
+  static constexpr bool kSplitsValues = Tile::kSplitsValues;
+  static constexpr int kRows = kSplitsValues ? 64 : 128, kOutDims = kSplitsValues ? kValueDims / 2 : kValueDims;  // of a warpgroup's results
+  using Rings = tiles::KvRings<kKeyDims * 2, kStages, kKeys, kValueDims * 2>;
+  static constexpr int kColumnBytes = Rings::kColumnBytes, kQueryColumnBytes = kRows * 128;  // of K or V, and of Q: 64 elements of a tile's rows
+  static constexpr int kQueryAt = 0, kRingsAt = kRows * kKeyDims * 2, kWorkAt = kRingsAt + Rings::kBytes;
+  // Where f16 is multiplied: what a query row was divided by. Eight-bit rows alone: [4 tiles] of scales, a pair of keys' K and logarithms of V
+  // together, then the inverses of V; raw bytes of K and V, which of wide rows lie in the stages themselves.
+  static constexpr int kGrowAt = kWorkAt + 64, kScalesAt = kGrowAt + (kIsF16 ? kRows * 4 : 0), kScaleBytes = kScales == ROW_SCALES ? kKeys * 12 : 0;
+  static constexpr int kRawAt = kScalesAt + 4 * kScaleBytes, kRawBytes = kIsBytes && kKeyDims <= 128 ? kKeys * kKeyDims : 0;
   static constexpr int kSharedBytes = kRawAt + 2 * kRawBytes + 1024;  // 1024: to begin on a multiple of it
   static_assert(kSharedBytes <= 227 * 1024, "shared memory of a block of threads");
+  static_assert(!kIsBytes || kKeyDims == kValueDims, "eight-bit tiles are as wide as each other");
   static constexpr int kThreads = 384, kLoadRegisters = 40, kMultiplyRegisters = 232;
 };
 
@@ -118,6 +131,7 @@ template <class C> struct Prefill {
 
   __device__ __forceinline__ char* rings() const { return shared + C::kRingsAt; }
   static __device__ __forceinline__ uint32_t chunk_at(uint32_t row, uint32_t chunk) { return Rings::chunk_at(row, chunk); }
+  static __device__ __forceinline__ uint32_t query_at(uint32_t row, uint32_t chunk) { return C::kQueryAt + (chunk / 8) * C::kQueryColumnBytes + row * 128 + (((chunk % 8) ^ (row % 8)) << 4); }
 
   __device__ __forceinline__ const char* query_row(uint32_t row) const {
     const uint32_t token = a.group.divide(row), head = w.head * a.group.d + row - token * a.group.d;
@@ -128,11 +142,11 @@ template <class C> struct Prefill {
   __device__ __forceinline__ void load() {
     if (a.box > 0) {
       if (threadIdx.x >= tiles::MapFiller<Rings>::kWarps * 32) return;
-      tiles::MapFiller<Rings> filler{a.maps, a.rows, a.data, w, uint32_t(a.box), uint32_t(a.row_chunks), rings(), at + C::kRingsAt, threadIdx.x / 32};
+      tiles::MapFiller<Rings> filler{a.maps, a.rows, a.data, w, uint32_t(a.box), {uint32_t(a.row_chunks[0]), uint32_t(a.row_chunks[1])}, rings(), at + C::kRingsAt, threadIdx.x / 32};
       filler.begin();
       for (int i = 0; i < w.num_tiles; i++) filler.fill_next();
     } else {
-      tiles::RowFiller<Rings> filler{a.rows, a.data, w, uint32_t(a.row_chunks), rings(), at + C::kRingsAt, 1};
+      tiles::RowFiller<Rings> filler{a.rows, a.data, w, {uint32_t(a.row_chunks[0]), uint32_t(a.row_chunks[1])}, rings(), at + C::kRingsAt, 1};
       filler.begin();
       for (int i = 0; i < w.num_tiles; i++) filler.fill_next();
       filler.finish();
@@ -141,32 +155,31 @@ template <class C> struct Prefill {
 
   // Rows of this thread's scores: r0 = 16 * warp + g and r0 + 8 of its warpgroup's 64.
   __device__ __forceinline__ void multiply() {
-    constexpr int kSteps = C::kHeadDim / 16, kKeySteps = C::kKeys / 16, kOut = C::kHeadDim / 2;
+    constexpr int kSteps = C::kKeyDims / 16, kKeySteps = C::kKeys / 16, kOut = C::kOutDims / 2;
     using Scores = tiles::Warpgroup<Numbers, C::kKeys>;
-    using Out = tiles::Warpgroup<Numbers, C::kHeadDim>;
+    using Out = tiles::Warpgroup<Numbers, C::kOutDims>;
     const int thread = threadIdx.x - 128, group = thread / 128, warp = thread % 128 / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+    const int rows_from = C::kSplitsValues ? 0 : group * 64, dims_from = C::kSplitsValues ? group * C::kOutDims : 0;  // of this warpgroup
     float of_head = 1.f;  // K's one scale
-    if constexpr (C::kIsBytes) {
-      of_head = scale_of(a.scales[0], w.head, C::kScales == ONE_SCALE);
-      load_f16_queries(*this, C::kScales == ONE_SCALE && of_head < 0.f);
-      tiles::show_to_multiplications();
-      tiles::meet(2, 256);
-    } else {  // queries
-      constexpr int kChunks = C::kHeadDim / 8, kRowsAtOnce = 256 / kChunks;
-      const uint32_t chunk = thread % kChunks, sub = thread / kChunks;
-#pragma unroll
-      for (int j = 0; j < C::kRows / kRowsAtOnce; j++) {
-        const uint32_t r = j * kRowsAtOnce + sub, row = w.first_row + r;
-        const bool is_there = int32_t(row) < w.rows && int32_t(chunk * 8) < a.head_dim;
+    if constexpr (C::kIsBytes) of_head = scale_of(a.scales[0], w.head, C::kScales == ONE_SCALE);
+    const bool fits_queries = C::kIsBytes || (C::kIsF16 && !C::kSplitsValues && a.q.dtype == KVX_DTYPE_BF16);
+    if (fits_queries) {
+      if constexpr (C::kIsF16 && !C::kSplitsValues) load_f16_queries(*this, C::kScales == ONE_SCALE && of_head < 0.f);
+    } else if constexpr (!C::kIsBytes) {
+      constexpr int kChunks = C::kKeyDims / 8;
+#pragma unroll 4
+      for (int j = 0; j < C::kRows * kChunks / 256; j++) {
+        const uint32_t i = j * 256 + thread, r = i / kChunks, chunk = i % kChunks, row = w.first_row + r;
+        const bool is_there = int32_t(row) < w.rows && int32_t(chunk * 8) < a.dims[0];
         const char* from = is_there ? query_row(row) + chunk * 16 : a.q.data;
-        tiles::copy_16(at + C::kQueryAt + chunk_at(r, chunk), from, is_there ? 16 : 0);
+        tiles::copy_16(at + query_at(r, chunk), from, is_there ? 16 : 0);
       }
       tiles::commit_copies();
       tiles::wait_copies<0>();
-      tiles::show_to_multiplications();
-      tiles::meet(2, 256);
     }
-    const int first_row = w.first_row + group * 64 + warp * 16 + g;
+    tiles::show_to_multiplications();
+    tiles::meet(2, 256);
+    const int first_row = w.first_row + rows_from + warp * 16 + g;
     int32_t limit[2], low[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -175,14 +188,14 @@ template <class C> struct Prefill {
       low[h] = a.window > 0 ? int32_t(limit[h] - a.window) : 0;
     }
     // The warpgroup's least limit and largest low: tiles between them need no mask.
-    const int32_t group_first = w.first_row + group * 64, group_last = min(group_first + 63, w.rows - 1);
+    const int32_t group_first = w.first_row + rows_from, group_last = min(group_first + 63, w.rows - 1);
     const int32_t least_limit = a.is_causal ? w.length - w.queries + 1 + int32_t(a.group.divide(group_first)) : w.length;
     const int32_t most_low = a.window > 0 ? int32_t((a.is_causal ? w.length - w.queries + 1 + int32_t(a.group.divide(max(group_last, 0))) : w.length) - a.window) : 0;
     float scale[2] = {a.scale, a.scale}, factor[2];  // of a row's scores; factor: of what is softened, log2(e) included
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      if constexpr (C::kIsBytes) {
-        const float grow = reinterpret_cast<const float*>(shared + C::kGrowAt)[group * 64 + warp * 16 + g + 8 * h];
+      if (C::kIsF16 && fits_queries) {
+        const float grow = reinterpret_cast<const float*>(shared + C::kGrowAt)[rows_from + warp * 16 + g + 8 * h];
         scale[h] *= (C::kScales == ONE_SCALE ? fabsf(of_head) : of_head) * grow;
       }
       factor[h] = C::kCaps ? 1.44269504f : scale[h] * 1.44269504f;
@@ -193,29 +206,30 @@ template <class C> struct Prefill {
     uint32_t p[kKeySteps][4];
 #pragma unroll
     for (int i = 0; i < kOut; i++) out[i] = 0.f;
-    const uint32_t query = at + C::kQueryAt + group * 64 * 128;
-    typename Rings::Ring keys = Rings::keys(at + C::kRingsAt), values = Rings::values(at + C::kRingsAt);
+    const uint32_t query = at + C::kQueryAt + rows_from * 128;
+    typename Rings::Ring keys = Rings::keys(at + C::kRingsAt);
+    typename Rings::ValueRing values = Rings::values(at + C::kRingsAt);
     const bool arrives = thread % 128 == 0;  // one of two that give a stage back
     // Copies of rows are shown to multiplications here; other fillers have done so.
-    const auto wait_full = [&](const typename Rings::Ring& ring) {
+    const auto wait_full = [&](const auto& ring) {
       ring.wait_full();
       if (!C::kIsBytes && a.box == 0) tiles::show_to_multiplications();
     };
 
     // Descriptors count 16 bytes in their low bits: stepping through a tile is one addition.
     const uint64_t query_matrix = tiles::matrix_descriptor(query, 16, 1024), key_matrix = tiles::matrix_descriptor(keys.stages, 16, 1024);
-    const uint64_t value_matrix = tiles::matrix_descriptor(values.stages, C::kColumnBytes, 1024);
+    const uint64_t value_matrix = tiles::matrix_descriptor(values.stages + dims_from / 64 * C::kColumnBytes, C::kColumnBytes, 1024);
     const auto multiply_keys = [&]() {
-      const uint64_t from = key_matrix + keys.stage() * uint32_t(C::kTileBytes >> 4);
-#pragma unroll
+      const uint64_t from = key_matrix + keys.stage() * uint32_t(Rings::kTileBytes >> 4);
+#pragma unroll(kSteps <= 16 ? kSteps : 8)  // more would all have their descriptors in registers
       for (int k = 0; k < kSteps; k++) {
-        const uint32_t step = ((k / 4) * C::kColumnBytes + (k % 4) * 32) >> 4;
-        Scores::multiply(s, query_matrix + step, from + step, k > 0);
+        const uint32_t of_query = ((k / 4) * C::kQueryColumnBytes + (k % 4) * 32) >> 4, of_key = ((k / 4) * C::kColumnBytes + (k % 4) * 32) >> 4;
+        Scores::multiply(s, query_matrix + of_query, from + of_key, k > 0);
       }
       tiles::commit_multiplications();
     };
     const auto multiply_values = [&]() {
-      const uint64_t from = value_matrix + values.stage() * uint32_t(C::kTileBytes >> 4);
+      const uint64_t from = value_matrix + values.stage() * uint32_t(Rings::kValueTileBytes >> 4);
 #pragma unroll
       for (int k = 0; k < kKeySteps; k++) Out::multiply_turned(out, p[k], from + uint32_t(k * 16 * 128 >> 4));
       tiles::commit_multiplications();
@@ -225,7 +239,7 @@ template <class C> struct Prefill {
       const int32_t first = (w.first_tile + i) * C::kKeys;
       const float* scales = reinterpret_cast<const float*>(shared + C::kScalesAt + i % 4 * C::kScaleBytes);
       if constexpr (C::kCaps && C::kScales != ROW_SCALES) {
-        const float in = scale[0] / a.soft_cap, in_8 = C::kIsBytes ? scale[1] / a.soft_cap : in;  // of row r0 + 8
+        const float in = scale[0] / a.soft_cap, in_8 = C::kIsF16 ? scale[1] / a.soft_cap : in;  // of row r0 + 8
 #pragma unroll
         for (int k = 0; k < C::kKeys / 2; k++) s[k] = a.soft_cap * tanhf(s[k] * (k / 2 % 2 ? in_8 : in));
       }
@@ -250,7 +264,7 @@ template <class C> struct Prefill {
         const uint32_t words[4] = {valid.x, valid.y, valid.z, valid.w};
         if (a.rows.kv.errors && w.head == 0 && thread == 0) {  // positions whose block is none
           uint32_t missing = 0;
-          for (int k = 0; k < 4; k++) missing += __popc(tiles::rows_within(first + 32 * k, w.begin, w.length) & ~words[k]);
+          for (int k = 0; k < C::kKeys / 32; k++) missing += __popc(tiles::rows_within(first + 32 * k, w.begin, w.length) & ~words[k]);
           if (missing) atomicAdd(a.rows.kv.errors, (unsigned long long)missing);
         }
 #pragma unroll
@@ -366,15 +380,15 @@ template <class C> struct Prefill {
       const int64_t query_token = w.first_query + token;
       float total = sum[h];
       const float largest = C::kScales == ROW_SCALES ? most[h] : most[h] * factor[h];
-      if (t == 0 && a.lse) *reinterpret_cast<float*>(a.lse + query_token * a.lse_token + head * a.lse_head) = total > 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
+      if (t == 0 && dims_from == 0 && a.lse) *reinterpret_cast<float*>(a.lse + query_token * a.lse_token + head * a.lse_head) = total > 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
       if (a.sinks && total > 0.f) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - largest);
       const float inverse = total > 0.f ? (C::kIsBytes ? scale_of(a.scales[1], w.head, C::kScales == ONE_SCALE) : 1.f) / total : 0.f;
       char* to = a.out.data + query_token * a.out.token + int64_t(head) * a.out.head;
 #pragma unroll
-      for (int n = 0; n < C::kHeadDim / 8; n++) {
-        if (8 * n >= a.head_dim) break;
+      for (int n = 0; n < C::kOutDims / 8; n++) {
+        if (dims_from + 8 * n >= a.dims[1]) break;
         const float x = out[4 * n + 2 * h] * inverse, y = out[4 * n + 2 * h + 1] * inverse;
-        const int dim = 8 * n + 2 * t;
+        const int dim = dims_from + 8 * n + 2 * t;
         if (a.out.dtype == KVX_DTYPE_F32) reinterpret_cast<float*>(to)[dim] = x, reinterpret_cast<float*>(to)[dim + 1] = y;
         else *reinterpret_cast<uint32_t*>(to + dim * 2) = a.out.dtype == KVX_DTYPE_BF16 ? tiles::Bf16Numbers::pack(x, y) : tiles::F16Numbers::pack(x, y);
       }

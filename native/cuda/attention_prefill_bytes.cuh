@@ -23,8 +23,11 @@ template <class P> struct PrefillBytes {
   using C = typename P::Config;
   using Convert = typename C::Rows::Convert;
   using Rings = typename C::Rings;
-  static constexpr int kChunks = C::kHeadDim / 16, kRowsAtOnce = 128 / kChunks, kMine = C::kKeys / kRowsAtOnce;
-  static_assert(kRowsAtOnce % 8 == 0, "a thread's rows are alike to the swizzle");
+  static constexpr int kChunks = C::kKeyDims / 16, kRowsAtOnce = 128 / kChunks / 8 * 8, kMine = C::kKeys / kRowsAtOnce, kCopying = kChunks * kRowsAtOnce;  // threads that copy
+  static_assert(kRowsAtOnce >= 8 && kChunks % 4 == 0, "a thread's rows are alike to the swizzle");
+  // Wide rows leave no room for raw bytes beside the stages: a thread copies a chunk to where the first of the two it becomes will lie.
+  static constexpr bool kInPlace = C::kRawBytes == 0;
+  static constexpr int kStep = kInPlace ? kRowsAtOnce * 128 : 2048;  // from a thread's raw chunk to its next
   const P& p;
 
   // Asked for anew where it is needed: what follows from it would take registers all along.
@@ -33,9 +36,11 @@ template <class P> struct PrefillBytes {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x % 128;
   }
-  static __device__ __forceinline__ uint32_t chunk_of(uint32_t thread) { return kChunks == 8 ? thread % 4 + thread / 8 % 2 * 4 : thread % 4; }
-  static __device__ __forceinline__ uint32_t row_of(uint32_t thread) { return kChunks == 8 ? thread / 16 * 2 + thread / 4 % 2 : thread / 4; }
-  __device__ __forceinline__ uint32_t raw(int plane, uint32_t thread) const { return p.at + C::kRawAt + plane * C::kRawBytes + thread * 16; }
+  static __device__ __forceinline__ uint32_t chunk_of(uint32_t thread) { return thread % 4 + thread / 8 % (kChunks / 4) * 4; }
+  static __device__ __forceinline__ uint32_t row_of(uint32_t thread) { return thread / (2 * kChunks) * 2 + thread / 4 % 2; }
+  // Where a thread's first chunk becomes two in a stage, and where it lies raw.
+  static __device__ __forceinline__ uint32_t wide(uint32_t thread, uint32_t tile_at) { return tile_at + P::chunk_at(row_of(thread), 2 * chunk_of(thread)); }
+  __device__ __forceinline__ uint32_t raw(int plane, uint32_t thread, uint32_t tile_at) const { return kInPlace ? wide(thread, tile_at) : p.at + C::kRawAt + plane * C::kRawBytes + thread * 16; }
 
   // Tile `tile`'s rows, for all: a thread finds one. Then the next is asked for.
   __device__ __forceinline__ void find(tiles::RowAsked* asked, uint32_t tile) const {
@@ -43,8 +48,9 @@ template <class P> struct PrefillBytes {
     const tiles::RowPlace row = tiles::place_row(p.a.rows, *asked, p.w.head);
     const bool is_there = row.block >= 0;
     uint32_t* offsets = Rings::offsets(p.rings(), tile) + thread % kRowsAtOnce * kMine + thread / kRowsAtOnce;  // where the threads that copy it look
-    offsets[0] = is_there ? row.offset[0] : Rings::kNoRow, offsets[C::kKeys] = is_there ? row.offset[1] : Rings::kNoRow;
-    if constexpr (C::kScales == ROW_SCALES) {  // with the next copies
+    const bool has_row = C::kKeys == 128 || thread < C::kKeys;
+    if (has_row) offsets[0] = is_there ? row.offset[0] : Rings::kNoRow, offsets[C::kKeys] = is_there ? row.offset[1] : Rings::kNoRow;
+    if (C::kScales == ROW_SCALES && has_row) {  // with the next copies
 #pragma unroll
       for (int plane = 0; plane < 2; plane++) {
         const ScaleParams& s = p.a.scales[plane];
@@ -53,27 +59,31 @@ template <class P> struct PrefillBytes {
       }
     }
     const uint32_t there = __ballot_sync(0xffffffffu, is_there);
-    if (thread % 32 == 0) reinterpret_cast<uint32_t*>(Rings::valid(p.rings(), tile))[thread / 32] = there;
+    if (thread % 32 == 0) reinterpret_cast<uint32_t*>(Rings::valid(p.rings(), tile))[thread / 32] = has_row ? there : ~0u;
     tiles::meet(1, 128);
-    *asked = tiles::ask_row(p.a.rows, p.w.seq, (p.w.first_tile + tile + 1) * C::kKeys + thread, p.w.begin, int32_t(tile) + 1 < p.w.num_tiles ? p.w.length : 0);
+    *asked = tiles::ask_row(p.a.rows, p.w.seq, (p.w.first_tile + tile + 1) * C::kKeys + thread, p.w.begin, int32_t(tile) + 1 < p.w.num_tiles && has_row ? p.w.length : 0);
   }
 
-  template <bool kIsFull> __device__ __forceinline__ void copy_rows(uint32_t tile, int plane) const {
-    const uint32_t thread = own_thread(), to = raw(plane, thread);
+  template <bool kIsFull> __device__ __forceinline__ void copy_rows(uint32_t tile, int plane, uint32_t tile_at) const {
+    const uint32_t thread = own_thread(), to = raw(plane, thread, tile_at);
     const char* data = p.a.data[plane] + chunk_of(thread) * 16;
     asm volatile("" : "+l"(data));  // added up here: an address below is one instruction
-    Rings::template copy_rows<kMine, 2048>(to, data, Rings::offsets(p.rings(), tile) + plane * C::kKeys + row_of(thread) * kMine, kIsFull);
+    Rings::template copy_rows<kMine, kStep>(to, data, Rings::offsets(p.rings(), tile) + plane * C::kKeys + row_of(thread) * kMine, kIsFull);
   }
-  __device__ __forceinline__ bool is_past_rows() const { return chunk_of(own_thread()) >= uint32_t(p.a.row_chunks); }
-  __device__ __forceinline__ void clear() const {
-    const uint32_t thread = own_thread();
+  __device__ __forceinline__ bool is_past_rows(int plane) const { return chunk_of(own_thread()) >= uint32_t(plane ? p.a.row_chunks[1] : p.a.row_chunks[0]); }
+  __device__ __forceinline__ bool copies() const { return kCopying == 128 || own_thread() < uint32_t(kCopying); }
+  // A chunk of zeros stays one when it becomes two.
+  __device__ __forceinline__ void clear(int plane, uint32_t stages) const {
+    if (!copies() || !is_past_rows(plane)) return;
 #pragma unroll 1
-    for (int j = 0; j < kMine; j++) tiles::copy_16(raw(0, thread) + j * 2048, p.a.data[0], 0), tiles::copy_16(raw(1, thread) + j * 2048, p.a.data[1], 0);
+    for (int stage = 0; stage < (kInPlace ? C::kStages : 1); stage++)
+#pragma unroll 1
+      for (int j = 0; j < kMine; j++) tiles::copy_16(raw(plane, own_thread(), stages + stage * Rings::kTileBytes) + j * kStep, p.a.data[0], 0);
   }
-  __device__ __forceinline__ void copy(uint32_t tile, int plane) const {
-    if (is_past_rows()) return;
-    if (Rings::is_full(*Rings::valid(p.rings(), tile))) copy_rows<true>(tile, plane);
-    else copy_rows<false>(tile, plane);
+  __device__ __forceinline__ void copy(uint32_t tile, int plane, uint32_t tile_at) const {
+    if (!copies() || is_past_rows(plane)) return;
+    if (Rings::is_full(*Rings::valid(p.rings(), tile))) copy_rows<true>(tile, plane, tile_at);
+    else copy_rows<false>(tile, plane, tile_at);
   }
 
   static __device__ __forceinline__ uint4 eight(uint32_t lo, uint32_t hi) {
@@ -81,14 +91,15 @@ template <class P> struct PrefillBytes {
     return make_uint4(x.x, x.y, y.x, y.y);
   }
   __device__ __forceinline__ void widen(int plane, uint32_t tile_at) const {
-    const uint32_t thread = own_thread(), from = raw(plane, thread), to = tile_at + P::chunk_at(row_of(thread), 2 * chunk_of(thread));
+    if (!copies()) return;
+    const uint32_t thread = own_thread(), from = raw(plane, thread, tile_at), to = wide(thread, tile_at);
     constexpr int kAhead = 1;  // a load on its way while a chunk is widened: more would not leave registers
     uint4 x[kAhead + 1];
 #pragma unroll
-    for (int j = 0; j < kAhead; j++) x[j] = tiles::load_shared_16(from + j * 2048);
+    for (int j = 0; j < kAhead; j++) x[j] = tiles::load_shared_16(from + j * kStep);
 #pragma unroll
     for (int j = 0; j < kMine; j++) {
-      if (j + kAhead < kMine) x[(j + kAhead) % (kAhead + 1)] = tiles::load_shared_16(from + (j + kAhead) * 2048);
+      if (j + kAhead < kMine) x[(j + kAhead) % (kAhead + 1)] = tiles::load_shared_16(from + (j + kAhead) * kStep);
       const uint4& now = x[j % (kAhead + 1)];
       const uint32_t row = j * kRowsAtOnce * 128;
       tiles::store_shared_16(to + row, eight(now.x, now.y));
@@ -100,6 +111,7 @@ template <class P> struct PrefillBytes {
   // A scale of 0 counts as a tiny one.
   __device__ __forceinline__ void finish_scales(uint32_t tile) const {
     const uint32_t thread = own_thread();
+    if (thread >= C::kKeys) return;
     float* slot = reinterpret_cast<float*>(p.shared + C::kScalesAt + tile % 4 * C::kScaleBytes);
     float* of_value = slot + thread / 2 * 4 + 2 + thread % 2;
     const float scale = fmaxf(*of_value, 7.8886091e-31f);  // 2^-100
@@ -112,30 +124,37 @@ template <class P> struct PrefillBytes {
   __device__ __forceinline__ void load() const {
     tiles::RowAsked asked = tiles::ask_row(p.a.rows, p.w.seq, uint32_t(p.w.first_tile * C::kKeys) + own_thread(), p.w.begin, p.w.length);
     const uint32_t num_tiles = max(p.w.num_tiles, 0);
-    if (num_tiles > 0 && is_past_rows()) clear();  // without tiles nobody would wait for it
-    typename Rings::Ring keys = Rings::keys(p.at + C::kRingsAt), values = Rings::values(p.at + C::kRingsAt);
+    typename Rings::Ring keys = Rings::keys(p.at + C::kRingsAt);
+    typename Rings::Ring values = Rings::values(p.at + C::kRingsAt);  // of the same type: both planes are as wide
+    if (num_tiles > 0) clear(0, keys.stages), clear(1, values.stages);  // without tiles nobody would wait for it
     for (uint32_t next = 0; next <= num_tiles; next++) {  // tile `next` is copied, the one before it widened
       if (next < num_tiles) find(&asked, next);
 #pragma unroll
       for (int plane = 0; plane < 2; plane++) {
+        typename Rings::Ring& ring = plane ? values : keys;
         if (next > 0) {
           tiles::wait_copies<1>();
           if (C::kScales == ROW_SCALES && plane == 0) finish_scales(next - 1);
-          (plane ? values : keys).fill([&](uint32_t tile) { widen(plane, tile); });
+          // In place the stage is ours already, since the bytes were copied to it.
+          if constexpr (kInPlace) widen(plane, ring.tile()), tiles::show_to_multiplications(), ring.arrive_full(), ring.next();
+          else ring.fill([&](uint32_t tile) { widen(plane, tile); });
         }
-        if (next < num_tiles) copy(next, plane);
+        if (next < num_tiles) {
+          if constexpr (kInPlace) ring.wait_free();
+          copy(next, plane, ring.tile());
+        }
         tiles::commit_copies();
       }
     }
   }
 };
 
-// Queries as f16, by the threads that multiply. bf16 has the digits but not the range: a row is divided by a power of two, which is exact,
+// Queries as f16, by the threads that multiply: for eight-bit caches, and for f16 ones under bf16 queries. bf16 has the digits but not the range: a row is divided by a power of two, which is exact,
 // and what undoes it is left beside. `flips`: K's one scale is negative; scores are compared before they are multiplied by it.
 template <class P> __device__ __forceinline__ void load_f16_queries(const P& p, bool flips) {
   using C = typename P::Config;
-  constexpr int kChunks = C::kHeadDim / 8, kRowsAtOnce = 256 / kChunks, kMine = C::kRows / kRowsAtOnce;
-  const uint32_t thread = threadIdx.x - 128, chunk = thread % kChunks, sub = thread / kChunks, flip = flips ? 0x80008000u : 0u;
+  constexpr int kChunks = C::kKeyDims / 8, kLanes = kChunks == 24 ? 32 : kChunks, kRowsAtOnce = 256 / kLanes, kMine = C::kRows / kRowsAtOnce;  // lanes of a row: a power of two
+  const uint32_t thread = threadIdx.x - 128, chunk = thread % kLanes, sub = thread / kLanes, flip = flips ? 0x80008000u : 0u;
   const bool is_bf16 = p.a.q.dtype == KVX_DTYPE_BF16;
   const auto low = [](uint32_t x) { return __uint_as_float(x << 16); };
   const auto high = [](uint32_t x) { return __uint_as_float(x & 0xffff0000u); };
@@ -144,7 +163,7 @@ template <class P> __device__ __forceinline__ void load_f16_queries(const P& p, 
 #pragma unroll
   for (int j = 0; j < kMine; j++) {
     const uint32_t row = p.w.first_row + j * kRowsAtOnce + sub;
-    x[j] = int32_t(row) < p.w.rows && int32_t(chunk * 8) < p.a.head_dim ? __ldg(reinterpret_cast<const uint4*>(p.query_row(row) + chunk * 16)) : make_uint4(0, 0, 0, 0);
+    x[j] = int32_t(row) < p.w.rows && int32_t(chunk * 8) < p.a.dims[0] ? __ldg(reinterpret_cast<const uint4*>(p.query_row(row) + chunk * 16)) : make_uint4(0, 0, 0, 0);
   }
 #pragma unroll
   for (int j = 0; j < kMine; j++) {
@@ -154,13 +173,13 @@ template <class P> __device__ __forceinline__ void load_f16_queries(const P& p, 
     if (is_bf16) {
       float largest = 0.f;
       for (uint32_t word : words) largest = fmaxf(largest, fmaxf(fabsf(low(word)), fabsf(high(word))));
-      for (int hop = 1; hop < kChunks; hop *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, hop));
+      for (int hop = 1; hop < kLanes; hop *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, hop));
       const int biased = int(__float_as_uint(largest) >> 23);  // 255: an infinity
       exponent = biased == 255 ? 0 : max(biased - 127 - 8, -100);
       const float shrink = power_of_two(-exponent);
       for (uint32_t& word : words) word = tiles::F16Numbers::pack(low(word) * shrink, high(word) * shrink);
     }
-    tiles::store_shared_16(p.at + C::kQueryAt + P::chunk_at(r, chunk), make_uint4(words[0] ^ flip, words[1] ^ flip, words[2] ^ flip, words[3] ^ flip));
+    if (kLanes == kChunks || chunk < kChunks) tiles::store_shared_16(p.at + P::query_at(r, chunk), make_uint4(words[0] ^ flip, words[1] ^ flip, words[2] ^ flip, words[3] ^ flip));
     if (chunk == 0) reinterpret_cast<float*>(p.shared + C::kGrowAt)[r] = power_of_two(exponent);
   }
 }

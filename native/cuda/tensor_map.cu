@@ -37,7 +37,7 @@ int64_t stride_of(int64_t bytes, int64_t count, int64_t row_bytes) { return coun
 bool fits_tensor_map(const MappedPlane& p) {
   constexpr int64_t kMostBytes = int64_t(1) << 40, kMostCount = 0x7fffffff;  // coordinates have 31 bits
   const PlaneParams& plane = *p.plane;
-  if (!plane.is_dense || plane.head_dim % 8 || reinterpret_cast<uintptr_t>(plane.data) % 16 || box_tokens(p.block_size) == 0) return false;
+  if (!plane.is_dense || plane.head_dim % 8 || reinterpret_cast<uintptr_t>(plane.data) % 16 || box_tokens(p.block_size, p.tile_rows) == 0) return false;
   const int64_t counts[3] = {p.num_heads, p.block_size, p.num_blocks}, strides[3] = {plane.head, plane.token, plane.block};
   for (int i = 0; i < 3; i++) {
     const int64_t stride = stride_of(strides[i], counts[i], plane.head_dim * 2);
@@ -58,7 +58,7 @@ kvx_status_t make_tensor_map(CUtensorMap* map, const MappedPlane& p) {
   const cuuint64_t counts[4] = {cuuint64_t(plane.head_dim), cuuint64_t(p.num_heads), cuuint64_t(p.block_size), cuuint64_t(p.num_blocks)};
   const cuuint64_t strides[3] = {cuuint64_t(stride_of(plane.head, p.num_heads, row_bytes)), cuuint64_t(stride_of(plane.token, p.block_size, row_bytes)),
                                  cuuint64_t(stride_of(plane.block, p.num_blocks, row_bytes))};
-  const cuuint32_t box[4] = {64, 1, cuuint32_t(box_tokens(p.block_size)), 1}, steps[4] = {1, 1, 1, 1};
+  const cuuint32_t box[4] = {64, 1, cuuint32_t(box_tokens(p.block_size, p.tile_rows)), 1}, steps[4] = {1, 1, 1, 1};
   // A row's other half is asked for right after the first: both come with one request to memory.
   const CUtensorMapL2promotion fetch = row_bytes % 256 == 0 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, plane.data, counts, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, fetch,

@@ -13,13 +13,14 @@ namespace cuda {
 struct MappedPlane {
   const PlaneParams* plane;
   int64_t num_heads, block_size, num_blocks;
+  int64_t tile_rows = 128;  // of tiles that are whole boxes: 128 or 64
 };
 
-// Tokens of a box: whole blocks, or 128 tokens of larger ones; tiles of 128 rows are then whole boxes. 0 = blocks that do not divide so, or
-// that are smaller than the eight rows a swizzle repeats after.
-inline int64_t box_tokens(int64_t block_size) {
-  if (block_size >= 128) return block_size % 128 == 0 ? 128 : 0;
-  return block_size >= 8 && 128 % block_size == 0 ? block_size : 0;
+// Tokens of a box: whole blocks, or a tile's tokens of larger ones; tiles are then whole boxes. 0 = blocks that do not divide so, or that are
+// smaller than the eight rows a swizzle repeats after.
+inline int64_t box_tokens(int64_t block_size, int64_t tile_rows = 128) {
+  if (block_size >= tile_rows) return block_size % tile_rows == 0 ? tile_rows : 0;
+  return block_size >= 8 && tile_rows % block_size == 0 ? block_size : 0;
 }
 
 // Whether the engine can be told of the plane: dense rows of whole 16 bytes, strides that are multiples of them and below 2^40.

@@ -198,6 +198,40 @@ DECODE = [
     Case(scale=-0.3),
     Case(lens=(60,), note="one"),
 ]
+# Rows wider than a GPU's warp has registers for, rows that end before the next tile does, and K wider or narrower than V; groups
+# of up to 8 query rows and of up to 16.
+_THREE = (("bf16", "bf16"), ("fp8_e4m3_per_token_head", "bf16"), ("int8_per_token_head", "f16"))
+WIDE = [
+    *(
+        Case(lens=(700, 33, 1, 0), heads=h, dim=d, v_dim=v, format=f, io=io)
+        for d, v in ((192, 0), (192, 128), (256, 0), (512, 0))
+        for f, io in (*_THREE, ("f16", "f16"), ("fp8_e4m3_per_head", "f16"))
+        for h in (4, 32)
+    ),
+    *(Case(lens=(300, 33, 1), dim=d, format="bf16", io="bf16") for d in (8, 40, 72, 88, 112, 136, 160, 200, 224, 264, 320, 504)),
+    *(Case(lens=(300, 33, 1), dim=d, format=f, io=io) for d in (16, 48, 80, 112, 144, 160, 208, 336) for f, io in _THREE[1:]),
+    *(
+        Case(lens=(300, 33, 1), dim=d, v_dim=v, format=f, io=io)
+        for d, v in ((128, 64), (64, 128), (48, 112), (160, 112), (96, 192), (256, 64), (64, 512))
+        for f, io in _THREE
+    ),
+    *(
+        Case(lens=(900, 70, 5), queries=4, heads=h, dim=d, v_dim=v, format=f, io=io, window=w, soft_cap=9.0, sinks=True)
+        for d, v, h, w in ((256, 0, 4, 0), (192, 128, 8, 100), (160, 0, 8, 33), (512, 0, 4, 500))
+        for f, io in _THREE
+    ),
+    *(Case(lens=(300, 33), dim=256, causal=False, queries=3, heads=6, layout=y, format=f, io=io)
+      for y in ("HND", "fused_NHD", "fused_HND", "stacked") for f, io in _THREE),
+    *(Case(lens=(300, 33, 129), dim=d, block=b, format="bf16", io="bf16") for d, b in ((256, 1), (192, 5), (512, 64), (320, 256))),
+    *(
+        Case(lens=(700, 33, 1), heads=h, dim=d, v_dim=v, format=f, io="bf16")
+        for f in ("f16", "fp8_e5m2", "fp8_e5m2_per_head", "int8", "int8_per_head")
+        for d, v, h in ((64, 0, 8), (128, 0, 32), (192, 128, 8), (256, 0, 32))
+    ),
+    Case(lens=(5000, 3, 700), heads=16, dim=256, format="bf16", io="bf16", note="long"),
+    Case(lens=(3000, 40, 700), queries=(1, 2, 3), heads=8, dim=256, format="bf16", io="bf16", note="varlen"),
+    Case(lens=(3000, 40, 700), queries=(1, 20, 3), heads=8, dim=192, v_dim=128, format="bf16", io="bf16", note="both"),
+]  # fmt: skip
 FORMATS = [
     *(Case(format=f, io=io) for f, io in (("f16", "f16"), ("bf16", "bf16"), ("f32", "bf16"), ("bf16", "f32"), ("f16", "bf16"))),
     Case(format="bf16", io="f16", dim=128),

@@ -15,7 +15,10 @@ from tests.ops.attention_cases import Case
 from tests.ops.test_gather import kv_offsets
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch saying it has no bf16 instructions
-ALL = [*attention_cases.DECODE, *attention_cases.FORMATS, *attention_cases.LAYOUTS, *attention_cases.VARLEN, *attention_cases.BYTES]
+ALL = [
+    *attention_cases.DECODE, *attention_cases.WIDE, *attention_cases.FORMATS, *attention_cases.LAYOUTS, *attention_cases.VARLEN,
+    *attention_cases.BYTES,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
@@ -82,7 +85,7 @@ def scaled(made, of_keys, of_values):
 
 @pytest.mark.parametrize("queries", [(1, 1), (150, 2)], ids=["decode", "prefill"])
 @pytest.mark.parametrize("by", [(1e-6, 1e-6), (3e4, 1e6), (1e-12, 1e9), (-1.0, -3.0)], ids=str)
-@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e4m3_per_head", *ROW_FORMATS])
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e4m3_per_head", "fp8_e5m2_per_head", "int8_per_head", *ROW_FORMATS])
 def test_scales_of_any_size(backend, fmt, by, queries, generator):
     if fmt in ROW_FORMATS and by[0] < 0:
         pytest.skip("scales of rows are sizes")
@@ -109,12 +112,15 @@ def test_scales_of_zero(backend, fmt, soft_cap, generator):
 
 
 @pytest.mark.parametrize("size", [1e-12, 1e-3, 3e4])
-def test_bf16_queries_of_any_size_over_bytes(backend, size, generator):
-    """f16 does not have bf16's range: kernels that multiply in it fit each row."""
-    case = Case(lens=(200, 40), queries=(150, 1), format="fp8_e4m3_per_head", io="bf16", dim=128, scale=128**-0.5 / size)
+@pytest.mark.parametrize("fmt", ["fp8_e4m3_per_head", "f16"])
+@pytest.mark.parametrize("dim", [128, 192])
+def test_bf16_queries_of_any_size(backend, dim, fmt, size, generator):
+    """f16 does not have bf16's range: kernels that multiply in it fit each row, and each slice that a warp has of it."""
+    case = Case(lens=(200, 40), queries=(150, 1), format=fmt, io="bf16", dim=dim, scale=dim**-0.5 / size)
     made = case.make(backend.device, generator)
     made.q *= size
     made.q[::3] /= 64
+    made.q[1::3, :, : dim // 2] /= 1024
     made.check(*made.run(backend.name))
 
 
@@ -330,6 +336,8 @@ def test_workspace_and_plan(native_backend, generator):
 @pytest.mark.parametrize("case", [
     Case(lens=(300, 1, 90, 512), format="bf16", io="bf16", dim=128),
     Case(lens=(300, 1, 90, 512), format="int8_per_token_head", io="bf16", dim=128),
+    Case(lens=(300, 1, 90, 512), format="bf16", io="bf16", dim=256),
+    Case(lens=(300, 1, 90, 512), format="fp8_e4m3_per_token_head", io="bf16", dim=320),
     Case(lens=(300, 1, 90, 512), queries=(40, 1, 3, 1), format="bf16", io="bf16", dim=128),
     Case(lens=(300, 1, 90, 512), queries=(40, 1, 3, 1), format="fp8_e4m3_per_token_head", io="bf16", dim=128),
     Case(lens=(40, 1, 33, 64), dim=80, heads=14),

@@ -1,7 +1,7 @@
 """attention of prompts over 16-bit caches, whose blocks a device may copy whole: their sizes, layouts, tables, ends and bad ids.
 
 Tiles of a device are 128 keys: sequences end in the middle of a block, at the end of one, and at the end of a tile. What stands
-after the end is NaN. They are 64 or 128 columns wide: rows in between, of 80 or 96 elements, end before the tile does.
+after the end is NaN. They are 64, 128, 192 or 256 columns wide: rows in between, of 80 or 96 elements, end before the tile does.
 """
 
 from __future__ import annotations
@@ -48,8 +48,40 @@ PADDED = [
     ),
 ]
 
+# Above 128 a device's tiles are 64 keys, but for K of up to 192 over V of up to 128.
+_WIDTHS = ((192, 0, "bf16"), (192, 128, "f16"), (256, 0, "bf16"), (512, 0, "f16"))
+WIDE = [
+    *(case(block, dim=d, v_dim=v, io=io) for d, v, io in _WIDTHS for block in (16, 48, 128)),
+    *(case(block, dim=256) for block in (1, 8, 64, 256)),
+    *(case(16, y, 256) for y in ("HND", "fused_NHD", "stacked")),
+    case(16, "fused_HND", 192, v_dim=128),
+    *(case(block, dim=256, lens=(1500, 897), queries=(80, 20), note="laps") for block in (16, 48, 64, 1024)),
+    *(case(block, dim=d, v_dim=v) for d, v in ((136, 0), (160, 0), (224, 0), (256, 64), (64, 192)) for block in (16, 48)),
+    *(case(16, dim=d, v_dim=v) for d, v in ((264, 0), (320, 0), (512, 256), (128, 384))),
+    *(case(16, dim=d, v_dim=v) for d, v in ((8, 0), (40, 0), (72, 0), (128, 64), (40, 120))),
+    *(case(16, dim=d, v_dim=v, io=io, window=w) for d, v, io in _WIDTHS for w in (1, 65)),
+    *(case(64, dim=d, v_dim=v, io=io, causal=False, window=70, sinks=True) for d, v, io in _WIDTHS),
+    *(case(16, dim=d, v_dim=v, io=io, heads=8, kv_heads=1, soft_cap=4.0, sinks=True) for d, v, io in _WIDTHS),
+    *(case(16, dim=d, v_dim=v, io=io, lens=(3000, 40, 700), queries=(1, 40, 3), heads=40, note="both") for d, v, io in _WIDTHS),
+]
+# A byte an element, widened on the way; and f16 caches under bf16 queries.
+_CODES = ("fp8_e4m3", "fp8_e4m3_per_token_head", "fp8_e5m2_per_head", "int8_per_head", "int8_per_token_head")
+CODES = [
+    *(
+        Case(lens=(301, 129, 7), queries=(70, 129, 1), format=f, io="bf16", dim=d, v_dim=v)
+        for f in (*_CODES, "f16")
+        for d, v in ((112, 64), (192, 128), (256, 0))
+    ),
+    *(
+        Case(lens=(1500, 897), queries=(80, 20), format=f, io="f16", dim=d, block=b, window=w, soft_cap=c, sinks=True, note="laps")
+        for f in _CODES
+        for d, b, w, c in ((256, 16, 0, 0.0), (160, 48, 300, 5.0))
+    ),
+    Case(lens=(301, 129, 7), queries=(70, 129, 1), format="f16", io="bf16", dim=128, soft_cap=5.0, sinks=True),
+]
 
-@pytest.mark.parametrize("case", CASES + PADDED, ids=str)
+
+@pytest.mark.parametrize("case", CASES + PADDED + WIDE + CODES, ids=str)
 def test_prompts_over_blocks(backend, case, generator):
     made = case.make(backend.device, generator)
     made.check(*made.run(backend.name))
@@ -64,14 +96,14 @@ def widen(x: Tensor, width: int, fill: float) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("block", [16, 48])
 @pytest.mark.parametrize("format", ["bf16", "fp8_e4m3"])
-@pytest.mark.parametrize("dim", [64, 80, 96])
+@pytest.mark.parametrize("dim", [40, 64, 80, 96, 160, 224, 320])
 def test_rows_end_where_they_end(backend, dim, format, block, generator):
     """What follows a row of queries or of the cache, up to a tile's width and past it, is NaN; after results nothing changes."""
     shape = Case(lens=(301, 129, 40), queries=(70, 129, 1), dim=dim, block=block, format=format, io="bf16")
     made = shape.make(backend.device, generator)
-    made.cache.cache = tuple(widen(x, 160, float("nan"))[0] for x in made.cache.cache)
-    made.q, _ = widen(made.q, 160, float("nan"))
-    out, after = widen(torch.zeros_like(made.q, memory_format=torch.contiguous_format), 160, 5.0)
+    made.cache.cache = tuple(widen(x, 544, float("nan"))[0] for x in made.cache.cache)
+    made.q, _ = widen(made.q, 544, float("nan"))
+    out, after = widen(torch.zeros_like(made.q, memory_format=torch.contiguous_format), 544, 5.0)
     made.check(*made.run(backend.name, out=out))
     assert (after == 5.0).all()
 

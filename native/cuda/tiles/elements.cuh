@@ -12,9 +12,9 @@ namespace tiles {
 // Rows of kBytes bytes in chunks of 16, chunk numbers mixed with the row so that eight rows of one column meet all banks.
 template <int kBytes> struct Swizzle {
   static constexpr int kChunks = kBytes / 16;
-  static_assert(kBytes == 64 || kBytes % 128 == 0, "rows of 64 bytes or whole 128s");
+  static_assert(kBytes % 64 == 0, "rows of whole 64s");
   static __device__ __forceinline__ uint32_t at(uint32_t row, uint32_t chunk) {
-    const uint32_t mix = kBytes == 64 ? (row >> 1) & 3 : row & 7;
+    const uint32_t mix = kBytes % 128 ? (row >> 1) & 3 : row & 7;  // an odd row begins in the middle of the banks
     return row * kBytes + ((chunk ^ mix) << 4);
   }
 };
@@ -80,6 +80,12 @@ struct ConvertE4m3 {
   template <int A, int B> static __device__ __forceinline__ uint32_t pair(uint32_t x) { return e4m3_to_f16(A == 0 && B == 1 ? x : A == 2 && B == 3 ? x >> 16 : __byte_perm(x, 0, A | B << 4 | 0x4400)); }
   static __device__ __forceinline__ uint2 four(uint32_t x) { return make_uint2(e4m3_to_f16(x), e4m3_high_to_f16(x)); }  // in their order
 };
+// f16 with the lower half of its mantissa gone: a code is its high byte.
+struct ConvertE5m2 {
+  static __device__ __forceinline__ uint32_t prepare(uint32_t x) { return x; }
+  template <int A, int B> static __device__ __forceinline__ uint32_t pair(uint32_t x) { return __byte_perm(x, 0, 4 | A << 4 | 4 << 8 | B << 12); }
+  static __device__ __forceinline__ uint2 four(uint32_t x) { return make_uint2(pair<0, 1>(x), pair<2, 3>(x)); }
+};
 struct ConvertS8 {
   static __device__ __forceinline__ uint32_t prepare(uint32_t x) { return x ^ 0x80808080u; }
   template <int A, int B> static __device__ __forceinline__ uint32_t pair(uint32_t x) { return s8_to_f16(x, A | 4 << 4 | B << 8 | 4 << 12); }
@@ -89,6 +95,7 @@ struct ConvertS8 {
 using Bf16Rows = Halves<Bf16Numbers>;
 using F16Rows = Halves<F16Numbers>;
 using E4m3Rows = Bytes<ConvertE4m3>;
+using E5m2Rows = Bytes<ConvertE5m2>;
 using S8Rows = Bytes<ConvertS8>;
 
 }  // namespace tiles

@@ -16,7 +16,8 @@ namespace tiles {
 
 template <int kStages_, int kTileBytes_> struct GroupRing {
   static constexpr int kStages = kStages_, kTileBytes = kTileBytes_, kNoteBytes = 16;
-  static constexpr int kBytes = kStages * kTileBytes + (kStages * kNoteBytes + 127) / 128 * 128;
+  static constexpr int bytes(int stages) { return stages * kTileBytes + (stages * kNoteBytes + 127) / 128 * 128; }
+  static constexpr int kBytes = bytes(kStages);
   static_assert(kTileBytes % 128 == 0, "whole lines");
   char* stages;
   uint32_t stages_at;  // as a shared address
