@@ -69,7 +69,16 @@ def cache_tensors(cache: torch.Tensor | Sequence[torch.Tensor], spec: CacheSpec)
 def views(cache: torch.Tensor | Sequence[torch.Tensor], spec: CacheSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as strided views: [block, token, head, dim], or [block, head, dim/x, token, dim%x] for split layouts."""
     tensors = cache_tensors(cache, spec)
-    k, v = (_view(tensors[m.buffer], m, element_types(spec, i)) for i, m in enumerate(plane_maps(spec)))
+    for i, m in enumerate(plane_maps(spec)):
+        types, found = element_types(spec, i), tensors[m.buffer].dtype
+        if found not in types:
+            raise BadArgument(f"cache is {found}; format {spec.plane(i).format} of the spec makes it {types[0]}.")
+    return strided_views(tensors, spec)
+
+
+def strided_views(tensors: tuple[torch.Tensor, ...], spec: CacheSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """`views` of tensors of any type that are as large."""
+    k, v = (_view(tensors[m.buffer], m) for m in plane_maps(spec))
     if spec.tensor_units[0] < spec.plane(0).unit_bytes:
         k = _typed(k, spec.plane(0))
     if spec.tensor_units[1] < spec.plane(1).unit_bytes:
@@ -121,9 +130,9 @@ def element_types(spec: CacheSpec, index: int) -> tuple[torch.dtype, ...]:
     return (element, torch.uint8) if plane.format.element.bits <= 8 else (element,)
 
 
-def _view(tensor: torch.Tensor, m: PlaneMap, types: tuple[torch.dtype, ...]) -> torch.Tensor:
-    if tuple(tensor.shape) != m.shape or tensor.dtype not in types:
-        raise BadArgument(f"cache is {list(tensor.shape)} {tensor.dtype}; the spec makes it {list(m.shape)} {types[0]}.")
+def _view(tensor: torch.Tensor, m: PlaneMap) -> torch.Tensor:
+    if tuple(tensor.shape) != m.shape:
+        raise BadArgument(f"cache is {list(tensor.shape)}; the spec makes it {list(m.shape)}.")
     strides = [tensor.stride(d) * mul for d, mul in zip(m.dim, m.mul, strict=True)]
     offset = tensor.storage_offset() + (tensor.stride(m.offset_dim) * m.offset_mul if m.offset_dim >= 0 else 0)
     return tensor.as_strided(m.units, strides, offset)

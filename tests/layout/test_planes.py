@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvx
-from kvx.layout.planes import cache_shapes, cache_tensors, plane_maps
+from kvx.layout.planes import cache_shapes, cache_tensors, plane_maps, strided_views
 from tests import cases
 
 N, B, H = 3, 4, 2  # num_blocks, block_size, num_kv_heads
@@ -104,6 +104,11 @@ def make(layout: str, fmt: str, v_format: str = "", **more: int) -> kvx.CacheSpe
     return kvx.CacheSpec(N, B, H, 32, layout=cases.LAYOUTS.get(layout, layout), format=fmt, v_format=v_format, **more)
 
 
+def any_views(cache, spec):
+    """kvx.views, of tensors of any type: numbered ones show where each element lies."""
+    return strided_views((cache,) if isinstance(cache, torch.Tensor) else tuple(cache), spec)
+
+
 def numbered(shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
     """Tensors whose every unit holds its own offset."""
     return tuple(torch.arange(prod(shape)).view(shape) for shape in shapes)
@@ -143,7 +148,7 @@ def test_shapes_and_every_offset_by_hand(layout, fmt, v_format):
     spec, k_row, v_row = make(layout, fmt, v_format), ROWS[fmt], ROWS[v_format]
     shapes = shapes_by_hand(layout, k_row, v_row)
     assert cache_shapes(spec) == shapes
-    planes = kvx.views(numbered(shapes), spec)
+    planes = any_views(numbered(shapes), spec)
     for v, (view, row) in enumerate(zip(planes, (k_row, v_row), strict=True)):
         assert view.numel() == N * B * H * row.dim
         got = [int(unit(view, *at)) for at in everywhere(row)]
@@ -169,7 +174,7 @@ def test_k_and_v_share_no_byte_and_miss_only_inline_scales():
     for layout, fmt, v_format in PAIRS:
         spec, rows = make(layout, fmt, v_format), (ROWS[fmt], ROWS[v_format])
         tensors = [torch.zeros(shape, dtype=torch.int32) for shape in cache_shapes(spec)]
-        for view in kvx.views(tensors, spec):
+        for view in any_views(tensors, spec):
             view.add_(1)
         touched = torch.cat([t.flatten() for t in tensors])
         assert touched.max() == 1, f"{layout} {fmt}: K and V overlap"
@@ -190,7 +195,7 @@ def test_fused_with_uneven_head_dims(layout, fmt, head_dim, v_head_dim, k_row, v
     spec = kvx.CacheSpec(N, B, H, head_dim, layout=cases.LAYOUTS[layout], format=fmt, v_head_dim=v_head_dim)
     (shape,) = cache_shapes(spec)
     assert shape == shapes_by_hand(layout, k_row, v_row)[0]
-    planes = kvx.views(numbered((shape,)), spec)
+    planes = any_views(numbered((shape,)), spec)
     for v, (view, row) in enumerate(zip(planes, (k_row, v_row), strict=True)):
         assert view.shape == (N, B, H, row.dim)
         for at in everywhere(row):
@@ -213,14 +218,14 @@ def test_fusions_on_paper(text, shape, k_offset, v_offset):
     spec = kvx.CacheSpec(N, B, H, 32, layout=text)
     shapes = cache_shapes(spec)
     assert shapes[0] == shape
-    k, v = kvx.views(numbered(shapes), spec)
+    k, v = any_views(numbered(shapes), spec)
     assert (int(k[2, 3, 1, 5]), int(v[2, 3, 1, 5])) == (k_offset, v_offset)
 
 
 def test_fused_heads_with_uneven_dims_alternate():
     spec = kvx.CacheSpec(N, B, H, 8, v_head_dim=4, layout="block token (head kv dim)")
     assert cache_shapes(spec) == ((3, 4, 24),)
-    k, v = kvx.views(numbered(((3, 4, 24),)), spec)
+    k, v = any_views(numbered(((3, 4, 24),)), spec)
     assert k[0, 0].tolist() == [list(range(8)), list(range(12, 20))]
     assert v[0, 0].tolist() == [list(range(8, 12)), list(range(20, 24))]
 
@@ -250,7 +255,7 @@ def test_any_layout_is_row_major_over_its_axes(case):
     """Fusing moves nothing: the offset is a number whose digits are the axes, outermost first."""
     text, axes = case
     spec = kvx.CacheSpec(N, B, H, 8, layout=text, format="f32")
-    planes = kvx.views(numbered(cache_shapes(spec)), spec)
+    planes = any_views(numbered(cache_shapes(spec)), spec)
     size = {"block": N, "token": B, "head": H, "dim": 8, "dim/4": 2, "dim%4": 4, "kv": 2}
     for v, view in enumerate(planes):
         for b, t, h, d in product(range(N), range(B), range(H), range(8)):
@@ -265,7 +270,7 @@ def test_one_layer_cut_out_of_a_pool_of_all_layers():
     """vLLM's cross-layer pool: the block stride of a layer's view spans the other layers."""
     spec = kvx.CacheSpec(N, B, H, 8, v_head_dim=4, layout="block layer head token (kv dim)", format="f32")
     pool = torch.arange(N * 5 * H * B * 12).view(N, 5, H, B, 12)
-    k, v = kvx.views(pool[:, 3], spec)
+    k, v = any_views(pool[:, 3], spec)
     for b, t, h in product(range(N), range(B), range(H)):
         start = (((b * 5 + 3) * H + h) * B + t) * 12
         assert k[b, t, h].tolist() == list(range(start, start + 8))
@@ -284,7 +289,7 @@ def test_strides_and_storage_offset_are_honoured(layout):
         back = flat[7:].view(x.shape[::-1]).permute(*reversed(range(x.dim())))
         moved.append(back.copy_(x))
     assert all(m.storage_offset() == 7 for m in moved)
-    for got, want in zip(kvx.views(moved, spec), kvx.views(plain, spec), strict=True):
+    for got, want in zip(any_views(moved, spec), any_views(plain, spec), strict=True):
         assert torch.equal(got, want)
 
 
@@ -329,7 +334,7 @@ def test_a_wrong_shape_is_refused(layout, index):
 )
 def test_a_fused_cache_of_another_shape_is_refused(shape, said):
     with pytest.raises(kvx.BadArgument) as refused:
-        kvx.views(torch.zeros(shape), make("fused_NHD", "bf16"))
+        kvx.views(torch.zeros(shape, dtype=torch.bfloat16), make("fused_NHD", "bf16"))
     assert str(refused.value) == f"cache is {said}; the spec makes it [3, 4, 2, 64]."
 
 
