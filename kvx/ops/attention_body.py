@@ -78,7 +78,7 @@ def attend(
     extra: tuple[Tensor | None, ...], sinks: Tensor | None, out: Tensor | None, lse: Tensor | None, workspace: Tensor | None,
     options: Options, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    covers = out is not None and lse is not None or _covers(q, cu)
+    covers = (out is not None and lse is not None) or _covers(q, cu)
     if out is None:
         shape = (*q.shape[:-1], value_dim(spec, options.latent))
         out = (torch.empty if covers else torch.zeros)(shape, dtype=q.dtype, device=q.device)
@@ -111,9 +111,9 @@ def attend(
 
 
 def _covers(q: Tensor, cu: Tensor | None) -> bool:
-    """Whether every row of q is some sequence's: of others the library writes nothing. Ranges follow each other, so their ends tell.
+    """Whether every row of q is some sequence's; of others nothing is written. Ranges follow each other, so their ends tell.
 
-    Ends on a device are not waited for: outputs are then filled, which costs two small launches and only where cu_seqlens is given.
+    Ends on a device are not waited for: outputs are then filled, two small launches more, and only where cu_seqlens is given.
     """
     if cu is None:
         return True

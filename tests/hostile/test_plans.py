@@ -198,7 +198,7 @@ def noise(num_bytes: int) -> bytes:
 
 
 def is_small(plan: Plan) -> bool:
-    """Whether it is run. A plan may ask for more bytes, buffers or blocks than there is time for; the bytes it moves follow from those."""
+    """Whether it is run. A plan may ask for more bytes, buffers or blocks than there is time for. What it moves follows."""
     h = plan.header
     if any(sum(count for count, _ in side) > MAX_BUFFERS or sum(c * b for c, b in side) > MAX_BYTES for side in plan.sizes):
         return False
@@ -519,18 +519,19 @@ def test_a_million_buffers_that_all_exist(child):
 
 
 _AGAIN = "times the .* bytes of the destination"
+_MANY = {"run_bytes": 64} | digits(1, size=(1 << 22) - 1, src_step=1, dst=1)
 ENDLESS = {  # what it asks for: a plan of few bytes, and words of the sentence
     "2^30 writes of the same run": (tiny(digits(1, size=1 << 30)), _AGAIN),
     "2^40 writes by four digits": (tiny(digits(4, size=1 << 10)), _AGAIN),
     "2^30 writes of the same row": (tiny({"cell": 1} | digits(1, size=1 << 30), cell={"head_dim": 4}), _AGAIN),
-    "2^29 units of a token that all lie at byte 0": (tiny({}, unit_tokens=1, src_block_size=1 << 29, dst_block_size=1 << 29), _AGAIN),
+    "2^29 units of a token, all at byte 0": (tiny({}, unit_tokens=1, src_block_size=1 << 29, dst_block_size=1 << 29), _AGAIN),
     "2^39 blocks in the same 64 bytes": (tiny({}, src_num_blocks=1 << 39, dst_num_blocks=1 << 39), _AGAIN),
     "2^32 steps between buffers": (
         tiny(digits(4, size=256, src_step=1, dst=0), src=[(2048, 64)]),
         "steps through more source buffers than the 2048",
     ),
     "1,000 boxes through 2^22 buffers of two sizes": (
-        tiny(*[{"run_bytes": 64} | digits(1, size=(1 << 22) - 1, src_step=1, dst=1)] * 1000, src=[((1 << 22) - 1, 64), (1, 63)], dst=[(1, 1 << 28)]),
+        tiny(*[_MANY] * 1000, src=[((1 << 22) - 1, 64), (1, 63)], dst=[(1, 1 << 28)]),
         "over 2.25 steps",
     ),
 }  # fmt: skip
