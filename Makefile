@@ -100,7 +100,7 @@ fuzz-abi: build/plain/libkvx.so
 # TSan: gcc's OpenMP runtime is not built for it, so that library has no loops that share out work. Four threads call it at the same time.
 SANITIZED_C = conformance_v1 conformance_v12 conformance_append conformance_attention conformance_hybrid conformance_names hostile
 sanitize: build/asan/libkvx.so build/tsan/libkvx.so
-	for name in $(SANITIZED_C); do $${CC:-cc} -std=c99 -O1 -g -Iinclude tests/abi/$$name.c -fsanitize=address,undefined -o build/asan/$$name -Lbuild/asan -lkvx -Wl,-rpath,$(CURDIR)/build/asan -ldl -lm && build/asan/$$name | tail -1 || exit 1; done
+	set -o pipefail; for name in $(SANITIZED_C); do $${CC:-cc} -std=c99 -O1 -g -Iinclude tests/abi/$$name.c -fsanitize=address,undefined -o build/asan/$$name -Lbuild/asan -lkvx -Wl,-rpath,$(CURDIR)/build/asan -ldl -lm && build/asan/$$name | tail -1 || exit 1; done
 	$(FUZZ_CXX) -fsanitize=address,undefined -o build/asan/abi -Lbuild/asan -lkvx -lkvbm_kernels -Wl,-rpath,$(CURDIR)/build/asan
 	OMP_NUM_THREADS=1 build/asan/abi --cases $(CASES) --seed $(SEED) --hang-s 20
 	OMP_NUM_THREADS=4 build/asan/abi --cases 500 --large --hang-s 60

@@ -100,7 +100,9 @@ CellJob make_cell_job(const kvx_plan_box_t& box, const Plan& plan, const Bound& 
     job.split[w] = s.token_split, job.outer[w] = s.token_outer, job.inner[w] = s.token_inner;
     RowSide& row = job.side[w];
     row.format = format_of(cell, w);
-    if (row.format.granularity && !row.format.is_inline) row.scales = bound.buffers[w][size_t(row.format.scale_buffer)] + row.format.scale_offset;
+    const bool stand_apart = row.format.granularity && !row.format.is_inline;
+    if (stand_apart) row.scales = bound.buffers[w][size_t(row.format.scale_buffer)] + row.format.scale_offset;
+    for (int i = 0; i < job.num_digits && !stand_apart; i++) job.digit[i].scale[w] = 0;  // not read, and so not checked at load
     if (row.format.tensor_scale_buffer >= 0) row.tensor = reinterpret_cast<const float*>(bound.buffers[w][size_t(row.format.tensor_scale_buffer)]) + row.format.first_layer;
   }
   return job;
