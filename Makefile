@@ -102,8 +102,8 @@ SANITIZED_C = conformance_v1 conformance_v12 conformance_append conformance_atte
 sanitize: build/asan/libkvx.so build/tsan/libkvx.so
 	set -o pipefail; for name in $(SANITIZED_C); do $${CC:-cc} -std=c99 -O1 -g -Iinclude tests/abi/$$name.c -fsanitize=address,undefined -o build/asan/$$name -Lbuild/asan -lkvx -Wl,-rpath,$(CURDIR)/build/asan -ldl -lm && build/asan/$$name | tail -1 || exit 1; done
 	$(FUZZ_CXX) -fsanitize=address,undefined -o build/asan/abi -Lbuild/asan -lkvx -lkvbm_kernels -Wl,-rpath,$(CURDIR)/build/asan
-	OMP_NUM_THREADS=1 build/asan/abi --cases $(CASES) --seed $(SEED) --hang-s 20
-	OMP_NUM_THREADS=4 build/asan/abi --cases 500 --large --hang-s 60
+	OMP_NUM_THREADS=1 build/asan/abi --cases $(CASES) --seed $(SEED) --apart --hang-s 20
+	OMP_NUM_THREADS=4 build/asan/abi --cases 500 --large --apart --hang-s 60
 	$(FUZZ_CXX) -fsanitize=thread -o build/tsan/abi -Lbuild/tsan -lkvx -lkvbm_kernels -Wl,-rpath,$(CURDIR)/build/tsan
 	build/tsan/abi --cases 20000 --threads 4 --hang-s 60
 

@@ -4,6 +4,7 @@
 //   abi --cases 20000 --seed 1            so many cases
 //   abi --seed 1 --first 1234 --cases 1   one case again
 //   abi --large --cases 200               scenes large enough that host calls share them out over threads
+//   abi --apart --cases 20000             nothing shares memory: for ASan, which calls a copy onto itself an error
 //   abi --threads 4 --cases 100000        calls at the same time, each thread in memory of its own
 #include <execinfo.h>
 #include <signal.h>
@@ -51,7 +52,7 @@ struct Options {
   uint64_t seed = 1;
   int64_t first = 0, cases = 20000, threads = 1;
   double hang_s = 1;
-  bool is_large = false, is_verbose = false;
+  bool is_large = false, is_verbose = false, is_apart = false;
 } options;
 
 // ---- a case that does not come back, or that ends the process
@@ -134,7 +135,7 @@ Scenes all_scenes() {
   Scenes scenes;
   const Sizes& z = options.is_large ? kLarge : kSmall;
   add_cache_scenes(z, &scenes), add_hybrid_scenes(z, &scenes), add_plan_scenes(z, &scenes), add_other_scenes(z, &scenes);
-  for (auto& s : scenes) s->keep();
+  for (auto& s : scenes) s->keep(), s->may_alias = !options.is_apart;
   return scenes;
 }
 
@@ -164,9 +165,10 @@ int main(int argc, char** argv) {
     else if (key == "--first") options.first = atoll(value());
     else if (key == "--threads") options.threads = atoll(value());
     else if (key == "--hang-s") options.hang_s = atof(value());
+    else if (key == "--apart") options.is_apart = true;
     else if (key == "--large") options.is_large = true;
     else if (key == "--verbose") options.is_verbose = true;
-    else return fprintf(stderr, "abi [--cases N] [--seed S] [--first N] [--threads N] [--hang-s S] [--large] [--verbose]\n"), 3;
+    else return fprintf(stderr, "abi [--cases N] [--seed S] [--first N] [--threads N] [--hang-s S] [--large] [--apart] [--verbose]\n"), 3;
   }
   if (options.threads < 1 || options.threads > 64) return fprintf(stderr, "--threads is 1 to 64\n"), 3;
   for (int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) signal(number, on_signal);
