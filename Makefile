@@ -85,7 +85,11 @@ sanitize-gpu: build-gpu
 # Libraries of their own, without CUDA. The programs only link against a sanitizer: it watches the library, and memory it is given.
 CASES ?= 1000000
 SEED ?= 1
-FUZZ_CXX = $${CXX:-c++} -std=c++17 -O1 -g -Wno-mismatched-new-delete -rdynamic -pthread tests/fuzz/*.cpp
+FUZZ = $(patsubst tests/fuzz/%.cpp,build/fuzz/%.o,$(wildcard tests/fuzz/*.cpp))
+FUZZ_CXX = $${CXX:-c++} -rdynamic -pthread $(FUZZ)
+build/fuzz/%.o: tests/fuzz/%.cpp $(wildcard tests/fuzz/*.h) include/kvx_abi.h
+	@mkdir -p $(@D)
+	$${CXX:-c++} -std=c++17 -O1 -g -fPIC -Wno-mismatched-new-delete -c $< -o $@
 build/%/libkvx.so: $(VENV)/ready $(shell find native include -name '*.cpp' -o -name '*.h') CMakeLists.txt
 	$(CMAKE) -S . -B build/$* -G Ninja -DKVX_CUDA=OFF $(if $(filter plain,$*),,-DKVX_SANITIZE=$(if $(filter asan,$*),address$(comma)undefined,thread)) >/dev/null
 	$(CMAKE) --build build/$*
@@ -93,13 +97,13 @@ comma := ,
 
 fuzz: fuzz-abi
 
-fuzz-abi: build/plain/libkvx.so
+fuzz-abi: build/plain/libkvx.so $(FUZZ)
 	$(FUZZ_CXX) -o build/plain/abi -Lbuild/plain -lkvx -lkvbm_kernels -Wl,-rpath,$(CURDIR)/build/plain
 	OMP_NUM_THREADS=1 build/plain/abi --cases $(CASES) --seed $(SEED)
 
 # TSan: gcc's OpenMP runtime is not built for it, so that library has no loops that share out work. Four threads call it at the same time.
 SANITIZED_C = conformance_v1 conformance_v12 conformance_append conformance_attention conformance_hybrid conformance_names hostile
-sanitize: build/asan/libkvx.so build/tsan/libkvx.so
+sanitize: build/asan/libkvx.so build/tsan/libkvx.so $(FUZZ)
 	set -o pipefail; for name in $(SANITIZED_C); do $${CC:-cc} -std=c99 -O1 -g -Iinclude tests/abi/$$name.c -fsanitize=address,undefined -o build/asan/$$name -Lbuild/asan -lkvx -Wl,-rpath,$(CURDIR)/build/asan -ldl -lm && build/asan/$$name | tail -1 || exit 1; done
 	$(FUZZ_CXX) -fsanitize=address,undefined -o build/asan/abi -Lbuild/asan -lkvx -lkvbm_kernels -Wl,-rpath,$(CURDIR)/build/asan
 	OMP_NUM_THREADS=1 build/asan/abi --cases $(CASES) --seed $(SEED) --apart --hang-s 20
