@@ -1,5 +1,7 @@
 # make demo   set up, build, and see a small model answer eight questions together on one cache
 # make test   set up, build, lint, type-check and run every test
+# make sanitize   host code under ASan, UBSan and TSan: the C tests, the fuzzer of the C entries, hostile plans
+# make fuzz         the fuzzer of the C entries for longer: make fuzz CASES=10000000 SEED=1
 # make test-engines   other engines and wires in an environment of their own: vLLM, llama.cpp, NIXL, Mooncake (several GB)
 # On a GPU machine without network: make test-gpu, make bench-gpu (the system's python3 and its torch).
 SHELL := /bin/bash
@@ -14,7 +16,7 @@ GPU_BUILD ?= build/gpu
 # cmake and ninja come from the environment, so that the machine needs neither.
 CMAKE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake
 
-.PHONY: demo test build lint unit sweep clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu
+.PHONY: demo test build lint unit sweep clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi
 
 demo: build
 	$(PY) -m kvx generate
@@ -83,6 +85,35 @@ sanitize-gpu: build-gpu
 	$(SANITIZE) --tool memcheck $(GPU_PY) tests/sanitize.py
 	CUDAFLAGS=-DKVX_ALL_ARRIVE $(MAKE) build-gpu GPU_BUILD=build/race
 	$(SANITIZE) --tool racecheck $(GPU_PY) tests/sanitize.py; status=$$?; $(MAKE) build-gpu; exit $$status  # the usual library again
+
+# Libraries of their own, without CUDA. The programs only link against a sanitizer: it watches the library, and memory it is given.
+CASES ?= 1000000
+SEED ?= 1
+FUZZ = $(patsubst tests/fuzz/%.cpp,build/fuzz/%.o,$(wildcard tests/fuzz/*.cpp))
+FUZZ_CXX = $${CXX:-c++} -rdynamic -pthread $(FUZZ)
+build/fuzz/%.o: tests/fuzz/%.cpp $(wildcard tests/fuzz/*.h) include/kvx_abi.h
+	@mkdir -p $(@D)
+	$${CXX:-c++} -std=c++17 -O1 -g -fPIC -Wno-mismatched-new-delete -c $< -o $@
+build/%/libkvx.so: $(VENV)/ready $(shell find native include -name '*.cpp' -o -name '*.h') CMakeLists.txt
+	$(CMAKE) -S . -B build/$* -G Ninja -DKVX_CUDA=OFF $(if $(filter plain,$*),,-DKVX_SANITIZE=$(if $(filter asan,$*),address$(comma)undefined,thread)) >/dev/null
+	$(CMAKE) --build build/$*
+comma := ,
+
+fuzz: fuzz-abi
+
+fuzz-abi: build/plain/libkvx.so $(FUZZ)
+	$(FUZZ_CXX) -o build/plain/abi -Lbuild/plain -lkvx -lkvbm_kernels -Wl,-rpath,$(CURDIR)/build/plain
+	OMP_NUM_THREADS=1 build/plain/abi --cases $(CASES) --seed $(SEED)
+
+# TSan: gcc's OpenMP runtime is not built for it, so that library has no loops that share out work. Four threads call it at the same time.
+SANITIZED_C = conformance_v1 conformance_v12 conformance_append conformance_attention conformance_hybrid conformance_names hostile
+sanitize: build/asan/libkvx.so build/tsan/libkvx.so $(FUZZ)
+	set -o pipefail; for name in $(SANITIZED_C); do $${CC:-cc} -std=c99 -O1 -g -Iinclude tests/abi/$$name.c -fsanitize=address,undefined -o build/asan/$$name -Lbuild/asan -lkvx -Wl,-rpath,$(CURDIR)/build/asan -ldl -lm && build/asan/$$name | tail -1 || exit 1; done
+	$(FUZZ_CXX) -fsanitize=address,undefined -o build/asan/abi -Lbuild/asan -lkvx -lkvbm_kernels -Wl,-rpath,$(CURDIR)/build/asan
+	OMP_NUM_THREADS=1 build/asan/abi --cases $(CASES) --seed $(SEED) --apart --hang-s 20
+	OMP_NUM_THREADS=4 build/asan/abi --cases 500 --large --apart --hang-s 60
+	$(FUZZ_CXX) -fsanitize=thread -o build/tsan/abi -Lbuild/tsan -lkvx -lkvbm_kernels -Wl,-rpath,$(CURDIR)/build/tsan
+	build/tsan/abi --cases 20000 --threads 4 --hang-s 60
 
 clean:
 	rm -rf build $(VENV) $(ENGINES) kvx/lib kvx/include

@@ -99,26 +99,27 @@ kvx_status_t translate_scale(const char* what, const kvx_scale_desc_t& d, const 
 }
 
 kvx_status_t write_v1(const char* name, const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, int io_dtype, void* stream) {
-  begin_call(name);
-  kvx_cache_t c;
-  KVX_TRY(translate_cache(cache, &c));
-  KVX_NEED(write != nullptr, "write is NULL.");
-  KVX_TRY(check_size("write", write->size, sizeof *write));
-  KVX_TRY(check_io(write->io, *cache));
-  KVX_TRY(check_size("slots", write->slots.size, sizeof write->slots));
-  KVX_NEED(write->slots.token_count == write->io.num_tokens, "slots.token_count is %u; io.num_tokens is %u.", write->slots.token_count, write->io.num_tokens);
-  KVX_NEED(io_dtype == KVX_DTYPE_INVALID || (write->io.key.dtype == io_dtype && write->io.value.dtype == io_dtype), "io is %s and %s; this entry takes %s.",
-           dtype_name(write->io.key.dtype), dtype_name(write->io.value.dtype), dtype_name(io_dtype));
-  KVX_TRY(translate_scale("k_scale_desc", write->k_scale_desc, write->k_scale, &c.k));
-  KVX_TRY(translate_scale("v_scale_desc", write->v_scale_desc, write->v_scale, &c.v));
-  kvx_write_args_t w{};
-  w.version = KVX_ABI_VERSION;
-  w.struct_bytes = sizeof w;
-  w.k = array_of(write->io.key);
-  w.v = array_of(write->io.value);
-  w.slots = vector_of(write->slots.slots, write->slots.token_count, write->slots.dtype);
-  w.invalid_slot = write->slots.invalid_slot;
-  return run_write(c, w, stream);
+  return entry(name, [&]() -> kvx_status_t {
+    kvx_cache_t c;
+    KVX_TRY(translate_cache(cache, &c));
+    KVX_NEED(write != nullptr, "write is NULL.");
+    KVX_TRY(check_size("write", write->size, sizeof *write));
+    KVX_TRY(check_io(write->io, *cache));
+    KVX_TRY(check_size("slots", write->slots.size, sizeof write->slots));
+    KVX_NEED(write->slots.token_count == write->io.num_tokens, "slots.token_count is %u; io.num_tokens is %u.", write->slots.token_count, write->io.num_tokens);
+    KVX_NEED(io_dtype == KVX_DTYPE_INVALID || (write->io.key.dtype == io_dtype && write->io.value.dtype == io_dtype), "io is %s and %s; this entry takes %s.",
+             dtype_name(write->io.key.dtype), dtype_name(write->io.value.dtype), dtype_name(io_dtype));
+    KVX_TRY(translate_scale("k_scale_desc", write->k_scale_desc, write->k_scale, &c.k));
+    KVX_TRY(translate_scale("v_scale_desc", write->v_scale_desc, write->v_scale, &c.v));
+    kvx_write_args_t w{};
+    w.version = KVX_ABI_VERSION;
+    w.struct_bytes = sizeof w;
+    w.k = array_of(write->io.key);
+    w.v = array_of(write->io.value);
+    w.slots = vector_of(write->slots.slots, write->slots.token_count, write->slots.dtype);
+    w.invalid_slot = write->slots.invalid_slot;
+    return run_write(c, w, stream);
+  });
 }
 
 kvx_status_t translate_table(const kvx_cache_desc_t& cache, const kvx_gather_desc_t& g, kvx_cache_t* c, kvx_table_t* t) {
@@ -172,34 +173,36 @@ kvx_status_t translate_table(const kvx_cache_desc_t& cache, const kvx_gather_des
 }
 
 kvx_status_t gather_v1(const char* name, const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, int io_dtype, void* stream) {
-  begin_call(name);
-  kvx_cache_t c;
-  KVX_TRY(translate_cache(cache, &c));
-  KVX_NEED(gather != nullptr, "gather is NULL.");
-  KVX_TRY(check_size("gather", gather->size, sizeof *gather));
-  KVX_TRY(check_io(gather->io, *cache));
-  KVX_NEED(gather->max_seq_len > 0, "max_seq_len is 0; it must be 1 or more.");
-  KVX_NEED(io_dtype == KVX_DTYPE_INVALID || (gather->io.key.dtype == io_dtype && gather->io.value.dtype == io_dtype), "io is %s and %s; this entry takes %s.",
-           dtype_name(gather->io.key.dtype), dtype_name(gather->io.value.dtype), dtype_name(io_dtype));
-  kvx_gather_args_t g{};
-  g.version = KVX_ABI_VERSION;
-  g.struct_bytes = sizeof g;
-  KVX_TRY(translate_table(*cache, *gather, &c, &g.table));
-  const uint64_t rows = uint64_t(gather->block_table.seq_count) * (g.table.beam_width ? uint64_t(g.table.beam_width) : 1) * gather->max_seq_len;
-  KVX_NEED(gather->io.num_tokens == rows, "io.num_tokens is %u; sequences x beams x max_seq_len make it %llu.", gather->io.num_tokens, (unsigned long long)rows);
-  g.k = array_of(gather->io.key);
-  g.v = array_of(gather->io.value);
-  g.max_seq_len = gather->max_seq_len;
-  return run_gather(c, g, stream);
+  return entry(name, [&]() -> kvx_status_t {
+    kvx_cache_t c;
+    KVX_TRY(translate_cache(cache, &c));
+    KVX_NEED(gather != nullptr, "gather is NULL.");
+    KVX_TRY(check_size("gather", gather->size, sizeof *gather));
+    KVX_TRY(check_io(gather->io, *cache));
+    KVX_NEED(gather->max_seq_len > 0, "max_seq_len is 0; it must be 1 or more.");
+    KVX_NEED(io_dtype == KVX_DTYPE_INVALID || (gather->io.key.dtype == io_dtype && gather->io.value.dtype == io_dtype), "io is %s and %s; this entry takes %s.",
+             dtype_name(gather->io.key.dtype), dtype_name(gather->io.value.dtype), dtype_name(io_dtype));
+    kvx_gather_args_t g{};
+    g.version = KVX_ABI_VERSION;
+    g.struct_bytes = sizeof g;
+    KVX_TRY(translate_table(*cache, *gather, &c, &g.table));
+    const uint64_t rows = uint64_t(gather->block_table.seq_count) * (g.table.beam_width ? uint64_t(g.table.beam_width) : 1) * gather->max_seq_len;
+    KVX_NEED(gather->io.num_tokens == rows, "io.num_tokens is %u; sequences x beams x max_seq_len make it %llu.", gather->io.num_tokens, (unsigned long long)rows);
+    g.k = array_of(gather->io.key);
+    g.v = array_of(gather->io.value);
+    g.max_seq_len = gather->max_seq_len;
+    return run_gather(c, g, stream);
+  });
 }
 
 kvx_status_t prefill_v1(const char* name, const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, int32_t tokens_per_seq, int io_dtype, void* stream) {
-  begin_call(name);
-  KVX_NEED(write != nullptr, "write is NULL.");
-  KVX_TRY(check_size("write", write->size, sizeof *write));
-  KVX_NEED(tokens_per_seq > 0 && write->io.num_tokens % uint32_t(tokens_per_seq) == 0, "tokens_per_seq is %d; it must divide io.num_tokens %u.",
-           tokens_per_seq, write->io.num_tokens);
-  return write_v1(name, cache, write, io_dtype, stream);
+  return entry(name, [&]() -> kvx_status_t {
+    KVX_NEED(write != nullptr, "write is NULL.");
+    KVX_TRY(check_size("write", write->size, sizeof *write));
+    KVX_NEED(tokens_per_seq > 0 && write->io.num_tokens % uint32_t(tokens_per_seq) == 0, "tokens_per_seq is %d; it must divide io.num_tokens %u.",
+             tokens_per_seq, write->io.num_tokens);
+    return write_v1(name, cache, write, io_dtype, stream);
+  });
 }
 
 }  // namespace
@@ -210,13 +213,14 @@ using namespace kvx;
 extern "C" {
 
 kvx_status_t kvx_validate_cache_desc(const kvx_cache_desc_t* cache) {
-  begin_call("kvx_validate_cache_desc()");
-  kvx_cache_t c;
-  KVX_TRY(translate_cache(cache, &c));
-  PlaneParams plane[2];
-  bool on_device;
-  KVX_TRY(lower_cache(c, plane));
-  return check_memory(c.memory, &on_device);
+  return entry("kvx_validate_cache_desc()", [&]() -> kvx_status_t {
+    kvx_cache_t c;
+    KVX_TRY(translate_cache(cache, &c));
+    PlaneParams plane[2];
+    bool on_device;
+    KVX_TRY(lower_cache(c, plane));
+    return check_memory(c.memory, &on_device);
+  });
 }
 
 #define KVX_CACHE const kvx_cache_desc_t* cache

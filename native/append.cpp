@@ -29,7 +29,7 @@ kvx_status_t lower_weight(const char* what, const kvx_array_t& a, int64_t dim, c
 kvx_status_t lower_table(const char* what, const kvx_array_t& a, int io, int64_t dim, const char** data, int64_t* row) {
   KVX_NEED(a.dtype == KVX_DTYPE_F32 || a.dtype == io, "%s is %s; it is f32 or the type of the rows, %s.", what, dtype_name(a.dtype), dtype_name(io));
   KVX_NEED(a.ndim == 2 && a.shape[0] > 0 && a.shape[1] > 0, "%s has %u dimensions; it is [max_positions, rotary_dim / 2], neither 0.", what, a.ndim);
-  KVX_NEED(a.shape[1] <= dim / 2, "%s has %lld columns, so %lld elements rotate; a row has %lld.", what, (long long)a.shape[1], 2 * (long long)a.shape[1], (long long)dim);
+  KVX_NEED(a.shape[1] <= dim / 2, "%s has %lld columns, and twice as many elements rotate; a row has %lld.", what, (long long)a.shape[1], (long long)dim);
   KVX_NEED(a.shape[1] == 1 || a.stride[1] == 1, "%s has stride %lld along its columns; they must be adjacent. Call .contiguous().", what, (long long)a.stride[1]);
   KVX_TRY(check_array(what, "table", a, true));
   *data = static_cast<const char*>(a.data), *row = a.shape[0] == 1 ? 0 : a.stride[0] * dtype_bits(a.dtype) / 8;
@@ -100,6 +100,7 @@ kvx_status_t lower_qkv_norm_rope(const kvx_qkv_norm_rope_args_t& a, AppendParams
   if (a.v.ndim) KVX_TRY(lower_kind("v", "v_out", a.v, &a.v_out, tokens, io, ROW_V, out));
   KVX_NEED(a.k.ndim == 0 || out->dim[ROW_K] == out->dim[ROW_Q], "k has head_dim %lld and q %lld; they must agree.", (long long)out->dim[ROW_K], (long long)out->dim[ROW_Q]);
   KVX_TRY(lower_norm_rope(a.norm_rope, io, tokens, out->dim[ROW_Q], a.k.ndim != 0, &out->norm_rope));
+  KVX_TRY(check_apart({{"q_out", a.q_out}, {"k_out", a.k_out}, {"v_out", a.v_out}}, {{"positions", a.norm_rope.positions}}));
   out->num_tokens = tokens;
   out->device = a.device;
   out->errors = reinterpret_cast<unsigned long long*>(a.errors);
@@ -150,6 +151,9 @@ kvx_status_t lower_append(const kvx_cache_t& cache, const kvx_append_args_t& a, 
   }
   KVX_NEED(a.q.ndim || a.norm_rope.q_weight.ndim == 0, "q_weight is given, but there is no Q.");
   KVX_TRY(lower_norm_rope(a.norm_rope, a.k.dtype, tokens, out->dim[ROW_K], true, &out->norm_rope));
+  const std::initializer_list<Indices> indices = {{"positions", a.norm_rope.positions}, {"slot_mapping", a.slots}, {"k_pointers", a.k_pointers}, {"v_pointers", a.v_pointers}};
+  KVX_TRY(check_apart_from_cache(cache, indices));
+  if (a.q.ndim) KVX_TRY(check_apart({{"q_out", a.q_out}}, indices));
   out->has_cache = true;
   out->num_tokens = tokens;
   out->device = cache.device;
@@ -182,15 +186,17 @@ using namespace kvx;
 extern "C" {
 
 kvx_status_t kvx_qkv_norm_rope(const kvx_qkv_norm_rope_args_t* args, void* stream) {
-  begin_call("qkv_norm_rope()");
-  KVX_NEED(args != nullptr, "args is NULL.");
-  return run_norm_rope(*args, stream);
+  return entry("qkv_norm_rope()", [&]() -> kvx_status_t {
+    KVX_NEED(args != nullptr, "args is NULL.");
+    return run_norm_rope(*args, stream);
+  });
 }
 
 kvx_status_t kvx_qkv_norm_rope_append(const kvx_cache_t* cache, const kvx_append_args_t* args, void* stream) {
-  begin_call("qkv_norm_rope_append()");
-  KVX_NEED(cache != nullptr && args != nullptr, "cache or args is NULL.");
-  return run_append(*cache, *args, stream);
+  return entry("qkv_norm_rope_append()", [&]() -> kvx_status_t {
+    KVX_NEED(cache != nullptr && args != nullptr, "cache or args is NULL.");
+    return run_append(*cache, *args, stream);
+  });
 }
 
 }  // extern "C"

@@ -30,6 +30,7 @@ kvx_status_t lower(const kvx_append_swa_args_t& a, AppendSwaParams* out) {
   }
   KVX_TRY(lower_finish(a.finish, w.dim, &out->finish));
   KVX_TRY(lower_step(a.step, a.x.shape[0], a.positions.ndim ? w.num_pages : INT32_MAX, &out->step));
+  KVX_TRY(check_apart({{"window", a.window.pages}, {"positions", a.positions}}, {{"step.slots", a.step.slots}, {"step.cu_seqlens", a.step.cu_seqlens}, {"step.starts", a.step.starts}}));
   out->errors = reinterpret_cast<unsigned long long*>(a.errors), out->device = a.device;
   return KVX_STATUS_OK;
 }
@@ -39,13 +40,14 @@ kvx_status_t lower(const kvx_append_swa_args_t& a, AppendSwaParams* out) {
 
 extern "C" kvx_status_t kvx_append_swa(const kvx_append_swa_args_t* args, void* stream) {
   using namespace kvx;
-  begin_call("append_swa()");
-  KVX_NEED(args != nullptr, "args is NULL.");
-  AppendSwaParams p;
-  bool on_device;
-  KVX_TRY(lower(*args, &p));
-  KVX_TRY(check_memory(args->memory, &on_device));
-  if (on_device) return cuda::append_swa(p, stream);
-  KVX_TRY(check_host_step(p.step));
-  return cpu::append_swa(p);
+  return entry("append_swa()", [&]() -> kvx_status_t {
+    KVX_NEED(args != nullptr, "args is NULL.");
+    AppendSwaParams p;
+    bool on_device;
+    KVX_TRY(lower(*args, &p));
+    KVX_TRY(check_memory(args->memory, &on_device));
+    if (on_device) return cuda::append_swa(p, stream);
+    KVX_TRY(check_host_step(p.step));
+    return cpu::append_swa(p);
+  });
 }

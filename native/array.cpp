@@ -9,17 +9,19 @@ kvx_status_t check_array(const char* call, const char* what, const kvx_array_t& 
   KVX_NEED(a.ndim <= KVX_MAX_TENSOR_DIMS, "%s %s has %u dimensions; at most %d.", call, what, a.ndim, KVX_MAX_TENSOR_DIMS);
   const int bits = dtype_bits(a.dtype);
   KVX_NEED(bits > 0, "%s %s has dtype %d, which does not exist.", call, what, a.dtype);
-  int64_t last = 0;  // element offset of the last element
+  int64_t last = 0, count = 1;  // element offset of the last element; elements, axes of none left out
   bool empty = false;
   for (uint32_t i = 0; i < a.ndim; i++) {
-    KVX_NEED(a.shape[i] >= 0 && a.shape[i] <= kMaxBytes, "%s %s shape[%u] is %lld; it must be 0 or more.", call, what, i, (long long)a.shape[i]);
-    KVX_NEED(a.stride[i] >= 0 && a.stride[i] <= kMaxBytes, "%s %s stride[%u] is %lld; it must be 0 or more.", call, what, i, (long long)a.stride[i]);
+    KVX_NEED(a.shape[i] >= 0 && a.shape[i] <= kMaxElements, "%s %s shape[%u] is %lld; it must be 0 to 2^55.", call, what, i, (long long)a.shape[i]);
+    KVX_NEED(a.stride[i] >= 0 && a.stride[i] <= kMaxElements, "%s %s stride[%u] is %lld; it must be 0 to 2^55.", call, what, i, (long long)a.stride[i]);
     if (a.shape[i] == 0) empty = true;
+    // Of an array without elements too: whoever multiplies two of its axes may.
+    else KVX_NEED(mul_fits(count, a.shape[i], &count) && count <= kMaxElements, "%s %s has more than 2^55 elements.", call, what);
   }
   if (empty) return KVX_STATUS_OK;
   for (uint32_t i = 0; i < a.ndim; i++) {
     int64_t reach;
-    KVX_NEED(mul_fits(a.shape[i] - 1, a.stride[i], &reach) && last <= kMaxBytes / 64 - reach && reach <= kMaxBytes / 64,
+    KVX_NEED(mul_fits(a.shape[i] - 1, a.stride[i], &reach) && reach <= kMaxElements && last <= kMaxElements - reach,
              "%s %s shape[%u] %lld x stride %lld overflows.", call, what, i, (long long)a.shape[i], (long long)a.stride[i]);
     last += reach;
   }
@@ -30,7 +32,57 @@ kvx_status_t check_array(const char* call, const char* what, const kvx_array_t& 
   const uint64_t need = (uint64_t(last + 1) * bits + 7) / 8;
   KVX_NEED(a.data_bytes == 0 || need <= a.data_bytes, "%s %s shape and strides reach byte %llu; the buffer has %llu.", call, what,
            (unsigned long long)need, (unsigned long long)a.data_bytes);
+  KVX_NEED(need <= UINTPTR_MAX - reinterpret_cast<uintptr_t>(a.data), "%s %s data is at %p; %llu bytes from there are past the last address.", call, what, a.data,
+           (unsigned long long)need);
   return KVX_STATUS_OK;
+}
+
+kvx_status_t check_repeats(const char* call, const char* what, const kvx_array_t& a) {
+  constexpr int64_t kFreely = int64_t(1) << 26, kTimes = 1024;
+  int64_t count = 1, span = 1;
+  for (uint32_t i = 0; i < a.ndim; i++)
+    if (a.shape[i] == 0) return KVX_STATUS_OK;
+  for (uint32_t i = 0; i < a.ndim; i++) count *= a.shape[i], span += (a.shape[i] - 1) * a.stride[i];
+  KVX_NEED(count <= kFreely || count / kTimes <= span, "%s %s has %lld elements in memory of %lld: strides that repeat elements may make 2^26 of them, or 1,024 times what there is. Call .contiguous().",
+           call, what, (long long)count, (long long)span);
+  return KVX_STATUS_OK;
+}
+
+namespace {
+
+struct Range {
+  uintptr_t begin, end;
+};
+
+Range range_of(const kvx_array_t& a, int64_t more) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(a.data);
+  if (begin == 0 || a.ndim > KVX_MAX_TENSOR_DIMS) return Range{0, 0};
+  uint64_t last = 0;  // unsigned: an array that is absent may say anything
+  for (uint32_t i = 0; i < a.ndim; i++) {
+    if (a.shape[i] == 0) return Range{0, 0};
+    last += uint64_t(a.shape[i] - 1) * uint64_t(a.stride[i]);
+  }
+  return Range{begin, begin + uintptr_t((last + 1) * uint64_t(dtype_bits(a.dtype)) + 7) / 8 + uintptr_t(more)};
+}
+
+}  // namespace
+
+kvx_status_t check_apart(std::initializer_list<Written> written, std::initializer_list<Indices> indices) {
+  for (const Written& w : written) {
+    const Range a = range_of(w.array, w.more);
+    for (const Indices& i : indices) {
+      const Range b = range_of(i.array, 0);
+      KVX_NEED(a.end <= b.begin || b.end <= a.begin, "%s and %s share memory; what a call finds its way by must not be written by it.", i.name, w.name);
+    }
+  }
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t check_apart_from_cache(const kvx_cache_t& c, std::initializer_list<Indices> indices) {
+  const auto inline_bytes = [](const kvx_plane_t& p, int64_t head_dim) {
+    return p.flags & KVX_PLANE_FLAG_SCALE_INLINE ? p.scale_offset + head_dim * 4 : 0;  // a scale an element, at most
+  };
+  return check_apart({{"the K cache", c.k.data, inline_bytes(c.k, c.k_head_dim)}, {"the V cache", c.v.data, inline_bytes(c.v, c.v_head_dim)}, {"k_scale", c.k.scale}, {"v_scale", c.v.scale}}, indices);
 }
 
 bool overlaps_itself(const kvx_array_t& a) { return overlaps_itself(a.shape, a.stride, int(a.ndim)); }
@@ -83,6 +135,13 @@ kvx_status_t lower_table(const kvx_cache_t& c, const kvx_table_t& t, GatherParam
   const bool csr = t.format == KVX_BLOCK_TABLE_PAGE_CSR, ragged = t.format == KVX_BLOCK_TABLE_RAGGED;
   KVX_NEED(csr || t.last_page_len.data == nullptr, "last_page_len belongs to page-CSR tables; this one has format %d.", t.format);
   KVX_NEED(csr || ragged || t.indptr.data == nullptr, "indptr belongs to ragged and page-CSR tables; this one has format %d.", t.format);
+  int64_t count = 1, tokens = 0;
+  KVX_NEED(ids.ndim <= KVX_MAX_TENSOR_DIMS, "block_table has %u dimensions; at most %d.", ids.ndim, KVX_MAX_TENSOR_DIMS);
+  for (uint32_t i = 0; i < ids.ndim; i++) KVX_NEED(ids.shape[i] >= 0 && mul_fits(count, ids.shape[i], &count), "block_table shape overflows.");
+  KVX_TRY(check_array("gather", "block_table", ids, count > 0));
+  // Each entry is some work: one that stands there many times would be work without end. Sequences may share a row.
+  KVX_NEED(ids.ndim == 0 || ids.shape[ids.ndim - 1] <= 1 || ids.stride[ids.ndim - 1] > 0, "block_table has %lld entries of stride 0 in a row; the entries of a row must not be one. Call .contiguous().",
+           (long long)ids.shape[ids.ndim - 1]);
   switch (t.format) {
     case KVX_BLOCK_TABLE_PACKED:
       KVX_NEED(ids.ndim == 2, "block_table has %u dimensions; PACKED is [seq_count, max_blocks_per_seq].", ids.ndim);
@@ -100,6 +159,7 @@ kvx_status_t lower_table(const kvx_cache_t& c, const kvx_table_t& t, GatherParam
       p.indptr = t.indptr.data;
       p.indptr_bytes = index_bytes(t.indptr.dtype);
       p.num_indices = ids.shape[0];
+      KVX_NEED(!csr || mul_fits(p.num_indices, c.block_size, &tokens), "block_table has %lld pages of %lld tokens, more than can be counted.", (long long)p.num_indices, (long long)c.block_size);
       p.index_stride = ids.stride[0] * p.index_bytes;
       break;
     case KVX_BLOCK_TABLE_KV_OFFSETS: {
@@ -111,7 +171,7 @@ kvx_status_t lower_table(const kvx_cache_t& c, const kvx_table_t& t, GatherParam
       const int n = int(ids.ndim);
       KVX_NEED((n == 4 && ids.shape[1] == w && ids.shape[2] == 2) || (n == 3 && ids.shape[0] % w == 0 && ids.shape[1] == 2),
                "KV_OFFSETS indices must be [seq_count, %lld, 2, max_blocks_per_seq] or [seq_count * %lld, 2, max_blocks_per_seq].", (long long)w, (long long)w);
-      KVX_NEED(n == 3 || ids.shape[0] <= 1 || w == 1 || ids.stride[0] == w * ids.stride[1], "KV_OFFSETS beams must be evenly spaced.");
+      KVX_NEED(n == 3 || ids.shape[0] <= 1 || w == 1 || ids.stride[0] == mul_most(w, ids.stride[1]), "KV_OFFSETS beams must be evenly spaced.");
       p.num_seqs = n == 4 ? ids.shape[0] : ids.shape[0] / w;
       p.beam_width = int32_t(w);
       p.max_blocks = ids.shape[n - 1];
@@ -147,9 +207,6 @@ kvx_status_t lower_table(const kvx_cache_t& c, const kvx_table_t& t, GatherParam
     default:
       return fail(KVX_STATUS_INVALID_ARGUMENT, "block_table format is %d; PACKED 1, RAGGED 2, KV_OFFSETS 3 and PAGE_CSR 4 exist.", t.format);
   }
-  int64_t count = 1;
-  for (uint32_t i = 0; i < ids.ndim; i++) KVX_NEED(ids.shape[i] >= 0 && mul_fits(count, ids.shape[i], &count), "block_table shape overflows.");
-  KVX_TRY(check_array("gather", "block_table", ids, count > 0));
   KVX_NEED(p.num_seqs < (int64_t(1) << 31) / p.beam_width, "%lld sequences is more than 2^31.", (long long)p.num_seqs);
   if (csr) {
     KVX_NEED(t.seq_lens.data == nullptr, "page-CSR lengths follow from indptr and last_page_len; leave seq_lens out.");

@@ -85,6 +85,15 @@ kvx_status_t lower_attention(const kvx_cache_t& cache, const kvx_attention_args_
   return KVX_STATUS_OK;
 }
 
+// What is written lies apart from what is read again. Of calls that run: others describe an `out` that may not be there.
+kvx_status_t check_outputs_apart(const kvx_cache_t& c, const kvx_attention_args_t& a) {
+  kvx_array_t pointers[2] = {};
+  const int64_t* given[2] = {a.k_pointers, a.v_pointers};
+  for (int i = 0; i < 2; i++) pointers[i].data = const_cast<int64_t*>(given[i]), pointers[i].ndim = 1, pointers[i].dtype = KVX_DTYPE_S64, pointers[i].shape[0] = c.num_blocks, pointers[i].stride[0] = 1;
+  return check_apart({{"out", a.out}, {"lse", a.lse}}, {{"block_table", a.table.indices}, {"indptr", a.table.indptr}, {"last_page_len", a.table.last_page_len}, {"seq_lens", a.table.seq_lens},
+                                                        {"cu_seqlens", a.cu_seqlens}, {"k_pointers", pointers[0]}, {"v_pointers", pointers[1]}});
+}
+
 // Sharing out work reads no scales, only where they would stand: a caller may leave them out.
 kvx_cache_t with_scales(const kvx_cache_t& cache) {
   kvx_cache_t c = cache;
@@ -104,7 +113,7 @@ kvx_cache_t with_scales(const kvx_cache_t& cache) {
     }
     plane.scale.data = reinterpret_cast<void*>(uintptr_t(1) << 46), plane.scale.data_bytes = 0, plane.scale.ndim = ndim;  // never followed
     int64_t stride = 1;
-    for (int d = int(ndim) - 1; d >= 0; d--) plane.scale.shape[d] = shape[d], plane.scale.stride[d] = stride, stride *= shape[d];
+    for (int d = int(ndim) - 1; d >= 0; d--) plane.scale.shape[d] = shape[d], plane.scale.stride[d] = stride, stride = mul_most(stride, shape[d]);
   }
   return c;
 }
@@ -142,6 +151,7 @@ kvx_status_t run_attention(const kvx_cache_t& cache, const kvx_attention_args_t&
   AttentionParams p;
   bool on_device;
   KVX_TRY(lower_attention(cache, args, &p));
+  KVX_TRY(check_outputs_apart(cache, args));
   KVX_TRY(check_memory(cache.memory, &on_device));
   if (!on_device) return cpu::attention(p);
   KVX_TRY(check_workspace(p));
@@ -155,21 +165,24 @@ using namespace kvx;
 extern "C" {
 
 kvx_status_t kvx_attention_workspace(const kvx_cache_t* cache, const kvx_attention_args_t* args, uint64_t* bytes) {
-  begin_call("attention_workspace()");
-  KVX_NEED(cache != nullptr && args != nullptr && bytes != nullptr, "cache, args or bytes is NULL.");
-  return attention_workspace(*cache, *args, bytes);
+  return entry("attention_workspace()", [&]() -> kvx_status_t {
+    KVX_NEED(cache != nullptr && args != nullptr && bytes != nullptr, "cache, args or bytes is NULL.");
+    return attention_workspace(*cache, *args, bytes);
+  });
 }
 
 kvx_status_t kvx_attention_plan(const kvx_cache_t* cache, const kvx_attention_args_t* args, void* stream) {
-  begin_call("attention_plan()");
-  KVX_NEED(cache != nullptr && args != nullptr, "cache or args is NULL.");
-  return run_attention_plan(*cache, *args, stream);
+  return entry("attention_plan()", [&]() -> kvx_status_t {
+    KVX_NEED(cache != nullptr && args != nullptr, "cache or args is NULL.");
+    return run_attention_plan(*cache, *args, stream);
+  });
 }
 
 kvx_status_t kvx_attention(const kvx_cache_t* cache, const kvx_attention_args_t* args, void* stream) {
-  begin_call("attention()");
-  KVX_NEED(cache != nullptr && args != nullptr, "cache or args is NULL.");
-  return run_attention(*cache, *args, stream);
+  return entry("attention()", [&]() -> kvx_status_t {
+    KVX_NEED(cache != nullptr && args != nullptr, "cache or args is NULL.");
+    return run_attention(*cache, *args, stream);
+  });
 }
 
 }  // extern "C"

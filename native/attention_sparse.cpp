@@ -21,7 +21,9 @@ kvx_status_t lower_places(const kvx_attention_sparse_args_t& a, int64_t tokens, 
   out->positions = static_cast<const int32_t*>(a.positions.data);
   KVX_NEED(a.window_tokens >= 1 && a.window_tokens <= INT32_MAX, "window_tokens is %lld; it is 1 or more.", (long long)a.window_tokens);
   out->window_tokens = int32_t(a.window_tokens);
+  // A ring of rows holds so many positions and no more; what lies further back would be looked for in vain, or without end.
   if (a.fresh.pages.ndim) {
+    KVX_NEED(a.window_tokens - 1 <= w.rows, "a window of %lld tokens, of which pages of %d rows hold those before this step.", (long long)a.window_tokens, w.rows);
     KVX_TRY(lower_row_pages("fresh", a.fresh, &out->fresh));
     KVX_NEED(out->fresh.dim == w.dim && tokens <= out->fresh.num_pages * out->fresh.rows, "fresh has %lld rows of %d elements; %lld tokens of %d need them.", (long long)(out->fresh.num_pages * out->fresh.rows),
              out->fresh.dim, (long long)tokens, w.dim);
@@ -78,6 +80,8 @@ kvx_status_t lower(const kvx_attention_sparse_args_t& a, SparseParams* out) {
   }
   KVX_TRY(lower_turn(a.cos, a.sin, dim, &out->cos, &out->sin, &out->table_row, &out->num_positions, &out->rope_dim));
   KVX_TRY(lower_step(a.step, tokens, out->window.num_pages, &out->step));
+  KVX_TRY(check_apart({{"out", a.out}, {"lse", a.lse}}, {{"step.slots", a.step.slots}, {"step.cu_seqlens", a.step.cu_seqlens}, {"step.starts", a.step.starts}, {"block_table", a.block_table}, {"positions", a.positions},
+                                                         {"selected", a.selected}}));
   out->num_heads = int32_t(heads), out->dim = int32_t(dim), out->scale = a.scale;
   out->workspace = static_cast<char*>(a.workspace), out->workspace_bytes = a.workspace_bytes;
   out->errors = reinterpret_cast<unsigned long long*>(a.errors), out->device = a.device;
@@ -91,32 +95,34 @@ extern "C" {
 
 kvx_status_t kvx_attention_sparse_workspace(const kvx_attention_sparse_args_t* args, uint64_t* bytes) {
   using namespace kvx;
-  begin_call("attention_sparse()");
-  KVX_NEED(args != nullptr && bytes != nullptr, "args or bytes is NULL.");
-  SparseParams p;
-  bool on_device;
-  KVX_TRY(lower(*args, &p));
-  KVX_TRY(check_memory(args->memory, &on_device));
-  *bytes = on_device ? cuda::sparse_workspace(p) : 0;
-  return KVX_STATUS_OK;
+  return entry("attention_sparse()", [&]() -> kvx_status_t {
+    KVX_NEED(args != nullptr && bytes != nullptr, "args or bytes is NULL.");
+    SparseParams p;
+    bool on_device;
+    KVX_TRY(lower(*args, &p));
+    KVX_TRY(check_memory(args->memory, &on_device));
+    *bytes = on_device ? cuda::sparse_workspace(p) : 0;
+    return KVX_STATUS_OK;
+  });
 }
 
 kvx_status_t kvx_attention_sparse(const kvx_attention_sparse_args_t* args, void* stream) {
   using namespace kvx;
-  begin_call("attention_sparse()");
-  KVX_NEED(args != nullptr, "args is NULL.");
-  SparseParams p;
-  bool on_device;
-  KVX_TRY(lower(*args, &p));
-  KVX_TRY(check_memory(args->memory, &on_device));
-  if (!on_device) {
-    KVX_TRY(check_host_step(p.step));
-    return cpu::attention_sparse(p);
-  }
-  const uint64_t need = cuda::sparse_workspace(p);
-  KVX_NEED(p.workspace_bytes >= need && (need == 0 || reinterpret_cast<uintptr_t>(p.workspace) % 256 == 0), "workspace has %llu bytes; this call needs %llu, 256-aligned (kvx_attention_sparse_workspace).",
-           (unsigned long long)p.workspace_bytes, (unsigned long long)need);
-  return cuda::attention_sparse(p, stream);
+  return entry("attention_sparse()", [&]() -> kvx_status_t {
+    KVX_NEED(args != nullptr, "args is NULL.");
+    SparseParams p;
+    bool on_device;
+    KVX_TRY(lower(*args, &p));
+    KVX_TRY(check_memory(args->memory, &on_device));
+    if (!on_device) {
+      KVX_TRY(check_host_step(p.step));
+      return cpu::attention_sparse(p);
+    }
+    const uint64_t need = cuda::sparse_workspace(p);
+    KVX_NEED(p.workspace_bytes >= need && (need == 0 || reinterpret_cast<uintptr_t>(p.workspace) % 256 == 0), "workspace has %llu bytes; this call needs %llu, 256-aligned (kvx_attention_sparse_workspace).",
+             (unsigned long long)p.workspace_bytes, (unsigned long long)need);
+    return cuda::attention_sparse(p, stream);
+  });
 }
 
 }  // extern "C"

@@ -13,7 +13,7 @@ bool is_adjacent(const kvx_array_t& a) {
   int64_t step = 1;
   for (int i = int(a.ndim) - 1; i >= 0; i--) {
     if (a.shape[i] > 1 && a.stride[i] != step) return false;
-    step *= a.shape[i];
+    step = mul_most(step, a.shape[i]);
   }
   return true;
 }
@@ -47,6 +47,8 @@ kvx_status_t lower(const kvx_compress_args_t& a, CompressParams* out) {
   KVX_NEED(a.kv.dtype != KVX_DTYPE_F8_E4M3 && a.score.dtype != KVX_DTYPE_F8_E4M3, "kv and score are f16, bf16 or f32.");
   KVX_TRY(lower_tokens("kv", a.kv, 1, parts * dim, &out->kv));
   KVX_TRY(lower_tokens("score", a.score, 1, parts * dim, &out->score));
+  KVX_TRY(check_repeats("kv", "array", a.kv));
+  KVX_TRY(check_repeats("score", "array", a.score));
   KVX_NEED(a.kv.shape[0] == a.score.shape[0], "kv has %lld tokens and score %lld.", (long long)a.kv.shape[0], (long long)a.score.shape[0]);
   if (a.bias.ndim) {
     KVX_NEED(a.bias.dtype == KVX_DTYPE_F32 && a.bias.ndim == 2 && a.bias.shape[0] == a.ratio && a.bias.shape[1] == parts * dim && is_adjacent(a.bias), "bias is an adjacent f32 [ratio, parts * dim] = [%lld, %lld].",
@@ -62,6 +64,8 @@ kvx_status_t lower(const kvx_compress_args_t& a, CompressParams* out) {
     out->num_shared = static_cast<const int32_t*>(a.num_shared.data);
   }
   KVX_TRY(lower_step(a.step, a.kv.shape[0], slots, &out->step));
+  KVX_TRY(check_apart({{"state", a.state}, {"entries", a.entries.pages}}, {{"step.slots", a.step.slots}, {"step.cu_seqlens", a.step.cu_seqlens}, {"step.starts", a.step.starts}, {"block_table", a.block_table},
+                                                                         {"num_shared", a.num_shared}}));
   out->ratio = int32_t(a.ratio), out->dim = int32_t(dim), out->parts = int32_t(parts);
   out->errors = reinterpret_cast<unsigned long long*>(a.errors), out->device = a.device;
   return KVX_STATUS_OK;
@@ -72,13 +76,14 @@ kvx_status_t lower(const kvx_compress_args_t& a, CompressParams* out) {
 
 extern "C" kvx_status_t kvx_compress(const kvx_compress_args_t* args, void* stream) {
   using namespace kvx;
-  begin_call("compress()");
-  KVX_NEED(args != nullptr, "args is NULL.");
-  CompressParams p;
-  bool on_device;
-  KVX_TRY(lower(*args, &p));
-  KVX_TRY(check_memory(args->memory, &on_device));
-  if (on_device) return cuda::compress(p, stream);
-  KVX_TRY(check_host_step(p.step));
-  return cpu::compress(p);
+  return entry("compress()", [&]() -> kvx_status_t {
+    KVX_NEED(args != nullptr, "args is NULL.");
+    CompressParams p;
+    bool on_device;
+    KVX_TRY(lower(*args, &p));
+    KVX_TRY(check_memory(args->memory, &on_device));
+    if (on_device) return cuda::compress(p, stream);
+    KVX_TRY(check_host_step(p.step));
+    return cpu::compress(p);
+  });
 }

@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include <algorithm>
-#include <exception>
 
 #include "array.h"
 #include "digest.h"
@@ -32,18 +31,19 @@ void straighten(const std::vector<char*>& buffers, int64_t num_blocks, Which whi
   char* first = buffers[size_t(job->buffer[which])];
   int64_t points = 1;
   for (int i = 0; i < n; i++) {
-    axes[i].delta = axes[i].size > 1 ? buffers[size_t(job->buffer[which] + axes[i].step)] - first : 0;
+    axes[i].delta = axes[i].size > 1 ? int64_t(uintptr_t(buffers[size_t(job->buffer[which] + axes[i].step)]) - uintptr_t(first)) : 0;
     points *= axes[i].size;
   }
   for (int64_t p = 0; p < points; p++) {
-    int64_t rest = p, index = job->buffer[which], byte = 0;
+    int64_t rest = p, index = job->buffer[which];
+    uintptr_t byte = 0;  // modulo 2^64: heap and mapped memory are far apart, and a few steps of such a distance would overflow
     for (int i = 0; i < n; i++) {
       const int64_t digit = rest % axes[i].size;
       rest /= axes[i].size;
       index += digit * axes[i].step;
-      byte += digit * axes[i].delta;
+      byte += uintptr_t(digit) * uintptr_t(axes[i].delta);
     }
-    if (buffers[size_t(index)] != first + byte) return;
+    if (uintptr_t(buffers[size_t(index)]) != uintptr_t(first) + byte) return;
   }
   int at = 0;
   if (job->block_step[which]) job->block[which] = axes[at++].delta, job->block_step[which] = 0;
@@ -100,7 +100,9 @@ CellJob make_cell_job(const kvx_plan_box_t& box, const Plan& plan, const Bound& 
     job.split[w] = s.token_split, job.outer[w] = s.token_outer, job.inner[w] = s.token_inner;
     RowSide& row = job.side[w];
     row.format = format_of(cell, w);
-    if (row.format.granularity && !row.format.is_inline) row.scales = bound.buffers[w][size_t(row.format.scale_buffer)] + row.format.scale_offset;
+    const bool stand_apart = row.format.granularity && !row.format.is_inline;
+    if (stand_apart) row.scales = bound.buffers[w][size_t(row.format.scale_buffer)] + row.format.scale_offset;
+    for (int i = 0; i < job.num_digits && !stand_apart; i++) job.digit[i].scale[w] = 0;  // not read, and so not checked at load
     if (row.format.tensor_scale_buffer >= 0) row.tensor = reinterpret_cast<const float*>(bound.buffers[w][size_t(row.format.tensor_scale_buffer)]) + row.format.first_layer;
   }
   return job;
@@ -147,6 +149,7 @@ kvx_status_t check_buffers(const Plan& plan, const kvx_convert_args_t& args, boo
                (unsigned long long)plan.bytes[w][i]);
       out->buffers[w][i] = const_cast<char*>(static_cast<const char*>(given[i]));
       const uintptr_t begin = uintptr_t(given[i]);
+      KVX_NEED(plan.bytes[w][i] <= UINTPTR_MAX - begin, "%s buffer %zu is at %p; its %llu bytes are past the last address.", name_of(w), i, given[i], (unsigned long long)plan.bytes[w][i]);
       spans.push_back({begin, begin + uintptr_t(plan.bytes[w][i]), w});
     }
   }
@@ -182,6 +185,10 @@ kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, bool 
     KVX_NEED(a.ndim == 1 || a.ndim == 2, "%s has %u dimensions; it is [n] or [num_seqs, columns].", names[w], a.ndim);
     KVX_NEED(a.dtype == KVX_DTYPE_S32 || a.dtype == KVX_DTYPE_S64, "%s is %s; it is S32 or S64.", names[w], dtype_name(a.dtype));
     KVX_TRY(check_array("", names[w], a, true));
+    // Each id is some work, and is copied. Sequences may share a row of the source.
+    KVX_NEED(a.shape[a.ndim - 1] <= 1 || a.stride[a.ndim - 1] > 0, "%s has %lld ids of stride 0 in a row; the ids of a row must not be one. Call .contiguous().", names[w],
+             (long long)a.shape[a.ndim - 1]);
+    KVX_NEED(w == SRC || !has_destination || !overlaps_itself(a), "%s strides make two ids share an address.", names[w]);
     seqs[w] = a.ndim == 2 ? a.shape[0] : 1;
     t.columns[w] = a.shape[a.ndim - 1];
     t.num_blocks[w] = num_blocks[w], t.block_size[w] = block_size[w];
@@ -201,6 +208,8 @@ kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, bool 
   t.unit_tokens = h.unit_tokens;
   const int64_t most = std::min(tokens[0], tokens[1]);
   t.units_per_seq = (most + t.unit_tokens - 1) / t.unit_tokens;
+  int64_t units;
+  KVX_NEED(mul_fits(t.num_seqs, t.units_per_seq, &units), "%lld sequences of %lld units are too many.", (long long)t.num_seqs, (long long)t.units_per_seq);
   if (out->tables_on_device) {
     for (int w = 0; w < 2; w++) {
       const kvx_array_t& a = *arrays[w];
@@ -284,6 +293,12 @@ kvx_status_t bind_digest(const Plan& plan, kvx_convert_args_t args, Bound* out) 
   KVX_TRY(check_memory(args, out));
   KVX_NEED(plan.cells.empty(), "a plan that changes formats has no digest.");
   out->content = plan.header.content;
+  KVX_NEED(plan.header.src_block_size == plan.header.unit_tokens && plan.header.dst_block_size == plan.header.unit_tokens,
+           "the plan has units of %u tokens in blocks of %lld and %lld; a digest is made of whole blocks.", plan.header.unit_tokens, (long long)plan.header.src_block_size,
+           (long long)plan.header.dst_block_size);
+  for (size_t i = 0; i < plan.boxes.size(); i++)
+    KVX_NEED(!moves_too_much(plan, plan.boxes[i], SRC), "the plan's box %zu reads more than %lld times the %llu bytes of the source.", i, (long long)kMostTimes,
+             (unsigned long long)plan.all_bytes[SRC]);
   KVX_TRY(check_buffers(plan, args, false, out));
   KVX_TRY(bind_tables(plan, args, false, out));
   for (const kvx_plan_box_t& box : plan.boxes) {
@@ -355,26 +370,11 @@ void fold(Job* job, Which by) {
 
 using namespace kvx;
 
-namespace {
-
-// No exception crosses the C edge. What throws here is memory that could not be had.
-template <class Call>
-kvx_status_t guarded(Call&& call) {
-  try {
-    return call();
-  } catch (const std::exception& error) {
-    return fail(KVX_STATUS_INTERNAL_ERROR, "it could not get the memory it needs (%s).", error.what());
-  }
-}
-
-}  // namespace
-
 extern "C" {
 
 kvx_status_t kvx_plan_load(const void* bytes, uint64_t num_bytes, kvx_plan_t** plan) {
-  begin_call("kvx_plan_load()");
-  KVX_NEED(bytes != nullptr && plan != nullptr, "bytes or plan is NULL.");
-  return guarded([&] {
+  return entry("kvx_plan_load()", [&]() -> kvx_status_t {
+    KVX_NEED(bytes != nullptr && plan != nullptr, "bytes or plan is NULL.");
     auto loaded = std::make_unique<Plan>();
     KVX_TRY(load(bytes, num_bytes, loaded.get()));
     *plan = reinterpret_cast<kvx_plan_t*>(loaded.release());
@@ -385,9 +385,8 @@ kvx_status_t kvx_plan_load(const void* bytes, uint64_t num_bytes, kvx_plan_t** p
 void kvx_plan_free(kvx_plan_t* plan) { delete reinterpret_cast<Plan*>(plan); }
 
 kvx_status_t kvx_bind(const kvx_plan_t* plan, const kvx_convert_args_t* args, kvx_bound_t** bound) {
-  begin_call("kvx_bind()");
-  KVX_NEED(plan != nullptr && args != nullptr && bound != nullptr, "plan, args or bound is NULL.");
-  return guarded([&] {
+  return entry("kvx_bind()", [&]() -> kvx_status_t {
+    KVX_NEED(plan != nullptr && args != nullptr && bound != nullptr, "plan, args or bound is NULL.");
     auto made = std::make_unique<Bound>();
     KVX_TRY(bind(*reinterpret_cast<const Plan*>(plan), *args, made.get()));
     *bound = reinterpret_cast<kvx_bound_t*>(made.release());
@@ -396,17 +395,17 @@ kvx_status_t kvx_bind(const kvx_plan_t* plan, const kvx_convert_args_t* args, kv
 }
 
 kvx_status_t kvx_run(const kvx_bound_t* bound, void* stream) {
-  begin_call("kvx_run()");
-  KVX_NEED(bound != nullptr, "bound is NULL.");
-  return guarded([&] { return run(*reinterpret_cast<const Bound*>(bound), stream); });
+  return entry("kvx_run()", [&]() -> kvx_status_t {
+    KVX_NEED(bound != nullptr, "bound is NULL.");
+    return run(*reinterpret_cast<const Bound*>(bound), stream);
+  });
 }
 
 void kvx_bound_free(kvx_bound_t* bound) { delete reinterpret_cast<Bound*>(bound); }
 
 kvx_status_t kvx_digest(const kvx_plan_t* plan, const kvx_convert_args_t* args, uint64_t* digest, void* stream) {
-  begin_call("kvx_digest()");
-  KVX_NEED(plan != nullptr && args != nullptr && digest != nullptr, "plan, args or digest is NULL.");
-  return guarded([&] {
+  return entry("kvx_digest()", [&]() -> kvx_status_t {
+    KVX_NEED(plan != nullptr && args != nullptr && digest != nullptr, "plan, args or digest is NULL.");
     Bound bound;
     KVX_TRY(bind_digest(*reinterpret_cast<const Plan*>(plan), *args, &bound));
     if (bound.on_device) return cuda::digest(&bound, digest, stream);
@@ -416,9 +415,8 @@ kvx_status_t kvx_digest(const kvx_plan_t* plan, const kvx_convert_args_t* args, 
 }
 
 kvx_status_t kvx_convert(const kvx_plan_t* plan, const kvx_convert_args_t* args, void* stream) {
-  begin_call("kvx_convert()");
-  KVX_NEED(plan != nullptr && args != nullptr, "plan or args is NULL.");
-  return guarded([&] {
+  return entry("kvx_convert()", [&]() -> kvx_status_t {
+    KVX_NEED(plan != nullptr && args != nullptr, "plan or args is NULL.");
     Bound bound;
     KVX_TRY(bind(*reinterpret_cast<const Plan*>(plan), *args, &bound));
     return run(bound, stream);

@@ -52,6 +52,8 @@ kvx_status_t lower_copy_blocks(const kvx_cache_t& c, const kvx_copy_blocks_args_
   KVX_NEED(pairs.dtype == KVX_DTYPE_S32 || pairs.dtype == KVX_DTYPE_S64, "pairs is %s; it is int32 or int64.", dtype_name(pairs.dtype));
   KVX_NEED(pairs.ndim == 2 && pairs.shape[1] == 2, "pairs has %u dimensions; it is [num_pairs, 2]: source, destination.", pairs.ndim);
   KVX_TRY(check_array("pairs", "array", pairs, pairs.shape[0] > 0));
+  KVX_NEED(!overlaps_itself(pairs), "pairs strides make two ids share an address.");
+  KVX_TRY(check_apart_from_cache(c, {{"pairs", pairs}}));
   for (int i = 0; i < 2; i++) {
     const PlaneParams& p = plane[i];
     const int bits = dtype_bits(p.dtype);
@@ -88,7 +90,8 @@ kvx_status_t run_copy_blocks(const kvx_cache_t& cache, const kvx_copy_blocks_arg
 }  // namespace kvx
 
 extern "C" kvx_status_t kvx_copy_blocks(const kvx_cache_t* cache, const kvx_copy_blocks_args_t* args, void* stream) {
-  kvx::begin_call("copy_blocks()");
-  KVX_NEED(cache != nullptr && args != nullptr, "cache or args is NULL.");
-  return kvx::run_copy_blocks(*cache, *args, stream);
+  return kvx::entry("copy_blocks()", [&]() -> kvx_status_t {
+    KVX_NEED(cache != nullptr && args != nullptr, "cache or args is NULL.");
+    return kvx::run_copy_blocks(*cache, *args, stream);
+  });
 }

@@ -203,10 +203,11 @@ namespace {
 template <class F>
 kvx_status_t unlocked(int64_t bytes, F&& run) {
   if (bytes < (64 << 10) || save_thread == nullptr) return run();
-  void* state = save_thread();
-  const kvx_status_t status = run();
-  restore_thread(state);
-  return status;
+  struct Released {  // taken back however the work ends
+    void* state = save_thread();
+    ~Released() { restore_thread(state); }
+  } const released;
+  return run();
 }
 
 kvx_status_t open_cache(Door& door, const kvx_door_spec_t& spec, void* cache0, void* cache1, kvx_cache_t* c) {
@@ -365,191 +366,199 @@ kvx_status_t open_norm_rope(Door& door, const kvx_door_append_t& d, kvx_norm_rop
 extern "C" {
 
 KVX_API int kvx_door_write(const kvx_door_spec_t* spec, void* cache0, void* cache1, void* k, void* v, void* slots, const kvx_door_extra_t* extra, void* stream) {
-  begin_call("write()");
-  Door door;
-  kvx_cache_t c;
-  kvx_write_args_t w{};
-  w.version = KVX_ABI_VERSION;
-  w.struct_bytes = sizeof w;
-  w.invalid_slot = -1;
-  KVX_TRY(open_cache(door, *spec, cache0, cache1, &c));
-  KVX_TRY(door.array("k", k, &w.k));
-  KVX_TRY(door.array("v", v, &w.v));
-  KVX_TRY(door.array("slot_mapping", slots, &w.slots));
-  if (extra) {
-    KVX_TRY(open_scales(door, extra, &c));
-    KVX_TRY(door.optional("k_token_scale", extra->k_token_scale, &w.k_token_scale));
-    KVX_TRY(door.optional("v_token_scale", extra->v_token_scale, &w.v_token_scale));
-    KVX_TRY(open_errors(door, extra->errors, &w.errors));
-  }
-  c.memory = door.memory();
-  c.device = door.device_id;
-  return unlocked(int64_t(w.k.data_bytes + w.v.data_bytes), [&] { return run_write(c, w, stream); });
+  return entry("write()", [&]() -> kvx_status_t {
+    Door door;
+    kvx_cache_t c;
+    kvx_write_args_t w{};
+    w.version = KVX_ABI_VERSION;
+    w.struct_bytes = sizeof w;
+    w.invalid_slot = -1;
+    KVX_TRY(open_cache(door, *spec, cache0, cache1, &c));
+    KVX_TRY(door.array("k", k, &w.k));
+    KVX_TRY(door.array("v", v, &w.v));
+    KVX_TRY(door.array("slot_mapping", slots, &w.slots));
+    if (extra) {
+      KVX_TRY(open_scales(door, extra, &c));
+      KVX_TRY(door.optional("k_token_scale", extra->k_token_scale, &w.k_token_scale));
+      KVX_TRY(door.optional("v_token_scale", extra->v_token_scale, &w.v_token_scale));
+      KVX_TRY(open_errors(door, extra->errors, &w.errors));
+    }
+    c.memory = door.memory();
+    c.device = door.device_id;
+    return unlocked(int64_t(w.k.data_bytes + w.v.data_bytes), [&] { return run_write(c, w, stream); });
+  });
 }
 
 KVX_API int kvx_door_gather(const kvx_door_spec_t* spec, void* cache0, void* cache1, void* k, void* v, const kvx_door_table_t* table, const kvx_door_extra_t* extra, void* stream) {
-  begin_call("gather()");
-  Door door;
-  kvx_cache_t c;
-  kvx_gather_args_t g{};
-  g.version = KVX_ABI_VERSION;
-  g.struct_bytes = sizeof g;
-  KVX_TRY(open_cache_or_pools(door, *spec, cache0, cache1, *table, &c));
-  KVX_TRY(door.array("k", k, &g.k));
-  KVX_TRY(door.array("v", v, &g.v));
-  KVX_TRY(open_table(door, *table, &g.table));
-  KVX_TRY(door.optional("cu_seqlens", table->cu_seqlens, &g.cu_seqlens));
-  g.max_seq_len = table->max_seq_len;
-  if (extra) {
-    KVX_TRY(open_scales(door, extra, &c));
-    KVX_TRY(open_errors(door, extra->errors, &g.errors));
-  }
-  c.memory = door.memory();
-  c.device = door.device_id;
-  return unlocked(int64_t(g.k.data_bytes + g.v.data_bytes), [&] { return run_gather(c, g, stream); });
+  return entry("gather()", [&]() -> kvx_status_t {
+    Door door;
+    kvx_cache_t c;
+    kvx_gather_args_t g{};
+    g.version = KVX_ABI_VERSION;
+    g.struct_bytes = sizeof g;
+    KVX_TRY(open_cache_or_pools(door, *spec, cache0, cache1, *table, &c));
+    KVX_TRY(door.array("k", k, &g.k));
+    KVX_TRY(door.array("v", v, &g.v));
+    KVX_TRY(open_table(door, *table, &g.table));
+    KVX_TRY(door.optional("cu_seqlens", table->cu_seqlens, &g.cu_seqlens));
+    g.max_seq_len = table->max_seq_len;
+    if (extra) {
+      KVX_TRY(open_scales(door, extra, &c));
+      KVX_TRY(open_errors(door, extra->errors, &g.errors));
+    }
+    c.memory = door.memory();
+    c.device = door.device_id;
+    return unlocked(int64_t(g.k.data_bytes + g.v.data_bytes), [&] { return run_gather(c, g, stream); });
+  });
 }
 
 KVX_API int kvx_door_attention(const kvx_door_spec_t* spec, void* cache0, void* cache1, const kvx_door_table_t* table, const kvx_door_extra_t* extra,
                                kvx_door_attention_t* attention, void* stream) {
   const bool is_latent = attention->flags & KVX_ATTENTION_LATENT;
-  begin_call(is_latent ? "attention_mla()" : table->k_pointers ? "attention_decode_batched()" : table->cu_seqlens ? "attention_varlen()" : "attention_decode()");
-  Door door;
-  kvx_cache_t c;
-  kvx_attention_args_t a{};
-  a.version = KVX_ABI_VERSION;
-  a.struct_bytes = sizeof a;
-  a.flags = uint64_t(attention->flags);
-  if (table->k_pointers) {
-    c = spec->cache;
-    KVX_TRY(open_pointers(door, "k_pointers", table->k_pointers, c.num_blocks, &a.k_pointers));
-    KVX_TRY(open_pointers(door, "v_pointers", table->v_pointers, c.num_blocks, &a.v_pointers));
-  } else {
-    KVX_TRY(open_cache_or_pools(door, *spec, cache0, cache1, *table, &c));
-  }
-  KVX_TRY(door.array("q", attention->q, &a.q));
-  KVX_TRY(open_table(door, *table, &a.table));
-  KVX_TRY(door.optional("cu_seqlens", table->cu_seqlens, &a.cu_seqlens));
-  KVX_TRY(door.optional("lse", attention->lse, &a.lse));
-  KVX_TRY(door.optional("sinks", attention->sinks, &a.sinks));
-  if (attention->out) {
-    KVX_TRY(door.array("out", attention->out, &a.out));
-  } else if (a.q.ndim == 3) {  // only its shape is read
-    const int64_t dim = is_latent ? c.k_head_dim : c.v_head_dim;
-    a.out = a.q;
-    a.out.shape[2] = dim, a.out.data_bytes = 0;
-    a.out.stride[2] = 1, a.out.stride[1] = dim, a.out.stride[0] = dim * a.q.shape[1];
-  }
-  if (attention->workspace) {
-    kvx_array_t w{};
-    KVX_TRY(door.array("workspace", attention->workspace, &w));
-    a.workspace = w.data, a.workspace_bytes = w.data_bytes;
-  }
-  a.softmax_scale = attention->softmax_scale, a.soft_cap = attention->soft_cap, a.window = attention->window;
-  a.max_query_len = attention->max_query_len, a.max_seq_len = table->max_seq_len;
-  KVX_TRY(open_scales(door, extra, &c));
-  KVX_TRY(open_errors(door, extra->errors, &a.errors));
-  c.memory = door.memory();
-  c.device = door.device_id;
-  if (attention->step == 1) return run_attention_plan(c, a, stream);
-  if (attention->step == 2) return attention_workspace(c, a, reinterpret_cast<uint64_t*>(&attention->bytes));
-  return unlocked(int64_t(a.q.data_bytes) * 64, [&] { return run_attention(c, a, stream); });
+  return entry(is_latent ? "attention_mla()" : table->k_pointers ? "attention_decode_batched()" : table->cu_seqlens ? "attention_varlen()" : "attention_decode()", [&]() -> kvx_status_t {
+    Door door;
+    kvx_cache_t c;
+    kvx_attention_args_t a{};
+    a.version = KVX_ABI_VERSION;
+    a.struct_bytes = sizeof a;
+    a.flags = uint64_t(attention->flags);
+    if (table->k_pointers) {
+      c = spec->cache;
+      KVX_TRY(open_pointers(door, "k_pointers", table->k_pointers, c.num_blocks, &a.k_pointers));
+      KVX_TRY(open_pointers(door, "v_pointers", table->v_pointers, c.num_blocks, &a.v_pointers));
+    } else {
+      KVX_TRY(open_cache_or_pools(door, *spec, cache0, cache1, *table, &c));
+    }
+    KVX_TRY(door.array("q", attention->q, &a.q));
+    KVX_TRY(open_table(door, *table, &a.table));
+    KVX_TRY(door.optional("cu_seqlens", table->cu_seqlens, &a.cu_seqlens));
+    KVX_TRY(door.optional("lse", attention->lse, &a.lse));
+    KVX_TRY(door.optional("sinks", attention->sinks, &a.sinks));
+    if (attention->out) {
+      KVX_TRY(door.array("out", attention->out, &a.out));
+    } else if (a.q.ndim == 3) {  // only its shape is read
+      const int64_t dim = is_latent ? c.k_head_dim : c.v_head_dim;
+      a.out = a.q;
+      a.out.shape[2] = dim, a.out.data_bytes = 0;
+      a.out.stride[2] = 1, a.out.stride[1] = dim, a.out.stride[0] = dim * a.q.shape[1];
+    }
+    if (attention->workspace) {
+      kvx_array_t w{};
+      KVX_TRY(door.array("workspace", attention->workspace, &w));
+      a.workspace = w.data, a.workspace_bytes = w.data_bytes;
+    }
+    a.softmax_scale = attention->softmax_scale, a.soft_cap = attention->soft_cap, a.window = attention->window;
+    a.max_query_len = attention->max_query_len, a.max_seq_len = table->max_seq_len;
+    KVX_TRY(open_scales(door, extra, &c));
+    KVX_TRY(open_errors(door, extra->errors, &a.errors));
+    c.memory = door.memory();
+    c.device = door.device_id;
+    if (attention->step == 1) return run_attention_plan(c, a, stream);
+    if (attention->step == 2) return attention_workspace(c, a, reinterpret_cast<uint64_t*>(&attention->bytes));
+    return unlocked(int64_t(a.q.data_bytes) * 64, [&] { return run_attention(c, a, stream); });
+  });
 }
 
 KVX_API int kvx_door_amax(void* amax, void* x, void* slots, int granularity, int64_t block_size, void* errors, void* stream) {
-  begin_call("amax()");
-  Door door;
-  kvx_amax_args_t a{};
-  a.version = KVX_ABI_VERSION;
-  a.struct_bytes = sizeof a;
-  a.granularity = granularity;
-  a.block_size = block_size;
-  a.invalid_slot = -1;
-  KVX_TRY(door.array("x", x, &a.x));
-  KVX_TRY(door.array("amax", amax, &a.amax));
-  KVX_TRY(door.optional("slot_mapping", slots, &a.slots));
-  KVX_TRY(open_errors(door, errors, &a.errors));
-  a.memory = door.memory();
-  a.device = door.device_id;
-  return unlocked(int64_t(a.x.data_bytes), [&] { return kvx_amax(&a, stream); });
+  return entry("amax()", [&]() -> kvx_status_t {
+    Door door;
+    kvx_amax_args_t a{};
+    a.version = KVX_ABI_VERSION;
+    a.struct_bytes = sizeof a;
+    a.granularity = granularity;
+    a.block_size = block_size;
+    a.invalid_slot = -1;
+    KVX_TRY(door.array("x", x, &a.x));
+    KVX_TRY(door.array("amax", amax, &a.amax));
+    KVX_TRY(door.optional("slot_mapping", slots, &a.slots));
+    KVX_TRY(open_errors(door, errors, &a.errors));
+    a.memory = door.memory();
+    a.device = door.device_id;
+    return unlocked(int64_t(a.x.data_bytes), [&] { return kvx_amax(&a, stream); });
+  });
 }
 
 KVX_API int kvx_door_norm_rope(const char* call, const kvx_door_append_t* d, void* errors, void* stream) {
-  begin_call(call);
-  Door door;
-  kvx_qkv_norm_rope_args_t a{};
-  a.version = KVX_ABI_VERSION;
-  a.struct_bytes = sizeof a;
-  KVX_TRY(open_rows(door, *d, &a.q, &a.k, &a.v));
-  KVX_TRY(door.array("q_out", d->q_out, &a.q_out));
-  KVX_TRY(door.optional("k_out", d->k_out, &a.k_out));
-  KVX_TRY(door.optional("v_out", d->v_out, &a.v_out));
-  KVX_TRY(open_norm_rope(door, *d, &a.norm_rope));
-  KVX_TRY(open_errors(door, errors, &a.errors));
-  a.memory = door.memory();
-  a.device = door.device_id;
-  return unlocked(int64_t(a.q.data_bytes), [&] { return run_norm_rope(a, stream); });
+  return entry(call, [&]() -> kvx_status_t {
+    Door door;
+    kvx_qkv_norm_rope_args_t a{};
+    a.version = KVX_ABI_VERSION;
+    a.struct_bytes = sizeof a;
+    KVX_TRY(open_rows(door, *d, &a.q, &a.k, &a.v));
+    KVX_TRY(door.array("q_out", d->q_out, &a.q_out));
+    KVX_TRY(door.optional("k_out", d->k_out, &a.k_out));
+    KVX_TRY(door.optional("v_out", d->v_out, &a.v_out));
+    KVX_TRY(open_norm_rope(door, *d, &a.norm_rope));
+    KVX_TRY(open_errors(door, errors, &a.errors));
+    a.memory = door.memory();
+    a.device = door.device_id;
+    return unlocked(int64_t(a.q.data_bytes), [&] { return run_norm_rope(a, stream); });
+  });
 }
 
 KVX_API int kvx_door_append(const char* call, const kvx_door_spec_t* spec, void* cache0, void* cache1, const kvx_door_append_t* d, const kvx_door_extra_t* extra, void* stream) {
-  begin_call(call);
-  Door door;
-  kvx_cache_t c;
-  kvx_append_args_t a{};
-  a.version = KVX_ABI_VERSION;
-  a.struct_bytes = sizeof a;
-  a.invalid_slot = -1;
-  if (d->k_pointers) {
-    c = spec->cache;
-    KVX_TRY(door.array("k_pointers", d->k_pointers, &a.k_pointers));
-    KVX_TRY(door.optional("v_pointers", d->v_pointers, &a.v_pointers));
-  } else {
-    KVX_TRY(open_cache(door, *spec, cache0, cache1, &c));
-  }
-  KVX_TRY(open_rows(door, *d, &a.q, &a.k, &a.v));
-  KVX_TRY(door.optional("q_out", d->q_out, &a.q_out));
-  KVX_TRY(door.array("slot_mapping", d->slots, &a.slots));
-  KVX_TRY(open_norm_rope(door, *d, &a.norm_rope));
-  if (extra) {
-    KVX_TRY(open_scales(door, extra, &c));
-    KVX_TRY(door.optional("k_token_scale", extra->k_token_scale, &a.k_token_scale));
-    KVX_TRY(door.optional("v_token_scale", extra->v_token_scale, &a.v_token_scale));
-    KVX_TRY(open_errors(door, extra->errors, &a.errors));
-  }
-  c.memory = door.memory();
-  c.device = door.device_id;
-  return unlocked(int64_t(a.k.data_bytes), [&] { return run_append(c, a, stream); });
+  return entry(call, [&]() -> kvx_status_t {
+    Door door;
+    kvx_cache_t c;
+    kvx_append_args_t a{};
+    a.version = KVX_ABI_VERSION;
+    a.struct_bytes = sizeof a;
+    a.invalid_slot = -1;
+    if (d->k_pointers) {
+      c = spec->cache;
+      KVX_TRY(door.array("k_pointers", d->k_pointers, &a.k_pointers));
+      KVX_TRY(door.optional("v_pointers", d->v_pointers, &a.v_pointers));
+    } else {
+      KVX_TRY(open_cache(door, *spec, cache0, cache1, &c));
+    }
+    KVX_TRY(open_rows(door, *d, &a.q, &a.k, &a.v));
+    KVX_TRY(door.optional("q_out", d->q_out, &a.q_out));
+    KVX_TRY(door.array("slot_mapping", d->slots, &a.slots));
+    KVX_TRY(open_norm_rope(door, *d, &a.norm_rope));
+    if (extra) {
+      KVX_TRY(open_scales(door, extra, &c));
+      KVX_TRY(door.optional("k_token_scale", extra->k_token_scale, &a.k_token_scale));
+      KVX_TRY(door.optional("v_token_scale", extra->v_token_scale, &a.v_token_scale));
+      KVX_TRY(open_errors(door, extra->errors, &a.errors));
+    }
+    c.memory = door.memory();
+    c.device = door.device_id;
+    return unlocked(int64_t(a.k.data_bytes), [&] { return run_append(c, a, stream); });
+  });
 }
 
 KVX_API int kvx_door_merge(void* out, void* lse, void* outs, void* lses, void* sinks, void* stream) {
-  begin_call("merge_attention()");
-  Door door;
-  kvx_merge_args_t a{};
-  a.version = KVX_ABI_VERSION;
-  a.struct_bytes = sizeof a;
-  KVX_TRY(door.array("outs", outs, &a.outs));
-  KVX_TRY(door.array("lses", lses, &a.lses));
-  KVX_TRY(door.array("out", out, &a.out));
-  KVX_TRY(door.optional("lse", lse, &a.lse));
-  KVX_TRY(door.optional("sinks", sinks, &a.sinks));
-  a.memory = door.memory();
-  a.device = door.device_id;
-  return unlocked(int64_t(a.outs.data_bytes), [&] { return run_merge(a, stream); });
+  return entry("merge_attention()", [&]() -> kvx_status_t {
+    Door door;
+    kvx_merge_args_t a{};
+    a.version = KVX_ABI_VERSION;
+    a.struct_bytes = sizeof a;
+    KVX_TRY(door.array("outs", outs, &a.outs));
+    KVX_TRY(door.array("lses", lses, &a.lses));
+    KVX_TRY(door.array("out", out, &a.out));
+    KVX_TRY(door.optional("lse", lse, &a.lse));
+    KVX_TRY(door.optional("sinks", sinks, &a.sinks));
+    a.memory = door.memory();
+    a.device = door.device_id;
+    return unlocked(int64_t(a.outs.data_bytes), [&] { return run_merge(a, stream); });
+  });
 }
 
 KVX_API int kvx_door_copy_blocks(const kvx_door_spec_t* spec, void* cache0, void* cache1, void* pairs, const kvx_door_extra_t* extra, void* stream) {
-  begin_call("copy_blocks()");
-  Door door;
-  kvx_cache_t c;
-  kvx_copy_blocks_args_t a{};
-  a.version = KVX_ABI_VERSION;
-  a.struct_bytes = sizeof a;
-  KVX_TRY(open_cache(door, *spec, cache0, cache1, &c));
-  KVX_TRY(door.array("pairs", pairs, &a.pairs));
-  KVX_TRY(open_scales(door, extra, &c));
-  KVX_TRY(open_errors(door, extra->errors, &a.errors));
-  c.memory = door.memory();
-  c.device = door.device_id;
-  return unlocked(int64_t(c.k.data.data_bytes), [&] { return run_copy_blocks(c, a, stream); });
+  return entry("copy_blocks()", [&]() -> kvx_status_t {
+    Door door;
+    kvx_cache_t c;
+    kvx_copy_blocks_args_t a{};
+    a.version = KVX_ABI_VERSION;
+    a.struct_bytes = sizeof a;
+    KVX_TRY(open_cache(door, *spec, cache0, cache1, &c));
+    KVX_TRY(door.array("pairs", pairs, &a.pairs));
+    KVX_TRY(open_scales(door, extra, &c));
+    KVX_TRY(open_errors(door, extra->errors, &a.errors));
+    c.memory = door.memory();
+    c.device = door.device_id;
+    return unlocked(int64_t(c.k.data.data_bytes), [&] { return run_copy_blocks(c, a, stream); });
+  });
 }
 
 // The usual calls without a struct to fill: a fused QKV, no scales, nothing to count.

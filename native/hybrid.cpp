@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "array.h"
@@ -71,17 +72,18 @@ kvx_status_t lower_step(const kvx_step_t& s, int64_t num_tokens, int64_t num_slo
 
 kvx_status_t check_host_step(const StepParams& s) {
   const auto outside = [](const char* text, int32_t seq, int64_t got, int64_t bound) { return fail(KVX_STATUS_OUT_OF_RANGE, text, seq, (long long)got, (long long)bound); };
-  std::vector<bool> seen;
+  std::vector<int64_t> seen;  // slot, sequence
   for (int32_t i = 0; i < s.num_seqs; i++) {
     const int32_t begin = s.cu_seqlens[i], end = s.cu_seqlens[i + 1];
     if (begin < 0 || end < begin || end > s.num_tokens) return outside("sequence %d ends at token %lld of %lld, or before it begins. Nothing was written.", i, end, s.num_tokens);
     if (s.slots[i] >= s.num_slots) return outside("sequence %d has slot %lld; there are %lld. Nothing was written.", i, s.slots[i], s.num_slots);
     if (s.slots[i] >= 0 && (s.starts[i] < 0 || s.starts[i] > INT32_MAX - (end - begin))) return outside("sequence %d starts at position %lld; %lld is the last. Nothing was written.", i, s.starts[i], INT32_MAX);
-    if (s.slots[i] < 0) continue;
-    if (seen.size() <= size_t(s.slots[i])) seen.resize(size_t(s.slots[i]) + 1);
-    if (seen[size_t(s.slots[i])]) return outside("sequence %d has slot %lld, which is in the step before (of %lld slots). Nothing was written.", i, s.slots[i], s.num_slots);
-    seen[size_t(s.slots[i])] = true;
+    if (s.slots[i] >= 0) seen.push_back(int64_t(s.slots[i]) << 32 | i);
   }
+  std::sort(seen.begin(), seen.end());
+  const auto twice = std::adjacent_find(seen.begin(), seen.end(), [](int64_t a, int64_t b) { return a >> 32 == b >> 32; });
+  if (twice != seen.end())
+    return outside("sequence %d has slot %lld, which is in the step before (of %lld slots). Nothing was written.", int32_t(twice[1]), *twice >> 32, s.num_slots);
   return KVX_STATUS_OK;
 }
 
@@ -122,6 +124,7 @@ kvx_status_t lower_entry_table(const kvx_array_t& t, int64_t num_slots, EntryTab
 }
 
 kvx_status_t lower_tokens(const char* what, const kvx_array_t& a, int64_t heads, int64_t dim, RowsParams* out) {
+  KVX_NEED(a.ndim <= KVX_MAX_TENSOR_DIMS, "%s has %u dimensions; at most %d.", what, a.ndim, KVX_MAX_TENSOR_DIMS);
   const int n = int(a.ndim);
   KVX_NEED((n == 2 && heads == 1 && a.shape[1] == dim) || (n == 3 && a.shape[1] == heads && a.shape[2] == dim), "%s has %d dimensions and ends in %lld; it is [num_tokens, %lld%s%.0lld].", what, n,
            (long long)(n ? a.shape[n - 1] : 0), (long long)(n == 2 || heads == 1 ? dim : heads), n == 3 ? ", " : "", (long long)(n == 3 ? dim : 0));

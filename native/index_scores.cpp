@@ -30,6 +30,7 @@ kvx_status_t lower(const kvx_index_scores_args_t& a, IndexScoresParams* out) {
   const int64_t slots = a.block_table.ndim == 2 ? a.block_table.shape[0] : 0;
   KVX_TRY(lower_entry_table(a.block_table, slots, &out->table));
   KVX_TRY(lower_step(a.step, tokens, slots, &out->step));
+  KVX_TRY(check_apart({{"scores", a.scores}}, {{"step.slots", a.step.slots}, {"step.cu_seqlens", a.step.cu_seqlens}, {"step.starts", a.step.starts}, {"block_table", a.block_table}}));
   out->weights = static_cast<const char*>(a.weights.data), out->weight_token = a.weights.stride[0] * 4, out->weight_head = a.weights.stride[1] * 4;
   out->num_heads = int32_t(heads), out->ratio = int32_t(a.ratio);
   out->scores = static_cast<float*>(a.scores.data), out->score_token = a.scores.stride[0] * 4, out->num_entries = a.scores.shape[1];
@@ -69,42 +70,45 @@ extern "C" {
 
 kvx_status_t kvx_index_scores(const kvx_index_scores_args_t* args, void* stream) {
   using namespace kvx;
-  begin_call("index_scores()");
-  KVX_NEED(args != nullptr, "args is NULL.");
-  IndexScoresParams p;
-  bool on_device;
-  KVX_TRY(lower(*args, &p));
-  KVX_TRY(check_memory(args->memory, &on_device));
-  if (on_device) return cuda::index_scores(p, stream);
-  KVX_TRY(check_host_step(p.step));
-  return cpu::index_scores(p);
+  return entry("index_scores()", [&]() -> kvx_status_t {
+    KVX_NEED(args != nullptr, "args is NULL.");
+    IndexScoresParams p;
+    bool on_device;
+    KVX_TRY(lower(*args, &p));
+    KVX_TRY(check_memory(args->memory, &on_device));
+    if (on_device) return cuda::index_scores(p, stream);
+    KVX_TRY(check_host_step(p.step));
+    return cpu::index_scores(p);
+  });
 }
 
 kvx_status_t kvx_topk_workspace(const kvx_topk_args_t* args, uint64_t* bytes) {
   using namespace kvx;
-  begin_call("topk()");
-  KVX_NEED(args != nullptr && bytes != nullptr, "args or bytes is NULL.");
-  TopkParams p;
-  bool on_device;
-  KVX_TRY(lower(*args, &p));
-  KVX_TRY(check_memory(args->memory, &on_device));
-  *bytes = on_device ? cuda::topk_workspace(p) : 0;
-  return KVX_STATUS_OK;
+  return entry("topk()", [&]() -> kvx_status_t {
+    KVX_NEED(args != nullptr && bytes != nullptr, "args or bytes is NULL.");
+    TopkParams p;
+    bool on_device;
+    KVX_TRY(lower(*args, &p));
+    KVX_TRY(check_memory(args->memory, &on_device));
+    *bytes = on_device ? cuda::topk_workspace(p) : 0;
+    return KVX_STATUS_OK;
+  });
 }
 
 kvx_status_t kvx_topk(const kvx_topk_args_t* args, void* stream) {
   using namespace kvx;
-  begin_call("topk()");
-  KVX_NEED(args != nullptr, "args is NULL.");
-  TopkParams p;
-  bool on_device;
-  KVX_TRY(lower(*args, &p));
-  KVX_TRY(check_memory(args->memory, &on_device));
-  if (!on_device) return cpu::topk(p);
-  const uint64_t need = cuda::topk_workspace(p);
-  KVX_NEED(p.workspace_bytes >= need && (need == 0 || reinterpret_cast<uintptr_t>(p.workspace) % 256 == 0), "workspace has %llu bytes; this call needs %llu, 256-aligned (kvx_topk_workspace).",
-           (unsigned long long)p.workspace_bytes, (unsigned long long)need);
-  return cuda::topk(p, stream);
+  return entry("topk()", [&]() -> kvx_status_t {
+    KVX_NEED(args != nullptr, "args is NULL.");
+    TopkParams p;
+    bool on_device;
+    KVX_TRY(lower(*args, &p));
+    KVX_TRY(check_memory(args->memory, &on_device));
+    if (!on_device) return cpu::topk(p);
+    const uint64_t need = cuda::topk_workspace(p);
+    KVX_NEED(p.workspace_bytes >= need && (need == 0 || reinterpret_cast<uintptr_t>(p.workspace) % 256 == 0), "workspace has %llu bytes; this call needs %llu, 256-aligned (kvx_topk_workspace).",
+             (unsigned long long)p.workspace_bytes, (unsigned long long)need);
+    return cuda::topk(p, stream);
+  });
 }
 
 }  // extern "C"

@@ -156,13 +156,13 @@ kvx_status_t lower_plane_scale(const char* name, const kvx_plane_t& plane, const
   for (int i = 0; i < 4; i++) n += (axes_of[gran] >> (3 - i)) & 1;
   const bool scalar = n == 0 && (a.ndim == 0 || (a.ndim == 1 && a.shape[0] == 1));
   KVX_NEED(scalar || a.ndim == n, "%s scale has %u dimensions; granularity %d has %u.", name, a.ndim, gran, n);
+  KVX_TRY(check_array(name, "scale", a, true));
   for (int i = 0, j = 0; i < 4; i++) {
     if (!((axes_of[gran] >> (3 - i)) & 1)) continue;
     KVX_NEED(a.shape[j] == size[i], "%s scale shape[%d] is %lld; the cache makes it %lld.", name, j, (long long)a.shape[j], (long long)size[i]);
     *stride[i] = a.shape[j] == 1 ? 0 : a.stride[j] * dtype_bits(a.dtype) / 8;
     j++;
   }
-  KVX_TRY(check_array(name, "scale", a, true));
   KVX_NEED(!fine || !overlaps_itself(a), "%s scale strides make two scales share an address.", name);
   s.data = static_cast<char*>(a.data);
   s.dtype = a.dtype;
@@ -179,9 +179,10 @@ kvx_status_t check_planes_apart(const kvx_cache_t& c, const PlaneParams p[2]) {
     if ((i ? c.v : c.k).flags & KVX_PLANE_FLAG_SCALE_INLINE) row[i] = (q.scale.data - q.data) + q.scale.group * q.scale.num_groups;
     end[i] = q.block * (c.num_blocks - 1) + q.token * (c.block_size - 1) + q.head * (c.num_kv_heads - 1) + row[i];
   }
-  if (p[0].data + end[0] <= p[1].data || p[1].data + end[1] <= p[0].data) return KVX_STATUS_OK;
-  const int first = p[0].data <= p[1].data ? 0 : 1;
-  const int64_t apart = p[1 - first].data - p[first].data;
+  const uintptr_t at[2] = {reinterpret_cast<uintptr_t>(p[0].data), reinterpret_cast<uintptr_t>(p[1].data)};
+  const int first = at[0] <= at[1] ? 0 : 1;
+  if (at[1 - first] - at[first] >= uintptr_t(end[first])) return KVX_STATUS_OK;
+  const int64_t apart = int64_t(at[1 - first] - at[first]);  // less than end: far from overflowing
   const bool same = p[0].block == p[1].block && p[0].token == p[1].token && p[0].head == p[1].head;
   KVX_NEED(same, "K and V share memory but have different block, token or head strides; that cannot be told from an overlap.");
   // The axes of the pair: those of a plane, and `apart` from K to V.
@@ -204,10 +205,10 @@ kvx_status_t check_planes_apart(const kvx_cache_t& c, const PlaneParams p[2]) {
     const kvx_array_t& a = c.k.data;
     const int bits = dtype_bits(a.dtype), n = int(a.ndim);
     const bool alike = a.dtype == c.v.data.dtype && c.k_head_dim == c.v_head_dim && p[0].pack == p[1].pack && p[0].dim_hi == p[1].dim_hi && p[0].dim_lo == p[1].dim_lo;
-    if (alike && (apart * 8) % bits == 0) {
+    if (alike && (bits == 4 || apart % (bits / 8) == 0)) {
       int64_t axes[kMaxOverlapDims], steps[kMaxOverlapDims];
       for (int k = 0; k < n; k++) axes[k] = a.shape[k], steps[k] = a.stride[k];
-      axes[n] = 2, steps[n] = apart * 8 / bits;
+      axes[n] = 2, steps[n] = bits == 4 ? apart * 2 : apart / (bits / 8);
       if (!overlaps_itself(axes, steps, n + 1)) return KVX_STATUS_OK;
     }
   } else if (!overlaps_itself(both)) {
@@ -315,9 +316,12 @@ kvx_status_t lower_write(const kvx_cache_t& c, const kvx_write_args_t& w, WriteP
            (long long)w.k.shape[0], (long long)w.v.shape[0], (long long)tokens);
   KVX_TRY(lower_rows("write", "k", w.k, c.num_kv_heads, c.k_head_dim, tokens > 0, &out->rows[0]));
   KVX_TRY(lower_rows("write", "v", w.v, c.num_kv_heads, c.v_head_dim, tokens > 0, &out->rows[1]));
+  KVX_TRY(check_repeats("write", "k", w.k));
+  KVX_TRY(check_repeats("write", "v", w.v));
   KVX_TRY(check_array("write", "slot_mapping", w.slots, tokens > 0));
   KVX_TRY(lower_token_scale("k_token_scale", w.k_token_scale, tokens, c.num_kv_heads, &out->plane[0]));
   KVX_TRY(lower_token_scale("v_token_scale", w.v_token_scale, tokens, c.num_kv_heads, &out->plane[1]));
+  KVX_TRY(check_apart_from_cache(c, {{"slot_mapping", w.slots}}));
   out->slot_bytes = w.slots.dtype == KVX_DTYPE_S64 ? 8 : 4;
   out->slots = w.slots.data;
   out->slot_stride = w.slots.stride[0] * out->slot_bytes;
@@ -341,18 +345,21 @@ kvx_status_t lower_amax(const kvx_amax_args_t& a, AmaxParams* out) {
   KVX_NEED(a.x.ndim == 3, "x has %u dimensions; it is [num_tokens, num_kv_heads, head_dim].", a.x.ndim);
   const int64_t tokens = a.x.shape[0];
   KVX_TRY(lower_rows("amax", "x", a.x, a.x.shape[1], a.x.shape[2], tokens > 0, &out->rows));
+  KVX_TRY(check_repeats("amax", "x", a.x));
   const bool by_block = gran == KVX_SCALE_GRANULARITY_PER_BLOCK || gran == KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD;
   const bool by_head = gran == KVX_SCALE_GRANULARITY_PER_HEAD || gran == KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD;
   KVX_NEED(a.amax.dtype == KVX_DTYPE_F32, "amax is %s; it is f32.", dtype_name(a.amax.dtype));
   const uint32_t n = uint32_t(by_block) + uint32_t(by_head);
   KVX_NEED(a.amax.ndim == n || (n == 0 && a.amax.ndim == 1 && a.amax.shape[0] == 1), "amax has %u dimensions; granularity %d has %u.", a.amax.ndim, gran, n);
   KVX_TRY(check_array("amax", "amax", a.amax, true));
+  KVX_NEED(!overlaps_itself(a.amax), "amax strides make two entries share an address.");
   KVX_NEED(!by_head || a.amax.shape[n - 1] == a.x.shape[1], "amax has %lld heads; x has %lld.", (long long)a.amax.shape[n - 1], (long long)a.x.shape[1]);
   if (by_block) {
     KVX_NEED(a.block_size > 0, "block_size is %lld; it must be 1 or more.", (long long)a.block_size);
     KVX_NEED(a.slots.dtype == KVX_DTYPE_S32 || a.slots.dtype == KVX_DTYPE_S64, "slot_mapping is %s; it is int32 or int64.", dtype_name(a.slots.dtype));
     KVX_NEED(a.slots.ndim == 1 && a.slots.shape[0] == tokens, "slot_mapping must be [%lld], one slot a token.", (long long)tokens);
     KVX_TRY(check_array("amax", "slot_mapping", a.slots, tokens > 0));
+    KVX_TRY(check_apart({{"amax", a.amax}}, {{"slot_mapping", a.slots}}));
     out->slot_bytes = a.slots.dtype == KVX_DTYPE_S64 ? 8 : 4;
     out->slots = a.slots.data;
     out->slot_stride = a.slots.stride[0] * out->slot_bytes;
@@ -400,7 +407,7 @@ kvx_status_t lower_gather(const kvx_cache_t& c, const kvx_gather_args_t& g, Gath
                "%s is [%lld, %lld, ...] with %u dimensions; it is [%lld, num_kv_heads, head_dim] or [%lld, %lld, num_kv_heads, head_dim].", what,
                (long long)a.shape[0], (long long)a.shape[1], a.ndim, (long long)want, (long long)seqs, (long long)g.max_seq_len);
       KVX_TRY(lower_rows("gather", what, a, c.num_kv_heads, dims[i], want > 0, &rows));
-      out->seq_rows[i] = a.ndim == 4 ? a.stride[0] * dtype_bits(a.dtype) / 8 : rows.token * g.max_seq_len;
+      out->seq_rows[i] = seqs < 2 ? 0 : a.ndim == 4 ? a.stride[0] * dtype_bits(a.dtype) / 8 : rows.token * g.max_seq_len;
       out->num_rows = want;
     }
     KVX_NEED(!overlaps_itself(a), "%s strides make two output elements share an address.", what);
@@ -414,9 +421,12 @@ kvx_status_t lower_gather(const kvx_cache_t& c, const kvx_gather_args_t& g, Gath
     out->cu_seqlens = cu.data;
     out->cu_bytes = cu.dtype == KVX_DTYPE_S64 ? 8 : 4;
   }
+  KVX_TRY(check_apart({{"k", g.k}, {"v", g.v}}, {{"block_table", g.table.indices}, {"indptr", g.table.indptr}, {"last_page_len", g.table.last_page_len}, {"seq_lens", g.table.seq_lens}, {"cu_seqlens", g.cu_seqlens}}));
   out->max_seq_len = g.max_seq_len;
   // Packed: no sequence has more rows than the output, whatever max_seq_len claims. Work is counted by it. 1: an empty grid is no launch.
   if (out->cu_seqlens && out->num_rows < g.max_seq_len) out->max_seq_len = out->num_rows > 0 ? out->num_rows : 1;
+  int64_t all;
+  KVX_NEED(mul_fits(seqs, out->max_seq_len, &all), "%lld sequences x max_seq_len %lld overflows.", (long long)seqs, (long long)out->max_seq_len);
   out->block_size = c.block_size;
   out->num_blocks = c.num_blocks;
   out->num_heads = c.num_kv_heads;

@@ -23,6 +23,7 @@ kvx_status_t lower_merge(const kvx_merge_args_t& a, MergeParams* out) {
            (long long)dim);
   const bool needs = tokens > 0;
   KVX_TRY(lower_rows("outs", "outs", a.outs, heads, dim, needs, &out->parts));
+  KVX_TRY(check_repeats("outs", "array", a.outs));
   out->part = a.outs.stride[0] * dtype_bits(a.outs.dtype) / 8;
   KVX_NEED(a.lses.dtype == KVX_DTYPE_F32, "lses is %s; it is f32.", dtype_name(a.lses.dtype));
   KVX_NEED(a.lses.ndim == 3 && a.lses.shape[0] == parts && a.lses.shape[1] == tokens && a.lses.shape[2] == heads, "lses has the wrong shape; outs makes it [%lld, %lld, %lld].",
@@ -63,7 +64,8 @@ kvx_status_t run_merge(const kvx_merge_args_t& args, void* stream) {
 }  // namespace kvx
 
 extern "C" kvx_status_t kvx_merge_attention(const kvx_merge_args_t* args, void* stream) {
-  kvx::begin_call("merge_attention()");
-  KVX_NEED(args != nullptr, "args is NULL.");
-  return kvx::run_merge(*args, stream);
+  return kvx::entry("merge_attention()", [&]() -> kvx_status_t {
+    KVX_NEED(args != nullptr, "args is NULL.");
+    return kvx::run_merge(*args, stream);
+  });
 }

@@ -13,7 +13,8 @@ using namespace common;
 
 namespace {
 
-constexpr uint32_t kMaxBuffers = 1u << 22;
+constexpr uint32_t kMaxBuffers = 1u << 22;   // 32 MB of sizes
+constexpr int64_t kMostSteps = int64_t(1) << 25;  // from buffer to buffer, of all boxes that reach buffers of several sizes
 constexpr int64_t kMaxBlockSize = int64_t(1) << 30, kMaxBlocks = int64_t(1) << 40, kMaxIndex = int64_t(1) << 40;
 
 int64_t stride_of(const kvx_plan_digit_t& d, int which) { return which == SRC ? d.src : d.dst; }
@@ -94,7 +95,7 @@ kvx_status_t check_row(const Plan& plan, const kvx_plan_box_t& box, int n, int w
 }
 
 // The box stays inside buffers that exist, for every block and every digit.
-kvx_status_t check_side(const Plan& plan, const kvx_plan_box_t& box, int n, int which) {
+kvx_status_t check_side(const Plan& plan, const kvx_plan_box_t& box, int n, int which, int64_t* steps) {
   const kvx_plan_side_t& s = side_of(box, which);
   const int64_t block_size = which == SRC ? plan.header.src_block_size : plan.header.dst_block_size;
   const int64_t num_blocks = which == SRC ? plan.header.src_num_blocks : plan.header.dst_num_blocks;
@@ -114,24 +115,46 @@ kvx_status_t check_side(const Plan& plan, const kvx_plan_box_t& box, int n, int 
   KVX_NEED(ok, "the plan's box %d has a negative or overflowing stride at the %s.", n, name_of(which));
   const std::vector<uint64_t>& bytes = plan.bytes[which];
   KVX_NEED(buffer < int64_t(bytes.size()), "the plan's box %d reaches %s buffer %lld; there are %zu.", n, name_of(which), (long long)buffer, bytes.size());
-  // Every buffer some index reaches. Along one axis, b is reached when one that was lies a whole number of steps behind it.
-  std::vector<bool> reached(bytes.size());
-  reached[size_t(s.buffer)] = true;
-  std::vector<int64_t> behind(bytes.size());
-  auto walk = [&](int64_t count, int64_t step) {
-    if (step == 0 || count == 1) return;
-    for (size_t b = 0; b < bytes.size(); b++) behind[b] = reached[b] ? 0 : b >= size_t(step) ? behind[b - size_t(step)] + 1 : count;
-    for (size_t b = 0; b < bytes.size(); b++) reached[b] = behind[b] < count;
+  // Every buffer some index reaches: indices that step through buffers, each through others.
+  struct Axis {
+    int64_t size, step;
+  } axes[KVX_PLAN_MAX_DIGITS + 1];
+  int num_axes = 0;
+  int64_t reached = 1;
+  const auto add_axis = [&](int64_t size, int64_t step) {
+    if (step == 0 || size == 1) return true;
+    axes[num_axes++] = {size, step};
+    return mul_fits(reached, size, &reached) && reached <= int64_t(bytes.size());
   };
-  walk(num_blocks, s.block_step);
-  for (uint32_t i = 0; i < box.num_digits; i++) walk(box.digit[i].size, step_of(box.digit[i], which));
-  for (size_t b = 0; b < bytes.size(); b++)
-    KVX_NEED(!reached[b] || uint64_t(last) <= bytes[b], "the plan's box %d ends at byte %lld of %s buffer %zu, which has %llu.", n, (long long)last, name_of(which), b,
-             (unsigned long long)bytes[b]);
-  return KVX_STATUS_OK;
+  ok = add_axis(num_blocks, s.block_step);
+  for (uint32_t i = 0; ok && i < box.num_digits; i++) ok = add_axis(box.digit[i].size, step_of(box.digit[i], which));
+  KVX_NEED(ok, "the plan's box %d steps through more %s buffers than the %zu there are; some would be reached twice.", n, name_of(which), bytes.size());
+  if (uint64_t(last) <= plan.least_bytes[which]) return KVX_STATUS_OK;  // whichever they are
+  KVX_NEED((*steps += reached) <= kMostSteps, "the plan's boxes take over 2^25 steps through buffers of several sizes.");
+  int64_t index[KVX_PLAN_MAX_DIGITS + 1] = {};
+  for (int64_t b = s.buffer;;) {
+    KVX_NEED(uint64_t(last) <= bytes[size_t(b)], "the plan's box %d ends at byte %lld of %s buffer %lld, which has %llu.", n, (long long)last, name_of(which), (long long)b,
+             (unsigned long long)bytes[size_t(b)]);
+    int i = 0;
+    for (; i < num_axes && index[i] == axes[i].size - 1; i++) b -= index[i] * axes[i].step, index[i] = 0;
+    if (i == num_axes) return KVX_STATUS_OK;
+    index[i]++, b += axes[i].step;
+  }
 }
 
 }  // namespace
+
+bool moves_too_much(const Plan& plan, const kvx_plan_box_t& box, Which which) {
+  const kvx_plan_header_t& h = plan.header;
+  int64_t all = which == SRC ? h.src_num_blocks : h.dst_num_blocks, run = box.run_bytes;
+  if (box.cell) {
+    const kvx_plan_cell_t& cell = plan.cells[box.cell - 1];
+    run = (int64_t(cell.head_dim) * dtype_bits(format_of(cell, which).dtype) + 7) / 8;
+  }
+  bool fits = mul_fits(all, (which == SRC ? h.src_block_size : h.dst_block_size) / h.unit_tokens, &all) && mul_fits(all, run, &all);
+  for (uint32_t i = 0; fits && i < box.num_digits; i++) fits = mul_fits(all, box.digit[i].size, &all);
+  return !fits || uint64_t(all / kMostTimes) > plan.all_bytes[which];
+}
 
 kvx_status_t load(const void* data, uint64_t num_bytes, Plan* plan) {
   KVX_NEED(num_bytes >= sizeof(kvx_plan_header_t), "a plan has at least %zu bytes; this has %llu.", sizeof(kvx_plan_header_t), (unsigned long long)num_bytes);
@@ -169,7 +192,13 @@ kvx_status_t load(const void* data, uint64_t num_bytes, Plan* plan) {
     }
     KVX_NEED(plan->bytes[which].size() == counts[which], "the plan gives the sizes of %zu of its %u %s buffers.", plan->bytes[which].size(), counts[which],
              name_of(which));
+    plan->least_bytes[which] = uint64_t(kMaxBytes), plan->all_bytes[which] = 0;
+    for (uint64_t size : plan->bytes[which]) {
+      plan->least_bytes[which] = std::min(plan->least_bytes[which], size);
+      plan->all_bytes[which] = std::min(plan->all_bytes[which] + size, uint64_t(kMaxBytes));
+    }
   }
+  int64_t steps = 0;
   for (uint32_t i = 0; i < h.num_boxes; i++) {
     const kvx_plan_box_t& box = plan->boxes[i];
     KVX_NEED(box.num_digits <= KVX_PLAN_MAX_DIGITS && box.run_bytes > 0, "the plan's box %u has %u digits and runs of %lld bytes.", i, box.num_digits, (long long)box.run_bytes);
@@ -181,8 +210,10 @@ kvx_status_t load(const void* data, uint64_t num_bytes, Plan* plan) {
       KVX_NEED(mul_fits(all, box.digit[d].size, &all) && all <= kMaxIndex, "the plan's box %u moves more than 2^40 runs a unit.", i);
       if (box.digit[d].token) KVX_NEED(mul_fits(tokens, box.digit[d].size, &tokens) && tokens <= h.unit_tokens, "box %u has more tokens than a unit.", i);
     }
-    for (int which = 0; which < 2; which++) KVX_TRY(check_side(*plan, box, int(i), which));
+    for (int which = 0; which < 2; which++) KVX_TRY(check_side(*plan, box, int(i), which, &steps));
     for (int which = 0; which < 2 && box.cell; which++) KVX_TRY(check_row(*plan, box, int(i), which));
+    KVX_NEED(!moves_too_much(*plan, box, DST), "the plan's box %u moves more than %lld times the %llu bytes of the destination: it would write the same ones again and again.", i,
+             (long long)kMostTimes, (unsigned long long)plan->all_bytes[DST]);
   }
   return KVX_STATUS_OK;
 }

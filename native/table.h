@@ -24,11 +24,12 @@ KVX_HD int64_t sequence_length(const TableParams& t, int64_t seq, int64_t block_
   int64_t s = (int64_t)((uint32_t)seq / (uint32_t)t.beam_width);  // fewer than 2^31 sequences: array.cpp
   if (t.seq_lens) return read_index(t.seq_lens, s * t.len_bytes, t.len_bytes);
   int64_t first = read_index(t.indptr, s * t.indptr_bytes, t.indptr_bytes);
-  int64_t pages = read_index(t.indptr, (s + 1) * t.indptr_bytes, t.indptr_bytes) - first;
-  if (pages == 0) return 0;
+  int64_t end = read_index(t.indptr, (s + 1) * t.indptr_bytes, t.indptr_bytes);
+  if (first == end) return 0;
   int64_t last = read_index(t.last_page_len, s * t.last_bytes, t.last_bytes);
-  if (pages < 0 || last < 1 || last > block_size) return -1;
-  return (pages - 1) * block_size + last;
+  // Between pages that there are: differences and products then cannot wrap (array.cpp).
+  if (first < 0 || end < first || end > t.num_indices || last < 1 || last > block_size) return -1;
+  return (end - first - 1) * block_size + last;
 }
 
 // The block that holds position `pos` (logical block `pos / block_size` = logical) of output sequence `seq`, in plane 0 (K) or 1 (V).
@@ -87,9 +88,10 @@ struct RowRange {
 KVX_HD RowRange output_rows(const GatherParams& p, int64_t seq) {
   if (!p.cu_seqlens) return RowRange{seq * p.max_seq_len, p.max_seq_len};
   int64_t first = read_index(p.cu_seqlens, seq * p.cu_bytes, p.cu_bytes);
-  int64_t count = read_index(p.cu_seqlens, (seq + 1) * p.cu_bytes, p.cu_bytes) - first;
-  if (first < 0 || count < 0 || count > p.max_seq_len || first + count > p.num_rows) return RowRange{0, -1};
-  return RowRange{first, count};
+  int64_t end = read_index(p.cu_seqlens, (seq + 1) * p.cu_bytes, p.cu_bytes);
+  // In this order: a difference of two numbers of any size would wrap.
+  if (first < 0 || end < first || end > p.num_rows || end - first > p.max_seq_len) return RowRange{0, -1};
+  return RowRange{first, end - first};
 }
 
 KVX_HD char* output_row(const GatherParams& p, int plane, int64_t seq, RowRange range, int64_t pos) {

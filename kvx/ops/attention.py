@@ -79,7 +79,8 @@ def attention_varlen(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of prefill chunks and decodes in one call; everything else as in attention_decode.
 
-    Rows of q that are in no sequence's range are left alone, so that a graph can be captured for more tokens than a step has.
+    Of rows of q that are in no sequence's range, `out` and `lse` are left alone where the caller gave them, so that a graph can be
+    captured for more tokens than a step has; where they are made here, such rows are 0 and -inf.
     """
     options = Options(default_scale(scale, q), causal, window, soft_cap, max_query_len, max_seq_len, planned)
     extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, None, None, errors)

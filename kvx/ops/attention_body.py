@@ -91,10 +91,13 @@ def attend(
     options: Options, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     given = out is not None or lse is not None or sinks is not None
+    covers = (out is not None and lse is not None) or _covers(q, cu)
     if out is None:
-        out = torch.empty(*q.shape[:-1], value_dim(spec, options.latent), dtype=q.dtype, device=q.device)
+        shape = (*q.shape[:-1], value_dim(spec, options.latent))
+        out = (torch.empty if covers else torch.zeros)(shape, dtype=q.dtype, device=q.device)
     if lse is None:
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        lse = lse if covers else lse.fill_(-math.inf)
     if torch.compiler.is_compiling() and not isinstance(cache, CachePointers):
         compiled.attention(q, cache, table, cu, out, lse, spec, extra, sinks, workspace, options, backend)
         return out, lse
@@ -124,6 +127,18 @@ def attend(
     else:
         call_native(RUN, tensors, table, q, out, lse, cu, spec, extra, sinks, workspace, options)
     return out, lse
+
+
+def _covers(q: Tensor, cu: Tensor | None) -> bool:
+    """Whether every row of q is some sequence's; of others nothing is written. Ranges follow each other, so their ends tell.
+
+    Ends on a device are not waited for: outputs are then filled, two small launches more, and only where cu_seqlens is given.
+    """
+    if cu is None:
+        return True
+    if torch.compiler.is_compiling() or not cu.is_cpu or cu.dim() != 1 or cu.numel() < 1:
+        return False
+    return cu[0].item() == 0 and cu[-1].item() == len(q)
 
 
 def workspace_bytes(tensors: OpenCache, table: Table, q: Tensor, cu: Tensor | None, spec: CacheSpec, options: Options) -> int:

@@ -197,7 +197,7 @@ def _check_numbers(
     dim, (tokens, heads) = window.codec.dim, q.shape[:2]
     if not 1 <= window_tokens <= INT32_MAX:
         raise BadArgument(f"{call}(): window_tokens is {window_tokens}; it is 1 or more.")
-    if fresh is None and window.rows < window_tokens:
+    if window.rows < window_tokens - (fresh is not None):
         raise BadArgument(f"{call}(): a window of {window_tokens} tokens in pages of {window.rows} rows.")
     if entries is not None and entries.codec.dim != dim:
         raise BadArgument(f"{call}(): entries have {entries.codec.dim} elements and rows of the window {dim}.")

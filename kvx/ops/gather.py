@@ -89,7 +89,9 @@ def _outputs(
         raise BadArgument("gather(): with cu_seqlens under torch.compile, give `out`.")
     else:
         rows = (table.num_seqs, max_seq_len)
-    k, v = (torch.empty(*rows, spec.num_kv_heads, p.head_dim, dtype=dtype, device=first.device) for p in spec.planes)
+    # Rows in front of the first sequence are nobody's, and are not written.
+    new = torch.zeros if cu is not None and int(cu[0]) else torch.empty
+    k, v = (new(*rows, spec.num_kv_heads, p.head_dim, dtype=dtype, device=first.device) for p in spec.planes)
     return k, v
 
 

@@ -3,6 +3,7 @@
 
 #include "../run.h"
 #include "../table.h"
+#include "carry.h"
 #include "row.h"
 
 namespace kvx {
@@ -29,13 +30,14 @@ void raise(const AmaxParams& p, int64_t block, int64_t head, float value) {
 }
 
 void raise_heads(const RowTable& ops, const AmaxParams& p, int64_t begin, int64_t end) {
-  std::vector<float> best(size_t(p.num_heads), 0.0f);
+  std::vector<float> best(p.head ? size_t(p.num_heads) : 1, 0.0f);  // one where all heads share an entry
   for (int64_t t = begin; t < end; t++)
     for (int64_t h = 0; h < p.num_heads; h++) {
       const float a = row_amax(ops, p, p.rows.data + t * p.rows.token + h * p.rows.head);
-      best[size_t(h)] = a > best[size_t(h)] ? a : best[size_t(h)];
+      float& most = best[p.head ? size_t(h) : 0];
+      most = a > most ? a : most;
     }
-  for (int64_t h = 0; h < p.num_heads; h++) raise(p, 0, h, best[size_t(h)]);
+  for (size_t h = 0; h < best.size(); h++) raise(p, 0, int64_t(h), best[h]);
 }
 
 void raise_blocks(const RowTable& ops, const AmaxParams& p, int64_t begin, int64_t end) {
@@ -57,15 +59,16 @@ kvx_status_t amax(const AmaxParams& p) {
         return fail(KVX_STATUS_OUT_OF_RANGE, "slot_mapping[%lld] is %lld; amax covers %lld slots.", (long long)t, (long long)slot, (long long)p.num_slots);
     }
   const RowTable& ops = best_rows();
+  Carry carry;
   const int threads = p.num_tokens * p.num_heads * p.head_dim < 65536 ? 1 : int(least(max_threads(), p.num_tokens));
   // Threads take ranges of tokens. Without a block axis each keeps maxima of its own per head; with one, entries are raised
   // under a lock by row: rows are long, and two threads seldom meet in one block.
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int i = 0; i < threads; i++) {
     const int64_t begin = p.num_tokens * i / threads, end = p.num_tokens * (i + 1) / threads;
-    if (p.slots) raise_blocks(ops, p, begin, end);
-    else raise_heads(ops, p, begin, end);
+    carry([&] { p.slots ? raise_blocks(ops, p, begin, end) : raise_heads(ops, p, begin, end); });
   }
+  carry.rethrow();
   return KVX_STATUS_OK;
 }
 

@@ -7,6 +7,7 @@
 
 #include "../run.h"
 #include "../table.h"
+#include "carry.h"
 #include "row.h"
 
 namespace kvx {
@@ -133,6 +134,7 @@ class Worker {
 
 kvx_status_t append(const AppendParams& p) {
   KVX_TRY(check_indices(p));
+  if (p.num_tokens == 0) return KVX_STATUS_OK;  // rows of any length are then no rows
   const RowTable& ops = best_rows();
   std::vector<float> weights[2];
   const float* weight[2] = {};
@@ -144,13 +146,17 @@ kvx_status_t append(const AppendParams& p) {
     weight[i] = weights[i].data();
   }
   int64_t bytes = 0;
-  for (int kind = 0; kind < ROW_KINDS; kind++) bytes += p.num_tokens * p.heads[kind] * p.dim[kind] * 2;
+  for (int kind = 0; kind < ROW_KINDS; kind++) bytes += mul_most(p.num_tokens, p.heads[kind] * p.dim[kind] * 2);
+  Carry carry;
   const int threads = bytes < kThreadBytes ? 1 : int(least(max_threads(), p.num_tokens));
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
   for (int i = 0; i < threads; i++) {
-    Worker worker(p, ops, weight);
-    for (int64_t t = p.num_tokens * i / threads; t < p.num_tokens * (i + 1) / threads; t++) worker.token(t);
+    carry([&] {
+      Worker worker(p, ops, weight);
+      for (int64_t t = p.num_tokens * i / threads; t < p.num_tokens * (i + 1) / threads; t++) worker.token(t);
+    });
   }
+  carry.rethrow();
   return KVX_STATUS_OK;
 }
 

@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "../run.h"
+#include "carry.h"
 #include "hybrid_rows.h"
 
 namespace kvx {
@@ -33,20 +34,24 @@ kvx_status_t append_swa(const AppendSwaParams& p) {
   KVX_TRY(place_tokens(p, &tokens));
   const RowTable& ops = best_rows();
   const int64_t count = int64_t(tokens.size()), rows = p.window.rows;
+  Carry carry;
   const int threads = count * p.window.dim < kThreadElements ? 1 : int(least(max_threads(), count));
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
   for (int i = 0; i < threads; i++) {
-    Finisher finisher(ops, p.finish, p.window.dim, false);
-    std::vector<float> x(size_t(p.window.dim));
-    for (int64_t n = count * i / threads; n < count * (i + 1) / threads; n++) {
-      const Placed& t = tokens[size_t(n)];
-      load_row(ops, p.x, t.token, 0, 0, p.window.dim, x.data());
-      finisher.run(x.data(), t.position);
-      const int64_t page = p.positions ? t.slot : t.token / rows, row = p.positions ? t.position % rows : t.token % rows;
-      encode_row(ops, p.window, row_place(p.window, page, row), x.data());
-      if (p.positions) p.positions[page * rows + row] = int32_t(t.position);
-    }
+    carry([&] {
+      Finisher finisher(ops, p.finish, p.window.dim, false);
+      std::vector<float> x(size_t(p.window.dim));
+      for (int64_t n = count * i / threads; n < count * (i + 1) / threads; n++) {
+        const Placed& t = tokens[size_t(n)];
+        load_row(ops, p.x, t.token, 0, 0, p.window.dim, x.data());
+        finisher.run(x.data(), t.position);
+        const int64_t page = p.positions ? t.slot : t.token / rows, row = p.positions ? t.position % rows : t.token % rows;
+        encode_row(ops, p.window, row_place(p.window, page, row), x.data());
+        if (p.positions) p.positions[page * rows + row] = int32_t(t.position);
+      }
+    });
   }
+  carry.rethrow();
   return KVX_STATUS_OK;
 }
 

@@ -10,6 +10,7 @@
 #include "../run.h"
 #include "../table.h"
 #include "attend.h"
+#include "carry.h"
 #include "row.h"
 
 namespace kvx {
@@ -372,12 +373,13 @@ kvx_status_t attention(const AttentionParams& p) {
   for (const Queries& g : queries)
     bytes += (g.end - g.begin) * p.num_kv_heads * g.count * (span_bytes(p.kv.plane[0].dtype, p.head_dim) + span_bytes(p.kv.plane[1].dtype, p.v_head_dim));
   const int64_t count = int64_t(units.size());
+  Carry carry;
 #pragma omp parallel if (bytes >= kThreadBytes)
   {
     [[maybe_unused]] const Subnormals kept;
     Desk desk;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) attend(p, ops, loops, queries[size_t(units[size_t(i)].queries)], units[size_t(i)], desk, partials.data());
+    for (int64_t i = 0; i < count; i++) carry([&] { attend(p, ops, loops, queries[size_t(units[size_t(i)].queries)], units[size_t(i)], desk, partials.data()); });
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) {
       const Unit& u = units[size_t(i)];
@@ -385,9 +387,10 @@ kvx_status_t attention(const AttentionParams& p) {
       if (u.partial < 0 || u.begin != g.begin) continue;  // whole already, or not the first of its spans
       int64_t end = i + 1;
       while (end < count && units[size_t(end)].queries == u.queries && units[size_t(end)].head == u.head) end++;
-      for (int64_t h = 0; h < u.num_heads; h++) merge(p, ops, loops, g, &units[size_t(i)], units.data() + end, h, partials.data(), desk);
+      for (int64_t h = 0; h < u.num_heads; h++) carry([&] { merge(p, ops, loops, g, &units[size_t(i)], units.data() + end, h, partials.data(), desk); });
     }
   }
+  carry.rethrow();
   return KVX_STATUS_OK;
 }
 

@@ -11,6 +11,7 @@
 #include "../run.h"
 #include "../table.h"
 #include "attend.h"
+#include "carry.h"
 #include "row.h"
 
 namespace kvx {
@@ -242,21 +243,23 @@ kvx_status_t attention_latent(const AttentionParams& p) {
   const std::vector<Unit> units = make_units(groups, &work, &partial_rows);
   std::vector<float> partials(size_t(partial_rows * partial_floats(p)));
   const int64_t count = int64_t(units.size());
+  Carry carry;
 #pragma omp parallel if (work >= kThreadWork)
   {
     Desk desk;
-    desk.open(p, loops);
+    carry([&] { desk.open(p, loops); });
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) attend(p, ops, loops, units[size_t(i)], desk, partials.data());
+    for (int64_t i = 0; i < count; i++) carry([&] { attend(p, ops, loops, units[size_t(i)], desk, partials.data()); });
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) {
       const Unit& u = units[size_t(i)];
       if (u.partial < 0 || (i > 0 && is_same_group(units[size_t(i - 1)], u))) continue;  // whole already, or not the first of its spans
       int64_t end = i + 1;
       while (end < count && is_same_group(u, units[size_t(end)])) end++;
-      merge(p, ops, loops, &u, units.data() + end, partials.data(), desk);
+      carry([&] { merge(p, ops, loops, &u, units.data() + end, partials.data(), desk); });
     }
   }
+  carry.rethrow();
   return KVX_STATUS_OK;
 }
 

@@ -4,10 +4,12 @@
 #include <string.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "../run.h"
 #include "attend.h"
+#include "carry.h"
 #include "hybrid_rows.h"
 
 namespace kvx {
@@ -219,20 +221,23 @@ kvx_status_t attention_sparse(const SparseParams& p) {
   std::vector<float> partials(size_t(partial_rows * partial_floats(p)));
   const int64_t count = int64_t(units.size());
   clear_others(p, ops, runs);
+  Carry carry;
 #pragma omp parallel if (work >= kThreadWork)
   {
-    Worker worker(p, ops, loops);
+    std::optional<Worker> worker;
+    carry([&] { worker.emplace(p, ops, loops); });
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) worker.attend(runs[size_t(units[size_t(i)].run)], units[size_t(i)], partials.data());
+    for (int64_t i = 0; i < count; i++) carry([&] { worker->attend(runs[size_t(units[size_t(i)].run)], units[size_t(i)], partials.data()); });
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) {
       const Unit& u = units[size_t(i)];
       if (u.partial < 0 || (i > 0 && is_same_group(units[size_t(i - 1)], u))) continue;  // whole already, or not the first of its spans
       int64_t end = i + 1;
       while (end < count && is_same_group(u, units[size_t(end)])) end++;
-      worker.merge(runs[size_t(u.run)], &u, units.data() + end, partials.data());
+      carry([&] { worker->merge(runs[size_t(u.run)], &u, units.data() + end, partials.data()); });
     }
   }
+  carry.rethrow();
   return KVX_STATUS_OK;
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../convert.h"
+#include "carry.h"
 #include "convert_unit.h"
 
 namespace kvx {
@@ -114,18 +115,23 @@ void walk(const Bound& bound, const CellJob& job, Visit&& visit) {
   const int64_t items = bound.tables.num_seqs * bound.tables.units_per_seq * cells.outer;
   const int granularity = job.side[DST].format.granularity;
   const bool finds = granularity == KVX_SCALE_GRANULARITY_PER_TOKEN_HEAD || granularity == KVX_SCALE_GRANULARITY_PER_GROUP;
+  Carry carry;
 #pragma omp parallel if (items * cells.run.size >= kThreadRows)
   {
-    std::vector<float> values(static_cast<size_t>(job.head_dim));
+    std::vector<float> values;
+    carry([&] { values.resize(size_t(job.head_dim)); });
     Row row = {};
     row.plane[SRC] = plane_of(job.side[SRC], job.head_dim, SCALE_READ), row.plane[DST] = plane_of(job.side[DST], job.head_dim, finds ? SCALE_COMPUTED : SCALE_READ);
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < items; item++) {
-      const Unit unit = find_unit(bound.tables, item / cells.outer);
-      const int64_t count = unit.tokens ? cells.find(unit, item % cells.outer, &row) : 0;
-      for (int64_t i = 0; i < count; i++, cells.step(&row)) visit(row, values.data());
+      carry([&] {
+        const Unit unit = find_unit(bound.tables, item / cells.outer);
+        const int64_t count = unit.tokens ? cells.find(unit, item % cells.outer, &row) : 0;
+        for (int64_t i = 0; i < count; i++, cells.step(&row)) visit(row, values.data());
+      });
     }
   }
+  carry.rethrow();
 }
 
 // Scales that belong to blocks stand for many rows, of several jobs where shards meet. Until the last row was seen they hold the

@@ -4,9 +4,11 @@
 #include <string.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "../run.h"
+#include "carry.h"
 #include "hybrid_rows.h"
 
 namespace kvx {
@@ -205,17 +207,20 @@ kvx_status_t compress(const CompressParams& p) {
   const RowTable& ops = best_rows();
   const int64_t num_closing = int64_t(closing.size()), num_runs = int64_t(runs.size());
   const int64_t work = (num_closing * p.ratio * p.parts + num_runs) * p.dim;
+  Carry carry;
 #pragma omp parallel if (work >= kThreadElements)
   {
-    Worker worker(p, ops);
+    std::optional<Worker> worker;
+    carry([&] { worker.emplace(p, ops); });
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < num_closing; i++) {
       const Closing& c = closing[size_t(i)];
-      worker.close(runs[size_t(c.run)], c.number, row_place(p.entries, c.page, c.number % p.entries.rows));
+      carry([&] { worker->close(runs[size_t(c.run)], c.number, row_place(p.entries, c.page, c.number % p.entries.rows)); });
     }
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num_runs; i++) worker.keep(runs[size_t(i)]);
+    for (int64_t i = 0; i < num_runs; i++) carry([&] { worker->keep(runs[size_t(i)]); });
   }
+  carry.rethrow();
   return KVX_STATUS_OK;
 }
 

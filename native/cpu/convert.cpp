@@ -139,10 +139,10 @@ void walk_alike(const RowTable& ops, const Bound& bound, std::vector<Job> jobs, 
   for (Job& job : jobs) shape = shape_of(&job);
   const Walker walk{ops, bound, std::move(jobs), shape, take, units};
   const Job& any = walk.jobs[0];
-  const int64_t items = units * shape.outer;
-  int64_t item_bytes = any.run * int64_t(walk.jobs.size());
-  for (int i = 0; i < shape.inner; i++) item_bytes *= any.digit[i].size;
-  const int64_t bytes = items * item_bytes, grain = greatest(1, kTaskBytes / item_bytes), tasks = (items + grain - 1) / grain;
+  const int64_t items = mul_most(units, shape.outer);
+  int64_t item_bytes = mul_most(any.run, int64_t(walk.jobs.size()));
+  for (int i = 0; i < shape.inner; i++) item_bytes = mul_most(item_bytes, any.digit[i].size);
+  const int64_t bytes = mul_most(items, item_bytes), grain = greatest(1, kTaskBytes / item_bytes), tasks = (items + grain - 1) / grain;
   const bool stream = bytes >= kStreamBytes;
 #pragma omp parallel if (bytes >= kThreadBytes)
   {

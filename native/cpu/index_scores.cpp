@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "../run.h"
 #include "attend.h"
+#include "carry.h"
 #include "hybrid_rows.h"
 
 namespace kvx {
@@ -139,28 +141,35 @@ kvx_status_t index_scores(const IndexScoresParams& p) {
   const RowTable& ops = best_rows();
   const AttendTable& loops = best_attend();
   const int64_t count = int64_t(units.size());
+  Carry carry;
 #pragma omp parallel if (work >= kThreadProducts)
   {
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < p.step.num_tokens; t++) std::fill_n(reinterpret_cast<float*>(reinterpret_cast<char*>(p.scores) + t * p.score_token), p.num_entries, -INFINITY);
-    Scorer scorer(p, ops, loops);
+    std::optional<Scorer> scorer;
+    carry([&] { scorer.emplace(p, ops, loops); });
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) scorer.run(runs[size_t(units[size_t(i)].run)], units[size_t(i)]);
+    for (int64_t i = 0; i < count; i++) carry([&] { scorer->run(runs[size_t(units[size_t(i)].run)], units[size_t(i)]); });
   }
+  carry.rethrow();
   return KVX_STATUS_OK;
 }
 
 kvx_status_t topk(const TopkParams& p) {
+  Carry carry;
 #pragma omp parallel if (p.num_tokens > 1 && p.num_tokens * p.num_entries >= kThreadProducts)
   {
     std::vector<uint64_t> room;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t t = 0; t < p.num_tokens; t++) {
       const int64_t length = p.lengths ? least(p.num_entries, p.lengths[t]) : p.num_entries;
-      choose(reinterpret_cast<const float*>(reinterpret_cast<const char*>(p.scores) + t * p.score_token), length, p.k, room,
-             reinterpret_cast<int32_t*>(reinterpret_cast<char*>(p.indices) + t * p.index_token));
+      carry([&] {
+        choose(reinterpret_cast<const float*>(reinterpret_cast<const char*>(p.scores) + t * p.score_token), length, p.k, room,
+               reinterpret_cast<int32_t*>(reinterpret_cast<char*>(p.indices) + t * p.index_token));
+      });
     }
   }
+  carry.rethrow();
   return KVX_STATUS_OK;
 }
 

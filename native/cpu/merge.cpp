@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../run.h"
+#include "carry.h"
 #include "row.h"
 
 namespace kvx {
@@ -48,15 +49,20 @@ void merge_row(const RowTable& ops, const MergeParams& p, int64_t token, int64_t
 }  // namespace
 
 kvx_status_t merge(const MergeParams& p) {
+  if (p.num_tokens == 0) return KVX_STATUS_OK;  // rows of any length are then no rows
   const RowTable& ops = best_rows();
   const int64_t rows = p.num_tokens * p.num_heads, bytes = rows * p.num_parts * p.head_dim * element_bytes(p.parts.dtype);
+  Carry carry;
   const int threads = bytes < kThreadBytes ? 1 : int(least(max_threads(), rows));
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
   for (int i = 0; i < threads; i++) {
-    std::vector<float> scratch(size_t(2 * p.head_dim));
-    for (int64_t row = rows * i / threads; row < rows * (i + 1) / threads; row++)
-      merge_row(ops, p, row / p.num_heads, row % p.num_heads, scratch.data(), scratch.data() + p.head_dim);
+    carry([&] {
+      std::vector<float> scratch(size_t(2 * p.head_dim));
+      for (int64_t row = rows * i / threads; row < rows * (i + 1) / threads; row++)
+        merge_row(ops, p, row / p.num_heads, row % p.num_heads, scratch.data(), scratch.data() + p.head_dim);
+    });
   }
+  carry.rethrow();
   return KVX_STATUS_OK;
 }
 

@@ -319,7 +319,7 @@ def test_a_wrong_shape_is_refused(layout, index):
     tensors[index] = tensors[index][:-1]
     got = list(tensors[index].shape)
     with pytest.raises(kvx.BadArgument) as refused:
-        kvx.views(tensors, spec)
+        kvx.views([t.to(torch.bfloat16) for t in tensors], spec)
     assert str(refused.value) == f"cache is {got}; the spec makes it {want}."
 
 

@@ -10,7 +10,7 @@ import torch
 
 import kvx
 from tests import compare
-from tests.ops import attention_cases
+from tests.ops import attention_cases, mla_cases
 from tests.ops.attention_cases import Case
 from tests.ops.test_gather import kv_offsets
 
@@ -150,6 +150,25 @@ def test_rows_of_no_sequence_are_left_alone(backend, generator):
     compare.bitwise(lse[1:5], want[1])
     assert (out[[0, 5, 6]] == 5).all()
     assert (lse[[0, 5, 6]] == 5).all()
+
+
+@pytest.mark.parametrize("cases_of", [Case, mla_cases.Case], ids=["varlen", "mla"])
+def test_rows_of_no_sequence_are_zero_where_outputs_are_made(backend, cases_of, generator, monkeypatch):
+    made = cases_of(lens=(20, 9), queries=(3, 1)).make(backend.device, generator)
+    want = made.run(backend.name)
+    made.q = torch.cat([made.q[:1] * math.nan, made.q, made.q[:2] * math.nan])
+    empty = torch.empty
+
+    def poisoned(*args: object, **more: object) -> torch.Tensor:
+        x = empty(*args, **more)
+        return x.fill_(math.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    out, lse = made.run(backend.name, cu_seqlens=made.cu + 1)
+    compare.bitwise(out[1:5], want[0])
+    compare.bitwise(lse[1:5], want[1])
+    assert (out[[0, 5, 6]] == 0).all()
+    assert (lse[[0, 5, 6]] == -math.inf).all()
 
 
 WINDOWED = [

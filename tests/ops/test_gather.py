@@ -89,6 +89,19 @@ def test_packed_output_with_room_is_zero_filled(backend, generator):
         compare.bitwise(out[0][int(cu[s]) : int(cu[s]) + n], padded[s, :n].contiguous())
 
 
+def test_rows_in_front_of_the_first_sequence_are_zero_where_outputs_are_made(backend, generator, monkeypatch):
+    if backend.device != "cpu":
+        pytest.skip("with cu_seqlens on a device outputs are the caller's")
+    made = cases.Case(format="f32", io="f32").make(backend.device, generator)
+    made.write(backend.name)
+    cu, empty = kvx.cu_seqlens(made.seq_lens), torch.empty
+    want = made.gather(backend.name, cu_seqlens=cu)
+    monkeypatch.setattr(torch, "empty", lambda *args, **more: empty(*args, **more).fill_(7))
+    for x, y in zip(made.gather(backend.name, cu_seqlens=cu + 2), want, strict=True):
+        assert (x[:2] == 0).all()
+        compare.bitwise(x[2:], y)
+
+
 def test_three_and_four_dimensional_outputs_agree(backend, generator):
     made = cases.Case().make(backend.device, generator)
     made.write(backend.name)
