@@ -79,8 +79,12 @@ kvx_status_t check_apart(std::initializer_list<Written> written, std::initialize
 }
 
 kvx_status_t check_apart_from_cache(const kvx_cache_t& c, std::initializer_list<Indices> indices) {
-  const auto inline_bytes = [](const kvx_plane_t& p, int64_t head_dim) {
-    return p.flags & KVX_PLANE_FLAG_SCALE_INLINE ? p.scale_offset + head_dim * 4 : 0;  // a scale an element, at most
+  // Of the last row, what stands behind its elements. Exact: behind the cache is somebody else's memory, perhaps these indices.
+  const auto inline_bytes = [](const kvx_plane_t& p, int64_t head_dim) -> int64_t {
+    if (!(p.flags & KVX_PLANE_FLAG_SCALE_INLINE)) return 0;
+    const int64_t groups = p.granularity == KVX_SCALE_GRANULARITY_PER_GROUP && p.group_size ? head_dim / int64_t(p.group_size) : 1;
+    const int64_t end = p.scale_offset + groups * dtype_bits(p.scale_dtype) / 8, elements = head_dim * dtype_bits(p.data.dtype) / 8;
+    return end > elements ? end - elements : 0;
   };
   return check_apart({{"the K cache", c.k.data, inline_bytes(c.k, c.k_head_dim)}, {"the V cache", c.v.data, inline_bytes(c.v, c.v_head_dim)}, {"k_scale", c.k.scale}, {"v_scale", c.v.scale}}, indices);
 }

@@ -100,8 +100,10 @@ def check_apart(call: str, **tensors: Tensor | Sequence[Tensor | None] | None) -
     """Tensors a torch body writes: no two elements share memory. The library asks for itself."""
     for name, given in tensors.items():
         for t in (given,) if isinstance(given, Tensor) else given or ():
+            if t is None or not t.numel():
+                continue
             end = 1
-            for stride, n in sorted(zip(t.stride(), t.shape, strict=True)) if t is not None and t.numel() else ():
+            for stride, n in sorted(zip(t.stride(), t.shape, strict=True)):
                 if n > 1 and stride < end:
                     raise BadArgument(
                         f"{call}(): {name} is {list(t.shape)} with strides {list(t.stride())}; elements that are written overlap "

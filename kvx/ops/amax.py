@@ -41,8 +41,6 @@ def amax(
         raise BadArgument(f'amax(): per is "{per}"; it is one of {", ".join(_NAMES)}.')
     if x.dim() != 3 or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise BadArgument(f"amax(): x is {list(x.shape)} {x.dtype}; it is [num_tokens, num_kv_heads, head_dim] f16, bf16 or f32.")
-    if torch.is_grad_enabled() or backend == "torch":
-        check_memory("amax", x=x, slot_mapping=slot_mapping, out=out, errors=errors)
     by_block = "block" in per
     if by_block and (slot_mapping is None or num_blocks < 1 or block_size < 1):
         raise BadArgument(f'amax(): per="{per}" needs slot_mapping, num_blocks and block_size.')
@@ -62,6 +60,8 @@ def amax(
     if torch.compiler.is_compiling():
         compiled.amax(out, x, per, slot_mapping, num_blocks, block_size, errors, backend)
         return out
+    if torch.is_grad_enabled() or backend == "torch":
+        check_memory("amax", x=x, slot_mapping=slot_mapping, out=out, errors=errors)
     chosen = backends.choose("amax", backend, x)
     if chosen == "torch":
         check_apart("amax", out=out)

@@ -102,10 +102,10 @@ def attend(
         compiled.attention(q, cache, table, cu, out, lse, spec, extra, sinks, workspace, options, backend)
         return out, lse
     q = backends.as_tensor(call, "q", q)
-    if torch.is_grad_enabled() or backend == "torch":
-        given = () if isinstance(cache, CachePointers) else (cache,) if isinstance(cache, Tensor) else cache
-        check_memory(call, q=q, cache=given, table=table.tensors, cu_seqlens=cu, sinks=sinks, out=(out, lse), scales=extra)
     tensors = open_cache(call, q, cache, table, spec, options)
+    if torch.is_grad_enabled() or backend == "torch":
+        caches = () if isinstance(tensors, CachePointers) else tensors
+        check_memory(call, q=q, cache=caches, table=table.tensors, cu_seqlens=cu, sinks=sinks, out=(out, lse), scales=extra)
     if given:
         check_shapes(call, q, sinks, out, lse, value_dim(spec, options.latent))
     scales.require(call, spec, extra)

@@ -37,10 +37,11 @@ struct DigestArgs {
   unsigned long long* out;
 };
 
-struct DigestRow {
-  const char* at;  // NULL: not there
-  RowKey key;
-  uint32_t word;   // number of its first word here
+// Read anew for every word, so in as few loads as can be.
+struct alignas(16) DigestRow {
+  ulonglong2 at_k01;  // its address, NULL: not there
+  ulonglong2 k23_k45;
+  uint32_t word;      // number of its first word here
 };
 
 // How a warp's lanes lie over its rows: along them where they are whole, one row a lane where they come in pieces (those of
@@ -83,8 +84,9 @@ __global__ void __launch_bounds__(kThreads) digest_rows(const __grid_constant__ 
       if (token < here.tokens) {
         Here at = here;
         move_on_source(a.tables, a.place, byte, steps, &at);
-        row.at = at.at[0];
-        row.key = row_key(row_seed(uint64_t(coordinate), seq, position + token, a.content));
+        const RowKey key = row_key(row_seed(uint64_t(coordinate), seq, position + token, a.content));
+        row.at_k01 = make_ulonglong2(reinterpret_cast<uint64_t>(at.at[0]), key.k01);
+        row.k23_k45 = make_ulonglong2(key.k23, key.k45);
         row.word = first_word(uint64_t(coordinate));
       }
     }
@@ -101,8 +103,9 @@ __global__ void __launch_bounds__(kThreads) digest_rows(const __grid_constant__ 
         word[k] = kReading == PIECES ? j + k : n - r * a.words.d;
         if (j + k >= steps) break;
         const DigestRow& from = found[warp][r];
-        const char* at = from.at;
-        key[k] = from.key, number[k] = from.word + word[k];
+        const ulonglong2 low = from.at_k01, high = from.k23_k45;
+        const char* at = reinterpret_cast<const char*>(low.x);
+        key[k] = RowKey{low.y, high.x, high.y}, number[k] = from.word + word[k];
         data[k] = make_uint4(0, 0, 0, 0);
         if (!at) {
           word[k] = UINT32_MAX;

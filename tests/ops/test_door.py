@@ -8,7 +8,7 @@ import sys
 WITHOUT_EXCHANGE = """
 import torch
 from kvx.ops import native
-native.LIB.kvx_door_init(None, None, None)  # what _open() does where torch has no exchange function
+native.LIB.kvx_door_init(None, None, None, None)  # what _open() does where torch has no exchange function
 native.IS_EXCHANGED = False
 from tests import cases, compare
 for case in (*cases.PLAIN, *cases.QUANTISED, *cases.SHAPES):

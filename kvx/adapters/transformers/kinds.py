@@ -62,7 +62,9 @@ def _layers(config: PretrainedConfig) -> list[tuple[str, Any]]:
         return [(_FULL if kind == "attention" else kind, 0) for kind in blocks]
     read = getattr(cache_utils, "get_layer_types_and_kwargs", None)
     if read is not None:  # transformers 5, where layers may differ in their windows
-        return [(kind, options.get("sliding_window")) for kind, options in zip(*read(config), strict=True)]
+        types, options = read(config)
+        each = [options] * len(types) if isinstance(options, dict) else options  # one for all layers up to 5.17
+        return [(kind, option.get("sliding_window")) for kind, option in zip(types, each, strict=True)]
     types = getattr(config, "layer_types", None)
     if types is None:
         kind = next((k for k, field in _WINDOWS.items() if getattr(config, field, None) is not None), _FULL)
