@@ -1,7 +1,8 @@
 # make demo   set up, build, and see a small model answer eight questions together on one cache
 # make test   set up, build, lint, type-check and run every test
-# make sanitize   host code under ASan, UBSan and TSan: the C tests, the fuzzer of the C entries, hostile plans
-# make fuzz         the fuzzer of the C entries for longer: make fuzz CASES=10000000 SEED=1
+# make sanitize   host code under ASan, UBSan and TSan: the C tests and the fuzzer of the C entries
+# make fuzz   every fuzzer for longer, C entries, conversions, files and tiers: make fuzz CASES=10000000 SEED=1
+# make soak   prefill and decode over NIXL for an hour, with clients that are killed, idle, half open or wrong: make soak SOAK_S=600
 # make test-engines   other engines and wires in an environment of their own: vLLM, llama.cpp, NIXL, Mooncake (several GB)
 # On a GPU machine without network: make test-gpu, make bench-gpu (the system's python3 and its torch).
 SHELL := /bin/bash
@@ -16,7 +17,7 @@ GPU_BUILD ?= build/gpu
 # cmake and ninja come from the environment, so that the machine needs neither.
 CMAKE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake
 
-.PHONY: demo test build lint unit sweep clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi
+.PHONY: demo test build lint unit sweep clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak
 
 demo: build
 	$(PY) -m kvx generate
@@ -99,7 +100,18 @@ build/%/libkvx.so: $(VENV)/ready $(shell find native include -name '*.cpp' -o -n
 	$(CMAKE) --build build/$*
 comma := ,
 
-fuzz: fuzz-abi
+fuzz: fuzz-abi fuzz-python
+
+# Cases in Python cost a thousand times those in C.
+FUZZ_PY = OMP_NUM_THREADS=1 $(PY) -m tests.fuzz
+fuzz-python: build
+	$(FUZZ_PY).conversions --cases $$(($(CASES) / 10)) --seed $(SEED)
+	$(FUZZ_PY).files --cases $$(($(CASES) / 10)) --seed $(SEED)
+	$(FUZZ_PY).tier_blocks --cases $$(($(CASES) / 100)) --seed $(SEED)
+
+SOAK_S ?= 3600
+soak: engines
+	$(ENGINES)/bin/python -m tests.soak.wires --seconds $(SOAK_S)
 
 fuzz-abi: build/plain/libkvx.so $(FUZZ)
 	$(FUZZ_CXX) -o build/plain/abi -Lbuild/plain -lkvx -lkvbm_kernels -Wl,-rpath,$(CURDIR)/build/plain

@@ -1,7 +1,7 @@
 """The gate: is this tensor what the spec says? Conversions, digests, files and views ask it before they read a byte.
 
 A spec knows every buffer's element type and how its axes step through memory. A tensor is that buffer when its type is the same and
-its dimensions are those axes: in memory order or permuted, adjacent ones merged or one cut in parts, as engines register them. Flat
+its dimensions are those axes: in memory order or permuted, adjacent ones merged or not, as engines register them. Flat
 uint8 says nothing of what it holds and is taken at its word. Everything else is refused, by the name of what differs.
 
 Ops on one layer's tensors ask `check_layer`; their native form is open_cache of native/door.cpp, which gives the same answers.
@@ -21,6 +21,8 @@ from kvx.errors import BadArgument
 from kvx.layout.axes import Layout
 from kvx.layout.place import Place, num_cache_buffers, places, scale_places
 from kvx.spec.cache_spec import CacheSpec, PlaneSpec
+
+_AREAS = "K and V"  # K's area and V's, of orders or sizes of their own, in one buffer
 
 
 class Step(NamedTuple):
@@ -171,7 +173,8 @@ def _name(dtype: torch.dtype) -> str:
 def _conflict(dims: list[tuple[int, int]], item: int, grid: Grid) -> str:
     """Where a tensor's dimensions and a buffer's axes are not the same memory; "" when they are.
 
-    Each dimension is one axis, several adjacent ones as one, or a part of one. Two that overlap otherwise have other sizes.
+    Each dimension is one axis, or several adjacent ones as one; areas of K and V that are not alike may be cut at will.
+    Parts of axes are refused: with them, shapes that are wrong pass for whole axes here and parts there.
     """
     found: list[list[Step]] = [[] for _ in grid.steps]  # for each axis, the dimensions or the part of one that step through it
     for stride, n in dims:
@@ -180,10 +183,12 @@ def _conflict(dims: list[tuple[int, int]], item: int, grid: Grid) -> str:
         for i, s in enumerate(grid.steps):
             if i in covered:
                 found[i].append(s)
-            elif s.stride <= stride and dim.end <= s.end:
+            elif s.axis == _AREAS and s.stride <= stride and dim.end <= s.end:
                 found[i].append(dim)
             elif stride < s.end and s.stride < dim.end:
                 return f"its {n} of {stride} bytes are neither {s.axis} nor whole axes"
+        if not covered and all(dim not in parts for parts in found):
+            return f"its {n} of {stride} bytes are no axis of it"
         if covered:
             inner, outer = grid.steps[covered[-1]], grid.steps[covered[0]]
             limit = grid.steps[covered[0] - 1].stride if covered[0] else outer.end  # blocks may be padded
@@ -244,7 +249,7 @@ def _cache_grid(spec: CacheSpec, planes: list[tuple[PlaneSpec, Place]]) -> Grid:
         shared = [s for s in steps[0] if s in steps[1]]
         shared = [s for s in shared if all(x in shared for p in steps for x in p if x.stride >= s.stride)]
         inner = min((s.stride for s in shared), default=-(-size // units[0]) * units[0])
-        found = [*shared, Step("K and V", inner // min(units), min(units))]
+        found = [*shared, Step(_AREAS, inner // min(units), min(units))]
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     return Grid(tuple(found), dtype, size, formats, spec.layout)
 

@@ -27,7 +27,6 @@ HND = X.transpose(2, 3).contiguous()
         X.flatten(),
         X.view(3, 2, 16, 16),  # tokens and heads as one axis
         X.view(6, 8, 32),
-        X.view(3, 2, 4, 2, 2, 4, 4),  # axes in parts
         X.permute(1, 0, 2, 3, 4),  # as vLLM has it: [2, num_blocks, ...] over blocks that hold K and V
         RAW,
         RAW.flatten(),
@@ -48,10 +47,11 @@ def test_memory_that_is_the_specs(t):
         (X.to(torch.float32), "float32; format bf16 in the spec makes it bfloat16"),
         (X.view(torch.int16), "int16; format bf16"),
         (HND.transpose(2, 3), "Its strides have them in another order: give its .contiguous(), or the layout its memory has"),
-        (HND, "and its 8 of 32 bytes are neither token nor whole axes"),
-        (HND.view(torch.uint8), "and its 8 of 32 bytes are neither token nor whole axes"),
+        (HND, "bytes are neither token nor whole axes"),
+        (HND.view(torch.uint8), "bytes are neither token nor whole axes"),
         (X[:2], "2048 bytes of memory; the spec makes 3072"),
         (torch.cat([X, X]), "are more than block has"),
+        (torch.stack([X, X]), "its 2 of 3072 bytes are no axis of it"),
         (X[..., :8], "bytes of memory; the spec makes"),
         (X[:1].expand(3, -1, -1, -1, -1), "its elements overlap in memory"),
         (torch.zeros(3, 2, 8, 2, 20, dtype=torch.bfloat16)[..., :16], "its memory has holes. Where they pad blocks, say so"),
@@ -61,6 +61,7 @@ def test_memory_that_is_the_specs(t):
         (X[:0], "the spec makes"),
         (X.view(3, 2, 8, 2, 16).to_sparse(), "without strides"),
         (X.view(4, -1, 16), "neither"),
+        (X.view(3, 2, 4, 2, 2, 4, 4), "its 4 of 128 bytes are neither token nor whole axes"),  # axes in parts
     ],
     ids=lambda x: x[:40] if isinstance(x, str) else "",
 )
