@@ -14,6 +14,7 @@ from torch import Tensor
 from kvx.adapters import kvbm
 from kvx.adapters.blocks import DTYPES, Blocks, Wholes, check_chunks, check_wholes
 from kvx.errors import BadArgument, InternalError, Unsupported
+from kvx.layout.buffers import bytes_of
 from kvx.layout.plan import Plan, plan
 from kvx.ops.convert import convert
 from kvx.spec.cache_spec import CacheSpec
@@ -163,8 +164,9 @@ def _move_by_plan(
     layouts: tuple[str, str], wholes: list[Tensor], chunks: list[list[Tensor]], sizes: tuple[int, int, int, int], to_whole: bool
 ) -> None:
     made = _plan(layouts if to_whole else layouts[::-1], len(wholes), *sizes)
-    flat = [t for group in chunks for t in group]
-    convert(wholes if to_whole else flat, flat if to_whole else wholes, plan=made)
+    # Words of a row, whatever its elements are: the plan is of f32 or bf16 and the memory is given as bytes.
+    flat, whole = [bytes_of(t) for group in chunks for t in group], [bytes_of(t) for t in wholes]
+    convert(whole if to_whole else flat, flat if to_whole else whole, plan=made)
 
 
 @lru_cache(maxsize=64)  # engines come with a few geometries and many batch sizes
