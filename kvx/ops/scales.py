@@ -66,7 +66,7 @@ def say_unset(call: str, spec: CacheSpec, extra: tuple[Tensor | None, ...]) -> N
             least = "" if "fp8" in fmt.element.name else ", and all under 0.5 becomes 0"
             warnings.warn(
                 f"{call}(): the {plane.name}_scale of format {fmt} was never set: 1 is used. What is over {fmt.element.qmax:g} is "
-                f'clipped{least}. Make it of data: kvx.scale_from_amax(kvx.amax({plane.name}), "{fmt}") (docs/formats.md), or take '
+                f'clipped{least}. Make it of data: kvx.scale_from_amax(kvx.amax({plane.name}), "{fmt}"), or take '
                 "a format whose scales are found for each token, as int8_per_token_head. Scales that are meant to be 1: fill_(1).",
                 KvxWarning,
                 stacklevel=3,

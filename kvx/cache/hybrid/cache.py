@@ -54,10 +54,6 @@ class HybridCache:
             if not isinstance(value, int) or value < 1:
                 raise BadArgument(f"HybridCache: {name} is {value!r}; it is 1 or more.")
         self.schema, self.max_context, self.device = schema, max_context, torch.device(device)
-        if self.device.type == "meta":
-            raise BadArgument(
-                'HybridCache: device is "meta", which holds no bytes; schema.memory_bytes() tells what a cache takes.'
-            )
         self._guard = Guard()
         self.allocator = BlockAllocator(num_blocks, guard=self._guard)
         self.allocator.count_refs = self._count_refs
