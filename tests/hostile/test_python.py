@@ -77,7 +77,8 @@ def test_scales_of_the_wrong_kind(generator):
     good = made.scales["k_scale"]
     refuse(lambda: kvx.write(made.cache, made.k, made.v, **args), "needs k_scale")
     refuse(lambda: kvx.write(made.cache, made.k, made.v, k_scale=good[:-1], v_scale=good, **args), "k_scale is")
-    refuse(lambda: kvx.write(made.cache, made.k, made.v, k_scale=good.half(), v_scale=good, **args), "k_scale is torch.float16; format fp8_e4m3_per_head makes it torch.float32")
+    half = {"k_scale": good.half(), "v_scale": good}
+    refuse(lambda: kvx.write(made.cache, made.k, made.v, **half, **args), "k_scale is torch.float16; .* makes it torch.float32")
     refuse(
         lambda: kvx.write(made.cache, made.k, made.v, k_scale=good, v_scale=good, k_token_scale=good, **args),
         "no scale per token",
@@ -94,7 +95,7 @@ def test_not_tensors():
     refuse(lambda: kvx.write((cache[0], 5), k, k, slot_mapping=slots, spec=spec), "v_cache is int")
     refuse(lambda: kvx.write(cache, k, k, slot_mapping=slots, spec="bf16"), "spec is str")
     refuse(lambda: kvx.gather(cache, torch.zeros(1, 2), spec=spec), "table is Tensor")
-    refuse(lambda: kvx.write(cache, k, k.to("meta"), slot_mapping=slots, spec=spec), "v has no memory that can be read: it is on the meta device")
+    refuse(lambda: kvx.write(cache, k, k.to("meta"), slot_mapping=slots, spec=spec), "v has no memory .* it is on the meta device")
 
 
 def test_a_failed_call_leaves_the_next_one_working(made):
