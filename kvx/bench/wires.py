@@ -76,7 +76,7 @@ class Row:
 
 def spec_of(num_blocks: int) -> CacheSpec:
     """16 layers of 8 heads of 128, bf16: 1 MiB a block of 16 tokens."""
-    return CacheSpec(num_blocks, 16, 8, 128, layout=ENGINE, format="bf16", num_layers=16)
+    return CacheSpec(num_blocks, 16, 8, 128, layout=ENGINE, format="bf16", num_layers=16, model="bench")
 
 
 def neutral(spec: CacheSpec, num_blocks: int, format: str) -> CacheSpec:
