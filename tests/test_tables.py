@@ -360,7 +360,7 @@ def test_slot_mapping_by_hand(index):
 
 
 def test_slot_mapping_passes_an_unfilled_entry_on_as_out_of_range():
-    """Not a slot of the cache: write() refuses it, rather than a block being guessed. A slot under 0 would be skipped in silence."""
+    """Not a slot of the cache: write() refuses it, and no block is guessed. A slot under 0 would be skipped in silence."""
     assert kvx.slot_mapping(ints([5, HUGE, -1]), ints(4, -1), ints(0, 0), 4).tolist() == [HUGE * 4, -1]
     with pytest.raises(kvx.OutOfRange, match="token 1 is at position 8 of sequence 0, for which the table has -1: no block"):
         kvx.slot_mapping(ints([5, HUGE, -1]), ints(4, 8), ints(0, 0), 4)
