@@ -66,9 +66,13 @@ def write(
         and ((first.is_cpu and native.HAS_CPU) or (first.is_cuda and native.HAS_CUDA and not backends.is_debug()))
     ):
         # The short way for the common call: no scales, nothing to count.
-        door = native.door_spec(spec)  # refuses what is no spec
-        if "_has_written" not in spec.__dict__:
-            scales.say_unset("write", spec, (None,) * 7)
+        try:
+            door = spec._write_door  # type: ignore[attr-defined]
+        except AttributeError:  # a spec's first write this way; what is no spec is refused
+            door = native.door_spec(spec)
+            if "_has_written" not in spec.__dict__:
+                scales.say_unset("write", spec, (None,) * 7)
+            spec.__dict__["_write_door"] = door
         status = native.write_call(
             door,
             id(first),
