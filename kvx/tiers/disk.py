@@ -10,6 +10,7 @@ import os
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -54,7 +55,7 @@ class DiskTier(Tier):
         # A thread holds room for one file while it writes: more threads than blocks would pass the capacity.
         super().__init__(kind, threads=min(threads, self.capacity_blocks), max_pending=max_pending, on_event=on_event)
         self._lock = threading.Lock()
-        self._coming: set[bytes] = set()  # blocks being written, whose room is taken
+        self._coming: Counter[bytes] = Counter()  # blocks being written, whose room is taken; one may have several writers
         self._refreshed_s = time.monotonic()
         self._told: set[str] = set()  # folders that could not be read, and were told of
         self._tell_unreadable()
@@ -69,14 +70,16 @@ class DiskTier(Tier):
         if self._holds(key) and self._touch(key):
             return False
         with self._lock:
-            self._coming.add(key)
+            self._coming[key] += 1
             self._directory.recency.forget([key])  # of a wrong size, or gone: its place is this one's
         try:
             self._make_room()
             self._write(key, block)
         finally:
             with self._lock:
-                self._coming.discard(key)
+                self._coming[key] -= 1
+                if not self._coming[key]:
+                    del self._coming[key]
         return True
 
     def _make_room(self) -> None:
@@ -157,7 +160,8 @@ class DiskTier(Tier):
         with suppress(OSError):  # a directory that can only be read: the order is then of this process
             os.utime(file, ns=(used_ns, used_ns))
         with self._lock:
-            self._directory.use(key, used_ns)
+            if os.fstat(file).st_nlink:  # an open file may have been evicted since: it is not to be counted again
+                self._directory.use(key, used_ns)
 
     def _holds(self, key: bytes) -> bool:
         try:
@@ -167,11 +171,11 @@ class DiskTier(Tier):
         return stat.S_ISREG(found.st_mode) and found.st_size == self.file_bytes
 
     def _remove(self, key: bytes) -> bool:
-        with self._lock:
-            self._directory.recency.forget([key])
         try:
-            with self._directory.folder(key) as folder:
-                os.unlink(name_of(key), dir_fd=folder)
+            with self._lock:  # in one step, or a reader would count it again in between
+                self._directory.recency.forget([key])
+                with self._directory.folder(key) as folder:
+                    os.unlink(name_of(key), dir_fd=folder)
         except FileNotFoundError:
             return False
         except OSError as error:
