@@ -151,19 +151,37 @@ def _refusal(grid: Grid, dtype: torch.dtype, shape: tuple[int, ...], strides: tu
         return ""
     got += f" with strides {list(strides)}"
     said = f"layout {grid.layout!r} of the spec lies in memory as {grid}"
-    if given != dims and [n for _, n in given] == [s.size for s in grid.steps]:
-        if dims != [(s.stride, s.size) for s in grid.steps]:
-            return f"{got}; {said}. Its strides have them in another order: give its .contiguous(), or the layout its memory has."
-        order = sorted(range(len(shape)), key=lambda i: -strides[i])  # sizes that are equal: two readings, one of them the spec's
-        return (
-            f"{got}: permuted, with axes of equal size. Whether its memory or its shape is in the order of {grid.layout!r} cannot "
-            f"be told. If its memory is, give its .permute({', '.join(map(str, order))}); if its shape is, its .contiguous()."
-        )
     conflict = _conflict(dims, item, grid)
+    if given != dims and not _conflict(_contiguous(given, item), item, _compact(grid)):  # its shape alone has the spec's order
+        if conflict:
+            return f"{got}; {said}. Its strides have them in another order: give its .contiguous(), or the layout its memory has."
+        order = sorted(range(len(shape)), key=lambda i: -strides[i])
+        return (
+            f"{got}: permuted, and axes of equal size give it two readings. Whether its memory or its shape is in the order of "
+            f"{grid.layout!r} cannot be told. If its memory is, give its .permute({', '.join(map(str, order))}); if its shape "
+            "is, its .contiguous()."
+        )
     has_holes = any(outer != stride * n for (outer, _), (stride, n) in zip(dims, [*dims[1:], (item, 1)], strict=False))
     if conflict and has_holes:
         return f"{got}; {said}, and its memory has holes. Where they pad blocks, say so in the spec: block_bytes."
     return f"{got}; {said}, and {conflict}. Reshape it, or give the spec these sizes." if conflict else ""
+
+
+def _contiguous(dims: list[tuple[int, int]], item: int) -> list[tuple[int, int]]:
+    """The same sizes in the same order, as a copy of the tensor would have them."""
+    out: list[tuple[int, int]] = []
+    for _, n in reversed(dims):
+        out.insert(0, (item, n))
+        item *= n
+    return out
+
+
+def _compact(grid: Grid) -> Grid:
+    """Without what pads its axes."""
+    steps: list[Step] = []
+    for s in reversed(grid.steps):
+        steps.insert(0, s._replace(stride=steps[0].end if steps else s.stride))
+    return grid._replace(steps=tuple(steps))
 
 
 def _name(dtype: torch.dtype) -> str:

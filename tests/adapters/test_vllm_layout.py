@@ -56,9 +56,10 @@ def neutral(facts: GroupFacts, caches: dict[str, torch.Tensor], **kwargs) -> lis
 
 # LHBNC has its blocks inside heads: they cannot be padded.
 @pytest.mark.parametrize(("name", "pad"), [(n, pad) for n in LAYOUTS for pad in (0, 64) if not pad or n != "LHBNC"])
-def test_named_layouts_are_read_as_their_views_say(name, pad):
-    caches = views(name, 2 * D, torch.float32, pad=pad)
-    found = neutral(FULL, caches, layout=name)
+@pytest.mark.parametrize("heads", [H, N])  # as many as tokens: a view alone could be read either way
+def test_named_layouts_are_read_as_their_views_say(name, pad, heads):
+    caches = views(name, 2 * D, torch.float32, heads=heads, pad=pad)
+    found = neutral(replace(FULL, num_kv_heads=heads), caches, layout=name)
     for n, cache in enumerate(caches.values()):
         k, v = cache.transpose(1, 2).split(D, -1)
         for plane, want in enumerate((k, v)):

@@ -206,11 +206,15 @@ def gate_case(r: random.Random) -> str:
         return _wrong(f"the spec's own tensor was refused: {spec.layout} {n}") if looks_right else "refused"
     if got == kvx.digest([right], spec):
         return "taken, rightly"
-    as_merged = t.is_contiguous() and [size for size in t.shape if size > 1] in merged([n[a] for a in said])
-    as_permuted = steps_of(t) == steps_of(right)
+    as_merged = t.is_contiguous() and long_axes(t) in merged([n[a] for a in said])
+    as_permuted = steps_of(t) == steps_of(right) and long_axes(t) not in merged([n[a] for a in said])
     if t.dtype is right.dtype and (as_merged or as_permuted):
-        return "cannot be told"  # of the same shape and strides as a right one with axes merged, or shown in another order
+        return "cannot be told"  # of the shape and strides of a right one with axes merged, or shown in an order only its own
     return _wrong(f"stored {stored}, shown {shown} {list(t.shape)} {t.stride()} {t.dtype} under {spec.layout!r} {fmt} {n}")
+
+
+def long_axes(t: torch.Tensor) -> list[int]:
+    return [size for size in t.shape if size > 1]
 
 
 def steps_of(t: torch.Tensor) -> list[tuple[int, int]]:

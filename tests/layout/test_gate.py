@@ -81,6 +81,19 @@ def test_a_permuted_view_with_axes_of_one_size_has_two_readings():
     assert refusal(x.permute(0, 1, 3, 2, 4), grid) == refusal(x.contiguous(), grid) == ""
 
 
+def test_two_readings_with_axes_merged():
+    """vLLM's HND view of as many heads as tokens, K beside V in one row, and a transposed NHD tensor of the same sizes."""
+    spec = replace(SPEC, num_kv_heads=8, block_size=8, layout="layer | block token head (kv dim)")
+    x = torch.zeros(3, 8, 8, 32, dtype=torch.bfloat16)
+    grid = grids(spec)[0][1]
+    assert refusal(x, grid) == refusal(x.view(3, 8, 8, 2, 16), grid) == ""
+    assert "give its .permute(0, 2, 1, 3); if its shape is, its .contiguous()" in refusal(x.transpose(1, 2), grid)
+    other = torch.zeros(3, 4, 8, 32, dtype=torch.bfloat16).transpose(1, 2)  # 4 heads: the shape alone is the spec's
+    assert "Its strides have them in another order" in refusal(other, grids(replace(spec, num_kv_heads=4))[0][1])
+    engine = torch.zeros(3, 4, 8, 32, dtype=torch.bfloat16).transpose(1, 2)  # and here the memory alone
+    assert refusal(engine, grids(replace(spec, num_kv_heads=4, layout="layer | block head token (kv dim)"))[0][1]) == ""
+
+
 def test_more_elements_than_32_bits_count():
     spec = kvx.CacheSpec(2**16 + 1, 64, 8, 128, layout="kv | block token head dim")
     grid = grids(spec)[0][1]

@@ -117,8 +117,14 @@ def runs_of(segments: Sequence[Segment], caches: Mapping[str, Tensor]) -> list[R
     for s in segments:
         names = s.group.layer_names[s.first : s.first + len(s.layers)]
         tensors = [caches[name] for name in names]
-        found.append(Run(s, [_from_first_to_last(tensors)] if s.is_whole else tensors))
+        found.append(Run(s, [_from_first_to_last(tensors)] if s.is_whole else [_in_memory_order(t) for t in tensors]))
     return found
+
+
+def _in_memory_order(t: Tensor) -> Tensor:
+    """vLLM shows its memory permuted. The segment's spec says what the memory holds, and a permuted view of as many heads as
+    tokens could be read either way."""
+    return t.permute(sorted(range(t.dim()), key=lambda i: -t.stride(i)))
 
 
 def _from_first_to_last(tensors: Sequence[Tensor]) -> Tensor:
