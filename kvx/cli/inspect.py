@@ -76,8 +76,8 @@ def spec_facts(spec: kvx.CacheSpec) -> dict[str, Any]:
     layer = layer or next((f"convert only: {p.format}" for p in spec.planes if p.format.element.is_moved_only), "")
     return {
         **{n: getattr(spec, n) for n in names},
-        "v_head_dim": spec.plane(1).head_dim,
-        "v_format": spec.plane(1).format.name,
+        "v_head_dim": spec.planes[-1].head_dim,
+        "v_format": spec.planes[-1].format.name,
         "buffers": _buffers(spec),
         "tensors of a layer": layer or [list(s) for s in cache_shapes(spec)],
         "scales": {p.name: list(s) if (s := spec.scale_shape(i)) is not None else None for i, p in enumerate(spec.planes)},

@@ -58,7 +58,7 @@ def tiny(row: Engine) -> CacheSpec:
     layout = Layout.parse(row.layout)
     sizes, count = {"token": 4, "dim": 4}, 2
     for name in sizes:
-        packs = [8 if f == "x" else int(f) for plane in (layout.k, layout.v) if (f := plane.split_of(name))]  # x: bf16 below
+        packs = [8 if f == "x" else int(f) for plane in layout.planes.values() if (f := plane.split_of(name))]  # x: bf16 below
         if packs:
             pack, count = lcm(*packs), 1
             sizes[name] = pack if pack > 8 else 2 * pack
@@ -73,7 +73,7 @@ def tiny(row: Engine) -> CacheSpec:
 
 def draw(row: Engine) -> Iterator[Text]:
     spec, layout = tiny(row), Layout.parse(row.layout)
-    sizes, left = buffer_bytes(spec), [axis.name for axis in layout.k.left]
+    sizes, left = buffer_bytes(spec), [axis.name for axis in layout.left]
     yield Text.assemble((row.name, "bold"), f"  {row.engine} {row.versions}")
     yield Text(f"  layout      {row.layout}")
     for field in ("block_size", "dtypes", "notes"):
@@ -84,7 +84,7 @@ def draw(row: Engine) -> Iterator[Text]:
         f"{_count(spec.num_kv_heads, 'head')}, head_dim {spec.head_dim}, {spec.format}: "
         f"{_count(len(sizes), 'allocation')}, {sum(sizes)} bytes"
     )
-    for name, place, plane in zip("KV" if spec.num_planes == 2 else (" ",), places(spec), (layout.k, layout.v), strict=False):
+    for name, place, plane in zip("KV" if spec.num_planes == 2 else (" ",), places(spec), layout.planes.values(), strict=True):
         yield Text(f"  {name}  {_view(place, plane)}")
     for buffer, cells in enumerate(_cells(spec)):
         which = [cells[0].labels[axis] for axis in left]

@@ -77,7 +77,7 @@ def field_difference(a: kvx.CacheSpec, b: kvx.CacheSpec) -> str:
         if x != y and (name != "model" or (x and y)):  # "" says nothing
             what = {"num_planes": "number of planes (2: K and V, 1: a latent)", "num_slots": "number of tokens"}.get(name, name)
             return f"{what} is {x!r} in one and {y!r} in the other"
-    for i, (x, y) in enumerate(zip(a.planes[: a.num_planes], b.planes, strict=False)):
+    for i, (x, y) in enumerate(zip(a.planes, b.planes, strict=True)):
         v = "v_" * i
         if replace(x.format, name="", is_inline=False) != replace(y.format, name="", is_inline=False):
             return f"{v}format is {x.format.name!r} in one and {y.format.name!r} in the other"
@@ -89,9 +89,8 @@ def field_difference(a: kvx.CacheSpec, b: kvx.CacheSpec) -> str:
 def first_difference(a: Shards, b: Shards) -> str:
     """The first layer, token and head that differ, with both brought to one layout a block at a time."""
     spec = a.whole
-    layout = "layer kv | block token head dim" if spec.num_planes == 2 else "layer | block token head dim"
     size = lcm(spec.block_size, b.whole.block_size)
-    plain = replace(spec, layout=layout, block_size=size, num_blocks=1)
+    plain = replace(spec, layout=spec.plain_layout, block_size=size, num_blocks=1)
     for begin in range(0, spec.num_slots, size):
         length = min(size, spec.num_slots - begin)
         sides = []

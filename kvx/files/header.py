@@ -56,13 +56,11 @@ def entries(spec: CacheSpec) -> list[Entry]:
     caches = num_cache_buffers(spec)
     out = [Entry(f"cache.{n:05d}", "U8", [size], size) for n, size in enumerate(sizes[:caches])]
     scales = []
-    for i, plane in enumerate(spec.planes[: spec.num_planes]):
+    for i, plane in enumerate(spec.planes):
         shape, scale = spec.scale_shape(i), plane.format.scale
         if shape is not None and scale is not None:
             scales.append((f"{plane.name}_scale", _TYPES.get(scale.name, "U8"), [spec.num_layers, *shape]))
-    scales += [
-        (f"{p.name}_tensor_scale", "F32", [spec.num_layers]) for p in spec.planes[: spec.num_planes] if p.format.has_tensor_scale
-    ]
+    scales += [(f"{p.name}_tensor_scale", "F32", [spec.num_layers]) for p in spec.planes if p.format.has_tensor_scale]
     return out + [Entry(*scale, size) for scale, size in zip(scales, sizes[caches:], strict=True)]
 
 

@@ -45,8 +45,7 @@ def digest_blocks(cache: list[Tensor], spec: CacheSpec, first: int, end: int) ->
     """What these blocks add to the digest of all: their tokens stand where they do in the file."""
     here = torch.arange(first, end, dtype=torch.int32)
     if not has_whole_words(spec):  # through a plain layout, of so many blocks only
-        layout = "layer kv | block token head dim" if spec.num_planes == 2 else "layer | block token head dim"
-        plain = replace(spec, layout=layout, num_blocks=end - first, block_bytes=0)
+        plain = replace(spec, layout=spec.plain_layout, num_blocks=end - first, block_bytes=0)
         stage = allocate_buffers(plain, cache[0].device)
         convert(stage, cache, plan=plan(spec, plain), src_blocks=here, dst_blocks=here - first)
         cache, spec, here = stage, plain, here - first

@@ -30,6 +30,6 @@ def blank_block(spec: CacheSpec, buffers: Sequence[Tensor], block: int) -> tuple
 
 def _granularities(spec: CacheSpec) -> list[Granularity]:
     """Of every buffer of scales, in order; tensor scales last."""
-    planes = spec.planes[: spec.num_planes]
+    planes = spec.planes
     scales = [p.format.granularity for i, p in enumerate(planes) if spec.scale_shape(i) is not None]
     return scales + [Granularity.TENSOR for p in planes if p.format.has_tensor_scale]

@@ -6,6 +6,9 @@
     layer | block head kv[K: dim token; V: token dim]     K's area, then V's, in each head of a block
     block | head layer kv token dim            an allocation for each block
     layer | block token head dim               no kv: one row a token (MLA's latent)
+    layer | block plane[conv: channel tap; state: head row column]     planes with names and axes of their own, one after the other
+
+`kv` stands for two planes, K and V, of the same axes; `plane[...]` names any others.
 
 Text in, a frozen `Layout` out; sizes come later (kvx/layout/place.py; for ops, which work on one layer's tensors,
 kvx/layout/planes.py).
@@ -14,13 +17,16 @@ kvx/layout/planes.py).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NoReturn
 
 from kvx.errors import LayoutError
 
 AXES = ("layer", "block", "kv", "token", "head", "dim")
+INNER = ("token", "head", "dim", "channel", "tap", "row", "column")  # what a plane may have inside a block
+PLANES = ("kv", "plane")  # axes whose indices are planes
 NHD = "kv | block token head dim"
 HND = "kv | block head token dim"
 MOST_CHARACTERS = 1000  # the longest an engine has takes 100
@@ -45,11 +51,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class PlaneLayout:
-    """K or V: where each axis of it stands."""
+    """Where each axis of one plane stands."""
 
     left: tuple[Axis, ...]  # left of the bar: their indices choose an allocation
     dims: tuple[tuple[Axis, ...], ...]  # inside an allocation, each one or more fused axes
-    kv_split: bool = False  # kv[...] inside an allocation: K's area, then V's
+    is_area: bool = False  # kv[...] or plane[...] inside an allocation: each plane's area after the other's
 
     @property
     def order(self) -> tuple[Axis, ...]:
@@ -69,30 +75,39 @@ class PlaneLayout:
 @dataclass(frozen=True)
 class Layout:
     text: str
-    k: PlaneLayout
-    v: PlaneLayout  # equal to k when the layout has no kv axis
+    planes: Mapping[str, PlaneLayout] = field(hash=False)  # by name: k and v, k alone, or those of plane[...]
+
+    @property
+    def first(self) -> PlaneLayout:
+        """Of the first plane: what stands outside kv or plane[...] is the same for all."""
+        return next(iter(self.planes.values()))
+
+    @property
+    def left(self) -> tuple[Axis, ...]:
+        """Axes left of the bar, of every plane."""
+        return self.first.left
 
     @property
     def has_layer(self) -> bool:
-        return any(axis.name == "layer" for axis in (*self.k.left, *self.k.order))
+        return any(axis.name == "layer" for axis in (*self.left, *self.first.order))
 
     @property
     def has_kv(self) -> bool:
-        return any(axis.name == "kv" for axis in (*self.k.left, *self.k.order))
+        return list(self.planes) == ["k", "v"]
 
     @property
     def num_buffers(self) -> int:
-        """Tensors of one layer: 2 when `kv` stands left of `|`."""
-        return 2 if any(axis.name == "kv" for axis in self.k.left) else 1
+        """Tensors of one layer: one a plane where planes stand left of `|`."""
+        return len(self.planes) if any(axis.name in PLANES for axis in self.left) else 1
 
     @property
     def unsupported_by_ops(self) -> str:
         """Why write and gather cannot address this layout; "" when they can."""
         if not self.has_kv:
             return "has no kv axis"
-        if self.k.kv_split:
+        if self.first.is_area:
             return "keeps K and V in areas of one allocation, kv[...] without `|`"
-        for plane in (self.k, self.v):
+        for plane in self.planes.values():
             if any(axis.name == "block" for axis in plane.left):
                 return "has an allocation for each block"
             for name in ("token", "head"):
@@ -122,13 +137,14 @@ def _parse(text: str) -> Layout:
             f"Axes are {' '.join(AXES)}, each once or split in two."
         )
     reader = _Reader(text)
-    split = re.search(r"kv\[", text)
+    split = re.search(r"\b(kv|plane)\[", text)
     if split:
-        return reader.read_kv_split(split.start())
+        return reader.read_planes(split.group(1), split.start())
     left, dims = reader.read(0, len(text))
-    reader.require_axes(left, dims, 0, len(text))
+    reader.require_axes(left, dims, 0, len(text), ("token", "head", "dim"))
     plane = PlaneLayout(left, dims)
-    return Layout(text, plane, plane)
+    has_kv = any(axis.name == "kv" for axis in (*left, *plane.order))
+    return Layout(text, {"k": plane, "v": plane} if has_kv else {"k": plane})
 
 
 class _Reader:
@@ -142,37 +158,48 @@ class _Reader:
             f"  Axes are {' '.join(AXES)}; `dim/8 token dim%8` splits, `( )` fuses, `|` ends an allocation."
         )
 
-    def read_kv_split(self, at: int) -> Layout:
-        """`kv[K: ...; V: ...]`: two inner orders."""
+    def read_planes(self, word: str, at: int) -> Layout:
+        """`kv[K: ...; V: ...]` or `plane[name: ...; name: ...]`: an inner order for each plane."""
         left, prefix = self.read(0, at)
-        if any(axis.name == "kv" for axis in (*left, *(a for dim in prefix for a in dim))):
-            self.fail(0, at, "`kv` stands before kv[...] already")
+        if any(axis.name in PLANES for axis in (*left, *(a for dim in prefix for a in dim))):
+            self.fail(0, at, f"`kv` stands before {word}[...] already")
         # No axis has `;` or `]`: each part ends where the next one must begin, and nothing is tried twice.
-        match = re.compile(r"\s*K:([^;\]]*);\s*V:([^;\]]*)\]\s*").fullmatch(self.text, at + 3)
-        if match is None:
-            self.fail(at, len(self.text), "kv[...] is written kv[K: axes; V: axes], and is the last thing")
-        planes = []
-        for i in (0, 1):
-            begin, end = match.span(i + 1)
-            inner_left, dims = self.read(begin, end)
-            if any(axis.name == "kv" for axis in (*inner_left, *(a for dim in dims for a in dim))):
-                self.fail(begin, end, "`kv` cannot stand again inside kv[...]")
-            if inner_left:
-                self.fail(begin, end, "what chooses an allocation stands before kv[...]")
-            flat = [axis for dim in prefix for axis in dim]
-            has_bar = "|" in self.text[begin:end]
-            if has_bar and any(axis.name not in ("layer", "block") for axis in flat):
-                self.fail(0, at, "only layer and block can choose an allocation")
-            # Without a bar, K and V are apart when nothing but `layer` stands outside them.
-            if has_bar or (not self.bar_before(at) and all(axis.name == "layer" for axis in flat)):
-                plane = PlaneLayout((*left, *flat, Axis("kv")), dims)
-            else:
-                plane = PlaneLayout(left, (*prefix, (Axis("kv"),), *dims), kv_split=True)
-            self.require_axes(plane.left, plane.dims, begin, end)
-            planes.append(plane)
-        if planes[0].kv_split != planes[1].kv_split:
-            self.fail(at, len(self.text), "K and V both begin with `|`, or neither does")
-        return Layout(self.text, *planes)
+        parts = re.compile(r"\s*([A-Za-z_]+):([^;\]]*)([;\]])\s*")
+        found, end, closed = [], at + len(word) + 1, False
+        while not closed and (part := parts.match(self.text, end)):
+            found.append(part)
+            end, closed = part.end(), part.group(3) == "]"
+        names = [part.group(1) for part in found]
+        if not closed or end < len(self.text) or (word == "kv" and names != ["K", "V"]):
+            how = "kv[K: axes; V: axes]" if word == "kv" else "plane[name: axes; name: axes]"
+            self.fail(at, len(self.text), f"{word}[...] is written {how}, and is the last thing")
+        if word == "plane" and (len(set(names)) < len(names) or any(n != n.lower() or n in ("k", "v") for n in names)):
+            self.fail(at, len(self.text), "planes have lower case names, each its own; k and v are those of kv")
+        planes = {part.group(1).lower(): self.read_plane(word, at, left, prefix, part.span(2)) for part in found}
+        if len({plane.is_area for plane in planes.values()}) > 1:
+            self.fail(at, len(self.text), f"{' and '.join(names)} all begin with `|`, or none does")
+        return Layout(self.text, planes)
+
+    def read_plane(
+        self, word: str, at: int, left: tuple[Axis, ...], prefix: tuple[tuple[Axis, ...], ...], span: tuple[int, int]
+    ) -> PlaneLayout:
+        begin, end = span
+        inner_left, dims = self.read(begin, end)
+        if any(axis.name in PLANES for axis in (*inner_left, *(a for dim in dims for a in dim))):
+            self.fail(begin, end, f"`{word}` cannot stand again inside {word}[...]")
+        if inner_left:
+            self.fail(begin, end, f"what chooses an allocation stands before {word}[...]")
+        flat = [axis for dim in prefix for axis in dim]
+        has_bar = "|" in self.text[begin:end]
+        if has_bar and any(axis.name not in ("layer", "block") for axis in flat):
+            self.fail(0, at, "only layer and block can choose an allocation")
+        # Without a bar, planes are apart when nothing but `layer` stands outside them.
+        if has_bar or (not self.bar_before(at) and all(axis.name == "layer" for axis in flat)):
+            plane = PlaneLayout((*left, *flat, Axis(word)), dims)
+        else:
+            plane = PlaneLayout(left, (*prefix, (Axis(word),), *dims), is_area=True)
+        self.require_axes(plane.left, plane.dims, begin, end, ("token", "head", "dim") if word == "kv" else ())
+        return plane
 
     def bar_before(self, at: int) -> bool:
         return "|" in self.text[:at]
@@ -218,25 +245,32 @@ class _Reader:
 
     def read_axis(self, word: str, at: int) -> Axis:
         match = re.fullmatch(r"([a-z_]+)(?:([/%])([0-9]{1,9}|x))?", word)
-        if match is None or match.group(1) not in AXES:
-            if re.fullmatch(r"(token|head|dim)[/%][0-9]{10,}", word):
+        if match is None or match.group(1) not in (*AXES, *INNER):
+            if re.fullmatch(rf"({'|'.join(INNER)})[/%][0-9]{{10,}}", word):
                 self.fail(at, at + len(word), "a split by a number of more than nine digits")
             self.fail(at, at + len(word), f'unknown axis "{word}"')
         name, part, factor = match.group(1), match.group(2) or "", match.group(3) or ""
-        if part and name not in ("token", "head", "dim"):
+        if part and name not in INNER:
             self.fail(at, at + len(word), f"only token, head and dim can be split; {name} cannot")
         if factor not in ("", "x") and int(factor) == 0:
             self.fail(at, at + len(word), "a split by 0")
         return Axis(name, part, factor)
 
-    def require_axes(self, left: tuple[Axis, ...], dims: tuple[tuple[Axis, ...], ...], begin: int, end: int) -> None:
+    def require_axes(
+        self, left: tuple[Axis, ...], dims: tuple[tuple[Axis, ...], ...], begin: int, end: int, needed: tuple[str, ...]
+    ) -> None:
+        """Every axis once, or split in two; those that are needed, and no other where some are."""
         flat = [*left, *(axis for dim in dims for axis in dim)]
         for name in ("layer", "kv"):
             if sum(axis.name == name for axis in flat) > 1:
                 self.fail(begin, end, f"`{name}` stands here twice")
         if sum(axis.name == "block" for axis in flat) != 1:
             self.fail(begin, end, "`block` must stand here exactly once")
-        for name in ("token", "head", "dim"):
+        there = [axis.name for axis in flat if axis.name in INNER]
+        other = next((name for name in there if needed and name not in needed), "")
+        if other:
+            self.fail(begin, end, f"K and V have no `{other}`; name the planes that have one: plane[name: ...]")
+        for name in needed or dict.fromkeys(there):
             mine = [axis for axis in flat if axis.name == name]
             whole = len(mine) == 1 and not mine[0].part
             split = sorted(axis.part for axis in mine) == ["%", "/"] and mine[0].factor == mine[1].factor

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from kvx.layout.device_memory import check_fits
 from kvx.layout.place import buffer_sizes, num_cache_buffers
-from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.cache_spec import Spec
 
 
-def allocate_buffers(spec: CacheSpec, device: str | torch.device = "cpu", *, pin_memory: bool = False) -> list[Tensor]:
+def allocate_buffers(spec: Spec, device: str | torch.device = "cpu", *, pin_memory: bool = False) -> list[Tensor]:
     """Every buffer of the cache: one flat uint8 tensor per allocation the layout has, zeroed, in the order of the axes left of
-    the bar, last fastest; then K's and V's scales where they stand apart, [num_layers, ...], at 1; then their tensor scales.
+    the bar, last fastest; then the planes' scales where they stand apart, [num_layers, ...], at 1; then their tensor scales.
     BadArgument where they take more than the device has."""
     sizes = [(count, _whole_blocks(spec, size)) for count, size in buffer_sizes(spec)]
     check_fits("allocate_buffers()", spec.num_blocks, sum(count * size for count, size in sizes), device)
@@ -27,12 +27,12 @@ def allocate_buffers(spec: CacheSpec, device: str | torch.device = "cpu", *, pin
             (1, getattr(torch, scale.torch_name)) if scale.bits > 8 else (0x38 if scale.name == "fp8_e4m3" else 127, torch.uint8)
         )
         scales.append(torch.full((spec.num_layers, *shape), one, dtype=dtype, device=device, pin_memory=pin_memory))
-    count = sum(plane.format.has_tensor_scale for plane in spec.planes[: spec.num_planes])
+    count = sum(plane.format.has_tensor_scale for plane in spec.planes)
     scales += [torch.ones(spec.num_layers, dtype=torch.float32, device=device, pin_memory=pin_memory) for _ in range(count)]
     return [*caches, *scales]
 
 
-def _whole_blocks(spec: CacheSpec, size: int) -> int:
+def _whole_blocks(spec: Spec, size: int) -> int:
     """With the padding of the last block, which `buffer_sizes` leaves out and an engine's allocation has."""
     return -(-size // spec.block_bytes) * spec.block_bytes if spec.block_bytes else size
 

@@ -51,8 +51,8 @@ def describe(
             "describe(): layout is missing; it names the tensors' dimensions, such as layer | block head token (kv dim)."
         )
     read = Layout.parse(layout)
-    if read.k.kv_split or "kv[" in layout:
-        raise Unsupported("describe(): kv[...] gives K and V dimensions of their own; write the spec by hand.")
+    if "[" in layout:
+        raise Unsupported(f"describe(): layout {layout!r} gives planes dimensions of their own; write the spec by hand.")
     given = [t for t in parts if isinstance(t, Tensor)]
     if not given or len(given) < len(parts):
         raise BadArgument("describe(): tensors is empty or holds something else than tensors.")
@@ -60,7 +60,7 @@ def describe(
     formats = format or _format(given[0]), v_format or format or _format(given[0])
     found = _sizes(given, read, sizes, formats)
     order, padded = _memory_order(given[0], read)
-    left = " ".join(axis.name for axis in read.k.left)
+    left = " ".join(axis.name for axis in read.left)
     text = f"{left} | {order}" if left else order
     spec = CacheSpec(layout=text, format=formats[0], v_format=v_format, **found, block_bytes=padded)
     if num_cache_buffers(spec) != len(given):
@@ -70,10 +70,10 @@ def describe(
 
 def _require_alike(parts: list[Tensor], layout: Layout) -> None:
     first = parts[0]
-    if first.dim() != len(layout.k.dims):
-        names = " ".join(_name(dim) for dim in layout.k.dims)
+    if first.dim() != len(layout.first.dims):
+        names = " ".join(_name(dim) for dim in layout.first.dims)
         raise BadArgument(
-            f"describe(): tensors are {list(first.shape)}; layout {layout.text!r} names {len(layout.k.dims)}: {names}."
+            f"describe(): tensors are {list(first.shape)}; layout {layout.text!r} names {len(layout.first.dims)}: {names}."
         )
     for i, t in enumerate(parts):
         same = (t.shape, t.stride(), t.dtype, t.device) == (first.shape, first.stride(), first.dtype, first.device)
@@ -108,16 +108,16 @@ def _sizes(parts: list[Tensor], layout: Layout, given: dict[str, int], formats: 
         if known.setdefault(field, size) != size:
             raise BadArgument(f"describe(): {where} makes {field} {size}; it is given or found elsewhere as {known[field]}.")
 
-    if all(axis.name != "layer" for axis in (*layout.k.left, *layout.k.order)):
+    if all(axis.name != "layer" for axis in (*layout.left, *layout.first.order)):
         known.setdefault("num_layers", 1)
-    for dim, size in zip(layout.k.dims, parts[0].shape, strict=True):
+    for dim, size in zip(layout.first.dims, parts[0].shape, strict=True):
         if len(dim) == 1 and dim[0].name != "kv" and not dim[0].part:
             learn(dim[0].name, size, f"dimension {_name(dim)} of {size}")
-    split = {axis.name for axis in layout.k.order if axis.part}
+    split = {axis.name for axis in layout.first.order if axis.part}
     for name in split:
-        outer, inner = (n for dim, n in zip(layout.k.dims, parts[0].shape, strict=True) for a in dim if a.name == name)
+        outer, inner = (n for dim, n in zip(layout.first.dims, parts[0].shape, strict=True) for a in dim if a.name == name)
         learn(name, outer * inner, f"the two parts of {name}")
-    for dim, size in zip(layout.k.dims, parts[0].shape, strict=True):
+    for dim, size in zip(layout.first.dims, parts[0].shape, strict=True):
         if len(dim) == 1:
             continue
         names, rest = [axis.name for axis in dim], size
@@ -140,7 +140,7 @@ def _sizes(parts: list[Tensor], layout: Layout, given: dict[str, int], formats: 
             )
         if unknown:
             learn(unknown[0], rest, f"dimension {_name(dim)} of {size}")
-    left = [axis.name for axis in layout.k.left]
+    left = [axis.name for axis in layout.left]
     if "layer" in left:
         others = (2 if "kv" in left else 1) * (known.get("num_blocks", 1) if "block" in left else 1)
         learn("layer", len(parts) // others, f"{len(parts)} tensors")
@@ -152,7 +152,7 @@ def _sizes(parts: list[Tensor], layout: Layout, given: dict[str, int], formats: 
 
 def _memory_order(t: Tensor, layout: Layout) -> tuple[str, int]:
     """The dimensions by their strides, outermost first, and block_bytes. Memory is dense, but for what pads blocks."""
-    dims = [(stride, size, dim) for stride, size, dim in zip(t.stride(), t.shape, layout.k.dims, strict=True)]
+    dims = [(stride, size, dim) for stride, size, dim in zip(t.stride(), t.shape, layout.first.dims, strict=True)]
     # Dimensions of one element have any stride: they keep their place among the others.
     order = sorted(range(len(dims)), key=lambda i: -_weight(dims, i))
     expected, padded = 1, 0

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
-from kvx.layout.axes import Layout
+from kvx.layout.axes import PLANES, Layout
 from kvx.layout.place import Place, num_cache_buffers, places, scale_places
-from kvx.spec.cache_spec import CacheSpec, PlaneSpec
+from kvx.spec.cache_spec import PlaneSpec, Spec
 
-_AREAS = "K and V"  # K's area and V's, of orders or sizes of their own, in one buffer
+_AREAS = "K and V"  # areas of planes, of orders or sizes of their own, in one buffer
 
 
 class Step(NamedTuple):
@@ -51,7 +51,7 @@ class Grid(NamedTuple):
         return " ".join(f"{s.axis} {s.size}" for s in self.steps) or "one element"
 
 
-def check_buffers(call: str, name: str, tensors: Sequence[Tensor], specs: Sequence[CacheSpec], *, scales: bool = True) -> None:
+def check_buffers(call: str, name: str, tensors: Sequence[Tensor], specs: Sequence[Spec], *, scales: bool = True) -> None:
     """Every buffer of these shards, one after the other, is what its spec says, and all are in one place.
 
     Without `scales`, the buffers of the layout alone.
@@ -223,23 +223,23 @@ def _conflict(dims: list[tuple[int, int]], item: int, grid: Grid) -> str:
 
 
 @lru_cache(maxsize=1024)
-def grids(spec: CacheSpec) -> tuple[tuple[int, Grid], ...]:
+def grids(spec: Spec) -> tuple[tuple[int, Grid], ...]:
     """(how many in a row, what each holds) of all buffers, in the order of `buffer_sizes`."""
-    left = [axis.name for axis in Layout.parse(spec.layout).k.left]
-    planes = list(zip(spec.planes, places(spec), strict=False))
+    planes = list(zip(spec.planes, places(spec), strict=True))
     total = num_cache_buffers(spec)
-    if "kv" in left:
-        k, v = (_cache_grid(spec, [plane]) for plane in planes)
-        inside = abs(places(spec)[1].buffer - places(spec)[0].buffer)
-        out = [(total, k)] if k == v else [(inside, k), (inside, v)] * (total // (2 * inside))
+    if any(axis.name in PLANES for axis in Layout.parse(spec.layout).left):
+        each = [_cache_grid(spec, [plane]) for plane in planes]
+        inside = places(spec)[1].buffer - places(spec)[0].buffer
+        alike = len(set(each)) == 1
+        out = [(total, each[0])] if alike else [(inside, grid) for grid in each] * (total // (len(each) * inside))
     else:
         out = [(total, _cache_grid(spec, planes))]
-    for plane, place in zip(spec.planes, scale_places(spec), strict=False):
+    for plane, place in zip(spec.planes, scale_places(spec), strict=True):
         if place is not None and plane.format.scale is not None:
             steps = tuple(Step(d.axis, d.size, d.stride) for d in place.digits if d.size > 1)
             size, dtype = place.digits[0].size * place.digits[0].stride, getattr(torch, plane.format.scale.torch_name)
             out.append((1, Grid(steps, dtype, size, f"the scale of format {plane.format}", spec.layout, True)))
-    for plane in spec.planes[: spec.num_planes]:
+    for plane in spec.planes:
         if plane.format.has_tensor_scale:
             steps = (Step("layer", spec.num_layers, 4),) if spec.num_layers > 1 else ()
             out.append(
@@ -253,18 +253,21 @@ def grids(spec: CacheSpec) -> tuple[tuple[int, Grid], ...]:
     return tuple(out)
 
 
-def _cache_grid(spec: CacheSpec, planes: list[tuple[PlaneSpec, Place]]) -> Grid:
-    """The buffer that holds one plane, or K and V together."""
+def _cache_grid(spec: Spec, planes: list[tuple[PlaneSpec, Place]]) -> Grid:
+    """The buffer that holds one plane, or all together."""
     steps = [_steps(place) for _, place in planes]
     units = [place.unit_bytes for _, place in planes]
     dtypes = {None if p.format.is_in_bytes else getattr(torch, p.format.element.torch_name) for p, _ in planes}
     formats = " and ".join(dict.fromkeys(f"format {p.format}" for p, _ in planes))
     size = max(place.unit_bytes + sum((d.size - 1) * d.stride for d in place.digits) + place.offset for _, place in planes)
-    if len(planes) == 1 or (steps[0] == steps[1] and units[0] == units[1]):
-        both = [Step("kv", 2, planes[1][1].offset)] if len(planes) == 2 else []
+    offsets = [place.offset for _, place in planes]
+    apart = offsets[1] - offsets[0] if len(planes) > 1 else 0
+    alike = all(x == steps[0] for x in steps) and len(set(units)) == 1
+    if alike and all(offset == offsets[0] + i * apart for i, offset in enumerate(offsets)):
+        both = [Step("kv" if len(planes) == 2 else "plane", len(planes), apart)] if len(planes) > 1 else []
         found = sorted([*steps[0], *both], key=lambda s: -s.stride)
-    else:  # orders or sizes of their own: what stands outside both, and K's area and V's as one
-        shared = [s for s in steps[0] if s in steps[1]]
+    else:  # orders or sizes of their own: what stands outside all, and the planes' areas as one
+        shared = [s for s in steps[0] if all(s in other for other in steps)]
         shared = [s for s in shared if all(x in shared for p in steps for x in p if x.stride >= s.stride)]
         inner = min((s.stride for s in shared), default=-(-size // units[0]) * units[0])
         found = [*shared, Step(_AREAS, inner // min(units), min(units))]

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from kvx.errors import BadArgument, Unsupported
 from kvx.layout.box import Box, BoxDigit, Cell, RowFormat, Side
 from kvx.layout.place import Digit, Place, places, scale_places, tensor_scale_buffers
-from kvx.spec.cache_spec import CacheSpec
-
-
-class Rectangle(NamedTuple):
-    layer: int
-    layer_end: int
-    head: int
-    head_end: int
-
-    def __str__(self) -> str:
-        return f"layers {self.layer}..{self.layer_end - 1}, heads {self.head}..{self.head_end - 1}"
+from kvx.layout.shards import Rectangle
+from kvx.spec.cache_spec import PlaneSpec, Spec
 
 
 class Way(NamedTuple):
-    """Two places whose contents match, and how many units their dim axis has. With a cell, dim is the row's own business."""
+    """Two places whose contents match, and how many units a row has. With a cell, elements are the row's own business."""
 
-    src: CacheSpec
-    dst: CacheSpec
+    src: Spec
+    dst: Spec
+    plane: int
     a: Place
     b: Place
     units: int
@@ -44,18 +36,18 @@ class Turn(NamedTuple):
     dst: tuple[int, int]
 
 
-def turn_of(src: CacheSpec, dst: CacheSpec, rope: tuple[str, str], rotary_dim: int) -> Turn | None:
-    size = rotary_dim or src.head_dim
+def turn_of(src: Spec, dst: Spec, rope: tuple[str, str], rotary_dim: int) -> Turn | None:
+    size = rotary_dim or src.plane(0).row_elements
     if len(rope) != 2 or any(r not in ("half", "interleaved") for r in rope):
         raise BadArgument(f'plan(): rope is {rope!r}; it is ("half" or "interleaved" of src, the same of dst).')
     if rope[0] == rope[1]:
         return None
-    if not 0 < size <= src.head_dim or size % 2:
-        raise BadArgument(f"plan(): rotary_dim is {size}; it is even and at most head_dim {src.head_dim}.")
+    if not 0 < size <= src.plane(0).row_elements or size % 2:
+        raise BadArgument(f"plan(): rotary_dim is {size}; it is even and at most head_dim {src.plane(0).row_elements}.")
     for spec in (src, dst):
         fmt = spec.plane(0).format
         if (
-            len(places(spec)[0].of("dim")) > 1
+            len(places(spec)[0].of(spec.plane(0).row_axis)) > 1
             or fmt.element.bits < 8
             or fmt.group_size
             or fmt.is_inline
@@ -69,7 +61,7 @@ def turn_of(src: CacheSpec, dst: CacheSpec, rope: tuple[str, str], rotary_dim: i
     return Turn(size, steps[rope[0]], steps[rope[1]])
 
 
-def ways(src: CacheSpec, dst: CacheSpec, plane: int, turn: Turn | None) -> list[Way]:
+def ways(src: Spec, dst: Spec, plane: int, turn: Turn | None) -> list[Way]:
     a, b = places(src)[plane], places(dst)[plane]
     mine, theirs = src.plane(plane), dst.plane(plane)
     if replace(mine.format, name="", is_inline=False) != replace(theirs.format, name="", is_inline=False):
@@ -79,59 +71,59 @@ def ways(src: CacheSpec, dst: CacheSpec, plane: int, turn: Turn | None) -> list[
                     f"plan(): {mine.name} is {mine.format} at the source and {theirs.format} at the destination; "
                     f"{there.format} converts bit for bit only. Give both sides that format."
                 )
-        cell = Cell(_row_format(src, plane), _row_format(dst, plane), mine.head_dim)
-        return [Way(src, dst, a, b, 1, cell, scale_places(src)[plane], scale_places(dst)[plane])]
+        cell = Cell(_row_format(src, plane), _row_format(dst, plane), mine.row_elements)
+        return [Way(src, dst, plane, a, b, 1, cell, scale_places(src)[plane], scale_places(dst)[plane])]
     if mine.format == theirs.format and mine.format.is_inline:
-        return [Way(src, dst, a, b, mine.row_units)]  # scales travel in their rows
-    ways = [Way(src, dst, a, b, mine.head_dim * mine.format.element.bits // (8 * a.unit_bytes), turn=turn)]
+        return [Way(src, dst, plane, a, b, mine.row_units)]  # scales travel in their rows
+    ways = [Way(src, dst, plane, a, b, mine.row_elements * mine.format.element.bits // (8 * a.unit_bytes), turn=turn)]
     a_scale, b_scale = (_scale_place(spec, plane) for spec in (src, dst))
     if a_scale is not None and b_scale is not None:
-        groups = mine.format.num_groups(mine.head_dim) if a_scale.of("dim") else 1
-        ways.append(Way(src, dst, a_scale, b_scale, groups))
+        groups = mine.format.num_groups(mine.row_elements) if a_scale.of(mine.row_axis) else 1
+        ways.append(Way(src, dst, plane, a_scale, b_scale, groups))
     if mine.format.has_tensor_scale:
         layers = (Digit("layer", 1, max(src.num_layers, dst.num_layers), 4, 0),)
         a, b = (Place(layers, tensor_scale_buffers(spec)[plane], 0, 4) for spec in (src, dst))
-        ways.append(Way(src, dst, a, b, 1))
+        ways.append(Way(src, dst, plane, a, b, 1))
     return ways
 
 
-def _scale_place(spec: CacheSpec, plane: int) -> Place | None:
+def _scale_place(spec: Spec, plane: int) -> Place | None:
     """Where a plane's scales lie, apart or inside its rows."""
     return inline_scale_place(spec, plane) or scale_places(spec)[plane]
 
 
-def inline_scale_place(spec: CacheSpec, plane: int) -> Place | None:
+def inline_scale_place(spec: Spec, plane: int) -> Place | None:
     this, place = spec.plane(plane), places(spec)[plane]
     if not this.format.is_inline or this.format.scale is None:
         return None
     size = this.format.scale.bits // 8
-    group = Digit("dim", 1, this.format.num_groups(this.head_dim), size, 0)
-    digits = tuple(d for d in place.digits if d.axis != "dim")
-    return Place((*digits, group), place.buffer, place.offset + this.head_dim * this.format.element.bits // 8, size)
+    group = Digit(this.row_axis, 1, this.format.num_groups(this.row_elements), size, 0)
+    digits = tuple(d for d in place.digits if d.axis != this.row_axis)
+    return Place((*digits, group), place.buffer, place.offset + this.row_elements * this.format.element.bits // 8, size)
 
 
-def _row_format(spec: CacheSpec, plane: int) -> RowFormat:
+def _row_format(spec: Spec, plane: int) -> RowFormat:
     this, place, scale = spec.plane(plane), places(spec)[plane], scale_places(spec)[plane]
-    fmt, dim = this.format, place.of("dim")
+    fmt, row = this.format, place.of(this.row_axis)
     units = fmt.element.bits // 8 if fmt.element.bits >= 8 else 1
-    inner = dim[-1]
+    inner = row[-1]
     element = inner.stride * units // place.unit_bytes  # where rows are counted in bytes, elements still step by their size
-    pack = inner.size * place.unit_bytes * 8 // fmt.element.bits if len(dim) > 1 else this.head_dim
+    pack = inner.size * place.unit_bytes * 8 // fmt.element.bits if len(row) > 1 else this.row_elements
     strides = {d.axis: d.stride for d in scale.digits} if scale is not None else {}
     scale_bytes = fmt.scale.bits // 8 if fmt.scale is not None else 0
     return RowFormat(
         dtype=fmt.element.code,
         granularity=int(fmt.granularity),
         scale_dtype=fmt.scale.code if fmt.scale is not None else 0,
-        group_size=fmt.group_size or this.head_dim,
+        group_size=fmt.group_size or this.row_elements,
         pack=pack,
         is_inline=int(fmt.is_inline),
-        dim_outer=dim[0].stride if len(dim) > 1 else 0,
+        dim_outer=row[0].stride if len(row) > 1 else 0,
         dim_inner=element,
-        scale_offset=this.head_dim * fmt.element.bits // 8 if fmt.is_inline else 0,
+        scale_offset=this.row_elements * fmt.element.bits // 8 if fmt.is_inline else 0,
         scale_block=strides.get("block", 0),
         scale_token=strides.get("token", 0),
-        scale_group=scale_bytes if fmt.is_inline else strides.get("dim", 0),
+        scale_group=scale_bytes if fmt.is_inline else strides.get(this.row_axis, 0),
         scale_buffer=scale.buffer if scale is not None else -1,
         tensor_scale_buffer=tensor_scale_buffers(spec)[plane],
         first_layer=0,
@@ -140,11 +132,13 @@ def _row_format(spec: CacheSpec, plane: int) -> RowFormat:
 
 def boxes(way: Way, r: Rectangle, unit: int, src_buffer: int, dst_buffer: int) -> Iterator[Box]:
     src, dst, a, b = way.src, way.dst, way.a, way.b
+    mine, theirs = src.plane(way.plane), dst.plane(way.plane)
+    row = mine.row_axis
     ranges = (  # axis, elements, first at the source, first at the destination
         ("layer", r.layer_end - r.layer, r.layer - src.layer_start, r.layer - dst.layer_start),
-        ("head", r.head_end - r.head, r.head - src.head_start, r.head - dst.head_start),
-        ("token", unit, 0, 0),
-        ("dim", way.units, 0, 0),
+        (r.axis, r.end - r.first, r.first - mine.shard_start, r.first - theirs.shard_start),
+        *((axis, unit if axis == "token" else size, 0, 0) for axis, size in _shared_axes(mine)),
+        (row, way.units, 0, 0),
     )
     start = _side(a, src, src_buffer), _side(b, dst, dst_buffer), way.cell, ()
     partial: list[tuple[Side, Side, Cell | None, tuple[BoxDigit, ...]]] = [start]
@@ -152,7 +146,7 @@ def boxes(way: Way, r: Rectangle, unit: int, src_buffer: int, dst_buffer: int) -
         if not a.of(axis) or not b.of(axis):  # one scale for all of them
             continue
         grown = []
-        if axis == "dim" and way.turn is not None:
+        if axis == row and way.turn is not None:
             partial = [x for at_a, at_b, cell, digits in partial for x in _turned(way, way.turn, at_a, at_b, cell, digits)]
             continue
         for at_a, at_b, cell, digits in partial:
@@ -172,6 +166,11 @@ def boxes(way: Way, r: Rectangle, unit: int, src_buffer: int, dst_buffer: int) -
         if cell is not None:
             cell = cell._replace(src=_in_table(cell.src, src_buffer), dst=_in_table(cell.dst, dst_buffer))
         yield Box(at_a, at_b, a.unit_bytes, digits, cell)
+
+
+def _shared_axes(plane: PlaneSpec) -> list[tuple[str, int]]:
+    """All but the one that ranks share out and the row's."""
+    return [(axis, size) for axis, size in plane.axes[:-1] if axis != plane.shard_axis]
 
 
 _Partial = tuple[Side, Side, Cell | None, tuple[BoxDigit, ...]]
@@ -205,8 +204,11 @@ def _in_table(row: RowFormat, buffer: int) -> RowFormat:
     return row._replace(scale_buffer=scale, tensor_scale_buffer=tensor)
 
 
-def join(ks: list[Box], vs: list[Box]) -> list[Box]:
-    """K's boxes and V's; where V's is K's moved on by an even step, the two as one."""
+def join(planes: Sequence[list[Box]]) -> list[Box]:
+    """All planes' boxes; where the second's is the first's moved on by an even step, the two as one: so K and V of one order."""
+    if len(planes) != 2:
+        return [box for plane in planes for box in plane]
+    ks, vs = planes
     out: list[Box] = []
     for k, v in zip(ks, vs, strict=False):
         src, dst = ((b.offset - a.offset, b.buffer - a.buffer) for a, b in ((k.src, v.src), (k.dst, v.dst)))
@@ -218,7 +220,7 @@ def join(ks: list[Box], vs: list[Box]) -> list[Box]:
     return out + ks[len(vs) :] + vs[len(ks) :]
 
 
-def _side(place: Place, spec: CacheSpec, buffer: int) -> Side:
+def _side(place: Place, spec: Spec, buffer: int) -> Side:
     block = place.of("block")
     token = place.of("token")
     split = token[0].divisor if len(token) > 1 else spec.block_size

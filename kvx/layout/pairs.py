@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from operator import index
 
 from kvx.errors import BadArgument, OutOfRange
-from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.cache_spec import Spec
 
 Pairs = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def pairs_of(blocks: tuple[Sequence[int], Sequence[int]] | None, src: CacheSpec, dst: CacheSpec) -> Pairs | None:
+def pairs_of(blocks: tuple[Sequence[int], Sequence[int]] | None, src: Spec, dst: Spec) -> Pairs | None:
     """The blocks as tuples. A pair that is not to move is left out, so ids are those of blocks that exist."""
     if blocks is None:
         return None

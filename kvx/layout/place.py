@@ -1,6 +1,6 @@
 """Where every element of a cache lies: each axis as one or two digits, each digit with a stride in bytes.
 
-A `Place` is a layout with sizes put in. The byte of (layer, block, token, head, dim) of K or V is `offset` plus, for each
+A `Place` is a layout with sizes put in. The byte of (layer, block, token, head, dim) of a plane is `offset` plus, for each
 digit, `(index // divisor % size) * stride`; digits of axes left of the bar choose a buffer instead, by `step`.
 The planner, the tests' oracle and `kvx layouts` read places; nothing else works out strides from a layout.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from kvx.layout.axes import Axis, Layout, PlaneLayout
-from kvx.spec.cache_spec import CacheSpec
+from kvx.layout.axes import PLANES, Axis, Layout, PlaneLayout
+from kvx.spec.cache_spec import Spec
 
 
 class Digit(NamedTuple):
-    axis: str  # layer, block, token, head or dim
+    axis: str  # layer, block, or one of the plane's: token, head, dim
     divisor: int  # 1, or the factor of a split for its outer part
     size: int
     stride: int  # bytes; 0 left of the bar
@@ -23,10 +23,10 @@ class Digit(NamedTuple):
 
 
 class Place(NamedTuple):
-    digits: tuple[Digit, ...]  # outermost first; dim counts units (kvx/spec/cache_spec.py)
+    digits: tuple[Digit, ...]  # outermost first; the row's axis counts units (kvx/spec/cache_spec.py)
     buffer: int  # of layer 0, block 0
     offset: int  # bytes into it
-    unit_bytes: int  # of one unit of dim
+    unit_bytes: int  # of one unit of the row
 
     def of(self, axis: str) -> tuple[Digit, ...]:
         """The axis's digits, outer part first."""
@@ -42,14 +42,14 @@ class Place(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def places(spec: CacheSpec) -> tuple[Place, ...]:
-    """K's place and V's; one where the layout has no kv axis."""
+def places(spec: Spec) -> tuple[Place, ...]:
+    """One a plane."""
     return tuple(_place(spec, i) for i in range(spec.num_planes))
 
 
 @lru_cache(maxsize=1024)
-def scale_places(spec: CacheSpec) -> tuple[Place | None, ...]:
-    """Where the scales of K and of V lie, in buffers behind the cache's own; None where there are none or they are inline.
+def scale_places(spec: Spec) -> tuple[Place | None, ...]:
+    """Where the scales of each plane lie, in buffers behind the cache's own; None where there are none or they are inline.
 
     A scale buffer is [num_layers, *spec.scale_shape]; dim counts groups. Axes that share a scale have no digit.
     """
@@ -70,11 +70,11 @@ def scale_places(spec: CacheSpec) -> tuple[Place | None, ...]:
     return tuple(out)
 
 
-def tensor_scale_buffers(spec: CacheSpec) -> tuple[int, ...]:
-    """For K and V, which buffer holds the f32 that multiplies every scale, one a layer; -1 where the format has none."""
+def tensor_scale_buffers(spec: Spec) -> tuple[int, ...]:
+    """For each plane, which buffer holds the f32 that multiplies every scale, one a layer; -1 where the format has none."""
     buffer = num_cache_buffers(spec) + sum(place is not None for place in scale_places(spec))
     out = []
-    for plane in spec.planes[: spec.num_planes]:
+    for plane in spec.planes:
         out.append(buffer if plane.format.has_tensor_scale else -1)
         buffer += plane.format.has_tensor_scale
     return tuple(out)
@@ -83,18 +83,18 @@ def tensor_scale_buffers(spec: CacheSpec) -> tuple[int, ...]:
 _SCALE_AXES = ((), (), ("block",), ("head",), ("block", "head"), ("block", "token", "head"), ("block", "token", "head", "dim"))
 
 
-def num_cache_buffers(spec: CacheSpec) -> int:
+def num_cache_buffers(spec: Spec) -> int:
     """Allocations the layout has: the product of the axes left of the bar."""
-    return _product(spec, Layout.parse(spec.layout).k.left)
+    return _product(spec, Layout.parse(spec.layout).left)
 
 
-def num_buffers(spec: CacheSpec) -> int:
+def num_buffers(spec: Spec) -> int:
     """All buffers: the layout's, then K's and V's scales where they stand apart, then their tensor scales."""
     return sum(count for count, _ in buffer_sizes(spec))
 
 
 @lru_cache(maxsize=1024)
-def buffer_sizes(spec: CacheSpec) -> tuple[tuple[int, int], ...]:
+def buffer_sizes(spec: Spec) -> tuple[tuple[int, int], ...]:
     """The buffers' sizes as (count, bytes): so many in a row. The layout's go by the axes left of the bar, last fastest.
 
     Bytes up to the last element: where blocks are padded, engines hand out views that end before the last block's padding.
@@ -104,63 +104,59 @@ def buffer_sizes(spec: CacheSpec) -> tuple[tuple[int, int], ...]:
     return (*_cache_sizes(spec), *scales, *tensor)
 
 
-def _cache_sizes(spec: CacheSpec) -> tuple[tuple[int, int], ...]:
-    left = Layout.parse(spec.layout).k.left
+def _cache_sizes(spec: Spec) -> tuple[tuple[int, int], ...]:
+    left = Layout.parse(spec.layout).left
     sizes = [_inner_bytes(spec, i) for i in range(spec.num_planes)]
-    if all(axis.name != "kv" for axis in left) or sizes[0] == sizes[1]:
+    at = next((i for i, axis in enumerate(left) if axis.name in PLANES), -1)
+    if at < 0 or len(set(sizes)) == 1:
         return ((num_cache_buffers(spec), sizes[0]),)
-    inside = _product(spec, left[[axis.name for axis in left].index("kv") + 1 :])
-    return ((inside, sizes[0]), (inside, sizes[1])) * (num_cache_buffers(spec) // (2 * inside))
+    inside = _product(spec, left[at + 1 :])
+    return tuple((inside, size) for size in sizes) * (num_cache_buffers(spec) // (len(sizes) * inside))
 
 
-def buffer_bytes(spec: CacheSpec) -> tuple[int, ...]:
+def buffer_bytes(spec: Spec) -> tuple[int, ...]:
     """The size of each buffer."""
     return tuple(size for count, size in buffer_sizes(spec) for _ in range(count))
 
 
-def _layouts(spec: CacheSpec) -> tuple[PlaneLayout, PlaneLayout]:
-    layout = Layout.parse(spec.layout)
-    return layout.k, layout.v
+def _layout(spec: Spec, plane: int) -> PlaneLayout:
+    return Layout.parse(spec.layout).planes[spec.plane(plane).name]
 
 
-def _size(spec: CacheSpec, plane: int, axis: Axis) -> int:
+def _size(spec: Spec, plane: int, axis: Axis) -> int:
     this = spec.plane(plane)
-    whole = {
-        "layer": spec.num_layers,
-        "block": spec.num_blocks,
-        "kv": 2,
-        "token": spec.block_size,
-        "head": spec.num_kv_heads,
-        "dim": this.row_units,
-    }[axis.name]
+    if axis.name in PLANES:
+        return spec.num_planes
+    outside = {"layer": spec.num_layers, "block": spec.num_blocks}
+    whole = this.row_units if axis.name == this.row_axis else outside.get(axis.name) or this.sizes[axis.name]
     if not axis.part:
         return whole
     factor = _factor(spec, plane, axis)
     return factor if axis.part == "%" else whole // factor
 
 
-def _factor(spec: CacheSpec, plane: int, axis: Axis) -> int:
-    """What an axis is split by; of dim, in units."""
+def _factor(spec: Spec, plane: int, axis: Axis) -> int:
+    """What an axis is split by; of a row, in units."""
     this = spec.plane(plane)
     pack = this.pack(axis.factor)
-    return pack * this.format.element.bits // (8 * this.unit_bytes) if axis.name == "dim" else pack
+    return pack * this.format.element.bits // (8 * this.unit_bytes) if axis.name == this.row_axis else pack
 
 
-def _product(spec: CacheSpec, axes: tuple[Axis, ...]) -> int:
+def _product(spec: Spec, axes: tuple[Axis, ...]) -> int:
     count = 1
     for axis in axes:
         count *= _size(spec, 0, axis)
     return count
 
 
-def _inner_bytes(spec: CacheSpec, plane: int, inside_kv: bool = False) -> int:
-    """Bytes of one buffer up to its last element; with inside_kv, of what stands inside the kv axis."""
+def _inner_bytes(spec: Spec, plane: int, inside_planes: bool = False) -> int:
+    """Bytes of one buffer up to its last element; with inside_planes, of what stands inside the axis of planes."""
     size, padding = spec.plane(plane).unit_bytes, 0
-    for axis in reversed(_layouts(spec)[plane].order):
-        if axis.name == "kv":
-            if inside_kv:
+    for axis in reversed(_layout(spec, plane).order):
+        if axis.name in PLANES:
+            if inside_planes:
                 return size
-            size = sum(_inner_bytes(spec, i, inside_kv=True) for i in (0, 1))
+            size = sum(_areas(spec))
         elif axis.name == "block" and spec.block_bytes:  # nothing but layer stands outside it
             size, padding = spec.block_bytes * spec.num_blocks, spec.block_bytes - size
         else:
@@ -168,14 +164,19 @@ def _inner_bytes(spec: CacheSpec, plane: int, inside_kv: bool = False) -> int:
     return size - padding
 
 
-def _place(spec: CacheSpec, plane: int) -> Place:
-    layout = _layouts(spec)[plane]
+def _areas(spec: Spec) -> list[int]:
+    """Bytes of what stands inside the axis of planes, of each."""
+    return [_inner_bytes(spec, i, inside_planes=True) for i in range(spec.num_planes)]
+
+
+def _place(spec: Spec, plane: int) -> Place:
+    layout = _layout(spec, plane)
     digits: list[Digit] = []
     offset, stride = 0, spec.plane(plane).unit_bytes
     for axis in reversed(layout.order):
-        if axis.name == "kv":
-            k, v = (_inner_bytes(spec, i, inside_kv=True) for i in (0, 1))
-            offset, stride = (k if plane else 0), k + v
+        if axis.name in PLANES:
+            areas = _areas(spec)
+            offset, stride = sum(areas[:plane]), sum(areas)
             continue
         divisor = _factor(spec, plane, axis) if axis.part == "/" else 1
         if axis.name == "block" and spec.block_bytes:
@@ -184,12 +185,12 @@ def _place(spec: CacheSpec, plane: int) -> Place:
         stride *= digits[-1].size
     buffer, step = 0, 1
     for axis in reversed(layout.left):
-        if axis.name == "kv":
+        size = _size(spec, plane, axis)
+        if axis.name in PLANES:
             buffer += plane * step
-            step *= 2
-            continue
-        digits.append(Digit(axis.name, 1, _size(spec, plane, axis), 0, step))
-        step *= digits[-1].size
+        else:
+            digits.append(Digit(axis.name, 1, size, 0, step))
+        step *= size
     if all(d.axis != "layer" for d in digits):
         digits.append(Digit("layer", 1, 1, 0, 0))
     return Place(tuple(reversed(digits)), buffer, offset, spec.plane(plane).unit_bytes)

@@ -7,7 +7,7 @@ address: it is frozen, printable, and as bytes (`to_bytes`) it is what kvx_plan_
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
@@ -15,10 +15,24 @@ from typing import NamedTuple
 
 from kvx.errors import BadArgument, Unsupported
 from kvx.layout.box import Box, BoxDigit, family, fold, pack_box, pack_cell, walk
-from kvx.layout.match import Rectangle, boxes, join, turn_of, ways
+from kvx.layout.match import Turn, boxes, join, turn_of, ways
 from kvx.layout.pairs import Pairs, pairs_of
 from kvx.layout.place import buffer_bytes, buffer_sizes, num_buffers, places
-from kvx.spec.cache_spec import CacheSpec
+from kvx.layout.shards import (
+    Rectangle,
+    as_shards,
+    cut,
+    differing_axis,
+    field_of,
+    held,
+    holdings,
+    rectangle,
+    several,
+    sharded_alike,
+    union,
+    without,
+)
+from kvx.spec.cache_spec import Spec
 from kvx.spec.formats import Granularity
 
 _MAGIC, _VERSION = 0x5058564B, 1
@@ -40,8 +54,8 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    src: tuple[CacheSpec, ...]  # one spec a shard
-    dst: tuple[CacheSpec, ...]
+    src: tuple[Spec, ...]  # one spec a shard
+    dst: tuple[Spec, ...]
     unit_tokens: int  # tokens moved for one pair of blocks
     boxes: tuple[Box, ...] = field(repr=False)
     blocks: Pairs | None = field(default=None, repr=False)  # ids at src and at dst, moved unless others are given; None: all
@@ -145,8 +159,8 @@ class Plan:
 
 
 def plan(
-    src: CacheSpec | Sequence[CacheSpec],  # what there is; several specs are shards of one cache
-    dst: CacheSpec | Sequence[CacheSpec],  # what is wanted
+    src: Spec | Sequence[Spec],  # what there is; several specs are shards of one cache
+    dst: Spec | Sequence[Spec],  # what is wanted
     *,
     blocks: tuple[Sequence[int], Sequence[int]] | None = None,  # (ids at src, ids at dst), what moves unless told otherwise
     layers: tuple[int, int] | None = None,  # first and end, of the model's layers; None = all the destination holds
@@ -162,40 +176,56 @@ def plan(
 
     llama.cpp keeps the two numbers of a rotated pair side by side, Transformers half a row apart: rope=("interleaved", "half").
     """
-    sources, targets = _as_shards("src", src), _as_shards("dst", dst)
+    sources, targets = as_shards("src", src), as_shards("dst", dst)
     _require_match(sources[0], targets[0])
     if layers is not None:
         _check_layers(layers)
     pairs = pairs_of(blocks, sources[0], targets[0])
     turn = turn_of(sources[0], targets[0], rope, rotary_dim)
     unit = _unit_tokens(sources[0], targets[0])
-    held, wanted = ([r for spec in specs for r in _held(spec, layers)] for specs in (sources, targets))
-    left_out = _union(_without(held, wanted))
+    together = sharded_alike((*sources, *targets))
+    left_out, twice = [], []
+    for planes in together:
+        have, wanted = ([r for spec in specs for r in held(spec, planes[0], layers)] for specs in (sources, targets))
+        left_out += union(without(have, wanted))
+        twice += several(wanted)
     if left_out and not partial:
         raise BadArgument(
-            f"plan(): {left_out[0]} of src are in no dst and would be lost. Destinations hold {', '.join(map(_holds, targets))}. "
+            f"plan(): {left_out[0]} of src are in no dst and would be lost. Destinations hold {holdings(targets)}. "
             "Give the shards that hold them, or say partial=True to leave them out."
         )
     found: list[Box] = []
     dst_buffer = 0
     for target in targets:
-        missing = _held(target, layers)
-        src_buffer = 0
-        for source in sources:
-            left: list[Rectangle] = []
-            for r in missing:
-                both, rest = _cut(r, _rectangle(source))
-                left += rest
-                if both is not None:
-                    matched = [ways(source, target, i, turn if i == 0 else None) for i in range(target.num_planes)]
-                    planes = [[x for way in w for x in boxes(way, both, unit, src_buffer, dst_buffer)] for w in matched]
-                    found += join(planes[0], planes[1]) if len(planes) == 2 else planes[0]
-            missing = left
-            src_buffer += num_buffers(source)
-        if missing:
-            raise BadArgument(f"plan(): {missing[0]} of dst are in no src. Sources hold {', '.join(_holds(s) for s in sources)}.")
+        for planes in together:
+            found += _boxes_of(target, sources, planes, layers, turn, unit, dst_buffer)
         dst_buffer += num_buffers(target)
-    return Plan(sources, targets, unit, tuple(found), pairs, tuple(left_out), tuple(_twice(wanted)))
+    return Plan(sources, targets, unit, tuple(found), pairs, tuple(left_out), tuple(twice))
+
+
+def _boxes_of(
+    target: Spec,
+    sources: Sequence[Spec],
+    planes: Sequence[int],
+    layers: tuple[int, int] | None,
+    turn: Turn | None,
+    unit: int,
+    dst_buffer: int,
+) -> Iterator[Box]:
+    """What fills these planes of one shard, from every source that holds some of it."""
+    missing, src_buffer = held(target, planes[0], layers), 0
+    for source in sources:
+        left: list[Rectangle] = []
+        for r in missing:
+            both, rest = cut(r, rectangle(source, planes[0]))
+            left += rest
+            if both is not None:
+                matched = [ways(source, target, i, turn if i == 0 else None) for i in planes]
+                yield from join([[x for way in w for x in boxes(way, both, unit, src_buffer, dst_buffer)] for w in matched])
+        missing = left
+        src_buffer += num_buffers(source)
+    if missing:
+        raise BadArgument(f"plan(): {missing[0]} of dst are in no src. Sources hold {holdings(sources)}.")
 
 
 def _check_layers(layers: tuple[int, int]) -> None:
@@ -218,37 +248,24 @@ def _few(ids: tuple[int, ...]) -> str:
     return ", ".join(map(str, ids if len(ids) <= 6 else ids[:5])) + (f", ... {ids[-1]}" if len(ids) > 6 else "")
 
 
-# ---- matching shards
+# ---- matching specs
 
 
-def _as_shards(name: str, specs: CacheSpec | Sequence[CacheSpec]) -> tuple[CacheSpec, ...]:
-    shards = (specs,) if isinstance(specs, CacheSpec) else tuple(specs) if isinstance(specs, Iterable) else ()
-    if not shards or not all(isinstance(s, CacheSpec) for s in shards):
-        raise BadArgument(f"plan(): {name} is {specs!r}; it is a CacheSpec or a list of them, one a shard.")
-    for other in shards[1:]:
-        for what in ("num_blocks", "block_size", "head_dim", "v_head_dim", "format", "v_format"):
-            a, b = getattr(shards[0], what), getattr(other, what)
-            if a != b:
-                raise BadArgument(f"plan(): {name} shards differ in {what}: {a!r} and {b!r}. Shards of one cache share it.")
-    return shards
-
-
-def _holds(spec: CacheSpec) -> str:
-    return str(_rectangle(spec))
-
-
-def _require_match(src: CacheSpec, dst: CacheSpec) -> None:
-    if src.num_planes != dst.num_planes:
+def _require_match(src: Spec, dst: Spec) -> None:
+    a_names, b_names = ([p.name for p in spec.planes] for spec in (src, dst))
+    if a_names != b_names:
         raise BadArgument(
-            f"plan(): layout {src.layout!r} has {src.num_planes} of K and V, {dst.layout!r} has {dst.num_planes}. "
-            "A latent (MLA) cache converts to another latent one."
+            f"plan(): layout {src.layout!r} has {len(a_names)} planes ({', '.join(a_names)}), {dst.layout!r} has {len(b_names)} "
+            f"({', '.join(b_names)}). Planes go to those of their name; a latent (MLA) cache converts to another latent one."
         )
     if src.model and dst.model and src.model != dst.model:
         raise BadArgument(f"plan(): the source holds KV of model {src.model!r} and the destination of {dst.model!r}.")
-    for a, b in list(zip(src.planes, dst.planes, strict=True))[: src.num_planes]:
-        if a.head_dim != b.head_dim:
+    for a, b in zip(src.planes, dst.planes, strict=True):
+        other = differing_axis(a, b)
+        if other:
             raise BadArgument(
-                f"plan(): {a.name} head_dim is {a.head_dim} at the source and {b.head_dim} at the destination; they must be equal."
+                f"plan(): {a.name} {field_of(other)} is {a.sizes.get(other, 0)} at the source and {b.sizes.get(other, 0)} at the "
+                "destination; they must be equal."
             )
         by_block = a.format.granularity in (Granularity.BLOCK, Granularity.BLOCK_HEAD)
         if a.format == b.format and by_block and src.block_size != dst.block_size:
@@ -258,64 +275,11 @@ def _require_match(src: CacheSpec, dst: CacheSpec) -> None:
             )
 
 
-def _unit_tokens(src: CacheSpec, dst: CacheSpec) -> int:
+def _unit_tokens(src: Spec, dst: Spec) -> int:
     unit = gcd(src.block_size, dst.block_size)
     for spec in (src, dst):
         for place in places(spec):
-            split = place.of("token")[0].divisor
+            split = place.of("token")[0].divisor if place.of("token") else 1
             if unit % split and split % unit:
                 unit = gcd(unit, split)
     return unit
-
-
-def _rectangle(spec: CacheSpec) -> Rectangle:
-    return Rectangle(spec.layer_start, spec.layer_start + spec.num_layers, spec.head_start, spec.head_start + spec.num_kv_heads)
-
-
-def _held(spec: CacheSpec, layers: tuple[int, int] | None) -> list[Rectangle]:
-    """What a shard holds of these layers: one rectangle, or none."""
-    r = _rectangle(spec)
-    if layers is not None:
-        r = r._replace(layer=max(r.layer, layers[0]), layer_end=min(r.layer_end, layers[1]))
-    return [r] if r.layer < r.layer_end else []
-
-
-def _without(these: Iterable[Rectangle], others: Iterable[Rectangle]) -> list[Rectangle]:
-    left = list(these)
-    for other in others:
-        left = [rest for r in left for rest in _cut(r, other)[1]]
-    return left
-
-
-def _union(these: Iterable[Rectangle]) -> list[Rectangle]:
-    """The same layers and heads, each once."""
-    out: list[Rectangle] = []
-    for r in these:
-        out += _without([r], out)
-    return out
-
-
-def held_twice(shards: Sequence[CacheSpec]) -> list[Rectangle]:
-    """Layers and heads that more than one of these shards holds."""
-    return _twice([_rectangle(spec) for spec in shards])
-
-
-def _twice(these: Sequence[Rectangle]) -> list[Rectangle]:
-    both = (_cut(r, other)[0] for i, r in enumerate(these) for other in these[:i])
-    return _union(r for r in both if r is not None)
-
-
-def _cut(r: Rectangle, other: Rectangle) -> tuple[Rectangle | None, list[Rectangle]]:
-    """What two rectangles share, and the rest of the first."""
-    both = Rectangle(
-        max(r.layer, other.layer), min(r.layer_end, other.layer_end), max(r.head, other.head), min(r.head_end, other.head_end)
-    )
-    if both.layer >= both.layer_end or both.head >= both.head_end:
-        return None, [r]
-    rest = [
-        Rectangle(r.layer, both.layer, r.head, r.head_end),
-        Rectangle(both.layer_end, r.layer_end, r.head, r.head_end),
-        Rectangle(both.layer, both.layer_end, r.head, both.head),
-        Rectangle(both.layer, both.layer_end, both.head_end, r.head_end),
-    ]
-    return both, [x for x in rest if x.layer < x.layer_end and x.head < x.head_end]

@@ -46,7 +46,7 @@ def plane_maps(spec: CacheSpec) -> tuple[PlaneMap, PlaneMap]:
             f"layout {spec.layout!r} {layout.unsupported_by_ops}; ops that address tokens do not take it. "
             "Convert to one they do, such as kvx.NHD: kvx.convert(...)."
         )
-    return _map(spec, layout.k, 0), _map(spec, layout.v, 1)
+    return _map(spec, layout.planes["k"], 0), _map(spec, layout.planes["v"], 1)
 
 
 def cache_shapes(spec: CacheSpec) -> tuple[tuple[int, ...], ...]:

@@ -20,17 +20,17 @@ from kvx.layout.buffers import bytes_of
 from kvx.layout.gate import check_buffers
 from kvx.layout.match import reach
 from kvx.layout.place import Digit, Place, num_buffers, num_cache_buffers, places
-from kvx.spec.cache_spec import CacheSpec, PlaneSpec
+from kvx.spec.cache_spec import CacheSpec, PlaneSpec, Spec
 from kvx.spec.formats import Format
 
 _ORDER = ("block", "token", "head", "dim")
 
 
 class PlaneView(NamedTuple):
-    """K or V of one layer."""
+    """One plane of one layer."""
 
     layer: int  # of the model
-    plane: str  # "k" or "v"
+    plane: str  # its name: "k", "v"
     axes: tuple[str, ...]  # of the tensor's dimensions: block token head dim, a split one as its two parts, dim/8 dim%8
     tensor: Tensor | list[Tensor]  # a list where every block is an allocation: one a block, without the block axis
     buffer: int  # which of the cache's buffers it lies in, or the first block does
@@ -41,11 +41,11 @@ class PlaneView(NamedTuple):
         return self.tensor if isinstance(self.tensor, Tensor) else self.tensor[0]
 
 
-def layer_views(buffers: Tensor | Sequence[Tensor], spec: CacheSpec) -> list[tuple[PlaneView, ...]]:
+def layer_views(buffers: Tensor | Sequence[Tensor], spec: Spec) -> list[tuple[PlaneView, ...]]:
     """K and V of every layer, [layer][plane], as views of the buffers: those of `allocate_buffers`, or an engine's own tensors.
 
-    Dimensions are always in the order block, token, head, dim, and a split axis is its two parts, outer first; so `reshape`
-    gives [block, token, head, dim]. Elements that are not whole bytes, and rows with inline scales, are views of bytes.
+    Dimensions are always block, then the plane's axes (token, head, dim), and a split axis is its two parts, outer first; so
+    `reshape` gives [block, token, head, dim]. Elements that are not whole bytes, and rows with inline scales, are views of bytes.
     """
     tensors = [buffers] if isinstance(buffers, Tensor) else list(buffers)
     if len(tensors) == num_buffers(spec):
@@ -53,15 +53,16 @@ def layer_views(buffers: Tensor | Sequence[Tensor], spec: CacheSpec) -> list[tup
     check_buffers("layer_views", "buffers", tensors, (spec,), scales=False)
     layout, out = Layout.parse(spec.layout), []
     for layer in range(spec.num_layers):
-        planes = zip(spec.planes, places(spec), (layout.k, layout.v), strict=False)
+        planes = zip(spec.planes, places(spec), layout.planes.values(), strict=True)
         out.append(tuple(_view(tensors, spec, layer, *plane) for plane in planes))
     return out
 
 
-def _view(tensors: list[Tensor], spec: CacheSpec, layer: int, plane: PlaneSpec, place: Place, layout: PlaneLayout) -> PlaneView:
+def _view(tensors: list[Tensor], spec: Spec, layer: int, plane: PlaneSpec, place: Place, layout: PlaneLayout) -> PlaneView:
     byte, step = reach(place, "layer", layer)
-    inside = [d for name in _ORDER for d in place.of(name) if not d.step]
-    axes = tuple(axis for name in _ORDER if any(d.axis == name for d in inside) for axis in _names(layout, name))
+    order = ("block", *plane.sizes)
+    inside = [d for name in order for d in place.of(name) if not d.step]
+    axes = tuple(axis for name in order if any(d.axis == name for d in inside) for axis in _names(layout, name))
     apart = place.of("block")[0].step
     parts = [
         _strided(tensors, place.buffer + step + i * apart, place.offset + byte, inside, plane)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -22,11 +22,12 @@ from kvx.layout.buffers import allocate_buffers
 from kvx.layout.coordinates import WORD, content_number, coordinate_bytes, coordinate_plan, has_whole_words
 from kvx.layout.gate import check_buffers
 from kvx.layout.place import num_buffers
-from kvx.layout.plan import held_twice, plan
+from kvx.layout.plan import plan
+from kvx.layout.shards import held_twice
 from kvx.ops import backend as backends
 from kvx.ops import convert as conversion
 from kvx.ops import native
-from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.cache_spec import Spec
 
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
@@ -47,7 +48,7 @@ class Digest:
 
 def digest(
     cache: conversion.Buffers,  # every buffer, shard by shard
-    spec: CacheSpec | Sequence[CacheSpec],  # one a shard; shards must not hold the same heads twice
+    spec: Spec | Sequence[Spec],  # one a shard; shards must not hold the same heads twice
     *,
     blocks: Tensor | Sequence[int] | None = None,  # [n], or [num_seqs, columns]; None: all of them, in order
     seq_lens: Tensor | None = None,  # [num_seqs]
@@ -57,7 +58,7 @@ def digest(
 
     Waits for the device. Block size, layout, sharding and whether scales are inline make no difference; format and head size do.
     """
-    shards = [spec] if isinstance(spec, CacheSpec) else list(spec)
+    shards = [spec] if isinstance(spec, Spec) else list(spec)
     tensors = list(conversion.flat("cache", cache))
     check_buffers("digest", "cache", tensors, shards)
     twice = held_twice(shards)
@@ -71,7 +72,7 @@ def digest(
 
 
 def _shard(
-    tensors: list[Tensor], spec: CacheSpec, blocks: Tensor | Sequence[int] | None, seq_lens: Tensor | None, backend: str
+    tensors: list[Tensor], spec: Spec, blocks: Tensor | Sequence[int] | None, seq_lens: Tensor | None, backend: str
 ) -> Digest:
     ids = conversion.blocks_of("digest", "blocks", blocks, spec.num_blocks)
     if not has_whole_words(spec):
@@ -81,11 +82,10 @@ def _shard(
     return _digest_native(tensors, spec, ids, seq_lens)
 
 
-def _staged(tensors: list[Tensor], spec: CacheSpec, ids: Tensor, seq_lens: Tensor | None, backend: str) -> Digest:
+def _staged(tensors: list[Tensor], spec: Spec, ids: Tensor, seq_lens: Tensor | None, backend: str) -> Digest:
     """Rows that no word of which stands together (transposed V, packed CPU tiles): sequence by sequence through a plain layout."""
-    names = "layer kv | block token head dim" if spec.num_planes == 2 else "layer | block token head dim"
     table = conversion.as_table(ids)
-    plain = replace(spec, layout=names, num_blocks=table.shape[1], block_bytes=0)
+    plain = spec.replaced(layout=spec.plain_layout, num_blocks=table.shape[1], block_bytes=0)
     stage = allocate_buffers(plain, tensors[0].device)
     total = Digest()
     for s in range(table.shape[0]):
@@ -104,13 +104,13 @@ def _staged(tensors: list[Tensor], spec: CacheSpec, ids: Tensor, seq_lens: Tenso
     return total
 
 
-def _digest_native(tensors: list[Tensor], spec: CacheSpec, ids: Tensor, seq_lens: Tensor | None) -> Digest:
+def _digest_native(tensors: list[Tensor], spec: Spec, ids: Tensor, seq_lens: Tensor | None) -> Digest:
     out = torch.zeros(2, dtype=torch.int64, device=tensors[0].device)
     add_digest(out, tensors, spec, ids, seq_lens)
     return Digest(*(int(x) & _MASK for x in out.tolist()))
 
 
-def add_digest(out: Tensor, tensors: list[Tensor], spec: CacheSpec, ids: Tensor, seq_lens: Tensor | None) -> None:
+def add_digest(out: Tensor, tensors: list[Tensor], spec: Spec, ids: Tensor, seq_lens: Tensor | None) -> None:
     """Add one shard's two sums to `out` [2] int64, on the current stream of its device, without waiting."""
     lib = native.LIB
     assert lib is not None
@@ -141,7 +141,7 @@ def _mix(x: int) -> int:
     return x ^ x >> 31
 
 
-def _digest_torch(tensors: list[Tensor], boxes: tuple[Box, ...], spec: CacheSpec, ids: Tensor, seq_lens: Tensor | None) -> Digest:
+def _digest_torch(tensors: list[Tensor], boxes: tuple[Box, ...], spec: Spec, ids: Tensor, seq_lens: Tensor | None) -> Digest:
     flat = [conversion.bytes_of(t) for t in tensors]
     rows = conversion.as_table(ids).tolist()
     lens = [len(row) * spec.block_size for row in rows] if seq_lens is None else seq_lens.tolist()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
+from typing import Any, Self
 
 from kvx.errors import BadArgument
 from kvx.layout.axes import Layout
@@ -12,28 +14,111 @@ from kvx.spec.formats import Format
 
 @dataclass(frozen=True)
 class PlaneSpec:
-    """K or V of a spec."""
+    """One kind of rows in a cache's blocks: K or V, a latent, a convolution's state."""
 
-    name: str  # "k" or "v"
-    head_dim: int
+    name: str  # "k", "v", or that of the layout's plane[...]
+    axes: tuple[tuple[str, int], ...]  # what a block of one layer has of it, axis by axis; the last is the elements of a row
     format: Format
+    shard_axis: str = "head"  # what tensor parallel ranks share out
+    shard_start: int = 0  # the first of it here, in the model
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    @property
+    def row_axis(self) -> str:
+        return self.axes[-1][0]
+
+    @property
+    def row_elements(self) -> int:
+        return self.axes[-1][1]
+
+    @property
+    def head_dim(self) -> int:
+        """`row_elements`, as ops on K and V call them."""
+        return self.axes[-1][1]
+
+    @property
+    def num_rows(self) -> int:
+        """In a block of one layer."""
+        return prod(size for _, size in self.axes[:-1])
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one unit of the cache tensor's dim axis: an element, or a byte where elements are not whole ones."""
+        """Bytes of one unit of the cache tensor's row axis: an element, or a byte where elements are not whole ones."""
         return 1 if self.format.is_in_bytes else self.format.element.bits // 8
 
     @property
+    def row_bytes(self) -> int:
+        return self.format.row_bytes(self.row_elements)
+
+    @property
     def row_units(self) -> int:
-        return self.format.row_bytes(self.head_dim) // self.unit_bytes
+        return self.row_bytes // self.unit_bytes
 
     def pack(self, factor: str) -> int:
-        """Elements of one pack of a split dim; `x` is 16 bytes of them."""
+        """Elements of one pack of a split axis; `x` is 16 bytes of them."""
         return 128 // self.format.element.bits if factor == "x" else int(factor)
 
 
+class Spec:
+    """A cache in blocks, or a shard of one: planes, their layout, and which layers. What conversions, digests and files read.
+
+    `CacheSpec` is the one of K and V. A block is the unit of allocation, and a plane says what it holds.
+    """
+
+    num_blocks: int
+    block_size: int  # tokens in a block; 1 where planes have none
+    layout: str
+    num_layers: int
+    layer_start: int
+    model: str
+    block_bytes: int
+
+    @cached_property
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        raise NotImplementedError
+
+    def plane(self, index: int) -> PlaneSpec:
+        return self.planes[index]
+
+    @property
+    def num_planes(self) -> int:
+        return len(self.planes)
+
+    def replaced(self, **fields: Any) -> Self:
+        """With other values of these fields: dataclasses.replace, for every kind of spec."""
+        return replace(self, **fields)  # type: ignore[type-var]
+
+    @property
+    def plain_layout(self) -> str:
+        """The layout with every plane apart and its rows in one piece, as its axes say."""
+        names = [p.name for p in self.planes]
+        if names in (["k", "v"], ["k"]):
+            return "layer kv | block token head dim" if len(names) == 2 else "layer | block token head dim"
+        inner = "; ".join(f"{p.name}: | block {' '.join(axis for axis, _ in p.axes)}" for p in self.planes)
+        return f"layer plane[{inner}]"
+
+    @property
+    def _layers_in_block(self) -> int:
+        names = [axis.name for axis in Layout.parse(self.layout).first.order]
+        inside = "layer" in names and ("block" not in names or names.index("layer") > names.index("block"))
+        return self.num_layers if inside else 1
+
+    def content_bytes(self, index: int = 0) -> int:
+        """Bytes of one block in a plane's buffer, or in the one all share: what `block_bytes` pads."""
+        apart = Layout.parse(self.layout).num_buffers > 1
+        planes = self.planes[index : index + 1] if apart else self.planes
+        return self._layers_in_block * sum(p.num_rows * p.row_bytes for p in planes)
+
+    def scale_shape(self, index: int) -> tuple[int, ...] | None:
+        """The shape of a plane's scale tensor; None when there is none or it is inline."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class CacheSpec:
+class CacheSpec(Spec):
     """A paged KV cache, or a shard of one: geometry, layout and format.
 
     `layout` is a string of axes (kvx/layout/axes.py); `format` and `v_format` are names of rows (kvx/spec/formats.py).
@@ -65,13 +150,16 @@ class CacheSpec:
         object.__setattr__(self, "manifest_text", to_json(self))  # once: compiled graphs carry it as a constant
 
     @cached_property
-    def planes(self) -> tuple[PlaneSpec, PlaneSpec]:
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        """K and V; K alone where the layout has no kv axis."""
         k = Format.named(self.format)
         v = Format.named(self.v_format) if self.v_format else k
-        return PlaneSpec("k", self.head_dim, k), PlaneSpec("v", self.v_head_dim or self.head_dim, v)
-
-    def plane(self, index: int) -> PlaneSpec:
-        return self.planes[index]
+        rows = {"k": (self.head_dim, k), "v": (self.v_head_dim or self.head_dim, v)}
+        outside = ("token", self.block_size), ("head", self.num_kv_heads)
+        return tuple(
+            PlaneSpec(name, (*outside, ("dim", rows[name][0])), rows[name][1], shard_start=self.head_start)
+            for name in Layout.parse(self.layout).planes
+        )
 
     @cached_property
     def tensor_units(self) -> tuple[int, int]:
@@ -81,8 +169,8 @@ class CacheSpec:
         """
         layout = Layout.parse(self.layout)
         shared = layout.num_buffers == 1 and layout.has_kv
-        k, v = (1 if shared and any(p.format.is_in_bytes for p in self.planes) else p.unit_bytes for p in self.planes)
-        return k, v
+        units = [1 if shared and any(p.format.is_in_bytes for p in self.planes) else p.unit_bytes for p in self.planes]
+        return units[0], units[-1]
 
     def shard(self, tp_size: int, tp_rank: int) -> CacheSpec:
         """One tensor-parallel rank's part. With more ranks than heads, heads are held by several ranks in a row."""
@@ -103,11 +191,6 @@ class CacheSpec:
         return replace(self, num_kv_heads=mine, head_start=self.head_start + tp_rank * heads // tp_size)
 
     @property
-    def num_planes(self) -> int:
-        """2, K and V; 1 where the layout has no kv axis."""
-        return 2 if Layout.parse(self.layout).has_kv else 1
-
-    @property
     def num_slots(self) -> int:
         return self.num_blocks * self.block_size
 
@@ -115,21 +198,8 @@ class CacheSpec:
     def token_bytes(self) -> int:
         """Bytes one token takes in one layer, K and V, with the scales stored per token."""
         return self.num_kv_heads * sum(
-            p.format.row_bytes(p.head_dim) + (0 if p.format.is_inline else p.format.scale_bytes(p.head_dim))
-            for p in self.planes[: self.num_planes]
+            p.format.row_bytes(p.head_dim) + (0 if p.format.is_inline else p.format.scale_bytes(p.head_dim)) for p in self.planes
         )
-
-    @property
-    def _layers_in_block(self) -> int:
-        names = [axis.name for axis in Layout.parse(self.layout).k.order]
-        inside = "layer" in names and ("block" not in names or names.index("layer") > names.index("block"))
-        return self.num_layers if inside else 1
-
-    def content_bytes(self, index: int = 0) -> int:
-        """Bytes of one block in K's (0) or V's (1) buffer, or in the one both share: what `block_bytes` pads."""
-        apart = Layout.parse(self.layout).num_buffers == 2
-        planes = self.planes[index : index + 1] if apart else self.planes[: self.num_planes]
-        return self._layers_in_block * self.block_size * self.num_kv_heads * sum(p.format.row_bytes(p.head_dim) for p in planes)
 
     @property
     def cache_bytes(self) -> int:

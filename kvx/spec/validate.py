@@ -64,6 +64,8 @@ def formats_exist(spec: CacheSpec) -> str | None:
 
 def layout_reads(spec: CacheSpec) -> str | None:
     layout = Layout.parse(spec.layout)
+    if not set(layout.planes) <= {"k", "v"}:
+        return f"layout {spec.layout!r} names the planes {', '.join(layout.planes)}; a CacheSpec has K and V. Write `kv`."
     if spec.num_layers > 1 and not layout.has_layer:
         return f"num_layers is {spec.num_layers} and layout {spec.layout!r} has no layer axis. Write `layer` where it stands."
     return None
@@ -71,15 +73,15 @@ def layout_reads(spec: CacheSpec) -> str | None:
 
 def splits_divide(spec: CacheSpec) -> str | None:
     layout = Layout.parse(spec.layout)
-    for plane, where in zip(spec.planes, (layout.k, layout.v), strict=True):
+    for plane, where in zip(spec.planes, layout.planes.values(), strict=True):
         for name, size in (("token", spec.block_size), ("head", spec.num_kv_heads)):
             factor = where.split_of(name)
             if factor and size % plane.pack(factor):
                 field = "block_size" if name == "token" else "num_kv_heads"
                 return f"{field} {size} is not a multiple of the {plane.pack(factor)} that layout {spec.layout!r} splits {name} by."
-    k, v = spec.planes
+    k, v = spec.planes[0], spec.planes[-1]
     for name in ("token", "head"):  # `x` counts elements of 16 bytes: one number for both only where K and V have one size
-        if layout.num_buffers == 1 and layout.k.split_of(name) == "x" and k.format.element.bits != v.format.element.bits:
+        if layout.num_buffers == 1 and layout.first.split_of(name) == "x" and k.format.element.bits != v.format.element.bits:
             return (
                 f"layout {spec.layout!r} splits {name} by x, which is {k.pack('x')} for K and {v.pack('x')} for V. Write a number."
             )
@@ -90,14 +92,14 @@ def padding_holds_a_block(spec: CacheSpec) -> str | None:
     if not spec.block_bytes:
         return None
     layout = Layout.parse(spec.layout)
-    for where in (layout.k, layout.v):
+    for where in layout.planes.values():
         outside = [axis.name for dim in where.dims[: _block_dim(where)] for axis in dim]
         if _block_dim(where) < 0 or any(name != "layer" for name in outside):
             return (
                 f"block_bytes is {spec.block_bytes} and layout {spec.layout!r} has no blocks to pad: right of `|`, block stands "
                 "alone with nothing but layer outside it. Set 0."
             )
-    for i, plane in enumerate(spec.planes[: spec.num_planes]):
+    for i, plane in enumerate(spec.planes):
         content = spec.content_bytes(i)
         if spec.block_bytes < content:
             return f"block_bytes is {spec.block_bytes}; a block of this cache has {content}. Set 0 where blocks are not padded."
@@ -115,7 +117,7 @@ def _block_dim(where: PlaneLayout) -> int:
 
 def allocations_are_few(spec: CacheSpec) -> str | None:
     sizes = {"layer": spec.num_layers, "kv": 2, "block": spec.num_blocks}
-    count = prod(sizes[axis.name] for axis in Layout.parse(spec.layout).k.left)
+    count = prod(sizes[axis.name] for axis in Layout.parse(spec.layout).left)
     if count > MOST_ALLOCATIONS:
         return (
             f"layout {spec.layout!r} makes {count:,} allocations; at most {MOST_ALLOCATIONS:,}. Fewer axes left of `|` make fewer."
@@ -146,7 +148,7 @@ def groups_divide_dim(spec: CacheSpec) -> str | None:
 
 def packs_divide_dim(spec: CacheSpec) -> str | None:
     layout = Layout.parse(spec.layout)
-    for plane, where in zip(spec.planes, (layout.k, layout.v), strict=True):
+    for plane, where in zip(spec.planes, layout.planes.values(), strict=True):
         for axis in (axis for axis in where.order if axis.part and axis.name == "dim"):
             pack = plane.pack(axis.factor)
             if plane.head_dim % pack:
@@ -160,7 +162,7 @@ def packs_divide_dim(spec: CacheSpec) -> str | None:
 
 def bytes_of_a_row_are_adjacent(spec: CacheSpec) -> str | None:
     layout = Layout.parse(spec.layout)
-    for plane, where in zip(spec.planes, (layout.k, layout.v), strict=True):
+    for plane, where in zip(spec.planes, layout.planes.values(), strict=True):
         if plane.format.is_in_bytes and where.order[-1].name != "dim":
             why = "keeps its scales behind the row" if plane.format.is_inline else "stores two elements a byte"
             return f"{plane.name} format {plane.format} {why}, so dim must be the last axis; layout {spec.layout!r} ends otherwise."
@@ -168,12 +170,12 @@ def bytes_of_a_row_are_adjacent(spec: CacheSpec) -> str | None:
 
 
 def shared_tensors_share_a_type(spec: CacheSpec) -> str | None:
-    k, v = spec.planes
+    k, v = spec.planes[0], spec.planes[-1]
     layout = Layout.parse(spec.layout)
     if layout.num_buffers == 1 and layout.has_kv and k.format.element.torch_name != v.format.element.torch_name:
         if spec.tensor_units != (1, 1):
             return f"layout {spec.layout!r} puts K and V in one tensor; format {k.format} and v_format {v.format} differ in type."
-        for plane, where in zip(spec.planes, (layout.k, layout.v), strict=True):
+        for plane, where in zip(spec.planes, layout.planes.values(), strict=True):
             if plane.unit_bytes > 1 and (where.order[-1].name != "dim" or where.split_of("dim")):
                 return (
                     f"layout {spec.layout!r} puts K and V in one tensor of bytes, since {k.format} and {v.format} differ; "
@@ -184,12 +186,14 @@ def shared_tensors_share_a_type(spec: CacheSpec) -> str | None:
 
 def shared_tensors_have_one_row_size(spec: CacheSpec) -> str | None:
     layout = Layout.parse(spec.layout)
-    names = [axis.name for axis in layout.k.order]
-    dim_inside = layout.k.kv_split and "dim" in names[names.index("kv") :] and "dim" not in names[: names.index("kv")]
-    sizes = [p.format.row_bytes(p.head_dim) // unit for p, unit in zip(spec.planes, spec.tensor_units, strict=True)]
-    if layout.num_buffers == 2 or not layout.has_kv or dim_inside or sizes[0] == sizes[1]:
+    if layout.num_buffers == 2 or not layout.has_kv:
         return None
-    together = any([axis.name for axis in dim][-2:] == ["kv", "dim"] for dim in layout.k.dims)
+    names = [axis.name for axis in layout.first.order]
+    dim_inside = layout.first.is_area and "dim" in names[names.index("kv") :] and "dim" not in names[: names.index("kv")]
+    sizes = [p.format.row_bytes(p.head_dim) // unit for p, unit in zip(spec.planes, spec.tensor_units, strict=True)]
+    if dim_inside or sizes[0] == sizes[1]:
+        return None
+    together = any([axis.name for axis in dim][-2:] == ["kv", "dim"] for dim in layout.first.dims)
     if together:
         return None
     return (
@@ -203,7 +207,7 @@ def inline_scales_are_aligned(spec: CacheSpec) -> str | None:
         fmt = plane.format
         if fmt.is_inline and fmt.scale is not None and (plane.head_dim * fmt.element.bits // 8) % (fmt.scale.bits // 8):
             return f"{plane.name} rows of {plane.head_dim} {fmt.element} leave {fmt}'s inline scale unaligned."
-    k, v = spec.planes
+    k, v = spec.planes[0], spec.planes[-1]
     layout = Layout.parse(spec.layout)
     if layout.num_buffers == 1 and layout.has_kv:
         before, cell = k.format.row_bytes(k.head_dim), sum(p.format.row_bytes(p.head_dim) for p in spec.planes)
@@ -220,8 +224,8 @@ RULES: tuple[Rule, ...] = (
     fields_are_ints,
     names_are_strings,
     geometry_is_positive,
-    formats_exist,
     layout_reads,
+    formats_exist,
     splits_divide,
     rows_are_whole_bytes,
     groups_divide_dim,

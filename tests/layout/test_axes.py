@@ -62,8 +62,8 @@ def test_layouts_of_engines(text):
     has_layer, num_buffers, dims = ENGINES[text]
     layout = kvx.Layout.parse(text)
     assert (layout.text, layout.has_layer, layout.num_buffers) == (text, has_layer, num_buffers)
-    assert (show(layout.k.layer_dims), show(layout.v.layer_dims)) == (dims, dims)
-    assert not layout.k.kv_split
+    assert {show(plane.layer_dims) for plane in layout.planes.values()} == {dims}
+    assert not layout.first.is_area
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_layouts_of_engines(text):
     ],
 )
 def test_what_stands_left_of_the_bar_is_outside(text, outside, inside):
-    plane = Layout.parse(text).k
+    plane = Layout.parse(text).first
     assert (left(plane), show(plane.dims)) == (outside, inside)
 
 
@@ -88,16 +88,16 @@ def test_what_stands_left_of_the_bar_is_outside(text, outside, inside):
 def test_kv_is_optional(text, has_kv):
     layout = Layout.parse(text)
     assert layout.has_kv == has_kv
-    assert layout.k == layout.v
+    assert len(set(layout.planes.values())) == 1
 
 
 @pytest.mark.parametrize("layer", ["", "layer ", "layer | "])
 def test_k_and_v_in_orders_of_their_own(layer):
     layout = Layout.parse(f"{layer}kv[K: | block head dim/x token dim%x; V: | block head dim token]")
     assert (layout.has_layer, layout.has_kv, layout.num_buffers) == (bool(layer), True, 2)
-    assert left(layout.k) == left(layout.v) == ("layer kv" if layer else "kv")
-    assert show(layout.k.dims) == "block head dim/x token dim%x"
-    assert show(layout.v.dims) == "block head dim token"
+    assert left(layout.planes["k"]) == left(layout.planes["v"]) == ("layer kv" if layer else "kv")
+    assert show(layout.planes["k"].dims) == "block head dim/x token dim%x"
+    assert show(layout.planes["v"].dims) == "block head dim token"
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def test_k_and_v_in_orders_of_their_own(layer):
 )
 def test_k_and_v_as_areas_of_one_allocation(text, outside, k, v):
     layout = Layout.parse(text)
-    assert (layout.num_buffers, layout.k.kv_split, layout.v.kv_split) == (1, True, True)
-    assert left(layout.k) == left(layout.v) == outside
-    assert (show(layout.k.dims), show(layout.v.dims)) == (k, v)
+    assert (layout.num_buffers, layout.planes["k"].is_area, layout.planes["v"].is_area) == (1, True, True)
+    assert left(layout.planes["k"]) == left(layout.planes["v"]) == outside
+    assert (show(layout.planes["k"].dims), show(layout.planes["v"].dims)) == (k, v)
 
 
 @pytest.mark.parametrize(
@@ -142,18 +142,19 @@ def test_k_and_v_as_areas_of_one_allocation(text, outside, k, v):
 )
 def test_a_bar_inside_kv_split_sets_k_and_v_apart(text, outside):
     layout = Layout.parse(text)
-    assert (layout.num_buffers, layout.k.kv_split, left(layout.k), left(layout.v)) == (2, False, outside, outside)
+    assert (layout.num_buffers, layout.first.is_area) == (2, False)
+    assert {left(plane) for plane in layout.planes.values()} == {outside}
 
 
 def test_the_bar_inside_kv_split_is_optional():
     bare = Layout.parse("kv[K: block head dim/x token dim%x; V: block head dim token]")
     barred = Layout.parse("kv[K: | block head dim/x token dim%x; V: | block head dim token]")
-    assert (bare.k, bare.v) == (barred.k, barred.v)
+    assert bare.planes == barred.planes
 
 
 def test_axes_of_a_split():
     layout = Layout.parse("kv | block head dim/16 token dim%16")
-    assert layout.k.dims == (
+    assert layout.planes["k"].dims == (
         (Axis("block"),),
         (Axis("head"),),
         (Axis("dim", "/", "16"),),
@@ -172,13 +173,13 @@ def test_axes_of_a_split():
     ],
 )
 def test_split_of(text, token, head, dim):
-    plane = Layout.parse(text).k
+    plane = Layout.parse(text).first
     assert (plane.split_of("token"), plane.split_of("head"), plane.split_of("dim")) == (token, head, dim)
     assert plane.split_of("block") == ""
 
 
 def test_order_is_flat_and_outermost_first():
-    plane = Layout.parse("layer | (block token) head (kv dim)").k
+    plane = Layout.parse("layer | (block token) head (kv dim)").first
     assert [str(axis) for axis in plane.order] == ["block", "token", "head", "kv", "dim"]
 
 
@@ -204,7 +205,7 @@ def test_what_ops_cannot_address_is_said(text, why):
 
 
 def test_axes_of_a_fusion():
-    assert Layout.parse("block token head (kv dim)").v.dims[-1] == (Axis("kv"), Axis("dim"))
+    assert Layout.parse("block token head (kv dim)").planes["v"].dims[-1] == (Axis("kv"), Axis("dim"))
 
 
 def test_layouts_are_equal_hashable_and_read_once():
@@ -486,7 +487,7 @@ ERRORS = [
     (
         "block kv[K: | token head dim; V: head token dim]",
         "      ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
-        "K and V both begin with `|`, or neither does",
+        "K and V all begin with `|`, or none does",
     ),
     (
         "layer | block head kv[K: dim token; V: token dim head]",
@@ -537,7 +538,7 @@ def test_kv_again_inside_kv_split_is_said_so():
 def test_a_bar_needs_no_spaces_before_kv_split():
     tight, loose = (Layout.parse(f"layer{bar}kv[K: block token head dim; V: block head token dim]") for bar in ("|", " | "))
     assert tight.has_layer
-    assert (tight.k, tight.v) == (loose.k, loose.v)
+    assert tight.planes == loose.planes
 
 
 @st.composite
@@ -566,8 +567,7 @@ def test_any_order_of_axes_is_read_as_written(case):
     text, outside, dims = case
     layout = Layout.parse(text)
     assert layout.num_buffers == 1 + ("kv" in outside.split())
-    assert left(layout.k) == left(layout.v) == outside
-    assert show(layout.k.dims) == show(layout.v.dims) == dims
+    assert {(left(plane), show(plane.dims)) for plane in layout.planes.values()} == {(outside, dims)}
 
 
 @given(layouts(), st.from_regex(r"[a-z_]{1,8}", fullmatch=True).filter(lambda w: w not in AXES), st.data())

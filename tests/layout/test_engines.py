@@ -156,18 +156,18 @@ def test_engines_that_differ_only_in_allocations(a, b):
 def multiple(row: Engine, name: str, fmt: str) -> int:
     """What the axis's size must be a multiple of."""
     spec, layout = kvx.CacheSpec(1, 1, 1, 8, format=fmt), Layout.parse(row.layout)
-    factors = [plane.split_of(name) for plane in (layout.k, layout.v)]
+    factors = [plane.split_of(name) for plane in layout.planes.values()]
     return lcm(*(spec.plane(0).pack(f) if f else 1 for f in factors))
 
 
 @st.composite
 def specs(draw: st.DrawFn, row: Engine) -> kvx.CacheSpec:
     small, layout = st.integers(1, 3), Layout.parse(row.layout)
-    is_whole = "%" not in row.layout and layout.k.order[-1].name == layout.v.order[-1].name == "dim"
+    is_whole = "%" not in row.layout and all(plane.order[-1].name == "dim" for plane in layout.planes.values())
     inline = ["int8_per_token_head_inline", "int4_per_token_head_inline"]  # scales stand behind whole rows
     fmt = draw(st.sampled_from(["bf16", "f32", "fp8_e4m3", *(inline if is_whole else [])]))
     dims = small.map(lambda n: n * (8 if fmt in inline else multiple(row, "dim", fmt)))
-    may_differ = layout.num_buffers == 2 or layout.k.kv_split or "(kv dim)" in row.layout
+    may_differ = layout.num_buffers == 2 or layout.first.is_area or "(kv dim)" in row.layout
     return row.spec(
         num_layers=draw(small),
         num_blocks=draw(small),
@@ -185,7 +185,7 @@ def specs(draw: st.DrawFn, row: Engine) -> kvx.CacheSpec:
 def test_no_two_elements_share_a_byte_and_no_byte_is_left(name, data):
     spec = data.draw(specs(ENGINES[name]))
     fill(spec, lambda *index: 0)
-    rows = sum(plane.format.row_bytes(plane.head_dim) for plane in spec.planes[: spec.num_planes])
+    rows = sum(plane.format.row_bytes(plane.head_dim) for plane in spec.planes)
     assert sum(cache_bytes(spec)) == spec.num_layers * spec.num_slots * spec.num_kv_heads * rows
     assert len(buffer_bytes(spec)) == num_buffers(spec)  # scales that stand apart come behind
 

@@ -95,6 +95,11 @@ BROKEN = [
         num_layers=2,
     ),
     broken(
+        "layout_reads",
+        "layout 'block plane[conv: channel tap]' names the planes conv; a CacheSpec has K and V. Write `kv`.",
+        layout="block plane[conv: channel tap]",
+    ),
+    broken(
         "splits_divide",
         f"block_size 24 is not a multiple of the 16 that layout {AMX!r} splits token by.",
         block_size=24,

@@ -124,7 +124,7 @@ def runs_of(segments: Sequence[Segment], caches: Mapping[str, Tensor]) -> list[R
 def _in_memory_order(t: Tensor) -> Tensor:
     """vLLM shows its memory permuted. The segment's spec says what the memory holds, and a permuted view of as many heads as
     tokens could be read either way."""
-    return t.permute(sorted(range(t.dim()), key=lambda i: -t.stride(i)))
+    return t.permute(sorted(range(t.dim()), key=t.stride, reverse=True))
 
 
 def _from_first_to_last(tensors: Sequence[Tensor]) -> Tensor:
