@@ -251,3 +251,24 @@ def test_a_tensor_that_is_not_what_the_spec_says(backend, mistake):
                 if not same(got, plain_result, rounded=mistake is wider or "attention" in name):
                     wrong.append(f"{site}: another result than with a plain copy of it")
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_layout_without_kv_where_k_and_v_are_needed(backend):
+    """Refused in words, by every op that takes a spec; what only converts or asks may take it."""
+    wrong = []
+    for name, several in entries(backend).items():
+        for n, entry in enumerate(several):
+            arguments = dict(entry.arguments)
+            for key, value in entry.arguments.items():
+                if isinstance(value, kvx.CacheSpec):
+                    arguments[key] = replace(value, layout="layer | block token head dim", block_bytes=0)
+            if not any(isinstance(value, kvx.CacheSpec) for value in arguments.values()):
+                continue
+            try:
+                entry.call(**arguments)
+            except kvx.KvxError:
+                continue
+            except Exception as error:
+                wrong.append(f"{name}[{n}]: {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong)

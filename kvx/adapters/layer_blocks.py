@@ -44,7 +44,7 @@ def sources(
     """What export_blocks takes: a source a layer, in the order of the model. Blocks wholly behind the window do not come along."""
     size = layers[0].spec.block_size
     for number, _, spec in layers:
-        k, v = spec.planes
+        k, v = spec.planes[0], spec.planes[-1]
         if spec.num_planes == 2 and k.head_dim != v.head_dim:
             raise Unsupported(
                 f"layer {number} has rows of {k.head_dim} in K and {v.head_dim} in V, of {spec.num_kv_heads} heads; a handover has "

@@ -180,7 +180,7 @@ def _fill(storage: kvx.Storage, spec: kvx.CacheSpec, g: torch.Generator) -> None
     """Numbers near 1 in every format: what is read matters to nobody but the check."""
     if spec.plane(0).format.is_inline:  # scales among the elements: a block of rows, written over and over
         device, rows = storage.cache[0].device, 1 << 14
-        k, v = (torch.randn(rows, spec.num_kv_heads, p.head_dim, generator=g).bfloat16().to(device) for p in spec.planes)
+        k, v = (torch.randn(rows, spec.num_kv_heads, p.head_dim, generator=g).bfloat16().to(device) for p in spec.kv)
         for first in range(0, spec.num_slots, rows):
             slots = torch.arange(first, min(first + rows, spec.num_slots), device=device)
             kvx.write(storage.cache, k[: len(slots)], v[: len(slots)], slot_mapping=slots, spec=spec)

@@ -7,7 +7,7 @@ What is in it has a content digest with every row's coordinates, so a lost head,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ class Handover:
     tokens: NDArray[np.int32]  # all whose K and V are inside
     parts: tuple[Part, ...]  # one for each kind of layers
     whole: tuple[Digest, ...] = ()  # of a shard: the content of the parts of all shards together
+    _is_checked: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", token_ids("Handover", self.tokens))
@@ -89,6 +90,7 @@ class Handover:
                     f"{part.spec.head_start + part.spec.num_kv_heads - 1}) has content {now}; its manifest says {part.content}. "
                     "It was changed on the way, or belongs to another manifest. Ask for it again."
                 )
+        object.__setattr__(self, "_is_checked", True)
 
     def require(self, part: int = 0, **fields: str | int) -> None:
         """Incompatible with the first of these fields that differs: model, num_layers, num_kv_heads, head_dim, format, window."""
@@ -122,6 +124,7 @@ class Handover:
     ) -> None:
         """Put tokens from `first_token` to `num_tokens` into an engine's blocks. Nothing else in them changes.
 
+        The content is checked before the first of it is written, unless check() was called: Damaged then, and nothing changes.
         A spec with some of the handover's heads is a tensor parallel rank's: it gets those, from its head_start on, and nothing is
         said of the others. Where all are meant, require(num_kv_heads=...) first.
         """
@@ -142,6 +145,8 @@ class Handover:
         check_ids("write()", "blocks", blocks[:need], spec.num_blocks)
         if end == first_token:
             return
+        if not self._is_checked:
+            self.check()
         into, given = list(buffers), here
         if have_one_format(here.spec, spec) and differ(here.spec, here.buffers, spec, into):
             # Quantised anew under the engine's scales, which other sequences there are stored under too.

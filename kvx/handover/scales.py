@@ -25,7 +25,7 @@ class _Shared(NamedTuple):
 
 def have_one_format(a: CacheSpec, b: CacheSpec) -> bool:
     """Whether elements move between the two as they are."""
-    plain = [[replace(p.format, name="", is_inline=False) for p in s.planes[: s.num_planes]] for s in (a, b)]
+    plain = [[replace(p.format, name="", is_inline=False) for p in s.planes] for s in (a, b)]
     return plain[0] == plain[1]
 
 
@@ -61,7 +61,7 @@ def _shared(spec: CacheSpec, buffers: Sequence[Tensor]) -> list[_Shared]:
     """K's and V's where they have them, then their tensor scales."""
     found = [
         (plane.format.granularity == Granularity.HEAD, place.buffer)
-        for place, plane in zip(scale_places(spec), spec.planes, strict=False)
+        for place, plane in zip(scale_places(spec), spec.planes, strict=True)
         if place is not None and plane.format.granularity in (Granularity.TENSOR, Granularity.HEAD)
     ]
     found += [(False, n) for n in tensor_scale_buffers(spec) if n >= 0]

@@ -86,8 +86,7 @@ def export_blocks(
     kinds: dict[tuple[object, ...], list[Source]] = {}
     for s in sources:
         _check(s, ids.size)
-        k, v = s.spec.planes
-        kinds.setdefault((s.window, s.spec.num_planes, k.head_dim, v.head_dim, k.format, v.format), []).append(s)
+        kinds.setdefault((s.window, *((p.head_dim, p.format) for p in s.spec.planes)), []).append(s)
     parts = [_part(ids.size, same, model, block_size, format) for same in kinds.values()]
     return Handover(ids, tuple(parts))
 

@@ -35,7 +35,7 @@ class PlaneMap(NamedTuple):
 @lru_cache(maxsize=256)
 def plane_maps(spec: CacheSpec) -> tuple[PlaneMap, PlaneMap]:
     layout = Layout.parse(spec.layout)
-    for plane in spec.planes:
+    for plane in spec.kv:
         if plane.format.element.is_moved_only:
             raise Unsupported(
                 f"format {plane.format} only converts, bit for bit; ops that address tokens do not take it. They take f16, bf16, "
@@ -81,8 +81,8 @@ def strided_views(tensors: tuple[torch.Tensor, ...], spec: CacheSpec) -> tuple[t
     k, v = (_view(tensors[m.buffer], m) for m in plane_maps(spec))
     if spec.tensor_units[0] < spec.plane(0).unit_bytes:
         k = _typed(k, spec.plane(0))
-    if spec.tensor_units[1] < spec.plane(1).unit_bytes:
-        v = _typed(v, spec.plane(1))
+    if spec.tensor_units[1] < spec.kv[1].unit_bytes:
+        v = _typed(v, spec.kv[1])
     return k, v
 
 
@@ -140,7 +140,7 @@ def _view(tensor: torch.Tensor, m: PlaneMap) -> torch.Tensor:
 
 def _map(spec: CacheSpec, plane: PlaneLayout, index: int) -> PlaneMap:
     this, unit = spec.plane(index), spec.tensor_units[index]
-    rows = [p.format.row_bytes(p.head_dim) // n for p, n in zip(spec.planes, spec.tensor_units, strict=True)]
+    rows = [p.format.row_bytes(p.head_dim) // n for p, n in zip(spec.kv, spec.tensor_units, strict=True)]
     is_split = bool(plane.split_of("dim"))
     names = SPLIT if is_split else WHOLE
     place: dict[str, tuple[int, int]] = {}

@@ -31,10 +31,10 @@ def allocate(spec: CacheSpec, device: str | torch.device = "cpu") -> Storage:
     """Zeroed cache tensors and scales of one. BadArgument where they take more than the device has."""
     check_fits("allocate()", spec.num_blocks, spec.cache_bytes // spec.num_layers, device)
     tensors = []
-    shared = len(cache_shapes(spec)) == 1 and spec.plane(0).format.element != spec.plane(1).format.element
-    for shape, plane in zip(cache_shapes(spec), spec.planes, strict=False):
+    shared = len(cache_shapes(spec)) == 1 and spec.plane(0).format.element != spec.kv[1].format.element
+    for shape, plane in zip(cache_shapes(spec), spec.kv, strict=False):
         whole = not shared and not plane.format.is_inline and plane.format.element.bits >= 8
-        whole = whole and not (len(cache_shapes(spec)) == 1 and spec.plane(1).format.is_inline)
+        whole = whole and not (len(cache_shapes(spec)) == 1 and spec.kv[1].format.is_inline)
         dtype = getattr(torch, plane.format.element.torch_name) if whole else torch.uint8
         tensors.append(_zeros(spec, shape, dtype, device))
     cache = tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])

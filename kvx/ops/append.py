@@ -89,7 +89,7 @@ def qkv_norm_rope_append(
             scales=extra,
         )
     if backends.choose(_CALL, backend, first) == "torch":
-        rows = split(_CALL, qkv, num_heads, spec.num_kv_heads, spec.head_dim, spec.plane(1).head_dim)
+        rows = split(_CALL, qkv, num_heads, spec.num_kv_heads, spec.head_dim, spec.kv[1].head_dim)
         _append_torch(q_out, cache, rows, slot_mapping, spec, how, extra)
     elif first.is_cuda and backends.is_debug() and errors is None:
         with backends.ErrorCounter(_CALL, first.device) as count:
@@ -187,7 +187,7 @@ def _caches(cache: Tensor | Sequence[Tensor] | CachePointers, spec: CacheSpec) -
 
 def _query_heads(qkv: Tensor, spec: CacheSpec) -> int:
     """What the width of a fused QKV leaves for Q."""
-    kv = spec.num_kv_heads * (spec.head_dim + spec.plane(1).head_dim)
+    kv = spec.num_kv_heads * (spec.head_dim + spec.kv[1].head_dim)
     width = qkv.shape[1] - kv if qkv.dim() == 2 else 0
     if width < spec.head_dim or width % spec.head_dim:
         raise BadArgument(
@@ -212,7 +212,7 @@ def _append_native(
         num_q_heads=num_heads,
         num_kv_heads=spec.num_kv_heads,
         k_head_dim=spec.head_dim,
-        v_head_dim=spec.plane(1).head_dim,
+        v_head_dim=spec.kv[1].head_dim,
         **how.numbers(),
     )
     (c0, c1, *rest), kept_too = native.handles(first, second, *extra)

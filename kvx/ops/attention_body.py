@@ -45,11 +45,11 @@ class Options(NamedTuple):
 
 
 def query_dim(spec: CacheSpec, latent: bool) -> int:
-    return spec.head_dim + spec.plane(1).head_dim if latent else spec.head_dim
+    return spec.head_dim + spec.kv[1].head_dim if latent else spec.head_dim
 
 
 def value_dim(spec: CacheSpec, latent: bool) -> int:
-    return spec.head_dim if latent else spec.plane(1).head_dim
+    return spec.head_dim if latent else spec.kv[1].head_dim
 
 
 def open_cache(

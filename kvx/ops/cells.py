@@ -69,7 +69,7 @@ def read(
 
 def block_bytes(spec: CacheSpec) -> int:
     """KV_OFFSETS: bytes of one layer's K (or V) block, the larger of the two."""
-    return spec.block_size * spec.num_kv_heads * max(p.format.row_bytes(p.head_dim) for p in spec.planes)
+    return spec.block_size * spec.num_kv_heads * max(p.format.row_bytes(p.head_dim) for p in spec.kv)
 
 
 def _pool_view(pool: Tensor, spec: CacheSpec, index: int) -> Tensor:

@@ -91,7 +91,7 @@ def _outputs(
         rows = (table.num_seqs, max_seq_len)
     # Rows in front of the first sequence are nobody's, and are not written.
     new = torch.zeros if cu is not None and int(cu[0]) else torch.empty
-    k, v = (new(*rows, spec.num_kv_heads, p.head_dim, dtype=dtype, device=first.device) for p in spec.planes)
+    k, v = (new(*rows, spec.num_kv_heads, p.head_dim, dtype=dtype, device=first.device) for p in spec.kv)
     return k, v
 
 
@@ -129,7 +129,7 @@ def _positions(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(sequence, position, output row) of every output row."""
     device = k.device
-    for out, plane in zip((k, v), spec.planes, strict=True):
+    for out, plane in zip((k, v), spec.kv, strict=True):
         want = {(table.num_seqs * max_seq_len,), (table.num_seqs, max_seq_len)}
         if out.dtype not in _IO:
             raise BadArgument(f"gather(): {plane.name} is {out.dtype}; it is float16, bfloat16 or float32.")

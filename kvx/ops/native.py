@@ -333,7 +333,7 @@ def _make(spec: CacheSpec) -> _DoorSpec:
     c = struct.cache
     c.version, c.struct_bytes = ABI_VERSION, ctypes.sizeof(_Cache)
     c.num_blocks, c.block_size, c.num_kv_heads = spec.num_blocks, spec.block_size, spec.num_kv_heads
-    c.k_head_dim, c.v_head_dim = (p.head_dim for p in spec.planes)
+    c.k_head_dim, c.v_head_dim = (p.head_dim for p in spec.kv)
     for i, m in enumerate(plane_maps(spec)):
         _fill_plane(c.v if i else c.k, spec.plane(i))
         d = struct.plane[i]

@@ -27,7 +27,7 @@ _BYTES = {8: "torch.uint8", 16: "", 32: ""}  # scales of one byte may be given a
 
 def require(call: str, spec: CacheSpec, extra: tuple[Tensor | None, ...]) -> None:
     """Refuse scales that the format does not have, and miss the ones it does."""
-    for i, plane in enumerate(spec.planes):
+    for i, plane in enumerate(spec.kv):
         scale, tensor_scale, token_scale = extra[i], extra[2 + i], extra[4 + i]
         name, fmt = f"{plane.name}_scale", plane.format
         shape = spec.scale_shape(i)
@@ -58,7 +58,7 @@ def require(call: str, spec: CacheSpec, extra: tuple[Tensor | None, ...]) -> Non
 def say_unset(call: str, spec: CacheSpec, extra: tuple[Tensor | None, ...]) -> None:
     """At a spec's first write: that a scale it goes by was never set. A look at the values would wait for the device."""
     spec.__dict__["_has_written"] = True
-    for i, plane in enumerate(spec.planes):
+    for i, plane in enumerate(spec.kv):
         fmt, scale = plane.format, extra[i]
         if not fmt.element.is_quantised or fmt.granularity.is_stored_per_token or fmt.element.name == "fp8_e5m2":
             continue

@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Self
 
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, Unsupported
 from kvx.layout.axes import Layout
 from kvx.spec.formats import Format
 
@@ -160,6 +160,16 @@ class CacheSpec(Spec):
             PlaneSpec(name, (*outside, ("dim", rows[name][0])), rows[name][1], shard_start=self.head_start)
             for name in Layout.parse(self.layout).planes
         )
+
+    @cached_property
+    def kv(self) -> tuple[PlaneSpec, PlaneSpec]:
+        """K and V, for ops that need both. Unsupported where the layout has no kv axis."""
+        if len(self.planes) != 2:
+            raise Unsupported(
+                f"layout {self.layout!r} has no kv axis; ops that address tokens do not take it. "
+                "Convert to one they do, such as kvx.NHD: kvx.convert(...)."
+            )
+        return self.planes[0], self.planes[1]
 
     @cached_property
     def tensor_units(self) -> tuple[int, int]:

@@ -246,6 +246,21 @@ def test_write_changes_nothing_else(rng):
         assert not (blocks[5] == 9).all()
 
 
+def test_write_of_what_was_changed_on_the_way(rng):
+    """A handover whose bytes came from elsewhere: a bit that flipped there reaches no engine."""
+    h = small(rng, num_tokens=14, block_size=4)
+    came = [[t.clone() for t in p.buffers] for p in h.parts]
+    came[0][0].view(-1)[5] ^= 1
+    spec = kvx.CacheSpec(4, 4, 4, 32, layout=PLAIN, format="bf16", num_layers=3, model=MODEL)
+    buffers = kvx.allocate_buffers(spec)
+    with pytest.raises(kvx.Damaged, match="its manifest says"):
+        from_manifest(h.to_json(), came).write(0, buffers, spec, [0, 1, 2, 3])
+    assert not any(t.any() for t in buffers)
+    came[0][0].view(-1)[5] ^= 1
+    from_manifest(h.to_json(), came).write(0, buffers, spec, [0, 1, 2, 3])
+    assert all(t.any() for t in buffers)
+
+
 def test_write_into_ranks(rng):
     """A spec with some of the heads is a rank's, and gets those."""
     h = small(rng, num_tokens=14, block_size=4)

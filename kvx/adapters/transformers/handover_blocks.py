@@ -33,7 +33,7 @@ def fill_blocks(cache: KvxCache, handover: Handover, num_tokens: int, dtype: tor
     likes = []
     for layer in cache.layers:
         spec = handover.parts[where[layer.index].part].spec
-        k, v = (torch.empty(1, spec.num_kv_heads, 0, plane.head_dim, dtype=dtype, device=device) for plane in spec.planes)
+        k, v = (torch.empty(1, spec.num_kv_heads, 0, plane.head_dim, dtype=dtype, device=device) for plane in spec.kv)
         likes.append((k, v))
     cache.make_room(num_tokens, likes)
     for blocks in dict.fromkeys(layer.blocks for layer in cache.layers):

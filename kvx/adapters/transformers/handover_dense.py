@@ -51,7 +51,7 @@ def dense_sources(cache: Cache, wanted: Wanted) -> list[Source]:
 
 def is_latent(layer: KvxLayer) -> bool:
     """K and V of one head are a latent and its rotary part."""
-    return layer.is_initialized and layer.spec.num_kv_heads == 1 and layer.spec.plane(0).head_dim != layer.spec.plane(1).head_dim
+    return layer.is_initialized and layer.spec.num_kv_heads == 1 and layer.spec.plane(0).head_dim != layer.spec.kv[1].head_dim
 
 
 def fill_dense(cache: Cache, handover: Handover, n: int, dtype: torch.dtype, device: torch.device, latent_dim: int) -> None:

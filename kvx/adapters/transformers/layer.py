@@ -82,7 +82,7 @@ class KvxLayer(CacheLayerMixin):
             )
         if not self.is_initialized:
             return
-        has = (self.spec.num_kv_heads, self.spec.head_dim, self.spec.plane(1).head_dim, self.dtype, str(self.device))
+        has = (self.spec.num_kv_heads, self.spec.head_dim, self.spec.kv[1].head_dim, self.dtype, str(self.device))
         got = (key.shape[1], key.shape[3], value.shape[3], key.dtype, str(key.device))
         if got != has:
             raise BadArgument(
@@ -133,7 +133,7 @@ class KvxLayer(CacheLayerMixin):
         rows = count if is_whole else int(table.block_table.shape[1]) * self.spec.block_size
         batch, heads = len(first), self.spec.num_kv_heads
         # Contiguous as DynamicCache's are, because models view them: gather writes through the strides.
-        out = [torch.empty(batch, heads, rows, p.head_dim, dtype=self.dtype, device=self.device) for p in self.spec.planes]
+        out = [torch.empty(batch, heads, rows, p.head_dim, dtype=self.dtype, device=self.device) for p in self.spec.kv]
         into = out[0].transpose(1, 2), out[1].transpose(1, 2)
         gather(self.storage.cache, table, spec=self.spec, max_seq_len=rows, out=into, **self.storage.scales())
         k, v = out
