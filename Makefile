@@ -2,7 +2,7 @@
 # make test   set up, build, lint, type-check and run every test
 # make sanitize   host code under ASan, UBSan and TSan: the C tests and the fuzzer of the C entries
 # make fuzz   every fuzzer for longer, C entries, conversions, files and tiers: make fuzz CASES=10000000 SEED=1
-# make soak   prefill and decode over NIXL for an hour, with clients that are killed, idle, half open or wrong: make soak SOAK_S=600
+# make soak   an hour of prefill and decode, a runner and a disk tier at once, all killed and interrupted: make soak SOAK_S=600
 # make test-engines   other engines and wires in an environment of their own: vLLM, llama.cpp, NIXL, Mooncake (several GB)
 # On a GPU machine without network: make test-gpu, make bench-gpu (the system's python3 and its torch).
 SHELL := /bin/bash
@@ -17,7 +17,7 @@ GPU_BUILD ?= build/gpu
 # cmake and ninja come from the environment, so that the machine needs neither.
 CMAKE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake
 
-.PHONY: demo test build lint unit sweep clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak
+.PHONY: demo test build lint unit sweep clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
 
 demo: build
 	$(PY) -m kvx generate
@@ -109,9 +109,16 @@ fuzz-python: build
 	$(FUZZ_PY).files --cases $$(($(CASES) / 10)) --seed $(SEED)
 	$(FUZZ_PY).tier_blocks --cases $$(($(CASES) / 100)) --seed $(SEED)
 
+# Three programs at once. Each is told to end by Ctrl-C, and goes on where another fails.
 SOAK_S ?= 3600
 soak: engines
+	$(MAKE) --no-print-directory -k -j3 soak-wires soak-runner soak-disk-tier
+soak-wires:
 	$(ENGINES)/bin/python -m tests.soak.wires --seconds $(SOAK_S)
+soak-runner:
+	OMP_NUM_THREADS=1 $(PY) -m tests.soak.runner --seconds $(SOAK_S)
+soak-disk-tier:
+	OMP_NUM_THREADS=1 $(PY) -m tests.soak.disk_tier --seconds $(SOAK_S)
 
 fuzz-abi: build/plain/libkvx.so $(FUZZ)
 	$(FUZZ_CXX) -o build/plain/abi -Lbuild/plain -lkvx -lkvbm_kernels -Wl,-rpath,$(CURDIR)/build/plain

@@ -2,8 +2,8 @@
 
     python -m tests.soak.disk_tier --seconds 1800
 
-Three processes put, get, look for and drop blocks in one directory, which has room for few of them. Two are killed (SIGKILL) again and
-again and started anew; one lives on; each may be stopped (SIGSTOP) for a while, now and then for longer than a file may be
+Three processes put, get, look for and drop blocks in one directory, which has room for few of them. Two are killed (SIGKILL) again
+and again and started anew; one lives on; each may be stopped (SIGSTOP) for a while, now and then for longer than a file may be
 unfinished. A block's bytes follow from its name, so that each that comes out is judged alone. Every few seconds all rest: then the
 directory has no more blocks than its capacity, each of them right, and no file that a killed process left long ago.
 """
@@ -34,7 +34,7 @@ CAPACITY, NAMES = 40, 160  # blocks there is room for; that are asked for
 REFRESH_S, GRACE_S = 0.2, 4.0
 STEADY, NUM_WORKERS, MOST_THREADS = 0, 3, 4
 WAIT_S = 40.0  # for one call of a tier; a worker is stopped for 6 s at most
-# What a call may say to a process that was stopped for longer than the grace: others took its unfinished file for a killed one's.
+# What a call may say to a process that was stopped long: others took its unfinished file for a killed one's.
 LATE = "No such file"
 
 
@@ -243,7 +243,7 @@ class Trial:
                 seconds = self.rng.choice((0.05, 1.0, 1.0, GRACE_S + 2)) * self.rng.random()
                 slot.stop(seconds)
                 self.counts["stopped"] += 1
-                self.counts["stopped for longer than the grace"] += seconds > GRACE_S
+                self.counts["stopped long"] += seconds > GRACE_S
 
     def _listen(self) -> str:
         """The line of one that rests, where there is one."""
@@ -284,7 +284,7 @@ class Trial:
             return
         refused, errors, evicted, _, _, files, memory = map(int, line.split()[1:])
         self.counts["rests"] += 1
-        self.counts["evicted by the one that lives on"] = evicted
+        self.counts["evicted"] = evicted
         if refused or errors > self.counts["late"]:
             self.wrong.append(f"the tier refused {refused} blocks and {errors} calls failed; nothing damages any")
         self.flat.see(files, memory, is_warm=time.monotonic() - self.begin > min(60, self.seconds / 3))
@@ -334,15 +334,16 @@ def main() -> None:
     rows = {
         "time": f"{(time.monotonic() - trial.begin) / 60:.1f} min",
         "blocks": f"{c['put']} put, {c['get']} asked for, {c['hits']} of them found and right, {c['drop']} dropped",
-        "processes": f"{c['killed']} killed, {c['stopped']} stopped for a while ({c['stopped for longer than the grace']} long), {c['late']} calls told that they were too late",
-        "at rest": f"{c['rests']} times; at most {trial.most_blocks} blocks of {CAPACITY}, {trial.most_unfinished} unfinished files",
-        "evicted": f"{c['evicted by the one that lives on']} by the one that lives on",
+        "killed": c["killed"],
+        "stopped": f"{c['stopped']}, {c['stopped long']} of them for longer than the grace; {c['late']} calls were too late then",
+        "at rest": f"{c['rests']} times: {trial.most_blocks} of {CAPACITY} blocks at most, {trial.most_unfinished} unfinished",
+        "evicted": f"{c['evicted']} by the one that lives on",
         **trial.flat.rows(),
     }
     wrong = trial.wrong + trial.flat.wrong()
-    if c["late"] > MOST_THREADS * c["stopped for longer than the grace"]:
+    if c["late"] > MOST_THREADS * c["stopped long"]:
         wrong.append(f"{c['late']} calls were told that they were too late; few had been stopped")
-    for name in ("hits", "killed", "stopped", "evicted by the one that lives on"):
+    for name in ("hits", "killed", "stopped", "evicted"):
         if not c[name] and not wrong:
             wrong.append(f"no {name}: the trial shows nothing")
     finish("disk tier", rows, wrong, options.seed)
