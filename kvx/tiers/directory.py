@@ -29,7 +29,9 @@ _MOST_MANIFEST_BYTES = 1 << 20
 # A folder's time of change moves in ticks of the kernel's clock, 10 ms at most: one that changed just now may change again unseen.
 _TICK_NS = 50_000_000
 _SKEW_NS = 3600 * 10**9  # a file dated later than this from now has a wrong date, not a clock of another machine
-_numbers = itertools.count()  # of unfinished files: no two of a process have the same name
+# Of unfinished files: no two of a process have the same name. Another may have its id, in another container or after it was
+# killed, and begins with another number.
+_numbers = itertools.count(int.from_bytes(os.urandom(6), "big"))
 
 
 class Directory:
@@ -119,6 +121,7 @@ class Directory:
             self._changed_ns.pop(gone, None)
 
     def _look_into(self, entry: os.DirEntry[str]) -> None:
+        looked_ns = time.time_ns()  # before: what is written while it is looked at may have the time of change that was seen
         found = entry.stat(follow_symlinks=False)
         if self._changed_ns.get(entry.name) == found.st_mtime_ns:
             return
@@ -129,7 +132,7 @@ class Directory:
             has_partial = self._scan(fd, entry.name)
         self.unreadable.pop(entry.name, None)
         # A folder with unfinished files is looked at again, since they grow old without a change of it.
-        is_settled = not has_partial and abs(time.time_ns() - found.st_mtime_ns) > _TICK_NS
+        is_settled = not has_partial and abs(looked_ns - found.st_mtime_ns) > _TICK_NS
         self._changed_ns[entry.name] = found.st_mtime_ns if is_settled else -1
 
     def _scan(self, fd: int, folder: str) -> bool:

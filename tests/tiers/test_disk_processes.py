@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
+from kvx.tiers.directory import _UNFINISHED, Directory
 from tests.tiers.blocks import block, files, found, is_right, key, open_tier, put
 
 
@@ -102,3 +105,34 @@ def test_an_interrupt_waits_for_what_is_in_flight(tmp_path):
     assert exit_code(in_child(work)) == 0
     with open_tier("disk", tmp_path, 64) as tier:
         assert found(tier, *range(32)) == [True] * 32
+
+
+def test_a_block_written_while_a_folder_is_looked_at_is_seen(tmp_path, monkeypatch):
+    """In the same tick of the file system's clock, by another process, while this one was stopped for longer than a tick."""
+    second = key(1)[:1] + bytes(15)
+    with open_tier("disk", tmp_path, 8) as mine, open_tier("disk", tmp_path, 8) as theirs:
+        put(theirs, 1)
+        folder = tmp_path / f"{second[0]:02x}"
+        scan = Directory._scan
+
+        def slow(self, fd, name):
+            before = folder.stat()
+            has_partial = scan(self, fd, name)
+            theirs.put([second], [block(second)]).result()
+            os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
+            time.sleep(0.1)
+            return has_partial
+
+        monkeypatch.setattr(Directory, "_scan", slow)
+        mine._directory.refresh()
+        monkeypatch.undo()
+        mine._directory.refresh()
+        assert mine.num_blocks == 2
+
+
+def test_processes_with_one_id_write_files_of_their_own():
+    """As in two containers, or in one that was killed and started again: what the first left must not stop the second."""
+    program = "import os; os.getpid = lambda: 1; from kvx.tiers.directory import partial_name; print(partial_name('ab.kvx'))"
+    names = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    assert names[0] != names[1]
+    assert all(_UNFINISHED.fullmatch(n.strip()) for n in names)
