@@ -10,17 +10,13 @@ the server must have as many descriptors and as much memory as when it was warm.
 
 from __future__ import annotations
 
-import argparse
-import atexit
 import hashlib
 import math
 import os
 import random
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from contextlib import suppress
@@ -39,9 +35,9 @@ from kvx.wires.channel import connect
 from kvx.wires.choose import offers_at
 from kvx.wires.secret import Secret, read_or_make_secret, read_secret
 from kvx.wires.wire import Deadline, WireError
+from tests.soak.trial import HUNG_S, SAID_S, Child, Flat, arguments, files_and_memory, finish, take_ctrl_c
 
 MODEL, BLOCK_SIZE, TIMEOUT_S, LEASE_S = "soak", 16, 30.0, 10.0
-HUNG_S = 60.0  # a worker that says nothing for so long
 BUSY = ("Ask again", "as many as may be")  # what a server may say to a client that did nothing wrong
 LATE = ("was not done within", "took the offer back", "did not answer within")  # on a machine that has more to do: said in time
 MORE_FILES, MORE_BYTES = 4, 48 << 20  # at the end, over when it was warm
@@ -93,48 +89,30 @@ def ask(address: str, secret_file: str, seed: int) -> None:
         print(said, flush=True)
 
 
-class Worker:
+class Worker(Child):
     """A child that asks, and how its clients ended."""
 
     def __init__(self, counts: Counter[str], address: str, secret_file: str, seed: int, life_s: float) -> None:
-        self._counts = counts
-        self.process = _child("ask", address, secret_file, str(seed))
-        self.heard_s = time.monotonic() + 120  # it has yet to begin
-        self.has_begun = False
-        self.life_s = life_s
-        self.end_s = 0.0  # once it has begun
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+        self._counts, self._life_s = counts, life_s
+        super().__init__("tests.soak.wires", "ask", address, secret_file, str(seed), on_line=self._heard)
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            what = line.split(" ")[0].strip()
-            if what != "begun":
-                self._counts[what] += 1
-            if not self.has_begun:
-                self.has_begun, self.end_s = True, time.monotonic() + self.life_s
-            self.heard_s = time.monotonic()
-            if what in ("wrong", "failed"):
-                print(line.strip(), flush=True)
+    def _heard(self, line: str) -> None:
+        what = line.split(" ")[0]
+        if what != "begun":
+            self._counts[what] += 1
+        if what in ("wrong", "failed"):
+            print(line, flush=True)
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._thread.join()
-
-
-def _child(*args: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", "tests.soak.wires", *args], stdout=subprocess.PIPE, text=True, env=env)
+    @property
+    def is_old(self) -> bool:
+        return self.has_begun and time.monotonic() > self.begun_s + self._life_s
 
 
 class Nuisance:
     """Connections that ask for nothing good, from this process: none of them needs NIXL."""
 
-    def __init__(self, port: int, secret: Secret, rng: random.Random) -> None:
-        self.port, self.secret, self.rng = port, secret, rng
-        self.counts: Counter[str] = Counter()
+    def __init__(self, port: int, secret: Secret, rng: random.Random, counts: Counter[str]) -> None:
+        self.port, self.secret, self.rng, self.counts = port, secret, rng, counts
         self._held: list[Any] = []
         self._ways = (self.half_open, self.garbage, self.wrong_secret, self.half_frame, self.never_pulls, self.gone_while_asking,
                       self.bad_tokens)  # fmt: skip
@@ -193,94 +171,81 @@ class Nuisance:
         one.close()
 
 
-def files_and_memory(pid: int) -> tuple[int, int]:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return len(os.listdir(f"/proc/{pid}/fd")), pages * os.sysconf("SC_PAGE_SIZE")
+class Trial:
+    def __init__(self, num_workers: int, is_quiet: bool, seed: int) -> None:
+        self.num_workers, self.is_quiet, self.rng = num_workers, is_quiet, random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.others: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.flat = Flat(MORE_FILES, MORE_BYTES)
+        self.begin = time.monotonic()
 
+    def run(self, seconds: float, num_clients: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self.secret_file = Path(folder) / "secret"
+            secret, _ = read_or_make_secret(self.secret_file)
+            with socket.create_server(("127.0.0.1", 0)) as s:
+                self.port = int(s.getsockname()[1])
+            self.server = Child("tests.soak.wires", "serve", f"127.0.0.1:{self.port}", str(self.secret_file))
+            nuisance = Nuisance(self.port, secret, self.rng, self.others)
+            self.workers: list[Worker] = []
+            try:
+                if not self.server.wait_begun():
+                    self.wrong.append("the server did not start")
+                    return
+                self.workers += [self._worker(n) for n in range(self.num_workers)]
+                for worker in self.workers:
+                    worker.wait_begun()
+                self.begin = time.monotonic()
+                self._serve(seconds, num_clients, nuisance)
+            except KeyboardInterrupt:
+                print("wires: stopped", flush=True)
+            finally:
+                for worker in self.workers:
+                    worker.end()
+                nuisance.close()
+                if self.server.status is None and not self.wrong:
+                    self._at_rest(secret)
+                self.server.end()
 
-def soak(seconds: float, num_clients: int, num_workers: int, is_quiet: bool) -> list[str]:
-    """What was wrong."""
-    wrong: list[str] = []
-    seed = int.from_bytes(os.urandom(4), "big")
-    rng, counts, kills = random.Random(seed), Counter[str](), 0
-    with tempfile.TemporaryDirectory() as folder:
-        secret_file = Path(folder) / "secret"
-        secret, _ = read_or_make_secret(secret_file)
-        with socket.create_server(("127.0.0.1", 0)) as s:
-            port = int(s.getsockname()[1])
-        address = f"127.0.0.1:{port}"
-        server = _child("serve", address, str(secret_file))
-        atexit.register(server.kill)  # also where this is interrupted
-        assert server.stdout is not None
-        if server.stdout.readline() != "ready\n":
-            return ["the server did not start"]
-        nuisance = Nuisance(port, secret, rng)
+    def _worker(self, n: int) -> Worker:
+        """The last one lives on."""
+        life_s = math.inf if self.is_quiet or n == self.num_workers - 1 else self.rng.uniform(0, 30)
+        return Worker(self.counts, f"127.0.0.1:{self.port}", str(self.secret_file), self.rng.randrange(1 << 30), life_s)
 
-        def worker(n: int) -> Worker:
-            """The last one lives on."""
-            life_s = math.inf if is_quiet or n == num_workers - 1 else rng.uniform(0, 30)
-            return Worker(counts, address, str(secret_file), rng.randrange(1 << 30), life_s)
+    def _serve(self, seconds: float, num_clients: int, nuisance: Nuisance) -> None:
+        said_s, is_warm = self.begin, False
+        while (now := time.monotonic()) - self.begin < seconds and not (num_clients and self.counts["right"] >= num_clients):
+            if self.server.status is not None:
+                self.wrong.append(f"the server ended with status {self.server.status}")
+                return
+            if not is_warm and (now - self.begin > seconds / 2 or self.counts["right"] > 50):
+                is_warm = True
+                self.flat.see(*files_and_memory(self.server.pid), is_warm=False)
+            if not self.is_quiet and is_warm:
+                nuisance.once()
+                for n, one in enumerate(self.workers):
+                    if one.is_old:
+                        one.end()
+                        self.workers[n] = self._worker(n)
+                        self.counts["killed"] += 1
+            if any(w.is_hung for w in self.workers):
+                self.wrong.append(f"a client said nothing for {HUNG_S:.0f} s")
+                return
+            if now - said_s > SAID_S:
+                said_s = now
+                self.flat.see(*files_and_memory(self.server.pid), is_warm=is_warm)
+                print(f"wires, {(now - self.begin) / 60:.1f} min: {dict(self.counts)}, {self.others.total()} others", flush=True)
+            time.sleep(self.rng.uniform(0, 0.1))
 
-        workers = [worker(n) for n in range(num_workers)]
-        while not all(w.has_begun for w in workers) and all(w.process.poll() is None for w in workers):
-            time.sleep(0.1)
-        begin = said_s = time.monotonic()
-        warm = (0, 0)
-
-        def line() -> str:
-            files, memory = files_and_memory(server.pid)
-            minutes = (time.monotonic() - begin) / 60
-            others = f"{nuisance.counts.total()} others, {nuisance.counts['let in']} of them let in"
-            return (f"{minutes:.1f} min: {dict(counts)}, {kills} killed, {others}; {files} descriptors, {memory >> 20} MB "
-                    f"(warm: {warm[0]}, {warm[1] >> 20}); seed {seed}")  # fmt: skip
-
-        try:
-            while (now := time.monotonic()) - begin < seconds and not (num_clients and counts["right"] >= num_clients):
-                if server.poll() is not None:
-                    wrong.append(f"the server ended with status {server.returncode}")
-                    break
-                if not warm[0] and (now - begin > seconds / 2 or counts["right"] > 50):
-                    warm = files_and_memory(server.pid)
-                if not is_quiet and warm[0]:
-                    nuisance.once()
-                    for n, one in enumerate(workers):
-                        if one.has_begun and now > one.end_s:
-                            one.kill()
-                            workers[n] = worker(n)
-                            kills += 1
-                hung = [w for w in workers if now - w.heard_s > HUNG_S]
-                if hung:
-                    wrong.append(f"a client said nothing for {HUNG_S:.0f} s")
-                    break
-                if now - said_s > 60:
-                    said_s = now
-                    print(line(), flush=True)
-                time.sleep(rng.uniform(0, 0.1))
-        finally:
-            for one in workers:
-                one.kill()
-            nuisance.close()
-        if server.poll() is None:
-            time.sleep(LEASE_S + 12)  # leases, and what is kept for READs on their way
-            print(line(), flush=True)
-            files, memory = files_and_memory(server.pid)
-            if files > warm[0] + MORE_FILES:
-                wrong.append(f"{files} descriptors; {warm[0]} when it was warm")
-            if memory > warm[1] + MORE_BYTES:
-                wrong.append(f"{memory >> 20} MB; {warm[1] >> 20} when it was warm")
-            with suppress(KeyError):
-                status = connect("127.0.0.1", port, secret, Deadline(5), who="server")
-                about = status.ask({"about": {"ask": "status"}}, Deadline(5))["about"]
-                status.close()
-                if about["offers"]:
-                    wrong.append(f"{about['offers']} offers stay")
-        server.kill()
-        server.wait()
-    wrong += [f"{counts[what]} clients: {what}" for what in ("wrong", "failed") if counts[what]]
-    wrong += [f"{nuisance.counts[what]}: {what}" for what in ("let in", "bad tokens taken") if nuisance.counts[what]]
-    if not counts["right"]:
-        wrong.append("no client was answered")
-    return wrong
+    def _at_rest(self, secret: Secret) -> None:
+        time.sleep(LEASE_S + 12)  # leases, and what is kept for READs on their way
+        self.flat.see(*files_and_memory(self.server.pid), is_warm=True)
+        status = connect("127.0.0.1", self.port, secret, Deadline(5), who="server")
+        about = status.ask({"about": {"ask": "status"}}, Deadline(5))["about"]
+        status.close()
+        if about["offers"]:
+            self.wrong.append(f"{about['offers']} offers stay")
 
 
 def main() -> None:
@@ -290,17 +255,30 @@ def main() -> None:
         else:
             ask(*sys.argv[2:4], int(sys.argv[4]))
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=0.0, help="how long; 0: until --clients are answered")
+    parser = arguments(__doc__)
     parser.add_argument("--clients", type=int, default=0, help="end when so many were answered rightly; 0: after --seconds")
     parser.add_argument("--workers", type=int, default=2, help="processes that ask, each one client after the other")
     parser.add_argument("--quiet", action="store_true", help="nobody is killed and nobody misbehaves")
     options = parser.parse_args()
     if not options.seconds and not options.clients:
         parser.error("give --seconds or --clients")
-    wrong = soak(options.seconds or 86400.0, options.clients, options.workers, options.quiet)
-    print("\n".join(wrong) if wrong else "nothing was wrong, nothing hung, nothing was kept", flush=True)
-    sys.exit(bool(wrong))
+    take_ctrl_c()
+    trial = Trial(options.workers, options.quiet, options.seed)
+    trial.run(options.seconds or 86400.0, options.clients)
+    c, others = trial.counts, trial.others
+    rows = {
+        "time": f"{(time.monotonic() - trial.begin) / 60:.1f} min",
+        "clients": f"{c['right']} answered, every byte right; {c['busy']} were told to ask again, {c['late']} that it is late",
+        "clients killed": c["killed"],
+        **{f"others: {what.replace('_', ' ')}": n for what, n in others.items()},
+        **trial.flat.rows(),
+    }
+    wrong = trial.wrong + trial.flat.wrong()
+    wrong += [f"{c[what]} clients: {what}" for what in ("wrong", "failed") if c[what]]
+    wrong += [f"{others[what]}: {what}" for what in ("let in", "bad tokens taken") if others[what]]
+    if not c["right"]:
+        wrong.append("no client was answered")
+    finish("prefill and decode over NIXL", rows, wrong, options.seed)
 
 
 if __name__ == "__main__":
