@@ -26,7 +26,7 @@ from typing import Any
 from kvx.errors import TierError
 from kvx.tiers import BlockKind, DiskTier
 from kvx.tiers.block_file import file_bytes
-from tests.soak.trial import HUNG_S, SAID_S, Flat, arguments, files_and_memory, finish, take_ctrl_c
+from tests.soak.trial import HUNG_S, LONGER_S, SAID_S, Flat, arguments, files_and_memory, finish, take_ctrl_c
 from tests.tiers.blocks import block, key
 
 KIND = BlockKind({"model": "soak", "layout": "block | layer kv token head dim", "head_start": 0}, (60_000, 17))
@@ -36,6 +36,7 @@ STEADY, NUM_WORKERS, MOST_THREADS = 0, 3, 4
 WAIT_S = 40.0  # for one call of a tier; a worker is stopped for 6 s at most
 # What a call may say to a process that was stopped long: others took its unfinished file for a killed one's.
 LATE = "No such file"
+SHOWN = ("hits", "killed", "stopped", "evicted", "rests")  # without which a trial shows nothing
 
 
 def open_tier(folder: Path, **options: Any) -> DiskTier:
@@ -190,6 +191,7 @@ class Trial:
         self.wrong: list[str] = []
         self.flat = Flat(more_files=0, more_bytes=24 << 20)
         self.most_blocks = self.most_unfinished = 0
+        self.is_stopped = False
         self.slots: dict[int, Slot] = {}
 
     def run(self) -> None:
@@ -198,7 +200,7 @@ class Trial:
             for n in range(NUM_WORKERS):
                 self._start(n)
             round_s = time.monotonic() + self.rng.uniform(2, 4)
-            while time.monotonic() - self.begin < self.seconds and not self.wrong:
+            while self._seconds_left() > 0 and not self.wrong:
                 time.sleep(self.rng.uniform(0, 0.02))
                 self._disturb()
                 self._listen()
@@ -211,12 +213,17 @@ class Trial:
             if not self.wrong:
                 self._rest()
         except KeyboardInterrupt:
+            self.is_stopped = True
             print("disk tier: stopped", flush=True)
         finally:
             for slot in self.slots.values():
                 slot.close()
         if not self.wrong:
             self._end()
+
+    def _seconds_left(self) -> float:
+        left = self.begin + self.seconds - time.monotonic()
+        return left if all(self.counts[what] for what in SHOWN) else left + LONGER_S
 
     def _start(self, n: int) -> None:
         others = [s for i, s in self.slots.items() if i != n]
@@ -343,9 +350,7 @@ def main() -> None:
     wrong = trial.wrong + trial.flat.wrong()
     if c["late"] > MOST_THREADS * c["stopped long"]:
         wrong.append(f"{c['late']} calls were told that they were too late; few had been stopped")
-    for name in ("hits", "killed", "stopped", "evicted"):
-        if not c[name] and not wrong:
-            wrong.append(f"no {name}: the trial shows nothing")
+    wrong += [f"no {name}: the trial shows nothing" for name in SHOWN if not trial.is_stopped and not c[name]]
     finish("disk tier", rows, wrong, options.seed)
 
 

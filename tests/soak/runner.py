@@ -28,11 +28,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from tests.soak.trial import HUNG_S, SAID_S, Child, Flat, arguments, files_and_memory, finish, take_ctrl_c
+from tests.soak.trial import HUNG_S, LONGER_S, SAID_S, Child, Flat, arguments, files_and_memory, finish, take_ctrl_c
 
 R = TypeVar("R")
 MARGIN = 0.01  # between the best and the next best logit, in which what is summed in another order cannot change the answer
+PACE = {"random": 0.15, "SmolLM2": 1.0}  # of Ctrl-C: so that some requests are answered in between
 FEWEST = 4  # tokens of an answer that is worth asking for
+SHOWN = ("answers", "Ctrl-C", "preemptions", "cancelled", "brought_tokens")  # without which a trial shows nothing
 REOPEN = 6  # rounds, about, after which an engine is closed and another made on what it left
 
 
@@ -121,7 +123,7 @@ def small_random(folder: Path, rng: random.Random) -> Model:
     test_families.transformers.utils.logging.disable_progress_bar()
     test_families.make("llama", folder / "llama")
     starts = [[rng.randrange(3, 128) for _ in range(n)] for n in (24, 13, 8, 0)]
-    prompts = [[*rng.choice(starts), *(rng.randrange(3, 128) for _ in range(rng.randint(1, 30)))] for _ in range(60)]
+    prompts = [[*rng.choice(starts), *(rng.randrange(3, 128) for _ in range(rng.randint(1, 30)))] for _ in range(30)]
     base = Engine.load(folder / "llama", num_blocks=64, block_size=4, max_batch_tokens=128)
     return Model("random", base, prompts, max_tokens=40, num_blocks=40, block_size=4, max_seqs=10, round_s=3.0,
                  tiers=["host:80KB", f"disk:{folder / 'random'}:400KB"])  # fmt: skip
@@ -256,11 +258,11 @@ class Server:
                 self.wrong.append(f"generate() answered {got}; alone they are {[q.wanted(most) for q in asked]}")
             self.counts["answers"] += len(asked)
 
-    def round(self, seconds: float) -> None:
+    def round(self, seconds: float, is_over: threading.Event) -> None:
         """Arrivals for so long, then until all is answered; then nothing may be left."""
         rng, end_s = self.rng, time.monotonic() + seconds
         rate = rng.choice((0.1, 0.4, 0.9))
-        while (is_open := time.monotonic() < end_s) or self.live:
+        while (is_open := time.monotonic() < end_s and not is_over.is_set()) or self.live:
             while is_open and len(self.live) < 2 * self.engine.cache.max_seqs and rng.random() < rate:
                 self._ask()
             if rng.random() < 0.02 and self.live:
@@ -293,12 +295,12 @@ class Server:
         stats = engine.stats()["tiers"]
         if stats["failed"] or stats["error"]:
             self.wrong.append(f"tiers: {stats}")
+        self._count()
         self.counts["rests"] += 1
 
     def _reopen(self) -> None:
         """Another engine on the same disk: it finds what the first left there."""
-        self._count()
-        self.engine.close()
+        self.close()
         self.engine = self.model.open()
         self.counts["engines closed and made anew"] += 1
 
@@ -309,8 +311,14 @@ class Server:
             setattr(counts, name, 0)
 
     def close(self) -> None:
-        self._count()
+        """Also broken off, it leaves no thread behind."""
+        movers = self.engine.tiers.backing.movers
+        self._call(self.engine.close)
         self.engine.close()
+        pools = [mover._landing for mover in movers] + [tier._pool for mover in movers for tier in mover.tiers]
+        alive = [thread.name for pool in pools for thread in pool._threads if thread.is_alive()]
+        if alive:
+            self.wrong.append(f"threads of a closed engine live on: {alive}")
 
 
 def serve(folder: Path, seconds: float, seed: int, which: str) -> None:
@@ -325,7 +333,8 @@ def serve(folder: Path, seconds: float, seed: int, which: str) -> None:
             return
         said_s = time.monotonic()
         wrong = [f"{s.model.name}: {w}" for s in servers for w in s.wrong][:5]
-        print(json.dumps({"counts": {s.model.name: s.counts for s in servers}, "wrong": wrong, "rest": flat}), flush=True)
+        said = {"turn": now.model.name, "counts": {s.model.name: s.counts for s in servers}, "wrong": wrong, "rest": flat}
+        print(json.dumps(said), flush=True)
         flat = []
 
     servers: list[Server] = []
@@ -343,10 +352,17 @@ def serve(folder: Path, seconds: float, seed: int, which: str) -> None:
     threading.Thread(target=cancel_now_and_then, daemon=True).start()
     say(is_now=True)
     end_s = time.monotonic() + seconds
+
+    def seconds_left() -> float:
+        left = end_s - time.monotonic()
+        is_shown = all(s.counts[what] for s in servers for what in SHOWN)
+        return 0.0 if is_over.is_set() or any(s.wrong for s in servers) else left if is_shown else left + LONGER_S
+
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda n: 0)  # of glibc: memory that was freed is given back before it is seen
-    while not is_over.is_set() and (left := end_s - time.monotonic()) > 0 and not any(s.wrong for s in servers):
+    while (left := seconds_left()) > 0:
         for now in servers:
-            now.round(min(left, now.model.round_s) * rng.uniform(0.3, 1))
+            say(is_now=True)
+            now.round(min(left, now.model.round_s) * rng.uniform(0.3, 1), is_over)
         gc.collect()
         trim(0)
         flat = list(files_and_memory(os.getpid()))
@@ -363,14 +379,15 @@ def serve(folder: Path, seconds: float, seed: int, which: str) -> None:
 
 
 def soak(seconds: float, seed: int, which: str) -> tuple[dict[str, object], list[str]]:
-    rng, wrong, counts = random.Random(seed), [], {}
+    rng, wrong = random.Random(seed), []
+    counts: dict[str, dict[str, int]] = {}
     flat = Flat(more_files=2, more_bytes=64 << 20)
-    said_s = time.monotonic()
+    said_s, is_stopped, turn = time.monotonic(), False, ""
 
     def heard(line: str) -> None:
-        nonlocal counts
+        nonlocal counts, turn
         said = json.loads(line)
-        counts = said["counts"]
+        counts, turn = said["counts"], said["turn"]
         wrong.extend(said["wrong"])
         if said["rest"]:
             flat.see(*said["rest"], is_warm=time.monotonic() - child.begun_s > min(300, seconds / 2))
@@ -380,13 +397,17 @@ def soak(seconds: float, seed: int, which: str) -> tuple[dict[str, object], list
         try:
             child.wait_begun()
             while child.status is None and not child.is_hung:
-                few, some, many = rng.uniform(0, 0.005), rng.uniform(0.05, 1), rng.uniform(1, 6)
-                time.sleep(rng.choices((few, some, many), (2, 3, 3))[0])
+                short, middling, long = rng.uniform(0, 0.005), rng.uniform(0.05, 1), rng.uniform(1, 6)
+                gap_s, before = rng.choices((short, middling, long), (2, 3, 3))[0], turn
+                until_s = time.monotonic() + gap_s * PACE.get(turn, 1.0)
+                while (left := until_s - time.monotonic()) > 0 and turn == before:
+                    time.sleep(min(left, 0.05))
                 child.send(signal.SIGUSR1 if rng.random() < 0.3 else signal.SIGINT)
                 if time.monotonic() - said_s > SAID_S:
                     said_s = time.monotonic()
                     print(f"runner, {(said_s - child.begun_s) / 60:.1f} min: {counts}", flush=True)
         except KeyboardInterrupt:
+            is_stopped = True
             print("runner: stopped", flush=True)
             child.send(signal.SIGTERM)
             while child.status is None and not child.is_hung:
@@ -394,13 +415,14 @@ def soak(seconds: float, seed: int, which: str) -> tuple[dict[str, object], list
         finally:
             if child.status is None:
                 wrong.append(f"the engine made no step for {HUNG_S:.0f} s")
-            if status := child.end(signal.SIGABRT):
+            status = child.end(signal.SIGABRT)
+            if status and not (is_stopped and status == -signal.SIGTERM and not child.has_begun):
                 wrong.append(f"the process that serves ended with status {status}")
-    rows: dict[str, object] = {"time": f"{(time.monotonic() - child.begun_s) / 60:.1f} min"}
+    rows: dict[str, object] = {"time": f"{max(0.0, time.monotonic() - child.begun_s) / 60:.1f} min"}
     for what in dict.fromkeys(what for c in counts.values() for what in c):
         rows[what] = ", ".join(f"{c.get(what, 0)} {name}" for name, c in counts.items())
     for name, c in counts.items():
-        wrong += [f"{name}: no {what}: the trial shows nothing" for what in ("answers", "Ctrl-C", "preemptions") if not c.get(what)]
+        wrong += [f"{name}: no {what}: the trial shows nothing" for what in SHOWN if not is_stopped and not c.get(what)]
     return rows | flat.rows(), list(dict.fromkeys(wrong)) + flat.wrong()
 
 

@@ -16,6 +16,7 @@ from types import FrameType
 
 HUNG_S = 60.0  # a process that says nothing for so long
 SAID_S = 60.0  # between two lines of progress
+LONGER_S = 120.0  # a trial goes on for, at most, where something that it is to show has not happened yet
 
 
 def files_and_memory(pid: int) -> tuple[int, int]:
