@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors and memory of a process are read in /proc, of Linux")
 NOTHING = "nothing was wrong, nothing hung, nothing was kept"
 needs_model = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("transformers", "safetensors")),
