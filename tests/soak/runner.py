@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from tests.soak.trial import HUNG_S, LONGER_S, SAID_S, Child, Flat, arguments, f
 
 R = TypeVar("R")
 MARGIN = 0.01  # between the best and the next best logit, in which what is summed in another order cannot change the answer
-PACE = {"random": 0.15, "SmolLM2": 1.0}  # of Ctrl-C: so that some requests are answered in between
+PACE = {"random": 0.4, "SmolLM2": 1.0}  # of Ctrl-C: so that some requests are answered in between
 FEWEST = 4  # tokens of an answer that is worth asking for
 SHOWN = ("answers", "Ctrl-C", "preemptions", "cancelled", "brought_tokens")  # without which a trial shows nothing
 REOPEN = 6  # rounds, about, after which an engine is closed and another made on what it left
@@ -359,19 +360,22 @@ def serve(folder: Path, seconds: float, seed: int, which: str) -> None:
         return 0.0 if is_over.is_set() or any(s.wrong for s in servers) else left if is_shown else left + LONGER_S
 
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda n: 0)  # of glibc: memory that was freed is given back before it is seen
-    while (left := seconds_left()) > 0:
-        for now in servers:
+    try:
+        while (left := seconds_left()) > 0:
+            for now in servers:
+                say(is_now=True)
+                now.round(min(left, now.model.round_s) * rng.uniform(0.3, 1), is_over)
+            gc.collect()
+            trim(0)
+            flat = list(files_and_memory(os.getpid()))
             say(is_now=True)
-            now.round(min(left, now.model.round_s) * rng.uniform(0.3, 1), is_over)
-        gc.collect()
-        trim(0)
-        flat = list(files_and_memory(os.getpid()))
-        say(is_now=True)
+        for server in servers:
+            server.close()
+    except Exception:  # of the engine, or of this trial
+        now.wrong.append(traceback.format_exc())
     is_over.set()
     for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    for server in servers:
-        server.close()
+        signal.signal(number, signal.SIG_IGN)  # as Python ends it would die of them
     say(is_now=True)
 
 
@@ -421,8 +425,8 @@ def soak(seconds: float, seed: int, which: str) -> tuple[dict[str, object], list
     rows: dict[str, object] = {"time": f"{max(0.0, time.monotonic() - child.begun_s) / 60:.1f} min"}
     for what in dict.fromkeys(what for c in counts.values() for what in c):
         rows[what] = ", ".join(f"{c.get(what, 0)} {name}" for name, c in counts.items())
-    for name, c in counts.items():
-        wrong += [f"{name}: no {what}: the trial shows nothing" for what in SHOWN if not is_stopped and not c.get(what)]
+    if not wrong and not is_stopped:
+        wrong += [f"{name}: no {what}: the trial shows nothing" for name, c in counts.items() for what in SHOWN if not c.get(what)]
     return rows | flat.rows(), list(dict.fromkeys(wrong)) + flat.wrong()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import signal
 import subprocess
@@ -58,6 +59,15 @@ class Flat:
         }
 
 
+_alive: set[subprocess.Popen[str]] = set()  # none outlives this process, also where a second Ctrl-C breaks off the end
+
+
+@atexit.register
+def _kill_all() -> None:
+    for process in _alive:
+        process.kill()
+
+
 class Child:
     """A Python process that says lines, and when it did last. Terminals' Ctrl-C does not reach it: its parent ends it."""
 
@@ -66,6 +76,7 @@ class Child:
         command = [sys.executable, "-X", "faulthandler", "-m", module, *args]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True)
+        _alive.add(self.process)
         self.pid, self.has_begun = self.process.pid, False
         self.begun_s = self.heard_s = time.monotonic() + 120  # it has yet to load
         self._on_line = on_line
@@ -107,6 +118,7 @@ class Child:
             self.process.kill()
         self.process.wait()
         self._thread.join()
+        _alive.discard(self.process)
         return self.process.returncode
 
 

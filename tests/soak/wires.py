@@ -178,7 +178,7 @@ class Trial:
         self.others: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.flat = Flat(MORE_FILES, MORE_BYTES)
-        self.begin = time.monotonic()
+        self.begin, self.is_stopped = time.monotonic(), False
 
     def run(self, seconds: float, num_clients: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -199,12 +199,13 @@ class Trial:
                 self.begin = time.monotonic()
                 self._serve(seconds, num_clients, nuisance)
             except KeyboardInterrupt:
+                self.is_stopped = True
                 print("wires: stopped", flush=True)
             finally:
                 for worker in self.workers:
                     worker.end()
                 nuisance.close()
-                if self.server.status is None and not self.wrong:
+                if self.server.status is None and not self.wrong and not self.is_stopped:
                     self._at_rest(secret)
                 self.server.end()
 
@@ -276,7 +277,7 @@ def main() -> None:
     wrong = trial.wrong + trial.flat.wrong()
     wrong += [f"{c[what]} clients: {what}" for what in ("wrong", "failed") if c[what]]
     wrong += [f"{others[what]}: {what}" for what in ("let in", "bad tokens taken") if others[what]]
-    if not c["right"]:
+    if not c["right"] and not trial.is_stopped:
         wrong.append("no client was answered")
     finish("prefill and decode over NIXL", rows, wrong, options.seed)
 
