@@ -210,7 +210,7 @@ class Trial:
                     round_s = time.monotonic() + self.rng.uniform(2, 8)
                 if time.monotonic() - said_s > SAID_S:
                     said_s = time.monotonic()
-                    print(f"disk tier, {(said_s - self.begin) / 60:.1f} min: {dict(self.counts)}", flush=True)
+                    print(f"disk tier, {(said_s - self.begin) / 60:.1f} min: {dict(self.counts)}; {self.flat}", flush=True)
             if not self.wrong:
                 self._rest()
         except KeyboardInterrupt:

@@ -409,7 +409,7 @@ def soak(seconds: float, seed: int, which: str) -> tuple[dict[str, object], list
                 child.send(signal.SIGUSR1 if rng.random() < 0.3 else signal.SIGINT)
                 if time.monotonic() - said_s > SAID_S:
                     said_s = time.monotonic()
-                    print(f"runner, {(said_s - child.begun_s) / 60:.1f} min: {counts}", flush=True)
+                    print(f"runner, {(said_s - child.begun_s) / 60:.1f} min: {counts}; {flat}", flush=True)
         except KeyboardInterrupt:
             is_stopped = True
             print("runner: stopped", flush=True)

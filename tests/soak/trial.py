@@ -51,6 +51,9 @@ class Flat:
             out.append(f"{self.last[1] >> 20} MB are in memory at the end; {self.warm[1] >> 20} when it was warm")
         return out
 
+    def __str__(self) -> str:
+        return f"{self.last[0]} descriptors, {self.last[1] >> 20} MB"
+
     def rows(self) -> dict[str, object]:
         kinds = ("warm", self.warm), ("most after", self.most), ("at the end", self.last)
         return {

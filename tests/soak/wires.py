@@ -215,15 +215,19 @@ class Trial:
         return Worker(self.counts, f"127.0.0.1:{self.port}", str(self.secret_file), self.rng.randrange(1 << 30), life_s)
 
     def _serve(self, seconds: float, num_clients: int, nuisance: Nuisance) -> None:
-        said_s, is_warm = self.begin, False
+        said_s = seen_s = self.begin
+        is_disturbed = False
         while (now := time.monotonic()) - self.begin < seconds and not (num_clients and self.counts["right"] >= num_clients):
             if self.server.status is not None:
                 self.wrong.append(f"the server ended with status {self.server.status}")
                 return
-            if not is_warm and (now - self.begin > seconds / 2 or self.counts["right"] > 50):
-                is_warm = True
-                self.flat.see(*files_and_memory(self.server.pid), is_warm=False)
-            if not self.is_quiet and is_warm:
+            if now - seen_s > 1:
+                seen_s, is_warm = now, now - self.begin > min(300, seconds / 2)
+                files, memory = files_and_memory(self.server.pid)
+                # Those that others hold open are not there at the end; memory that they once took may be kept.
+                self.flat.see(self.flat.warm[0] if is_disturbed and not is_warm else files, memory, is_warm=is_warm)
+            is_disturbed = is_disturbed or now - self.begin > seconds / 4 or self.counts["right"] > 20
+            if not self.is_quiet and is_disturbed:
                 nuisance.once()
                 for n, one in enumerate(self.workers):
                     if one.is_old:
@@ -234,9 +238,8 @@ class Trial:
                 self.wrong.append(f"a client said nothing for {HUNG_S:.0f} s")
                 return
             if now - said_s > SAID_S:
-                said_s = now
-                self.flat.see(*files_and_memory(self.server.pid), is_warm=is_warm)
-                print(f"wires, {(now - self.begin) / 60:.1f} min: {dict(self.counts)}, {self.others.total()} others", flush=True)
+                said_s, minutes = now, (now - self.begin) / 60
+                print(f"wires, {minutes:.1f} min: {dict(self.counts)}, {self.others.total()} others; {self.flat}", flush=True)
             time.sleep(self.rng.uniform(0, 0.1))
 
     def _at_rest(self, secret: Secret) -> None:
