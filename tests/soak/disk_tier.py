@@ -17,6 +17,7 @@ import select
 import signal
 import tempfile
 import time
+import traceback
 from collections import Counter
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
@@ -117,14 +118,14 @@ class Worker:
     def _rest(self) -> str:
         """Alone for a moment: what others left is seen, counted and cleared away. Then all that is there is read."""
         time.sleep(REFRESH_S * 1.5)
+        began_s = time.time()
         self._judge("put", [k := os.urandom(16)], self.tier.put([k], [block(k, KIND)]))
         keys = [bytes.fromhex(p.stem) for p in self.folder.glob("??/*.kvx")]
         for start in range(0, len(keys), 8):
             self._judge("get", keys[start : start + 8], self.tier.get(keys[start : start + 8]))
         stats = self.tier.stats
-        return f"rested {stats.refused} {stats.errors} {stats.evicted} {self.tier.num_blocks} {len(keys)} " + " ".join(
-            map(str, files_and_memory(os.getpid()))
-        )
+        files, memory = files_and_memory(os.getpid())
+        return f"rested {began_s} {stats.refused} {stats.errors} {stats.evicted} {files} {memory}"
 
 
 class Slot:
@@ -145,8 +146,6 @@ class Slot:
                 Worker(folder, seed, commands, said).work()
                 code = 0
             except BaseException:
-                import traceback
-
                 traceback.print_exc()
             finally:
                 os._exit(code)
@@ -154,7 +153,7 @@ class Slot:
         os.close(said)
         os.set_blocking(self._said, False)
         self.heard_s, self.stopped_until, self.ends_s = time.monotonic(), 0.0, float("inf")
-        self._text = b""
+        self._text, self._has_ended = b"", False
 
     def lines(self) -> list[str]:
         try:
@@ -168,6 +167,7 @@ class Slot:
 
     def status(self) -> int | None:
         pid, status = os.waitpid(self.pid, os.WNOHANG)
+        self._has_ended = bool(pid)
         return os.waitstatus_to_exitcode(status) if pid else None
 
     def stop(self, seconds: float) -> None:
@@ -179,8 +179,9 @@ class Slot:
         self.stopped_until, self.heard_s = 0.0, time.monotonic()
 
     def close(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        if not self._has_ended:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
         os.close(self.commands)
         os.close(self._said)
 
@@ -290,21 +291,22 @@ class Trial:
             line = self._listen()
         if self.wrong:
             return
-        refused, errors, evicted, _, _, files, memory = map(int, line.split()[1:])
+        began_s = float(line.split()[1])
+        refused, errors, evicted, files, memory = map(int, line.split()[2:])
         self.counts["rests"] += 1
         self.counts["evicted"] = evicted
         if refused or errors > self.counts["late"]:
             self.wrong.append(f"the tier refused {refused} blocks and {errors} calls failed; nothing damages any")
         self.flat.see(files, memory, is_warm=time.monotonic() - self.begin > min(60, self.seconds / 3))
-        self._look(GRACE_S + 1)
+        self._look(began_s - GRACE_S)
         os.write(slot.commands, b"g")
         for n in range(NUM_WORKERS):
             if n != STEADY:
                 self._start(n)
 
-    def _look(self, grace_s: float) -> None:
-        """What is in the directory when nobody writes."""
-        blocks, unfinished, now = 0, 0, time.time()
+    def _look(self, oldest_s: float) -> None:
+        """What is in the directory when nobody writes. Unfinished files from before then are gone."""
+        blocks = unfinished = 0
         for path in self.folder.rglob("*"):
             if path.is_dir() or path.name == "manifest.json":
                 continue
@@ -312,8 +314,8 @@ class Trial:
                 blocks += 1
             elif path.suffix == ".partial":
                 unfinished += 1
-                if now - path.stat().st_mtime > grace_s:
-                    self.wrong.append(f"{path.name} is {now - path.stat().st_mtime:.1f} s old; the grace is {GRACE_S}")
+                if (age_s := oldest_s - path.stat().st_mtime) > 0:
+                    self.wrong.append(f"{path.name} should have gone {age_s:.1f} s ago; the grace is {GRACE_S} s")
             else:
                 self.wrong.append(f"{path} is no file of a tier")
         self.most_blocks, self.most_unfinished = max(self.most_blocks, blocks), max(self.most_unfinished, unfinished)
@@ -329,7 +331,7 @@ class Trial:
             got = tier.get(keys).result()
             if not all(b is not None and is_right(k, b) for k, b in zip(keys, got, strict=True)) or tier.stats.refused:
                 self.wrong.append("the next process does not find all blocks right")
-        self._look(0)
+        self._look(time.time())
 
 
 def main() -> None:

@@ -154,7 +154,6 @@ class Server:
         self.cancelled: set[int] = set()  # that cancel() was called for, by whom ever
         self.cancel_lock = threading.Lock()  # held by a thread that cancels, until it has said so
         self._armed = 0  # Ctrl-Cs that may still break off this call
-        self._rounds = 0
 
     # --- signals ----------------------------------------------------------------------------------------------------------
 
@@ -274,7 +273,6 @@ class Server:
                 return
         self._generate()
         self._at_rest()
-        self._rounds += 1
         if rng.random() < 1 / REOPEN:
             self._reopen()
 
@@ -312,13 +310,17 @@ class Server:
             setattr(counts, name, 0)
 
     def close(self) -> None:
-        """Also broken off, it leaves no thread behind."""
+        """Also where that is broken off, no thread of an engine outlives it."""
         movers = self.engine.tiers.backing.movers
+        pools = [mover._landing for mover in movers] + [tier._pool for mover in movers for tier in mover.tiers]
+        threads = [thread for pool in pools for thread in pool._threads]
         self._call(self.engine.close)
         self.engine.close()
-        pools = [mover._landing for mover in movers] + [tier._pool for mover in movers for tier in mover.tiers]
-        alive = [thread.name for pool in pools for thread in pool._threads if thread.is_alive()]
-        if alive:
+        del movers, pools, self.engine
+        gc.collect()
+        for thread in threads:
+            thread.join(HUNG_S / 4)
+        if alive := [thread.name for thread in threads if thread.is_alive()]:
             self.wrong.append(f"threads of a closed engine live on: {alive}")
 
 
