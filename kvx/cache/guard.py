@@ -38,6 +38,10 @@ class Guard:
             mend()
         self.is_torn = False
 
+    def is_mine(self) -> bool:
+        """Whether this thread is inside: whoever asks then is a signal's handler, in the middle of a call."""
+        return self.lock._is_owned()  # type: ignore[attr-defined,no-any-return]
+
     def join(self, other: Guard) -> Guard:
         """What this one guards is the other's from now on."""
         if other is not self:

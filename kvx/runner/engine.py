@@ -190,19 +190,27 @@ class Engine:
             self._mend_now()
             raise
 
-    @whole
     def cancel(self, request: int) -> bool:
         """End a request wherever it is: its blocks are given back, and others go on. False: it was answered already.
 
-        Its answers have finish "cancelled". From another thread it waits for the step that is being computed.
+        Its answers have finish "cancelled". From another thread it waits for the step that is being computed; in a signal's handler
+        it is noted, and the call that the signal came into, or the next step, does it.
         """
         if not isinstance(request, int) or not 0 <= request < self._next_request:
             raise BadArgument(f"cancel(): request is {request!r}; add() has given numbers up to {self._next_request - 1}.")
-        is_there = any(c.request == request for c in (*self.scheduler.running, *self.scheduler.waiting))
-        self._cancelled.add(request)
-        if not self._is_stepping:  # else a signal's handler calls, in the middle of a step, which drops it at its end
-            self._drop_cancelled()
+        if self._guard.is_mine():  # in the middle of a call on this thread, which may be putting things right
+            return self._note_cancelled(request)
+        return self._cancel(request)
+
+    @whole
+    def _cancel(self, request: int) -> bool:
+        is_there = self._note_cancelled(request)
+        self._drop_cancelled()
         return is_there
+
+    def _note_cancelled(self, request: int) -> bool:
+        self._cancelled.add(request)
+        return any(c.request == request for c in (*self.scheduler.running, *self.scheduler.waiting))
 
     def _drop_cancelled(self) -> None:
         gone = set(self._cancelled)
@@ -265,6 +273,8 @@ class Engine:
                 if guard.is_torn:
                     guard.mend()
                 is_inside = self._is_stepping = True
+                if self._cancelled:
+                    self._drop_cancelled()
                 pieces = [] if self.scheduler.is_idle else self._step()
                 self._is_stepping = False
                 if self._cancelled:

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from kvx.cache.prefix import PrefixCache
 from kvx.errors import BadArgument
 from kvx.runner import Engine, Params, engine, request, schedule
 from tests.interrupts import interrupted_by_another_process, signalled_at_every_point
@@ -170,6 +171,31 @@ def test_cancel_from_another_thread(made):
     assert tuple(first[0].generated) == want
     made.cache.check()
     assert made.cache.num_seqs == 0
+
+
+def test_cancel_in_a_handler_while_a_broken_step_is_put_right(made, monkeypatch):
+    """The handler comes into the middle of forgetting names: it must not begin the same again inside."""
+    want = tokens_of(made.generate(PROMPTS, PARAMS))
+    several(made)
+    number, inside = made._next_request - 1, []
+    forget, forward = PrefixCache._drop, made._forward
+
+    def broken(work):
+        forward(work)
+        raise KeyboardInterrupt
+
+    def handled(self, *args):
+        if not inside:
+            inside.append(made.cancel(number))
+        forget(self, *args)
+
+    monkeypatch.setattr(made, "_forward", broken)
+    monkeypatch.setattr(PrefixCache, "_drop", handled)
+    with pytest.raises(KeyboardInterrupt):
+        made.step()
+    assert inside
+    monkeypatch.undo()
+    assert_works(made, want)
 
 
 def test_generate_on_several_threads(made):
