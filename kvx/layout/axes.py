@@ -25,7 +25,8 @@ from typing import NoReturn
 from kvx.errors import LayoutError
 
 AXES = ("layer", "block", "kv", "token", "head", "dim")
-INNER = ("token", "head", "dim", "channel", "tap", "row", "column")  # what a plane may have inside a block
+STATE_AXES = ("channel", "tap", "row", "column")
+INNER = ("token", "head", "dim", *STATE_AXES)  # what a plane may have inside a block
 PLANES = ("kv", "plane")  # axes whose indices are planes
 NHD = "kv | block token head dim"
 HND = "kv | block head token dim"
@@ -44,9 +45,10 @@ class Axis:
     name: str
     part: str = ""
     factor: str = ""
+    unused: int = 0  # so many in memory before the first, which nobody reads
 
     def __str__(self) -> str:
-        return f"{self.name}{self.part}{self.factor}"
+        return f"{self.name}{self.part}{self.factor}" + (f"+{self.unused}" if self.unused else "")
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ class _Reader:
         return left, tuple(dims)
 
     def read_axis(self, word: str, at: int) -> Axis:
-        match = re.fullmatch(r"([a-z_]+)(?:([/%])([0-9]{1,9}|x))?", word)
+        match = re.fullmatch(r"([a-z_]+)(?:([/%])([0-9]{1,9}|x)|\+([1-9][0-9]{0,3}))?", word)
         if match is None or match.group(1) not in (*AXES, *INNER):
             if re.fullmatch(rf"({'|'.join(INNER)})[/%][0-9]{{10,}}", word):
                 self.fail(at, at + len(word), "a split by a number of more than nine digits")
@@ -254,7 +256,10 @@ class _Reader:
             self.fail(at, at + len(word), f"only token, head and dim can be split; {name} cannot")
         if factor not in ("", "x") and int(factor) == 0:
             self.fail(at, at + len(word), "a split by 0")
-        return Axis(name, part, factor)
+        unused = int(match.group(4) or 0)
+        if unused and name not in STATE_AXES:
+            self.fail(at, at + len(word), f"only axes of states can have unused ones before them; {name} cannot")
+        return Axis(name, part, factor, unused)
 
     def require_axes(
         self, left: tuple[Axis, ...], dims: tuple[tuple[Axis, ...], ...], begin: int, end: int, needed: tuple[str, ...]

@@ -45,7 +45,7 @@ def has_whole_words(spec: Spec) -> bool:
 @lru_cache(maxsize=256)
 def coordinate_plan(spec: Spec) -> Plan:
     """The walk over a cache whose rows have whole words."""
-    most, shard = _MOST_LAYERS[spec.num_planes <= 2], max(p.shard_start + p.sizes[p.shard_axis] for p in spec.planes)
+    most, shard = _MOST_LAYERS[spec.num_planes <= 2], max(s.first + s.size for p in spec.planes for s in p.shares)
     if spec.layer_start + spec.num_layers > most or shard > 1 << 16:
         raise Unsupported(
             f"digest(): layers are numbered to {most - 1:,} and {spec.plane(0).shard_axis}s to 65,535, and this cache has more."
@@ -79,28 +79,43 @@ def _boxes(spec: Spec, place: Place, index: int, units: int, first: int, unit_st
     for axis, size in reversed(_numbered(plane)):
         rows[axis] = (size, behind)
         behind *= size
-    axes = {  # how many, and from one to the next in a coordinate
-        "layer": (spec.num_layers, _LAYER),
-        plane.shard_axis: (plane.sizes[plane.shard_axis], _SHARD),
-        **({"token": (spec.block_size, 0)} if "token" in plane.sizes else {}),
-        **dict(reversed(rows.items())),
-        plane.row_axis: (units, unit_step),
-    }
     number = (index & 1) << 40 | (index >> 1) << 53
-    start = first + number + spec.layer_start * _LAYER + plane.shard_start * _SHARD
-    digits: list[BoxDigit] = []
-    for axis, (count, coordinate) in axes.items():
-        split = place.of(axis)[0].divisor if place.of(axis) else 1
-        (_, parts), *rest = pieces(count, 0, split, 0, 1)
-        assert not rest  # an axis starts at 0 and its split divides it
-        for divisor, size in parts:
-            byte, buffers = reach(place, axis, divisor) if size > 1 and place.of(axis) else (0, 0)
-            token = divisor if axis == "token" else 0
-            digits.append(BoxDigit(size, byte, coordinate * divisor, buffers, 0, token))
     block = place.of("block")
     stride, step = (block[0].stride, block[0].step) if block else (0, 0)
-    src = Side(place.offset, stride, spec.block_size, 0, 0, place.buffer, step)
-    return [Box(src, Side(start, 0, spec.block_size, 0, 0, 0, 0), place.unit_bytes, tuple(digits))]
+    found: list[Box] = []
+    for share in plane.shares:
+        axes = {  # how many, the first of them, and from one to the next in a coordinate
+            "layer": (spec.num_layers, 0, _LAYER),
+            plane.shard_axis: (share.size, plane.local(share.first), _SHARD),
+            **({"token": (spec.block_size, 0, 0)} if "token" in plane.sizes else {}),
+            **{axis: (size, 0, behind) for axis, (size, behind) in reversed(rows.items())},
+            plane.row_axis: (units, 0, unit_step),
+        }
+        start = first + number + spec.layer_start * _LAYER + share.first * _SHARD
+        src = Side(place.offset, stride, spec.block_size, 0, 0, place.buffer, step)
+        found += _walk(place, src, Side(start, 0, spec.block_size, 0, 0, 0, 0), axes)
+    return found
+
+
+def _walk(place: Place, src: Side, dst: Side, axes: dict[str, tuple[int, int, int]]) -> list[Box]:
+    """Boxes through all axes; more than one where a share begins or ends inside a pack of a split axis."""
+    partial: list[tuple[Side, Side, tuple[BoxDigit, ...]]] = [(src, dst, ())]
+    for axis, (count, at, coordinate) in axes.items():
+        split = place.of(axis)[0].divisor if place.of(axis) else 1
+        grown = []
+        for here, there, digits in partial:
+            for begin, parts in pieces(count, at, split, 0, 1):
+                byte, buffers = reach(place, axis, at + begin) if place.of(axis) else (0, 0)
+                new = tuple(_digit(place, axis, divisor, size, coordinate) for divisor, size in parts)
+                moved = here._replace(offset=here.offset + byte, buffer=here.buffer + buffers)
+                grown.append((moved, there._replace(offset=there.offset + begin * coordinate), digits + new))
+        partial = grown
+    return [Box(here, there, place.unit_bytes, digits) for here, there, digits in partial]
+
+
+def _digit(place: Place, axis: str, divisor: int, size: int, coordinate: int) -> BoxDigit:
+    byte, buffers = reach(place, axis, divisor) if size > 1 and place.of(axis) else (0, 0)
+    return BoxDigit(size, byte, coordinate * divisor, buffers, 0, divisor if axis == "token" else 0)
 
 
 def coordinate_bytes(spec: Spec) -> bytes:

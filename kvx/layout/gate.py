@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.layout.axes import PLANES, Layout
-from kvx.layout.place import Place, num_cache_buffers, places, scale_places
+from kvx.layout.place import Place, in_memory, num_cache_buffers, places, scale_places
 from kvx.spec.cache_spec import PlaneSpec, Spec
 
 _AREAS = "K and V"  # areas of planes, of orders or sizes of their own, in one buffer
@@ -225,11 +225,11 @@ def _conflict(dims: list[tuple[int, int]], item: int, grid: Grid) -> str:
 @lru_cache(maxsize=1024)
 def grids(spec: Spec) -> tuple[tuple[int, Grid], ...]:
     """(how many in a row, what each holds) of all buffers, in the order of `buffer_sizes`."""
-    planes = list(zip(spec.planes, places(spec), strict=True))
+    planes = [(spec.plane(i), places(spec)[i]) for i in in_memory(spec)]
     total = num_cache_buffers(spec)
     if any(axis.name in PLANES for axis in Layout.parse(spec.layout).left):
         each = [_cache_grid(spec, [plane]) for plane in planes]
-        inside = places(spec)[1].buffer - places(spec)[0].buffer
+        inside = planes[1][1].buffer - planes[0][1].buffer if len(planes) > 1 else total
         alike = len(set(each)) == 1
         out = [(total, each[0])] if alike else [(inside, grid) for grid in each] * (total // (len(each) * inside))
     else:
@@ -276,5 +276,5 @@ def _cache_grid(spec: Spec, planes: list[tuple[PlaneSpec, Place]]) -> Grid:
 
 
 def _steps(place: Place) -> list[Step]:
-    steps = [Step(d.axis, d.size, d.stride) for d in place.digits if d.stride and d.size > 1]
+    steps = [Step(d.axis, d.size + d.unused, d.stride) for d in place.digits if d.stride and d.size + d.unused > 1]
     return sorted(steps, key=lambda s: -s.stride)

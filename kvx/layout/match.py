@@ -136,7 +136,7 @@ def boxes(way: Way, r: Rectangle, unit: int, src_buffer: int, dst_buffer: int) -
     row = mine.row_axis
     ranges = (  # axis, elements, first at the source, first at the destination
         ("layer", r.layer_end - r.layer, r.layer - src.layer_start, r.layer - dst.layer_start),
-        (r.axis, r.end - r.first, r.first - mine.shard_start, r.first - theirs.shard_start),
+        (r.axis, r.end - r.first, mine.local(r.first), theirs.local(r.first)),
         *((axis, unit if axis == "token" else size, 0, 0) for axis, size in _shared_axes(mine)),
         (row, way.units, 0, 0),
     )

@@ -20,6 +20,7 @@ class Digit(NamedTuple):
     size: int
     stride: int  # bytes; 0 left of the bar
     step: int  # buffers; 0 right of the bar
+    unused: int = 0  # in memory before the first; `offset` is behind them
 
 
 class Place(NamedTuple):
@@ -106,7 +107,7 @@ def buffer_sizes(spec: Spec) -> tuple[tuple[int, int], ...]:
 
 def _cache_sizes(spec: Spec) -> tuple[tuple[int, int], ...]:
     left = Layout.parse(spec.layout).left
-    sizes = [_inner_bytes(spec, i) for i in range(spec.num_planes)]
+    sizes = [_inner_bytes(spec, i) for i in in_memory(spec)]
     at = next((i for i, axis in enumerate(left) if axis.name in PLANES), -1)
     if at < 0 or len(set(sizes)) == 1:
         return ((num_cache_buffers(spec), sizes[0]),)
@@ -160,13 +161,19 @@ def _inner_bytes(spec: Spec, plane: int, inside_planes: bool = False) -> int:
         elif axis.name == "block" and spec.block_bytes:  # nothing but layer stands outside it
             size, padding = spec.block_bytes * spec.num_blocks, spec.block_bytes - size
         else:
-            size *= _size(spec, plane, axis)
+            size *= _size(spec, plane, axis) + axis.unused
     return size - padding
 
 
 def _areas(spec: Spec) -> list[int]:
-    """Bytes of what stands inside the axis of planes, of each."""
-    return [_inner_bytes(spec, i, inside_planes=True) for i in range(spec.num_planes)]
+    """Bytes of what stands inside the axis of planes, in the order of memory."""
+    return [_inner_bytes(spec, i, inside_planes=True) for i in in_memory(spec)]
+
+
+def in_memory(spec: Spec) -> list[int]:
+    """Planes as the layout has them, one after the other."""
+    names = [plane.name for plane in spec.planes]
+    return [names.index(name) for name in Layout.parse(spec.layout).planes]
 
 
 def _place(spec: Spec, plane: int) -> Place:
@@ -176,18 +183,19 @@ def _place(spec: Spec, plane: int) -> Place:
     for axis in reversed(layout.order):
         if axis.name in PLANES:
             areas = _areas(spec)
-            offset, stride = sum(areas[:plane]), sum(areas)
+            offset, stride = offset + sum(areas[: in_memory(spec).index(plane)]), sum(areas)
             continue
         divisor = _factor(spec, plane, axis) if axis.part == "/" else 1
         if axis.name == "block" and spec.block_bytes:
             stride = spec.block_bytes
-        digits.append(Digit(axis.name, divisor, _size(spec, plane, axis), stride, 0))
-        stride *= digits[-1].size
+        digits.append(Digit(axis.name, divisor, _size(spec, plane, axis), stride, 0, axis.unused))
+        offset += axis.unused * stride
+        stride *= digits[-1].size + axis.unused
     buffer, step = 0, 1
     for axis in reversed(layout.left):
         size = _size(spec, plane, axis)
         if axis.name in PLANES:
-            buffer += plane * step
+            buffer += in_memory(spec).index(plane) * step
         else:
             digits.append(Digit(axis.name, 1, size, 0, step))
         step *= size

@@ -26,7 +26,7 @@ from kvx.layout.shards import (
     field_of,
     held,
     holdings,
-    rectangle,
+    rectangles,
     several,
     sharded_alike,
     union,
@@ -215,14 +215,15 @@ def _boxes_of(
     """What fills these planes of one shard, from every source that holds some of it."""
     missing, src_buffer = held(target, planes[0], layers), 0
     for source in sources:
-        left: list[Rectangle] = []
-        for r in missing:
-            both, rest = cut(r, rectangle(source, planes[0]))
-            left += rest
-            if both is not None:
-                matched = [ways(source, target, i, turn if i == 0 else None) for i in planes]
-                yield from join([[x for way in w for x in boxes(way, both, unit, src_buffer, dst_buffer)] for w in matched])
-        missing = left
+        for share in rectangles(source, planes[0]):
+            left: list[Rectangle] = []
+            for r in missing:
+                both, rest = cut(r, share)
+                left += rest
+                if both is not None:
+                    matched = [ways(source, target, i, turn if i == 0 else None) for i in planes]
+                    yield from join([[x for way in w for x in boxes(way, both, unit, src_buffer, dst_buffer)] for w in matched])
+            missing = left
         src_buffer += num_buffers(source)
     if missing:
         raise BadArgument(f"plan(): {missing[0]} of dst are in no src. Sources hold {holdings(sources)}.")

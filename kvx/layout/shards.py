@@ -60,32 +60,35 @@ def sharded_alike(shards: Sequence[Spec]) -> list[list[int]]:
     """Planes by what shards hold of them: K and V always go together."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for i in range(shards[0].num_planes):
-        groups.setdefault(tuple(rectangle(spec, i) for spec in shards), []).append(i)
+        groups.setdefault(tuple(rectangles(spec, i) for spec in shards), []).append(i)
     return list(groups.values())
 
 
-def rectangle(spec: Spec, plane: int) -> Rectangle:
+def rectangles(spec: Spec, plane: int) -> tuple[Rectangle, ...]:
+    """What a shard holds of a plane: one for each share."""
     p = spec.plane(plane)
     layers = spec.layer_start, spec.layer_start + spec.num_layers
-    return Rectangle(*layers, p.shard_start, p.shard_start + p.sizes[p.shard_axis], p.shard_axis)
+    return tuple(Rectangle(*layers, share.first, share.first + share.size, p.shard_axis) for share in p.shares)
 
 
 def held(spec: Spec, plane: int, layers: tuple[int, int] | None) -> list[Rectangle]:
-    """What a shard holds of these layers: one rectangle, or none."""
-    r = rectangle(spec, plane)
+    """What a shard holds of these layers."""
+    these = rectangles(spec, plane)
     if layers is not None:
-        r = r._replace(layer=max(r.layer, layers[0]), layer_end=min(r.layer_end, layers[1]))
-    return [r] if r.layer < r.layer_end else []
+        these = tuple(r._replace(layer=max(r.layer, layers[0]), layer_end=min(r.layer_end, layers[1])) for r in these)
+    return [r for r in these if r.layer < r.layer_end]
 
 
 def holdings(shards: Sequence[Spec]) -> str:
     """In words."""
-    return ", ".join("; ".join(dict.fromkeys(str(rectangle(spec, i)) for i in range(spec.num_planes))) for spec in shards)
+    return ", ".join(
+        "; ".join(dict.fromkeys(str(r) for i in range(spec.num_planes) for r in rectangles(spec, i))) for spec in shards
+    )
 
 
 def held_twice(shards: Sequence[Spec]) -> list[Rectangle]:
     """What more than one of these shards holds."""
-    return [r for planes in sharded_alike(shards) for r in several([rectangle(spec, planes[0]) for spec in shards])]
+    return [r for planes in sharded_alike(shards) for r in several([r for s in shards for r in rectangles(s, planes[0])])]
 
 
 # ---- rectangles

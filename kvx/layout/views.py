@@ -51,9 +51,9 @@ def layer_views(buffers: Tensor | Sequence[Tensor], spec: Spec) -> list[tuple[Pl
     if len(tensors) == num_buffers(spec):
         tensors = tensors[: num_cache_buffers(spec)]  # scales have shapes of their own
     check_buffers("layer_views", "buffers", tensors, (spec,), scales=False)
-    layout, out = Layout.parse(spec.layout), []
+    layouts, out = [Layout.parse(spec.layout).planes[p.name] for p in spec.planes], []
     for layer in range(spec.num_layers):
-        planes = zip(spec.planes, places(spec), layout.planes.values(), strict=True)
+        planes = zip(spec.planes, places(spec), layouts, strict=True)
         out.append(tuple(_view(tensors, spec, layer, *plane) for plane in planes))
     return out
 

@@ -1,9 +1,10 @@
 """Specs: geometry, layout and format of a cache; everything but addresses. Pure data."""
 
-from kvx.spec.cache_spec import CacheSpec, PlaneSpec
+from kvx.spec.cache_spec import CacheSpec, PlaneSpec, Share, Spec
 from kvx.spec.dtypes import DTYPES, DType
 from kvx.spec.formats import FORMATS, Format, Granularity
 from kvx.spec.manifest import digest, from_json, to_json
+from kvx.spec.state_spec import StateSpec, state_plane
 
 __all__ = [
     "DTYPES",
@@ -13,7 +14,11 @@ __all__ = [
     "Format",
     "Granularity",
     "PlaneSpec",
+    "Share",
+    "Spec",
+    "StateSpec",
     "digest",
     "from_json",
+    "state_plane",
     "to_json",
 ]

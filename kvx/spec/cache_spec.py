@@ -5,11 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from kvx.errors import BadArgument, Unsupported
 from kvx.layout.axes import Layout
 from kvx.spec.formats import Format
+
+
+class Share(NamedTuple):
+    """Some of an axis that ranks share out, in the model's numbering."""
+
+    first: int
+    size: int
+    unit: int = 1  # ranks get whole ones of these: the channels of a head, or of a group
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,25 @@ class PlaneSpec:
     axes: tuple[tuple[str, int], ...]  # what a block of one layer has of it, axis by axis; the last is the elements of a row
     format: Format
     shard_axis: str = "head"  # what tensor parallel ranks share out
-    shard_start: int = 0  # the first of it here, in the model
+    shares: tuple[Share, ...] = ()  # what is here of it, in the order of memory: parts that ranks share out one by one. (): all
+
+    def __post_init__(self) -> None:
+        size = self.sizes.get(self.shard_axis, 0)
+        object.__setattr__(self, "shares", tuple(Share(*share) for share in self.shares) or (Share(0, size),))
+        if size < 1 or sum(share.size for share in self.shares) != size:
+            raise BadArgument(
+                f"PlaneSpec {self.name!r}: its shares have {sum(s.size for s in self.shares)} {self.shard_axis}s; its axes are "
+                f"{dict(self.axes)}. Name an axis of it, and shares that make up its size."
+            )
+
+    def local(self, index: int) -> int:
+        """Where the model's `index` of the shared axis stands here."""
+        at = 0
+        for share in self.shares:
+            if share.first <= index < share.first + share.size:
+                return at + index - share.first
+            at += share.size
+        raise BadArgument(f"PlaneSpec {self.name!r}: {self.shard_axis} {index} of the model is not here.")
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -75,10 +101,7 @@ class Spec:
     layer_start: int
     model: str
     block_bytes: int
-
-    @cached_property
-    def planes(self) -> tuple[PlaneSpec, ...]:
-        raise NotImplementedError
+    planes: tuple[PlaneSpec, ...]
 
     def plane(self, index: int) -> PlaneSpec:
         return self.planes[index]
@@ -150,14 +173,14 @@ class CacheSpec(Spec):
         object.__setattr__(self, "manifest_text", to_json(self))  # once: compiled graphs carry it as a constant
 
     @cached_property
-    def planes(self) -> tuple[PlaneSpec, ...]:
+    def planes(self) -> tuple[PlaneSpec, ...]:  # type: ignore[override]
         """K and V; K alone where the layout has no kv axis."""
         k = Format.named(self.format)
         v = Format.named(self.v_format) if self.v_format else k
         rows = {"k": (self.head_dim, k), "v": (self.v_head_dim or self.head_dim, v)}
         outside = ("token", self.block_size), ("head", self.num_kv_heads)
         return tuple(
-            PlaneSpec(name, (*outside, ("dim", rows[name][0])), rows[name][1], shard_start=self.head_start)
+            PlaneSpec(name, (*outside, ("dim", rows[name][0])), rows[name][1], shares=(Share(self.head_start, self.num_kv_heads),))
             for name in Layout.parse(self.layout).planes
         )
 

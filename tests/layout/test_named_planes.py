@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,38 +13,19 @@ from kvx.layout.axes import Layout
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.gate import grids, refusal
 from kvx.layout.place import buffer_bytes, num_buffers, places
-from kvx.spec.cache_spec import PlaneSpec, Spec
-from kvx.spec.formats import Format
+from kvx.spec import StateSpec, state_plane
 
 HEADS, CHANNELS, TAPS, ROWS, COLUMNS = 4, 24, 3, 6, 10
 
 
-@dataclass(frozen=True)
-class States(Spec):
+def states(layout: str, ranks: int = 1, rank: int = 0) -> StateSpec:
     """A convolution's taps and a matrix a head, of one sequence a block."""
-
-    layout: str
-    num_blocks: int = 3
-    num_layers: int = 2
-    layer_start: int = 0
-    ranks: int = 1
-    rank: int = 0
-    block_size: int = 1
-    model: str = ""
-    block_bytes: int = 0
-
-    @cached_property
-    def planes(self) -> tuple[PlaneSpec, ...]:
-        channels, heads = CHANNELS // self.ranks, HEADS // self.ranks
-        return (
-            PlaneSpec("conv", (("channel", channels), ("tap", TAPS)), Format.named("bf16"), "channel", self.rank * channels),
-            PlaneSpec(
-                "state", (("head", heads), ("row", ROWS), ("column", COLUMNS)), Format.named("f32"), "head", self.rank * heads
-            ),
-        )
-
-    def scale_shape(self, index: int) -> None:
-        return None
+    planes = (
+        state_plane("conv", "bf16", channel=CHANNELS, tap=TAPS),
+        state_plane("state", "f32", head=HEADS, row=ROWS, column=COLUMNS),
+    )
+    whole = StateSpec(3, planes, num_layers=2, layout=LAYOUTS[0])
+    return replace(whole.shard(ranks, rank), layout=layout)
 
 
 LAYOUTS = [
@@ -57,7 +37,7 @@ LAYOUTS = [
 ]
 
 
-def memory(spec: States, conv: np.ndarray, state: np.ndarray) -> list[np.ndarray]:
+def memory(spec: StateSpec, conv: np.ndarray, state: np.ndarray) -> list[np.ndarray]:
     """The same in numpy, from the layout's text alone: [layer, block, channel, tap] and [layer, block, head, row, column]."""
     out = [np.zeros(size, np.uint8) for size in buffer_bytes(spec)]
     for place, x in zip(places(spec), (conv, state), strict=True):
@@ -81,7 +61,7 @@ def truth() -> tuple[np.ndarray, np.ndarray]:
 def test_places_cover_every_byte_once(truth):
     """The layouts are dense: the reading above leaves no byte and writes none twice."""
     for text in LAYOUTS:
-        spec = States(text)
+        spec = states(text)
         total = sum(buffer_bytes(spec))
         assert total == sum(x.nbytes for x in truth)
         seen = [np.zeros(size, int) for size in buffer_bytes(spec)]
@@ -97,7 +77,7 @@ def test_places_cover_every_byte_once(truth):
 @pytest.mark.parametrize("dst", LAYOUTS)
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_conversions(src, dst, backend, truth):
-    a, b = States(src), States(dst)
+    a, b = states(src), states(dst)
     out = allocate_buffers(b)
     kvx.convert(out, [torch.from_numpy(x) for x in memory(a, *truth)], plan=kvx.plan(a, b), backend=backend)
     for got, want in zip(out, memory(b, *truth), strict=True):
@@ -106,7 +86,7 @@ def test_conversions(src, dst, backend, truth):
 
 @pytest.mark.parametrize("dst", LAYOUTS[:4])
 def test_ranks_get_their_channels_and_their_heads(dst, truth):
-    whole, ranks = States(LAYOUTS[0]), [States(dst, ranks=2, rank=r) for r in range(2)]
+    whole, ranks = states(LAYOUTS[0]), [states(dst, ranks=2, rank=r) for r in range(2)]
     parts = [allocate_buffers(spec) for spec in ranks]
     full = [torch.from_numpy(x) for x in memory(whole, *truth)]
     kvx.convert([t for part in parts for t in part], full, plan=kvx.plan(whole, ranks))
@@ -129,9 +109,9 @@ def test_ranks_get_their_channels_and_their_heads(dst, truth):
 
 def test_digests_are_equal_in_every_layout_and_add_up_over_ranks(truth):
     conv, state = truth
-    found = {str(kvx.digest([torch.from_numpy(x) for x in memory(s, *truth)], s)) for s in map(States, LAYOUTS)}
+    found = {str(kvx.digest([torch.from_numpy(x) for x in memory(s, *truth)], s)) for s in map(states, LAYOUTS)}
     assert len(found) == 1
-    ranks = [States(LAYOUTS[1], ranks=2, rank=r) for r in range(2)]
+    ranks = [states(LAYOUTS[1], ranks=2, rank=r) for r in range(2)]
     shares = [
         torch.from_numpy(x)
         for r, s in enumerate(ranks)
@@ -140,14 +120,14 @@ def test_digests_are_equal_in_every_layout_and_add_up_over_ranks(truth):
     assert str(kvx.digest(shares, ranks)) in found
     other = state.copy()
     other[1, 2, 0], other[1, 2, 1] = state[1, 2, 1], state[1, 2, 0]  # two heads changed places
-    changed = [torch.from_numpy(x) for x in memory(States(LAYOUTS[0]), conv, other)]
-    assert str(kvx.digest(changed, States(LAYOUTS[0]))) not in found
-    turned = [torch.from_numpy(x) for x in memory(States(LAYOUTS[0]), conv[..., ::-1].copy(), state)]
-    assert str(kvx.digest(turned, States(LAYOUTS[0]))) not in found
+    changed = [torch.from_numpy(x) for x in memory(states(LAYOUTS[0]), conv, other)]
+    assert str(kvx.digest(changed, states(LAYOUTS[0]))) not in found
+    turned = [torch.from_numpy(x) for x in memory(states(LAYOUTS[0]), conv[..., ::-1].copy(), state)]
+    assert str(kvx.digest(turned, states(LAYOUTS[0]))) not in found
 
 
 def test_the_gate_knows_their_axes():
-    spec = States(LAYOUTS[1])
+    spec = states(LAYOUTS[1])
     conv, state = grids(spec)[0][1], grids(spec)[1][1]
     assert (str(conv), str(state)) == ("block 3 tap 3 channel 24", "block 3 head 4 column 10 row 6")
     assert refusal(torch.zeros(3, TAPS, CHANNELS, dtype=torch.bfloat16), conv) == ""
@@ -158,7 +138,7 @@ def test_the_gate_knows_their_axes():
 
 @pytest.mark.parametrize("text", LAYOUTS[:4])
 def test_views_of_every_layer(text, truth):
-    spec = States(text)
+    spec = states(text)
     views = kvx.layer_views([torch.from_numpy(x) for x in memory(spec, *truth)], spec)
     for layer, (conv, state) in enumerate(views):
         assert (conv.plane, conv.axes) == ("conv", ("block", "channel", "tap"))
@@ -170,9 +150,9 @@ def test_views_of_every_layer(text, truth):
 def test_planes_go_to_those_of_their_name():
     kv = kvx.CacheSpec(3, 1, 4, 10, num_layers=2, layout="layer kv | block token head dim")
     with pytest.raises(kvx.BadArgument, match=r"has 2 planes \(conv, state\), .* has 2 \(k, v\)"):
-        kvx.plan(States(LAYOUTS[0]), kv)
+        kvx.plan(states(LAYOUTS[0]), kv)
     with pytest.raises(kvx.BadArgument, match="src shards differ in num_blocks: 3 and 4"):
-        kvx.plan([States(LAYOUTS[0]), replace(States(LAYOUTS[0]), num_blocks=4)], States(LAYOUTS[0]))
+        kvx.plan([states(LAYOUTS[0]), replace(states(LAYOUTS[0]), num_blocks=4)], states(LAYOUTS[0]))
 
 
 @pytest.mark.parametrize(

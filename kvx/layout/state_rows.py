@@ -1,0 +1,88 @@
+"""How engines keep recurrent states, a row each: what `kvx/layout/engines.py` is for K and V.
+
+A state's planes are `conv` (`channel` by `tap`, with a number behind where a layer has several), `ssm` (`head` by `row` by
+`column`: head dim by state size; `channel` by `column` where there are no heads) and `delta` (the same three: key by value).
+Engines differ in which of these axes is outermost, in whether a layer's planes share a page, and in how many taps they keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvx.errors import BadArgument
+from kvx.spec.cache_spec import PlaneSpec
+from kvx.spec.state_spec import StateSpec
+
+
+@dataclass(frozen=True)
+class StateRow:
+    name: str
+    versions: str
+    outside: str  # of all planes
+    inside: str  # of each plane, before its own axes; with a bar, planes are apart
+    conv: str  # the order of a convolution's axes
+    delta: str  # of a delta rule's matrix
+    ssm: str = "head row column"
+    is_last_first: bool = False  # matrices stand before convolutions
+    notes: str = ""
+
+    def layout(self, planes: Sequence[PlaneSpec]) -> str:
+        """The layout of these planes in this engine."""
+        names = sorted((p.name for p in planes), reverse=self.is_last_first)
+        axes = {p.name: p.sizes for p in planes}
+        parts = "; ".join(f"{name}: {self.inside}{self._order(name, axes[name])}" for name in names)
+        return f"{self.outside}plane[{parts}]"
+
+    def _order(self, name: str, axes: dict[str, int]) -> str:
+        kind = name.rstrip("0123456789")
+        orders = {"conv": self.conv, "delta": self.delta, "ssm": self.ssm}
+        if kind not in orders:
+            raise BadArgument(
+                f"state row {self.name!r}: plane {name!r} is not known; they are conv, ssm and delta, or conv2 and so on."
+            )
+        return orders[kind] if kind == "conv" or "head" in axes else " ".join(axes)
+
+    def spec(self, planes: Sequence[PlaneSpec], *, num_blocks: int, num_layers: int = 1, block_bytes: int = 0) -> StateSpec:
+        """States of this engine. `block_bytes` is the page of engines that pad it."""
+        return StateSpec(num_blocks, tuple(planes), layout=self.layout(planes), num_layers=num_layers, block_bytes=block_bytes)
+
+
+_ROWS = [
+    StateRow(
+        "transformers", "5.22", "layer ", "| block ", "channel tap+1", "head row column",
+        notes="[batch, channels, kernel]: the oldest column is never read. A block is a row of the batch.",
+    ),
+    StateRow(
+        "vllm.sd", "0.32", "layer | block ", "", "tap channel", "head column row",
+        notes="One int8 page a block: convolution, then matrix, then padding (block_bytes). The default.",
+    ),
+    StateRow(
+        "vllm.ds", "0.32", "layer | block ", "", "channel tap", "head column row",
+        notes="VLLM_SSM_CONV_STATE_LAYOUT=DS.",
+    ),
+    StateRow(
+        "sglang", "0.5.23", "", "| layer block ", "channel tap", "head column row",
+        notes="MambaPool: [layers, slots + 1, ...], a tensor for each plane.",
+    ),
+    StateRow(
+        "sglang.kimi", "0.5.23", "", "| layer block ", "tap channel", "head column row",
+        notes="KimiLinear's convolution has its taps outside.",
+    ),
+    StateRow(
+        "sglang.host", "0.5.23", "block ", "layer ", "channel tap", "head column row", is_last_first=True,
+        notes="MambaPoolHost, page_first: of a page the matrices of all layers, then the convolutions.",
+    ),
+    StateRow(
+        "llama_cpp", "2026-10", "layer ", "| block ", "channel tap", "head row column",
+        notes="R and S, a row a cell, f32. The order inside S was not checked against the engine.",
+    ),
+]  # fmt: skip
+STATE_ROWS: dict[str, StateRow] = {row.name: row for row in _ROWS}
+
+
+def state_row(name: str) -> StateRow:
+    try:
+        return STATE_ROWS[name]
+    except (KeyError, TypeError):
+        raise BadArgument(f"state_row(): {name!r} is not known; they are {', '.join(STATE_ROWS)}.") from None

@@ -1,0 +1,214 @@
+"""StateSpec: recurrent states in blocks. One block holds one sequence at one position; no plane has a token axis.
+
+A convolution keeps its last inputs, `channel` by `tap`; a linear attention or state space layer a matrix a head, `head` by `row` by
+`column` (key by value, or head dim by state size), or `channel` by `column` where it has no heads. Which position a state belongs
+to is not in its bytes: whoever moves it says so beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from kvx.errors import BadArgument
+from kvx.layout.axes import STATE_AXES, Layout
+from kvx.spec.cache_spec import PlaneSpec, Share, Spec
+from kvx.spec.formats import Format, Granularity
+
+_AXES = ("head", *STATE_AXES)
+_LIMIT = 2**30
+
+
+@dataclass(frozen=True)
+class StateSpec(Spec):
+    num_blocks: int
+    planes: tuple[PlaneSpec, ...]
+    layout: str = ""  # "": every plane apart, `plain_layout`
+    num_layers: int = 1
+    layer_start: int = 0  # of the model's layers that have states, counted by themselves
+    model: str = ""  # whose states they are; "" says nothing
+    block_bytes: int = 0  # from block to block where an engine pads its pages; 0: as large as their content
+    block_size: int = field(default=1, init=False)  # a block is one position
+
+    def __post_init__(self) -> None:
+        planes = tuple(self.planes)
+        if all(isinstance(p, PlaneSpec) for p in planes):  # in one order, whatever that of memory: digests count planes
+            planes = tuple(sorted(planes, key=lambda p: p.name))
+        object.__setattr__(self, "planes", planes)
+        if not self.layout and _planes_are_planes(self) is None:
+            object.__setattr__(self, "layout", self.plain_layout)
+        for rule in RULES:
+            sentence = rule(self)
+            if sentence:
+                raise BadArgument(f"StateSpec: {sentence}")
+
+    @property
+    def block_content_bytes(self) -> int:
+        """Of one sequence's states, in all layers: what a request takes."""
+        return self.num_layers * sum(p.num_rows * p.row_bytes for p in self.planes)
+
+    def scale_shape(self, index: int) -> tuple[int, ...] | None:
+        return None
+
+    def shard(self, tp_size: int, tp_rank: int) -> StateSpec:
+        """One tensor-parallel rank's part: of every share its own whole units, or those of ranks in a row where there are fewer."""
+        if not isinstance(tp_size, int) or not isinstance(tp_rank, int) or not 0 <= tp_rank < tp_size:
+            raise BadArgument(f"shard(): tp_rank is {tp_rank} of tp_size {tp_size}.")
+        if self.block_bytes and tp_size > 1:
+            raise BadArgument(
+                f"shard(): block_bytes is {self.block_bytes}; what a rank's pages are padded to is the engine's to say. "
+                "Shard replace(spec, block_bytes=0), then give each rank its own."
+            )
+        return replace(self, planes=tuple(_shard(p, tp_size, tp_rank) for p in self.planes))
+
+
+def state_plane(
+    name: str,  # conv, state, or what else a layer keeps
+    format: str,  # bf16, f16 or f32
+    *,
+    shares: tuple[tuple[int, int], ...] = (),  # (size, unit) of parts that ranks share out one by one, such as q, k and v; (): one
+    **axes: int,  # channel=, tap=, head=, row=, column=: the first is what ranks share out
+) -> PlaneSpec:
+    """A plane of a state, whole: state_plane("conv", "bf16", channel=8192, tap=3)."""
+    if not axes:
+        raise BadArgument(f"state_plane(): {name!r} has no axes; give sizes, such as channel=8192, tap=3.")
+    first = next(iter(axes))
+    found, at = [], 0
+    for size, unit in shares or ((axes[first], 1),):
+        found.append(Share(at, size, unit))
+        at += size
+    if len(axes) == 1:  # a vector: one row a channel
+        axes = {**axes, "column": 1}
+    return PlaneSpec(name, tuple(axes.items()), Format.named(format), first, tuple(found))
+
+
+def _shard(plane: PlaneSpec, tp_size: int, tp_rank: int) -> PlaneSpec:
+    mine = []
+    for share in plane.shares:
+        units = share.size // share.unit
+        if units % tp_size and tp_size % units:
+            raise BadArgument(
+                f"shard(): {plane.name} has {units} units of {share.unit} {plane.shard_axis}s over {tp_size} ranks: neither "
+                "divides the other."
+            )
+        count = max(1, units // tp_size) * share.unit
+        mine.append(Share(share.first + tp_rank * units // tp_size * share.unit, count, share.unit))
+    axes = {**plane.sizes, plane.shard_axis: sum(share.size for share in mine)}
+    return replace(plane, axes=tuple(axes.items()), shares=tuple(mine))
+
+
+# ---- rules, each a sentence when it is broken
+
+
+def _planes_are_planes(spec: StateSpec) -> str | None:
+    if not spec.planes or not all(isinstance(p, PlaneSpec) for p in spec.planes):
+        return f"planes is {str(spec.planes)[:200]}; it is one PlaneSpec or more: kvx.spec.state_plane() makes them."
+    names = [p.name for p in spec.planes]
+    if len(set(names)) < len(names):
+        return f"planes are named {', '.join(names)}; each has a name of its own."
+    return None
+
+
+def _sizes_are_positive(spec: StateSpec) -> str | None:
+    fields = {name: getattr(spec, name) for name in ("num_blocks", "num_layers")}
+    fields |= {f"{axis} of {p.name}": size for p in spec.planes for axis, size in p.axes}
+    for name, value in fields.items():
+        if type(value) is not int or not 1 <= value < (2**62 if name == "num_blocks" else _LIMIT):
+            return f"{name} is {value!r}; it must be an int of 1 or more."
+    for name in ("layer_start", "block_bytes"):
+        value = getattr(spec, name)
+        if type(value) is not int or not 0 <= value < 2**62:
+            return f"{name} is {value!r}; it must be an int of 0 or more."
+    return None
+
+
+def _names_are_strings(spec: StateSpec) -> str | None:
+    for name in ("layout", "model"):
+        value = getattr(spec, name)
+        if not isinstance(value, str) or len(value) > 4096:
+            return f"{name} is {str(value)[:100]!r}; it is a string of at most 4,096 characters."
+    return None
+
+
+def _axes_are_those_of_states(spec: StateSpec) -> str | None:
+    for p in spec.planes:
+        other = next((axis for axis in p.sizes if axis not in _AXES), "")
+        if other or len(p.axes) < 2 or p.shard_axis == p.row_axis:
+            return (
+                f"plane {p.name} has the axes {' '.join(p.sizes)}, shared out by {p.shard_axis}; a state has two or more of "
+                f"{', '.join(_AXES)}, and its last is not shared out."
+            )
+        if p.format.granularity is not Granularity.NONE or p.format.element.is_moved_only:
+            return f"plane {p.name} is {p.format}; states are bf16, f16 or f32."
+        if any(share.size % share.unit for share in p.shares):
+            return f"plane {p.name} has shares {[tuple(s) for s in p.shares]} that are no whole units."
+    return None
+
+
+def _layout_has_the_planes(spec: StateSpec) -> str | None:
+    layout, mine = Layout.parse(spec.layout), [p.name for p in spec.planes]
+    if set(layout.planes) != set(mine):
+        return f"layout {spec.layout!r} names the planes {', '.join(layout.planes)}; the spec has {', '.join(mine)}."
+    if spec.num_layers > 1 and not layout.has_layer:
+        return f"num_layers is {spec.num_layers} and layout {spec.layout!r} has no layer axis. Write `layer` where it stands."
+    for p in spec.planes:
+        where = layout.planes[p.name]
+        named = {axis.name for axis in (*where.left, *where.order)} - {"layer", "block", "plane"}
+        if named != set(p.sizes):
+            there, here = (" ".join(sorted(axes)) for axes in (named, p.sizes))
+            return f"layout {spec.layout!r} gives {p.name} the axes {there}; the plane has {here}."
+        for axis in p.sizes:
+            factor = where.split_of(axis)
+            if factor and p.sizes[axis] % p.pack(factor):
+                return (
+                    f"layout {spec.layout!r} splits {axis} of {p.name} by {p.pack(factor)}, which does not divide {p.sizes[axis]}."
+                )
+    return None
+
+
+def _areas_are_aligned(spec: StateSpec) -> str | None:
+    from kvx.layout.place import places  # reads specs
+
+    for p, place in zip(spec.planes, places(spec), strict=True):
+        odd = [n for n in (place.offset, *(d.stride for d in place.digits)) if n % place.unit_bytes]
+        if odd:
+            return f"layout {spec.layout!r} puts {p.name} at byte {odd[0]}; {p.format} needs multiples of {place.unit_bytes}."
+    return None
+
+
+def _padding_holds_a_block(spec: StateSpec) -> str | None:
+    if not spec.block_bytes:
+        return None
+    layout = Layout.parse(spec.layout)
+    for p in spec.planes:
+        where = layout.planes[p.name]
+        names = [[axis.name for axis in dim] for dim in where.dims]
+        if ["block"] not in names or any(n != ["layer"] for n in names[: names.index(["block"])]):
+            return f"block_bytes is {spec.block_bytes} and layout {spec.layout!r} has no blocks to pad for {p.name}. Set 0."
+        content = spec.content_bytes(spec.planes.index(p))
+        if spec.block_bytes < content:
+            return f"block_bytes is {spec.block_bytes}; a block of these states has {content}. Set 0 where blocks are not padded."
+    return None
+
+
+def _fits_addresses(spec: StateSpec) -> str | None:
+    size = max(spec.block_bytes * spec.num_layers, spec.block_content_bytes) * spec.num_blocks
+    if size >= 2**60:
+        return f"the states would have {size} bytes; addresses end at 2**60."
+    layout = Layout.parse(spec.layout)
+    sizes = {"layer": spec.num_layers, "plane": spec.num_planes, "block": spec.num_blocks}
+    count = prod(sizes[axis.name] for axis in layout.left)
+    return f"layout {spec.layout!r} makes {count:,} allocations; at most {2**22:,}." if count > 2**22 else None
+
+
+RULES: tuple[Callable[[StateSpec], str | None], ...] = (
+    _names_are_strings,
+    _planes_are_planes,
+    _sizes_are_positive,
+    _axes_are_those_of_states,
+    _layout_has_the_planes,
+    _fits_addresses,
+    _padding_holds_a_block,
+    _areas_are_aligned,
+)
