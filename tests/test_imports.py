@@ -22,6 +22,7 @@ LEVELS = (
     "kvx.wires",
     "kvx.tiers",
     "kvx.handover",
+    "kvx.connector",
     "kvx.adapters",
     "kvx.runner",
     "kvx.bench",

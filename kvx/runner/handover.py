@@ -9,10 +9,10 @@ the last, partial block too.
 
 from __future__ import annotations
 
-from kvx.adapters.paged_cache import read_sequence, write_sequence
 from kvx.cache.sequence import Sequence
 from kvx.errors import BadArgument
 from kvx.handover import Handover, model_name
+from kvx.handover.paged_cache import read_sequence, write_sequence
 from kvx.runner.config import ModelConfig
 from kvx.runner.engine import Answer, Engine, Prompt
 from kvx.runner.request import Completion, Params

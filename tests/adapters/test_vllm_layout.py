@@ -9,9 +9,10 @@ import torch
 
 from kvx import Unsupported, allocate_buffers, convert, plan
 from kvx.adapters.vllm.facts import tensor_facts
-from kvx.adapters.vllm.groups import GroupFacts, parts_of, read_groups
+from kvx.adapters.vllm.groups import GroupFacts, read_groups
 from kvx.adapters.vllm.layout import TensorFacts, read_group
-from kvx.adapters.vllm.worker import runs_of
+from kvx.connector.groups import parts_of
+from kvx.connector.worker import runs_of
 
 B, H, N, D, L = 5, 2, 16, 8, 3
 NAMES = tuple(f"model.layers.{n}.self_attn.attn" for n in range(L))

@@ -203,7 +203,7 @@ def test_an_extra_belongs_to_new_tokens():
 
 def test_a_handover_of_more_than_tokens_is_refused():
     """A handover is found by model and tokens: it would be given to another image's request."""
-    from kvx.adapters.paged_cache import read_sequence
+    from kvx.handover.paged_cache import read_sequence
 
     cache = make()
     plain, image, lora = cache.admit(TEXT), with_image(cache, b"cat"), cache.admit(TEXT, extra=b"lora")

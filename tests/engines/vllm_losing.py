@@ -17,6 +17,6 @@ class LosingConnector(KvxConnector):
         if get_tensor_model_parallel_rank() == int(os.environ[_RANK]):
             for job in self._metadata().loads:
                 for mover in self._movers:
-                    (was_there,) = mover.shelf.tiers[0].drop([job.names[2]]).result()
+                    (was_there,) = mover.stack.tiers[0].drop([job.names[2]]).result()
                     print("KVX-TEST lost block 2:", was_there, flush=True)
         super().start_load_kv(forward_context, **kwargs)

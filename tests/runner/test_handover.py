@@ -13,8 +13,8 @@ import torch
 
 from kvx import BadArgument, CacheSpec, Damaged, Incompatible, LayerGroup, OutOfBlocks, PackedTable, PagedCache, gather
 from kvx import handover as handovers
-from kvx.adapters.paged_cache import read_sequence, write_sequence
 from kvx.handover import Handover
+from kvx.handover.paged_cache import read_sequence, write_sequence
 from kvx.runner import Engine, Params, export_sequence, import_sequence, resume
 from kvx.runner.handover import add_request, name_of
 from kvx.runner.model import Model, kv_format_of, layer_groups

@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache
 
-from kvx.adapters.layer_blocks import num_usable, places, require_layers
 from kvx.adapters.transformers.cache import KvxCache
 from kvx.adapters.transformers.caller import field
 from kvx.adapters.transformers.dense_layer import is_filled
@@ -31,6 +30,7 @@ from kvx.adapters.transformers.layer import FORMATS
 from kvx.adapters.transformers.wanted import Wanted
 from kvx.errors import BadArgument
 from kvx.handover import Handover, export_blocks, model_name
+from kvx.handover.layer_blocks import num_usable, places, require_layers
 
 Tokens = Sequence[int] | NDArray[Any] | Tensor
 _DTYPES = {name: dtype for dtype, name in FORMATS.items()}

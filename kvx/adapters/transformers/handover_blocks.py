@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kvx.adapters.layer_blocks import LayerTensors, places, require_tokens, sources, write_layers
 from kvx.adapters.transformers.cache import KvxCache
 from kvx.adapters.transformers.wanted import Wanted
 from kvx.handover import Handover, Source
+from kvx.handover.layer_blocks import LayerTensors, places, require_tokens, sources, write_layers
 
 
 def block_sources(cache: KvxCache, wanted: Wanted) -> list[Source]:

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from kvx.adapters.layer_blocks import LayerTensors, require_tokens, sources, write_layers
 from kvx.adapters.transformers.cache import KvxCache
 from kvx.adapters.transformers.dense_layer import dense_layer, is_filled
 from kvx.adapters.transformers.layer import FORMATS, KvxLayer
 from kvx.adapters.transformers.wanted import Wanted
 from kvx.errors import BadArgument
 from kvx.handover import Handover, Part, Source
+from kvx.handover.layer_blocks import LayerTensors, require_tokens, sources, write_layers
 from kvx.spec import CacheSpec
 
 _LAYOUTS = {1: "block head token dim", 2: "kv | block head token dim"}  # of a latent, of K and V

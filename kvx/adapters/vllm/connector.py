@@ -1,6 +1,7 @@
 """KvxConnector: vLLM's hooks on KVX's tiers. Prefixes that any engine kept are loaded before a forward, full blocks saved after.
 
-Loaded by kv_connector_module_path="kvx.adapters.vllm.connector"; the extra config is settings.py's. Needs vLLM 0.26 to 0.32.
+Loaded by kv_connector_module_path="kvx.adapters.vllm.connector"; the extra config is kvx/connector/settings.py's.
+Needs vLLM 0.26 to 0.32.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from kvx.adapters.vllm import facts
-from kvx.adapters.vllm.groups import Group, PartGroups, parts_of, read_groups, require_block_size
-from kvx.adapters.vllm.jobs import NULL, Job
+from kvx.adapters.vllm.groups import read_groups, require_block_size
 from kvx.adapters.vllm.layout import read_group
-from kvx.adapters.vllm.lost import Lost, LostLoads
 from kvx.adapters.vllm.packing import find_packing
-from kvx.adapters.vllm.scheduler import SchedulerSide
-from kvx.adapters.vllm.settings import Settings
-from kvx.adapters.vllm.shelf import Shelf, open_tier
-from kvx.adapters.vllm.worker import PartMover, runs_of
+from kvx.connector.groups import Group, PartGroups, parts_of
+from kvx.connector.jobs import NULL, Job
+from kvx.connector.lost import Lost, LostLoads
+from kvx.connector.scheduler import SchedulerSide
+from kvx.connector.settings import Settings
+from kvx.connector.tier_stack import TierStack, open_tier
+from kvx.connector.worker import PartMover, runs_of
 from kvx.errors import InternalError, Unsupported
 from kvx.spec import CacheSpec
 from kvx.tiers import BlockKind, TierError
@@ -49,7 +51,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         facts.require_known(vllm_config)
         transfer = vllm_config.kv_transfer_config
-        self.settings = Settings.read(transfer.kv_connector_extra_config)
+        self.settings = Settings.read(transfer.kv_connector_extra_config, foreign=facts.EXTRA_CONFIG)
         self.groups: list[Group] = read_groups([facts.group_facts(g) for g in kv_cache_config.kv_cache_groups])
         self.parts: list[PartGroups] = parts_of(self.groups)
         self.block_size = self.settings.block_size or self.groups[0].block_size
@@ -65,12 +67,13 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
             kept_size=self.block_size,
             agree=_least_of_ranks if ranks > 1 else list,
             is_all_or_none=self._is_decode_only(),
+            logger=logger,
         )
         if role == KVConnectorRole.SCHEDULER:
             self._require_one_process()
-            shelves = [[self._shelf(p, self._kept(p, r)) for r in range(ranks)] for p in self.parts]
+            stacks = [[self._stack(p, self._kept(p, r)) for r in range(ranks)] for p in self.parts]
             self._scheduler = SchedulerSide(
-                self.parts, shelves, block_size=self.block_size, model=self.model, is_decode_only=self._is_decode_only()
+                self.parts, stacks, block_size=self.block_size, model=self.model, is_decode_only=self._is_decode_only()
             )
             if self._is_decode_only():
                 logger.warning(
@@ -87,10 +90,10 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         start = facts.head_start(rank, self._vllm_config.parallel_config.tensor_parallel_size, heads)
         return part.kept(block_size=self.block_size, model=self.model, format=self.settings.format, head_start=start)
 
-    def _shelf(self, part: PartGroups, kept: CacheSpec) -> Shelf:
+    def _stack(self, part: PartGroups, kept: CacheSpec) -> TierStack:
         kind = part.kind(kept, len(self.parts))
         whole = sum(BlockKind.of(self._kept(p, 0)).num_bytes for p in self.parts)
-        return Shelf(kind, [open_tier(t.share(kind.num_bytes, whole), kind) for t in self.settings.tiers])
+        return TierStack(kind, [open_tier(t.share(kind.num_bytes, whole), kind) for t in self.settings.tiers])
 
     def _require_one_process(self) -> None:
         """Host memory is a process's own: where the scheduler is in another, it cannot see what is there."""
@@ -112,7 +115,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         for part in self.parts:
             segments = [s for g in part.groups for s in self._segments(g, part, kv_caches)]
             kept = self._kept(part, rank)
-            self._movers.append(PartMover(part, kept, self._shelf(part, kept), runs_of(segments, kv_caches)))
+            self._movers.append(PartMover(part, kept, self._stack(part, kept), runs_of(segments, kv_caches)))
             one = segments[0].spec
             logger.info(
                 "KVX reads %d layers, window %d, as %r in blocks of %d; keeps them in blocks of %d %s as model %r",

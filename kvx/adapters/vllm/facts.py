@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kvx.adapters.vllm.groups import FORMATS, Group, GroupFacts
+from kvx.adapters.vllm.groups import FORMATS, GroupFacts
 from kvx.adapters.vllm.layout import TensorFacts
+from kvx.connector.groups import Group
 from kvx.errors import BadArgument, Unsupported
 from kvx.identity import model_name, weights_identity
 
@@ -29,6 +30,16 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 # vLLM's loaders that read the weight files of the model's folder, all of them.
 _READS_FILES = ("auto", "hf", "bitsandbytes", "fastsafetensors", "gguf", "instanttensor", "mistral", "npcache", "pt", "safetensors")
+
+# vLLM's own names in kv_connector_extra_config, beside those of kvx/connector/settings.py.
+EXTRA_CONFIG = (
+    "spec_name",
+    "spec_module_path",
+    "blocks_per_chunk",
+    "canonical_layout",
+    "offload_prompt_only",
+    "self_describing_kv_events",
+)
 
 
 def group_facts(group: Any) -> GroupFacts:

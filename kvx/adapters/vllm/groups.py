@@ -1,8 +1,4 @@
-"""vLLM's KV cache groups, and the parts of a handover that they make. Plain facts in: vLLM is not imported here.
-
-A group has one block table. A part is all layers that see the same: those with a full view, or those of one window. vLLM may
-spread a part's layers over several groups, and keeps any number of them in memory at once.
-"""
+"""vLLM's KV cache groups, read. Plain facts in: vLLM is not imported here."""
 
 from __future__ import annotations
 
@@ -10,11 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvx.connector.groups import Group
 from kvx.errors import BadArgument, Unsupported
-from kvx.handover import NEUTRAL, NEUTRAL_LATENT
-from kvx.layout.place import buffer_sizes, num_cache_buffers
-from kvx.spec import CacheSpec
-from kvx.tiers import BlockKind
 
 FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _FULL, _WINDOW, _LATENT = ("FullAttentionSpec",), ("SlidingWindowSpec",), ("MLAAttentionSpec",)
@@ -42,85 +35,9 @@ class GroupFacts:
     unusual: Mapping[str, str] = field(default_factory=dict)  # fields that change what the bytes mean, with their values
 
 
-@dataclass(frozen=True)
-class Group:
-    """One group that can be read."""
-
-    index: int  # in vLLM's order, which block tables have too
-    layer_names: tuple[str, ...]
-    layers: tuple[int, ...]  # of the model, in the same order
-    block_size: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int  # 0: as K
-    format: str
-    window: int
-    is_latent: bool
-
-
-@dataclass(frozen=True)
-class PartGroups:
-    """The groups that hold the layers of one part."""
-
-    groups: tuple[Group, ...]
-    layers: tuple[int, ...]  # of the model, in order
-    window: int
-
-    def kept(self, *, block_size: int, model: str, format: str = "", head_start: int = 0) -> CacheSpec:
-        """One block of it in a tier."""
-        one = self.groups[0]
-        spec = CacheSpec(
-            num_blocks=1,
-            block_size=block_size,
-            num_kv_heads=one.num_kv_heads,
-            head_dim=one.head_dim,
-            v_head_dim=one.v_head_dim,
-            layout=NEUTRAL_LATENT if one.is_latent else NEUTRAL,
-            format=format or one.format,
-            num_layers=len(self.layers),
-            head_start=0 if one.is_latent else head_start,  # every rank has the whole latent row
-            model=model,
-        )
-        if sum(count for count, _ in buffer_sizes(spec)) > num_cache_buffers(spec):
-            raise Unsupported(
-                f"KvxConnector: format {format!r} has scales apart from the rows; a block is one run in a tier. "
-                f'Use one with inline scales ("fp8_e4m3_per_token_head_inline"), or none.'
-            )
-        return spec
-
-    def kind(self, kept: CacheSpec, num_parts: int) -> BlockKind:
-        """Of its blocks. Where a model has several parts, whose blocks may look alike, the manifest says which one it is."""
-        kind = BlockKind.of(kept)
-        if num_parts == 1:
-            return kind
-        which: dict[str, str | int] = {"layers": ",".join(map(str, self.layers)), "window": self.window}
-        return BlockKind({**kind.manifest, **which}, kind.buffer_bytes)
-
-
 def read_groups(facts: Sequence[GroupFacts]) -> list[Group]:
     """Every group, or Unsupported with the first that cannot be read."""
     return [_read(n, f) for n, f in enumerate(facts)]
-
-
-def parts_of(groups: Sequence[Group]) -> list[PartGroups]:
-    """Those that see all tokens first, then by window."""
-    kinds: dict[tuple[int, bool, int, int, int], list[Group]] = {}
-    for g in groups:
-        kinds.setdefault((g.window, g.is_latent, g.num_kv_heads, g.head_dim, g.v_head_dim), []).append(g)
-    parts = []
-    for key in sorted(kinds):
-        same = kinds[key]
-        if len({(g.block_size, g.format) for g in same}) > 1:
-            raise Unsupported(
-                f"KvxConnector: groups of one kind of layers have blocks of {sorted({g.block_size for g in same})} tokens in "
-                f"{sorted({g.format for g in same})}; they have one block size and one type."
-            )
-        layers = sorted(n for g in same for n in g.layers)
-        parts.append(PartGroups(tuple(same), tuple(layers), key[0]))
-    every = [n for p in parts for n in p.layers]
-    if len(set(every)) != len(every):
-        raise Unsupported(f"KvxConnector: layers {sorted(n for n in set(every) if every.count(n) > 1)} have several caches each.")
-    return parts
 
 
 def require_block_size(block_size: int, groups: Sequence[Group]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvx.adapters.vllm.groups import Group
+from kvx.connector.groups import Group, Segment
 from kvx.errors import Unsupported
 from kvx.layout.engines import ENGINES
 from kvx.spec import CacheSpec
@@ -40,22 +40,6 @@ class TensorFacts:
     strides: tuple[int, ...]  # in elements
     element_bytes: int
     address: int  # of its first element; only distances count
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A run of layers of one group as a cache of its own. `first` and `count` say which of the group's tensors are its buffers."""
-
-    group: Group
-    layers: tuple[int, ...]  # of the model
-    spec: CacheSpec  # layer_start counts within the part
-    first: int  # among the group's layers
-    is_whole: bool  # one buffer from the first tensor on holds all of them, layers inside blocks; False: a buffer a layer
-
-    @property
-    def pieces(self) -> int:
-        """Blocks of the tensor in one block of vLLM's tables: kernels may take smaller ones."""
-        return self.group.block_size // self.spec.block_size
 
 
 def read_group(

@@ -31,8 +31,9 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 
-from kvx.adapters.vllm.pages import Pages, PageShelves
-from kvx.adapters.vllm.settings import Settings
+from kvx.adapters.vllm import facts
+from kvx.connector.pages import Pages, PageTiers
+from kvx.connector.settings import Settings
 from kvx.errors import BadArgument, InternalError, Unsupported
 from kvx.identity import has_identity
 from kvx.tiers import TierError
@@ -54,7 +55,7 @@ class KvxOffloadingSpec(OffloadingSpec):
                 f"canonical_layout {config.canonical_layout}. "
                 "A block of vLLM's is a block in the tiers, as it lies: leave both out."
             )
-        settings = Settings.read({k: v for k, v in config.extra_config.items() if k != "block_size"})
+        settings = Settings.read({k: v for k, v in config.extra_config.items() if k != "block_size"}, foreign=facts.EXTRA_CONFIG)
         if not has_identity(settings.model):
             got = f"is {settings.model!r}, a geometry" if settings.model else "is not given"
             raise BadArgument(
@@ -63,7 +64,7 @@ class KvxOffloadingSpec(OffloadingSpec):
                 "kvx.weights_identity(folder) makes one of the files."
             )
         p = config.parallel
-        self.shelves = PageShelves(
+        self.stacks = PageTiers(
             settings.tiers,
             {
                 "bytes": f"vLLM pages, {config.kv_cache_layout}, {platform.machine()}{_cpu_packing()}",
@@ -78,29 +79,29 @@ class KvxOffloadingSpec(OffloadingSpec):
         )
 
     def get_manager(self) -> OffloadingManager:
-        return _Manager(self.shelves)
+        return _Manager(self.stacks)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         tensors = [t.tensor for t in kv_caches.tensors]
         groups = [Pages([(tensors[r.tensor_idx], r.page_size_bytes) for r in refs]) for refs in kv_caches.group_data_refs]
-        return _Worker(self.shelves, groups, self.config.parallel.rank)
+        return _Worker(self.stacks, groups, self.config.parallel.rank)
 
 
 class _Manager(OffloadingManager):
     """Knows nothing itself: the tiers are the truth."""
 
-    def __init__(self, shelves: PageShelves) -> None:
-        self._shelves = shelves
+    def __init__(self, stacks: PageTiers) -> None:
+        self._stacks = stacks
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         # Read, not only looked for: vLLM has no way back from a load that fails.
-        return LookupResult.HIT if self._shelves.is_whole(get_offload_group_idx(key), key) else LookupResult.MISS
+        return LookupResult.HIT if self._stacks.is_whole(get_offload_group_idx(key), key) else LookupResult.MISS
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         return KvxKeys(list(keys))
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
-        new = [k for k in keys if not self._shelves.is_there(get_offload_group_idx(k), k)]
+        new = [k for k in keys if not self._stacks.is_there(get_offload_group_idx(k), k)]
         return PrepareStoreOutput(new, KvxKeys(list(new)), [])
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -110,17 +111,17 @@ class _Manager(OffloadingManager):
 class _Worker(OffloadingWorker):
     """Jobs are done when they are submitted."""
 
-    def __init__(self, shelves: PageShelves, groups: list[Pages], rank: int) -> None:
+    def __init__(self, stacks: PageTiers, groups: list[Pages], rank: int) -> None:
         self._groups = groups
-        self._tiers = [shelves.make(rank, n, pages.num_bytes) for n, pages in enumerate(groups)]
+        self._tiers = [stacks.make(rank, n, pages.num_bytes) for n, pages in enumerate(groups)]
         self._done: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         moved = 0
         for group, block, key in self._each(src_spec, dst_spec):
-            shelf = self._tiers[group]
+            stack = self._tiers[group]
             try:
-                shelf.put([key], [shelf.kind.block([self._groups[group].read(block)])])
+                stack.put([key], [stack.kind.block([self._groups[group].read(block)])])
             except TierError:  # a full disk: the block is a miss later
                 continue
             moved += self._groups[group].num_bytes

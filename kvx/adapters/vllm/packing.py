@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvx.adapters.vllm.groups import Group
+from kvx.connector.groups import Group
 from kvx.errors import KvxError, Unsupported
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.engines import ENGINES

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import lcm
 
 SKIP = -1
-NULL = 0  # vLLM's null block: a place in a table that has no memory
+NULL = 0  # the null block, as vLLM numbers it: a place in a table that has no memory
 
 
 @dataclass(frozen=True)

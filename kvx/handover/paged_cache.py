@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvx.adapters.layer_blocks import (
+from kvx.cache.adopt import adopt
+from kvx.cache.paged import PagedCache
+from kvx.cache.sequence import Sequence
+from kvx.errors import Unsupported
+from kvx.handover import Handover, export_blocks
+from kvx.handover.layer_blocks import (
     LayerTensors,
     num_usable,
     places,
@@ -13,11 +18,6 @@ from kvx.adapters.layer_blocks import (
     sources,
     write_layers,
 )
-from kvx.cache.adopt import adopt
-from kvx.cache.paged import PagedCache
-from kvx.cache.sequence import Sequence
-from kvx.errors import Unsupported
-from kvx.handover import Handover, export_blocks
 
 
 def read_sequence(cache: PagedCache, seq: Sequence, *, model: str, block_size: int = 16, format: str = "") -> Handover:

@@ -1,4 +1,4 @@
-"""Pages of an engine as blocks of bytes: what a tier keeps where nobody but the same engine is to read them. Imports no vLLM."""
+"""Pages of an engine as blocks of bytes: what a tier keeps where nobody but the same engine is to read them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvx.adapters.vllm.shelf import Shelf
+from kvx.connector.tier_stack import TierStack
 from kvx.tiers import BlockKind, DiskTier, HostTier, Tier, TierOption
 from kvx.tiers.directory import read_manifest
 
-# Host tiers of this process, by what they are for: vLLM's manager and worker are two objects.
+# Host tiers of this process, by what they are for: an engine's manager and worker are two objects.
 _HOST: dict[tuple[int, str], HostTier] = {}
 
 
@@ -34,15 +34,15 @@ class Pages:
             t[block, :size].copy_(part.view(torch.int8))
 
 
-class PageShelves:
+class PageTiers:
     """The tiers of every rank and group. Workers make them, since they know how large a page is; the manager finds them."""
 
     def __init__(self, tiers: Sequence[TierOption], facts: Mapping[str, str], *, num_ranks: int, group_ids: Sequence[int]) -> None:
         self._tiers, self._facts, self._num_ranks = list(tiers), dict(facts), num_ranks
-        self._group_ids = list(group_ids)  # vLLM's numbers of the groups that are offloaded
-        self._found: dict[tuple[int, int], Shelf] = {}
+        self._group_ids = list(group_ids)  # the engine's numbers of the groups that are offloaded
+        self._found: dict[tuple[int, int], TierStack] = {}
 
-    def make(self, rank: int, group: int, num_bytes: int) -> Shelf:
+    def make(self, rank: int, group: int, num_bytes: int) -> TierStack:
         """`group` counts the groups that are offloaded."""
         kind = BlockKind(self._named(rank, group), (num_bytes,))
         tiers: list[Tier] = []
@@ -53,20 +53,20 @@ class PageShelves:
             else:
                 at = setting.capacity_bytes, self._digest(rank, group)
                 tiers.append(_HOST.setdefault(at, HostTier(kind, setting.capacity_bytes, pin_memory=True)))
-        return Shelf(kind, tiers)
+        return TierStack(kind, tiers)
 
     def is_there(self, group_id: int, key: bytes) -> bool:
-        return all(shelf is not None and all(shelf.has([key])) for shelf in self._ranks(group_id))
+        return all(stack is not None and all(stack.has([key])) for stack in self._ranks(group_id))
 
     def is_whole(self, group_id: int, key: bytes) -> bool:
         """Every rank's block can be read."""
-        return all(shelf is not None and shelf.beginning([key]) == 1 for shelf in self._ranks(group_id))
+        return all(stack is not None and stack.beginning([key]) == 1 for stack in self._ranks(group_id))
 
-    def _ranks(self, group_id: int) -> list[Shelf | None]:
+    def _ranks(self, group_id: int) -> list[TierStack | None]:
         group = self._group_ids.index(group_id)
         return [self._find(rank, group) for rank in range(self._num_ranks)]
 
-    def _find(self, rank: int, group: int) -> Shelf | None:
+    def _find(self, rank: int, group: int) -> TierStack | None:
         """What a worker made, of this process or another. None: there is none yet."""
         if (rank, group) not in self._found:
             tiers: list[Tier] = []
@@ -81,7 +81,7 @@ class PageShelves:
                     tiers.append(tier)
             if not tiers:
                 return None
-            self._found[rank, group] = Shelf(tiers[0].kind, tiers)
+            self._found[rank, group] = TierStack(tiers[0].kind, tiers)
         return self._found[rank, group]
 
     def _named(self, rank: int, group: int) -> dict[str, str | int]:

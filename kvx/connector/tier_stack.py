@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from kvx.tiers import Block, BlockKind, HostTier, Tier, TierError, TierOption
 
-# Host memory by size and kind: vLLM's scheduler and worker are two objects, and see one tier where they share a process.
+# Host memory by size and kind: an engine's scheduler and worker are two objects, and see one tier where they share a process.
 _HOST: weakref.WeakValueDictionary[tuple[int, bytes], HostTier] = weakref.WeakValueDictionary()
 
 
@@ -25,7 +25,7 @@ def open_tier(setting: TierOption, kind: BlockKind) -> Tier:
     return tier
 
 
-class Shelf:
+class TierStack:
     def __init__(self, kind: BlockKind, tiers: Sequence[Tier]) -> None:
         self.kind, self.tiers = kind, list(tiers)
 

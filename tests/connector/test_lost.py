@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
-from kvx import Unsupported
-from kvx.adapters.vllm.facts import require_known
-from kvx.adapters.vllm.groups import GroupFacts, parts_of, read_groups
-from kvx.adapters.vllm.jobs import Job
-from kvx.adapters.vllm.lost import LostLoads, WrongBlocks
-from kvx.adapters.vllm.scheduler import SchedulerSide
+from kvx.connector.groups import parts_of
+from kvx.connector.jobs import Job
+from kvx.connector.lost import LostLoads, WrongBlocks
+from kvx.connector.scheduler import SchedulerSide
+from tests.connector.groups import a_group
 
 TABLE = (11, 12, 13, 14, 15, 16, 17, 18)
 
@@ -185,7 +183,7 @@ def test_a_request_that_ended_before_its_loss_was_known(steps, is_saved):
 
     With async scheduling two steps are under way, so a loss is known before the second step from here.
     """
-    (part,) = parts_of(read_groups([GroupFacts("FullAttentionSpec", ("layers.0.attn",), 16, 1, 8, "float32")]))
+    (part,) = parts_of([a_group(block_size=16)])
     side = SchedulerSide([part], [[]], block_size=16, model="m")
     side.begin_step()
     side.add("ends", list(range(70)))
@@ -201,19 +199,3 @@ def test_a_request_that_ended_before_its_loss_was_known(steps, is_saved):
     side.allocated("finds", [[11, 22, 13, 24, 25]], 0)
     work = side.scheduled("finds", [[11, 22, 13, 24, 25]], is_whole=True, num_computed=48, num_new=22)
     assert (work.save is not None) == is_saved
-
-
-@pytest.mark.parametrize(("field", "says"), [("async_scheduling", "async_scheduling"), ("v2", "the V2 model runner")])
-def test_computing_again_is_refused_where_vllm_does_it_wrong(field, says):
-    def config(policy: str, **has: bool) -> SimpleNamespace:
-        return SimpleNamespace(
-            parallel_config=SimpleNamespace(),
-            kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
-            scheduler_config=SimpleNamespace(async_scheduling=has.get("async_scheduling", False)),
-            use_v2_model_runner=has.get("v2", False),
-        )
-
-    require_known(config("fail", **{field: True}))
-    require_known(config("recompute"))
-    with pytest.raises(Unsupported, match=f'kv_load_failure_policy is "recompute" with {says}'):
-        require_known(config("recompute", **{field: True}))

@@ -1,6 +1,6 @@
-"""The worker's side: blocks between vLLM's memory and the tiers, converted on the way. Imports no vLLM.
+"""The worker's side: blocks between the engine's memory and the tiers, converted on the way.
 
-A part's blocks in the tiers have all its layers; vLLM may have them in several groups with a table each, and each of those in
+A part's blocks in the tiers have all its layers; an engine may have them in several groups with a table each, and each of those in
 several runs of layers. Each run is a conversion of its own into, or out of, the same blocks.
 """
 
@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from kvx.adapters.vllm.groups import PartGroups
-from kvx.adapters.vllm.jobs import SKIP, Job, Tables, complete, needed, tables
-from kvx.adapters.vllm.layout import Segment
-from kvx.adapters.vllm.shelf import Shelf
+from kvx.connector.groups import PartGroups, Segment
+from kvx.connector.jobs import SKIP, Job, Tables, complete, needed, tables
+from kvx.connector.tier_stack import TierStack
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.plan import Plan, plan
 from kvx.ops.convert import convert
@@ -36,20 +35,20 @@ class Run:
 class PartMover:
     """One part's blocks there and back."""
 
-    def __init__(self, part: PartGroups, kept: CacheSpec, shelf: Shelf, runs: Sequence[Run]) -> None:
-        self.part, self.kept, self.shelf, self.runs = part, kept, shelf, list(runs)
+    def __init__(self, part: PartGroups, kept: CacheSpec, stack: TierStack, runs: Sequence[Run]) -> None:
+        self.part, self.kept, self.stack, self.runs = part, kept, stack, list(runs)
         self._device = runs[0].buffers[0].device
         self._plans: dict[tuple[int, int, bool], Plan] = {}
 
     def save(self, job: Job) -> int:
         """Blocks that are new in the tiers."""
         whole = self._places(job, complete, all)
-        if self.part.window:  # vLLM gave back what this step's tokens do not see
+        if self.part.window:  # the engine gave back what this step's tokens do not see
             size = self.part.groups[0].block_size
             seen = max(0, job.computed + 1 - self.part.window) // size * size
             whole = [ok and (job.first_name(self.kept.block_size) + n) * self.kept.block_size >= seen for n, ok in enumerate(whole)]
         wanted = [n for n, ok in enumerate(whole) if ok]
-        there = self.shelf.has([job.names[n] for n in wanted])
+        there = self.stack.has([job.names[n] for n in wanted])
         wanted = [n for n, has in zip(wanted, there, strict=True) if not has]
         for start in range(0, len(wanted), _AT_ONCE):
             self._save(job, wanted[start : start + _AT_ONCE])
@@ -59,7 +58,7 @@ class PartMover:
         made = allocate_buffers(replace(self.kept, num_blocks=len(places)), self._device)
         self._convert(job, places, made, is_load=False)
         host = [t.cpu() for t in made]  # waits for the device
-        self.shelf.put([job.names[n] for n in places], [self.shelf.kind.block([t]) for t in host])
+        self.stack.put([job.names[n] for n in places], [self.stack.kind.block([t]) for t in host])
 
     def load(self, job: Job) -> list[int]:
         """Places of the job's names that were not to be had: what they were for is as it was, or partly written."""
@@ -67,7 +66,7 @@ class PartMover:
         failed = []
         for start in range(0, len(wanted), _AT_ONCE):
             places = wanted[start : start + _AT_ONCE]
-            found = self.shelf.get([job.names[n] for n in places])
+            found = self.stack.get([job.names[n] for n in places])
             came = [(n, block) for n, block in zip(places, found, strict=True) if block is not None]
             failed += [n for n, block in zip(places, found, strict=True) if block is None]
             if came:
@@ -112,7 +111,7 @@ class PartMover:
 
 
 def runs_of(segments: Sequence[Segment], caches: Mapping[str, Tensor]) -> list[Run]:
-    """With the tensors that vLLM registered, by the names of their layers."""
+    """With the tensors that the engine registered, by the names of their layers."""
     found = []
     for s in segments:
         names = s.group.layer_names[s.first : s.first + len(s.layers)]
@@ -122,7 +121,7 @@ def runs_of(segments: Sequence[Segment], caches: Mapping[str, Tensor]) -> list[R
 
 
 def _in_memory_order(t: Tensor) -> Tensor:
-    """vLLM shows its memory permuted. The segment's spec says what the memory holds, and a permuted view of as many heads as
+    """Engines show memory permuted. The segment's spec says what the memory holds, and a permuted view of as many heads as
     tokens could be read either way."""
     return t.permute(sorted(range(t.dim()), key=t.stride, reverse=True))
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvx.adapters.vllm.groups import GroupFacts, parts_of, read_groups
-from kvx.adapters.vllm.jobs import Job
-from kvx.adapters.vllm.lost import LostLoads
-from kvx.adapters.vllm.scheduler import SchedulerSide
+from kvx.connector.groups import parts_of
+from kvx.connector.jobs import Job
+from kvx.connector.lost import LostLoads
+from kvx.connector.scheduler import SchedulerSide
 from kvx.handover import names
-from tests.adapters.test_vllm_lost import Ranks
+from tests.connector.groups import a_group
+from tests.connector.test_lost import Ranks
 
 SIZE, BLOCKS, RANKS = 4, 50, 2
 MOST = 9  # blocks of a request
@@ -50,7 +51,7 @@ class Step:
     begun: list[list[int]] = field(default_factory=list)  # tables of requests that were not in the step before
 
 
-class Shelf:
+class FakeStack:
     def __init__(self) -> None:
         self.names: set[bytes] = set()
 
@@ -61,9 +62,9 @@ class Shelf:
 class FakeVllm:
     def __init__(self, seed: int, *, kept: int, policy: str, depth: int) -> None:
         self.random, self.kept, self.policy, self.depth = random.Random(seed), kept, policy, depth
-        (part,) = parts_of(read_groups([GroupFacts("FullAttentionSpec", ("layers.0.attn",), SIZE, 1, 8, "float32")]))
-        self.shelves = [Shelf() for _ in range(RANKS)]
-        self.side = SchedulerSide([part], [self.shelves], block_size=kept, model="fake")
+        (part,) = parts_of([a_group(block_size=SIZE)])
+        self.stacks = [FakeStack() for _ in range(RANKS)]
+        self.side = SchedulerSide([part], [self.stacks], block_size=kept, model="fake")
         ranks = Ranks(RANKS)
         self.workers = [LostLoads(engine_size=SIZE, kept_size=kept, agree=ranks.agree(r)) for r in range(RANKS)]
         self.threads = ThreadPoolExecutor(RANKS)
@@ -176,7 +177,7 @@ class FakeVllm:
     def load(self, rank: int, step: Step, gone: set[tuple[int, str, int]]) -> None:
         def load(job: Job) -> list[int]:
             missing = [n for n in range(len(job.names)) if (rank, job.request, n) in gone]
-            self.shelves[rank].names -= {job.names[n] for n in missing}
+            self.stacks[rank].names -= {job.names[n] for n in missing}
             tokens = next(p.request.tokens for p in step.parts if p.request.id == job.request)
             for t in range(job.first, job.end):
                 slot = job.blocks[0][t // SIZE] * SIZE + t % SIZE
@@ -210,9 +211,9 @@ class FakeVllm:
         return all(self.memory[rank].get(slot) == tuple(tokens[: first + n + 1]) for n, slot in enumerate(slots))
 
     def save(self, rank: int, job: Job, tokens: list[int]) -> None:
-        if not self.shelves[rank].names.issuperset(job.names):
+        if not self.stacks[rank].names.issuperset(job.names):
             assert self.is_right(rank, job.blocks[0], tokens, job.first, job.end), f"wrong K and V under a right name: {job}"
-        self.shelves[rank].names.update(job.names)
+        self.stacks[rank].names.update(job.names)
 
     # ---- the answer
 
@@ -275,8 +276,8 @@ def test_nothing_wrong_is_ever_saved(policy, depth, kept):
         # All memory is written again: nothing remembers the losses, and everything is saved.
         last = [Request(f"{n}", [2000 + 100 * n + t for t in range(33)]) for n in range(12)]
         engine.run(last, ends=0)
-        for rank, shelf in enumerate(engine.shelves):
-            assert all(shelf.names.issuperset(names(r.tokens, kept, "fake")) for r in last), f"seed {seed}, rank {rank}"
+        for rank, stack in enumerate(engine.stacks):
+            assert all(stack.names.issuperset(names(r.tokens, kept, "fake")) for r in last), f"seed {seed}, rank {rank}"
         for _ in range(2):
             engine.schedule()
             engine.update()

@@ -1,6 +1,7 @@
-"""Blocks that were there when they were counted, and not when they were read. vLLM is told; nothing computed on them is saved.
+"""Blocks that were there when they were counted, and not when they were read. The engine is told; nothing computed on them
+is saved.
 
-LostLoads is the worker's and covers the steps that were scheduled before vLLM knew. WrongBlocks is the scheduler's, from then on.
+LostLoads is the worker's and covers the steps that were scheduled before it knew. WrongBlocks is the scheduler's, from then on.
 Both go by memory, not by requests: requests end, are preempted and share blocks, and vLLM 0.32 leaves wrong blocks in its own
 prefix cache when one ends before it was computed again.
 """
@@ -11,10 +12,9 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from kvx.adapters.vllm.jobs import NULL, Job
+from kvx.connector.jobs import NULL, Job
 
-logger = logging.getLogger("vllm.kvx")
-
+_LOGGER = logging.getLogger("kvx")
 # For each number the least that any rank gave. All ranks call it with as many, or wait for ever.
 Agree = Callable[[list[int]], list[int]]
 
@@ -27,7 +27,7 @@ class Lost(NamedTuple):
 class _Unheard(NamedTuple):
     """A loss that the scheduler does not know of."""
 
-    told: frozenset[int]  # blocks that vLLM is told of: what was to be loaded, from the first loss on
+    told: frozenset[int]  # blocks that the engine is told of: what was to be loaded, from the first loss on
     wrong: frozenset[int]  # those, and what the step computed on them
 
 
@@ -40,10 +40,11 @@ class LostLoads:
         engine_size: int,
         kept_size: int,
         agree: Agree = list,  # of one rank
-        is_all_or_none: bool = False,  # vLLM cannot compute the rest after a part of a load: what is lost of one loses all of it
+        logger: logging.Logger = _LOGGER,
+        is_all_or_none: bool = False,  # the engine cannot go on after a part of a load: what is lost of one loses all of it
     ) -> None:
         self._engine_size, self._kept_size, self._agree = engine_size, kept_size, agree
-        self._is_all_or_none = is_all_or_none
+        self._is_all_or_none, self._logger = is_all_or_none, logger
         self._failed: set[int] = set()
         self._unheard: list[_Unheard] = []
 
@@ -73,7 +74,7 @@ class LostLoads:
         try:
             missing = load(job)
         except Exception as error:  # raised here, it would leave the other ranks waiting for this one's word
-            logger.warning("KVX could not load blocks of request %s: %r", job.request, error)
+            self._logger.warning("KVX could not load blocks of request %s: %r", job.request, error)
             return job.first
         if not missing:
             return job.end
@@ -82,7 +83,7 @@ class LostLoads:
         return max(job.first, (job.first_name(self._kept_size) + min(missing)) * self._kept_size)
 
     def take_failed(self) -> set[int]:
-        """Blocks that vLLM is to be told of, once."""
+        """Blocks that the engine is to be told of, once."""
         failed, self._failed = self._failed, set()
         return failed
 
@@ -97,7 +98,7 @@ class LostLoads:
 
 
 class WrongBlocks:
-    """vLLM's blocks with wrong K and V, until they are written again from their first token to their last."""
+    """The engine's blocks with wrong K and V, until they are written again from their first token to their last."""
 
     def __init__(self, engine_size: int) -> None:
         self._engine_size = engine_size
@@ -107,7 +108,7 @@ class WrongBlocks:
         return len(self._right)
 
     def lost(self, failed: Collection[int], tables: Iterable[Sequence[int]]) -> None:
-        """vLLM was told that these did not come. `tables` are those of all requests."""
+        """The engine was told that these did not come. `tables` are those of all requests."""
         self._add(failed)
         for table in tables:
             self._add(_from_first(table, failed))

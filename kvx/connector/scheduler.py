@@ -1,6 +1,6 @@
 """The scheduler's side: which beginning of a prompt the tiers have, and which blocks are to be loaded and saved in a step.
 
-It has no cache and imports no vLLM: requests are told to it as ids, tokens and block tables.
+It has no cache: requests are told to it as ids, tokens and block tables.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import NamedTuple
 
-from kvx.adapters.vllm.groups import PartGroups
-from kvx.adapters.vllm.jobs import Job
-from kvx.adapters.vllm.lost import WrongBlocks
-from kvx.adapters.vllm.shelf import Shelf
+from kvx.connector.groups import PartGroups
+from kvx.connector.jobs import Job
+from kvx.connector.lost import WrongBlocks
+from kvx.connector.tier_stack import TierStack
 from kvx.handover import names as names_of
 
 Blocks = Sequence[Sequence[int]]  # for each group, a table or what is new in it
@@ -41,13 +41,13 @@ class SchedulerSide:
     def __init__(
         self,
         parts: Sequence[PartGroups],
-        shelves: Sequence[Sequence[Shelf]],  # for each part, one a tensor parallel rank
+        stacks: Sequence[Sequence[TierStack]],  # for each part, one a tensor parallel rank
         *,
         block_size: int,  # of the tiers
         model: str,
-        is_decode_only: bool = False,  # vLLM computes several new tokens without those before them: load only where one is left
+        is_decode_only: bool = False,  # several new tokens are computed without those before them: load only where one is left
     ) -> None:
-        self.parts, self.shelves, self.block_size, self.model = list(parts), shelves, block_size, model
+        self.parts, self.stacks, self.block_size, self.model = list(parts), stacks, block_size, model
         self.is_decode_only = is_decode_only
         self.align = lcm(*(g.block_size for part in parts for g in part.groups))
         self._requests: dict[str, _Request] = {}
@@ -66,7 +66,7 @@ class SchedulerSide:
             self._ended.append((self._step, ended.blocks[0]))
 
     def lost(self, failed: Collection[int]) -> None:
-        """vLLM was told that these blocks did not come."""
+        """The engine was told that these blocks did not come."""
         self._heard.update(failed)
         tables = [r.blocks[0] for r in self._requests.values() if r.blocks]
         self._wrong.lost(failed, [*tables, *(table for _, table in self._ended)])
@@ -80,9 +80,9 @@ class SchedulerSide:
         return heard
 
     def matched(self, request: str, num_computed: int) -> int:
-        """Tokens beyond `num_computed` that the tiers have: whole blocks of vLLM's, and a token or more is left to compute."""
+        """Tokens beyond `num_computed` that the tiers have: whole blocks of the engine's. A token or more is left to compute."""
         r = self._requests[request]
-        if r.looked_up != len(r.tokens):  # vLLM asks again at every step that has no room for the request
+        if r.looked_up != len(r.tokens):  # the engine asks again at every step that has no room for the request
             r.looked_up, r.found = len(r.tokens), self._look_up(r)
         if self.is_decode_only and len(r.tokens) - r.found > 1:
             return 0
@@ -93,9 +93,9 @@ class SchedulerSide:
         end = (len(r.tokens) - 1) // self.align * self.align
         while end:
             there = min(
-                self._first(part, end) + shelf.beginning(r.names[self._first(part, end) : -(-end // self.block_size)])
-                for part, ranks in zip(self.parts, self.shelves, strict=True)
-                for shelf in ranks
+                self._first(part, end) + stack.beginning(r.names[self._first(part, end) : -(-end // self.block_size)])
+                for part, ranks in zip(self.parts, self.stacks, strict=True)
+                for stack in ranks
             )
             if there * self.block_size >= end:
                 return end
@@ -103,7 +103,7 @@ class SchedulerSide:
         return 0
 
     def _first(self, part: PartGroups, end: int) -> int:
-        """The first block with memory in vLLM when the token after `end` is the next: windows keep whole blocks of vLLM's."""
+        """The first block with memory in the engine when the token after `end` is the next: windows keep whole blocks of its."""
         size = part.groups[0].block_size
         return max(0, end + 1 - part.window) // size * size // self.block_size if part.window else 0
 
@@ -112,12 +112,12 @@ class SchedulerSide:
             r.names = names_of(r.tokens[:num_tokens], self.block_size, self.model)
 
     def allocated(self, request: str, blocks: Blocks, num_external: int) -> None:
-        """vLLM has blocks for a request, so many tokens of which are to be loaded."""
+        """The engine has blocks for a request, so many tokens of which are to be loaded."""
         r = self._requests.get(request)
         if r is not None:
             r.blocks = [list(ids) for ids in blocks]
             r.external = num_external
-            r.looked_up = -1  # if vLLM asks again, the request was preempted
+            r.looked_up = -1  # if the engine asks again, the request was preempted
 
     def scheduled(self, request: str, blocks: Blocks | None, *, is_whole: bool, num_computed: int, num_new: int) -> Work:
         """A request takes part in a step: after tokens that have K and V, or will be loaded, and with new ones.

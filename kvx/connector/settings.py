@@ -1,8 +1,8 @@
-"""What the user says in kv_connector_extra_config: which tiers, whose KV, and how it is kept there."""
+"""What the user says in an engine's extra config: which tiers, whose KV, and how it is kept there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,27 +10,19 @@ from kvx.errors import BadArgument
 from kvx.tiers import TierOption
 
 _KNOWN = ("tiers", "model", "block_size", "format")
-# Of vLLM's own, which stand in the same dict.
-_FOREIGN = (
-    "spec_name",
-    "spec_module_path",
-    "blocks_per_chunk",
-    "canonical_layout",
-    "offload_prompt_only",
-    "self_describing_kv_events",
-)
 
 
 @dataclass(frozen=True)
 class Settings:
     tiers: tuple[TierOption, ...]  # fastest first
-    model: str = ""  # whose KV it is; "": a name made of the weight files, facts.identity_of
-    block_size: int = 0  # tokens of a block in the tiers; 0: as vLLM's
-    format: str = ""  # of blocks in the tiers; "": as vLLM's
+    model: str = ""  # whose KV it is; "": a name made of the weight files
+    block_size: int = 0  # tokens of a block in the tiers; 0: as the engine's
+    format: str = ""  # of blocks in the tiers; "": as the engine's
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any]) -> Settings:
-        unknown = [name for name in extra if name not in _KNOWN + _FOREIGN]
+    def read(cls, extra: Mapping[str, Any], *, foreign: Collection[str] = ()) -> Settings:
+        """`foreign`: names that are the engine's own and stand in the same dict."""
+        unknown = [name for name in extra if name not in _KNOWN and name not in foreign]
         if unknown:
             raise BadArgument(f"extra config: {unknown[0]!r} is not known; there are {', '.join(_KNOWN)}.")
         tiers = extra.get("tiers") or ()

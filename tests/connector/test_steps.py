@@ -1,4 +1,4 @@
-"""Blocks between caches as vLLM has them and tiers: what is found, loaded and saved, step by step. A small fake stands for vLLM."""
+"""Blocks between an engine's caches and tiers: what is found, loaded and saved, step by step. A small fake stands for an engine."""
 
 from __future__ import annotations
 
@@ -8,53 +8,49 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvx import BadArgument, Unsupported, allocate_buffers, convert, engine, plan
-from kvx.adapters.vllm.facts import head_start, tensor_facts
-from kvx.adapters.vllm.groups import GroupFacts, parts_of, read_groups, require_block_size
-from kvx.adapters.vllm.jobs import Job, complete, needed, tables
-from kvx.adapters.vllm.layout import read_group
-from kvx.adapters.vllm.packing import find_packing
-from kvx.adapters.vllm.scheduler import SchedulerSide
-from kvx.adapters.vllm.settings import Settings
-from kvx.adapters.vllm.shelf import Shelf, open_tier
-from kvx.adapters.vllm.worker import PartMover, runs_of
+from kvx import BadArgument, CacheSpec
+from kvx.connector.groups import Group, PartGroups, Segment, parts_of
+from kvx.connector.jobs import Job, complete, needed, tables
+from kvx.connector.scheduler import SchedulerSide
+from kvx.connector.settings import Settings
+from kvx.connector.tier_stack import TierStack, open_tier
+from kvx.connector.worker import PartMover, runs_of
 from kvx.tiers import TierOption
+from tests.connector.groups import a_group
 
 H, D, BLOCKS = 2, 8, 24
 
 
-class FakeVllm:
-    """A cache [block, head, token, K|V] a layer, in groups with tables of their own, and a connector's two sides."""
+def segments_of(group: Group, part: PartGroups) -> list[Segment]:
+    """A layer each."""
+    spec = CacheSpec(BLOCKS, group.block_size, H, D, layout="layer | block head token (kv dim)", format="f32", num_layers=1)
+    places = [part.layers.index(n) for n in group.layers]
+    return [Segment(group, group.layers[n : n + 1], replace(spec, layer_start=at), n, False) for n, at in enumerate(places)]
+
+
+class FakeEngine:
+    """A cache [block, head, token, K|V] a layer, in groups with tables of their own, and a connector's two sides.
+
+    `groups` are (window, layers).
+    """
 
     def __init__(self, folder: Path, groups: list[tuple[int, tuple[int, ...]]], *, size: int, kept: int, format: str = "") -> None:
-        # groups: (window, layers)
-        facts = [
-            GroupFacts(
-                "SlidingWindowSpec" if window else "FullAttentionSpec", tuple(f"layers.{n}.attn" for n in layers), size, H, D,
-                "float32", window=window,
-            )
-            for window, layers in groups
-        ]  # fmt: skip
         self.size = size
-        self.groups = read_groups(facts)
+        self.groups = [
+            a_group(layers, index=n, block_size=size, num_kv_heads=H, head_dim=D, window=window)
+            for n, (window, layers) in enumerate(groups)
+        ]
         self.parts = parts_of(self.groups)
-        require_block_size(kept, self.groups)
-        self.caches = {name: torch.zeros(BLOCKS, H, size, 2 * D) for f in facts for name in f.layer_names}
-        self.movers, shelves = [], []
+        self.caches = {name: torch.zeros(BLOCKS, H, size, 2 * D) for g in self.groups for name in g.layer_names}
+        self.movers, stacks = [], []
         for part in self.parts:
             spec = part.kept(block_size=kept, model="fake", format=format)
             kind = part.kind(spec, len(self.parts))
-            shelf = Shelf(kind, [open_tier(TierOption("disk", 10**9, folder), kind)])
-            shelves.append([shelf])
-            segments = [
-                s
-                for g in part.groups
-                for s in read_group(
-                    g, [tensor_facts(self.caches[n]) for n in g.layer_names], part.layers, num_blocks=BLOCKS, layout="LBHNC"
-                )
-            ]
-            self.movers.append(PartMover(part, spec, shelf, runs_of(segments, self.caches)))
-        self.side = SchedulerSide(self.parts, shelves, block_size=kept, model="fake")
+            stack = TierStack(kind, [open_tier(TierOption("disk", 10**9, folder), kind)])
+            stacks.append([stack])
+            segments = [s for g in part.groups for s in segments_of(g, part)]
+            self.movers.append(PartMover(part, spec, stack, runs_of(segments, self.caches)))
+        self.side = SchedulerSide(self.parts, stacks, block_size=kept, model="fake")
 
     def truth(self, name: str, token: int, value: int) -> torch.Tensor:
         """What the model computes for a token: [head, K|V]. Small integers, exact in every format."""
@@ -95,9 +91,9 @@ TOKENS = [int(x) for x in torch.randint(0, 1000, (110,), generator=torch.Generat
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (32, 16), (32, 32)], ids=str)
 def test_another_engine_finds_what_one_saved(tmp_path, sizes):
     kept = 16
-    a = FakeVllm(tmp_path, [(0, (0, 1, 2))], size=sizes[0], kept=kept)
+    a = FakeEngine(tmp_path, [(0, (0, 1, 2))], size=sizes[0], kept=kept)
     a.step(TOKENS, [[5, 3, 9, 1, 2, 7, 8]])
-    b = FakeVllm(tmp_path, [(0, (0, 1, 2))], size=sizes[1], kept=kept)
+    b = FakeEngine(tmp_path, [(0, (0, 1, 2))], size=sizes[1], kept=kept)
     b.side.add("r", TOKENS)
     found = b.side.matched("r", 0)
     assert found == 96
@@ -107,10 +103,10 @@ def test_another_engine_finds_what_one_saved(tmp_path, sizes):
     assert b.caches["layers.0.attn"][12].abs().sum() == 0  # nothing but its own blocks was touched
 
 
-def test_tier_blocks_may_be_larger_than_vllms(tmp_path):
-    a = FakeVllm(tmp_path, [(0, (0,))], size=16, kept=64)
+def test_tier_blocks_may_be_larger_than_the_engines(tmp_path):
+    a = FakeEngine(tmp_path, [(0, (0,))], size=16, kept=64)
     assert a.step(TOKENS, [[5, 3, 9, 1, 2, 7, 8]]) == 1
-    b = FakeVllm(tmp_path, [(0, (0,))], size=16, kept=64)
+    b = FakeEngine(tmp_path, [(0, (0,))], size=16, kept=64)
     b.side.add("r", TOKENS)
     assert b.side.matched("r", 0) == 64
     assert b.side.matched("r", 32) == 32
@@ -124,7 +120,7 @@ def test_tier_blocks_may_be_larger_than_vllms(tmp_path):
 
 
 def test_a_token_is_left_to_compute_and_others_share_only_a_beginning(tmp_path):
-    a = FakeVllm(tmp_path, [(0, (0,))], size=16, kept=16)
+    a = FakeEngine(tmp_path, [(0, (0,))], size=16, kept=16)
     a.step(TOKENS[:64], [[5, 3, 9, 1]])
     a.side.add("same", TOKENS[:64])
     assert a.side.matched("same", 0) == 48
@@ -137,7 +133,7 @@ def test_a_token_is_left_to_compute_and_others_share_only_a_beginning(tmp_path):
 
 
 def test_a_backend_that_only_decodes_after_a_cache(tmp_path):
-    a = FakeVllm(tmp_path, [(0, (0,))], size=16, kept=16)
+    a = FakeEngine(tmp_path, [(0, (0,))], size=16, kept=16)
     a.step(TOKENS[:64], [[5, 3, 9, 1]])
     a.side.is_decode_only = True
     for length, found in ((65, 64), (66, 0), (64, 0), (33, 32)):
@@ -146,7 +142,7 @@ def test_a_backend_that_only_decodes_after_a_cache(tmp_path):
 
 
 def test_a_damaged_block_is_a_miss_before_anyone_counts_on_it(tmp_path):
-    a = FakeVllm(tmp_path, [(0, (0,))], size=16, kept=16)
+    a = FakeEngine(tmp_path, [(0, (0,))], size=16, kept=16)
     a.step(TOKENS, [[5, 3, 9, 1, 2, 7, 8]])
     a.side.add("r2", TOKENS)
     third = a.side._requests["r"].names[2]
@@ -162,10 +158,10 @@ HYBRID = [(0, (2, 5)), (20, (0, 3)), (20, (1, 4))]
 
 
 def test_windows_need_only_what_the_next_token_sees(tmp_path):
-    a = FakeVllm(tmp_path, HYBRID, size=16, kept=16)
+    a = FakeEngine(tmp_path, HYBRID, size=16, kept=16)
     tables_a = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17, 18, 19, 20, 21]]
     a.step(TOKENS, tables_a)
-    b = FakeVllm(tmp_path, HYBRID, size=16, kept=16)
+    b = FakeEngine(tmp_path, HYBRID, size=16, kept=16)
     b.side.add("r", TOKENS)
     found = b.side.matched("r", 0)
     assert found == 96
@@ -178,44 +174,44 @@ def test_windows_need_only_what_the_next_token_sees(tmp_path):
 
 def test_what_left_a_window_is_not_saved_from_a_stale_table(tmp_path):
     """A tier's block of 64 tokens ends when its first blocks are long given back, and hold another request's rows."""
-    a = FakeVllm(tmp_path, HYBRID, size=16, kept=64)
+    a = FakeEngine(tmp_path, HYBRID, size=16, kept=64)
     blocks = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17, 18, 19, 20, 21]]
     a.step(TOKENS, blocks, computed=0, new=50)
-    assert a.movers[1].shelf.tiers[0].num_blocks == 0
+    assert a.movers[1].stack.tiers[0].num_blocks == 0
     a.step(TOKENS, blocks, computed=50, new=20)
-    assert a.movers[0].shelf.tiers[0].num_blocks == 1
-    assert a.movers[1].shelf.tiers[0].num_blocks == 0  # tokens 0 to 15 were given back before this step
+    assert a.movers[0].stack.tiers[0].num_blocks == 1
+    assert a.movers[1].stack.tiers[0].num_blocks == 0  # tokens 0 to 15 were given back before this step
     a.side.add("again", TOKENS)
     assert a.side.matched("again", 0) == 0
 
 
 def test_what_is_gone_when_it_is_read_is_said(tmp_path):
-    a = FakeVllm(tmp_path, [(0, (0,))], size=16, kept=16)
+    a = FakeEngine(tmp_path, [(0, (0,))], size=16, kept=16)
     a.step(TOKENS, [[5, 3, 9, 1, 2, 7, 8]])
     names = a.side._requests["r"].names
-    a.movers[0].shelf.tiers[0].drop([names[4]]).result()
+    a.movers[0].stack.tiers[0].drop([names[4]]).result()
     assert a.movers[0].load(Job("x", 0, 96, tuple(names[:6]), ((11, 12, 13, 14, 15, 16),))) == [4]
 
 
 def test_what_is_computed_again_is_saved_again(tmp_path):
-    a = FakeVllm(tmp_path, [(0, (0,))], size=16, kept=16)
+    a = FakeEngine(tmp_path, [(0, (0,))], size=16, kept=16)
     blocks = [[5, 3, 9, 1, 2, 7, 8]]
     assert a.step(TOKENS, blocks) == 6
     names = a.side._requests["r"].names
-    a.movers[0].shelf.tiers[0].drop([names[1], names[4]]).result()
+    a.movers[0].stack.tiers[0].drop([names[1], names[4]]).result()
     assert a.step(TOKENS, blocks, computed=48) == 1
 
 
 def test_blocks_are_smaller_in_a_format_with_inline_scales(tmp_path):
-    a = FakeVllm(tmp_path, [(0, (0, 1))], size=16, kept=16, format="fp8_e4m3_per_token_head_inline")
+    a = FakeEngine(tmp_path, [(0, (0, 1))], size=16, kept=16, format="fp8_e4m3_per_token_head_inline")
     a.step(TOKENS, [[5, 3, 9, 1, 2, 7, 8]])
-    b = FakeVllm(tmp_path, [(0, (0, 1))], size=16, kept=16, format="fp8_e4m3_per_token_head_inline")
+    b = FakeEngine(tmp_path, [(0, (0, 1))], size=16, kept=16, format="fp8_e4m3_per_token_head_inline")
     b.step(TOKENS, [[11, 4, 6, 2, 1, 3, 10]], computed=96, external=96)
     for name, cache in b.caches.items():
         want = torch.stack([b.truth(name, t, TOKENS[t]) for t in range(16)], 1)
         torch.testing.assert_close(cache[11], want, rtol=2**-3, atol=2**-6)
     assert (
-        FakeVllm(tmp_path, [(0, (0, 1))], size=16, kept=16).movers[0].shelf.tiers[0].num_blocks == 0
+        FakeEngine(tmp_path, [(0, (0, 1))], size=16, kept=16).movers[0].stack.tiers[0].num_blocks == 0
     )  # another kind, its own folder
 
 
@@ -231,14 +227,6 @@ def test_tables_run_over_the_same_tokens():
     t = tables(job, 0, engine_size=16, kept_size=32)
     assert (t.engine, t.kept) == ([-1, 2, -1, -1], [0, 1])
     assert (needed(t, 16, 32), complete(t, 16, 32)) == ([True, False], [False, False])
-
-
-def test_block_sizes_fit_into_each_other():
-    groups = read_groups([GroupFacts("FullAttentionSpec", ("layers.0.attn",), 32, H, D, "float32")])
-    for size in (16, 32, 128):
-        require_block_size(size, groups)
-    with pytest.raises(BadArgument, match="block_size is 48 in the tiers and 32 in vLLM; one divides the other"):
-        require_block_size(48, groups)
 
 
 def test_settings():
@@ -259,33 +247,16 @@ def test_settings():
     ):
         with pytest.raises(BadArgument, match=says):
             Settings.read(wrong)
+    theirs = {"tiers": ["host:1GB"], "spec_name": "KvxOffloadingSpec"}
+    assert Settings.read(theirs, foreign=("spec_name",)).tiers == (TierOption("host", 10**9),)
+    with pytest.raises(BadArgument, match="'spec_name' is not known"):
+        Settings.read(theirs)
 
 
 def test_host_memory_is_one_for_both_sides():
-    (part,) = parts_of(read_groups([GroupFacts("FullAttentionSpec", ("layers.0.attn",), 32, H, D, "float32")]))
+    (part,) = parts_of([a_group(block_size=32)])
     kind = part.kind(part.kept(block_size=16, model="m"), 1)
     a, b = (open_tier(TierOption("host", 10**6), kind) for _ in range(2))
     assert a is b
     other = part.kind(part.kept(block_size=16, model="n"), 1)
     assert open_tier(TierOption("host", 10**6), other) is not a
-
-
-def test_heads_of_ranks():
-    assert [head_start(r, 2, 4) for r in range(2)] == [0, 2]
-    assert [head_start(r, 4, 2) for r in range(4)] == [0, 0, 1, 1]
-
-
-@pytest.mark.parametrize("row", ["vllm.cpu", "vllm.cpu.amx", "vllm.cpu.arm"])
-def test_packings_are_found_by_what_comes_out(row):
-    facts = GroupFacts("FullAttentionSpec", ("layers.0.attn",), 32, H, 64, "bfloat16")
-    (group,) = read_groups([facts])
-
-    def write(k, v, cache, slots):
-        spec = engine(row).spec(num_layers=1, num_blocks=3, block_size=32, num_kv_heads=2, head_dim=64)
-        plain = replace(spec, layout="layer kv | block token head dim")
-        convert([cache], [k, v], plan=plan(plain, spec))
-
-    assert find_packing(group, write) == row
-    with pytest.raises(Unsupported, match=r"none of vllm\.cpu"):
-        find_packing(group, lambda k, v, cache, slots: cache.view(-1)[: k.numel()].copy_(k.reshape(-1)))
-    assert len(allocate_buffers(parts_of([group])[0].kept(block_size=32, model="m"))) == 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kvx.adapters.vllm.pages import Pages, PageShelves
+from kvx.connector.pages import Pages, PageTiers
 from kvx.tiers import TierOption
 
 
-def shelves(tmp_path, **facts) -> PageShelves:
-    return PageShelves([TierOption("disk", 10**8, tmp_path)], {"model": "m", **facts}, num_ranks=2, group_ids=[3, 7])
+def stacks(tmp_path, **facts) -> PageTiers:
+    return PageTiers([TierOption("disk", 10**8, tmp_path)], {"model": "m", **facts}, num_ranks=2, group_ids=[3, 7])
 
 
 def test_pages_of_a_block_are_one_run_of_bytes():
@@ -25,24 +25,24 @@ def test_pages_of_a_block_are_one_run_of_bytes():
 
 def test_a_manager_finds_what_every_rank_has(tmp_path):
     """It never sees a page: how large one is, the workers' directory says."""
-    manager = shelves(tmp_path)
+    manager = stacks(tmp_path)
     assert not manager.is_there(7, b"key")
-    made = [shelves(tmp_path).make(rank, 1, 160) for rank in range(2)]  # group 7 is the second
-    for rank, shelf in enumerate(made):
+    made = [stacks(tmp_path).make(rank, 1, 160) for rank in range(2)]  # group 7 is the second
+    for rank, stack in enumerate(made):
         assert not manager.is_there(7, b"key")
         assert not manager.is_whole(7, b"key")
-        shelf.put([b"key"], [shelf.kind.block([torch.full((160,), rank, dtype=torch.uint8)])])
+        stack.put([b"key"], [stack.kind.block([torch.full((160,), rank, dtype=torch.uint8)])])
     assert manager.is_there(7, b"key")
     assert manager.is_whole(7, b"key")
     assert not manager.is_there(3, b"key")
-    assert [int(shelf.get([b"key"])[0].buffers[0][0]) for shelf in made] == [0, 1]
+    assert [int(stack.get([b"key"])[0].buffers[0][0]) for stack in made] == [0, 1]
 
 
 def test_a_damaged_page_is_a_miss(tmp_path):
-    manager = shelves(tmp_path)
+    manager = stacks(tmp_path)
     for rank in range(2):
-        shelf = shelves(tmp_path).make(rank, 0, 160)
-        shelf.put([b"key"], [shelf.kind.block([torch.zeros(160, dtype=torch.uint8)])])
+        stack = stacks(tmp_path).make(rank, 0, 160)
+        stack.put([b"key"], [stack.kind.block([torch.zeros(160, dtype=torch.uint8)])])
     path = next(tmp_path.rglob("*.kvx"))
     data = bytearray(path.read_bytes())
     data[-7] ^= 4
@@ -53,16 +53,16 @@ def test_a_damaged_page_is_a_miss(tmp_path):
 
 def test_other_facts_are_other_folders(tmp_path):
     for rank in range(2):
-        shelf = shelves(tmp_path).make(rank, 0, 160)
-        shelf.put([b"key"], [shelf.kind.block([torch.zeros(160, dtype=torch.uint8)])])
-    assert shelves(tmp_path).is_whole(3, b"key")
-    assert not shelves(tmp_path, ranks="tp4").is_whole(3, b"key")
+        stack = stacks(tmp_path).make(rank, 0, 160)
+        stack.put([b"key"], [stack.kind.block([torch.zeros(160, dtype=torch.uint8)])])
+    assert stacks(tmp_path).is_whole(3, b"key")
+    assert not stacks(tmp_path, ranks="tp4").is_whole(3, b"key")
 
 
 def test_host_memory_is_shared_in_a_process():
     tiers = [TierOption("host", 10**6)]
-    worker, manager = (PageShelves(tiers, {"model": "host"}, num_ranks=1, group_ids=[0]) for _ in range(2))
-    shelf = worker.make(0, 0, 64)
+    worker, manager = (PageTiers(tiers, {"model": "host"}, num_ranks=1, group_ids=[0]) for _ in range(2))
+    stack = worker.make(0, 0, 64)
     assert not manager.is_whole(0, b"key")
-    shelf.put([b"key"], [shelf.kind.block([torch.zeros(64, dtype=torch.uint8)])])
+    stack.put([b"key"], [stack.kind.block([torch.zeros(64, dtype=torch.uint8)])])
     assert manager.is_whole(0, b"key")
