@@ -96,7 +96,7 @@ class LlamaCpp:
     def __init__(self, folder: Path | None, gguf: Path) -> None:
         import xllamacpp
 
-        from kvx.adapters.llama_cpp import Model, Slots
+        from kvx.adapters.llama_cpp import Slots, StateModel
         from kvx.runner.gguf_file import GgufFile
 
         self._files = tempfile.TemporaryDirectory()
@@ -110,7 +110,7 @@ class LlamaCpp:
         self.slots = Slots(
             self._server.listening_address,
             self._files.name,
-            model=Model.of_gguf(GgufFile(gguf).metadata, name=MODEL),
+            model=StateModel.of_gguf(GgufFile(gguf).metadata, name=MODEL),
             timeout_s=300,
         )
 

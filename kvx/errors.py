@@ -22,7 +22,10 @@ class Incompatible(KvxError):
 
 
 class Damaged(KvxError):
-    """Content that is not what its digest says: a flipped bit, two heads swapped, blocks in another order. It was not used."""
+    """Content that is not what its digest says: a flipped bit, two heads swapped, blocks in another order, another block's file.
+
+    It was not used.
+    """
 
 
 class TierError(KvxError, OSError):

@@ -74,3 +74,15 @@ def test_files_have_one_noun():
     lengths = sorted(len(p.read_text().splitlines()) for p in files)
     assert lengths[len(lengths) // 2] < 200
     assert not [p for p in files if p.stem in ("utils", "util", "helpers", "misc")]
+
+
+def test_a_name_is_one_class():
+    """A reader who meets a class knows which one it is. Names that begin with an underscore are a file's own."""
+    where: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "kvx").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    # Two of kvx/ops are not renamed yet: Rows of native_hybrid.py, and Tail of compress.py, the protocol of the hybrid cache's.
+    twice = [f"{name}: {', '.join(places)}" for name, places in where.items() if len(places) > 1 and name not in ("Rows", "Tail")]
+    assert not twice, "Rename one of each:\n" + "\n".join(twice)

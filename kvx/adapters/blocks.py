@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvx.adapters.kvbm import DType
+from kvx.adapters.kvbm import KvbmDType
 from kvx.errors import BadArgument
 
 # Bytes are moved, not numbers: any type of the same size will do.
-DTYPES = {1: DType.FP8, 2: DType.BF16, 4: DType.F32, 8: DType.F64}
+DTYPES = {1: KvbmDType.FP8, 2: KvbmDType.BF16, 4: KvbmDType.F32, 8: KvbmDType.F64}
 Blocks = Sequence[Sequence[Tensor]]  # nb groups of nl * no chunks, outer index fastest
 Wholes = Sequence[Tensor] | Tensor  # nb tensors; one alone is a batch of one
 

@@ -13,7 +13,7 @@ from kvx.ops import library
 NOT_SUPPORTED = 801  # cudaErrorNotSupported
 
 
-class DType(IntEnum):
+class KvbmDType(IntEnum):
     F16 = 0
     BF16 = 1
     F32 = 2

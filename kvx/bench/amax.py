@@ -14,7 +14,7 @@ from kvx.bench.harness import COLD_BYTES, Row, time_calls
 
 
 @dataclass(frozen=True)
-class Case:
+class AmaxCase:
     tokens: int
     per: str = "tensor"
     heads: int = 8
@@ -25,12 +25,12 @@ class Case:
         return {"per": self.per, "tokens": self.tokens, "heads": self.heads, "dim": self.dim}
 
 
-def cases(device: str) -> Iterator[Case]:
+def cases(device: str) -> Iterator[AmaxCase]:
     for per in ("tensor", "head"):
-        yield Case(65536 if device == "cuda" else 16384, per)
+        yield AmaxCase(65536 if device == "cuda" else 16384, per)
 
 
-def run(case: Case, device: str, ceiling_gbps: float) -> Row:
+def run(case: AmaxCase, device: str, ceiling_gbps: float) -> Row:
     g = torch.Generator().manual_seed(0)
     size = case.tokens * case.heads * case.dim * 2  # read once; the output is a few bytes
     count = min(16, max(2, COLD_BYTES // size)) if device == "cuda" else 3

@@ -17,7 +17,7 @@ MAX_POSITIONS = 32768
 
 
 @dataclass(frozen=True)
-class Case:
+class AppendCase:
     tokens: int
     layout: str = "NHD"
     format: str = "bf16"
@@ -49,23 +49,23 @@ class Case:
         return kvx.CacheSpec(blocks, self.block, self.kv_heads, self.dim, layout=LAYOUTS[self.layout], format=self.format)
 
 
-def cases(device: str) -> Iterator[Case]:
+def cases(device: str) -> Iterator[AppendCase]:
     large = 8192 if device == "cuda" else 4096
     for layout in ("NHD", "HND", "fused"):
-        yield Case(large, layout)
-    yield Case(large, norm=False)
-    yield Case(large, rope="interleaved")
-    yield Case(large, dim=64, rotary=64, heads=64)
-    yield Case(large, dim=256, rotary=64, heads=16, kv_heads=2)
+        yield AppendCase(large, layout)
+    yield AppendCase(large, norm=False)
+    yield AppendCase(large, rope="interleaved")
+    yield AppendCase(large, dim=64, rotary=64, heads=64)
+    yield AppendCase(large, dim=256, rotary=64, heads=16, kv_heads=2)
     for fmt in ("fp8_e4m3", "fp8_e4m3_per_token_head", "int8_per_token_head", "int8_per_token_head_f16", "nvfp4"):
-        yield Case(large, "HND", fmt)
+        yield AppendCase(large, "HND", fmt)
     for tokens in (1, 64, 1024) if device == "cuda" else (1, 64):
-        yield Case(tokens)
-        yield Case(tokens, "HND", "fp8_e4m3_per_token_head")
+        yield AppendCase(tokens)
+        yield AppendCase(tokens, "HND", "fp8_e4m3_per_token_head")
 
 
 @dataclass
-class Set:
+class AppendInputs:
     """Buffers of one call; several sets rotate so that none is cached. They share cos and sin, as layers of a model do."""
 
     storage: kvx.Storage
@@ -75,7 +75,7 @@ class Set:
     how: dict[str, Any]
 
 
-def make_tables(case: Case, device: str) -> dict[str, Any]:
+def make_tables(case: AppendCase, device: str) -> dict[str, Any]:
     g = torch.Generator().manual_seed(99)
     angle = torch.rand(MAX_POSITIONS, case.rotary // 2, generator=g) * 6.3
     how: dict[str, Any] = {"rope": case.rope, "cos": angle.cos().to(device), "sin": angle.sin().to(device)}
@@ -84,7 +84,7 @@ def make_tables(case: Case, device: str) -> dict[str, Any]:
     return how
 
 
-def make_set(case: Case, device: str, seed: int, tables: dict[str, Any]) -> Set:
+def make_set(case: AppendCase, device: str, seed: int, tables: dict[str, Any]) -> AppendInputs:
     g = torch.Generator().manual_seed(seed)
     spec = case.spec
     blocks = torch.randperm(spec.num_blocks, generator=g)[: -(-case.tokens // case.block)]
@@ -99,22 +99,22 @@ def make_set(case: Case, device: str, seed: int, tables: dict[str, Any]) -> Set:
     for scale in (storage.k_scale, storage.v_scale):
         if scale is not None and scale.dim() == 0:
             scale.fill_(0.02)
-    return Set(storage, qkv, q_out, slots.to(device), {**tables, "positions": positions.to(device)})
+    return AppendInputs(storage, qkv, q_out, slots.to(device), {**tables, "positions": positions.to(device)})
 
 
-def moved_bytes(case: Case) -> int:
+def moved_bytes(case: AppendCase) -> int:
     """QKV read once, Q and cells written once; slots, positions and one row of cos and sin a token read once."""
     rows = (2 * case.heads + 2 * case.kv_heads) * case.dim * 2
     return case.tokens * (rows + case.spec.token_bytes + 16 + case.rotary * 4)
 
 
-def append(s: Set, spec: kvx.CacheSpec, backend: str = "auto") -> None:
+def append(s: AppendInputs, spec: kvx.CacheSpec, backend: str = "auto") -> None:
     kvx.qkv_norm_rope_append(
         s.q_out, s.storage.cache, s.qkv, slot_mapping=s.slots, spec=spec, backend=backend, **s.how, **s.storage.scales()
     )
 
 
-def eager(case: Case, s: Set) -> None:
+def eager(case: AppendCase, s: AppendInputs) -> None:
     """What an engine writes in torch: split, rms_norm, rotate, index_copy_."""
     q, k, v = s.qkv.split([h * case.dim for h in (case.heads, case.kv_heads, case.kv_heads)], dim=1)
     c, sn = (s.how[name][s.how["positions"]][:, None] for name in ("cos", "sin"))
@@ -130,7 +130,7 @@ def eager(case: Case, s: Set) -> None:
     v_cache.index_copy_(0, s.slots, v.unflatten(1, (-1, case.dim)))
 
 
-def run(case: Case, device: str, ceiling_gbps: float) -> Row:
+def run(case: AppendCase, device: str, ceiling_gbps: float) -> Row:
     spec, size = case.spec, moved_bytes(case)
     count = min(16, max(2, COLD_BYTES // size)) if device == "cuda" else 3
     tables = make_tables(case, device)
@@ -143,7 +143,7 @@ def run(case: Case, device: str, ceiling_gbps: float) -> Row:
     return Row("append", case.label, size, ours, peer, ceiling_gbps)
 
 
-def check(s: Set, spec: kvx.CacheSpec, case: Case) -> None:
+def check(s: AppendInputs, spec: kvx.CacheSpec, case: AppendCase) -> None:
     """The timed buffers hold what the definition puts there."""
     append(s, spec)
     want = make_set(case, str(s.qkv.device.type), 0, {n: x for n, x in s.how.items() if n != "positions"})

@@ -29,7 +29,7 @@ _SKEWED = (65536, *(2048,) * 63)  # one long conversation among short ones
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     lens: tuple[int, ...]
     heads: int
     kv_heads: int
@@ -90,51 +90,51 @@ class Case:
         return sum(self.heads * (self.dim + self.out_dim) * n * (n + 1) for n in self.lens) if self.is_prefill else 0
 
 
-def cases(device: str) -> Iterator[Case]:
+def cases(device: str) -> Iterator[AttentionCase]:
     if device == "cpu":
         for fmt in ("f32", "bf16"):
             for layout in ("NHD", "HND"):
-                yield Case((4096,) * 8, 32, 8, layout, fmt, fmt)
+                yield AttentionCase((4096,) * 8, 32, 8, layout, fmt, fmt)
         for fmt in ("f16", "fp8_e4m3", "int8_per_token_head"):
-            yield Case((4096,) * 8, 32, 8, "NHD", fmt, "f16" if fmt == "f16" else "bf16")
-        yield Case((16384, *(512,) * 7), 32, 8, "NHD")
-        yield Case((512,) * 2, 32, 8, "NHD", "f32", "f32", is_prefill=True)
+            yield AttentionCase((4096,) * 8, 32, 8, "NHD", fmt, "f16" if fmt == "f16" else "bf16")
+        yield AttentionCase((16384, *(512,) * 7), 32, 8, "NHD")
+        yield AttentionCase((512,) * 2, 32, 8, "NHD", "f32", "f32", is_prefill=True)
         yield _latent((2048,) * 4, 16)
         yield _latent((2048,) * 4, 16, _RECORD)
         return
     shapes = (((8192,) * 64, 64), ((32768,) * 8, 64), ((1024,) * 256, 32))
     for lens, heads in shapes:
         for layout in ("NHD", "HND", "fused"):
-            yield Case(lens, heads, 8, layout)
+            yield AttentionCase(lens, heads, 8, layout)
         for fmt in ("fp8_e4m3", "int8_per_token_head"):
-            yield Case(lens, heads, 8, "NHD", fmt)
+            yield AttentionCase(lens, heads, 8, "NHD", fmt)
     for layout in ("NHD", "HND"):
-        yield Case(_SKEWED, 64, 8, layout)
+        yield AttentionCase(_SKEWED, 64, 8, layout)
     yield from _wide()
-    yield Case((8192,) * 4, 32, 8, "NHD", is_prefill=True)
-    yield Case((8192,) * 4, 32, 8, "NHD", block=8192, is_prefill=True)  # contiguous: what paging costs
+    yield AttentionCase((8192,) * 4, 32, 8, "NHD", is_prefill=True)
+    yield AttentionCase((8192,) * 4, 32, 8, "NHD", block=8192, is_prefill=True)  # contiguous: what paging costs
     for fmt in ("fp8_e4m3", "fp8_e4m3_per_token_head", "int8_per_token_head"):
-        yield Case((8192,) * 4, 32, 8, "NHD", fmt, is_prefill=True)
+        yield AttentionCase((8192,) * 4, 32, 8, "NHD", fmt, is_prefill=True)
     for heads in (16, 128):
         for fmt in ("bf16", _RECORD):
             yield _latent((4096,) * 128, heads, fmt)
 
 
-def _wide() -> Iterator[Case]:
+def _wide() -> Iterator[AttentionCase]:
     """Other widths of a head: those of today's models, and some that run in the next tile."""
     for dim, v_dim, heads, kv_heads in ((256, 0, 16, 2), (192, 0, 16, 4), (192, 128, 32, 4), (512, 0, 8, 1)):
         for fmt in ("bf16", "fp8_e4m3", "fp8_e4m3_per_token_head", "int8_per_token_head"):
-            yield Case((4096,) * 64, heads, kv_heads, "NHD", fmt, dim=dim, v_dim=v_dim)
+            yield AttentionCase((4096,) * 64, heads, kv_heads, "NHD", fmt, dim=dim, v_dim=v_dim)
     for dim in (40, 72, 112, 160, 224, 320):
-        yield Case((4096,) * 64, 32, 8, "NHD", dim=dim)
+        yield AttentionCase((4096,) * 64, 32, 8, "NHD", dim=dim)
 
 
-def _latent(lens: tuple[int, ...], heads: int, fmt: str = "bf16") -> Case:
-    return Case(lens, heads, 1, "latent", fmt, dim=512, block=64, rope=64, v_format="bf16")
+def _latent(lens: tuple[int, ...], heads: int, fmt: str = "bf16") -> AttentionCase:
+    return AttentionCase(lens, heads, 1, "latent", fmt, dim=512, block=64, rope=64, v_format="bf16")
 
 
 @dataclass
-class Batch:
+class AttentionBatch:
     """One cache with its queries. Several of them are rotated through, so that nothing is warm."""
 
     q: Tensor
@@ -147,7 +147,7 @@ class Batch:
     is_planned: bool = False
 
 
-def make(case: Case, device: str, seed: int) -> Batch:
+def make(case: AttentionCase, device: str, seed: int) -> AttentionBatch:
     g = torch.Generator().manual_seed(seed)
     spec, batch = case.spec, len(case.lens)
     storage = kvx.allocate(spec, device)
@@ -164,7 +164,7 @@ def make(case: Case, device: str, seed: int) -> Batch:
     cu = kvx.cu_seqlens(lens if case.is_prefill else torch.ones_like(lens)).to(device)
     q = torch.randn(case.num_queries, case.heads, case.dim + case.rope, generator=g).to(case.dtype).to(device)
     out = torch.empty(*q.shape[:2], case.out_dim, dtype=q.dtype, device=device)
-    made = Batch(q, storage, packed, cu, out, torch.empty(q.shape[:2], device=device), None)
+    made = AttentionBatch(q, storage, packed, cu, out, torch.empty(q.shape[:2], device=device), None)
     more: dict[str, Any] = {"cu_seqlens": cu, "max_query_len": max(case.lens)} if case.is_prefill else {"latent": case.rope > 0}
     size = kvx.attention_workspace_bytes(q, storage.cache, packed, spec=spec, max_seq_len=max(case.lens), **more)
     if size:
@@ -198,7 +198,7 @@ def _fill(storage: kvx.Storage, spec: kvx.CacheSpec, g: torch.Generator) -> None
             scale.fill_(1 / 64)
 
 
-def attend(case: Case, b: Batch, backend: str = "auto") -> tuple[Tensor, Tensor]:
+def attend(case: AttentionCase, b: AttentionBatch, backend: str = "auto") -> tuple[Tensor, Tensor]:
     given: dict[str, Any] = {
         "spec": case.spec, "out": b.out, "lse": b.lse, "workspace": b.workspace, "max_seq_len": max(case.lens), "backend": backend,
         "planned": b.is_planned, **b.storage.scales(),
@@ -211,7 +211,7 @@ def attend(case: Case, b: Batch, backend: str = "auto") -> tuple[Tensor, Tensor]
     return kvx.attention_decode(b.q, b.storage.cache, b.table, **given)
 
 
-def check(case: Case, b: Batch) -> None:
+def check(case: AttentionCase, b: AttentionBatch) -> None:
     """The first two sequences (the last queries of a prefill) beside the definition."""
     attend(case, b)
     ends = b.cu.tolist()
@@ -227,13 +227,13 @@ def check(case: Case, b: Batch) -> None:
                 raise AssertionError(f"attention differs from the definition in {name} for {case}; nothing was timed")
 
 
-def gathered(case: Case, b: Batch) -> tuple[Tensor, Tensor]:
+def gathered(case: AttentionCase, b: AttentionBatch) -> tuple[Tensor, Tensor]:
     given: dict[str, Any] = {"spec": case.spec, "max_seq_len": max(case.lens), "dtype": case.dtype, **b.storage.scales()}
     k, v = kvx.gather(b.storage.cache, b.table, **given)
     return (torch.cat((k, v), -1), k) if case.rope else (k, v)
 
 
-def sdpa(case: Case, b: Batch, kv: tuple[Tensor, Tensor]) -> Tensor:
+def sdpa(case: AttentionCase, b: AttentionBatch, kv: tuple[Tensor, Tensor]) -> Tensor:
     """torch's attention over [batch, heads, length, dim]; every sequence as long as the longest."""
     batch = len(case.lens)
     q = b.q.view(batch, -1, case.heads, case.dim + case.rope).transpose(1, 2)
@@ -241,7 +241,7 @@ def sdpa(case: Case, b: Batch, kv: tuple[Tensor, Tensor]) -> Tensor:
     return F.scaled_dot_product_attention(q, *kv, is_causal=case.is_prefill, enable_gqa=True, scale=scale)
 
 
-def peers(case: Case, batches: list[Batch], device: str) -> dict[str, Timing]:
+def peers(case: AttentionCase, batches: list[AttentionBatch], device: str) -> dict[str, Timing]:
     """SDPA by each of its backends, and the gather it needs first. torch's flash backend is FlashAttention 2."""
     if len(set(case.lens)) > 1 or case.format not in ("f32", "bf16", "f16"):
         return {}
@@ -251,7 +251,7 @@ def peers(case: Case, batches: list[Batch], device: str) -> dict[str, Timing]:
     which = {"sdpa": None} if device == "cpu" else {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
     for name, kind in which.items():
 
-        def call(b: Batch, kv: Any, kind: Any = kind) -> None:
+        def call(b: AttentionBatch, kv: Any, kind: Any = kind) -> None:
             if kind is None:
                 sdpa(case, b, kv)
             else:
@@ -268,7 +268,7 @@ def peers(case: Case, batches: list[Batch], device: str) -> dict[str, Timing]:
     return found
 
 
-def run(case: Case, device: str, ceiling_gbps: float) -> Row:
+def run(case: AttentionCase, device: str, ceiling_gbps: float) -> Row:
     count = min(4, max(2, COLD_BYTES // case.bytes)) if device == "cuda" else 2
     batches = [make(case, device, seed) for seed in range(count)]
     check(case, batches[0])

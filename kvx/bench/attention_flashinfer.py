@@ -15,12 +15,12 @@ import kvx
 from kvx.bench.harness import Timing, time_calls
 
 if TYPE_CHECKING:
-    from kvx.bench.attention import Batch, Case
+    from kvx.bench.attention import AttentionBatch, AttentionCase
 
 _WORKSPACE = 512 << 20
 
 
-def flashinfer(case: Case, batches: list[Batch], softmax_scale: float | None) -> dict[str, Timing]:
+def flashinfer(case: AttentionCase, batches: list[AttentionBatch], softmax_scale: float | None) -> dict[str, Timing]:
     """{} where it is not installed or has no such cache: fused K|V, scales other than one a tensor, 656-byte records."""
     is_fp8 = case.format == "fp8_e4m3" and not case.is_prefill and not case.rope
     if find_spec("flashinfer") is None or case.layout == "fused" or case.v_dim or not (is_fp8 or case.format in ("bf16", "f16")):
@@ -35,7 +35,7 @@ def flashinfer(case: Case, batches: list[Batch], softmax_scale: float | None) ->
         return {}
 
 
-def _types(case: Case) -> dict[str, torch.dtype]:
+def _types(case: AttentionCase) -> dict[str, torch.dtype]:
     return {"q_data_type": case.dtype, "kv_data_type": torch.float8_e4m3fn if case.format == "fp8_e4m3" else case.dtype}
 
 
@@ -43,7 +43,7 @@ def _workspace() -> torch.Tensor:
     return torch.empty(_WORKSPACE, dtype=torch.uint8, device="cuda")
 
 
-def _decode(library: Any, case: Case, b: Batch, _scale: float | None) -> Callable[[], Any]:
+def _decode(library: Any, case: AttentionCase, b: AttentionBatch, _scale: float | None) -> Callable[[], Any]:
     csr = kvx.to_page_csr(b.table, case.block)
     wrapper = library.BatchDecodeWithPagedKVCacheWrapper(_workspace(), case.layout, use_tensor_cores=True)
     wrapper.plan(
@@ -53,7 +53,7 @@ def _decode(library: Any, case: Case, b: Batch, _scale: float | None) -> Callabl
     return partial(wrapper.run, b.q, cache)
 
 
-def _prefill(library: Any, case: Case, b: Batch, _scale: float | None) -> Callable[[], Any]:
+def _prefill(library: Any, case: AttentionCase, b: AttentionBatch, _scale: float | None) -> Callable[[], Any]:
     csr = kvx.to_page_csr(b.table, case.block)
     wrapper = library.BatchPrefillWithPagedKVCacheWrapper(_workspace(), case.layout)
     wrapper.plan(
@@ -63,7 +63,7 @@ def _prefill(library: Any, case: Case, b: Batch, _scale: float | None) -> Callab
     return partial(wrapper.run, b.q, tuple(b.storage.cache))
 
 
-def _mla(library: Any, case: Case, b: Batch, scale: float | None) -> Callable[[], Any]:
+def _mla(library: Any, case: AttentionCase, b: AttentionBatch, scale: float | None) -> Callable[[], Any]:
     csr = kvx.to_page_csr(b.table, case.block)
     wrapper = library.mla.BatchMLAPagedAttentionWrapper(_workspace())
     wrapper.plan(

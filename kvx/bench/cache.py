@@ -24,7 +24,7 @@ HASHES = ("", "sha256", "xxh3_128")  # "": no prefix cache
 
 
 @dataclass(frozen=True)
-class Row:
+class CacheRow:
     case: str
     hash: str
     ours: Timing
@@ -52,7 +52,7 @@ def measure(requests: int = 1000, lookups: int = 200, hashes: Sequence[str] = HA
         ours, theirs = Ours(name), other(name) if other else None
 
         def row(case: str, run: Callable[[Any], list[float]], name: str = name, pair: Any = (ours, theirs)) -> None:
-            rows.append(Row(case, name, summarise(run(pair[0])), summarise(run(pair[1])) if pair[1] else None))
+            rows.append(CacheRow(case, name, summarise(run(pair[0])), summarise(run(pair[1])) if pair[1] else None))
 
         row(f"request of {PROMPT} tokens + {NEW}", lambda m: _times(m.request, prompts))
         row("one of its tokens", lambda m: [t / NEW for t in _times(m.decode, prompts[:lookups])])
@@ -142,6 +142,6 @@ def show(result: dict[str, Any]) -> str:
     def timing(t: dict[str, Any] | None) -> Timing | None:
         return Timing(**t) if t else None
 
-    lines = [str(Row(r["case"], r["hash"], Timing(**r["ours"]), timing(r["vllm"]))) for r in result["rows"]]
+    lines = [str(CacheRow(r["case"], r["hash"], Timing(**r["ours"]), timing(r["vllm"]))) for r in result["rows"]]
     beside = f" beside vllm {result['vllm']}" if result["vllm"] else " vllm is not installed here: ours alone"
     return "\n".join([*lines, beside])

@@ -37,7 +37,7 @@ LAYOUTS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class ConvertCase:
     src: str
     dst: str
     tokens: int = 16  # of a block
@@ -100,29 +100,29 @@ PAIRS = [
 ]
 
 
-def cases(device: str) -> Iterator[Case]:
+def cases(device: str) -> Iterator[ConvertCase]:
     if device != "cuda":  # 512 MiB
         for src, dst in PAIRS:
-            yield Case(src, dst, layers=64)
-        yield Case("vllm.0.26-hnd", "vllm.0.26-hnd", layers=64, tp="4:8")
-        yield Case("vllm.0.26-nhd", "trtllm", layers=8, format="fp8_e4m3_per_token_head")
+            yield ConvertCase(src, dst, layers=64)
+        yield ConvertCase("vllm.0.26-hnd", "vllm.0.26-hnd", layers=64, tp="4:8")
+        yield ConvertCase("vllm.0.26-nhd", "trtllm", layers=8, format="fp8_e4m3_per_token_head")
         return
     for tokens, blocks in ((16, 128), (64, 32)):
         for src, dst in PAIRS:
-            yield Case(src, dst, tokens, blocks)
+            yield ConvertCase(src, dst, tokens, blocks)
         for layout in ("vllm.0.26-nhd", "vllm.0.26-hnd", "hnd"):
-            yield Case(layout, layout, tokens, blocks, tp="4:8")
+            yield ConvertCase(layout, layout, tokens, blocks, tp="4:8")
     for fmt in ("fp8_e4m3_per_token_head", "int8_per_token_head", "fp8_e4m3_per_token_head_inline", "fp8_e4m3", "nvfp4"):
-        yield Case("vllm.0.26-nhd", "trtllm", format=fmt)
-    yield Case("nhd", "hnd", format="fp8_e4m3_per_token_head")
-    yield Case("nhd", "nhd", format="int8_per_token_head")
+        yield ConvertCase("vllm.0.26-nhd", "trtllm", format=fmt)
+    yield ConvertCase("nhd", "hnd", format="fp8_e4m3_per_token_head")
+    yield ConvertCase("nhd", "nhd", format="int8_per_token_head")
     for src, dst in (("stack-nhd", "universal"), ("vllm.0.26-nhd", "trtllm")):
-        yield Case(src, dst, 16, 1)
+        yield ConvertCase(src, dst, 16, 1)
     for src, dst in (("vllm.0.26-nhd", "trtllm"), ("stack-nhd", "universal"), ("trtllm", "trtllm")):
-        yield Case(src, dst, 16, 128, to="host")
+        yield ConvertCase(src, dst, 16, 128, to="host")
 
 
-def run(case: Case, device: str, ceiling_gbps: float) -> Row:
+def run(case: ConvertCase, device: str, ceiling_gbps: float) -> Row:
     src, dst = case.specs()
     plan = kvx.plan(src, dst)
     small = case.bytes < COLD_BYTES
@@ -190,7 +190,7 @@ _VIEWS = {  # torch's way: one tensor each, permuted and copied, no block lists
 }
 
 
-def _torch_peer(case: Case, device: str) -> Any:
+def _torch_peer(case: ConvertCase, device: str) -> Any:
     axes = _VIEWS.get((case.src, case.dst))
     if axes is None:
         return None

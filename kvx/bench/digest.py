@@ -19,7 +19,7 @@ CEILINGS = ("read",)
 
 
 @dataclass(frozen=True)
-class Case:
+class DigestCase:
     layout: str
     tokens: int = 16
     blocks: int = 128
@@ -34,12 +34,12 @@ class Case:
         return kvx.CacheSpec(self.blocks, self.tokens, 8, 128, layout=LAYOUTS[self.layout], num_layers=self.layers)
 
 
-def cases(device: str) -> Iterator[Case]:
+def cases(device: str) -> Iterator[DigestCase]:
     for layout in ("nhd", "vllm.0.26-nhd", "trtllm", "packed-k"):
-        yield Case(layout, layers=80 if device == "cuda" else 32)
+        yield DigestCase(layout, layers=80 if device == "cuda" else 32)
 
 
-def run(case: Case, device: str, ceiling_gbps: float) -> Row:
+def run(case: DigestCase, device: str, ceiling_gbps: float) -> Row:
     spec = case.spec
     sets = []
     for n in range(2 if device == "cuda" else 1):

@@ -14,7 +14,7 @@ from kvx.bench.harness import COLD_BYTES, LAYOUTS, Row, time_calls
 
 
 @dataclass(frozen=True)
-class Case:
+class GatherCase:
     batch: int
     length: int
     layout: str = "NHD"
@@ -41,18 +41,18 @@ class Case:
         return kvx.CacheSpec(blocks, self.block, self.heads, self.dim, layout=LAYOUTS[self.layout], format=self.format)
 
 
-def cases(device: str) -> Iterator[Case]:
+def cases(device: str) -> Iterator[GatherCase]:
     batch, length = (64, 4096) if device == "cuda" else (16, 1024)
     for layout in ("NHD", "HND", "fused"):
-        yield Case(batch, length, layout)
+        yield GatherCase(batch, length, layout)
     for fmt in ("fp8_e4m3", "fp8_e4m3_per_token_head", "int8_per_token_head", "nvfp4"):
-        yield Case(batch, length, "HND", fmt)
-    yield Case(batch, length - 5, "NHD")
+        yield GatherCase(batch, length, "HND", fmt)
+    yield GatherCase(batch, length - 5, "NHD")
     if device == "cuda":
-        yield Case(8, 512, "NHD")
+        yield GatherCase(8, 512, "NHD")
 
 
-def run(case: Case, device: str, ceiling_gbps: float) -> Row:
+def run(case: GatherCase, device: str, ceiling_gbps: float) -> Row:
     spec = case.spec
     g = torch.Generator().manual_seed(0)
     per_seq = -(-case.length // case.block)

@@ -17,7 +17,7 @@ from kvx.runner import Engine, Params, small_model
 
 
 @dataclass(frozen=True)
-class Row:
+class GenerateRow:
     case: str
     prompt_tokens: int
     reused_tokens: int
@@ -60,7 +60,7 @@ def measure(
     engine = Engine.load(small_model(), dtype=dtype, device=device)
     load_s, first_s = time.perf_counter() - begin, 0.0
     theirs = model_of(engine.model)
-    rows: list[Row] = []
+    rows: list[GenerateRow] = []
     for name, (questions, system) in cases.items():
         assert engine.tokenizer is not None
         prompts = [engine.tokenizer.chat(q, system) for q in questions]
@@ -80,7 +80,7 @@ def measure(
     }
 
 
-def _row(name: str, engine: Engine, theirs: Any, prompts: Prompts, new_tokens: int, repeats: int) -> Row:
+def _row(name: str, engine: Engine, theirs: Any, prompts: Prompts, new_tokens: int, repeats: int) -> GenerateRow:
     before = engine.scheduler.counts.reused_tokens
     want, got = _their_tokens(theirs, prompts, new_tokens), _our_tokens(engine, prompts, new_tokens)
     reused = engine.scheduler.counts.reused_tokens - before
@@ -94,7 +94,7 @@ def _row(name: str, engine: Engine, theirs: Any, prompts: Prompts, new_tokens: i
     ours, transformers, ours_first, transformers_first = (
         summarise(seconds[f"{who} {n}"]) for n in (new_tokens, 1) for who in ("ours", "theirs")
     )
-    return Row(
+    return GenerateRow(
         name, sum(map(len, prompts)), reused, len(prompts) * new_tokens, sum(a == b for a, b in zip(want, got, strict=True)),
         len(prompts), ours, transformers, ours_first, transformers_first,
     )  # fmt: skip
@@ -114,5 +114,5 @@ def show(result: dict[str, Any]) -> str:
     lines = [f" opened in {result['load_s']:.1f} s, first token {result['first_token_s']:.1f} s from there, {result['dtype']}"]
     for r in result["rows"]:
         times = {k: Timing(**v) for k, v in r.items() if isinstance(v, dict)}
-        lines.append(str(Row(**{k: v for k, v in {**r, **times}.items() if k != "ratio"})))
+        lines.append(str(GenerateRow(**{k: v for k, v in {**r, **times}.items() if k != "ratio"})))
     return "\n".join(lines)

@@ -32,7 +32,7 @@ KV_FORMATS = ("bf16", "fp8", "int8")
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     kv_format: str
     whole: Timing
     gemm: Timing
@@ -70,7 +70,7 @@ def measure(config: ModelConfig = QWEN3_8B, batch: int = BATCH, context: int = C
         work = [(s, 1) for s in cache.sequences]
         _check(model, work)
         step = cache.plan(work)
-        row = Row(
+        row = StepRow(
             name, _time(partial(model.forward, step)), _time(_gemms(model, batch)), _time(_attention(model, step)),
             _weight_bytes(model), batch * context * sum(g.spec.token_bytes * len(g.layers) for g in cache.groups), ceiling,
         )  # fmt: skip
@@ -91,7 +91,7 @@ def show(result: dict[str, Any]) -> str:
     lines = []
     for r in result["rows"]:
         times = {k: Timing(**r[k]) for k in ("whole", "gemm", "attention")}
-        lines.append(str(Row(**{**r, **times})))
+        lines.append(str(StepRow(**{**r, **times})))
     return "\n".join(lines)
 
 

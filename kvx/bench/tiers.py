@@ -35,7 +35,7 @@ IN_FLIGHT = {"cpu": 128 << 20, "cuda": 256 << 20}  # half of the cache at most
 
 
 @dataclass(frozen=True)
-class Row:
+class TierRow:
     tier: str
     way: str  # "offload" or "onboard"
     format: str  # in the tier; the cache is bf16
@@ -76,7 +76,7 @@ def measure(
     say: Callable[[str], object] = lambda line: None,  # each row, as soon as it is measured
 ) -> dict[str, Any]:
     """Every tier, way, format and block size; and how many times the tokens fp8 moves."""
-    rows: list[Row] = []
+    rows: list[TierRow] = []
     for block_size in BLOCK_SIZES[device]:
         spec = kvx.CacheSpec(
             1, block_size, 8, 128, num_layers=32, layout="layer kv | block token head dim", format="bf16", model="bench"
@@ -106,7 +106,7 @@ def show(result: dict[str, Any]) -> str:
 
 def _rows(
     name: str, cache: list[Tensor], spec: kvx.CacheSpec, format: str, folder: Path | None, repeats: int, device: str
-) -> Iterator[Row]:
+) -> Iterator[TierRow]:
     kept = block_spec(replace(spec, layout=NEUTRAL, format=format))
     kind = BlockKind.of(kept)
     n = spec.num_blocks if name == "host" else max(2, min(spec.num_blocks, MOST_DISK_BYTES // kind.num_bytes))
@@ -139,7 +139,7 @@ def _rows(
                     tier.drop(names).result()
     for way in ours:
         timings = (summarise(samples[whose, way]) for whose in ("ours", "plain"))
-        yield Row(name, way, format, spec.block_size, n * spec.block_size, n * kind.num_bytes, *timings)
+        yield TierRow(name, way, format, spec.block_size, n * spec.block_size, n * kind.num_bytes, *timings)
 
 
 def _plain(name: str, tier: Tier, mover: Mover, names: list[bytes], device: torch.device) -> dict[str, Callable[[], object]]:

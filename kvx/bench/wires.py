@@ -31,7 +31,7 @@ from kvx.errors import BadArgument, InternalError
 from kvx.handover.memory import new_buffers
 from kvx.handover.part import NEUTRAL
 from kvx.layout.buffers import allocate_buffers
-from kvx.layout.plan import Run, plan
+from kvx.layout.plan import ByteRun, plan
 from kvx.ops.convert import bind
 from kvx.spec import CacheSpec
 from kvx.tiers import BlockKind, DiskTier
@@ -46,7 +46,7 @@ TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class Row:
+class WireRow:
     """One path: seconds of each turn."""
 
     path: str
@@ -195,7 +195,7 @@ class Importer:
                 raise InternalError("kvx bench wires: the other process said nothing for 30 s.")
             self._pipe.recv()
             here, there = k * CHUNK * size, k % RING * CHUNK * size
-            runs = [Run(0, there + n * size, 0, here + n * size, size) for n in range(CHUNK)]
+            runs = [ByteRun(0, there + n * size, 0, here + n * size, size) for n in range(CHUNK)]
             if self.wire == "nixl":
                 self._link.read([self.arena], self._remotes[ring], runs, Deadline(TIMEOUT_S))
             else:
@@ -217,7 +217,7 @@ class Importer:
         self._link.close()
 
 
-def over_wire(wire: str, num_blocks: int, formats: Sequence[str], repeats: int) -> list[Row]:
+def over_wire(wire: str, num_blocks: int, formats: Sequence[str], repeats: int) -> list[WireRow]:
     spec = spec_of(num_blocks)
     importer = Importer(wire, num_blocks, formats)
     try:
@@ -234,7 +234,9 @@ def over_wire(wire: str, num_blocks: int, formats: Sequence[str], repeats: int) 
         importer.close()
     tokens, raw = num_blocks * spec.block_size, num_blocks * importer.block_bytes[0]
     return [
-        Row(f"{wire}, bf16 -> {short(f)}", tokens, raw, num_blocks * importer.block_bytes[n], seconds[0, True], seconds[n, False])
+        WireRow(
+            f"{wire}, bf16 -> {short(f)}", tokens, raw, num_blocks * importer.block_bytes[n], seconds[0, True], seconds[n, False]
+        )
         for n, f in enumerate(formats)
     ]
 
@@ -242,11 +244,11 @@ def over_wire(wire: str, num_blocks: int, formats: Sequence[str], repeats: int) 
 # ---- to disk
 
 
-def to_disk(folder: Path, num_blocks: int, formats: Sequence[str], repeats: int) -> list[Row]:
+def to_disk(folder: Path, num_blocks: int, formats: Sequence[str], repeats: int) -> list[WireRow]:
     """A DiskTier's files, checksums and all. Writes by one thread while the next chunk is converted; reads likewise."""
     spec = spec_of(num_blocks)
     cache = fill(spec)
-    rows: list[Row] = []
+    rows: list[WireRow] = []
     raw: dict[str, list[float]] = {}
     for format in formats:
         kind = BlockKind.of(neutral(spec, 1, format))
@@ -265,7 +267,9 @@ def to_disk(folder: Path, num_blocks: int, formats: Sequence[str], repeats: int)
         tokens, bf16 = num_blocks * spec.block_size, num_blocks * spec.block_size * spec.token_bytes * spec.num_layers
         for what in ("write", "read"):
             rows.append(
-                Row(f"disk {what}, bf16 -> {short(format)}", tokens, bf16, num_blocks * kind.num_bytes, raw[what], seconds[what])
+                WireRow(
+                    f"disk {what}, bf16 -> {short(format)}", tokens, bf16, num_blocks * kind.num_bytes, raw[what], seconds[what]
+                )
             )
     return rows
 
@@ -320,9 +324,9 @@ def measure(
     if num_blocks < CHUNK or num_blocks % CHUNK or repeats < 1:
         raise BadArgument(f"kvx bench wires: {num_blocks} blocks, {repeats} turns; it is a multiple of {CHUNK}, and 1 or more.")
     formats = ("bf16", "fp8_e4m3_per_token_head_inline")
-    rows: list[Row] = []
+    rows: list[WireRow] = []
 
-    def keep(measured: list[Row]) -> None:
+    def keep(measured: list[WireRow]) -> None:
         rows.extend(measured)
         for row in measured:
             say(str(row))

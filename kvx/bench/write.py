@@ -15,7 +15,7 @@ from kvx.bench.harness import COLD_BYTES, LAYOUTS, Row, time_calls
 
 
 @dataclass(frozen=True)
-class Case:
+class WriteCase:
     tokens: int
     layout: str = "NHD"
     format: str = "bf16"
@@ -42,13 +42,13 @@ class Case:
         return kvx.CacheSpec(blocks, self.block, self.heads, self.dim, layout=LAYOUTS[self.layout], format=self.format)
 
 
-def cases(device: str) -> Iterator[Case]:
+def cases(device: str) -> Iterator[WriteCase]:
     large = (16384, 65536) if device == "cuda" else (16384,)
     for tokens in large:
         for layout in ("NHD", "HND", "fused"):
-            yield Case(tokens, layout)
-        yield Case(tokens, "NHD", slots="random")
-        yield Case(tokens, "HND", slots="random")
+            yield WriteCase(tokens, layout)
+        yield WriteCase(tokens, "NHD", slots="random")
+        yield WriteCase(tokens, "HND", slots="random")
         for fmt in (
             "fp8_e4m3",
             "fp8_e4m3_per_head",
@@ -57,16 +57,16 @@ def cases(device: str) -> Iterator[Case]:
             "fp8_e4m3_per_token_head_inline",
             "nvfp4",
         ):
-            yield Case(tokens, "HND", fmt)
-        yield Case(tokens, "NHD", "fp8_e4m3")
-        yield Case(tokens, "NHD", "fp8_e4m3_per_token_head")
+            yield WriteCase(tokens, "HND", fmt)
+        yield WriteCase(tokens, "NHD", "fp8_e4m3")
+        yield WriteCase(tokens, "NHD", "fp8_e4m3_per_token_head")
     for tokens in (64, 1024) if device == "cuda" else (64,):
-        yield Case(tokens, "NHD")
-        yield Case(tokens, "NHD", "fp8_e4m3_per_token_head")
+        yield WriteCase(tokens, "NHD")
+        yield WriteCase(tokens, "NHD", "fp8_e4m3_per_token_head")
 
 
 @dataclass
-class Set:
+class WriteInputs:
     """Buffers of one call; several sets rotate so that none is cached."""
 
     storage: kvx.Storage
@@ -75,7 +75,7 @@ class Set:
     slots: Tensor
 
 
-def make_set(case: Case, device: str, seed: int) -> Set:
+def make_set(case: WriteCase, device: str, seed: int) -> WriteInputs:
     g = torch.Generator().manual_seed(seed)
     spec = case.spec
     if case.slots == "random":
@@ -84,21 +84,21 @@ def make_set(case: Case, device: str, seed: int) -> Set:
         blocks = torch.randperm(spec.num_blocks, generator=g)[: -(-case.tokens // case.block)]
         slots = (blocks[:, None] * case.block + torch.arange(case.block)).flatten()[: case.tokens]
     k, v = (torch.randn(case.tokens, case.heads, case.dim, generator=g).to(torch.bfloat16).to(device) for _ in range(2))
-    return Set(kvx.allocate(spec, device), k, v, slots.to(device))
+    return WriteInputs(kvx.allocate(spec, device), k, v, slots.to(device))
 
 
-def moved_bytes(case: Case) -> int:
+def moved_bytes(case: WriteCase) -> int:
     """IO read once, cells written once, slots read once; scales stored per token are in token_bytes."""
     return case.tokens * (2 * case.heads * case.dim * 2 + case.spec.token_bytes + 8)
 
 
-def run(case: Case, device: str, ceiling_gbps: float) -> Row:
+def run(case: WriteCase, device: str, ceiling_gbps: float) -> Row:
     spec, size = case.spec, moved_bytes(case)
     count = min(16, max(2, COLD_BYTES // size)) if device == "cuda" else 3
     sets = [make_set(case, device, seed) for seed in range(count)]
     check(sets[0], spec)
 
-    def call(s: Set) -> None:
+    def call(s: WriteInputs) -> None:
         kvx.write(s.storage.cache, s.k, s.v, slot_mapping=s.slots, spec=spec, **s.storage.scales())
 
     calls = [partial(call, s) for s in sets]
@@ -107,7 +107,7 @@ def run(case: Case, device: str, ceiling_gbps: float) -> Row:
     if case.format == "bf16" and case.layout == "NHD":
         flat = [[c.view(-1, case.heads, case.dim) for c in s.storage.cache] for s in sets]
 
-        def index_copy(s: Set, f: list[Tensor]) -> None:
+        def index_copy(s: WriteInputs, f: list[Tensor]) -> None:
             f[0].index_copy_(0, s.slots, s.k)
             f[1].index_copy_(0, s.slots, s.v)
 
@@ -115,7 +115,7 @@ def run(case: Case, device: str, ceiling_gbps: float) -> Row:
     return Row("write", case.label, size, ours, peer, ceiling_gbps)
 
 
-def check(s: Set, spec: kvx.CacheSpec) -> None:
+def check(s: WriteInputs, spec: kvx.CacheSpec) -> None:
     """The timed buffers hold what the definition puts there."""
     kvx.write(s.storage.cache, s.k, s.v, slot_mapping=s.slots, spec=spec, **s.storage.scales())
     want = kvx.allocate(spec, s.k.device)

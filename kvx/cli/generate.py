@@ -38,7 +38,7 @@ QUESTIONS = (
 
 
 @dataclass
-class Run:
+class GenerateRun:
     """What the summary is made of."""
 
     model: str
@@ -91,7 +91,7 @@ def generate(
     """Answer prompts together, and see what the cache does meanwhile."""
     if not tier:
         refuse_ignored(context, "it is of a --tier", "tier_format")
-    run = Run(str(model or "SmolLM2-135M-Instruct"), dtype_of(dtype, device), max_tokens, [], time.perf_counter())
+    run = GenerateRun(str(model or "SmolLM2-135M-Instruct"), dtype_of(dtype, device), max_tokens, [], time.perf_counter())
     params = Params(max_tokens, temperature, top_k, top_p, tuple(stop or ()), seed, n, ignore_eos)
     questions = list(prompt) if prompt else list(QUESTIONS)
     if model is not None and (model / "config.json").is_file() and not has_tokenizer(model):
@@ -146,7 +146,7 @@ def _room(engine: Engine, ids: list[list[int]], max_tokens: int) -> str:
     )
 
 
-def _answer(engine: Engine, ids: list[list[int]], params: Params, run: Run, view: View) -> None:
+def _answer(engine: Engine, ids: list[list[int]], params: Params, run: GenerateRun, view: View) -> None:
     """Until all is said, or Ctrl-C."""
     try:
         for piece in engine.stream(ids, params):
@@ -163,7 +163,7 @@ def _answer(engine: Engine, ids: list[list[int]], params: Params, run: Run, view
         run.is_interrupted = True
 
 
-def _as_json(run: Run) -> dict[str, Any]:
+def _as_json(run: GenerateRun) -> dict[str, Any]:
     return {
         "model": run.model,
         "dtype": run.dtype,
@@ -178,11 +178,11 @@ def _as_json(run: Run) -> dict[str, Any]:
     }
 
 
-def _rate(run: Run) -> float:
+def _rate(run: GenerateRun) -> float:
     return run.stats["generated_tokens"] / run.stats["busy_s"] if run.stats["busy_s"] else 0.0
 
 
-def summary(run: Run) -> str:
+def summary(run: GenerateRun) -> str:
     """What was done, and what reuse and format saved."""
     s = run.stats
     peak = s["peak_blocks"] * s["block_size"]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvx.layout import ENGINES, Engine, Layout, PlaneLayout, engine
+from kvx.layout import ENGINES, EngineRow, Layout, PlaneLayout, engine
 from kvx.layout.place import Place, buffer_bytes, places
 from kvx.spec.cache_spec import CacheSpec
 
@@ -22,7 +22,7 @@ LINE_CELLS = 8
 HEAD_LINES, TAIL_LINES = 12, 4  # of an allocation that has more than both
 
 
-class Cell(NamedTuple):
+class GridCell(NamedTuple):
     """A run of bytes along one axis."""
 
     byte: int
@@ -53,7 +53,7 @@ def layouts(
             typer.echo(f"{row_name:{widths[0]}}  {layout:{widths[1]}}  {versions}")
 
 
-def tiny(row: Engine) -> CacheSpec:
+def tiny(row: EngineRow) -> CacheSpec:
     """Two of everything and four tokens; where axes are split, one of everything and a few packs."""
     layout = Layout.parse(row.layout)
     sizes, count = {"token": 4, "dim": 4}, 2
@@ -71,7 +71,7 @@ def tiny(row: Engine) -> CacheSpec:
     )
 
 
-def draw(row: Engine) -> Iterator[Text]:
+def draw(row: EngineRow) -> Iterator[Text]:
     spec, layout = tiny(row), Layout.parse(row.layout)
     sizes, left = buffer_bytes(spec), [axis.name for axis in layout.left]
     yield Text.assemble((row.name, "bold"), f"  {row.engine} {row.versions}")
@@ -99,7 +99,7 @@ def _view(place: Place, plane: PlaneLayout) -> str:
     return f"[{axes}] shape {list(shape)} strides {list(strides)} bytes, from byte {place.offset}"
 
 
-def _cells(spec: CacheSpec) -> list[list[Cell]]:
+def _cells(spec: CacheSpec) -> list[list[GridCell]]:
     """Of each buffer, in the order of bytes: neighbours that differ by one step of one axis are one cell."""
     units: list[list[tuple[int, ...]]] = [[] for _ in buffer_bytes(spec)]
     for kv, place in enumerate(places(spec)):
@@ -123,7 +123,7 @@ def _runs(units: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
     yield run
 
 
-def _cell(spec: CacheSpec, run: list[tuple[int, ...]]) -> Cell:
+def _cell(spec: CacheSpec, run: list[tuple[int, ...]]) -> GridCell:
     first, last = (dict(zip(AXES, unit[1:], strict=True)) for unit in (run[0], run[-1]))
     labels = {}
     for axis in AXES:
@@ -135,10 +135,10 @@ def _cell(spec: CacheSpec, run: list[tuple[int, ...]]) -> Cell:
             labels[axis] = ""  # a whole row
         else:
             labels[axis] = f"{LETTERS[axis]}{first[axis]}" + (f"-{last[axis]}" if last[axis] > first[axis] else "")
-    return Cell(run[0][0], first["kv"], first["head"], labels)
+    return GridCell(run[0][0], first["kv"], first["head"], labels)
 
 
-def _lines(cells: list[Cell], outside: set[str]) -> Iterator[Text]:
+def _lines(cells: list[GridCell], outside: set[str]) -> Iterator[Text]:
     """Eight cells a line; what they have in common stands in front of them."""
     shown = [axis for axis in AXES if axis not in outside]
     lines = [cells[i : i + LINE_CELLS] for i in range(0, len(cells), LINE_CELLS)]
@@ -160,7 +160,7 @@ def _lines(cells: list[Cell], outside: set[str]) -> Iterator[Text]:
         yield text
 
 
-def _label(cell: Cell, axes: list[str]) -> str:
+def _label(cell: GridCell, axes: list[str]) -> str:
     return " ".join(cell.labels[axis] for axis in axes if cell.labels[axis])
 
 

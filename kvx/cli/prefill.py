@@ -28,7 +28,7 @@ from kvx.runner.open import open_model
 from kvx.spec import to_json
 from kvx.wires.choose import check_wire, offers_at
 from kvx.wires.nixl.offer import LEAST_PIECE_BYTES
-from kvx.wires.offer import Offers, Request
+from kvx.wires.offer import OfferRequest, Offers
 from kvx.wires.secret import HOME, read_or_make_secret
 from kvx.wires.wire import WireError
 
@@ -164,7 +164,7 @@ class Server:
             yield self.answer(offers, request)
         time.sleep(BUSY_S if offers.num_offers else IDLE_S)
 
-    def answer(self, offers: Offers, request: Request) -> tuple[dict[str, Any], str]:
+    def answer(self, offers: Offers, request: OfferRequest) -> tuple[dict[str, Any], str]:
         """What to say about it."""
         if not request.is_wanted:
             return {"gone": True}, "whoever asked is gone: nothing was computed"

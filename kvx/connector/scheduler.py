@@ -30,7 +30,7 @@ class _Request:
     saved: int = 0  # tokens that were told to the worker
 
 
-class Work(NamedTuple):
+class StepJobs(NamedTuple):
     """Of one request in one step."""
 
     load: Job | None = None
@@ -119,14 +119,14 @@ class SchedulerSide:
             r.external = num_external
             r.looked_up = -1  # if the engine asks again, the request was preempted
 
-    def scheduled(self, request: str, blocks: Blocks | None, *, is_whole: bool, num_computed: int, num_new: int) -> Work:
+    def scheduled(self, request: str, blocks: Blocks | None, *, is_whole: bool, num_computed: int, num_new: int) -> StepJobs:
         """A request takes part in a step: after tokens that have K and V, or will be loaded, and with new ones.
 
         `blocks` are its tables, or what was added to them.
         """
         r = self._requests.get(request)
         if r is None:
-            return Work()
+            return StepJobs()
         if blocks is not None:
             r.blocks = [list(ids) for ids in blocks] if is_whole else [[*a, *b] for a, b in zip(r.blocks, blocks, strict=True)]
         external, r.external = r.external, 0
@@ -141,7 +141,7 @@ class SchedulerSide:
         self._name(r, max(load[1], save[1]))
         r.saved = max(r.saved, save[1])
         first, second = (self._job(request, r, *span, num_computed) if span[0] < span[1] else None for span in (load, save))
-        return Work(first, second if is_right else None)
+        return StepJobs(first, second if is_right else None)
 
     def _job(self, request: str, r: _Request, first: int, end: int, computed: int) -> Job:
         names = r.names[first // self.block_size : -(-end // self.block_size)]

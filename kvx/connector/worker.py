@@ -25,7 +25,7 @@ _AT_ONCE = 64  # blocks of the tiers that are in memory together
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class LayerRun:
     """Layers of a group, with their memory."""
 
     segment: Segment
@@ -35,7 +35,7 @@ class Run:
 class PartMover:
     """One part's blocks there and back."""
 
-    def __init__(self, part: PartGroups, kept: CacheSpec, stack: TierStack, runs: Sequence[Run]) -> None:
+    def __init__(self, part: PartGroups, kept: CacheSpec, stack: TierStack, runs: Sequence[LayerRun]) -> None:
         self.part, self.kept, self.stack, self.runs = part, kept, stack, list(runs)
         self._device = runs[0].buffers[0].device
         self._plans: dict[tuple[int, int, bool], Plan] = {}
@@ -110,13 +110,13 @@ class PartMover:
         return self._plans[key]
 
 
-def runs_of(segments: Sequence[Segment], caches: Mapping[str, Tensor]) -> list[Run]:
+def runs_of(segments: Sequence[Segment], caches: Mapping[str, Tensor]) -> list[LayerRun]:
     """With the tensors that the engine registered, by the names of their layers."""
     found = []
     for s in segments:
         names = s.group.layer_names[s.first : s.first + len(s.layers)]
         tensors = [caches[name] for name in names]
-        found.append(Run(s, [_from_first_to_last(tensors)] if s.is_whole else [_in_memory_order(t) for t in tensors]))
+        found.append(LayerRun(s, [_from_first_to_last(tensors)] if s.is_whole else [_in_memory_order(t) for t in tensors]))
     return found
 
 

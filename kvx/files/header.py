@@ -43,25 +43,25 @@ class Header(NamedTuple):
     spans: list[tuple[int, int]]  # of each buffer, its first byte in the file and how many it has
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     name: str
     kind: str  # safetensors' type
     shape: list[int]
     size: int  # bytes
 
 
-def entries(spec: CacheSpec) -> list[Entry]:
+def entries(spec: CacheSpec) -> list[TensorEntry]:
     """One a buffer, in order. `require_few` first, where the spec is from outside."""
     sizes = [size for count, size in buffer_sizes(spec) for _ in range(count)]
     caches = num_cache_buffers(spec)
-    out = [Entry(f"cache.{n:05d}", "U8", [size], size) for n, size in enumerate(sizes[:caches])]
+    out = [TensorEntry(f"cache.{n:05d}", "U8", [size], size) for n, size in enumerate(sizes[:caches])]
     scales = []
     for i, plane in enumerate(spec.planes):
         shape, scale = spec.scale_shape(i), plane.format.scale
         if shape is not None and scale is not None:
             scales.append((f"{plane.name}_scale", _TYPES.get(scale.name, "U8"), [spec.num_layers, *shape]))
     scales += [(f"{p.name}_tensor_scale", "F32", [spec.num_layers]) for p in spec.planes if p.format.has_tensor_scale]
-    return out + [Entry(*scale, size) for scale, size in zip(scales, sizes[caches:], strict=True)]
+    return out + [TensorEntry(*scale, size) for scale, size in zip(scales, sizes[caches:], strict=True)]
 
 
 def require_few(call: str, spec: CacheSpec) -> None:
@@ -163,7 +163,7 @@ def _sealed(path: Path, metadata: dict[str, str], spec: CacheSpec, num_parts: in
     return content, parts
 
 
-def _spans(path: Path, data: bytes, want: list[Entry], start: int) -> list[tuple[int, int]]:
+def _spans(path: Path, data: bytes, want: list[TensorEntry], start: int) -> list[tuple[int, int]]:
     """Where each tensor lies: in any order, each once, all of the file, no gaps."""
     if not data.isascii():
         raise BadArgument(f"load(): {path} has a name in its header that no cache has. It is damaged.")
@@ -190,7 +190,7 @@ def _spans(path: Path, data: bytes, want: list[Entry], start: int) -> list[tuple
     return [(start + begin, entry.size) for begin, entry in zip(begins, want, strict=True)]
 
 
-def _begin(path: Path, want: Entry, text: str) -> int:
+def _begin(path: Path, want: TensorEntry, text: str) -> int:
     try:
         entry = json.loads(text, object_pairs_hook=unique_fields)
         begin, end = entry["data_offsets"]

@@ -26,7 +26,7 @@ class LayerTensors(NamedTuple):
     spec: CacheSpec  # of one layer
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """Where a handover has a layer."""
 
     part: int
@@ -69,9 +69,9 @@ def write_layers(handover: Handover, layers: Sequence[LayerTensors], blocks: Seq
         handover.write(part, [t for layer in run for t in layer.tensors], spec, blocks, num_tokens=num_tokens)
 
 
-def places(handover: Handover) -> dict[int, Place]:
+def places(handover: Handover) -> dict[int, LayerPlace]:
     """By the layer's number in the model."""
-    return {number: Place(p, n) for p, part in enumerate(handover.parts) for n, number in enumerate(part.layers)}
+    return {number: LayerPlace(p, n) for p, part in enumerate(handover.parts) for n, number in enumerate(part.layers)}
 
 
 def require_layers(call: str, handover: Handover, layers: Sequence[int]) -> None:
@@ -111,7 +111,7 @@ def num_usable(call: str, handover: Handover, tokens: NDArray[Any], *, is_last_l
     return min(n, len(tokens) - is_last_left)
 
 
-def _runs(layers: Sequence[LayerTensors], where: dict[int, Place]) -> list[list[LayerTensors]]:
+def _runs(layers: Sequence[LayerTensors], where: dict[int, LayerPlace]) -> list[list[LayerTensors]]:
     """Layers in a row that one conversion can write: those with scales apart go one by one."""
     runs: list[list[LayerTensors]] = []
     for layer in layers:

@@ -36,7 +36,7 @@ class Side(NamedTuple):
     block_step: int  # buffers from block to block
 
 
-class RowFormat(NamedTuple):
+class CellFormat(NamedTuple):
     """One side of a row whose elements change their format; the fields of kvx_plan_format_t."""
 
     dtype: int
@@ -57,8 +57,8 @@ class RowFormat(NamedTuple):
 
 
 class Cell(NamedTuple):
-    src: RowFormat
-    dst: RowFormat
+    src: CellFormat
+    dst: CellFormat
     head_dim: int
 
     @property

@@ -1,4 +1,4 @@
-"""Engine: one way an engine lays out its KV cache, as data. The rows are in kvx/layout/engines.py."""
+"""EngineRow: one way an engine lays out its KV cache, as data. The rows are in kvx/layout/engines.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENGINE_NAMES = {
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineRow:
     name: str  # engine, then version or mode: "vllm.0.23", "sglang.page_head"
     versions: str  # those it holds for, or the one it was read in
     layout: str  # kvx/layout/axes.py reads it

@@ -9,7 +9,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from kvx.errors import BadArgument
-from kvx.layout.engine_row import Engine
+from kvx.layout.engine_row import EngineRow
 
 _X16, _X32 = "multiple of 16", "multiple of 32"
 _CELL = "A cell is K's row, then V's. Block 0 is the null block."
@@ -19,25 +19,25 @@ _TRASH = "The first page takes padding writes."
 _LATENT = "MLA: K and V are read out of one latent row a token."
 
 _VLLM = (
-    Engine("vllm.0.22.flash_attn", "<= 0.22", "layer | kv block token head dim", "FlashAttention, FlexAttention.", _X16),
-    Engine("vllm.0.22.flash_attn.hnd", "<= 0.22", "layer | kv block head token dim", "FlashAttention, layout HND.", _X16),
-    Engine("vllm.0.22.triton", "<= 0.22", "layer | block kv token head dim", "Triton, FlashInfer NHD.", _X16),
-    Engine("vllm.0.22.flashinfer_hnd", "<= 0.22", "layer | block kv head token dim", "FlashInfer, layout HND.", "16, 32, 64"),
-    Engine("vllm.0.22.cpu", "<= 0.22", "layer | kv block head token dim", "Its shape; how its kernels packed is not checked."),
-    Engine("vllm.0.23", "0.23 - 0.25", "layer | block kv token head dim", "Block 0 is the null block.", _X16),
-    Engine("vllm.0.23.hnd", "0.23 - 0.25", "layer | block kv head token dim", "Layout HND. Block 0 is the null block.", _X16),
-    Engine("vllm.0.23.cross_layer", "0.23 - 0.25", "block layer kv token head dim", "Layout NHD, any backend.", _X16),
-    Engine("vllm.0.23.cross_layer.fa_hnd", "0.23 - 0.25", "block head layer kv token dim", "FlashAttention, layout HND.", _X16),
-    Engine("vllm.0.23.cross_layer.fi_hnd", "0.23 - 0.25", "block kv head layer token dim", "FlashInfer, layout HND.", _X16),
-    Engine("vllm.0.26.nhd", "0.26 - 0.27", "layer | block token head (kv dim)", _CELL, _X16, _CELL_TYPES),
-    Engine("vllm.0.26.hnd", "0.26 - 0.27", "layer | block head token (kv dim)", _CELL, _X16, _CELL_TYPES),
-    Engine("vllm.lbnhc", ">= 0.28", "layer block token head (kv dim)", f"Alias NHD, the default. {_CELL}", _X16, _CELL_TYPES),
-    Engine("vllm.lbhnc", ">= 0.28", "layer block head token (kv dim)", f"Alias HND, NIXL's default. {_CELL}", _X16, _CELL_TYPES),
-    Engine("vllm.lhbnc", ">= 0.28", "layer head block token (kv dim)", f"ROCm's own. {_CELL}", _X16, _CELL_TYPES),
-    Engine("vllm.blhnc", ">= 0.28", "block layer head token (kv dim)", f"Cross-layer. {_CELL}", _X16, _CELL_TYPES),
-    Engine("vllm.blnhc", ">= 0.28", "block layer token head (kv dim)", f"Cross-layer. {_CELL}", _X16, _CELL_TYPES),
-    Engine("vllm.bhlnc", ">= 0.28", "block head layer token (kv dim)", f"Cross-layer. {_CELL}", _X16, _CELL_TYPES),
-    Engine(
+    EngineRow("vllm.0.22.flash_attn", "<= 0.22", "layer | kv block token head dim", "FlashAttention, FlexAttention.", _X16),
+    EngineRow("vllm.0.22.flash_attn.hnd", "<= 0.22", "layer | kv block head token dim", "FlashAttention, layout HND.", _X16),
+    EngineRow("vllm.0.22.triton", "<= 0.22", "layer | block kv token head dim", "Triton, FlashInfer NHD.", _X16),
+    EngineRow("vllm.0.22.flashinfer_hnd", "<= 0.22", "layer | block kv head token dim", "FlashInfer, layout HND.", "16, 32, 64"),
+    EngineRow("vllm.0.22.cpu", "<= 0.22", "layer | kv block head token dim", "Its shape; how its kernels packed is not checked."),
+    EngineRow("vllm.0.23", "0.23 - 0.25", "layer | block kv token head dim", "Block 0 is the null block.", _X16),
+    EngineRow("vllm.0.23.hnd", "0.23 - 0.25", "layer | block kv head token dim", "Layout HND. Block 0 is the null block.", _X16),
+    EngineRow("vllm.0.23.cross_layer", "0.23 - 0.25", "block layer kv token head dim", "Layout NHD, any backend.", _X16),
+    EngineRow("vllm.0.23.cross_layer.fa_hnd", "0.23 - 0.25", "block head layer kv token dim", "FlashAttention, layout HND.", _X16),
+    EngineRow("vllm.0.23.cross_layer.fi_hnd", "0.23 - 0.25", "block kv head layer token dim", "FlashInfer, layout HND.", _X16),
+    EngineRow("vllm.0.26.nhd", "0.26 - 0.27", "layer | block token head (kv dim)", _CELL, _X16, _CELL_TYPES),
+    EngineRow("vllm.0.26.hnd", "0.26 - 0.27", "layer | block head token (kv dim)", _CELL, _X16, _CELL_TYPES),
+    EngineRow("vllm.lbnhc", ">= 0.28", "layer block token head (kv dim)", f"Alias NHD, the default. {_CELL}", _X16, _CELL_TYPES),
+    EngineRow("vllm.lbhnc", ">= 0.28", "layer block head token (kv dim)", f"Alias HND, NIXL's default. {_CELL}", _X16, _CELL_TYPES),
+    EngineRow("vllm.lhbnc", ">= 0.28", "layer head block token (kv dim)", f"ROCm's own. {_CELL}", _X16, _CELL_TYPES),
+    EngineRow("vllm.blhnc", ">= 0.28", "block layer head token (kv dim)", f"Cross-layer. {_CELL}", _X16, _CELL_TYPES),
+    EngineRow("vllm.blnhc", ">= 0.28", "block layer token head (kv dim)", f"Cross-layer. {_CELL}", _X16, _CELL_TYPES),
+    EngineRow("vllm.bhlnc", ">= 0.28", "block head layer token (kv dim)", f"Cross-layer. {_CELL}", _X16, _CELL_TYPES),
+    EngineRow(
         "vllm.cpu",
         ">= 0.23",
         "layer | block head kv[K: dim token; V: token dim]",
@@ -45,7 +45,7 @@ _VLLM = (
         _X32,
         "f32, f16; bf16 without AMX or BFMMLA",
     ),
-    Engine(
+    EngineRow(
         "vllm.cpu.amx",
         ">= 0.23",
         "layer | block head kv[K: token/16 dim/2 token%16 dim%2; V: dim/16 token/2 dim%16 token%2]",
@@ -53,7 +53,7 @@ _VLLM = (
         _X32,
         "bf16 on x86 with AMX",
     ),
-    Engine(
+    EngineRow(
         "vllm.cpu.arm",
         "0.32",
         "layer | block head kv[K: token/8 dim/4 token%8 dim%4; V: dim/8 token/4 dim%8 token%4]",
@@ -61,7 +61,7 @@ _VLLM = (
         _X32,
         "bf16 on Arm built with BFMMLA",
     ),
-    Engine(
+    EngineRow(
         "vllm.mla",
         "<= 0.27",
         "layer | block token head dim",
@@ -71,28 +71,30 @@ _VLLM = (
     ),
 )
 _SGLANG = (
-    Engine("sglang.nhd", "0.5.23", "kv layer | (block token) head dim", f"Slots of tokens. {_TRASH}", "any; 1 by default"),
-    Engine("sglang.hnd", "0.5.23", "kv layer | block head token dim", f"SGLANG_USE_HND_KVCACHE. {_TRASH}"),
-    Engine(
+    EngineRow("sglang.nhd", "0.5.23", "kv layer | (block token) head dim", f"Slots of tokens. {_TRASH}", "any; 1 by default"),
+    EngineRow("sglang.hnd", "0.5.23", "kv layer | block head token dim", f"SGLANG_USE_HND_KVCACHE. {_TRASH}"),
+    EngineRow(
         "sglang.vectorized_5d",
         "0.5.23",
         "layer kv[K: | block head dim/x token dim%x; V: | block head token/x dim token%x]",
         "AITER on ROCm; x is 16 bytes of elements.",
         "64 by default",
     ),
-    Engine("sglang.mla", "0.5.23", "layer | (block token) head dim", f"{_LATENT} {_TRASH}", num_kv_heads=1),
-    Engine("sglang.layer_first", "0.5.23 host", "kv layer (block token) head dim", "MLA has the same without kv."),
-    Engine("sglang.page_first", "0.5.23 host", "kv (block token) layer head dim", "MLA has the same without kv."),
-    Engine("sglang.page_first_direct", "0.5.23 host", "kv block layer token head dim", "MLA has the same without kv."),
-    Engine("sglang.page_head", "0.5.23 host", "kv block head token layer dim", "One head's part is a run: TP ranks can split it."),
-    Engine(
+    EngineRow("sglang.mla", "0.5.23", "layer | (block token) head dim", f"{_LATENT} {_TRASH}", num_kv_heads=1),
+    EngineRow("sglang.layer_first", "0.5.23 host", "kv layer (block token) head dim", "MLA has the same without kv."),
+    EngineRow("sglang.page_first", "0.5.23 host", "kv (block token) layer head dim", "MLA has the same without kv."),
+    EngineRow("sglang.page_first_direct", "0.5.23 host", "kv block layer token head dim", "MLA has the same without kv."),
+    EngineRow(
+        "sglang.page_head", "0.5.23 host", "kv block head token layer dim", "One head's part is a run: TP ranks can split it."
+    ),
+    EngineRow(
         "sglang.page_unified",
         "0.5.23 host",
         "block head layer kv token dim",
         "page-unified-v1 with one head a group; with 4: block head/4 layer kv token head%4 dim.",
     ),
-    Engine("sglang.page_unified.mla", "0.5.23 host", "block layer token head dim", _LATENT, num_kv_heads=1),
-    Engine(
+    EngineRow("sglang.page_unified.mla", "0.5.23 host", "block layer token head dim", _LATENT, num_kv_heads=1),
+    EngineRow(
         "sglang.page_first_kv_split",
         "0.5.23 host",
         "kv | block layer token head dim",
@@ -101,38 +103,40 @@ _SGLANG = (
     ),
 )
 _ENGINES = (
-    Engine(
+    EngineRow(
         "tensorrt_llm",
         "2026",
         "block layer kv head token dim",
         "Pool. KVCacheIndex counts K-or-V blocks of one layer.",
         "power of two",
     ),
-    Engine("tensorrt_llm.mla", "2026", "block layer head token dim", f"KV factor 1. {_LATENT}", "power of two", num_kv_heads=1),
-    Engine("tgi.flashinfer", "3", "layer kv | block token head dim", "The table is per token.", "1"),
-    Engine("tgi.flashdecoding", "3", "layer kv | block token head dim", "As tgi.flashinfer, in longer blocks.", "256"),
-    Engine(
+    EngineRow("tensorrt_llm.mla", "2026", "block layer head token dim", f"KV factor 1. {_LATENT}", "power of two", num_kv_heads=1),
+    EngineRow("tgi.flashinfer", "3", "layer kv | block token head dim", "The table is per token.", "1"),
+    EngineRow("tgi.flashdecoding", "3", "layer kv | block token head dim", "As tgi.flashinfer, in longer blocks.", "256"),
+    EngineRow(
         "tgi.paged",
         "3; vLLM's first",
         "layer kv[K: | block head dim/x token dim%x; V: | block head dim token]",
         "x is 16 bytes of elements.",
         "16",
     ),
-    Engine("flashinfer.nhd", "0.7", "layer kv | block token head dim", "A tuple of K and V; layers are the caller's."),
-    Engine("flashinfer.hnd", "0.7", "layer kv | block head token dim", "A tuple of K and V; layers are the caller's."),
-    Engine("flashinfer.stacked.nhd", "0.7", "layer | block kv token head dim", "One tensor; layers are the caller's."),
-    Engine("flashinfer.stacked.hnd", "0.7", "layer | block kv head token dim", "One tensor; layers are the caller's."),
-    Engine(
+    EngineRow("flashinfer.nhd", "0.7", "layer kv | block token head dim", "A tuple of K and V; layers are the caller's."),
+    EngineRow("flashinfer.hnd", "0.7", "layer kv | block head token dim", "A tuple of K and V; layers are the caller's."),
+    EngineRow("flashinfer.stacked.nhd", "0.7", "layer | block kv token head dim", "One tensor; layers are the caller's."),
+    EngineRow("flashinfer.stacked.hnd", "0.7", "layer | block kv head token dim", "One tensor; layers are the caller's."),
+    EngineRow(
         "max",
         "2026-08",
         "block kv layer token head dim",
         "With per_layer_buffers: layer | block kv token head dim.",
         "multiple of 128",
     ),
-    Engine("transformers", "5.22", "layer kv | block head token dim", "DynamicCache, StaticCache.", "one block a sequence"),
-    Engine("transformers.paged", "5.22", "block layer kv token head dim", "Continuous batching; two leading sectors are trash."),
-    Engine("llama_cpp", "2026-08", "layer kv | block token (head dim)", "With flash attention. A block is a stream.", "its cells"),
-    Engine(
+    EngineRow("transformers", "5.22", "layer kv | block head token dim", "DynamicCache, StaticCache.", "one block a sequence"),
+    EngineRow("transformers.paged", "5.22", "block layer kv token head dim", "Continuous batching; two leading sectors are trash."),
+    EngineRow(
+        "llama_cpp", "2026-08", "layer kv | block token (head dim)", "With flash attention. A block is a stream.", "its cells"
+    ),
+    EngineRow(
         "llama_cpp.v_transposed",
         "2026-08",
         "layer kv[K: | block token (head dim); V: | block (head dim) token]",
@@ -141,26 +145,28 @@ _ENGINES = (
     ),
 )
 _STORES = (
-    Engine("lmcache.2ltd", "0.5.6", "block | kv layer token (head dim)", "KV_2LTD. A block is a chunk.", "256 by default"),
-    Engine("lmcache.t2d", "0.5.6", "layer block | token kv (head dim)", "KV_T2D, layer by layer.", "256 by default"),
-    Engine("lmcache.2td", "0.5.6", "layer block | kv token (head dim)", "KV_2TD, layer by layer, blending.", "256 by default"),
-    Engine("lmcache.mla", "0.5.6", "block | layer token head dim", f"KV_MLA_FMT. {_LATENT}", "256 by default", num_kv_heads=1),
-    Engine("dynamo.block_stack.nhd", "1.4", "block layer kv | token head dim", "A pointer for each block, layer, K and V."),
-    Engine("dynamo.block_stack.hnd", "1.4", "block layer kv | head token dim", "A pointer for each block, layer, K and V."),
-    Engine("dynamo.operational.nhd", "1.4", "block | layer kv token head dim", "A block stack's chunks in one buffer a block."),
-    Engine("dynamo.operational.hnd", "1.4", "block | layer kv head token dim", "A block stack's chunks in one buffer a block."),
-    Engine("dynamo.universal", "1.4", "block | head layer kv token dim", "UniversalTP: a head's bytes are one run."),
-    Engine("dynamo.universal.pp", "1.4", "block | layer head kv token dim", "UniversalPP: a layer's bytes are one run."),
-    Engine("flexkv.layerfirst", "2026-08", "layer kv block token head dim", "LAYERFIRST."),
-    Engine("flexkv.blockfirst", "2026-08", "block layer kv token head dim", "BLOCKFIRST; mixed layer groups have this one only."),
-    Engine("flexkv.layerblock", "2026-08", "layer block kv token head dim", "LAYERBLOCK."),
-    Engine("aibrix.ncld", "0.8", "block | token kv layer (head dim)", "NCLD."),
-    Engine("aibrix.lcnd", "0.8", "block | layer kv token (head dim)", "LCND."),
+    EngineRow("lmcache.2ltd", "0.5.6", "block | kv layer token (head dim)", "KV_2LTD. A block is a chunk.", "256 by default"),
+    EngineRow("lmcache.t2d", "0.5.6", "layer block | token kv (head dim)", "KV_T2D, layer by layer.", "256 by default"),
+    EngineRow("lmcache.2td", "0.5.6", "layer block | kv token (head dim)", "KV_2TD, layer by layer, blending.", "256 by default"),
+    EngineRow("lmcache.mla", "0.5.6", "block | layer token head dim", f"KV_MLA_FMT. {_LATENT}", "256 by default", num_kv_heads=1),
+    EngineRow("dynamo.block_stack.nhd", "1.4", "block layer kv | token head dim", "A pointer for each block, layer, K and V."),
+    EngineRow("dynamo.block_stack.hnd", "1.4", "block layer kv | head token dim", "A pointer for each block, layer, K and V."),
+    EngineRow("dynamo.operational.nhd", "1.4", "block | layer kv token head dim", "A block stack's chunks in one buffer a block."),
+    EngineRow("dynamo.operational.hnd", "1.4", "block | layer kv head token dim", "A block stack's chunks in one buffer a block."),
+    EngineRow("dynamo.universal", "1.4", "block | head layer kv token dim", "UniversalTP: a head's bytes are one run."),
+    EngineRow("dynamo.universal.pp", "1.4", "block | layer head kv token dim", "UniversalPP: a layer's bytes are one run."),
+    EngineRow("flexkv.layerfirst", "2026-08", "layer kv block token head dim", "LAYERFIRST."),
+    EngineRow(
+        "flexkv.blockfirst", "2026-08", "block layer kv token head dim", "BLOCKFIRST; mixed layer groups have this one only."
+    ),
+    EngineRow("flexkv.layerblock", "2026-08", "layer block kv token head dim", "LAYERBLOCK."),
+    EngineRow("aibrix.ncld", "0.8", "block | token kv layer (head dim)", "NCLD."),
+    EngineRow("aibrix.lcnd", "0.8", "block | layer kv token (head dim)", "LCND."),
 )
-ENGINES: dict[str, Engine] = {row.name: row for row in (*_VLLM, *_SGLANG, *_ENGINES, *_STORES)}
+ENGINES: dict[str, EngineRow] = {row.name: row for row in (*_VLLM, *_SGLANG, *_ENGINES, *_STORES)}
 
 
-def engine(name: str) -> Engine:
+def engine(name: str) -> EngineRow:
     """The row of that name."""
     if name in ENGINES:
         return ENGINES[name]

@@ -25,7 +25,7 @@ from kvx.spec.cache_spec import PlaneSpec, Spec
 _AREAS = "K and V"  # areas of planes, of orders or sizes of their own, in one buffer
 
 
-class Step(NamedTuple):
+class AxisStep(NamedTuple):
     """One axis of a buffer, or what several planes put between two of them."""
 
     axis: str
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 class Grid(NamedTuple):
     """What one buffer holds: its axes in memory, outermost first, and the type its elements have in torch."""
 
-    steps: tuple[Step, ...]  # those longer than 1
+    steps: tuple[AxisStep, ...]  # those longer than 1
     dtype: torch.dtype | None  # None: bytes alone will do, since elements are no whole ones or of two types
     bytes: int  # up to the last element
     format: str
@@ -178,7 +178,7 @@ def _contiguous(dims: list[tuple[int, int]], item: int) -> list[tuple[int, int]]
 
 def _compact(grid: Grid) -> Grid:
     """Without what pads its axes."""
-    steps: list[Step] = []
+    steps: list[AxisStep] = []
     for s in reversed(grid.steps):
         steps.insert(0, s._replace(stride=steps[0].end if steps else s.stride))
     return grid._replace(steps=tuple(steps))
@@ -194,9 +194,9 @@ def _conflict(dims: list[tuple[int, int]], item: int, grid: Grid) -> str:
     Each dimension is one axis, or several adjacent ones as one; areas of K and V that are not alike may be cut at will.
     Parts of axes are refused: with them, shapes that are wrong pass for whole axes here and parts there.
     """
-    found: list[list[Step]] = [[] for _ in grid.steps]  # for each axis, the dimensions or the part of one that step through it
+    found: list[list[AxisStep]] = [[] for _ in grid.steps]  # for each axis, the dimensions or the part of one that step through it
     for stride, n in dims:
-        dim = Step("", n, stride)
+        dim = AxisStep("", n, stride)
         covered = [i for i, s in enumerate(grid.steps) if stride <= s.stride and s.end <= dim.end and s.stride % stride == 0]
         for i, s in enumerate(grid.steps):
             if i in covered:
@@ -236,12 +236,12 @@ def grids(spec: Spec) -> tuple[tuple[int, Grid], ...]:
         out = [(total, _cache_grid(spec, planes))]
     for plane, place in zip(spec.planes, scale_places(spec), strict=True):
         if place is not None and plane.format.scale is not None:
-            steps = tuple(Step(d.axis, d.size, d.stride) for d in place.digits if d.size > 1)
+            steps = tuple(AxisStep(d.axis, d.size, d.stride) for d in place.digits if d.size > 1)
             size, dtype = place.digits[0].size * place.digits[0].stride, getattr(torch, plane.format.scale.torch_name)
             out.append((1, Grid(steps, dtype, size, f"the scale of format {plane.format}", spec.layout, True)))
     for plane in spec.planes:
         if plane.format.has_tensor_scale:
-            steps = (Step("layer", spec.num_layers, 4),) if spec.num_layers > 1 else ()
+            steps = (AxisStep("layer", spec.num_layers, 4),) if spec.num_layers > 1 else ()
             out.append(
                 (
                     1,
@@ -264,17 +264,17 @@ def _cache_grid(spec: Spec, planes: list[tuple[PlaneSpec, Place]]) -> Grid:
     apart = offsets[1] - offsets[0] if len(planes) > 1 else 0
     alike = all(x == steps[0] for x in steps) and len(set(units)) == 1
     if alike and all(offset == offsets[0] + i * apart for i, offset in enumerate(offsets)):
-        both = [Step("kv" if len(planes) == 2 else "plane", len(planes), apart)] if len(planes) > 1 else []
+        both = [AxisStep("kv" if len(planes) == 2 else "plane", len(planes), apart)] if len(planes) > 1 else []
         found = sorted([*steps[0], *both], key=lambda s: -s.stride)
     else:  # orders or sizes of their own: what stands outside all, and the planes' areas as one
         shared = [s for s in steps[0] if all(s in other for other in steps)]
         shared = [s for s in shared if all(x in shared for p in steps for x in p if x.stride >= s.stride)]
         inner = min((s.stride for s in shared), default=-(-size // units[0]) * units[0])
-        found = [*shared, Step(_AREAS, inner // min(units), min(units))]
+        found = [*shared, AxisStep(_AREAS, inner // min(units), min(units))]
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     return Grid(tuple(found), dtype, size, formats, spec.layout)
 
 
-def _steps(place: Place) -> list[Step]:
-    steps = [Step(d.axis, d.size + d.unused, d.stride) for d in place.digits if d.stride and d.size + d.unused > 1]
+def _steps(place: Place) -> list[AxisStep]:
+    steps = [AxisStep(d.axis, d.size + d.unused, d.stride) for d in place.digits if d.stride and d.size + d.unused > 1]
     return sorted(steps, key=lambda s: -s.stride)

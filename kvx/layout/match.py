@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvx.errors import BadArgument, Unsupported
-from kvx.layout.box import Box, BoxDigit, Cell, RowFormat, Side
+from kvx.layout.box import Box, BoxDigit, Cell, CellFormat, Side
 from kvx.layout.place import Digit, Place, places, scale_places, tensor_scale_buffers
 from kvx.layout.shards import Rectangle
 from kvx.spec.cache_spec import PlaneSpec, Spec
@@ -102,7 +102,7 @@ def inline_scale_place(spec: Spec, plane: int) -> Place | None:
     return Place((*digits, group), place.buffer, place.offset + this.row_elements * this.format.element.bits // 8, size)
 
 
-def _row_format(spec: Spec, plane: int) -> RowFormat:
+def _row_format(spec: Spec, plane: int) -> CellFormat:
     this, place, scale = spec.plane(plane), places(spec)[plane], scale_places(spec)[plane]
     fmt, row = this.format, place.of(this.row_axis)
     units = fmt.element.bits // 8 if fmt.element.bits >= 8 else 1
@@ -111,7 +111,7 @@ def _row_format(spec: Spec, plane: int) -> RowFormat:
     pack = inner.size * place.unit_bytes * 8 // fmt.element.bits if len(row) > 1 else this.row_elements
     strides = {d.axis: d.stride for d in scale.digits} if scale is not None else {}
     scale_bytes = fmt.scale.bits // 8 if fmt.scale is not None else 0
-    return RowFormat(
+    return CellFormat(
         dtype=fmt.element.code,
         granularity=int(fmt.granularity),
         scale_dtype=fmt.scale.code if fmt.scale is not None else 0,
@@ -198,7 +198,7 @@ def _moved(cell: Cell | None, way: Way, axis: str, a: int, b: int) -> Cell | Non
     return cell._replace(src=sides[0], dst=sides[1])
 
 
-def _in_table(row: RowFormat, buffer: int) -> RowFormat:
+def _in_table(row: CellFormat, buffer: int) -> CellFormat:
     """Buffer numbers of the whole table, which holds the shards before this one too."""
     scale, tensor = (n + buffer if n >= 0 else -1 for n in (row.scale_buffer, row.tensor_scale_buffer))
     return row._replace(scale_buffer=scale, tensor_scale_buffer=tensor)

@@ -39,7 +39,7 @@ _MAGIC, _VERSION = 0x5058564B, 1
 _HEADER = struct.Struct("<IIQIIIIqqqqIIII")
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """`pieces` of `bytes` bytes, each `src_stride` and `dst_stride` after the one before."""
 
     src_buffer: int
@@ -75,7 +75,7 @@ class Plan:
 
     def runs(
         self, src_blocks: Sequence[int] | None = None, dst_blocks: Sequence[int] | None = None, *, strided: bool = False
-    ) -> Iterator[Run]:
+    ) -> Iterator[ByteRun]:
         """What a transport moves for these pairs of blocks: plain pieces, or strided ones (fewer). None: the plan's, or all."""
         reason = self._no_runs()
         if reason:
@@ -91,7 +91,7 @@ class Plan:
             outer = box.digits[1:] if inner else box.digits
             for s, d in zip(src_blocks, dst_blocks, strict=True):
                 for src, dst, src_buffer, dst_buffer in walk(outer):
-                    yield Run(
+                    yield ByteRun(
                         box.src.buffer + s * box.src.block_step + src_buffer,
                         box.src.offset + s * box.src.block + src,
                         box.dst.buffer + d * box.dst.block_step + dst_buffer,

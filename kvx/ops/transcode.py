@@ -7,7 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kvx.layout.box import Box, Cell, RowFormat, Side
+from kvx.layout.box import Box, Cell, CellFormat, Side
 from kvx.quant.numbers import decode, encode, torch_dtype
 from kvx.quant.scales import finite_amax, load_scale, round_scale, scale_from_amax
 from kvx.spec.dtypes import DTYPES
@@ -17,7 +17,7 @@ _TYPES = {t.code: t for t in DTYPES.values()}
 BY_BLOCK = (Granularity.BLOCK, Granularity.BLOCK_HEAD)
 
 
-def format_of(row: RowFormat) -> Format:
+def format_of(row: CellFormat) -> Format:
     element, scale = _TYPES[row.dtype], _TYPES[row.scale_dtype] if row.granularity else None
     return Format("", element, Granularity(row.granularity), scale)
 
@@ -69,19 +69,19 @@ class Rows:
     def granularity(self) -> Granularity:
         return Granularity(self.cell.dst.granularity)
 
-    def _scale_rows(self, row: RowFormat, starts: tuple[Tensor, Tensor], scale: Tensor) -> tuple[Tensor, Tensor]:
+    def _scale_rows(self, row: CellFormat, starts: tuple[Tensor, Tensor], scale: Tensor) -> tuple[Tensor, Tensor]:
         return (starts[0] if row.is_inline else torch.full_like(scale, row.scale_buffer)), scale
 
-    def _scale_bytes(self, row: RowFormat) -> Tensor:
+    def _scale_bytes(self, row: CellFormat) -> Tensor:
         size = _TYPES[row.scale_dtype].bits // 8
         return (torch.arange(self.cell.head_dim // row.group_size)[:, None] * row.scale_group + torch.arange(size)).flatten()
 
-    def _tensor_scale(self, buffers: list[Tensor], row: RowFormat) -> Tensor | None:
+    def _tensor_scale(self, buffers: list[Tensor], row: CellFormat) -> Tensor | None:
         if row.tensor_scale_buffer < 0:
             return None
         return buffers[row.tensor_scale_buffer].view(torch.float32)[self.layer + row.first_layer][:, None]
 
-    def _factor(self, buffers: list[Tensor], row: RowFormat, starts: tuple[Tensor, Tensor], scale: Tensor) -> Tensor | None:
+    def _factor(self, buffers: list[Tensor], row: CellFormat, starts: tuple[Tensor, Tensor], scale: Tensor) -> Tensor | None:
         if not row.granularity:
             return None
         kind = _TYPES[row.scale_dtype]
@@ -103,13 +103,13 @@ def _starts(side: Side, block: int, token: int, index: Tensor, stride: Tensor, s
     return side.buffer + block * side.block_step + (index * step).sum(-1), start + (index * stride).sum(-1)
 
 
-def _scales(row: RowFormat, start: Tensor, block: int, token: int, moved: Tensor) -> Tensor:
+def _scales(row: CellFormat, start: Tensor, block: int, token: int, moved: Tensor) -> Tensor:
     if row.is_inline:
         return start + row.scale_offset
     return row.scale_offset + block * row.scale_block + token * row.scale_token + moved
 
 
-def _element_bytes(row: RowFormat, head_dim: int) -> Tensor:
+def _element_bytes(row: CellFormat, head_dim: int) -> Tensor:
     """The bytes of a row's elements, from its start."""
     bits = _TYPES[row.dtype].bits
     d = torch.arange(0, head_dim, 2 if bits == 4 else 1)

@@ -13,13 +13,13 @@ from kvx.errors import BadArgument
 from kvx.spec.config_fields import ConfigFields
 from kvx.spec.dtypes import DTYPES
 from kvx.spec.formats import FORMATS, Format, Granularity
-from kvx.spec.layer_types import FULL, INDEXED, Layer, layers, notes, window_of
+from kvx.spec.layer_types import FULL, INDEXED, ModelLayer, layers, notes, window_of
 
 RECORDS = ("fp8_ds_mla", "nvfp4_ds_mla")  # vLLM's names of rows that are made for a model
 
 
 @dataclass(frozen=True)
-class Row:
+class StoredRow:
     """What a layer stores of one token, or of one compressed entry."""
 
     name: str
@@ -36,12 +36,12 @@ class Row:
 class LayerKind:
     name: str
     num_layers: int
-    rows: tuple[Row, ...]  # stored in blocks
+    rows: tuple[StoredRow, ...]  # stored in blocks
     ratio: int = 1  # tokens a row stands for
     window: int = 0  # tokens that are kept; 0: all
     is_chunked: bool = False  # the window starts anew every `window` tokens, in place of sliding
     # DeepSeek-V4: beside the blocks, each request has a ring of its last tokens' rows and a compressor's unfinished sums.
-    ring: tuple[Row, ...] = ()
+    ring: tuple[StoredRow, ...] = ()
     ring_tokens: int = 0
     state_floats: int = 0  # the sums as engines keep them: rings of whole windows
     tight_floats: int = 0  # the least that gives the same entries
@@ -61,13 +61,13 @@ def described(config: ConfigFields) -> tuple[tuple[LayerKind, ...], tuple[str, .
     return tuple(_kind(config, layer, count) for layer, count in same.items()), notes(config, kept)
 
 
-def _kind(config: ConfigFields, layer: Layer, count: int) -> LayerKind:
+def _kind(config: ConfigFields, layer: ModelLayer, count: int) -> LayerKind:
     if "kv_lora_rank" in config and layer.type in (*FULL, *INDEXED):
         rows = _latent_rows(config)
         return LayerKind("latent" if len(rows) == 1 else "latent + index", count, rows)
     if "kv_lora_rank" in config or layer.type not in (*FULL, "sliding_attention", "chunked_attention"):
         raise config.unsupported(f"has layers of type {layer.type}{' beside latents' if 'kv_lora_rank' in config else ''}")
-    rows = (Row("K", layer.kv_heads, (layer.k_dim,)), Row("V", layer.kv_heads, (layer.v_dim,)))
+    rows = (StoredRow("K", layer.kv_heads, (layer.k_dim,)), StoredRow("V", layer.kv_heads, (layer.v_dim,)))
     if layer.type == "sliding_attention":
         window = layer.window or window_of(config) or config.int_of("sliding_window")
         return LayerKind("sliding", count, rows, window=window)
@@ -76,12 +76,12 @@ def _kind(config: ConfigFields, layer: Layer, count: int) -> LayerKind:
     return LayerKind("full", count, rows)
 
 
-def _latent_rows(config: ConfigFields) -> tuple[Row, ...]:
+def _latent_rows(config: ConfigFields) -> tuple[StoredRow, ...]:
     latent, rope = config.int_of("kv_lora_rank"), config.int_of("qk_rope_head_dim")
-    row = Row("latent", 1, (latent, rope), records=_latent_records(latent, rope))
+    row = StoredRow("latent", 1, (latent, rope), records=_latent_records(latent, rope))
     if "index_head_dim" not in config:
         return (row,)
-    return row, Row("index", 1, (config.int_of("index_head_dim"),), index_format="fp8_e4m3_per_128")
+    return row, StoredRow("index", 1, (config.int_of("index_head_dim"),), index_format="fp8_e4m3_per_128")
 
 
 def _latent_records(latent: int, rope: int) -> tuple[tuple[str, int], ...]:
@@ -99,13 +99,13 @@ def _compressed(config: ConfigFields) -> Iterator[LayerKind]:
     """DeepSeek-V4: a window of rows everywhere, and entries that stand for 4 tokens (CSA, with an indexer) or 128 (HCA)."""
     ratios, dim, window = compress_ratios(config), config.int_of("head_dim"), config.int_of("sliding_window")
     rope = config.int_of("qk_rope_head_dim", 0) or 64  # configs that leave it out rotate the last 64 too
-    row = Row("KV", 1, (dim,), records=_v4_records(dim, rope))
+    row = StoredRow("KV", 1, (dim,), records=_v4_records(dim, rope))
     for ratio in sorted(set(ratios)):
         count = ratios.count(ratio)
         if ratio <= 1:
             yield LayerKind("SWA", count, (), ring=(row,), ring_tokens=window)
         elif ratio == 4:
-            index = Row("index", 1, (config.int_of("index_head_dim"),), index_format="mxfp4")
+            index = StoredRow("index", 1, (config.int_of("index_head_dim"),), index_format="mxfp4")
             numbers = 2 * (dim + index.dims[0])  # a value and a score for each channel, of entries and of their index keys
             yield LayerKind(
                 "CSA",

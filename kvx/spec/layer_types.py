@@ -35,7 +35,7 @@ _PATTERN = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4}
 
 
 @dataclass(frozen=True)
-class Layer:
+class ModelLayer:
     """What one layer keeps."""
 
     type: str  # full_attention, sliding_attention, chunked_attention, an indexed one; "": no K and V of its tokens
@@ -46,13 +46,13 @@ class Layer:
     also: str = ""  # a state, or cross attention
 
 
-def layers(config: ConfigFields) -> list[Layer]:
+def layers(config: ConfigFields) -> list[ModelLayer]:
     _refuse_what_is_no_kv_cache(config)
     types = _types(config)
     found = [_layer(config, i, t) for i, t in enumerate(types)]
     own = len(found) - config.int_of("num_kv_shared_layers", 0)  # the last ones read the KV of earlier ones
     share = config.int_of("cla_share_factor") if config.get("use_cla") else 1  # Hunyuan: of so many layers the first has it
-    kept = [layer if i < own and i % share == 0 else Layer("") for i, layer in enumerate(found)]
+    kept = [layer if i < own and i % share == 0 else ModelLayer("") for i, layer in enumerate(found)]
     if not any(layer.type for layer in kept):
         if own < 1 and found:
             raise BadArgument(f"size(): num_kv_shared_layers of {config.name} leaves no layer that stores anything.")
@@ -60,7 +60,7 @@ def layers(config: ConfigFields) -> list[Layer]:
     return kept
 
 
-def notes(config: ConfigFields, kept: list[Layer]) -> tuple[str, ...]:
+def notes(config: ConfigFields, kept: list[ModelLayer]) -> tuple[str, ...]:
     """What the answer leaves out, and what of the config it did not understand."""
     said = []
     states = [layer.also for layer in kept if layer.also and layer.also != "cross_attention"]
@@ -86,18 +86,18 @@ def _refuse_what_is_no_kv_cache(config: ConfigFields) -> None:
         raise config.unsupported("is an encoder and a decoder, and caches cross attention too")
 
 
-def _layer(config: ConfigFields, i: int, kind: str) -> Layer:
+def _layer(config: ConfigFields, i: int, kind: str) -> ModelLayer:
     state = ""
     if kind in _BOTH:
         kind, state = _BOTH[kind], "a state beside attention"
     if kind in _STATE or kind == "cross_attention":
-        return Layer("", also=kind)
+        return ModelLayer("", also=kind)
     if kind in _NOTHING:
-        return Layer("")
+        return ModelLayer("")
     if kind in FULL:
         kind = "full_attention"
     if "kv_lora_rank" in config:  # a latent, whatever the heads are
-        return Layer(kind, also=state)
+        return ModelLayer(kind, also=state)
     own = _of_layer(config, i)
     heads, dim = _kv_heads(config), _head_dim(config)
     v_dim = config.int_of("v_head_dim", 0) or dim
@@ -116,7 +116,7 @@ def _layer(config: ConfigFields, i: int, kind: str) -> Layer:
     for name, value in (("num_key_value_heads", heads), ("head_dim", dim), ("v_head_dim", v_dim)):
         if type(value) is not int or value < 1:
             raise BadArgument(f"size(): {name} of layer {i} of {config.name} is {value!r}; it takes a whole number of 1 or more.")
-    return Layer(kind, heads, dim, v_dim, own.get("sliding_window", 0) if kind == "sliding_attention" else 0, state)
+    return ModelLayer(kind, heads, dim, v_dim, own.get("sliding_window", 0) if kind == "sliding_attention" else 0, state)
 
 
 def _of_layer(config: ConfigFields, i: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from kvx.errors import BadArgument
 from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.config_fields import ConfigFields
 from kvx.spec.formats import FORMATS, Format, Granularity
-from kvx.spec.layer_kinds import RECORDS, LayerKind, Row, described, layer_kinds
+from kvx.spec.layer_kinds import RECORDS, LayerKind, StoredRow, described, layer_kinds
 from kvx.spec.models import CHECKED_TYPES
 
 BLOCK_SIZE = 16  # unless told; compressed layers need a multiple of the tokens an entry stands for
@@ -211,7 +211,7 @@ def size_formats(model: str | Path | Mapping[str, Any], *, every: bool = False) 
 
 
 def _group(kind: LayerKind, format: str, index_format: str, tp: int, block_size: int, state: str) -> GroupSize:
-    def held(rows: tuple[Row, ...], entries: int) -> int:
+    def held(rows: tuple[StoredRow, ...], entries: int) -> int:
         return sum(_row_bytes(row, _row_format(row, format, index_format), entries, tp) for row in rows)
 
     ring = held(kind.ring, 1) * kind.ring_tokens
@@ -231,7 +231,7 @@ def _group(kind: LayerKind, format: str, index_format: str, tp: int, block_size:
     )
 
 
-def _row_format(row: Row, format: str, index_format: str) -> str:
+def _row_format(row: StoredRow, format: str, index_format: str) -> str:
     """An indexer's keys follow a cache that is not quantised; beside others they have a format of their own."""
     if not row.index_format:
         return format
@@ -239,7 +239,7 @@ def _row_format(row: Row, format: str, index_format: str) -> str:
     return index_format or (format if is_plain else row.index_format)
 
 
-def _row_bytes(row: Row, format: str, entries: int, tp: int) -> int:
+def _row_bytes(row: StoredRow, format: str, entries: int, tp: int) -> int:
     """Bytes of so many entries of a block in one layer, with their scales and the block's."""
     records = dict(row.records)
     if format in records:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvx.errors import BadArgument, KvxError, Unsupported
+from kvx.errors import BadArgument, Damaged, Unsupported
 from kvx.tiers.block import Block, BlockKind, kind_from_text
 
 MAGIC, VERSION = b"KVXBLOCK", 1
@@ -23,10 +23,6 @@ _HEAD = struct.Struct("<8sHHIIQ16s16sI64s")
 _CHECK_BYTES = 16  # the header's checksum, its last bytes
 _MOST_HEADER_BYTES = 1 << 20  # a file that claims more is not read
 _ALIGN = 4096  # the payload begins on a page, so that it can be mapped or read past the page cache
-
-
-class Damaged(KvxError):
-    """A file that is not what its writer wrote, or not the block of its name."""
 
 
 def _blake2b() -> Any:

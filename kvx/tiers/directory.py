@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from kvx.errors import BadArgument, KvxWarning, TierError
+from kvx.errors import BadArgument, Damaged, KvxWarning, TierError
 from kvx.tiers.block import BlockKind, kind_from_text
-from kvx.tiers.block_file import Damaged, open_file
+from kvx.tiers.block_file import open_file
 from kvx.tiers.recency import Recency
 from kvx.tiers.tier import MOST_KEY_BYTES
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kvx.errors import Incompatible, TierError, Unsupported
+from kvx.errors import Damaged, Incompatible, TierError, Unsupported
 from kvx.tiers.block import Block, BlockKind
-from kvx.tiers.block_file import Damaged, file_bytes, open_file, read_block, write_block
+from kvx.tiers.block_file import file_bytes, open_file, read_block, write_block
 from kvx.tiers.directory import Directory, name_of, new_file, partial_name
 from kvx.tiers.tier import Tier, TierEvent, blocks_in
 

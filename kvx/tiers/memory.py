@@ -82,7 +82,7 @@ class HostMemory:
 def _piece_of(size: int) -> Any:
     """The type of a piece: a tensor holds the object whose memory it shows, so this one goes when the last tensor does."""
 
-    class Piece(ctypes.c_ubyte * size):  # type: ignore[misc]  # a class made by an expression
+    class _Piece(ctypes.c_ubyte * size):  # type: ignore[misc]  # a class made by an expression
         number: int
         slab: Tensor
         returned: deque[int]
@@ -90,4 +90,4 @@ def _piece_of(size: int) -> Any:
         def __del__(self) -> None:
             self.returned.append(self.number)
 
-    return Piece
+    return _Piece

@@ -24,17 +24,17 @@ from kvx.errors import BadArgument, KvxError, TierError
 from kvx.layout.place import num_buffers
 from kvx.spec.cache_spec import CacheSpec
 from kvx.tiers.block import Block, BlockKind, block_spec
+from kvx.tiers.chunks import Chunk, aligned_blocks, chunks_of, unknown
 from kvx.tiers.descent import Descent, Fall
 from kvx.tiers.fetch import Fetch
 from kvx.tiers.host import HostTier
 from kvx.tiers.lane import HostLane, Lane, StagedLane, Wait
 from kvx.tiers.memory import HostMemory
 from kvx.tiers.mover_stats import MoverEvent, MoverStats
-from kvx.tiers.parts import Part, groups_of, parts_of, unknown
 from kvx.tiers.room import Room
 from kvx.tiers.tier import Tier, TierEvent
 
-NUM_AREAS = 8  # parts that what is in flight is cut into: one is converted, one on the link, and a tier's threads have one each
+NUM_AREAS = 8  # chunks that what is in flight is cut into: one is converted, one on the link, and a tier's threads have one each
 
 
 class Mover:
@@ -60,7 +60,7 @@ class Mover:
         most = max_in_flight_bytes // self.kind.num_bytes
         if most < 1:
             raise BadArgument(f"Mover: max_in_flight_bytes is {max_in_flight_bytes}; one block takes {self.kind.num_bytes}.")
-        # Names of one group follow each other in its tokens: `_ids` blocks of the cache are `_names` of the tiers.
+        # Aligned blocks follow each other in their tokens: `_ids` blocks of the cache are `_names` of the tiers.
         a, b = self.specs[0].block_size, self.kept.block_size
         self._ids, self._names = max(1, b // a), max(1, a // b)
         # That are converted together, and cross the link together where they are neighbours.
@@ -131,25 +131,25 @@ class Mover:
         return done
 
     def _offload(self, call: str, tier: Tier, names: Sequence[bytes], blocks: Sequence[int]) -> Future[int]:
-        groups = groups_of(call, names, blocks, self.specs[0], self.kept)
+        aligned = aligned_blocks(call, names, blocks, self.specs[0], self.kept)
         with self._turn:
             self._check_open(call)
             has = self._ask(tier, names)
             known = {n for n, h in zip(names, has, strict=True) if h or n in self._coming}
-            flights = [self._send(part, tier) for part in parts_of(unknown(groups, known), self.area_blocks)]
+            flights = [self._send(chunk, tier) for chunk in chunks_of(unknown(aligned, known), self.area_blocks)]
         return _sum(flights)
 
-    def _send(self, part: Part, tier: Tier) -> Future[int]:
-        n, done, wait = len(part.names), Future[int](), None
+    def _send(self, chunk: Chunk, tier: Tier) -> Future[int]:
+        n, done, wait = len(chunk.names), Future[int](), None
         try:
             self._room.take(done, n)
             held = self.memory.take(n)
-            wait = self._lane.send(part.ids, part.places, held)
-            for name in part.names:
+            wait = self._lane.send(chunk.ids, chunk.places, held)
+            for name in chunk.names:
                 self._coming[name] = done
-            self._landing.submit(self._land, tier, part.names, held, wait, done)
+            self._landing.submit(self._land, tier, chunk.names, held, wait, done)
         except BaseException:  # Ctrl-C, too: nothing stays in flight that nobody ends
-            self._landed(part.names, done)
+            self._landed(chunk.names, done)
             if wait is not None:
                 wait()
             raise
@@ -236,37 +236,37 @@ class Mover:
 
         They are there in the order of the current stream. What is damaged, or gone since find(), is a miss.
         """
-        groups, came = groups_of("onboard", names, blocks, self.specs[0], self.kept), 0
+        aligned, came = aligned_blocks("onboard", names, blocks, self.specs[0], self.kept), 0
         with self._turn:
             self._check_open("onboard")
             for name in names:
                 if name in self._coming:
                     _settle(self._coming.get(name))
-            parts, fetches = parts_of(groups, self.area_blocks), deque[tuple[Part, Fetch]]()
+            chunks, fetches = chunks_of(aligned, self.area_blocks), deque[tuple[Chunk, Fetch]]()
             while True:
-                for part in islice(parts, 3 - len(fetches)):  # the tiers read the next ones while this is converted
-                    fetches.append((part, Fetch(part.names, self.tiers, self.memory, self._descent.get, self._ask)))
+                for chunk in islice(chunks, 3 - len(fetches)):  # the tiers read the next ones while this is converted
+                    fetches.append((chunk, Fetch(chunk.names, self.tiers, self.memory, self._descent.get, self._ask)))
                 if not fetches:
                     break
-                part, fetch = fetches.popleft()
-                n = self._receive(part, fetch)
+                chunk, fetch = fetches.popleft()
+                n = self._receive(chunk, fetch)
                 came += n
-                if n < len(part.names):
+                if n < len(chunk.names):
                     self._count(missed=1)
                     break
         return came
 
-    def _receive(self, part: Part, fetch: Fetch) -> int:
+    def _receive(self, chunk: Chunk, fetch: Fetch) -> int:
         found = fetch.result()
         n = found.index(None) if None in found else len(found)
-        blocks, names = [b for b in found[:n] if b is not None], part.names[:n]
+        blocks, names = [b for b in found[:n] if b is not None], chunk.names[:n]
         if not n:
             return 0
-        whole = -(-n // self._names)  # groups; of the last, names that did not come are skipped
-        places = [p if p < n else -1 for p in part.places[: whole * self._names]]
+        whole = -(-n // self._names)  # aligned blocks; of the last, names that did not come are skipped
+        places = [p if p < n else -1 for p in chunk.places[: whole * self._names]]
         wait = None
         try:
-            wait = self._lane.receive(part.ids[: whole * self._ids], places, blocks)
+            wait = self._lane.receive(chunk.ids[: whole * self._ids], places, blocks)
             self._landing.submit(_hold, wait, blocks)
         except BaseException:
             if wait is not None:

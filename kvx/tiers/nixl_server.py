@@ -16,7 +16,7 @@ import torch
 from kvx.errors import Incompatible, KvxError
 from kvx.identity import require_identity
 from kvx.tiers.block import BlockKind, check_kind, kind_from_text
-from kvx.tiers.remote_slots import Slots
+from kvx.tiers.remote_slots import SlotDirectory
 from kvx.tiers.tier import blocks_in
 from kvx.wires.address import devices_of
 from kvx.wires.listener import MAX_CLIENTS, Client, Listener
@@ -47,7 +47,7 @@ class NixlServer:
         check_kind("NixlServer", kind)
         require_identity("NixlServer", kind.manifest.get("model"))
         self.kind = kind
-        self.slots = Slots(blocks_in("NixlServer", capacity_bytes, kind.num_bytes), lease_s=lease_s)
+        self.slots = SlotDirectory(blocks_in("NixlServer", capacity_bytes, kind.num_bytes), lease_s=lease_s)
         self.arena = torch.zeros(self.slots.num_slots, kind.num_bytes, dtype=torch.uint8)
         self._leases: dict[int, set[int]] = {}  # of each peer
         self._listener = Listener(host, port, secret, idle_s=QUIET_S, max_clients=max_clients)

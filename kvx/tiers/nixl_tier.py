@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvx.errors import BadArgument, Incompatible, TierError, Unsupported
-from kvx.layout.plan import Run
+from kvx.layout.plan import ByteRun
 from kvx.tiers.block import Block, BlockKind
 from kvx.tiers.block_file import CHECKSUMS, checksum
 from kvx.tiers.tier import Tier, TierEvent
@@ -146,7 +146,7 @@ class NixlTier(Tier):
                 if slot >= 0:
                     torch.cat(blocks[n].buffers, out=link.staging[n])
                     sums[slot] = _sum_of(link.staging[n])
-            runs = [Run(0, n * size, 0, slot * size, size) for n, slot in enumerate(slots) if slot >= 0]
+            runs = [ByteRun(0, n * size, 0, slot * size, size) for n, slot in enumerate(slots) if slot >= 0]
             link.agent.write([link.staging], link.remote, runs, deadline)
             kept = link.ask({"op": "commit", "lease": answer["lease"], "sums": sums}, deadline)["kept"] if sums else []
             evicted = [bytes.fromhex(k) for k in answer["evicted"]]
@@ -164,7 +164,7 @@ class NixlTier(Tier):
             answer = link.ask({"op": "get", "keys": [k.hex() for k in keys]}, deadline)
             slots: list[int | None] = answer["slots"]
             sums: list[str] = answer["sums"]
-            runs = [Run(0, slot * size, 0, n * size, size) for n, slot in enumerate(slots) if slot is not None]
+            runs = [ByteRun(0, slot * size, 0, n * size, size) for n, slot in enumerate(slots) if slot is not None]
             link.agent.read([link.staging], link.remote, runs, deadline)
             if runs:
                 link.ask({"op": "end", "lease": answer["lease"]}, deadline)

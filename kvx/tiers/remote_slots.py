@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvx.wires.wire import WireError
 
 
-class Entry(NamedTuple):
+class SlotEntry(NamedTuple):
     slot: int
     checksum: str
 
@@ -28,12 +28,12 @@ class _Lease:
     keys: dict[int, bytes] = field(default_factory=dict)  # of slots that are being written
 
 
-class Slots:
+class SlotDirectory:
     """Not thread-safe: its owner serves one request at a time."""
 
     def __init__(self, num_slots: int, *, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_slots, self.lease_s, self._clock = num_slots, lease_s, clock
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # the least recently used first
+        self._entries: OrderedDict[bytes, SlotEntry] = OrderedDict()  # the least recently used first
         self._free = list(range(num_slots))
         self._holders = [0] * num_slots  # leases on each slot
         self._named: set[int] = set()  # slots of entries
@@ -57,7 +57,7 @@ class Slots:
     def num_leases(self) -> int:
         return len(self.leases)
 
-    def read(self, keys: Sequence[bytes]) -> tuple[int, list[Entry | None]]:
+    def read(self, keys: Sequence[bytes]) -> tuple[int, list[SlotEntry | None]]:
         """A lease on the slots of these names, and where they are. 0: none is there."""
         self.expire()
         found = [self._entries.get(key) for key in keys]
@@ -90,7 +90,7 @@ class Slots:
         kept = []
         for slot, key in self._leases[number].keys.items():
             if slot in checksums and key not in self._entries:
-                self._entries[key] = Entry(slot, checksums[slot])
+                self._entries[key] = SlotEntry(slot, checksums[slot])
                 self._named.add(slot)
                 kept.append(slot)
         self.end(number)

@@ -27,7 +27,7 @@ NO_PREFILL = f"no {PREFILL}"  # of those who wait for an answer
 PREFILL_HINT = "Is it running, on the same --wire?"
 
 
-class Request(NamedTuple):
+class OfferRequest(NamedTuple):
     number: str
     about: dict[str, Any]
     client: Client | None = None  # who asked, where answers go to somebody
@@ -67,26 +67,26 @@ class Offers(_Closing):
         """That somebody may still pull."""
 
     @abstractmethod
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[OfferRequest]:
         """New questions. Offers that are pulled, or that nobody pulled in time, are let go of."""
 
     @abstractmethod
-    def offer(self, request: Request, about: dict[str, Any], buffers: Sequence[Tensor]) -> None:
+    def offer(self, request: OfferRequest, about: dict[str, Any], buffers: Sequence[Tensor]) -> None:
         """Let the asker pull these buffers, until it says that it is done, goes away, or `lease_s` is over.
 
         They are the asker's alone from now on: no wire here can keep it from writing into them.
         """
 
-    def answer(self, request: Request, about: dict[str, Any]) -> None:
+    def answer(self, request: OfferRequest, about: dict[str, Any]) -> None:
         """Without buffers."""
         self._say(request, {"about": about, "places": []})
 
-    def refuse(self, request: Request, error: KvxError) -> None:
+    def refuse(self, request: OfferRequest, error: KvxError) -> None:
         """The asker raises Incompatible if this is, else WireError, with the same sentence and who said it."""
         self._say(request, {"error": str(error), "is_other_kind": isinstance(error, Incompatible)})
 
     @abstractmethod
-    def _say(self, request: Request, body: dict[str, Any]) -> None: ...
+    def _say(self, request: OfferRequest, body: dict[str, Any]) -> None: ...
 
 
 class Puller(_Closing):

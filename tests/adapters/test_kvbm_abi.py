@@ -51,7 +51,7 @@ def test_python_knows_every_number_of_the_header():
     header = re.sub(r"/\*.*?\*/", "", Path(kvx.include_dir(), "kvbm_kernels.h").read_text(), flags=re.S)
     wanted = dict(re.findall(r"\bKVBM_(\w+) = (\d+)", header))
     prefixes = {
-        kvbm.DType: "DTYPE_",
+        kvbm.KvbmDType: "DTYPE_",
         kvbm.BlockLayout: "LAYOUT_",
         kvbm.CopyBackend: "BACKEND_",
         kvbm.Direction: "",

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import kvx
-from kvx.adapters.llama_cpp import Model, Slots, StateKind, export_slot_file
+from kvx.adapters.llama_cpp import Slots, StateKind, StateModel, export_slot_file
 
-MODEL = Model("m", num_layers=2, num_kv_heads=2, head_dim=8)
+MODEL = StateModel("m", num_layers=2, num_kv_heads=2, head_dim=8)
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -146,7 +146,7 @@ def test_a_server_that_is_slow_or_gone(server: FakeServer) -> None:
 
 @pytest.mark.parametrize("kind", [StateKind("f32"), None], ids=["told", "learned"])
 def test_another_models_handover_never_reaches_the_server(server: FakeServer, kind: StateKind | None) -> None:
-    other = Model("other", num_layers=2, num_kv_heads=2, head_dim=8)
+    other = StateModel("other", num_layers=2, num_kv_heads=2, head_dim=8)
     handover = export_slot_file(slot_file([5, 6]), model=other)
     with pytest.raises(kvx.Incompatible, match="model is 'other'"):
         Slots(server.address, server.folder, model=MODEL, kind=kind).import_slot(handover)

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import kvx
-from kvx.adapters.llama_cpp import Model, StateKind, export_slot_file, export_state, import_slot_file, import_state
+from kvx.adapters import llama_cpp
+from kvx.adapters.llama_cpp import StateKind, StateModel, export_slot_file, export_state, import_slot_file, import_state
 from kvx.handover import Handover
 from kvx.layout import engine
 from kvx.layout.buffers import allocate_buffers
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "llama_cpp.json").read_text())
-TINY = Model("tiny", **GOLDEN["model"])
+TINY = StateModel("tiny", **GOLDEN["model"])
 NUMPY = {"f32": ("<f4", 0), "f16": ("<f2", 1), "bf16": ("<u2", 30)}
 LAYERS, CELLS, HEADS, DIM = 3, 21, 2, 8
 
@@ -39,8 +40,8 @@ class Case:
         return f"{self.rope}-{self.cells}"
 
     @property
-    def model(self) -> Model:
-        return Model("m", LAYERS, HEADS, DIM, rope=self.rope)
+    def model(self) -> StateModel:
+        return StateModel("m", LAYERS, HEADS, DIM, rope=self.rope)
 
     @property
     def tokens(self) -> list[int]:
@@ -290,7 +291,7 @@ TURNED = PLAIN.state(StateKind("f32", is_v_transposed=True))
 TURNED_V = FIRST_ROW + LAYERS * (12 + CELLS * HEADS * DIM * 4)
 
 
-def read(data: bytes, *, model: Model = PLAIN.model, version: int = 4) -> Handover:
+def read(data: bytes, *, model: StateModel = PLAIN.model, version: int = 4) -> Handover:
     return export_state(data, PLAIN.tokens, model=model, version=version)
 
 
@@ -370,7 +371,7 @@ def test_kinds_and_models_check_themselves() -> None:
     with pytest.raises(kvx.Unsupported, match="version is 3"):
         StateKind(version=3)
     with pytest.raises(kvx.BadArgument, match="rope"):
-        Model("m", 1, 1, 8, rope="neox")
+        StateModel("m", 1, 1, 8, rope="neox")
 
 
 # ---- geometry of a GGUF
@@ -386,9 +387,10 @@ METADATA = {
 
 
 def test_model_of_gguf() -> None:
-    assert Model.of_gguf(METADATA) == Model("llama-30x576-kv3x64-v49152", 30, 3, 64)
+    assert llama_cpp.Model is StateModel
+    assert StateModel.of_gguf(METADATA) == StateModel("llama-30x576-kv3x64-v49152", 30, 3, 64)
     qwen = {name.replace("llama.", "qwen3."): value for name, value in METADATA.items()} | {"general.architecture": "qwen3"}
-    assert Model.of_gguf(qwen, "mine").rope == "half"
+    assert StateModel.of_gguf(qwen, "mine").rope == "half"
 
 
 @pytest.mark.parametrize(
@@ -403,4 +405,4 @@ def test_model_of_gguf() -> None:
 )
 def test_model_of_gguf_refuses(edit: dict[str, object], words: str) -> None:
     with pytest.raises(kvx.KvxError, match=words):
-        Model.of_gguf(METADATA | edit)
+        StateModel.of_gguf(METADATA | edit)

@@ -24,7 +24,7 @@ from kvx.runner.handover import name_of
 from kvx.runner.open import open_model
 from kvx.wires.listener import Client
 from kvx.wires.nixl import agent
-from kvx.wires.offer import Offers, Request
+from kvx.wires.offer import OfferRequest, Offers
 from kvx.wires.secret import HOME, read_or_make_secret
 from tests.runner import smollm
 
@@ -203,7 +203,7 @@ class Said(Offers):
     def __init__(self) -> None:
         self.bodies: list[dict] = []
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[OfferRequest]:
         return []
 
     def offer(self, request, about, buffers) -> None:
@@ -224,7 +224,7 @@ class Said(Offers):
 def test_what_only_looks_like_token_ids_is_refused_by_name(tokens, what, monkeypatch):
     monkeypatch.setattr(prefill, "export_sequence", lambda *args, **options: pytest.fail("it was computed"))
     said = Said()
-    prefill.Server(None, "small", layout="", tp_size=1).answer(said, Request("1", {"model": "small", "tokens": tokens}))
+    prefill.Server(None, "small", layout="", tp_size=1).answer(said, OfferRequest("1", {"model": "small", "tokens": tokens}))
     with pytest.raises(kvx.KvxError, match=what):
         raise kvx.BadArgument(said.bodies[0]["error"])
 
@@ -234,7 +234,7 @@ def test_other_weights_are_refused_before_anything_is_computed(monkeypatch):
     for model in ("llama-30x576-kv3x64-v49152-0123", None, 7, ["x"]):
         said = Said()
         prefill.Server(None, "llama-30x576-kv3x64-v49152-4567", layout="", tp_size=1).answer(
-            said, Request("1", {"model": model, "tokens": [1]})
+            said, OfferRequest("1", {"model": model, "tokens": [1]})
         )
         assert said.bodies[0]["is_other_kind"]
         assert "They have other weights, or one was given a --name. Nothing was computed." in said.bodies[0]["error"]
@@ -267,7 +267,7 @@ def test_nothing_is_computed_for_one_who_is_gone(monkeypatch):
     client, said = Client(), Said()
     client.is_open = False
     server = prefill.Server(None, "small", layout="", tp_size=1)
-    assert server.answer(said, Request("1", {"model": "small", "tokens": [1]}, client))[0] == {"gone": True}
+    assert server.answer(said, OfferRequest("1", {"model": "small", "tokens": [1]}, client))[0] == {"gone": True}
     assert said.bodies == []
 
 

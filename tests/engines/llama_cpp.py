@@ -10,7 +10,7 @@ import torch
 import xllamacpp
 from torch import Tensor
 
-from kvx.adapters.llama_cpp import Model, Slots
+from kvx.adapters.llama_cpp import Slots, StateModel
 from kvx.handover import Handover
 from kvx.runner.gguf_file import GgufFile
 
@@ -34,7 +34,7 @@ class LlamaCpp:
         p.cpuparams.n_threads = p.cpuparams_batch.n_threads = torch.get_num_threads()
         p.cache_ram_mib = 0  # else it keeps prompts outside of its slots, and brings them back unasked
         self._server = xllamacpp.Server(p)
-        self.model = Model.of_gguf(GgufFile(gguf).metadata)
+        self.model = StateModel.of_gguf(GgufFile(gguf).metadata)
         self.address, self.folder = self._server.listening_address, folder
         self.slots = Slots(self.address, folder, model=self.model, timeout_s=300)
 

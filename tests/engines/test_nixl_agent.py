@@ -84,7 +84,7 @@ def test_metadata_of_one_registration_opens_no_other(op):
         mine, theirs = torch.full((64,), 1, dtype=torch.uint8), torch.full((64,), 2, dtype=torch.uint8)
         numbers = there.register([mine]), there.register([theirs])
         near = torch.zeros(64, dtype=torch.uint8)
-        run = [kvx.layout.plan.Run(0, 0, 0, 0, 64)]
+        run = [kvx.layout.plan.ByteRun(0, 0, 0, 0, 64)]
         for agent, number, own, other in ((a, numbers[0], mine, theirs), (b, numbers[1], theirs, mine)):
             agent.register([near])
             peer = agent.add_peer(there.metadata(number))
@@ -117,7 +117,7 @@ def test_memory_that_is_not_registered_is_refused():
         number = here.register([near])
         remote = Remote(here.add_peer(there.metadata()), (far.data_ptr(),))
         with pytest.raises(TierError, match="READ of 1 pieces with "):
-            here.read([near], remote, [kvx.layout.plan.Run(0, 0, 0, 0, 64)], Deadline(5))
+            here.read([near], remote, [kvx.layout.plan.ByteRun(0, 0, 0, 0, 64)], Deadline(5))
         here.release(number)
         assert here.num_registered == 0
 

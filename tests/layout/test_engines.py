@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvx
-from kvx.layout import ENGINES, Engine, Layout, engine
+from kvx.layout import ENGINES, EngineRow, Layout, engine
 from kvx.layout.place import buffer_bytes, num_buffers, num_cache_buffers, places
 from tests.golden import make_engines
 
@@ -153,7 +153,7 @@ def test_engines_that_differ_only_in_allocations(a, b):
     assert list(chain(*filled(a, **sizes))) == list(chain(*filled(b, **sizes)))
 
 
-def multiple(row: Engine, name: str, fmt: str) -> int:
+def multiple(row: EngineRow, name: str, fmt: str) -> int:
     """What the axis's size must be a multiple of."""
     spec, layout = kvx.CacheSpec(1, 1, 1, 8, format=fmt), Layout.parse(row.layout)
     factors = [plane.split_of(name) for plane in layout.planes.values()]
@@ -161,7 +161,7 @@ def multiple(row: Engine, name: str, fmt: str) -> int:
 
 
 @st.composite
-def specs(draw: st.DrawFn, row: Engine) -> kvx.CacheSpec:
+def specs(draw: st.DrawFn, row: EngineRow) -> kvx.CacheSpec:
     small, layout = st.integers(1, 3), Layout.parse(row.layout)
     is_whole = "%" not in row.layout and all(plane.order[-1].name == "dim" for plane in layout.planes.values())
     inline = ["int8_per_token_head_inline", "int4_per_token_head_inline"]  # scales stand behind whole rows
@@ -239,7 +239,7 @@ def test_a_name_near_nothing(name):
 
 
 def test_the_docs_print_every_row():
-    def line(row: Engine) -> str:
+    def line(row: EngineRow) -> str:
         layout = row.layout.replace("|", "\\|")
         return f"| `{row.name}` | {row.engine} {row.versions} | `{layout}` | {row.block_size} | {row.dtypes} | {row.notes} |"
 

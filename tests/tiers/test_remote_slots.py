@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvx.tiers.remote_slots import Slots
+from kvx.tiers.remote_slots import SlotDirectory
 from kvx.wires.wire import WireError
 
 
@@ -20,7 +20,7 @@ class Clock:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_requests(seed):
     rng, clock = random.Random(seed), Clock()
-    slots = Slots(6, lease_s=5.0, clock=clock)
+    slots = SlotDirectory(6, lease_s=5.0, clock=clock)
     reads, writes, names = [], [], [bytes([n]) for n in range(10)]
     for _ in range(600):
         keys = rng.sample(names, rng.randrange(4))
@@ -55,7 +55,7 @@ def test_random_requests(seed):
 
 
 def test_a_slot_that_is_read_is_not_taken():
-    slots = Slots(1, lease_s=5.0)
+    slots = SlotDirectory(1, lease_s=5.0)
     lease, where = slots.reserve([b"a"])
     assert (where, slots.commit(lease, {0: "sum"})) == ([0], [0])
     reading, found = slots.read([b"a"])
@@ -69,7 +69,7 @@ def test_a_slot_that_is_read_is_not_taken():
 
 def test_who_dies_while_writing_leaves_nothing():
     clock = Clock()
-    slots = Slots(2, lease_s=5.0, clock=clock)
+    slots = SlotDirectory(2, lease_s=5.0, clock=clock)
     lease, _ = slots.reserve([b"a", b"b"])
     clock.now = 5.0
     with pytest.raises(WireError, match="ran out"):
@@ -79,7 +79,7 @@ def test_who_dies_while_writing_leaves_nothing():
 
 
 def test_two_who_write_one_name():
-    slots = Slots(3, lease_s=5.0)
+    slots = SlotDirectory(3, lease_s=5.0)
     (one, _), (two, _) = slots.reserve([b"a"]), slots.reserve([b"a"])
     assert len(slots.commit(two, dict.fromkeys(range(3), "two"))) == 1
     assert slots.commit(one, dict.fromkeys(range(3), "one")) == []

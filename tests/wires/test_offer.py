@@ -159,9 +159,9 @@ def test_too_many_offers_and_too_many_bytes_are_refused_with_a_sentence(offers):
     numbers = [f"{n:032x}" for n in range(mooncake_offer._MAX_OFFERS)]
     for number in numbers:
         assert asked(offers, number) == [number]
-        offers.answer(mooncake_offer.Request(number, {}), {})
+        offers.answer(mooncake_offer.OfferRequest(number, {}), {})
     assert asked(offers, "f" * 32) == []
     said = mooncake_offer._open(SECRET, "f" * 32, offers._store.objects[f"kvx/{'f' * 32}/answer"])
     assert "64 offers wait to be pulled" in said["error"]
     with pytest.raises(WireError, match="the offer has 1001 bytes; 1000 may be offered"):
-        offers.offer(mooncake_offer.Request("e" * 32, {}), {}, [torch.zeros(1001, dtype=torch.uint8)])
+        offers.offer(mooncake_offer.OfferRequest("e" * 32, {}), {}, [torch.zeros(1001, dtype=torch.uint8)])

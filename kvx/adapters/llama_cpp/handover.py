@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvx.adapters.llama_cpp.kinds import VERSIONS, Model, StateKind
+from kvx.adapters.llama_cpp.kinds import VERSIONS, StateKind, StateModel
 from kvx.adapters.llama_cpp.slot_file import SlotFile, read_slot_file, write_slot_file
 from kvx.adapters.llama_cpp.state import SequenceState, read_state, write_state
 from kvx.errors import BadArgument, Unsupported
@@ -22,7 +22,7 @@ def export_state(
     data: bytes,  # of llama_state_seq_get_data
     tokens: ArrayLike,  # the sequence's ids: states do not have them
     *,
-    model: Model,
+    model: StateModel,
     version: int = VERSIONS[-1],  # LLAMA_STATE_SEQ_VERSION of the engine: states do not say it
     block_size: int = 16,
     format: str = "",  # "": as it is
@@ -33,7 +33,7 @@ def export_state(
 def import_state(
     handover: Handover,
     *,
-    model: Model,
+    model: StateModel,
     like: bytes | StateKind,  # a state that the engine saved, of any sequence of this model; or what it would say
     version: int = VERSIONS[-1],  # as export_state; with a StateKind, that one's
 ) -> bytes:
@@ -45,7 +45,7 @@ def import_state(
 def export_slot_file(
     file: bytes | str | Path,  # its bytes, or where it is
     *,
-    model: Model,
+    model: StateModel,
     block_size: int = 16,
     format: str = "",  # "": as it is
 ) -> Handover:
@@ -56,7 +56,7 @@ def export_slot_file(
 def import_slot_file(
     handover: Handover,
     *,
-    model: Model,
+    model: StateModel,
     like: bytes | str | Path | StateKind,  # a slot file that the engine saved, or where it is; or what it would say
 ) -> bytes:
     """For `POST /slots/N?action=restore`. With a StateKind, tokens are packed as llama-server does since 2026-08."""
@@ -69,7 +69,7 @@ def import_slot_file(
     return write_slot_file(handover.tokens, state, version=file.version, is_packed=file.is_packed)
 
 
-def _export(state: SequenceState, tokens: ArrayLike, model: Model, block_size: int, format: str) -> Handover:
+def _export(state: SequenceState, tokens: ArrayLike, model: StateModel, block_size: int, format: str) -> Handover:
     ids = np.asarray(tokens)
     if ids.shape != (state.num_cells,):
         raise BadArgument(f"export_state(): tokens are {list(ids.shape)}; the state has {state.num_cells} cells, one a token.")
@@ -80,7 +80,7 @@ def _export(state: SequenceState, tokens: ArrayLike, model: Model, block_size: i
     return handover.convert(format=format) if format not in ("", state.kind.format) else handover
 
 
-def require_fit(handover: Handover, model: Model) -> None:
+def require_fit(handover: Handover, model: StateModel) -> None:
     """Whole, and of this model: raises before anything is read."""
     handover.check()
     if len(handover.parts) > 1:
@@ -92,7 +92,7 @@ def require_fit(handover: Handover, model: Model) -> None:
     handover.require(model=model.name, num_layers=model.num_layers, window=0, **heads)
 
 
-def _import(handover: Handover, model: Model, kind: StateKind, *, is_file: bool) -> bytes:
+def _import(handover: Handover, model: StateModel, kind: StateKind, *, is_file: bool) -> bytes:
     require_fit(handover, model)
     if (handover.spec.format, handover.spec.v_format) != (kind.format, ""):
         handover = handover.convert(format=kind.format)
@@ -103,7 +103,7 @@ def _import(handover: Handover, model: Model, kind: StateKind, *, is_file: bool)
     return write_state(buffers[0::2], buffers[1::2], num_cells=cells, model=model, kind=kind, is_file=is_file)
 
 
-def cache_spec(model: Model, kind: StateKind, num_cells: int) -> CacheSpec:
+def cache_spec(model: StateModel, kind: StateKind, num_cells: int) -> CacheSpec:
     """A state's rows as a cache of one block."""
     row = engine("llama_cpp.v_transposed" if kind.is_v_transposed else "llama_cpp")
     spec = row.spec(

@@ -23,7 +23,7 @@ _ROPES = {
 
 
 @dataclass(frozen=True)
-class Model:
+class StateModel:
     """Of which model a state is. Its bytes do not say: rows are counted in bytes, and nothing tells the pairs of a rotation."""
 
     name: str  # both sides of a handover say the same: kvx.handover.model_name(...), or one of your own
@@ -37,7 +37,7 @@ class Model:
         sizes = (self.num_layers, self.num_kv_heads, self.head_dim)
         if not self.name or min(sizes) < 1 or self.rope not in ("interleaved", "half"):
             raise BadArgument(
-                f"Model: {self}; name is not empty, num_layers, num_kv_heads and head_dim are 1 or more, "
+                f"StateModel: {self}; name is not empty, num_layers, num_kv_heads and head_dim are 1 or more, "
                 'and rope is "interleaved" or "half".'
             )
 
@@ -45,10 +45,12 @@ class Model:
     def of_gguf(
         metadata: Mapping[str, Any],  # the file's keys and values, whoever read them
         name: str = "",  # "": kvx.handover.model_name of the geometry
-    ) -> Model:
+    ) -> StateModel:
         kind = metadata.get("general.architecture", "")
         if kind not in _ROPES:
-            raise Unsupported(f"Model.of_gguf(): general.architecture is {kind!r}; known are {', '.join(_ROPES)}. Give Model(...).")
+            raise Unsupported(
+                f"StateModel.of_gguf(): general.architecture is {kind!r}; known are {', '.join(_ROPES)}. Give StateModel(...)."
+            )
         try:
             heads, hidden = metadata[f"{kind}.attention.head_count"], metadata[f"{kind}.embedding_length"]
             sizes = {
@@ -59,15 +61,15 @@ class Model:
             vocab = metadata.get(f"{kind}.vocab_size") or len(metadata["tokenizer.ggml.tokens"])
         except (KeyError, TypeError, ZeroDivisionError) as error:
             raise BadArgument(
-                f"Model.of_gguf(): {type(error).__name__} {error}; the metadata of a decoder of one geometry has it."
+                f"StateModel.of_gguf(): {type(error).__name__} {error}; the metadata of a decoder of one geometry has it."
             ) from None
         v_dim = metadata.get(f"{kind}.attention.value_length", sizes["head_dim"])
         if not all(isinstance(n, int) for n in sizes.values()) or v_dim != sizes["head_dim"]:
             raise Unsupported(
-                f"Model.of_gguf(): {sizes}, V's head_dim {v_dim}; layers have the same heads, and K and V the same dim."
+                f"StateModel.of_gguf(): {sizes}, V's head_dim {v_dim}; layers have the same heads, and K and V the same dim."
             )
         name = name or model_name(kind, **sizes, hidden_size=hidden, vocab_size=vocab)
-        return Model(name, **sizes, rope=_ROPES[kind])
+        return StateModel(name, **sizes, rope=_ROPES[kind])
 
     @property
     def row_elements(self) -> int:

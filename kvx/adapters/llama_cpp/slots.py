@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvx.adapters.llama_cpp.handover import export_slot_file, import_slot_file, require_fit
-from kvx.adapters.llama_cpp.kinds import Model, StateKind
+from kvx.adapters.llama_cpp.kinds import StateKind, StateModel
 from kvx.adapters.llama_cpp.slot_file import read_slot_file
 from kvx.adapters.llama_cpp.state import read_state
 from kvx.errors import Incompatible, InternalError
@@ -28,7 +28,7 @@ class Slots:
         address: str,  # http://127.0.0.1:8080
         folder: str | Path,  # the server's slot_save_path
         *,
-        model: Model,
+        model: StateModel,
         kind: StateKind | None = None,  # None: as the first file that it saves says
         timeout_s: float = 60,
     ) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvx.adapters.llama_cpp.kinds import ITEM_BYTES, VERSIONS, Model, StateKind, format_of, type_of
+from kvx.adapters.llama_cpp.kinds import ITEM_BYTES, VERSIONS, StateKind, StateModel, format_of, type_of
 from kvx.errors import BadArgument, Incompatible, Unsupported
 
 MAGIC = 0xAF143CD8
@@ -40,7 +40,7 @@ class SequenceState:
     num_cells: int
 
 
-def read_state(data: bytes | memoryview, *, model: Model, version: int = VERSIONS[-1]) -> SequenceState:
+def read_state(data: bytes | memoryview, *, model: StateModel, version: int = VERSIONS[-1]) -> SequenceState:
     """`version`: of the files that the engine writes; bytes do not say it themselves. With or without the leading magic."""
     if version not in VERSIONS:
         raise Unsupported(f"read_state(): version is {version}; KVX reads {' and '.join(map(str, VERSIONS))}.")
@@ -76,7 +76,7 @@ def write_state(
     v: Sequence[Tensor],
     *,
     num_cells: int,
-    model: Model,
+    model: StateModel,
     kind: StateKind,
     is_file: bool = False,  # of a file: without the leading magic
 ) -> bytes:
@@ -100,7 +100,7 @@ def write_state(
     return b"".join(out)
 
 
-def _read_stream(reader: _Reader, cells: int, model: Model, streams: int, version: int) -> SequenceState:
+def _read_stream(reader: _Reader, cells: int, model: StateModel, streams: int, version: int) -> SequenceState:
     order = _read_cells(reader, cells)
     transposed, layers = reader.read("II", "V order and layers")
     if transposed > 1:
@@ -152,7 +152,7 @@ def _read_cells(reader: _Reader, cells: int) -> Tensor | None:
     return torch.from_numpy(order)
 
 
-def _read_rows(reader: _Reader, cells: int, what: str, model: Model, *, transposed: bool = False) -> tuple[str, Tensor]:
+def _read_rows(reader: _Reader, cells: int, what: str, model: StateModel, *, transposed: bool = False) -> tuple[str, Tensor]:
     type_, *sizes = reader.read("iII" if transposed else "iQ", what)
     format = format_of("read_state()", what, type_)
     item, elements = ITEM_BYTES[format], model.row_elements

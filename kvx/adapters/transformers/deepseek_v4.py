@@ -28,7 +28,7 @@ from kvx.ops.step import Step
 from kvx.ops.topk import topk
 
 
-class Batch(NamedTuple):
+class StepBatch(NamedTuple):
     """Tokens of a step, and what is known of them without a look at the device."""
 
     step: Step
@@ -75,18 +75,18 @@ class HybridModel:
         lengths = [len(part) for part in ids]
         return list(self.run(torch.cat(list(ids)), self.prepare(requests, lengths)).split(lengths))
 
-    def prepare(self, requests: Sequence[Request], lengths: Sequence[int]) -> Batch:
+    def prepare(self, requests: Sequence[Request], lengths: Sequence[int]) -> StepBatch:
         """The next tokens of these requests: what `run` needs beside their ids."""
         step = self.cache.prepare_forward(list(zip(requests, lengths, strict=True)))
         longest = max((request.length for request in requests), default=0)
-        return Batch(step, step.positions(sum(lengths)), longest, all(n == 1 for n in lengths))
+        return StepBatch(step, step.positions(sum(lengths)), longest, all(n == 1 for n in lengths))
 
-    def decode_batch(self, num_tokens: int) -> Batch:
+    def decode_batch(self, num_tokens: int) -> StepBatch:
         """One token a sequence of whatever prepare_forward prepared last, as many as max_requests: for a step that is captured once
         and replayed. Make it within the capture: positions follow from the step."""
-        return Batch(self.cache.step, self.cache.step.positions(num_tokens), self.cache.max_context, True)
+        return StepBatch(self.cache.step, self.cache.step.positions(num_tokens), self.cache.max_context, True)
 
-    def run(self, ids: Tensor, batch: Batch) -> Tensor:
+    def run(self, ids: Tensor, batch: StepBatch) -> Tensor:
         """[num_tokens, vocab]."""
         with self._attending(batch):
             # A mask that is given is not made: ours is in the step.
@@ -95,7 +95,7 @@ class HybridModel:
         return logits
 
     @contextmanager
-    def _attending(self, batch: Batch) -> Iterator[None]:
+    def _attending(self, batch: StepBatch) -> Iterator[None]:
         """Each layer's attention is ours meanwhile."""
         attentions = [layer.self_attn for layer in self.model.model.layers]
         before = [vars(attn).get("forward") for attn in attentions]  # others may have put theirs there, as accelerate does
@@ -111,7 +111,7 @@ class HybridModel:
 
     # --- a layer ---------------------------------------------------------------------------------------------------------
 
-    def attend(self, layer: int, batch: Batch, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    def attend(self, layer: int, batch: StepBatch, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """In place of DeepseekV4Attention.forward: hidden_states [1, num_tokens, hidden]."""
         attn, x = self.model.model.layers[layer].self_attn, hidden_states[0]
         handle = self.cache.acquire(layer, batch.step, backend=self.backend)
@@ -141,7 +141,7 @@ class HybridModel:
         return attn.o_b_proj(grouped), None
 
     def _entries(
-        self, attn: Any, handle: LayerHandle, batch: Batch, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor
+        self, attn: Any, handle: LayerHandle, batch: StepBatch, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor | None:
         """Put the step's tokens into the tails, and say which entries each token reads. None: all it may."""
         view, keys = handle.read_classical_view(), handle.read_indexer_view()
@@ -161,7 +161,7 @@ class HybridModel:
         visible = ((batch.positions + 1) // keys.ratio).to(torch.int32)
         return topk(scores, indexer.index_topk, lengths=visible, backend=self.backend)
 
-    def _turned(self, q: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
+    def _turned(self, q: Tensor, batch: StepBatch, cos: Tensor, sin: Tensor) -> Tensor:
         return turn(q.float(), cos[batch.positions], sin[batch.positions]).to(q.dtype)
 
 

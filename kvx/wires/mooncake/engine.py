@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from kvx.layout.buffers import memory_bytes
-from kvx.layout.plan import Run
+from kvx.layout.plan import ByteRun
 from kvx.wires.mooncake.store import load
 from kvx.wires.nixl.agent import Remote
 from kvx.wires.wire import WireError
@@ -42,14 +42,14 @@ class MooncakeEngine:
     def num_registered(self) -> int:
         return len(self._registered)
 
-    def read(self, local: Sequence[Tensor], remote: Remote, runs: Iterable[Run]) -> int:
+    def read(self, local: Sequence[Tensor], remote: Remote, runs: Iterable[ByteRun]) -> int:
         """Bytes of a peer into registered memory here: plain runs with the peer as source. How many came."""
         return self._move("read", local, remote, list(runs))
 
-    def write(self, local: Sequence[Tensor], remote: Remote, runs: Iterable[Run]) -> int:
+    def write(self, local: Sequence[Tensor], remote: Remote, runs: Iterable[ByteRun]) -> int:
         return self._move("write", local, remote, list(runs))
 
-    def _move(self, op: str, local: Sequence[Tensor], remote: Remote, runs: list[Run]) -> int:
+    def _move(self, op: str, local: Sequence[Tensor], remote: Remote, runs: list[ByteRun]) -> int:
         if not runs:
             return 0
         if any(r.pieces > 1 for r in runs):

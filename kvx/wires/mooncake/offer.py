@@ -30,7 +30,7 @@ from kvx.layout.plan import Plan
 from kvx.ops.convert import convert
 from kvx.wires.channel import WrongSecret
 from kvx.wires.mooncake.store import MASTER_TIMEOUT_S, NO_ROOM, OWNER_GONE, MooncakeStore, StoreError
-from kvx.wires.offer import NO_PREFILL, PREFILL_HINT, Offer, Offers, Puller, Request, check_room, places_of, read_answer
+from kvx.wires.offer import NO_PREFILL, PREFILL_HINT, Offer, OfferRequest, Offers, Puller, check_room, places_of, read_answer
 from kvx.wires.secret import Secret
 from kvx.wires.wire import Deadline, WireError
 
@@ -78,7 +78,7 @@ class MooncakeOffers(Offers):
     def num_registered(self) -> int:
         return self._store.num_registered
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[OfferRequest]:
         now = time.monotonic()
         if now - self._looked_s < _LOOK_S:
             return []
@@ -96,7 +96,7 @@ class MooncakeOffers(Offers):
         self._store.remove(_ASK)
         return self._question(text)
 
-    def _question(self, text: bytes) -> list[Request]:
+    def _question(self, text: bytes) -> list[OfferRequest]:
         """Of whoever has the secret, and for the first time. Others are not answered."""
         body = _open(self._secret, "ask", text)
         number, about = (body.get("id"), body.get("about")) if body is not None else (None, None)
@@ -105,7 +105,7 @@ class MooncakeOffers(Offers):
         self._seen[number] = None
         if len(self._seen) > _MAX_SEEN:
             self._seen.popitem(last=False)
-        request = Request(number, about)
+        request = OfferRequest(number, about)
         if len(self._given) >= _MAX_OFFERS:
             with suppress(WireError):
                 self.refuse(
@@ -114,7 +114,7 @@ class MooncakeOffers(Offers):
             return []
         return [request]
 
-    def offer(self, request: Request, about: dict[str, Any], buffers: Sequence[Tensor]) -> None:
+    def offer(self, request: OfferRequest, about: dict[str, Any], buffers: Sequence[Tensor]) -> None:
         full, size, now = [t for t in buffers if t.numel()], sum(map(memory_bytes, buffers)), time.monotonic()
         wait_s = min((g.until_s for g in self._given.values()), default=now) - now
         check_room(size, sum(g.num_bytes for g in self._given.values()), self.max_bytes, wait_s)
@@ -131,12 +131,12 @@ class MooncakeOffers(Offers):
         finally:
             self._store.release(full)  # the store has its own copy
 
-    def _say(self, request: Request, body: dict[str, Any]) -> None:
+    def _say(self, request: OfferRequest, body: dict[str, Any]) -> None:
         if request.number not in self._given:
             self._give(request, 0, 0)
         self._store.put(f"kvx/{request.number}/answer", _seal(self._secret, request.number, body))
 
-    def _give(self, request: Request, num_buffers: int, num_bytes: int) -> None:
+    def _give(self, request: OfferRequest, num_buffers: int, num_bytes: int) -> None:
         self._given[request.number] = _Given(num_buffers, num_bytes, time.monotonic() + self.lease_s)
 
     def _end(self, number: str) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.layout.buffers import memory_bytes
-from kvx.layout.plan import Run
+from kvx.layout.plan import ByteRun
 from kvx.wires.wire import Deadline, WireError, need
 
 INSTALL = "pip install --no-deps nixl nixl-cu13 (nixl-cu12 where CUDA is 12; either runs without a GPU)."
@@ -133,15 +133,15 @@ class NixlAgent:
 
     # ---- bytes
 
-    def read(self, local: Sequence[Tensor], remote: Remote, runs: Iterable[Run], deadline: Deadline) -> int:
+    def read(self, local: Sequence[Tensor], remote: Remote, runs: Iterable[ByteRun], deadline: Deadline) -> int:
         """Bytes of a peer into registered memory here. `runs` have the peer as source. How many bytes came."""
         return self._move("READ", local, remote, list(runs), deadline)
 
-    def write(self, local: Sequence[Tensor], remote: Remote, runs: Iterable[Run], deadline: Deadline) -> int:
+    def write(self, local: Sequence[Tensor], remote: Remote, runs: Iterable[ByteRun], deadline: Deadline) -> int:
         """Registered memory here into a peer's. `runs` have the peer as destination."""
         return self._move("WRITE", local, remote, list(runs), deadline)
 
-    def _move(self, op: str, local: Sequence[Tensor], remote: Remote, runs: list[Run], deadline: Deadline) -> int:
+    def _move(self, op: str, local: Sequence[Tensor], remote: Remote, runs: list[ByteRun], deadline: Deadline) -> int:
         if not runs:
             return 0
         near, far = ("dst", "src") if op == "READ" else ("src", "dst")
@@ -207,10 +207,10 @@ class NixlAgent:
         self.close()
 
 
-def descriptors(runs: Sequence[Run], side: str, addresses: Sequence[int], device: int = 0) -> NDArray[np.uint64]:
+def descriptors(runs: Sequence[ByteRun], side: str, addresses: Sequence[int], device: int = 0) -> NDArray[np.uint64]:
     """Rows of NIXL, for the `src` or `dst` of runs: [n, 3] address, bytes, device; with pieces, [n, 5]: also stride and count."""
-    table = np.array(runs, np.int64).reshape(len(runs), len(Run._fields))
-    column = dict(zip(Run._fields, table.T, strict=True))
+    table = np.array(runs, np.int64).reshape(len(runs), len(ByteRun._fields))
+    column = dict(zip(ByteRun._fields, table.T, strict=True))
     size, pieces = column["bytes"], column["pieces"]
     start = np.array(addresses, np.uint64)[column[f"{side}_buffer"]] + column[f"{side}_offset"].astype(np.uint64)
     rows = [start, size, np.full(len(runs), device)]

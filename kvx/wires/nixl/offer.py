@@ -21,7 +21,7 @@ from kvx.wires.address import devices_of
 from kvx.wires.channel import connect
 from kvx.wires.listener import MAX_CLIENTS, Client, Listener
 from kvx.wires.nixl.agent import NixlAgent, Remote
-from kvx.wires.offer import PREFILL, PREFILL_HINT, Offer, Offers, Puller, Request, check_room, places_of, read_answer
+from kvx.wires.offer import PREFILL, PREFILL_HINT, Offer, OfferRequest, Offers, Puller, check_room, places_of, read_answer
 from kvx.wires.secret import Secret
 from kvx.wires.wire import Deadline, WireError
 
@@ -78,7 +78,7 @@ class NixlOffers(Offers):
     def num_clients(self) -> int:
         return self._listener.num_clients
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[OfferRequest]:
         self._agent.progress()
         came = []
         for client, body in self._listener.events():
@@ -88,13 +88,13 @@ class NixlOffers(Offers):
                 client.answer({"done": self._end(client.number, is_done=True)})
             elif isinstance(body.get("about"), dict):
                 self._end(client.number)  # one at a time: who asks anew has ended the one before
-                came.append(Request(f"{client.number}-{next(self._asked)}", body["about"], client))
+                came.append(OfferRequest(f"{client.number}-{next(self._asked)}", body["about"], client))
             else:
                 client.answer({"error": 'the message is not understood: it has "about", an object, or "op": "done".'})
         self._expire()
         return came
 
-    def offer(self, request: Request, about: dict[str, Any], buffers: Sequence[Tensor]) -> None:
+    def offer(self, request: OfferRequest, about: dict[str, Any], buffers: Sequence[Tensor]) -> None:
         client, size, now = _client(request), sum(map(memory_bytes, buffers)), time.monotonic()
         self._expire()
         ends_s = [g.until_s + LATE_S for g in self._given.values()] + [g.until_s for g in self._late]
@@ -111,7 +111,7 @@ class NixlOffers(Offers):
         places = [t.data_ptr() for t in buffers]
         self._say(request, {"about": about, "places": places, "metadata": metadata, "lease_s": self.lease_s})
 
-    def _say(self, request: Request, body: dict[str, Any]) -> None:
+    def _say(self, request: OfferRequest, body: dict[str, Any]) -> None:
         _client(request).answer(body)  # one that is gone needs none, and requests() hears of it
 
     def _expire(self) -> None:
@@ -203,6 +203,6 @@ class NixlPuller(Puller):
         self._channel.close()
 
 
-def _client(request: Request) -> Client:
+def _client(request: OfferRequest) -> Client:
     assert request.client is not None
     return request.client
