@@ -1,5 +1,6 @@
 # make demo   set up, build, and see a small model answer eight questions together on one cache
 # make test   set up, build, lint, type-check and run every test
+# make test-fast   what runs in two minutes: no lint, no wheel, no real model, few cases of each test
 # make sanitize   host code under ASan, UBSan and TSan: the C tests and the fuzzer of the C entries
 # make fuzz   every fuzzer for longer, C entries, conversions, files and tiers: make fuzz CASES=10000000 SEED=1
 # make soak   an hour of prefill and decode, a runner and a disk tier at once, all killed and interrupted: make soak SOAK_S=600
@@ -17,7 +18,7 @@ GPU_BUILD ?= build/gpu
 # cmake and ninja come from the environment, so that the machine needs neither.
 CMAKE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake
 
-.PHONY: demo test build lint unit sweep clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
+.PHONY: demo test test-fast build lint unit sweep clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
 
 demo: build
 	$(PY) -m kvx generate
@@ -40,6 +41,10 @@ lint:
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# For the loop at the desk; tests/fast.py says what is left out.
+test-fast: build
+	KVX_TEST_EXAMPLES=10 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -q --fast
 
 unit:
 	$(PY) -m pytest -n 2

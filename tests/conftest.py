@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 # Two OpenMP pools in one process (torch's and ours) spin against each other on small machines.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -13,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from kvx.ops import backend as backends
+from tests.fast import few_cases, is_slow
 
 settings.register_profile(
     "kvx",
@@ -52,3 +54,17 @@ def native_backend(request: pytest.FixtureRequest) -> Backend:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="Leave out what is slow: tests/fast.py.")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if config.getoption("--fast") and is_slow(collection_path) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--fast"):
+        items[:], left_out = few_cases(items)
+        config.hook.pytest_deselected(items=left_out)
