@@ -44,6 +44,19 @@ def test_make_targets_named_in_docs_exist():
             assert re.search(rf"^{target}:", makefile, re.M), f"{path.name} names `make {target}`"
 
 
+def test_words_are_used():
+    """Every word of docs/words.md stands somewhere in the code or its header, each word of a row on its own."""
+    sources = [p for d in ("kvx", "native", "include") for p in (ROOT / d).rglob("*") if p.suffix in (".py", ".h", ".cpp", ".cu")]
+    code = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", "\n".join(p.read_text() for p in sources))
+    code = re.sub(r"[^a-z0-9]+", " ", code.lower().replace("'s", ""))
+    ours = (ROOT / "docs" / "words.md").read_text().split("## Other engines' words")[0]
+    rows = [line.split("|") for line in ours.splitlines() if line.startswith("| ") and "KVX_DTYPE" not in line]
+    words = [re.sub(r"[^a-z0-9]+", " ", re.sub(r"\(.*?\)", "", word).lower()).strip() for row in rows for word in row[1].split(",")]
+    assert len(words) > 100
+    unused = [word for word in words if f" {word}" not in code and f" {word.replace(' ', '')}" not in code]
+    assert not unused, f"docs/words.md has words that no code uses: {', '.join(unused)}"
+
+
 def test_header_and_spec_agree():
     """Every call and struct of the header is in docs/spec.md."""
     header, spec = (ROOT / "include" / "kvx_abi.h").read_text(), (ROOT / "docs" / "spec.md").read_text()

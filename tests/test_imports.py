@@ -50,7 +50,7 @@ def test_imports_point_down():
     for path in (ROOT / "kvx").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if module in ("kvx", "kvx.__main__", "kvx.layout"):
-            continue  # the package's own front doors
+            continue  # what the package shows
         wrong += [
             f"{path.relative_to(ROOT)}:{line} imports {name}" for line, name in imports_of(path) if level(name) > level(module)
         ]

@@ -40,7 +40,7 @@ class PartGroups:
     layers: tuple[int, ...]  # of the model, in order
     window: int
 
-    def kept(self, *, block_size: int, model: str, format: str = "", head_start: int = 0) -> CacheSpec:
+    def tier_spec(self, *, block_size: int, model: str, format: str = "", head_start: int = 0) -> CacheSpec:
         """One block of it in a tier."""
         one = self.groups[0]
         spec = CacheSpec(
@@ -62,9 +62,9 @@ class PartGroups:
             )
         return spec
 
-    def kind(self, kept: CacheSpec, num_parts: int) -> BlockKind:
+    def kind(self, spec: CacheSpec, num_parts: int) -> BlockKind:
         """Of its blocks. Where a model has several parts, whose blocks may look alike, the manifest says which one it is."""
-        kind = BlockKind.of(kept)
+        kind = BlockKind.of(spec)
         if num_parts == 1:
             return kind
         which: dict[str, str | int] = {"layers": ",".join(map(str, self.layers)), "window": self.window}

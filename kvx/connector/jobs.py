@@ -30,12 +30,12 @@ class Tables:
     """One group's ids beside the tiers', for the same tokens. SKIP where nothing moves."""
 
     engine: list[int]
-    kept: list[int]  # places in Job.names
+    tier: list[int]  # places in Job.names
 
 
-def tables(job: Job, group: int, *, engine_size: int, kept_size: int) -> Tables:
+def tables(job: Job, group: int, *, engine_size: int, tier_size: int) -> Tables:
     """Both run over whole blocks of either size; what lies outside of the job's tokens, or on the null block, is skipped."""
-    unit = lcm(engine_size, kept_size)
+    unit = lcm(engine_size, tier_size)
     start, end = job.first // unit * unit, -(-job.end // unit) * unit
     ids = job.blocks[group]
     engine = []
@@ -44,22 +44,22 @@ def tables(job: Job, group: int, *, engine_size: int, kept_size: int) -> Tables:
         inside = job.first < (n + 1) * engine_size and n * engine_size < job.end
         here = ids[n] if inside and n < len(ids) else NULL
         engine.append(here if here != NULL else SKIP)
-    at = job.first_name(kept_size)
-    kept = [n - at if 0 <= n - at < len(job.names) else SKIP for n in range(start // kept_size, end // kept_size)]
-    return Tables(engine, kept)
+    at = job.first_name(tier_size)
+    tier = [n - at if 0 <= n - at < len(job.names) else SKIP for n in range(start // tier_size, end // tier_size)]
+    return Tables(engine, tier)
 
 
-def needed(tables: Tables, engine_size: int, kept_size: int) -> list[bool]:
+def needed(tables: Tables, engine_size: int, tier_size: int) -> list[bool]:
     """For each place of the tiers' table: whether any of its tokens has memory in the group."""
-    return [any(ids) for ids in _has_memory(tables, engine_size, kept_size)]
+    return [any(ids) for ids in _has_memory(tables, engine_size, tier_size)]
 
 
-def complete(tables: Tables, engine_size: int, kept_size: int) -> list[bool]:
+def complete(tables: Tables, engine_size: int, tier_size: int) -> list[bool]:
     """As needed(), of all its tokens."""
-    return [all(ids) for ids in _has_memory(tables, engine_size, kept_size)]
+    return [all(ids) for ids in _has_memory(tables, engine_size, tier_size)]
 
 
-def _has_memory(tables: Tables, engine_size: int, kept_size: int) -> list[list[bool]]:
+def _has_memory(tables: Tables, engine_size: int, tier_size: int) -> list[list[bool]]:
     """For each place of the tiers' table, the group's blocks that its tokens lie in."""
-    spans = [(n * kept_size // engine_size, -(-(n + 1) * kept_size // engine_size)) for n in range(len(tables.kept))]
+    spans = [(n * tier_size // engine_size, -(-(n + 1) * tier_size // engine_size)) for n in range(len(tables.tier))]
     return [[i != SKIP for i in tables.engine[first:end]] for first, end in spans]

@@ -38,12 +38,12 @@ class LostLoads:
         self,
         *,
         engine_size: int,
-        kept_size: int,
+        tier_size: int,
         agree: Agree = list,  # of one rank
         logger: logging.Logger = _LOGGER,
         is_all_or_none: bool = False,  # the engine cannot go on after a part of a load: what is lost of one loses all of it
     ) -> None:
-        self._engine_size, self._kept_size, self._agree = engine_size, kept_size, agree
+        self._engine_size, self._tier_size, self._agree = engine_size, tier_size, agree
         self._is_all_or_none, self._logger = is_all_or_none, logger
         self._failed: set[int] = set()
         self._unheard: list[_Unheard] = []
@@ -80,7 +80,7 @@ class LostLoads:
             return job.end
         if self._is_all_or_none:
             return job.first
-        return max(job.first, (job.first_name(self._kept_size) + min(missing)) * self._kept_size)
+        return max(job.first, (job.first_name(self._tier_size) + min(missing)) * self._tier_size)
 
     def take_failed(self) -> set[int]:
         """Blocks that the engine is to be told of, once."""

@@ -35,8 +35,8 @@ class LayerRun:
 class PartMover:
     """One part's blocks there and back."""
 
-    def __init__(self, part: PartGroups, kept: CacheSpec, stack: TierStack, runs: Sequence[LayerRun]) -> None:
-        self.part, self.kept, self.stack, self.runs = part, kept, stack, list(runs)
+    def __init__(self, part: PartGroups, spec: CacheSpec, stack: TierStack, runs: Sequence[LayerRun]) -> None:
+        self.part, self.spec, self.stack, self.runs = part, spec, stack, list(runs)
         self._device = runs[0].buffers[0].device
         self._plans: dict[tuple[int, int, bool], Plan] = {}
 
@@ -46,7 +46,7 @@ class PartMover:
         if self.part.window:  # the engine gave back what this step's tokens do not see
             size = self.part.groups[0].block_size
             seen = max(0, job.computed + 1 - self.part.window) // size * size
-            whole = [ok and (job.first_name(self.kept.block_size) + n) * self.kept.block_size >= seen for n, ok in enumerate(whole)]
+            whole = [ok and (job.first_name(self.spec.block_size) + n) * self.spec.block_size >= seen for n, ok in enumerate(whole)]
         wanted = [n for n, ok in enumerate(whole) if ok]
         there = self.stack.has([job.names[n] for n in wanted])
         wanted = [n for n, has in zip(wanted, there, strict=True) if not has]
@@ -55,7 +55,7 @@ class PartMover:
         return len(wanted)
 
     def _save(self, job: Job, places: list[int]) -> None:
-        made = allocate_buffers(replace(self.kept, num_blocks=len(places)), self._device)
+        made = allocate_buffers(replace(self.spec, num_blocks=len(places)), self._device)
         self._convert(job, places, made, is_load=False)
         host = [t.cpu() for t in made]  # waits for the device
         self.stack.put([job.names[n] for n in places], [self.stack.kind.block([t]) for t in host])
@@ -80,33 +80,33 @@ class PartMover:
         """For each of the job's names, whether the rule holds in any, or in all, of the part's groups."""
         answers: list[list[bool]] = [[] for _ in job.names]
         for group in self.part.groups:
-            t = tables(job, group.index, engine_size=group.block_size, kept_size=self.kept.block_size)
-            for place, ok in zip(t.kept, rule(t, group.block_size, self.kept.block_size), strict=True):
+            t = tables(job, group.index, engine_size=group.block_size, tier_size=self.spec.block_size)
+            for place, ok in zip(t.tier, rule(t, group.block_size, self.spec.block_size), strict=True):
                 if place != SKIP:
                     answers[place].append(ok)
         return [over(found) for found in answers]
 
-    def _convert(self, job: Job, places: list[int], kept: Sequence[Tensor], *, is_load: bool) -> None:
+    def _convert(self, job: Job, places: list[int], blocks: Sequence[Tensor], *, is_load: bool) -> None:
         at = {place: n for n, place in enumerate(places)}
         for n, run in enumerate(self.runs):
             group, pieces = run.segment.group, run.segment.pieces
-            t = tables(job, group.index, engine_size=group.block_size, kept_size=self.kept.block_size)
+            t = tables(job, group.index, engine_size=group.block_size, tier_size=self.spec.block_size)
             engine = [i * pieces + k if i != SKIP else SKIP for i in t.engine for k in range(pieces)]
-            mine = [at.get(place, SKIP) for place in t.kept]
+            mine = [at.get(place, SKIP) for place in t.tier]
             p = self._plan(n, len(places), is_load)
             if is_load:
-                convert(list(run.buffers), list(kept), plan=p, src_blocks=mine, dst_blocks=engine)
+                convert(list(run.buffers), list(blocks), plan=p, src_blocks=mine, dst_blocks=engine)
             else:
-                convert(list(kept), list(run.buffers), plan=p, src_blocks=engine, dst_blocks=mine)
+                convert(list(blocks), list(run.buffers), plan=p, src_blocks=engine, dst_blocks=mine)
 
     def _plan(self, run: int, num_blocks: int, is_load: bool) -> Plan:
         key = run, num_blocks, is_load
         if key not in self._plans:
-            kept, spec = replace(self.kept, num_blocks=num_blocks), self.runs[run].segment.spec
+            tier, engine = replace(self.spec, num_blocks=num_blocks), self.runs[run].segment.spec
             # Heads are counted as the rank has them on both sides; layers as the part has them.
-            spec = replace(spec, head_start=kept.head_start)
-            here = spec.layer_start, spec.layer_start + spec.num_layers
-            self._plans[key] = plan(kept, spec, partial=True) if is_load else plan(spec, kept, layers=here)
+            engine = replace(engine, head_start=tier.head_start)
+            here = engine.layer_start, engine.layer_start + engine.num_layers
+            self._plans[key] = plan(tier, engine, partial=True) if is_load else plan(engine, tier, layers=here)
         return self._plans[key]
 
 

@@ -1,7 +1,7 @@
 """A part of a handover: K and V of the layers of one kind, those that see all tokens or those of one window.
 
 The neutral layout has a head's bytes of a block in one run, so that tensor parallel ranks take slices, and a block in one run, so
-that tiers and wires move it whole. Rows of its blocks that stand for no token are blank, and under the digest too.
+that tiers and wires move it whole. Rows of its blocks that stand for no token are padding, and under the digest too.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
-from kvx.handover.blank import blank_block
 from kvx.handover.facts import NEUTRAL, NEUTRAL_LATENT, check_facts, negative
 from kvx.handover.memory import new_buffers as new_buffers
+from kvx.handover.padding import padding_block
 from kvx.layout.buffers import memory_bytes
 from kvx.layout.place import buffer_sizes
 from kvx.layout.plan import plan
@@ -56,7 +56,7 @@ class Part:
     def digest(self, num_tokens: int) -> Digest:
         """Of the content as it is now: equal in every block size, and the sum of those of its shards.
 
-        It counts every row of every block, less what blank ones make: a byte that changed where no token stands shows too.
+        It counts every row of every block, less what padding makes: a byte that changed where no token stands shows too.
         """
         behind, bs = [-1] * self.first_block, self.spec.block_size
         total = digest(list(self.buffers), self.spec, blocks=[*behind, *range(self.spec.num_blocks)])
@@ -64,10 +64,10 @@ class Part:
         end = (self.first_block + self.spec.num_blocks) * bs
         for block, first, stop in ((0, self.first_block * bs, self.first_token), (last, num_tokens, end)):
             if first < stop:
-                blank, spec = blank_block(self.spec, self.buffers, block)
+                padding, spec = padding_block(self.spec, self.buffers, block)
                 table = torch.tensor([[*behind, *[-1] * block, 0]], dtype=torch.int32)
                 for sign, length in ((-1, stop), (1, first)):
-                    rows = digest(blank, spec, blocks=table, seq_lens=torch.tensor([length], dtype=torch.int32))
+                    rows = digest(padding, spec, blocks=table, seq_lens=torch.tensor([length], dtype=torch.int32))
                     total += rows if sign > 0 else negative(rows)
         return total
 
@@ -75,12 +75,12 @@ class Part:
         return replace(self, content=self.digest(num_tokens))
 
     def cleared(self) -> Part:
-        """With blank rows before its first token, whatever was copied there."""
+        """With padding before its first token, whatever was copied there."""
         behind = self.first_token - self.first_block * self.spec.block_size
         if behind:
-            blank, spec = blank_block(self.spec, self.buffers, 0)
+            padding, spec = padding_block(self.spec, self.buffers, 0)
             ids, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([behind], dtype=torch.int32)
-            convert(list(self.buffers), blank, plan=plan(spec, self.spec), src_blocks=ids, dst_blocks=ids, seq_lens=lens)
+            convert(list(self.buffers), padding, plan=plan(spec, self.spec), src_blocks=ids, dst_blocks=ids, seq_lens=lens)
         return self
 
 

@@ -13,7 +13,7 @@ from kvx.layout.shards import Rectangle
 from kvx.spec.cache_spec import PlaneSpec, Spec
 
 
-class Way(NamedTuple):
+class PlaneMatch(NamedTuple):
     """Two places whose contents match, and how many units a row has. With a cell, elements are the row's own business."""
 
     src: Spec
@@ -25,18 +25,18 @@ class Way(NamedTuple):
     cell: Cell | None = None
     a_scale: Place | None = None
     b_scale: Place | None = None
-    turn: Turn | None = None
+    reorder: RopeReorder | None = None
 
 
-class Turn(NamedTuple):
-    """Pairs of a row that lie another way at the destination: steps, in units, to the next pair and to a pair's other number."""
+class RopeReorder(NamedTuple):
+    """Pairs of a row in another order at the destination: steps, in units, to the next pair and to a pair's other number."""
 
     units: int  # how many of the row
     src: tuple[int, int]
     dst: tuple[int, int]
 
 
-def turn_of(src: Spec, dst: Spec, rope: tuple[str, str], rotary_dim: int) -> Turn | None:
+def reorder_of(src: Spec, dst: Spec, rope: tuple[str, str], rotary_dim: int) -> RopeReorder | None:
     size = rotary_dim or src.plane(0).row_elements
     if len(rope) != 2 or any(r not in ("half", "interleaved") for r in rope):
         raise BadArgument(f'plan(): rope is {rope!r}; it is ("half" or "interleaved" of src, the same of dst).')
@@ -54,14 +54,14 @@ def turn_of(src: Spec, dst: Spec, rope: tuple[str, str], rotary_dim: int) -> Tur
             or src.plane(0).format != fmt
         ):
             raise Unsupported(
-                f"plan(): rope pairs are turned in rows that stay whole and keep their format; {spec.layout!r}, {fmt} splits them "
-                "or changes it. Convert in two steps."
+                f"plan(): rope pairs are reordered in rows that stay whole and keep their format; {spec.layout!r}, {fmt} splits "
+                "them or changes it. Convert in two steps."
             )
     steps = {"half": (1, size // 2), "interleaved": (2, 1)}
-    return Turn(size, steps[rope[0]], steps[rope[1]])
+    return RopeReorder(size, steps[rope[0]], steps[rope[1]])
 
 
-def ways(src: Spec, dst: Spec, plane: int, turn: Turn | None) -> list[Way]:
+def plane_matches(src: Spec, dst: Spec, plane: int, reorder: RopeReorder | None) -> list[PlaneMatch]:
     a, b = places(src)[plane], places(dst)[plane]
     mine, theirs = src.plane(plane), dst.plane(plane)
     if replace(mine.format, name="", is_inline=False) != replace(theirs.format, name="", is_inline=False):
@@ -72,19 +72,19 @@ def ways(src: Spec, dst: Spec, plane: int, turn: Turn | None) -> list[Way]:
                     f"{there.format} converts bit for bit only. Give both sides that format."
                 )
         cell = Cell(_row_format(src, plane), _row_format(dst, plane), mine.row_elements)
-        return [Way(src, dst, plane, a, b, 1, cell, scale_places(src)[plane], scale_places(dst)[plane])]
+        return [PlaneMatch(src, dst, plane, a, b, 1, cell, scale_places(src)[plane], scale_places(dst)[plane])]
     if mine.format == theirs.format and mine.format.is_inline:
-        return [Way(src, dst, plane, a, b, mine.row_units)]  # scales travel in their rows
-    ways = [Way(src, dst, plane, a, b, mine.row_elements * mine.format.element.bits // (8 * a.unit_bytes), turn=turn)]
+        return [PlaneMatch(src, dst, plane, a, b, mine.row_units)]  # scales travel in their rows
+    found = [PlaneMatch(src, dst, plane, a, b, mine.row_elements * mine.format.element.bits // (8 * a.unit_bytes), reorder=reorder)]
     a_scale, b_scale = (_scale_place(spec, plane) for spec in (src, dst))
     if a_scale is not None and b_scale is not None:
         groups = mine.format.num_groups(mine.row_elements) if a_scale.of(mine.row_axis) else 1
-        ways.append(Way(src, dst, plane, a_scale, b_scale, groups))
+        found.append(PlaneMatch(src, dst, plane, a_scale, b_scale, groups))
     if mine.format.has_tensor_scale:
         layers = (Digit("layer", 1, max(src.num_layers, dst.num_layers), 4, 0),)
         a, b = (Place(layers, tensor_scale_buffers(spec)[plane], 0, 4) for spec in (src, dst))
-        ways.append(Way(src, dst, plane, a, b, 1))
-    return ways
+        found.append(PlaneMatch(src, dst, plane, a, b, 1))
+    return found
 
 
 def _scale_place(spec: Spec, plane: int) -> Place | None:
@@ -130,24 +130,26 @@ def _row_format(spec: Spec, plane: int) -> CellFormat:
     )
 
 
-def boxes(way: Way, r: Rectangle, unit: int, src_buffer: int, dst_buffer: int) -> Iterator[Box]:
-    src, dst, a, b = way.src, way.dst, way.a, way.b
-    mine, theirs = src.plane(way.plane), dst.plane(way.plane)
+def boxes(matched: PlaneMatch, r: Rectangle, unit: int, src_buffer: int, dst_buffer: int) -> Iterator[Box]:
+    src, dst, a, b = matched.src, matched.dst, matched.a, matched.b
+    mine, theirs = src.plane(matched.plane), dst.plane(matched.plane)
     row = mine.row_axis
     ranges = (  # axis, elements, first at the source, first at the destination
         ("layer", r.layer_end - r.layer, r.layer - src.layer_start, r.layer - dst.layer_start),
         (r.axis, r.end - r.first, mine.local(r.first), theirs.local(r.first)),
         *((axis, unit if axis == "token" else size, 0, 0) for axis, size in _shared_axes(mine)),
-        (row, way.units, 0, 0),
+        (row, matched.units, 0, 0),
     )
-    start = _side(a, src, src_buffer), _side(b, dst, dst_buffer), way.cell, ()
+    start = _side(a, src, src_buffer), _side(b, dst, dst_buffer), matched.cell, ()
     partial: list[tuple[Side, Side, Cell | None, tuple[BoxDigit, ...]]] = [start]
     for axis, count, first_a, first_b in ranges:
         if not a.of(axis) or not b.of(axis):  # one scale for all of them
             continue
         grown = []
-        if axis == row and way.turn is not None:
-            partial = [x for at_a, at_b, cell, digits in partial for x in _turned(way, way.turn, at_a, at_b, cell, digits)]
+        if axis == row and matched.reorder is not None:
+            partial = [
+                x for at_a, at_b, cell, digits in partial for x in _reordered(matched, matched.reorder, at_a, at_b, cell, digits)
+            ]
             continue
         for at_a, at_b, cell, digits in partial:
             for begin, parts in pieces(count, first_a, a.of(axis)[0].divisor, first_b, b.of(axis)[0].divisor):
@@ -157,8 +159,8 @@ def boxes(way: Way, r: Rectangle, unit: int, src_buffer: int, dst_buffer: int) -
                     (
                         at_a._replace(offset=at_a.offset + byte_a, buffer=at_a.buffer + step_a),
                         at_b._replace(offset=at_b.offset + byte_b, buffer=at_b.buffer + step_b),
-                        _moved(cell, way, axis, first_a + begin, first_b + begin),
-                        digits + tuple(_digit(way, axis, divisor, size) for divisor, size in parts),
+                        _moved(cell, matched, axis, first_a + begin, first_b + begin),
+                        digits + tuple(_digit(matched, axis, divisor, size) for divisor, size in parts),
                     )
                 )
         partial = grown
@@ -176,23 +178,25 @@ def _shared_axes(plane: PlaneSpec) -> list[tuple[str, int]]:
 _Partial = tuple[Side, Side, Cell | None, tuple[BoxDigit, ...]]
 
 
-def _turned(way: Way, turn: Turn, at_a: Side, at_b: Side, cell: Cell | None, digits: tuple[BoxDigit, ...]) -> list[_Partial]:
+def _reordered(
+    matched: PlaneMatch, reorder: RopeReorder, at_a: Side, at_b: Side, cell: Cell | None, digits: tuple[BoxDigit, ...]
+) -> list[_Partial]:
     """The rotated part of rows, pair by pair, and the rest as it is."""
-    unit, rest = way.a.unit_bytes, way.units - turn.units
-    pair, other = (BoxDigit(n, turn.src[i] * unit, turn.dst[i] * unit, 0, 0) for i, n in enumerate((turn.units // 2, 2)))
+    unit, rest = matched.a.unit_bytes, matched.units - reorder.units
+    pair, other = (BoxDigit(n, reorder.src[i] * unit, reorder.dst[i] * unit, 0, 0) for i, n in enumerate((reorder.units // 2, 2)))
     out: list[_Partial] = [(at_a, at_b, cell, (*digits, pair, other))]
     if rest:
-        a, b = (at._replace(offset=at.offset + turn.units * unit) for at in (at_a, at_b))
+        a, b = (at._replace(offset=at.offset + reorder.units * unit) for at in (at_a, at_b))
         out.append((a, b, cell, (*digits, BoxDigit(rest, unit, unit, 0, 0))))
     return out
 
 
-def _moved(cell: Cell | None, way: Way, axis: str, a: int, b: int) -> Cell | None:
+def _moved(cell: Cell | None, matched: PlaneMatch, axis: str, a: int, b: int) -> Cell | None:
     """The cell with its scales moved on to index a of an axis at the source and b at the destination."""
     if cell is None:
         return None
     sides = []
-    for row, scale, index in ((cell.src, way.a_scale, a), (cell.dst, way.b_scale, b)):
+    for row, scale, index in ((cell.src, matched.a_scale, a), (cell.dst, matched.b_scale, b)):
         offset = row.scale_offset + (reach(scale, axis, index)[0] if scale is not None else 0)
         sides.append(row._replace(scale_offset=offset, first_layer=index if axis == "layer" else row.first_layer))
     return cell._replace(src=sides[0], dst=sides[1])
@@ -239,8 +243,11 @@ def reach(place: Place, axis: str, index: int) -> tuple[int, int]:
     return byte, step
 
 
-def _digit(way: Way, axis: str, divisor: int, size: int) -> BoxDigit:
-    reached = [reach(p, axis, divisor) if p is not None and size > 1 else (0, 0) for p in (way.a, way.b, way.a_scale, way.b_scale)]
+def _digit(matched: PlaneMatch, axis: str, divisor: int, size: int) -> BoxDigit:
+    reached = [
+        reach(p, axis, divisor) if p is not None and size > 1 else (0, 0)
+        for p in (matched.a, matched.b, matched.a_scale, matched.b_scale)
+    ]
     (src, src_step), (dst, dst_step), (src_scale, _), (dst_scale, _) = reached
     token, layer = (divisor if axis == name else 0 for name in ("token", "layer"))
     return BoxDigit(size, src, dst, src_step, dst_step, token, layer, src_scale, dst_scale)

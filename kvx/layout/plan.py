@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvx.errors import BadArgument, Unsupported
 from kvx.layout.box import Box, BoxDigit, family, fold, pack_box, pack_cell, walk
-from kvx.layout.match import Turn, boxes, join, turn_of, ways
+from kvx.layout.match import RopeReorder, boxes, join, plane_matches, reorder_of
 from kvx.layout.pairs import Pairs, pairs_of
 from kvx.layout.place import buffer_bytes, buffer_sizes, num_buffers, places
 from kvx.layout.shards import (
@@ -181,7 +181,7 @@ def plan(
     if layers is not None:
         _check_layers(layers)
     pairs = pairs_of(blocks, sources[0], targets[0])
-    turn = turn_of(sources[0], targets[0], rope, rotary_dim)
+    reorder = reorder_of(sources[0], targets[0], rope, rotary_dim)
     unit = _unit_tokens(sources[0], targets[0])
     together = sharded_alike((*sources, *targets))
     left_out, twice = [], []
@@ -198,7 +198,7 @@ def plan(
     dst_buffer = 0
     for target in targets:
         for planes in together:
-            found += _boxes_of(target, sources, planes, layers, turn, unit, dst_buffer)
+            found += _boxes_of(target, sources, planes, layers, reorder, unit, dst_buffer)
         dst_buffer += num_buffers(target)
     return Plan(sources, targets, unit, tuple(found), pairs, tuple(left_out), tuple(twice))
 
@@ -208,7 +208,7 @@ def _boxes_of(
     sources: Sequence[Spec],
     planes: Sequence[int],
     layers: tuple[int, int] | None,
-    turn: Turn | None,
+    reorder: RopeReorder | None,
     unit: int,
     dst_buffer: int,
 ) -> Iterator[Box]:
@@ -221,8 +221,8 @@ def _boxes_of(
                 both, rest = cut(r, share)
                 left += rest
                 if both is not None:
-                    matched = [ways(source, target, i, turn if i == 0 else None) for i in planes]
-                    yield from join([[x for way in w for x in boxes(way, both, unit, src_buffer, dst_buffer)] for w in matched])
+                    matches = [plane_matches(source, target, i, reorder if i == 0 else None) for i in planes]
+                    yield from join([[x for m in found for x in boxes(m, both, unit, src_buffer, dst_buffer)] for found in matches])
             missing = left
         src_buffer += num_buffers(source)
     if missing:

@@ -1,7 +1,7 @@
 """From a spec to the dimensions of its cache tensors, and from tensors to K and V views.
 
 A `PlaneMap` says where each axis of K or V lies in a tensor: stride of the axis = tensor stride of `dim` times `mul`.
-The native door and the torch definition both address the cache through it, so strides are honoured in one place.
+The native entries and the torch definition both address the cache through it, so strides are honoured in one place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names and blocks cut into chunks that one area takes. A cache's blocks may have more or fewer tokens than the tiers' have.
+"""Names and blocks cut into chunks that one staging area takes. A cache's blocks may have more or fewer tokens than the tiers'.
 
 All of it is lazy: the first chunk is on its way while the next are cut.
 """
@@ -20,7 +20,7 @@ class AlignedBlocks(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What one area takes."""
+    """What one staging area takes."""
 
     ids: list[int]
     places: list[int]  # of each name that the ids have room for; -1: not wanted

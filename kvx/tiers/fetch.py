@@ -10,7 +10,7 @@ from kvx.tiers.block import Block
 from kvx.tiers.memory import HostMemory
 from kvx.tiers.tier import Tier
 
-FALLING = -1  # the source of a block that was between two tiers
+DEMOTED = -1  # the source of a block that was between two tiers
 _PIECES = 4  # a batch is one thread's work in its tier, so one that is read is cut
 
 Ask = Callable[[Tier, list[bytes]], list[bool]]
@@ -22,16 +22,16 @@ class Fetch:
         names: Sequence[bytes],
         tiers: Sequence[Tier],
         memory: HostMemory,  # where the blocks will lie
-        falling: Callable[[bytes], Block | None],
+        demoted: Callable[[bytes], Block | None],
         has: Ask,
     ) -> None:
-        self._names, self._tiers, self._memory, self._falling = list(names), tiers, memory, falling
+        self._names, self._tiers, self._memory, self._demoted = list(names), tiers, memory, demoted
         self._found: list[Block | None] = [None] * len(names)
-        self.sources = [FALLING] * len(names)  # the number of the tier that a block came from, or FALLING
+        self.sources = [DEMOTED] * len(names)  # the number of the tier that a block came from, or DEMOTED
         self._reads: list[tuple[list[int], Future[list[Block | None]]]] = []
         missing = []
         for i, name in enumerate(names):
-            self._found[i] = self._fallen(name)
+            self._found[i] = self._in_demotion(name)
             if self._found[i] is None:
                 missing.append(i)
         for number, tier in enumerate(tiers):
@@ -66,7 +66,7 @@ class Fetch:
 
     def _find_again(self, i: int) -> bool:
         """One that a tier had a moment ago, or has damaged: it may be on its way down, or in a slower tier."""
-        self._found[i], self.sources[i] = self._fallen(self._names[i]), FALLING
+        self._found[i], self.sources[i] = self._in_demotion(self._names[i]), DEMOTED
         for number, tier in enumerate(self._tiers):
             if self._found[i] is None:
                 for _, read in self._start(tier, [i]):
@@ -74,8 +74,8 @@ class Fetch:
                 self.sources[i] = number
         return self._found[i] is not None
 
-    def _fallen(self, name: bytes) -> Block | None:
-        block = self._falling(name)
+    def _in_demotion(self, name: bytes) -> Block | None:
+        block = self._demoted(name)
         if block is None or self._memory.place(block) is not None:
             return block
         (here,) = self._memory.take(1)

@@ -25,14 +25,14 @@ from kvx.layout.place import num_buffers
 from kvx.spec.cache_spec import CacheSpec
 from kvx.tiers.block import Block, BlockKind, block_spec
 from kvx.tiers.chunks import Chunk, aligned_blocks, chunks_of, unknown
-from kvx.tiers.descent import Descent, Fall
+from kvx.tiers.demotion import Demotion, DemotionQueue
 from kvx.tiers.fetch import Fetch
 from kvx.tiers.host import HostTier
-from kvx.tiers.lane import HostLane, Lane, StagedLane, Wait
 from kvx.tiers.memory import HostMemory
 from kvx.tiers.mover_stats import MoverEvent, MoverStats
 from kvx.tiers.room import Room
 from kvx.tiers.tier import Tier, TierEvent
+from kvx.tiers.transfer import HostTransfer, StagedTransfer, Transfer, Wait
 
 NUM_AREAS = 8  # chunks that what is in flight is cut into: one is converted, one on the link, and a tier's threads have one each
 
@@ -72,14 +72,16 @@ class Mover:
         self.memory = first.memory if isinstance(first, HostTier) else HostMemory(self.kind, pin_memory=is_cuda)
         if is_cuda and not self.memory.is_pinned:
             raise BadArgument("Mover: the cache is on a GPU and the host tier's memory is not pinned: HostTier(pin_memory=True).")
-        self._lane: Lane = HostLane(buffers, self.specs, self.kept)
+        self._transfer: Transfer = HostTransfer(buffers, self.specs, self.kept)
         if is_cuda if is_staged is None else is_staged:
-            self._lane = StagedLane(buffers, self.specs, self.kept, self.memory, area_blocks=self.area_blocks, num_areas=NUM_AREAS)
+            self._transfer = StagedTransfer(
+                buffers, self.specs, self.kept, self.memory, area_blocks=self.area_blocks, num_areas=NUM_AREAS
+            )
         self._coming: dict[bytes, Future[int]] = {}  # offloaded, and in no tier yet
         self._promoting: set[Future[list[bool]]] = set()
-        self._turn = threading.Lock()  # one call of offload or onboard at a time
+        self._call_lock = threading.Lock()  # one call of offload or onboard at a time
         self._landing = ThreadPoolExecutor(1, thread_name_prefix="Mover")
-        self._descent = Descent(most, self._fell)
+        self._demotions = DemotionQueue(most, self._was_demoted)
         self._listeners = [(t, partial(self._evicted, below)) for t, below in zip(self.tiers, self.tiers[1:], strict=False)]
         for tier, listener in self._listeners:
             tier.listen(listener)
@@ -132,7 +134,7 @@ class Mover:
 
     def _offload(self, call: str, tier: Tier, names: Sequence[bytes], blocks: Sequence[int]) -> Future[int]:
         aligned = aligned_blocks(call, names, blocks, self.specs[0], self.kept)
-        with self._turn:
+        with self._call_lock:
             self._check_open(call)
             has = self._ask(tier, names)
             known = {n for n, h in zip(names, has, strict=True) if h or n in self._coming}
@@ -144,7 +146,7 @@ class Mover:
         try:
             self._room.take(done, n)
             held = self.memory.take(n)
-            wait = self._lane.send(chunk.ids, chunk.places, held)
+            wait = self._transfer.send(chunk.ids, chunk.places, held)
             for name in chunk.names:
                 self._coming[name] = done
             self._landing.submit(self._land, tier, chunk.names, held, wait, done)
@@ -209,7 +211,7 @@ class Mover:
 
     def has(self, names: Sequence[bytes]) -> list[bool]:
         """Which are in a tier, or on their way to one."""
-        found = [n in self._coming or self._descent.get(n) is not None for n in names]
+        found = [n in self._coming or self._demotions.get(n) is not None for n in names]
         for tier in self.tiers:
             missing = [i for i, h in enumerate(found) if not h]
             if not missing:
@@ -237,7 +239,7 @@ class Mover:
         They are there in the order of the current stream. What is damaged, or gone since find(), is a miss.
         """
         aligned, came = aligned_blocks("onboard", names, blocks, self.specs[0], self.kept), 0
-        with self._turn:
+        with self._call_lock:
             self._check_open("onboard")
             for name in names:
                 if name in self._coming:
@@ -245,7 +247,7 @@ class Mover:
             chunks, fetches = chunks_of(aligned, self.area_blocks), deque[tuple[Chunk, Fetch]]()
             while True:
                 for chunk in islice(chunks, 3 - len(fetches)):  # the tiers read the next ones while this is converted
-                    fetches.append((chunk, Fetch(chunk.names, self.tiers, self.memory, self._descent.get, self._ask)))
+                    fetches.append((chunk, Fetch(chunk.names, self.tiers, self.memory, self._demotions.get, self._ask)))
                 if not fetches:
                     break
                 chunk, fetch = fetches.popleft()
@@ -266,7 +268,7 @@ class Mover:
         places = [p if p < n else -1 for p in chunk.places[: whole * self._names]]
         wait = None
         try:
-            wait = self._lane.receive(chunk.ids[: whole * self._ids], places, blocks)
+            wait = self._transfer.receive(chunk.ids[: whole * self._ids], places, blocks)
             self._landing.submit(_hold, wait, blocks)
         except BaseException:
             if wait is not None:
@@ -304,11 +306,11 @@ class Mover:
 
     def _evicted(self, below: Tier, event: TierEvent) -> None:
         if event.kind == "evicted" and event.block is not None:
-            self._descent.push(event.key, event.block, below)
+            self._demotions.push(event.key, event.block, below)
 
-    def _fell(self, kind: str, fall: Fall, why: str) -> None:
+    def _was_demoted(self, kind: str, demotion: Demotion, why: str) -> None:
         self._count(**{"handed_down" if kind == "handed down" else "dropped": 1})
-        self._tell(kind, [fall.key], why)
+        self._tell(kind, [demotion.key], why)
 
     def settle(self) -> None:
         """Wait for all that is in flight: to the fastest tier, and down from there. Errors stay in their futures."""
@@ -317,7 +319,7 @@ class Mover:
             _settle(done)
         for put in list(self._promoting):
             _settle(put)
-        self._descent.drain()
+        self._demotions.drain()
 
     # --- all of it --------------------------------------------------------------------------------------------------------
 
@@ -329,7 +331,7 @@ class Mover:
 
     def close(self) -> None:
         """Wait for what is in flight, then take no more."""
-        with self._turn:
+        with self._call_lock:
             if self._is_closed:
                 return
             self._is_closed = True
@@ -339,7 +341,7 @@ class Mover:
             for tier, listener in self._listeners:
                 tier.unlisten(listener)
             self._landing.shutdown(wait=True)
-            self._descent.close()
+            self._demotions.close()
 
     def __enter__(self) -> Self:
         return self

@@ -42,7 +42,7 @@ def test_packings_are_found_by_what_comes_out(row):
     assert find_packing(group, write) == row
     with pytest.raises(Unsupported, match=r"none of vllm\.cpu"):
         find_packing(group, lambda k, v, cache, slots: cache.view(-1)[: k.numel()].copy_(k.reshape(-1)))
-    assert len(allocate_buffers(parts_of([group])[0].kept(block_size=32, model="m"))) == 1
+    assert len(allocate_buffers(parts_of([group])[0].tier_spec(block_size=32, model="m"))) == 1
 
 
 @pytest.mark.parametrize(("field", "says"), [("async_scheduling", "async_scheduling"), ("v2", "the V2 model runner")])

@@ -160,17 +160,17 @@ def test_a_part_is_all_layers_that_see_the_same():
     facts = [f if n == 5 else replace(f, kind="SlidingWindowSpec", window=48) for n, f in enumerate(facts)]
     parts = parts_of(read_groups(facts))
     assert [(p.window, p.layers, len(p.groups)) for p in parts] == [(0, (5,), 1), (48, (0, 1, 2, 3, 4), 5)]
-    kinds = [p.kind(p.kept(block_size=16, model="m"), 2) for p in parts]
+    kinds = [p.kind(p.tier_spec(block_size=16, model="m"), 2) for p in parts]
     assert kinds[0].digest != kinds[1].digest
     assert kinds[1].manifest["window"] == 48
-    alone = parts[0].kind(parts[0].kept(block_size=16, model="m"), 1)
+    alone = parts[0].kind(parts[0].tier_spec(block_size=16, model="m"), 1)
     assert "window" not in alone.manifest  # as kvx.handover.keep names it
 
 
 def test_ranks_have_kinds_of_their_own():
     (part,) = parts_of(read_groups([FULL]))
-    a, b = (part.kind(part.kept(block_size=16, model="m", head_start=start), 1) for start in (0, H))
+    a, b = (part.kind(part.tier_spec(block_size=16, model="m", head_start=start), 1) for start in (0, H))
     assert a.digest != b.digest
-    assert part.kind(part.kept(block_size=32, model="m"), 1).digest != a.digest
+    assert part.kind(part.tier_spec(block_size=32, model="m"), 1).digest != a.digest
     with pytest.raises(Unsupported, match="scales apart"):
-        part.kept(block_size=16, model="m", format="fp8_e4m3_per_token_head")
+        part.tier_spec(block_size=16, model="m", format="fp8_e4m3_per_token_head")

@@ -45,15 +45,15 @@ def a_job(first: int, end: int, table: tuple[int, ...] = TABLE, request: str = "
     return Job(request, first, end, tuple(bytes([n]) for n in range(count)), (table,), end)
 
 
-def one_rank(missing: list[int], job: Job, *, engine_size: int = 16, kept_size: int = 16, **how) -> LostLoads:
-    lost = LostLoads(engine_size=engine_size, kept_size=kept_size, **how)
+def one_rank(missing: list[int], job: Job, *, engine_size: int = 16, tier_size: int = 16, **how) -> LostLoads:
+    lost = LostLoads(engine_size=engine_size, tier_size=tier_size, **how)
     lost.load([job], lambda _: missing)
     return lost
 
 
 def test_what_one_rank_lost_is_lost_to_all():
     ranks = Ranks(3)
-    sides = [LostLoads(engine_size=16, kept_size=16, agree=ranks.agree(r)) for r in range(3)]
+    sides = [LostLoads(engine_size=16, tier_size=16, agree=ranks.agree(r)) for r in range(3)]
     jobs = [a_job(0, 96), a_job(0, 64, table=(21, 22, 23, 24, 25), request="s")]
 
     def load(rank: int) -> list[tuple[str, int]]:
@@ -71,7 +71,7 @@ def test_what_one_rank_lost_is_lost_to_all():
 
 def test_an_error_on_one_rank_leaves_none_waiting(caplog):
     ranks = Ranks(2)
-    sides = [LostLoads(engine_size=16, kept_size=16, agree=ranks.agree(r)) for r in range(2)]
+    sides = [LostLoads(engine_size=16, tier_size=16, agree=ranks.agree(r)) for r in range(2)]
 
     def read(rank: int) -> Callable[[Job], list[int]]:
         def load(job: Job) -> list[int]:
@@ -92,7 +92,7 @@ def test_a_step_without_loads_waits_for_nobody():
     def agree(numbers: list[int]) -> list[int]:
         raise AssertionError("the other ranks do not come")
 
-    lost = LostLoads(engine_size=16, kept_size=16, agree=agree)
+    lost = LostLoads(engine_size=16, tier_size=16, agree=agree)
     assert lost.load([], lambda job: []) == []
     assert not lost.is_wrong(a_job(0, 96))
 
@@ -110,11 +110,11 @@ def test_a_step_without_loads_waits_for_nobody():
     ids=["two of six", "its first", "smaller than vLLM's", "larger, from its middle on", "larger", "behind a window"],
 )
 def test_what_vllm_is_told(sizes, job, missing, told):
-    assert one_rank(missing, job, engine_size=sizes[0], kept_size=sizes[1]).take_failed() == told
+    assert one_rank(missing, job, engine_size=sizes[0], tier_size=sizes[1]).take_failed() == told
 
 
 def test_null_blocks_are_not_told():
-    lost = LostLoads(engine_size=16, kept_size=16)
+    lost = LostLoads(engine_size=16, tier_size=16)
     lost.load([a_job(0, 96, table=(0, 0, 0, 14, 15, 16))], lambda job: [][1])
     assert lost.take_failed() == {14, 15, 16}
 
@@ -134,7 +134,7 @@ def test_what_was_computed_on_it_is_not_saved():
 
 def test_what_another_request_of_the_step_computed_on_it_is_not_saved():
     """A later one may find that block by its tokens, and have others than the lost ones before it."""
-    lost = LostLoads(engine_size=16, kept_size=16)
+    lost = LostLoads(engine_size=16, tier_size=16)
     lost.load([a_job(0, 96)], lambda job: [3], tables=[[*TABLE[:6], 31], [11, 12, 32]])
     assert lost.take_failed() == {14, 15, 16}
     assert lost.is_wrong(a_job(96, 112, table=(41, 42, 43, 44, 45, 46, 31), request="finds it"))

@@ -66,7 +66,7 @@ class FakeVllm:
         self.stacks = [FakeStack() for _ in range(RANKS)]
         self.side = SchedulerSide([part], [self.stacks], block_size=kept, model="fake")
         ranks = Ranks(RANKS)
-        self.workers = [LostLoads(engine_size=SIZE, kept_size=kept, agree=ranks.agree(r)) for r in range(RANKS)]
+        self.workers = [LostLoads(engine_size=SIZE, tier_size=kept, agree=ranks.agree(r)) for r in range(RANKS)]
         self.threads = ThreadPoolExecutor(RANKS)
         # For each rank and slot the tokens up to it, where K and V are right.
         self.memory: list[dict[int, tuple[int, ...]]] = [{} for _ in range(RANKS)]

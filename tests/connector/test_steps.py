@@ -44,7 +44,7 @@ class FakeEngine:
         self.caches = {name: torch.zeros(BLOCKS, H, size, 2 * D) for g in self.groups for name in g.layer_names}
         self.movers, stacks = [], []
         for part in self.parts:
-            spec = part.kept(block_size=kept, model="fake", format=format)
+            spec = part.tier_spec(block_size=kept, model="fake", format=format)
             kind = part.kind(spec, len(self.parts))
             stack = TierStack(kind, [open_tier(TierOption("disk", 10**9, folder), kind)])
             stacks.append([stack])
@@ -217,15 +217,15 @@ def test_blocks_are_smaller_in_a_format_with_inline_scales(tmp_path):
 
 def test_tables_run_over_the_same_tokens():
     job = Job("r", 32, 96, tuple(bytes([n]) for n in range(4)), ((7, 0, 9, 4),))
-    t = tables(job, 0, engine_size=32, kept_size=16)
+    t = tables(job, 0, engine_size=32, tier_size=16)
     assert t.engine == [-1, 9]
-    assert t.kept == [0, 1, 2, 3]
+    assert t.tier == [0, 1, 2, 3]
     assert needed(t, 32, 16) == complete(t, 32, 16) == [False, False, True, True]
-    t = tables(job, 0, engine_size=8, kept_size=16)
-    assert len(t.engine) == 2 * len(t.kept)
+    t = tables(job, 0, engine_size=8, tier_size=16)
+    assert len(t.engine) == 2 * len(t.tier)
     job = Job("r", 16, 48, (b"a", b"b"), ((1, 2, 0, 4),))
-    t = tables(job, 0, engine_size=16, kept_size=32)
-    assert (t.engine, t.kept) == ([-1, 2, -1, -1], [0, 1])
+    t = tables(job, 0, engine_size=16, tier_size=32)
+    assert (t.engine, t.tier) == ([-1, 2, -1, -1], [0, 1])
     assert (needed(t, 16, 32), complete(t, 16, 32)) == ([True, False], [False, False])
 
 
@@ -255,8 +255,8 @@ def test_settings():
 
 def test_host_memory_is_one_for_both_sides():
     (part,) = parts_of([a_group(block_size=32)])
-    kind = part.kind(part.kept(block_size=16, model="m"), 1)
+    kind = part.kind(part.tier_spec(block_size=16, model="m"), 1)
     a, b = (open_tier(TierOption("host", 10**6), kind) for _ in range(2))
     assert a is b
-    other = part.kind(part.kept(block_size=16, model="n"), 1)
+    other = part.kind(part.tier_spec(block_size=16, model="n"), 1)
     assert open_tier(TierOption("host", 10**6), other) is not a

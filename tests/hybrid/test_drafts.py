@@ -136,7 +136,7 @@ def test_named_blocks_stay():
 
 def test_a_tail_that_goes_back_twice(generator):
     """What is kept of a step stays until the next: first some drafts go, then more."""
-    from kvx.cache.hybrid.drafts import Drafts, Kept
+    from kvx.cache.hybrid.drafts import AcceptedTokens, Drafts
     from kvx.cache.hybrid.tail import Tail
 
     tail, entries = Tail(4, 16, 3, overlap=True), RowPages.zeros(RowCodec("f32", 16), 4, 8)
@@ -152,7 +152,7 @@ def test_a_tail_that_goes_back_twice(generator):
     drafts.keep(kv[4:], score[4:], step)
     compress(tail, kv[4:], score[4:], entries, table, step)
     for count in (5, 3, 1, 0):
-        drafts.take_back(Kept.of([1], [4], [count], torch.device("cpu")), entries, table)
+        drafts.take_back(AcceptedTokens.of([1], [4], [count], torch.device("cpu")), entries, table)
         compare.bitwise(tail.state, states[count], f"{count} tokens stay")
 
 

@@ -131,7 +131,7 @@ def test_formats_change_on_the_way(make, spec_format, kept_format, error):
         assert error == 0 or not torch.equal(a, b)
 
 
-def test_what_a_full_descent_drops_is_counted(make):
+def test_what_a_full_queue_drops_is_counted(make):
     events, gate = [], threading.Event()
     _, mover = make(1, 24, on_event=events.append, max_in_flight_bytes=2 * kind_of().num_bytes)
     mover.tiers[1].listen(lambda _: gate.wait(10))
@@ -242,7 +242,7 @@ def test_what_is_in_flight_is_bounded_and_close_waits_for_it():
 @pytest.mark.parametrize("is_staged", [False, True], ids=["direct", "staged"])
 def test_an_interrupt_leaks_nothing(make, monkeypatch, is_staged):
     _, mover = make(24, is_staged=is_staged, max_in_flight_bytes=4 * kind_of().num_bytes)
-    for name in ("memory.take", "_lane.send", "_landing.submit"):
+    for name in ("memory.take", "_transfer.send", "_landing.submit"):
         owner, method = name.rsplit(".", 1)
         target = getattr(mover, owner)
         for is_after in (False, True):
@@ -255,7 +255,7 @@ def test_an_interrupt_leaks_nothing(make, monkeypatch, is_staged):
 
             with monkeypatch.context() as patch:
                 patch.setattr(target, method, interrupted)
-                if name == "_lane.send" and is_after and is_staged:
+                if name == "_transfer.send" and is_after and is_staged:
                     continue  # between its return and ours nothing can be held
                 with pytest.raises(KeyboardInterrupt):
                     mover.offload(names(1, 2, 3, 4), [1, 2, 3, 4])
@@ -279,7 +279,7 @@ def test_what_on_event_raises_is_the_futures():
         assert mover.find(names(1)) == 1
 
 
-def test_what_on_event_raises_does_not_stop_the_descent(make):
+def test_what_on_event_raises_does_not_stop_demotion(make):
     def refuse(event):
         if event.kind == "handed down":
             raise ValueError("not today")
@@ -328,7 +328,7 @@ def test_malformed_arguments(make):
 
 
 def test_random_calls_match_a_dict(make):
-    """Several layers of tiers, small ones, so that blocks fall, rise and are lost; what comes is always right."""
+    """Several layers of tiers, small ones, so that blocks demotion, rise and are lost; what comes is always right."""
     rng = random.Random(5)
     cache, mover = make(3, 9, max_in_flight_bytes=6 * kind_of().num_bytes, is_staged=True)
     truth: dict[int, list[torch.Tensor]] = {}

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from kvx.cache import backing as backing_module
-from kvx.tiers import HostTier, Mover, fetch, lane, mover, room
+from kvx.tiers import HostTier, Mover, fetch, mover, room, transfer
 from tests.cache.test_paged import assert_content, make
 from tests.interrupts import interrupted_at_every_line
 from tests.tiers.movers import KEPT, SPEC, content, filled, is_same, kind_of, names
 from tests.tiers.test_cache_tiers import close, evicted, on_host
 
-MOVING = (mover, lane, room, fetch)
+MOVING = (mover, transfer, room, fetch)
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def assert_idle(m: Mover) -> None:
     m.settle()
     assert not m._coming
     assert (m._room._left, m._room._taken) == (8, {})
-    assert m._lane._free.qsize() == mover.NUM_AREAS
-    assert not m._turn.locked()
+    assert m._transfer._free.qsize() == mover.NUM_AREAS
+    assert not m._call_lock.locked()
 
 
 def test_out_to_the_tiers(moved):
@@ -84,8 +84,8 @@ def test_a_prefix_that_comes_back(window):
 def test_waiting_twice_gives_an_area_back_once(moved):
     _, m = moved
     held = m.memory.take(1)
-    wait = m._lane.send([0], [0], held)
+    wait = m._transfer.send([0], [0], held)
     wait()
     wait()
-    assert m._lane._free.qsize() == mover.NUM_AREAS
+    assert m._transfer._free.qsize() == mover.NUM_AREAS
     assert torch.equal(held[0].buffers[0].view(torch.float32)[:16], content(filled(), SPEC, 0)[0][:16])

@@ -1,4 +1,4 @@
-"""KvxConnector: vLLM's hooks on KVX's tiers. Prefixes that any engine kept are loaded before a forward, full blocks saved after.
+"""KvxConnector: vLLM's hooks on KVX's tiers. Prefixes that any engine saved are loaded before a forward, full blocks saved after.
 
 Loaded by kv_connector_module_path="kvx.adapters.vllm.connector"; the extra config is kvx/connector/settings.py's.
 Needs vLLM 0.26 to 0.32.
@@ -64,14 +64,14 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         self._movers: list[PartMover] = []
         self._lost = LostLoads(
             engine_size=self.groups[0].block_size,
-            kept_size=self.block_size,
+            tier_size=self.block_size,
             agree=_least_of_ranks if ranks > 1 else list,
             is_all_or_none=self._is_decode_only(),
             logger=logger,
         )
         if role == KVConnectorRole.SCHEDULER:
             self._require_one_process()
-            stacks = [[self._stack(p, self._kept(p, r)) for r in range(ranks)] for p in self.parts]
+            stacks = [[self._stack(p, self._tier_spec(p, r)) for r in range(ranks)] for p in self.parts]
             self._scheduler = SchedulerSide(
                 self.parts, stacks, block_size=self.block_size, model=self.model, is_decode_only=self._is_decode_only()
             )
@@ -85,14 +85,14 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM 0.32 turns chunked prefill and prefix caching off for an MLA backend that cannot go on after a cache: no AMX."""
         return any(g.is_latent for g in self.groups) and not self._vllm_config.scheduler_config.enable_chunked_prefill
 
-    def _kept(self, part: PartGroups, rank: int) -> CacheSpec:
+    def _tier_spec(self, part: PartGroups, rank: int) -> CacheSpec:
         heads = self._vllm_config.model_config.get_total_num_kv_heads()
         start = facts.head_start(rank, self._vllm_config.parallel_config.tensor_parallel_size, heads)
-        return part.kept(block_size=self.block_size, model=self.model, format=self.settings.format, head_start=start)
+        return part.tier_spec(block_size=self.block_size, model=self.model, format=self.settings.format, head_start=start)
 
-    def _stack(self, part: PartGroups, kept: CacheSpec) -> TierStack:
-        kind = part.kind(kept, len(self.parts))
-        whole = sum(BlockKind.of(self._kept(p, 0)).num_bytes for p in self.parts)
+    def _stack(self, part: PartGroups, spec: CacheSpec) -> TierStack:
+        kind = part.kind(spec, len(self.parts))
+        whole = sum(BlockKind.of(self._tier_spec(p, 0)).num_bytes for p in self.parts)
         return TierStack(kind, [open_tier(t.share(kind.num_bytes, whole), kind) for t in self.settings.tiers])
 
     def _require_one_process(self) -> None:
@@ -114,12 +114,12 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         rank = get_tensor_model_parallel_rank()
         for part in self.parts:
             segments = [s for g in part.groups for s in self._segments(g, part, kv_caches)]
-            kept = self._kept(part, rank)
-            self._movers.append(PartMover(part, kept, self._stack(part, kept), runs_of(segments, kv_caches)))
+            spec = self._tier_spec(part, rank)
+            self._movers.append(PartMover(part, spec, self._stack(part, spec), runs_of(segments, kv_caches)))
             one = segments[0].spec
             logger.info(
                 "KVX reads %d layers, window %d, as %r in blocks of %d; keeps them in blocks of %d %s as model %r",
-                len(part.layers), part.window, one.layout, one.block_size, kept.block_size, kept.format, self.model,
+                len(part.layers), part.window, one.layout, one.block_size, spec.block_size, spec.format, self.model,
             )  # fmt: skip
 
     def _segments(self, group: Group, part: PartGroups, caches: dict[str, Tensor]) -> list[Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvx.cache.blocks import BlockAllocator, BlockIds
 from kvx.cache.guard import Guard, whole
-from kvx.cache.hybrid.drafts import Kept
+from kvx.cache.hybrid.drafts import AcceptedTokens
 from kvx.cache.hybrid.handle import LayerHandle, LayerViews
 from kvx.cache.hybrid.schema import HybridSchema
 from kvx.cache.hybrid.store import LayerStore
@@ -160,12 +160,12 @@ class HybridCache:
             limits[request.slot] = length
         lengths = torch.from_numpy(limits).to(self.device)
         slots, starts = [r.slot for r, _ in work], [r.draft_start for r, _ in work]
-        kept = Kept.of(slots, starts, [length - r.draft_start for r, length in work], self.device)
+        accepted = AcceptedTokens.of(slots, starts, [length - r.draft_start for r, length in work], self.device)
         for store in self.layers:
             store.window.truncate(lengths)
             for drafts, pages in ((store.drafts, store.entries), (store.index_drafts, store.index)):
                 if drafts is not None and pages is not None:
-                    drafts.take_back(kept, pages, self.block_table, backend=backend)
+                    drafts.take_back(accepted, pages, self.block_table, backend=backend)
         for request, length in work:
             left = self.schema.blocks(length)
             ids = self.block_ids(request)[left:].copy()

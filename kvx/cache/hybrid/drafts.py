@@ -1,7 +1,8 @@
 """Drafts: what it takes to have a tail as it was after some of a step's tokens. Tails only go forward.
 
-Before a step the tails of its slots are put aside, and its tokens' projections are kept. To take drafts back, the tail is put back
-and goes over the tokens that stay. Rows and entries need nothing: what drafts wrote is written over before anyone may read it.
+Before a step the tails of its slots are put aside, and its tokens' projections are stored. To take drafts back, the tail is put
+back and goes over the tokens that were accepted. Rows and entries need nothing: what drafts wrote is written over before anyone may
+read it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvx.ops.step import Step
 from kvx.quant.rows import RowPages
 
 
-class Kept(NamedTuple):
+class AcceptedTokens(NamedTuple):
     """Of each slot whose drafts are taken back, the tokens of its last step that stay."""
 
     slots: Tensor  # [num_seqs] int64
@@ -27,10 +28,12 @@ class Kept(NamedTuple):
     places: Tensor  # [num_tokens] int64: which of the step they were
 
     @staticmethod
-    def of(slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Kept:
+    def of(slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], device: torch.device) -> AcceptedTokens:
         pairs = [(slot, i) for slot, count in zip(slots, counts, strict=True) for i in range(count)]
         rows, places = torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
-        return Kept(torch.tensor(slots, dtype=torch.int64, device=device), Step.of(slots, counts, starts, device), rows, places)
+        return AcceptedTokens(
+            torch.tensor(slots, dtype=torch.int64, device=device), Step.of(slots, counts, starts, device), rows, places
+        )
 
 
 class Drafts:
@@ -59,15 +62,15 @@ class Drafts:
             scores = scores + bias[(step.starts[seqs] + places) % self.tail.ratio]
         self.tokens[rows, places.clamp(max=self.room - 1)] = torch.stack((kv.to(torch.float32), scores), 1)
 
-    def take_back(self, kept: Kept, entries: RowPages, block_table: Tensor, *, backend: str = "auto") -> None:
+    def take_back(self, accepted: AcceptedTokens, entries: RowPages, block_table: Tensor, *, backend: str = "auto") -> None:
         # A step that was prepared and never came here put no tail aside, and changed none: what is saved is of an earlier one.
-        is_saved = self.starts[kept.slots] == kept.step.starts
-        now, saved = self.tail.state[kept.slots], self.saved[kept.slots]
-        self.tail.state[kept.slots] = torch.where(is_saved.view(-1, *[1] * (now.ndim - 1)), saved, now)
-        if not len(kept.rows):
+        is_saved = self.starts[accepted.slots] == accepted.step.starts
+        now, saved = self.tail.state[accepted.slots], self.saved[accepted.slots]
+        self.tail.state[accepted.slots] = torch.where(is_saved.view(-1, *[1] * (now.ndim - 1)), saved, now)
+        if not len(accepted.rows):
             return
-        step = kept.step._replace(slots=torch.where(is_saved, kept.step.slots, -1))
-        tokens = self.tokens[kept.rows, kept.places]
+        step = accepted.step._replace(slots=torch.where(is_saved, accepted.step.slots, -1))
+        tokens = self.tokens[accepted.rows, accepted.places]
         # Entries that these tokens complete were written by the step: all count as shared.
         written = torch.full((len(block_table),), torch.iinfo(torch.int32).max, dtype=torch.int32, device=block_table.device)
         compress(self.tail, tokens[:, KV], tokens[:, SCORE], entries, block_table, step, num_shared=written, backend=backend)

@@ -1,4 +1,4 @@
-"""A door to Mooncake's transfer engine: registered memory of two processes, read and written by address. Peers find each other."""
+"""Mooncake's transfer engine: registered memory of two processes, read and written by address. Peers find each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A door to Mooncake's store: objects by name in the memory of all who joined one master. Codes of errors become sentences."""
+"""Mooncake's store: objects by name in the memory of all who joined one master. Codes of errors become sentences."""
 
 from __future__ import annotations
 

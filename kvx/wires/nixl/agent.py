@@ -1,4 +1,4 @@
-"""A door to NIXL: an agent with its memory, its peers, and transfers that end by a deadline.
+"""NIXL: an agent with its memory, its peers, and transfers that end by a deadline.
 
 Peers learn of each other by metadata that the caller carries: NIXL's own listener answers on every interface, whoever asks.
 

@@ -1,7 +1,7 @@
-"""The way of blocks between a cache and host memory, converted as they go: one kernel for many blocks, either way.
+"""Transfer of blocks between a cache and host memory, converted as they go: one kernel for many blocks, in either direction.
 
-On the host the conversion is the way. From a device they go through an area of its memory: converted there, then copied while the
-next area is converted. Both keep the order of the caller's stream.
+On the host the conversion is the transfer. From a device they go through a staging area of its memory: converted there, then copied
+while the next area is converted. Both keep the order of the caller's stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OUT, BACK = 0, 1  # of the cache, or into it
 Wait = Callable[[], None]  # until the memory of what was sent or received is free again; again is no harm
 
 
-class Lane(Protocol):
+class Transfer(Protocol):
     """`ids` are blocks of the cache. The tokens of all of them are those of all `places`: where in `blocks` each goes; -1 skips."""
 
     def send(self, ids: Sequence[int], places: Sequence[int], blocks: Sequence[Block]) -> Wait:
@@ -36,7 +36,7 @@ class Lane(Protocol):
         """These into the cache's blocks. They are there, in the order of the stream, when it returns."""
 
 
-class HostLane:
+class HostTransfer:
     """Of a cache in host memory."""
 
     def __init__(self, buffers: Sequence[Tensor], specs: Sequence[CacheSpec], kept: CacheSpec) -> None:
@@ -64,8 +64,8 @@ def _nothing() -> None:
     return None
 
 
-class StagedLane:
-    """Of a cache on a device: areas of its memory, each with room for `area_blocks`, used in turn."""
+class StagedTransfer:
+    """Of a cache on a device: staging areas of its memory, each with room for `area_blocks`, used one after the other."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class StagedLane:
             slab, first = places[start] or (0, 0)
             if n < len(places) and places[n] == (slab, first + n - start):
                 continue
-            assert places[start] is not None, "a block is not in the memory of this lane"
+            assert places[start] is not None, "a block is not in the memory of this transfer"
             pitch = self._memory.pitch
             yield self._memory.run(slab, first, n - start), area.staged[start * pitch : n * pitch]
             start = n
@@ -185,29 +185,29 @@ class _Area:
                 bind(plans[1], buffers, self._blocks, src_blocks=staged, dst_blocks=cache),
             )
 
-    def convert(self, way: int, ids: Sequence[int], places: Sequence[int]) -> None:
+    def convert(self, direction: int, ids: Sequence[int], places: Sequence[int]) -> None:
         """OUT of the cache into the area, or BACK."""
         if self._bound is not None:
             self._host_ids.fill_(-1)
             self._host_ids[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
             self._host_ids[self._columns[0] : self._columns[0] + len(places)] = torch.tensor(places, dtype=torch.int32)
             self._ids.copy_(self._host_ids, non_blocking=True)
-            self._bound[way].run()
+            self._bound[direction].run()
             return
         pairs: list[tuple[list[Tensor], Sequence[int]]] = [(self._cache, list(ids)), (self._blocks, list(places))]
-        (src, src_ids), (dst, dst_ids) = pairs if way == OUT else pairs[::-1]
-        convert(dst, src, plan=self._plans[way], src_blocks=src_ids, dst_blocks=dst_ids)
+        (src, src_ids), (dst, dst_ids) = pairs if direction == OUT else pairs[::-1]
+        convert(dst, src, plan=self._plans[direction], src_blocks=src_ids, dst_blocks=dst_ids)
 
 
 class _CudaStreams:
-    """Streams of its own for the link, one each way, beside the caller's."""
+    """Streams of its own for the link, one for each direction, beside the caller's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._links = [torch.cuda.Stream(device) for _ in (OUT, BACK)]  # type: ignore[no-untyped-call]
 
-    def link(self, way: int) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._links[way])
+    def link(self, direction: int) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._links[direction])
 
     def mark(self) -> Any:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -224,7 +224,7 @@ class _CudaStreams:
 class _NoStreams:
     """Of a host: what was called is done."""
 
-    def link(self, way: int) -> AbstractContextManager[Any]:
+    def link(self, direction: int) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def mark(self) -> Any:

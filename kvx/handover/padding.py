@@ -13,7 +13,7 @@ from kvx.layout.place import num_cache_buffers
 from kvx.spec import CacheSpec, Granularity
 
 
-def blank_block(spec: CacheSpec, buffers: Sequence[Tensor], block: int) -> tuple[list[Tensor], CacheSpec]:
+def padding_block(spec: CacheSpec, buffers: Sequence[Tensor], block: int) -> tuple[list[Tensor], CacheSpec]:
     """A block without tokens, as a cache of one, under the scales that this block shares with others or has for all its rows."""
     one = replace(spec, num_blocks=1)
     made = list(new_buffers(one))

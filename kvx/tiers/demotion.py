@@ -1,4 +1,4 @@
-"""Blocks on their way down: what a tier evicts goes to the next one, on a thread of its own and never waiting for it."""
+"""Demotion: what a tier evicts goes to the next one, on a thread of its own and never waiting for it."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from kvx.tiers.tier import Tier
 _BATCH = 16  # blocks of one put: small, so that what waits is soon found below
 
 
-class Fall(NamedTuple):
+class Demotion(NamedTuple):
     key: bytes
     block: Block
     tier: Tier  # where it goes
 
 
-class Descent:
+class DemotionQueue:
     """A queue of at most `max_blocks`. What finds it full is dropped: the tier above has no time to wait."""
 
-    def __init__(self, max_blocks: int, told: Callable[[str, Fall, str], None]) -> None:
+    def __init__(self, max_blocks: int, told: Callable[[str, Demotion, str], None]) -> None:
         self._max_blocks = max_blocks
         self._told = told  # ("handed down" | "dropped", what, why), on any thread
-        self._falling: dict[bytes, Fall] = {}  # in the queue, or being put: it is still found here
-        self._queue: deque[Fall] = deque()
+        self._demoted: dict[bytes, Demotion] = {}  # in the queue, or being put: it is still found here
+        self._queue: deque[Demotion] = deque()
         self._change = threading.Condition()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._work, name="Descent", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="DemotionQueue", daemon=True)
         self._thread.start()
 
     def push(self, key: bytes, block: Block, tier: Tier) -> None:
         """Take it on, or drop it. Never waits."""
-        fall = Fall(key, block, tier)
+        demotion = Demotion(key, block, tier)
         with self._change:
-            if key in self._falling:
+            if key in self._demoted:
                 return
-            is_full = len(self._falling) >= self._max_blocks or self._is_closed
+            is_full = len(self._demoted) >= self._max_blocks or self._is_closed
             if not is_full:
-                self._falling[key] = fall
-                self._queue.append(fall)
+                self._demoted[key] = demotion
+                self._queue.append(demotion)
                 self._change.notify_all()
         if is_full:
-            self._told("dropped", fall, f"{self._max_blocks} blocks are on their way down already")
+            self._told("dropped", demotion, f"{self._max_blocks} blocks are on their way down already")
 
     def get(self, key: bytes) -> Block | None:
-        fall = self._falling.get(key)
-        return None if fall is None else fall.block
+        demotion = self._demoted.get(key)
+        return None if demotion is None else demotion.block
 
     def drain(self) -> None:
         """Wait until all that was pushed has arrived or is lost."""
         with self._change:
-            while self._falling:
+            while self._demoted:
                 self._change.wait()
 
     def close(self) -> None:
@@ -71,29 +71,29 @@ class Descent:
                         return
                     self._change.wait()
                 tier = self._queue[0].tier
-                batch: list[Fall] = []
+                batch: list[Demotion] = []
                 while self._queue and self._queue[0].tier is tier and len(batch) < _BATCH:
                     batch.append(self._queue.popleft())
             self._put(tier, batch)
             with self._change:
-                for fall in batch:
-                    del self._falling[fall.key]
+                for demotion in batch:
+                    del self._demoted[demotion.key]
                 self._change.notify_all()
 
-    def _put(self, tier: Tier, batch: list[Fall]) -> None:
+    def _put(self, tier: Tier, batch: list[Demotion]) -> None:
         """One by one where the batch fails, so that a bad block takes no other with it."""
-        for part in [batch] if len(batch) == 1 else [batch, *([fall] for fall in batch)]:
+        for part in [batch] if len(batch) == 1 else [batch, *([demotion] for demotion in batch)]:
             try:
                 tier.put([f.key for f in part], [f.block for f in part]).result()
             except Exception as error:  # of a listener too: without this thread drain() would wait for ever
                 if len(part) == 1:
                     self._tell("dropped", part[0], str(error))
                 continue
-            for fall in part:
-                self._tell("handed down", fall, "")
+            for demotion in part:
+                self._tell("handed down", demotion, "")
             if len(part) == len(batch):
                 return
 
-    def _tell(self, kind: str, fall: Fall, why: str) -> None:
-        with suppress(Exception):  # of a callback: here is no future to raise it, and others are still to fall
-            self._told(kind, fall, why)
+    def _tell(self, kind: str, demotion: Demotion, why: str) -> None:
+        with suppress(Exception):  # of a callback: here is no future to raise it, and others are still to be demoted
+            self._told(kind, demotion, why)

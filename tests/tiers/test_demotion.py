@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from kvx.tiers import BlockKind, HostTier
-from kvx.tiers.descent import Descent
+from kvx.tiers.demotion import DemotionQueue
 
 KIND = BlockKind({"model": "m"}, (64,))
 
@@ -17,12 +17,12 @@ def test_a_listener_that_raises_does_not_leave_others_waiting():
         raise ValueError("a listener of the slow tier")
 
     with HostTier(KIND, 6400, on_event=listener) as slow:
-        descent = Descent(8, lambda kind, fall, why: told.append((kind, fall.key)))
+        queue = DemotionQueue(8, lambda kind, demotion, why: told.append((kind, demotion.key)))
         for key in (b"a", b"b"):
-            descent.push(key, KIND.empty(), slow)
-        waiting = threading.Thread(target=descent.drain, daemon=True)
+            queue.push(key, KIND.empty(), slow)
+        waiting = threading.Thread(target=queue.drain, daemon=True)
         waiting.start()
         waiting.join(5)
         assert not waiting.is_alive()
-        descent.close()
+        queue.close()
     assert [key for _, key in told] == [b"a", b"b"]
