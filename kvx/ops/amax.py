@@ -12,6 +12,7 @@ from kvx.ops import compiled, native
 from kvx.quant.scales import finite_amax
 from kvx.spec.formats import Granularity
 
+_call = native.entry("kvx_door_amax")
 _NAMES = {
     "tensor": Granularity.TENSOR,
     "head": Granularity.HEAD,
@@ -76,7 +77,7 @@ def amax(
 
 def _amax_native(out: Tensor, x: Tensor, slots: Tensor | None, granularity: int, block_size: int, errors: Tensor | None) -> None:
     (ho, hx, hs, he), keep = native.handles(out, x, slots, errors)
-    status = native.amax_call(ho, hx, hs, granularity, block_size, he, native.stream_of(x))
+    status = _call(ho, hx, hs, granularity, block_size, he, native.stream_of(x))
     del keep
     if status:
         native.raise_status(status)

@@ -13,12 +13,14 @@ from kvx.layout.gate import check_apart, check_memory
 from kvx.layout.planes import cache_tensors
 from kvx.layout.pointers import CachePointers
 from kvx.ops import backend as backends
-from kvx.ops import compiled_append, door_append, native, scales
-from kvx.ops.norm_rope import PLAIN, STYLES, NormRope, change, check, id_of, is_usual, keep_positions, split
+from kvx.ops import compiled_append, native, scales, structs
+from kvx.ops.door_spec import door_spec, pointer_spec
+from kvx.ops.norm_rope import PLAIN, STYLES, NormRope, change, check, fill_args, id_of, is_usual, keep_positions, split
 from kvx.ops.write import write
 from kvx.spec.cache_spec import CacheSpec
 
 _CALL = "qkv_norm_rope_append"
+_call, _call_usual = native.entry("kvx_door_append"), native.entry("kvx_door_append_usual")
 
 
 def qkv_norm_rope_append(
@@ -112,8 +114,8 @@ def _append_usual(
         return False
     heads = q_out.shape[1] if q_out.dim() == 3 else -1
     style = STYLES.get(rope, -1) if how[2] is not None else 0
-    status = door_append.append_usual(
-        b"qkv_norm_rope_append()", native.door_spec(spec), id(first), id_of(second), id(q_out), id(qkv), heads, id(slots),
+    status = _call_usual(
+        b"qkv_norm_rope_append()", door_spec(spec), id(first), id_of(second), id(q_out), id(qkv), heads, id(slots),
         id_of(how[0]), id_of(how[1]), id_of(how[2]), id_of(how[3]), id_of(how[4]), style, eps, weight_offset,
         native.stream_of(first),
     )  # fmt: skip
@@ -207,7 +209,7 @@ def _append_native(
     rows = {"q": qkv} if isinstance(qkv, Tensor) else dict(zip("qkv"[-len(qkv) :], qkv, strict=True))
     first, second = _caches(cache, spec)
     pointers = {"k_pointers": first, "v_pointers": second} if isinstance(cache, CachePointers) else {}
-    args, keep = door_append.fill(
+    args, keep = fill_args(
         {**rows, "q_out": q_out, "slots": slots, **how.tensors(), **pointers},
         num_q_heads=num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -216,11 +218,9 @@ def _append_native(
         **how.numbers(),
     )
     (c0, c1, *rest), kept_too = native.handles(first, second, *extra)
-    more = native.Extra(*rest)
-    door = door_append.pointer_spec(cache) if isinstance(cache, CachePointers) else native.door_spec(spec)
-    status = door_append.append_call(
-        door_append.name_of(call), door, c0, c1, native.address_of(args), native.address_of(more), native.stream_of(first)
-    )
+    more = structs.Extra(*rest)
+    door = pointer_spec(cache) if isinstance(cache, CachePointers) else door_spec(spec)
+    status = _call(native.name_of(call), door, c0, c1, native.address_of(args), native.address_of(more), native.stream_of(first))
     del keep, kept_too
     if status:
         native.raise_status(status)

@@ -18,10 +18,11 @@ from kvx.errors import BadArgument, OutOfRange
 from kvx.layout.gate import check_apart, check_memory
 from kvx.layout.pointers import CachePointers
 from kvx.ops import backend as backends
-from kvx.ops import cells, compiled, door_table, native, scales
+from kvx.ops import cells, compiled, door_table, native, scales, structs
 from kvx.spec.cache_spec import CacheSpec
 from kvx.tables import PackedTable, Table
 
+_call = native.entry("kvx_door_attention")
 _IO = (torch.float16, torch.bfloat16, torch.float32)
 _CAUSAL, _PLANNED, _LATENT = 1, 2, 4  # KVX_ATTENTION_*
 RUN, PLAN, WORKSPACE = 0, 1, 2  # kvx_door_attention_t.step
@@ -152,11 +153,9 @@ def call_native(
     door = door_table.open_table(tensors, table, spec, o.max_seq_len, cu)
     (hq, ho, hl, hs, hw, *rest), keep = native.handles(q, out, lse, sinks, workspace, *extra)
     flags = (_CAUSAL if o.causal else 0) | (_PLANNED if o.planned else 0) | (_LATENT if o.latent else 0)
-    args = native.AttentionArgs(hq, ho, hl, hs, hw, step, flags, o.window, o.max_query_len, 0, o.scale, o.soft_cap)
-    more = native.Extra(*rest)
-    status = native.attention_call(
-        door.spec, *door.cache, door.address, native.address_of(more), native.address_of(args), native.stream_of(q)
-    )
+    args = structs.AttentionArgs(hq, ho, hl, hs, hw, step, flags, o.window, o.max_query_len, 0, o.scale, o.soft_cap)
+    more = structs.Extra(*rest)
+    status = _call(door.spec, *door.cache, door.address, native.address_of(more), native.address_of(args), native.stream_of(q))
     del keep
     if status:
         native.raise_status(status)

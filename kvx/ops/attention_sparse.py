@@ -8,7 +8,7 @@ from torch import Tensor
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import native_hybrid as structs
+from kvx.ops import fill, native, structs
 from kvx.ops.compress import entry_slots
 from kvx.ops.finish import check_finish, check_turn, turn
 from kvx.ops.step import FLOATS, INT32_MAX, Run, Step, check_entries, check_step, check_table
@@ -52,7 +52,7 @@ def attention_sparse(
             angles=(cos, sin), out=(out, lse), errors=errors,
         )  # fmt: skip
     _check(call, q, window, positions, fresh, entries, block_table, selected)
-    structs.check_workspace(call, workspace, window.pages)
+    fill.check_workspace(call, workspace, window.pages)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out = torch.empty_like(q) if out is None else out
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse
@@ -61,15 +61,15 @@ def attention_sparse(
         args = _args(q, window, positions, step, fresh, entries, block_table, selected, errors)
         args.ratio, args.window_tokens, args.max_entries, args.scale = ratio, window_tokens, max_entries, scale
         for name, x in (("out", out), ("lse", lse), ("sinks", sinks), ("cos", cos), ("sin", sin)):
-            structs.fill(getattr(args, name), name, x, window.pages)
+            fill.array(getattr(args, name), name, x, window.pages)
         if chosen == "cuda":
             if workspace is None:
-                size = structs.workspace_bytes("kvx_attention_sparse_workspace", args)
+                size = fill.workspace_bytes("kvx_attention_sparse_workspace", args)
                 workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
             args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
-        structs.call("kvx_attention_sparse", args, window.pages)
+        native.call_struct("kvx_attention_sparse", args, native.stream_of(window.pages))
         return out, lse
-    structs.check_errors(errors, window.pages)
+    fill.check_errors(errors, window.pages)
     check_apart(call, out=(out, lse))
     _check_numbers(call, q, window, window_tokens, fresh, entries, ratio, sinks, out, lse)
     check_finish(call, window.codec.dim, None, cos, sin)
@@ -105,8 +105,8 @@ def attention_sparse_workspace_bytes(
         return 0
     args = _args(q, window, positions, step, fresh, entries, block_table, selected)
     args.ratio, args.window_tokens, args.max_entries, args.scale = ratio, window_tokens, max_entries, 1.0
-    structs.fill(args.out, "out", q, window.pages)  # only described
-    return structs.workspace_bytes("kvx_attention_sparse_workspace", args)
+    fill.array(args.out, "out", q, window.pages)  # only described
+    return fill.workspace_bytes("kvx_attention_sparse_workspace", args)
 
 
 def _args(
@@ -114,12 +114,12 @@ def _args(
     block_table: Tensor | None, selected: Tensor | None, errors: Tensor | None = None,
 ) -> structs.SparseArgs:  # fmt: skip
     like = window.pages
-    args: structs.SparseArgs = structs.start(structs.SparseArgs(), like, errors)
+    args: structs.SparseArgs = fill.start(structs.SparseArgs(), like, errors)
     for name, x in (("q", q), ("positions", positions), ("block_table", block_table), ("selected", selected)):
-        structs.fill(getattr(args, name), name, x, like)
+        fill.array(getattr(args, name), name, x, like)
     for name, rows in (("window", window), ("fresh", fresh), ("entries", entries)):
-        structs.fill_rows(getattr(args, name), name, rows, like)
-    structs.fill_step(args.step, step, like)
+        fill.rows(getattr(args, name), name, rows, like)
+    fill.step(args.step, step, like)
     return args
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +11,14 @@ from kvx.errors import BadArgument, OutOfRange
 from kvx.layout.gate import check_apart, check_memory
 from kvx.layout.planes import cache_tensors, views
 from kvx.ops import backend as backends
-from kvx.ops import native, scales
+from kvx.ops import native, scales, structs
+from kvx.ops.door_spec import door_spec
 from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.formats import Granularity
 
 _CALL = "copy_blocks"
 _WITH_BLOCKS = (Granularity.BLOCK, Granularity.BLOCK_HEAD, Granularity.TOKEN_HEAD, Granularity.GROUP)
-_call: Any = None
-if native.LIB is not None:
-    _call = native.LIB.kvx_door_copy_blocks
-    _call.argtypes = [ctypes.c_void_p] * 6
+_call = native.entry("kvx_door_copy_blocks")
 
 
 def copy_blocks(
@@ -90,8 +86,8 @@ def _check(pairs: Tensor, num_blocks: int) -> None:
 def _copy_native(tensors: tuple[Tensor, ...], pairs: Tensor, spec: CacheSpec, extra: tuple[Tensor | None, ...]) -> None:
     second = tensors[1] if len(tensors) > 1 else None
     (c0, c1, hp, *rest), keep = native.handles(tensors[0], second, pairs, *extra)
-    more = native.Extra(*rest)
-    status = _call(native.door_spec(spec), c0, c1, hp, native.address_of(more), native.stream_of(tensors[0]))
+    more = structs.Extra(*rest)
+    status = _call(door_spec(spec), c0, c1, hp, native.address_of(more), native.stream_of(tensors[0]))
     del keep
     if status:
         native.raise_status(status)

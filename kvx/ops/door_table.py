@@ -9,8 +9,10 @@ from torch import Tensor
 from kvx.errors import BadArgument, Unsupported
 from kvx.layout.planes import cache_tensors
 from kvx.layout.pointers import CachePointers
-from kvx.ops import door_append, native
+from kvx.ops import native
 from kvx.ops.cells import block_bytes
+from kvx.ops.door_spec import door_spec, pointer_spec, pooled_door_spec
+from kvx.ops.structs import TableArgs
 from kvx.spec.cache_spec import CacheSpec
 from kvx.tables import KvOffsetsTable, PackedTable, PageCsrTable, RaggedTable, Table
 
@@ -60,15 +62,15 @@ def open_table(
 ) -> OpenTable:
     if isinstance(tensors, CachePointers):
         (k, v, indices, _, _, lens, hcu), keep = native.handles(tensors.k, tensors.v, *table_tensors(table), cu)
-        args = native.TableArgs(indices, None, None, lens, hcu, None, None, k, v, table.code, 1, max_seq_len, 0)
-        return OpenTable(door_append.pointer_spec(tensors), (None, None), native.address_of(args), (args, keep))
+        args = TableArgs(indices, None, None, lens, hcu, None, None, k, v, table.code, 1, max_seq_len, 0)
+        return OpenTable(pointer_spec(tensors), (None, None), native.address_of(args), (args, keep))
     second = tensors[1] if len(tensors) > 1 else None
     (c0, c1, indices, indptr, last, lens, hcu), keep = native.handles(tensors[0], second, *table_tensors(table), cu)
     if isinstance(table, KvOffsetsTable):  # the cache tensors are pools, and blocks start where the table says
-        door = native.pooled_door_spec(spec)
-        args = native.TableArgs(
+        door = pooled_door_spec(spec)
+        args = TableArgs(
             indices, None, None, lens, hcu, c0, c1, None, None, table.code, table.beam_width, max_seq_len, block_bytes(spec)
         )  # fmt: skip
         return OpenTable(native.address_of(door), (None, None), native.address_of(args), (door, args, keep))
-    args = native.TableArgs(indices, indptr, last, lens, hcu, None, None, None, None, table.code, 1, max_seq_len, 0)
-    return OpenTable(native.door_spec(spec), (c0, c1), native.address_of(args), (args, keep))
+    args = TableArgs(indices, indptr, last, lens, hcu, None, None, None, None, table.code, 1, max_seq_len, 0)
+    return OpenTable(door_spec(spec), (c0, c1), native.address_of(args), (args, keep))

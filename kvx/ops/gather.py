@@ -10,11 +10,12 @@ from torch import Tensor
 from kvx.errors import BadArgument, OutOfRange
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import cells, compiled, door_table, native, scales
+from kvx.ops import cells, compiled, door_table, native, scales, structs
 from kvx.quant.numbers import torch_dtype
 from kvx.spec.cache_spec import CacheSpec
 from kvx.tables import Table
 
+_call = native.entry("kvx_door_gather")
 _IO = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -101,8 +102,8 @@ def _gather_native(
 ) -> None:  # fmt: skip
     opened = door_table.open_table(tensors, table, spec, max_seq_len, cu)
     (hk, hv, *rest), keep = native.handles(k, v, *extra)
-    more, stream = native.Extra(*rest), native.stream_of(tensors[0])
-    status = native.gather_call(opened.spec, *opened.cache, hk, hv, opened.address, native.address_of(more), stream)
+    more, stream = structs.Extra(*rest), native.stream_of(tensors[0])
+    status = _call(opened.spec, *opened.cache, hk, hv, opened.address, native.address_of(more), stream)
     del keep
     if status:
         native.raise_status(status)

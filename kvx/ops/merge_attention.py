@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,10 +12,7 @@ from kvx.ops import compiled_append, native
 from kvx.quant.numbers import cast
 
 _IO = (torch.float16, torch.bfloat16, torch.float32)
-_call: Any = None
-if native.LIB is not None:
-    _call = native.LIB.kvx_door_merge
-    _call.argtypes = [ctypes.c_void_p] * 6
+_call = native.entry("kvx_door_merge")
 
 
 def merge_attention(

@@ -9,7 +9,7 @@ Rows that are neither normed nor rotated are copied, bit for bit.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ from torch import Tensor
 from kvx.errors import BadArgument, OutOfRange
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import compiled_append, door_append, native
+from kvx.ops import compiled_append, native
+from kvx.ops.structs import AppendArgs
 from kvx.quant.numbers import one_nan
 
 STYLES = {"none": 0, "half": 1, "interleaved": 2}
 _IO = (torch.float16, torch.bfloat16, torch.float32)
+_call, _call_usual = native.entry("kvx_door_norm_rope"), native.entry("kvx_door_norm_rope_usual")
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -95,7 +97,7 @@ def qk_norm_rope(
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if backend == "auto" and errors is None and is_usual(x, out, weight, cos, sin, positions) and isinstance(out, Tensor):
         # The short way: ids instead of a struct. What it refuses, the long way refuses too, and better.
-        status = door_append.norm_rope_usual(
+        status = _call_usual(
             b"qk_norm_rope()", id(out), id(x), id_of(weight), id_of(cos), id_of(sin), id_of(positions),
             STYLES.get(rope, -1) if cos is not None else 0, eps, weight_offset, native.stream_of(x),
         )  # fmt: skip
@@ -198,12 +200,18 @@ def norm_rope(
         with backends.ErrorCounter(call, rows[0].device) as count:
             return norm_rope(call, outs, rows, how, count, backend)
     tensors = dict(zip(("q", "k", "v"), rows, strict=False)) | dict(zip(("q_out", "k_out", "v_out"), outs, strict=False))
-    args, keep = door_append.fill({**tensors, **how.tensors()}, **how.numbers())
+    args, keep = fill_args({**tensors, **how.tensors()}, **how.numbers())
     (counter,), kept_too = native.handles(errors)
-    status = door_append.norm_rope_call(door_append.name_of(call), native.address_of(args), counter, native.stream_of(rows[0]))
+    status = _call(native.name_of(call), native.address_of(args), counter, native.stream_of(rows[0]))
     del keep, kept_too
     if status:
         native.raise_status(status)
+
+
+def fill_args(tensors: dict[str, Tensor | None], **numbers: float) -> tuple[AppendArgs, list[Any]]:
+    """The struct of a call, and what must stay alive during it."""
+    handles, keep = native.handles(*tensors.values())
+    return AppendArgs(**dict(zip(tensors, handles, strict=True)), **numbers), keep
 
 
 def check(call: str, rows: tuple[Tensor, ...], how: NormRope) -> None:

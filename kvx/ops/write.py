@@ -11,10 +11,12 @@ from kvx.errors import BadArgument, OutOfRange
 from kvx.layout.gate import check_apart, check_memory
 from kvx.layout.planes import cache_tensors, views
 from kvx.ops import backend as backends
-from kvx.ops import compiled, native, scales
+from kvx.ops import compiled, native, scales, structs
+from kvx.ops.door_spec import door_spec
 from kvx.quant.numbers import encode
 from kvx.spec.cache_spec import CacheSpec
 
+_call = native.entry("kvx_door_write")
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
 
@@ -69,11 +71,11 @@ def write(
         try:
             door = spec._write_door  # type: ignore[attr-defined]
         except AttributeError:  # a spec's first write this way; what is no spec is refused
-            door = native.door_spec(spec)
+            door = door_spec(spec)
             if "_has_written" not in spec.__dict__:
                 scales.say_unset("write", spec, (None,) * 7)
             spec.__dict__["_write_door"] = door
-        status = native.write_call(
+        status = _call(
             door,
             id(first),
             0 if second is None else id(second),
@@ -122,8 +124,8 @@ def _write_native(
     scales.require("write", spec, extra)
     named = tuple(None if x is None else backends.as_tensor("write", n, x) for n, x in zip(scales.NAMES, extra, strict=True))
     (c0, c1, hk, hv, hs, *rest), keep = native.handles(first, second, k, v, slots, *named)
-    args = native.Extra(*rest)
-    status = native.write_call(native.door_spec(spec), c0, c1, hk, hv, hs, native.address_of(args), stream)
+    args = structs.Extra(*rest)
+    status = _call(door_spec(spec), c0, c1, hk, hv, hs, native.address_of(args), stream)
     del keep
     if status:
         native.raise_status(status)
