@@ -59,7 +59,7 @@ def amax(
     elif tuple(out.shape) != shape or out.dtype != torch.float32:
         raise BadArgument(f"amax(): out is {list(out.shape)} {out.dtype}; it is {list(shape)} float32.")
     if torch.compiler.is_compiling():
-        compiled.amax(out, x, per, slot_mapping, num_blocks, block_size, errors, backend)
+        torch.ops.kvx.amax(out, x, per, slot_mapping, num_blocks, block_size, errors, backend)
         return out
     if torch.is_grad_enabled() or backend == "torch":
         check_memory("amax", x=x, slot_mapping=slot_mapping, out=out, errors=errors)
@@ -73,6 +73,14 @@ def amax(
     else:
         _amax_native(out, x, slot_mapping, int(_NAMES[per]), block_size, errors)
     return out
+
+
+@compiled.register(
+    "amax",
+    "Tensor(a!) out, Tensor x, str per, Tensor? slot_mapping, int num_blocks, int block_size, Tensor(b!)? errors, str backend",
+)
+def _amax_compiled(out, x, per, slots, num_blocks, block_size, errors, backend):
+    amax(x, per, slot_mapping=slots, num_blocks=num_blocks, block_size=block_size, out=out, errors=errors, backend=backend)
 
 
 def _amax_native(out: Tensor, x: Tensor, slots: Tensor | None, granularity: int, block_size: int, errors: Tensor | None) -> None:

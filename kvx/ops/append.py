@@ -13,9 +13,9 @@ from kvx.layout.gate import check_apart, check_memory
 from kvx.layout.planes import cache_tensors
 from kvx.layout.pointers import CachePointers
 from kvx.ops import backend as backends
-from kvx.ops import compiled_append, native, scales, structs
+from kvx.ops import compiled, native, scales, structs
 from kvx.ops.door_spec import door_spec, pointer_spec
-from kvx.ops.norm_rope import PLAIN, STYLES, NormRope, change, check, fill_args, id_of, is_usual, keep_positions, split
+from kvx.ops.norm_rope import PLAIN, SCHEMA, STYLES, NormRope, change, check, fill_args, id_of, is_usual, keep_positions, split
 from kvx.ops.write import write
 from kvx.spec.cache_spec import CacheSpec
 
@@ -77,7 +77,9 @@ def qkv_norm_rope_append(
     if q_out is None:
         q_out = torch.empty(q_shape, dtype=like.dtype, device=like.device)
     if first is None:
-        compiled_append.append(q_out, cache, qkv, slot_mapping, spec, tuple(how), extra, backend)
+        torch.ops.kvx.qkv_norm_rope_append(
+            q_out, compiled.as_list(cache), compiled.as_list(qkv), slot_mapping, spec.manifest_text, *how, *extra, backend
+        )  # fmt: skip
         return q_out
     if torch.is_grad_enabled() or backend == "torch":
         rows_given = (qkv,) if isinstance(qkv, Tensor) else qkv
@@ -99,6 +101,25 @@ def qkv_norm_rope_append(
     else:
         _append_native(_CALL, q_out, cache, qkv, num_heads, slot_mapping, spec, how, extra)
     return q_out
+
+
+_KEYWORDS = (
+    *("q_weight", "k_weight", "cos", "sin", "positions", "rope", "eps", "weight_offset"),
+    *(*scales.NAMES, "backend"),
+)
+
+
+@compiled.register(
+    "qkv_norm_rope_append",
+    "Tensor(a!) q_out, Tensor(b!)[] cache, Tensor[] qkv, Tensor slot_mapping, str spec",
+    SCHEMA,
+    "Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor? k_tensor_scale, Tensor? v_tensor_scale",
+    "Tensor? k_token_scale, Tensor? v_token_scale, Tensor(e!)? errors, str backend",
+)
+def _append_compiled(q_out, cache, qkv, slots, spec, *rest):
+    given = dict(zip(_KEYWORDS, rest, strict=True))
+    cache, qkv = compiled.as_cache(cache), compiled.as_cache(qkv)
+    qkv_norm_rope_append(q_out, cache, qkv, slot_mapping=slots, spec=compiled.parse(spec), **given)
 
 
 def _append_usual(

@@ -20,7 +20,7 @@ from kvx.layout.pointers import CachePointers
 from kvx.ops import backend as backends
 from kvx.ops import cells, compiled, door_table, native, scales, structs
 from kvx.spec.cache_spec import CacheSpec
-from kvx.tables import PackedTable, Table
+from kvx.tables import TABLES, PackedTable, Table
 
 _call = native.entry("kvx_door_attention")
 _IO = (torch.float16, torch.bfloat16, torch.float32)
@@ -100,7 +100,10 @@ def attend(
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         lse = lse if covers else lse.fill_(-math.inf)
     if torch.compiler.is_compiling() and not isinstance(cache, CachePointers):
-        compiled.attention(q, cache, table, cu, out, lse, spec, extra, sinks, workspace, options, backend)
+        torch.ops.kvx.attention(
+            call, q, compiled.as_list(cache), list(table.tensors), cu, out, lse, spec.manifest_text, table.code, extra[:4],
+            extra[-1], sinks, workspace, *options, backend,
+        )  # fmt: skip
         return out, lse
     q = backends.as_tensor(call, "q", q)
     tensors = open_cache(call, q, cache, table, spec, options)
@@ -128,6 +131,20 @@ def attend(
     else:
         call_native(RUN, tensors, table, q, out, lse, cu, spec, extra, sinks, workspace, options)
     return out, lse
+
+
+@compiled.register(
+    "attention",
+    "str call, Tensor q, Tensor[] cache, Tensor[] table, Tensor? cu_seqlens, Tensor(a!) out, Tensor(b!) lse, str spec, int kind",
+    "Tensor?[] scales, Tensor(c!)? errors, Tensor? sinks, Tensor(d!)? workspace",
+    "float scale, bool causal, int window, float soft_cap, int max_query_len, int max_seq_len, bool planned, bool latent",
+    "str backend",
+)
+def _attend_compiled(call, q, cache, table, *rest):
+    cu, out, lse, spec, kind, given, errors, sinks, workspace, *options, backend = rest
+    extra, table = (*given, None, None, errors), TABLES[kind](*table)
+    cache, spec = compiled.as_cache(cache), compiled.parse(spec)
+    attend(call, q, cache, table, cu, spec, extra, sinks, out, lse, workspace, Options(*options), backend)
 
 
 def _covers(q: Tensor, cu: Tensor | None) -> bool:

@@ -13,7 +13,7 @@ from kvx.ops import backend as backends
 from kvx.ops import cells, compiled, door_table, native, scales, structs
 from kvx.quant.numbers import torch_dtype
 from kvx.spec.cache_spec import CacheSpec
-from kvx.tables import Table
+from kvx.tables import TABLES, Table
 
 _call = native.entry("kvx_door_gather")
 _IO = (torch.float16, torch.bfloat16, torch.float32)
@@ -47,7 +47,10 @@ def gather(
         if max_seq_len is None:
             raise BadArgument("gather(): max_seq_len is None; under torch.compile give it, since lengths are not known then.")
         k, v = _outputs(cache, table, spec, max_seq_len, cu_seqlens, dtype, out)
-        compiled.gather(cache, table, k, v, spec, max_seq_len, cu_seqlens, extra, backend)
+        torch.ops.kvx.gather(
+            compiled.as_list(cache), list(table.tensors), k, v, spec.manifest_text, table.code, max_seq_len, cu_seqlens,
+            k_scale, v_scale, k_tensor_scale, v_tensor_scale, errors, backend,
+        )  # fmt: skip
         return k, v
     tensors = tuple(backends.as_tensor("gather", "cache", c) for c in ((cache,) if isinstance(cache, Tensor) else cache))
     if torch.is_grad_enabled() or backend == "torch":
@@ -69,6 +72,19 @@ def gather(
     else:
         _gather_native(tensors, table, k, v, spec, max_seq_len, cu_seqlens, extra)
     return k, v
+
+
+_KEYWORDS = ("max_seq_len", "cu_seqlens", "k_scale", "v_scale", "k_tensor_scale", "v_tensor_scale", "errors", "backend")
+
+
+@compiled.register(
+    "gather",
+    "Tensor[] cache, Tensor[] table, Tensor(a!) k, Tensor(b!) v, str spec, int kind, int max_seq_len, Tensor? cu_seqlens",
+    "Tensor? k_scale, Tensor? v_scale, Tensor? k_tensor_scale, Tensor? v_tensor_scale, Tensor(c!)? errors, str backend",
+)
+def _gather_compiled(cache, table, k, v, spec, kind, *rest):
+    given = dict(zip(_KEYWORDS, rest, strict=True))
+    gather(compiled.as_cache(cache), TABLES[kind](*table), spec=compiled.parse(spec), out=(k, v), **given)
 
 
 def _outputs(

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvx.errors import BadArgument, OutOfRange
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import compiled_append, native
+from kvx.ops import compiled, native
 from kvx.ops.structs import AppendArgs
 from kvx.quant.numbers import one_nan
 
@@ -70,6 +70,8 @@ class NormRope(NamedTuple):
         return (self.q_weight, self.k_weight, None)[kind]
 
 
+# Its fields in the schema of a custom op.
+SCHEMA = "Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin, Tensor? positions, str rope, float eps, float weight_offset"
 PLAIN = NormRope(None, None, None, None, None, "none", 0.0, 0.0)  # a copy
 
 
@@ -182,7 +184,7 @@ def norm_rope(
 ) -> None:
     """Q, or Q, K and V, from rows to rows."""
     if _is_compiling():
-        compiled_append.norm_rope(outs, rows, tuple(how), errors, call, backend)
+        torch.ops.kvx.norm_rope(list(outs), list(rows), *how, errors, call, backend)
         return
     for name, out, x in zip(("q_out", "k_out", "v_out"), outs, rows, strict=False):
         if out.shape != x.shape or out.dtype != x.dtype:
@@ -206,6 +208,12 @@ def norm_rope(
     del keep, kept_too
     if status:
         native.raise_status(status)
+
+
+@compiled.register("norm_rope", "Tensor(a!)[] outs, Tensor[] rows", SCHEMA, "Tensor(b!)? errors, str call, str backend")
+def _norm_rope_compiled(outs, rows, *rest):
+    *how, errors, call, backend = rest
+    norm_rope(call, tuple(outs), tuple(rows), NormRope(*how), errors, backend)
 
 
 def fill_args(tensors: dict[str, Tensor | None], **numbers: float) -> tuple[AppendArgs, list[Any]]:

@@ -43,9 +43,9 @@ def write(
     Scales per tensor, head or block are the caller's to set: the first write through one that never was gives a KvxWarning.
     """
     if _is_compiling():
-        return compiled.write(
-            cache, k, v, slot_mapping, spec,
-            (k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale, errors), backend,
+        return torch.ops.kvx.write(
+            compiled.as_list(cache), k, v, slot_mapping, spec.manifest_text, k_scale, v_scale, k_tensor_scale, v_tensor_scale,
+            k_token_scale, v_token_scale, errors, backend,
         )  # fmt: skip
     if type(cache) is Tensor:
         first, second = cache, None
@@ -98,6 +98,16 @@ def write(
         check_apart("write", cache=(first, second), scales=(k_scale, v_scale))
         return _write_torch((first,) if second is None else (first, second), k, v, slot_mapping, spec, *extra)
     return _write_native(first, second, k, v, slot_mapping, spec, extra, native.stream_of(first))
+
+
+@compiled.register(
+    "write",
+    "Tensor(a!)[] cache, Tensor k, Tensor v, Tensor slot_mapping, str spec, Tensor(b!)? k_scale, Tensor(c!)? v_scale",
+    "Tensor? k_tensor_scale, Tensor? v_tensor_scale, Tensor? k_token_scale, Tensor? v_token_scale, Tensor(d!)? errors, str backend",
+)
+def _write_compiled(cache, k, v, slots, spec, *rest):
+    given = dict(zip((*scales.NAMES, "backend"), rest, strict=True))
+    write(compiled.as_cache(cache), k, v, slot_mapping=slots, spec=compiled.parse(spec), **given)
 
 
 def _pair(cache: Tensor | Sequence[Tensor], spec: CacheSpec) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvx
-from kvx.ops import native, structs
+from kvx.ops import compiled, native, structs
 from kvx.ops.registry import ENTRIES, OPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,3 +67,9 @@ def test_no_library_call_is_left_out():
     """Every call of the door is some row's, or the package's own."""
     door = set(re.findall(r"KVX_API\s+\w+\s+(kvx_door_\w+)\(", (ROOT / "native/door.cpp").read_text()))
     assert door == {name for name in ENTRIES if name.startswith("kvx_door_")}
+
+
+def test_rows_that_compile_are_those_with_a_custom_op():
+    assert {op.compiled for op in OPS.values() if op.compiled} == set(compiled.SCHEMAS)
+    with pytest.raises(kvx.InternalError, match=r"kvx::toy is no op's form in kvx/ops/registry\.py"):
+        compiled.register("toy", "Tensor(a!) x")
