@@ -59,7 +59,7 @@ class BuildInfo:
 
 
 @cache
-def load(*, keeps_lock: bool = True) -> ctypes.PyDLL | None:
+def load(*, keeps_lock: bool = True) -> ctypes.CDLL | None:
     """The library, every call with its signature; None when there is none (a pure source tree): torch then does everything.
 
     The door opens Python objects, so its calls keep the interpreter lock and let go of it for long work. Calls without objects

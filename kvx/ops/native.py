@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvx.ops import library, structs
 from kvx.ops.registry import ENTRIES
 
 _P, _I32, _I64, _U32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
+_NO_EXTRA = structs.Extra()
 _STATUS: dict[int, type[KvxError]] = {1: BadArgument, 2: Unsupported, 3: OutOfRange, 4: Incompatible, 5: InternalError}
 
 
@@ -79,7 +81,7 @@ def _exchange_function() -> int:
     return ((_P * 6).from_address(address)[5] or 0) if major == 1 else 0
 
 
-def _open() -> ctypes.PyDLL | None:
+def _open() -> ctypes.CDLL | None:
     lib = library.load()
     if lib is None:
         return None
@@ -113,6 +115,11 @@ def entry(name: str, *, keeps_lock: bool = True) -> Any:
     if name not in ENTRIES:
         raise InternalError(f"{name} is no call of kvx/ops/registry.py; add it to the row of its op.")
     return getattr(LIB if keeps_lock else library.load(keeps_lock=False), name) if LIB is not None else None
+
+
+def extra(optional: Sequence[int | None]) -> structs.Extra:
+    """The struct of a call's optional tensors, given by their handles. Without any it is one that stays."""
+    return structs.Extra(*optional) if optional else _NO_EXTRA
 
 
 def call_struct(name: str, args: ctypes.Structure, second: int) -> None:

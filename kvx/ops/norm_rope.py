@@ -39,20 +39,16 @@ class NormRope(NamedTuple):
     eps: float
     weight_offset: float
 
-    @staticmethod
-    def of(
-        call: str, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-        positions: Tensor | None, rope: str, eps: float, weight_offset: float,
-    ) -> NormRope:  # fmt: skip
-        if rope not in STYLES:
-            raise BadArgument(f'{call}(): rope is "{rope}"; it is half, interleaved or none.')
-        given = [x is not None for x in (cos, sin, positions)]
+    def checked(self, call: str) -> NormRope:
+        """As given by a caller, refused or made plain: without tables nothing rotates, and without rotation there are none."""
+        if self.style not in STYLES:
+            raise BadArgument(f'{call}(): rope is "{self.style}"; it is half, interleaved or none.')
+        given = [x is not None for x in (self.cos, self.sin, self.positions)]
         if any(given) and not all(given):
             raise BadArgument(f"{call}(): cos, sin and positions come together; give all three, or none for no rotation.")
-        style = rope if any(given) else "none"
-        if style == "none":
-            cos = sin = positions = None
-        return NormRope(q_weight, k_weight, cos, sin, positions, style, eps, weight_offset)
+        if any(given) and self.style != "none":
+            return self
+        return self._replace(cos=None, sin=None, positions=None, style="none")
 
     def tensors(self) -> dict[str, Tensor | None]:
         return {
@@ -107,7 +103,7 @@ def qk_norm_rope(
             return out
         if status != 1:
             native.raise_status(status)
-    how = NormRope.of(call, weight, None, cos, sin, positions, rope, eps, weight_offset)
+    how = NormRope(weight, None, cos, sin, positions, rope, eps, weight_offset).checked(call)
     x = backends.as_tensor(call, "x", x)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -136,7 +132,7 @@ def qkv_norm_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a fused QKV; Q and K as in qk_norm_rope, V copied."""
     call = "qkv_norm_rope"
-    how = NormRope.of(call, q_weight, k_weight, cos, sin, positions, rope, eps, weight_offset)
+    how = NormRope(q_weight, k_weight, cos, sin, positions, rope, eps, weight_offset).checked(call)
     rows = split(call, qkv, num_heads, num_kv_heads, head_dim, v_head_dim or head_dim)
     if out is None:
         q, k, v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in rows)
@@ -213,7 +209,7 @@ def norm_rope(
 @compiled.register("norm_rope", "Tensor(a!)[] outs, Tensor[] rows", SCHEMA, "Tensor(b!)? errors, str call, str backend")
 def _norm_rope_compiled(outs, rows, *rest):
     *how, errors, call, backend = rest
-    norm_rope(call, tuple(outs), tuple(rows), NormRope(*how), errors, backend)
+    norm_rope(call, tuple(outs), tuple(rows), NormRope(*how).checked(call), errors, backend)
 
 
 def fill_args(tensors: dict[str, Tensor | None], **numbers: float) -> tuple[AppendArgs, list[Any]]:

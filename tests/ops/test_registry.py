@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import re
 from pathlib import Path
@@ -73,3 +74,16 @@ def test_rows_that_compile_are_those_with_a_custom_op():
     assert {op.compiled for op in OPS.values() if op.compiled} == set(compiled.SCHEMAS)
     with pytest.raises(kvx.InternalError, match=r"kvx::toy is no op's form in kvx/ops/registry\.py"):
         compiled.register("toy", "Tensor(a!) x")
+
+
+def test_no_internal_call_takes_more_than_eight_parameters():
+    """What belongs together is one object: a CacheView, an attention's Queries and Options. Public ops have their keywords."""
+    long = []
+    for path in sorted((ROOT / "kvx" / "ops").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name not in kvx.__all__:
+                a = node.args
+                names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if x is not None]
+                count = len([n for n in names if n not in ("self", "cls")])
+                long += [f"{path.name}:{node.lineno} {node.name} takes {count}"] if count > 8 else []
+    assert not long, "\n".join(long)
