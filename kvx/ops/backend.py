@@ -71,7 +71,8 @@ def supports(op: str, spec: CacheSpec | None = None, backend: str = "torch") -> 
         raise BadArgument(f'supports(): backend is "{backend}"; it is torch, cpu or cuda.')
     takes = OPS[op]
     if backend not in takes.backends:
-        return Support(op, backend, f"{op}(): no {backend} kernel; {', '.join(takes.backends)} have it.")
+        have = "have" if len(takes.backends) > 1 else "has"
+        return Support(op, backend, f"{op}(): no {backend} kernel; {', '.join(takes.backends)} {have} it.")
     missing = reason_missing(backend)
     if missing is not None:
         return Support(op, backend, f'{op}(): backend "{backend}" is not there: {missing}. backend="torch" runs anywhere.')

@@ -8,10 +8,16 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
 
 import kvx
+from kvx.cli.main import app
+from kvx.ops import backend as backends
 from kvx.ops import compiled, native, structs
-from kvx.ops.registry import ENTRIES, OPS
+from kvx.ops.registry import ENTRIES, OPS, Op
+from tests.gate_calls import entries
 
 ROOT = Path(__file__).resolve().parents[2]
 # ctypes structs of include/kvx_abi.h, by the name tests/abi/layout.c freezes their size under.
@@ -87,3 +93,58 @@ def test_no_internal_call_takes_more_than_eight_parameters():
                 count = len([n for n in names if n not in ("self", "cls")])
                 long += [f"{path.name}:{node.lineno} {node.name} takes {count}"] if count > 8 else []
     assert not long, "\n".join(long)
+
+
+def listed_places() -> list[str]:
+    """The paths that CONTRIBUTING.md's numbered list for an op begins with."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Add an op")[2].partition("\n## ")[0]
+    return re.findall(r"^\d+\. `([^`]+)`", text, re.MULTILINE)
+
+
+def test_contributing_lists_at_most_eight_places_and_every_op_is_in_each():
+    def words(path: str) -> set[str]:
+        return set(re.findall(r"\w+", (ROOT / path).read_text()))
+
+    tested = {word for path in (ROOT / "tests").rglob("test_*.py") for word in re.findall(r"\b(\w+)\(", path.read_text())}
+    own = {op.args.__name__ for op in OPS.values() if op.args is not None}
+    missing = {
+        "kvx/ops/x.py": {n for n in OPS if not getattr(kvx, n).__module__.startswith("kvx.ops.")},
+        "kvx/ops/registry.py": set(OPS) - words("kvx/ops/registry.py"),
+        "kvx/ops/structs.py": own - words("kvx/ops/structs.py"),
+        "kvx/__init__.py": set(OPS) - set(kvx.__all__),
+        "tests/ops/test_x.py": set(OPS) - tested,
+        "tests/gate_calls.py": set(OPS) - set(entries("torch")),
+        "kvx/bench/x.py": set(),  # not every op promises a speed
+        "include/kvx_abi.h": {e for op in OPS.values() for e in (x.name for x in op.entries) if "_door_" not in e}
+        - words("include/kvx_abi.h"),
+    }
+    assert listed_places() == list(missing)
+    assert len(missing) <= 8
+    assert not {place: names for place, names in missing.items() if names}
+
+
+def test_a_toy_op_is_added_by_the_list(monkeypatch):
+    """As far as it goes without compiling: a row, a function with its torch body, a custom op. The rest follows."""
+    monkeypatch.setattr(compiled, "SCHEMAS", dict(compiled.SCHEMAS))
+    monkeypatch.setitem(OPS, "toy", Op("toy", "no spec", backends=("torch",), compiled="toy"))
+
+    @compiled.register("toy", "Tensor(a!) out, Tensor x, str backend")
+    def toy_compiled(out, x, backend):
+        toy(x, out=out, backend=backend)
+
+    def toy(x: Tensor, *, out: Tensor | None = None, backend: str = "auto") -> Tensor:
+        out = torch.empty_like(x) if out is None else out
+        if torch.compiler.is_compiling():
+            torch.ops.kvx.toy(out, x, backend)
+            return out
+        assert backends.choose("toy", backend, x, kvx.CacheSpec(4, 4, 1, 8)) == "torch"
+        return out.copy_(2 * x)
+
+    assert kvx.supports("toy")
+    assert str(kvx.supports("toy", None, "cpu")) == "toy(): no cpu kernel; torch has it."
+    with pytest.raises(kvx.Unsupported, match="no cpu kernel"):
+        toy(torch.ones(3), backend="cpu")
+    support = CliRunner().invoke(app, ["inspect", "--support"])
+    assert re.search(r"\btoy\b", support.stdout), support.stdout
+    step = torch.compile(lambda x: toy(x + 1) * 3, fullgraph=True, backend="aot_eager")
+    assert step(torch.ones(3)).tolist() == [12.0, 12.0, 12.0]
