@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -13,24 +11,10 @@ from kvx.ops import backend as backends
 from kvx.ops import fill, native, structs
 from kvx.ops.finish import check_finish, check_turn, finish_rows
 from kvx.ops.step import FLOATS, Step, check_entries, check_step, check_table
+from kvx.ops.tail import Tail
 from kvx.quant.rows import RowPages
 
 _OVERLAP, _RUNNING, _HADAMARD = 1, 2, 4
-
-
-class Tail(Protocol):
-    """What compress reads of a kvx.cache.hybrid.tail.Tail."""
-
-    ratio: int
-    dim: int
-    overlap: bool
-    is_running: bool
-    state: Tensor  # f32; its shapes are in that file
-
-    @property
-    def num_parts(self) -> int: ...
-
-    def take(self, slot: int, start: int, kv: Tensor, score: Tensor) -> Tensor: ...
 
 
 def compress(
@@ -54,7 +38,7 @@ def compress(
 ) -> None:
     """Always the same work for the same shapes: which windows close follows from positions, on the device.
 
-    An entry is, for each channel, the mean of its tokens' kv weighed by a softmax over their scores (kvx/cache/hybrid/tail.py);
+    An entry is, for each channel, the mean of its tokens' kv weighed by a softmax over their scores (kvx/ops/tail.py);
     then normed, rotated, coded and put into its page. The tail keeps what the next step needs.
     """
     call = "compress"
