@@ -168,7 +168,7 @@ def _hash(data: bytearray) -> bytes:
         if native.LIB is None:
             return hashlib.blake2b(data, digest_size=16).digest()
         out = np.empty(16, np.uint8)
-        status = native.hash_blocks_call(3, bytes(16), bytes(data), 1, len(data) // 4, out.ctypes.data)
+        status = native.entry("kvx_hash_blocks")(3, bytes(16), bytes(data), 1, len(data) // 4, out.ctypes.data)
         if status:
             native.raise_status(status)
         return out.tobytes()

@@ -11,6 +11,8 @@ import torch
 import kvx
 from kvx.bench.harness import Timing, machine, time_host
 from kvx.ops import library, native
+from kvx.ops.door_spec import door_spec
+from kvx.ops.structs import Array, DoorSpec
 
 
 def measure(seconds: float = 1.0) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def _kernel_loop(spec: kvx.CacheSpec, cache: Any, k: torch.Tensor, v: torch.Tens
     lib = ctypes.PyDLL(library.library_path())
     call = lib.kvx_write
     call.argtypes = [ctypes.c_void_p] * 3
-    door = native._DoorSpec.from_buffer_copy(ctypes.string_at(native.door_spec(spec), ctypes.sizeof(native._DoorSpec)))
+    door = DoorSpec.from_buffer_copy(ctypes.string_at(door_spec(spec), ctypes.sizeof(DoorSpec)))
     c = door.cache
     c.memory, c.device = 1, 0
     for plane, tensor in ((c.k, cache[0]), (c.v, cache[1])):
@@ -59,9 +61,7 @@ def _kernel_loop(spec: kvx.CacheSpec, cache: Any, k: torch.Tensor, v: torch.Tens
     _fill(args.slots, slots, 7)
     a, b = ctypes.addressof(c), ctypes.addressof(args)
     if call(a, b, None) != 0:
-        raise AssertionError(
-            f"kvx_write refused the bench's descriptor: {native.LIB.kvx_last_error().decode() if native.LIB else ''}"
-        )
+        raise AssertionError(f"kvx_write refused the bench's descriptor: {native.last_error()}")
     keep = (door, args)
 
     def run(keep: Any = keep) -> None:
@@ -75,12 +75,12 @@ class _WriteArgs(ctypes.Structure):
         ("version", ctypes.c_uint32),
         ("struct_bytes", ctypes.c_uint32),
         ("flags", ctypes.c_uint64),
-        ("k", native.Array),
-        ("v", native.Array),
-        ("slots", native.Array),
+        ("k", Array),
+        ("v", Array),
+        ("slots", Array),
         ("invalid_slot", ctypes.c_int64),
-        ("k_token_scale", native.Array),
-        ("v_token_scale", native.Array),
+        ("k_token_scale", Array),
+        ("v_token_scale", Array),
         ("errors", ctypes.c_void_p),
         ("reserved", ctypes.c_uint64 * 4),
     ]

@@ -63,7 +63,7 @@ def python_chain(hash_: Hash) -> Chain:
 
 
 def _native_chain(code: int, digest_bytes: int) -> Chain:
-    digest, call = np.dtype(f"V{digest_bytes}"), native.hash_blocks_call
+    digest, call = np.dtype(f"V{digest_bytes}"), native.entry("kvx_hash_blocks")
 
     def chain(data: bytes, parent: BlockHash, block_size: int) -> list[BlockHash]:
         n = len(data) // (4 * block_size)

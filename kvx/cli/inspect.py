@@ -23,9 +23,8 @@ from kvx.layout.place import buffer_sizes
 from kvx.layout.planes import cache_shapes
 from kvx.ops import backend as backends
 from kvx.ops import library, native
-from kvx.ops.support import TABLE
+from kvx.ops.registry import OPS
 
-OPS = tuple(TABLE)
 TAKES = "a spec (.json), a cache file, or tensors (.pt, .npy, .safetensors)"
 # What changes behaviour without an argument: for building and debugging only.
 ENVIRONMENT = {
@@ -230,9 +229,7 @@ def _show(title: str, columns: Any, rows: Any, data: Any, as_json: bool) -> None
 
 def _show_support(as_json: bool) -> None:
     """Ops by backend; then, for those that read a spec, the formats and engines' layouts they do not take, with the reason."""
-    rows = [
-        (op, *("yes" if backends.supports(op, None, b) else "no" for b in backends.BACKENDS), t.specs) for op, t in TABLE.items()
-    ]
+    rows = [(op, *("yes" if backends.supports(op, None, b) else "no" for b in backends.BACKENDS), t.specs) for op, t in OPS.items()]
     refused = [(what, op, str(answer)) for what, op, answer in _refusals()]
     if as_json:
         missing = {b: backends.reason_missing(b) for b in backends.BACKENDS}
@@ -256,7 +253,7 @@ def _refusals() -> Iterator[tuple[str, str, kvx.Support]]:
         with suppress(KvxError):  # a row of another geometry
             specs[f"layout of {name}"] = kvx.CacheSpec(**geometry, layout=row.layout, format="bf16")
     for what, spec in specs.items():
-        for op in TABLE:
+        for op in OPS:
             answer = backends.supports(op, spec, "torch")
             if not answer:
                 yield what, op, answer

@@ -12,6 +12,7 @@ from kvx.ops import compiled, native
 from kvx.quant.scales import finite_amax
 from kvx.spec.formats import Granularity
 
+_call = native.entry("kvx_door_amax")
 _NAMES = {
     "tensor": Granularity.TENSOR,
     "head": Granularity.HEAD,
@@ -58,7 +59,7 @@ def amax(
     elif tuple(out.shape) != shape or out.dtype != torch.float32:
         raise BadArgument(f"amax(): out is {list(out.shape)} {out.dtype}; it is {list(shape)} float32.")
     if torch.compiler.is_compiling():
-        compiled.amax(out, x, per, slot_mapping, num_blocks, block_size, errors, backend)
+        torch.ops.kvx.amax(out, x, per, slot_mapping, num_blocks, block_size, errors, backend)
         return out
     if torch.is_grad_enabled() or backend == "torch":
         check_memory("amax", x=x, slot_mapping=slot_mapping, out=out, errors=errors)
@@ -74,9 +75,17 @@ def amax(
     return out
 
 
+@compiled.register(
+    "amax",
+    "Tensor(a!) out, Tensor x, str per, Tensor? slot_mapping, int num_blocks, int block_size, Tensor(b!)? errors, str backend",
+)
+def _amax_compiled(out, x, per, slots, num_blocks, block_size, errors, backend):
+    amax(x, per, slot_mapping=slots, num_blocks=num_blocks, block_size=block_size, out=out, errors=errors, backend=backend)
+
+
 def _amax_native(out: Tensor, x: Tensor, slots: Tensor | None, granularity: int, block_size: int, errors: Tensor | None) -> None:
     (ho, hx, hs, he), keep = native.handles(out, x, slots, errors)
-    status = native.amax_call(ho, hx, hs, granularity, block_size, he, native.stream_of(x))
+    status = _call(ho, hx, hs, granularity, block_size, he, native.stream_of(x))
     del keep
     if status:
         native.raise_status(status)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument, OutOfRange
+from kvx.errors import BadArgument, OutOfRange, Unsupported
 from kvx.layout.gate import check_apart, check_memory
 from kvx.layout.planes import cache_tensors
 from kvx.layout.pointers import CachePointers
 from kvx.ops import backend as backends
-from kvx.ops import compiled_append, door_append, native, scales
-from kvx.ops.norm_rope import PLAIN, STYLES, NormRope, change, check, id_of, is_usual, keep_positions, split
+from kvx.ops import compiled, native, scales
+from kvx.ops.cache_view import OPTIONAL, CacheView, Scales, scales_of
+from kvx.ops.door_spec import door_spec, pointer_spec
+from kvx.ops.norm_rope import PLAIN, SCHEMA, STYLES, NormRope, change, check, fill_args, id_of, is_usual, keep_positions, split
 from kvx.ops.write import write
 from kvx.spec.cache_spec import CacheSpec
 
 _CALL = "qkv_norm_rope_append"
+_call, _call_usual = native.entry("kvx_door_append"), native.entry("kvx_door_append_usual")
 
 
 def qkv_norm_rope_append(
@@ -51,20 +55,19 @@ def qkv_norm_rope_append(
     `write` would store for those rows. V goes to `write` as it is. A bad slot or position raises OutOfRange on the host before
     anything is written; on a device it is counted in `errors`, and a token with a bad position is left out altogether.
     """
+    fields = (q_weight, k_weight, cos, sin, positions, rope, eps, weight_offset)  # of a NormRope, which the short way need not make
     if (
         backend == "auto"
         and type(qkv) is type(q_out) is Tensor
         and k_scale is v_scale is k_token_scale is v_token_scale is k_tensor_scale is v_tensor_scale is errors is None
         and is_usual(qkv, q_out, slot_mapping, q_weight, k_weight, cos, sin, positions)
-        and _append_usual(
-            q_out, cache, qkv, slot_mapping, spec, (q_weight, k_weight, cos, sin, positions), rope, eps, weight_offset
-        )
+        and _append_usual(q_out, cache, qkv, slot_mapping, spec, fields)
     ):
         return q_out
+    given = Scales(k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale)
     is_compiling = torch.compiler.is_compiling()  # the cache is then looked at when the op runs
-    first = None if is_compiling else _caches(cache, spec)[0]
-    how = NormRope.of(_CALL, q_weight, k_weight, cos, sin, positions, rope, eps, weight_offset)
-    extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale, errors)
+    view = None if is_compiling else _view(cache, spec, given, errors)
+    how = NormRope(*fields).checked(_CALL)
     if isinstance(qkv, (tuple, list)):
         qkv, num_heads = split(_CALL, qkv, 0, 0, 0, 0), 0
         q_shape, like = qkv[0].shape, qkv[0]
@@ -74,35 +77,54 @@ def qkv_norm_rope_append(
         q_shape, like = torch.Size((qkv.shape[0], num_heads, spec.head_dim)), qkv
     if q_out is None:
         q_out = torch.empty(q_shape, dtype=like.dtype, device=like.device)
-    if first is None:
-        compiled_append.append(q_out, cache, qkv, slot_mapping, spec, tuple(how), extra, backend)
+    if view is None:
+        if isinstance(cache, CachePointers):
+            raise Unsupported(f"{_CALL}(): caches behind pointers are not compiled; call it outside of torch.compile.")
+        torch.ops.kvx.qkv_norm_rope_append(
+            q_out, compiled.as_list(cache), compiled.as_list(qkv), slot_mapping, spec.manifest_text, *how, *given, errors, backend
+        )  # fmt: skip
         return q_out
     if torch.is_grad_enabled() or backend == "torch":
-        rows_given = (qkv,) if isinstance(qkv, Tensor) else qkv
         check_memory(
             _CALL,
-            cache=(first,) if isinstance(cache, CachePointers) else cache,
-            qkv=rows_given,
+            cache=view.tensors or (view.first,),
+            qkv=(qkv,) if isinstance(qkv, Tensor) else qkv,
             q_out=q_out,
             slot_mapping=slot_mapping,
             norm_and_rope=how[:5],
-            scales=extra,
+            scales=view.optional,
         )
-    if backends.choose(_CALL, backend, first) == "torch":
+    if backends.choose(_CALL, backend, view.first) == "torch":
         rows = split(_CALL, qkv, num_heads, spec.num_kv_heads, spec.head_dim, spec.kv[1].head_dim)
-        _append_torch(q_out, cache, rows, slot_mapping, spec, how, extra)
-    elif first.is_cuda and backends.is_debug() and errors is None:
-        with backends.ErrorCounter(_CALL, first.device) as count:
-            _append_native(_CALL, q_out, cache, qkv, num_heads, slot_mapping, spec, how, (*extra[:-1], count))
+        _append_torch(view, q_out, rows, slot_mapping, how)
+    elif view.first.is_cuda and backends.is_debug() and errors is None:
+        with backends.ErrorCounter(_CALL, view.first.device) as count:
+            _append_native(_CALL, view._replace(errors=count), q_out, qkv, num_heads, slot_mapping, how)
     else:
-        _append_native(_CALL, q_out, cache, qkv, num_heads, slot_mapping, spec, how, extra)
+        _append_native(_CALL, view, q_out, qkv, num_heads, slot_mapping, how)
     return q_out
 
 
-def _append_usual(
-    q_out: Tensor, cache: object, qkv: Tensor, slots: Tensor, spec: CacheSpec, how: tuple[Tensor | None, ...], rope: str,
-    eps: float, weight_offset: float,
-) -> bool:  # fmt: skip
+_KEYWORDS = (
+    *("q_weight", "k_weight", "cos", "sin", "positions", "rope", "eps", "weight_offset"),
+    *(*OPTIONAL, "backend"),
+)
+
+
+@compiled.register(
+    "qkv_norm_rope_append",
+    "Tensor(a!) q_out, Tensor(b!)[] cache, Tensor[] qkv, Tensor slot_mapping, str spec",
+    SCHEMA,
+    "Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor? k_tensor_scale, Tensor? v_tensor_scale",
+    "Tensor? k_token_scale, Tensor? v_token_scale, Tensor(e!)? errors, str backend",
+)
+def _append_compiled(q_out, cache, qkv, slots, spec, *rest):
+    given = dict(zip(_KEYWORDS, rest, strict=True))
+    cache, qkv = compiled.as_cache(cache), compiled.as_cache(qkv)
+    qkv_norm_rope_append(q_out, cache, qkv, slot_mapping=slots, spec=compiled.parse(spec), **given)
+
+
+def _append_usual(q_out: Tensor, cache: object, qkv: Tensor, slots: Tensor, spec: CacheSpec, fields: tuple[Any, ...]) -> bool:
     """The short way of the common call, by ids as in write. What it refuses, the long way refuses too, and names better."""
     pair: tuple[object, ...] = cache if isinstance(cache, tuple) and len(cache) == 2 else (cache, None)
     first, second = pair
@@ -111,10 +133,11 @@ def _append_usual(
     if torch.is_grad_enabled() and (first.requires_grad or (second is not None and second.requires_grad)):
         return False
     heads = q_out.shape[1] if q_out.dim() == 3 else -1
-    style = STYLES.get(rope, -1) if how[2] is not None else 0
-    status = door_append.append_usual(
-        b"qkv_norm_rope_append()", native.door_spec(spec), id(first), id_of(second), id(q_out), id(qkv), heads, id(slots),
-        id_of(how[0]), id_of(how[1]), id_of(how[2]), id_of(how[3]), id_of(how[4]), style, eps, weight_offset,
+    q_weight, k_weight, cos, sin, positions, rope, eps, weight_offset = fields
+    style = STYLES.get(rope, -1) if cos is not None else 0
+    status = _call_usual(
+        b"qkv_norm_rope_append()", door_spec(spec), id(first), id_of(second), id(q_out), id(qkv), heads, id(slots),
+        id_of(q_weight), id_of(k_weight), id_of(cos), id_of(sin), id_of(positions), style, eps, weight_offset,
         native.stream_of(first),
     )  # fmt: skip
     if status > 1:
@@ -134,39 +157,36 @@ def append_batched(
     backend: str = "auto",
 ) -> None:
     """Put each token's K and V into its sequence's cache, as `write` does, in one launch for all caches."""
-    extra = (k_scale, v_scale, None, None, None, None, errors)
+    view = CacheView((), caches.spec, scales_of(k_scale, v_scale), errors, caches)
     k, v = backends.as_tensor("append_batched", "k", k), backends.as_tensor("append_batched", "v", v)
     if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int32, torch.int64):
         raise BadArgument(
             f"append_batched(): slot_mapping is {list(slot_mapping.shape)} {slot_mapping.dtype}; it is [num_tokens] int32 or int64."
         )
     if torch.is_grad_enabled() or backend == "torch":
-        check_memory("append_batched", k=k, v=v, slot_mapping=slot_mapping, scales=extra)
+        check_memory("append_batched", k=k, v=v, slot_mapping=slot_mapping, scales=view.optional)
     if backends.choose("append_batched", backend, caches.k) == "torch":
-        _write_each(caches, k, v, slot_mapping, extra)
+        _write_each("append_batched", view, caches, k, v, slot_mapping)
     elif k.is_cuda and backends.is_debug() and errors is None:
         with backends.ErrorCounter("append_batched", k.device) as count:
-            _append_native("append_batched", None, caches, (k, v), 0, slot_mapping, caches.spec, PLAIN, (*extra[:-1], count))
+            _append_native("append_batched", view._replace(errors=count), None, (k, v), 0, slot_mapping, PLAIN)
     else:
-        _append_native("append_batched", None, caches, (k, v), 0, slot_mapping, caches.spec, PLAIN, extra)
+        _append_native("append_batched", view, None, (k, v), 0, slot_mapping, PLAIN)
 
 
-def _write_each(
-    caches: CachePointers, k: Tensor, v: Tensor, slots: Tensor, extra: tuple[Tensor | None, ...], call: str = "append_batched"
-) -> None:
+def _write_each(call: str, view: CacheView, caches: CachePointers, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """The definition: a write into each cache of the tokens that are its own."""
     spec, capacity = caches.spec, caches.spec.block_size
-    named = dict(zip(scales.NAMES, extra, strict=True))
-    scales.require(call, spec, extra)
+    scales.require(call, view)
     bad = slots >= spec.num_slots
     if bool(bad.any()) and (slots.is_cpu or backends.is_debug()):
         at = int(bad.nonzero()[0])
         raise OutOfRange(
             f"{call}(): slot_mapping[{at}] is {int(slots[at])}; the cache has {spec.num_slots} slots. Nothing was written."
         )
-    if (errors := named.pop("errors")) is not None:
-        errors += bad.sum()
-    one = replace(spec, num_blocks=1)
+    if view.errors is not None:
+        view.errors.add_(bad.sum())
+    one, named = replace(spec, num_blocks=1), view.scales._asdict()
     for i, pair in enumerate(caches.caches):
         mine = (slots >= i * capacity) & (slots < (i + 1) * capacity)
         own = {n: s[i : i + 1] if s is not None and s.dim() > 1 and s.shape[0] == spec.num_blocks else s for n, s in named.items()}
@@ -174,15 +194,13 @@ def _write_each(
         write(tuple(x[None] for x in pair), k, v, slot_mapping=here, spec=one, backend="torch", **own)
 
 
-def _caches(cache: Tensor | Sequence[Tensor] | CachePointers, spec: CacheSpec) -> tuple[Tensor, Tensor | None]:
-    if isinstance(cache, CachePointers):
-        if spec != cache.spec:
-            raise BadArgument(f"{_CALL}(): spec is not that of the pointers; pass `spec=pointers.spec`.")
-        return cache.k, cache.v
-    if not isinstance(cache, Tensor):
-        cache = tuple(backends.as_tensor(_CALL, "cache", c) for c in cache)
-    tensors = cache_tensors(cache, spec)
-    return tensors[0], tensors[1] if len(tensors) > 1 else None
+def _view(cache: Tensor | Sequence[Tensor] | CachePointers, spec: CacheSpec, given: Scales, errors: Tensor | None) -> CacheView:
+    view = CacheView.of(_CALL, cache, spec, given, errors)
+    if view.pointers is None:
+        return view._replace(tensors=cache_tensors(view.tensors, spec))
+    if spec != view.pointers.spec:
+        raise BadArgument(f"{_CALL}(): spec is not that of the pointers; pass `spec=pointers.spec`.")
+    return view
 
 
 def _query_heads(qkv: Tensor, spec: CacheSpec) -> int:
@@ -198,16 +216,15 @@ def _query_heads(qkv: Tensor, spec: CacheSpec) -> int:
 
 
 def _append_native(
-    call: str, q_out: Tensor | None, cache: Tensor | Sequence[Tensor] | CachePointers, qkv: Tensor | tuple[Tensor, ...],
-    num_heads: int, slots: Tensor, spec: CacheSpec, how: NormRope, extra: tuple[Tensor | None, ...],
-) -> None:  # fmt: skip
-    scales.require(call, spec, extra)
+    call: str, view: CacheView, q_out: Tensor | None, qkv: Tensor | tuple[Tensor, ...], num_heads: int, slots: Tensor, how: NormRope
+) -> None:
+    spec = view.spec
+    scales.require(call, view)
     if "_has_written" not in spec.__dict__:
-        scales.say_unset(call, spec, extra)
+        scales.say_unset(call, view)
     rows = {"q": qkv} if isinstance(qkv, Tensor) else dict(zip("qkv"[-len(qkv) :], qkv, strict=True))
-    first, second = _caches(cache, spec)
-    pointers = {"k_pointers": first, "v_pointers": second} if isinstance(cache, CachePointers) else {}
-    args, keep = door_append.fill(
+    pointers = {} if view.pointers is None else {"k_pointers": view.first, "v_pointers": view.second}
+    args, keep = fill_args(
         {**rows, "q_out": q_out, "slots": slots, **how.tensors(), **pointers},
         num_q_heads=num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -215,40 +232,38 @@ def _append_native(
         v_head_dim=spec.kv[1].head_dim,
         **how.numbers(),
     )
-    (c0, c1, *rest), kept_too = native.handles(first, second, *extra)
-    more = native.Extra(*rest)
-    door = door_append.pointer_spec(cache) if isinstance(cache, CachePointers) else native.door_spec(spec)
-    status = door_append.append_call(
-        door_append.name_of(call), door, c0, c1, native.address_of(args), native.address_of(more), native.stream_of(first)
-    )
-    del keep, kept_too
+    first = view.first
+    (c0, c1, *rest), keep_too = native.handles(first, view.second, *view.optional)
+    extra = native.extra(rest)
+    door = door_spec(spec) if view.pointers is None else pointer_spec(view.pointers)
+    status = _call(native.name_of(call), door, c0, c1, native.address_of(args), native.address_of(extra), native.stream_of(first))
+    del keep, keep_too
     if status:
         native.raise_status(status)
 
 
 def _append_torch(
-    q_out: Tensor, cache: Tensor | Sequence[Tensor] | CachePointers, rows: tuple[Tensor, Tensor, Tensor], slots: Tensor,
-    spec: CacheSpec, how: NormRope, extra: tuple[Tensor | None, ...],
+    view: CacheView, q_out: Tensor, rows: tuple[Tensor, Tensor, Tensor], slots: Tensor, how: NormRope
 ) -> None:  # fmt: skip
     check(_CALL, rows, how)
     check_apart(_CALL, q_out=q_out)
     tokens = rows[0].shape[0]
     if tuple(slots.shape) != (tokens,) or slots.dtype not in (torch.int32, torch.int64):
         raise BadArgument(f"{_CALL}(): slot_mapping is {list(slots.shape)} {slots.dtype}; it is [{tokens}] int32 or int64.")
-    kept = keep_positions(_CALL, how, rows[0], extra[-1])
+    kept = keep_positions(_CALL, how, rows[0], view.errors)
     q, k, v = (change(x[kept], how, kind, kept) for kind, x in enumerate(rows))
     if q_out.shape != rows[0].shape or q_out.dtype != q.dtype:
         raise BadArgument(f"{_CALL}(): q_out is {list(q_out.shape)} {q_out.dtype}; it is {list(rows[0].shape)} {q.dtype}.")
-    names = dict(zip(scales.NAMES, extra, strict=True))
-    for name in ("k_token_scale", "v_token_scale"):
-        given = names[name]
-        names[name] = None if given is None else given[kept]
-    if isinstance(cache, CachePointers):
-        _write_each(cache, k, v, slots[kept], tuple(names.values()), _CALL)
+    k_token, v_token = (None if x is None else x[kept] for x in (view.scales.k_token_scale, view.scales.v_token_scale))
+    given = view.scales._replace(k_token_scale=k_token, v_token_scale=v_token)
+    if view.pointers is not None:
+        _write_each(_CALL, view._replace(scales=given), view.pointers, k, v, slots[kept])
         q_out[kept] = q
         return
     try:
-        write(cache, k, v, slot_mapping=slots[kept], spec=spec, backend="torch", **names)
+        write(
+            view.tensors, k, v, slot_mapping=slots[kept], spec=view.spec, errors=view.errors, backend="torch", **given._asdict()
+        )  # fmt: skip
     except (BadArgument, OutOfRange) as e:
         raise type(e)(str(e).replace("write()", f"{_CALL}()")) from None
     q_out[kept] = q

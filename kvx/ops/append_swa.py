@@ -8,7 +8,7 @@ from torch import Tensor
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import native_hybrid as structs
+from kvx.ops import fill, native, structs
 from kvx.ops.finish import check_finish, check_turn, finish_rows
 from kvx.ops.step import FLOATS, INT32_MAX, Step, check_step
 from kvx.quant.rows import RowPages
@@ -37,15 +37,15 @@ def append_swa(
         check_memory(call, window=window.pages, positions=positions, x=x, step=step, finish=(weight, cos, sin), errors=errors)
     _check(call, window, positions, x)
     if backends.choose(call, backend, window.pages) != "torch":
-        args = structs.start(structs.AppendSwaArgs(), window.pages, errors)
-        structs.fill_rows(args.window, "window", window, window.pages)
-        structs.fill(args.positions, "positions", positions, window.pages)
-        structs.fill(args.x, "x", x, window.pages)
-        structs.fill_finish(args.finish, weight, cos, sin, eps, window.pages)
-        structs.fill_step(args.step, step, window.pages)
-        structs.call("kvx_append_swa", args, window.pages)
+        args = fill.start(structs.AppendSwaArgs(), window.pages, errors)
+        fill.rows(args.window, "window", window, window.pages)
+        fill.array(args.positions, "positions", positions, window.pages)
+        fill.array(args.x, "x", x, window.pages)
+        fill.finish(args.finish, weight, cos, sin, eps, window.pages)
+        fill.step(args.step, step, window.pages)
+        native.call_struct("kvx_append_swa", args, native.stream_of(window.pages))
         return
-    structs.check_errors(errors, window.pages)
+    fill.check_errors(errors, window.pages)
     check_apart(call, window=window.pages, positions=positions)
     check_finish(call, window.codec.dim, weight, cos, sin, eps)
     check_step(call, step, len(x), len(window.pages) if positions is not None else INT32_MAX)

@@ -10,7 +10,8 @@ from torch import Tensor
 from kvx.layout.pointers import CachePointers
 from kvx.ops import attention_body
 from kvx.ops import backend as backends
-from kvx.ops.attention_body import Options
+from kvx.ops.attention_body import Options, Queries
+from kvx.ops.cache_view import CacheView, scales_of
 from kvx.spec.cache_spec import CacheSpec
 from kvx.tables import Table
 
@@ -46,10 +47,9 @@ def attention_decode(
     attention_plan in it once a step): one allocated here lives in the graph's own pool.
     """
     options = Options(default_scale(scale, q), causal, window, soft_cap, 0, max_seq_len, planned)
-    extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, None, None, errors)
-    return attention_body.attend(
-        "attention_decode", q, cache, table, None, spec, extra, sinks, out, lse, workspace, options, backend
-    )
+    view = CacheView.of("attention_decode", cache, spec, scales_of(k_scale, v_scale, k_tensor_scale, v_tensor_scale), errors)
+    queries = Queries(q, None, out, lse, sinks, workspace)
+    return attention_body.attend("attention_decode", queries, view, table, options, backend)
 
 
 def attention_varlen(
@@ -83,10 +83,9 @@ def attention_varlen(
     captured for more tokens than a step has; where they are made here, such rows are 0 and -inf.
     """
     options = Options(default_scale(scale, q), causal, window, soft_cap, max_query_len, max_seq_len, planned)
-    extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, None, None, errors)
-    return attention_body.attend(
-        "attention_varlen", q, cache, table, cu_seqlens, spec, extra, sinks, out, lse, workspace, options, backend
-    )
+    view = CacheView.of("attention_varlen", cache, spec, scales_of(k_scale, v_scale, k_tensor_scale, v_tensor_scale), errors)
+    queries = Queries(q, cu_seqlens, out, lse, sinks, workspace)
+    return attention_body.attend("attention_varlen", queries, view, table, options, backend)
 
 
 def attention_workspace_bytes(
@@ -99,10 +98,11 @@ def attention_workspace_bytes(
     `latent`: for attention_mla.
     """
     options = Options(1.0, causal, window, 0.0, max_query_len, max_seq_len, latent=latent)
-    tensors = attention_body.open_cache("attention_workspace_bytes", q, cache, table, spec, options)
-    if backends.choose("attention_workspace_bytes", backend, attention_body.first_tensor(tensors)) == "torch":
+    view = CacheView.of("attention_workspace_bytes", cache, spec)
+    attention_body.check_cache("attention_workspace_bytes", q, view, table, options)
+    if backends.choose("attention_workspace_bytes", backend, view.first) == "torch":
         return 0
-    return attention_body.workspace_bytes(tensors, table, q, cu_seqlens, spec, options)
+    return attention_body.workspace_bytes(Queries(q, cu_seqlens), view, table, options)
 
 
 def attention_plan(
@@ -116,13 +116,11 @@ def attention_plan(
     on torch, there is nothing to plan.
     """
     options = Options(1.0, causal, window, 0.0, max_query_len, max_seq_len, latent=latent)
-    tensors = attention_body.open_cache("attention_plan", q, cache, table, spec, options)
-    if backends.choose("attention_plan", backend, attention_body.first_tensor(tensors)) == "torch":
+    view = CacheView.of("attention_plan", cache, spec, errors=errors)
+    attention_body.check_cache("attention_plan", q, view, table, options)
+    if backends.choose("attention_plan", backend, view.first) == "torch":
         return
-    extra = (*(None,) * 6, errors)
-    attention_body.call_native(
-        attention_body.PLAN, tensors, table, q, None, None, cu_seqlens, spec, extra, None, workspace, options
-    )
+    attention_body.call_native(attention_body.PLAN, Queries(q, cu_seqlens, workspace=workspace), view, table, options)
 
 
 def default_scale(scale: float | None, q: Tensor) -> float:

@@ -10,7 +10,8 @@ from torch import Tensor
 from kvx.layout.pointers import CachePointers
 from kvx.ops import attention_body
 from kvx.ops.attention import default_scale
-from kvx.ops.attention_body import Options
+from kvx.ops.attention_body import Options, Queries
+from kvx.ops.cache_view import CacheView, scales_of
 from kvx.tables import cache_table
 
 _CALL = "attention_decode_batched"
@@ -46,6 +47,7 @@ def attention_decode_batched(
     OutOfRange on the host; on a device it sees nothing and is counted in `errors`.
     """
     options = Options(default_scale(scale, q), causal, window, soft_cap, 0, max_seq_len, planned)
-    extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, None, None, errors)
     table = cache_table(caches, seq_lens, cache_ids=cache_ids)
-    return attention_body.attend(_CALL, q, caches, table, None, caches.spec, extra, sinks, out, lse, workspace, options, backend)
+    view = CacheView.of(_CALL, caches, caches.spec, scales_of(k_scale, v_scale, k_tensor_scale, v_tensor_scale), errors)
+    queries = Queries(q, None, out, lse, sinks, workspace)
+    return attention_body.attend(_CALL, queries, view, table, options, backend)

@@ -8,7 +8,6 @@ In a latent cache K is the latent and V its rotary part: a key is both, one afte
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,17 +17,26 @@ from kvx.errors import BadArgument, OutOfRange
 from kvx.layout.gate import check_apart, check_memory
 from kvx.layout.pointers import CachePointers
 from kvx.ops import backend as backends
-from kvx.ops import cells, compiled, door_table, native, scales
+from kvx.ops import cells, compiled, door_table, native, scales, structs
+from kvx.ops.cache_view import NO_SCALES, CacheView, Scales
 from kvx.spec.cache_spec import CacheSpec
-from kvx.tables import PackedTable, Table
+from kvx.tables import TABLES, PackedTable, Table
 
+_call = native.entry("kvx_door_attention")
 _IO = (torch.float16, torch.bfloat16, torch.float32)
 _CAUSAL, _PLANNED, _LATENT = 1, 2, 4  # KVX_ATTENTION_*
 RUN, PLAN, WORKSPACE = 0, 1, 2  # kvx_door_attention_t.step
 
 
-# The tensors of a cache, or the addresses of caches that are tensors of their own.
-OpenCache = tuple[Tensor, ...] | CachePointers
+class Queries(NamedTuple):
+    """What a call has besides the cache: its queries, and where results go. attention_decode describes them."""
+
+    q: Tensor
+    cu_seqlens: Tensor | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    sinks: Tensor | None = None
+    workspace: Tensor | None = None
 
 
 class Options(NamedTuple):
@@ -52,21 +60,13 @@ def value_dim(spec: CacheSpec, latent: bool) -> int:
     return spec.head_dim if latent else spec.kv[1].head_dim
 
 
-def open_cache(
-    call: str, q: Tensor, cache: Tensor | Sequence[Tensor] | CachePointers, table: Table, spec: CacheSpec, options: Options
-) -> OpenCache:
-    """The cache's tensors, after what every backend asks of cache, table and q."""
+def check_cache(call: str, q: Tensor, view: CacheView, table: Table, options: Options) -> None:
+    """What every backend asks of cache, table and q."""
     if options.latent:
-        backends.require("attention_mla", spec)
-    tensors: OpenCache
-    if isinstance(cache, CachePointers):
-        tensors = cache
-    else:
-        tensors = tuple(backends.as_tensor(call, "cache", c) for c in ((cache,) if isinstance(cache, Tensor) else cache))
-    door_table.check(call, tensors, table, spec)
+        backends.require("attention_mla", view.spec)
+    door_table.check(call, view, table)
     if q.dim() != 3 or q.dtype not in _IO:
         raise BadArgument(f"{call}(): q is {list(q.shape)} {q.dtype}; it is [num_tokens, num_heads, head_dim] f16, bf16 or f32.")
-    return tensors
 
 
 def check_shapes(call: str, q: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, dim: int) -> None:
@@ -80,16 +80,11 @@ def check_shapes(call: str, q: Tensor, sinks: Tensor | None, out: Tensor, lse: T
         )
 
 
-def first_tensor(tensors: OpenCache) -> Tensor:
-    """One that lives where the cache does."""
-    return tensors.k if isinstance(tensors, CachePointers) else tensors[0]
-
-
 def attend(
-    call: str, q: Tensor, cache: Tensor | Sequence[Tensor] | CachePointers, table: Table, cu: Tensor | None, spec: CacheSpec,
-    extra: tuple[Tensor | None, ...], sinks: Tensor | None, out: Tensor | None, lse: Tensor | None, workspace: Tensor | None,
-    options: Options, backend: str,
+    call: str, queries: Queries, view: CacheView, table: Table, options: Options, backend: str
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, cu, out, lse, sinks, workspace = queries
+    spec = view.spec
     given = out is not None or lse is not None or sinks is not None
     covers = (out is not None and lse is not None) or _covers(q, cu)
     if out is None:
@@ -98,35 +93,54 @@ def attend(
     if lse is None:
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         lse = lse if covers else lse.fill_(-math.inf)
-    if torch.compiler.is_compiling() and not isinstance(cache, CachePointers):
-        compiled.attention(q, cache, table, cu, out, lse, spec, extra, sinks, workspace, options, backend)
+    if torch.compiler.is_compiling() and view.pointers is None:
+        torch.ops.kvx.attention(
+            call, q, cu, out, lse, sinks, workspace, list(view.tensors), spec.manifest_text, list(view.scales), view.errors,
+            list(table.tensors), table.code, *options, backend,
+        )  # fmt: skip
         return out, lse
     q = backends.as_tensor(call, "q", q)
-    tensors = open_cache(call, q, cache, table, spec, options)
+    queries = Queries(q, cu, out, lse, sinks, workspace)
+    check_cache(call, q, view, table, options)
     if torch.is_grad_enabled() or backend == "torch":
-        caches = () if isinstance(tensors, CachePointers) else tensors
-        check_memory(call, q=q, cache=caches, table=table.tensors, cu_seqlens=cu, sinks=sinks, out=(out, lse), scales=extra)
+        check_memory(
+            call, q=q, cache=view.tensors, table=table.tensors, cu_seqlens=cu, sinks=sinks, out=(out, lse), scales=view.optional
+        )  # fmt: skip
     if given:
         check_shapes(call, q, sinks, out, lse, value_dim(spec, options.latent))
-    scales.require(call, spec, extra)
-    chosen = backends.choose(call, backend, first_tensor(tensors), spec)
+    scales.require(call, view)
+    chosen = backends.choose(call, backend, view.first, spec)
     if chosen == "torch":
         check_apart(call, out=(out, lse))
-        if isinstance(tensors, CachePointers):
-            tensors, table = _stacked(tensors, table)
-        _attention_torch(call, tensors, table, q, out, lse, cu, spec, extra, sinks, options)
+        if view.pointers is not None:
+            view, table = _stacked(view, view.pointers, table)
+        _attention_torch(call, queries, view, table, options)
         return out, lse
     if chosen == "cuda" and workspace is None:
         if options.planned:
             raise BadArgument(f"{call}(): planned is True and workspace None; the plan stands in the workspace it was made in.")
-        size = workspace_bytes(tensors, table, q, cu, spec, options)
-        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
-    if chosen == "cuda" and backends.is_debug() and extra[-1] is None:
-        with backends.ErrorCounter(call, first_tensor(tensors).device) as count:
-            call_native(RUN, tensors, table, q, out, lse, cu, spec, (*extra[:-1], count), sinks, workspace, options)
+        size = workspace_bytes(queries, view, table, options)
+        queries = queries._replace(workspace=torch.empty(size, dtype=torch.uint8, device=q.device))
+    if chosen == "cuda" and backends.is_debug() and view.errors is None:
+        with backends.ErrorCounter(call, view.first.device) as count:
+            call_native(RUN, queries, view._replace(errors=count), table, options)
     else:
-        call_native(RUN, tensors, table, q, out, lse, cu, spec, extra, sinks, workspace, options)
+        call_native(RUN, queries, view, table, options)
     return out, lse
+
+
+@compiled.register(
+    "attention",
+    "str call, Tensor q, Tensor? cu_seqlens, Tensor(a!) out, Tensor(b!) lse, Tensor? sinks, Tensor(c!)? workspace",
+    "Tensor[] cache, str spec, Tensor?[] scales, Tensor(d!)? errors, Tensor[] table, int kind",
+    "float scale, bool causal, int window, float soft_cap, int max_query_len, int max_seq_len, bool planned, bool latent",
+    "str backend",
+)
+def _attend_compiled(call, *rest):
+    queries = Queries(*rest[:6])
+    cache, spec, given, errors, table, kind, *options, backend = rest[6:]
+    view = CacheView(tuple(cache), compiled.parse(spec), Scales(*given), errors)
+    attend(call, queries, view, TABLES[kind](*table), Options(*options), backend)
 
 
 def _covers(q: Tensor, cu: Tensor | None) -> bool:
@@ -141,53 +155,55 @@ def _covers(q: Tensor, cu: Tensor | None) -> bool:
     return cu[0].item() == 0 and cu[-1].item() == len(q)
 
 
-def workspace_bytes(tensors: OpenCache, table: Table, q: Tensor, cu: Tensor | None, spec: CacheSpec, options: Options) -> int:
-    return call_native(WORKSPACE, tensors, table, q, None, None, cu, spec, (None,) * 7, None, None, options) if q.is_cuda else 0
+def workspace_bytes(queries: Queries, view: CacheView, table: Table, options: Options) -> int:
+    """0 on the host."""
+    if not queries.q.is_cuda:
+        return 0
+    asked = queries._replace(out=None, lse=None, sinks=None, workspace=None)
+    return call_native(WORKSPACE, asked, view._replace(scales=NO_SCALES, errors=None), table, options)
 
 
-def call_native(
-    step: int, tensors: OpenCache, table: Table, q: Tensor, out: Tensor | None, lse: Tensor | None, cu: Tensor | None,
-    spec: CacheSpec, extra: tuple[Tensor | None, ...], sinks: Tensor | None, workspace: Tensor | None, o: Options,
-) -> int:  # fmt: skip
-    door = door_table.open_table(tensors, table, spec, o.max_seq_len, cu)
-    (hq, ho, hl, hs, hw, *rest), keep = native.handles(q, out, lse, sinks, workspace, *extra)
+def call_native(step: int, queries: Queries, view: CacheView, table: Table, o: Options) -> int:
+    q, cu, *others = queries
+    (hq, ho, hl, hs, hw, *rest), keep = native.handles(q, *others, *view.optional)
+    extra = native.extra(rest)
+    door = door_table.open_table(view, table, o.max_seq_len, cu)
     flags = (_CAUSAL if o.causal else 0) | (_PLANNED if o.planned else 0) | (_LATENT if o.latent else 0)
-    args = native.AttentionArgs(hq, ho, hl, hs, hw, step, flags, o.window, o.max_query_len, 0, o.scale, o.soft_cap)
-    more = native.Extra(*rest)
-    status = native.attention_call(
-        door.spec, *door.cache, door.address, native.address_of(more), native.address_of(args), native.stream_of(q)
-    )
+    args = structs.AttentionArgs(hq, ho, hl, hs, hw, step, flags, o.window, o.max_query_len, 0, o.scale, o.soft_cap)
+    status = _call(door.spec, *door.cache, door.address, native.address_of(extra), native.address_of(args), native.stream_of(q))
     del keep
     if status:
         native.raise_status(status)
     return args.bytes
 
 
-def _stacked(caches: CachePointers, table: Table) -> tuple[tuple[Tensor, ...], Table]:
+def _stacked(view: CacheView, caches: CachePointers, table: Table) -> tuple[CacheView, Table]:
     """Caches of their own as the blocks of one; those without an address are none."""
     assert isinstance(table, PackedTable)
     missing = ((caches.k == 0) | (caches.v == 0)).nonzero().flatten().to(table.block_table.dtype)
     ids = table.block_table.masked_fill(torch.isin(table.block_table, missing), -1)
-    return tuple(torch.stack(planes) for planes in zip(*caches.caches, strict=True)), PackedTable(ids, table.seq_lens)
+    tensors = tuple(torch.stack(planes) for planes in zip(*caches.caches, strict=True))
+    return view._replace(tensors=tensors, pointers=None), PackedTable(ids, table.seq_lens)
 
 
-def _attention_torch(
-    call: str, tensors: tuple[Tensor, ...], table: Table, q: Tensor, out: Tensor, lse: Tensor, cu: Tensor | None,
-    spec: CacheSpec, extra: tuple[Tensor | None, ...], sinks: Tensor | None, o: Options,
-) -> None:  # fmt: skip
-    _check(call, table, q, out, lse, cu, spec, sinks, o)
+def _attention_torch(call: str, queries: Queries, view: CacheView, table: Table, o: Options) -> None:
+    q, cu, out, lse, sinks, _ = queries
+    assert out is not None
+    assert lse is not None
+    spec, errors = view.spec, view.errors
+    _check(call, queries, spec, table.num_seqs, o)
     heads, group = spec.num_kv_heads, q.shape[1] // spec.num_kv_heads
     work = []
-    for s, first, n, length in _ranges(call, table, q, cu, spec, extra[-1], o):
+    for s, first, n, length in _ranges(call, table, q, cu, spec, errors, o):
         # The last and the first position each query sees.
         last = torch.arange(length - n, length, device=q.device) if o.causal else torch.full((n,), length - 1, device=q.device)
         low = (last - o.window + 1 if o.window else torch.zeros_like(last)).clamp(min=0)
         pos = torch.arange(min(int(low[0]), length), length, device=q.device)
-        found = cells.find(tensors, table, spec, torch.full_like(pos, s), pos)
-        _report(call, found[0].is_bad | found[1].is_bad, extra[-1], spec.num_blocks, s, pos)
+        found = cells.find(view, table, torch.full_like(pos, s), pos)
+        _report(call, found[0].is_bad | found[1].is_bad, errors, spec.num_blocks, s, pos)
         work.append((slice(first, first + n), pos, low, last, found))
     for rows, pos, low, last, found in work:
-        k, v = (cells.read(tensors, table, spec, i, found[i], torch.float32, extra[i], extra[2 + i]) for i in (0, 1))
+        k, v = (cells.read(view, table, i, found[i], torch.float32) for i in (0, 1))
         if o.latent:
             k, v = torch.cat((k, v), -1), k
         seen = (pos >= low[:, None]) & (pos <= last[:, None]) & found[0].is_found & found[1].is_found  # [query, position]
@@ -203,10 +219,10 @@ def _attention_torch(
         lse[rows] = seen_sum.permute(2, 0, 1).flatten(1)
 
 
-def _check(
-    call: str, table: Table, q: Tensor, out: Tensor, lse: Tensor, cu: Tensor | None, spec: CacheSpec, sinks: Tensor | None,
-    o: Options,
-) -> None:  # fmt: skip
+def _check(call: str, queries: Queries, spec: CacheSpec, num_seqs: int, o: Options) -> None:
+    q, cu, out, lse, sinks, _ = queries
+    assert out is not None
+    assert lse is not None
     tokens, heads, dim = q.shape
     if heads == 0 or heads % spec.num_kv_heads:
         raise BadArgument(
@@ -222,14 +238,14 @@ def _check(
         raise BadArgument(f"{call}(): lse is {list(lse.shape)} {lse.dtype}; it is {want[:2]} float32.")
     if sinks is not None and (list(sinks.shape) != [heads] or sinks.dtype != torch.float32):
         raise BadArgument(f"{call}(): sinks is {list(sinks.shape)} {sinks.dtype}; it is [{heads}] float32.")
-    if cu is not None and (cu.dtype not in (torch.int32, torch.int64) or list(cu.shape) != [table.num_seqs + 1]):
+    if cu is not None and (cu.dtype not in (torch.int32, torch.int64) or list(cu.shape) != [num_seqs + 1]):
         raise BadArgument(
-            f"{call}(): cu_seqlens is {list(cu.shape)} {cu.dtype}; it is int32 or int64 [{table.num_seqs + 1}], one more than the "
+            f"{call}(): cu_seqlens is {list(cu.shape)} {cu.dtype}; it is int32 or int64 [{num_seqs + 1}], one more than the "
             "sequences."
         )
-    if cu is None and (tokens % table.num_seqs if table.num_seqs else tokens):
+    if cu is None and (tokens % num_seqs if num_seqs else tokens):
         other = "With cu_seqlens they may differ." if o.latent else "attention_varlen takes different numbers."
-        raise BadArgument(f"{call}(): q has {tokens} tokens for {table.num_seqs} sequences; every sequence has as many. {other}")
+        raise BadArgument(f"{call}(): q has {tokens} tokens for {num_seqs} sequences; every sequence has as many. {other}")
     if not math.isfinite(o.scale) or o.scale == 0:
         raise BadArgument(f"{call}(): scale is {o.scale}; it is finite and not 0.")
     if not math.isfinite(o.soft_cap) or o.soft_cap < 0 or min(o.window, o.max_query_len, o.max_seq_len) < 0:

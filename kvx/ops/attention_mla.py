@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvx.ops import attention_body
-from kvx.ops.attention_body import Options
+from kvx.ops.attention_body import Options, Queries
+from kvx.ops.cache_view import CacheView, scales_of
 from kvx.spec.cache_spec import CacheSpec
 from kvx.tables import Table
 
@@ -48,7 +49,6 @@ def attention_mla(
     out after is the caller's.
     """
     options = Options(float(scale), causal, window, soft_cap, max_query_len, max_seq_len, planned, latent=True)
-    extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, None, None, errors)
-    return attention_body.attend(
-        "attention_mla", q, cache, table, cu_seqlens, spec, extra, sinks, out, lse, workspace, options, backend
-    )
+    view = CacheView.of("attention_mla", cache, spec, scales_of(k_scale, v_scale, k_tensor_scale, v_tensor_scale), errors)
+    queries = Queries(q, cu_seqlens, out, lse, sinks, workspace)
+    return attention_body.attend("attention_mla", queries, view, table, options, backend)

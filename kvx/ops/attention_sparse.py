@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import native_hybrid as structs
+from kvx.ops import fill, native, structs
 from kvx.ops.compress import entry_slots
 from kvx.ops.finish import check_finish, check_turn, turn
 from kvx.ops.step import FLOATS, INT32_MAX, Run, Step, check_entries, check_step, check_table
 from kvx.quant.rows import RowPages
+
+
+class Reads(NamedTuple):
+    """What the queries of a call may read, by its keywords."""
+
+    window: RowPages
+    positions: Tensor
+    window_tokens: int
+    fresh: RowPages | None
+    entries: RowPages | None
+    block_table: Tensor | None
+    selected: Tensor | None
+    ratio: int
+    max_entries: int
+
+    def pages(self) -> tuple[Tensor | None, ...]:
+        return tuple(None if r is None else r.pages for r in (self.window, self.fresh, self.entries))
 
 
 def attention_sparse(
@@ -45,51 +64,54 @@ def attention_sparse(
     first still see. Put it there (append_swa) after this call.
     """
     call = "attention_sparse"
+    reads = Reads(window, positions, window_tokens, fresh, entries, block_table, selected, ratio, max_entries)
     if torch.is_grad_enabled() or backend == "torch":
-        pages = [None if r is None else r.pages for r in (window, fresh, entries)]
         check_memory(
-            call, q=q, pages=pages, positions=positions, step=step, block_table=block_table, selected=selected, sinks=sinks,
+            call, q=q, pages=reads.pages(), positions=positions, step=step, block_table=block_table, selected=selected, sinks=sinks,
             angles=(cos, sin), out=(out, lse), errors=errors,
         )  # fmt: skip
-    _check(call, q, window, positions, fresh, entries, block_table, selected)
-    structs.check_workspace(call, workspace, window.pages)
+    _check(call, q, reads)
+    fill.check_workspace(call, workspace, window.pages)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out = torch.empty_like(q) if out is None else out
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse
     chosen = backends.choose(call, backend, window.pages)
     if chosen != "torch":
-        args = _args(q, window, positions, step, fresh, entries, block_table, selected, errors)
-        args.ratio, args.window_tokens, args.max_entries, args.scale = ratio, window_tokens, max_entries, scale
+        args = _args(q, reads, step, scale, errors)
         for name, x in (("out", out), ("lse", lse), ("sinks", sinks), ("cos", cos), ("sin", sin)):
-            structs.fill(getattr(args, name), name, x, window.pages)
+            fill.array(getattr(args, name), name, x, window.pages)
         if chosen == "cuda":
             if workspace is None:
-                size = structs.workspace_bytes("kvx_attention_sparse_workspace", args)
+                size = fill.workspace_bytes("kvx_attention_sparse_workspace", args)
                 workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
             args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
-        structs.call("kvx_attention_sparse", args, window.pages)
+        native.call_struct("kvx_attention_sparse", args, native.stream_of(window.pages))
         return out, lse
-    structs.check_errors(errors, window.pages)
+    fill.check_errors(errors, window.pages)
     check_apart(call, out=(out, lse))
-    _check_numbers(call, q, window, window_tokens, fresh, entries, ratio, sinks, out, lse)
+    _check_numbers(call, q, reads, sinks, out, lse)
     check_finish(call, window.codec.dim, None, cos, sin)
     if selected is not None and selected.shape[1] == 0:
-        entries, block_table = None, None  # none is chosen, so none is looked up
-    if block_table is not None:
-        check_table(call, block_table, len(window.pages))
+        reads = reads._replace(entries=None, block_table=None)  # none is chosen, so none is looked up
+    if reads.block_table is not None:
+        check_table(call, reads.block_table, len(window.pages))
     check_step(call, step, len(q), len(window.pages))
     for run in step.runs():
         check_turn(call, cos, run.last)
-        if entries is not None and block_table is not None:
-            check_entries(call, block_table, entries, run.slot, 0, (run.last + 1) // ratio)
+        if reads.entries is not None and reads.block_table is not None:
+            check_entries(call, reads.block_table, reads.entries, run.slot, 0, (run.last + 1) // ratio)
     out.zero_()
     lse.fill_(-torch.inf)
     for run in step.runs():
         tokens = slice(run.begin, run.end)
         at = torch.arange(run.start, run.start + run.end - run.begin, device=q.device)
-        rows, row_positions = _window_rows(window, positions, fresh, run, at, window_tokens)
-        keys, chosen_ones = _entry_rows(entries, block_table, None if selected is None else selected[tokens], run, at, ratio)
-        y, lse[tokens] = _attend(q[tokens], at, rows, row_positions, window_tokens, keys, chosen_ones, sinks, scale)
+        rows, row_positions = _window_rows(reads, run, at)
+        distance = at[:, None] - row_positions[None, :]
+        is_near = (distance >= 0) & (distance < window_tokens)
+        keys, is_chosen = _entry_rows(reads, run, at)
+        y, lse[tokens] = _attend(
+            q[tokens], torch.cat((rows, keys)) if len(keys) else rows, torch.cat((is_near, is_chosen), 1), sinks, scale
+        )  # fmt: skip
         out[tokens] = (turn(y, cos[at], sin[at], back=True) if cos is not None and sin is not None else y).to(out.dtype)
     return out, lse
 
@@ -100,35 +122,33 @@ def attention_sparse_workspace_bytes(
     max_entries: int = 0,
 ) -> int:  # fmt: skip
     """Bytes of workspace that a call with these needs at most, whatever is in them; 0 on the host."""
-    _check("attention_sparse_workspace_bytes", q, window, positions, fresh, entries, block_table, selected)
+    reads = Reads(window, positions, window_tokens, fresh, entries, block_table, selected, ratio, max_entries)
+    _check("attention_sparse_workspace_bytes", q, reads)
     if backends.choose("attention_sparse_workspace_bytes", "auto", window.pages) != "cuda":
         return 0
-    args = _args(q, window, positions, step, fresh, entries, block_table, selected)
-    args.ratio, args.window_tokens, args.max_entries, args.scale = ratio, window_tokens, max_entries, 1.0
-    structs.fill(args.out, "out", q, window.pages)  # only described
-    return structs.workspace_bytes("kvx_attention_sparse_workspace", args)
+    args = _args(q, reads, step, 1.0)
+    fill.array(args.out, "out", q, window.pages)  # only described
+    return fill.workspace_bytes("kvx_attention_sparse_workspace", args)
 
 
-def _args(
-    q: Tensor, window: RowPages, positions: Tensor, step: Step, fresh: RowPages | None, entries: RowPages | None,
-    block_table: Tensor | None, selected: Tensor | None, errors: Tensor | None = None,
-) -> structs.SparseArgs:  # fmt: skip
-    like = window.pages
-    args: structs.SparseArgs = structs.start(structs.SparseArgs(), like, errors)
-    for name, x in (("q", q), ("positions", positions), ("block_table", block_table), ("selected", selected)):
-        structs.fill(getattr(args, name), name, x, like)
-    for name, rows in (("window", window), ("fresh", fresh), ("entries", entries)):
-        structs.fill_rows(getattr(args, name), name, rows, like)
-    structs.fill_step(args.step, step, like)
+def _args(q: Tensor, reads: Reads, step: Step, scale: float, errors: Tensor | None = None) -> structs.SparseArgs:
+    like = reads.window.pages
+    args: structs.SparseArgs = fill.start(structs.SparseArgs(), like, errors)
+    fill.array(args.q, "q", q, like)
+    for name in ("positions", "block_table", "selected"):
+        fill.array(getattr(args, name), name, getattr(reads, name), like)
+    for name in ("window", "fresh", "entries"):
+        fill.rows(getattr(args, name), name, getattr(reads, name), like)
+    fill.step(args.step, step, like)
+    args.ratio, args.window_tokens, args.max_entries, args.scale = reads.ratio, reads.window_tokens, reads.max_entries, scale
     return args
 
 
-def _window_rows(
-    window: RowPages, positions: Tensor, fresh: RowPages | None, run: Run, at: Tensor, window_tokens: int
-) -> tuple[Tensor, Tensor]:
+def _window_rows(reads: Reads, run: Run, at: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [n, dim] f32 that some token of the run may see, and their positions [n]."""
+    window, positions, fresh = reads.window, reads.positions, reads.fresh
     last = run.start if fresh is not None else run.start + len(at)  # first position that is not looked for in the window
-    wanted = torch.arange(max(0, run.start - window_tokens + 1), last, device=at.device)
+    wanted = torch.arange(max(0, run.start - reads.window_tokens + 1), last, device=at.device)
     wanted = wanted[positions[run.slot, wanted % window.rows] == wanted]
     rows = window.read(run.slot * window.rows + wanted % window.rows)
     if fresh is None:
@@ -136,29 +156,24 @@ def _window_rows(
     return torch.cat((rows, fresh.read(torch.arange(run.begin, run.end, device=at.device)))), torch.cat((wanted, at))
 
 
-def _entry_rows(
-    entries: RowPages | None, block_table: Tensor | None, selected: Tensor | None, run: Run, at: Tensor, ratio: int
-) -> tuple[Tensor, Tensor]:
+def _entry_rows(reads: Reads, run: Run, at: Tensor) -> tuple[Tensor, Tensor]:
     """Entries [n, dim] f32 and which of them each token reads [tokens, n]."""
+    entries, block_table, ratio = reads.entries, reads.block_table, reads.ratio
     if entries is None or block_table is None:
         return at.new_zeros(0, 1, dtype=torch.float32), at.new_zeros(len(at), 0, dtype=torch.bool)
     count = int(at[-1] + 1) // ratio
     slots = entry_slots(block_table[run.slot], entries, torch.arange(count, device=at.device))
     chosen = torch.arange(count, device=at.device) < ((at + 1) // ratio)[:, None]
-    if selected is not None:
+    if reads.selected is not None:
+        selected = reads.selected[run.begin : run.end]
         marked = torch.zeros(len(at), count + 1, dtype=torch.bool, device=at.device)
         marked.scatter_(1, torch.where((selected < 0) | (selected >= count), count, selected).long(), True)
         chosen = chosen & marked[:, :-1]
     return entries.read(slots), chosen & (slots >= 0)
 
 
-def _attend(
-    q: Tensor, at: Tensor, rows: Tensor, row_positions: Tensor, window_tokens: int, entries: Tensor, chosen: Tensor,
-    sinks: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    distance = at[:, None] - row_positions[None, :]
-    seen = torch.cat(((distance >= 0) & (distance < window_tokens), chosen), 1)
-    keys = torch.cat((rows, entries)) if len(entries) else rows
+def _attend(q: Tensor, keys: Tensor, seen: Tensor, sinks: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """q [tokens, heads, dim] over keys [n, dim], of which each token sees some [tokens, n]."""
     scores = torch.einsum("thd,nd->thn", q.float(), keys) * scale
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
     lse = torch.logsumexp(scores, -1)
@@ -171,10 +186,8 @@ def _attend(
     return out.masked_fill((seen.float() @ is_odd.float() > 0)[:, None], torch.nan), lse
 
 
-def _check(
-    call: str, q: Tensor, window: RowPages, positions: Tensor, fresh: RowPages | None, entries: RowPages | None,
-    block_table: Tensor | None, selected: Tensor | None,
-) -> None:  # fmt: skip
+def _check(call: str, q: Tensor, reads: Reads) -> None:
+    window, positions, _, fresh, entries, block_table, selected, *_ = reads
     dim = window.codec.dim
     if q.dim() != 3 or q.shape[2] != dim or q.dtype not in FLOATS:
         raise BadArgument(f"{call}(): q is {list(q.shape)} {q.dtype}; it is [num_tokens, heads, {dim}] f16, bf16 or f32.")
@@ -189,11 +202,9 @@ def _check(
         raise BadArgument(f"{call}(): selected is {list(selected.shape)} {selected.dtype}; it is [{len(q)}, k] int32.")
 
 
-def _check_numbers(
-    call: str, q: Tensor, window: RowPages, window_tokens: int, fresh: RowPages | None, entries: RowPages | None, ratio: int,
-    sinks: Tensor | None, out: Tensor, lse: Tensor,
-) -> None:  # fmt: skip
+def _check_numbers(call: str, q: Tensor, reads: Reads, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
     """What the library checks too, for the torch body."""
+    window, window_tokens, fresh, entries, ratio = reads.window, reads.window_tokens, reads.fresh, reads.entries, reads.ratio
     dim, (tokens, heads) = window.codec.dim, q.shape[:2]
     if not 1 <= window_tokens <= INT32_MAX:
         raise BadArgument(f"{call}(): window_tokens is {window_tokens}; it is 1 or more.")

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvx.errors import BadArgument, KvxWarning, OutOfRange, Unsupported
 from kvx.ops import native
-from kvx.ops.support import BACKENDS, TABLE, Support
+from kvx.ops.registry import OPS
+from kvx.ops.support import BACKENDS, Support
 from kvx.spec.cache_spec import CacheSpec
 
 if not native.HAS_CPU:
@@ -64,13 +65,14 @@ def supports(op: str, spec: CacheSpec | None = None, backend: str = "torch") -> 
 
     The answer is true or false as a condition; as text it is the sentence an unsupported call raises.
     """
-    if op not in TABLE:
-        raise BadArgument(f'supports(): there is no op "{op}"; there are {", ".join(TABLE)}.')
+    if op not in OPS:
+        raise BadArgument(f'supports(): there is no op "{op}"; there are {", ".join(OPS)}.')
     if backend not in BACKENDS:
         raise BadArgument(f'supports(): backend is "{backend}"; it is torch, cpu or cuda.')
-    takes = TABLE[op]
+    takes = OPS[op]
     if backend not in takes.backends:
-        return Support(op, backend, f"{op}(): no {backend} kernel; {', '.join(takes.backends)} have it.")
+        have = "have" if len(takes.backends) > 1 else "has"
+        return Support(op, backend, f"{op}(): no {backend} kernel; {', '.join(takes.backends)} {have} it.")
     missing = reason_missing(backend)
     if missing is not None:
         return Support(op, backend, f'{op}(): backend "{backend}" is not there: {missing}. backend="torch" runs anywhere.')
@@ -113,7 +115,7 @@ def _is_taken(call: str, spec: CacheSpec, backend: str) -> bool:
     """supports(), asked once and kept with the spec: hashing a spec would cost each call a microsecond."""
     known = spec.__dict__.setdefault("_taken", {})
     if (call, backend) not in known:
-        known[call, backend] = call not in TABLE or bool(supports(call, spec, backend))
+        known[call, backend] = call not in OPS or bool(supports(call, spec, backend))
     return known[call, backend]
 
 

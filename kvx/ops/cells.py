@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvx.layout.planes import plane_maps, pooled_strides, views
 from kvx.ops import scales
+from kvx.ops.cache_view import CacheView
 from kvx.quant.numbers import decode, torch_dtype
 from kvx.spec.cache_spec import CacheSpec
 from kvx.tables import KvOffsetsTable, Table
@@ -27,15 +28,16 @@ class Cells(NamedTuple):
     is_bad: Tensor  # not found, and not because the table says "no block"
 
 
-def find(tensors: tuple[Tensor, ...], table: Table, spec: CacheSpec, seq: Tensor, pos: Tensor) -> tuple[Cells, Cells]:
+def find(view: CacheView, table: Table, seq: Tensor, pos: Tensor) -> tuple[Cells, Cells]:
     """Cells of positions `pos` of sequences `seq`. K's and V's are one object unless the table names them apart."""
+    spec = view.spec
     offset = pos % spec.block_size
     if not isinstance(table, KvOffsetsTable):
         found = table.find(seq, pos, spec.block_size, spec.num_blocks)
         both = Cells(torch.zeros_like(pos), found.k_block, offset, found.is_found, found.is_bad)
         return both, both
     per_block = block_bytes(spec)
-    held = [t.numel() * t.element_size() // per_block for t in tensors[1:]] or [0]
+    held = [t.numel() * t.element_size() // per_block for t in view.tensors[1:]] or [0]
     bound = torch.tensor([spec.num_blocks, *held], device=pos.device)
     k_value, v_value, in_table = table.rows(seq, pos, spec.block_size)
     cells = []
@@ -47,22 +49,20 @@ def find(tensors: tuple[Tensor, ...], table: Table, spec: CacheSpec, seq: Tensor
     return cells[0], cells[1]
 
 
-def read(
-    tensors: tuple[Tensor, ...], table: Table, spec: CacheSpec, index: int, cells: Cells, dtype: torch.dtype,
-    scale: Tensor | None, tensor_scale: Tensor | None,
-) -> Tensor:  # fmt: skip
+def read(view: CacheView, table: Table, index: int, cells: Cells, dtype: torch.dtype) -> Tensor:
     """K (0) or V (1) of the cells as numbers [N, num_kv_heads, head_dim]; zero where nothing is."""
+    tensors, spec = view.tensors, view.spec
     plane = spec.plane(index)
     out = torch.zeros(cells.block.shape[0], spec.num_kv_heads, plane.head_dim, dtype=dtype, device=cells.block.device)
     pooled = isinstance(table, KvOffsetsTable)
     for which in range(len(tensors) if pooled else 1):
         mine = cells.is_found & (cells.pool == which)
         block, offset = cells.block[mine], cells.offset[mine]
-        view = _pool_view(tensors[which], spec, index) if pooled else views(tensors, spec)[index]
-        if view.dim() == 5 and not pooled:
-            view = view.permute(0, 3, 1, 2, 4)
-        units = view[block, offset].flatten(2)
-        factor = scales.read(tensors, spec, index, block, offset, scale, tensor_scale)
+        rows = _pool_view(tensors[which], spec, index) if pooled else views(tensors, spec)[index]
+        if rows.dim() == 5 and not pooled:
+            rows = rows.permute(0, 3, 1, 2, 4)
+        units = rows[block, offset].flatten(2)
+        factor = scales.read(view, index, block, offset)
         out[mine] = decode(units, plane.format.element, factor, dtype)
     return out
 

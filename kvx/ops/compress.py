@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import native_hybrid as structs
+from kvx.ops import fill, native, structs
 from kvx.ops.finish import check_finish, check_turn, finish_rows
 from kvx.ops.step import FLOATS, Step, check_entries, check_step, check_table
+from kvx.ops.tail import Tail
 from kvx.quant.rows import RowPages
 
 _OVERLAP, _RUNNING, _HADAMARD = 1, 2, 4
-
-
-class Tail(Protocol):
-    """What compress reads of a kvx.cache.hybrid.tail.Tail."""
-
-    ratio: int
-    dim: int
-    overlap: bool
-    is_running: bool
-    state: Tensor  # f32; its shapes are in that file
-
-    @property
-    def num_parts(self) -> int: ...
-
-    def take(self, slot: int, start: int, kv: Tensor, score: Tensor) -> Tensor: ...
 
 
 def compress(
@@ -54,7 +38,7 @@ def compress(
 ) -> None:
     """Always the same work for the same shapes: which windows close follows from positions, on the device.
 
-    An entry is, for each channel, the mean of its tokens' kv weighed by a softmax over their scores (kvx/cache/hybrid/tail.py);
+    An entry is, for each channel, the mean of its tokens' kv weighed by a softmax over their scores (kvx/ops/tail.py);
     then normed, rotated, coded and put into its page. The tail keeps what the next step needs.
     """
     call = "compress"
@@ -66,19 +50,19 @@ def compress(
     _check(call, tail, kv, score, entries, bias, has_hadamard=hadamard)
     if backends.choose(call, backend, entries.pages) != "torch":
         like = entries.pages
-        args = structs.start(structs.CompressArgs(), like, errors)
+        args = fill.start(structs.CompressArgs(), like, errors)
         args.flags = _OVERLAP * tail.overlap | _RUNNING * tail.is_running | _HADAMARD * hadamard
         args.ratio = tail.ratio
         for name, x in (("state", tail.state), ("kv", kv), ("score", score), ("bias", bias), ("block_table", block_table)):
-            structs.fill(getattr(args, name), name, x, like)
-        structs.fill(args.num_shared, "num_shared", num_shared, like)
-        structs.fill_rows(args.entries, "entries", entries, like)
-        structs.fill_finish(args.finish, weight, cos, sin, eps, like)
-        structs.fill_step(args.step, step, like)
-        structs.call("kvx_compress", args, like)
+            fill.array(getattr(args, name), name, x, like)
+        fill.array(args.num_shared, "num_shared", num_shared, like)
+        fill.rows(args.entries, "entries", entries, like)
+        fill.finish(args.finish, weight, cos, sin, eps, like)
+        fill.step(args.step, step, like)
+        native.call_struct("kvx_compress", args, native.stream_of(like))
         return
     ratio = tail.ratio
-    structs.check_errors(errors, entries.pages)
+    fill.check_errors(errors, entries.pages)
     check_apart(call, entries=entries.pages)
     check_finish(call, tail.dim, weight, cos, sin, eps)
     check_table(call, block_table, len(tail.state))

@@ -18,9 +18,13 @@ from kvx.layout.gate import check_buffers, check_memory
 from kvx.layout.plan import Plan
 from kvx.ops import backend as backends
 from kvx.ops import native
+from kvx.ops.structs import ABI_VERSION, ConvertArgs
 from kvx.ops.transcode import BY_BLOCK, Rows
 
 Buffers = Tensor | Sequence["Buffers"]
+_run, _run_unlocked = native.entry("kvx_run"), native.entry("kvx_run", keeps_lock=False)
+_bind, _bound_free = native.entry("kvx_bind"), native.entry("kvx_bound_free")
+_plan_load, _plan_free = native.entry("kvx_plan_load"), native.entry("kvx_plan_free")
 
 
 def convert(
@@ -115,9 +119,9 @@ class Bound:
         if self._handle is None:
             return _convert_torch(self)
         if self.device.type == "cuda":
-            status = native.run_call(self._handle, torch._C._cuda_getCurrentRawStream(self.device.index))
+            status = _run(self._handle, torch._C._cuda_getCurrentRawStream(self.device.index))
         else:
-            status = native.run_host_call(self._handle, None)
+            status = _run_unlocked(self._handle, None)
         if status:
             native.raise_status(status, call="convert()")
         if self.errors is not None and backends.is_debug():
@@ -127,8 +131,6 @@ class Bound:
                 raise OutOfRange(f"convert(): {bad} block ids are outside the caches; those blocks were not converted.")
 
     def _bind(self) -> None:
-        lib = native.LIB
-        assert lib is not None
         args = new_args(self.device)
         ids = [self.src_blocks, self.dst_blocks] + ([] if self.seq_lens is None else [self.seq_lens])
         if len({t.device for t in ids}) > 1:
@@ -143,23 +145,23 @@ class Bound:
             native.fill_array(args.seq_lens, self.seq_lens)
         args.errors = None if self.errors is None else self.errors.data_ptr()
         handle = ctypes.c_void_p()
-        status = lib.kvx_bind(_loaded(self.plan), ctypes.addressof(args), ctypes.addressof(handle))
+        status = _bind(_loaded(self.plan), ctypes.addressof(args), ctypes.addressof(handle))
         del keep
         if status:
             native.raise_status(status, call="convert()")
         self._handle = handle.value
-        weakref.finalize(self, lib.kvx_bound_free, handle.value)
+        weakref.finalize(self, _bound_free, handle.value)
 
 
-def new_args(device: torch.device) -> native.ConvertArgs:
-    return native.ConvertArgs(
-        version=native.ABI_VERSION,
-        struct_bytes=ctypes.sizeof(native.ConvertArgs),
+def new_args(device: torch.device) -> ConvertArgs:
+    return ConvertArgs(
+        version=ABI_VERSION,
+        struct_bytes=ctypes.sizeof(ConvertArgs),
         device=device.index if device.type == "cuda" else -1,
     )
 
 
-def fill_side(args: native.ConvertArgs, side: str, tensors: list[Tensor]) -> Any:
+def fill_side(args: ConvertArgs, side: str, tensors: list[Tensor]) -> Any:
     """Addresses and sizes of src or dst. What comes back must live as long as the call."""
     pointers = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
     sizes = (ctypes.c_uint64 * len(tensors))(*(memory_bytes(t) for t in tensors))
@@ -173,13 +175,12 @@ def _loaded(plan: Plan) -> int:
     """The plan in the library, loaded once."""
     handle = plan.__dict__.get("_handle")
     if handle is None:
-        assert native.LIB is not None
         data, out = plan.to_bytes(), ctypes.c_void_p()
-        status = native.LIB.kvx_plan_load(data, len(data), ctypes.addressof(out))
+        status = _plan_load(data, len(data), ctypes.addressof(out))
         if status:
             native.raise_status(status, call="convert()")
         handle = plan.__dict__["_handle"] = out.value
-        weakref.finalize(plan, native.LIB.kvx_plan_free, out.value)
+        weakref.finalize(plan, _plan_free, out.value)
     assert handle is not None
     return int(handle)
 

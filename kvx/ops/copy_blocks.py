@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +12,14 @@ from kvx.layout.gate import check_apart, check_memory
 from kvx.layout.planes import cache_tensors, views
 from kvx.ops import backend as backends
 from kvx.ops import native, scales
+from kvx.ops.cache_view import CacheView, scales_of
+from kvx.ops.door_spec import door_spec
 from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.formats import Granularity
 
 _CALL = "copy_blocks"
 _WITH_BLOCKS = (Granularity.BLOCK, Granularity.BLOCK_HEAD, Granularity.TOKEN_HEAD, Granularity.GROUP)
-_call: Any = None
-if native.LIB is not None:
-    _call = native.LIB.kvx_door_copy_blocks
-    _call.argtypes = [ctypes.c_void_p] * 6
+_call = native.entry("kvx_door_copy_blocks")
 
 
 def copy_blocks(
@@ -50,23 +47,23 @@ def copy_blocks(
         raise BadArgument(
             f"{_CALL}(): pairs is {list(pairs.shape)} {pairs.dtype}; it is [num_pairs, 2] int32 or int64: source, destination."
         )
-    extra = (k_scale, v_scale, None, None, None, None, errors)
-    scales.require(_CALL, spec, extra)
+    view = CacheView(tensors, spec, scales_of(k_scale, v_scale), errors)
+    scales.require(_CALL, view)
     if torch.is_grad_enabled() or backend == "torch":
-        check_memory(_CALL, cache=tensors, pairs=pairs, scales=extra)
-    chosen = backends.choose(_CALL, backend, tensors[0])
-    if pairs.is_cpu and (chosen == "torch" or tensors[0].is_cuda):
+        check_memory(_CALL, cache=tensors, pairs=pairs, scales=view.optional)
+    chosen = backends.choose(_CALL, backend, view.first)
+    if pairs.is_cpu and (chosen == "torch" or view.first.is_cuda):
         _check(pairs, spec.num_blocks)
-    if pairs.device != tensors[0].device and pairs.is_cpu:
-        pairs = pairs.to(tensors[0].device)
+    if pairs.device != view.first.device and pairs.is_cpu:
+        pairs = pairs.to(view.first.device)
     if chosen == "torch":
         check_apart(_CALL, cache=tensors)
-        _copy_torch(tensors, pairs, spec, k_scale, v_scale, errors)
-    elif tensors[0].is_cuda and backends.is_debug() and errors is None:
-        with backends.ErrorCounter(_CALL, tensors[0].device) as count:
-            _copy_native(tensors, pairs, spec, (*extra[:-1], count))
+        _copy_torch(view, pairs)
+    elif view.first.is_cuda and backends.is_debug() and errors is None:
+        with backends.ErrorCounter(_CALL, view.first.device) as count:
+            _copy_native(view._replace(errors=count), pairs)
     else:
-        _copy_native(tensors, pairs, spec, extra)
+        _copy_native(view, pairs)
 
 
 def _check(pairs: Tensor, num_blocks: int) -> None:
@@ -87,33 +84,26 @@ def _check(pairs: Tensor, num_blocks: int) -> None:
         raise BadArgument(f"{_CALL}(): block {int(both[0])} is a source and a destination; copy in two calls.")
 
 
-def _copy_native(tensors: tuple[Tensor, ...], pairs: Tensor, spec: CacheSpec, extra: tuple[Tensor | None, ...]) -> None:
-    second = tensors[1] if len(tensors) > 1 else None
-    (c0, c1, hp, *rest), keep = native.handles(tensors[0], second, pairs, *extra)
-    more = native.Extra(*rest)
-    status = _call(native.door_spec(spec), c0, c1, hp, native.address_of(more), native.stream_of(tensors[0]))
+def _copy_native(view: CacheView, pairs: Tensor) -> None:
+    (c0, c1, hp, *rest), keep = native.handles(view.first, view.second, pairs, *view.optional)
+    extra = native.extra(rest)
+    status = _call(door_spec(view.spec), c0, c1, hp, native.address_of(extra), native.stream_of(view.first))
     del keep
     if status:
         native.raise_status(status)
 
 
-def _copy_torch(
-    tensors: tuple[Tensor, ...],
-    pairs: Tensor,
-    spec: CacheSpec,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    errors: Tensor | None,
-) -> None:
+def _copy_torch(view: CacheView, pairs: Tensor) -> None:
+    spec, errors = view.spec, view.errors
     inside = ((pairs >= 0) & (pairs < spec.num_blocks)).all(1)
     if errors is not None:
         errors += ((pairs >= 0).all(1) & ~inside).sum()
     source, destination = pairs[inside].to(torch.int64).unbind(1)
-    for i, (view, scale) in enumerate(zip(views(tensors, spec), (k_scale, v_scale), strict=True)):
-        fmt = spec.plane(i).format
-        arrays = [view]
+    for i, rows in enumerate(views(view.tensors, spec)):
+        fmt, scale = spec.plane(i).format, view.scales.plane(i)[0]
+        arrays = [rows]
         if fmt.is_inline:
-            arrays.append(scales.inline_view(tensors, spec, i))
+            arrays.append(scales.inline_view(view, i))
         elif scale is not None and fmt.granularity in _WITH_BLOCKS:
             arrays.append(scale)
         for x in arrays:

@@ -29,6 +29,8 @@ from kvx.ops import convert as conversion
 from kvx.ops import native
 from kvx.spec.cache_spec import Spec
 
+_plan_load, _plan_free = native.entry("kvx_plan_load"), native.entry("kvx_plan_free")
+_digest = native.entry("kvx_digest", keeps_lock=False)
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -112,8 +114,6 @@ def _digest_native(tensors: list[Tensor], spec: Spec, ids: Tensor, seq_lens: Ten
 
 def add_digest(out: Tensor, tensors: list[Tensor], spec: Spec, ids: Tensor, seq_lens: Tensor | None) -> None:
     """Add one shard's two sums to `out` [2] int64, on the current stream of its device, without waiting."""
-    lib = native.LIB
-    assert lib is not None
     args = conversion.new_args(tensors[0].device)
     args.dst_memory, args.table_memory = conversion.memory_of(tensors), conversion.memory_of([ids])
     keep = conversion.fill_side(args, "src", tensors)
@@ -121,12 +121,12 @@ def add_digest(out: Tensor, tensors: list[Tensor], spec: Spec, ids: Tensor, seq_
     if seq_lens is not None:
         native.fill_array(args.seq_lens, seq_lens)
     data, plan_handle = coordinate_bytes(spec), ctypes.c_void_p()
-    status = lib.kvx_plan_load(data, len(data), ctypes.addressof(plan_handle))
+    status = _plan_load(data, len(data), ctypes.addressof(plan_handle))
     if status:
         native.raise_status(status, call="digest()")
-    status = native.digest_call(plan_handle, ctypes.addressof(args), out.data_ptr(), native.stream_of(out))
-    message = lib.kvx_last_error().decode()  # before the next call changes it
-    lib.kvx_plan_free(plan_handle)
+    status = _digest(plan_handle, ctypes.addressof(args), out.data_ptr(), native.stream_of(out))
+    message = native.last_error()  # before the next call changes it
+    _plan_free(plan_handle)
     del keep
     if status:
         native.raise_status(status, message, call="digest()")

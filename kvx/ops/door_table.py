@@ -8,10 +8,11 @@ from torch import Tensor
 
 from kvx.errors import BadArgument, Unsupported
 from kvx.layout.planes import cache_tensors
-from kvx.layout.pointers import CachePointers
-from kvx.ops import door_append, native
+from kvx.ops import native
+from kvx.ops.cache_view import CacheView
 from kvx.ops.cells import block_bytes
-from kvx.spec.cache_spec import CacheSpec
+from kvx.ops.door_spec import door_spec, pointer_spec, pooled_door_spec
+from kvx.ops.structs import TableArgs
 from kvx.tables import KvOffsetsTable, PackedTable, PageCsrTable, RaggedTable, Table
 
 
@@ -22,12 +23,13 @@ class OpenTable(NamedTuple):
     keep: Any  # must live as long as the call
 
 
-def check(call: str, tensors: tuple[Tensor, ...] | CachePointers, table: Table, spec: CacheSpec) -> None:
+def check(call: str, view: CacheView, table: Table) -> None:
     """The table is one, and the cache has the tensors it needs."""
+    tensors, spec, pointers = view.tensors, view.spec, view.pointers
     if not isinstance(table, Table):
         raise BadArgument(f"{call}(): table is {type(table).__name__}; it is a kvx.PackedTable or another of kvx.tables.")
-    if isinstance(tensors, CachePointers):
-        if spec is not tensors.spec and spec != tensors.spec:
+    if pointers is not None:
+        if spec is not pointers.spec and spec != pointers.spec:
             raise BadArgument(f"{call}(): spec is not that of the pointers; pass `spec=pointers.spec`.")
         if not isinstance(table, PackedTable):
             raise BadArgument(f"{call}(): table is {type(table).__name__}; caches behind pointers take what kvx.cache_table makes.")
@@ -55,20 +57,16 @@ def table_tensors(table: Table) -> tuple[Tensor, Tensor | None, Tensor | None, T
             return table.offsets, None, None, table.seq_lens
 
 
-def open_table(
-    tensors: tuple[Tensor, ...] | CachePointers, table: Table, spec: CacheSpec, max_seq_len: int, cu: Tensor | None
-) -> OpenTable:
-    if isinstance(tensors, CachePointers):
-        (k, v, indices, _, _, lens, hcu), keep = native.handles(tensors.k, tensors.v, *table_tensors(table), cu)
-        args = native.TableArgs(indices, None, None, lens, hcu, None, None, k, v, table.code, 1, max_seq_len, 0)
-        return OpenTable(door_append.pointer_spec(tensors), (None, None), native.address_of(args), (args, keep))
-    second = tensors[1] if len(tensors) > 1 else None
-    (c0, c1, indices, indptr, last, lens, hcu), keep = native.handles(tensors[0], second, *table_tensors(table), cu)
+def open_table(view: CacheView, table: Table, max_seq_len: int, cu: Tensor | None) -> OpenTable:
+    (c0, c1, indices, indptr, last, lens, hcu), keep = native.handles(view.first, view.second, *table_tensors(table), cu)
+    if view.pointers is not None:
+        args = TableArgs(indices, None, None, lens, hcu, None, None, c0, c1, table.code, 1, max_seq_len, 0)
+        return OpenTable(pointer_spec(view.pointers), (None, None), native.address_of(args), (args, keep))
     if isinstance(table, KvOffsetsTable):  # the cache tensors are pools, and blocks start where the table says
-        door = native.pooled_door_spec(spec)
-        args = native.TableArgs(
-            indices, None, None, lens, hcu, c0, c1, None, None, table.code, table.beam_width, max_seq_len, block_bytes(spec)
+        door = pooled_door_spec(view.spec)
+        args = TableArgs(
+            indices, None, None, lens, hcu, c0, c1, None, None, table.code, table.beam_width, max_seq_len, block_bytes(view.spec)
         )  # fmt: skip
         return OpenTable(native.address_of(door), (None, None), native.address_of(args), (door, args, keep))
-    args = native.TableArgs(indices, indptr, last, lens, hcu, None, None, None, None, table.code, 1, max_seq_len, 0)
-    return OpenTable(native.door_spec(spec), (c0, c1), native.address_of(args), (args, keep))
+    args = TableArgs(indices, indptr, last, lens, hcu, None, None, None, None, table.code, 1, max_seq_len, 0)
+    return OpenTable(door_spec(view.spec), (c0, c1), native.address_of(args), (args, keep))

@@ -11,10 +11,12 @@ from kvx.errors import BadArgument, OutOfRange
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
 from kvx.ops import cells, compiled, door_table, native, scales
+from kvx.ops.cache_view import CacheView, scales_of
 from kvx.quant.numbers import torch_dtype
 from kvx.spec.cache_spec import CacheSpec
-from kvx.tables import Table
+from kvx.tables import TABLES, Table
 
+_call = native.entry("kvx_door_gather")
 _IO = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -41,33 +43,48 @@ def gather(
     """
     if not isinstance(table, Table):
         raise BadArgument(f"gather(): table is {type(table).__name__}; it is a kvx.PackedTable or another of kvx.tables.")
-    extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, None, None, errors)
     if torch.compiler.is_compiling():
         if max_seq_len is None:
             raise BadArgument("gather(): max_seq_len is None; under torch.compile give it, since lengths are not known then.")
         k, v = _outputs(cache, table, spec, max_seq_len, cu_seqlens, dtype, out)
-        compiled.gather(cache, table, k, v, spec, max_seq_len, cu_seqlens, extra, backend)
+        torch.ops.kvx.gather(
+            compiled.as_list(cache), list(table.tensors), k, v, spec.manifest_text, table.code, max_seq_len, cu_seqlens,
+            k_scale, v_scale, k_tensor_scale, v_tensor_scale, errors, backend,
+        )  # fmt: skip
         return k, v
-    tensors = tuple(backends.as_tensor("gather", "cache", c) for c in ((cache,) if isinstance(cache, Tensor) else cache))
+    view = CacheView.of("gather", cache, spec, scales_of(k_scale, v_scale, k_tensor_scale, v_tensor_scale), errors)
     if torch.is_grad_enabled() or backend == "torch":
-        check_memory("gather", cache=tensors, table=table.tensors, cu_seqlens=cu_seqlens, out=out, scales=extra)
-    door_table.check("gather", tensors, table, spec)
+        check_memory("gather", cache=view.tensors, table=table.tensors, cu_seqlens=cu_seqlens, out=out, scales=view.optional)
+    door_table.check("gather", view, table)
     if max_seq_len is None:
         lengths = table.lengths(spec.block_size)
         if not lengths.is_cpu:
             raise BadArgument("gather(): max_seq_len is None and the lengths are on a device; give it, so that nothing waits.")
         max_seq_len = max(1, int(lengths.max())) if lengths.numel() else 1
-    scales.require("gather", spec, extra)
-    k, v = _outputs(tensors, table, spec, max_seq_len, cu_seqlens, dtype, out)
-    if backends.choose("gather", backend, tensors[0], spec) == "torch":
+    scales.require("gather", view)
+    k, v = _outputs(view.tensors, table, spec, max_seq_len, cu_seqlens, dtype, out)
+    if backends.choose("gather", backend, view.first, spec) == "torch":
         check_apart("gather", out=(k, v))
-        _gather_torch(tensors, table, k, v, spec, max_seq_len, cu_seqlens, extra)
-    elif tensors[0].is_cuda and backends.is_debug() and errors is None:
-        with backends.ErrorCounter("gather", tensors[0].device) as count:
-            _gather_native(tensors, table, k, v, spec, max_seq_len, cu_seqlens, (*extra[:-1], count))
+        _gather_torch(view, table, k, v, max_seq_len, cu_seqlens)
+    elif view.first.is_cuda and backends.is_debug() and errors is None:
+        with backends.ErrorCounter("gather", view.first.device) as count:
+            _gather_native(view._replace(errors=count), table, k, v, max_seq_len, cu_seqlens)
     else:
-        _gather_native(tensors, table, k, v, spec, max_seq_len, cu_seqlens, extra)
+        _gather_native(view, table, k, v, max_seq_len, cu_seqlens)
     return k, v
+
+
+_KEYWORDS = ("max_seq_len", "cu_seqlens", "k_scale", "v_scale", "k_tensor_scale", "v_tensor_scale", "errors", "backend")
+
+
+@compiled.register(
+    "gather",
+    "Tensor[] cache, Tensor[] table, Tensor(a!) k, Tensor(b!) v, str spec, int kind, int max_seq_len, Tensor? cu_seqlens",
+    "Tensor? k_scale, Tensor? v_scale, Tensor? k_tensor_scale, Tensor? v_tensor_scale, Tensor(c!)? errors, str backend",
+)
+def _gather_compiled(cache, table, k, v, spec, kind, *rest):
+    given = dict(zip(_KEYWORDS, rest, strict=True))
+    gather(compiled.as_cache(cache), TABLES[kind](*table), spec=compiled.parse(spec), out=(k, v), **given)
 
 
 def _outputs(
@@ -95,33 +112,28 @@ def _outputs(
     return k, v
 
 
-def _gather_native(
-    tensors: tuple[Tensor, ...], table: Table, k: Tensor, v: Tensor, spec: CacheSpec, max_seq_len: int, cu: Tensor | None,
-    extra: tuple[Tensor | None, ...],
-) -> None:  # fmt: skip
-    opened = door_table.open_table(tensors, table, spec, max_seq_len, cu)
-    (hk, hv, *rest), keep = native.handles(k, v, *extra)
-    more, stream = native.Extra(*rest), native.stream_of(tensors[0])
-    status = native.gather_call(opened.spec, *opened.cache, hk, hv, opened.address, native.address_of(more), stream)
+def _gather_native(view: CacheView, table: Table, k: Tensor, v: Tensor, max_seq_len: int, cu: Tensor | None) -> None:
+    opened = door_table.open_table(view, table, max_seq_len, cu)
+    (hk, hv, *rest), keep = native.handles(k, v, *view.optional)
+    extra, stream = native.extra(rest), native.stream_of(view.first)
+    status = _call(opened.spec, *opened.cache, hk, hv, opened.address, native.address_of(extra), stream)
     del keep
     if status:
         native.raise_status(status)
 
 
-def _gather_torch(
-    tensors: tuple[Tensor, ...], table: Table, k: Tensor, v: Tensor, spec: CacheSpec, max_seq_len: int, cu: Tensor | None,
-    extra: tuple[Tensor | None, ...],
-) -> None:  # fmt: skip
-    seq, pos, rows = _positions(table, max_seq_len, cu, k, v, spec, extra[-1])
+def _gather_torch(view: CacheView, table: Table, k: Tensor, v: Tensor, max_seq_len: int, cu: Tensor | None) -> None:
+    spec, errors = view.spec, view.errors
+    seq, pos, rows = _positions(table, max_seq_len, cu, k, v, spec, errors)
     length = table.lengths(spec.block_size)
     inside = pos < length[seq]
-    found = cells.find(tensors, table, spec, seq[inside], pos[inside])
+    found = cells.find(view, table, seq[inside], pos[inside])
     bad = found[0].is_bad if found[0] is found[1] else torch.stack([c.is_bad for c in found])
-    _report(bad, length < 0, extra[-1], spec.num_blocks, seq[inside], pos[inside])
+    _report(bad, length < 0, errors, spec.num_blocks, seq[inside], pos[inside])
     for i, out in enumerate((k, v)):
         at = _index(out, rows)
         out[at] = 0  # packed output: rows in no sequence's range are left alone
-        out[tuple(x[inside] for x in at)] = cells.read(tensors, table, spec, i, found[i], out.dtype, extra[i], extra[2 + i])
+        out[tuple(x[inside] for x in at)] = cells.read(view, table, i, found[i], out.dtype)
 
 
 def _positions(

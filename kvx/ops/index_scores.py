@@ -8,7 +8,7 @@ from torch import Tensor
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import native_hybrid as structs
+from kvx.ops import fill, native, structs
 from kvx.ops.compress import entry_slots
 from kvx.ops.finish import hadamard as rotate
 from kvx.ops.step import FLOATS, Step, check_entries, check_step, check_table
@@ -54,15 +54,15 @@ def index_scores(
         q = rotate(q).to(torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32)
     if backends.choose(call, backend, keys.pages) != "torch":
         like = keys.pages
-        args = structs.start(structs.IndexScoresArgs(), like, errors)
+        args = fill.start(structs.IndexScoresArgs(), like, errors)
         args.ratio = ratio
         for name, x in (("q", q), ("weights", weights), ("block_table", block_table), ("scores", out)):
-            structs.fill(getattr(args, name), name, x, like)
-        structs.fill_rows(args.keys, "keys", keys, like)
-        structs.fill_step(args.step, step, like)
-        structs.call("kvx_index_scores", args, like)
+            fill.array(getattr(args, name), name, x, like)
+        fill.rows(args.keys, "keys", keys, like)
+        fill.step(args.step, step, like)
+        native.call_struct("kvx_index_scores", args, native.stream_of(like))
         return out
-    structs.check_errors(errors, keys.pages)
+    fill.check_errors(errors, keys.pages)
     is_wide = out.dim() == 2 and len(out) == len(q) and (out.shape[1] <= 1 or out.stride(1) == 1)
     if not is_wide or out.dtype != torch.float32:
         raise BadArgument(

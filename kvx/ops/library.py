@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from kvx.errors import Unsupported
+from kvx.errors import Incompatible, Unsupported
+from kvx.ops.registry import ENTRIES
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _NAMES = ("libkvx.so", "libkvx.dylib", "kvx.dll")
@@ -58,13 +59,23 @@ class BuildInfo:
 
 
 @cache
-def load() -> ctypes.PyDLL | None:
-    """The library, or None when there is none (a pure source tree): the torch backend then does everything."""
+def load(*, keeps_lock: bool = True) -> ctypes.CDLL | None:
+    """The library, every call with its signature; None when there is none (a pure source tree): torch then does everything.
+
+    The door opens Python objects, so its calls keep the interpreter lock and let go of it for long work. Calls without objects
+    that take long (a conversion, a digest) are loaded without `keeps_lock`.
+    """
     try:
-        # PyDLL: the door opens Python objects, so it runs under the interpreter lock and lets go of it for long work.
-        return ctypes.PyDLL(library_path())
+        path = library_path()
     except Unsupported:
         return None
+    lib = ctypes.PyDLL(path) if keeps_lock else ctypes.CDLL(path)
+    for entry in ENTRIES.values():
+        if not hasattr(lib, entry.name):
+            raise Incompatible(f"{path} is of another build: it has no {entry.name}. Rebuild: `make build`.")
+        function = getattr(lib, entry.name)
+        function.argtypes, function.restype = entry.takes, entry.gives
+    return lib
 
 
 def build_info() -> BuildInfo | None:
@@ -73,8 +84,8 @@ def build_info() -> BuildInfo | None:
         return None
     info = _BuildInfo(struct_bytes=ctypes.sizeof(_BuildInfo))
     version = (ctypes.c_uint32 * 4)()
-    lib.kvx_get_version(version)
-    lib.kvx_build_info(ctypes.byref(info))
+    lib.kvx_get_version(ctypes.addressof(version))
+    lib.kvx_build_info(ctypes.addressof(info))
     return BuildInfo(
         abi=".".join(str(n) for n in version[1:]),
         has_cuda=bool(info.has_cuda),

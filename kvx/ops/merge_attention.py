@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import compiled_append, native
+from kvx.ops import compiled, native
 from kvx.quant.numbers import cast
 
 _IO = (torch.float16, torch.bfloat16, torch.float32)
-_call: Any = None
-if native.LIB is not None:
-    _call = native.LIB.kvx_door_merge
-    _call.argtypes = [ctypes.c_void_p] * 6
+_call = native.entry("kvx_door_merge")
 
 
 def merge_attention(
@@ -59,7 +53,7 @@ def merge_attention(
             f"f16, bf16 or f32 and {list(outs.shape[1:3])} float32."
         )
     if torch.compiler.is_compiling():
-        compiled_append.merge(merged, lse, outs, lses, sinks, backend)
+        torch.ops.kvx.merge_attention(merged, lse, outs, lses, sinks, backend)
         return out
     if torch.is_grad_enabled() or backend == "torch":
         check_memory(call, outs=outs, lses=lses, sinks=sinks, out=out)
@@ -73,6 +67,11 @@ def merge_attention(
     if status:
         native.raise_status(status)
     return out
+
+
+@compiled.register("merge_attention", "Tensor(a!) out, Tensor(b!) lse, Tensor outs, Tensor lses, Tensor? sinks, str backend")
+def _merge_compiled(out, lse, outs, lses, sinks, backend):
+    merge_attention(outs, lses, sinks=sinks, out=(out, lse), backend=backend)
 
 
 def _merge_torch(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor, sinks: Tensor | None) -> None:

@@ -9,7 +9,7 @@ Rows that are neither normed nor rotated are copied, bit for bit.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ from torch import Tensor
 from kvx.errors import BadArgument, OutOfRange
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import compiled_append, door_append, native
+from kvx.ops import compiled, native
+from kvx.ops.structs import AppendArgs
 from kvx.quant.numbers import one_nan
 
 STYLES = {"none": 0, "half": 1, "interleaved": 2}
 _IO = (torch.float16, torch.bfloat16, torch.float32)
+_call, _call_usual = native.entry("kvx_door_norm_rope"), native.entry("kvx_door_norm_rope_usual")
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -37,20 +39,16 @@ class NormRope(NamedTuple):
     eps: float
     weight_offset: float
 
-    @staticmethod
-    def of(
-        call: str, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-        positions: Tensor | None, rope: str, eps: float, weight_offset: float,
-    ) -> NormRope:  # fmt: skip
-        if rope not in STYLES:
-            raise BadArgument(f'{call}(): rope is "{rope}"; it is half, interleaved or none.')
-        given = [x is not None for x in (cos, sin, positions)]
+    def checked(self, call: str) -> NormRope:
+        """As given by a caller, refused or made plain: without tables nothing rotates, and without rotation there are none."""
+        if self.style not in STYLES:
+            raise BadArgument(f'{call}(): rope is "{self.style}"; it is half, interleaved or none.')
+        given = [x is not None for x in (self.cos, self.sin, self.positions)]
         if any(given) and not all(given):
             raise BadArgument(f"{call}(): cos, sin and positions come together; give all three, or none for no rotation.")
-        style = rope if any(given) else "none"
-        if style == "none":
-            cos = sin = positions = None
-        return NormRope(q_weight, k_weight, cos, sin, positions, style, eps, weight_offset)
+        if any(given) and self.style != "none":
+            return self
+        return self._replace(cos=None, sin=None, positions=None, style="none")
 
     def tensors(self) -> dict[str, Tensor | None]:
         return {
@@ -68,6 +66,8 @@ class NormRope(NamedTuple):
         return (self.q_weight, self.k_weight, None)[kind]
 
 
+# Its fields in the schema of a custom op.
+SCHEMA = "Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin, Tensor? positions, str rope, float eps, float weight_offset"
 PLAIN = NormRope(None, None, None, None, None, "none", 0.0, 0.0)  # a copy
 
 
@@ -95,7 +95,7 @@ def qk_norm_rope(
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if backend == "auto" and errors is None and is_usual(x, out, weight, cos, sin, positions) and isinstance(out, Tensor):
         # The short way: ids instead of a struct. What it refuses, the long way refuses too, and better.
-        status = door_append.norm_rope_usual(
+        status = _call_usual(
             b"qk_norm_rope()", id(out), id(x), id_of(weight), id_of(cos), id_of(sin), id_of(positions),
             STYLES.get(rope, -1) if cos is not None else 0, eps, weight_offset, native.stream_of(x),
         )  # fmt: skip
@@ -103,7 +103,7 @@ def qk_norm_rope(
             return out
         if status != 1:
             native.raise_status(status)
-    how = NormRope.of(call, weight, None, cos, sin, positions, rope, eps, weight_offset)
+    how = NormRope(weight, None, cos, sin, positions, rope, eps, weight_offset).checked(call)
     x = backends.as_tensor(call, "x", x)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -132,7 +132,7 @@ def qkv_norm_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a fused QKV; Q and K as in qk_norm_rope, V copied."""
     call = "qkv_norm_rope"
-    how = NormRope.of(call, q_weight, k_weight, cos, sin, positions, rope, eps, weight_offset)
+    how = NormRope(q_weight, k_weight, cos, sin, positions, rope, eps, weight_offset).checked(call)
     rows = split(call, qkv, num_heads, num_kv_heads, head_dim, v_head_dim or head_dim)
     if out is None:
         q, k, v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in rows)
@@ -180,7 +180,7 @@ def norm_rope(
 ) -> None:
     """Q, or Q, K and V, from rows to rows."""
     if _is_compiling():
-        compiled_append.norm_rope(outs, rows, tuple(how), errors, call, backend)
+        torch.ops.kvx.norm_rope(list(outs), list(rows), *how, errors, call, backend)
         return
     for name, out, x in zip(("q_out", "k_out", "v_out"), outs, rows, strict=False):
         if out.shape != x.shape or out.dtype != x.dtype:
@@ -198,12 +198,24 @@ def norm_rope(
         with backends.ErrorCounter(call, rows[0].device) as count:
             return norm_rope(call, outs, rows, how, count, backend)
     tensors = dict(zip(("q", "k", "v"), rows, strict=False)) | dict(zip(("q_out", "k_out", "v_out"), outs, strict=False))
-    args, keep = door_append.fill({**tensors, **how.tensors()}, **how.numbers())
+    args, keep = fill_args({**tensors, **how.tensors()}, **how.numbers())
     (counter,), kept_too = native.handles(errors)
-    status = door_append.norm_rope_call(door_append.name_of(call), native.address_of(args), counter, native.stream_of(rows[0]))
+    status = _call(native.name_of(call), native.address_of(args), counter, native.stream_of(rows[0]))
     del keep, kept_too
     if status:
         native.raise_status(status)
+
+
+@compiled.register("norm_rope", "Tensor(a!)[] outs, Tensor[] rows", SCHEMA, "Tensor(b!)? errors, str call, str backend")
+def _norm_rope_compiled(outs, rows, *rest):
+    *how, errors, call, backend = rest
+    norm_rope(call, tuple(outs), tuple(rows), NormRope(*how).checked(call), errors, backend)
+
+
+def fill_args(tensors: dict[str, Tensor | None], **numbers: float) -> tuple[AppendArgs, list[Any]]:
+    """The struct of a call, and what must stay alive during it."""
+    handles, keep = native.handles(*tensors.values())
+    return AppendArgs(**dict(zip(tensors, handles, strict=True)), **numbers), keep
 
 
 def check(call: str, rows: tuple[Tensor, ...], how: NormRope) -> None:

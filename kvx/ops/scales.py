@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -10,11 +11,10 @@ from torch import Tensor
 from kvx.errors import BadArgument, KvxWarning
 from kvx.layout.planes import plane_maps, views
 from kvx.layout.storage import is_scale_unset
+from kvx.ops.cache_view import NO_SCALES, CacheView
 from kvx.quant.scales import finite_amax, load_scale, round_scale, scale_from_amax
-from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.formats import Granularity
 
-NAMES = ("k_scale", "v_scale", "k_tensor_scale", "v_tensor_scale", "k_token_scale", "v_token_scale", "errors")
 _SHAPE_OF = {
     Granularity.BLOCK: "[num_blocks]",
     Granularity.HEAD: "[num_kv_heads]",
@@ -22,47 +22,54 @@ _SHAPE_OF = {
     Granularity.TOKEN_HEAD: "[num_blocks, block_size, num_kv_heads]",
     Granularity.GROUP: "[num_blocks, block_size, num_kv_heads, groups]",
 }
-_BYTES = {8: "torch.uint8", 16: "", 32: ""}  # scales of one byte may be given as bytes
 
 
-def require(call: str, spec: CacheSpec, extra: tuple[Tensor | None, ...]) -> None:
+@cache
+def _types(name: str) -> tuple[torch.dtype, ...]:
+    """What a scale of this type may be given as. Of one byte: as bytes too."""
+    own = getattr(torch, name, torch.uint8)
+    return (own, torch.uint8) if own.itemsize == 1 else (own,)
+
+
+def require(call: str, view: CacheView) -> None:
     """Refuse scales that the format does not have, and miss the ones it does."""
+    spec = view.spec
+    if view.scales is NO_SCALES and "_takes_no_scales" in spec.__dict__:
+        return  # asked before, and kept with the spec
     for i, plane in enumerate(spec.kv):
-        scale, tensor_scale, token_scale = extra[i], extra[2 + i], extra[4 + i]
-        name, fmt = f"{plane.name}_scale", plane.format
+        scale, tensor_scale, token_scale = view.scales.plane(i)
+        fmt = plane.format
         shape = spec.scale_shape(i)
         if scale is not None and shape is None:
             why = "keeps its scales inline" if fmt.is_inline else "takes no scales"
-            raise BadArgument(f"{call}(): {name} is given, but format {fmt} {why}.")
+            raise BadArgument(f"{call}(): {plane.name}_scale is given, but format {fmt} {why}.")
         if scale is None and shape is not None and fmt.granularity > Granularity.TENSOR:
-            raise BadArgument(f"{call}(): format {fmt} needs {name} {_SHAPE_OF[fmt.granularity]} = {list(shape)}.")
-        if (
-            scale is not None
-            and fmt.scale is not None
-            and str(scale.dtype) not in (f"torch.{fmt.scale.torch_name}", _BYTES[fmt.scale.bits])
-        ):
-            raise BadArgument(f"{call}(): {name} is {scale.dtype}; format {fmt} makes it torch.{fmt.scale.torch_name}.")
+            raise BadArgument(f"{call}(): format {fmt} needs {plane.name}_scale {_SHAPE_OF[fmt.granularity]} = {list(shape)}.")
+        if scale is not None and fmt.scale is not None and scale.dtype not in _types(fmt.scale.torch_name):
+            raise BadArgument(f"{call}(): {plane.name}_scale is {scale.dtype}; format {fmt} makes it torch.{fmt.scale.torch_name}.")
         if (
             scale is not None
             and shape is not None
             and tuple(scale.shape) != shape
             and not (shape == () and tuple(scale.shape) == (1,))
         ):
-            raise BadArgument(f"{call}(): {name} is {list(scale.shape)}; format {fmt} makes it {list(shape)}.")
+            raise BadArgument(f"{call}(): {plane.name}_scale is {list(scale.shape)}; format {fmt} makes it {list(shape)}.")
         if tensor_scale is not None and not fmt.element.is_quantised:
             raise BadArgument(f"{call}(): {plane.name}_tensor_scale is given, but format {fmt} takes no scales.")
         if token_scale is not None and not fmt.granularity.is_stored_per_token:
             raise BadArgument(f"{call}(): {plane.name}_token_scale is given, but format {fmt} has no scale per token.")
+    if view.scales is NO_SCALES:
+        spec.__dict__["_takes_no_scales"] = True
 
 
-def say_unset(call: str, spec: CacheSpec, extra: tuple[Tensor | None, ...]) -> None:
+def say_unset(call: str, view: CacheView) -> None:
     """At a spec's first write: that a scale it goes by was never set. A look at the values would wait for the device."""
-    spec.__dict__["_has_written"] = True
-    for i, plane in enumerate(spec.kv):
-        fmt, scale = plane.format, extra[i]
+    view.spec.__dict__["_has_written"] = True
+    for i, plane in enumerate(view.spec.kv):
+        fmt, (scale, tensor_scale, _) = plane.format, view.scales.plane(i)
         if not fmt.element.is_quantised or fmt.granularity.is_stored_per_token or fmt.element.name == "fp8_e5m2":
             continue
-        if is_scale_unset(scale) if scale is not None else extra[2 + i] is None:
+        if is_scale_unset(scale) if scale is not None else tensor_scale is None:
             least = "" if "fp8" in fmt.element.name else ", and all under 0.5 becomes 0"
             warnings.warn(
                 f"{call}(): the {plane.name}_scale of format {fmt} was never set: 1 is used. What is over {fmt.element.qmax:g} is "
@@ -74,15 +81,12 @@ def say_unset(call: str, spec: CacheSpec, extra: tuple[Tensor | None, ...]) -> N
             return
 
 
-def settle(
-    caches: tuple[Tensor, ...], spec: CacheSpec, index: int, x: Tensor, block: Tensor, offset: Tensor,
-    scale: Tensor | None, tensor_scale: Tensor | None, given: Tensor | None,
-) -> Tensor | None:  # fmt: skip
-    """The factor for each element of x [T, H, D], stored first where it is per token. None is 1."""
-    plane = spec.plane(index)
-    fmt = plane.format
+def settle(view: CacheView, index: int, x: Tensor, block: Tensor, offset: Tensor, given: Tensor | None) -> Tensor | None:
+    """The factor for each element of x [T, H, D], stored first where it is per token. None is 1. `given`: scales of these rows."""
+    plane = view.spec.plane(index)
+    fmt, (scale, tensor_scale, _) = plane.format, view.scales.plane(index)
     if not fmt.granularity.is_stored_per_token:
-        return read(caches, spec, index, block, offset, scale, tensor_scale)
+        return read(view, index, block, offset)
     assert fmt.scale is not None
     groups = fmt.num_groups(plane.head_dim)
     if given is None:
@@ -90,25 +94,22 @@ def settle(
     else:
         s = given.to(torch.float32).reshape(*x.shape[:2], groups)
     stored = round_scale(s, fmt.scale)
-    target = inline_view(caches, spec, index) if fmt.is_inline else scale
+    target = inline_view(view, index) if fmt.is_inline else scale
     assert target is not None
     if target.dim() == 3:
         stored = stored.squeeze(-1)
     target.view(stored.dtype)[block, offset] = stored
-    return read(caches, spec, index, block, offset, scale, tensor_scale)
+    return read(view, index, block, offset)
 
 
-def read(
-    caches: tuple[Tensor, ...], spec: CacheSpec, index: int, block: Tensor, offset: Tensor,
-    scale: Tensor | None, tensor_scale: Tensor | None,
-) -> Tensor | None:  # fmt: skip
+def read(view: CacheView, index: int, block: Tensor, offset: Tensor) -> Tensor | None:
     """The factor of each row at (block, offset), shaped to multiply [..., H, D]. None is 1."""
-    plane = spec.plane(index)
-    fmt = plane.format
+    fmt = view.spec.plane(index).format
+    scale, tensor_scale, _ = view.scales.plane(index)
     if fmt.scale is None:
         return None
     if fmt.is_inline:
-        scale = inline_view(caches, spec, index)
+        scale = inline_view(view, index)
         scale = scale if fmt.group_size else scale.squeeze(-1)
     if scale is None:
         return tensor_scale
@@ -127,8 +128,9 @@ def read(
     return factor.repeat_interleave(fmt.group_size, dim=-1) if kind == Granularity.GROUP else factor
 
 
-def inline_view(caches: tuple[Tensor, ...], spec: CacheSpec, index: int) -> Tensor:
+def inline_view(view: CacheView, index: int) -> Tensor:
     """Inline scales as [num_blocks, block_size, num_kv_heads, groups] of the scale's type: a view into the cells."""
+    caches, spec = view.tensors, view.spec
     plane = spec.plane(index)
     scale = plane.format.scale
     assert scale is not None

@@ -1,7 +1,6 @@
-"""What each op takes, one row an op: who computes it and which specs it reads. `kvx.supports` answers from these rows.
+"""What `kvx.supports` answers, and the rules it answers by. The rows of kvx/ops/registry.py say which op has which.
 
-A new op adds its row here, or calls `register` where it is defined. A row's rule names what a backend does not take and the
-nearest thing that works; without a rule every backend takes what the definition does.
+A rule names what a backend does not take and the nearest thing that works.
 """
 
 from __future__ import annotations
@@ -34,14 +33,6 @@ class Support:
         return self.reason or f"{self.op} runs on {self.backend}."
 
 
-@dataclass(frozen=True)
-class Takes:
-    op: str
-    specs: str  # in words, for `kvx inspect --support`
-    rule: Rule | None = None
-    backends: tuple[str, ...] = BACKENDS
-
-
 def cells(spec: CacheSpec, backend: str) -> str:
     """Ops that address tokens: the layout and the format have cells that one position and one head name."""
     try:
@@ -64,29 +55,3 @@ def latents(spec: CacheSpec, backend: str) -> str:
             "`block token (head kv dim)`, with head_dim the latent's width and v_head_dim the rotary part's."
         )
     return cells(spec, backend)
-
-
-_CELLS = "layouts with a kv axis, whole tokens and heads; every format but those that only convert"
-_ANY = "any"
-_NONE = "no spec"
-TABLE: dict[str, Takes] = {}
-
-
-def register(op: str, specs: str, rule: Rule | None = None, backends: tuple[str, ...] = BACKENDS) -> None:
-    TABLE[op] = Takes(op, specs, rule, backends)
-
-
-for _op in ("write", "gather", "gather_sequence", "attention_decode", "attention_varlen", "qkv_norm_rope_append", "copy_blocks"):
-    register(_op, _CELLS, cells)
-register("attention_mla", "one KV head, its K the latent, its V the rotary part; otherwise as attention_decode", latents)
-for _op in ("convert", "digest"):
-    register(_op, _ANY)
-for _op in ("amax", "qk_norm_rope", "qkv_norm_rope", "append_batched", "merge_attention", "transpose_heads"):
-    register(_op, _NONE)
-register("attention_decode_batched", "contiguous caches behind cache_pointers")
-# Workspaces and plans go with the attention they are for.
-for _op in ("attention_plan", "attention_workspace_bytes"):
-    register(_op, _CELLS, cells)
-# Caches of rows in pages (kvx.cache.hybrid), which no spec describes.
-for _op in ("append_swa", "compress", "index_scores", "topk", "attention_sparse"):
-    register(_op, _NONE)

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import native_hybrid as structs
+from kvx.ops import fill, native, structs
 
 
 def topk(
@@ -31,16 +31,16 @@ def topk(
     if list(out.shape) != [len(scores), k] or out.dtype != torch.int32:
         raise BadArgument(f"{call}(): out is {list(out.shape)} {out.dtype}; it is [{len(scores)}, {k}] int32.")
     check_memory(call, scores=scores, lengths=lengths, out=out, workspace=workspace)
-    structs.check_workspace(call, workspace, scores)
+    fill.check_workspace(call, workspace, scores)
     chosen = backends.choose(call, backend, scores)
     if chosen != "torch":
         args = _args(scores, lengths, out)
         if chosen == "cuda":
             if workspace is None:
-                size = structs.workspace_bytes("kvx_topk_workspace", args)
+                size = fill.workspace_bytes("kvx_topk_workspace", args)
                 workspace = torch.empty(size, dtype=torch.uint8, device=scores.device)
             args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
-        structs.call("kvx_topk", args, scores)
+        native.call_struct("kvx_topk", args, native.stream_of(scores))
         return out
     if scores.shape[1] > 1 and scores.stride(1) != 1:
         raise BadArgument(
@@ -64,11 +64,11 @@ def topk_workspace_bytes(num_tokens: int, entries: int, k: int, device: torch.de
         return 0
     scores = torch.empty(entries, device=device).expand(num_tokens, entries)  # only described: rows share their memory
     out = torch.empty(num_tokens, k, dtype=torch.int32, device=device)
-    return structs.workspace_bytes("kvx_topk_workspace", _args(scores, None, out))
+    return fill.workspace_bytes("kvx_topk_workspace", _args(scores, None, out))
 
 
 def _args(scores: Tensor, lengths: Tensor | None, out: Tensor) -> structs.TopkArgs:
-    args: structs.TopkArgs = structs.start(structs.TopkArgs(), scores)
+    args: structs.TopkArgs = fill.start(structs.TopkArgs(), scores)
     for name, x in (("scores", scores), ("lengths", lengths), ("indices", out)):
-        structs.fill(getattr(args, name), name, x, scores)
+        fill.array(getattr(args, name), name, x, scores)
     return args

@@ -12,9 +12,12 @@ from kvx.layout.gate import check_apart, check_memory
 from kvx.layout.planes import cache_tensors, views
 from kvx.ops import backend as backends
 from kvx.ops import compiled, native, scales
+from kvx.ops.cache_view import OPTIONAL, CacheView, Scales
+from kvx.ops.door_spec import door_spec
 from kvx.quant.numbers import encode
 from kvx.spec.cache_spec import CacheSpec
 
+_call = native.entry("kvx_door_write")
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
 
@@ -41,9 +44,9 @@ def write(
     Scales per tensor, head or block are the caller's to set: the first write through one that never was gives a KvxWarning.
     """
     if _is_compiling():
-        return compiled.write(
-            cache, k, v, slot_mapping, spec,
-            (k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale, errors), backend,
+        return torch.ops.kvx.write(
+            compiled.as_list(cache), k, v, slot_mapping, spec.manifest_text, k_scale, v_scale, k_tensor_scale, v_tensor_scale,
+            k_token_scale, v_token_scale, errors, backend,
         )  # fmt: skip
     if type(cache) is Tensor:
         first, second = cache, None
@@ -69,11 +72,11 @@ def write(
         try:
             door = spec._write_door  # type: ignore[attr-defined]
         except AttributeError:  # a spec's first write this way; what is no spec is refused
-            door = native.door_spec(spec)
+            door = door_spec(spec)
             if "_has_written" not in spec.__dict__:
-                scales.say_unset("write", spec, (None,) * 7)
+                scales.say_unset("write", CacheView((), spec))
             spec.__dict__["_write_door"] = door
-        status = native.write_call(
+        status = _call(
             door,
             id(first),
             0 if second is None else id(second),
@@ -84,18 +87,29 @@ def write(
             native.stream_of(first),
         )
         if status:
-            scales.require("write", spec, (None,) * 7)  # a missing scale is named better there
+            scales.require("write", CacheView((), spec))  # a missing scale is named better there
             native.raise_status(status)
         return None
-    extra = (k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale, errors)
+    given = Scales(k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale)
+    view = CacheView((first,) if second is None else (first, second), spec, given, errors)
     if _is_grad_enabled() or backend == "torch":
-        check_memory("write", cache=(first, second), k=k, v=v, slot_mapping=slot_mapping, scales=extra)
+        check_memory("write", cache=view.tensors, k=k, v=v, slot_mapping=slot_mapping, scales=view.optional)
     if "_has_written" not in spec.__dict__:
-        scales.say_unset("write", spec, extra)
+        scales.say_unset("write", view)
     if backends.choose("write", backend, first, spec) == "torch":
-        check_apart("write", cache=(first, second), scales=(k_scale, v_scale))
-        return _write_torch((first,) if second is None else (first, second), k, v, slot_mapping, spec, *extra)
-    return _write_native(first, second, k, v, slot_mapping, spec, extra, native.stream_of(first))
+        check_apart("write", cache=view.tensors, scales=(k_scale, v_scale))
+        return _write_torch(view, k, v, slot_mapping)
+    return _write_native(view, k, v, slot_mapping)
+
+
+@compiled.register(
+    "write",
+    "Tensor(a!)[] cache, Tensor k, Tensor v, Tensor slot_mapping, str spec, Tensor(b!)? k_scale, Tensor(c!)? v_scale",
+    "Tensor? k_tensor_scale, Tensor? v_tensor_scale, Tensor? k_token_scale, Tensor? v_token_scale, Tensor(d!)? errors, str backend",
+)
+def _write_compiled(cache, k, v, slots, spec, *rest):
+    given = dict(zip((*OPTIONAL, "backend"), rest, strict=True))
+    write(compiled.as_cache(cache), k, v, slot_mapping=slots, spec=compiled.parse(spec), **given)
 
 
 def _pair(cache: Tensor | Sequence[Tensor], spec: CacheSpec) -> tuple[Tensor, Tensor | None]:
@@ -105,45 +119,28 @@ def _pair(cache: Tensor | Sequence[Tensor], spec: CacheSpec) -> tuple[Tensor, Te
     return tensors[0], tensors[1] if len(tensors) > 1 else None
 
 
-def _write_native(
-    first: Tensor,
-    second: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    spec: CacheSpec,
-    extra: tuple[Tensor | None, ...],
-    stream: int,
-) -> None:
-    cache_tensors((first,) if second is None else (first, second), spec)
-    if first.is_cuda and backends.is_debug() and extra[-1] is None:
+def _write_native(view: CacheView, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    cache_tensors(view.tensors, view.spec)
+    first = view.first
+    if first.is_cuda and backends.is_debug() and view.errors is None:
         with backends.ErrorCounter("write", first.device) as errors:
-            return _write_native(first, second, k, v, slots, spec, (*extra[:-1], errors), stream)
-    scales.require("write", spec, extra)
-    named = tuple(None if x is None else backends.as_tensor("write", n, x) for n, x in zip(scales.NAMES, extra, strict=True))
-    (c0, c1, hk, hv, hs, *rest), keep = native.handles(first, second, k, v, slots, *named)
-    args = native.Extra(*rest)
-    status = native.write_call(native.door_spec(spec), c0, c1, hk, hv, hs, native.address_of(args), stream)
+            return _write_native(view._replace(errors=errors), k, v, slots)
+    scales.require("write", view)
+    named = [
+        x if x is None or type(x) is Tensor else backends.as_tensor("write", n, x)
+        for n, x in zip(OPTIONAL, view.optional, strict=False)
+    ]
+    (c0, c1, hk, hv, hs, *rest), keep = native.handles(first, view.second, k, v, slots, *named)
+    extra = native.extra(rest)
+    status = _call(door_spec(view.spec), c0, c1, hk, hv, hs, native.address_of(extra), native.stream_of(first))
     del keep
     if status:
         native.raise_status(status)
 
 
-def _write_torch(
-    caches: tuple[Tensor, ...],
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    spec: CacheSpec,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    k_tensor_scale: Tensor | None,
-    v_tensor_scale: Tensor | None,
-    k_token_scale: Tensor | None,
-    v_token_scale: Tensor | None,
-    errors: Tensor | None,
-) -> None:
-    scales.require("write", spec, (k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale, errors))
+def _write_torch(view: CacheView, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    spec, errors = view.spec, view.errors
+    scales.require("write", view)
     _check_io(k, v, slots, spec)
     slots = slots.to(torch.int64)
     bad = slots >= spec.num_slots
@@ -159,19 +156,15 @@ def _write_torch(
     slots = slots[kept]
     block, offset = slots // spec.block_size, slots % spec.block_size
 
-    planes = zip(views(caches, spec), (k, v), (0, 1), strict=True)
-    per_plane = ((k_scale, k_tensor_scale, k_token_scale), (v_scale, v_tensor_scale, v_token_scale))
-    for view, x, i in planes:
-        scale, tensor_scale, token_scale = per_plane[i]
-        plane = spec.plane(i)
+    for i, (rows, x) in enumerate(zip(views(view.tensors, spec), (k, v), strict=True)):
         x = x[kept]
-        given = None if token_scale is None else token_scale[kept]
-        factor = scales.settle(caches, spec, i, x, block, offset, scale, tensor_scale, given)
-        units = encode(x, plane.format.element, factor)  # [T, H, units]
-        if view.dim() == 5:  # [block, head, dim/x, token, dim%x]
-            view = view.permute(0, 3, 1, 2, 4)
-            units = units.unflatten(-1, view.shape[-2:])
-        view.view(units.dtype)[block, offset] = units
+        token_scale = view.scales.plane(i)[2]
+        factor = scales.settle(view, i, x, block, offset, None if token_scale is None else token_scale[kept])
+        units = encode(x, spec.plane(i).format.element, factor)  # [T, H, units]
+        if rows.dim() == 5:  # [block, head, dim/x, token, dim%x]
+            rows = rows.permute(0, 3, 1, 2, 4)
+            units = units.unflatten(-1, rows.shape[-2:])
+        rows.view(units.dtype)[block, offset] = units
 
 
 def _check_io(k: Tensor, v: Tensor, slots: Tensor, spec: CacheSpec) -> None:

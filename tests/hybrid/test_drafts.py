@@ -137,7 +137,7 @@ def test_named_blocks_stay():
 def test_a_tail_that_goes_back_twice(generator):
     """What is kept of a step stays until the next: first some drafts go, then more."""
     from kvx.cache.hybrid.drafts import AcceptedTokens, Drafts
-    from kvx.cache.hybrid.tail import Tail
+    from kvx.ops.tail import Tail
 
     tail, entries = Tail(4, 16, 3, overlap=True), RowPages.zeros(RowCodec("f32", 16), 4, 8)
     drafts, table = Drafts(tail, 4), torch.arange(3, dtype=torch.int32)[:, None]

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 import kvx
 from kvx.cli.main import app
 from kvx.ops import backend as backends
-from kvx.ops.support import TABLE
+from kvx.ops.registry import OPS
 
 SPEC = kvx.CacheSpec(4, 16, 2, 64, format="bf16")
 SPLIT = kvx.CacheSpec(4, 16, 2, 64, layout="kv | block token/4 head token%4 dim")
 MOVED = kvx.CacheSpec(4, 16, 2, 64, format="f64")
 
 
-@pytest.mark.parametrize("op", list(TABLE))
+@pytest.mark.parametrize("op", list(OPS))
 def test_every_op_runs_on_torch_for_a_plain_cache(op):
     answer = kvx.supports(op, replace(SPEC, num_kv_heads=1) if op == "attention_mla" else SPEC, "torch")
     assert answer
@@ -71,7 +71,7 @@ def test_wrong_questions():
 def test_inspect_support():
     done = CliRunner().invoke(app, ["inspect", "--support", "--json"])
     facts = json.loads(done.stdout)
-    assert {row["op"] for row in facts["ops"]} == set(TABLE)
+    assert {row["op"] for row in facts["ops"]} == set(OPS)
     assert all(row["torch"] == "yes" for row in facts["ops"])
     assert any(row["what"] == "format f64" and row["op"] == "gather" for row in facts["refused"])
     assert CliRunner().invoke(app, ["inspect", "--support"]).exit_code == 0

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from kvx.cache.hybrid.drafts import Drafts
 from kvx.cache.hybrid.store import LayerStore
-from kvx.cache.hybrid.tail import Tail
 from kvx.errors import BadArgument
 from kvx.ops.append_swa import append_swa
 from kvx.ops.compress import compress
 from kvx.ops.step import Step
+from kvx.ops.tail import Tail
 from kvx.quant.rows import RowPages
 
 FRESH_ROWS = 64  # of a page of a step's own rows

@@ -14,12 +14,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from kvx.errors import BadArgument, Unsupported
+from kvx.ops.tail import TAILS
 from kvx.quant.rows import RowCodec
 from kvx.spec.config_fields import ConfigFields
 from kvx.spec.layer_kinds import compress_ratios
 
 MAX_RATIO = 4096  # of kvx.ops.compress
-TAILS = ("running", "ring")  # of layers without overlap: maximum, sum and mean so far; or all tokens of the open window
 
 
 class Bytes(NamedTuple):

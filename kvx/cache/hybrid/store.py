@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvx.cache.hybrid.drafts import Drafts
 from kvx.cache.hybrid.schema import LayerSchema
-from kvx.cache.hybrid.tail import Tail
 from kvx.cache.hybrid.window import Window
+from kvx.ops.tail import Tail
 from kvx.quant.rows import RowPages
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx.cache.hybrid.tail import Tail
 from kvx.ops import backend as backends
 from kvx.ops.append_swa import append_swa
 from kvx.ops.attention_sparse import attention_sparse
 from kvx.ops.compress import compress
 from kvx.ops.index_scores import index_scores
 from kvx.ops.step import Step
+from kvx.ops.tail import Tail
 from kvx.ops.topk import topk
 from kvx.quant.rows import RowCodec
 from tests import compare

@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvx.cache.hybrid.schema import TAILS
 from kvx.errors import BadArgument
 
+TAILS = ("running", "ring")  # of layers without overlap: maximum, sum and mean so far; or all tokens of the open window
 BEFORE, OVL, CUR = range(3)
 KV, SCORE = range(2)
 

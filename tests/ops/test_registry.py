@@ -1,0 +1,150 @@
+"""kvx/ops/registry.py: one row an op, one way into libkvx, and what is written down twice is the same."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import kvx
+from kvx.cli.main import app
+from kvx.ops import backend as backends
+from kvx.ops import compiled, native, structs
+from kvx.ops.registry import ENTRIES, OPS, Op
+from tests.gate_calls import entries
+
+ROOT = Path(__file__).resolve().parents[2]
+# ctypes structs of include/kvx_abi.h, by the name tests/abi/layout.c freezes their size under.
+IN_HEADER = {
+    "kvx_array_t": structs.Array,
+    "kvx_plane_t": structs.PlaneArgs,
+    "kvx_cache_t": structs.CacheArgs,
+    "kvx_convert_args_t": structs.ConvertArgs,
+    "kvx_rows_t": structs.RowsArgs,
+    "kvx_step_t": structs.StepArgs,
+    "kvx_finish_t": structs.FinishArgs,
+    "kvx_append_swa_args_t": structs.AppendSwaArgs,
+    "kvx_compress_args_t": structs.CompressArgs,
+    "kvx_index_scores_args_t": structs.IndexScoresArgs,
+    "kvx_topk_args_t": structs.TopkArgs,
+    "kvx_attention_sparse_args_t": structs.SparseArgs,
+}
+
+
+def test_every_row_is_a_public_op():
+    assert [name for name in OPS if name not in kvx.__all__] == []
+    assert all(op.name == name and op.specs for name, op in OPS.items())
+
+
+def test_only_two_files_know_the_library():
+    """library.py opens it and gives its calls their signatures; native.py calls. Ops ask native.py for their calls by name."""
+    word = re.compile(r"argtypes|restype|PyDLL\(|CDLL\(|\bLIB\.|load\(\)\.")
+    files = {p.name for p in (ROOT / "kvx" / "ops").rglob("*.py") if word.search(p.read_text())}
+    assert files == {"library.py", "native.py"}
+
+
+def test_an_unknown_call_is_refused_by_name():
+    with pytest.raises(kvx.InternalError, match=r"kvx_door_toy is no call of kvx/ops/registry\.py"):
+        native.entry("kvx_door_toy")
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=lambda e: e.name)
+def test_signatures_are_those_of_the_c_source(entry):
+    source = "".join((ROOT / path).read_text() for path in ("include/kvx_abi.h", "native/door.cpp"))
+    found = re.search(rf"KVX_API\s+[\w* ]+?\b{entry.name}\(([^)]*)\)", source)
+    assert found, f"{entry.name} is declared neither in include/kvx_abi.h nor in native/door.cpp"
+    declared = [p.strip() for p in found[1].split(",") if p.strip() not in ("", "void")]
+    assert len(declared) == len(entry.takes), declared
+    for text, given in zip(declared, entry.takes, strict=True):
+        assert ctypes.sizeof(given) == (8 if "*" in text or "64" in text or "double" in text or "stream" in text else 4), text
+
+
+def test_structs_have_the_size_that_the_abi_freezes():
+    frozen = dict(re.findall(r"STRUCT\((\w+), (\d+)\)", (ROOT / "tests/abi/layout.c").read_text()))
+    assert {name: int(frozen[name]) for name in IN_HEADER} == {name: ctypes.sizeof(s) for name, s in IN_HEADER.items()}
+
+
+def test_no_library_call_is_left_out():
+    """Every call of the door is some row's, or the package's own."""
+    door = set(re.findall(r"KVX_API\s+\w+\s+(kvx_door_\w+)\(", (ROOT / "native/door.cpp").read_text()))
+    assert door == {name for name in ENTRIES if name.startswith("kvx_door_")}
+
+
+def test_rows_that_compile_are_those_with_a_custom_op():
+    assert {op.compiled for op in OPS.values() if op.compiled} == set(compiled.SCHEMAS)
+    with pytest.raises(kvx.InternalError, match=r"kvx::toy is no op's form in kvx/ops/registry\.py"):
+        compiled.register("toy", "Tensor(a!) x")
+
+
+def test_no_internal_call_takes_more_than_eight_parameters():
+    """What belongs together is one object: a CacheView, an attention's Queries and Options. Public ops have their keywords."""
+    long = []
+    for path in sorted((ROOT / "kvx" / "ops").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name not in kvx.__all__:
+                a = node.args
+                names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if x is not None]
+                count = len([n for n in names if n not in ("self", "cls")])
+                long += [f"{path.name}:{node.lineno} {node.name} takes {count}"] if count > 8 else []
+    assert not long, "\n".join(long)
+
+
+def listed_places() -> list[str]:
+    """The paths that CONTRIBUTING.md's numbered list for an op begins with."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Add an op")[2].partition("\n## ")[0]
+    return re.findall(r"^\d+\. `([^`]+)`", text, re.MULTILINE)
+
+
+def test_contributing_lists_at_most_eight_places_and_every_op_is_in_each():
+    def words(path: str) -> set[str]:
+        return set(re.findall(r"\w+", (ROOT / path).read_text()))
+
+    tested = {word for path in (ROOT / "tests").rglob("test_*.py") for word in re.findall(r"\b(\w+)\(", path.read_text())}
+    own = {op.args.__name__ for op in OPS.values() if op.args is not None}
+    missing = {
+        "kvx/ops/x.py": {n for n in OPS if not getattr(kvx, n).__module__.startswith("kvx.ops.")},
+        "kvx/ops/registry.py": set(OPS) - words("kvx/ops/registry.py"),
+        "kvx/ops/structs.py": own - words("kvx/ops/structs.py"),
+        "kvx/__init__.py": set(OPS) - set(kvx.__all__),
+        "tests/ops/test_x.py": set(OPS) - tested,
+        "tests/gate_calls.py": set(OPS) - set(entries("torch")),
+        "kvx/bench/x.py": set(),  # not every op promises a speed
+        "include/kvx_abi.h": {e for op in OPS.values() for e in (x.name for x in op.entries) if "_door_" not in e}
+        - words("include/kvx_abi.h"),
+    }
+    assert listed_places() == list(missing)
+    assert len(missing) <= 8
+    assert not {place: names for place, names in missing.items() if names}
+
+
+def test_a_toy_op_is_added_by_the_list(monkeypatch):
+    """As far as it goes without compiling: a row, a function with its torch body, a custom op. The rest follows."""
+    monkeypatch.setattr(compiled, "SCHEMAS", dict(compiled.SCHEMAS))
+    monkeypatch.setitem(OPS, "toy", Op("toy", "no spec", backends=("torch",), compiled="toy"))
+
+    @compiled.register("toy", "Tensor(a!) out, Tensor x, str backend")
+    def toy_compiled(out, x, backend):
+        toy(x, out=out, backend=backend)
+
+    def toy(x: Tensor, *, out: Tensor | None = None, backend: str = "auto") -> Tensor:
+        out = torch.empty_like(x) if out is None else out
+        if torch.compiler.is_compiling():
+            torch.ops.kvx.toy(out, x, backend)
+            return out
+        assert backends.choose("toy", backend, x, kvx.CacheSpec(4, 4, 1, 8)) == "torch"
+        return out.copy_(2 * x)
+
+    assert kvx.supports("toy")
+    assert str(kvx.supports("toy", None, "cpu")) == "toy(): no cpu kernel; torch has it."
+    with pytest.raises(kvx.Unsupported, match="no cpu kernel"):
+        toy(torch.ones(3), backend="cpu")
+    support = CliRunner().invoke(app, ["inspect", "--support"])
+    assert re.search(r"\btoy\b", support.stdout), support.stdout
+    step = torch.compile(lambda x: toy(x + 1) * 3, fullgraph=True, backend="aot_eager")
+    assert step(torch.ones(3)).tolist() == [12.0, 12.0, 12.0]
