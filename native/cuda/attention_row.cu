@@ -1,4 +1,4 @@
-// Attention for any shape, layout, format and table: a block of threads for each query row, right and not fast.
+// Attention for rows of any length, and what else no other kernel takes: a block of threads for each query row, right and not fast.
 #include "attention.cuh"
 #include "generic.cuh"
 #include "../table.h"
@@ -20,7 +20,7 @@ __device__ __forceinline__ float read_element(const PlaneParams& p, const char* 
 }
 
 // Warps take every fourth position, each with its own running softmax; shared memory holds the query row and the warps' sums.
-__global__ void __launch_bounds__(kThreads) attend_any(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(kThreads) attend_row(const __grid_constant__ AttentionParams p) {
   extern __shared__ float shared[];  // query [head_dim], then sums [kWarps][v_head_dim], then (largest, total) [kWarps]
   float* query = shared;
   float* sums = shared + p.head_dim;
@@ -96,13 +96,13 @@ __global__ void __launch_bounds__(kThreads) attend_any(const __grid_constant__ A
 
 }  // namespace
 
-kvx_status_t run_any(const AttentionParams& p, void* stream) {
+kvx_status_t run_row(const AttentionParams& p, void* stream) {
   int64_t blocks;
   if (!mul_fits(p.num_tokens, p.num_heads, &blocks) || blocks > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld tokens of %lld heads are more than one launch takes.", (long long)p.num_tokens, (long long)p.num_heads);
   const int64_t bytes = (p.head_dim + kWarps * p.v_head_dim + 2 * kWarps) * 4;
   if (bytes > 200 * 1024) return fail(KVX_STATUS_UNSUPPORTED, "head_dim %lld and %lld need %lld bytes of shared memory; head_dim + 4 * v_head_dim is 50000 at most.", (long long)p.head_dim, (long long)p.v_head_dim, (long long)bytes);
-  if (bytes > 48 * 1024) KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&attend_any), 200 * 1024));
-  return launch_early_with("attend_any", attend_any, dim3(unsigned(blocks)), dim3(kThreads), int(bytes), stream, p);
+  if (bytes > 48 * 1024) KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&attend_row), 200 * 1024));
+  return launch_early_with("attend_row", attend_row, dim3(unsigned(blocks)), dim3(kThreads), int(bytes), stream, p);
 }
 
 }  // namespace cuda
