@@ -40,6 +40,7 @@ struct AnyRow {
 // What a block works on: query rows [first_row, first_row + rows) of a sequence, tokens [begin, end).
 struct AnyWork {
   int32_t seq, head, first_row, rows, queries, length, begin, end, num_tiles;
+  int32_t first;  // position of the first tile's first token
   bool counts;  // positions whose block is none
 };
 
@@ -89,11 +90,12 @@ template <class C> struct Any {
 
   // Where the common table has this thread's token: read here, used a tile later. Asked for or not, nobody waits for it here.
   __device__ __forceinline__ int32_t ask(const AnyWork& of, int32_t tile, bool is_asked) const {
+    int32_t id = -1;
+    if (warp * 32 >= a.tokens) return id;
     const TableParams& table = a.d.rows.kv.table;
-    const int32_t position = (of.begin / a.tokens + tile) * a.tokens + thread;
+    const int32_t position = of.first + tile * a.tokens + thread;
     const uint32_t logical = a.d.rows.block_size.divide(uint32_t(position));
     const char* from = static_cast<const char*>(table.indices) + of.seq * table.row_stride + logical * 4;
-    int32_t id = -1;
     const int is_read = is_asked && a.is_common && thread < a.tokens && position >= of.begin && position < of.end && logical < table.max_blocks;
     asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.b32 %0, [%1]; }" : "+r"(id) : "l"(from), "r"(is_read) : "memory");
     return id;
@@ -102,7 +104,7 @@ template <class C> struct Any {
   __device__ __forceinline__ void place(const AnyWork& of, int32_t tile, int32_t id, int buffer) const {
     if (thread >= a.tokens) return;
     const GatherParams& kv = a.d.rows.kv;
-    const int32_t position = (of.begin / a.tokens + tile) * a.tokens + thread;
+    const int32_t position = of.first + tile * a.tokens + thread;
     const uint32_t logical = a.d.rows.block_size.divide(uint32_t(position));
     AnyRow row = {};
     row.inside = uint32_t(position) - logical * a.d.rows.block_size.d;
@@ -169,29 +171,36 @@ template <class C> struct Any {
   }
   __device__ __forceinline__ bool is_within(const AnyPlane& p, uint32_t r, uint32_t unit) const { return r < uint32_t(a.tokens) && unit < uint32_t(p.units); }
 
-  // Puts a plane's bytes under way; each thread copies what it will convert.
-  template <int kBytes> __device__ __forceinline__ void copy(int plane, int buffer) const {
+  // Puts a plane's bytes under way; each thread copies what it will convert, a unit in kCopies of kBytes.
+  template <int kBytes, int kCopies> __device__ __forceinline__ void copy(int plane, int buffer) const {
     const AnyPlane& p = a.plane[plane];
     const uint2 first = first_unit(p);
     const bool has_unit = int32_t(first.y * kUnit) < p.dims;
+    const int64_t inside = unit_offset(p, first.y);
     const char* none = p.p.data;
+    const AnyRow* row = rows(buffer) + first.x;
     uint32_t to = raw_at(p, buffer, 0);
-#pragma unroll 4
-    for (uint32_t r = first.x; r < uint32_t(a.tokens); r += p.row_step) {
-      const char* row = rows(buffer)[r].at[plane];
-      const bool is_there = row && has_unit;
-      const char* from = is_there ? unit_at(p, row, first.y) : none;
-      for (int i = 0; i < p.bits; i += kBytes) copy_unit<kBytes>(to + i, is_there ? from + i : none, is_there);
-      to += kAnyThreads * p.bits;
+#pragma unroll 2
+    for (uint32_t r = first.x; r < uint32_t(a.tokens); r += p.row_step, row += p.row_step, to += kAnyThreads * kBytes * kCopies) {
+      const char* begins = row->at[plane];
+      const bool is_there = begins && has_unit;
+      const char* from = is_there ? begins + inside : none;
+#pragma unroll
+      for (int i = 0; i < kCopies; i++) copy_unit<kBytes>(to + i * kBytes, is_there ? from + i * kBytes : none, is_there);
     }
   }
   __device__ __forceinline__ void copy_plane(int plane, int buffer) const {
-    switch (a.plane[plane].is_staged ? a.plane[plane].load_bytes : 0) {
-      case 16: return copy<16>(plane, buffer);
-      case 8: return copy<8>(plane, buffer);
-      case 4: return copy<4>(plane, buffer);
-      default: return;
+    const AnyPlane& p = a.plane[plane];
+    if (!p.is_staged) return;
+    if (p.load_bytes == 16) {
+      if (C::kParts == 3 && p.bits == 32) return copy<16, 2>(plane, buffer);
+      return copy<16, 1>(plane, buffer);
     }
+    if (p.load_bytes == 8) return copy<8, 1>(plane, buffer);
+    if (p.bits == 4) return copy<4, 1>(plane, buffer);
+    if (p.bits == 8) return copy<4, 2>(plane, buffer);
+    if (p.bits == 16) return copy<4, 4>(plane, buffer);
+    if constexpr (C::kParts == 3) copy<4, 8>(plane, buffer);
   }
   // A unit has as many bytes as its elements have bits.
   __device__ __forceinline__ uint32_t raw_at(const AnyPlane& p, int buffer, int j) const { return at + p.raw_at + ((buffer * p.raw_steps + j) * kAnyThreads + thread) * p.bits; }
@@ -245,7 +254,7 @@ template <class C> struct Any {
         if (C::kParts == 3 && !p.is_staged) {
           const char* row = rows(buffer)[r].at[plane];
 #pragma unroll
-          for (int i = 0; i < kBits / 4; i++) words[i] = row && int32_t(first.y * kUnit) < p.dims ? load_once<uint32_t>(unit_at(p, row, first.y) + 4 * i) : 0;
+          for (int i = 0; i < kBits / 4; i++) words[i] = row && int32_t(first.y * kUnit) < p.dims ? load_once<uint32_t>(row + unit_offset(p, first.y) + 4 * i) : 0;
         } else if constexpr (kBits == 4) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(words[0]) : "r"(from));
         else if constexpr (kBits == 8) asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from));
         else
@@ -294,6 +303,8 @@ template <class C> struct Any {
     limit = column >= w.rows ? 0 : a.d.is_causal ? w.length - w.queries + 1 + token : w.length;
     low = a.d.window > 0 ? int32_t(limit - a.d.window) : 0;
     most = -INFINITY, sum = 0.f;
+    for (int i = thread; i < C::kOther * C::kRows * 8; i += kAnyThreads) tiles::store_shared_16(at + a.weights_at + i * 16, make_uint4(0, 0, 0, 0));
+    if (thread < C::kRows) stats()[thread] = 0.f;
 #pragma unroll
     for (int m = 0; m < C::kOutTiles; m++)
 #pragma unroll
@@ -353,8 +364,9 @@ template <class C> struct Any {
 
   __device__ __forceinline__ void soften(int32_t tile, int buffer) {
     constexpr int kMostPairs = kMostAnyTokens / 2 / C::kPerColumn;
+    if (warp * 32 / C::kPerColumn >= w.rows) return;  // none of the warp's columns is there; their weights are zeros from the start
     const int pairs = a.tokens / 2 / C::kPerColumn;
-    const int32_t first = (w.begin / a.tokens + tile) * a.tokens;
+    const int32_t first = w.first + tile * a.tokens;
     const float factor = a.d.scale * 1.44269504f, cap = a.d.soft_cap * 1.44269504f;
     float s[kMostPairs][2], largest = most;
     if (column < w.rows) {
@@ -489,7 +501,7 @@ __device__ __forceinline__ AnyWork split_work(const AnyArgs& a, int32_t seq, int
   AnyWork w = {};
   w.seq = seq, w.head = head, w.rows = rows_of(a.d, seq), w.queries = queries_of(a.d, seq), w.length = length;
   const SeqRange range = seq_range(length, w.queries, a.d.window, a.d.is_causal, a.tokens);
-  w.begin = range.begin, w.end = range.end, w.num_tiles = range.num_tiles;
+  w.begin = range.begin, w.end = range.end, w.num_tiles = range.num_tiles, w.first = range.begin / a.tokens * a.tokens;
   w.counts = a.d.rows.kv.errors && head == 0;
   return w;
 }
@@ -531,6 +543,7 @@ template <int kRows> __device__ __forceinline__ AnyWork own_work(const AnyArgs& 
     w.end = max(of_last, 0);
     w.begin = a.d.window > 0 ? int32_t(max(int64_t(0), of_first - a.d.window)) : 0;
     w.num_tiles = max((w.end + a.tokens - 1) / a.tokens - w.begin / a.tokens, 1);  // somebody has to write the empty result
+    w.first = w.begin / a.tokens * a.tokens;
     w.counts = a.d.rows.kv.errors && w.head == 0 && inside < uint32_t(a.d.num_kv_heads);  // of the last rows
     return w;
   }
@@ -544,7 +557,7 @@ __global__ void __launch_bounds__(kAnyThreads, C::kBlocks) attend_any(const __gr
   if (a.is_split) let_next_start();  // what adds up parts is then there when this ends
   Any<C> any(a, shared);
   const int worker = int(blockIdx.x);
-  long long first = 0, end;
+  int32_t count;  // tiles
   AnyWork next;  // what the next tile belongs to
   int32_t next_tile = 0;
   if (a.is_split) {
@@ -552,12 +565,12 @@ __global__ void __launch_bounds__(kAnyThreads, C::kBlocks) attend_any(const __gr
     const PlanHeader plan = load_now<PlanHeader>(a.d.workspace);
     const WorkerStart start = load_now<WorkerStart>(a.d.workspace + a.d.plan.start_at + share * int64_t(sizeof(WorkerStart)));
     if (share >= plan.workers) return;
-    first = share * plan.tiles / plan.workers, end = (share + 1) * plan.tiles / plan.workers;
+    count = int32_t((share + 1) * plan.tiles / plan.workers - share * plan.tiles / plan.workers);
     next = split_work(a, start.seq, start.head + line, start.length), next_tile = start.tile;
   } else {
     next = own_work<C::kRows>(a, blockIdx.x);
     if (next.seq < 0) return;
-    end = next.num_tiles;
+    count = next.num_tiles;
   }
   // To the next tile; whoever steps knows that tiles are left. Of a plan, sequences without rows of ours have none.
   const auto step = [&]() {
@@ -581,10 +594,11 @@ __global__ void __launch_bounds__(kAnyThreads, C::kBlocks) attend_any(const __gr
   int32_t asked = -1;
   bool is_first_item = true;
   // Half a tile at a time, its keys, then its values; what is copied is whole tiles. The first half has nothing to work on yet.
-  for (long long half = 2 * first - 1; half < 2 * end; half++) {
-    const long long i = half >> 1;
-    const int plane = int(half) & 1, buffer = int(i - first) & 1;
-    const bool is_start = i < first, has_next = i + 1 < end;
+#pragma unroll 1
+  for (int32_t half = -1; half < 2 * count; half++) {
+    const int32_t i = half >> 1;
+    const int plane = half & 1, buffer = i & 1;
+    const bool is_start = half < 0, has_next = i + 1 < count;
     if (!is_start) any.convert_plane(plane, buffer);
     if (!is_start && plane == 0) {
       if (any.thread == 0) after = next;
@@ -597,8 +611,8 @@ __global__ void __launch_bounds__(kAnyThreads, C::kBlocks) attend_any(const __gr
       any.copy_scales(next.head, buffer ^ 1);
     }
     if (is_start || plane == 0) {
-      if (i + 2 < end) step();
-      asked = any.ask(next, next_tile, i + 2 < end);
+      if (i + 2 < count) step();
+      asked = any.ask(next, next_tile, i + 2 < count);
     }
     if (is_start) {
       tiles::wait_copies<0>();
@@ -613,8 +627,7 @@ __global__ void __launch_bounds__(kAnyThreads, C::kBlocks) attend_any(const __gr
       __syncthreads();
       const bool item_ends = tile + 1 == any.w.num_tiles;
       if (item_ends || !has_next) {
-        const long long item_first = i - tile, item_last = item_first + any.w.num_tiles - 1;
-        if (item_first >= first && item_last < end) any.store();
+        if (tile <= i && item_ends) any.store();  // begun and ended here
         else any.store_part(worker, is_first_item);
         is_first_item = false;
         if (has_next) {

@@ -49,10 +49,10 @@ template <int kBits> __device__ __noinline__ UnitWords<kBits> load_elements(cons
   return x;
 }
 
-// Where a unit of close elements begins.
-__device__ __forceinline__ const char* unit_at(const AnyPlane& a, const char* row, uint32_t unit) {
+// Where a unit of close elements begins in its row.
+__device__ __forceinline__ int64_t unit_offset(const AnyPlane& a, uint32_t unit) {
   const uint32_t first = unit * kUnit, piece = a.p.pack == a.dims ? 0 : first / uint32_t(a.p.pack);
-  return row + piece * a.p.dim_hi + (first - piece * uint32_t(a.p.pack)) * a.bits / 8;
+  return piece * a.p.dim_hi + (first - piece * uint32_t(a.p.pack)) * a.bits / 8;
 }
 
 // A unit's bytes to shared memory, zeros where it is not there; `bytes` of a copy are 16, 8 or 4.
