@@ -74,6 +74,7 @@ void lay_out(AnyChoice* c, int tokens, bool is_staged = true) {
   a.scales_at = a.weights_at + other * c->rows * 128;
   int64_t bytes = a.scales_at + 2 * tokens * scale_words * 4;
   for (AnyPlane& plane : a.plane) {
+    if (!is_staged && c->parts < 3) plane.load_bytes = 0;  // without a stage, kernels of three parts read units whole, others element by element
     if (plane.load_bytes) plane.split = make_fast_divider(plane.units), plane.row_step = kAnyThreads / plane.units, plane.unit_step = 0, plane.threads = plane.row_step * plane.units;
     else plane.split = make_fast_divider(tokens), plane.row_step = 0, plane.unit_step = kAnyThreads / tokens, plane.threads = kAnyThreads;
     // Room does not depend on how units are loaded, either.
@@ -89,7 +90,7 @@ bool find_tile(AnyChoice* c) {
   const int most = max_shared_memory() - kOwnBytes, share = (max_shared_memory() + 1024) / any_blocks(int(c->args.plane[1].dims), c->rows, c->parts) - 1024 - kOwnBytes;
   lay_out(c, 64);
   if (c->args.bytes > share) lay_out(c, 32);
-  if (c->args.bytes > most) lay_out(c, 32, false);  // f32 of 512: read where it is converted
+  if (c->args.bytes > most) lay_out(c, 32, false);  // f32 of 512, f16 of 512 in two parts: read where it is converted
   return c->args.bytes <= most;
 }
 
