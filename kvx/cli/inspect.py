@@ -23,6 +23,7 @@ from kvx.layout.place import buffer_sizes
 from kvx.layout.planes import cache_shapes
 from kvx.ops import backend as backends
 from kvx.ops import library, native
+from kvx.ops.attention_kernels import attention_kernel
 from kvx.ops.registry import OPS
 
 TAKES = "a spec (.json), a cache file, or tensors (.pt, .npy, .safetensors)"
@@ -234,15 +235,23 @@ def _show_support(as_json: bool) -> None:
     if as_json:
         missing = {b: backends.reason_missing(b) for b in backends.BACKENDS}
         data = {"ops": [dict(zip(("op", *backends.BACKENDS, "specs"), r, strict=True)) for r in rows], "missing": missing}
+        data["attention on cuda"] = [dict(zip(("format", "decode", "prefill"), r, strict=True)) for r in _kernels()]
         typer.echo(
             json.dumps({**data, "refused": [dict(zip(("what", "op", "reason"), r, strict=True)) for r in refused]}, indent=1)
         )
         return
     _show("ops", ("op", *backends.BACKENDS, "specs"), rows, None, False)
+    _show("attention on cuda, head_dim 128, Hopper", ("format", "decode", "prefill"), _kernels(), None, False)
     _show("refused", ("what", "ops", "why, and what to do"), _joined(refused), None, False)
     for name in backends.BACKENDS:
         if (why := backends.reason_missing(name)) is not None:
             typer.echo(f"{name}: {why}.")
+
+
+def _kernels() -> list[tuple[str, str, str]]:
+    """A format's kernels, for few query rows and for many."""
+    specs = [kvx.CacheSpec(4, 16, 2, 128, format=f.name) for f in kvx.FORMATS.values() if not f.element.is_moved_only]
+    return [(s.format, str(attention_kernel(s, "decode")), str(attention_kernel(s, "prefill"))) for s in specs]
 
 
 def _refusals() -> Iterator[tuple[str, str, kvx.Support]]:

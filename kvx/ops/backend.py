@@ -15,7 +15,7 @@ from torch import Tensor
 from kvx.errors import BadArgument, KvxWarning, OutOfRange, Unsupported
 from kvx.ops import native
 from kvx.ops.registry import OPS
-from kvx.ops.support import BACKENDS, Support
+from kvx.ops.support import BACKENDS, Support, kernels_of
 from kvx.spec.cache_spec import CacheSpec
 
 if not native.HAS_CPU:
@@ -63,7 +63,8 @@ def reason_missing(backend: str) -> str | None:
 def supports(op: str, spec: CacheSpec | None = None, backend: str = "torch") -> Support:
     """Whether `op` runs on `backend` for caches of `spec` (None: for some cache), and if not, why and what does.
 
-    The answer is true or false as a condition; as text it is the sentence an unsupported call raises.
+    The answer is true or false as a condition; as text it is the sentence an unsupported call raises. For attention on a GPU it
+    also says which kernel the spec gets, under queries of the cache's own type (bf16 over quantised ones), and what it reaches.
     """
     if op not in OPS:
         raise BadArgument(f'supports(): there is no op "{op}"; there are {", ".join(OPS)}.')
@@ -76,7 +77,11 @@ def supports(op: str, spec: CacheSpec | None = None, backend: str = "torch") -> 
     missing = reason_missing(backend)
     if missing is not None:
         return Support(op, backend, f'{op}(): backend "{backend}" is not there: {missing}. backend="torch" runs anywhere.')
-    return Support(op, backend, takes.rule(spec, backend) if takes.rule and spec is not None else "")
+    reason = takes.rule(spec, backend) if takes.rule and spec is not None else ""
+    if backend != "cuda" or reason or spec is None:
+        return Support(op, backend, reason)
+    major, minor = torch.cuda.get_device_capability()
+    return Support(op, backend, "", kernels_of(op, spec, 10 * major + minor))
 
 
 def chosen_backend(op: str, cache: Tensor | Sequence[Tensor], *, spec: CacheSpec | None = None, backend: str = "auto") -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvx.errors import Unsupported
 from kvx.layout.axes import Layout
 from kvx.layout.planes import plane_maps
+from kvx.ops.attention_kernels import Kernel, attention_kernel
 from kvx.spec.cache_spec import CacheSpec
 
 BACKENDS = ("torch", "cpu", "cuda")
@@ -25,12 +26,14 @@ class Support:
     op: str
     backend: str
     reason: str = ""  # "": supported
+    kernels: tuple[Kernel, ...] = ()  # of attention on a GPU: for few query rows, and for many
 
     def __bool__(self) -> bool:
         return not self.reason
 
     def __str__(self) -> str:
-        return self.reason or f"{self.op} runs on {self.backend}."
+        how = f": {'; '.join(map(str, self.kernels))}" if self.kernels else ""
+        return self.reason or f"{self.op} runs on {self.backend}{how}."
 
 
 def cells(spec: CacheSpec, backend: str) -> str:
@@ -40,6 +43,12 @@ def cells(spec: CacheSpec, backend: str) -> str:
     except Unsupported as error:
         return str(error)
     return ""
+
+
+def kernels_of(op: str, spec: CacheSpec, arch: int) -> tuple[Kernel, ...]:
+    """Of attention on a GPU: decode takes few query rows a sequence, varlen few and many."""
+    kinds = {"attention_decode": ("decode",), "attention_varlen": ("decode", "prefill")}.get(op, ())
+    return tuple(attention_kernel(spec, kind, arch=arch) for kind in kinds)
 
 
 def latents(spec: CacheSpec, backend: str) -> str:

@@ -1,4 +1,5 @@
-// Attention on a device: picks the kernel. The fast ones have their table in attention_decode.cu and attention_prefill.cu; the general one takes the rest.
+// Attention on a device: picks the kernel. The fast ones have their table in attention_decode.cu and attention_prefill.cu; attention_any.cu takes
+// every format, and attention_row.cu the rest.
 #include "attention.cuh"
 
 #include <mutex>
@@ -83,12 +84,29 @@ bool has_warpgroups() {
 #endif
 }
 
+namespace {
+
+// Who has the sequences of few query rows: what of a call that is, and the plan they need.
+enum Splitter { NOBODY, DECODER, ANY_SPLITTER };
+Splitter find_splitter(const AttentionParams& p, AttentionParams* part, DecodePart* which) {
+  if ((*which = decode_part(p, part)) != DECODE_NONE) return DECODER;
+  if (takes_prefill(p)) return NOBODY;  // rows that are many for decode
+  return (*which = any_part(p, part)) != DECODE_NONE ? ANY_SPLITTER : NOBODY;
+}
+
+}  // namespace
+
 uint64_t attention_workspace(const AttentionParams& p) {
   DeviceGuard guard(p.kv.device);
   if (guard.status() != KVX_STATUS_OK) return 0;
   if (p.is_latent) return takes_latent(p) ? latent_workspace(p, guard.num_sms()) : 0;
   AttentionParams part;
-  return decode_part(p, &part) != DECODE_NONE ? decode_workspace(part, guard.num_sms()) : 0;
+  DecodePart which;
+  switch (find_splitter(p, &part, &which)) {
+    case DECODER: return decode_workspace(part, guard.num_sms());
+    case ANY_SPLITTER: return any_workspace(part, guard.num_sms());
+    default: return 0;
+  }
 }
 
 kvx_status_t plan_attention(const AttentionParams& p, void* stream) {
@@ -97,7 +115,12 @@ kvx_status_t plan_attention(const AttentionParams& p, void* stream) {
   if (p.num_tokens == 0) return KVX_STATUS_OK;
   if (p.is_latent) return takes_latent(p) ? plan_latent(p, guard.num_sms(), stream) : KVX_STATUS_OK;
   AttentionParams part;
-  return decode_part(p, &part) != DECODE_NONE ? plan_decode(part, guard.num_sms(), stream) : KVX_STATUS_OK;
+  DecodePart which;
+  switch (find_splitter(p, &part, &which)) {
+    case DECODER: return plan_decode(part, guard.num_sms(), stream);
+    case ANY_SPLITTER: return plan_any(part, guard.num_sms(), stream);
+    default: return KVX_STATUS_OK;
+  }
 }
 
 kvx_status_t attention(const AttentionParams& p, void* stream) {
@@ -109,17 +132,25 @@ kvx_status_t attention(const AttentionParams& p, void* stream) {
     if (!p.is_planned) KVX_TRY(plan_latent(p, guard.num_sms(), stream));
     return run_latent(p, guard.num_sms(), stream);
   }
-  // A long sequence with one query needs the whole device, which decode gives it; a chunk of a prompt has enough rows by itself. Which
+  // A long sequence with one query needs the whole device, which sharing it out gives it; a chunk of a prompt has enough rows by itself. Which
   // sequence is which only the device knows: both run, and each leaves the other's rows alone.
   AttentionParams part, rest = p;
-  const DecodePart decoded = decode_part(p, &part);
-  if (decoded != DECODE_NONE) {
-    if (!p.is_planned) KVX_TRY(plan_decode(part, guard.num_sms(), stream));
-    KVX_TRY(run_decode(part, guard.num_sms(), stream));
-    if (decoded == DECODE_ALL) return KVX_STATUS_OK;
-    rest.skip_rows = kMostRows;
+  DecodePart which = DECODE_NONE;
+  switch (find_splitter(p, &part, &which)) {
+    case DECODER:
+      if (!p.is_planned) KVX_TRY(plan_decode(part, guard.num_sms(), stream));
+      KVX_TRY(run_decode(part, guard.num_sms(), stream));
+      rest.skip_rows = kMostRows;
+      break;
+    case ANY_SPLITTER:
+      if (!p.is_planned) KVX_TRY(plan_any(part, guard.num_sms(), stream));
+      KVX_TRY(run_any_split(part, guard.num_sms(), &rest.skip_rows, stream));
+      break;
+    default: break;
   }
-  return takes_prefill(rest) ? run_prefill(rest, stream) : run_any(rest, stream);
+  if (which == DECODE_ALL) return KVX_STATUS_OK;
+  if (takes_prefill(rest)) return run_prefill(rest, stream);
+  return takes_any(rest) ? run_any(rest, stream) : run_row(rest, stream);
 }
 
 }  // namespace cuda

@@ -21,8 +21,17 @@ bool takes_prefill(const AttentionParams& p);
 kvx_status_t run_prefill(const AttentionParams& p, void* stream);
 bool has_warpgroups();  // the current device is Hopper and the library has code for it
 
-// Any shape: attention_any.cu.
+// Any format, layout and table, rows of up to 512 elements: attention_any.cu. The first four are of few query rows, as decode's; `rows`
+// is then how many a sequence of theirs has at most.
+DecodePart any_part(const AttentionParams& p, AttentionParams* part);
+uint64_t any_workspace(const AttentionParams& p, int num_sms);
+kvx_status_t plan_any(const AttentionParams& p, int num_sms, void* stream);
+kvx_status_t run_any_split(const AttentionParams& p, int num_sms, int64_t* rows, void* stream);
+bool takes_any(const AttentionParams& p);
 kvx_status_t run_any(const AttentionParams& p, void* stream);
+
+// Any shape: attention_row.cu.
+kvx_status_t run_row(const AttentionParams& p, void* stream);
 
 // Latent caches (MLA), on Hopper: attention_latent.cu; any of them: attention_latent_any.cu.
 bool takes_latent(const AttentionParams& p);

@@ -248,6 +248,23 @@ FORMATS = [
     Case(format="bf16", v_format="int8_per_token_head", io="bf16", note="mixed"),
     Case(format="fp8_e4m3_per_token_head", v_format="f16", v_dim=80, io="f32", note="mixed"),
 ]
+# What a GPU's general kernel takes: numbers of one, two and three parts, few rows and many, scales of rows, groups and inline.
+GENERAL = [
+    *(
+        Case(lens=(33, 1, 270), format=f, io=io, dim=d)
+        for f, io, d in (
+            ("f32", "f32", 64), ("nvfp4", "bf16", 64), ("int4_per_group", "f16", 64), ("bf16", "f16", 72), ("f32", "f32", 512),
+        )
+    ),
+    *(
+        Case(lens=(90, 33), queries=(40, 1), format=f, io=io, dim=d)
+        for f, io, d in (
+            ("mxfp8", "bf16", 64), ("fp8_e5m2_per_token_head", "bf16", 64), ("int8_per_token_head_inline", "bf16", 40),
+            ("mxfp4", "f16", 256),
+        )
+    ),
+    Case(lens=(90, 33), queries=(40, 1), format="int4_per_token_head", io="bf16", dim=128, window=20),
+]  # fmt: skip
 LAYOUTS = [
     *(Case(layout=layout, format="bf16", io="bf16") for layout in cases.LAYOUTS if layout != "NHD"),
     *(Case(layout=layout, format="f32") for layout in ("HND", "fused_NHD", "fused_HND", "packed8", "old_vllm")),

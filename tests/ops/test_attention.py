@@ -17,7 +17,7 @@ from tests.ops.test_gather import kv_offsets
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch saying it has no bf16 instructions
 ALL = [
     *attention_cases.DECODE, *attention_cases.WIDE, *attention_cases.FORMATS, *attention_cases.LAYOUTS, *attention_cases.VARLEN,
-    *attention_cases.BYTES,
+    *attention_cases.BYTES, *attention_cases.GENERAL,
 ]  # fmt: skip
 
 
