@@ -168,12 +168,19 @@ def _layout_has_the_planes(spec: StateSpec) -> str | None:
 
 
 def _areas_are_aligned(spec: StateSpec) -> str | None:
-    from kvx.layout.place import places  # reads specs
-
-    for p, place in zip(spec.planes, places(spec), strict=True):
-        odd = [n for n in (place.offset, *(d.stride for d in place.digits)) if n % place.unit_bytes]
-        if odd:
-            return f"layout {spec.layout!r} puts {p.name} at byte {odd[0]}; {p.format} needs multiples of {place.unit_bytes}."
+    layout, unit = Layout.parse(spec.layout), max(p.unit_bytes for p in spec.planes)
+    sizes = {"layer": spec.num_layers, "block": spec.num_blocks}
+    for p in spec.planes:
+        where = layout.planes[p.name]
+        if not where.is_area:
+            continue
+        names = [axis.name for axis in where.order]
+        inside = where.order[names.index("plane") + 1 :]
+        area = p.unit_bytes * prod((sizes | p.sizes)[a.name] + a.unused for a in inside if a.part != "/")  # a split one once
+        if area % unit:
+            return f"layout {spec.layout!r} puts {area} bytes of {p.name} before or behind elements of {unit} bytes, not aligned."
+    if spec.block_bytes % unit:
+        return f"block_bytes is {spec.block_bytes}; elements have {unit} bytes."
     return None
 
 

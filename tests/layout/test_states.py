@@ -183,8 +183,12 @@ CONV, SSM = state_plane("conv", "f32", channel=8, tap=3), state_plane("ssm", "f3
         (lambda: state_row("vllm"), "they are transformers, vllm.sd"),
         (lambda: StateSpec(4, (SSM,)).shard(4, 0), "6 units of 1 heads over 4 ranks"),
         (lambda: StateSpec(4, (CONV,), block_bytes=8), "a block of these states has 96"),
+        (
+            lambda: state_row("vllm.sd").spec((state_plane("conv", "bf16", channel=3, tap=3), SSM), num_blocks=2),
+            "18 bytes of conv before or behind elements of 4 bytes",
+        ),
     ],
-    ids=range(14),
+    ids=range(15),
 )  # fmt: skip
 def test_what_is_refused(make, why):
     with pytest.raises(kvx.KvxError) as error:
