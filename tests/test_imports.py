@@ -142,6 +142,5 @@ def test_a_name_is_one_class():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    # Two of kvx/ops are not renamed yet: Rows of native_hybrid.py, and Tail of compress.py, the protocol of the hybrid cache's.
-    twice = [f"{name}: {', '.join(places)}" for name, places in where.items() if len(places) > 1 and name not in ("Rows", "Tail")]
+    twice = [f"{name}: {', '.join(places)}" for name, places in where.items() if len(places) > 1]
     assert not twice, "Rename one of each:\n" + "\n".join(twice)

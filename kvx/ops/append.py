@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange, Unsupported
 from kvx.layout.gate import check_apart, check_memory
-from kvx.layout.planes import cache_tensors
 from kvx.layout.pointers import CachePointers
 from kvx.ops import backend as backends
 from kvx.ops import compiled, native, scales
@@ -197,7 +196,8 @@ def _write_each(call: str, view: CacheView, caches: CachePointers, k: Tensor, v:
 def _view(cache: Tensor | Sequence[Tensor] | CachePointers, spec: CacheSpec, given: Scales, errors: Tensor | None) -> CacheView:
     view = CacheView.of(_CALL, cache, spec, given, errors)
     if view.pointers is None:
-        return view._replace(tensors=cache_tensors(view.tensors, spec))
+        view.check_count()
+        return view
     if spec != view.pointers.spec:
         raise BadArgument(f"{_CALL}(): spec is not that of the pointers; pass `spec=pointers.spec`.")
     return view

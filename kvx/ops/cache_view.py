@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kvx.layout.planes import cache_tensors
 from kvx.layout.pointers import CachePointers
 from kvx.ops.backend import as_tensor
 from kvx.spec.cache_spec import CacheSpec
@@ -72,6 +73,12 @@ class CacheView(NamedTuple):
         if self.pointers is not None:
             return self.pointers.v
         return self.tensors[1] if len(self.tensors) > 1 else None
+
+    def check_count(self) -> None:
+        """There are as many tensors as the layout has. The answer is kept with the spec: finding out hashes it."""
+        if self.spec.__dict__.get("_num_tensors") != len(self.tensors):
+            cache_tensors(self.tensors, self.spec)
+            self.spec.__dict__["_num_tensors"] = len(self.tensors)
 
     @property
     def optional(self) -> tuple[Tensor | None, ...]:

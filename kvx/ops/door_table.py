@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kvx.errors import BadArgument, Unsupported
-from kvx.layout.planes import cache_tensors
 from kvx.ops import native
 from kvx.ops.cache_view import CacheView
 from kvx.ops.cells import block_bytes
@@ -25,7 +24,7 @@ class OpenTable(NamedTuple):
 
 def check(call: str, view: CacheView, table: Table) -> None:
     """The table is one, and the cache has the tensors it needs."""
-    tensors, spec, pointers = view.tensors, view.spec, view.pointers
+    spec, pointers = view.spec, view.pointers
     if not isinstance(table, Table):
         raise BadArgument(f"{call}(): table is {type(table).__name__}; it is a kvx.PackedTable or another of kvx.tables.")
     if pointers is not None:
@@ -34,9 +33,7 @@ def check(call: str, view: CacheView, table: Table) -> None:
         if not isinstance(table, PackedTable):
             raise BadArgument(f"{call}(): table is {type(table).__name__}; caches behind pointers take what kvx.cache_table makes.")
     elif not isinstance(table, KvOffsetsTable):
-        if spec.__dict__.get("_num_tensors") != len(tensors):  # kept with the spec: finding out hashes it
-            cache_tensors(tensors, spec)
-            spec.__dict__["_num_tensors"] = len(tensors)
+        view.check_count()
     elif spec.block_bytes:
         raise Unsupported(
             f"{call}(): spec.block_bytes is {spec.block_bytes}; KV_OFFSETS tables count blocks that are as large as their content. "

@@ -120,7 +120,7 @@ def _pair(cache: Tensor | Sequence[Tensor], spec: CacheSpec) -> tuple[Tensor, Te
 
 
 def _write_native(view: CacheView, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    cache_tensors(view.tensors, view.spec)
+    view.check_count()
     first = view.first
     if first.is_cuda and backends.is_debug() and view.errors is None:
         with backends.ErrorCounter("write", first.device) as errors:
