@@ -24,6 +24,13 @@ class Found(NamedTuple):
     is_bad: Tensor
 
 
+def _check_devices(call: str, **tensors: Tensor) -> None:
+    """All in one place."""
+    if len({t.device for t in tensors.values()}) > 1:
+        where = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
+        raise BadArgument(f"{call}(): {where}. Move them to one device.")
+
+
 def _check_index(name: str, t: Tensor, ndim: int) -> None:
     if t.dtype not in (torch.int32, torch.int64):
         raise BadArgument(f"{name} is {t.dtype}; it is int32 or int64.")
@@ -230,6 +237,7 @@ def slot_mapping(block_table: Tensor, positions: Tensor, seq_ids: Tensor, block_
     """[num_tokens] int64 slots of tokens at `positions` of sequences `seq_ids`; a negative position gives -1 (skip)."""
     for name, t, ndim in (("block_table", block_table, 2), ("positions", positions, 1), ("seq_ids", seq_ids, 1)):
         _check_index(f"slot_mapping(): {name}", t, ndim)
+    _check_devices("slot_mapping", block_table=block_table, positions=positions, seq_ids=seq_ids)
     if positions.shape != seq_ids.shape:
         raise BadArgument(
             f"slot_mapping(): {positions.shape[0]} positions and {seq_ids.shape[0]} seq_ids; each token has one of both."
@@ -269,6 +277,7 @@ def cu_seqlens(seq_lens: Tensor) -> Tensor:
 
 def _pages(call: str, table: PackedTable, block_size: int) -> tuple[Tensor, Tensor]:
     """Lengths and pages of each sequence, refused where the table does not hold them."""
+    _check_devices(call, block_table=table.block_table, seq_lens=table.seq_lens)
     lens = table.lengths(block_size)
     pages = (lens + block_size - 1) // block_size
     width = table.block_table.shape[1]

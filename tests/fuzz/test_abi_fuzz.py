@@ -37,7 +37,8 @@ def program(tmp_path_factory) -> Path:
 def run(program: Path, *options: str, threads: int = 1) -> str:
     # A machine that is busy with other tests may stop a call for a while: what does not come back in 10 s is a hang here.
     command = [str(program), "--seed", str(SEED), "--hang-s", "10", *options]
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    # Where there is a GPU, descriptors that say device memory would run there, and outputs be looked at before they are written.
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, f"ended with {done.returncode}\n{done.stdout}{done.stderr[-5000:]}"
     return done.stdout

@@ -239,7 +239,7 @@ def spec_pair():
         ({"head_dim": 16}, "head_dim is 8 at the source and 16"),
         ({"num_layers": 3}, "layers 1..2, heads 0..1 of dst are in no src"),
         ({"num_kv_heads": 4}, "heads 2..3 of dst are in no src"),
-        ({"layout": "block layer head token dim"}, "has 2 of K and V"),
+        ({"layout": "block layer head token dim"}, r"has 2 planes \(k, v\), .* has 1 \(k\)"),
         ({"model": "b"}, "model 'a' and the destination of 'b'"),
     ],
 )

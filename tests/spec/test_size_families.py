@@ -13,7 +13,7 @@ from kvx.errors import KvxError, Unsupported
 from kvx.spec.models import CHECKED_TYPES, MODELS
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.22", reason="families are those of transformers 5.22")
 
 # What the default config lacks to be built, or to be built small.
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
