@@ -27,6 +27,8 @@ def wheel(tmp_path_factory) -> Path:
         "--no-deps",
         "--quiet",
         "--disable-pip-version-check",
+        "--config-settings",
+        f"build-dir={folder / 'build'}",  # its own: another worker may build one at the same time
         "--wheel-dir",
         str(folder),
         str(ROOT),
