@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, Unsupported
 from kvx.layout.axes import STATE_AXES, Layout
-from kvx.spec.cache_spec import PlaneSpec, Share, Spec
+from kvx.spec.cache_spec import CacheSpec, PlaneSpec, Share, Spec
 from kvx.spec.formats import Format, Granularity
 
 _AXES = ("head", *STATE_AXES)
@@ -48,8 +49,14 @@ class StateSpec(Spec):
         """Of one sequence's states, in all layers: what a request takes."""
         return self.num_layers * sum(p.num_rows * p.row_bytes for p in self.planes)
 
-    def scale_shape(self, index: int) -> tuple[int, ...] | None:
-        return None
+    def __getattr__(self, name: str) -> Any:
+        """What only a cache of K and V has: whoever asks for it takes no states, and says so."""
+        if name.startswith("_") or (name not in CacheSpec.__dataclass_fields__ and not hasattr(CacheSpec, name)):
+            raise AttributeError(f"StateSpec has no {name!r}.")
+        raise Unsupported(
+            f"StateSpec has no {name}: what was called takes a CacheSpec, of K and V. States are taken by plan, convert, digest, "
+            "allocate_buffers and layer_views."
+        )
 
     def shard(self, tp_size: int, tp_rank: int) -> StateSpec:
         """One tensor-parallel rank's part: of every share its own whole units, or those of ranks in a row where there are fewer."""

@@ -196,6 +196,25 @@ def test_what_is_refused(make, why):
     assert why in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda spec, buffers, folder: kvx.save(folder / "states.kvx", buffers, spec),
+        lambda spec, buffers, folder: kvx.allocate(spec),
+        lambda spec, buffers, folder: kvx.spec.to_json(spec),
+        lambda spec, buffers, folder: kvx.PagedCache([kvx.LayerGroup("states", (0,), spec)], max_seqs=1, max_seq_len=4),
+    ],
+    ids=["save", "allocate", "to_json", "PagedCache"],
+)
+def test_what_takes_no_states_says_so(call, tmp_path):
+    spec = spec_of("transformers", (CONV, state_plane("ssm", "f32", channel=8, column=4)))
+    spec = replace(spec, num_layers=1)
+    with pytest.raises(kvx.Unsupported, match="what was called takes a CacheSpec"):
+        call(spec, allocate_buffers(spec), tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert "StateSpec has no kv" in str(kvx.supports("write", spec, "cpu"))
+
+
 def test_another_kind_of_matrix_is_another_content():
     """The same bytes as key by value and as head dim by state size are not the same state: names say which."""
     a = spec_of("transformers", (state_plane("delta", "f32", head=2, row=4, column=4),))
