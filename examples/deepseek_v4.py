@@ -31,7 +31,7 @@ def tiny_model() -> DeepseekV4ForCausalLM:
 def main() -> None:
     model = tiny_model()
     schema = HybridSchema.of(model.config, entry_rows="f32", window_rows="f32", index_rows="f32")
-    cache = HybridCache(schema, num_blocks=schema.block_budget(PROMPT + NEW, 1), max_requests=1, max_context=512)
+    cache = HybridCache(schema, num_blocks=schema.block_budget(PROMPT + NEW, 1), max_seqs=1, max_seq_len=512)
     hybrid, prefix = HybridModel(model, cache), HybridPrefix(cache, policy="zero")  # no checkpoints: entries alone are shared
 
     ids = torch.randint(256, (PROMPT,))
@@ -47,7 +47,7 @@ def main() -> None:
     print(f"said {said}")
     print(f"transformers' own cache says {'the same' if theirs[0, PROMPT:].tolist() == said else 'something else'}\n")
     show_layers(cache, request)
-    cache.release_request(request)
+    cache.release(request)
 
     again = prefix.admit(ids.tolist())
     replayed = f"tokens {again.start} to {again.shared - 1} are computed again, for their windows, and write no entries"

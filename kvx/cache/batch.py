@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvx.cache.groups import GroupState
+from kvx.cache.group_table import GroupTable
 from kvx.cache.sequence import Sequence
 from kvx.errors import BadArgument
 from kvx.tables import PackedTable
@@ -75,6 +75,10 @@ class Batch:
         """[num_tokens] int64: where this step's K and V go."""
         return self._slots[group]
 
+    def state_blocks(self, group: int) -> Tensor:
+        """[num_seqs] int32: the block of each sequence's state, which the step reads and changes. What pads it is anything."""
+        return self._tables[group].block_table[:, 0]
+
     def table(self, group: int = 0) -> PackedTable:
         """Over [num_seqs, max_blocks] int32; entries behind a window are -1, and those past a sequence's blocks anything."""
         return self._tables[group]
@@ -86,19 +90,18 @@ class Batch:
 class BatchBuffers:
     """The buffers of one PagedCache, and how a step's work is put into them."""
 
-    def __init__(
-        self, num_groups: int, max_seqs: int, max_blocks: int, max_tokens: int, block_size: int, device: torch.device
-    ) -> None:
-        self.max_seqs, self.max_tokens, self._block_size = max_seqs, max_tokens, block_size
+    def __init__(self, groups: Listing[GroupTable], max_seqs: int, max_tokens: int, device: torch.device) -> None:
+        self.max_seqs, self.max_tokens, self._groups = max_seqs, max_tokens, groups
+        self._block_size = groups[0].block_size
 
         def buffer(n: int, dtype: torch.dtype) -> Buffer:
             return Buffer((n,), dtype, device)
 
         self._tokens, self._positions = buffer(max_tokens, torch.int64), buffer(max_tokens, torch.int64)
-        self._slots = [buffer(max_tokens, torch.int64) for _ in range(num_groups)]
+        self._slots = [buffer(max_tokens, torch.int64) for _ in groups]
         self._cu_seqlens, self._seq_lens = buffer(max_seqs + 1, torch.int32), buffer(max_seqs, torch.int32)
         self._last = buffer(max_seqs, torch.int64)
-        self._tables = [TableBuffer((max_seqs, max_blocks), device) for _ in range(num_groups)]
+        self._tables = [TableBuffer((max_seqs, g.table.shape[1]), device) for g in groups]
         self._turn = 0
         # What must have happened before a set of host arrays is filled again: the copies out of it.
         self._sent: list[torch.cuda.Event | None] = [None, None]
@@ -108,7 +111,6 @@ class BatchBuffers:
         self,
         work: Listing[tuple[Sequence, int]],
         tokens: NDArray[np.int32],
-        groups: Listing[GroupState],
         pad_seqs: int,
         pad_tokens: int,
     ) -> Batch:
@@ -116,7 +118,7 @@ class BatchBuffers:
         turn, bs = self._turn, self._block_size
         self._wait(turn)
         num_seqs = len(work)
-        rows = np.array([s._row for s, _ in work], np.int64)
+        rows = np.array([s.row for s, _ in work], np.int64)
         lengths = np.array([s.length for s, _ in work], np.int64)
         counts = np.array([n for _, n in work], np.int64)
         ends = counts.cumsum()
@@ -144,7 +146,10 @@ class BatchBuffers:
         block, offset = np.divmod(position, bs)
         max_len = int(lengths.max()) if num_seqs else 0
         width = -(-max_len // bs)
-        for group, slots, table in zip(groups, self._slots, self._tables, strict=True):
+        for group, slots, table in zip(self._groups, self._slots, self._tables, strict=True):
+            if group.kind.has_state:
+                table.fill(turn, group.table, rows, 1)
+                continue
             slot = slots.array(turn)
             # A block behind the window is -1: its slots are negative, which skips them.
             slot[:num_tokens] = group.table[seq_rows, block] * np.int64(bs) + offset

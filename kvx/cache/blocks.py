@@ -155,6 +155,13 @@ class BlockAllocator:
         self._num_idle -= n
         return ids
 
+    def evict_used(self, block: int) -> None:
+        """Give up the content of a used block that is kept, as if it were evicted: its only user writes to it now."""
+        if self.on_evict is not None:
+            self.on_evict(np.array([block], np.int32))
+        self._kept[block] = False
+        self._num_kept -= 1
+
     def _live_entries(self, start: int, end: int) -> BlockIds:
         """The idle blocks of a part of the queue, as a copy."""
         entries = self._queue[start:end].copy()
@@ -179,7 +186,7 @@ class BlockAllocator:
     @whole
     def retain(self, ids: Sequence[int] | BlockIds) -> None:
         """One more reference each; idle ones become used again. Refused as a whole where one is free or foreign."""
-        blocks, repeats = self._checked("retain", ids)
+        blocks, repeats = self.checked("retain", ids)
         bad = (self._refs[blocks] == 0) & (self._place[blocks] < 0)
         if bad.any():
             raise BadArgument(f"retain(): block {int(blocks[bad][0])} is free: it has no content to keep. Allocate it.")
@@ -203,7 +210,7 @@ class BlockAllocator:
         The later of the ids are evicted before the earlier: a chain is of no use without its head. Refused as a whole where an
         id is foreign, or released more often than it is used.
         """
-        blocks, repeats = self._checked("release", ids)
+        blocks, repeats = self.checked("release", ids)
         unique, counts = (blocks, 1) if repeats is None else repeats
         bad = self._refs[unique] < counts
         if bad.any():
@@ -252,7 +259,7 @@ class BlockAllocator:
     @whole
     def keep(self, ids: Sequence[int] | BlockIds) -> None:
         """The content of these used or idle blocks is worth keeping when nobody uses them."""
-        blocks, repeats = self._checked("keep", ids)
+        blocks, repeats = self.checked("keep", ids)
         bad = (self._refs[blocks] == 0) & (self._place[blocks] < 0)
         if bad.any():
             raise BadArgument(f"keep(): block {int(blocks[bad][0])} is free: it has no content.")
@@ -277,7 +284,7 @@ class BlockAllocator:
     @whole
     def forget(self, ids: Sequence[int] | BlockIds) -> None:
         """Their content is of no value any more; idle ones become free."""
-        blocks, repeats = self._checked("forget", ids)
+        blocks, repeats = self.checked("forget", ids)
         self.forget_checked(blocks if repeats is None else repeats[0])
 
     def forget_checked(self, blocks: BlockIds) -> None:
@@ -316,7 +323,23 @@ class BlockAllocator:
         """A copy of every block's references."""
         return self._refs.copy()
 
-    def _checked(self, call: str, ids: Sequence[int] | BlockIds) -> tuple[BlockIds, tuple[BlockIds, NDArray[np.int64]] | None]:
+    def put_back(self, counts: NDArray[np.int32]) -> None:
+        """References as they were, after a call that was broken off; the guard mends the rest."""
+        self._refs = counts
+
+    def take_back(self, ids: BlockIds) -> None:
+        """One reference less of blocks that nobody got, after a call that was broken off; the guard mends the rest."""
+        self._refs[ids] -= 1
+
+    @property
+    def guard(self) -> Guard:
+        return self._guard
+
+    def join(self, guard: Guard) -> None:
+        """This one's lock is another's from now on."""
+        self._guard = self._guard.join(guard)
+
+    def checked(self, call: str, ids: Sequence[int] | BlockIds) -> tuple[BlockIds, tuple[BlockIds, NDArray[np.int64]] | None]:
         """The ids as an array, and where some repeat, each once with its count."""
         try:
             given = np.asarray(ids)
@@ -358,9 +381,10 @@ class BlockAllocator:
         with self._guard.lock:
             if self._guard.is_torn:
                 self._guard.mend()
-            self._check()
+            self.check_counts()
 
-    def _check(self) -> None:
+    def check_counts(self) -> None:
+        """check for an owner, which holds the guard's lock."""
         free, live = self._free[: self._num_free], self._live_entries(self._head, self._tail)
         state = np.zeros(self.num_blocks, np.int64)
         np.add.at(state, free, 1)

@@ -1,25 +1,37 @@
 """Layer groups: layers whose blocks are handed out together, because they need the same tokens.
 
-A model with full and sliding layers has two groups: each has an allocator, a table and storage of its own.
+A model with full and sliding layers has two groups: each has an allocator, a table and storage of its own. What a group's blocks
+hold of a sequence is its kind (kvx/cache/kinds).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvx.cache.blocks import BlockAllocator
-from kvx.cache.guard import Guard
-from kvx.cache.prefix import first_block
+from kvx.cache.kinds import GroupKind, kind_of
 from kvx.errors import BadArgument
+from kvx.layout.buffers import allocate_buffers
 from kvx.layout.storage import allocate
+from kvx.layout.views import layer_views
 from kvx.ops.copy_blocks import copy_blocks
-from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.cache_spec import CacheSpec, Spec
+
+
+@dataclass(frozen=True)
+class Member:
+    """Layers of a group that store the same planes."""
+
+    layers: tuple[int, ...]  # of the model
+    spec: Spec  # of one layer's tensors: num_layers is 1
+
+    @property
+    def num_bytes(self) -> int:
+        return self.spec.cache_bytes * len(self.layers)
 
 
 @dataclass(frozen=True)
@@ -28,25 +40,57 @@ class LayerGroup:
 
     name: str
     layers: tuple[int, ...]  # of the model
-    spec: CacheSpec  # of one layer's tensors: num_layers is 1
-    window: int = 0  # positions a token sees, its own the last of them; blocks wholly behind are given back. 0: all
-    is_latent: bool = False  # MLA: K the latent, V the rotary part (docs/attention.md)
+    spec: Spec  # of one layer's tensors: num_layers is 1
+    window: int = 0  # the short way to Sliding(window): positions a token sees, its own the last of them. 0: all
+    is_latent: bool = False  # the short way to Latent(window)
+    kind: GroupKind | None = None  # what its blocks hold of a sequence; None: as window and is_latent say
+    others: tuple[Member, ...] = ()  # layers on the same blocks that store other planes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
-        if not self.layers or len(set(self.layers)) != len(self.layers):
-            raise BadArgument(f"LayerGroup {self.name!r}: layers are {self.layers}; they are one or more, each once.")
-        if self.spec.num_layers != 1:
-            raise BadArgument(f"LayerGroup {self.name!r}: spec.num_layers is {self.spec.num_layers}; it is the spec of one layer.")
+        object.__setattr__(self, "others", tuple(self.others))
         if self.window < 0:
             raise BadArgument(f"LayerGroup {self.name!r}: window is {self.window}; it is 0 (all) or more.")
-        if self.is_latent and self.spec.num_kv_heads != 1:
-            raise BadArgument(f"LayerGroup {self.name!r}: is_latent with {self.spec.num_kv_heads} KV heads; a latent has one.")
+        if self.kind is None:
+            object.__setattr__(self, "kind", kind_of(self.window, self.is_latent))
+        elif self.window or self.is_latent:
+            raise BadArgument(f"LayerGroup {self.name!r}: kind is {self.kind}, and window or is_latent says one too. Give one.")
+        else:
+            object.__setattr__(self, "window", self.blocks_of.window)
+            object.__setattr__(self, "is_latent", self.blocks_of.is_latent)
+        for member in self.members:
+            layers, spec = member.layers, member.spec
+            if not layers or len(set(layers)) != len(layers):
+                raise BadArgument(f"LayerGroup {self.name!r}: layers are {layers}; they are one or more, each once.")
+            if spec.num_layers != 1:
+                raise BadArgument(f"LayerGroup {self.name!r}: spec.num_layers is {spec.num_layers}; it is the spec of one layer.")
+            if spec.num_blocks != self.spec.num_blocks:
+                raise BadArgument(
+                    f"LayerGroup {self.name!r}: specs have {self.spec.num_blocks} and {spec.num_blocks} blocks; a group has one "
+                    "number."
+                )
+            if sentence := self.blocks_of.check(spec):
+                raise BadArgument(f"LayerGroup {self.name!r}: {sentence}")
+
+    @property
+    def blocks_of(self) -> GroupKind:
+        """The kind, which is always there once the group is made."""
+        assert self.kind is not None
+        return self.kind
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return (Member(self.layers, self.spec), *self.others)
 
     @property
     def num_bytes(self) -> int:
         """Of all its layers."""
-        return self.spec.cache_bytes * len(self.layers)
+        return sum(member.num_bytes for member in self.members)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block; 0: it holds no tokens, and any will do."""
+        return self.spec.block_size if isinstance(self.spec, CacheSpec) else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,52 +109,65 @@ class Layer:
         cache = (self.cache,) if isinstance(self.cache, Tensor) else self.cache
         return (*cache, *(s for s in self.scales.values() if s is not None))
 
+    def copy_block(self, source: int, destination: int, backend: str) -> None:
+        copy_blocks(self.cache, [(source, destination)], spec=self.spec, backend=backend, **self.scales)
 
-class GroupState:
-    """A group at work: storage, allocator, and the table of every sequence's blocks."""
-
-    def __init__(
-        self,
-        group: LayerGroup,
-        index: int,
-        max_seqs: int,
-        max_blocks: int,
-        device: str | torch.device,
-        backend: str,
-        guard: Guard,
-    ) -> None:
-        self.group = group
-        self.window = group.window
-        self.allocator = BlockAllocator(group.spec.num_blocks, name=group.name, guard=guard)
-        self.table = np.full((max_seqs, max_blocks), -1, np.int32)  # one row a sequence; -1: behind the window, or not yet
-        self.layers = {i: _layer(group, index, device) for i in group.layers}
-        self._backend = backend
-
-    def first_block(self, length: int) -> int:
-        """The first block that a token at position `length`, or any after it, sees."""
-        return first_block(length, self.window, self.group.spec.block_size)
-
-    def copy_block(self, source: int, destination: int) -> None:
-        for layer in self.layers.values():
-            copy_blocks(layer.cache, [(source, destination)], spec=layer.spec, backend=self._backend, **layer.scales)
+    def clear_block(self, block: int) -> None:
+        """Nothing: what nobody wrote, nobody reads."""
 
 
-def _layer(group: LayerGroup, index: int, device: str | torch.device) -> Layer:
-    storage = allocate(group.spec, device)
-    return Layer(storage.cache, storage.scales(), group.spec, index, group.window, group.is_latent)
+@dataclass(frozen=True, eq=False)
+class PlanesLayer:
+    """A handle of a layer whose planes are not K and V: each a tensor of [num_blocks, ...] in the plane's axes."""
+
+    planes: Mapping[str, Tensor]
+    buffers: tuple[Tensor, ...]  # the same memory as bytes, in the order of the spec's layout
+    spec: Spec
+    group: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.buffers
+
+    def copy_block(self, source: int, destination: int, backend: str) -> None:
+        for plane in self.planes.values():
+            plane[destination].copy_(plane[source])
+
+    def clear_block(self, block: int) -> None:
+        for plane in self.planes.values():
+            plane[block].zero_()
+
+
+AnyLayer = Layer | PlanesLayer
+
+
+def make_layer(group: LayerGroup, spec: Spec, index: int, device: str | torch.device) -> AnyLayer:
+    if isinstance(spec, CacheSpec):
+        storage = allocate(spec, device)
+        return Layer(storage.cache, storage.scales(), spec, index, group.window, group.is_latent)
+    buffers = tuple(allocate_buffers(spec, device))
+    views = layer_views(list(buffers), spec)[0]
+    return PlanesLayer({view.plane: _tensor(view.tensor) for view in views}, buffers, spec, index)
+
+
+def _tensor(found: Tensor | list[Tensor]) -> Tensor:
+    if not isinstance(found, Tensor):
+        raise BadArgument("PagedCache(): a layout with every block in an allocation of its own; a group's blocks stand in one.")
+    return found
 
 
 def check_groups(groups: Sequence[LayerGroup]) -> tuple[LayerGroup, ...]:
     """Groups that can be one cache."""
     if not groups:
         raise BadArgument("PagedCache(): groups is empty; give one kvx.LayerGroup or more.")
-    sizes = {g.spec.block_size for g in groups}
+    sizes = {g.block_size for g in groups if g.block_size}
     if len(sizes) > 1:
         raise BadArgument(f"PagedCache(): groups have block_size {sorted(sizes)}; all groups have the same.")
-    layers = [i for g in groups for i in g.layers]
-    twice = sorted({i for i in layers if layers.count(i) > 1})
-    if twice:
-        raise BadArgument(f"PagedCache(): layers {twice} are in two groups.")
+    for has_state in (False, True):  # a layer may have K and V, and states beside them
+        layers = [i for g in groups if g.blocks_of.has_state == has_state for m in g.members for i in m.layers]
+        twice = sorted({i for i in layers if layers.count(i) > 1})
+        if twice:
+            raise BadArgument(f"PagedCache(): layers {twice} are in two groups.")
     names = [g.name for g in groups]
     if len(set(names)) != len(names):
         raise BadArgument(f"PagedCache(): two groups have one name, of {names}.")

@@ -16,24 +16,29 @@ import struct
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvx.cache.backing import Backing, bring_back
+from kvx.cache.admitted import Admitted
+from kvx.cache.backing import Backing
 from kvx.cache.batch import Batch, BatchBuffers
 from kvx.cache.blocks import BlockAllocator
-from kvx.cache.groups import GroupState, Layer, LayerGroup, check_groups
+from kvx.cache.group_table import GroupTable
+from kvx.cache.groups import AnyLayer, Layer, LayerGroup, PlanesLayer, check_groups
 from kvx.cache.guard import Guard, whole
-from kvx.cache.integrity import check_cache, count_refs, mend_sequences
+from kvx.cache.kinds import Full, Latent, State
 from kvx.cache.names import BlockHash
 from kvx.cache.prefix import Extras, PrefixCache, PrefixStats, check_extra, checked_extras
+from kvx.cache.recall import Recall
 from kvx.cache.sequence import Sequence
+from kvx.cache.state_table import StateTable
 from kvx.errors import BadArgument, OutOfBlocks
 from kvx.layout.device_memory import check_fits
+from kvx.spec.cache_spec import CacheSpec
 
 Tokens = Listing[int] | NDArray[Any] | Tensor
 
@@ -77,12 +82,15 @@ class PagedCache:
         hash_name: str = "blake2b",
         max_events: int = 0,  # of prefix.events; 0: none are kept
         backend: str = "auto",  # of the copies made here
+        block_size: int = 0,  # tokens of a block, where no group's spec says it: of states, and of entries
     ) -> None:
         self.groups = check_groups(groups)
         for name, value, least in (("max_seqs", max_seqs, 1), ("max_seq_len", max_seq_len, 1), ("max_tokens", max_tokens, 0)):
             if not isinstance(value, int) or value < least:
                 raise BadArgument(f"PagedCache(): {name} is {value!r}; it is {least} or more.")
-        self.block_size = self.groups[0].spec.block_size
+        self.block_size = block_size or next((g.block_size for g in self.groups if g.block_size), 0)
+        if not self.block_size:
+            raise BadArgument("PagedCache(): no group says how many tokens a block has; give block_size.")
         self.max_seqs, self.max_seq_len = max_seqs, max_seq_len
         self.max_tokens = max_tokens or max(max_seq_len, max_seqs)
         self.max_blocks = -(-max_seq_len // self.block_size)  # of a sequence
@@ -91,24 +99,26 @@ class PagedCache:
             raise BadArgument('PagedCache(): device is "meta", which holds no bytes; kvx.size() tells what a cache takes.')
         check_fits("PagedCache()", self.groups[0].spec.num_blocks, sum(g.num_bytes for g in self.groups), self.device)
         self._guard = Guard()
-        self._groups = [
-            GroupState(g, i, max_seqs, self.max_blocks, device, backend, self._guard) for i, g in enumerate(self.groups)
+        shape = max_seqs, self.max_blocks, self.block_size
+        self._tables = [
+            (StateTable if g.blocks_of.has_state else GroupTable)(g, i, shape, device, backend, self._guard)
+            for i, g in enumerate(self.groups)
         ]
-        self.allocators: tuple[BlockAllocator, ...] = tuple(g.allocator for g in self._groups)
+        self.allocators: tuple[BlockAllocator, ...] = tuple(t.allocator for t in self._tables)
+        self.kinds = tuple(t.kind for t in self._tables)
+        self._admitted = Admitted(self, max_seqs, max_seq_len, self._tables)
+        self._running = _join_states(self._tables, max_seqs)
         for i, allocator in enumerate(self.allocators):
-            allocator.count_refs = partial(count_refs, self, i)
-        self.windows = tuple(g.window for g in self.groups)
-        self._only_group = self._groups[0] if len(self._groups) == 1 and not self.windows[0] else None
+            allocator.count_refs = partial(self._admitted.count_refs, i)
+        only = self._tables[0]
+        is_plain = isinstance(only.kind, Full | Latent) and not only.kind.gives_back
+        self._only_group = only if len(self._tables) == 1 and is_plain else None
         self.prefix: PrefixCache | None = None
         if prefix:
             self.prefix = PrefixCache(self.allocators, self.block_size, salt=salt, hash_name=hash_name, max_events=max_events)
-        self._layers = {i: layer for g in self._groups for i, layer in g.layers.items()}
-        self._tokens = np.zeros((max_seqs, max_seq_len), np.int32)  # pages of it exist once they are written to
-        self._rows = list(range(max_seqs - 1, -1, -1))  # free rows of tokens and tables
-        self._live: dict[int, Sequence] = {}
-        self._next_id = 0
-        self._guard.mended_by(partial(mend_sequences, self))
-        self._buffers = BatchBuffers(len(self.groups), max_seqs, self.max_blocks, self.max_tokens, self.block_size, self.device)
+        self._guard.mended_by(self._admitted.mend)
+        self._layers = {i: layer for t in self._tables for i, layer in t.layers.items() if isinstance(layer, Layer)}
+        self._buffers = BatchBuffers(self._tables, max_seqs, self.max_tokens, self.device)
 
     # --- one sequence -----------------------------------------------------------------------------------------------------
 
@@ -131,18 +141,21 @@ class PagedCache:
             with guard.lock:
                 if guard.is_torn:
                     guard.mend()
-                seq = self._new_sequence("admit")
-                seq._extras = begun
-                seq._tokens[:n] = ids
+                seq = self._admitted.new("admit")
+                seq.extras = begun
+                seq.token_row[:n] = ids
                 seq.num_tokens = n
                 if self.prefix is not None:
                     self._find_prefix(seq, self.prefix, root)
-                    if self.prefix.backing is not None and is_brought_back:
-                        bring_back(self, self.prefix, self.prefix.backing, seq)
+                    if self.prefix.backing is None:
+                        self._run_ahead(seq, self.prefix)
+                    elif is_brought_back:
+                        self._bring_back(seq, self.prefix, self.prefix.backing)
+                        self._run_ahead(seq, self.prefix)
             return seq
         except BaseException:  # nobody has the sequence
             if seq is not None:
-                guard.is_torn, seq._cache = True, None
+                guard.is_torn, seq.cache = True, None
                 self._mend()
             raise
 
@@ -163,46 +176,87 @@ class PagedCache:
         What it has no room for, or is damaged, stays to be computed.
         """
         self._check_live("bring_back", seq)
-        if seq.length != seq._num_stored:
+        if seq.length != seq.num_stored:
             raise BadArgument(f"bring_back(): {seq} has tokens of its own; it is called after admit(), before extend().")
         if self.prefix is None or self.prefix.backing is None:
             return 0
-        return bring_back(self, self.prefix, self.prefix.backing, seq) * self.block_size
+        count = self._bring_back(seq, self.prefix, self.prefix.backing)
+        self._run_ahead(seq, self.prefix)
+        return count * self.block_size
 
-    def _hold_after(self, seq: Sequence, group: int, first: int, ids: NDArray[np.int32]) -> None:
-        """A group's blocks after the sequence's own, of which a window sees those from `first` on."""
-        g, have = self._groups[group], seq.length // self.block_size
-        end = first + len(ids)
-        self._leave_behind(seq, group, min(have, g.first_block(end * self.block_size)))
-        g.table[seq._row, have:first] = -1
-        g.table[seq._row, first:end] = ids
-        if first > have:
-            seq._first[group] = first
+    def _bring_back(self, seq: Sequence, prefix: PrefixCache, backing: Backing) -> int:
+        """Blocks more than the sequence has, as far as the cache and its backing have them together."""
+        bs, done = self.block_size, seq.length // self.block_size
+        recall = Recall(self._tables, prefix, backing, seq.hashes[done : max(0, seq.num_tokens - 1) // bs], done)
+        try:
+            count = recall.run()
+            if count:
+                self._hold_after(seq, recall, count)
+        except BaseException:  # whatever a backing raises: there are references that are no sequence's
+            self._guard.is_torn = True
+            self._guard.mend()
+            raise
+        prefix.stats.tokens_brought += count * bs
+        return count
 
-    def _new_sequence(self, call: str) -> Sequence:
-        if not self._rows:
-            raise OutOfBlocks(f"{call}(): all {self.max_seqs} sequences are in use (max_seqs). Release one first.")
-        row = self._rows[-1]
-        seq = Sequence(self, self._next_id, row, self._tokens[row], len(self._groups))
-        self._next_id += 1
-        del self._rows[-1]
-        self._live[seq.id] = seq
-        return seq
+    def _hold_after(self, seq: Sequence, recall: Recall, count: int) -> None:
+        """The sequence goes on after `count` blocks more."""
+        row, done = seq.row, recall.done
+        for table, part in zip(self._tables, recall.parts, strict=True):
+            table.hold_after(seq, done + part.first, part.ids)
+        states = [t for t in self._tables if t.kind.has_state]
+        before = [t.held(seq).copy() for t in states]
+        running = [recall.parts[t.index].ids[-1] for t in states]
+        starts = [0 if t.kind.has_state else seq.starts[t.index] for t in self._tables]
+        length = (done + count) * self.block_size
+        # From here on without a call: a state and its position change together, wherever Ctrl-C comes.
+        self._running[row] = running
+        seq.starts = starts
+        seq.length = seq.num_cached = seq.limit = seq.num_stored = length
+        for table, ids in zip(states, before, strict=True):
+            table.allocator.release_checked(ids)
 
     def _find_prefix(self, seq: Sequence, prefix: PrefixCache, root: BlockHash) -> None:
-        seq._root = root
+        seq.root = root
         full = max(0, seq.num_tokens - 1) // self.block_size
         if not full:
             return
-        data = seq._tokens[: full * self.block_size].tobytes()
-        seq._hashes = prefix.chain(data, seq._root, seq._extras)
-        n, found = prefix.match_checked(seq._hashes, self.windows)
+        data = seq.token_row[: full * self.block_size].tobytes()
+        seq.hashes = prefix.chain(data, seq.root, seq.extras)
+        n, found = prefix.find(seq.hashes, self.kinds)
+        prefix.count(len(seq.hashes), n)
         if not n:
             return
-        for i, (group, ids) in enumerate(zip(self._groups, found, strict=True)):
-            group.table[seq._row, :n] = ids
-            seq._first[i] = group.first_block(n * self.block_size)
-        seq.length = seq.num_cached = seq._limit = seq._num_stored = n * self.block_size
+        held: list[NDArray[np.int32]] = []
+        prefix.hold_checked(found, n, self.kinds, held)
+        for table, ids in zip(self._tables, held, strict=True):
+            table.hold(seq, ids, n)
+        seq.length = seq.num_cached = seq.limit = seq.num_stored = n * self.block_size
+
+    def _run_ahead(self, seq: Sequence, prefix: PrefixCache) -> None:
+        """Hold what is there behind the sequence's state, and where that is nearer, begin to compute the state again.
+
+        Only in a cache of entries and states: an entry that is there is not written again, K and V would be.
+        """
+        states = [t.kind for t in self._tables if isinstance(t.kind, State)]
+        tables = [t for t in self._tables if t.kind.is_ahead]
+        if not states or not tables or len(tables) + len(states) != len(self._tables):
+            return
+        bs, have = self.block_size, seq.length // self.block_size
+        ids = [prefix.ids(t.index, seq.hashes[: max(0, seq.num_tokens - 1) // bs]) for t in tables]
+        n = min(int(np.argmax(np.append(found, -1) < 0)) for found in ids)
+        if n <= have:
+            return
+        for table, found in zip(tables, ids, strict=True):
+            table.table[seq.row, have:n] = table.allocator.retain_checked(found[have:n])
+        seq.num_ahead, seq.num_stored = n, n * bs
+        if seq.length or any(kind.replay < 0 for kind in states):  # on from a snapshot, or from the first token
+            return
+        start = max(0, n * bs - max(kind.replay for kind in states))
+        starts = [1 if t.kind.has_state and start else seq.starts[t.index] for t in self._tables]
+        is_exact = start == 0 or all(kind.is_replay_exact for kind in states)
+        seq.length = seq.num_cached = seq.limit = start
+        seq.starts, seq.is_exact = starts, is_exact
 
     @whole
     def append(self, seq: Sequence, tokens: Tokens, *, extra: bytes = b"") -> None:
@@ -212,7 +266,7 @@ class PagedCache:
         end = seq.num_tokens + len(ids)
         self._check_length("append", seq, end)
         self._begin("append", seq, end - len(ids), end, extra)
-        seq._tokens[seq.num_tokens : end] = ids
+        seq.token_row[seq.num_tokens : end] = ids
         seq.num_tokens = end
 
     def extend(self, seq: Sequence, n: int | Tokens, *, extra: bytes = b"") -> None:
@@ -232,14 +286,14 @@ class PagedCache:
             raise
         # The two calls of a decode step, without numpy's functions where the last block has room.
         if type(n) is int:
-            if 0 <= n <= seq._limit - length and n <= seq.num_tokens - length and seq._cache is self:
+            if 0 <= n <= seq.limit - length and n <= seq.num_tokens - length and seq.cache is self:
                 seq.length = length + n
                 return
-        elif type(n) is list and len(n) == 1 and length == seq.num_tokens and seq._cache is self:
+        elif type(n) is list and len(n) == 1 and length == seq.num_tokens and seq.cache is self:
             token = n[0]
             if type(token) is int and 0 <= token < 2**31:
-                if length < seq._limit:
-                    seq._tokens[length] = token
+                if length < seq.limit:
+                    seq.token_row[length] = token
                     seq.num_tokens = seq.length = length + 1
                     return
                 if self._only_group is not None and length % self.block_size == 0 and length < self.max_seq_len:
@@ -265,7 +319,7 @@ class PagedCache:
                     "or make the cache with prefix=False."
                 )
             if end > seq.num_tokens:
-                seq._tokens[seq.num_tokens : end] = 0
+                seq.token_row[seq.num_tokens : end] = 0
             self._grow(seq, end)
             return
         ids = _token_ids("extend", n)
@@ -276,10 +330,10 @@ class PagedCache:
         end = seq.length + len(ids)
         self._check_length("extend", seq, end)
         self._begin("extend", seq, end - len(ids), end, extra)
-        seq._tokens[seq.num_tokens : end] = ids
+        seq.token_row[seq.num_tokens : end] = ids
         self._grow(seq, end)
 
-    def _next_block(self, seq: Sequence, token: int, group: GroupState) -> None:
+    def _next_block(self, seq: Sequence, token: int, group: GroupTable) -> None:
         """extend by one token, into the next block of the only group: a decode step has no time for more."""
         guard, length = self._guard, seq.length
         end, limit = length + 1, min(length + self.block_size, self.max_seq_len)
@@ -287,9 +341,9 @@ class PagedCache:
             if guard.is_torn:
                 guard.mend()
             try:
-                seq._tokens[length] = token
-                group.table[seq._row, length // self.block_size] = group.allocator.allocate_one("extend")
-                seq.num_tokens, seq.length, seq._limit = end, end, limit
+                seq.token_row[length] = token
+                group.table[seq.row, length // self.block_size] = group.allocator.allocate_one("extend")
+                seq.num_tokens, seq.length, seq.limit = end, end, limit
             except OutOfBlocks:
                 raise
             except BaseException:
@@ -300,54 +354,77 @@ class PagedCache:
     def _begin(self, call: str, seq: Sequence, at: int, end: int, extra: bytes) -> None:
         """The tokens from `at` on begin with this. Said before they are counted, so that Ctrl-C cannot leave them without it."""
         check_extra(call, extra)
-        if seq._extras or extra:  # what stands at `at` is of a call that was broken off
-            seq._extras = [begun for begun in seq._extras if begun[0] < at] + ([(at, extra)] if extra and end > at else [])
+        if seq.extras or extra:  # what stands at `at` is of a call that was broken off
+            seq.extras = [begun for begun in seq.extras if begun[0] < at] + ([(at, extra)] if extra and end > at else [])
+
+    @whole
+    def extend_all(self, work: Listing[tuple[Sequence, int]]) -> None:
+        """Room for the next `n` tokens of each of these sequences, or for none of them: OutOfBlocks changes nothing."""
+        self._extend_all("extend_all", work)
+
+    def _extend_all(self, call: str, work: Listing[tuple[Sequence, int]]) -> list[_Standing]:
+        """What they were before."""
+        if len({id(seq) for seq, _ in work}) != len(work):
+            raise BadArgument(f"{call}(): a sequence is there twice. Nothing changed.")
+        ends = []
+        for seq, n in work:
+            if type(seq) is not Sequence or seq.cache is not self:
+                self._check_live(call, seq)
+            if (type(n) is not int and (isinstance(n, bool) or not isinstance(n, int | np.integer))) or n < 0:
+                raise BadArgument(f"{call}(): {seq} with {n!r} tokens more; that is a whole number, 0 or more. Nothing changed.")
+            end = seq.length + int(n)
+            self._check_length(call, seq, end)
+            if end > seq.num_tokens and self.prefix is not None:
+                raise BadArgument(
+                    f"{call}(): {n} tokens more make {end}; {seq.num_tokens} of {seq} are known. Give the new tokens' ids to "
+                    "append() first, or make the cache with prefix=False. Nothing changed."
+                )
+            ends.append((seq, end))
+        before = [_Standing(seq, seq.num_tokens, seq.length, seq.limit) for seq, _ in work]
+        try:
+            for seq, end in ends:
+                if end > seq.num_tokens:
+                    seq.token_row[seq.num_tokens : end] = 0
+            self._grow_all(call, ends)
+        except BaseException:
+            self._stand_again(before)
+            raise
+        return before
+
+    def _stand_again(self, before: Listing[_Standing]) -> None:
+        """As if nothing had been given: the guard counts the blocks again after this."""
+        for seq, num_tokens, length, limit in before:
+            seq.num_tokens, seq.length, seq.limit = num_tokens, length, limit
 
     def _grow(self, seq: Sequence, end: int) -> None:
-        """Blocks up to `end`. First every group is asked, then each is changed: so OutOfBlocks leaves all as it was.
+        if end != seq.length:
+            self._grow_all("extend", [(seq, end)])
+
+    def _grow_all(self, call: str, ends: Listing[tuple[Sequence, int]]) -> None:
+        """Blocks up to each `end`. First every group is asked, then each is changed: so OutOfBlocks leaves all as it was.
 
         The new length is the last that changes: what is in the table behind the old one is nobody's until then.
         """
-        length, row, bs = seq.length, seq._row, self.block_size
-        num_tokens = max(seq.num_tokens, end)
-        if end == length:
-            return
-        have, want = -(-length // bs), -(-end // bs)
-        copies: list[bool] = []
-        for i, g in enumerate(self._groups):
-            # Writing goes on in the last block, unless it is full.
-            copy = bool(length % bs) and length == seq._limit and g.allocator.is_shared(int(g.table[row, have - 1]))
-            need, allocator = want - have + copy, g.allocator
+        growths = []
+        for table in self._tables:
+            mine, allocator = [table.growth(seq, end) for seq, end in ends], table.allocator
+            need = sum(growth.need for growth in mine)
             if need > allocator.num_available:
-                behind = g.table[row, seq._first[i] : max(seq._first[i], min(have, g.first_block(length)))]
-                if need > allocator.num_available + allocator.num_single(behind):
-                    raise allocator.out_of_blocks(need, "extend")
-            copies.append(copy)
-        limit = min(want * bs, self.max_seq_len)
-        for i, (g, copy) in enumerate(zip(self._groups, copies, strict=True)):
-            if g.window:
-                self._leave_behind(seq, i, min(have, g.first_block(length)))
-            if copy:
-                source = g.table[row, have - 1 : have].copy()
-                block = g.allocator.allocate_one()
-                g.copy_block(int(source[0]), block)
-                g.table[row, have - 1] = block
-                g.allocator.release_checked(source)
-            if want == have + 1:
-                g.table[row, have] = g.allocator.allocate_one()
-            elif want > have:
-                g.table[row, have:want] = g.allocator.allocate_checked(want - have)
-        seq.num_tokens, seq.length, seq._limit = num_tokens, end, limit
-
-    def _leave_behind(self, seq: Sequence, group: int, first: int) -> None:
-        """Give back a group's blocks before `first`."""
-        start = seq._first[group]
-        if first > start:
-            g = self._groups[group]
-            left = g.table[seq._row, start:first].copy()
-            seq._first[group] = first
-            g.table[seq._row, start:first] = -1
-            g.allocator.release_checked(left)
+                behind = sum(table.num_left_behind(seq) for seq, _ in ends)
+                if need > allocator.num_available + behind:
+                    raise allocator.out_of_blocks(need, call)
+            growths.append((mine, need))
+        for table, (mine, need) in zip(self._tables, growths, strict=True):
+            if len(ends) > 1 and table.kind.gives_back:  # what is given back may be what another takes
+                for seq, _ in ends:
+                    table.leave_behind(seq, min(table.num_blocks(seq, seq.length), table.first_block(seq.length)))
+            for (seq, _), growth in zip(ends, mine, strict=True):
+                need -= growth.need
+                table.grow(seq, growth, need)
+        for seq, end in ends:
+            limit = min(-(-end // self.block_size) * self.block_size, self.max_seq_len)
+            num_tokens = max(seq.num_tokens, end)
+            seq.num_tokens, seq.length, seq.limit = num_tokens, end, limit
 
     def commit(self, seq: Sequence) -> None:
         """The K and V of all its `length` tokens are written, or will be before anything reads them on this stream.
@@ -355,12 +432,12 @@ class PagedCache:
         Full blocks get names, by which later sequences find them.
         """
         bs = self.block_size
-        if type(seq) is not Sequence or seq._cache is not self:
+        if type(seq) is not Sequence or seq.cache is not self:
             self._check_live("commit", seq)
-        if seq.length - seq._num_stored < bs:
+        if seq.length - seq.num_stored < bs:
             return
         if self.prefix is None:
-            seq._num_stored = seq.length // bs * bs
+            seq.num_stored = seq.length // bs * bs
             return
         guard = self._guard
         with guard.lock:
@@ -373,21 +450,39 @@ class PagedCache:
                 guard.mend()
                 raise
 
-    def _store(self, seq: Sequence, prefix: PrefixCache) -> None:
-        """Name its full blocks."""
-        hashes, bs, row = seq._hashes, self.block_size, seq._row
-        done, full = seq._num_stored // bs, seq.length // bs
+    @whole
+    def adopt(self, seq: Sequence, first_tokens: Listing[int]) -> None:
+        """commit for blocks that someone else wrote, in group i from token first_tokens[i] on.
+
+        A block that a window's edge runs through is good for this sequence, which sees its end alone, and gets no name: another
+        might see its beginning.
+        """
+        self._check_live("adopt", seq)
+        if len(first_tokens) != len(self.groups):
+            raise BadArgument(f"adopt(): {len(first_tokens)} first tokens for {len(self.groups)} groups.")
+        if self.prefix is None:
+            seq.num_stored = seq.length // self.block_size * self.block_size
+        elif seq.length - seq.num_stored >= self.block_size:
+            self._store(seq, self.prefix, first_tokens)
+
+    def _store(self, seq: Sequence, prefix: PrefixCache, first_tokens: Listing[int] = ()) -> None:
+        """Name its full blocks, in group i from token first_tokens[i] on."""
+        hashes, bs = seq.hashes, self.block_size
+        done, full = seq.num_stored // bs, seq.length // bs
         if len(hashes) < full:
-            parent = hashes[-1] if hashes else seq._root
+            parent = hashes[-1] if hashes else seq.root
             first = len(hashes) * bs
-            hashes += prefix.chain(seq._tokens[first : full * bs].tobytes(), parent, seq._extras, first)
-        for i, g in enumerate(self._groups):
-            first = max(done, seq._first[i])
-            if first + 1 == full:
-                prefix.put_one(i, hashes[first], int(g.table[row, first]))
-            elif first < full:
-                prefix.put_checked(i, hashes[first:full], g.table[row, first:full])
-        seq._num_stored = full * bs
+            hashes += prefix.chain(seq.token_row[first : full * bs].tobytes(), parent, seq.extras, first)
+        if not seq.is_exact:
+            return
+        for table in self._tables:
+            least = max(done, -(-first_tokens[table.index] // bs)) if first_tokens else done
+            first, ids = table.nameable(seq, least)
+            if len(ids) == 1:
+                prefix.put_one(table.index, hashes[first], int(ids[0]))
+            elif len(ids):
+                prefix.put_checked(table.index, hashes[first : first + len(ids)], ids)
+        seq.num_stored = max(seq.num_stored, full * bs)
 
     def fork(self, seq: Sequence) -> Sequence:
         """Another sequence with the same tokens and blocks. The first to write into a shared last block gets a copy of it."""
@@ -397,27 +492,26 @@ class PagedCache:
                 if guard.is_torn:
                     guard.mend()
                 self._check_live("fork", seq)
-                other = self._new_sequence("fork")
+                other = self._admitted.new("fork")
                 self._share(seq, other)
             return other
         except BaseException:  # nobody has the sequence
             if other is not None:
-                guard.is_torn, other._cache = True, None
+                guard.is_torn, other.cache = True, None
                 self._mend()
             raise
 
     def _share(self, seq: Sequence, other: Sequence) -> None:
         """All that `seq` has, for a new one."""
-        blocks = -(-seq.length // self.block_size)
-        other._tokens[: seq.num_tokens] = seq.tokens
-        other._first, other._hashes, other._root = list(seq._first), list(seq._hashes), seq._root
-        for g, first in zip(self._groups, seq._first, strict=True):
-            held = g.table[seq._row, :blocks]
-            g.table[other._row, :blocks] = held
-            g.allocator.retain_checked(held[first:])
+        other.token_row[: seq.num_tokens] = seq.tokens
+        other.starts, other.hashes, other.root = list(seq.starts), list(seq.hashes), seq.root
+        other.num_ahead, other.is_exact = seq.num_ahead, seq.is_exact
+        for table in self._tables:
+            table.table[other.row] = table.table[seq.row]
+            table.allocator.retain_checked(table.held(seq))
         other.num_tokens, other.length, other.num_cached = seq.num_tokens, seq.length, seq.num_cached
-        other._num_stored, other._extras = seq._num_stored, list(seq._extras)
-        seq._limit = other._limit = seq.length
+        other.num_stored, other.extras = seq.num_stored, list(seq.extras)
+        seq.limit = other.limit = seq.length
 
     @whole
     def truncate(self, seq: Sequence, length: int) -> None:
@@ -430,44 +524,46 @@ class PagedCache:
         if not isinstance(length, int | np.integer) or not 0 <= length <= seq.length:
             raise BadArgument(f"truncate(): length is {length!r}; the sequence has {seq.length}. It is 0 to that.")
         length = int(length)
+        for table in self._tables:
+            if why := table.why_not_cut(seq, length):
+                raise BadArgument(f"truncate(): {why}. Release it, and admit its tokens again.")
+        self._truncate(seq, length)
+
+    def _truncate(self, seq: Sequence, length: int) -> None:
         bs = self.block_size
-        for g, first in zip(self._groups, seq._first, strict=True):
-            if g.first_block(length) < first and length:
-                raise BadArgument(
-                    f"truncate(): at length {length} group {g.group.name!r} (window {g.window}) sees from block "
-                    f"{g.first_block(length)} on; blocks before {first} were given back. Release it, and admit its tokens again."
-                )
-        keep, have = -(-length // bs), -(-seq.length // bs)
-        starts = [max(keep, first) for first in seq._first]
-        left = [g.table[seq._row, start:have].copy() for g, start in zip(self._groups, starts, strict=True)]
-        cached, stored, hashes = min(seq.num_cached, length), min(seq._num_stored, length // bs * bs), seq._hashes[: length // bs]
-        first_blocks = [min(first, keep) for first in seq._first]
-        seq.length = seq.num_tokens = seq._limit = length  # extend asks whose the last block is
-        seq.num_cached, seq._num_stored, seq._hashes, seq._first = cached, stored, hashes, first_blocks
-        if seq._extras:
-            seq._extras = [begun for begun in seq._extras if begun[0] < length]
-        for g, start, blocks in zip(self._groups, starts, left, strict=True):
-            if start < have:
-                g.table[seq._row, start:have] = -1
-                g.allocator.release_checked(blocks)
+        ahead = min(seq.num_ahead, length // bs)
+        left, starts = [], []
+        for table in self._tables:
+            keep, have = table.kind.num_blocks(length, bs), table.num_blocks(seq, seq.length)
+            start = max(keep, ahead if table.kind.is_ahead else 0, seq.starts[table.index])
+            left.append((table, start, table.table[seq.row, start:have].copy()))
+            starts.append(min(seq.starts[table.index], keep))
+        cached, stored, hashes = min(seq.num_cached, length), min(seq.num_stored, length // bs * bs), seq.hashes[: length // bs]
+        seq.length = seq.num_tokens = seq.limit = length  # extend asks whose the last block is
+        seq.num_cached, seq.num_stored, seq.hashes, seq.starts, seq.num_ahead = cached, stored, hashes, starts, ahead
+        if seq.extras:
+            seq.extras = [begun for begun in seq.extras if begun[0] < length]
+        for table, start, blocks in left:
+            if len(blocks):
+                table.table[seq.row, start : start + len(blocks)] = -1
+                table.allocator.release_checked(blocks)
 
     @whole
     def release(self, seq: Sequence) -> None:
         """Give back its blocks and its place. Blocks with names stay to be found until their room is needed."""
         self._check_live("release", seq)
-        blocks, row = -(-seq.length // self.block_size), seq._row
-        seq._cache = None
-        for g, first in zip(self._groups, seq._first, strict=True):
-            g.allocator.release_checked(g.table[row, first:blocks])
-        del self._live[seq.id]
-        self._rows.append(row)
+        seq.cache = None
+        for table in self._tables:
+            table.allocator.release_checked(table.held(seq))
+        self._admitted.leave(seq)
 
     def blocks(self, seq: Sequence, group: int = 0) -> NDArray[np.int32]:
-        """Its block ids in a group, in order; -1 behind the window."""
+        """Its block ids in a group, in order; -1 behind the window. Of states: the one it is in."""
         self._check_live("blocks", seq)
-        if not isinstance(group, int) or not 0 <= group < len(self._groups):
-            raise BadArgument(f"blocks(): group is {group!r}; the cache has {len(self._groups)}, from 0 on.")
-        return self._groups[group].table[seq._row, : -(-seq.length // self.block_size)].copy()
+        if not isinstance(group, int) or not 0 <= group < len(self._tables):
+            raise BadArgument(f"blocks(): group is {group!r}; the cache has {len(self._tables)}, from 0 on.")
+        table = self._tables[group]
+        return table.table[seq.row, : table.num_blocks(seq, seq.length)].copy()
 
     # --- a batch ----------------------------------------------------------------------------------------------------------
 
@@ -478,92 +574,119 @@ class PagedCache:
         The batch is views of buffers that never move: good until the next plan. Padding fills it up to a captured graph's size.
         """
         for seq, n in work:
-            if type(seq) is not Sequence or seq._cache is not self:
+            if type(seq) is not Sequence or seq.cache is not self:
                 self._check_live("plan", seq)
             if not isinstance(n, int | np.integer) or not 0 < n <= seq.length:
                 raise BadArgument(f"plan(): {n!r} queries of {seq}; they are 1 to its length. extend() comes first.")
             if n > 1 and self._only_group is None:
                 self._check_queries(seq, n)
-        return self._buffers.fill(work, self._tokens, self._groups, pad_seqs, pad_tokens)
+        return self._buffers.fill(work, self._admitted.tokens, pad_seqs, pad_tokens)
 
     def _check_queries(self, seq: Sequence, n: int) -> None:
         """Every query has a block in every group to be written to."""
-        for g, first in zip(self._groups, seq._first, strict=True):
-            if (seq.length - n) // self.block_size < first:
+        block = (seq.length - n) // self.block_size
+        for table, first in zip(self._tables, seq.starts, strict=True):
+            if block < first and not table.kind.has_state:
                 raise BadArgument(
-                    f"plan(): {n} queries of {seq} begin in block {(seq.length - n) // self.block_size}; group {g.group.name!r} "
-                    f"(window {g.window}) gave back those before {first}. Plan what extend() made room for last."
+                    f"plan(): {n} queries of {seq} begin in block {block}; group {table.group.name!r} (window "
+                    f"{table.kind.window}) gave back those before {first}. Plan what extend() made room for last."
                 )
 
     def layer(self, i: int) -> Layer:
-        """The handle of the model's layer `i`."""
+        """The handle of the model's layer `i`: its K and V."""
         try:
             return self._layers[i]
         except (KeyError, TypeError):
-            raise BadArgument(f"layer(): no group has layer {i!r}; they have {sorted(self._layers)}.") from None
+            raise BadArgument(f"layer(): no group has K and V of layer {i!r}; they have {sorted(self._layers)}.") from None
+
+    def planes(self, i: int, group: int) -> PlanesLayer:
+        """The handle of layer `i` in a group whose blocks hold other planes than K and V: a state."""
+        has_group = isinstance(group, int) and 0 <= group < len(self._tables)
+        found = self._tables[group].layers.get(i) if has_group else None
+        if not isinstance(found, PlanesLayer):
+            names = [repr(t.group.name) for t in self._tables if not isinstance(t.group.spec, CacheSpec)]
+            raise BadArgument(
+                f"planes(): group {group!r} has no planes of layer {i!r}. Groups of others than K and V: "
+                f"{', '.join(names) or 'none'}."
+            )
+        return found
 
     # --- all of it --------------------------------------------------------------------------------------------------------
 
     @whole
     def room(self, seq: Sequence | None = None) -> int:
         """Tokens that fit now, in one extend of `seq` or of a new sequence: free and idle blocks of the tightest group."""
-        bs = self.block_size
         if seq is None:
-            if not self._rows:
+            if not self._admitted.free_rows:
                 return 0
-            return min(self.max_seq_len, *(a.num_available * bs for a in self.allocators))
+            rooms = [t.allocator.num_available * (2**31 if t.kind.has_state else self.block_size) for t in self._tables]
+            return min(self.max_seq_len, *rooms)
         self._check_live("room", seq)
-        have, inside = -(-seq.length // bs), -seq.length % bs
-        fits = self.max_seq_len - seq.length
-        for i, g in enumerate(self._groups):
-            first = max(seq._first[i], min(have, g.first_block(seq.length)))
-            blocks = g.allocator.num_available + g.allocator.num_single(g.table[seq._row, seq._first[i] : first])
-            if inside and seq.length == seq._limit and g.allocator.is_shared(int(g.table[seq._row, have - 1])):
-                blocks -= 1  # the copy
-            fits = min(fits, blocks * bs + inside if blocks >= 0 else 0)
-        return fits
+        return min(self.max_seq_len - seq.length, *(table.room(seq) for table in self._tables))
 
     @property
     def num_seqs(self) -> int:
-        return len(self._live)
+        return len(self._admitted.live)
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
         """Those admitted and not released, oldest first."""
-        return tuple(self._live.values())
+        return tuple(self._admitted.live.values())
 
     @property
     def memory_bytes(self) -> int:
         """Of all layers' tensors, scales included."""
-        return sum(t.numel() * t.element_size() for layer in self._layers.values() for t in layer.tensors)
+        return sum(_num_bytes(layer) for table in self._tables for layer in table.layers.values())
 
     @whole
     def stats(self) -> CacheStats:
         groups = []
-        for g in self._groups:
-            a, total = g.allocator, sum(t.numel() * t.element_size() for layer in g.layers.values() for t in layer.tensors)
+        for table in self._tables:
+            a, total = table.allocator, sum(map(_num_bytes, table.layers.values()))
             per_block = total // max(1, a.num_blocks)
             groups.append(GroupStats(a.name, a.num_blocks, a.num_free, a.num_idle, a.num_used, a.num_pinned, per_block))
-        tokens = sum(s.length for s in self._live.values())
-        return CacheStats(len(self._live), tokens, tuple(groups), self.prefix.stats if self.prefix else None)
+        tokens = sum(s.length for s in self._admitted.live.values())
+        return CacheStats(len(self._admitted.live), tokens, tuple(groups), self.prefix.stats if self.prefix else None)
 
     def check(self) -> None:
         """Recount every block, name and row; InternalError names the first thing that does not agree."""
         with self._guard.lock:
             if self._guard.is_torn:
                 self._guard.mend()
-            check_cache(self)
+            self._admitted.check(self.prefix)
 
     def _check_live(self, call: str, seq: Sequence) -> None:
         if not isinstance(seq, Sequence):
             raise BadArgument(f"{call}(): {seq!r} is no sequence; admit() gives one. Nothing changed.")
-        if seq._cache is not self:
-            why = "was released" if seq._cache is None else "is of another cache"
+        if seq.cache is not self:
+            why = "was released" if seq.cache is None else "is of another cache"
             raise BadArgument(f"{call}(): {seq} {why}. Nothing changed.")
 
     def _check_length(self, call: str, seq: Sequence, end: int) -> None:
         if end > self.max_seq_len:
             raise BadArgument(f"{call}(): {seq} would have {end} tokens; max_seq_len is {self.max_seq_len}. Nothing changed.")
+
+
+class _Standing(NamedTuple):
+    """Of a sequence, before a call that may be broken off."""
+
+    seq: Sequence
+    num_tokens: int
+    length: int
+    limit: int
+
+
+def _join_states(tables: Listing[GroupTable], max_seqs: int) -> NDArray[np.int32]:
+    """[max_seqs, groups of states]: the tables of all of them in one array, so that a sequence's states change in one statement."""
+    states = [t for t in tables if t.kind.has_state]
+    running = np.full((max_seqs, len(states)), -1, np.int32)
+    for n, table in enumerate(states):
+        table.table = running[:, n : n + 1]
+    return running
+
+
+def _num_bytes(layer: AnyLayer) -> int:
+    return sum(t.numel() * t.element_size() for t in layer.tensors)
 
 
 def _token_ids(call: str, tokens: Tokens) -> NDArray[np.int32]:

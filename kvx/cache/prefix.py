@@ -24,9 +24,11 @@ from numpy.typing import NDArray
 from kvx.cache.backing import Backing
 from kvx.cache.blocks import BlockAllocator, BlockIds
 from kvx.cache.guard import Guard, whole
+from kvx.cache.kinds import GroupKind, kind_of
 from kvx.cache.names import BlockHash, naming
 from kvx.errors import BadArgument, InternalError
 
+Kinds = Sequence[GroupKind | int]  # of each group; a number is the window of one, 0: none
 Extras = Sequence[tuple[int, bytes]]  # (position of the first token, what it is), in order
 
 
@@ -74,12 +76,12 @@ class PrefixCache:
         # Block -> hash, of the blocks whose content is kept; what stands at others is of the past.
         self._names: list[list[BlockHash]] = [[b""] * a.num_blocks for a in allocators]
         self._pins: list[Counter[int]] = [Counter() for _ in allocators]
-        self._guard = allocators[0]._guard if allocators else Guard()
+        self._guard = allocators[0].guard if allocators else Guard()
         self._guard.mended_by(self._mend)
         for group, allocator in enumerate(allocators):
             allocator.on_evict = self._evicted(group)
             allocator.find_kept, allocator.pins = partial(self._kept_blocks, group), partial(self.pinned, group)
-            allocator._guard = allocator._guard.join(self._guard)
+            allocator.join(self._guard)
 
     def root(self, extra: bytes = b"") -> BlockHash:
         """The hash before the first block."""
@@ -118,17 +120,18 @@ class PrefixCache:
         return names + self.chain(data[done * step :], parent)
 
     @whole
-    def lookup(self, hashes: Sequence[BlockHash], windows: Sequence[int]) -> int:
-        """How many of these blocks are there: the longest beginning that every group has.
+    def lookup(self, hashes: Sequence[BlockHash], kinds: Kinds) -> int:
+        """How many of these blocks are there: the longest beginning after which every group can go on.
 
-        A group with a window (0: none) needs only the blocks that the next token can see.
+        A group that sees all tokens needs all of its blocks, one with a window those that the next token can see, a state the
+        snapshot that stands there. `kinds` has one a group; a number is a window, 0 none.
         """
-        self._check_windows("lookup", windows)
-        n, _ = self._find(hashes, windows)
-        self._count(len(hashes), n)
+        n, _ = self.find(hashes, self._kinds("lookup", kinds))
+        self.count(len(hashes), n)
         return n
 
-    def _count(self, asked: int, found: int) -> None:
+    def count(self, asked: int, found: int) -> None:
+        """One more query, for `stats`."""
         stats, size = self.stats, self.block_size
         stats.queries += 1
         stats.tokens_asked += asked * size
@@ -136,32 +139,30 @@ class PrefixCache:
             stats.hits += 1
             stats.tokens_hit += found * size
 
-    def take(self, hashes: Sequence[BlockHash], n: int, windows: Sequence[int]) -> list[BlockIds]:
-        """Each group's ids of the first `n` blocks, which lookup found, with a reference more. -1 where a window needs none."""
-        return self._given("take", hashes, windows, n)[1]
+    def take(self, hashes: Sequence[BlockHash], n: int, kinds: Kinds) -> list[BlockIds]:
+        """Each group's ids of the first `n` blocks, which lookup found, with a reference more. -1 where a group needs none."""
+        return self._given("take", hashes, kinds, n)[1]
 
-    def match(self, hashes: Sequence[BlockHash], windows: Sequence[int]) -> tuple[int, list[BlockIds]]:
+    def match(self, hashes: Sequence[BlockHash], kinds: Kinds) -> tuple[int, list[BlockIds]]:
         """lookup, then take what it found."""
-        return self._given("match", hashes, windows)
+        return self._given("match", hashes, kinds)
 
-    def _given(
-        self, call: str, hashes: Sequence[BlockHash], windows: Sequence[int], want: int | None = None
-    ) -> tuple[int, list[BlockIds]]:
+    def _given(self, call: str, hashes: Sequence[BlockHash], given: Kinds, want: int | None = None) -> tuple[int, list[BlockIds]]:
         """match of the first `want` of these hashes; None: of all, as many as there are. What nobody gets is not held."""
-        self._check_windows(call, windows)
+        kinds = self._kinds(call, given)
         guard = self._guard
         held: list[BlockIds] = []
         try:
             with guard.lock:
                 if guard.is_torn:
                     guard.mend()
-                n, found = self._find(hashes[:want], windows)
+                n, found = self.find(hashes[:want], kinds)
                 if want is None:
-                    self._count(len(hashes), n)
+                    self.count(len(hashes), n)
                 elif want != n:
                     raise BadArgument(f"{call}(): n is {want}; of these hashes {n} are there. lookup() tells how many.")
                 if n or want is not None:
-                    self._hold(found, n, windows, held)
+                    self.hold_checked(found, n, kinds, held)
             return n, held
         except BadArgument:
             raise
@@ -169,47 +170,40 @@ class PrefixCache:
             guard.is_torn = True
             with guard.lock:
                 for ids, allocator in zip(held, self._allocators, strict=False):
-                    allocator._refs[ids[ids >= 0]] -= 1
+                    allocator.take_back(ids[ids >= 0])
                 guard.mend()
             raise
 
-    def match_checked(self, hashes: Sequence[BlockHash], windows: Sequence[int]) -> tuple[int, list[BlockIds]]:
-        """match for an owner, which holds the guard's lock and knows what it holds after an interrupt."""
-        n, found = self._find(hashes, windows)
-        self._count(len(hashes), n)
-        held: list[BlockIds] = []
-        if n:
-            self._hold(found, n, windows, held)
-        return n, held
-
-    def _find(self, hashes: Sequence[BlockHash], windows: Sequence[int]) -> tuple[int, list[BlockIds]]:
-        """How many blocks are there, and each group's ids of at least as many; -1 where it has none."""
-        n, found = len(hashes), []
-        for index, window in zip(self._block_of, windows, strict=True):
-            if not window and n and hashes[0] not in index:
+    def find(self, hashes: Sequence[BlockHash], kinds: Sequence[GroupKind]) -> tuple[int, list[BlockIds]]:
+        """How many blocks are there, and each group's ids of at least as many; -1 where it has none. For owners, under the lock."""
+        n, found, sees_all = len(hashes), [], True
+        for index, kind in zip(self._block_of, kinds, strict=True):
+            is_whole = not (kind.gives_back or kind.has_state)
+            if is_whole and n and hashes[0] not in index:
                 return 0, []
             ids = np.fromiter(map(index.get, hashes[:n], repeat(-1)), np.int32, n)
-            if not window:
+            if is_whole:
                 missing = ids < 0
                 if np.count_nonzero(missing):
                     n = int(missing.argmax())
+            sees_all &= is_whole
             found.append(ids)
-        if not any(windows) or not n:
+        if sees_all or not n:
             return n, found
-        # fits[m]: the groups with windows can go on after m blocks.
+        # fits[m]: the groups that need some of their blocks can go on after m of them.
         fits, lengths = np.ones(n + 1, np.bool_), np.arange(n + 1)
-        for ids, window in zip(found, windows, strict=True):
-            if window:
+        for ids, kind in zip(found, kinds, strict=True):
+            if kind.gives_back or kind.has_state:
                 missing_at = np.where(ids[:n] < 0, lengths[:n], -1)
                 run = lengths - 1 - np.concatenate(([-1], np.maximum.accumulate(missing_at)))  # blocks in a row that end at m
-                fits &= run >= lengths - np.maximum(0, lengths * self.block_size - window + 1) // self.block_size
+                fits &= run >= lengths - kind.first_needed(lengths, self.block_size)
         return int(np.flatnonzero(fits)[-1]), found
 
-    def _hold(self, found: Sequence[BlockIds], n: int, windows: Sequence[int], held: list[BlockIds]) -> None:
-        """Each group's ids of the first `n` blocks into `held`, with a reference more."""
-        for found_ids, window, allocator in zip(found, windows, self._allocators, strict=True):
+    def hold_checked(self, found: Sequence[BlockIds], n: int, kinds: Sequence[GroupKind], held: list[BlockIds]) -> None:
+        """Each group's ids of the first `n` blocks into `held`, with a reference more. For owners, as they found them."""
+        for found_ids, kind, allocator in zip(found, kinds, self._allocators, strict=True):
             ids = found_ids[:n]
-            first = first_block(n * self.block_size, window, self.block_size)
+            first = kind.first_needed(n, self.block_size)
             ids[:first] = -1
             allocator.retain_checked(ids[first:])
             held.append(ids)
@@ -228,13 +222,13 @@ class PrefixCache:
         """The content of these used blocks is whole. A name that is there already keeps its first block."""
         self._check_group("put", group)
         allocator = self._allocators[group]
-        blocks, repeats = allocator._checked("put", ids)
+        blocks, repeats = allocator.checked("put", ids)
         if len(blocks) != len(hashes) or repeats is not None or len(set(hashes)) != len(hashes):
             raise BadArgument(f"put(): {len(hashes)} names for {len(blocks)} blocks; each block has one name, each once.")
         size = self._naming.digest_bytes
         if any(not isinstance(h, bytes) or len(h) != size for h in hashes):
             raise BadArgument(f"put(): names are bytes, {size} of {self.hash_name}; hashes() makes them.")
-        bad = allocator._refs[blocks] == 0
+        bad = allocator.counts()[blocks] == 0
         if bad.any():
             raise BadArgument(f"put(): block {int(blocks[bad][0])} is not in use. Nothing changed.")
         self.put_checked(group, hashes, blocks)
@@ -243,11 +237,12 @@ class PrefixCache:
         if not isinstance(group, int) or not 0 <= group < len(self._allocators):
             raise BadArgument(f"{call}(): group is {group!r}; there are {len(self._allocators)}, from 0 on.")
 
-    def _check_windows(self, call: str, windows: Sequence[int]) -> None:
-        if len(windows) != len(self._allocators):
+    def _kinds(self, call: str, kinds: Kinds) -> list[GroupKind]:
+        if len(kinds) != len(self._allocators):
             raise BadArgument(
-                f"{call}(): {len(windows)} windows; there are {len(self._allocators)} groups, and each has one (0: none)."
+                f"{call}(): {len(kinds)} windows; there are {len(self._allocators)} groups, and each has one (0: none)."
             )
+        return [kind if isinstance(kind, GroupKind) else kind_of(kind) for kind in kinds]
 
     def put_checked(self, group: int, hashes: Sequence[BlockHash], ids: BlockIds) -> None:
         """put for an owner, which holds the guard's lock."""
@@ -329,7 +324,7 @@ class PrefixCache:
         except BaseException:  # references that no owner counts have to be put back
             self._pins = before
             for allocator, counts in zip(self._allocators, refs, strict=True):
-                allocator._refs = counts
+                allocator.put_back(counts)
             raise
 
     @property
@@ -366,9 +361,10 @@ class PrefixCache:
         with self._guard.lock:
             if self._guard.is_torn:
                 self._guard.mend()
-            self._check()
+            self.check_names()
 
-    def _check(self) -> None:
+    def check_names(self) -> None:
+        """check for an owner, which holds the guard's lock."""
         for group, allocator in enumerate(self._allocators):
             index, names = self._block_of[group], self._names[group]
             kept = [b for b in range(allocator.num_blocks) if allocator.is_kept(b)]
@@ -378,7 +374,7 @@ class PrefixCache:
                 )
             if allocator.num_pinned != len(self._pins[group]):
                 raise InternalError(f"PrefixCache.check(): group {group}: num_pinned is {allocator.num_pinned}.")
-            allocator._check()
+            allocator.check_counts()
 
 
 def _hex(name: object) -> str:
@@ -409,8 +405,3 @@ def _begun(parent: BlockHash, at: int, extra: bytes) -> bytes:
     """What is hashed where something begins. Its length is no multiple of 4; that of a name and tokens is: they never meet."""
     data = parent + at.to_bytes(8, "little") + len(extra).to_bytes(8, "little") + extra
     return data + bytes(-len(data) % 4) + b"\1"
-
-
-def first_block(length: int, window: int, block_size: int) -> int:
-    """The first block that the token at position `length` sees through `window`; 0 is no window."""
-    return max(0, length - window + 1) // block_size if window else 0

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from kvx.cache.paged import PagedCache
 
 
 class Sequence:
@@ -20,46 +15,51 @@ class Sequence:
     """
 
     __slots__ = (
-        "_cache",
-        "_extras",
-        "_first",
-        "_hashes",
-        "_limit",
-        "_num_stored",
-        "_root",
-        "_row",
-        "_tokens",
+        "cache",
+        "extras",
+        "hashes",
         "id",
+        "is_exact",
         "length",
+        "limit",
+        "num_ahead",
         "num_cached",
+        "num_stored",
         "num_tokens",
+        "root",
+        "row",
+        "starts",
+        "token_row",
     )
 
-    def __init__(self, cache: PagedCache, number: int, row: int, tokens: NDArray[np.int32], num_groups: int) -> None:
+    def __init__(self, cache: object, number: int, row: int, token_row: NDArray[np.int32], num_groups: int) -> None:
         self.id = number  # never used again
         self.length = 0  # tokens that have a place in the cache
         self.num_cached = 0  # of them found in the prefix cache: the first to be computed is tokens[num_cached]
         self.num_tokens = 0  # tokens known
-        self._cache: PagedCache | None = cache  # None: released
-        self._row = row  # of the cache's tables
-        self._tokens = tokens  # the cache's row of them, [max_seq_len]
-        self._limit = 0  # up to this length the last block may be written to without asking anyone
-        self._first = [0] * num_groups  # each group's first block that is still held
-        self._root = b""  # the hash before the first block
-        self._extras: list[tuple[int, bytes]] = []  # what begins at which token, and is not in its id
-        self._hashes: list[bytes] = []  # of full blocks, as far as they were asked for
-        self._num_stored = 0  # tokens whose blocks commit has dealt with; whole blocks
+        # What its cache goes by.
+        self.cache: object | None = cache  # None: released
+        self.row = row  # of the cache's tables
+        self.token_row = token_row  # the cache's row of ids, [max_seq_len]
+        self.limit = 0  # up to this length the last block may be written to without asking anyone
+        self.starts = [0] * num_groups  # each group's first block that is still held
+        self.root = b""  # the hash before the first block
+        self.extras: list[tuple[int, bytes]] = []  # what begins at which token, and is not in its id
+        self.hashes: list[bytes] = []  # of full blocks, as far as they were asked for
+        self.num_stored = 0  # tokens whose blocks commit has dealt with; whole blocks
+        self.num_ahead = 0  # blocks that groups with is_ahead hold: tokens before their end are computed again, and not written
+        self.is_exact = True  # False: computed on a state that was replayed in part, and given to nobody else
 
     @property
     def tokens(self) -> NDArray[np.int32]:
         """The known ids, as a view that later calls change."""
-        return self._tokens[: self.num_tokens]
+        return self.token_row[: self.num_tokens]
 
     @property
     def is_released(self) -> bool:
-        return self._cache is None
+        return self.cache is None
 
     def __repr__(self) -> str:
-        if self._cache is None:
+        if self.cache is None:
             return f"Sequence({self.id}, released)"
         return f"Sequence({self.id}, length={self.length}, num_tokens={self.num_tokens}, num_cached={self.num_cached})"

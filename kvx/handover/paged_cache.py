@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvx.cache.adopt import adopt
 from kvx.cache.paged import PagedCache
 from kvx.cache.sequence import Sequence
 from kvx.errors import Unsupported
@@ -22,7 +21,7 @@ from kvx.handover.layer_blocks import (
 
 def read_sequence(cache: PagedCache, seq: Sequence, *, model: str, block_size: int = 16, format: str = "") -> Handover:
     """All of a sequence's tokens that are in the cache. One whose K and V hang on more than its tokens is refused."""
-    if cache.prefix is not None and (seq._extras or seq._root != cache.prefix.root()):
+    if cache.prefix is not None and (seq.extras or seq.root != cache.prefix.root()):
         raise Unsupported(
             f"read_sequence(): {seq} has an extra (a LoRA, an image): a handover names K and V by model and tokens alone, and "
             "another sequence of the same tokens would be given these. It was not read."
@@ -65,7 +64,7 @@ def write_sequence(
         blocks[:found] = -1  # others may be reading them
         write_layers(handover, _layers(cache, g), blocks.tolist(), num_tokens=n)
         firsts.append(max(handover.parts[where[layer].part].first_token for layer in group.layers))
-    adopt(cache, seq, firsts)
+    cache.adopt(seq, firsts)
 
 
 def _require_geometry(call: str, cache: PagedCache, handover: Handover, model: str) -> None:

@@ -22,6 +22,13 @@ BEFORE, OVL, CUR = range(3)
 KV, SCORE = range(2)
 
 
+def tail_shape(ratio: int, dim: int, *, overlap: bool, kind: str) -> tuple[int, ...]:
+    """Of one request's."""
+    if kind == "running" and not overlap:
+        return 3, dim
+    return 3 if overlap else 1, ratio, 2, dim
+
+
 class Tail:
     def __init__(
         self,
@@ -32,6 +39,7 @@ class Tail:
         overlap: bool = False,
         kind: str = "running",
         device: str | torch.device = "cpu",
+        state: Tensor | None = None,  # f32, of as many numbers: where it is kept; None: memory of its own
     ) -> None:
         if ratio < 1 or dim < 1 or num_slots < 1 or kind not in TAILS:
             raise BadArgument(
@@ -40,9 +48,8 @@ class Tail:
             )
         self.ratio, self.dim, self.overlap = ratio, dim, overlap
         self.is_running = kind == "running" and not overlap
-        windows = 3 if overlap else 1
-        shape = (num_slots, 3, dim) if self.is_running else (num_slots, windows, ratio, 2, dim)
-        self.state = torch.empty(shape, dtype=torch.float32, device=device)
+        shape = (num_slots, *tail_shape(ratio, dim, overlap=overlap, kind=kind))
+        self.state = torch.empty(shape, dtype=torch.float32, device=device) if state is None else state.view(shape)
         self.reset()
 
     def reset(self, slot: int | slice = slice(None)) -> None:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import kvx
-from kvx.cache import adopt, backing, batch, blocks, groups, guard, integrity, names, paged, prefix
+from kvx.cache import admitted, backing, batch, blocks, group_table, groups, guard, names, paged, prefix, recall, state_table
 from tests.cache.test_paged import BS, assert_content, make, write_step
 from tests.interrupts import interrupted_by_another_process, signalled_at_every_point
 
-CACHE = (adopt, backing, batch, blocks, groups, guard, integrity, names, paged, prefix)
+CACHE = (admitted, backing, batch, blocks, group_table, groups, guard, names, paged, prefix, recall, state_table)
 LONG = list(range(29))
 
 
@@ -46,7 +46,7 @@ def crowded(window: int, is_prefix: bool, is_backed: bool = False) -> kvx.PagedC
     cache.release(cache.sequences[-1])
     cache.fork(cache.sequences[0])
     if is_prefix:
-        cache.prefix.pin(cache.sequences[1]._hashes[:2])
+        cache.prefix.pin(cache.sequences[1].hashes[:2])
     return cache
 
 
@@ -73,10 +73,10 @@ CALLS = {
     "plan": lambda c: c.plan([(c.sequences[1], 1)]),
     "room": lambda c: c.room(c.sequences[1]),
     "stats": lambda c: c.stats(),
-    "pin": lambda c: c.prefix.pin(c.sequences[0]._hashes),
-    "unpin": lambda c: c.prefix.unpin(c.sequences[1]._hashes[:2]),
+    "pin": lambda c: c.prefix.pin(c.sequences[0].hashes),
+    "unpin": lambda c: c.prefix.unpin(c.sequences[1].hashes[:2]),
     "clear": lambda c: c.prefix.clear(),
-    "lookup": lambda c: c.prefix.lookup(c.sequences[0]._hashes, c.windows),
+    "lookup": lambda c: c.prefix.lookup(c.sequences[0].hashes, c.kinds),
     "put": lambda c: c.prefix.put(0, [b"0" * 16], c.blocks(c.sequences[0])[-1:]),
 }
 OF_NAMES = ("admit a prefix", "pin", "unpin", "clear", "lookup", "put")
@@ -193,7 +193,7 @@ def test_a_second_ctrl_c_while_things_are_counted_again():
 
     def prepare():
         made = crowded(6, True)
-        made._groups[1].table[made.sequences[0]._row, 8] = made.allocators[1].allocate_one()  # as if broken off there
+        made._tables[1].table[made.sequences[0].row, 8] = made.allocators[1].allocate_one()  # as if broken off there
         made._guard.is_torn = True
         return made, lambda: made.room()
 
@@ -234,7 +234,7 @@ def interrupted(wanted: int) -> None:
                 elif op == "truncate":
                     cache.truncate(seq, rng.randint(0, seq.length))
                 elif op == "pin":
-                    cache.prefix.pin(seq._hashes[:1])
+                    cache.prefix.pin(seq.hashes[:1])
                 elif op == "clear" and rng.random() < 0.1:
                     cache.prefix.clear()
                 else:

@@ -70,7 +70,7 @@ def test_paged_cache(cache):
 
 def test_prefix_cache(cache):
     p, before = cache.prefix, snapshot(cache)
-    hashes = cache.sequences[0]._hashes
+    hashes = cache.sequences[0].hashes
     used = cache.blocks(cache.sequences[0])[-1:]
     for group, names, ids in (
         (5, hashes[:1], used), (-1, hashes[:1], used), ("a", hashes[:1], used), (0, hashes[:2], used), (0, [b"short"], used),
@@ -81,7 +81,7 @@ def test_prefix_cache(cache):
         assert refused(p.lookup, hashes, windows)
         assert refused(p.match, hashes, windows)
         assert refused(p.take, hashes, 1, windows)
-    assert refused(p.take, hashes, 99, cache.windows)
+    assert refused(p.take, hashes, 99, cache.kinds)
     assert refused(p.unpin, [b"1" * 16])
     cache.check()
     assert snapshot(cache) == before
@@ -115,16 +115,16 @@ def test_sizes_of_a_cache(size):
 
 def test_hybrid_cache():
     schema = HybridSchema((LayerSchema(4, head_dim=64, window=8, window_rows="f32", entry_rows="f32"),), max_drafts=2)
-    cache = HybridCache(schema, num_blocks=4, max_requests=3, max_context=300)
+    cache = HybridCache(schema, num_blocks=4, max_seqs=3, max_seq_len=300)
     prefix = HybridPrefix(cache)
-    request, gone = cache.admit_request(), cache.admit_request()
+    request, gone = cache.admit([]), cache.admit([])
     cache.prepare_forward([(request, 200)])
-    cache.release_request(gone)
-    foreign = HybridCache(schema, num_blocks=4, max_requests=1, max_context=300).admit_request()
+    cache.release(gone)
+    foreign = HybridCache(schema, num_blocks=4, max_seqs=1, max_seq_len=300).admit([])
     before = (request.length, request.num_blocks, cache.allocator.counts().tolist(), len(cache._free_slots))
     rng, count = random.Random(0), 0
     for bad in (*BAD, gone, foreign):
-        for call in (cache.release_request, cache.blocks, cache.block_ids):
+        for call in (cache.release, cache.blocks, cache.block_ids):
             assert refused(call, bad), bad
         for call in (cache.prepare_forward, cache.truncate):
             assert refused(call, [(bad, 1)]), bad

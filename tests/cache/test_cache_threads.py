@@ -64,7 +64,7 @@ def test_a_paged_cache(is_prefix):
                     cache.release(other)
                 cache.truncate(seq, seq.length - 2)
                 if is_prefix and rng.random() < 0.2:
-                    cache.prefix.pin(seq._hashes[:1])
+                    cache.prefix.pin(seq.hashes[:1])
                     cache.prefix.clear()
                 cache.stats()
                 cache.room(seq)

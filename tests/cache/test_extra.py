@@ -21,7 +21,7 @@ def commit(cache: kvx.PagedCache, seq) -> list[bytes]:
         cache.extend(seq, seq.num_tokens - seq.length)
     cache.commit(seq)
     cache.check()
-    return list(seq._hashes)
+    return list(seq.hashes)
 
 
 def with_image(cache: kvx.PagedCache, image: bytes, by: str = "append", num_tokens: int = 7):
@@ -165,7 +165,7 @@ def test_an_extra_that_is_no_bytes_is_refused_and_leaves_nothing(wrong):
         with pytest.raises(kvx.BadArgument, match=r"extra is .*it is bytes"):
             call()
         assert cache.num_seqs == 1
-        assert (seq.num_tokens, seq.length, seq._extras) == (3, 3, [])
+        assert (seq.num_tokens, seq.length, seq.extras) == (3, 3, [])
         cache.check()
 
 

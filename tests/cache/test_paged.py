@@ -60,7 +60,7 @@ def assert_content(cache: kvx.PagedCache, seq: Sequence, tokens: list[int]) -> N
 
 
 def snapshot(cache: kvx.PagedCache) -> tuple:
-    seqs = [(s.id, s.length, s.num_tokens, s._limit, s._num_stored, list(s._first), list(s._hashes)) for s in cache.sequences]
+    seqs = [(s.id, s.length, s.num_tokens, s.limit, s.num_stored, list(s.starts), list(s.hashes)) for s in cache.sequences]
     counts = [(a.counts().tolist(), a.num_free, a.num_idle) for a in cache.allocators]
     blocks = [cache.blocks(s, g).tolist() for s in cache.sequences for g in range(len(cache.groups))]
     return seqs, counts, blocks, cache.prefix.num_blocks if cache.prefix else 0
@@ -132,7 +132,7 @@ def random_calls(cache: kvx.PagedCache, rng: random.Random) -> None:
                 before = None
             elif op == "truncate":
                 length = rng.randint(max(0, seq.length - 6), seq.length)
-                if any(length and g.first_block(length) < f for g, f in zip(cache._groups, seq._first, strict=True)):
+                if any(length and g.first_block(length) < f for g, f in zip(cache._tables, seq.starts, strict=True)):
                     with pytest.raises(kvx.BadArgument, match="were given back"):
                         cache.truncate(seq, length)
                 else:
@@ -143,9 +143,9 @@ def random_calls(cache: kvx.PagedCache, rng: random.Random) -> None:
                 cache.release(seq)
                 del m.seqs[seq.id], m.tokens[seq.id]
                 before = None
-            elif op == "pin" and prefix and seq._hashes and cache.prefix.pin(seq._hashes[:1]):
+            elif op == "pin" and prefix and seq.hashes and cache.prefix.pin(seq.hashes[:1]):
                 cache.check()
-                cache.prefix.unpin(seq._hashes[:1])
+                cache.prefix.unpin(seq.hashes[:1])
         except kvx.OutOfBlocks:
             outs += 1
             victim = rng.choice([*m.seqs])
@@ -559,7 +559,7 @@ def test_memory_and_stats():
 def test_check_finds_what_is_wrong():
     cache = make()
     seq = admitted(cache, list(range(9)))
-    cache._groups[0].table[seq._row, 0] = 30
+    cache._tables[0].table[seq.row, 0] = 30
     with pytest.raises(kvx.InternalError, match="owners"):
         cache.check()
 

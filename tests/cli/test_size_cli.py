@@ -166,7 +166,7 @@ def test_deepseek_v4_is_what_a_cache_allocates(run, name, token, fixed_mib):
         assert round(facts["fixed_bytes"] / 2**20, 2) == fixed_mib
         schema = HybridSchema.of(f"deepseek-v4-{name}", block_tokens=facts["block_size"])
         blocks = 2**20 // facts["block_size"]
-        cache = HybridCache(schema, num_blocks=blocks, max_requests=1, max_context=2**20, device="meta")
+        cache = HybridCache(schema, num_blocks=blocks, max_seqs=1, max_seq_len=2**20, device="meta")
         assert cache.memory_bytes == facts["request_bytes_allocated"]
     padding = [f["padding"] for f in lines["hybrid"]]
     assert padding == sorted(padding, reverse=True)

@@ -33,12 +33,12 @@ def model_on(tiny: models.Tiny, device: str) -> Any:
 
 
 def cache_of(
-    model: Any, rows: dict[str, Any], *, num_blocks: int = 24, max_requests: int = 3, max_context: int = 512, **schema: Any
+    model: Any, rows: dict[str, Any], *, num_blocks: int = 24, max_seqs: int = 3, max_seq_len: int = 512, **schema: Any
 ) -> HybridCache:
     """On the model's device."""
     made = HybridSchema.of(model.config, **schema, **rows)
     device = next(model.parameters()).device
-    return HybridCache(made, num_blocks=num_blocks, max_requests=max_requests, max_context=max_context, device=device)
+    return HybridCache(made, num_blocks=num_blocks, max_seqs=max_seqs, max_seq_len=max_seq_len, device=device)
 
 
 def hybrid_on(backend: Backend, tiny: models.Tiny, rows: dict[str, Any] | None = None, **sizes: Any) -> HybridModel:

@@ -26,7 +26,7 @@ def test_layers_attend_as_transformers_do(backend, tiny, how):
     with torch.no_grad():
         for index, of in enumerate(run.layers):
             hybrid, x = hybrid_on(backend, tiny), of.x.to(backend.device)
-            request, ends = hybrid.cache.admit_request(), cuts(random.Random(f"{tiny}{index}"), total, how)
+            request, ends = hybrid.cache.admit([]), cuts(random.Random(f"{tiny}{index}"), total, how)
             got = [attend(hybrid, index, request, x[a:b]) for a, b in itertools.pairwise(ends)]
             check_layer(backend, torch.cat(got), of.out[:total])
 
@@ -45,7 +45,7 @@ def test_requests_beside_each_other_and_after(backend):
     cache = hybrid.cache
     with torch.no_grad():
         for index, of in enumerate(run.layers):
-            live = {cache.admit_request(): (length, []) for length in (30, 140, 131)}
+            live = {cache.admit([]): (length, []) for length in (30, 140, 131)}
             left = [129, 5]
             while live:
                 request = rng.choice(list(live))
@@ -54,10 +54,10 @@ def test_requests_beside_each_other_and_after(backend):
                 got.append(attend(hybrid, index, request, of.x[request.length : stop].to(backend.device)))
                 if stop == total:
                     check_layer(backend, torch.cat(got), of.out[:total])
-                    cache.release_request(request)
+                    cache.release(request)
                     del live[request]
                     if left:
-                        live[cache.admit_request()] = (left.pop(), [])
+                        live[cache.admit([])] = (left.pop(), [])
     cache.allocator.check()
     assert cache.allocator.num_used == 0
 
@@ -71,7 +71,7 @@ def test_rows_of_fewer_bits(backend, rows, bound):
     with torch.no_grad():
         for index, of in enumerate(run.layers):
             hybrid = hybrid_on(backend, models.FLASH, kept)
-            got = attend(hybrid, index, hybrid.cache.admit_request(), of.x.to(backend.device)).cpu()
+            got = attend(hybrid, index, hybrid.cache.admit([]), of.x.to(backend.device)).cpu()
             off = (got - of.out).norm() / of.out.norm()
             assert 0 < float(off) < bound
             codec = hybrid.cache.layers[index].window.codec
@@ -89,8 +89,8 @@ def test_blocks_come_with_positions():
     schema = HybridSchema(
         (LayerSchema(4, overlap=True, index_dim=32, head_dim=64, rope_dim=16, **F32), LayerSchema(128, head_dim=64, **F32))
     )
-    cache = HybridCache(schema, num_blocks=3, max_requests=2, max_context=400)
-    a, b = cache.admit_request(), cache.admit_request()
+    cache = HybridCache(schema, num_blocks=3, max_seqs=2, max_seq_len=400)
+    a, b = cache.admit([]), cache.admit([])
     for tokens, blocks in ((3, 0), (1, 1), (124, 1), (3, 1), (1, 2)):
         cache.prepare_forward([(a, tokens)])
         assert a.num_blocks == blocks
@@ -99,9 +99,9 @@ def test_blocks_come_with_positions():
         cache.prepare_forward([(a, 1), (b, 200)])
     assert (error.value.needed, error.value.free) == (2, 1)
     assert (a.length, b.length, cache.allocator.num_free) == (132, 0, 1), "nothing was half done"
-    with pytest.raises(OutOfBlocks, match="max_requests"):
-        cache.admit_request()
-    cache.release_request(a)
+    with pytest.raises(OutOfBlocks, match="max_seqs"):
+        cache.admit([])
+    cache.release(a)
     assert cache.allocator.num_free == 3
     assert cache.block_table.eq(-1).all()
 
@@ -109,11 +109,11 @@ def test_blocks_come_with_positions():
 def test_memory_is_what_the_schema_says():
     schema = HybridSchema.of("DeepSeek-V4-Flash")
     small = HybridSchema(schema.layers[:4])
-    cache = HybridCache(small, num_blocks=2, max_requests=3, max_context=256)
+    cache = HybridCache(small, num_blocks=2, max_seqs=3, max_seq_len=256)
     assert cache.memory_bytes == small.memory_bytes(2, 3).allocated
     # With drafts there is one tail more, for sequences that are skipped.
     guessing = HybridSchema(schema.layers[:4], max_drafts=3)
-    cache = HybridCache(guessing, num_blocks=2, max_requests=3, max_context=256)
+    cache = HybridCache(guessing, num_blocks=2, max_seqs=3, max_seq_len=256)
     spare = sum(layer.request_bytes(3).payload - 131 * 584 - 4 * layer.tail_floats() for layer in guessing.layers)
     assert cache.memory_bytes == guessing.memory_bytes(2, 3).allocated + spare
 
@@ -121,35 +121,35 @@ def test_memory_is_what_the_schema_says():
 def test_layers_that_read_anothers_entries():
     own = LayerSchema(2, head_dim=64, rope_dim=16, **F32)
     other = LayerSchema(2, head_dim=64, rope_dim=16, owner=0, **F32)
-    cache = HybridCache(HybridSchema((own, other)), num_blocks=2, max_requests=1, max_context=128)
+    cache = HybridCache(HybridSchema((own, other)), num_blocks=2, max_seqs=1, max_seq_len=128)
     assert cache.layers[1].entries is cache.layers[0].entries
     assert cache.layers[1].tail is None
 
 
 def test_wrong_calls_are_refused():
-    cache = HybridCache(HybridSchema((LayerSchema(4, head_dim=64, **F32),)), num_blocks=4, max_requests=1, max_context=100)
-    request = cache.admit_request()
-    with pytest.raises(BadArgument, match="max_context is 100"):
+    cache = HybridCache(HybridSchema((LayerSchema(4, head_dim=64, **F32),)), num_blocks=4, max_seqs=1, max_seq_len=100)
+    request = cache.admit([])
+    with pytest.raises(BadArgument, match="max_seq_len is 100"):
         cache.prepare_forward([(request, 101)])
     with pytest.raises(BadArgument, match="twice"):
         cache.prepare_forward([(request, 1), (request, 1)])
-    cache.release_request(request)
-    for call in (cache.release_request, lambda r: cache.prepare_forward([(r, 1)])):
+    cache.release(request)
+    for call in (cache.release, lambda r: cache.prepare_forward([(r, 1)])):
         with pytest.raises(BadArgument, match="was released"):
             call(request)
-    with pytest.raises(BadArgument, match="max_requests is 0; it is 1 or more"):
-        HybridCache(HybridSchema((LayerSchema(),)), num_blocks=1, max_requests=0, max_context=5)
+    with pytest.raises(BadArgument, match="max_seqs is 0; it is 1 or more"):
+        HybridCache(HybridSchema((LayerSchema(),)), num_blocks=1, max_seqs=0, max_seq_len=5)
 
 
 def test_requests_of_another_cache_are_refused():
     """Its slot is somebody else's here, or nobody's."""
     schema = HybridSchema((LayerSchema(4, head_dim=64, **F32),), max_drafts=1)
-    ours, theirs = (HybridCache(schema, num_blocks=4, max_requests=1, max_context=100) for _ in range(2))
-    request, other = ours.admit_request(), theirs.admit_request()
+    ours, theirs = (HybridCache(schema, num_blocks=4, max_seqs=1, max_seq_len=100) for _ in range(2))
+    request, other = ours.admit([]), theirs.admit([])
     for cache, mine in ((ours, request), (theirs, other)):
         cache.prepare_forward([(mine, 7)])
     calls = [
-        ours.release_request,
+        ours.release,
         lambda r: ours.prepare_forward([(r, 1)]),
         lambda r: ours.give_blocks("give_blocks", [(r, 1)]),
         lambda r: ours.truncate([(r, 7)]),

@@ -27,7 +27,7 @@ def test_rejected_drafts_leave_no_trace(backend, tail):
     """Two requests guess in the same steps; each keeps some of its guesses. Windows, overlaps and blocks close within drafts."""
     hybrid = hybrid_on(backend, models.FLASH, {**F32, "tail": tail}, max_drafts=DRAFTS)
     cache, rng = hybrid.cache, random.Random(tail)
-    texts = {cache.admit_request(): (n, seed) for n, seed in ((150, 1), (275, 2))}
+    texts = {cache.admit([]): (n, seed) for n, seed in ((150, 1), (275, 2))}
     got = {request: [] for request in texts}
     for (request, text), first in zip(texts.items(), (98, 240), strict=True):
         got[request].append(hybrid.forward(request, tokens(backend, *text)[:first]))
@@ -48,7 +48,7 @@ def test_rejected_drafts_leave_no_trace(backend, tail):
         live = [r for r in live if r.length < texts[r][0]]
     for request, text in texts.items():
         check(backend, torch.cat(got[request]), answer(models.FLASH, *text))
-        cache.release_request(request)
+        cache.release(request)
     assert cache.allocator.num_used == 0
 
 
@@ -60,8 +60,8 @@ def test_all_of_a_cache_is_as_it_was(backend, kept):
         LayerSchema(16, tail="ring", window=8, head_dim=64, rope_dim=16, **F32),
     )
     schema = HybridSchema(layers, block_tokens=16, max_drafts=3)
-    caches = [HybridCache(schema, num_blocks=4, max_requests=2, max_context=64, device=backend.device) for _ in range(2)]
-    requests = [cache.admit_request() for cache in caches]
+    caches = [HybridCache(schema, num_blocks=4, max_seqs=2, max_seq_len=64, device=backend.device) for _ in range(2)]
+    requests = [cache.admit([]) for cache in caches]
     g = torch.Generator().manual_seed(kept)
     parts = [(14, 14), (4, kept), (2, 2)]  # tokens of a step, and those that stay
 
@@ -101,8 +101,8 @@ def test_all_of_a_cache_is_as_it_was(backend, kept):
 
 def test_what_cannot_be_taken_back_is_refused():
     schema = HybridSchema((LayerSchema(4, window=8, head_dim=64, rope_dim=16, **F32),), max_drafts=3)
-    cache = HybridCache(schema, num_blocks=4, max_requests=2, max_context=300)
-    request, other = cache.admit_request(), cache.admit_request()
+    cache = HybridCache(schema, num_blocks=4, max_seqs=2, max_seq_len=300)
+    request, other = cache.admit([]), cache.admit([])
     cache.prepare_forward([(request, 5)])
     with pytest.raises(BadArgument, match="tokens from 5 on"):
         cache.truncate([(request, 4)])
@@ -116,8 +116,8 @@ def test_what_cannot_be_taken_back_is_refused():
     cache.truncate([(request, 9)])
     cache.truncate([(request, 6)])
     assert request.length == 6
-    plain = HybridCache(HybridSchema(schema.layers), num_blocks=4, max_requests=1, max_context=300)
-    request = plain.admit_request()
+    plain = HybridCache(HybridSchema(schema.layers), num_blocks=4, max_seqs=1, max_seq_len=300)
+    request = plain.admit([])
     plain.prepare_forward([(request, 1)])
     with pytest.raises(BadArgument, match="max_drafts is 0"):
         plain.truncate([(request, 0)])
@@ -125,7 +125,7 @@ def test_what_cannot_be_taken_back_is_refused():
 
 def test_named_blocks_stay():
     schema = HybridSchema((LayerSchema(4, window=8, head_dim=64, rope_dim=16, **F32),), block_tokens=4, max_drafts=3)
-    cache = HybridCache(schema, num_blocks=4, max_requests=1, max_context=16)
+    cache = HybridCache(schema, num_blocks=4, max_seqs=1, max_seq_len=16)
     prefix = HybridPrefix(cache, policy="zero")
     request = prefix.admit([1, 2, 3, 4, 5]).request
     cache.prepare_forward([(request, 4)])
@@ -159,7 +159,7 @@ def test_a_tail_that_goes_back_twice(generator):
 def small_cache(device: str) -> HybridCache:
     layer = LayerSchema(4, overlap=True, window=8, head_dim=16, rope_dim=0, index_dim=32, **F32)
     schema = HybridSchema((layer,), block_tokens=8, max_drafts=2)
-    return HybridCache(schema, num_blocks=8, max_requests=1, max_context=64, device=device)
+    return HybridCache(schema, num_blocks=8, max_seqs=1, max_seq_len=64, device=device)
 
 
 def run_step(cache: HybridCache, backend, request, num_tokens: int) -> None:
@@ -177,7 +177,7 @@ def test_a_step_that_never_ran_is_taken_back(backend, kept):
     """Nothing was put aside for it. What is there is an earlier step's, or an earlier request's in the same slot."""
     cache = small_cache(backend.device)
     for num_steps in (2, 0):
-        request = cache.admit_request()
+        request = cache.admit([])
         for num_tokens in (5, 1)[:num_steps]:
             run_step(cache, backend, request, num_tokens)
         tails = [cache.layers[0].tail.state, cache.layers[0].index_tail.state]
@@ -186,12 +186,12 @@ def test_a_step_that_never_ran_is_taken_back(backend, kept):
         cache.truncate([(request, length + kept)], backend=backend.name)
         for now, then in zip(tails, before, strict=True):
             compare.bitwise(now, then, f"after {num_steps} steps")
-        cache.release_request(request)
+        cache.release(request)
 
 
 def test_a_backend_that_is_not_there_changes_nothing(backend):
     cache = small_cache(backend.device)
-    request = cache.admit_request()
+    request = cache.admit([])
     run_step(cache, backend, request, 3)
     before = [t.clone() for t in cache.layers[0].tensors]
     with pytest.raises(BadArgument, match=r"truncate\(\): backend is \"abacus\""):
@@ -208,7 +208,7 @@ def test_nothing_to_take_back_while_a_request_replays(backend):
     first = prefix.admit(range(30)).request
     run_step(cache, backend, first, 24)
     prefix.commit(first, range(24))
-    cache.release_request(first)
+    cache.release(first)
     second = prefix.admit(range(30))
     assert (second.start, second.shared) == (16, 24)
     cache.truncate([(second.request, 16)], backend=backend.name)

@@ -19,8 +19,8 @@ RINGS = HybridSchema((SWA, CSA, LayerSchema(128, bias=True, tail="ring")))
 BOUNDS = {"fp8_v4": 1 / 17, "fp8_entry": 16 / 448}
 
 
-def cache_on(backend, schema: HybridSchema = SCHEMA, *, num_blocks: int = 8, max_requests: int = 3) -> HybridCache:
-    return HybridCache(schema, num_blocks=num_blocks, max_requests=max_requests, max_context=600, device=backend.device)
+def cache_on(backend, schema: HybridSchema = SCHEMA, *, num_blocks: int = 8, max_seqs: int = 3) -> HybridCache:
+    return HybridCache(schema, num_blocks=num_blocks, max_seqs=max_seqs, max_seq_len=600, device=backend.device)
 
 
 def randn(backend, *shape: int, seed: int = 0) -> Tensor:
@@ -58,8 +58,8 @@ def test_schema_of_each_kind():
 
 
 def test_allocator_gives_takes_and_refuses(backend):
-    cache = cache_on(backend, num_blocks=2, max_requests=2)
-    a, b = cache.admit_request(), cache.admit_request()
+    cache = cache_on(backend, num_blocks=2, max_seqs=2)
+    a, b = cache.admit([]), cache.admit([])
     cache.prepare_forward([(a, 128)])
     cache.prepare_forward([(b, 128)])
     assert sorted(cache.blocks(a).tolist() + cache.blocks(b).tolist()) == [0, 1]
@@ -70,7 +70,7 @@ def test_allocator_gives_takes_and_refuses(backend):
     for now, then in zip((cache.block_table, *cache.step), before, strict=True):
         compare.bitwise(now, then, "table or step")
     assert (a.length, b.length) == (128, 128)
-    cache.release_request(a)
+    cache.release(a)
     cache.prepare_forward([(b, 4)])
     assert cache.allocator.num_free == 0
     cache.allocator.check()
@@ -98,7 +98,7 @@ def test_slots_begin_empty_and_begin_so_again(backend):
     scores = cache.layers[1].tail.state[..., SCORE, :]
     assert scores.eq(-torch.inf).all()
     assert not cache.layers[1].tail.state[..., KV, :].any()
-    request = cache.admit_request()
+    request = cache.admit([])
     step = cache.prepare_forward([(request, 7)])
     for i in range(3):
         cache.acquire(i, step, backend=backend.name).write_swa(randn(backend, 7, 512))
@@ -106,7 +106,7 @@ def test_slots_begin_empty_and_begin_so_again(backend):
     flush(cache, 2, backend, randn(backend, 7, 512), randn(backend, 7, 512))
     assert not all(torch.equal(a, b) for a, b in zip(fresh, (t for s in cache.layers for t in s.tensors), strict=True))
     pools = [cache.layers[1].entries.pages, cache.layers[1].index.pages]
-    cache.release_request(request)
+    cache.release(request)
     for pool in pools:
         pool.zero_()  # blocks are free, and what is in them is nobody's
     for now, then in zip((t for s in cache.layers for t in s.tensors), fresh, strict=True):
@@ -115,15 +115,15 @@ def test_slots_begin_empty_and_begin_so_again(backend):
 
 
 def test_requests_come_and_go(backend):
-    cache = cache_on(backend, max_requests=2)
-    a, b = cache.admit_request(), cache.admit_request()
-    with pytest.raises(OutOfBlocks, match="max_requests"):
-        cache.admit_request()
+    cache = cache_on(backend, max_seqs=2)
+    a, b = cache.admit([]), cache.admit([])
+    with pytest.raises(OutOfBlocks, match="max_seqs"):
+        cache.admit([])
     cache.share_blocks(a, cache.allocator.allocate(1), 128)
     assert cache.num_shared[a.slot] == 128
-    cache.release_request(a)
+    cache.release(a)
     assert not cache.num_shared.any(), "the next one in the slot writes all of its entries"
-    again = cache.admit_request()
+    again = cache.admit([])
     assert again.slot == a.slot != b.slot
     assert (again.length, again.num_blocks, again.num_shared) == (0, 0, 0)
 
@@ -134,7 +134,7 @@ def test_requests_come_and_go(backend):
 def test_a_handle_is_memory_that_was_there(backend):
     """0 bytes on the device, counted there; and everywhere: the same tensors at the same places, step after step."""
     cache = cache_on(backend)
-    request = cache.admit_request()
+    request = cache.admit([])
 
     def addresses() -> list[int]:
         found = []
@@ -168,7 +168,7 @@ def test_a_handle_is_memory_that_was_there(backend):
 
 def test_a_layer_without_entries_does_not_flush(backend):
     cache = cache_on(backend)
-    cache.prepare_forward([(cache.admit_request(), 1)])
+    cache.prepare_forward([(cache.admit([]), 1)])
     x = randn(backend, 1, 512)
     with pytest.raises(ValueError, match="no entries of its own"):
         cache.acquire(0).flush(Projected(x, x))
@@ -183,7 +183,7 @@ def test_a_layer_without_entries_does_not_flush(backend):
 def test_rows_stand_by_position_within_their_error(backend, rows):
     """Every row at position mod window; coded elements within the format's bound, rotary ones exact."""
     cache = cache_on(backend, HybridSchema((LayerSchema(window_rows=rows),)))
-    a, b = cache.admit_request(), cache.admit_request()
+    a, b = cache.admit([]), cache.admit([])
     x, (cos, sin) = randn(backend, 130, 512), turns(backend)
     cache.prepare_forward([(a, 100), (b, 30)])
     weight = randn(backend, 512, seed=1)
@@ -205,7 +205,7 @@ def test_rows_stand_by_position_within_their_error(backend, rows):
 def test_windows_wrap(backend):
     """The last 128 stay, wherever they come from; of a chunk that is longer, its last."""
     cache = cache_on(backend, HybridSchema((LayerSchema(window_rows="f32"),)))
-    request, x = cache.admit_request(), randn(backend, 500, 512)
+    request, x = cache.admit([]), randn(backend, 500, 512)
     at = 0
     for n in (128, 1, 70, 300, 1):
         cache.prepare_forward([(request, n)])
@@ -221,7 +221,7 @@ def test_windows_wrap(backend):
 
 def test_requests_write_only_their_own(backend):
     cache = cache_on(backend)
-    a, b = cache.admit_request(), cache.admit_request()
+    a, b = cache.admit([]), cache.admit([])
     cache.prepare_forward([(a, 130)])
     window = cache.layers[1].window
     before = window.pages.clone()
@@ -242,7 +242,7 @@ def flush(cache: HybridCache, layer: int, backend, kv: Tensor, score: Tensor, in
 def test_what_does_not_close_writes_nothing(backend):
     """Two requests in one step: one closes its window, the other's has a token to go. Slots of -1 are nobody."""
     cache = cache_on(backend)
-    a, b = cache.admit_request(), cache.admit_request()
+    a, b = cache.admit([]), cache.admit([])
     cache.prepare_forward([(a, 127), (b, 126)])
     hca = cache.layers[2]
     flush(cache, 2, backend, randn(backend, 253, 512), randn(backend, 253, 512, seed=1))
@@ -259,7 +259,7 @@ def test_what_does_not_close_writes_nothing(backend):
 def test_entries_are_pooled_rotated_and_coded(backend, rows):
     """HCA: entry j turns as position 128 j. Rotary part as bf16 has it, the rest within the format's bound."""
     cache = cache_on(backend, HybridSchema((LayerSchema(128, entry_rows=rows),)))
-    request, (cos, sin) = cache.admit_request(), turns(backend)
+    request, (cos, sin) = cache.admit([]), turns(backend)
     kv, score = randn(backend, 300, 512), 3 * randn(backend, 300, 512, seed=1)
     cache.prepare_forward([(request, 300)])
     flush(cache, 0, backend, kv, score, cos=cos, sin=sin)
@@ -276,7 +276,7 @@ def test_entries_are_pooled_rotated_and_coded(backend, rows):
 def test_keys_of_the_indexer_are_written(backend):
     """MXFP4 beside each entry, within two of a group's steps of six; and of a window that is open, none."""
     cache = cache_on(backend)
-    request = cache.admit_request()
+    request = cache.admit([])
     cache.prepare_forward([(request, 11)])
     index = randn(backend, 11, 256, seed=4)
     flush(cache, 1, backend, randn(backend, 11, 1024), randn(backend, 11, 1024, seed=1), index)
@@ -293,7 +293,7 @@ def test_keys_of_the_indexer_are_written(backend):
 def test_a_closed_csa_window_hands_on_what_it_gives_to_the_next(backend):
     """before <- ovl. Not <- cur: those are other weights' numbers, and entries after the first would be all wrong."""
     cache = cache_on(backend)
-    request, tail = cache.admit_request(), cache.layers[1].tail
+    request, tail = cache.admit([]), cache.layers[1].tail
     kv, score = randn(backend, 8, 1024), randn(backend, 8, 1024, seed=1)
     cache.prepare_forward([(request, 3)])
     flush(cache, 1, backend, kv[:3], score[:3], randn(backend, 3, 256))
@@ -321,7 +321,7 @@ def test_a_closed_csa_window_hands_on_what_it_gives_to_the_next(backend):
 @pytest.mark.parametrize("schema", [SCHEMA, RINGS], ids=["running", "ring"])
 def test_a_closed_hca_window_leaves_nothing(backend, schema):
     cache = cache_on(backend, schema)
-    request, tail = cache.admit_request(), cache.layers[2].tail
+    request, tail = cache.admit([]), cache.layers[2].tail
     fresh = tail.state.clone()
     cache.prepare_forward([(request, 100)])
     flush(cache, 2, backend, randn(backend, 100, 512), randn(backend, 100, 512, seed=1))
@@ -341,7 +341,7 @@ def test_a_closed_hca_window_leaves_nothing(backend, schema):
 def test_blocks_follow_from_positions(backend, start, tokens, blocks):
     """CSA's first entry of a block comes with its fourth token; HCA's with its last."""
     cache = cache_on(backend)
-    request = cache.admit_request()
+    request = cache.admit([])
     if start:
         cache.prepare_forward([(request, start)])
     step = cache.prepare_forward([(request, tokens)])
@@ -352,7 +352,7 @@ def test_blocks_follow_from_positions(backend, start, tokens, blocks):
 
 def test_a_step_knows_its_tokens(backend):
     cache = cache_on(backend)
-    a, b = cache.admit_request(), cache.admit_request()
+    a, b = cache.admit([]), cache.admit([])
     cache.prepare_forward([(b, 5)])
     step = cache.prepare_forward([(a, 2), (b, 3)])
     assert step.slots.tolist() == [a.slot, b.slot, -1]

@@ -31,8 +31,8 @@ def through_layers(hybrid: HybridModel, x: Tensor) -> Tensor:
 
 def filled(backend: Backend, rows: dict[str, str]) -> tuple[HybridModel, list]:
     """Requests of 1, 126 and 203 tokens in a cache for four. Windows of 4 and 128 close within a few steps."""
-    hybrid = hybrid_on(backend, models.FLASH, rows, max_requests=ROOM)
-    requests = [hybrid.cache.admit_request() for _ in range(3)]
+    hybrid = hybrid_on(backend, models.FLASH, rows, max_seqs=ROOM)
+    requests = [hybrid.cache.admit([]) for _ in range(3)]
     hybrid.forward(requests, [tokens(backend, n, seed) for seed, n in enumerate((1, 126, 203))])
     return hybrid, requests
 

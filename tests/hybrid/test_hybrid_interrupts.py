@@ -32,14 +32,14 @@ def fed(cache: HybridCache, work) -> None:
 
 
 def made() -> tuple[HybridCache, HybridPrefix, list]:
-    cache = HybridCache(SCHEMA, num_blocks=7, max_requests=4, max_context=48)
+    cache = HybridCache(SCHEMA, num_blocks=7, max_seqs=4, max_seq_len=48)
     names = HybridPrefix(cache)
     first = names.admit(TOKENS).request
     for _ in range(2):
         fed(cache, [(first, 8)])
         names.commit(first, TOKENS)
     fed(cache, [(first, 3)])
-    second = cache.admit_request()
+    second = cache.admit([])
     fed(cache, [(second, 9)])
     fed(cache, [(second, 2)])
     return cache, names, [first, second, take_state(cache, second)]
@@ -51,10 +51,10 @@ def rows(cache: HybridCache, slot: int) -> torch.Tensor:
 
 
 CALLS = {
-    "admit_request": lambda c, n, r: c.admit_request(),
+    "admit_request": lambda c, n, r: c.admit([]),
     "prepare_forward": lambda c, n, r: c.prepare_forward([(r[0], 9), (r[1], 9)]),
     "truncate": lambda c, n, r: c.truncate([(r[1], 9), (r[0], 17)]),
-    "release_request": lambda c, n, r: c.release_request(r[0]),
+    "release": lambda c, n, r: c.release(r[0]),
     "put_state": lambda c, n, r: put_state(c, r[2]),
     "admit": lambda c, n, r: n.admit(TOKENS),
     "commit": lambda c, n, r: n.commit(r[1], [7] * 11),
@@ -86,10 +86,10 @@ def test_ctrl_c_at_every_point_of_a_call(name):
         if name == "truncate":  # windows and tails are as the lengths say: all of it or nothing
             want = content[may.index(got)]
             assert all(torch.equal(rows(cache, r.slot), w) for r, w in zip(requests[:2], want, strict=True))
-        cache.release_request(cache.admit_request())
+        cache.release(cache.admit([]))
         for request in requests[:2]:
             if not request.is_released:
-                cache.release_request(request)
+                cache.release(request)
         cache.check()
         assert cache.allocator.num_used == 0
         names.names.clear()
@@ -99,7 +99,7 @@ def test_ctrl_c_at_every_point_of_a_call(name):
 
 
 def test_from_several_threads():
-    cache = HybridCache(SCHEMA, num_blocks=24, max_requests=16, max_context=48)
+    cache = HybridCache(SCHEMA, num_blocks=24, max_seqs=16, max_seq_len=48)
     names, errors = HybridPrefix(cache, policy="zero"), []
 
     def work(number: int) -> None:
@@ -116,7 +116,7 @@ def test_from_several_threads():
                 except kvx.OutOfBlocks:
                     pass
                 finally:
-                    cache.release_request(request)
+                    cache.release(request)
         except BaseException as error:
             errors.append(error)
 

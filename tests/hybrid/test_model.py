@@ -26,7 +26,7 @@ from tests.hybrid.hybrids import DEVICE_CLOSE, F32, answer, cache_of, check, cut
 @models.one_thread()
 def test_logits_are_those_of_transformers(backend, tiny, how):
     total, hybrid = 134 if how == "one_by_one" else 260, hybrid_on(backend, tiny)
-    request, ids = hybrid.cache.admit_request(), tokens(backend, total)
+    request, ids = hybrid.cache.admit([]), tokens(backend, total)
     ends = cuts(random.Random(str(tiny)), total, how)
     got = [hybrid.forward(request, ids[a:b]) for a, b in itertools.pairwise(ends)]
     check(backend, torch.cat(got), models.whole(tiny, 260).logits[:total])
@@ -36,9 +36,9 @@ def test_logits_are_those_of_transformers(backend, tiny, how):
 @models.one_thread()
 def test_a_batch_of_different_lengths(backend, tiny):
     """Steps of several requests, some a token and some a chunk, in an order that changes: each as if it were alone."""
-    hybrid, rng = hybrid_on(backend, tiny, num_blocks=12, max_requests=5), random.Random(5)
+    hybrid, rng = hybrid_on(backend, tiny, num_blocks=12, max_seqs=5), random.Random(5)
     texts = [(260, 1), (3, 2), (131, 3), (17, 4), (129, 5)]
-    left = {hybrid.cache.admit_request(): (tokens(backend, *text), text, []) for text in texts}
+    left = {hybrid.cache.admit([]): (tokens(backend, *text), text, []) for text in texts}
     while left:
         chosen = rng.sample(list(left), rng.randint(1, len(left)))
         parts = [left[r][0][r.length : r.length + rng.choice((1, 1, 2, 16, 60))] for r in chosen]
@@ -58,7 +58,7 @@ def test_the_device_says_what_the_definition_says(rows):
     logits = []
     for backend in ("cuda", "torch"):
         hybrid = HybridModel(model, cache_of(model, kept), backend=backend)
-        requests = [hybrid.cache.admit_request() for _ in range(2)]
+        requests = [hybrid.cache.admit([]) for _ in range(2)]
         ids = [models.tokens(n, n).cuda() for n in (200, 140)]
         for step in (130, 5, 1, 1, 1):
             logits += hybrid.forward(requests, [part[r.length : r.length + step] for part, r in zip(ids, requests, strict=True)])
@@ -69,7 +69,7 @@ def test_the_device_says_what_the_definition_says(rows):
 def test_requests_and_ids_go_together():
     hybrid = HybridModel(models.make(models.FLASH), cache_of(models.make(models.FLASH), F32))
     with pytest.raises(BadArgument, match="1 requests and ids of 2"):
-        hybrid.forward([hybrid.cache.admit_request()], [models.tokens(2), models.tokens(2)])
+        hybrid.forward([hybrid.cache.admit([])], [models.tokens(2), models.tokens(2)])
 
 
 @models.one_thread()
@@ -80,14 +80,14 @@ def test_texts_take_turns(backend):
     rng, live, left = random.Random(0), {}, list(texts)
     while left or live:
         while left and len(live) < 3:
-            live[hybrid.cache.admit_request()] = (left.pop(0), [])
+            live[hybrid.cache.admit([])] = (left.pop(0), [])
         request = rng.choice(list(live))
         text, got = live[request]
         ids = tokens(backend, *text)
         got.append(hybrid.forward(request, ids[request.length : request.length + rng.choice((1, 4, 30))]))
         if request.length == len(ids):
             check(backend, torch.cat(got), answer(models.FLASH, *text))
-            hybrid.cache.release_request(request)
+            hybrid.cache.release(request)
             del live[request]
     assert hybrid.cache.allocator.num_used == 0
 
@@ -97,7 +97,7 @@ def test_rows_of_fewer_bits_say_nearly_the_same(backend):
     want = models.whole(models.WIDE, 140).logits
     for rows, bound in (("bf16", 0.02), ("fp8_entry", 0.2)):
         hybrid = hybrid_on(backend, models.WIDE, {"entry_rows": rows, "window_rows": rows, "index_rows": "bf16"})
-        got = hybrid.forward(hybrid.cache.admit_request(), tokens(backend, 140)).cpu()
+        got = hybrid.forward(hybrid.cache.admit([]), tokens(backend, 140)).cpu()
         assert 0 < float((got - want).norm() / want.norm()) < bound, rows
 
 
@@ -107,7 +107,7 @@ def test_a_model_in_bf16(backend):
     """Projections come in bf16; norms, rotations and sums of the cache are float32. Off by what bf16 is, over four layers."""
     model = copy.deepcopy(model_on(models.FLASH, backend.device)).to(torch.bfloat16)
     hybrid = HybridModel(model, cache_of(model, {**F32, "window_rows": "bf16", "entry_rows": "bf16"}), backend=backend.name)
-    request, ids = hybrid.cache.admit_request(), tokens(backend, 140)
+    request, ids = hybrid.cache.admit([]), tokens(backend, 140)
     got = torch.cat([hybrid.forward(request, part) for part in ids.split([100, 1, 1, 38])]).float().cpu()
     want = models.whole(models.FLASH, 140).logits
     assert 1e-4 < float((got - want).norm() / want.norm()) < 0.1
@@ -117,16 +117,16 @@ def test_a_cache_of_another_model_is_refused():
     model = models.make(models.FLASH)
     schema = HybridSchema.of(models.config_of(models.PRO), **F32)
     with pytest.raises(BadArgument, match="4 layers on a cache of 3"):
-        HybridModel(model, HybridCache(schema, num_blocks=1, max_requests=1, max_context=10))
+        HybridModel(model, HybridCache(schema, num_blocks=1, max_seqs=1, max_seq_len=10))
 
 
 def test_attention_is_given_back():
     """After a step the model is transformers' own again, also when the step broke."""
     model = models.make(models.FLASH)
     hybrid = HybridModel(model, cache_of(model, F32))
-    hybrid.forward(hybrid.cache.admit_request(), models.tokens(5))
+    hybrid.forward(hybrid.cache.admit([]), models.tokens(5))
     with pytest.raises(IndexError):
-        hybrid.forward(hybrid.cache.admit_request(), torch.tensor([10**6]))
+        hybrid.forward(hybrid.cache.admit([]), torch.tensor([10**6]))
     assert all("forward" not in vars(layer.self_attn) for layer in model.model.layers)
 
 

@@ -16,7 +16,7 @@ def computed(prefix: HybridPrefix, backend, tokens=TOKENS, num_tokens: int = 24,
     resumed = prefix.admit(tokens, **extra)
     run_step(prefix.cache, backend, resumed.request, num_tokens - resumed.request.length)
     prefix.commit(resumed.request, tokens[:num_tokens], extras=later)
-    prefix.cache.release_request(resumed.request)
+    prefix.cache.release(resumed.request)
     return resumed
 
 
@@ -27,7 +27,7 @@ def prefix(backend) -> HybridPrefix:
 
 def shared(prefix: HybridPrefix, tokens=TOKENS, **extra) -> int:
     resumed = prefix.admit(tokens, **extra)
-    prefix.cache.release_request(resumed.request)
+    prefix.cache.release(resumed.request)
     return resumed.shared
 
 
@@ -55,7 +55,7 @@ def test_checkpoints_are_apart_too(prefix, backend):
     resumed = prefix.admit(TOKENS, extras=[(10, b"cat")])
     assert (resumed.start, resumed.shared) == (24, 24)
     assert resumed.request.names[-1] in prefix.checkpoints
-    prefix.cache.release_request(resumed.request)
+    prefix.cache.release(resumed.request)
     other = prefix.admit(TOKENS, extras=[(10, b"dog")])
     assert (other.start, other.shared) == (24, 24)
     assert other.request.names[-1] != resumed.request.names[-1]
@@ -66,7 +66,7 @@ def test_in_parts_the_names_are_the_same(prefix, backend):
     for end, later in ((8, ()), (16, [(10, b"cat")]), (24, [(10, b"cat"), (17, b"dog")])):  # said again, it is the same one
         run_step(prefix.cache, backend, request, end - request.length)
         prefix.commit(request, TOKENS[:end], extras=later)
-    prefix.cache.release_request(request)
+    prefix.cache.release(request)
     assert shared(prefix, extras=[(10, b"cat"), (17, b"dog")]) == 24
     assert shared(prefix, extras=[(10, b"cat")]) == 16
 
@@ -76,10 +76,10 @@ def test_a_state_carries_it(prefix, backend):
     resumed = prefix.admit(TOKENS, extra=b"lora", extras=[(10, b"cat")])
     run_step(prefix.cache, backend, resumed.request, 24)
     state = take_state(prefix.cache, resumed.request)
-    prefix.cache.release_request(resumed.request)
+    prefix.cache.release(resumed.request)
     back = put_state(prefix.cache, state)
     prefix.commit(back, TOKENS[:24])
-    prefix.cache.release_request(back)
+    prefix.cache.release(back)
     assert shared(prefix) == 0
     assert shared(prefix, extra=b"lora", extras=[(10, b"cat")]) == 24
 
@@ -93,6 +93,6 @@ def test_what_comes_too_late_is_refused(prefix, backend):
     for wrong in ({"extra": "cat"}, {"extras": [(10, "cat")]}):
         with pytest.raises(BadArgument, match="it is bytes"):
             prefix.admit(TOKENS, **wrong)
-    prefix.cache.release_request(request)
+    prefix.cache.release(request)
     assert prefix.cache.allocator.num_used == 0
     assert shared(prefix, [1, 2, 3, 4, 5], extras=[(3, b"cat")]) == 0  # less than a block

@@ -32,7 +32,7 @@ def test_layers_in_the_formats_of_the_model(backend, run, name):
     model = models.make(models.REAL)
     for index, of in enumerate(run.layers):
         hybrid = hybrid_on(backend, models.REAL, ROWS[name])
-        request, x = hybrid.cache.admit_request(), of.x.to(backend.device)
+        request, x = hybrid.cache.admit([]), of.x.to(backend.device)
         got = torch.cat([attend(hybrid, index, request, part) for part in x.split([150, TOTAL - 153, 1, 1, 1])]).cpu()
         if name == "f32":
             want, bound = of.out, 1e-5 if backend.device == "cpu" else DEVICE_CLOSE

@@ -32,12 +32,12 @@ def feed(hybrid: HybridModel, request, ids: torch.Tensor, prefix: HybridPrefix |
 def test_a_state_goes_on_in_another_cache(backend, at):
     ids, want = tokens(backend, 260), models.whole(models.FLASH, 260).logits
     first = hybrid_on(backend, models.FLASH)
-    request = first.cache.admit_request()
+    request = first.cache.admit([])
     first.forward(request, ids[:at])
     state = take_state(first.cache, request)
     first.forward(request, tokens(backend, 40, 9))  # what was taken is a copy
     second = hybrid_on(backend, models.FLASH, num_blocks=7)
-    other = second.cache.admit_request()
+    other = second.cache.admit([])
     second.forward(other, tokens(backend, 150, 5))
     got = second.forward(put_state(second.cache, state), ids[at:])
     check(backend, got, want[at:])
@@ -56,7 +56,7 @@ def test_a_second_request_goes_on_from_the_first(backend, policy, start):
     check(backend, feed(hybrid, first.request, ids, prefix), want)
     pages = [p.pages.clone() for layer in hybrid.cache.layers for p in (layer.entries, layer.index) if p is not None]
     blocks = hybrid.cache.blocks(first.request)[:2].tolist()
-    hybrid.cache.release_request(first.request)
+    hybrid.cache.release(first.request)
 
     second = prefix.admit(ids.tolist())
     assert (second.start, second.shared, second.is_exact) == (start, 256, True)
@@ -105,7 +105,7 @@ def test_a_bounded_replay_says_that_it_is_one():
 
 
 def test_windows_alone_have_no_blocks_to_share():
-    cache = HybridCache(HybridSchema((LayerSchema(),)), num_blocks=2, max_requests=1, max_context=256)
+    cache = HybridCache(HybridSchema((LayerSchema(),)), num_blocks=2, max_seqs=1, max_seq_len=256)
     with pytest.raises(BadArgument, match="no blocks to share"):
         HybridPrefix(cache)
 
@@ -140,13 +140,13 @@ def test_evicted_blocks_are_not_found():
         resumed = prefix.admit(ids.tolist())
         assert resumed.shared == 0
         torch.testing.assert_close(feed(hybrid, resumed.request, ids, prefix), models.run(model, ids).logits, **CLOSE)
-        hybrid.cache.release_request(resumed.request)
+        hybrid.cache.release(resumed.request)
 
 
 def test_other_states_are_refused():
     model = models.make(models.FLASH)
     cache = cache_of(model, F32)
-    request = cache.admit_request()
+    request = cache.admit([])
     cache.prepare_forward([(request, 130)])
     with pytest.raises(BadArgument, match="not where a block of 128"):
         take_state(cache, request, entries=False)
@@ -157,7 +157,7 @@ def test_other_states_are_refused():
         put_state(cache_of(model, {**F32, "window_rows": "bf16"}), state)
     with pytest.raises(BadArgument, match="blocks of 128 tokens"):
         put_state(cache_of(model, F32, block_tokens=256), state)
-    pro = HybridCache(HybridSchema.of(models.config_of(models.PRO), **F32), num_blocks=1, max_requests=1, max_context=10)
+    pro = HybridCache(HybridSchema.of(models.config_of(models.PRO), **F32), num_blocks=1, max_seqs=1, max_seq_len=10)
     with pytest.raises(BadArgument, match="4 layers, the cache 3"):
         put_state(pro, state)
     small = cache_of(model, F32, num_blocks=0)
@@ -174,7 +174,7 @@ def test_other_states_are_refused():
 def small_cache(num_layers: int = 2) -> HybridCache:
     """Windows of two blocks; with two layers an exact replay begins four blocks back, a bounded one two."""
     layer = LayerSchema(4, overlap=True, window=16, head_dim=16, rope_dim=0, **F32)
-    return HybridCache(HybridSchema((layer,) * num_layers, block_tokens=8), num_blocks=16, max_requests=3, max_context=64)
+    return HybridCache(HybridSchema((layer,) * num_layers, block_tokens=8), num_blocks=16, max_seqs=3, max_seq_len=64)
 
 
 def run_to(cache: HybridCache, request, length: int) -> None:
@@ -211,7 +211,7 @@ def test_commit_is_of_a_live_request_and_its_tokens():
     prefix = HybridPrefix(cache, policy="full")
     first = prefix.admit(text).request
     run_to(cache, first, 20)
-    cache.release_request(first)
+    cache.release(first)
     second = prefix.admit([99] * 40).request
     assert second.slot == first.slot
     run_to(cache, second, 24)
@@ -242,10 +242,10 @@ WRONG_BUFFERS = {
 @pytest.mark.parametrize("what", WRONG_BUFFERS)
 def test_states_with_other_buffers_are_refused(what):
     cache, (name, change) = small_cache(), WRONG_BUFFERS[what]
-    request = cache.admit_request()
+    request = cache.admit([])
     run_to(cache, request, 10)
     state = take_state(cache, request)
-    cache.release_request(request)
+    cache.release(request)
     changed = {**state.buffers, name: change(state.buffers.get(name))}
     with pytest.raises(BadArgument, match=f"buffer {name} is .* after 10 tokens it is"):
         put_state(cache, replace(state, buffers={n: t for n, t in changed.items() if t is not None}))
@@ -255,10 +255,10 @@ def test_states_with_other_buffers_are_refused(what):
 
 def test_a_state_that_fails_half_way_gives_all_back(monkeypatch):
     cache = small_cache()
-    request = cache.admit_request()
+    request = cache.admit([])
     run_to(cache, request, 10)
     state = take_state(cache, request)
-    cache.release_request(request)
+    cache.release(request)
 
     def fail(*_):
         raise RuntimeError("the device is gone")

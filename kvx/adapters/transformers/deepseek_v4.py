@@ -1,7 +1,7 @@
 """Transformers' deepseek_v4 on a HybridCache: its weights and everything between layers; windows, entries and attention are ours.
 
-hybrid = HybridModel(model, HybridCache(HybridSchema.of(model.config), num_blocks=64, max_requests=4, max_context=4096))
-request = hybrid.cache.admit_request()
+hybrid = HybridModel(model, HybridCache(HybridSchema.of(model.config), num_blocks=64, max_seqs=4, max_seq_len=4096))
+request = hybrid.cache.admit([])
 logits = hybrid.forward(request, prompt)                      # any number of tokens at a time
 logits, others = hybrid.forward([request, other], [ids, ids])  # several requests, each with its own number of tokens
 
@@ -10,7 +10,8 @@ Tokens of all requests go through the model in one row: only attention looks at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Listing
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, overload
@@ -18,8 +19,9 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from kvx.cache.hybrid.cache import HybridCache, Request
+from kvx.cache.hybrid.cache import HybridCache
 from kvx.cache.hybrid.handle import LayerHandle, Projected
+from kvx.cache.sequence import Sequence
 from kvx.errors import BadArgument
 from kvx.ops.attention_sparse import attention_sparse
 from kvx.ops.finish import turn
@@ -52,39 +54,49 @@ class HybridModel:
             self._sinks = [layer.self_attn.sinks.float() for layer in layers]
 
     def _table(self, kind: str) -> tuple[Tensor, Tensor]:
-        """cos and sin of every position, [max_context, rope_dim / 2] f32. The model's own would be rounded to its type."""
+        """cos and sin of every position, [max_seq_len, rope_dim / 2] f32. The model's own would be rounded to its type."""
         like = torch.zeros(1, dtype=torch.float32, device=self.cache.device)
-        positions = torch.arange(self.cache.max_context, device=self.cache.device)[None]
+        positions = torch.arange(self.cache.max_seq_len, device=self.cache.device)[None]
         cos, sin = self.model.model.rotary_emb(like, position_ids=positions, layer_type=kind)
         return cos[0].contiguous(), sin[0].contiguous()
 
     # --- steps -----------------------------------------------------------------------------------------------------------
 
     @overload
-    def forward(self, requests: Request, ids: Tensor) -> Tensor: ...
+    def forward(self, requests: Sequence, ids: Tensor) -> Tensor: ...
     @overload
-    def forward(self, requests: Sequence[Request], ids: Sequence[Tensor]) -> list[Tensor]: ...
+    def forward(self, requests: Listing[Sequence], ids: Listing[Tensor]) -> list[Tensor]: ...
     @torch.inference_mode()
-    def forward(self, requests: Request | Sequence[Request], ids: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+    def forward(self, requests: Sequence | Listing[Sequence], ids: Tensor | Listing[Tensor]) -> Tensor | list[Tensor]:
         """[tokens, vocab] of each request: its next tokens, put into the cache on the way. OutOfBlocks changes nothing."""
-        if isinstance(requests, Request):
+        if isinstance(requests, Sequence):
             assert isinstance(ids, Tensor)
+            self._know([requests], [ids])
             return self.run(ids, self.prepare([requests], [len(ids)]))
         if len(requests) != len(ids):
             raise BadArgument(f"forward(): {len(requests)} requests and ids of {len(ids)}. Nothing changed.")
+        self._know(requests, ids)
         lengths = [len(part) for part in ids]
         return list(self.run(torch.cat(list(ids)), self.prepare(requests, lengths)).split(lengths))
 
-    def prepare(self, requests: Sequence[Request], lengths: Sequence[int]) -> StepBatch:
+    def _know(self, requests: Listing[Sequence], ids: Listing[Tensor]) -> None:
+        """A cache that finds prefixes knows the ids of tokens before they are computed."""
+        if self.cache.prefix is not None:
+            for request, part in zip(requests, ids, strict=True):
+                known = request.num_tokens - request.length
+                if known < len(part):
+                    self.cache.append(request, part[known:].tolist())
+
+    def prepare(self, requests: Listing[Sequence], lengths: Listing[int]) -> StepBatch:
         """The next tokens of these requests: what `run` needs beside their ids."""
         step = self.cache.prepare_forward(list(zip(requests, lengths, strict=True)))
         longest = max((request.length for request in requests), default=0)
         return StepBatch(step, step.positions(sum(lengths)), longest, all(n == 1 for n in lengths))
 
     def decode_batch(self, num_tokens: int) -> StepBatch:
-        """One token a sequence of whatever prepare_forward prepared last, as many as max_requests: for a step that is captured once
+        """One token a sequence of whatever prepare_forward prepared last, as many as max_seqs: for a step that is captured once
         and replayed. Make it within the capture: positions follow from the step."""
-        return StepBatch(self.cache.step, self.cache.step.positions(num_tokens), self.cache.max_context, True)
+        return StepBatch(self.cache.step, self.cache.step.positions(num_tokens), self.cache.max_seq_len, True)
 
     def run(self, ids: Tensor, batch: StepBatch) -> Tensor:
         """[num_tokens, vocab]."""

@@ -1,15 +1,23 @@
 """The hybrid cache of DeepSeek-V4: windows of rows, compressed entries in blocks, and the sums that entries are made of."""
 
-from kvx.cache.hybrid.cache import HybridCache, Request
+from kvx.cache.hybrid.cache import HybridCache
 from kvx.cache.hybrid.handle import ClassicalView, IndexerView, LayerHandle, Projected, SWAView
-from kvx.cache.hybrid.prefix import HybridPrefix, Resumed
 from kvx.cache.hybrid.schema import Bytes, HybridSchema, LayerSchema
-from kvx.cache.hybrid.state import RequestState, put_state, take_state
 from kvx.cache.hybrid.store import LayerStore
 from kvx.quant.rows import ROW_FORMATS, RowCodec, RowFormat
 
 __all__ = [
-    "ROW_FORMATS", "Bytes", "ClassicalView", "HybridCache", "HybridPrefix", "HybridSchema", "IndexerView", "LayerHandle",
-    "LayerSchema", "LayerStore", "Projected", "Request", "RequestState", "Resumed", "RowCodec", "RowFormat", "SWAView", "put_state",
-    "take_state",
-]  # fmt: skip
+    "ROW_FORMATS",
+    "Bytes",
+    "ClassicalView",
+    "HybridCache",
+    "HybridSchema",
+    "IndexerView",
+    "LayerHandle",
+    "LayerSchema",
+    "LayerStore",
+    "Projected",
+    "RowCodec",
+    "RowFormat",
+    "SWAView",
+]

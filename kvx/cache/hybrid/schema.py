@@ -224,13 +224,13 @@ class HybridSchema:
         """Of layers with entries, each once: a step asks for every request."""
         return tuple({layer.ratio for layer in self.layers if layer.ratio})
 
-    def block_budget(self, max_context: int, max_requests: int, headroom: float = 1.10) -> int:
+    def block_budget(self, max_seq_len: int, max_seqs: int, headroom: float = 1.10) -> int:
         """Blocks for as many requests of that length, and some to spare."""
-        if max_context < 1 or max_requests < 1 or headroom < 1.0:
+        if max_seq_len < 1 or max_seqs < 1 or headroom < 1.0:
             raise BadArgument(
-                f"block_budget(): max_context {max_context}, max_requests {max_requests}, headroom {headroom}: none is under 1."
+                f"block_budget(): max_seq_len {max_seq_len}, max_seqs {max_seqs}, headroom {headroom}: none is under 1."
             )
-        return math.ceil(-(-max_context // self.block_tokens) * max_requests * headroom)
+        return math.ceil(-(-max_seq_len // self.block_tokens) * max_seqs * headroom)
 
     def memory_bytes(self, num_blocks: int, num_requests: int) -> Bytes:
         return self.block_bytes.times(num_blocks) + self.request_bytes.times(num_requests)

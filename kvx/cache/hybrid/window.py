@@ -6,19 +6,17 @@ kvx.ops.append_swa writes rings, kvx.ops.attention_sparse reads them.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kvx.quant.rows import RowCodec, RowPages
 
 
 class Window:
-    def __init__(
-        self, codec: RowCodec, window: int, num_slots: int, *, max_drafts: int = 0, device: str | torch.device = "cpu"
-    ) -> None:
-        self.window, self.ring = window, window + max_drafts
-        self.rows = RowPages.zeros(codec, num_slots, self.ring, device)  # a page for each slot
-        self.positions = torch.full((num_slots, self.ring), -1, dtype=torch.int32, device=device)  # of each place's row; -1: none
+    def __init__(self, codec: RowCodec, window: int, pages: Tensor, positions: Tensor) -> None:
+        self.window, self.ring = window, positions.shape[1]
+        self.rows = RowPages(codec, pages, self.ring)  # uint8 [num_slots, page_bytes]: a page for each slot
+        self.positions = positions  # [num_slots, ring] int32, of each place's row; -1: none
+        self.reset()
 
     @property
     def codec(self) -> RowCodec:
