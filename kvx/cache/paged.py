@@ -255,6 +255,7 @@ class PagedCache:
         start = max(0, n * bs - max(kind.replay for kind in states))
         starts = [1 if t.kind.has_state and start else seq.starts[t.index] for t in self._tables]
         is_exact = start == 0 or all(kind.is_replay_exact for kind in states)
+        self._running[seq.row] = -1
         seq.length = seq.num_cached = seq.limit = start
         seq.starts, seq.is_exact = starts, is_exact
 

@@ -49,6 +49,11 @@ class StateSpec(Spec):
         """Of one sequence's states, in all layers: what a request takes."""
         return self.num_layers * sum(p.num_rows * p.row_bytes for p in self.planes)
 
+    @property
+    def cache_bytes(self) -> int:
+        """All of it, with what pads the blocks."""
+        return max(self.block_bytes * self.num_layers, self.block_content_bytes) * self.num_blocks
+
     def __getattr__(self, name: str) -> Any:
         """What only a cache of K and V has: whoever asks for it takes no states, and says so."""
         if name.startswith("_") or (name not in CacheSpec.__dataclass_fields__ and not hasattr(CacheSpec, name)):
@@ -207,7 +212,7 @@ def _padding_holds_a_block(spec: StateSpec) -> str | None:
 
 
 def _fits_addresses(spec: StateSpec) -> str | None:
-    size = max(spec.block_bytes * spec.num_layers, spec.block_content_bytes) * spec.num_blocks
+    size = spec.cache_bytes
     if size >= 2**60:
         return f"the states would have {size} bytes; addresses end at 2**60."
     layout = Layout.parse(spec.layout)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvx.adapters.transformers.deepseek_v4 import HybridModel
-from kvx.cache.hybrid import HybridCache, HybridSchema, Request
+from kvx.cache.hybrid import HybridCache, HybridSchema
+from kvx.cache.sequence import Sequence
 from tests.conftest import Backend
 from tests.hybrid import models
 
@@ -46,7 +47,7 @@ def hybrid_on(backend: Backend, tiny: models.Tiny, rows: dict[str, Any] | None =
     return HybridModel(model, cache_of(model, F32 if rows is None else rows, **sizes), backend=backend.name)
 
 
-def attend(hybrid: HybridModel, index: int, request: Request, x: Tensor) -> Tensor:
+def attend(hybrid: HybridModel, index: int, request: Sequence, x: Tensor) -> Tensor:
     """One layer's next tokens, x [tokens, hidden]: what it hands on."""
     return hybrid.attend(index, hybrid.prepare([request], [len(x)]), x[None])[0][0]
 
