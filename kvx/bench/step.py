@@ -72,7 +72,7 @@ def measure(config: ModelConfig = QWEN3_8B, batch: int = BATCH, context: int = C
         step = cache.plan(work)
         row = StepRow(
             name, _time(partial(model.forward, step)), _time(_gemms(model, batch)), _time(_attention(model, step)),
-            _weight_bytes(model), batch * context * sum(g.spec.token_bytes * len(g.layers) for g in cache.groups), ceiling,
+            _weight_bytes(model), batch * context * sum(g.spec.of_kv.token_bytes * len(g.layers) for g in cache.groups), ceiling,
         )  # fmt: skip
         rows.append(row)
         del model, cache, step

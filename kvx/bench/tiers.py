@@ -185,7 +185,7 @@ def _check(mover: Mover, cache: list[Tensor], spec: kvx.CacheSpec, names: list[b
         for n in range(0, half, max(1, half // 8)):
             a, b = t[n].float(), t[half + n].float()
             most = a.abs().amax(-1, keepdim=True)
-            near = 0.0 if mover.kept.format == spec.format else 2.0**-4  # half a step of e4m3's three bits
+            near = 0.0 if mover.kept.of_kv.format == spec.format else 2.0**-4  # half a step of e4m3's three bits
             if not bool(((a - b).abs() <= near * most).all()):
                 raise AssertionError(f"block {n} did not come back as it was")
     mover.tiers[0].drop(names[:half]).result()

@@ -13,7 +13,7 @@ from kvx.cache.sequence import Sequence
 
 
 class StateTable(GroupTable):
-    kind: State  # type: ignore[assignment]
+    kind: State
 
     def growth(self, seq: Sequence, end: int) -> Growth:
         have, want = self.num_blocks(seq, seq.length), self.num_blocks(seq, end)

@@ -110,7 +110,7 @@ def decode(
         typer.echo(f"asking the prefill at {from_}, for {timeout_s:g} s at most", err=True)
         handover, moved = fetch(wire, from_, secret, ids, name, timeout_s)
     # As this side holds it; its engine computes in one process, so the ranks are gathered again, and checked again.
-    mine = handover.convert(block_size=block_size, format=engine.cache.groups[0].spec.format)
+    mine = handover.convert(block_size=block_size, format=engine.cache.groups[0].spec.of_kv.format)
     handover = gather(hold(mine, layout=layout, tp_size=tp))
     answer = resume(engine, handover, ids, params, model=name)[0]
     alone: Sequence[int] | None = None

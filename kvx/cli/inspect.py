@@ -198,7 +198,7 @@ def inspect(
         return _show(str(path), ("field", "value"), [(k, str(v)) for k, v in facts.items()], facts, as_json)
     if is_cache_file(path):  # which says more than its tensors do, and why it cannot be read
         file = kvx.load(path, verify=False)
-        facts = {**spec_facts(file.spec), "content digest": file.content or "not kept: it has no seal"}
+        facts = {**spec_facts(file.spec.of_kv), "content digest": file.content or "not kept: it has no seal"}
         return _show(str(path), ("field", "value"), [(k, str(v)) for k, v in facts.items()], facts, as_json)
     rows_ = tensor_facts(path)
     if not rows_:

@@ -28,22 +28,22 @@ class Shards:
         first = opened[0]
         for other in opened[1:]:
             for name in (*_SAME, "v_head_dim", "v_format", "num_planes"):
-                a, b = _field(first.spec, name), _field(other.spec, name)
+                a, b = _field(first.spec.of_kv, name), _field(other.spec.of_kv, name)
                 if a != b:
                     raise Incompatible(f"{call}: {other.path} has {name} {b!r}; {first.path} has {a!r}. They are not of one cache.")
         held: dict[tuple[int, ...], CacheFile] = {}
         for file in opened:
-            same = held.setdefault(_piece(file.spec), file)
+            same = held.setdefault(_piece(file.spec.of_kv), file)
             if same.content and file.content and same.content != file.content:
                 raise Incompatible(
                     f"{call}: {same.path} and {file.path} are of the same heads, and were written with other content."
                 )
-        return Shards(opened, _whole(call, first.spec, list(held)))
+        return Shards(opened, _whole(call, first.spec.of_kv, list(held)))
 
     @property
     def parts(self) -> list[CacheFile]:
         """Those that make the whole: of several ranks that hold the same heads, the first."""
-        return list({_piece(f.spec): f for f in reversed(self.files)}.values())[::-1]
+        return list({_piece(f.spec.of_kv): f for f in reversed(self.files)}.values())[::-1]
 
     def require_seals(self, call: str, otherwise: str) -> None:
         for file in self.files:

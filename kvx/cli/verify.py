@@ -59,7 +59,7 @@ def _content(shards: Shards, name: str) -> tuple[str, bool]:
             found = PartDigests(file.spec)
             for part in part_ranges(file.spec):
                 found.add(file.buffers, part.start, part.stop)
-        here = (file.spec.layer_start, file.spec.head_start)
+        here = (file.spec.layer_start, file.spec.of_kv.head_start)
         path, held = seen.setdefault(here, (file.path, str(found.total)))
         if held != str(found.total):
             raise BadArgument(f"kvx verify: {path} and {file.path} hold the same heads, with different content.")

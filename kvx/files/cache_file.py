@@ -26,14 +26,14 @@ from kvx.layout.buffers import bytes_of
 from kvx.layout.gate import check_buffers
 from kvx.ops.convert import Buffers, flat
 from kvx.ops.digest import Digest
-from kvx.spec import CacheSpec
+from kvx.spec import Spec
 
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE, which mmap names from Python 3.13 on
 _ALIGN = 4096  # tensors begin on pages, so that rows of any size are aligned
 
 
 class CacheFile(NamedTuple):
-    spec: CacheSpec
+    spec: Spec
     buffers: list[Tensor]  # uint8, mapped: what is written into them stays in memory and never reaches the file
     content: str  # digest of the content when it was written; "" when not kept
     parts: list[str]  # of each part of it (part_ranges); [] when not kept
@@ -47,7 +47,7 @@ class CacheFile(NamedTuple):
 class NewFile:
     """A file being filled."""
 
-    def __init__(self, spec: CacheSpec, buffers: list[Tensor]):
+    def __init__(self, spec: Spec, buffers: list[Tensor]):
         self.spec, self.buffers = spec, buffers
         self.digests: PartDigests | None = None  # None: it gets no seal
 
@@ -57,7 +57,7 @@ class NewFile:
         self.digests.add(cache or self.buffers, first, end)
 
 
-def save(path: str | Path, cache: Buffers, spec: CacheSpec, *, check: bool = True) -> None:
+def save(path: str | Path, cache: Buffers, spec: Spec, *, check: bool = True) -> None:
     """Write every buffer of a cache. `check` seals it with the digest of its content, so that whoever reads it can tell damage."""
     tensors = list(flat("cache", cache))
     check_buffers("save", "cache", tensors, (spec,))
@@ -68,7 +68,7 @@ def save(path: str | Path, cache: Buffers, spec: CacheSpec, *, check: bool = Tru
             to.copy_(bytes_of(t)[: to.numel()])
 
 
-def load(path: str | Path, expect: CacheSpec | None = None, *, verify: bool = True) -> CacheFile:
+def load(path: str | Path, expect: Spec | None = None, *, verify: bool = True) -> CacheFile:
     """Open a file. Its content is read once and held against its seal; Damaged where it is not what was written.
 
     `verify=False` maps it at once, whatever its size, and reads nothing: `check()` before the content is used. It also takes files
@@ -119,7 +119,7 @@ def is_cache_file(path: str | Path) -> bool:
 
 
 @contextmanager
-def create(path: str | Path, spec: CacheSpec) -> Iterator[NewFile]:
+def create(path: str | Path, spec: Spec) -> Iterator[NewFile]:
     """A new file, its buffers mapped, to be filled. It appears under `path` when the block ends well, and not at all otherwise."""
     path = Path(path)
     if path.is_dir() or not path.name:

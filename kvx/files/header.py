@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from kvx.errors import BadArgument, Damaged, Incompatible
 from kvx.layout.place import buffer_sizes, num_cache_buffers
-from kvx.spec import CacheSpec, from_json, to_json
+from kvx.spec import Spec, spec_from_json, to_json
 from kvx.spec.manifest import digest as spec_digest
 from kvx.spec.manifest import require_same, unique_fields
 
@@ -37,7 +37,7 @@ _END = re.compile(rf"{_WS}\}}{_WS}")
 
 
 class Header(NamedTuple):
-    spec: CacheSpec
+    spec: Spec
     content: str  # digest of the content when it was written; "" where it was not kept
     parts: list[str]  # of each part of it; [] where they were not kept
     spans: list[tuple[int, int]]  # of each buffer, its first byte in the file and how many it has
@@ -50,7 +50,7 @@ class TensorEntry(NamedTuple):
     size: int  # bytes
 
 
-def entries(spec: CacheSpec) -> list[TensorEntry]:
+def entries(spec: Spec) -> list[TensorEntry]:
     """One a buffer, in order. `require_few` first, where the spec is from outside."""
     sizes = [size for count, size in buffer_sizes(spec) for _ in range(count)]
     caches = num_cache_buffers(spec)
@@ -64,7 +64,7 @@ def entries(spec: CacheSpec) -> list[TensorEntry]:
     return out + [TensorEntry(*scale, size) for scale, size in zip(scales, sizes[caches:], strict=True)]
 
 
-def require_few(call: str, spec: CacheSpec) -> None:
+def require_few(call: str, spec: Spec) -> None:
     if num_cache_buffers(spec) > MOST_BUFFERS:
         raise BadArgument(
             f"{call}: layout {spec.layout!r} makes {num_cache_buffers(spec):,} tensors; a file has at most {MOST_BUFFERS:,}. "
@@ -72,13 +72,13 @@ def require_few(call: str, spec: CacheSpec) -> None:
         )
 
 
-def seal_of(spec: CacheSpec, content: str, parts: Sequence[str]) -> str:
+def seal_of(spec: Spec, content: str, parts: Sequence[str]) -> str:
     """What holds the spec and the digests of the content to each other."""
     text = json.dumps(["kvx seal 1", spec_digest(spec), content, *parts])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def header_bytes(spec: CacheSpec, content: str, parts: Sequence[str]) -> bytes:
+def header_bytes(spec: Spec, content: str, parts: Sequence[str]) -> bytes:
     """The JSON. Without digests of its content a file has no seal."""
     metadata = {MANIFEST: to_json(spec)}
     if parts:
@@ -90,7 +90,7 @@ def header_bytes(spec: CacheSpec, content: str, parts: Sequence[str]) -> bytes:
     return json.dumps({"__metadata__": metadata, **tensors}).encode()
 
 
-def read_header(path: Path, file: BinaryIO, size: int, num_parts: Any, expect: CacheSpec | None = None) -> Header:
+def read_header(path: Path, file: BinaryIO, size: int, num_parts: Any, expect: Spec | None = None) -> Header:
     """Of a file of `size` bytes. `num_parts(spec)`: how many parts of its content have a digest of their own."""
     length = int.from_bytes(file.read(8), "little")
     if length > min(size - 8, _MOST_BYTES):
@@ -101,7 +101,7 @@ def read_header(path: Path, file: BinaryIO, size: int, num_parts: Any, expect: C
     metadata, at = _metadata(path, data)
     if MANIFEST not in metadata:
         raise BadArgument(f'load(): {path} has no "{MANIFEST}" in its metadata; kvx.save() and kvx convert write it.')
-    spec = from_json(metadata[MANIFEST])
+    spec = spec_from_json(metadata[MANIFEST])
     if expect is not None:
         require_same(expect, spec)
     content, parts = _sealed(path, metadata, spec, num_parts(spec))
@@ -142,7 +142,7 @@ def _metadata(path: Path, data: bytes) -> tuple[dict[str, str], int]:
     return found, len(text[:end].encode(errors="surrogatepass"))
 
 
-def _sealed(path: Path, metadata: dict[str, str], spec: CacheSpec, num_parts: int) -> tuple[str, list[str]]:
+def _sealed(path: Path, metadata: dict[str, str], spec: Spec, num_parts: int) -> tuple[str, list[str]]:
     """The digests of the content, held against the seal."""
     kept = [name for name in (CONTENT, PARTS, SEAL) if name in metadata]
     if not kept:

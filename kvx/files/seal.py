@@ -15,7 +15,7 @@ from kvx.layout.coordinates import has_whole_words
 from kvx.layout.plan import plan
 from kvx.ops.convert import convert
 from kvx.ops.digest import Digest, digest
-from kvx.spec import CacheSpec
+from kvx.spec import Spec
 
 _MOST_PARTS = 64  # digests of parts: enough to look in the right place, few enough for a header
 
@@ -24,7 +24,7 @@ class Sealed(Protocol):
     """A file with what it was written with."""
 
     @property
-    def spec(self) -> CacheSpec: ...
+    def spec(self) -> Spec: ...
     @property
     def buffers(self) -> list[Tensor]: ...
     @property
@@ -35,17 +35,17 @@ class Sealed(Protocol):
     def path(self) -> str: ...
 
 
-def part_ranges(spec: CacheSpec) -> list[range]:
+def part_ranges(spec: Spec) -> list[range]:
     """The blocks of each part of a file that has a digest of its own."""
     step = -(-spec.num_blocks // _MOST_PARTS)
     return [range(first, min(first + step, spec.num_blocks)) for first in range(0, spec.num_blocks, step)]
 
 
-def digest_blocks(cache: list[Tensor], spec: CacheSpec, first: int, end: int) -> Digest:
+def digest_blocks(cache: list[Tensor], spec: Spec, first: int, end: int) -> Digest:
     """What these blocks add to the digest of all: their tokens stand where they do in the file."""
     here = torch.arange(first, end, dtype=torch.int32)
     if not has_whole_words(spec):  # through a plain layout, of so many blocks only
-        plain = replace(spec, layout=spec.plain_layout, num_blocks=end - first, block_bytes=0)
+        plain = spec.replaced(layout=spec.plain_layout, num_blocks=end - first, block_bytes=0)
         stage = allocate_buffers(plain, cache[0].device)
         convert(stage, cache, plan=plan(spec, plain), src_blocks=here, dst_blocks=here - first)
         cache, spec, here = stage, plain, here - first
@@ -55,7 +55,7 @@ def digest_blocks(cache: list[Tensor], spec: CacheSpec, first: int, end: int) ->
 class PartDigests:
     """Digests of a cache's parts, counted in while its blocks are at hand."""
 
-    def __init__(self, spec: CacheSpec):
+    def __init__(self, spec: Spec):
         self.spec = spec
         self.sums = [Digest() for _ in part_ranges(spec)]
 
@@ -121,7 +121,7 @@ class SealCheck:
         )
 
 
-def _blocks(bad: Sequence[range], spec: CacheSpec) -> str:
+def _blocks(bad: Sequence[range], spec: Spec) -> str:
     if not bad:
         return ""
     names = [f"{part.start}" if len(part) == 1 else f"{part.start}..{part.stop - 1}" for part in bad]

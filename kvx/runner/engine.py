@@ -352,8 +352,8 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counts so far, and the bytes a token's K and V take."""
-        counts, spec = self.scheduler.counts, self.cache.groups[0].spec
-        token_bytes = sum(g.spec.token_bytes * len(g.layers) for g in self.cache.groups)
+        counts, spec = self.scheduler.counts, self.cache.groups[0].spec.of_kv
+        token_bytes = sum(g.spec.of_kv.token_bytes * len(g.layers) for g in self.cache.groups)
         plain = 2 * spec.num_kv_heads * spec.head_dim * self.model.dtype.itemsize * self.model.config.num_layers
         return {
             **asdict(counts),

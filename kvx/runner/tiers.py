@@ -36,7 +36,7 @@ class EngineTiers:
         self._is_closed = False
         kept = [
             replace(
-                neutral(g.spec, num_blocks=1, block_size=cache.block_size, format=self.format, model=model),
+                neutral(g.spec.of_kv, num_blocks=1, block_size=cache.block_size, format=self.format, model=model),
                 num_layers=len(g.layers),
             )
             for g in cache.groups

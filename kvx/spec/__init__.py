@@ -3,7 +3,7 @@
 from kvx.spec.cache_spec import CacheSpec, PlaneSpec, Share, Spec
 from kvx.spec.dtypes import DTYPES, DType
 from kvx.spec.formats import FORMATS, Format, Granularity
-from kvx.spec.manifest import digest, from_json, to_json
+from kvx.spec.manifest import digest, from_json, spec_from_json, to_json
 from kvx.spec.state_spec import StateSpec, state_plane
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "StateSpec",
     "digest",
     "from_json",
+    "spec_from_json",
     "state_plane",
     "to_json",
 ]

@@ -115,6 +115,18 @@ class Spec:
         return replace(self, **fields)  # type: ignore[type-var]
 
     @property
+    def cache_bytes(self) -> int:
+        """All of it, with what pads the blocks."""
+        raise NotImplementedError
+
+    @property
+    def of_kv(self) -> CacheSpec:
+        """This spec, where it is of K and V. Unsupported where its planes are others."""
+        if isinstance(self, CacheSpec):
+            return self
+        raise Unsupported(f"this takes a cache of K and V; the planes here are {', '.join(p.name for p in self.planes)}.")
+
+    @property
     def plain_layout(self) -> str:
         """The layout with every plane apart and its rows in one piece, as its axes say."""
         names = [p.name for p in self.planes]

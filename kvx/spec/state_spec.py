@@ -50,6 +50,12 @@ class StateSpec(Spec):
         return self.num_layers * sum(p.num_rows * p.row_bytes for p in self.planes)
 
     @property
+    def block_layout(self) -> str:
+        """The layout with a block in one run, layer after layer: how tiers and handovers keep it."""
+        inner = "; ".join(f"{p.name}: {' '.join(axis for axis, _ in p.axes)}" for p in self.planes)
+        return f"block | layer plane[{inner}]"
+
+    @property
     def cache_bytes(self) -> int:
         """All of it, with what pads the blocks."""
         return max(self.block_bytes * self.num_layers, self.block_content_bytes) * self.num_blocks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from kvx.errors import BadArgument, Incompatible
 from kvx.layout.buffers import bytes_of
 from kvx.layout.place import buffer_bytes
-from kvx.spec import CacheSpec
+from kvx.spec import Spec, to_json
 
 Field = str | int
 
@@ -44,10 +44,10 @@ class BlockKind:
         object.__setattr__(self, "digest", hashlib.blake2b(text.encode(), digest_size=16).digest())
 
     @classmethod
-    def of(cls, spec: CacheSpec) -> BlockKind:
+    def of(cls, spec: Spec) -> BlockKind:
         """One block of this cache: what `kvx.allocate_buffers(block_spec(spec))` makes, scales included."""
         one = block_spec(spec)
-        fields = json.loads(one.manifest_text)
+        fields = json.loads(to_json(one))
         del fields["digest"]  # of the fields that stand beside it
         return cls(fields, tuple(buffer_bytes(one)))
 
@@ -81,9 +81,9 @@ class Block(NamedTuple):
     buffers: tuple[Tensor, ...]  # uint8, flat
 
 
-def block_spec(spec: CacheSpec) -> CacheSpec:
+def block_spec(spec: Spec) -> Spec:
     """The spec of one block of a cache. What pads blocks in an engine is not kept."""
-    return replace(spec, num_blocks=1, block_bytes=0)
+    return spec.replaced(num_blocks=1, block_bytes=0)
 
 
 def kind_from_text(text: str) -> BlockKind:
@@ -97,7 +97,9 @@ def kind_from_text(text: str) -> BlockKind:
 
 def check_kind(tier: str, kind: BlockKind) -> None:
     if not isinstance(kind, BlockKind):
-        raise BadArgument(f"{tier}: kind is {str(kind)[:100]}; it is a BlockKind. BlockKind.of(spec) makes one of a CacheSpec.")
+        raise BadArgument(
+            f"{tier}: kind is {str(kind)[:100]}; it is a BlockKind. BlockKind.of(spec) makes one of a spec."
+        )
 
 
 def check_block(call: str, kind: BlockKind, block: Block) -> None:

@@ -1,6 +1,7 @@
 """CacheTiers: a PagedCache on tiers. What it evicts is offloaded; what a prefix has more of is brought back.
 
-Each layer group has a mover and tiers of its own, whose blocks are the group's, by the cache's names.
+Each layer group has a mover and tiers of its own, whose blocks are the group's, by the cache's names. Where layers of a group store
+different planes, each kind of them (a member) has one; a block is there when all of its members' are.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Self
 from torch import Tensor
 
 from kvx.cache.blocks import BlockIds
-from kvx.cache.groups import LayerGroup
+from kvx.cache.groups import Member
 from kvx.cache.paged import PagedCache
 from kvx.errors import BadArgument
 from kvx.layout.place import num_buffers, num_cache_buffers
-from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.cache_spec import CacheSpec, Spec
+from kvx.spec.state_spec import StateSpec
 from kvx.tiers.mover import Mover
 from kvx.tiers.mover_stats import MoverEvent, MoverStats
 from kvx.tiers.tier import Tier
@@ -29,30 +31,31 @@ class CacheTiers:
     def __init__(
         self,
         cache: PagedCache,
-        tiers: Sequence[Sequence[Tier]],  # of each layer group, the fastest first
+        tiers: Sequence[Sequence[Tier]],  # of each layer group, or each member of it, the fastest first
         *,
-        kept: Sequence[CacheSpec],  # of each group's blocks in its tiers: as many tokens, layers counted from 0
+        kept: Sequence[Spec],  # of its blocks in its tiers: as many tokens, layers counted from 0. kept_specs() is as it is here
         max_in_flight_bytes: int = 256 << 20,
         on_event: Callable[[MoverEvent], None] | None = None,
     ) -> None:
-        if not len(tiers) == len(kept) == len(cache.groups):
-            raise BadArgument(
-                f"CacheTiers: tiers of {len(tiers)} groups and kept of {len(kept)}; the cache has {len(cache.groups)} groups."
-            )
-        for spec in kept:
-            if spec.block_size != cache.block_size:
-                raise BadArgument(f"CacheTiers: kept blocks have {spec.block_size} tokens, the cache's {cache.block_size}.")
+        members = [(n, member) for n, group in enumerate(cache.groups) for member in group.members]
+        if not len(tiers) == len(kept) == len(members):
+            what = f"{len(members)} groups" if len(members) == len(cache.groups) else f"{len(members)} members of groups"
+            raise BadArgument(f"CacheTiers: tiers of {len(tiers)} groups and kept of {len(kept)}; the cache has {what}.")
+        for spec, (_, member) in zip(kept, members, strict=True):
+            if spec.block_size != member.spec.block_size:
+                raise BadArgument(f"CacheTiers: kept blocks have {spec.block_size} tokens, the cache's {member.spec.block_size}.")
         self.cache = cache
         self.num_lost, self.error = 0, ""  # blocks that could not even be sent, and why the last was not
         self.movers: list[Mover] = []
+        self._of_group: list[list[Mover]] = [[] for _ in cache.groups]
         try:
-            for group, mine, spec in zip(cache.groups, tiers, kept, strict=True):
+            for (n, member), mine, spec in zip(members, tiers, kept, strict=True):
                 for tier in mine:
                     tier.keep_for(cache)
-                buffers, specs = buffers_of(cache, group)
-                self.movers.append(
-                    Mover(buffers, specs, mine, kept=spec, max_in_flight_bytes=max_in_flight_bytes, on_event=on_event)
-                )
+                buffers, specs = buffers_of(cache, n, member)
+                mover = Mover(buffers, specs, mine, kept=spec, max_in_flight_bytes=max_in_flight_bytes, on_event=on_event)
+                self.movers.append(mover)
+                self._of_group[n].append(mover)
             cache.attach(self)
         except BaseException:
             self._close()
@@ -62,16 +65,20 @@ class CacheTiers:
 
     def offer(self, group: int, hashes: Sequence[bytes], blocks: BlockIds) -> None:
         try:
-            self.movers[group].offload(hashes, blocks.tolist())
+            for mover in self._of_group[group]:
+                mover.offload(hashes, blocks.tolist())
         except Exception as error:  # the blocks are lost, and the cache goes on
             self.num_lost += len(hashes)
             self.error = str(error)
 
     def find(self, group: int, hashes: Sequence[bytes]) -> list[bool]:
-        return self.movers[group].has(hashes)
+        return [all(found) for found in zip(*(mover.has(hashes) for mover in self._of_group[group]), strict=True)]
 
     def load(self, group: int, hashes: Sequence[bytes], blocks: BlockIds) -> int:
-        return self.movers[group].onboard(hashes, blocks.tolist())
+        came = len(hashes)
+        for mover in self._of_group[group]:
+            came = min(came, mover.onboard(hashes[:came], blocks[:came].tolist()))
+        return came
 
     # --- all of it --------------------------------------------------------------------------------------------------------
 
@@ -85,10 +92,11 @@ class CacheTiers:
         """Put what the cache and the faster tiers have into the last tier, where that outlives the process."""
         prefix = self.cache.prefix
         assert prefix is not None
-        for group, mover in enumerate(self.movers):
-            if mover.tiers[-1].is_lasting:
-                names, blocks = prefix.named(group)
-                mover.save(names, blocks.tolist())
+        for group, movers in enumerate(self._of_group):
+            names, blocks = prefix.named(group)
+            for mover in movers:
+                if mover.tiers[-1].is_lasting:
+                    mover.save(names, blocks.tolist())
 
     def close(self) -> None:
         """Detach, and wait for what is in flight."""
@@ -107,13 +115,30 @@ class CacheTiers:
         self.close()
 
 
-def buffers_of(cache: PagedCache, group: LayerGroup) -> tuple[list[Tensor], list[CacheSpec]]:
-    """A group's tensors, and the specs by which a conversion reads them. Layers are counted from 0."""
-    layers = [cache.layer(i) for i in group.layers]
+def buffers_of(cache: PagedCache, group: int, member: Member) -> tuple[list[Tensor], list[Spec]]:
+    """A member's tensors, and the specs by which a conversion reads them. Layers are counted from 0."""
+    spec = member.spec
+    if not isinstance(spec, CacheSpec):
+        handles = [cache.planes(i, group) for i in member.layers]
+        return [t for layer in handles for t in layer.tensors], [spec.replaced(num_layers=len(handles))]
+    layers = [cache.layer(i) for i in member.layers]
     buffers = [t for layer in layers for t in layer.tensors]
-    spec = group.spec
     if num_buffers(spec) == num_cache_buffers(spec) and "layer" not in spec.layout:
         layout = f"layer {spec.layout}" if "|" in spec.layout else f"layer | {spec.layout}"
         return buffers, [replace(spec, layout=layout, num_layers=len(layers))]
     # Scales of each layer stand apart, so each is a shard.
     return buffers, [replace(spec, layer_start=n) for n in range(len(layers))]
+
+
+def kept_specs(cache: PagedCache, model: str) -> list[Spec]:
+    """How tiers keep each group's blocks, or each member's: every block in one run, in the format it has in the cache."""
+    return [kept_spec(member, model) for group in cache.groups for member in group.members]
+
+
+def kept_spec(member: Member, model: str) -> Spec:
+    spec, fields = member.spec, {"num_blocks": 1, "num_layers": len(member.layers), "model": model or member.spec.model}
+    if isinstance(spec, StateSpec):
+        return spec.replaced(layout=spec.block_layout, **fields)
+    kv = spec.of_kv
+    layout = "block | head layer kv token dim" if kv.num_planes == 2 else "block | layer token head dim"
+    return kv.replaced(layout=layout, **fields)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvx.errors import BadArgument, OutOfRange
-from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.cache_spec import Spec
 
 
 class AlignedBlocks(NamedTuple):
@@ -53,9 +53,7 @@ def chunks_of(pairs: Iterable[AlignedBlocks], area_blocks: int) -> Iterator[Chun
         yield chunk
 
 
-def aligned_blocks(
-    call: str, names: Sequence[bytes], blocks: Sequence[int], spec: CacheSpec, kept: CacheSpec
-) -> Iterator[AlignedBlocks]:
+def aligned_blocks(call: str, names: Sequence[bytes], blocks: Sequence[int], spec: Spec, kept: Spec) -> Iterator[AlignedBlocks]:
     """Wrong ones are refused before the first."""
     ids, a, b = [int(i) for i in blocks], spec.block_size, kept.block_size
     if len(names) * b != len(ids) * a:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvx.errors import BadArgument, KvxError, TierError
 from kvx.layout.place import num_buffers
-from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.cache_spec import Spec
 from kvx.tiers.block import Block, BlockKind, block_spec
 from kvx.tiers.chunks import Chunk, aligned_blocks, chunks_of, unknown
 from kvx.tiers.demotion import Demotion, DemotionQueue
@@ -43,15 +43,15 @@ class Mover:
     def __init__(
         self,
         buffers: Sequence[Tensor],  # the cache's, as `spec` orders them
-        spec: CacheSpec | Sequence[CacheSpec],  # several: shards of it, such as one a layer
+        spec: Spec | Sequence[Spec],  # several: shards of it, such as one a layer
         tiers: Sequence[Tier],  # fastest first
         *,
-        kept: CacheSpec,  # of the tiers' blocks: other layout, format and block size, and a block in one run
+        kept: Spec,  # of the tiers' blocks: other layout, format and block size, and a block in one run
         max_in_flight_bytes: int = 256 << 20,  # of blocks being offloaded; a call with more waits. As much may be on its way down
         on_event: Callable[[MoverEvent], None] | None = None,  # on any thread; it must not wait for the mover or a tier
         is_staged: bool | None = None,  # through areas of the device's memory; None: where there is a device
     ) -> None:
-        self.specs = (spec,) if isinstance(spec, CacheSpec) else tuple(spec)
+        self.specs = (spec,) if isinstance(spec, Spec) else tuple(spec)
         self.kept, self.kind = block_spec(kept), BlockKind.of(kept)
         self.tiers = tuple(tiers)
         self._check()
@@ -95,10 +95,10 @@ class Mover:
         a, b = self.specs[0].block_size, self.kept.block_size
         if a % b and b % a:
             raise BadArgument(f"Mover: blocks of {a} tokens here and {b} in the tiers; one is a multiple of the other.")
-        if len(self.kind.buffer_bytes) != 1 or num_buffers(replace(self.kept, num_blocks=2)) != 2:
+        if len(self.kind.buffer_bytes) != 1 or num_buffers(self.kept.replaced(num_blocks=2)) != 2:
             raise BadArgument(
-                f"Mover: kept is {self.kept.layout!r} in {self.kept.format}: a block of it is not one run. Begin the layout with "
-                '"block |", and take a format with inline scales, or none.'
+                f"Mover: kept is {self.kept.layout!r} in {_formats(self.kept)}: a block of it is not one run. Begin the layout "
+                'with "block |", and take a format with inline scales, or none.'
             )
 
     # --- to the tiers -----------------------------------------------------------------------------------------------------
@@ -397,3 +397,7 @@ def _hold(wait: Wait, blocks: list[Block]) -> None:
     """The blocks live until the link has read them."""
     wait()
     blocks.clear()
+
+
+def _formats(spec: Spec) -> str:
+    return ", ".join(dict.fromkeys(plane.format.name for plane in spec.planes))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from kvx.layout.plan import Plan, plan
 from kvx.ops.convert import bind, convert
-from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.cache_spec import Spec
 from kvx.tiers.block import Block
 from kvx.tiers.memory import HostMemory
 
@@ -39,12 +38,12 @@ class Transfer(Protocol):
 class HostTransfer:
     """Of a cache in host memory."""
 
-    def __init__(self, buffers: Sequence[Tensor], specs: Sequence[CacheSpec], kept: CacheSpec) -> None:
+    def __init__(self, buffers: Sequence[Tensor], specs: Sequence[Spec], kept: Spec) -> None:
         self._buffers = list(buffers)
 
         @lru_cache(maxsize=64)  # by the number of blocks; each takes a millisecond to make
         def plans(n: int) -> tuple[Plan, Plan]:
-            many = replace(kept, num_blocks=n)
+            many = kept.replaced(num_blocks=n)
             return plan(specs, many), plan(many, specs)
 
         self._plans = plans
@@ -70,14 +69,14 @@ class StagedTransfer:
     def __init__(
         self,
         buffers: Sequence[Tensor],
-        specs: Sequence[CacheSpec],
-        kept: CacheSpec,
+        specs: Sequence[Spec],
+        kept: Spec,
         memory: HostMemory,  # where the blocks lie: pinned
         *,
         area_blocks: int,
         num_areas: int,
     ) -> None:
-        many = replace(kept, num_blocks=area_blocks)
+        many = kept.replaced(num_blocks=area_blocks)
         self._memory = memory
         self._plans = plan(specs, many), plan(many, specs)
         self._device = buffers[0].device

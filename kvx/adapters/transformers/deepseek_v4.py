@@ -73,7 +73,7 @@ class HybridModel:
             assert isinstance(ids, Tensor)
             self._know([requests], [ids])
             return self.run(ids, self.prepare([requests], [len(ids)]))
-        if len(requests) != len(ids):
+        if isinstance(ids, Tensor) or len(requests) != len(ids):
             raise BadArgument(f"forward(): {len(requests)} requests and ids of {len(ids)}. Nothing changed.")
         self._know(requests, ids)
         lengths = [len(part) for part in ids]

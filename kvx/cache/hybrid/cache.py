@@ -1,7 +1,7 @@
 """HybridCache: a PagedCache of DeepSeek-V4's layers. Its states are windows and tails, its blocks hold compressed entries.
 
-Sequences are admitted, found, forked, released, kept in tiers and handed over as any PagedCache's. What is added here is the step: the
-tensors that kernels take, made once, so that a captured graph finds them where they were; and drafts, which are taken back.
+Sequences are admitted, found, forked, released, kept in tiers and handed over as any PagedCache's. What is added here is the step:
+the tensors that kernels take, made once, so that a captured graph finds them where they were; and drafts, which are taken back.
 
 A sequence's slot is the block of its state: the same in every layer. Blocks are given out by `prepare_forward`, before a step, so
 that nothing is allocated while it runs; what a step computes only fills them.
@@ -10,7 +10,6 @@ that nothing is allocated while it runs; what a step computes only fills them.
 from __future__ import annotations
 
 from collections.abc import Sequence as Listing
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -218,10 +217,10 @@ class HybridCache(PagedCache):
 
     # --- all of it --------------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def memory_bytes(self) -> int:  # type: ignore[override]
-        """Of all layers: schema.memory_bytes(num_blocks, max_seqs + num_snapshots).allocated, and with drafts one more tail of each,
-        for sequences that are skipped. Tables come beside it: 4 bytes for each state and block of max_seq_len, and with drafts for
-        each tail."""
+    @property
+    def memory_bytes(self) -> int:
+        """Of all layers: schema.memory_bytes(num_blocks, max_seqs + num_snapshots).allocated, and with drafts one more tail of
+        each, for sequences that are skipped. Tables come beside it: 4 bytes for each state and block of max_seq_len, and with
+        drafts for each tail."""
         drafts = sum(t.numel() * t.element_size() for store in self.layers for t in store.draft_tensors)
         return super().memory_bytes + drafts

@@ -12,7 +12,7 @@ from kvx.errors import BadArgument
 
 @dataclass(frozen=True)
 class Sliding(GroupKind):
-    window: int  # type: ignore[misc]  # positions a token sees, its own the last of them
+    window: int  # positions a token sees, its own the last of them
 
     gives_back = True
 
