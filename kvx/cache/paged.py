@@ -612,6 +612,13 @@ class PagedCache:
             )
         return found
 
+    def unwritten(self, layer: int, plane: str, block: int, length: int) -> list[tuple[int, int]]:
+        """Bytes of a block's plane that a sequence of this length has written nothing to, from and to: block is its number there.
+
+        What knows how a plane's bytes are filled says so; here all of them are.
+        """
+        return []
+
     # --- all of it --------------------------------------------------------------------------------------------------------
 
     @whole

@@ -18,7 +18,7 @@ from kvx.layout.buffers import allocate_buffers
 from kvx.layout.plan import Plan, plan
 from kvx.ops.convert import convert
 from kvx.runner.config import ModelConfig
-from kvx.spec import CacheSpec
+from kvx.spec import CacheSpec, Spec
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class Held:
     """Of each part its ranks' specs, and all their buffers, rank by rank."""
 
     handover: Handover
-    specs: tuple[tuple[CacheSpec, ...], ...]
+    specs: tuple[tuple[Spec, ...], ...]
     buffers: tuple[tuple[Tensor, ...], ...]
 
     @property
@@ -60,7 +60,7 @@ def check_held(config: ModelConfig, *, layout: str, tp_size: int, block_size: in
 
 def hold(handover: Handover, *, layout: str = "", tp_size: int = 1) -> Held:
     """`layout` "": neutral, as it is."""
-    specs = tuple(rank_specs(replace(p.spec, layout=layout or p.spec.layout), tp_size) for p in handover.parts)
+    specs = tuple(rank_specs(p.kv.replaced(layout=layout or p.spec.layout), tp_size) for p in handover.parts)
     buffers = tuple(tuple(t for s in part for t in allocate_buffers(s)) for part in specs)
     for p, part, into in zip(handover.parts, specs, buffers, strict=True):
         convert(list(into), list(p.buffers), plan=plan(p.spec, part, partial=True))  # one rank after the other
@@ -76,7 +76,7 @@ def gather(held: Held) -> Handover:
     return made
 
 
-def plans(handover: Handover, specs: Sequence[Sequence[CacheSpec]]) -> list[Plan]:
+def plans(handover: Handover, specs: Sequence[Sequence[Spec]]) -> list[Plan]:
     """From the ranks to the neutral blocks, part by part."""
     if len(specs) != len(handover.parts):
         raise BadArgument(f"plans(): ranks of {len(specs)} parts; the handover has {len(handover.parts)}.")

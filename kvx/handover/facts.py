@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from kvx.errors import BadArgument
 from kvx.ops.digest import Digest
-from kvx.spec import CacheSpec
+from kvx.spec import CacheSpec, Spec, StateSpec
 
 NEUTRAL = "block | head layer kv token dim"
 NEUTRAL_LATENT = "block | layer token head dim"  # MLA: one latent row a token
@@ -17,7 +17,7 @@ class Facts(Protocol):
     """Of a part: those of a Part, or those that a manifest states."""
 
     @property
-    def spec(self) -> CacheSpec: ...
+    def spec(self) -> Spec: ...
     @property
     def layers(self) -> tuple[int, ...]: ...
     @property
@@ -26,17 +26,20 @@ class Facts(Protocol):
     def first_block(self) -> int: ...
     @property
     def first_token(self) -> int: ...
+    @property
+    def block_tokens(self) -> int: ...
 
 
 class PartFacts(NamedTuple):
     """What a manifest says of a part, before its bytes are there."""
 
-    spec: CacheSpec
+    spec: Spec
     layers: tuple[int, ...]
     window: int
     first_block: int
     first_token: int
     content: Digest
+    block_tokens: int = 0
 
 
 def check_facts(part: Facts) -> None:
@@ -49,16 +52,20 @@ def check_facts(part: Facts) -> None:
             f"Part: spec has layers {spec.layer_start} to {spec.layer_start + spec.num_layers - 1} for {len(layers)} layers of the "
             "model; it has as many, counted from 0."
         )
-    for name in ("window", "first_block", "first_token"):
+    for name in ("window", "first_block", "first_token", "block_tokens"):
         value = getattr(part, name)
         if type(value) is not int or not 0 <= value < 2**31:
             raise BadArgument(f"Part: {name} is {value!r}; it is a whole number of 0 to {2**31 - 1}.")
-    if part.first_token // spec.block_size != part.first_block or (part.first_token and not part.window):
-        raise BadArgument(
-            f"Part: first_token is {part.first_token}, first_block {part.first_block}, in blocks of {spec.block_size}, with "
-            f"a window of {part.window}. The token is in that block; without a window both are 0."
-        )
-    layout = NEUTRAL if spec.num_planes == 2 else NEUTRAL_LATENT
+    if isinstance(spec, StateSpec):
+        if part.window or part.first_block or part.first_token:
+            raise BadArgument(
+                f"Part: window {part.window}, first_block {part.first_block}, first_token {part.first_token} of planes "
+                f"{', '.join(p.name for p in spec.planes)}; all are 0: what is not K and V is there from its first block on."
+            )
+        layout = spec.block_layout
+    else:
+        _check_window(part, spec.of_kv)
+        layout = NEUTRAL if spec.num_planes == 2 else NEUTRAL_LATENT
     if spec.layout != layout or spec.block_bytes or not spec.model:
         raise BadArgument(
             f"Part: layout is {spec.layout!r}, block_bytes {spec.block_bytes}, model {spec.model!r}; a handover is {layout!r}, not "
@@ -66,18 +73,43 @@ def check_facts(part: Facts) -> None:
         )
 
 
+def _check_window(part: Facts, spec: CacheSpec) -> None:
+    if part.first_token // spec.block_size != part.first_block or (part.first_token and not part.window):
+        raise BadArgument(
+            f"Part: first_token is {part.first_token}, first_block {part.first_block}, in blocks of {spec.block_size}, with "
+            f"a window of {part.window}. The token is in that block; without a window both are 0."
+        )
+    if part.block_tokens:
+        raise BadArgument(f"Part: block_tokens is {part.block_tokens} of K and V; their spec says it, {spec.block_size}.")
+
+
 def check_parts(num_tokens: int, parts: Sequence[Facts]) -> None:
     """BadArgument unless these are the parts of one handover of so many tokens."""
-    layers = [n for part in parts for n in part.layers]
-    if len(set(layers)) != len(layers):
-        raise BadArgument(f"Handover: layers of its parts are {str(layers)[:200]}; each layer is in one part.")
-    model, block_size = parts[0].spec.model, parts[0].spec.block_size
+    for is_state in (False, True):  # a layer may have K and V, or entries, and a state beside them
+        layers = [n for part in parts if is_state_part(part) == is_state for n in part.layers]
+        if len(set(layers)) != len(layers):
+            raise BadArgument(f"Handover: layers of its parts are {str(layers)[:200]}; each layer is in one part.")
+    model, sizes = parts[0].spec.model, [tokens_of(part) for part in parts if tokens_of(part)]
     for part in parts:
-        blocks = -(-num_tokens // part.spec.block_size) - part.first_block
-        if part.spec.num_blocks != blocks or part.spec.model != model or part.spec.block_size != block_size:
+        bs = tokens_of(part)
+        if part.spec.model != model or (bs and bs != sizes[0]):
             raise BadArgument(
-                f"Handover: a part has {part.spec.num_blocks} blocks of {part.spec.block_size}, model {part.spec.model!r}; "
-                f"{num_tokens} tokens after block {part.first_block} make {blocks}, and the first part has blocks of {block_size}, "
+                f"Handover: a part has blocks of {bs}, model {part.spec.model!r}; the first has blocks of {sizes[0]}, model "
+                f"{model!r}."
+            )
+        if isinstance(part.spec, StateSpec):
+            least, most = (num_tokens // bs, -(-num_tokens // bs)) if bs else (1, 1)
+            if not least <= part.spec.num_blocks <= most:
+                raise BadArgument(
+                    f"Handover: a part of {', '.join(p.name for p in part.spec.planes)} has {part.spec.num_blocks} blocks; "
+                    f"{num_tokens} tokens make {least} to {most}."
+                )
+            continue
+        blocks = -(-num_tokens // bs) - part.first_block
+        if part.spec.num_blocks != blocks:
+            raise BadArgument(
+                f"Handover: a part has {part.spec.num_blocks} blocks of {bs}, model {part.spec.model!r}; "
+                f"{num_tokens} tokens after block {part.first_block} make {blocks}, and the first part has blocks of {sizes[0]}, "
                 f"model {model!r}."
             )
         seen = first_seen(num_tokens, part.window)
@@ -86,6 +118,15 @@ def check_parts(num_tokens: int, parts: Sequence[Facts]) -> None:
                 f"Handover: after {num_tokens} tokens layers {few(part.layers)} see from token {seen} (window "
                 f"{part.window}), and have them from {part.first_token}."
             )
+
+
+def tokens_of(part: Facts) -> int:
+    """Tokens of a part's blocks; 0: its only block is a state, which stands where the handover's tokens end."""
+    return part.block_tokens if isinstance(part.spec, StateSpec) else part.spec.block_size
+
+
+def is_state_part(part: Facts) -> bool:
+    return isinstance(part.spec, StateSpec) and not part.block_tokens
 
 
 def first_seen(num_tokens: int, window: int) -> int:

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvx.errors import BadArgument, Damaged, Incompatible, OutOfRange
-from kvx.handover.facts import check_parts, few, first_seen
+from kvx.errors import BadArgument, Damaged, Incompatible, OutOfRange, Unsupported
+from kvx.handover.facts import check_parts, few, first_seen, is_state_part, tokens_of
 from kvx.handover.manifest import read_manifest, write_manifest
 from kvx.handover.memory import moved, new_buffers
 from kvx.handover.part import Part, neutral, rank_specs
@@ -25,7 +25,7 @@ from kvx.layout.place import buffer_sizes
 from kvx.layout.plan import plan
 from kvx.ops.convert import convert
 from kvx.ops.digest import Digest
-from kvx.spec import CacheSpec
+from kvx.spec import CacheSpec, Spec, StateSpec
 
 MAX_BYTES = 16 << 30  # of a manifest's parts, unless the caller says otherwise: 50,000 tokens of a 70B model
 _REQUIRED = ("model", "num_kv_heads", "head_dim", "v_head_dim", "head_start", "format", "v_format")
@@ -47,8 +47,9 @@ class Handover:
         check_parts(self.num_tokens, self.parts)
 
     def __repr__(self) -> str:
-        kinds = [f"{len(p.layers)} layers {p.spec.format}" + f" window {p.window}" * bool(p.window) for p in self.parts]
-        blocks = f"in blocks of {self.block_size}: {'; '.join(kinds)}; {self.num_bytes:,} bytes"
+        kinds = [f"{len(p.layers)} layers {_what(p)}" + f" window {p.window}" * bool(p.window) for p in self.parts]
+        size = f"in blocks of {self.block_size}" if self.block_size else "in states"
+        blocks = f"{size}: {'; '.join(kinds)}; {self.num_bytes:,} bytes"
         return f"Handover({self.num_tokens} tokens of {self.model!r} {blocks})"
 
     @property
@@ -61,14 +62,15 @@ class Handover:
 
     @property
     def block_size(self) -> int:
-        return self.parts[0].spec.block_size
+        """Tokens of a block; of states alone 0."""
+        return max(map(tokens_of, self.parts))
 
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for part in self.parts for t in part.buffers)
 
     @property
-    def spec(self) -> CacheSpec:
+    def spec(self) -> Spec:
         """Of the only part."""
         if len(self.parts) != 1:
             raise BadArgument(f"Handover.spec: there are {len(self.parts)} parts, each with a spec of its own: parts[i].spec.")
@@ -86,8 +88,8 @@ class Handover:
             now = part.digest(self.num_tokens)
             if now != part.content:
                 raise Damaged(
-                    f"handover: part {n} (layers {few(part.layers)}, heads {part.spec.head_start} to "
-                    f"{part.spec.head_start + part.spec.num_kv_heads - 1}) has content {now}; its manifest says {part.content}. "
+                    f"handover: part {n} (layers {few(part.layers)}, {_held(part.spec)}) has content {now}; its manifest says "
+                    f"{part.content}. "
                     "It was changed on the way, or belongs to another manifest. Ask for it again."
                 )
         object.__setattr__(self, "_is_checked", True)
@@ -95,11 +97,8 @@ class Handover:
     def require(self, part: int = 0, **fields: str | int) -> None:
         """Incompatible with the first of these fields that differs: model, num_layers, num_kv_heads, head_dim, format, window."""
         here = self._part("require", part)
-        spec = here.spec
         known: dict[str, str | int] = {
-            **{name: getattr(spec, name) for name in _REQUIRED},
-            "v_head_dim": spec.v_head_dim or spec.head_dim,
-            "v_format": spec.v_format or spec.format,
+            **_geometry(here.spec),
             "num_layers": sum(len(p.layers) for p in self.parts),
             "window": here.window,
         }
@@ -129,12 +128,15 @@ class Handover:
         said of the others. Where all are meant, require(num_kv_heads=...) first.
         """
         here = self._part("write", part)
+        mine = here.spec
+        if not isinstance(mine, CacheSpec):
+            raise Unsupported(f"write(): part {part} is {_what(here)}, not K and V; write_planes() puts it into blocks.")
         if not isinstance(spec, CacheSpec):
             raise BadArgument(f"write(): spec is {type(spec).__name__}; it is the CacheSpec of the engine's cache.")
         end = self.num_tokens if num_tokens is None else num_tokens
-        if not 0 <= first_token <= end <= self.num_tokens or first_token % spec.block_size or first_token % here.spec.block_size:
+        if not 0 <= first_token <= end <= self.num_tokens or first_token % spec.block_size or first_token % mine.block_size:
             raise BadArgument(
-                f"write(): tokens {first_token} to {end} of {self.num_tokens}; blocks have {here.spec.block_size} tokens here and "
+                f"write(): tokens {first_token} to {end} of {self.num_tokens}; blocks have {mine.block_size} tokens here and "
                 f"{spec.block_size} there. The first is a multiple of both."
             )
         if spec.model and spec.model != self.model:
@@ -148,11 +150,11 @@ class Handover:
         if not self._is_checked:
             self.check()
         into, given = list(buffers), here
-        if have_one_format(here.spec, spec) and differ(here.spec, here.buffers, spec, into):
+        if have_one_format(mine, spec) and differ(mine, here.buffers, spec, into):
             # Quantised anew under the engine's scales, which other sequences there are stored under too.
-            given = _moved_blocks(here, (replace(here.spec, format="f32", v_format=""),), self.num_tokens)[0]
-        first = first_token // here.spec.block_size - here.first_block
-        count = -(-(end - first_token) // here.spec.block_size)
+            given = _moved_blocks(here, (replace(mine, format="f32", v_format=""),), self.num_tokens)[0]
+        first = first_token // mine.block_size - here.first_block
+        count = -(-(end - first_token) // mine.block_size)
         # Blocks that lie wholly before what is here stay as they are.
         absent = max(0, here.first_token - first_token) // spec.block_size
         convert(
@@ -163,6 +165,30 @@ class Handover:
             dst_blocks=block_table([-1] * min(absent, need) + list(blocks[absent:need])),
             seq_lens=torch.tensor([end - first_token], dtype=torch.int32),
         )
+
+    def write_planes(self, part: int, buffers: Sequence[Tensor], spec: Spec, blocks: Sequence[int]) -> None:
+        """Put a part that is not K and V into an engine's blocks: of entries one for each of its own, of a state one; -1 skips.
+
+        `spec` is how they lie there, in any layout, layers counted within the part. The content is checked first.
+        """
+        here = self._part("write_planes", part)
+        if not isinstance(here.spec, StateSpec) or not isinstance(spec, StateSpec):
+            raise BadArgument(f"write_planes(): part {part} is {_what(here)} and spec a {type(spec).__name__}; both are of planes.")
+        if spec.model and spec.model != self.model:
+            raise Incompatible(
+                f"write_planes(): the handover is of model {self.model!r}; here it is {spec.model!r}. It was not read."
+            )
+        count = here.spec.num_blocks
+        if len(blocks) < count:
+            raise BadArgument(f"write_planes(): {len(blocks)} blocks; part {part} has {count}.")
+        check_ids("write_planes()", "blocks", blocks[:count], spec.num_blocks)
+        if not self._is_checked:
+            self.check()
+        into = list(buffers)
+        convert(
+            into, moved(here.buffers, into[0].device), plan=plan(here.spec, spec, partial=True), src_blocks=list(range(count)),
+            dst_blocks=[int(n) for n in blocks[:count]],
+        )  # fmt: skip
 
     def _part(self, call: str, n: int) -> Part:
         if not isinstance(n, int) or not 0 <= n < len(self.parts):
@@ -177,6 +203,7 @@ class Handover:
             raise BadArgument(f"cut(): num_tokens is {num_tokens!r}; the handover has {self.num_tokens}. It is 1 to that.")
         if num_tokens == self.num_tokens:
             return self
+        self._require_kv("cut", "a state stands where the handover ends")
         self.check()
         parts = []
         for p in self.parts:
@@ -186,7 +213,7 @@ class Handover:
                     f"cut(): after {num_tokens} tokens layers {few(p.layers)} see from token {seen}; the handover has them from "
                     f"{p.first_token}."
                 )
-            spec = replace(p.spec, num_blocks=-(-num_tokens // p.spec.block_size) - p.first_block)
+            spec = p.spec.replaced(num_blocks=-(-num_tokens // p.spec.block_size) - p.first_block)
             parts.append(_moved_blocks(p, (spec,), num_tokens)[0])
         return Handover(self.tokens[:num_tokens], tuple(parts))
 
@@ -203,15 +230,21 @@ class Handover:
             raise BadArgument(
                 f"convert(): block_size is {block_size!r}; it is 1 or more. Leave it out to keep blocks of {self.block_size}."
             )
+        self._require_kv("convert", "rows and states stay as they are")
         self.check()
         parts = []
         for p in self.parts:
             blocks = -(-self.num_tokens // block_size) - p.first_token // block_size
-            spec = neutral(p.spec, num_blocks=blocks, block_size=block_size, format=format)
+            spec = neutral(p.spec.of_kv, num_blocks=blocks, block_size=block_size, format=format)
             parts.append(_moved_blocks(p, (spec,), self.num_tokens)[0])
         # A shard stays one of the same whole: the size of blocks is not in the digest of content, the format is.
         same = all(a.content == b.content for a, b in zip(parts, self.parts, strict=True))
         return Handover(self.tokens, tuple(parts), self.whole if same else ())
+
+    def _require_kv(self, call: str, why: str) -> None:
+        other = next((p for p in self.parts if isinstance(p.spec, StateSpec)), None)
+        if other is not None:
+            raise Unsupported(f"{call}(): the handover has {_what(other)} of layers {few(other.layers)}, not only K and V: {why}.")
 
     def shard(self, tp_size: int) -> list[Handover]:
         """One for each tensor parallel rank. Where heads do not divide, the first ranks have one more; with more ranks than heads,
@@ -241,7 +274,7 @@ def from_manifest(
     parts = []
     for n, p in enumerate(told.parts):
         held = new_buffers(p.spec) if buffers is None else tuple(buffers[n])
-        parts.append(Part(p.spec, p.layers, p.window, p.first_block, held, p.content, p.first_token))
+        parts.append(Part(p.spec, p.layers, p.window, p.first_block, held, p.content, p.first_token, p.block_tokens))
     return Handover(told.tokens, tuple(parts), told.whole)
 
 
@@ -263,8 +296,41 @@ def check_ids(call: str, name: str, ids: Sequence[int], num_blocks: int) -> None
         raise OutOfRange(f"{call}: {name} has {last}; the cache has {num_blocks} blocks, counted from 0. Nothing was moved.")
 
 
-def _moved_blocks(p: Part, specs: tuple[CacheSpec, ...], num_tokens: int) -> list[Part]:
+def _what(part: Part) -> str:
+    """A part's content in a word or two."""
+    if isinstance(part.spec, CacheSpec):
+        return part.spec.format
+    kind = "a state" if is_state_part(part) else f"blocks of {part.block_tokens} tokens"
+    return f"{kind} ({', '.join(p.name for p in part.spec.planes)})"
+
+
+def _held(spec: Spec) -> str:
+    if isinstance(spec, CacheSpec):
+        return f"heads {spec.head_start} to {spec.head_start + spec.num_kv_heads - 1}"
+    return f"planes {', '.join(p.name for p in spec.planes)}"
+
+
+def _geometry(spec: Spec) -> dict[str, str | int]:
+    """The fields that an engine may require."""
+    if not isinstance(spec, CacheSpec):
+        return {"model": spec.model}
+    found: dict[str, str | int] = {name: getattr(spec, name) for name in _REQUIRED}
+    return found | {"v_head_dim": spec.v_head_dim or spec.head_dim, "v_format": spec.v_format or spec.format}
+
+
+def _moved_planes(p: Part, specs: tuple[Spec, ...]) -> list[Part]:
+    """A part of planes as these shards of it, sealed."""
+    made = [replace(p, spec=s, buffers=new_buffers(s)) for s in specs]
+    for m in made:  # ranks may have the same rows: each is read by itself
+        ids = list(range(p.spec.num_blocks))
+        convert(list(m.buffers), list(p.buffers), plan=plan(p.spec, m.spec, partial=True), src_blocks=ids, dst_blocks=ids)
+    return [m.sealed(0) for m in made]
+
+
+def _moved_blocks(p: Part, specs: tuple[Spec, ...], num_tokens: int) -> list[Part]:
     """A part's first tokens as these shards of it, sealed."""
+    if isinstance(p.spec, StateSpec):
+        return _moved_planes(p, specs)
     first = p.first_token // specs[0].block_size
     made = [replace(p, spec=s, first_block=first, buffers=new_buffers(s)) for s in specs]
     # Both tables count from token 0, so that blocks of different sizes meet; what is not here is skipped.

@@ -36,7 +36,7 @@ def keep(handover: Handover, tiers: Sequence[Tier]) -> int:
     """Put its full blocks into a tier for each part. How many there are. Its content is checked first."""
     _check_tiers("keep", tiers, len(handover.parts))
     for part in handover.parts:
-        _require_whole_blocks("keep", part.spec)
+        _require_whole_blocks("keep", part.kv)
     handover.check()
     size = handover.block_size
     full = handover.num_tokens // size

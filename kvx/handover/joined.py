@@ -17,7 +17,7 @@ from kvx.handover.scales import require_one_scale
 from kvx.layout.plan import plan
 from kvx.ops.convert import convert
 from kvx.ops.digest import Digest
-from kvx.spec import CacheSpec
+from kvx.spec import CacheSpec, PlaneSpec, Share, Spec, StateSpec
 
 _SAME = ("model", "num_blocks", "block_size", "head_dim", "v_head_dim", "format", "v_format")
 
@@ -41,10 +41,54 @@ def join(shards: Sequence[Handover]) -> Handover:
     return Handover(first.tokens, tuple(parts))
 
 
+def _joined_planes(shards: list[Part], first: Handover, i: int) -> Part:
+    """Of entries and states: every share of an axis is put together again; ranks may have the same."""
+    a = shards[0]
+    ranks: list[Part] = []
+    for n, p in enumerate(shards):
+        if (p.layers, p.block_tokens, p.spec.num_blocks, p.spec.model) != (
+            a.layers,
+            a.block_tokens,
+            a.spec.num_blocks,
+            a.spec.model,
+        ):
+            raise Incompatible(f"join(): shard {n} is of other layers, blocks or another model than shard 0. It was not read.")
+        if _unshared(p.spec) != _unshared(a.spec):
+            raise Incompatible(f"join(): shard {n} has other planes than shard 0. It was not read.")
+        same = next((r for r in ranks if r.spec == p.spec), None)
+        if same is not None and same.content != p.content:
+            raise Incompatible(f"join(): shard {n} has the same share as another, and other content. It was not read.")
+        if same is None:
+            ranks.append(p)
+    spec = a.spec.replaced(planes=tuple(_whole_plane([r.spec.planes[k] for r in ranks]) for k in range(a.spec.num_planes)))
+    part, ids = replace(a, spec=spec, buffers=new_buffers(spec)), list(range(spec.num_blocks))
+    for r in ranks:
+        convert(list(part.buffers), list(r.buffers), plan=plan(r.spec, spec, partial=True), src_blocks=ids, dst_blocks=ids)
+    part = part.sealed(first.num_tokens)
+    if first.whole and part.content != first.whole[i]:
+        raise Damaged(f"join(): the shards make content {part.content}; the whole had {first.whole[i]}. A shard is missing.")
+    return part
+
+
+def _unshared(spec: Spec) -> list[tuple[object, ...]]:
+    return [(p.name, p.format, p.shard_axis, [a for a in p.axes if a[0] != p.shard_axis], len(p.shares)) for p in spec.planes]
+
+
+def _whole_plane(planes: list[PlaneSpec]) -> PlaneSpec:
+    shares = []
+    for same in zip(*(p.shares for p in planes), strict=True):
+        first, end = min(s.first for s in same), max(s.first + s.size for s in same)
+        shares.append(Share(first, end - first, same[0].unit))
+    axes = {**planes[0].sizes, planes[0].shard_axis: sum(s.size for s in shares)}
+    return replace(planes[0], axes=tuple(axes.items()), shares=tuple(shares))
+
+
 def _joined(shards: list[Part], first: Handover, i: int) -> Part:
+    if any(isinstance(p.spec, StateSpec) for p in shards):
+        return _joined_planes(shards, first, i)
     ranks = _ranks(shards, has_whole=bool(first.whole))
-    p, start = ranks[0], ranks[0].spec.head_start
-    spec = replace(p.spec, num_kv_heads=ranks[-1].spec.head_start + ranks[-1].spec.num_kv_heads - start)
+    p, start = ranks[0], ranks[0].kv.head_start
+    spec = replace(p.kv, num_kv_heads=ranks[-1].kv.head_start + ranks[-1].kv.num_kv_heads - start)
     part = replace(p, spec=spec, buffers=new_buffers(spec))
     here = torch.arange(spec.num_blocks, dtype=torch.int32)
     convert(
@@ -57,7 +101,7 @@ def _joined(shards: list[Part], first: Handover, i: int) -> Part:
     part = part.sealed(first.num_tokens)
     want = first.whole[i] if first.whole else sum((r.content for r in ranks), Digest())
     if part.content != want:
-        held = ", ".join(_heads(r.spec) for r in ranks)
+        held = ", ".join(_heads(r.kv) for r in ranks)
         raise Damaged(f"join(): heads {held} make content {part.content}; the whole had {want}. {_missing(shards)}")
     return part
 
@@ -67,30 +111,30 @@ def _ranks(shards: list[Part], *, has_whole: bool) -> list[Part]:
     found: dict[int, Part] = {}
     for n, p in enumerate(shards):
         for what in _SAME:
-            a, b = getattr(shards[0].spec, what), getattr(p.spec, what)
+            a, b = getattr(shards[0].kv, what), getattr(p.kv, what)
             if a != b:
                 raise Incompatible(f"join(): shard {n} has {what} {b!r}; shard 0 has {a!r}. It was not read.")
         if (p.layers, p.window, p.first_token) != (shards[0].layers, shards[0].window, shards[0].first_token):
             raise Incompatible(f"join(): shard {n} is of other layers, another window or another first token than shard 0.")
-        there = found.get(p.spec.head_start)
+        there = found.get(p.kv.head_start)
         if there is not None and (not has_whole or there.content != p.content or there.spec != p.spec):
-            raise Incompatible(f"join(): heads {_heads(p.spec)} are there twice: shard {n} is of the same rank as another.")
-        found[p.spec.head_start] = p
+            raise Incompatible(f"join(): heads {_heads(p.kv)} are there twice: shard {n} is of the same rank as another.")
+        found[p.kv.head_start] = p
     ranks = [found[h] for h in sorted(found)]
     for a, b in pairwise(ranks):
-        end = a.spec.head_start + a.spec.num_kv_heads
-        if end != b.spec.head_start:
-            what = "missing" if end < b.spec.head_start else "there twice"
-            raise Incompatible(f"join(): heads {_heads(a.spec)} and then {_heads(b.spec)}: some are {what}.")
-    require_one_scale("join", [(r.spec, r.buffers) for r in ranks])
+        end = a.kv.head_start + a.kv.num_kv_heads
+        if end != b.kv.head_start:
+            what = "missing" if end < b.kv.head_start else "there twice"
+            raise Incompatible(f"join(): heads {_heads(a.kv)} and then {_heads(b.kv)}: some are {what}.")
+    require_one_scale("join", [(r.kv, r.buffers) for r in ranks])
     return ranks
 
 
 def _missing(shards: list[Part]) -> str:
     seen: dict[int, int] = {}
     for n, p in enumerate(shards):
-        if seen.setdefault(p.spec.head_start, n) != n:
-            return f"Shard {n} has the same heads as shard {seen[p.spec.head_start]}, and one with others is missing."
+        if seen.setdefault(p.kv.head_start, n) != n:
+            return f"Shard {n} has the same heads as shard {seen[p.kv.head_start]}, and one with others is missing."
     return "A shard is missing."
 
 

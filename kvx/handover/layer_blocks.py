@@ -70,8 +70,9 @@ def write_layers(handover: Handover, layers: Sequence[LayerTensors], blocks: Seq
 
 
 def places(handover: Handover) -> dict[int, LayerPlace]:
-    """By the layer's number in the model."""
-    return {number: LayerPlace(p, n) for p, part in enumerate(handover.parts) for n, number in enumerate(part.layers)}
+    """Of K and V, by the layer's number in the model."""
+    parts = [(p, part) for p, part in enumerate(handover.parts) if isinstance(part.spec, CacheSpec)]
+    return {number: LayerPlace(p, n) for p, part in parts for n, number in enumerate(part.layers)}
 
 
 def require_layers(call: str, handover: Handover, layers: Sequence[int]) -> None:

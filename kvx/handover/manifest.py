@@ -20,7 +20,7 @@ from kvx.errors import BadArgument, Damaged, Incompatible
 from kvx.handover.facts import Facts, PartFacts, check_facts, check_parts, negative
 from kvx.handover.tokens import token_ids
 from kvx.ops.digest import Digest
-from kvx.spec import from_json, to_json
+from kvx.spec import StateSpec, spec_from_json, to_json
 from kvx.spec.manifest import unique_fields
 
 VERSION = 1
@@ -45,19 +45,17 @@ def write_manifest(
         "kvx_handover": VERSION,
         "tokens": tokens.tolist(),
         "whole": [str(d) for d in whole],
-        "parts": [
-            {
-                "manifest": to_json(p.spec),
-                "layers": list(p.layers),
-                "window": p.window,
-                "first_block": p.first_block,
-                "first_token": p.first_token,
-            }
-            for p in parts
-        ],
+        "parts": [_part_fields(p) for p in parts],
     }
     body["seals"] = [str(content + fields) for content, fields in zip(contents, _hashes(body), strict=True)]
     return json.dumps({**body, "digest": _hash(body).hex()})
+
+
+def _part_fields(p: Facts) -> dict[str, Any]:
+    fields: dict[str, Any] = {"manifest": to_json(p.spec), "layers": list(p.layers), "window": p.window}
+    fields |= {"first_block": p.first_block, "first_token": p.first_token}
+    # Younger than manifests that travel: absent where it says nothing.
+    return fields | {"block_tokens": p.block_tokens} if isinstance(p.spec, StateSpec) else fields
 
 
 def read_manifest(text: str) -> Manifest:
@@ -98,11 +96,13 @@ def read_manifest(text: str) -> Manifest:
 
 
 def _part(told: Any, content: Digest) -> PartFacts:
-    _require_fields("a part of the manifest", told, _PART_FIELDS)
+    younger = {"block_tokens"} & set(told) if isinstance(told, dict) else set()
+    _require_fields("a part of the manifest", told, _PART_FIELDS | younger)
     if not isinstance(told["manifest"], str):
         raise BadArgument(f"handover: a part's manifest is {type(told['manifest']).__name__}; it is text.")
     layers = _list_of(told, "layers")
-    facts = PartFacts(from_json(told["manifest"]), tuple(layers), told["window"], told["first_block"], told["first_token"], content)
+    where = (told["window"], told["first_block"], told["first_token"])
+    facts = PartFacts(spec_from_json(told["manifest"]), tuple(layers), *where, content, told.get("block_tokens", 0))
     check_facts(facts)
     return facts
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.device_memory import check_fits
 from kvx.layout.place import buffer_sizes, num_cache_buffers
-from kvx.spec import CacheSpec
+from kvx.spec import Spec
 
 
-def new_buffers(spec: CacheSpec, device: str | torch.device = "cpu") -> tuple[Tensor, ...]:
+def new_buffers(spec: Spec, device: str | torch.device = "cpu") -> tuple[Tensor, ...]:
     """As kvx.allocate_buffers, with all blocks in one allocation: one registration for a wire, one copy for a link."""
     check_fits("handover", spec.num_blocks, sum(count * size for count, size in buffer_sizes(spec)), device)
     sizes = [size for count, size in buffer_sizes(spec) for _ in range(count)][: num_cache_buffers(spec)]
@@ -22,7 +22,7 @@ def new_buffers(spec: CacheSpec, device: str | torch.device = "cpu") -> tuple[Te
     return (*arena.split(sizes), *scales)
 
 
-def has_scales(spec: CacheSpec) -> bool:
+def has_scales(spec: Spec) -> bool:
     """Scales that stand apart from the rows."""
     return sum(count for count, _ in buffer_sizes(spec)) > num_cache_buffers(spec)
 

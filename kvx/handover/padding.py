@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
 from kvx.handover.memory import new_buffers
 from kvx.layout.buffers import bytes_of
 from kvx.layout.place import num_cache_buffers
-from kvx.spec import CacheSpec, Granularity
+from kvx.spec import Granularity, Spec
 
 
-def padding_block(spec: CacheSpec, buffers: Sequence[Tensor], block: int) -> tuple[list[Tensor], CacheSpec]:
+def padding_block(spec: Spec, buffers: Sequence[Tensor], block: int) -> tuple[list[Tensor], Spec]:
     """A block without tokens, as a cache of one, under the scales that this block shares with others or has for all its rows."""
-    one = replace(spec, num_blocks=1)
+    one = spec.replaced(num_blocks=1)
     made = list(new_buffers(one))
     at, mine = num_cache_buffers(spec), num_cache_buffers(one)
     for n, granularity in enumerate(_granularities(spec)):
@@ -28,7 +27,7 @@ def padding_block(spec: CacheSpec, buffers: Sequence[Tensor], block: int) -> tup
     return made, one
 
 
-def _granularities(spec: CacheSpec) -> list[Granularity]:
+def _granularities(spec: Spec) -> list[Granularity]:
     """Of every buffer of scales, in order; tensor scales last."""
     planes = spec.planes
     scales = [p.format.granularity for i, p in enumerate(planes) if spec.scale_shape(i) is not None]

@@ -22,24 +22,25 @@ from kvx.layout.place import buffer_sizes
 from kvx.layout.plan import plan
 from kvx.ops.convert import convert
 from kvx.ops.digest import Digest, digest
-from kvx.spec import CacheSpec
+from kvx.spec import CacheSpec, Spec, StateSpec
 
 NOT_SEALED = Digest()
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    spec: CacheSpec  # of the blocks that are here; its layers are counted from 0
+    spec: Spec  # of the blocks that are here; its layers are counted from 0
     layers: tuple[int, ...]  # of the model, in their order
     window: int  # positions a token of these layers sees; 0: all
     first_block: int  # blocks before it are behind the window, and not here
     buffers: tuple[Tensor, ...]  # as kvx.allocate_buffers(spec) makes them, in host memory
     content: Digest = NOT_SEALED
     first_token: int = -1  # tokens before it are not here: within the first block; -1: that block's first
+    block_tokens: int = 0  # of entries: tokens that a block stands for. 0: K and V, whose spec says it, or a state, which has none
 
     def __post_init__(self) -> None:
         try:  # numbers of numpy are taken too; the manifest has plain ones
-            numbers = {name: index(getattr(self, name)) for name in ("window", "first_block", "first_token")}
+            numbers = {name: index(getattr(self, name)) for name in ("window", "first_block", "first_token", "block_tokens")}
             fields = {**numbers, "layers": tuple(map(index, self.layers)), "buffers": tuple(self.buffers)}
         except TypeError:
             raise BadArgument(
@@ -53,11 +54,18 @@ class Part:
         check_facts(self)
         _check_buffers(self)
 
+    @property
+    def kv(self) -> CacheSpec:
+        """Its spec, where it is of K and V; Unsupported where its planes are others."""
+        return self.spec.of_kv
+
     def digest(self, num_tokens: int) -> Digest:
         """Of the content as it is now: equal in every block size, and the sum of those of its shards.
 
         It counts every row of every block, less what padding makes: a byte that changed where no token stands shows too.
         """
+        if isinstance(self.spec, StateSpec):  # every byte of its blocks: what no entry has is cleared
+            return digest(list(self.buffers), self.spec, blocks=list(range(self.spec.num_blocks)))
         behind, bs = [-1] * self.first_block, self.spec.block_size
         total = digest(list(self.buffers), self.spec, blocks=[*behind, *range(self.spec.num_blocks)])
         last = self.spec.num_blocks - 1
@@ -77,7 +85,7 @@ class Part:
     def cleared(self) -> Part:
         """With padding before its first token, whatever was copied there."""
         behind = self.first_token - self.first_block * self.spec.block_size
-        if behind:
+        if behind and not isinstance(self.spec, StateSpec):
             padding, spec = padding_block(self.spec, self.buffers, 0)
             ids, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([behind], dtype=torch.int32)
             convert(list(self.buffers), padding, plan=plan(spec, self.spec), src_blocks=ids, dst_blocks=ids, seq_lens=lens)
@@ -109,11 +117,14 @@ def _check_buffers(part: Part) -> None:
             raise BadArgument(f"Part: buffer {n} is {what}; it has {size} bytes in a row, in host memory.")
 
 
-def rank_specs(spec: CacheSpec, tp_size: int) -> tuple[CacheSpec, ...]:
+def rank_specs(whole: Spec, tp_size: int) -> tuple[Spec, ...]:
     """One a rank. Where heads do not divide, the first ranks have one more; more ranks than heads share them."""
-    heads = spec.num_kv_heads
     if not isinstance(tp_size, int) or tp_size < 1:
         raise BadArgument(f"shard(): tp_size is {tp_size!r}; it is 1 or more.")
+    if isinstance(whole, StateSpec):
+        return tuple(whole.shard(tp_size, r) for r in range(tp_size))
+    spec = whole.of_kv
+    heads = spec.num_kv_heads
     if tp_size > heads or heads % tp_size == 0:
         return tuple(spec.shard(tp_size, r) for r in range(tp_size))
     ends = [-(-heads * r // tp_size) for r in range(tp_size + 1)]

@@ -21,7 +21,7 @@ from kvx.files import sync_folder
 from kvx.handover.handover import Handover, from_manifest
 from kvx.handover.manifest import MOST_CHARACTERS, read_manifest
 from kvx.layout.place import buffer_sizes
-from kvx.spec import CacheSpec
+from kvx.spec import Spec
 
 _MANIFEST, _FILES = "handover.json", "files.json"
 _MOST_TEXT_BYTES = {_MANIFEST: 2 * MOST_CHARACTERS, _FILES: 1 << 20}
@@ -104,7 +104,7 @@ def _path(call: str, path: str | Path) -> Path:
         raise BadArgument(f"{call}(): path is {path!r}; it names a folder.") from None
 
 
-def _heading(path: Path, spec: CacheSpec) -> dict[str, str | int]:
+def _heading(path: Path, spec: Spec) -> dict[str, str | int]:
     """A file's size, and a hash of all that stands before its blocks."""
     blocks = sum(count * size for count, size in buffer_sizes(spec))
     try:

@@ -73,6 +73,12 @@ def export_blocks(
 ) -> Handover:
     """A sequence's K and V out of an engine's memory, converted, sealed with the digest of its content. Waits for the device."""
     ids = token_ids("export_blocks()", tokens)
+    return Handover(ids, tuple(export_parts(ids, sources, model=model, block_size=block_size, format=format)))
+
+
+def export_parts(tokens: ArrayLike, sources: Sequence[Source], *, model: str, block_size: int, format: str) -> list[Part]:
+    """The parts of export_blocks()."""
+    ids = token_ids("export_blocks()", tokens)
     for s in sources or ():
         if not isinstance(s, Source):
             raise BadArgument(f"export_blocks(): a source is {type(s).__name__}; it is a Source(buffers, spec, blocks).")
@@ -87,8 +93,7 @@ def export_blocks(
     for s in sources:
         _check(s, ids.size)
         kinds.setdefault((s.window, *((p.head_dim, p.format) for p in s.spec.planes)), []).append(s)
-    parts = [_part(ids.size, same, model, block_size, format) for same in kinds.values()]
-    return Handover(ids, tuple(parts))
+    return [_part(ids.size, same, model, block_size, format) for same in kinds.values()]
 
 
 def _one_model(sources: Sequence[Source]) -> str:

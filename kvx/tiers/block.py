@@ -97,9 +97,7 @@ def kind_from_text(text: str) -> BlockKind:
 
 def check_kind(tier: str, kind: BlockKind) -> None:
     if not isinstance(kind, BlockKind):
-        raise BadArgument(
-            f"{tier}: kind is {str(kind)[:100]}; it is a BlockKind. BlockKind.of(spec) makes one of a spec."
-        )
+        raise BadArgument(f"{tier}: kind is {str(kind)[:100]}; it is a BlockKind. BlockKind.of(spec) makes one of a spec.")
 
 
 def check_block(call: str, kind: BlockKind, block: Block) -> None:

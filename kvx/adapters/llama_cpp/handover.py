@@ -94,7 +94,7 @@ def require_fit(handover: Handover, model: StateModel) -> None:
 
 def _import(handover: Handover, model: StateModel, kind: StateKind, *, is_file: bool) -> bytes:
     require_fit(handover, model)
-    if (handover.spec.format, handover.spec.v_format) != (kind.format, ""):
+    if (handover.spec.of_kv.format, handover.spec.of_kv.v_format) != (kind.format, ""):
         handover = handover.convert(format=kind.format)
     cells = handover.num_tokens
     spec = cache_spec(model, kind, cells)

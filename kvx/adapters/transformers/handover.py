@@ -142,7 +142,7 @@ def _require_geometry(handover: Handover, config: PretrainedConfig | None, cache
         if c is not None and part.spec.num_planes == 1:
             handover.require(p, num_kv_heads=1, head_dim=rank + getattr(c, "qk_rope_head_dim", 0))
         elif c is not None and not rank:  # with it, K and V were expanded, to what is not in every config
-            spec = part.spec
+            spec = part.kv
             handover.require(p, num_kv_heads=_kv_heads(c, spec.num_kv_heads), head_dim=_head_dim(c, spec.head_dim))
     for index, (p, _) in places(handover).items():
         layer = cache.layers[index] if index < len(cache.layers) else None
@@ -176,10 +176,10 @@ def _config(into: PretrainedConfig | Cache, model: str | PretrainedConfig) -> Pr
 
 def _dtype(handover: Handover, config: PretrainedConfig | None) -> torch.dtype:
     stated = getattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", None)  # the latter in older transformers 4
-    found = stated or _DTYPES.get(handover.parts[0].spec.format)
+    found = stated or _DTYPES.get(handover.parts[0].kv.format)
     if not isinstance(found, torch.dtype):
         raise BadArgument(
-            f"import_cache(): the handover is {handover.parts[0].spec.format}, and nothing says what the model computes in: dtype=."
+            f"import_cache(): the handover is {handover.parts[0].kv.format}, and nothing says what the model computes in: dtype=."
         )
     return found
 

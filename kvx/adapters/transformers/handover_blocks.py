@@ -32,7 +32,7 @@ def fill_blocks(cache: KvxCache, handover: Handover, num_tokens: int, dtype: tor
         require_tokens("import_cache", handover, layer.index, layer.window, num_tokens)
     likes = []
     for layer in cache.layers:
-        spec = handover.parts[where[layer.index].part].spec
+        spec = handover.parts[where[layer.index].part].kv
         k, v = (torch.empty(1, spec.num_kv_heads, 0, plane.head_dim, dtype=dtype, device=device) for plane in spec.kv)
         likes.append((k, v))
     cache.make_room(num_tokens, likes)

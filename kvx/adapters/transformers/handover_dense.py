@@ -75,7 +75,7 @@ def fill_dense(cache: Cache, handover: Handover, n: int, dtype: torch.dtype, dev
 
 def _read(handover: Handover, part: Part, layer: int, n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """[1, heads, tokens, dim] of K and of V, or of latents; whole blocks long. What a window has let go is 0, and never seen."""
-    spec = part.spec
+    spec = part.kv
     size = -(-n // spec.block_size) * spec.block_size
     planes = [
         torch.zeros(1, spec.num_kv_heads, size, spec.plane(i).head_dim, dtype=dtype, device=device) for i in range(spec.num_planes)

@@ -215,6 +215,15 @@ class HybridCache(PagedCache):
         if self._taking_back:
             self._take_back(self._taking_back, backends.choose("take_back", "auto", self.block_table))
 
+    def unwritten(self, layer: int, plane: str, block: int, length: int) -> list[tuple[int, int]]:
+        store = self.layers[layer]
+        pages = store.entries if plane == "entries" else store.index
+        assert pages is not None
+        codec, rows = pages.codec, pages.rows
+        used = min(rows, max(0, store.schema.entries(length) - block * rows))
+        data, size = rows * codec.data_bytes, pages.pages.shape[1]
+        return [(used * codec.data_bytes, data), (data + used * codec.scale_bytes, size)]
+
     # --- all of it --------------------------------------------------------------------------------------------------------
 
     @property
