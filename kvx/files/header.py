@@ -21,8 +21,9 @@ from typing import Any, BinaryIO, NamedTuple
 from kvx.errors import BadArgument, Damaged, Incompatible
 from kvx.layout.place import buffer_sizes, num_cache_buffers
 from kvx.spec import Spec, spec_from_json, to_json
+from kvx.spec.from_manifest import require_same
 from kvx.spec.manifest import digest as spec_digest
-from kvx.spec.manifest import require_same, unique_fields
+from kvx.spec.manifest import unique_fields
 
 MANIFEST, CONTENT, PARTS, SEAL = "kvx_manifest", "kvx_content_digest", "kvx_content_parts", "kvx_seal"
 MOST_BUFFERS = 1 << 19  # tensors of one file: each is an object of 500 bytes in Python

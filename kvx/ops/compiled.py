@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvx.errors import InternalError
 from kvx.ops.registry import OPS
-from kvx.spec.manifest import from_json
+from kvx.spec.from_manifest import from_json
 
 Body = Callable[..., None]
 parse = lru_cache(maxsize=256)(from_json)

@@ -3,7 +3,8 @@
 from kvx.spec.cache_spec import CacheSpec, PlaneSpec, Share, Spec
 from kvx.spec.dtypes import DTYPES, DType
 from kvx.spec.formats import FORMATS, Format, Granularity
-from kvx.spec.manifest import digest, from_json, spec_from_json, to_json
+from kvx.spec.from_manifest import from_json, spec_from_json
+from kvx.spec.manifest import digest, to_json
 from kvx.spec.state_spec import StateSpec, state_plane
 
 __all__ = [

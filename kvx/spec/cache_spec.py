@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, Self
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 from kvx.errors import BadArgument, Unsupported
 from kvx.layout.axes import Layout
 from kvx.spec.formats import Format
+from kvx.spec.manifest import to_json
 
 
 class Share(NamedTuple):
@@ -110,6 +111,10 @@ class Spec:
     def num_planes(self) -> int:
         return len(self.planes)
 
+    def manifest_fields(self) -> dict[str, str | int]:
+        """What travels: kvx/spec/manifest.py."""
+        raise NotImplementedError
+
     def replaced(self, **fields: Any) -> Self:
         """With other values of these fields: dataclasses.replace, for every kind of spec."""
         return replace(self, **fields)  # type: ignore[type-var]
@@ -177,12 +182,16 @@ class CacheSpec(Spec):
     manifest_text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Both read specs, so neither can be imported above them.
-        from kvx.spec.manifest import to_json
-        from kvx.spec.validate import validate
+        from kvx.spec.validate import validate  # which reads specs, so it cannot be imported above them
 
         validate(self)
         object.__setattr__(self, "manifest_text", to_json(self))  # once: compiled graphs carry it as a constant
+
+    def manifest_fields(self) -> dict[str, str | int]:
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        if not self.block_bytes:  # younger than manifests that travel: absent where it says nothing, so their digests hold
+            del found["block_bytes"]
+        return found
 
     @cached_property
     def planes(self) -> tuple[PlaneSpec, ...]:  # type: ignore[override]

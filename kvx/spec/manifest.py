@@ -1,48 +1,28 @@
-"""A spec as JSON, with its digest: what travels with bytes. Reading one that is not ours names the differing field."""
+"""A spec as JSON, with its digest: what travels with bytes. kvx/spec/from_manifest.py reads it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import fields
-from typing import Any
-
-from kvx.errors import BadArgument, Incompatible
-from kvx.spec.cache_spec import CacheSpec, PlaneSpec, Share, Spec
-from kvx.spec.formats import Format
-from kvx.spec.state_spec import StateSpec
+from typing import Any, Protocol
 
 VERSION = 1
-_MOST_CHARACTERS = 1 << 20  # of a manifest: a few hundred are usual, and what it claims is believed only once it is read
-_FIELDS = tuple(f.name for f in fields(CacheSpec) if f.init)
-_STATE_FIELDS = tuple(f.name for f in fields(StateSpec) if f.init)
-_PLANE_FIELDS = ("name", "format", "axes", "shard_axis", "shares")
 
 
-def _body(spec: Spec) -> dict[str, Any]:
-    if isinstance(spec, StateSpec):
-        body = {name: getattr(spec, name) for name in _STATE_FIELDS}
-        return body | {"planes": json.dumps([_plane_fields(p) for p in spec.planes], separators=(",", ":"))}
-    body = {name: getattr(spec, name) for name in _FIELDS}
-    if not spec.block_bytes:  # younger than manifests that travel: absent where it says nothing, so their digests hold
-        del body["block_bytes"]
-    return body
+class Described(Protocol):
+    """A spec, as far as its manifest goes."""
+
+    def manifest_fields(self) -> dict[str, str | int]: ...
 
 
-def _plane_fields(plane: PlaneSpec) -> dict[str, Any]:
-    """Text within text: a manifest's values are strings and integers."""
-    named = {"name": plane.name, "format": plane.format.name, "axes": [list(axis) for axis in plane.axes]}
-    return named | {"shard_axis": plane.shard_axis, "shares": [list(share) for share in plane.shares]}
-
-
-def digest(spec: Spec) -> str:
+def digest(spec: Described) -> str:
     """128 bits over every field and the manifest version, as hex. Equal specs have equal digests on every machine."""
-    text = json.dumps({"kvx_manifest": VERSION, **_body(spec)}, sort_keys=True, separators=(",", ":"))
+    text = json.dumps({"kvx_manifest": VERSION, **spec.manifest_fields()}, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def to_json(spec: Spec, *, indent: int | None = None) -> str:
-    return json.dumps({"kvx_manifest": VERSION, "digest": digest(spec), **_body(spec)}, indent=indent)
+def to_json(spec: Described, *, indent: int | None = None) -> str:
+    return json.dumps({"kvx_manifest": VERSION, "digest": digest(spec), **spec.manifest_fields()}, indent=indent)
 
 
 def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -53,82 +33,3 @@ def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"field {twice[:100]!r} stands there twice")
     return found
-
-
-def from_json(text: str) -> CacheSpec:
-    """The spec of K and V that a manifest says. Of states it is spec_from_json()."""
-    spec = spec_from_json(text)
-    if not isinstance(spec, CacheSpec):
-        raise BadArgument("from_json(): the manifest is of states (it has planes); what reads it takes K and V.")
-    return spec
-
-
-def spec_from_json(text: str) -> Spec:
-    """The spec that a manifest says, of K and V or of states."""
-    if not isinstance(text, str):
-        raise BadArgument(f"from_json(): text is {type(text).__name__}; it is JSON, as to_json() writes it.")
-    if len(text) > _MOST_CHARACTERS:
-        raise BadArgument(f"from_json(): not a manifest: {len(text):,} characters; one has at most {_MOST_CHARACTERS:,}.")
-    try:
-        data = json.loads(text, object_pairs_hook=unique_fields)
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and brackets without end
-        raise BadArgument(f"from_json(): not JSON: {str(error)[:200]}.") from None
-    if not isinstance(data, dict) or "kvx_manifest" not in data:
-        raise BadArgument('from_json(): no "kvx_manifest" field; this is not a KVX manifest.')
-    if type(data["kvx_manifest"]) is not int or data["kvx_manifest"] != VERSION:
-        raise Incompatible(f"from_json(): manifest version is {_short(data['kvx_manifest'])}; this library reads {VERSION}.")
-    is_state = "planes" in data
-    names = _STATE_FIELDS if is_state else _FIELDS
-    unknown = set(data) - {"kvx_manifest", "digest", *names}
-    if unknown:
-        raise BadArgument(f"from_json(): unknown field {_short(sorted(unknown)[0])}; fields are {', '.join(names)}.")
-    missing = ({"num_blocks", "layout"} if is_state else {"num_blocks", "block_size", "num_kv_heads", "head_dim"}) - set(data)
-    if missing:
-        raise BadArgument(f"from_json(): field {sorted(missing)[0]!r} is missing.")
-    given = {name: data[name] for name in names if name in data}
-    spec: Spec = StateSpec(**given | {"planes": _planes(data["planes"])}) if is_state else CacheSpec(**given)
-    if "digest" in data and data["digest"] != digest(spec):
-        raise Incompatible(
-            f"from_json(): the digest is {_short(data['digest'])} and the fields make {digest(spec)!r}; "
-            "a field was changed after it was written."
-        )
-    return spec
-
-
-def _planes(text: object) -> tuple[PlaneSpec, ...]:
-    """Of a manifest's text, in which anything may stand."""
-    try:
-        told = json.loads(text, object_pairs_hook=unique_fields) if isinstance(text, str) else None
-    except (ValueError, RecursionError):
-        told = None
-    if not isinstance(told, list) or not told or not all(isinstance(p, dict) and set(p) == set(_PLANE_FIELDS) for p in told):
-        raise BadArgument(f"from_json(): planes are {_short(text)}; they are a list of {', '.join(_PLANE_FIELDS)}, as text.")
-    return tuple(map(_plane, told))
-
-
-def _plane(told: dict[str, Any]) -> PlaneSpec:
-    axes, shares, words = told["axes"], told["shares"], [told[name] for name in ("name", "format", "shard_axis")]
-    is_axes = isinstance(axes, list) and all(isinstance(a, list) and [type(x) for x in a] == [str, int] for a in axes)
-    is_shares = isinstance(shares, list) and all(isinstance(s, list) and [type(x) for x in s] == [int] * 3 for s in shares)
-    if not is_axes or not is_shares or not shares or any(type(word) is not str for word in words):
-        raise BadArgument(f"from_json(): a plane is {_short(told)}; its axes are (name, size), its shares (first, size, unit).")
-    if any(share[0] < 0 or share[1] < 1 or share[2] < 1 for share in shares) or len({a[0] for a in axes}) != len(axes):
-        raise BadArgument(f"from_json(): plane {_short(told['name'])} has an axis twice, or a share of no size.")
-    name, format_name, shard_axis = words
-    return PlaneSpec(name, tuple(map(tuple, axes)), Format.named(format_name), shard_axis, tuple(Share(*s) for s in shares))
-
-
-def _short(value: object) -> str:
-    """As in JSON, and not longer than a line: a value from outside in an error of ours."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-def require_same(mine: Spec, theirs: Spec) -> None:
-    """Raise Incompatible with the first field that differs."""
-    if type(mine) is not type(theirs):
-        raise Incompatible(f"manifests differ: a {type(mine).__name__} here, a {type(theirs).__name__} there.")
-    for name in _STATE_FIELDS if isinstance(mine, StateSpec) else _FIELDS:
-        a, b = getattr(mine, name), getattr(theirs, name)
-        if a != b:
-            raise Incompatible(f"manifests differ in {name}: {a!r} here, {b!r} there.")

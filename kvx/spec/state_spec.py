@@ -7,8 +7,9 @@ to is not in its bytes: whoever moves it says so beside them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any
 
@@ -48,6 +49,18 @@ class StateSpec(Spec):
     def block_content_bytes(self) -> int:
         """Of one sequence's states, in all layers: what a request takes."""
         return self.num_layers * sum(p.num_rows * p.row_bytes for p in self.planes)
+
+    def manifest_fields(self) -> dict[str, str | int]:
+        """Its planes as text: a manifest's values are strings and integers."""
+        planes = [
+            {
+                "name": p.name, "format": p.format.name, "axes": [list(axis) for axis in p.axes], "shard_axis": p.shard_axis,
+                "shares": [list(share) for share in p.shares],
+            }
+            for p in self.planes
+        ]  # fmt: skip
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return found | {"planes": json.dumps(planes, separators=(",", ":"))}
 
     @property
     def block_layout(self) -> str:

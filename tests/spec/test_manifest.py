@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvx
-from kvx.spec.manifest import require_same
+from kvx.spec.from_manifest import require_same
 from tests import cases
 
 LAYOUT = "layer kv | block token head dim"
