@@ -1,35 +1,16 @@
-"""GroupTable: a layer group at work. Its storage, its allocator, and which blocks each sequence has.
-
-Every call answers for one group; PagedCache asks all of them before it changes any. What stands in the table behind a sequence's
-length is nobody's until the length changes, which is the last that does.
-"""
+"""GroupTable: a layer group at work. Its blocks, as a BlockTable has them, and the storage of its layers."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from kvx.cache.blocks import BlockAllocator, BlockIds
+from kvx.cache.block_table import BlockTable
+from kvx.cache.blocks import BlockAllocator
 from kvx.cache.groups import AnyLayer, LayerGroup, make_layer
 from kvx.cache.guard import Guard
-from kvx.cache.sequence import Sequence
 
 
-class Growth(NamedTuple):
-    """What a group does for a sequence that grows."""
-
-    have: int  # columns in use before
-    want: int  # and after
-    is_copied: bool  # others read the last block: it is copied before it is written to
-    need: int  # blocks it takes
-
-
-class GroupTable:
-    """Of a kind whose blocks hold tokens: one column a block."""
-
+class GroupTable(BlockTable):
     def __init__(
         self,
         group: LayerGroup,
@@ -39,117 +20,10 @@ class GroupTable:
         backend: str,
         guard: Guard,
     ) -> None:
-        max_seqs, max_blocks, self.block_size = shape
-        self.group, self.index = group, index
-        self.kind = group.blocks_of
-        self.allocator = BlockAllocator(group.spec.num_blocks, name=group.name, guard=guard)
-        # One row a sequence; -1: given back, or not yet there.
-        self.table = np.full((max_seqs, self.kind.num_columns(max_blocks)), -1, np.int32)
+        super().__init__(group.blocks_of, BlockAllocator(group.spec.num_blocks, name=group.name, guard=guard), index, shape)
+        self.group, self._backend = group, backend
         self.layers: dict[int, AnyLayer] = {i: make_layer(group, m.spec, index, device) for m in group.members for i in m.layers}
-        self._backend = backend
 
-    # --- what a sequence has ----------------------------------------------------------------------------------------------
-
-    def num_blocks(self, seq: Sequence, length: int) -> int:
-        """Columns in use at this length."""
-        n = self.kind.num_blocks(length, self.block_size)
-        return max(n, seq.num_ahead) if self.kind.is_ahead else n
-
-    def held(self, seq: Sequence) -> NDArray[np.int32]:
-        """The blocks that it holds a reference to, as a view."""
-        return self.table[seq.row, seq.starts[self.index] : self.num_blocks(seq, seq.length)]
-
-    # --- what is needed to grow -------------------------------------------------------------------------------------------
-
-    def growth(self, seq: Sequence, end: int) -> Growth:
-        """How it would grow to `end`. Nothing changes."""
-        have, want = self.num_blocks(seq, seq.length), self.num_blocks(seq, end)
-        is_copied = seq.length == seq.limit and self.is_last_shared(seq)
-        return Growth(have, want, is_copied, want - have + is_copied)
-
-    def is_last_shared(self, seq: Sequence) -> bool:
-        """Whether writing goes on in a block that others read: not where the last is full, or found ahead and not written."""
-        have, bs = self.num_blocks(seq, seq.length), self.block_size
-        if have * bs <= seq.length or (self.kind.is_ahead and seq.num_ahead * bs > seq.length):
-            return False
-        return self.allocator.is_shared(int(self.table[seq.row, have - 1]))
-
-    def num_left_behind(self, seq: Sequence) -> int:
-        """Blocks that growing gives back first, and that nobody else has."""
-        if not self.kind.gives_back:
-            return 0
-        first = min(self.num_blocks(seq, seq.length), self.first_block(seq.length))
-        return self.allocator.num_single(self.table[seq.row, seq.starts[self.index] : max(seq.starts[self.index], first)])
-
-    def room(self, seq: Sequence) -> int:
-        """Tokens that one more extend can have here."""
-        growth = self.growth(seq, seq.length)
-        blocks = self.allocator.num_available + self.num_left_behind(seq) - growth.is_copied
-        return (growth.have + blocks) * self.block_size - seq.length if blocks >= 0 else 0
-
-    def grow(self, seq: Sequence, growth: Growth, num_reserved: int = 0) -> None:
-        """Do it. `num_reserved` blocks are for others that grow at the same time: what can be done without is done without."""
-        have, want, is_copied, _ = growth
-        if self.kind.gives_back:
-            self.leave_behind(seq, min(have, self.first_block(seq.length)))
-        if is_copied:
-            self.copy_on_write(seq, have - 1)
-        if want == have + 1:
-            self.table[seq.row, have] = self.allocator.allocate_one()
-        elif want > have:
-            self.table[seq.row, have:want] = self.allocator.allocate_checked(want - have)
-
-    def copy_on_write(self, seq: Sequence, column: int) -> None:
-        source = self.table[seq.row, column : column + 1].copy()
-        block = self.allocator.allocate_one()
+    def copy_block(self, source: int, destination: int) -> None:
         for layer in self.layers.values():
-            layer.copy_block(int(source[0]), block, self._backend)
-        self.table[seq.row, column] = block
-        self.allocator.release_checked(source)
-
-    # --- what can be seen -------------------------------------------------------------------------------------------------
-
-    def first_block(self, length: int) -> int:
-        """The first block that a token at position `length`, or any after it, sees."""
-        return self.kind.first_block(length, self.block_size)
-
-    def leave_behind(self, seq: Sequence, first: int) -> None:
-        """Give back the blocks before `first`."""
-        start = seq.starts[self.index]
-        if first > start:
-            left = self.table[seq.row, start:first].copy()
-            seq.starts[self.index] = first
-            self.table[seq.row, start:first] = -1
-            self.allocator.release_checked(left)
-
-    def why_not_cut(self, seq: Sequence, length: int) -> str:
-        """Why a sequence cannot be cut to this length; "" where it can."""
-        if not length or self.first_block(length) >= seq.starts[self.index]:
-            return ""
-        return (
-            f"at length {length} group {self.group.name!r} (window {self.kind.window}) sees from block "
-            f"{self.first_block(length)} on; blocks before {seq.starts[self.index]} were given back"
-        )
-
-    # --- what a prefix hit needs ------------------------------------------------------------------------------------------
-
-    def hold(self, seq: Sequence, ids: BlockIds, blocks: int) -> None:
-        """A new sequence begins with these, which have their references: its first `blocks` blocks, -1 where one is not needed."""
-        self.table[seq.row, :blocks] = ids
-        seq.starts[self.index] = self.kind.first_needed(blocks, self.block_size)
-
-    def hold_after(self, seq: Sequence, first: int, ids: BlockIds) -> None:
-        """Blocks after the sequence's own, of which those from `first` on are needed."""
-        have, end = seq.length // self.block_size, first + len(ids)
-        self.leave_behind(seq, min(have, self.first_block(end * self.block_size)))
-        self.table[seq.row, have:first] = -1
-        self.table[seq.row, first:end] = ids
-        if first > have:
-            seq.starts[self.index] = first
-
-    # --- what happens at a block's end ------------------------------------------------------------------------------------
-
-    def nameable(self, seq: Sequence, first: int) -> tuple[int, BlockIds]:
-        """From block `first` on: the first that may be found by its name, and the ids of it and those after, as a view."""
-        first = max(first, seq.starts[self.index])
-        return first, self.table[seq.row, first : self.kind.name_at(seq.length, self.block_size)]
+            layer.copy_block(source, destination, self._backend)

@@ -416,7 +416,7 @@ class PagedCache:
                     raise allocator.out_of_blocks(need, call)
             growths.append((mine, need))
         for table, (mine, need) in zip(self._tables, growths, strict=True):
-            if len(ends) > 1 and table.kind.gives_back:  # what is given back may be what another takes
+            if len(ends) > 1 and table.gives_back:  # what is given back may be what another takes
                 for seq, _ in ends:
                     table.leave_behind(seq, min(table.num_blocks(seq, seq.length), table.first_block(seq.length)))
             for (seq, _), growth in zip(ends, mine, strict=True):
@@ -533,21 +533,15 @@ class PagedCache:
     def _truncate(self, seq: Sequence, length: int) -> None:
         bs = self.block_size
         ahead = min(seq.num_ahead, length // bs)
-        left, starts = [], []
-        for table in self._tables:
-            keep, have = table.kind.num_blocks(length, bs), table.num_blocks(seq, seq.length)
-            start = max(keep, ahead if table.kind.is_ahead else 0, seq.starts[table.index])
-            left.append((table, start, table.table[seq.row, start:have].copy()))
-            starts.append(min(seq.starts[table.index], keep))
+        left = [(table, *table.cut(seq, length, ahead)) for table in self._tables]
+        starts = [min(seq.starts[t.index], t.kind.num_blocks(length, bs)) for t in self._tables]
         cached, stored, hashes = min(seq.num_cached, length), min(seq.num_stored, length // bs * bs), seq.hashes[: length // bs]
         seq.length = seq.num_tokens = seq.limit = length  # extend asks whose the last block is
         seq.num_cached, seq.num_stored, seq.hashes, seq.starts, seq.num_ahead = cached, stored, hashes, starts, ahead
         if seq.extras:
             seq.extras = [begun for begun in seq.extras if begun[0] < length]
         for table, start, blocks in left:
-            if len(blocks):
-                table.table[seq.row, start : start + len(blocks)] = -1
-                table.allocator.release_checked(blocks)
+            table.let_go(seq, start, blocks)
 
     @whole
     def release(self, seq: Sequence) -> None:

@@ -6,8 +6,9 @@ tokens (its state is to be computed again), says so by starts: 1.
 
 from __future__ import annotations
 
+from kvx.cache.block_table import Growth
 from kvx.cache.blocks import BlockIds
-from kvx.cache.group_table import GroupTable, Growth
+from kvx.cache.group_table import GroupTable
 from kvx.cache.kinds import State
 from kvx.cache.sequence import Sequence
 

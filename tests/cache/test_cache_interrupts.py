@@ -8,11 +8,25 @@ import numpy as np
 import pytest
 
 import kvx
-from kvx.cache import admitted, backing, batch, blocks, group_table, groups, guard, names, paged, prefix, recall, state_table
+from kvx.cache import (
+    admitted,
+    backing,
+    batch,
+    block_table,
+    blocks,
+    group_table,
+    groups,
+    guard,
+    names,
+    paged,
+    prefix,
+    recall,
+    state_table,
+)
 from tests.cache.test_paged import BS, assert_content, make, write_step
 from tests.interrupts import interrupted_by_another_process, signalled_at_every_point
 
-CACHE = (admitted, backing, batch, blocks, group_table, groups, guard, names, paged, prefix, recall, state_table)
+CACHE = (admitted, backing, batch, block_table, blocks, group_table, groups, guard, names, paged, prefix, recall, state_table)
 LONG = list(range(29))
 
 

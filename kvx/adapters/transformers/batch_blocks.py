@@ -1,7 +1,8 @@
 """BatchBlocks: the blocks of a batch of sequences, one table for all layers of a kind (full, or one sliding window).
 
 transformers counts in columns: every sequence of a batch has as many, and shorter ones are padded on the left. Blocks hold tokens
-only: sequence s has its first token in column pads[s], which is its position 0. Layers own the storage; this owns the ids.
+only: sequence s has its first token in column pads[s], which is its position 0. Which blocks a sequence has is a BlockTable's, as
+in a PagedCache; here are the columns, and room that grows with the batch. Layers own the storage.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvx.cache.block_table import BlockTable
 from kvx.cache.blocks import BlockAllocator
+from kvx.cache.kinds import kind_of
+from kvx.cache.sequence import Sequence
 from kvx.errors import BadArgument
 from kvx.tables import PackedTable
 
 # Blocks a sequence gets beyond its prompt when nothing is reserved.
 _SPARE_BLOCKS = 16
+_NO_IDS = np.zeros(0, np.int32)  # transformers keeps the tokens
 
 
 class Moves(NamedTuple):
@@ -26,6 +31,15 @@ class Moves(NamedTuple):
 
     resized: NDArray[np.int64] | None  # block i is what block resized[i] was; None: as it is
     copies: list[tuple[int, int]]  # (source, destination)
+
+
+class CopiedLater(BlockTable):
+    """A table that notes which blocks are to be copied: layers do it."""
+
+    copies: list[tuple[int, int]]
+
+    def copy_block(self, source: int, destination: int) -> None:
+        self.copies.append((source, destination))
 
 
 class BatchBlocks:
@@ -37,13 +51,18 @@ class BatchBlocks:
         self.reserve = reserve  # tokens a sequence there is room for from the start
         self.keeps_past = False  # blocks behind the window stay until the next crop
         self.length = 0  # columns that have room
-        self.allocator = BlockAllocator(0)
-        self.pads: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.starts: NDArray[np.int64] = np.zeros(0, np.int64)  # first logical block each sequence still has
         self.is_started = False
+        self.pads: NDArray[np.int64] = np.zeros(0, np.int64)
         self.device = torch.device("cpu")
+        self._seqs: list[Sequence] = []  # row by row
+        self._table = self._new_table(0, 0, BlockAllocator(0))
         self._slots: Tensor | None = None  # of the newest columns
         self._slots_of = (0, 0)
+
+    def _new_table(self, num_seqs: int, width: int, allocator: BlockAllocator) -> CopiedLater:
+        table = CopiedLater(kind_of(self.window), allocator, 0, (num_seqs, width, self.block_size))
+        table.gives_back, table.copies = False, []  # release_behind() says when
+        return table
 
     @property
     def batch_size(self) -> int:
@@ -51,48 +70,57 @@ class BatchBlocks:
 
     @property
     def num_blocks(self) -> int:
-        return self.allocator.num_blocks
+        return self._table.allocator.num_blocks
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        return self._table.allocator
 
     @property
     def seq_lens(self) -> NDArray[np.int64]:
         """Tokens of each sequence. A sequence that is all padding has none."""
         return np.maximum(self.length - self.pads, 0)
 
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """The first logical block that each sequence still has."""
+        return np.array([seq.starts[0] for seq in self._seqs], np.int64)
+
     def start(self, pads: NDArray[np.int64], device: torch.device) -> None:
-        self.pads = pads.copy()
-        self.starts = np.zeros(len(pads), np.int64)
-        self.device = device
-        self.is_started = True
-        self._set_table(np.zeros((len(pads), max(1, -(-self.reserve // self.block_size))), np.int32))
+        self.pads, self.device, self.is_started = pads.copy(), device, True
+        self._seqs = [self._sequence(row) for row in range(len(pads))]
+        self._table = self._new_table(len(pads), max(1, -(-self.reserve // self.block_size)), self.allocator)
+        self._make_device_tables()
+
+    def _sequence(self, row: int) -> Sequence:
+        return Sequence(None, row, row, _NO_IDS, 1)
 
     def extend(self, n: int) -> Moves:
         """Room for n more columns, and what every layer must do to its storage before it writes."""
         if not self.keeps_past:
             self.release_behind()  # now, not after the last step: its queries saw as far back as the first of them did
-        have, need = self._ends(self.length), self._ends(self.length + n)
-        shared = self._shared_tails()
-        count = int((need - have).sum()) + len(shared)
+        table, ends = self._table, np.maximum(self.length + n - self.pads, 0).tolist()
+        growing = [(seq, end) for seq, end in zip(self._seqs, ends, strict=True) if end > seq.limit]
+        count = sum(table.growth(seq, end).need for seq, end in growing)
         resized = self._resize(count)
-        width = int(need.max(initial=0))
-        if width > self._ids.shape[1]:
-            wider = np.zeros((self.batch_size, max(width, 2 * self._ids.shape[1])), np.int32)
-            wider[:, : self._ids.shape[1]] = self._ids
-            self._set_table(wider)
-        fresh = self.allocator.allocate(count)
-        pairs = []
-        ids = self._ids
-        for place, block in zip(shared, fresh, strict=False):
-            pairs.append((int(ids[place]), int(block)))
-            ids[place] = block
-        self.allocator.release([source for source, _ in pairs])
-        rest, taken = fresh[len(shared) :], 0
-        for s in np.flatnonzero(need > have):
-            step = int(need[s] - have[s])
-            ids[s, have[s] : need[s]] = rest[taken : taken + step]
-            taken += step
+        self._widen(max((-(-end // self.block_size) for end in ends), default=0))
+        table.copies = []
+        for seq, end in growing:
+            table.grow(seq, table.growth(seq, end))  # anew: of those that share a block the last need not copy it
+            seq.length, seq.limit = end, -(-end // self.block_size) * self.block_size
+        for seq, end in zip(self._seqs, ends, strict=True):
+            seq.length = end
         self.length += n
         self._upload(table=count > 0 or resized is not None)
-        return Moves(resized, pairs)
+        return Moves(resized, table.copies)
+
+    def _widen(self, width: int) -> None:
+        table = self._table
+        if width > table.table.shape[1]:
+            wider = np.full((self.batch_size, max(width, 2 * table.table.shape[1])), -1, np.int32)
+            wider[:, : table.table.shape[1]] = table.table
+            table.table = wider
+            self._make_device_tables()
 
     def slots(self, start: int, n: int) -> Tensor:
         """[batch * n] int64, for columns start to start + n of each sequence; -1 for padding. Made once for all layers."""
@@ -100,45 +128,43 @@ class BatchBlocks:
             return self._slots
         positions = np.arange(start, start + n)[None, :] - self.pads[:, None]
         at = np.maximum(positions, 0)
-        blocks = np.take_along_axis(self._ids, at // self.block_size, axis=1).astype(np.int64)
+        blocks = np.take_along_axis(self._table.table, at // self.block_size, axis=1).astype(np.int64)
         slots = np.where(positions < 0, -1, blocks * self.block_size + at % self.block_size)
         self._slots, self._slots_of = _pinned(slots.reshape(-1), self.device).to(self.device, non_blocking=True), (start, n)
         return self._slots
 
     def table(self) -> PackedTable:
-        """For attention: tensors that stay where they are from step to step."""
-        return PackedTable(self._table, self._lens)
+        """For attention: on a device tensors that stay where they are from step to step."""
+        if self.device.type == "cpu":
+            return PackedTable(torch.from_numpy(self._table.table), torch.from_numpy(self.seq_lens.astype(np.int32)))
+        return PackedTable(self._device_table, self._device_lens)
 
     def table_from(self, column: int) -> tuple[PackedTable, NDArray[np.int64]]:
         """A table that begins near `column`, and the position each of its sequences begins at: what gather is to read."""
         first = np.maximum(np.maximum(column - self.pads, 0) // self.block_size, self.starts)
-        width = max(1, int((self._ends(self.length) - first).max()))
-        at = np.minimum(first[:, None] + np.arange(width), self._ids.shape[1] - 1)
-        ids = torch.from_numpy(np.take_along_axis(self._ids, at, axis=1)).to(self.device)
+        ends = -(-self.seq_lens // self.block_size)
+        width = max(1, int((ends - first).max()))
+        at = np.minimum(first[:, None] + np.arange(width), self._table.table.shape[1] - 1)
+        ids = torch.from_numpy(np.take_along_axis(self._table.table, at, axis=1)).to(self.device)
         begins = first * self.block_size
         lens = torch.from_numpy(np.maximum(self.seq_lens - begins, 0).astype(np.int32)).to(self.device)
         return PackedTable(ids, lens), begins
 
     def blocks_of(self, sequence: int) -> NDArray[np.int32]:
         """Its block ids in order; -1 behind the window."""
-        ids = self._ids[sequence, : self._ends(self.length)[sequence]].copy()
-        ids[: self.starts[sequence]] = -1
-        return ids
+        seq = self._seqs[sequence]
+        return self._table.table[seq.row, : self._table.num_blocks(seq, seq.length)].copy()
 
     def release_behind(self) -> None:
         """Give back the blocks that no later query's window reaches."""
-        if not self.window:
-            return
-        first = np.maximum(self.seq_lens - self.window + 1, 0) // self.block_size
-        for s in np.flatnonzero(first > self.starts):
-            self.allocator.release(self._ids[s, self.starts[s] : first[s]])
-            self.starts[s] = first[s]
+        if self.window:
+            for seq in self._seqs:
+                self._table.leave_behind(seq, self._table.first_block(seq.length))
 
     def check_crop(self, length: int) -> None:
         """Refuse a length whose window is not here any more."""
-        lens = np.maximum(length - self.pads, 0)
-        needed = np.maximum(lens - self.window + 1, 0) // self.block_size if self.window else self.starts
-        if (needed < self.starts).any():
+        lens = np.maximum(length - self.pads, 0).tolist()
+        if any(self._table.first_block(n) < seq.starts[0] for seq, n in zip(self._seqs, lens, strict=True)):
             raise BadArgument(
                 f"KvxCache.crop(): to {length} of {self.length} tokens; layers of window {self.window} gave back the blocks of "
                 "tokens that left it. Call activate_past_recording() before the tokens that may be taken back are run."
@@ -146,47 +172,38 @@ class BatchBlocks:
 
     def crop(self, length: int) -> None:
         """Keep the first `length` columns."""
-        have, keep = self._ends(self.length), np.maximum(self._ends(length), self.starts)
-        for s in np.flatnonzero(have > keep):
-            self.allocator.release(self._ids[s, keep[s] : have[s]])
+        for seq, n in zip(self._seqs, np.maximum(length - self.pads, 0).tolist(), strict=True):
+            left = self._table.cut(seq, min(n, seq.length))
+            seq.length = seq.limit = min(n, seq.length)  # growing asks whose the last block is
+            self._table.let_go(seq, *left)
         self.length = length
         self._upload(table=False)
 
     def select(self, rows: NDArray[np.int64]) -> None:
         """Sequence i is what sequence rows[i] was; several may share blocks, until one of them writes."""
-        ends = self._ends(self.length)
-        before = [self._ids[s, self.starts[s] : ends[s]] for s in range(self.batch_size)]
-        for s in rows:
-            self.allocator.retain(before[s])
+        old, allocator = self._seqs, self.allocator
+        before = [self._table.held(seq).copy() for seq in old]
+        for row in rows:
+            allocator.retain(before[row])
         for ids in before:
-            self.allocator.release(ids)
-        self.pads, self.starts = self.pads[rows], self.starts[rows]
-        self._set_table(self._ids[rows])
+            allocator.release(ids)
+        made = []
+        for row, source in enumerate(rows):
+            seq = self._sequence(row)
+            seq.length = seq.limit = old[source].length
+            seq.starts = list(old[source].starts)
+            made.append(seq)
+        self._seqs, self.pads = made, self.pads[rows]
+        self._table.table = np.ascontiguousarray(self._table.table[rows])
+        self._make_device_tables()
         self._upload(table=True)
 
     def clear(self) -> None:
         """No sequences. The blocks stay, free."""
-        ends = self._ends(self.length)
-        for s in range(self.batch_size):
-            self.allocator.release(self._ids[s, self.starts[s] : ends[s]])
-        self.pads = self.starts = np.zeros(0, np.int64)
+        for seq in self._seqs:
+            self.allocator.release(self._table.held(seq))
+        self._seqs, self.pads = [], np.zeros(0, np.int64)
         self.length, self.is_started, self._slots = 0, False, None
-
-    def _ends(self, length: int) -> NDArray[np.int64]:
-        """Logical blocks of each sequence at so many columns."""
-        return -(-np.maximum(length - self.pads, 0) // self.block_size)
-
-    def _shared_tails(self) -> list[tuple[int, int]]:
-        """(sequence, logical block) of partial last blocks that must be copied: all of a block's users but the last."""
-        lens, found = self.seq_lens, []
-        users: dict[int, int] = {}
-        for s in np.flatnonzero(lens % self.block_size):
-            at = int(lens[s]) // self.block_size
-            block = int(self._ids[s, at])
-            users[block] = users.get(block, self.allocator.refs(block)) - 1
-            if users[block] > 0:
-                found.append((int(s), at))
-        return found
 
     def _resize(self, count: int) -> NDArray[np.int64] | None:
         """Make room for `count` blocks where there is none, and give it up where a window left most of a long prompt's.
@@ -211,31 +228,24 @@ class BatchBlocks:
         ids = new.allocate(len(old))  # low ids first: 0 to len(old) - 1
         new.retain(np.repeat(ids, np.maximum(counts[old] - 1, 0)))
         new.release(ids[counts[old] == 0])
-        renamed = np.zeros(max(len(counts), 1), np.int32)
+        renamed = np.full(len(counts) + 1, -1, np.int32)  # the last is that of -1
         renamed[old] = ids
-        self._ids[:] = renamed[self._ids]
-        self.allocator = new
+        self._table.table[:] = renamed[self._table.table]
+        self._table.allocator = new
         return old
 
-    @property
-    def _ids(self) -> NDArray[np.int32]:
-        """[batch, width] block ids, to read and write; `_upload` brings them to a device."""
-        return self._host_table.numpy()
-
-    def _set_table(self, ids: NDArray[np.int32]) -> None:
-        # On the host the tables are one memory, and one object, so that a deep copy of both stays so.
-        self._host_table = torch.from_numpy(np.ascontiguousarray(ids))
-        self._host_lens = torch.zeros(len(ids), dtype=torch.int32)
-        self._table, self._lens = self._host_table.to(self.device), self._host_lens.to(self.device)
+    def _make_device_tables(self) -> None:
+        if self.device.type != "cpu":
+            self._device_table = torch.from_numpy(self._table.table).to(self.device)
+            self._device_lens = torch.zeros(self.batch_size, dtype=torch.int32, device=self.device)
 
     def _upload(self, *, table: bool) -> None:
         """Lengths, and where they changed block ids, to where attention reads them."""
         self._slots = None
-        self._host_lens.copy_(torch.from_numpy(self.seq_lens))
         if self.device.type != "cpu":
-            self._lens.copy_(_pinned(self._host_lens.numpy(), self.device), non_blocking=True)
+            self._device_lens.copy_(_pinned(self.seq_lens.astype(np.int32), self.device), non_blocking=True)
             if table:
-                self._table.copy_(_pinned(self._ids, self.device), non_blocking=True)
+                self._device_table.copy_(_pinned(self._table.table, self.device), non_blocking=True)
 
 
 def _pinned(array: NDArray[Any], device: torch.device) -> Tensor:
