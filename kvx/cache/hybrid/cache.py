@@ -184,7 +184,10 @@ class HybridCache(PagedCache):
             self._check_live("take_back", seq)
         work = [(seq, length) for seq, length in work if length != seq.length]
         for seq, length in work:
-            first, named = self._draft_starts.get(seq.id, seq.length), seq.num_stored if self.prefix is not None else 0
+            named = max(seq.num_stored, seq.num_ahead * self.block_size) if self.prefix is not None else 0
+            # A state that a fork has too stays as it is.
+            is_shared = self._tables[_STATES].is_last_shared(seq)
+            first = seq.length if is_shared else self._draft_starts.get(seq.id, seq.length)
             if type(length) is not int or not max(first, named) <= length <= seq.length:
                 raise BadArgument(
                     f"take_back(): {seq} to {length!r}; tokens from {first} on can be taken back (max_drafts is "
