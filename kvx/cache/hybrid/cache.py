@@ -123,7 +123,8 @@ class HybridCache(PagedCache):
     def slot(self, seq: Sequence) -> int:
         """Of its windows and tails; -1 before its first step."""
         self._check_live("slot", seq)
-        return int(self._tables[_STATES].table[seq.row, 0])
+        held = self._tables[_STATES].held(seq)
+        return int(held[0]) if len(held) else -1
 
     def block_ids(self, seq: Sequence) -> Tensor:
         """[num_blocks] int32 on the host: of its entries."""
@@ -131,7 +132,7 @@ class HybridCache(PagedCache):
 
     def _send_table(self, seq: Sequence) -> None:
         """What kernels read of a sequence, where it changed: its blocks, and the tokens whose entries are not written again."""
-        slot, shared = int(self._tables[_STATES].table[seq.row, 0]), seq.num_ahead * self.block_size
+        slot, shared = self.slot(seq), seq.num_ahead * self.block_size
         if slot < 0:
             return
         if len(self._tables) > _ENTRIES:
@@ -198,7 +199,7 @@ class HybridCache(PagedCache):
             self._take_back(work, backend)
 
     def _take_back(self, work: Listing[tuple[Sequence, int]], backend: str) -> None:
-        slots = [int(self._tables[_STATES].table[seq.row, 0]) for seq, _ in work]
+        slots = [self.slot(seq) for seq, _ in work]
         starts = [self._draft_starts[seq.id] for seq, _ in work]
         limits = np.full(len(self.block_table), np.iinfo(np.int32).max, np.int32)
         limits[slots] = [length for _, length in work]
