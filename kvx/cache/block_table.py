@@ -6,6 +6,8 @@ length is nobody's until the length changes, which is the last that does.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +57,21 @@ class BlockTable:
         is_copied = seq.length == seq.limit and self.is_last_shared(seq)
         return Growth(have, want, is_copied, want - have + is_copied)
 
+    def growths(self, ends: Listing[tuple[Sequence, int]]) -> list[Growth]:
+        """How these would grow together. Where all who have a block are among them, the last to go on has it alone."""
+        found, seen = [self.growth(seq, end) for seq, end in ends], Counter[int]()
+        for i, ((seq, _), growth) in enumerate(zip(ends, found, strict=True) if len(ends) > 1 else ()):
+            if growth.is_copied:
+                block = int(self.table[seq.row, growth.have - 1])
+                seen[block] += 1
+                if seen[block] > 1 and seen[block] == self.allocator.refs(block) and self.can_have_alone(block):
+                    found[i] = growth._replace(need=growth.need - 1)
+        return found
+
+    def can_have_alone(self, block: int) -> bool:
+        """Whether the only sequence that has it may write to it."""
+        return not self.allocator.is_kept(block)
+
     def is_last_shared(self, seq: Sequence) -> bool:
         """Whether writing goes on in a block that others read: not where the last is full, or found ahead and not written."""
         have, bs = self.num_blocks(seq, seq.length), self.block_size
@@ -80,7 +97,7 @@ class BlockTable:
         have, want, is_copied, _ = growth
         if self.gives_back:
             self.leave_behind(seq, min(have, self.first_block(seq.length)))
-        if is_copied:
+        if is_copied and self.is_last_shared(seq):  # another that had it may have gone on in a copy just now
             self.copy_on_write(seq, have - 1)
         if want == have + 1:
             self.table[seq.row, have] = self.allocator.allocate_one()
@@ -91,12 +108,16 @@ class BlockTable:
         source = self.table[seq.row, column : column + 1].copy()
         block = self.allocator.allocate_one()
         self.copy_block(int(source[0]), block)
+        self.on_copy(block)
         self.table[seq.row, column] = block
         self.allocator.release_checked(source)
 
     def copy_block(self, source: int, destination: int) -> None:
         """Its content: whoever has storage does it."""
         raise NotImplementedError
+
+    def on_copy(self, block: int) -> None:
+        """It has the content of another, and is nobody's yet."""
 
     # --- what can be seen -------------------------------------------------------------------------------------------------
 

@@ -108,6 +108,7 @@ class PagedCache:
         self.kinds = tuple(t.kind for t in self._tables)
         self._admitted = Admitted(self, max_seqs, max_seq_len, self._tables)
         self._running = _join_states(self._tables, max_seqs)
+        self._late = [t for t in self._tables if t.kind.is_ahead]  # their blocks come with entries, not with tokens
         for i, allocator in enumerate(self.allocators):
             allocator.count_refs = partial(self._admitted.count_refs, i)
         only = self._tables[0]
@@ -176,6 +177,8 @@ class PagedCache:
         What it has no room for, or is damaged, stays to be computed.
         """
         self._check_live("bring_back", seq)
+        if seq.num_ahead and seq.length == seq.num_cached:  # brought back when it was admitted
+            return 0
         if seq.length != seq.num_stored:
             raise BadArgument(f"bring_back(): {seq} has tokens of its own; it is called after admit(), before extend().")
         if self.prefix is None or self.prefix.backing is None:
@@ -249,7 +252,7 @@ class PagedCache:
             return
         for table, found in zip(tables, ids, strict=True):
             table.table[seq.row, have:n] = table.allocator.retain_checked(found[have:n])
-        seq.num_ahead, seq.num_stored = n, n * bs
+        seq.num_ahead, seq.num_stored = n, (n - 1) * bs  # where they end, the state may be left as a snapshot
         if seq.length or any(kind.replay < 0 for kind in states):  # on from a snapshot, or from the first token
             return
         start = max(0, n * bs - max(kind.replay for kind in states))
@@ -408,7 +411,7 @@ class PagedCache:
         """
         growths = []
         for table in self._tables:
-            mine, allocator = [table.growth(seq, end) for seq, end in ends], table.allocator
+            mine, allocator = table.growths(ends), table.allocator
             need = sum(growth.need for growth in mine)
             if need > allocator.num_available:
                 behind = sum(table.num_left_behind(seq) for seq, _ in ends)
@@ -424,6 +427,8 @@ class PagedCache:
                 table.grow(seq, growth, need)
         for seq, end in ends:
             limit = min(-(-end // self.block_size) * self.block_size, self.max_seq_len)
+            for table in self._late:  # the next token may need a block that is not there yet
+                limit = max(end, min(limit, table.num_blocks(seq, end) * self.block_size))
             num_tokens = max(seq.num_tokens, end)
             seq.num_tokens, seq.length, seq.limit = num_tokens, end, limit
 

@@ -32,14 +32,22 @@ class StateTable(GroupTable):
 
     def grow(self, seq: Sequence, growth: Growth, num_reserved: int = 0) -> None:
         is_room = self.allocator.num_available > num_reserved
-        if growth.is_copied and (growth.need or is_room):
-            self.copy_on_write(seq, 0)
-            if self.kind.on_new is not None:
-                self.kind.on_new(int(self.table[seq.row, 0]), True)
-        elif growth.is_copied:
-            self.allocator.evict_used(int(self.table[seq.row, 0]))
-        elif growth.need:
-            self._begin(seq)
+        if not growth.is_copied:
+            if growth.need:
+                self._begin(seq)
+        elif self.is_last_shared(seq):  # another that had it may have gone on in a copy just now
+            if growth.need or is_room:
+                self.copy_on_write(seq, 0)
+            else:
+                self.allocator.evict_used(int(self.table[seq.row, 0]))
+
+    def can_have_alone(self, block: int) -> bool:
+        """A snapshot can be given up."""
+        return True
+
+    def on_copy(self, block: int) -> None:
+        if self.kind.on_new is not None:
+            self.kind.on_new(block, True)
 
     def _begin(self, seq: Sequence) -> None:
         """As before the first token."""

@@ -33,18 +33,39 @@ def model_on(tiny: models.Tiny, device: str) -> Any:
     return moved
 
 
-def cache_of(
-    model: Any, rows: dict[str, Any], *, num_blocks: int = 24, max_seqs: int = 3, max_seq_len: int = 512, **schema: Any
-) -> HybridCache:
+def cache_of(model: Any, rows: dict[str, Any], *, block_tokens: int = 128, max_drafts: int = 0, **options: Any) -> HybridCache:
     """On the model's device."""
-    made = HybridSchema.of(model.config, **schema, **rows)
-    device = next(model.parameters()).device
-    return HybridCache(made, num_blocks=num_blocks, max_seqs=max_seqs, max_seq_len=max_seq_len, device=device)
+    schema = HybridSchema.of(model.config, block_tokens=block_tokens, max_drafts=max_drafts, **rows)
+    options = {"num_blocks": 24, "max_seqs": 3, "max_seq_len": 512, **options}
+    return HybridCache(schema, device=next(model.parameters()).device, **options)
 
 
-def hybrid_on(backend: Backend, tiny: models.Tiny, rows: dict[str, Any] | None = None, **sizes: Any) -> HybridModel:
+def hybrid_on(backend: Backend, tiny: models.Tiny, rows: dict[str, Any] | None = None, **options: Any) -> HybridModel:
     model = model_on(tiny, backend.device)
-    return HybridModel(model, cache_of(model, F32 if rows is None else rows, **sizes), backend=backend.name)
+    return HybridModel(model, cache_of(model, F32 if rows is None else rows, **options), backend=backend.name)
+
+
+def feed(hybrid: HybridModel, request: Sequence, ids: Tensor, step: int = 64) -> Tensor:
+    """The rest of `ids`, in steps that end where blocks do, each committed."""
+    got = []
+    while request.length < len(ids):
+        stop = min(len(ids), (request.length // step + 1) * step)
+        got.append(hybrid.forward(request, ids[request.length : stop]))
+        hybrid.cache.commit(request)
+    return torch.cat(got)
+
+
+def state_of(cache: HybridCache, slot: int) -> list[Tensor]:
+    """A copy of the windows and tails of a slot, in every layer, as bytes."""
+    found = []
+    for store in cache.layers:
+        tails = [t.state for t in (store.tail, store.index_tail) if t is not None]
+        found += [t[slot].contiguous().view(torch.uint8).clone() for t in (store.window.pages, store.window.positions, *tails)]
+    return found
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def attend(hybrid: HybridModel, index: int, request: Sequence, x: Tensor) -> Tensor:

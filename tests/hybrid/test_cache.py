@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers", minversion="4.56", reason="the adapter is for transformers 4.56 or newer")
 
 from kvx import BadArgument, OutOfBlocks
-from kvx.cache.hybrid import HybridCache, HybridPrefix, HybridSchema, LayerSchema, take_state
+from kvx.cache.hybrid import HybridCache, HybridSchema, LayerSchema
 from tests.hybrid import golden, models
 from tests.hybrid.hybrids import DEVICE_CLOSE, F32, attend, cuts, hybrid_on
 
@@ -58,8 +58,8 @@ def test_requests_beside_each_other_and_after(backend):
                     del live[request]
                     if left:
                         live[cache.admit([])] = (left.pop(), [])
-    cache.allocator.check()
-    assert cache.allocator.num_used == 0
+    cache.check()
+    assert [a.num_used for a in cache.allocators] == [0, 0]
 
 
 @pytest.mark.parametrize(("rows", "bound"), [("bf16", 2.0**-7), ("fp8_entry", 0.12)])
@@ -93,17 +93,19 @@ def test_blocks_come_with_positions():
     a, b = cache.admit([]), cache.admit([])
     for tokens, blocks in ((3, 0), (1, 1), (124, 1), (3, 1), (1, 2)):
         cache.prepare_forward([(a, tokens)])
-        assert a.num_blocks == blocks
-    assert len(set(cache.blocks(a).tolist())) == 2
+        assert len(cache.block_ids(a)) == blocks
+    assert len(set(cache.block_ids(a).tolist())) == 2
     with pytest.raises(OutOfBlocks) as error:
         cache.prepare_forward([(a, 1), (b, 200)])
     assert (error.value.needed, error.value.free) == (2, 1)
-    assert (a.length, b.length, cache.allocator.num_free) == (132, 0, 1), "nothing was half done"
+    assert (a.length, b.length, cache.slot(b), *(a.num_free for a in cache.allocators)) == (132, 0, -1, 1, 1), (
+        "nothing was half done"
+    )
     with pytest.raises(OutOfBlocks, match="max_seqs"):
         cache.admit([])
     cache.release(a)
-    assert cache.allocator.num_free == 3
-    assert cache.block_table.eq(-1).all()
+    assert [a.num_free for a in cache.allocators] == [2, 3]
+    cache.check()
 
 
 def test_memory_is_what_the_schema_says():
@@ -116,6 +118,14 @@ def test_memory_is_what_the_schema_says():
     cache = HybridCache(guessing, num_blocks=2, max_seqs=3, max_seq_len=256)
     spare = sum(layer.request_bytes(3).payload - 131 * 584 - 4 * layer.tail_floats() for layer in guessing.layers)
     assert cache.memory_bytes == guessing.memory_bytes(2, 3).allocated + spare
+
+
+def test_snapshots_are_states_more():
+    """Whatever a snapshot costs is what a request does."""
+    small = HybridSchema(HybridSchema.of("DeepSeek-V4-Flash").layers[:4])
+    cache = HybridCache(small, num_blocks=2, max_seqs=3, max_seq_len=256, prefix=True, num_snapshots=4)
+    assert cache.memory_bytes == small.memory_bytes(2, 3 + 4).allocated
+    assert [(g.name, g.num_blocks) for g in cache.stats().groups] == [("windows", 7), ("entries", 2)]
 
 
 def test_layers_that_read_anothers_entries():
@@ -151,15 +161,19 @@ def test_requests_of_another_cache_are_refused():
     calls = [
         ours.release,
         lambda r: ours.prepare_forward([(r, 1)]),
-        lambda r: ours.give_blocks("give_blocks", [(r, 1)]),
-        lambda r: ours.truncate([(r, 7)]),
-        lambda r: ours.share_blocks(r, ours.block_ids(request), 4),
+        lambda r: ours.extend(r, 1),
+        lambda r: ours.extend_all([(r, 1)]),
+        lambda r: ours.take_back([(r, 7)]),
+        lambda r: ours.truncate(r, 6),
+        ours.fork,
+        ours.slot,
         ours.blocks,
         ours.block_ids,
-        lambda r: take_state(ours, r),
-        lambda r: HybridPrefix(ours).commit(r, [0] * 7),
+        ours.commit,
+        ours.bring_back,
+        ours.room,
     ]
     for call in calls:
         with pytest.raises(BadArgument, match="of another cache"):
             call(other)
-    assert (request.length, other.length, ours._free_slots, ours.allocator.num_used) == (7, 7, [], 1)
+    assert (request.length, other.length, ours.num_seqs, *(a.num_used for a in ours.allocators)) == (7, 7, 1, 1, 1)

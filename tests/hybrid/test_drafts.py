@@ -10,13 +10,13 @@ import torch
 pytest.importorskip("transformers", minversion="4.56", reason="the adapter is for transformers 4.56 or newer")
 
 from kvx import BadArgument
-from kvx.cache.hybrid import HybridCache, HybridPrefix, HybridSchema, LayerSchema, Projected
+from kvx.cache.hybrid import HybridCache, HybridSchema, LayerSchema, Projected
 from kvx.ops.compress import compress
 from kvx.ops.step import Step
 from kvx.quant.rows import RowCodec, RowPages
 from tests import compare
 from tests.hybrid import models
-from tests.hybrid.hybrids import F32, answer, check, hybrid_on, tokens
+from tests.hybrid.hybrids import F32, answer, check, hybrid_on, same, state_of, tokens
 
 DRAFTS = 5
 
@@ -43,13 +43,14 @@ def test_rejected_drafts_leave_no_trace(backend, tail):
         starts = [request.length for request in live]
         for request, logits, n in zip(live, hybrid.forward(live, steps), kept, strict=True):
             got[request].append(logits[:n])
-        cache.truncate([(r, start + n) for r, start, n in zip(live, starts, kept, strict=True)], backend=backend.name)
-        assert [cache.schema.blocks(r.length) for r in live] == [r.num_blocks for r in live]
+        cache.take_back([(r, start + n) for r, start, n in zip(live, starts, kept, strict=True)], backend=backend.name)
+        assert [cache.schema.blocks(r.length) for r in live] == [len(cache.block_ids(r)) for r in live]
+        cache.check()
         live = [r for r in live if r.length < texts[r][0]]
     for request, text in texts.items():
         check(backend, torch.cat(got[request]), answer(models.FLASH, *text))
         cache.release(request)
-    assert cache.allocator.num_used == 0
+    assert [a.num_used for a in cache.allocators] == [0, 0]
 
 
 @pytest.mark.parametrize("kept", range(4))
@@ -80,7 +81,7 @@ def test_all_of_a_cache_is_as_it_was(backend, kept):
         inputs = {name: torch.randn(total, width, generator=g).to(backend.device) for name, width in widths.items()}
         start = requests[0].length
         feed(caches[0], requests[0], inputs, slice(0, total))
-        caches[0].truncate([(requests[0], start + stay)], backend=backend.name)
+        caches[0].take_back([(requests[0], start + stay)], backend=backend.name)
         if stay:
             feed(caches[1], requests[1], inputs, slice(0, stay))
     a, b = caches
@@ -93,10 +94,11 @@ def test_all_of_a_cache_is_as_it_was(backend, kept):
         numbers = torch.arange(requests[0].length // x.schema.ratio, device=backend.device)
         rows = []
         for cache, pool in ((a, x.entries), (b, y.entries)):
+            assert cache.slot(requests[caches.index(cache)]) == 0
             rows.append(pool.read(cache.block_table[0, numbers // pool.rows].long() * pool.rows + numbers % pool.rows))
         compare.bitwise(*rows, "entries")
     compare.bitwise(a.layers[0].index_tail.state, b.layers[0].index_tail.state, "tail of keys")
-    assert (a.block_table >= 0).sum() == (b.block_table >= 0).sum()
+    assert len(a.block_ids(requests[0])) == len(b.block_ids(requests[1]))
 
 
 def test_what_cannot_be_taken_back_is_refused():
@@ -105,33 +107,39 @@ def test_what_cannot_be_taken_back_is_refused():
     request, other = cache.admit([]), cache.admit([])
     cache.prepare_forward([(request, 5)])
     with pytest.raises(BadArgument, match="tokens from 5 on"):
-        cache.truncate([(request, 4)])
+        cache.take_back([(request, 4)])
+    with pytest.raises(BadArgument, match="tokens from 5 on"):
+        cache.truncate(request, 4)
     cache.prepare_forward([(request, 4), (other, 1)])
     for length in (4, 10):
         with pytest.raises(BadArgument, match="tokens from 5 on"):
-            cache.truncate([(other, 1), (request, length)])
+            cache.take_back([(other, 1), (request, length)])
     with pytest.raises(BadArgument, match="twice"):
-        cache.truncate([(request, 6), (request, 7)])
+        cache.take_back([(request, 6), (request, 7)])
     assert (request.length, other.length) == (9, 1), "nothing changed"
-    cache.truncate([(request, 9)])
-    cache.truncate([(request, 6)])
+    cache.take_back([(request, 9)])
+    cache.take_back([(request, 7)])
+    cache.truncate(request, 6)
     assert request.length == 6
+    cache.check()
     plain = HybridCache(HybridSchema(schema.layers), num_blocks=4, max_seqs=1, max_seq_len=300)
     request = plain.admit([])
     plain.prepare_forward([(request, 1)])
     with pytest.raises(BadArgument, match="max_drafts is 0"):
-        plain.truncate([(request, 0)])
+        plain.take_back([(request, 0)])
+    plain.truncate(request, 0)  # all of it can always be forgotten
+    assert (request.length, *(a.num_used for a in plain.allocators)) == (0, 0, 0)
+    plain.check()
 
 
 def test_named_blocks_stay():
     schema = HybridSchema((LayerSchema(4, window=8, head_dim=64, rope_dim=16, **F32),), block_tokens=4, max_drafts=3)
-    cache = HybridCache(schema, num_blocks=4, max_seqs=1, max_seq_len=16)
-    prefix = HybridPrefix(cache, policy="zero")
-    request = prefix.admit([1, 2, 3, 4, 5]).request
+    cache = HybridCache(schema, num_blocks=4, max_seqs=1, max_seq_len=16, prefix=True, snapshot_every=0)
+    request = cache.admit([1, 2, 3, 4, 5])
     cache.prepare_forward([(request, 4)])
-    prefix.commit(request, [1, 2, 3, 4])
+    cache.commit(request)
     with pytest.raises(BadArgument, match="4 are named"):
-        cache.truncate([(request, 3)])
+        cache.take_back([(request, 3)])
 
 
 def test_a_tail_that_goes_back_twice(generator):
@@ -156,10 +164,10 @@ def test_a_tail_that_goes_back_twice(generator):
         compare.bitwise(tail.state, states[count], f"{count} tokens stay")
 
 
-def small_cache(device: str) -> HybridCache:
+def small_cache(device: str, max_seqs: int = 1, **options) -> HybridCache:
     layer = LayerSchema(4, overlap=True, window=8, head_dim=16, rope_dim=0, index_dim=32, **F32)
     schema = HybridSchema((layer,), block_tokens=8, max_drafts=2)
-    return HybridCache(schema, num_blocks=8, max_seqs=1, max_seq_len=64, device=device)
+    return HybridCache(schema, num_blocks=8, max_seqs=max_seqs, max_seq_len=64, device=device, **options)
 
 
 def run_step(cache: HybridCache, backend, request, num_tokens: int) -> None:
@@ -176,14 +184,15 @@ def run_step(cache: HybridCache, backend, request, num_tokens: int) -> None:
 def test_a_step_that_never_ran_is_taken_back(backend, kept):
     """Nothing was put aside for it. What is there is an earlier step's, or an earlier request's in the same slot."""
     cache = small_cache(backend.device)
+    tails = [cache.layers[0].tail.state, cache.layers[0].index_tail.state]
+    fresh = [t.clone() for t in tails]
     for num_steps in (2, 0):
         request = cache.admit([])
         for num_tokens in (5, 1)[:num_steps]:
             run_step(cache, backend, request, num_tokens)
-        tails = [cache.layers[0].tail.state, cache.layers[0].index_tail.state]
-        before, length = [t.clone() for t in tails], request.length
+        before, length = [t.clone() for t in tails] if num_steps else fresh, request.length
         cache.prepare_forward([(request, 2)])
-        cache.truncate([(request, length + kept)], backend=backend.name)
+        cache.take_back([(request, length + kept)], backend=backend.name)
         for now, then in zip(tails, before, strict=True):
             compare.bitwise(now, then, f"after {num_steps} steps")
         cache.release(request)
@@ -194,8 +203,8 @@ def test_a_backend_that_is_not_there_changes_nothing(backend):
     request = cache.admit([])
     run_step(cache, backend, request, 3)
     before = [t.clone() for t in cache.layers[0].tensors]
-    with pytest.raises(BadArgument, match=r"truncate\(\): backend is \"abacus\""):
-        cache.truncate([(request, 1)], backend="abacus")
+    with pytest.raises(BadArgument, match=r"take_back\(\): backend is \"abacus\""):
+        cache.take_back([(request, 1)], backend="abacus")
     assert request.length == 3
     for now, then in zip(cache.layers[0].tensors, before, strict=True):
         compare.bitwise(now, then, "a layer")
@@ -203,16 +212,37 @@ def test_a_backend_that_is_not_there_changes_nothing(backend):
 
 def test_nothing_to_take_back_while_a_request_replays(backend):
     """Its length is within blocks that have names; to stay there is no fault."""
-    cache = small_cache(backend.device)
-    prefix = HybridPrefix(cache, policy="zero")
-    first = prefix.admit(range(30)).request
+    cache = small_cache(backend.device, prefix=True, snapshot_every=0)
+    first = cache.admit(range(30))
     run_step(cache, backend, first, 24)
-    prefix.commit(first, range(24))
+    cache.commit(first)
     cache.release(first)
-    second = prefix.admit(range(30))
-    assert (second.start, second.shared) == (16, 24)
-    cache.truncate([(second.request, 16)], backend=backend.name)
-    assert second.request.length == 16
-    run_step(cache, backend, second.request, 2)
+    second = cache.admit(range(30))
+    assert (second.length, second.num_ahead * 8) == (16, 24)
+    cache.take_back([(second, 16)], backend=backend.name)
+    assert second.length == 16
+    run_step(cache, backend, second, 2)
     with pytest.raises(BadArgument, match="24 are named"):
-        cache.truncate([(second.request, 17)], backend=backend.name)
+        cache.take_back([(second, 17)], backend=backend.name)
+    cache.check()
+
+
+def test_drafts_are_not_taken_back_under_a_fork(backend):
+    """Their state is both's: what one takes back the other would lose. When the other has left, or has gone on, it can be."""
+    cache = small_cache(backend.device, max_seqs=2)
+    request = cache.admit([])
+    for num_tokens in (5, 3):
+        run_step(cache, backend, request, num_tokens)
+    fork = cache.fork(request)
+    before = state_of(cache, cache.slot(fork))
+    for seq in (request, fork):
+        with pytest.raises(BadArgument, match="tokens from 8 on can be taken back"):
+            cache.take_back([(seq, 6)], backend=backend.name)
+    assert (request.length, fork.length) == (8, 8)
+    assert same(state_of(cache, cache.slot(fork)), before)
+    run_step(cache, backend, fork, 2)  # in a copy
+    assert cache.slot(fork) != cache.slot(request)
+    cache.take_back([(request, 6)], backend=backend.name)
+    assert (request.length, fork.length) == (6, 10)
+    cache.take_back([(fork, 9)], backend=backend.name)
+    cache.check()

@@ -19,8 +19,8 @@ RINGS = HybridSchema((SWA, CSA, LayerSchema(128, bias=True, tail="ring")))
 BOUNDS = {"fp8_v4": 1 / 17, "fp8_entry": 16 / 448}
 
 
-def cache_on(backend, schema: HybridSchema = SCHEMA, *, num_blocks: int = 8, max_seqs: int = 3) -> HybridCache:
-    return HybridCache(schema, num_blocks=num_blocks, max_seqs=max_seqs, max_seq_len=600, device=backend.device)
+def cache_on(backend, schema: HybridSchema = SCHEMA, *, num_blocks: int = 8, max_seqs: int = 3, **options) -> HybridCache:
+    return HybridCache(schema, num_blocks=num_blocks, max_seqs=max_seqs, max_seq_len=600, device=backend.device, **options)
 
 
 def randn(backend, *shape: int, seed: int = 0) -> Tensor:
@@ -36,12 +36,12 @@ def turns(backend) -> tuple[Tensor, Tensor]:
 def rows_at(cache: HybridCache, pool, request, numbers) -> Tensor:
     """Entries or keys of a request by their numbers."""
     at = torch.as_tensor(numbers, device=cache.device)
-    return pool.read(cache.blocks(request).long()[at // pool.rows] * pool.rows + at % pool.rows)
+    return pool.read(cache.block_ids(request).to(cache.device).long()[at // pool.rows] * pool.rows + at % pool.rows)
 
 
 def window_row(cache: HybridCache, layer: int, request, position: int) -> Tensor:
     window = cache.layers[layer].window
-    return window.rows.read(torch.tensor([request.slot * window.ring + position % window.ring], device=cache.device))[0]
+    return window.rows.read(torch.tensor([cache.slot(request) * window.ring + position % window.ring], device=cache.device))[0]
 
 
 # --- schema, allocator, pools ----------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def test_allocator_gives_takes_and_refuses(backend):
     a, b = cache.admit([]), cache.admit([])
     cache.prepare_forward([(a, 128)])
     cache.prepare_forward([(b, 128)])
-    assert sorted(cache.blocks(a).tolist() + cache.blocks(b).tolist()) == [0, 1]
+    assert sorted(cache.block_ids(a).tolist() + cache.block_ids(b).tolist()) == [0, 1]
     before = [t.clone() for t in (cache.block_table, *cache.step)]
     with pytest.raises(OutOfBlocks) as error:
         cache.prepare_forward([(a, 1), (b, 4)])
@@ -72,8 +72,8 @@ def test_allocator_gives_takes_and_refuses(backend):
     assert (a.length, b.length) == (128, 128)
     cache.release(a)
     cache.prepare_forward([(b, 4)])
-    assert cache.allocator.num_free == 0
-    cache.allocator.check()
+    assert cache.allocators[1].num_free == 0
+    cache.check()
 
 
 def test_pools_have_the_shapes_of_the_schema(backend):
@@ -105,27 +105,38 @@ def test_slots_begin_empty_and_begin_so_again(backend):
     flush(cache, 1, backend, randn(backend, 7, 1024), randn(backend, 7, 1024), randn(backend, 7, 256))
     flush(cache, 2, backend, randn(backend, 7, 512), randn(backend, 7, 512))
     assert not all(torch.equal(a, b) for a, b in zip(fresh, (t for s in cache.layers for t in s.tensors), strict=True))
-    pools = [cache.layers[1].entries.pages, cache.layers[1].index.pages]
+    pools, slot = [cache.layers[1].entries.pages, cache.layers[1].index.pages], cache.slot(request)
     cache.release(request)
+    other = cache.admit([])
+    cache.prepare_forward([(other, 3)])
+    assert cache.slot(other) == slot
     for pool in pools:
         pool.zero_()  # blocks are free, and what is in them is nobody's
     for now, then in zip((t for s in cache.layers for t in s.tensors), fresh, strict=True):
         compare.bitwise(now, then, "a layer")
-    assert cache.block_table.eq(-1).all()
 
 
 def test_requests_come_and_go(backend):
-    cache = cache_on(backend, max_seqs=2)
-    a, b = cache.admit([]), cache.admit([])
+    cache = cache_on(backend, max_seqs=2, prefix=True, snapshot_every=0)
+    first, b = cache.admit([7] * 130), cache.admit([])
     with pytest.raises(OutOfBlocks, match="max_seqs"):
         cache.admit([])
-    cache.share_blocks(a, cache.allocator.allocate(1), 128)
-    assert cache.num_shared[a.slot] == 128
+    cache.prepare_forward([(first, 130)])
+    cache.commit(first)
+    cache.append(b, [1])
+    cache.prepare_forward([(b, 1)])
+    cache.release(first)
+    a = cache.admit([7] * 130)
+    assert (a.length, a.num_ahead, cache.slot(a)) == (0, 1, -1), "nothing is computed again until there is a step"
+    cache.prepare_forward([(a, 5)])
+    slot = cache.slot(a)
+    assert cache.num_shared.tolist() == [128 if s == slot else 0 for s in range(2)]
     cache.release(a)
+    again = cache.admit([8] * 9)
+    assert (again.length, again.num_ahead, len(cache.block_ids(again))) == (0, 0, 0)
+    cache.prepare_forward([(again, 9)])
+    assert cache.slot(again) == slot != cache.slot(b)
     assert not cache.num_shared.any(), "the next one in the slot writes all of its entries"
-    again = cache.admit([])
-    assert again.slot == a.slot != b.slot
-    assert (again.length, again.num_blocks, again.num_shared) == (0, 0, 0)
 
 
 # --- handles ---------------------------------------------------------------------------------------------------------------
@@ -191,8 +202,8 @@ def test_rows_stand_by_position_within_their_error(backend, rows):
     at = torch.cat((torch.arange(100), torch.arange(30))).to(backend.device)
     want = finish_rows(x, at, weight, cos, sin)
     positions = cache.layers[0].window.positions
-    assert positions[a.slot].tolist() == [*range(100), *[-1] * 28]
-    assert positions[b.slot].tolist() == [*range(30), *[-1] * 98]
+    assert positions[cache.slot(a)].tolist() == [*range(100), *[-1] * 28]
+    assert positions[cache.slot(b)].tolist() == [*range(30), *[-1] * 98]
     got = torch.stack([window_row(cache, 0, a, p) for p in range(100)] + [window_row(cache, 0, b, p) for p in range(30)])
     compare.bitwise(got[:, 448:], want[:, 448:].bfloat16().float(), "the rotary part")
     group = 64 if rows == "fp8_v4" else 448
@@ -212,7 +223,7 @@ def test_windows_wrap(backend):
         cache.acquire(0, backend=backend.name).write_swa(x[at : at + n])
         at += n
         first = max(0, at - 128)
-        positions = cache.layers[0].window.positions[request.slot].tolist()
+        positions = cache.layers[0].window.positions[cache.slot(request)].tolist()
         assert sorted(p for p in positions if p >= 0) == list(range(first, at))
         assert all(p < 0 or p % 128 == i for i, p in enumerate(positions))
         for p in (first, at - 1):
@@ -222,13 +233,14 @@ def test_windows_wrap(backend):
 def test_requests_write_only_their_own(backend):
     cache = cache_on(backend)
     a, b = cache.admit([]), cache.admit([])
+    cache.prepare_forward([(b, 1)])
     cache.prepare_forward([(a, 130)])
     window = cache.layers[1].window
     before = window.pages.clone()
     cache.acquire(1, backend=backend.name).write_swa(randn(backend, 130, 512))
-    compare.bitwise(window.pages[b.slot], before[b.slot], "another's window")
-    assert window.positions[[s for s in range(3) if s != a.slot]].eq(-1).all()
-    assert not torch.equal(window.pages[a.slot], before[a.slot])
+    compare.bitwise(window.pages[cache.slot(b)], before[cache.slot(b)], "another's window")
+    assert window.positions[[s for s in range(3) if s != cache.slot(a)]].eq(-1).all()
+    assert not torch.equal(window.pages[cache.slot(a)], before[cache.slot(a)])
 
 
 # --- flush -----------------------------------------------------------------------------------------------------------------
@@ -250,8 +262,8 @@ def test_what_does_not_close_writes_nothing(backend):
     cache.prepare_forward([(a, 1), (b, 1)])
     others = hca.tail.state[2].clone()
     flush(cache, 2, backend, randn(backend, 2, 512, seed=2), randn(backend, 2, 512, seed=3))
-    assert hca.entries.pages[int(cache.blocks(a)[0])].any()
-    assert not hca.entries.pages[int(cache.blocks(b)[0])].any()
+    assert hca.entries.pages[int(cache.block_ids(a)[0])].any()
+    assert not hca.entries.pages[int(cache.block_ids(b)[0])].any()
     compare.bitwise(hca.tail.state[2], others, "the slot of nobody")
 
 
@@ -297,7 +309,7 @@ def test_a_closed_csa_window_hands_on_what_it_gives_to_the_next(backend):
     kv, score = randn(backend, 8, 1024), randn(backend, 8, 1024, seed=1)
     cache.prepare_forward([(request, 3)])
     flush(cache, 1, backend, kv[:3], score[:3], randn(backend, 3, 256))
-    state = tail.state[request.slot]
+    state = tail.state[cache.slot(request)]
     compare.bitwise(state[OVL, :3, KV], kv[:3, :512], "ovl")
     compare.bitwise(state[CUR, :3, KV], kv[:3, 512:], "cur")
     assert state[BEFORE, :, SCORE].eq(-torch.inf).all()
@@ -345,8 +357,10 @@ def test_blocks_follow_from_positions(backend, start, tokens, blocks):
     if start:
         cache.prepare_forward([(request, start)])
     step = cache.prepare_forward([(request, tokens)])
-    assert request.num_blocks == blocks == int((cache.block_table[request.slot] >= 0).sum())
-    assert (step.slots.tolist(), step.starts.tolist()) == ([request.slot, -1, -1], [start, 0, 0])
+    ids = cache.block_ids(request)
+    assert len(ids) == blocks
+    assert cache.block_table[cache.slot(request), :blocks].tolist() == ids.tolist()
+    assert (step.slots.tolist(), step.starts.tolist()) == ([cache.slot(request), -1, -1], [start, 0, 0])
     assert step.cu_seqlens.tolist() == [0, tokens, tokens, tokens]
 
 
@@ -355,7 +369,7 @@ def test_a_step_knows_its_tokens(backend):
     a, b = cache.admit([]), cache.admit([])
     cache.prepare_forward([(b, 5)])
     step = cache.prepare_forward([(a, 2), (b, 3)])
-    assert step.slots.tolist() == [a.slot, b.slot, -1]
+    assert step.slots.tolist() == [cache.slot(a), cache.slot(b), -1]
     assert step.positions(7).tolist() == [0, 1, 5, 6, 7, 0, 0]
     seqs, places, is_there = step.places(7)
     assert seqs.tolist()[:5] == [0, 0, 1, 1, 1]

@@ -57,11 +57,11 @@ def kept(hybrid, index: int, request, of):
     codec = store.window.codec
     window = codec.decode(*codec.encode(of.window))
     last = torch.arange(TOTAL - 128, TOTAL, device=hybrid.cache.device)
-    check_rows(store.window.rows.read(request.slot * 128 + last % 128).cpu(), of.window[-128:])
+    check_rows(store.window.rows.read(hybrid.cache.slot(request) * 128 + last % 128).cpu(), of.window[-128:])
     if of.entries is None:
         return window, None
     numbers = torch.arange(len(of.entries), device=hybrid.cache.device)
-    pages = hybrid.cache.blocks(request).long()[numbers // store.entries.rows]
+    pages = hybrid.cache.block_ids(request).to(numbers.device).long()[numbers // store.entries.rows]
     entries = store.entries.read(pages * store.entries.rows + numbers % store.entries.rows).cpu()
     check_rows(entries, of.entries)
     return window, entries

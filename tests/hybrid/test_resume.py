@@ -1,71 +1,52 @@
-"""Going on: from an exported state, and from what earlier requests left behind. Logits are those of a cold run."""
+"""Going on from what earlier requests left behind: entries, snapshots of states, and tokens computed again. Logits are those of a
+cold run."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", minversion="4.56", reason="the adapter is for transformers 4.56 or newer")
 
-from kvx import BadArgument, OutOfBlocks
+from kvx import BadArgument
 from kvx.adapters.transformers.deepseek_v4 import HybridModel
-from kvx.cache.hybrid import HybridCache, HybridPrefix, HybridSchema, LayerSchema, Projected, put_state, take_state
+from kvx.cache.hybrid import HybridCache, HybridSchema, LayerSchema, Projected
 from tests.hybrid import models
-from tests.hybrid.hybrids import CLOSE, F32, answer, cache_of, check, hybrid_on, tokens
+from tests.hybrid.hybrids import CLOSE, F32, answer, cache_of, check, feed, hybrid_on, tokens
 
 
-def feed(hybrid: HybridModel, request, ids: torch.Tensor, prefix: HybridPrefix | None = None, step: int = 64) -> torch.Tensor:
-    """The rest of `ids`, in steps that end where blocks do."""
-    got = []
-    while request.length < len(ids):
-        stop = min(len(ids), (request.length // step + 1) * step)
-        got.append(hybrid.forward(request, ids[request.length : stop]))
-        if prefix is not None:
-            prefix.commit(request, ids.tolist())
-    return torch.cat(got)
+def found(seq) -> tuple[int, int, bool]:
+    """Where it begins to compute, the tokens whose entries are there, and whether windows will be as if all had been computed."""
+    return seq.length, max(seq.length, seq.num_ahead * seq.cache.block_size), seq.is_exact
 
 
-@pytest.mark.parametrize("at", [3, 129, 200, 256])
+def num_snapshots(cache: HybridCache) -> int:
+    return len(cache.prefix.named(0)[0])
+
+
+@pytest.mark.parametrize("num_snapshots", [0, 4])
+@pytest.mark.parametrize(("every", "start"), [(1, 256), (2, 256), (3, 192), (0, 192)])
 @models.one_thread()
-def test_a_state_goes_on_in_another_cache(backend, at):
-    ids, want = tokens(backend, 260), models.whole(models.FLASH, 260).logits
-    first = hybrid_on(backend, models.FLASH)
-    request = first.cache.admit([])
-    first.forward(request, ids[:at])
-    state = take_state(first.cache, request)
-    first.forward(request, tokens(backend, 40, 9))  # what was taken is a copy
-    second = hybrid_on(backend, models.FLASH, num_blocks=7)
-    other = second.cache.admit([])
-    second.forward(other, tokens(backend, 150, 5))
-    got = second.forward(put_state(second.cache, state), ids[at:])
-    check(backend, got, want[at:])
-    assert {line["name"] for line in state.manifest()} == set(state.buffers)
-    assert sum(line["bytes"] for line in state.manifest()) == state.num_bytes
+def test_a_second_request_goes_on_from_the_first(backend, every, start, num_snapshots):
+    """It shares 256 tokens; without a snapshot it computes some again: window x layers are 64 here."""
+    ids, want = tokens(backend, 300), answer(models.FLASH, 300)
+    hybrid = hybrid_on(backend, models.FLASH, prefix=True, snapshot_every=every, num_snapshots=num_snapshots)
+    cache = hybrid.cache
+    first = cache.admit(ids.tolist())
+    assert found(first) == (0, 0, True)
+    check(backend, feed(hybrid, first, ids), want)
+    pages = [p.pages.clone() for layer in cache.layers for p in (layer.entries, layer.index) if p is not None]
+    blocks = cache.block_ids(first)[:2].tolist()
+    cache.release(first)
 
-
-@pytest.mark.parametrize(("policy", "start"), [("full", 256), (256, 256), (384, 192), ("zero", 192)])
-@models.one_thread()
-def test_a_second_request_goes_on_from_the_first(backend, policy, start):
-    """It shares 256 tokens; without a checkpoint it computes some again: window x layers are 64 here."""
-    ids, want, hybrid = tokens(backend, 300), answer(models.FLASH, 300), hybrid_on(backend, models.FLASH)
-    prefix = HybridPrefix(hybrid.cache, policy=policy)
-    first = prefix.admit(ids.tolist())
-    assert (first.start, first.shared) == (0, 0)
-    check(backend, feed(hybrid, first.request, ids, prefix), want)
-    pages = [p.pages.clone() for layer in hybrid.cache.layers for p in (layer.entries, layer.index) if p is not None]
-    blocks = hybrid.cache.blocks(first.request)[:2].tolist()
-    hybrid.cache.release(first.request)
-
-    second = prefix.admit(ids.tolist())
-    assert (second.start, second.shared, second.is_exact) == (start, 256, True)
-    assert hybrid.cache.blocks(second.request).tolist() == blocks
-    got = feed(hybrid, second.request, ids, prefix)
-    check(backend, got[256 - second.start :], want[256:])
-    now = [p.pages for layer in hybrid.cache.layers for p in (layer.entries, layer.index) if p is not None]
+    second = cache.admit(ids.tolist())
+    assert found(second) == (start, 256, True)
+    assert cache.block_ids(second).tolist() == blocks
+    got = feed(hybrid, second, ids)
+    check(backend, got[256 - start :], want[256:])
+    now = [p.pages for layer in cache.layers for p in (layer.entries, layer.index) if p is not None]
     assert all(torch.equal(a[blocks], b[blocks]) for a, b in zip(pages, now, strict=True)), "shared entries were written"
-    prefix.names.check()
+    cache.check()
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
@@ -74,13 +55,13 @@ def test_an_exact_replay_beside_overlaps_longer_than_windows(window):
     """A CSA entry is made of eight tokens, four of them before its own: more than these windows reach back."""
     model, ids = models.make(models.Tiny(f"window{window}", (4, 4), window=window)), models.tokens(300)
     want = models.run(model, ids).logits
-    hybrid = HybridModel(model, cache_of(model, F32))
-    prefix = HybridPrefix(hybrid.cache, policy="zero")
-    feed(hybrid, prefix.admit(ids.tolist()).request, ids, prefix)
-    second = prefix.admit(ids.tolist())
-    assert (second.start, second.shared, second.is_exact) == (256 - 4 - window, 256, True)
-    got = feed(hybrid, second.request, ids, prefix)
-    torch.testing.assert_close(got[256 - second.start :], want[256:], **CLOSE)
+    hybrid = HybridModel(model, cache_of(model, F32, prefix=True, snapshot_every=0))
+    feed(hybrid, hybrid.cache.admit(ids.tolist()), ids)
+    second = hybrid.cache.admit(ids.tolist())
+    start = 256 - 4 - window
+    assert found(second) == (start, 256, True)
+    got = feed(hybrid, second, ids)
+    torch.testing.assert_close(got[256 - start :], want[256:], **CLOSE)
     hybrid.cache.check()
 
 
@@ -89,195 +70,188 @@ def test_a_bounded_replay_says_that_it_is_one():
     """One window again, as V4.1's: near, and not the same."""
     model, ids = models.make(models.FLASH), models.tokens(300)
     want = models.run(model, ids).logits
-    hybrid = HybridModel(model, cache_of(model, F32))
-    prefix = HybridPrefix(hybrid.cache, policy="zero", replay="bounded")
-    feed(hybrid, prefix.admit(ids.tolist()).request, ids, prefix)
-    second = prefix.admit(ids.tolist())
-    assert (second.start, second.shared, second.is_exact) == (240, 256, False)
+    hybrid = HybridModel(model, cache_of(model, F32, max_seqs=4, prefix=True, snapshot_every=0, replay="bounded"))
+    cache = hybrid.cache
+    feed(hybrid, cache.admit(ids.tolist()), ids)
+    second = cache.admit(ids.tolist())
+    assert found(second) == (240, 256, False)
     longer = torch.cat((ids, ids[:200]))
-    got = feed(hybrid, second.request, longer, prefix)[16 : 16 + 44]
+    got = feed(hybrid, second, longer)[16 : 16 + 44]
     off = float((got - want[256:]).norm() / want[256:].norm())
     assert 1e-4 < off < 0.5
-    # Blocks that it filled are nobody else's, and a copy of it remembers.
-    assert prefix.admit(longer.tolist()).shared == 256
-    again = HybridModel(model, cache_of(model, F32)).cache
-    assert not put_state(again, take_state(hybrid.cache, second.request)).is_exact
+    # Blocks that it filled are nobody else's, and a fork of it remembers.
+    assert found(cache.admit(longer.tolist()))[:2] == (240, 256)
+    fork = cache.fork(second)
+    assert not fork.is_exact
+    hybrid.forward(fork, ids[:12])
+    cache.commit(fork)
+    assert len(cache.prefix.named(1)[0]) == 2
+    cache.check()
 
 
-def test_windows_alone_have_no_blocks_to_share():
-    cache = HybridCache(HybridSchema((LayerSchema(),)), num_blocks=2, max_seqs=1, max_seq_len=256)
-    with pytest.raises(BadArgument, match="no blocks to share"):
-        HybridPrefix(cache)
+@pytest.mark.parametrize("every", [1, 0])
+def test_windows_alone_are_found_by_their_snapshots(every):
+    """Without entries there is nothing else to be found by, and no telling how far to go back."""
+    schema = HybridSchema((LayerSchema(window=16, head_dim=16, rope_dim=0, window_rows="f32"),), block_tokens=8)
+    cache = HybridCache(schema, num_blocks=0, max_seqs=2, max_seq_len=64, prefix=True, num_snapshots=2, snapshot_every=every)
+    assert [g.name for g in cache.stats().groups] == ["windows"]
+    text = list(range(40))
+    first = cache.admit(text)
+    for end in (8, 21, 24, 30):
+        run_to(cache, first, end)
+        cache.commit(first)
+    assert num_snapshots(cache) == 2 * every
+    second = cache.admit(text)
+    assert found(second) == (24 * every, 24 * every, True)
+    run_to(cache, second, 33)
+    positions = cache.layers[0].window.positions[cache.slot(second)].tolist()
+    assert sorted(positions) == list(range(17, 33))
+    assert len(cache.block_ids(second)) == 0
+    cache.check()
 
 
 @models.one_thread()
 def test_two_at_once_share_blocks_and_nothing_else():
-    """The second comes while the first goes on: it reads a checkpoint, never the first one's ring."""
+    """The second comes while the first goes on: it reads a snapshot, never the first one's ring."""
     model, ids = models.make(models.FLASH), models.tokens(200)
     other = torch.cat((ids[:150], models.tokens(80, seed=8)))
-    hybrid = HybridModel(model, cache_of(model, F32))
-    prefix = HybridPrefix(hybrid.cache)
-    first = prefix.admit(ids.tolist())
-    feed(hybrid, first.request, ids, prefix)
-    second = prefix.admit(other.tolist())
-    assert (second.start, second.shared) == (128, 128)
-    assert second.request.slot != first.request.slot
-    got = feed(hybrid, second.request, other, prefix)
+    hybrid = HybridModel(model, cache_of(model, F32, prefix=True))
+    cache = hybrid.cache
+    first = cache.admit(ids.tolist())
+    feed(hybrid, first, ids)
+    second = cache.admit(other.tolist())
+    assert found(second) == (128, 128, True)
+    assert cache.slot(second) != cache.slot(first)
+    got = feed(hybrid, second, other)
     torch.testing.assert_close(got, models.run(model, other).logits[128:], **CLOSE)
     more = models.tokens(30, seed=2)
-    got = hybrid.forward(first.request, more)
+    got = hybrid.forward(first, more)
     torch.testing.assert_close(got, models.run(model, torch.cat((ids, more))).logits[200:], **CLOSE)
-    assert hybrid.cache.allocator.num_used == 3
+    assert cache.allocators[1].num_used == 3
+    cache.check()
 
 
 @models.one_thread()
 def test_evicted_blocks_are_not_found():
+    """A snapshot that is still there is of no use without the entries before it."""
     model = models.make(models.FLASH)
-    hybrid = HybridModel(model, cache_of(model, F32, num_blocks=2))
-    prefix = HybridPrefix(hybrid.cache)
-    for seed in (1, 2, 1):
+    hybrid = HybridModel(model, cache_of(model, F32, num_blocks=2, prefix=True, num_snapshots=4))
+    for turn, seed in enumerate((1, 2, 1)):
         ids = models.tokens(140, seed)
-        resumed = prefix.admit(ids.tolist())
-        assert resumed.shared == 0
-        torch.testing.assert_close(feed(hybrid, resumed.request, ids, prefix), models.run(model, ids).logits, **CLOSE)
-        hybrid.cache.release(resumed.request)
+        seq = hybrid.cache.admit(ids.tolist())
+        assert found(seq) == (0, 0, True)
+        torch.testing.assert_close(feed(hybrid, seq, ids), models.run(model, ids).logits, **CLOSE)
+        hybrid.cache.release(seq)
+        hybrid.cache.check()
+        assert (len(hybrid.cache.prefix.named(1)[0]), num_snapshots(hybrid.cache)) == (1, min(2, turn + 1))
 
 
-def test_other_states_are_refused():
-    model = models.make(models.FLASH)
-    cache = cache_of(model, F32)
-    request = cache.admit([])
-    cache.prepare_forward([(request, 130)])
-    with pytest.raises(BadArgument, match="not where a block of 128"):
-        take_state(cache, request, entries=False)
-    state = take_state(cache, request)
-    with pytest.raises(BadArgument, match="version 2"):
-        put_state(cache, replace(state, version=2))
-    with pytest.raises(BadArgument, match=r"layer 0: window_rows is 'f32' in the state and 'bf16' in the cache"):
-        put_state(cache_of(model, {**F32, "window_rows": "bf16"}), state)
-    with pytest.raises(BadArgument, match="blocks of 128 tokens"):
-        put_state(cache_of(model, F32, block_tokens=256), state)
-    pro = HybridCache(HybridSchema.of(models.config_of(models.PRO), **F32), num_blocks=1, max_seqs=1, max_seq_len=10)
-    with pytest.raises(BadArgument, match="4 layers, the cache 3"):
-        put_state(pro, state)
-    small = cache_of(model, F32, num_blocks=0)
-    with pytest.raises(OutOfBlocks):
-        put_state(small, state)
-    assert len(small._free_slots) == 3, "the slot was given back"
-    with pytest.raises(BadArgument, match="multiple of 128"):
-        HybridPrefix(cache, policy=100)
+@models.one_thread()
+def test_evicted_snapshots_are_computed_again():
+    """Entries are there and their states are not: as if none had been left."""
+    model, ids = models.make(models.FLASH), models.tokens(300)
+    hybrid = HybridModel(model, cache_of(model, F32, max_seqs=2, prefix=True))
+    cache = hybrid.cache
+    first = cache.admit(ids.tolist())
+    want = feed(hybrid, first, ids)
+    cache.release(first)
+    assert num_snapshots(cache) == 1  # of two states one went on
+    others = [cache.admit(models.tokens(9, seed).tolist()) for seed in (1, 2)]
+    hybrid.forward(others, [models.tokens(9, seed) for seed in (1, 2)])
+    assert num_snapshots(cache) == 0
+    for other in others:
+        cache.release(other)
+    second = cache.admit(ids.tolist())
+    assert found(second) == (192, 256, True)
+    torch.testing.assert_close(feed(hybrid, second, ids)[64:], want[256:], **CLOSE)
 
 
 # --- requests of a cache without a model ---------------------------------------------------------------------------------
 
 
-def small_cache(num_layers: int = 2) -> HybridCache:
+def small_cache(num_layers: int = 2, **options) -> HybridCache:
     """Windows of two blocks; with two layers an exact replay begins four blocks back, a bounded one two."""
     layer = LayerSchema(4, overlap=True, window=16, head_dim=16, rope_dim=0, **F32)
-    return HybridCache(HybridSchema((layer,) * num_layers, block_tokens=8), num_blocks=16, max_seqs=3, max_seq_len=64)
+    options = {"num_blocks": 16, "max_seqs": 4, "max_seq_len": 64, "prefix": True, "num_snapshots": 4, **options}
+    return HybridCache(HybridSchema((layer,) * num_layers, block_tokens=8), **options)
 
 
 def run_to(cache: HybridCache, request, length: int) -> None:
     num_tokens = length - request.length
     cache.prepare_forward([(request, num_tokens)])
-    for i in range(len(cache.layers)):
+    for i, store in enumerate(cache.layers):
         handle = cache.acquire(i, backend="torch")
         handle.write_swa(torch.randn(num_tokens, 16))
-        handle.flush(Projected(torch.randn(num_tokens, 32), torch.randn(num_tokens, 32)))
+        if store.tail is not None:
+            handle.flush(Projected(torch.randn(num_tokens, 32), torch.randn(num_tokens, 32)))
 
 
 @pytest.mark.parametrize("replay", ["exact", "bounded"])
-def test_no_checkpoint_of_windows_that_are_not_whole(replay):
+def test_no_snapshot_of_windows_that_are_not_whole(replay):
     """A request that computes tokens again has only some of its window. After a bounded replay it never is exact."""
-    cache, text = small_cache(), list(range(60))
-    prefix = HybridPrefix(cache, replay=replay)
-    first = prefix.admit(text)
-    run_to(cache, first.request, 43)  # no block ends here: no checkpoint
-    prefix.commit(first.request, text)
-    second = prefix.admit(text)
-    assert (second.start, second.shared, second.is_exact) == ((8, 40, True) if replay == "exact" else (24, 40, False))
-    run_to(cache, second.request, 32)
-    prefix.commit(second.request, text)
-    assert not prefix.checkpoints
-    assert prefix.admit(text[:34]).start == (0 if replay == "exact" else 16), "nobody goes on from there"
+    cache, text = small_cache(replay=replay), list(range(60))
+    first = cache.admit(text)
+    run_to(cache, first, 43)  # no block ends here: no snapshot
+    cache.commit(first)
+    second = cache.admit(text)
+    assert found(second) == ((8, 40, True) if replay == "exact" else (24, 40, False))
+    run_to(cache, second, 32)
+    cache.commit(second)
+    assert num_snapshots(cache) == 0
+    assert cache.admit(text[:34]).length == (0 if replay == "exact" else 16), "nobody goes on from there"
     for end in (40, 48):
-        run_to(cache, second.request, end)
-        prefix.commit(second.request, text)
-        assert len(prefix.checkpoints) == ((end - 32) // 8 if replay == "exact" else 0)
+        run_to(cache, second, end)
+        cache.commit(second)
+        cache.check()
+        assert num_snapshots(cache) == ((end - 32) // 8 if replay == "exact" else 0)
+        assert len(cache.prefix.named(1)[0]) == (end // 8 if replay == "exact" else 5)
+    assert cache.admit(text).length == (48 if replay == "exact" else 24)
+
+
+def test_a_snapshot_may_be_left_behind_what_was_found():
+    """From a snapshot on through entries that are there: their end is the next place to leave one."""
+    cache, text = small_cache(), list(range(60))
+    first = cache.admit(text)
+    for end in (8, 40):
+        run_to(cache, first, end - 3)
+        run_to(cache, first, end)
+        if end == 8:
+            cache.commit(first)
+    run_to(cache, first, 43)
+    cache.commit(first)
+    second = cache.admit(text)
+    assert found(second) == (8, 40, True)
+    for end, want in ((24, 1), (40, 2), (48, 3)):
+        run_to(cache, second, end)
+        cache.commit(second)
+        cache.check()
+        assert num_snapshots(cache) == want
+    assert found(cache.admit(text)) == (48, 48, True)
 
 
 def test_commit_is_of_a_live_request_and_its_tokens():
     cache, text = small_cache(1), list(range(40))
-    prefix = HybridPrefix(cache, policy="full")
-    first = prefix.admit(text).request
+    first = cache.admit(text)
     run_to(cache, first, 20)
+    slot = cache.slot(first)
     cache.release(first)
-    second = prefix.admit([99] * 40).request
-    assert second.slot == first.slot
-    run_to(cache, second, 24)
+    second = cache.admit([99] * 23)
+    run_to(cache, second, 23)
+    assert cache.slot(second) == slot
     with pytest.raises(BadArgument, match="was released"):
-        prefix.commit(first, text)
-    with pytest.raises(BadArgument, match=r"23 tokens are given; .* 3 full blocks of 8"):
-        prefix.commit(second, [99] * 23)
-    assert not first.names
-    assert not second.names
-    assert not prefix.checkpoints
-    assert prefix.admit(text).shared == prefix.admit([99] * 40).shared == 0
-    prefix.commit(second, [99] * 24)
-    assert len(second.names) == 3
+        cache.commit(first)
+    with pytest.raises(BadArgument, match=r"1 tokens more make 24; 23 of .* are known. .*append\(\)"):
+        cache.prepare_forward([(second, 1)])
+    assert cache.prefix.num_blocks == 0
+    assert found(cache.admit(text)) == found(cache.admit([99] * 40)) == (0, 0, True)
+    cache.append(second, [99])
+    run_to(cache, second, 24)
+    assert cache.prefix.num_blocks == 0
+    cache.commit(second)
+    assert [len(cache.prefix.named(group)[0]) for group in (0, 1)] == [1, 3]
 
 
-WRONG_BUFFERS = {
-    "window": ("layer.0.window", lambda t: t[:3]),
-    "positions": ("layer.1.positions", lambda t: t.long()),
-    "tail": ("layer.0.tail", lambda t: torch.zeros(1, dtype=torch.float64)),
-    "page_bytes": ("layer.1.entries", lambda t: t[:, :5]),
-    "num_pages": ("layer.0.entries", lambda t: t[:0]),
-    "missing_tail": ("layer.1.tail", lambda t: None),
-    "missing_entries": ("layer.1.entries", lambda t: None),
-    "unknown": ("layer.0.index", lambda t: torch.zeros(1)),
-}
-
-
-@pytest.mark.parametrize("what", WRONG_BUFFERS)
-def test_states_with_other_buffers_are_refused(what):
-    cache, (name, change) = small_cache(), WRONG_BUFFERS[what]
-    request = cache.admit([])
-    run_to(cache, request, 10)
-    state = take_state(cache, request)
-    cache.release(request)
-    changed = {**state.buffers, name: change(state.buffers.get(name))}
-    with pytest.raises(BadArgument, match=f"buffer {name} is .* after 10 tokens it is"):
-        put_state(cache, replace(state, buffers={n: t for n, t in changed.items() if t is not None}))
-    assert (len(cache._free_slots), cache.allocator.num_used) == (3, 0)
-    assert put_state(cache, state).length == 10
-
-
-def test_a_state_that_fails_half_way_gives_all_back(monkeypatch):
-    cache = small_cache()
-    request = cache.admit([])
-    run_to(cache, request, 10)
-    state = take_state(cache, request)
-    cache.release(request)
-
-    def fail(*_):
-        raise RuntimeError("the device is gone")
-
-    monkeypatch.setattr("kvx.cache.hybrid.state.put_slot", fail)
-    with pytest.raises(RuntimeError, match="gone"):
-        put_state(cache, state)
-    assert (len(cache._free_slots), cache.allocator.num_used) == (3, 0)
-
-
-def test_a_state_is_taken_when_the_replay_is_over():
-    cache, text = small_cache(), list(range(60))
-    prefix = HybridPrefix(cache, policy="zero")
-    first = prefix.admit(text).request
-    run_to(cache, first, 43)
-    prefix.commit(first, text)
-    second = prefix.admit(text).request
-    run_to(cache, second, 16)
-    with pytest.raises(BadArgument, match="whole only after 40"):
-        take_state(cache, second)
-    run_to(cache, second, 40)
-    assert put_state(cache, take_state(cache, second)).num_blocks == 5
+@pytest.mark.parametrize("wrong", [{"replay": "some"}, {"num_snapshots": -1}, {"num_snapshots": 1.5}, {"snapshot_every": -1}])
+def test_options_that_are_none_are_refused(wrong):
+    with pytest.raises(BadArgument, match=f"{next(iter(wrong))} is"):
+        small_cache(**wrong)

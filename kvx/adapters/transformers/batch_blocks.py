@@ -101,12 +101,13 @@ class BatchBlocks:
             self.release_behind()  # now, not after the last step: its queries saw as far back as the first of them did
         table, ends = self._table, np.maximum(self.length + n - self.pads, 0).tolist()
         growing = [(seq, end) for seq, end in zip(self._seqs, ends, strict=True) if end > seq.limit]
-        count = sum(table.growth(seq, end).need for seq, end in growing)
+        growths = table.growths(growing)
+        count = sum(growth.need for growth in growths)
         resized = self._resize(count)
         self._widen(max((-(-end // self.block_size) for end in ends), default=0))
         table.copies = []
-        for seq, end in growing:
-            table.grow(seq, table.growth(seq, end))  # anew: of those that share a block the last need not copy it
+        for (seq, end), growth in zip(growing, growths, strict=True):
+            table.grow(seq, growth)
             seq.length, seq.limit = end, -(-end // self.block_size) * self.block_size
         for seq, end in zip(self._seqs, ends, strict=True):
             seq.length = end

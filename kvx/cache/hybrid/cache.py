@@ -122,7 +122,8 @@ class HybridCache(PagedCache):
     def slot(self, seq: Sequence) -> int:
         """Of its windows and tails; -1 before its first step."""
         self._check_live("slot", seq)
-        return int(self._tables[_STATES].table[seq.row, 0])
+        held = self._tables[_STATES].held(seq)
+        return int(held[0]) if len(held) else -1
 
     def block_ids(self, seq: Sequence) -> Tensor:
         """[num_blocks] int32 on the host: of its entries."""
@@ -130,7 +131,7 @@ class HybridCache(PagedCache):
 
     def _send_table(self, seq: Sequence) -> None:
         """What kernels read of a sequence, where it changed: its blocks, and the tokens whose entries are not written again."""
-        slot, shared = int(self._tables[_STATES].table[seq.row, 0]), seq.num_ahead * self.block_size
+        slot, shared = self.slot(seq), seq.num_ahead * self.block_size
         if slot < 0:
             return
         if len(self._tables) > _ENTRIES:
@@ -183,7 +184,10 @@ class HybridCache(PagedCache):
             self._check_live("take_back", seq)
         work = [(seq, length) for seq, length in work if length != seq.length]
         for seq, length in work:
-            first, named = self._draft_starts.get(seq.id, seq.length), seq.num_stored if self.prefix is not None else 0
+            named = max(seq.num_stored, seq.num_ahead * self.block_size) if self.prefix is not None else 0
+            # A state that a fork has too stays as it is.
+            is_shared = self._tables[_STATES].is_last_shared(seq)
+            first = seq.length if is_shared else self._draft_starts.get(seq.id, seq.length)
             if type(length) is not int or not max(first, named) <= length <= seq.length:
                 raise BadArgument(
                     f"take_back(): {seq} to {length!r}; tokens from {first} on can be taken back (max_drafts is "
@@ -194,7 +198,7 @@ class HybridCache(PagedCache):
             self._take_back(work, backend)
 
     def _take_back(self, work: Listing[tuple[Sequence, int]], backend: str) -> None:
-        slots = [int(self._tables[_STATES].table[seq.row, 0]) for seq, _ in work]
+        slots = [self.slot(seq) for seq, _ in work]
         starts = [self._draft_starts[seq.id] for seq, _ in work]
         limits = np.full(len(self.block_table), np.iinfo(np.int32).max, np.int32)
         limits[slots] = [length for _, length in work]
