@@ -11,6 +11,8 @@ import torch
 
 import kvx
 from kvx.cache import Sequence
+from kvx.cache.kinds import Chunked, State
+from kvx.spec import StateSpec, state_plane
 
 BS = 4
 
@@ -19,10 +21,18 @@ def spec(num_blocks: int, **options) -> kvx.CacheSpec:
     return kvx.CacheSpec(num_blocks, BS, **{"num_kv_heads": 1, "head_dim": 2, "format": "f32", **options})
 
 
-def make(num_blocks: int = 32, *, window: int = 0, max_seqs: int = 6, max_seq_len: int = 60, **options) -> kvx.PagedCache:
+def make(
+    num_blocks: int = 32, *, window: int = 0, chunk: int = 0, states: int = 0, snapshot_every: int = 1, max_seqs: int = 6,
+    max_seq_len: int = 60, **options,
+) -> kvx.PagedCache:  # fmt: skip
     groups = [kvx.LayerGroup("full", (0, 2), spec(num_blocks))]
     if window:
         groups.append(kvx.LayerGroup("sliding", (1,), spec(num_blocks), window=window))
+    if chunk:
+        groups.append(kvx.LayerGroup("chunked", (3,), spec(num_blocks), kind=Chunked(chunk)))
+    if states:  # layer 2 has K and V, and a state beside them
+        planes = (state_plane("conv", "f32", channel=2, tap=3), state_plane("delta", "f32", head=1, row=2, column=2))
+        groups.append(kvx.LayerGroup("states", (2, 4), StateSpec(states, planes), kind=State(snapshot_every)))
     return kvx.PagedCache(groups, max_seqs=max_seqs, max_seq_len=max_seq_len, **options)
 
 
@@ -41,19 +51,45 @@ def write_step(cache: kvx.PagedCache, seq: Sequence, n: int, tokens: list[int]) 
     x = torch.tensor(content(tokens, seq.length - n, seq.length))
     assert batch.tokens.tolist() == tokens[seq.length - n : seq.length]
     assert batch.positions.tolist() == list(range(seq.length - n, seq.length))
-    for i in (i for g in cache.groups for i in g.layers):
+    for i in kv_layers(cache):
         layer = cache.layer(i)
         k = (x + i)[:, None, None].expand(n, 1, layer.spec.head_dim)
         kvx.write(layer.cache, k, -k, slot_mapping=batch.slot_mapping(layer.group), spec=layer.spec, **layer.scales)
+
+    for g, i in state_layers(cache):  # as a recurrence does: what was there, and the step's tokens
+        block = int(batch.state_blocks(g)[0])
+        assert_state(cache, g, i, block, tokens, seq.length - n)
+        for plane in cache.planes(i, g).planes.values():
+            plane[block] = x[-1] + i
+
+
+def kv_layers(cache: kvx.PagedCache) -> list[int]:
+    return [i for g in cache.groups if isinstance(g.spec, kvx.CacheSpec) for i in g.layers]
+
+
+def state_layers(cache: kvx.PagedCache) -> list[tuple[int, int]]:
+    return [(n, i) for n, g in enumerate(cache.groups) if isinstance(g.spec, StateSpec) for i in g.layers]
+
+
+def assert_state(cache: kvx.PagedCache, group: int, layer: int, block: int, tokens: list[int], length: int) -> None:
+    """A state is that after `length` tokens; before the first it is zeros."""
+    want = content(tokens, length - 1, length)[-1] + layer if length else 0.0
+    for name, plane in cache.planes(layer, group).planes.items():
+        assert (plane[block] == want).all(), f"{name} of layer {layer} is {plane[block]}; after {length} tokens it is {want}"
 
 
 def assert_content(cache: kvx.PagedCache, seq: Sequence, tokens: list[int]) -> None:
     """Every position that the next token can see holds what was written for it."""
     want = torch.tensor(content(tokens, 0, seq.length))
-    for i in (i for g in cache.groups for i in g.layers):
+    for g, i in state_layers(cache):
+        if seq.length:
+            assert_state(cache, g, i, int(cache.blocks(seq, g)[0]), tokens, seq.length)
+    for i in kv_layers(cache):
         layer = cache.layer(i)
         blocks = torch.from_numpy(cache.blocks(seq, layer.group)).long()
-        seen = torch.arange(max(0, seq.length - layer.window + 1) if layer.window else 0, seq.length)
+        chunk = getattr(cache.kinds[layer.group], "chunk", 0)
+        first = seq.length // chunk * chunk if chunk else max(0, seq.length - layer.window + 1) if layer.window else 0
+        seen = torch.arange(first, seq.length)
         k, v = (t[blocks[seen // BS], seen % BS, 0, 0] for t in layer.cache)
         torch.testing.assert_close(k, want[seen] + i, rtol=0, atol=0)
         torch.testing.assert_close(v, -want[seen] - i, rtol=0, atol=0)
@@ -85,12 +121,24 @@ def test_random_calls_match_the_model(seed, window, prefix):
     random_calls(make(rng.choice([6, 14, 40]), window=window, prefix=prefix), rng)
 
 
-def random_calls(cache: kvx.PagedCache, rng: random.Random) -> None:
-    """150 of them, each followed by check() and a look at every sequence's K and V."""
+@pytest.mark.parametrize("every", [0, 1, 2])
+@pytest.mark.parametrize("others", [{}, {"window": 6}, {"chunk": 7}, {"window": 1, "chunk": 12}], ids=str)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_calls_with_states_match_the_model(seed, others, every):
+    """Six states are one for each sequence: snapshots live only where none is needed."""
+    rng = random.Random(seed)
+    cache = make(
+        rng.choice([6, 14, 40]), states=rng.choice([6, 7, 20]), snapshot_every=every, prefix=seed > 0 or every > 0, **others
+    )
+    random_calls(cache, rng)
+
+
+def random_calls(cache: kvx.PagedCache, rng: random.Random, count: int = 150) -> None:
+    """So many of them, each followed by check() and a look at every sequence's K and V."""
     m, prefix = Model(), cache.prefix is not None
     bases = [[rng.randrange(50) for _ in range(40)] for _ in range(2)]
     outs = 0
-    for _ in range(150):
+    for _ in range(count):
         seq = rng.choice(list(m.seqs.values())) if m.seqs else None
         op = (
             rng.choice(["admit", "extend", "extend", "one", "one", "tokens", "fork", "truncate", "release", "pin"])
@@ -132,8 +180,9 @@ def random_calls(cache: kvx.PagedCache, rng: random.Random) -> None:
                 before = None
             elif op == "truncate":
                 length = rng.randint(max(0, seq.length - 6), seq.length)
-                if any(length and g.first_block(length) < f for g, f in zip(cache._tables, seq.starts, strict=True)):
-                    with pytest.raises(kvx.BadArgument, match="were given back"):
+                has_left = any(length and g.first_block(length) < f for g, f in zip(cache._tables, seq.starts, strict=True))
+                if has_left or (0 < length < seq.length and state_layers(cache)):
+                    with pytest.raises(kvx.BadArgument, match=r"were given back|cannot go back"):
                         cache.truncate(seq, length)
                 else:
                     cache.truncate(seq, length)
