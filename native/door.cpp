@@ -4,10 +4,10 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "attention.h"
-#include "append.h"
-#include "copy_blocks.h"
-#include "merge.h"
+#include "attention/attention.h"
+#include "append/append.h"
+#include "move/copy_blocks.h"
+#include "attention/merge.h"
 #include "check.h"
 #include "format.h"
 #include "run.h"

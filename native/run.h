@@ -17,7 +17,7 @@ const char* simd_name();
 int max_threads();
 }  // namespace cpu
 
-// Without CUDA, cuda/absent.cpp stands in: every call returns UNSUPPORTED with a sentence.
+// Without CUDA, absent.cpp stands in: every call returns UNSUPPORTED with a sentence.
 namespace cuda {
 kvx_status_t write(const WriteParams& p, void* stream);
 kvx_status_t gather(const GatherParams& p, void* stream);

@@ -1,5 +1,5 @@
-"""Which CUDA kernel attention takes for a cache, and why not a faster one: what attention_decode.cu, attention_prefill.cu and
-attention_any.cu in native/cuda ask of a call, answered without a device. Tests hold listed head sizes and formats to a fast one.
+"""Which CUDA kernel attention takes for a cache, and why not a faster one: what decode/decode.cu, prefill/prefill.cu and
+any/any.cu in native/attention ask of a call, answered without a device. Tests hold listed head sizes and formats to a fast one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """digest: a number for the content of a cache, equal in every layout and sharding. The torch body below is the definition.
 
 Format and head size go into every row's key, so that the same bits under another meaning have another digest. A change of one word
-of 16 bytes, or of one in each of several rows, escapes with one chance in 2**64 (native/digest.h says why). Not cryptographic: it
-tells a lost head, a swapped block or a flipped bit from the real thing, not an attacker's work.
+of 16 bytes, or of one in each of several rows, escapes with one chance in 2**64 (native/move/digest.h says why). Not cryptographic:
+it tells a lost head, a swapped block or a flipped bit from the real thing, not an attacker's work.
 """
 
 from __future__ import annotations

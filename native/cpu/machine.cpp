@@ -5,9 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../run.h"
-#include "attend.h"
-#include "rows.h"
+#include "run.h"
+#include "attention/cpu/attend.h"
+#include "cpu/rows.h"
 
 namespace kvx {
 namespace cpu {

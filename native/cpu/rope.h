@@ -1,4 +1,4 @@
-// One row of Q or K: RMSNorm and rotation, as append.h has the arithmetic. Included by rows.cpp inside its namespace, so that it
+// One row of Q or K: RMSNorm and rotation, as append/append.h has the arithmetic. Included by rows.cpp inside its namespace, so that it
 // is compiled once per instruction set; loops over floats in a scratch buffer, one width each, that the compiler vectorises.
 #pragma once
 

@@ -1,4 +1,4 @@
-#include "row.h"
+#include "cpu/row.h"
 
 #include <string.h>
 

@@ -1,8 +1,8 @@
 // One (token, head) row between the caller's memory and a cell, with its scales. Shared by write.cpp and gather.cpp.
 #pragma once
-#include "../format.h"
-#include "../params.h"
-#include "rows.h"
+#include "format.h"
+#include "params.h"
+#include "cpu/rows.h"
 
 namespace kvx {
 namespace cpu {

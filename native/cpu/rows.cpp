@@ -3,13 +3,13 @@
 #define KVX_ISA plain
 #endif
 #define KVX_ISA_NAMESPACE KVX_ISA
-#include "rows.h"
+#include "cpu/rows.h"
 
 #include <type_traits>
 #include <utility>
 
-#include "../digest.h"
-#include "../format.h"
+#include "move/digest.h"
+#include "format.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -106,7 +106,7 @@ inline void decode_block(char* dst, const char* src, int64_t first, int n, float
 }
 
 #if defined(__aarch64__)
-#include "codes_neon.h"
+#include "cpu/codes_neon.h"
 #endif
 
 template <int IO, int C>
@@ -132,7 +132,7 @@ void decode_row(char* dst, const char* src, int64_t n, float scale) {
   if (i < n) decode_block<C, IO, 16>(dst, src, i, int(n - i), scale);
 }
 
-#include "rope.h"
+#include "cpu/rope.h"
 
 // Magnitudes of floats order as their bits do, so the maximum is an integer one and vectorises in any order. Infinities and NaN
 // are seldom there: only when the largest is one of them are they left out.

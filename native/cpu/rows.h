@@ -28,7 +28,7 @@ struct Transpose {
   int64_t dst_stride, src_stride;
 };
 
-// Rows of the content digest (digest.h), each in `pieces` of `bytes` bytes.
+// Rows of the content digest (move/digest.h), each in `pieces` of `bytes` bytes.
 struct DigestShape {
   int64_t bytes, pieces, stride;
   bool is_scattered;  // rows do not follow each other
@@ -40,7 +40,7 @@ struct DigestRow {
   uint32_t word;  // the place in the row of its first one
 };
 
-// Norm and rotation of one row (append.h). Everything is f32 here: weights with their offset, cos and sin of the row's position.
+// Norm and rotation of one row (append/append.h). Everything is f32 here: weights with their offset, cos and sin of the row's position.
 struct RopeRow {
   int64_t dim, rotary;
   const float* weight;  // NULL = no norm

@@ -4,7 +4,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
-#include "device.cuh"
+#include "cuda/device.cuh"
 
 namespace kvx {
 namespace cuda {

@@ -3,7 +3,7 @@
 #pragma once
 #include <initializer_list>
 
-#include "chunk.cuh"
+#include "cuda/chunk.cuh"
 
 namespace kvx {
 namespace cuda {

@@ -1,6 +1,6 @@
-#include "device.cuh"
+#include "cuda/device.cuh"
 
-#include "../run.h"
+#include "run.h"
 
 namespace kvx {
 namespace cuda {

@@ -3,9 +3,9 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include "../check.h"
-#include "../format.h"
-#include "../params.h"
+#include "check.h"
+#include "format.h"
+#include "params.h"
 
 namespace kvx {
 namespace cuda {

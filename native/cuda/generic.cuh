@@ -1,6 +1,6 @@
 // One warp, one (token, head) row, any strides, any type, any scale: what runs where no fast kernel fits.
 #pragma once
-#include "chunk.cuh"
+#include "cuda/chunk.cuh"
 
 namespace kvx {
 namespace cuda {

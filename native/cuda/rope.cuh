@@ -1,4 +1,4 @@
-// Norm and rotation of a row held by neighbouring lanes, sixteen elements each. append.h has the arithmetic.
+// Norm and rotation of a row held by neighbouring lanes, sixteen elements each. append/append.h has the arithmetic.
 //
 // A lane holds two pieces of eight elements, a and b. Where halves rotate, a comes from the first half of the rotating part and b
 // from the second, so that a pair meets in one lane; elsewhere a and b are neighbours:
@@ -7,8 +7,8 @@
 //                               a      0    1    2    3  |  8      10     12     14      pieces of eight
 //                               b      4    5    6    7  |  9      11     13     15
 #pragma once
-#include "../append.h"
-#include "chunk.cuh"
+#include "append/append.h"
+#include "cuda/chunk.cuh"
 
 namespace kvx {
 namespace cuda {

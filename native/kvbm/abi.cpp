@@ -2,7 +2,7 @@
 #include <new>
 #include <vector>
 
-#include "move.h"
+#include "kvbm/move.h"
 
 namespace kvbm {
 namespace {

@@ -1,10 +1,10 @@
 // Pieces moved by kernels. A block of threads takes a chunk of one piece, so that it reads the two pointers once; how wide it may
 // move is seen there from the addresses, since the host cannot look into the tables.
-#include "move.h"
+#include "kvbm/move.h"
 
 #include <type_traits>
 
-#include "../cuda/device.cuh"
+#include "cuda/device.cuh"
 
 namespace kvbm {
 namespace {
