@@ -1,10 +1,10 @@
 // Stands in for every *.cu in a build without nvcc.
 #include "append/append.h"
 #include "attention/attention.h"
+#include "attention/merge.h"
+#include "entry/hybrid.h"
 #include "move/convert.h"
 #include "move/copy_blocks.h"
-#include "entry/hybrid.h"
-#include "attention/merge.h"
 #include "run.h"
 
 namespace kvx {
@@ -12,7 +12,9 @@ namespace cuda {
 
 namespace {
 kvx_status_t absent() {
-  return fail(KVX_STATUS_UNSUPPORTED, "the cache is in device memory, and this libkvx was built without CUDA. Install nvcc (or set CUDA_HOME) and rebuild.");
+  return fail(KVX_STATUS_UNSUPPORTED,
+              "the cache is in device memory, and this libkvx was built without CUDA. Install nvcc (or set CUDA_HOME) "
+              "and rebuild.");
 }
 }  // namespace
 

@@ -1,5 +1,6 @@
-// Ops of hybrid caches: what their kernels are given. Made and checked by hybrid.cpp, append_swa.cpp, compress.cpp, index_scores.cpp and
-// attention/sparse/sparse.cpp. All strides are in bytes. docs/spec.md section 23 has the arithmetic.
+// Ops of hybrid caches: what their kernels are given. Made and checked by hybrid.cpp, append_swa.cpp, compress.cpp,
+// index_scores.cpp and attention/sparse/sparse.cpp. All strides are in bytes.
+// docs/spec.md section 23 has the arithmetic.
 #pragma once
 #include "check.h"
 #include "params.h"
@@ -9,8 +10,8 @@ namespace kvx {
 // Pages of rows. Row r of page p has its elements at data + p * page + r * data_bytes and its scales at
 // data + p * page + rows * data_bytes + r * scale_bytes.
 struct RowPages {
-  char* data;                    // NULL = absent
-  int64_t page;                  // bytes from page to page
+  char* data;    // NULL = absent
+  int64_t page;  // bytes from page to page
   int64_t num_pages;
   int32_t rows;                  // of a page
   int32_t dim, coded, rope_dim;  // coded = dim - rope_dim; the rotary part is bf16 behind the coded elements
@@ -26,7 +27,7 @@ struct StepParams {
   const int32_t* cu_seqlens;  // [S + 1]
   const int32_t* starts;      // [S]
   int32_t num_seqs, num_slots;
-  int64_t num_tokens;         // rows of [T, ...] arrays: cu_seqlens is not to lead past them
+  int64_t num_tokens;  // rows of [T, ...] arrays: cu_seqlens is not to lead past them
 };
 
 // Norm and rotation of a row before it is coded.
@@ -36,7 +37,7 @@ struct FinishParams {
   const float *cos, *sin;  // NULL = no rotation
   int64_t table_row;       // bytes from position to position; the same for both
   int64_t num_positions;
-  int32_t rope_dim;        // elements that turn: the last
+  int32_t rope_dim;  // elements that turn: the last
   float inverse_dim, eps;
 };
 
@@ -59,13 +60,13 @@ struct AppendSwaParams {
 
 struct CompressParams {
   float* state;
-  int64_t state_slot;        // bytes
-  RowsParams kv, score;      // [T, parts * dim]; head stride unused
-  const float* bias;         // [ratio, parts * dim]; NULL = none
+  int64_t state_slot;    // bytes
+  RowsParams kv, score;  // [T, parts * dim]; head stride unused
+  const float* bias;     // [ratio, parts * dim]; NULL = none
   FinishParams finish;
   RowPages entries;
   EntryTable table;
-  const int32_t* num_shared; // NULL = none
+  const int32_t* num_shared;  // NULL = none
   StepParams step;
   int32_t ratio, dim, parts;
   bool has_overlap, is_running, has_hadamard;
@@ -74,7 +75,7 @@ struct CompressParams {
 };
 
 struct IndexScoresParams {
-  RowsParams q;       // [T, H, dim]; dtype may be F8_E4M3
+  RowsParams q;  // [T, H, dim]; dtype may be F8_E4M3
   const char* weights;
   int64_t weight_token, weight_head;
   int32_t num_heads;
@@ -113,12 +114,12 @@ struct SparseParams {
   const int32_t* selected;  // NULL = every entry a token may read
   int64_t selected_token;
   int32_t num_selected;
-  const float *cos, *sin;   // NULL = out is not turned back
+  const float *cos, *sin;  // NULL = out is not turned back
   int64_t table_row, num_positions;
-  int32_t rope_dim;         // of cos and sin
+  int32_t rope_dim;  // of cos and sin
   StepParams step;
   int32_t ratio, window_tokens, num_heads, dim;
-  int64_t max_entries;      // that a token reads: bounds loops and parts
+  int64_t max_entries;  // that a token reads: bounds loops and parts
   float scale;
   char* workspace;
   uint64_t workspace_bytes;
@@ -133,7 +134,8 @@ kvx_status_t lower_step(const kvx_step_t& step, int64_t num_tokens, int64_t num_
 kvx_status_t check_host_step(const StepParams& step);
 kvx_status_t lower_finish(const kvx_finish_t& finish, int64_t dim, FinishParams* out);
 kvx_status_t lower_entry_table(const kvx_array_t& table, int64_t num_slots, EntryTable* out);
-kvx_status_t lower_turn(const kvx_array_t& cos, const kvx_array_t& sin, int64_t dim, const float** c, const float** s, int64_t* row, int64_t* positions, int32_t* rope_dim);
+kvx_status_t lower_turn(const kvx_array_t& cos, const kvx_array_t& sin, int64_t dim, const float** c, const float** s,
+                        int64_t* row, int64_t* positions, int32_t* rope_dim);
 // [T, dim] or [T, H, dim] as rows; H of a [T, dim] is 1.
 kvx_status_t lower_tokens(const char* what, const kvx_array_t& a, int64_t heads, int64_t dim, RowsParams* out);
 

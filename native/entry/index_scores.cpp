@@ -2,8 +2,8 @@
 #include <string.h>
 
 #include "array.h"
-#include "format.h"
 #include "entry/hybrid.h"
+#include "format.h"
 #include "lower.h"
 
 namespace kvx {
@@ -20,20 +20,27 @@ kvx_status_t lower(const kvx_index_scores_args_t& a, IndexScoresParams* out) {
   const int64_t tokens = a.q.shape[0], heads = a.q.shape[1];
   KVX_NEED(heads >= 1 && heads <= INT32_MAX, "q has %lld heads; it has 1 or more.", (long long)heads);
   KVX_TRY(lower_tokens("q", a.q, heads, out->keys.dim, &out->q));
-  KVX_NEED(a.weights.dtype == KVX_DTYPE_F32 && a.weights.ndim == 2 && a.weights.shape[0] == tokens && a.weights.shape[1] == heads, "weights are f32 [num_tokens, heads] = [%lld, %lld].", (long long)tokens,
-           (long long)heads);
+  KVX_NEED(a.weights.dtype == KVX_DTYPE_F32 && a.weights.ndim == 2 && a.weights.shape[0] == tokens &&
+               a.weights.shape[1] == heads,
+           "weights are f32 [num_tokens, heads] = [%lld, %lld].", (long long)tokens, (long long)heads);
   KVX_TRY(check_array("weights", "array", a.weights, tokens > 0));
-  KVX_NEED(a.scores.dtype == KVX_DTYPE_F32 && a.scores.ndim == 2 && a.scores.shape[0] == tokens && (a.scores.shape[1] <= 1 || a.scores.stride[1] == 1) && a.scores.shape[1] <= INT32_MAX,
+  KVX_NEED(a.scores.dtype == KVX_DTYPE_F32 && a.scores.ndim == 2 && a.scores.shape[0] == tokens &&
+               (a.scores.shape[1] <= 1 || a.scores.stride[1] == 1) && a.scores.shape[1] <= INT32_MAX,
            "scores are f32 [num_tokens, entries] with adjacent columns and %lld tokens.", (long long)tokens);
   KVX_TRY(check_array("scores", "array", a.scores, tokens > 0 && a.scores.shape[1] > 0));
   KVX_NEED(!overlaps_itself(a.scores), "scores strides make two elements share an address.");
   const int64_t slots = a.block_table.ndim == 2 ? a.block_table.shape[0] : 0;
   KVX_TRY(lower_entry_table(a.block_table, slots, &out->table));
   KVX_TRY(lower_step(a.step, tokens, slots, &out->step));
-  KVX_TRY(check_apart({{"scores", a.scores}}, {{"step.slots", a.step.slots}, {"step.cu_seqlens", a.step.cu_seqlens}, {"step.starts", a.step.starts}, {"block_table", a.block_table}}));
-  out->weights = static_cast<const char*>(a.weights.data), out->weight_token = a.weights.stride[0] * 4, out->weight_head = a.weights.stride[1] * 4;
+  KVX_TRY(check_apart({{"scores", a.scores}}, {{"step.slots", a.step.slots},
+                                               {"step.cu_seqlens", a.step.cu_seqlens},
+                                               {"step.starts", a.step.starts},
+                                               {"block_table", a.block_table}}));
+  out->weights = static_cast<const char*>(a.weights.data), out->weight_token = a.weights.stride[0] * 4,
+  out->weight_head = a.weights.stride[1] * 4;
   out->num_heads = int32_t(heads), out->ratio = int32_t(a.ratio);
-  out->scores = static_cast<float*>(a.scores.data), out->score_token = a.scores.stride[0] * 4, out->num_entries = a.scores.shape[1];
+  out->scores = static_cast<float*>(a.scores.data), out->score_token = a.scores.stride[0] * 4,
+  out->num_entries = a.scores.shape[1];
   out->errors = reinterpret_cast<unsigned long long*>(a.errors), out->device = a.device;
   return KVX_STATUS_OK;
 }
@@ -43,16 +50,23 @@ kvx_status_t lower(const kvx_topk_args_t& a, TopkParams* out) {
   KVX_TRY(check_header("args", a.version, a.struct_bytes, sizeof a));
   KVX_NEED(a.flags == 0, "args.flags is %llu; no flag is known.", (unsigned long long)a.flags);
   for (uint64_t word : a.reserved) KVX_NEED(word == 0, "args.reserved is not 0.");
-  KVX_NEED(a.scores.dtype == KVX_DTYPE_F32 && a.scores.ndim == 2 && (a.scores.shape[1] <= 1 || a.scores.stride[1] == 1) && a.scores.shape[0] <= INT32_MAX && a.scores.shape[1] <= INT32_MAX,
-           "scores are %s with %u dimensions; they are f32 [num_tokens, entries], columns adjacent.", dtype_name(a.scores.dtype), a.scores.ndim);
+  KVX_NEED(a.scores.dtype == KVX_DTYPE_F32 && a.scores.ndim == 2 &&
+               (a.scores.shape[1] <= 1 || a.scores.stride[1] == 1) && a.scores.shape[0] <= INT32_MAX &&
+               a.scores.shape[1] <= INT32_MAX,
+           "scores are %s with %u dimensions; they are f32 [num_tokens, entries], columns adjacent.",
+           dtype_name(a.scores.dtype), a.scores.ndim);
   const int64_t tokens = a.scores.shape[0];
   KVX_TRY(check_array("scores", "array", a.scores, tokens > 0 && a.scores.shape[1] > 0));
-  KVX_NEED(a.indices.dtype == KVX_DTYPE_S32 && a.indices.ndim == 2 && a.indices.shape[0] == tokens && a.indices.shape[1] >= 1 && a.indices.shape[1] <= INT32_MAX && (a.indices.shape[1] == 1 || a.indices.stride[1] == 1),
+  KVX_NEED(a.indices.dtype == KVX_DTYPE_S32 && a.indices.ndim == 2 && a.indices.shape[0] == tokens &&
+               a.indices.shape[1] >= 1 && a.indices.shape[1] <= INT32_MAX &&
+               (a.indices.shape[1] == 1 || a.indices.stride[1] == 1),
            "indices are int32 [num_tokens, k] with %lld tokens, k 1 or more and columns adjacent.", (long long)tokens);
   KVX_TRY(check_array("indices", "array", a.indices, tokens > 0));
   KVX_NEED(!overlaps_itself(a.indices), "indices strides make two elements share an address.");
   if (a.lengths.ndim) {
-    KVX_NEED(a.lengths.dtype == KVX_DTYPE_S32 && a.lengths.ndim == 1 && a.lengths.shape[0] == tokens && (tokens <= 1 || a.lengths.stride[0] == 1), "lengths are an adjacent int32 [num_tokens] = [%lld].", (long long)tokens);
+    KVX_NEED(a.lengths.dtype == KVX_DTYPE_S32 && a.lengths.ndim == 1 && a.lengths.shape[0] == tokens &&
+                 (tokens <= 1 || a.lengths.stride[0] == 1),
+             "lengths are an adjacent int32 [num_tokens] = [%lld].", (long long)tokens);
     KVX_TRY(check_array("lengths", "array", a.lengths, tokens > 0));
     out->lengths = static_cast<const int32_t*>(a.lengths.data);
   }
@@ -105,7 +119,8 @@ kvx_status_t kvx_topk(const kvx_topk_args_t* args, void* stream) {
     KVX_TRY(check_memory(args->memory, &on_device));
     if (!on_device) return cpu::topk(p);
     const uint64_t need = cuda::topk_workspace(p);
-    KVX_NEED(p.workspace_bytes >= need && (need == 0 || reinterpret_cast<uintptr_t>(p.workspace) % 256 == 0), "workspace has %llu bytes; this call needs %llu, 256-aligned (kvx_topk_workspace).",
+    KVX_NEED(p.workspace_bytes >= need && (need == 0 || reinterpret_cast<uintptr_t>(p.workspace) % 256 == 0),
+             "workspace has %llu bytes; this call needs %llu, 256-aligned (kvx_topk_workspace).",
              (unsigned long long)p.workspace_bytes, (unsigned long long)need);
     return cuda::topk(p, stream);
   });

@@ -26,7 +26,8 @@ Hash hash_of(int32_t hash) {
 }  // namespace
 }  // namespace kvx
 
-extern "C" kvx_status_t kvx_hash_blocks(int32_t hash, const void* parent, const int32_t* tokens, int64_t num_blocks, int64_t block_size, void* names) {
+extern "C" kvx_status_t kvx_hash_blocks(int32_t hash, const void* parent, const int32_t* tokens, int64_t num_blocks,
+                                        int64_t block_size, void* names) {
   using namespace kvx;
   return entry("kvx_hash_blocks()", [&]() -> kvx_status_t {
     const Hash h = hash_of(hash);
@@ -34,7 +35,8 @@ extern "C" kvx_status_t kvx_hash_blocks(int32_t hash, const void* parent, const 
     KVX_NEED(num_blocks >= 0, "num_blocks is %lld; it is 0 or more.", (long long)num_blocks);
     KVX_NEED(block_size > 0, "block_size is %lld; it is 1 or more.", (long long)block_size);
     int64_t block_bytes, total;
-    KVX_NEED(mul_fits(block_size, 4, &block_bytes) && mul_fits(block_bytes, num_blocks, &total), "%lld blocks of %lld tokens are more than an address can count.", (long long)num_blocks,
+    KVX_NEED(mul_fits(block_size, 4, &block_bytes) && mul_fits(block_bytes, num_blocks, &total),
+             "%lld blocks of %lld tokens are more than an address can count.", (long long)num_blocks,
              (long long)block_size);
     if (num_blocks == 0) return KVX_STATUS_OK;
     KVX_NEED(parent != nullptr && tokens != nullptr && names != nullptr, "parent, tokens or names is NULL.");
@@ -45,7 +47,8 @@ extern "C" kvx_status_t kvx_hash_blocks(int32_t hash, const void* parent, const 
     std::unique_ptr<uint8_t[]> large;
     if (bytes + cpu::kHashPadding > sizeof small) {
       large.reset(new (std::nothrow) uint8_t[bytes + cpu::kHashPadding]);
-      if (large == nullptr) return fail(KVX_STATUS_INTERNAL_ERROR, "no memory for a block of %lld tokens.", (long long)block_size);
+      if (large == nullptr)
+        return fail(KVX_STATUS_INTERNAL_ERROR, "no memory for a block of %lld tokens.", (long long)block_size);
     }
     uint8_t* message = large ? large.get() : small;
     const uint8_t *before = static_cast<const uint8_t*>(parent), *block = reinterpret_cast<const uint8_t*>(tokens);

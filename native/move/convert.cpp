@@ -31,12 +31,15 @@ void straighten(const std::vector<char*>& buffers, int64_t num_blocks, Which whi
   char* first = buffers[size_t(job->buffer[which])];
   int64_t points = 1;
   for (int i = 0; i < n; i++) {
-    axes[i].delta = axes[i].size > 1 ? int64_t(uintptr_t(buffers[size_t(job->buffer[which] + axes[i].step)]) - uintptr_t(first)) : 0;
+    axes[i].delta = axes[i].size > 1
+                        ? int64_t(uintptr_t(buffers[size_t(job->buffer[which] + axes[i].step)]) - uintptr_t(first))
+                        : 0;
     points *= axes[i].size;
   }
   for (int64_t p = 0; p < points; p++) {
     int64_t rest = p, index = job->buffer[which];
-    uintptr_t byte = 0;  // modulo 2^64: heap and mapped memory are far apart, and a few steps of such a distance would overflow
+    uintptr_t byte =
+        0;  // modulo 2^64: heap and mapped memory are far apart, and a few steps of such a distance would overflow
     for (int i = 0; i < n; i++) {
       const int64_t digit = rest % axes[i].size;
       rest /= axes[i].size;
@@ -55,7 +58,8 @@ void straighten(const std::vector<char*>& buffers, int64_t num_blocks, Which whi
 int alignment_of(const Job& job, const std::vector<char*> buffers[2], int64_t unit_tokens) {
   uint64_t bits = uint64_t(job.run);
   for (int w = 0; w < 2; w++) {
-    bits |= uint64_t(job.block[w]) | uint64_t(job.outer[w]) | uint64_t(job.inner[w]) * uint64_t(unit_tokens) | uint64_t(job.offset[w]);
+    bits |= uint64_t(job.block[w]) | uint64_t(job.outer[w]) | uint64_t(job.inner[w]) * uint64_t(unit_tokens) |
+            uint64_t(job.offset[w]);
     if (job.base[w]) bits |= uint64_t(uintptr_t(job.base[w]));
     else
       for (char* b : buffers[w]) bits |= uint64_t(uintptr_t(b));
@@ -69,10 +73,12 @@ int alignment_of(const Job& job, const std::vector<char*> buffers[2], int64_t un
 kvx_status_t check_buffer_alignment(const kvx_plan_cell_t& cell, const Bound& bound) {
   for (int w = 0; w < 2; w++) {
     const kvx_plan_format_t& f = format_of(cell, w);
-    const int element = dtype_bits(f.dtype) < 16 ? 1 : dtype_bits(f.dtype) / 8, scale = f.granularity ? dtype_bits(f.scale_dtype) / 8 : 1;
+    const int element = dtype_bits(f.dtype) < 16 ? 1 : dtype_bits(f.dtype) / 8,
+              scale = f.granularity ? dtype_bits(f.scale_dtype) / 8 : 1;
     const uintptr_t need = uintptr_t(std::max({element, scale, f.tensor_scale_buffer >= 0 ? 4 : 1}));
     for (size_t i = 0; i < bound.buffers[w].size(); i++)
-      KVX_NEED(uintptr_t(bound.buffers[w][i]) % need == 0, "%s buffer %zu is not aligned to the %zu bytes of its elements or scales.", name_of(w), i, size_t(need));
+      KVX_NEED(uintptr_t(bound.buffers[w][i]) % need == 0,
+               "%s buffer %zu is not aligned to the %zu bytes of its elements or scales.", name_of(w), i, size_t(need));
   }
   return KVX_STATUS_OK;
 }
@@ -92,7 +98,9 @@ CellJob make_cell_job(const kvx_plan_box_t& box, const Plan& plan, const Bound& 
   job.head_dim = cell.head_dim;
   for (uint32_t i = 0; i < box.num_digits; i++) {
     const kvx_plan_digit_t& d = box.digit[i];
-    if (d.size > 1) job.digit[job.num_digits++] = CellDigit{d.size, {d.src, d.dst}, {d.src_scale, d.dst_scale}, d.token, d.layer, {d.src_step, d.dst_step}};
+    if (d.size > 1)
+      job.digit[job.num_digits++] =
+          CellDigit{d.size, {d.src, d.dst}, {d.src_scale, d.dst_scale}, d.token, d.layer, {d.src_step, d.dst_step}};
   }
   for (int w = 0; w < 2; w++) {
     const kvx_plan_side_t& s = side_of(box, w);
@@ -102,8 +110,11 @@ CellJob make_cell_job(const kvx_plan_box_t& box, const Plan& plan, const Bound& 
     row.format = format_of(cell, w);
     const bool stand_apart = row.format.granularity && !row.format.is_inline;
     if (stand_apart) row.scales = bound.buffers[w][size_t(row.format.scale_buffer)] + row.format.scale_offset;
-    for (int i = 0; i < job.num_digits && !stand_apart; i++) job.digit[i].scale[w] = 0;  // not read, and so not checked at load
-    if (row.format.tensor_scale_buffer >= 0) row.tensor = reinterpret_cast<const float*>(bound.buffers[w][size_t(row.format.tensor_scale_buffer)]) + row.format.first_layer;
+    for (int i = 0; i < job.num_digits && !stand_apart; i++)
+      job.digit[i].scale[w] = 0;  // not read, and so not checked at load
+    if (row.format.tensor_scale_buffer >= 0)
+      row.tensor = reinterpret_cast<const float*>(bound.buffers[w][size_t(row.format.tensor_scale_buffer)]) +
+                   row.format.first_layer;
   }
   return job;
 }
@@ -122,7 +133,8 @@ Job make_job(const kvx_plan_box_t& box, const Plan& plan, const Bound& bound, bo
     job.buffer[w] = s.buffer, job.block_step[w] = s.block_step, job.offset[w] = s.offset, job.block[w] = s.block;
     const int64_t block_size = w == SRC ? plan.header.src_block_size : plan.header.dst_block_size;
     const bool starts_inside = block_size != int64_t(plan.header.unit_tokens);  // units begin elsewhere than at token 0
-    job.split[w] = s.token_split, job.outer[w] = starts_inside ? s.token_outer : 0, job.inner[w] = starts_inside ? s.token_inner : 0;
+    job.split[w] = s.token_split, job.outer[w] = starts_inside ? s.token_outer : 0,
+    job.inner[w] = starts_inside ? s.token_inner : 0;
     straighten(bound.buffers[w], num_blocks[w], Which(w), &job);
   }
   fold(&job, bound.on_device ? DST : SRC);
@@ -145,11 +157,13 @@ kvx_status_t check_buffers(const Plan& plan, const kvx_convert_args_t& args, boo
     out->buffers[w].resize(count);
     for (size_t i = 0; i < count; i++) {
       KVX_NEED(given[i] != nullptr, "%s buffer %zu is NULL.", name_of(w), i);
-      KVX_NEED(sizes == nullptr || sizes[i] >= plan.bytes[w][i], "%s buffer %zu has %llu bytes; the plan needs %llu.", name_of(w), i, (unsigned long long)sizes[i],
-               (unsigned long long)plan.bytes[w][i]);
+      KVX_NEED(sizes == nullptr || sizes[i] >= plan.bytes[w][i], "%s buffer %zu has %llu bytes; the plan needs %llu.",
+               name_of(w), i, (unsigned long long)sizes[i], (unsigned long long)plan.bytes[w][i]);
       out->buffers[w][i] = const_cast<char*>(static_cast<const char*>(given[i]));
       const uintptr_t begin = uintptr_t(given[i]);
-      KVX_NEED(plan.bytes[w][i] <= UINTPTR_MAX - begin, "%s buffer %zu is at %p; its %llu bytes are past the last address.", name_of(w), i, given[i], (unsigned long long)plan.bytes[w][i]);
+      KVX_NEED(plan.bytes[w][i] <= UINTPTR_MAX - begin,
+               "%s buffer %zu is at %p; its %llu bytes are past the last address.", name_of(w), i, given[i],
+               (unsigned long long)plan.bytes[w][i]);
       spans.push_back({begin, begin + uintptr_t(plan.bytes[w][i]), w});
     }
   }
@@ -157,7 +171,8 @@ kvx_status_t check_buffers(const Plan& plan, const kvx_convert_args_t& args, boo
   std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
   uintptr_t end[2] = {0, 0};
   for (const Span& s : spans) {
-    KVX_NEED(s.begin >= end[1 - s.which], "a source buffer and a destination buffer overlap. Convert into memory of its own.");
+    KVX_NEED(s.begin >= end[1 - s.which],
+             "a source buffer and a destination buffer overlap. Convert into memory of its own.");
     if (s.which == DST) KVX_NEED(s.begin >= end[DST], "two destination buffers overlap.");
     end[s.which] = std::max(end[s.which], s.end);
   }
@@ -170,7 +185,8 @@ void copy_indices(const kvx_array_t& a, std::vector<int64_t>* out) {
   out->resize(size_t(rows * columns));
   for (int64_t r = 0; r < rows; r++)
     for (int64_t c = 0; c < columns; c++)
-      (*out)[size_t(r * columns + c)] = read_index(a.data, ((a.ndim == 2 ? r * a.stride[0] : 0) + c * a.stride[a.ndim - 1]) * bytes, int32_t(bytes));
+      (*out)[size_t(r * columns + c)] =
+          read_index(a.data, ((a.ndim == 2 ? r * a.stride[0] : 0) + c * a.stride[a.ndim - 1]) * bytes, int32_t(bytes));
 }
 
 kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, bool has_destination, Bound* out) {
@@ -178,30 +194,37 @@ kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, bool 
   BlockTables& t = out->tables;
   const kvx_array_t* arrays[2] = {&args.src_blocks, &args.dst_blocks};
   const char* names[2] = {"src_blocks", "dst_blocks"};
-  const int64_t num_blocks[2] = {h.src_num_blocks, h.dst_num_blocks}, block_size[2] = {h.src_block_size, h.dst_block_size};
+  const int64_t num_blocks[2] = {h.src_num_blocks, h.dst_num_blocks},
+                block_size[2] = {h.src_block_size, h.dst_block_size};
   int64_t seqs[2], tokens[2];
   for (int w = 0; w < 2; w++) {
     const kvx_array_t& a = *arrays[w];
     KVX_NEED(a.ndim == 1 || a.ndim == 2, "%s has %u dimensions; it is [n] or [num_seqs, columns].", names[w], a.ndim);
-    KVX_NEED(a.dtype == KVX_DTYPE_S32 || a.dtype == KVX_DTYPE_S64, "%s is %s; it is S32 or S64.", names[w], dtype_name(a.dtype));
+    KVX_NEED(a.dtype == KVX_DTYPE_S32 || a.dtype == KVX_DTYPE_S64, "%s is %s; it is S32 or S64.", names[w],
+             dtype_name(a.dtype));
     KVX_TRY(check_array("", names[w], a, true));
     // Each id is some work, and is copied. Sequences may share a row of the source.
-    KVX_NEED(a.shape[a.ndim - 1] <= 1 || a.stride[a.ndim - 1] > 0, "%s has %lld ids of stride 0 in a row; the ids of a row must not be one. Call .contiguous().", names[w],
+    KVX_NEED(a.shape[a.ndim - 1] <= 1 || a.stride[a.ndim - 1] > 0,
+             "%s has %lld ids of stride 0 in a row; the ids of a row must not be one. Call .contiguous().", names[w],
              (long long)a.shape[a.ndim - 1]);
-    KVX_NEED(w == SRC || !has_destination || !overlaps_itself(a), "%s strides make two ids share an address.", names[w]);
+    KVX_NEED(w == SRC || !has_destination || !overlaps_itself(a), "%s strides make two ids share an address.",
+             names[w]);
     seqs[w] = a.ndim == 2 ? a.shape[0] : 1;
     t.columns[w] = a.shape[a.ndim - 1];
     t.num_blocks[w] = num_blocks[w], t.block_size[w] = block_size[w];
     KVX_NEED(mul_fits(t.columns[w], block_size[w], &tokens[w]), "%s is too long.", names[w]);
   }
-  KVX_NEED(seqs[0] == seqs[1], "src_blocks has %lld sequences and dst_blocks %lld.", (long long)seqs[0], (long long)seqs[1]);
+  KVX_NEED(seqs[0] == seqs[1], "src_blocks has %lld sequences and dst_blocks %lld.", (long long)seqs[0],
+           (long long)seqs[1]);
   const bool has_lens = args.seq_lens.data != nullptr;
   if (!has_lens)
-    KVX_NEED(tokens[0] == tokens[1], "src_blocks holds %lld tokens a sequence and dst_blocks %lld. Give seq_lens, or lists of equal length.", (long long)tokens[0],
-             (long long)tokens[1]);
+    KVX_NEED(tokens[0] == tokens[1],
+             "src_blocks holds %lld tokens a sequence and dst_blocks %lld. Give seq_lens, or lists of equal length.",
+             (long long)tokens[0], (long long)tokens[1]);
   if (has_lens) {
     const kvx_array_t& a = args.seq_lens;
-    KVX_NEED(a.ndim == 1 && a.shape[0] == seqs[0] && (a.dtype == KVX_DTYPE_S32 || a.dtype == KVX_DTYPE_S64), "seq_lens is [%lld] S32 or S64.", (long long)seqs[0]);
+    KVX_NEED(a.ndim == 1 && a.shape[0] == seqs[0] && (a.dtype == KVX_DTYPE_S32 || a.dtype == KVX_DTYPE_S64),
+             "seq_lens is [%lld] S32 or S64.", (long long)seqs[0]);
     KVX_TRY(check_array("", "seq_lens", a, true));
   }
   t.num_seqs = seqs[0];
@@ -209,7 +232,8 @@ kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, bool 
   const int64_t most = std::min(tokens[0], tokens[1]);
   t.units_per_seq = (most + t.unit_tokens - 1) / t.unit_tokens;
   int64_t units;
-  KVX_NEED(mul_fits(t.num_seqs, t.units_per_seq, &units), "%lld sequences of %lld units are too many.", (long long)t.num_seqs, (long long)t.units_per_seq);
+  KVX_NEED(mul_fits(t.num_seqs, t.units_per_seq, &units), "%lld sequences of %lld units are too many.",
+           (long long)t.num_seqs, (long long)t.units_per_seq);
   if (out->tables_on_device) {
     for (int w = 0; w < 2; w++) {
       const kvx_array_t& a = *arrays[w];
@@ -226,7 +250,9 @@ kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, bool 
     copy_indices(args.seq_lens, &out->lens);
     for (size_t s = 0; s < out->lens.size(); s++)
       if (out->lens[s] < 0 || out->lens[s] > most)
-        return fail(KVX_STATUS_OUT_OF_RANGE, "seq_lens[%zu] is %lld; the tables hold %lld tokens. Nothing was converted.", s, (long long)out->lens[s], (long long)most);
+        return fail(KVX_STATUS_OUT_OF_RANGE,
+                    "seq_lens[%zu] is %lld; the tables hold %lld tokens. Nothing was converted.", s,
+                    (long long)out->lens[s], (long long)most);
   }
   for (int w = 0; w < 2; w++) {
     copy_indices(*arrays[w], &out->ids[w]);
@@ -236,14 +262,16 @@ kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, bool 
       for (int64_t c = 0; c < used; c++) {
         const int64_t id = out->ids[w][size_t(s * t.columns[w] + c)];
         if (id >= num_blocks[w])
-          return fail(KVX_STATUS_OUT_OF_RANGE, "%s[%lld] is %lld; the %s has %lld blocks. Nothing was converted.", names[w], (long long)(s * t.columns[w] + c),
-                      (long long)id, name_of(w), (long long)num_blocks[w]);
+          return fail(KVX_STATUS_OUT_OF_RANGE, "%s[%lld] is %lld; the %s has %lld blocks. Nothing was converted.",
+                      names[w], (long long)(s * t.columns[w] + c), (long long)id, name_of(w), (long long)num_blocks[w]);
         if (w == DST && has_destination && id >= 0) named.push_back(id);
       }
     }
     std::sort(named.begin(), named.end());
     const auto twice = std::adjacent_find(named.begin(), named.end());
-    if (twice != named.end()) return fail(KVX_STATUS_INVALID_ARGUMENT, "dst_blocks names block %lld twice. Nothing was converted.", (long long)*twice);
+    if (twice != named.end())
+      return fail(KVX_STATUS_INVALID_ARGUMENT, "dst_blocks names block %lld twice. Nothing was converted.",
+                  (long long)*twice);
     t.ids[w] = out->ids[w].data(), t.index_bytes[w] = 8, t.index_stride[w] = 8, t.row_stride[w] = 8 * t.columns[w];
   }
   t.seq_lens = has_lens ? out->lens.data() : nullptr;
@@ -253,14 +281,17 @@ kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, bool 
 
 kvx_status_t check_memory(const kvx_convert_args_t& args, Bound* out) {
   if (args.version >> 16 != KVX_ABI_VERSION_MAJOR)
-    return fail(KVX_STATUS_INCOMPATIBLE, "args has version 0x%x; this library speaks %d.%d.", args.version, KVX_ABI_VERSION_MAJOR, KVX_ABI_VERSION_MINOR);
-  KVX_NEED(args.struct_bytes >= sizeof args && args.flags == 0, "args has %u bytes and flags %llu.", args.struct_bytes, (unsigned long long)args.flags);
+    return fail(KVX_STATUS_INCOMPATIBLE, "args has version 0x%x; this library speaks %d.%d.", args.version,
+                KVX_ABI_VERSION_MAJOR, KVX_ABI_VERSION_MINOR);
+  KVX_NEED(args.struct_bytes >= sizeof args && args.flags == 0, "args has %u bytes and flags %llu.", args.struct_bytes,
+           (unsigned long long)args.flags);
   bool device[3];
   const int32_t memory[3] = {args.src_memory, args.dst_memory, args.table_memory};
   const char* names[3] = {"src_memory", "dst_memory", "table_memory"};
   for (int i = 0; i < 3; i++) {
     device[i] = memory[i] == KVX_MEMORY_DEVICE || memory[i] == KVX_MEMORY_UNIFIED;
-    KVX_NEED(device[i] || memory[i] == KVX_MEMORY_HOST, "%s is %d; say HOST (1), DEVICE (2) or UNIFIED (3).", names[i], memory[i]);
+    KVX_NEED(device[i] || memory[i] == KVX_MEMORY_HOST, "%s is %d; say HOST (1), DEVICE (2) or UNIFIED (3).", names[i],
+             memory[i]);
   }
   out->on_device = device[0] || device[1];
   out->tables_on_device = device[2];
@@ -293,11 +324,13 @@ kvx_status_t bind_digest(const Plan& plan, kvx_convert_args_t args, Bound* out) 
   KVX_TRY(check_memory(args, out));
   KVX_NEED(plan.cells.empty(), "a plan that changes formats has no digest.");
   out->content = plan.header.content;
-  KVX_NEED(plan.header.src_block_size == plan.header.unit_tokens && plan.header.dst_block_size == plan.header.unit_tokens,
-           "the plan has units of %u tokens in blocks of %lld and %lld; a digest is made of whole blocks.", plan.header.unit_tokens, (long long)plan.header.src_block_size,
-           (long long)plan.header.dst_block_size);
+  KVX_NEED(
+      plan.header.src_block_size == plan.header.unit_tokens && plan.header.dst_block_size == plan.header.unit_tokens,
+      "the plan has units of %u tokens in blocks of %lld and %lld; a digest is made of whole blocks.",
+      plan.header.unit_tokens, (long long)plan.header.src_block_size, (long long)plan.header.dst_block_size);
   for (size_t i = 0; i < plan.boxes.size(); i++)
-    KVX_NEED(!moves_too_much(plan, plan.boxes[i], SRC), "the plan's box %zu reads more than %lld times the %llu bytes of the source.", i, (long long)kMostTimes,
+    KVX_NEED(!moves_too_much(plan, plan.boxes[i], SRC),
+             "the plan's box %zu reads more than %lld times the %llu bytes of the source.", i, (long long)kMostTimes,
              (unsigned long long)plan.all_bytes[SRC]);
   KVX_TRY(check_buffers(plan, args, false, out));
   KVX_TRY(bind_tables(plan, args, false, out));
@@ -310,7 +343,9 @@ kvx_status_t bind_digest(const Plan& plan, kvx_convert_args_t args, Bound* out) 
   return KVX_STATUS_OK;
 }
 
-kvx_status_t run(const Bound& bound, void* stream) { return bound.on_device ? cuda::convert(bound, stream) : cpu::convert(bound); }
+kvx_status_t run(const Bound& bound, void* stream) {
+  return bound.on_device ? cuda::convert(bound, stream) : cpu::convert(bound);
+}
 
 }  // namespace
 

@@ -20,20 +20,20 @@ struct Digit {
 struct Job {
   int64_t run;
   int num_digits;
-  Digit digit[KVX_PLAN_MAX_DIGITS];  // those with steps last
-  char* base[2];                     // address of index 0; NULL where buffers are looked up
-  int32_t buffer[2], block_step[2];  // looked up: the first, and from block to block
-  int64_t offset[2];                 // looked up: added to the buffer's address
-  int64_t block[2];                  // bytes from block to block
+  Digit digit[KVX_PLAN_MAX_DIGITS];      // those with steps last
+  char* base[2];                         // address of index 0; NULL where buffers are looked up
+  int32_t buffer[2], block_step[2];      // looked up: the first, and from block to block
+  int64_t offset[2];                     // looked up: added to the buffer's address
+  int64_t block[2];                      // bytes from block to block
   int64_t split[2], outer[2], inner[2];  // where a unit that starts inside a block begins
-  int align;                         // bytes every address and the run are a multiple of, at most 16
+  int align;                             // bytes every address and the run are a multiple of, at most 16
 };
 
 // A row of elements that changes its format, on one side.
 struct RowSide {
   kvx_plan_format_t format;
-  char* scales;        // address of index 0; NULL = none or inline
-  const float* tensor; // of the box's first layer; NULL = none
+  char* scales;         // address of index 0; NULL = none or inline
+  const float* tensor;  // of the box's first layer; NULL = none
 };
 
 struct CellDigit {
@@ -81,18 +81,18 @@ struct Bound {
   std::unique_ptr<Resident> resident;
 };
 
-// Digits that continue each other on both sides become one; the innermost becomes part of the run. `by` is the side whose order
-// the digits are put in.
+// Digits that continue each other on both sides become one; the innermost becomes part of the run. `by` is the side
+// whose order the digits are put in.
 void fold(Job* job, Which by);
 
-// For the digest, whose destination is coordinates: the digit that leads from piece to piece of a row, taken out of the job; one of
-// size 1 where rows are whole.
+// For the digest, whose destination is coordinates: the digit that leads from piece to piece of a row, taken out of the
+// job; one of size 1 where rows are whole.
 Digit take_pieces(Job* job);
 
 namespace cpu {
 kvx_status_t convert(const Bound& bound);
 void digest(const Bound& bound, uint64_t out[2]);  // added to out
-}
+}  // namespace cpu
 namespace cuda {
 kvx_status_t prepare_convert(Bound* bound);  // pinned memory checked, tables put on the device
 kvx_status_t convert(const Bound& bound, void* stream);

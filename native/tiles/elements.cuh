@@ -1,7 +1,8 @@
 // What a tile's rows hold, and how their bytes in shared memory become fragments of a multiplication.
 //
-// S = K * q has tokens down and queries across; out = V * p has dims down and queries across: with few queries a sequence, 16 rows of
-// keys fill a tensor core's tall side and no query row is padded to 16. Eight-bit rows become f16 on the way, exactly.
+// S = K * q has tokens down and queries across; out = V * p has dims down and queries across: with few queries a
+// sequence, 16 rows of keys fill a tensor core's tall side and no query row is padded to 16. Eight-bit rows become f16
+// on the way, exactly.
 #pragma once
 #include "tiles/ptx.cuh"
 
@@ -9,7 +10,8 @@ namespace kvx {
 namespace cuda {
 namespace tiles {
 
-// Rows of kBytes bytes in chunks of 16, chunk numbers mixed with the row so that eight rows of one column meet all banks.
+// Rows of kBytes bytes in chunks of 16, chunk numbers mixed with the row so that eight
+// rows of one column meet all banks.
 template <int kBytes> struct Swizzle {
   static constexpr int kChunks = kBytes / 16;
   static_assert(kBytes % 64 == 0, "rows of whole 64s");
@@ -42,8 +44,8 @@ template <class Numbers_> struct Halves {
   static __device__ __forceinline__ int value_dim(int half, int g) { return g + 8 * half; }
 };
 
-// Eight-bit elements: a group is 32 dims, two fragments. Dims are taken in the order that bytes fall out of a matrix of 16-bit
-// elements: four adjacent ones a lane for K, two adjacent ones for V.
+// Eight-bit elements: a group is 32 dims, two fragments. Dims are taken in the order that bytes fall out of a matrix of
+// 16-bit elements: four adjacent ones a lane for K, two adjacent ones for V.
 template <class Convert_> struct Bytes {
   using Convert = Convert_;
   using Numbers = F16Numbers;
@@ -77,19 +79,29 @@ template <class Convert_> struct Bytes {
 
 struct ConvertE4m3 {
   static __device__ __forceinline__ uint32_t prepare(uint32_t x) { return x; }
-  template <int A, int B> static __device__ __forceinline__ uint32_t pair(uint32_t x) { return e4m3_to_f16(A == 0 && B == 1 ? x : A == 2 && B == 3 ? x >> 16 : __byte_perm(x, 0, A | B << 4 | 0x4400)); }
-  static __device__ __forceinline__ uint2 four(uint32_t x) { return make_uint2(e4m3_to_f16(x), e4m3_high_to_f16(x)); }  // in their order
+  template <int A, int B> static __device__ __forceinline__ uint32_t pair(uint32_t x) {
+    return e4m3_to_f16(A == 0 && B == 1 ? x : A == 2 && B == 3 ? x >> 16 : __byte_perm(x, 0, A | B << 4 | 0x4400));
+  }
+  static __device__ __forceinline__ uint2 four(uint32_t x) {
+    return make_uint2(e4m3_to_f16(x), e4m3_high_to_f16(x));
+  }  // in their order
 };
 // f16 with the lower half of its mantissa gone: a code is its high byte.
 struct ConvertE5m2 {
   static __device__ __forceinline__ uint32_t prepare(uint32_t x) { return x; }
-  template <int A, int B> static __device__ __forceinline__ uint32_t pair(uint32_t x) { return __byte_perm(x, 0, 4 | A << 4 | 4 << 8 | B << 12); }
+  template <int A, int B> static __device__ __forceinline__ uint32_t pair(uint32_t x) {
+    return __byte_perm(x, 0, 4 | A << 4 | 4 << 8 | B << 12);
+  }
   static __device__ __forceinline__ uint2 four(uint32_t x) { return make_uint2(pair<0, 1>(x), pair<2, 3>(x)); }
 };
 struct ConvertS8 {
   static __device__ __forceinline__ uint32_t prepare(uint32_t x) { return x ^ 0x80808080u; }
-  template <int A, int B> static __device__ __forceinline__ uint32_t pair(uint32_t x) { return s8_to_f16(x, A | 4 << 4 | B << 8 | 4 << 12); }
-  static __device__ __forceinline__ uint2 four(uint32_t x) { return make_uint2(pair<0, 1>(prepare(x)), pair<2, 3>(prepare(x))); }
+  template <int A, int B> static __device__ __forceinline__ uint32_t pair(uint32_t x) {
+    return s8_to_f16(x, A | 4 << 4 | B << 8 | 4 << 12);
+  }
+  static __device__ __forceinline__ uint2 four(uint32_t x) {
+    return make_uint2(pair<0, 1>(prepare(x)), pair<2, 3>(prepare(x)));
+  }
 };
 
 using Bf16Rows = Halves<Bf16Numbers>;

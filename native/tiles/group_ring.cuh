@@ -1,12 +1,14 @@
-// A ring of tiles in shared memory that one warp fills and reads itself: it waits for its own copies, a group of them a tile, and for nobody else.
+// A ring of tiles in shared memory that one warp fills and reads itself: it waits for its own copies, a group of them a
+// tile, and for nobody else.
 //
 //   fill:  copy to stage `filling`, end_fill                 read:  wait_full, read stage `reading`, give_back
 //
-// kStages - 1 tiles are filled before the first is waited for; then each step waits for one, fills one and reads one. Waiting counts groups, so
-// a step that has nothing left to copy ends its fill as well. What is filled while a tile is read goes where the tile before it was.
+// kStages - 1 tiles are filled before the first is waited for; then each step waits for one, fills one and reads one.
+// Waiting counts groups, so a step that has nothing left to copy ends its fill as well. What is filled while a tile is
+// read goes where the tile before it was.
 //
-// A few words about a tile stand apart from it, so that every tile begins a line of 128 bytes: rows that straddle lines arrive in more
-// pieces, and an H200 read 5 % less a second.
+// A few words about a tile stand apart from it, so that every tile begins a line of 128 bytes: rows that straddle lines
+// arrive in more pieces, and an H200 read 5 % less a second.
 #pragma once
 #include "tiles/ptx.cuh"
 
@@ -25,7 +27,9 @@ template <int kStages_, int kTileBytes_> struct GroupRing {
 
   __device__ __forceinline__ char* tile(int stage) const { return stages + stage * kTileBytes; }
   __device__ __forceinline__ uint32_t tile_at(int stage) const { return stages_at + stage * kTileBytes; }
-  __device__ __forceinline__ uint32_t* note(int stage) const { return reinterpret_cast<uint32_t*>(stages + kStages * kTileBytes + stage * kNoteBytes); }
+  __device__ __forceinline__ uint32_t* note(int stage) const {
+    return reinterpret_cast<uint32_t*>(stages + kStages * kTileBytes + stage * kNoteBytes);
+  }
 
   __device__ __forceinline__ void end_fill() {
     commit_copies();

@@ -1,12 +1,15 @@
 // A ring of tiles in shared memory: some threads fill a stage while others read another.
 //
-// A stage has two barriers: "full", its tile is there, and "free", all who read it are done. Each side walks through the stages with a Ring of
-// its own, which counts tiles; stage and phase follow from the count, so that neither can be a lap off.
+// A stage has two barriers: "full", its tile is there, and "free", all who read it are done. Each side walks through
+// the stages with a Ring of its own, which counts tiles; stage and phase follow from the count, so that neither can be
+// a lap off.
 //
-//   fill:  wait_free, write tile(), show it to multiplications, arrive_full, next        (or fill: all around what the caller writes)
+//   fill:  wait_free, write tile(), show it to multiplications, arrive_full, next
+//          (or fill: all around what the caller writes)
 //   read:  wait_full, read tile(), give_back
 //
-// Who fills is the caller's: rows through a block table (row_filler.cuh), the copy engine (map_filler.cuh), or what comes out of registers.
+// Who fills is the caller's: rows through a block table (row_filler.cuh), the copy engine (map_filler.cuh), or what
+// comes out of registers.
 #pragma once
 #include "tiles/barrier.cuh"
 
@@ -28,7 +31,8 @@ template <int kStages_, int kTileBytes_> struct Ring {
   // By one thread, before any other comes by. `fills` and `reads`: how many arrivals make a stage full, and free.
   __device__ __forceinline__ void init(int fills, int reads) const {
 #pragma unroll
-    for (int s = 0; s < kStages; s++) init_barrier(barriers + s * 8, fills), init_barrier(barriers + (kStages + s) * 8, reads);
+    for (int s = 0; s < kStages; s++)
+      init_barrier(barriers + s * 8, fills), init_barrier(barriers + (kStages + s) * 8, reads);
   }
 
   __device__ __forceinline__ void next() { step++; }

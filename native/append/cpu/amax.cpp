@@ -1,10 +1,10 @@
 // amax on the host: each thread takes a range of tokens; entries of the output are raised one at a time.
 #include <vector>
 
-#include "run.h"
-#include "table.h"
 #include "cpu/carry.h"
 #include "cpu/row.h"
+#include "run.h"
+#include "table.h"
 
 namespace kvx {
 namespace cpu {
@@ -56,13 +56,14 @@ kvx_status_t amax(const AmaxParams& p) {
     for (int64_t t = 0; t < p.num_tokens; t++) {
       const int64_t slot = slot_of(p, t);
       if (slot >= p.num_slots && slot != p.invalid_slot)
-        return fail(KVX_STATUS_OUT_OF_RANGE, "slot_mapping[%lld] is %lld; amax covers %lld slots.", (long long)t, (long long)slot, (long long)p.num_slots);
+        return fail(KVX_STATUS_OUT_OF_RANGE, "slot_mapping[%lld] is %lld; amax covers %lld slots.", (long long)t,
+                    (long long)slot, (long long)p.num_slots);
     }
   const RowTable& ops = best_rows();
   Carry carry;
   const int threads = p.num_tokens * p.num_heads * p.head_dim < 65536 ? 1 : int(least(max_threads(), p.num_tokens));
-  // Threads take ranges of tokens. Without a block axis each keeps maxima of its own per head; with one, entries are raised
-  // under a lock by row: rows are long, and two threads seldom meet in one block.
+  // Threads take ranges of tokens. Without a block axis each keeps maxima of its own per head; with one, entries are
+  // raised under a lock by row: rows are long, and two threads seldom meet in one block.
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int i = 0; i < threads; i++) {
     const int64_t begin = p.num_tokens * i / threads, end = p.num_tokens * (i + 1) / threads;

@@ -1,14 +1,15 @@
-// Norm, rotation and append on the host. Positions and slots are checked first, so that an OUT_OF_RANGE call has written nothing.
+// Norm, rotation and append on the host. Positions and slots are checked first, so that an OUT_OF_RANGE call has
+// written nothing.
 #include "append/append.h"
 
 #include <string.h>
 
 #include <vector>
 
-#include "run.h"
-#include "table.h"
 #include "cpu/carry.h"
 #include "cpu/row.h"
+#include "run.h"
+#include "table.h"
 
 namespace kvx {
 namespace cpu {
@@ -17,20 +18,25 @@ namespace {
 
 constexpr int64_t kThreadBytes = 64 << 10;  // under this, starting threads costs more than it saves
 
-int64_t slot_of(const WriteParams& p, int64_t token) { return read_index(p.slots, token * p.slot_stride, p.slot_bytes); }
-int64_t position_of(const NormRopeParams& p, int64_t token) { return read_index(p.positions, token * p.position_stride, p.position_bytes); }
+int64_t slot_of(const WriteParams& p, int64_t token) {
+  return read_index(p.slots, token * p.slot_stride, p.slot_bytes);
+}
+int64_t position_of(const NormRopeParams& p, int64_t token) {
+  return read_index(p.positions, token * p.position_stride, p.position_bytes);
+}
 
 kvx_status_t check_indices(const AppendParams& p) {
   for (int64_t t = 0; t < p.num_tokens && p.norm_rope.rotary; t++) {
     const int64_t at = position_of(p.norm_rope, t);
     if (at < 0 || at >= p.norm_rope.max_positions)
-      return fail(KVX_STATUS_OUT_OF_RANGE, "positions[%lld] is %lld; cos and sin have %lld rows. Nothing was written.", (long long)t, (long long)at,
-                  (long long)p.norm_rope.max_positions);
+      return fail(KVX_STATUS_OUT_OF_RANGE, "positions[%lld] is %lld; cos and sin have %lld rows. Nothing was written.",
+                  (long long)t, (long long)at, (long long)p.norm_rope.max_positions);
   }
   for (int64_t t = 0; t < p.num_tokens && p.has_cache; t++) {
     const int64_t slot = slot_of(p.kv, t);
     if (slot >= p.kv.num_slots && slot != p.kv.invalid_slot)
-      return fail(KVX_STATUS_OUT_OF_RANGE, "slot_mapping[%lld] is %lld; the cache has %lld slots. Nothing was written.", (long long)t, (long long)slot, (long long)p.kv.num_slots);
+      return fail(KVX_STATUS_OUT_OF_RANGE, "slot_mapping[%lld] is %lld; the cache has %lld slots. Nothing was written.",
+                  (long long)t, (long long)slot, (long long)p.kv.num_slots);
   }
   return KVX_STATUS_OK;
 }
@@ -48,7 +54,8 @@ void unpack_row(const RowsParams& r, char* dst, int64_t n, const char* src) {
 // What one thread keeps: f32 tables of its token, a row in the making.
 class Worker {
  public:
-  Worker(const AppendParams& p, const RowTable& ops, const float* const weight[2]) : p_(p), n_(p.norm_rope), ops_(ops), io_(p.rows[ROW_K].dtype ? p.rows[ROW_K].dtype : p.rows[ROW_Q].dtype) {
+  Worker(const AppendParams& p, const RowTable& ops, const float* const weight[2])
+      : p_(p), n_(p.norm_rope), ops_(ops), io_(p.rows[ROW_K].dtype ? p.rows[ROW_K].dtype : p.rows[ROW_Q].dtype) {
     const int64_t widest = greatest(greatest(p.dim[ROW_Q], p.dim[ROW_K]), p.dim[ROW_V]);
     int64_t room = 8;
     while (room < widest) room *= 2;
@@ -58,7 +65,8 @@ class Worker {
     in_ = bytes_.data(), made_ = in_ + widest * element_bytes(io_);
     tables_ = floats_.data() + scratch;
     for (int kind = 0; kind < 2; kind++)
-      rope_[kind] = RopeRow{p.dim[kind], n_.rotary, weight[kind], tables_, tables_ + n_.rotary / 2, floats_.data(), n_.eps, n_.inverse_dim, n_.style};
+      rope_[kind] = RopeRow{p.dim[kind],    n_.rotary, weight[kind],   tables_, tables_ + n_.rotary / 2,
+                            floats_.data(), n_.eps,    n_.inverse_dim, n_.style};
   }
 
   void token(int64_t t) {
@@ -82,11 +90,14 @@ class Worker {
   void load_tables(int64_t at) {
     const int64_t half = n_.rotary / 2;
     if (n_.table_dtype == KVX_DTYPE_F32) {  // read in place
-      for (RopeRow& r : rope_) r.cos = reinterpret_cast<const float*>(n_.cos + at * n_.cos_row), r.sin = reinterpret_cast<const float*>(n_.sin + at * n_.sin_row);
+      for (RopeRow& r : rope_)
+        r.cos = reinterpret_cast<const float*>(n_.cos + at * n_.cos_row),
+        r.sin = reinterpret_cast<const float*>(n_.sin + at * n_.sin_row);
       return;
     }
     ops_.encode[n_.table_dtype][KVX_DTYPE_F32](reinterpret_cast<char*>(tables_), n_.cos + at * n_.cos_row, half, 1.0f);
-    ops_.encode[n_.table_dtype][KVX_DTYPE_F32](reinterpret_cast<char*>(tables_ + half), n_.sin + at * n_.sin_row, half, 1.0f);
+    ops_.encode[n_.table_dtype][KVX_DTYPE_F32](reinterpret_cast<char*>(tables_ + half), n_.sin + at * n_.sin_row, half,
+                                               1.0f);
   }
 
   // The changed row, adjacent: in `to` where that is given.
@@ -141,7 +152,8 @@ kvx_status_t append(const AppendParams& p) {
   for (int i = 0; i < 2; i++) {
     if (p.norm_rope.weight[i] == nullptr) continue;
     weights[i].resize(size_t(p.dim[i]));
-    ops.encode[p.norm_rope.weight_dtype[i]][KVX_DTYPE_F32](reinterpret_cast<char*>(weights[i].data()), p.norm_rope.weight[i], p.dim[i], 1.0f);
+    ops.encode[p.norm_rope.weight_dtype[i]][KVX_DTYPE_F32](reinterpret_cast<char*>(weights[i].data()),
+                                                           p.norm_rope.weight[i], p.dim[i], 1.0f);
     for (float& w : weights[i]) w += p.norm_rope.weight_offset;
     weight[i] = weights[i].data();
   }

@@ -1,12 +1,13 @@
-// Norm, rotation and append on the device, one launch a call. Two kernels: sixteen elements a lane with everything in registers,
-// and one row a warp by way of shared memory for the rest (odd sizes, strided elements, casts, formats that differ in K and V).
+// Norm, rotation and append on the device, one launch a call. Two kernels: sixteen elements a lane with everything in
+// registers, and one row a warp by way of shared memory for the rest (odd sizes, strided elements, casts, formats that
+// differ in K and V).
 #include "append/append.h"
 
-#include "run.h"
-#include "table.h"
 #include "cuda/columns.cuh"
 #include "cuda/generic.cuh"
 #include "cuda/rope.cuh"
+#include "run.h"
+#include "table.h"
 
 namespace kvx {
 namespace cuda {
@@ -27,10 +28,11 @@ struct CellPlace {
   char* data;
   const int64_t* bases;  // NULL: blocks lie in one buffer
   uint32_t block, token, head, piece;
-  FastDivider pack;      // elements of the inner part of dim
+  FastDivider pack;  // elements of the inner part of dim
 
   __device__ __forceinline__ char* row(uint32_t block_id, uint32_t offset, uint32_t head_id) const {
-    char* base = bases ? reinterpret_cast<char*>(uintptr_t(__ldg(reinterpret_cast<const long long*>(bases) + block_id))) : data + step(block_id, block);
+    char* base = bases ? reinterpret_cast<char*>(uintptr_t(__ldg(reinterpret_cast<const long long*>(bases) + block_id)))
+                       : data + step(block_id, block);
     return base + step(offset, token) + step(head_id, head);
   }
   template <int C> __device__ __forceinline__ uint64_t element(uint32_t e) const {
@@ -44,17 +46,17 @@ struct LaneArgs {
   RowPlace row[ROW_KINDS];
   CellPlace cell[2];
   ScaleParams scale[2];
-  PieceMap map[2];             // Q and K; V
+  PieceMap map[2];  // Q and K; V
   const void* slots;
   int64_t num_slots, invalid;
   unsigned long long* errors;
   FastDivider block_size;
-  FastDivider share;           // groups of lanes that share the rows of a token
+  FastDivider share;  // groups of lanes that share the rows of a token
   uint32_t num_tokens, num_rows, q_end, k_end, rounds;
   uint32_t lanes, lane_shift;  // of a row: a power of two
   uint32_t scale_lanes;        // that share a scale
   uint32_t slot_stride;
-  int32_t slot_bytes, width;   // width: bytes a store of codes may have
+  int32_t slot_bytes, width;  // width: bytes a store of codes may have
   bool has_cache, is_ordered, has_norm, finds_scale;
 };
 
@@ -65,16 +67,20 @@ struct LaneRow {
   bool is_row, is_busy;  // there is such a row; this lane holds a part of it
 };
 
-// The usual row, known when compiled: all of it rotates by halves of 8 * Lanes elements, K and V are as wide as Q, and Q and K are
-// both normed or neither is. Lanes 0 with NORM_AS_TOLD is everything else.
+// The usual row, known when compiled: all of it rotates by halves of 8 * Lanes elements, K and V are as wide as Q, and
+// Q and K are both normed or neither is. Lanes 0 with NORM_AS_TOLD is everything else.
 enum NormKind { NORM_NONE, NORM_BOTH, NORM_AS_TOLD };
 
 // Everything of a token is found once; its rows then go by with the next one already on its way.
 template <int IO, int C, int Lanes, int Norm>
-__global__ void __launch_bounds__(kThreads, IO == KVX_DTYPE_F32 ? 4 : 5) append_lanes(const __grid_constant__ LaneArgs a) {
+__global__ void __launch_bounds__(kThreads, IO == KVX_DTYPE_F32 ? 4 : 5)
+    append_lanes(const __grid_constant__ LaneArgs a) {
   constexpr bool is_usual = Lanes != 0;
   const NormRopeParams& n = a.norm_rope;
-  const uint32_t lanes = is_usual ? Lanes : a.lanes, lane_shift = is_usual ? (Lanes == 4 ? 2 : Lanes == 8 ? 3 : 4) : a.lane_shift;
+  const uint32_t lanes = is_usual ? Lanes : a.lanes, lane_shift = is_usual ? (Lanes == 4   ? 2
+                                                                              : Lanes == 8 ? 3
+                                                                                           : 4)
+                                                                           : a.lane_shift;
   const PieceMap map = is_usual ? PieceMap{Lanes, 2 * Lanes} : a.map[0];
   const bool is_half = is_usual || n.style == KVX_ROPE_HALF;
   const uint32_t lane = threadIdx.x & (lanes - 1);
@@ -115,7 +121,8 @@ __global__ void __launch_bounds__(kThreads, IO == KVX_DTYPE_F32 ? 4 : 5) append_
   const bool is_placed = is_token && (n.rotary == 0 || uint64_t(at) < uint64_t(n.max_positions));
   const bool is_cached = is_placed && uint64_t(slot) < uint64_t(a.num_slots) && slot != a.invalid;
   const uint32_t block = a.block_size.divide(uint32_t(slot)), offset = uint32_t(slot) - block * a.block_size.d;
-  if (a.errors && is_token && first == 0 && lane == 0 && (!is_placed || (slot >= a.num_slots && slot != a.invalid))) atomicAdd(a.errors, 1ull);
+  if (a.errors && is_token && first == 0 && lane == 0 && (!is_placed || (slot >= a.num_slots && slot != a.invalid)))
+    atomicAdd(a.errors, 1ull);
 
   const bool rotates = is_usual || (n.rotary && is_placed && lane * kChunk < uint32_t(n.rotary));
   float c[kPiece], s[kPiece];
@@ -179,7 +186,8 @@ __global__ void __launch_bounds__(kThreads, IO == KVX_DTYPE_F32 ? 4 : 5) append_
       const CellPlace& cell = a.cell[here.kind - 1];
       if (is_busy && is_cached) {
         char* p = cell.row(block, offset, here.head);
-        store_pieces<IO>(p + cell.element<C>(piece_a(here) / element_bytes<IO>), p + cell.element<C>(piece_b(here) / element_bytes<IO>), chunk);
+        store_pieces<IO>(p + cell.element<C>(piece_a(here) / element_bytes<IO>),
+                         p + cell.element<C>(piece_b(here) / element_bytes<IO>), chunk);
       }
     }
     if constexpr (C != IO) {
@@ -193,18 +201,23 @@ __global__ void __launch_bounds__(kThreads, IO == KVX_DTYPE_F32 ? 4 : 5) append_
       const uint32_t mine = magnitude_bits(chunk);
       uint32_t most = mine;
       if (a.finds_scale) {
-        for (uint32_t hop = a.scale_lanes / 2; hop > 0; hop /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, int(hop)));
-        if (__any_sync(0xffffffffu, most >= kInfinity)) {  // rare: a NaN or an infinity somewhere in the warp, which does not count
+        for (uint32_t hop = a.scale_lanes / 2; hop > 0; hop /= 2)
+          most = max(most, __shfl_xor_sync(0xffffffffu, most, int(hop)));
+        if (__any_sync(0xffffffffu,
+                       most >= kInfinity)) {  // rare: a NaN or an infinity somewhere in the warp, which does not count
           most = finite_magnitude_bits(chunk);
-          for (uint32_t hop = a.scale_lanes / 2; hop > 0; hop /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, int(hop)));
+          for (uint32_t hop = a.scale_lanes / 2; hop > 0; hop /= 2)
+            most = max(most, __shfl_xor_sync(0xffffffffu, most, int(hop)));
         }
       }
       if (is_coded) {
         const int i = here.kind - 1;
         const uint32_t group = a.scale[i].num_groups > 1 ? lane / a.scale_lanes : 0;
         const bool owns = (lane & (a.scale_lanes - 1)) == 0;
-        const Quantiser<C> q(settle_scale(a.scale[i], C, token, block, offset, here.head, group, __uint_as_float(most), owns));
-        encode_chunk<IO, C>(a.cell[i].row(block, offset, here.head) + a.cell[i].element<C>(lane * kChunk), chunk, mine, q, a.width);
+        const Quantiser<C> q(
+            settle_scale(a.scale[i], C, token, block, offset, here.head, group, __uint_as_float(most), owns));
+        encode_chunk<IO, C>(a.cell[i].row(block, offset, here.head) + a.cell[i].element<C>(lane * kChunk), chunk, mine,
+                            q, a.width);
       }
     }
   }
@@ -244,14 +257,19 @@ __global__ void __launch_bounds__(kThreads) append_warps(const __grid_constant__
   float* x = shared + (threadIdx.x / 32) * (2 * a.row_floats + a.sum_floats);
   char* made = reinterpret_cast<char*>(x + a.row_floats);
   float* sums = x + 2 * a.row_floats;
-  const int64_t per_token = p.heads[0] + p.heads[1] + p.heads[2], num_rows = p.num_tokens * per_token, warps = int64_t(gridDim.x) * (blockDim.x / 32);
+  const int64_t per_token = p.heads[0] + p.heads[1] + p.heads[2], num_rows = p.num_tokens * per_token,
+                warps = int64_t(gridDim.x) * (blockDim.x / 32);
   for (int64_t index = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32; index < num_rows; index += warps) {
     const int64_t token = index / per_token, row = index % per_token;
     const int kind = row < p.heads[0] ? ROW_Q : row < p.heads[0] + p.heads[1] ? ROW_K : ROW_V;
-    const int64_t head = kind == ROW_Q ? row : kind == ROW_K ? row - p.heads[0] : row - p.heads[0] - p.heads[1], dim = p.dim[kind];
+    const int64_t head = kind == ROW_Q   ? row
+                         : kind == ROW_K ? row - p.heads[0]
+                                         : row - p.heads[0] - p.heads[1],
+                  dim = p.dim[kind];
     const int64_t at = n.rotary ? read_index(n.positions, token * n.position_stride, n.position_bytes) : 0;
     const int64_t slot = p.has_cache ? read_index(p.kv.slots, token * p.kv.slot_stride, p.kv.slot_bytes) : -1;
-    const bool is_placed = n.rotary == 0 || uint64_t(at) < uint64_t(n.max_positions), is_past = slot >= p.kv.num_slots && slot != p.kv.invalid_slot && p.has_cache;
+    const bool is_placed = n.rotary == 0 || uint64_t(at) < uint64_t(n.max_positions),
+               is_past = slot >= p.kv.num_slots && slot != p.kv.invalid_slot && p.has_cache;
     if (p.errors && row == 0 && lane == 0 && (!is_placed || is_past)) atomicAdd(p.errors, 1ull);
     const bool to_cell = p.has_cache && kind != ROW_Q;
     if (!is_placed || (to_cell && (slot < 0 || is_past || slot == p.kv.invalid_slot))) continue;
@@ -266,12 +284,14 @@ __global__ void __launch_bounds__(kThreads) append_warps(const __grid_constant__
         const float r = norm_factor(sum_of_squares(x, dim, sums, a.sum_floats), n.inverse_dim, n.eps);
         const int size = dtype_bits(n.weight_dtype[kind]) / 8;
         for (int64_t d = lane; d < dim; d += 32)
-          x[d] = __fmul_rn(__fmul_rn(x[d], r), __fadd_rn(load_float(n.weight[kind] + d * size, n.weight_dtype[kind]), n.weight_offset));
+          x[d] = __fmul_rn(__fmul_rn(x[d], r),
+                           __fadd_rn(load_float(n.weight[kind] + d * size, n.weight_dtype[kind]), n.weight_offset));
         __syncwarp();
       }
       const int64_t half = n.rotary / 2, size = dtype_bits(n.table_dtype) / 8;
       for (int64_t i = lane; i < half; i += 32) {
-        const float c = load_float(n.cos + at * n.cos_row + i * size, n.table_dtype), s = load_float(n.sin + at * n.sin_row + i * size, n.table_dtype);
+        const float c = load_float(n.cos + at * n.cos_row + i * size, n.table_dtype),
+                    s = load_float(n.sin + at * n.sin_row + i * size, n.table_dtype);
         if (n.style == KVX_ROPE_HALF) rotate_pair(&x[i], &x[i + half], c, s);
         else rotate_pair(&x[2 * i], &x[2 * i + 1], c, s);
       }
@@ -285,12 +305,14 @@ __global__ void __launch_bounds__(kThreads) append_warps(const __grid_constant__
       const PlaneParams& plane = p.kv.plane[kind - 1];
       int64_t block, offset;
       a.divider.split(slot, &block, &offset);
-      char* base = p.bases[kind - 1] ? reinterpret_cast<char*>(uintptr_t(p.bases[kind - 1][block])) : plane.data + block * plane.block;
+      char* base = p.bases[kind - 1] ? reinterpret_cast<char*>(uintptr_t(p.bases[kind - 1][block]))
+                                     : plane.data + block * plane.block;
       write_row(plane, rows, base + offset * plane.token + head * plane.head, src, token, block, offset, head);
     } else {
       const RowsParams& out = p.rows_out[kind];
       char* dst = out.data + token * out.token + head * out.head;
-      for (int64_t d = lane; d < dim; d += 32) copy_element(dst + d * out.dim, src + d * rows.dim, dtype_bits(rows.dtype));
+      for (int64_t d = lane; d < dim; d += 32)
+        copy_element(dst + d * out.dim, src + d * rows.dim, dtype_bits(rows.dtype));
     }
   }
 }
@@ -322,22 +344,26 @@ bool fits_lanes(const AppendParams& p) {
   for (int i = 0; i < 2; i++) {
     const PlaneParams& c = plane[i];
     const int group = c.scale.group_size;
-    if (!has_dense_pieces(c) || c.block > kMaxStride || c.token > kMaxStride || c.head > kMaxStride || c.dim_hi > kMaxStride) return false;
+    if (!has_dense_pieces(c) || c.block > kMaxStride || c.token > kMaxStride || c.head > kMaxStride ||
+        c.dim_hi > kMaxStride)
+      return false;
     if (c.pack % (is_quantised(dtype) ? kChunk : kPiece)) return false;
-    if (common_alignment(uint64_t(uintptr_t(c.data)) | cell_address_bits(c)) < (is_quantised(dtype) ? 4 : 16)) return false;
+    if (common_alignment(uint64_t(uintptr_t(c.data)) | cell_address_bits(c)) < (is_quantised(dtype) ? 4 : 16))
+      return false;
     if (c.scale.num_groups > 1 && (group % kChunk || (group & (group - 1)))) return false;
   }
   const ScaleParams &k = plane[0].scale, &v = plane[1].scale;
   return (k.num_groups > 1) == (v.num_groups > 1) && (k.num_groups == 1 || k.group_size == v.group_size);
 }
 
-// Rows a thread sees: few where the device would not be filled, otherwise enough to make cos, sin and weights worth keeping,
-// and such that few threads are left over.
+// Rows a thread sees: few where the device would not be filled, otherwise enough to make cos, sin and weights worth
+// keeping, and such that few threads are left over.
 uint32_t rounds_of(int64_t tokens, uint32_t rows, uint32_t lanes, int num_sms) {
   uint32_t best = 1, waste = rows;
   for (uint32_t rounds = 4; rounds > 1; rounds--) {
     const uint32_t share = uint32_t(divide_up(rows, rounds)), idle = share * rounds - rows;
-    if (tokens * share * lanes >= int64_t(num_sms) * 1024 && idle < waste && idle * 8 <= rows) best = rounds, waste = idle;
+    if (tokens * share * lanes >= int64_t(num_sms) * 1024 && idle < waste && idle * 8 <= rows)
+      best = rounds, waste = idle;
   }
   return best;
 }
@@ -349,7 +375,8 @@ kvx_status_t run_lanes(const AppendParams& p, int num_sms, void* stream) {
   int64_t widest = 0;
   for (int kind = 0; kind < ROW_KINDS; kind++) {
     const RowsParams &in = p.rows[kind], &out = p.rows_out[kind];
-    a.row[kind] = RowPlace{in.data, out.data, uint32_t(in.token), uint32_t(in.head), uint32_t(out.token), uint32_t(out.head)};
+    a.row[kind] =
+        RowPlace{in.data, out.data, uint32_t(in.token), uint32_t(in.head), uint32_t(out.token), uint32_t(out.head)};
     if (p.heads[kind]) widest = p.dim[kind] > widest ? p.dim[kind] : widest;
   }
   for (a.lanes = 1; a.lanes * kChunk < widest; a.lanes *= 2) a.lane_shift++;
@@ -373,7 +400,8 @@ kvx_status_t run_lanes(const AppendParams& p, int num_sms, void* stream) {
     uint64_t bits = 0;
     for (int i = 0; i < 2; i++) {
       const PlaneParams& c = p.kv.plane[i];
-      a.cell[i] = CellPlace{c.data, p.bases[i], uint32_t(c.block), uint32_t(c.token), uint32_t(c.head), uint32_t(c.dim_hi), make_fast_divider(c.pack)};
+      a.cell[i] = CellPlace{c.data,           p.bases[i],         uint32_t(c.block),        uint32_t(c.token),
+                            uint32_t(c.head), uint32_t(c.dim_hi), make_fast_divider(c.pack)};
       a.scale[i] = c.scale;
       a.finds_scale = a.finds_scale || c.scale.mode == SCALE_COMPUTED;
       bits |= uint64_t(uintptr_t(c.data)) | cell_address_bits(c);
@@ -387,28 +415,43 @@ kvx_status_t run_lanes(const AppendParams& p, int num_sms, void* stream) {
   }
   const int64_t blocks = divide_up(p.num_tokens * a.share.d, kThreads >> a.lane_shift);
   const dim3 grid(unsigned(blocks), 1, 1), threads(kThreads, 1, 1);
-  const bool is_norm_alike = p.heads[ROW_Q] == 0 || p.heads[ROW_K] == 0 || (n.weight[0] != nullptr) == (n.weight[1] != nullptr);
+  const bool is_norm_alike =
+      p.heads[ROW_Q] == 0 || p.heads[ROW_K] == 0 || (n.weight[0] != nullptr) == (n.weight[1] != nullptr);
   const bool is_usual = a.is_ordered && is_norm_alike && (p.heads[ROW_V] == 0 || p.dim[ROW_V] == dim);
   const int key = is_usual ? io << 16 | dtype << 8 | int(a.lanes) << 1 | int(a.has_norm) : 0;
-#define KVX_USUAL(io_, c, lanes_)                                                                                                                          \
-  case io_ << 16 | c << 8 | lanes_ << 1: return launch_early("append_lanes", append_lanes<io_, c, lanes_, NORM_NONE>, grid, threads, stream, a); \
-  case io_ << 16 | c << 8 | lanes_ << 1 | 1: return launch_early("append_lanes", append_lanes<io_, c, lanes_, NORM_BOTH>, grid, threads, stream, a);
+#define KVX_USUAL(io_, c, lanes_)                                                                           \
+  case io_ << 16 | c << 8 | lanes_ << 1:                                                                    \
+    return launch_early("append_lanes", append_lanes<io_, c, lanes_, NORM_NONE>, grid, threads, stream, a); \
+  case io_ << 16 | c << 8 | lanes_ << 1 | 1:                                                                \
+    return launch_early("append_lanes", append_lanes<io_, c, lanes_, NORM_BOTH>, grid, threads, stream, a);
   switch (key) {
-    KVX_USUAL(KVX_DTYPE_BF16, KVX_DTYPE_BF16, 8) KVX_USUAL(KVX_DTYPE_BF16, KVX_DTYPE_BF16, 4) KVX_USUAL(KVX_DTYPE_BF16, KVX_DTYPE_F8_E4M3, 8)
-    KVX_USUAL(KVX_DTYPE_BF16, KVX_DTYPE_S8, 8) KVX_USUAL(KVX_DTYPE_F16, KVX_DTYPE_F16, 8) KVX_USUAL(KVX_DTYPE_F16, KVX_DTYPE_F8_E4M3, 8)
+    KVX_USUAL(KVX_DTYPE_BF16, KVX_DTYPE_BF16, 8)
+    KVX_USUAL(KVX_DTYPE_BF16, KVX_DTYPE_BF16, 4)
+    KVX_USUAL(KVX_DTYPE_BF16, KVX_DTYPE_F8_E4M3, 8)
+    KVX_USUAL(KVX_DTYPE_BF16, KVX_DTYPE_S8, 8)
+    KVX_USUAL(KVX_DTYPE_F16, KVX_DTYPE_F16, 8)
+    KVX_USUAL(KVX_DTYPE_F16, KVX_DTYPE_F8_E4M3, 8)
   }
 #undef KVX_USUAL
   // The rest of the table: every IO type to itself and to every quantised type.
 #define KVX_LANES(io_, c) \
   case c: return launch_early("append_lanes", append_lanes<io_, c, 0, NORM_AS_TOLD>, grid, threads, stream, a);
-#define KVX_FROM(io_)                                                                                                                                    \
-  case io_:                                                                                                                                              \
-    switch (dtype) {                                                                                                                                     \
-      KVX_LANES(io_, io_) KVX_LANES(io_, KVX_DTYPE_F8_E4M3) KVX_LANES(io_, KVX_DTYPE_F8_E5M2) KVX_LANES(io_, KVX_DTYPE_S8) KVX_LANES(io_, KVX_DTYPE_S4) \
-      KVX_LANES(io_, KVX_DTYPE_E2M1)                                                                                                                     \
-    }                                                                                                                                                    \
+#define KVX_FROM(io_)                   \
+  case io_:                             \
+    switch (dtype) {                    \
+      KVX_LANES(io_, io_)               \
+      KVX_LANES(io_, KVX_DTYPE_F8_E4M3) \
+      KVX_LANES(io_, KVX_DTYPE_F8_E5M2) \
+      KVX_LANES(io_, KVX_DTYPE_S8)      \
+      KVX_LANES(io_, KVX_DTYPE_S4)      \
+      KVX_LANES(io_, KVX_DTYPE_E2M1)    \
+    }                                   \
     break;
-  switch (io) { KVX_FROM(KVX_DTYPE_F16) KVX_FROM(KVX_DTYPE_BF16) KVX_FROM(KVX_DTYPE_F32) }
+  switch (io) {
+    KVX_FROM(KVX_DTYPE_F16)
+    KVX_FROM(KVX_DTYPE_BF16)
+    KVX_FROM(KVX_DTYPE_F32)
+  }
 #undef KVX_FROM
 #undef KVX_LANES
   return fail(KVX_STATUS_INTERNAL_ERROR, "no kernel from %s to %s.", dtype_name(io), dtype_name(dtype));
@@ -425,7 +468,10 @@ kvx_status_t run_warps(const AppendParams& p, int num_sms, void* stream) {
   while (a.sum_floats * kPiece < widest) a.sum_floats *= 2;
   const int64_t warp_bytes = 4 * (2 * int64_t(a.row_floats) + a.sum_floats);
   constexpr int64_t kSharedBytes = 48 << 10;  // what every device gives without asking
-  if (warp_bytes > kSharedBytes) return fail(KVX_STATUS_UNSUPPORTED, "head_dim %lld is more than the device kernel's rows hold (%lld). The host has no such bound.", (long long)widest, (long long)(kSharedBytes / 9));
+  if (warp_bytes > kSharedBytes)
+    return fail(KVX_STATUS_UNSUPPORTED,
+                "head_dim %lld is more than the device kernel's rows hold (%lld). The host has no such bound.",
+                (long long)widest, (long long)(kSharedBytes / 9));
   int warps = kThreads / 32;
   while (warps * warp_bytes > kSharedBytes) warps /= 2;
   const int64_t blocks = divide_up(p.num_tokens * rows, warps), most = int64_t(num_sms) * 32;

@@ -1,8 +1,8 @@
 // gather on the device: the mirror of write.cu. Threads keep a column and walk over positions of one sequence.
-#include "run.h"
-#include "table.h"
 #include "cuda/columns.cuh"
 #include "cuda/generic.cuh"
+#include "run.h"
+#include "table.h"
 
 namespace kvx {
 namespace cuda {
@@ -21,19 +21,19 @@ struct GatherArgs {
   PackedArgs packed;
   Columns columns;
   BlockDivider divider;
-  FastDivider tiles;     // position tiles per sequence
-  FastDivider group[2];  // chunks per scale
-  int32_t width;         // bytes a load of codes may have
+  FastDivider tiles;      // position tiles per sequence
+  FastDivider group[2];   // chunks per scale
+  int32_t width;          // bytes a load of codes may have
   bool counts_sequences;  // the launch that holds K
 };
 
 // The sequence a block of threads works on.
 struct Sequence {
-  uint32_t seq, first;    // `first`: position of this thread's first row
-  uint32_t count;         // output rows
-  int64_t length;         // tokens in the cache
-  int64_t out;            // packed output: first row
-  bool is_bad;            // packed output: rows outside the output
+  uint32_t seq, first;  // `first`: position of this thread's first row
+  uint32_t count;       // output rows
+  int64_t length;       // tokens in the cache
+  int64_t out;          // packed output: first row
+  bool is_bad;          // packed output: rows outside the output
 };
 
 template <bool Packed, int U> __device__ __forceinline__ Sequence find_sequence(const GatherArgs& a) {
@@ -50,9 +50,12 @@ template <bool Packed, int U> __device__ __forceinline__ Sequence find_sequence(
   return s;
 }
 
-// A sequence with an impossible length or row range counts once. Called last: the length is then there, and nothing waited.
+// A sequence with an impossible length or row range counts once. Called last: the length
+// is then there, and nothing waited.
 __device__ __forceinline__ void count_bad_sequence(const GatherArgs& a, const Sequence& s) {
-  if (a.counts_sequences && a.p.errors && s.first == 0 && threadIdx.x == 0 && blockIdx.y == 0 && (s.length < 0 || s.is_bad)) atomicAdd(a.p.errors, 1ull);
+  if (a.counts_sequences && a.p.errors && s.first == 0 && threadIdx.x == 0 && blockIdx.y == 0 &&
+      (s.length < 0 || s.is_bad))
+    atomicAdd(a.p.errors, 1ull);
 }
 
 struct Source {
@@ -62,10 +65,12 @@ struct Source {
 
 // Bad block ids are counted once a position: by the first column of K, and of V where it has ids of its own.
 __device__ __forceinline__ void count_bad(const GatherArgs& a, const Column& c) {
-  if (a.p.errors && c.head == 0 && c.index == 0 && (c.plane == 0 || a.p.table.format == KVX_BLOCK_TABLE_KV_OFFSETS)) atomicAdd(a.p.errors, 1ull);
+  if (a.p.errors && c.head == 0 && c.index == 0 && (c.plane == 0 || a.p.table.format == KVX_BLOCK_TABLE_KV_OFFSETS))
+    atomicAdd(a.p.errors, 1ull);
 }
 
-template <bool Packed> __device__ __forceinline__ Source find_source(const GatherArgs& a, const Sequence& s, uint32_t pos, const Column& c) {
+template <bool Packed> __device__ __forceinline__ Source find_source(const GatherArgs& a, const Sequence& s,
+                                                                     uint32_t pos, const Column& c) {
   Source out = {nullptr, 0, 0};
   if (pos >= s.count) return out;
   const uint32_t logical = a.packed.block_size.divide(pos);
@@ -73,7 +78,9 @@ template <bool Packed> __device__ __forceinline__ Source find_source(const Gathe
   if constexpr (Packed) {
     // The index is loaded beside the length, not after it: one wait less before the data.
     int64_t id = -1;
-    if (logical < a.packed.max_blocks) id = read_index(a.packed.indices, step(s.seq, a.packed.row_stride) + step(logical, a.packed.index_stride), a.p.table.index_bytes);
+    if (logical < a.packed.max_blocks)
+      id = read_index(a.packed.indices, step(s.seq, a.packed.row_stride) + step(logical, a.packed.index_stride),
+                      a.p.table.index_bytes);
     if (int64_t(pos) >= s.length) return out;
     if (uint64_t(id) < a.packed.num_blocks) {
       const ColumnPlane& plane = a.columns.plane[c.plane];
@@ -134,7 +141,8 @@ __global__ void __launch_bounds__(256) gather_chunks(const __grid_constant__ Gat
     if (from.cell == nullptr) continue;
     if constexpr (is_code<C>) {
       codes[u] = load_codes<C>(from.cell + c.cell, a.width);
-      scale[u] = read_scale(a.p.plane[c.plane].scale, from.block, from.offset, c.head, a.group[c.plane].divide(c.index));
+      scale[u] =
+          read_scale(a.p.plane[c.plane].scale, from.block, from.offset, c.head, a.group[c.plane].divide(c.index));
     } else {
       const RawChunk<C> raw = load_raw<C>(from.cell + c.cell);
 #pragma unroll
@@ -181,13 +189,16 @@ __global__ void __launch_bounds__(256) gather_rows(const __grid_constant__ Gathe
   if (place.state == BLOCK_BAD && threadIdx.x == 0) count_bad(a, Column{plane_index, 0, 0, 0, 0});
   char* dst = output_row(p, plane_index, s.seq, RowRange{s.out, s.count}, pos);
   for (int64_t head = threadIdx.x / 32; head < p.num_heads; head += blockDim.x / 32) {
-    if (place.state == BLOCK_FOUND) gather_row(plane, rows, dst + head * rows.head, place.base + offset * plane.token + head * plane.head, place.id, offset, head);
+    if (place.state == BLOCK_FOUND)
+      gather_row(plane, rows, dst + head * rows.head, place.base + offset * plane.token + head * plane.head, place.id,
+                 offset, head);
     else zero_row(rows, dst + head * rows.head, plane.head_dim);
   }
 }
 
 kvx_status_t too_many(const GatherParams& p) {
-  return fail(KVX_STATUS_UNSUPPORTED, "%lld sequences of %lld rows are more than one launch takes.", (long long)(p.table.num_seqs * p.table.beam_width), (long long)p.max_seq_len);
+  return fail(KVX_STATUS_UNSUPPORTED, "%lld sequences of %lld rows are more than one launch takes.",
+              (long long)(p.table.num_seqs * p.table.beam_width), (long long)p.max_seq_len);
 }
 
 template <class Launch>
@@ -208,9 +219,13 @@ template <bool Packed>
 kvx_status_t run_copy(GatherArgs& a, int width, int num_sms, void* stream) {
   return with_grid(a, num_sms, [&](dim3 grid, dim3 block, bool unroll) {
     switch (width) {
-#define KVX_COPY(w) \
-  case w: return unroll ? launch_early("gather_copy", gather_copy<w, Packed, 2>, grid, block, stream, a) : launch_early("gather_copy", gather_copy<w, Packed, 1>, grid, block, stream, a);
-      KVX_COPY(16) KVX_COPY(8) KVX_COPY(4)
+#define KVX_COPY(w)                                                                                \
+  case w:                                                                                          \
+    return unroll ? launch_early("gather_copy", gather_copy<w, Packed, 2>, grid, block, stream, a) \
+                  : launch_early("gather_copy", gather_copy<w, Packed, 1>, grid, block, stream, a);
+      KVX_COPY(16)
+      KVX_COPY(8)
+      KVX_COPY(4)
       default: KVX_COPY(2)
 #undef KVX_COPY
     }
@@ -222,22 +237,35 @@ template <int C, int IO>
 kvx_status_t run_chunks_as(GatherArgs& a, int num_sms, void* stream) {
   const bool packed = a.p.table.format == KVX_BLOCK_TABLE_PACKED;
   return with_grid(a, num_sms, [&](dim3 grid, dim3 block, bool unroll) {
-    if (!packed) return unroll ? launch_early("gather_chunks", gather_chunks<C, IO, false, 2>, grid, block, stream, a) : launch_early("gather_chunks", gather_chunks<C, IO, false, 1>, grid, block, stream, a);
-    return unroll ? launch_early("gather_chunks", gather_chunks<C, IO, true, 2>, grid, block, stream, a) : launch_early("gather_chunks", gather_chunks<C, IO, true, 1>, grid, block, stream, a);
+    if (!packed)
+      return unroll ? launch_early("gather_chunks", gather_chunks<C, IO, false, 2>, grid, block, stream, a)
+                    : launch_early("gather_chunks", gather_chunks<C, IO, false, 1>, grid, block, stream, a);
+    return unroll ? launch_early("gather_chunks", gather_chunks<C, IO, true, 2>, grid, block, stream, a)
+                  : launch_early("gather_chunks", gather_chunks<C, IO, true, 1>, grid, block, stream, a);
   });
 }
 
 kvx_status_t run_chunks(GatherArgs& a, int dtype, int io, int num_sms, void* stream) {
 #define KVX_FROM(io_, c) \
   case c: return run_chunks_as<c, io_>(a, num_sms, stream);
-#define KVX_TO(io_)                                                                                                                  \
-  case io_:                                                                                                                          \
-    switch (dtype) {                                                                                                                 \
-      KVX_FROM(io_, KVX_DTYPE_F16) KVX_FROM(io_, KVX_DTYPE_BF16) KVX_FROM(io_, KVX_DTYPE_F32) KVX_FROM(io_, KVX_DTYPE_F8_E4M3)        \
-      KVX_FROM(io_, KVX_DTYPE_F8_E5M2) KVX_FROM(io_, KVX_DTYPE_S8) KVX_FROM(io_, KVX_DTYPE_S4) KVX_FROM(io_, KVX_DTYPE_E2M1)          \
-    }                                                                                                                                \
+#define KVX_TO(io_)                    \
+  case io_:                            \
+    switch (dtype) {                   \
+      KVX_FROM(io_, KVX_DTYPE_F16)     \
+      KVX_FROM(io_, KVX_DTYPE_BF16)    \
+      KVX_FROM(io_, KVX_DTYPE_F32)     \
+      KVX_FROM(io_, KVX_DTYPE_F8_E4M3) \
+      KVX_FROM(io_, KVX_DTYPE_F8_E5M2) \
+      KVX_FROM(io_, KVX_DTYPE_S8)      \
+      KVX_FROM(io_, KVX_DTYPE_S4)      \
+      KVX_FROM(io_, KVX_DTYPE_E2M1)    \
+    }                                  \
     break;
-  switch (io) { KVX_TO(KVX_DTYPE_F16) KVX_TO(KVX_DTYPE_BF16) KVX_TO(KVX_DTYPE_F32) }
+  switch (io) {
+    KVX_TO(KVX_DTYPE_F16)
+    KVX_TO(KVX_DTYPE_BF16)
+    KVX_TO(KVX_DTYPE_F32)
+  }
 #undef KVX_TO
 #undef KVX_FROM
   return fail(KVX_STATUS_INTERNAL_ERROR, "no kernel from %s to %s.", dtype_name(dtype), dtype_name(io));
@@ -257,26 +285,36 @@ kvx_status_t gather_planes(GatherArgs& a, int first, int last, int num_sms, void
   a.columns = Columns{};
   a.counts_sequences = first == 0;
   const TableParams& t = p.table;
-  const bool small = p.num_rows <= kMaxCount && p.max_seq_len <= kMaxCount && p.num_blocks <= kMaxCount && t.row_stride <= kMaxStride && t.index_stride <= kMaxStride;
-  a.packed = PackedArgs{static_cast<const char*>(t.indices), uint32_t(t.row_stride), uint32_t(t.index_stride), uint32_t(t.max_blocks < kMaxCount ? t.max_blocks : kMaxCount),
-                        uint32_t(p.num_blocks), make_fast_divider(p.block_size)};
+  const bool small = p.num_rows <= kMaxCount && p.max_seq_len <= kMaxCount && p.num_blocks <= kMaxCount &&
+                     t.row_stride <= kMaxStride && t.index_stride <= kMaxStride;
+  a.packed = PackedArgs{static_cast<const char*>(t.indices),
+                        uint32_t(t.row_stride),
+                        uint32_t(t.index_stride),
+                        uint32_t(t.max_blocks < kMaxCount ? t.max_blocks : kMaxCount),
+                        uint32_t(p.num_blocks),
+                        make_fast_divider(p.block_size)};
   bool copies = small, chunks = small;
   int width = 16;
   uint64_t cells = 0;
   for (int i = first; i <= last; i++) {
     // Pooled blocks start at the pools, not at the planes.
-    const uint64_t base = p.pool[0] ? uint64_t(uintptr_t(p.pool[0])) | uint64_t(uintptr_t(p.pool[1])) | uint64_t(p.pool_stride) : uint64_t(uintptr_t(p.plane[i].data));
+    const uint64_t base =
+        p.pool[0] ? uint64_t(uintptr_t(p.pool[0])) | uint64_t(uintptr_t(p.pool[1])) | uint64_t(p.pool_stride)
+                  : uint64_t(uintptr_t(p.plane[i].data));
     const uint64_t rows = uint64_t(p.seq_rows[i]);
     const bool fits = fits_32(p.plane[i], p.rows[i], p.num_heads);
     copies = copies && fits && is_copy(p.plane[i], p.rows[i]);
-    chunks = chunks && fits && fits_chunks(p.plane[i], p.rows[i], base) && rows % 16 == 0 && p.plane[i].dtype == p.plane[first].dtype && p.rows[i].dtype == p.rows[first].dtype;
+    chunks = chunks && fits && fits_chunks(p.plane[i], p.rows[i], base) && rows % 16 == 0 &&
+             p.plane[i].dtype == p.plane[first].dtype && p.rows[i].dtype == p.rows[first].dtype;
     const int w = copy_width(p.plane[i], p.rows[i], base | rows);
     width = w < width ? w : width;
     cells |= base | cell_address_bits(p.plane[i]);
   }
   if (copies) {
-    for (int i = first; i <= last; i++) set_copy_columns(p.plane[i], p.rows[i], p.num_heads, width, &a.columns.plane[i], &a.columns.count[i]);
-    return p.table.format == KVX_BLOCK_TABLE_PACKED ? run_copy<true>(a, width, num_sms, stream) : run_copy<false>(a, width, num_sms, stream);
+    for (int i = first; i <= last; i++)
+      set_copy_columns(p.plane[i], p.rows[i], p.num_heads, width, &a.columns.plane[i], &a.columns.count[i]);
+    return p.table.format == KVX_BLOCK_TABLE_PACKED ? run_copy<true>(a, width, num_sms, stream)
+                                                    : run_copy<false>(a, width, num_sms, stream);
   }
   if (chunks) {
     a.width = common_alignment(cells);

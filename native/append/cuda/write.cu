@@ -1,8 +1,9 @@
-// write on the device. Three kernels: bytes as they are, chunks with a cast or a quantisation, and one row a warp for the rest.
-#include "run.h"
-#include "table.h"
+// write on the device. Three kernels: bytes as they are, chunks with a cast or a quantisation, and one row a warp for
+// the rest.
 #include "cuda/columns.cuh"
 #include "cuda/generic.cuh"
+#include "run.h"
+#include "table.h"
 
 namespace kvx {
 namespace cuda {
@@ -29,8 +30,8 @@ struct PlainScale {
   uint32_t block, token, head, group;
 };
 
-// How a kernel comes by the scale of a chunk. FIXED: the same for every token, read once. PLAIN: found from the row; PLAIN_8
-// where eight threads share one (head_dim 128), so that the hops are known. ANY: whatever ScaleParams can say.
+// How a kernel comes by the scale of a chunk. FIXED: the same for every token, read once. PLAIN: found from the row;
+// PLAIN_8 where eight threads share one (head_dim 128), so that the hops are known. ANY: whatever ScaleParams can say.
 enum ScaleKind { SCALE_FIXED, SCALE_PLAIN, SCALE_PLAIN_8, SCALE_ANY };
 
 struct ChunkArgs {
@@ -65,7 +66,8 @@ __device__ __forceinline__ void count_bad(const SlotParams& p, const Slot& s) {
   if (s.is_bad && p.errors && blockIdx.y == 0 && threadIdx.x == 0) atomicAdd(p.errors, 1ull);
 }
 
-// U tokens a thread: their loads are in flight before the first slot is needed. Measured on an H200: 2 is best for a copy.
+// U tokens a thread: their loads are in flight before the first slot is needed. Measured
+// on an H200: 2 is best for a copy.
 template <int Width, int U>
 __global__ void __launch_bounds__(256) write_copy(const __grid_constant__ CopyArgs a) {
   using T = typename Vec<Width>::T;
@@ -151,11 +153,14 @@ __global__ void __launch_bounds__(256, IO == KVX_DTYPE_F32 ? 3 : 5) write_chunks
           const PlainScale& plain = a.plain[c.plane];
           float found = divide_by_qmax<C>(__uint_as_float(most));
           found = found > 1e-6f ? found : 1e-6f;
-          if (owns) *reinterpret_cast<float*>(plain.data + step(s.block, plain.block) + step(s.offset, plain.token) + step(c.head, plain.head) + step(group, plain.group)) = found;
+          if (owns)
+            *reinterpret_cast<float*>(plain.data + step(s.block, plain.block) + step(s.offset, plain.token) +
+                                      step(c.head, plain.head) + step(group, plain.group)) = found;
           encode_chunk<IO, C>(place, raw[u], mine, Quantiser<C>::of_largest(found), a.width);
           continue;
         }
-        const Quantiser<C> q(settle_scale(scale, C, token, s.block, s.offset, c.head, group, __uint_as_float(most), owns));
+        const Quantiser<C> q(
+            settle_scale(scale, C, token, s.block, s.offset, c.head, group, __uint_as_float(most), owns));
         encode_chunk<IO, C>(place, raw[u], mine, q, a.width);
       }
     }
@@ -200,16 +205,22 @@ kvx_status_t with_grid(const Columns& columns, int64_t num_tokens, int num_sms, 
   const int64_t wide = divide_up(num_tokens, int64_t(tile.lanes) * 2);
   const bool unroll = wide * across >= 4 * num_sms;
   const int64_t grid = unroll ? wide : divide_up(num_tokens, tile.lanes);
-  if (grid > 0x7fffffff || across > 65535) return fail(KVX_STATUS_UNSUPPORTED, "%lld tokens of %lld columns are more than one launch takes.", (long long)num_tokens, (long long)count);
+  if (grid > 0x7fffffff || across > 65535)
+    return fail(KVX_STATUS_UNSUPPORTED, "%lld tokens of %lld columns are more than one launch takes.",
+                (long long)num_tokens, (long long)count);
   return run(dim3(unsigned(grid), across), dim3(tile.columns, tile.lanes), unroll);
 }
 
 kvx_status_t run_copy(const CopyArgs& a, int width, int num_sms, void* stream) {
   return with_grid(a.columns, a.slots.num_tokens, num_sms, [&](dim3 grid, dim3 block, bool unroll) {
     switch (width) {
-#define KVX_COPY(w) \
-  case w: return unroll ? launch_early("write_copy", write_copy<w, 2>, grid, block, stream, a) : launch_early("write_copy", write_copy<w, 1>, grid, block, stream, a);
-      KVX_COPY(16) KVX_COPY(8) KVX_COPY(4)
+#define KVX_COPY(w)                                                                      \
+  case w:                                                                                \
+    return unroll ? launch_early("write_copy", write_copy<w, 2>, grid, block, stream, a) \
+                  : launch_early("write_copy", write_copy<w, 1>, grid, block, stream, a);
+      KVX_COPY(16)
+      KVX_COPY(8)
+      KVX_COPY(4)
       default: KVX_COPY(2)
 #undef KVX_COPY
     }
@@ -229,20 +240,30 @@ kvx_status_t run_chunks_as(const ChunkArgs& a, int num_sms, void* stream) {
 kvx_status_t run_chunks(const ChunkArgs& a, int io, int dtype, ScaleKind kind, int num_sms, void* stream) {
 #define KVX_CAST(io_, c) \
   case c: return run_chunks_as<io_, c, SCALE_FIXED>(a, num_sms, stream);
-#define KVX_CODE(io_, c)                                                                        \
-  case c:                                                                                       \
-    return kind == SCALE_FIXED ? run_chunks_as<io_, c, SCALE_FIXED>(a, num_sms, stream)         \
-           : kind == SCALE_PLAIN ? run_chunks_as<io_, c, SCALE_PLAIN>(a, num_sms, stream)       \
-           : kind == SCALE_PLAIN_8 ? run_chunks_as<io_, c, SCALE_PLAIN_8>(a, num_sms, stream)   \
+#define KVX_CODE(io_, c)                                                                      \
+  case c:                                                                                     \
+    return kind == SCALE_FIXED     ? run_chunks_as<io_, c, SCALE_FIXED>(a, num_sms, stream)   \
+           : kind == SCALE_PLAIN   ? run_chunks_as<io_, c, SCALE_PLAIN>(a, num_sms, stream)   \
+           : kind == SCALE_PLAIN_8 ? run_chunks_as<io_, c, SCALE_PLAIN_8>(a, num_sms, stream) \
                                    : run_chunks_as<io_, c, SCALE_ANY>(a, num_sms, stream);
-#define KVX_FROM(io_)                                                                                                            \
-  case io_:                                                                                                                      \
-    switch (dtype) {                                                                                                             \
-      KVX_CAST(io_, KVX_DTYPE_F16) KVX_CAST(io_, KVX_DTYPE_BF16) KVX_CAST(io_, KVX_DTYPE_F32) KVX_CODE(io_, KVX_DTYPE_F8_E4M3)    \
-      KVX_CODE(io_, KVX_DTYPE_F8_E5M2) KVX_CODE(io_, KVX_DTYPE_S8) KVX_CODE(io_, KVX_DTYPE_S4) KVX_CODE(io_, KVX_DTYPE_E2M1)      \
-    }                                                                                                                            \
+#define KVX_FROM(io_)                  \
+  case io_:                            \
+    switch (dtype) {                   \
+      KVX_CAST(io_, KVX_DTYPE_F16)     \
+      KVX_CAST(io_, KVX_DTYPE_BF16)    \
+      KVX_CAST(io_, KVX_DTYPE_F32)     \
+      KVX_CODE(io_, KVX_DTYPE_F8_E4M3) \
+      KVX_CODE(io_, KVX_DTYPE_F8_E5M2) \
+      KVX_CODE(io_, KVX_DTYPE_S8)      \
+      KVX_CODE(io_, KVX_DTYPE_S4)      \
+      KVX_CODE(io_, KVX_DTYPE_E2M1)    \
+    }                                  \
     break;
-  switch (io) { KVX_FROM(KVX_DTYPE_F16) KVX_FROM(KVX_DTYPE_BF16) KVX_FROM(KVX_DTYPE_F32) }
+  switch (io) {
+    KVX_FROM(KVX_DTYPE_F16)
+    KVX_FROM(KVX_DTYPE_BF16)
+    KVX_FROM(KVX_DTYPE_F32)
+  }
 #undef KVX_FROM
 #undef KVX_CODE
 #undef KVX_CAST
@@ -250,7 +271,10 @@ kvx_status_t run_chunks(const ChunkArgs& a, int io, int dtype, ScaleKind kind, i
 }
 
 kvx_status_t run_rows(const WriteParams& p, int plane, unsigned long long* errors, int num_sms, void* stream) {
-  const RowArgs a{p.plane[plane], p.rows[plane], p.slots, p.slot_stride, p.num_tokens, p.num_slots, p.invalid_slot, p.num_heads, make_divider(p.block_size), errors, p.slot_bytes};
+  const RowArgs a{p.plane[plane], p.rows[plane], p.slots,
+                  p.slot_stride,  p.num_tokens,  p.num_slots,
+                  p.invalid_slot, p.num_heads,   make_divider(p.block_size),
+                  errors,         p.slot_bytes};
   const int64_t blocks = divide_up(p.num_tokens * p.num_heads, 8), most = int64_t(num_sms) * 32;
   return launch("write_rows", write_rows, dim3(unsigned(blocks < most ? blocks : most)), dim3(256), stream, a);
 }
@@ -263,41 +287,54 @@ ScaleKind kind_of(const ScaleParams& s) {
 }
 
 // One plane, or both when one kernel serves them (first = 0, last = 1).
-kvx_status_t write_planes(const WriteParams& p, int first, int last, unsigned long long* errors, int num_sms, void* stream, bool* done) {
+kvx_status_t write_planes(const WriteParams& p, int first, int last, unsigned long long* errors, int num_sms,
+                          void* stream, bool* done) {
   *done = true;
   uint64_t base[2];
   for (int i = 0; i < 2; i++) base[i] = uint64_t(uintptr_t(p.plane[i].data));
   const bool small = p.num_tokens <= kMaxCount && p.num_slots <= kMaxCount && p.slot_stride <= kMaxStride;
-  const SlotParams slots{p.slots, p.num_slots, p.invalid_slot, errors, make_fast_divider(p.block_size), uint32_t(p.num_tokens), uint32_t(p.slot_stride), p.slot_bytes};
+  const SlotParams slots{p.slots,
+                         p.num_slots,
+                         p.invalid_slot,
+                         errors,
+                         make_fast_divider(p.block_size),
+                         uint32_t(p.num_tokens),
+                         uint32_t(p.slot_stride),
+                         p.slot_bytes};
   bool copies = small, chunks = small;
   int width = 16;
   uint64_t cells = 0;
   for (int i = first; i <= last; i++) {
     const bool fits = fits_32(p.plane[i], p.rows[i], p.num_heads);
     copies = copies && fits && is_copy(p.plane[i], p.rows[i]);
-    chunks = chunks && fits && fits_chunks(p.plane[i], p.rows[i], base[i]) && p.plane[i].dtype == p.plane[first].dtype && p.rows[i].dtype == p.rows[first].dtype;
+    chunks = chunks && fits && fits_chunks(p.plane[i], p.rows[i], base[i]) &&
+             p.plane[i].dtype == p.plane[first].dtype && p.rows[i].dtype == p.rows[first].dtype;
     const int w = copy_width(p.plane[i], p.rows[i], base[i]);
     width = w < width ? w : width;
     cells |= base[i] | cell_address_bits(p.plane[i]);
   }
   if (copies) {
     CopyArgs a{{}, slots};
-    for (int i = first; i <= last; i++) set_copy_columns(p.plane[i], p.rows[i], p.num_heads, width, &a.columns.plane[i], &a.columns.count[i]);
+    for (int i = first; i <= last; i++)
+      set_copy_columns(p.plane[i], p.rows[i], p.num_heads, width, &a.columns.plane[i], &a.columns.count[i]);
     return run_copy(a, width, num_sms, stream);
   }
   if (chunks) {
     ChunkArgs a{{}, slots, {}, {}, {}, common_alignment(cells)};
-    const ScaleKind kind = kind_of(p.plane[first].scale) == kind_of(p.plane[last].scale) ? kind_of(p.plane[first].scale) : SCALE_ANY;
+    const ScaleKind kind =
+        kind_of(p.plane[first].scale) == kind_of(p.plane[last].scale) ? kind_of(p.plane[first].scale) : SCALE_ANY;
     bool shuffles = true;
     for (int i = first; i <= last; i++) {
       set_chunk_columns(p.plane[i], p.rows[i], p.num_heads, &a.columns.plane[i], &a.columns.count[i]);
       a.scale[i] = p.plane[i].scale;
       a.group[i] = make_fast_divider(p.plane[i].scale.group_size / kChunk);
       const ScaleParams& scale = p.plane[i].scale;
-      a.plain[i] = PlainScale{scale.data, uint32_t(scale.block), uint32_t(scale.token), uint32_t(scale.head), uint32_t(scale.group)};
+      a.plain[i] = PlainScale{scale.data, uint32_t(scale.block), uint32_t(scale.token), uint32_t(scale.head),
+                              uint32_t(scale.group)};
     }
     const Tile tile = make_tile(int64_t(a.columns.count[0]) + a.columns.count[1]);
-    for (int i = first; i <= last; i++) shuffles = shuffles && (p.plane[i].scale.mode != SCALE_COMPUTED || fits_shuffle(p.plane[i], tile));
+    for (int i = first; i <= last; i++)
+      shuffles = shuffles && (p.plane[i].scale.mode != SCALE_COMPUTED || fits_shuffle(p.plane[i], tile));
     if (shuffles) return run_chunks(a, p.rows[first].dtype, p.plane[first].dtype, kind, num_sms, stream);
   }
   *done = first == last;

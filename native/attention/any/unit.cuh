@@ -1,7 +1,7 @@
 // Eight elements of a row of any format: loaded as they lie, and turned into bf16 parts.
 //
-// A number is a sum of bf16 parts, each what the ones before it leave over: one holds codes of 8 and 4 bits exactly, also times a scale of few
-// bits (e4m3, e8m0); two hold 16 bits of any number; three hold f32.
+// A number is a sum of bf16 parts, each what the ones before it leave over: one holds codes of 8 and 4 bits exactly,
+// also times a scale of few bits (e4m3, e8m0); two hold 16 bits of any number; three hold f32.
 #pragma once
 #include "cuda/chunk.cuh"
 #include "tiles/ptx.cuh"
@@ -14,24 +14,25 @@ constexpr int kUnit = 8;
 // One plane of the cache, as units see it.
 struct AnyPlane {
   PlaneParams p;
-  int32_t dims, units;       // of a row; units are an even number, so that they fill whole multiplications
-  int32_t threads;           // that load: each has every `row_step`th row, or unit where elements lie apart
-  int32_t is_staged;         // units are copied ahead of their use
-  int32_t raw_at, raw_steps; // where units lie as they come, in shared memory: [2 tiles][raw_steps][thread]
+  int32_t dims, units;        // of a row; units are an even number, so that they fill whole multiplications
+  int32_t threads;            // that load: each has every `row_step`th row, or unit where elements lie apart
+  int32_t is_staged;          // units are copied ahead of their use
+  int32_t raw_at, raw_steps;  // where units lie as they come, in shared memory: [2 tiles][raw_steps][thread]
   int32_t row_step, unit_step;
-  FastDivider split;         // of a thread's number: into row and unit, or where elements lie apart into unit and row
-  FastDivider per_group;     // units under one scale
-  int32_t bits;              // of an element
-  int32_t load_bytes;        // of a load: a whole unit's up to 16, or 4; 0 = element by element
-  int32_t has_groups;        // scales along the row, which multiply elements; others multiply scores and weights
-  int32_t scale_words;       // of a row's scales, copied ahead; 0 = read where they are used
+  FastDivider split;      // of a thread's number: into row and unit, or where elements lie apart into unit and row
+  FastDivider per_group;  // units under one scale
+  int32_t bits;           // of an element
+  int32_t load_bytes;     // of a load: a whole unit's up to 16, or 4; 0 = element by element
+  int32_t has_groups;     // scales along the row, which multiply elements; others multiply scores and weights
+  int32_t scale_words;    // of a row's scales, copied ahead; 0 = read where they are used
 };
 
 // The words of a unit, element by element: rows whose elements lie apart, or that are no multiple of eight.
 template <int kBits> struct UnitWords {
   uint32_t w[kBits / 4];
 };
-template <int kBits> __device__ __noinline__ UnitWords<kBits> load_elements(const AnyPlane& a, const char* row, uint32_t first) {
+template <int kBits> __device__ __noinline__ UnitWords<kBits> load_elements(const AnyPlane& a, const char* row,
+                                                                            uint32_t first) {
   UnitWords<kBits> x = {};
   constexpr int kStep = kBits == 4 ? 2 : 1;  // elements of a load
   if (!row) return x;
@@ -57,7 +58,9 @@ __device__ __forceinline__ int64_t unit_offset(const AnyPlane& a, uint32_t unit)
 
 // A unit's bytes to shared memory, zeros where it is not there; `bytes` of a copy are 16, 8 or 4.
 template <int kBytes> __device__ __forceinline__ void copy_unit(uint32_t to, const char* from, int is_there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes), "r"(is_there ? kBytes : 0) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes),
+               "r"(is_there ? kBytes : 0)
+               : "memory");
 }
 
 __device__ __forceinline__ void two_halves(uint32_t pair, float* x) {
@@ -66,11 +69,13 @@ __device__ __forceinline__ void two_halves(uint32_t pair, float* x) {
 }
 
 __device__ __forceinline__ uint32_t multiply_bf16(uint32_t x, uint32_t y) {
-  const __nv_bfloat162 z = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&x), *reinterpret_cast<const __nv_bfloat162*>(&y));
+  const __nv_bfloat162 z =
+      __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&x), *reinterpret_cast<const __nv_bfloat162*>(&y));
   return *reinterpret_cast<const uint32_t*>(&z);
 }
 
-// A unit's numbers as bf16, where that holds them. Codes are brought into bf16 as they are: 128 + x has an x under 16 in its low bits.
+// A unit's numbers as bf16, where that holds them. Codes are brought into bf16 as they are: 128 + x has an x under 16
+// in its low bits.
 template <int kBits> __device__ __forceinline__ void decode_pairs(const uint32_t* words, int dtype, uint32_t (&x)[4]) {
   if constexpr (kBits == 16) {
 #pragma unroll
@@ -96,16 +101,20 @@ template <int kBits> __device__ __forceinline__ void decode_pairs(const uint32_t
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const uint32_t bits = (flipped >> 4 * i & 0x000f000fu) | 0x43004300u;
-      const __nv_bfloat162 moved = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&bits), __float2bfloat162_rn(136.f));
+      const __nv_bfloat162 moved =
+          __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&bits), __float2bfloat162_rn(136.f));
       apart[i] = *reinterpret_cast<const uint32_t*>(&moved);
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++) x[i] = __byte_perm(apart[2 * i], apart[2 * i + 1], 0x5410), x[i + 2] = __byte_perm(apart[2 * i], apart[2 * i + 1], 0x7632);
+    for (int i = 0; i < 2; i++)
+      x[i] = __byte_perm(apart[2 * i], apart[2 * i + 1], 0x5410),
+      x[i + 2] = __byte_perm(apart[2 * i], apart[2 * i + 1], 0x7632);
   } else {
 #pragma unroll
     for (int i = 0; i < 2; i++) {  // magnitudes 0 .5 1 1.5 2 3 4 6 by their codes: the two bytes of a bf16
       const uint32_t codes = words[0] >> 16 * i & 0xffffu, select = codes & 0x7777u;
-      const uint32_t top = __byte_perm(0x3f3f3f00u, 0x40404040u, select), next = __byte_perm(0xc0800000u, 0xc0804000u, select);
+      const uint32_t top = __byte_perm(0x3f3f3f00u, 0x40404040u, select),
+                     next = __byte_perm(0xc0800000u, 0xc0804000u, select);
       x[2 * i] = __byte_perm(next, top, 0x5140) | ((codes << 12 | codes << 24) & 0x80008000u);
       x[2 * i + 1] = __byte_perm(next, top, 0x7362) | ((codes << 4 | codes << 16) & 0x80008000u);
     }
@@ -136,7 +145,8 @@ template <int kParts> __device__ __forceinline__ void store_parts(uint32_t to, u
 #pragma unroll
     for (int i = 0; i < kUnit / 2; i++) {
       pair[i] = tiles::Bf16Numbers::pack(x[2 * i], x[2 * i + 1]);
-      if (part + 1 < kParts) x[2 * i] -= __uint_as_float(pair[i] << 16), x[2 * i + 1] -= __uint_as_float(pair[i] & 0xffff0000u);
+      if (part + 1 < kParts)
+        x[2 * i] -= __uint_as_float(pair[i] << 16), x[2 * i + 1] -= __uint_as_float(pair[i] & 0xffff0000u);
     }
     tiles::store_shared_16(to + part * apart, make_uint4(pair[0], pair[1], pair[2], pair[3]));
   }

@@ -1,6 +1,6 @@
-// Compiled once per instruction set: KVX_ISA is plain, avx2, avx512 or avx512bf16 (CMakeLists.txt sets it and the flags), here with fused
-// multiply-add: attention promises an error, not bits. Written with the compiler's vectors; what it does not see by itself is
-// said in a few intrinsics.
+// Compiled once per instruction set: KVX_ISA is plain, avx2, avx512 or avx512bf16 (CMakeLists.txt sets it and the
+// flags), here with fused multiply-add: attention promises an error, not bits. Written with the compiler's vectors;
+// what it does not see by itself is said in a few intrinsics.
 #ifndef KVX_ISA
 #define KVX_ISA plain
 #endif
@@ -86,7 +86,8 @@ inline Vec weighted(Vec acc, Vec v, Quad weights) {
 #endif
 }
 
-// The same in place, with weights that stay in registers: in assembly, since the compiler would spread each over one of its own.
+// The same in place, with weights that stay in registers: in assembly, since the compiler would spread each over one of
+// its own.
 template <int R>
 inline void add_weighted(Vec& acc, Vec v, Quad weights) {
 #if defined(__aarch64__)
@@ -120,8 +121,9 @@ struct F16 : Exact {
   static Vec part(Raw raw, int i) { return Vec(i ? vcvt_high_f32_f16(raw) : vcvt_f32_f16(vget_low_f16(raw))); }
 };
 
-// Bytes become f32 by a look-up that puts them, a low and a high one, in their places in four words: conversions and widening go
-// through one pipe, at a half and at one a cycle, look-ups through both. The exponent this leaves out is the lift.
+// Bytes become f32 by a look-up that puts them, a low and a high one, in their places in four words: conversions and
+// widening go through one pipe, at a half and at one a cycle, look-ups through both. The exponent this leaves out is
+// the lift.
 struct Bytes {
   static constexpr int kParts = 4, kBytes = 1;
   using Raw = uint8x16x2_t;
@@ -140,7 +142,8 @@ struct S8 : Bytes {  // the magnitude from bit 8 of a subnormal, and the sign: t
   }
   static Vec part(const Raw& raw, int i) { return place<1>(raw, i); }
 };
-struct E4M3 : Bytes {  // exponent and mantissa in f32's places: the number times 2^-120, subnormal or not. NaN comes out as 480
+struct E4M3
+    : Bytes {  // exponent and mantissa in f32's places: the number times 2^-120, subnormal or not. NaN comes out as 480
   static constexpr float kLiftIn = 0x1p60f, kLiftOut = 0x1p60f;
   static Raw read(const char* p) {
     const int8x16_t c = load<int8x16_t>(p);
@@ -177,7 +180,9 @@ struct F16 : Exact {
 struct S8 : Exact {
   static constexpr int kParts = 1, kBytes = 1;
   using Raw = Vec;
-  static Raw read(const char* p) { return Vec(_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(p)))); }
+  static Raw read(const char* p) {
+    return Vec(_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(p))));
+  }
   static Vec part(Raw raw, int) { return raw; }
 };
 #elif defined(__AVX2__)
@@ -190,7 +195,9 @@ struct F16 : Exact {
 struct S8 : Exact {
   static constexpr int kParts = 1, kBytes = 1;
   using Raw = Vec;
-  static Raw read(const char* p) { return Vec(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))); }
+  static Raw read(const char* p) {
+    return Vec(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))));
+  }
   static Vec part(Raw raw, int) { return raw; }
 };
 #endif
@@ -223,7 +230,8 @@ struct Asking {
 
 // P positions against R rows: scores [P, 4].
 template <class T, int R, int P>
-inline void score_block(const char* const* at, int64_t offset, int64_t dim, Asking<P> asking, const float* scale, const float* q, float* scores) {
+inline void score_block(const char* const* at, int64_t offset, int64_t dim, Asking<P> asking, const float* scale,
+                        const float* q, float* scores) {
   constexpr int kStep = W * T::kParts;
   const char* row[P];
 #pragma GCC unroll 4
@@ -252,7 +260,8 @@ inline void score_block(const char* const* at, int64_t offset, int64_t dim, Aski
   const Vec zero = {};
 #pragma GCC unroll 4
   for (int i = 0; i < P; i++) {
-    Quad s = sums(sum[i][0], R > 1 ? sum[i][R > 1 ? 1 : 0] : zero, R > 2 ? sum[i][R > 2 ? 2 : 0] : zero, R > 2 ? sum[i][R > 2 ? 3 : 0] : zero);
+    Quad s = sums(sum[i][0], R > 1 ? sum[i][R > 1 ? 1 : 0] : zero, R > 2 ? sum[i][R > 2 ? 2 : 0] : zero,
+                  R > 2 ? sum[i][R > 2 ? 3 : 0] : zero);
     if (scale) s *= scale[i];
     store(scores + i * kLanes, s);
   }
@@ -296,19 +305,20 @@ void scores(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::TileSt
     const Asking<P> asking(next ? *next : k, t, head, k.dim);  // asking for what is here costs little
     const float* scale = k.scale ? k.scale + head * cpu::kTile + t : nullptr;
     each_run(s, head, [&](int64_t state, auto rows) {
-      score_block<T, rows, P>(k.at + t, head * k.head, k.dim, asking, scale, s.q + state * kLanes * k.dim, s.scores + (state * cpu::kTile + t) * kLanes);
+      score_block<T, rows, P>(k.at + t, head * k.head, k.dim, asking, scale, s.q + state * kLanes * k.dim,
+                              s.scores + (state * cpu::kTile + t) * kLanes);
     });
   });
 }
 
 #if defined(__AVX512BF16__)
-// bf16 K by the instruction that adds products of pairs of bf16 numbers to f32 sums: nothing is widened. A query that came as bf16
-// is one such number and one that came as f16 the sum of two, exactly; one of f32 would take three, and as many instructions as
-// widening does. The instruction takes subnormal numbers, below 2^-126, for zero: a score moves by less than dim * 2^-126 times
-// the largest query or key, far below the rounding of any sum that counts.
+// bf16 K by the instruction that adds products of pairs of bf16 numbers to f32 sums: nothing is widened. A query that
+// came as bf16 is one such number and one that came as f16 the sum of two, exactly; one of f32 would take three, and as
+// many instructions as widening does. The instruction takes subnormal numbers, below 2^-126, for zero: a score moves by
+// less than dim * 2^-126 times the largest query or key, far below the rounding of any sum that counts.
 //
-// V has no use for it: its pairs would be two positions, whose rows had to be interleaved in two steps a vector, as many as widen
-// it by shifts, and weights would need three parts.
+// V has no use for it: its pairs would be two positions, whose rows had to be interleaved in two steps a vector, as
+// many as widen it by shifts, and weights would need three parts.
 void pack_bf16(float* q, int64_t n) {
   for (int64_t d = 0; d < n; d += 2 * W) {
     const Vec low = load<Vec>(q + d), high = load<Vec>(q + d + W);
@@ -321,7 +331,8 @@ void pack_bf16(float* q, int64_t n) {
 }
 
 template <int R, int P, bool kTwoParts>
-inline void dot_block(const char* const* at, int64_t offset, int64_t dim, Asking<P> asking, const float* q, float* scores) {
+inline void dot_block(const char* const* at, int64_t offset, int64_t dim, Asking<P> asking, const float* q,
+                      float* scores) {
   constexpr int kStep = 2 * W;
   Vec sum[P][R] = {};
   for (int64_t d = 0; d < dim; d += kStep) {
@@ -341,7 +352,8 @@ inline void dot_block(const char* const* at, int64_t offset, int64_t dim, Asking
   const Vec zero = {};
 #pragma GCC unroll 4
   for (int i = 0; i < P; i++)
-    store(scores + i * kLanes, sums(sum[i][0], R > 1 ? sum[i][R > 1 ? 1 : 0] : zero, R > 2 ? sum[i][R > 2 ? 2 : 0] : zero, R > 2 ? sum[i][R > 2 ? 3 : 0] : zero));
+    store(scores + i * kLanes, sums(sum[i][0], R > 1 ? sum[i][R > 1 ? 1 : 0] : zero,
+                                    R > 2 ? sum[i][R > 2 ? 2 : 0] : zero, R > 2 ? sum[i][R > 2 ? 3 : 0] : zero));
 }
 
 void dots_bf16(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::TileStates& s) {
@@ -360,10 +372,11 @@ void dots_bf16(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::Til
 
 // ---- values
 
-// P positions into R rows of sums, which are read and written once: out [R, dim]. A position's parts are made while the one
-// before it is multiplied.
+// P positions into R rows of sums, which are read and written once: out [R, dim]. A position's parts are made while the
+// one before it is multiplied.
 template <class T, int R, int P>
-inline void sum_block(const char* const* at, int64_t offset, int64_t dim, Asking<P> asking, const float* scale, const float* weights, float* out) {
+inline void sum_block(const char* const* at, int64_t offset, int64_t dim, Asking<P> asking, const float* scale,
+                      const float* weights, float* out) {
   constexpr int C = T::kParts, kStep = W * C;
   const char* row[P];
   Quad w[P];
@@ -392,7 +405,8 @@ inline void sum_block(const char* const* at, int64_t offset, int64_t dim, Asking
       for (int c = 0; c < C; c++) {
         add_weighted<0>(sum[0][c], x[c], w[i]);
         if (R > 1) add_weighted<1>(sum[R > 1 ? 1 : 0][c], x[c], w[i]);
-        if (R > 2) add_weighted<2>(sum[R > 2 ? 2 : 0][c], x[c], w[i]), add_weighted<3>(sum[R > 2 ? 3 : 0][c], x[c], w[i]);
+        if (R > 2)
+          add_weighted<2>(sum[R > 2 ? 2 : 0][c], x[c], w[i]), add_weighted<3>(sum[R > 2 ? 3 : 0][c], x[c], w[i]);
         ahead[c] = T::part(raw, c);
       }
 #pragma GCC unroll 4
@@ -405,7 +419,8 @@ inline void sum_block(const char* const* at, int64_t offset, int64_t dim, Asking
   }
 }
 
-// What was summed before a tile, times what the tile makes of it: seldom anything, since the largest score seldom changes.
+// What was summed before a tile, times what the tile makes of it: seldom anything,
+// since the largest score seldom changes.
 void shrink(const cpu::TileStates& s, int64_t heads, int64_t dim, const cpu::Softmax* softmax) {
   for (int64_t h = 0; h < heads; h++)
     each_run(s, h, [&](int64_t state, auto rows) {
@@ -425,7 +440,8 @@ void sums_of(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::TileS
     const Asking<positions> asking(next ? *next : v, from, head, v.dim);
     const float* scale = v.scale ? v.scale + head * cpu::kTile + from : nullptr;
     each_run(s, head, [&](int64_t state, auto rows) {
-      sum_block<T, rows, positions>(v.at + from, head * v.head, v.dim, asking, scale, s.scores + (state * cpu::kTile + from) * kLanes, s.out + state * kLanes * v.dim);
+      sum_block<T, rows, positions>(v.at + from, head * v.head, v.dim, asking, scale,
+                                    s.scores + (state * cpu::kTile + from) * kLanes, s.out + state * kLanes * v.dim);
     });
   };
   const auto one = [&](int64_t t, int64_t head) { block(std::integral_constant<int, 1>(), t, head); };
@@ -464,12 +480,14 @@ inline void sum_chunk(const float* v, int64_t count, int64_t dim, const float* w
     for (int c = 0; c < C; c++) store(out + r * dim + c * W, sum[r][c]);
 }
 
-void values_f32(const float* v, int64_t count, int64_t dim, const char* const*, float*, const char* const*, const cpu::TileStates& s, const cpu::Softmax* softmax) {
+void values_f32(const float* v, int64_t count, int64_t dim, const char* const*, float*, const char* const*,
+                const cpu::TileStates& s, const cpu::Softmax* softmax) {
   each_run(s, 0, [&](int64_t state, auto rows) {
     const float *weights = s.scores + state * cpu::kTile * kLanes, *keep = softmax[state].keep;
     float* out = s.out + state * kLanes * dim;
     int64_t d = 0;
-    for (; d + kVectors * W <= dim; d += kVectors * W) sum_chunk<rows, kVectors>(v + d, count, dim, weights, keep, out + d);
+    for (; d + kVectors * W <= dim; d += kVectors * W)
+      sum_chunk<rows, kVectors>(v + d, count, dim, weights, keep, out + d);
     for (; d < dim; d += W) sum_chunk<rows, 1>(v + d, count, dim, weights, keep, out + d);
   });
 }
@@ -541,12 +559,14 @@ void widen_e4m3(float* to, const char* row, int64_t n, float scale) {
   widen_bytes(to, row, n, [scale](float* out, const char* in) {
     const uint8x16_t c = vld1q_u8(reinterpret_cast<const uint8_t*>(in));
     const auto eight = [&](uint8x8_t x, float* at) {
-      const int16x8_t wide = vshll_n_s8(vreinterpret_s8_u8(x), 7);  // the sign stays above: bit 15, and 14, which is cleared
+      const int16x8_t wide =
+          vshll_n_s8(vreinterpret_s8_u8(x), 7);  // the sign stays above: bit 15, and 14, which is cleared
       const uint16x8_t half = vbicq_u16(vreinterpretq_u16_s16(wide), vdupq_n_u16(0x4000));
       const uint16x8_t nan = vceqq_u16(vandq_u16(half, vdupq_n_u16(0x3f80)), vdupq_n_u16(0x3f80));
       const float16x8_t f = vreinterpretq_f16_u16(vorrq_u16(half, vandq_u16(nan, vdupq_n_u16(0x7fff))));
       const float by = scale * 256;
-      vst1q_f32(at, vmulq_n_f32(vcvt_f32_f16(vget_low_f16(f)), by)), vst1q_f32(at + 4, vmulq_n_f32(vcvt_high_f32_f16(f), by));
+      vst1q_f32(at, vmulq_n_f32(vcvt_f32_f16(vget_low_f16(f)), by)),
+          vst1q_f32(at + 4, vmulq_n_f32(vcvt_high_f32_f16(f), by));
     };
     eight(vget_low_u8(c), out), eight(vget_high_u8(c), out + 8);
   });
@@ -555,8 +575,8 @@ void widen_e4m3(float* to, const char* row, int64_t n, float scale) {
 
 // ---- softmax
 
-// 2^x for x <= 128, NaN for NaN, 0 from 2^-126 down. 2^f for |f| <= 1/2 is Taylor's series to f^6 with its coefficients nudged
-// (Remez): 1 ulp.
+// 2^x for x <= 128, NaN for NaN, 0 from 2^-126 down. 2^f for |f| <= 1/2 is Taylor's series to f^6 with its coefficients
+// nudged (Remez): 1 ulp.
 template <class V, class I>
 inline V exp2_of(V x) {
   const V magic = 12582912.0f - V{};  // 1.5 * 2^23: adding it rounds to an integer, which stands in the low bits
@@ -609,7 +629,8 @@ void weigh(cpu::Softmax* s, float* scores, int64_t first, int64_t count, const c
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) mosts[i] = larger(mosts[i], load<Quad>(scores + (t + i) * kLanes));
   const Quad most = larger(larger(mosts[0], mosts[1]), larger(mosts[2], mosts[3]));
-  const Quad base = most == none ? splat4(0) : most;  // nothing seen: -inf - 0 gives weight 0, where -inf - -inf would be NaN
+  const Quad base =
+      most == none ? splat4(0) : most;  // nothing seen: -inf - 0 gives weight 0, where -inf - -inf would be NaN
   Quad wide[W / kLanes];
   for (Quad& part : wide) part = base;
   const Vec bases = load<Vec>(wide);
@@ -638,26 +659,33 @@ using namespace KVX_ISA;
 
 const AttendTable KVX_JOIN(attend_, KVX_ISA) = {
 #if defined(__aarch64__)
-    {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, &scores<E4M3>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &scores<S8>},
-    {nullptr, &sums_of<F16>, &sums_of<BF16>, &sums_of<F32>, &sums_of<E4M3>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &sums_of<S8>},
+    {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, &scores<E4M3>, nullptr, nullptr, nullptr, nullptr, nullptr,
+     nullptr, &scores<S8>},
+    {nullptr, &sums_of<F16>, &sums_of<BF16>, &sums_of<F32>, &sums_of<E4M3>, nullptr, nullptr, nullptr, nullptr, nullptr,
+     nullptr, &sums_of<S8>},
     {1, 2 * W, 2 * W, 2 * W, 4 * W, 1, 1, 1, 1, 1, 1, 4 * W},
     {1, 1, 1, 1, E4M3::kLiftIn, 1, 1, 1, 1, 1, 1, S8::kLiftIn},
     {1, 1, 1, 1, E4M3::kLiftOut, 1, 1, 1, 1, 1, 1, S8::kLiftOut},
-    {nullptr, &widen<F16>, &widen<BF16>, &widen_f32, &widen_e4m3, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &widen_s8},
+    {nullptr, &widen<F16>, &widen<BF16>, &widen_f32, &widen_e4m3, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+     &widen_s8},
 #elif defined(__AVX2__)
-    {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &scores<S8>},
-    {nullptr, &sums_of<F16>, &sums_of<BF16>, &sums_of<F32>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &sums_of<S8>},
+    {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+     &scores<S8>},
+    {nullptr, &sums_of<F16>, &sums_of<BF16>, &sums_of<F32>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+     nullptr, &sums_of<S8>},
     {1, 2 * W, 2 * W, W, 1, 1, 1, 1, 1, 1, 1, W},
     {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
     {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
-    {nullptr, &widen<F16>, &widen<BF16>, &widen_f32, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &widen_s8},
+    {nullptr, &widen<F16>, &widen<BF16>, &widen_f32, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+     &widen_s8},
 #else
     {nullptr, nullptr, &scores<BF16>, &scores<F32>},
     {nullptr, nullptr, &sums_of<BF16>, &sums_of<F32>},
     {1, 1, 2 * W, W, 1, 1, 1, 1, 1, 1, 1, 1},
     {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
     {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
-    {nullptr, nullptr, &widen<BF16>, &widen_f32, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &widen_s8},
+    {nullptr, nullptr, &widen<BF16>, &widen_f32, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+     &widen_s8},
 #endif
     &has_nan,
     &weigh,

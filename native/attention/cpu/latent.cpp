@@ -1,6 +1,6 @@
-// Attention over a latent cache (MLA) on the host. All heads read one row a token, so a tile of rows is made f32 once, latent and
-// rotary part side by side, and serves up to kRowsTogether query rows twice: whole for scores, its latents for values. The loops
-// are attend.h's.
+// Attention over a latent cache (MLA) on the host. All heads read one row a token, so a tile of rows is made f32 once,
+// latent and rotary part side by side, and serves up to kRowsTogether query rows twice: whole for scores, its latents
+// for values. The loops are attend.h's.
 #include "attention/attention.h"
 
 #include <math.h>
@@ -8,20 +8,21 @@
 
 #include <vector>
 
-#include "run.h"
-#include "table.h"
 #include "attention/cpu/attend.h"
 #include "cpu/carry.h"
 #include "cpu/row.h"
+#include "run.h"
+#include "table.h"
 
 namespace kvx {
 namespace cpu {
 
 namespace {
 
-constexpr int64_t kRowsTogether = 64;  // query rows (a query and a head): with their sums and a tile they fill half a second level
+constexpr int64_t kRowsTogether =
+    64;  // query rows (a query and a head): with their sums and a tile they fill half a second level
 constexpr int64_t kTilePositions = 32;
-constexpr int64_t kLeastSpan = 256;    // positions worth a unit of their own
+constexpr int64_t kLeastSpan = 256;       // positions worth a unit of their own
 constexpr int64_t kThreadWork = 1 << 14;  // rows times positions: below, waking threads costs more than they bring
 
 // Query rows [first, first + count) of a sequence, numbered query by query, over positions [begin, end).
@@ -33,8 +34,12 @@ struct Unit {
   int64_t partial;  // index of its first partial row; -1: the result is whole
 };
 
-int64_t last_seen(const AttentionParams& p, const Unit& u, int64_t query) { return p.is_causal ? u.length - u.num_queries + query : u.length - 1; }
-int64_t first_seen(const AttentionParams& p, const Unit& u, int64_t query) { return p.window ? greatest(0, last_seen(p, u, query) - p.window + 1) : 0; }
+int64_t last_seen(const AttentionParams& p, const Unit& u, int64_t query) {
+  return p.is_causal ? u.length - u.num_queries + query : u.length - 1;
+}
+int64_t first_seen(const AttentionParams& p, const Unit& u, int64_t query) {
+  return p.window ? greatest(0, last_seen(p, u, query) - p.window + 1) : 0;
+}
 
 // The positions that some of the unit's rows see.
 void set_positions(const AttentionParams& p, Unit* u) {
@@ -48,7 +53,9 @@ kvx_status_t check_blocks(const AttentionParams& p, const Unit& u) {
   for (int64_t pos = u.begin; pos < u.end; pos = ragged ? pos + 1 : (pos / kv.block_size + 1) * kv.block_size)
     for (int plane = 0; plane < (kv.table.format == KVX_BLOCK_TABLE_KV_OFFSETS ? 2 : 1); plane++)
       if (find_block(kv, u.seq, pos, pos / kv.block_size, plane).state == BLOCK_BAD)
-        return fail(KVX_STATUS_OUT_OF_RANGE, "block_table of sequence %lld has no block inside the cache (num_blocks %lld) for position %lld of %lld, which a query sees.",
+        return fail(KVX_STATUS_OUT_OF_RANGE,
+                    "block_table of sequence %lld has no block inside the cache (num_blocks %lld) for position %lld of "
+                    "%lld, which a query sees.",
                     (long long)u.seq, (long long)kv.num_blocks, (long long)pos, (long long)u.length);
   return KVX_STATUS_OK;
 }
@@ -59,12 +66,16 @@ kvx_status_t make_groups(const AttentionParams& p, std::vector<Unit>* out) {
     const int64_t first = p.cu_seqlens ? read_index(p.cu_seqlens, s * p.cu_bytes, p.cu_bytes) : s * p.query_len;
     const int64_t end = p.cu_seqlens ? read_index(p.cu_seqlens, (s + 1) * p.cu_bytes, p.cu_bytes) : first + p.query_len;
     if (first < 0 || end < first || end > p.num_tokens || end - first > p.max_query_len)
-      return fail(KVX_STATUS_OUT_OF_RANGE, "cu_seqlens[%lld..%lld] is not a range of at most max_query_len %lld rows inside the %lld of q.", (long long)s, (long long)s + 1,
-                  (long long)p.max_query_len, (long long)p.num_tokens);
+      return fail(KVX_STATUS_OUT_OF_RANGE,
+                  "cu_seqlens[%lld..%lld] is not a range of at most max_query_len %lld rows inside the %lld of q.",
+                  (long long)s, (long long)s + 1, (long long)p.max_query_len, (long long)p.num_tokens);
     const int64_t length = sequence_length(p.kv.table, s, p.kv.block_size);
-    if (length < 0) return fail(KVX_STATUS_OUT_OF_RANGE, "sequence %lld has a negative or impossible length.", (long long)s);
+    if (length < 0)
+      return fail(KVX_STATUS_OUT_OF_RANGE, "sequence %lld has a negative or impossible length.", (long long)s);
     if (length > p.max_seq_len)
-      return fail(KVX_STATUS_OUT_OF_RANGE, "sequence %lld has %lld tokens; max_seq_len, or what the table holds, is %lld.", (long long)s, (long long)length, (long long)p.max_seq_len);
+      return fail(KVX_STATUS_OUT_OF_RANGE,
+                  "sequence %lld has %lld tokens; max_seq_len, or what the table holds, is %lld.", (long long)s,
+                  (long long)length, (long long)p.max_seq_len);
     if (first == end) continue;
     Unit whole{s, length, first, end - first, 0, (end - first) * p.num_heads, 0, 0, -1};
     set_positions(p, &whole);
@@ -104,8 +115,8 @@ int64_t partial_floats(const AttentionParams& p) { return p.head_dim + 2; }  // 
 
 // What a thread works in.
 struct Desk {
-  int64_t dim;               // of a key, and what pads it to whole vectors: zeros
-  std::vector<float> tile;   // [kTilePositions, dim]
+  int64_t dim;              // of a key, and what pads it to whole vectors: zeros
+  std::vector<float> tile;  // [kTilePositions, dim]
   std::vector<float> q, out, scores, row;
   std::vector<Softmax> softmax;
   const char* at[kTilePositions + kLanes];
@@ -117,11 +128,13 @@ struct Desk {
     dim = (p.head_dim + p.rope_dim + step - 1) / step * step;
     tile.assign(size_t(kTilePositions * dim), 0.0f);
     row.resize(size_t(dim));
-    for (int64_t t = 0; t < kTilePositions + kLanes; t++) at[t] = reinterpret_cast<const char*>(tile.data() + t % kTilePositions * dim);
+    for (int64_t t = 0; t < kTilePositions + kLanes; t++)
+      at[t] = reinterpret_cast<const char*>(tile.data() + t % kTilePositions * dim);
   }
 
   // Positions [begin, end) of a sequence as f32; what is not there as zeros.
-  void read(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, int64_t seq, int64_t begin, int64_t end) {
+  void read(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, int64_t seq, int64_t begin,
+            int64_t end) {
     const RowsParams f32{nullptr, 0, 0, 4, KVX_DTYPE_F32, 1};
     is_whole = true;
     for (int64_t pos = begin; pos < end; pos++) {
@@ -157,7 +170,8 @@ void load_query(const AttentionParams& p, const RowTable& ops, const Unit& u, in
 }
 
 // Takes a row's softmax to its end: divides, brings the sink in, stores out and lse.
-void finish(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Unit& u, int64_t row, float most, float sum, const float* values, float* scratch) {
+void finish(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Unit& u, int64_t row,
+            float most, float sum, const float* values, float* scratch) {
   const int64_t token = u.first_token + row / p.num_heads, head = row % p.num_heads;
   const SoftmaxEnd end = end_softmax(loops, most, sum, p.sinks ? p.sinks + head : nullptr);
   for (int64_t d = 0; d < p.head_dim; d++) scratch[d] = values[d] * end.factor;
@@ -168,7 +182,8 @@ void finish(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
   if (p.lse) *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) = end.lse;
 }
 
-void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Unit& u, Desk& desk, float* partials) {
+void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Unit& u, Desk& desk,
+            float* partials) {
   const int64_t fours = (u.count + kLanes - 1) / kLanes, dim = desk.dim;
   desk.q.assign(size_t(fours * kLanes * dim), 0.0f);
   desk.out.assign(size_t(fours * kLanes * dim), 0.0f);
@@ -182,22 +197,26 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
     if (i < u.count) load_query(p, ops, u, row, desk.q.data() + i * dim);
   }
   const int final_rows = int(u.count - (fours - 1) * kLanes);
-  TileStates states{fours, 0, fours, final_rows == 3 ? 4 : final_rows, desk.q.data(), desk.scores.data(), desk.out.data()};
+  TileStates states{fours,          0, fours, final_rows == 3 ? 4 : final_rows, desk.q.data(), desk.scores.data(),
+                    desk.out.data()};
   for (int64_t pos = u.begin; pos < u.end; pos += kTilePositions) {
     const int64_t end = least(pos + kTilePositions, u.end);
     desk.read(p, ops, loops, u.seq, pos, end);
-    states.first = 0, states.last = fours;  // rows are in the order of their queries, so those that see a tile are next to each other
+    states.first = 0,
+    states.last = fours;  // rows are in the order of their queries, so those that see a tile are next to each other
     while (states.first < fours && desk.softmax[size_t(states.first)].last[kLanes - 1] < pos) states.first++;
     while (states.last > states.first && desk.softmax[size_t(states.last - 1)].low[0] >= end) states.last--;
     loops.scores[KVX_DTYPE_F32](TileRows{desk.at, end - pos, dim, 1, 0, true}, nullptr, states);
     for (int64_t b = states.first; b < states.last; b++) {
       Softmax& s = desk.softmax[size_t(b)];
       const bool whole = desk.is_whole && s.low[kLanes - 1] <= pos && s.last[0] >= end - 1;
-      const ScoreRule rule{p.soft_cap != 0 ? p.scale : p.scale * kLog2e, p.soft_cap, !whole, desk.is_whole ? nullptr : desk.there};
+      const ScoreRule rule{p.soft_cap != 0 ? p.scale : p.scale * kLog2e, p.soft_cap, !whole,
+                           desk.is_whole ? nullptr : desk.there};
       loops.weigh(&s, desk.scores.data() + b * kTile * kLanes, pos, end - pos, rule);
     }
     // Sums of the rotary columns come along, an eighth more work, and are left: rows stay one run of memory.
-    loops.values[KVX_DTYPE_F32](desk.tile.data(), end - pos, dim, nullptr, nullptr, nullptr, states, desk.softmax.data());
+    loops.values[KVX_DTYPE_F32](desk.tile.data(), end - pos, dim, nullptr, nullptr, nullptr, states,
+                                desk.softmax.data());
   }
   for (int64_t i = 0; i < u.count; i++) {
     const Softmax& s = desk.softmax[size_t(i / kLanes)];
@@ -214,7 +233,8 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
 }
 
 // Spans [first, last) of the same rows into one result.
-void merge(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Unit* first, const Unit* last, const float* partials, Desk& desk) {
+void merge(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Unit* first, const Unit* last,
+           const float* partials, Desk& desk) {
   for (int64_t i = 0; i < first->count; i++) {
     float most = -INFINITY, sum = 0;
     for (const Unit* u = first; u < last; u++) most = fmaxf(most, partials[(u->partial + i) * partial_floats(p)]);
@@ -253,7 +273,8 @@ kvx_status_t attention_latent(const AttentionParams& p) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) {
       const Unit& u = units[size_t(i)];
-      if (u.partial < 0 || (i > 0 && is_same_group(units[size_t(i - 1)], u))) continue;  // whole already, or not the first of its spans
+      if (u.partial < 0 || (i > 0 && is_same_group(units[size_t(i - 1)], u)))
+        continue;  // whole already, or not the first of its spans
       int64_t end = i + 1;
       while (end < count && is_same_group(u, units[size_t(end)])) end++;
       carry([&] { merge(p, ops, loops, &u, units.data() + end, partials.data(), desk); });

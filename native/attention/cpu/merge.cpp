@@ -6,9 +6,9 @@
 
 #include <vector>
 
-#include "run.h"
 #include "cpu/carry.h"
 #include "cpu/row.h"
+#include "run.h"
 
 namespace kvx {
 namespace cpu {
@@ -33,7 +33,8 @@ void merge_row(const RowTable& ops, const MergeParams& p, int64_t token, int64_t
     const float w = expf(lse - most);
     const char* src = p.parts.data + i * p.part + token * p.parts.token + head * p.parts.head;
     if (p.parts.is_dense) ops.encode[p.parts.dtype][KVX_DTYPE_F32](reinterpret_cast<char*>(part), src, dim, 1.0f);
-    else for (int64_t d = 0; d < dim; d++) part[d] = load_float(src + d * p.parts.dim, p.parts.dtype);
+    else
+      for (int64_t d = 0; d < dim; d++) part[d] = load_float(src + d * p.parts.dim, p.parts.dtype);
     for (int64_t d = 0; d < dim; d++) sum[d] += w * part[d];
     total += w;
   }
@@ -42,8 +43,11 @@ void merge_row(const RowTable& ops, const MergeParams& p, int64_t token, int64_t
     for (int64_t d = 0; d < dim; d++) sum[d] = sum[d] / divisor;
   char* dst = p.out.data + token * p.out.token + head * p.out.head;
   if (p.out.is_dense) ops.encode[KVX_DTYPE_F32][p.out.dtype](dst, reinterpret_cast<const char*>(sum), dim, 1.0f);
-  else for (int64_t d = 0; d < dim; d++) store_float(dst + d * p.out.dim, p.out.dtype, sum[d]);
-  if (p.lse) *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) = one_nan(total == 0 ? -INFINITY : most + logf(total));
+  else
+    for (int64_t d = 0; d < dim; d++) store_float(dst + d * p.out.dim, p.out.dtype, sum[d]);
+  if (p.lse)
+    *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) =
+        one_nan(total == 0 ? -INFINITY : most + logf(total));
 }
 
 }  // namespace
@@ -51,7 +55,8 @@ void merge_row(const RowTable& ops, const MergeParams& p, int64_t token, int64_t
 kvx_status_t merge(const MergeParams& p) {
   if (p.num_tokens == 0) return KVX_STATUS_OK;  // rows of any length are then no rows
   const RowTable& ops = best_rows();
-  const int64_t rows = p.num_tokens * p.num_heads, bytes = rows * p.num_parts * p.head_dim * element_bytes(p.parts.dtype);
+  const int64_t rows = p.num_tokens * p.num_heads,
+                bytes = rows * p.num_parts * p.head_dim * element_bytes(p.parts.dtype);
   Carry carry;
   const int threads = bytes < kThreadBytes ? 1 : int(least(max_threads(), rows));
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)

@@ -1,5 +1,6 @@
-// attention_sparse on the host. Rows a token reads, of its window and of entries, are made f32 a tile at a time and serve all its
-// heads, as keys and as values; the loops are attend.h's, the softmax is online. Few tokens with many rows are cut into spans.
+// attention_sparse on the host. Rows a token reads, of its window and of entries, are made f32 a tile at a time and
+// serve all its heads, as keys and as values; the loops are attend.h's, the softmax is online. Few tokens with many
+// rows are cut into spans.
 #include <math.h>
 #include <string.h>
 
@@ -7,10 +8,10 @@
 #include <optional>
 #include <vector>
 
-#include "run.h"
 #include "attention/cpu/attend.h"
 #include "cpu/carry.h"
 #include "entry/cpu/hybrid_rows.h"
+#include "run.h"
 
 namespace kvx {
 namespace cpu {
@@ -19,10 +20,11 @@ namespace {
 
 constexpr int64_t kHeadsTogether = 64;  // with their sums and a tile they fill half a second level
 constexpr int64_t kTileRows = 32;
-constexpr int64_t kLeastSpan = 256;     // rows worth a unit of their own
+constexpr int64_t kLeastSpan = 256;       // rows worth a unit of their own
 constexpr int64_t kThreadWork = 1 << 14;  // heads times rows: below, waking threads costs more than they bring
 
-// Candidates [begin, end) of a token for heads [head, head + count). Candidates are the positions of its window, then its entries.
+// Candidates [begin, end) of a token for heads [head, head + count). Candidates are the positions of its window, then
+// its entries.
 struct Unit {
   int64_t run, token;
   int64_t head, count;
@@ -46,7 +48,9 @@ class Candidates {
   int64_t count() const { return num_window_ + num_entries_; }
 
   // Candidate i, decoded; false: it is not there.
-  bool read(const RowTable& ops, int64_t i, float* to) const { return i < num_window_ ? read_window(ops, low_ + i, to) : read_entry(ops, i - num_window_, to); }
+  bool read(const RowTable& ops, int64_t i, float* to) const {
+    return i < num_window_ ? read_window(ops, low_ + i, to) : read_entry(ops, i - num_window_, to);
+  }
 
  private:
   bool read_window(const RowTable& ops, int64_t position, float* to) const {
@@ -62,7 +66,9 @@ class Candidates {
   }
 
   bool read_entry(const RowTable& ops, int64_t i, float* to) const {
-    const int64_t entry = p_.selected ? reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(p_.selected) + token_ * p_.selected_token)[i] : i;
+    const int64_t entry = p_.selected ? reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(p_.selected) +
+                                                                         token_ * p_.selected_token)[i]
+                                      : i;
     if (entry < 0 || entry >= num_seen_) return false;
     const int64_t page = entry_page(p_.table, run_.slot, entry / p_.entries.rows);
     if (page < 0) return false;
@@ -81,8 +87,15 @@ int64_t partial_floats(const SparseParams& p) { return p.dim + 2; }  // most, su
 class Worker {
  public:
   Worker(const SparseParams& p, const RowTable& ops, const AttendTable& loops)
-      : p_(p), ops_(ops), loops_(loops), step_(loops.step(KVX_DTYPE_F32)), dim_((p.dim + step_ - 1) / step_ * step_), tile_(size_t(kTileRows * dim_)), row_(size_t(dim_)) {
-    for (int64_t i = 0; i < kTileRows + kRoom; i++) at_[i] = reinterpret_cast<const char*>(tile_.data() + i % kTileRows * dim_);
+      : p_(p),
+        ops_(ops),
+        loops_(loops),
+        step_(loops.step(KVX_DTYPE_F32)),
+        dim_((p.dim + step_ - 1) / step_ * step_),
+        tile_(size_t(kTileRows * dim_)),
+        row_(size_t(dim_)) {
+    for (int64_t i = 0; i < kTileRows + kRoom; i++)
+      at_[i] = reinterpret_cast<const char*>(tile_.data() + i % kTileRows * dim_);
   }
 
   void attend(const StepRun& run, const Unit& u, float* partials) {
@@ -141,7 +154,8 @@ class Worker {
   void add_tile(const TileStates& states, int64_t count) {
     loops_.scores[KVX_DTYPE_F32](TileRows{at_, count, dim_, 1, 0, true}, nullptr, states);
     const ScoreRule rule{p_.scale * kLog2e, 0, false, nullptr};
-    for (int64_t f = 0; f < states.fours; f++) loops_.weigh(&softmax_[size_t(f)], scores_.data() + f * kTile * kLanes, 0, count, rule);
+    for (int64_t f = 0; f < states.fours; f++)
+      loops_.weigh(&softmax_[size_t(f)], scores_.data() + f * kTile * kLanes, 0, count, rule);
     loops_.values[KVX_DTYPE_F32](tile_.data(), count, dim_, nullptr, nullptr, nullptr, states, softmax_.data());
   }
 
@@ -171,8 +185,10 @@ kvx_status_t check_runs(const SparseParams& p, const std::vector<StepRun>& runs)
   return KVX_STATUS_OK;
 }
 
-// Heads of a token, cut into spans of about the same work, several a thread. `partials` becomes the number of partial rows.
-std::vector<Unit> make_units(const SparseParams& p, const std::vector<StepRun>& runs, int64_t* work, int64_t* partials) {
+// Heads of a token, cut into spans of about the same work, several a thread. `partials`
+// becomes the number of partial rows.
+std::vector<Unit> make_units(const SparseParams& p, const std::vector<StepRun>& runs, int64_t* work,
+                             int64_t* partials) {
   *work = *partials = 0;
   for (const StepRun& run : runs)
     for (int64_t t = run.begin; t < run.end; t++) *work += Candidates(p, run, t).count() * p.num_heads;
@@ -183,7 +199,8 @@ std::vector<Unit> make_units(const SparseParams& p, const std::vector<StepRun>& 
       const int64_t length = Candidates(p, runs[r], t).count();
       for (int64_t head = 0; head < p.num_heads; head += kHeadsTogether) {
         Unit u{int64_t(r), t, head, least(kHeadsTogether, p.num_heads - head), 0, length, -1};
-        const int64_t spans = greatest(1, least(length / kLeastSpan, length * u.count / share)), span = (length + spans - 1) / spans;
+        const int64_t spans = greatest(1, least(length / kLeastSpan, length * u.count / share)),
+                      span = (length + spans - 1) / spans;
         for (int64_t begin = 0; begin < length; begin += span) {
           u.begin = begin, u.end = least(length, begin + span);
           if (span < length) u.partial = *partials, *partials += u.count;
@@ -227,11 +244,13 @@ kvx_status_t attention_sparse(const SparseParams& p) {
     std::optional<Worker> worker;
     carry([&] { worker.emplace(p, ops, loops); });
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) carry([&] { worker->attend(runs[size_t(units[size_t(i)].run)], units[size_t(i)], partials.data()); });
+    for (int64_t i = 0; i < count; i++)
+      carry([&] { worker->attend(runs[size_t(units[size_t(i)].run)], units[size_t(i)], partials.data()); });
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) {
       const Unit& u = units[size_t(i)];
-      if (u.partial < 0 || (i > 0 && is_same_group(units[size_t(i - 1)], u))) continue;  // whole already, or not the first of its spans
+      if (u.partial < 0 || (i > 0 && is_same_group(units[size_t(i - 1)], u)))
+        continue;  // whole already, or not the first of its spans
       int64_t end = i + 1;
       while (end < count && is_same_group(u, units[size_t(end)])) end++;
       carry([&] { worker->merge(runs[size_t(u.run)], &u, units.data() + end, partials.data()); });

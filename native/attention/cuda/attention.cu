@@ -1,5 +1,5 @@
-// Attention on a device: picks the kernel. The fast ones have their table in attention/decode/decode.cu and attention/prefill/prefill.cu; attention/any/any.cu takes
-// every format, and attention/cuda/row.cu the rest.
+// Attention on a device: picks the kernel. The fast ones have their table in attention/decode/decode.cu and
+// attention/prefill/prefill.cu; attention/any/any.cu takes every format, and attention/cuda/row.cu the rest.
 #include "attention/cuda/attention.cuh"
 
 #include <mutex>
@@ -26,7 +26,9 @@ kvx_status_t allow_shared_memory(const void* kernel, int bytes) {
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) {
     cudaGetLastError();
-    return fail(KVX_STATUS_UNSUPPORTED, "this device does not have the %d bytes of shared memory a block of threads that the kernel needs: %s.", bytes, cudaGetErrorString(error));
+    return fail(KVX_STATUS_UNSUPPORTED,
+                "this device does not have the %d bytes of shared memory a block of threads that the kernel needs: %s.",
+                bytes, cudaGetErrorString(error));
   }
   done.insert({kernel, device});
   return KVX_STATUS_OK;
@@ -37,8 +39,10 @@ namespace {
 // Rows of a plane whose blocks are `block` bytes apart, in units of 16 bytes from its start.
 bool fits_offsets(const AttentionParams& p, const PlaneParams& plane, int64_t num_blocks, int64_t block) {
   constexpr int64_t kMost = 0xffffffff;  // the last one stands for no row
-  const int64_t last = (num_blocks - 1) * block + (p.kv.block_size - 1) * plane.token + (p.num_kv_heads - 1) * plane.head;
-  if (!plane.is_dense || (reinterpret_cast<uintptr_t>(plane.data) | uint64_t(block | plane.token | plane.head)) % 16) return false;
+  const int64_t last =
+      (num_blocks - 1) * block + (p.kv.block_size - 1) * plane.token + (p.num_kv_heads - 1) * plane.head;
+  if (!plane.is_dense || (reinterpret_cast<uintptr_t>(plane.data) | uint64_t(block | plane.token | plane.head)) % 16)
+    return false;
   for (int64_t bytes : {last, block, plane.token, plane.head})
     if (bytes / 16 >= kMost) return false;
   return true;
@@ -64,10 +68,12 @@ tiles::RowFinder make_row_finder(const AttentionParams& p) {
   tiles::RowFinder f = {};
   f.kv = p.kv;
   f.block_size = make_fast_divider(p.kv.block_size);
-  f.is_packed_32 = p.kv.table.format == KVX_BLOCK_TABLE_PACKED && p.kv.table.index_bytes == 4 && p.kv.table.index_stride == 4;
+  f.is_packed_32 =
+      p.kv.table.format == KVX_BLOCK_TABLE_PACKED && p.kv.table.index_bytes == 4 && p.kv.table.index_stride == 4;
   for (int i = 0; i < 2; i++) {
     const PlaneParams& plane = p.kv.plane[i];
-    f.block[i] = p.kv.bases[i] ? 0 : uint32_t(plane.block / 16), f.token[i] = uint32_t(plane.token / 16), f.head[i] = uint32_t(plane.head / 16);
+    f.block[i] = p.kv.bases[i] ? 0 : uint32_t(plane.block / 16), f.token[i] = uint32_t(plane.token / 16),
+    f.head[i] = uint32_t(plane.head / 16);
   }
   return f;
 }
@@ -132,8 +138,9 @@ kvx_status_t attention(const AttentionParams& p, void* stream) {
     if (!p.is_planned) KVX_TRY(plan_latent(p, guard.num_sms(), stream));
     return run_latent(p, guard.num_sms(), stream);
   }
-  // A long sequence with one query needs the whole device, which sharing it out gives it; a chunk of a prompt has enough rows by itself. Which
-  // sequence is which only the device knows: both run, and each leaves the other's rows alone.
+  // A long sequence with one query needs the whole device, which sharing it out gives it; a chunk of a prompt has
+  // enough rows by itself. Which sequence is which only the device knows: both run, and
+  // each leaves the other's rows alone.
   AttentionParams part, rest = p;
   DecodePart which = DECODE_NONE;
   switch (find_splitter(p, &part, &which)) {

@@ -10,7 +10,8 @@ namespace cuda {
 // Few queries a sequence: attention/decode/decode.cu.
 constexpr int64_t kMostRows = 16;  // query rows (queries * group) of a sequence
 enum DecodePart { DECODE_NONE, DECODE_SHORT, DECODE_ALL };
-// What of a call is decoded: all of it, or of a varlen call the sequences whose rows fit. `part` is then what these calls are given.
+// What of a call is decoded: all of it, or of a varlen call the sequences whose rows fit. `part` is then what these
+// calls are given.
 DecodePart decode_part(const AttentionParams& p, AttentionParams* part);
 uint64_t decode_workspace(const AttentionParams& p, int num_sms);
 kvx_status_t plan_decode(const AttentionParams& p, int num_sms, void* stream);
@@ -21,8 +22,8 @@ bool takes_prefill(const AttentionParams& p);
 kvx_status_t run_prefill(const AttentionParams& p, void* stream);
 bool has_warpgroups();  // the current device is Hopper and the library has code for it
 
-// Any format, layout and table, rows of up to 512 elements: attention/any/any.cu. The first four are of few query rows, as decode's; `rows`
-// is then how many a sequence of theirs has at most.
+// Any format, layout and table, rows of up to 512 elements: attention/any/any.cu. The first four are of few query rows,
+// as decode's; `rows` is then how many a sequence of theirs has at most.
 DecodePart any_part(const AttentionParams& p, AttentionParams* part);
 uint64_t any_workspace(const AttentionParams& p, int num_sms);
 kvx_status_t plan_any(const AttentionParams& p, int num_sms, void* stream);

@@ -1,5 +1,5 @@
-// merge_attention on the device: eight elements of a row a thread, or one where rows are strided or odd. Each thread finds its row's
-// weights itself: a few numbers that its neighbours read too.
+// merge_attention on the device: eight elements of a row a thread, or one where rows are strided or odd. Each thread
+// finds its row's weights itself: a few numbers that its neighbours read too.
 #include "attention/merge.h"
 
 #include "cuda/columns.cuh"
@@ -66,13 +66,17 @@ __global__ void __launch_bounds__(256) merge_parts(const __grid_constant__ Merge
     } else {
       uint32_t w[4];
 #pragma unroll
-      for (int j = 0; j < 4; j++) w[j] = p.out.dtype == KVX_DTYPE_BF16 ? pack_bf16(sum[2 * j], sum[2 * j + 1]) : pack_f16(sum[2 * j], sum[2 * j + 1]);
+      for (int j = 0; j < 4; j++)
+        w[j] = p.out.dtype == KVX_DTYPE_BF16 ? pack_bf16(sum[2 * j], sum[2 * j + 1])
+                                             : pack_f16(sum[2 * j], sum[2 * j + 1]);
       *reinterpret_cast<uint4*>(dst) = make_uint4(w[0], w[1], w[2], w[3]);
     }
   } else {
     store_float(dst, p.out.dtype, sum[0]);
   }
-  if (p.lse && piece == 0) *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) = one_nan(total == 0.0f ? none : __fadd_rn(most, logf(total)));
+  if (p.lse && piece == 0)
+    *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) =
+        one_nan(total == 0.0f ? none : __fadd_rn(most, logf(total)));
 }
 
 }  // namespace
@@ -84,10 +88,13 @@ kvx_status_t merge(const MergeParams& p, void* stream) {
   const uint64_t bits = rows_address_bits(p.parts) | rows_address_bits(p.out) | uint64_t(p.part);
   const bool is_wide = p.parts.is_dense && p.out.is_dense && p.head_dim % kPiece == 0 && common_alignment(bits) == 16;
   const int64_t per_row = is_wide ? p.head_dim / kPiece : p.head_dim, count = p.num_tokens * p.num_heads * per_row;
-  if (count > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld tokens of %lld heads are more than one launch takes; split the batch.", (long long)p.num_tokens, (long long)p.num_heads);
+  if (count > kMaxCount)
+    return fail(KVX_STATUS_UNSUPPORTED, "%lld tokens of %lld heads are more than one launch takes; split the batch.",
+                (long long)p.num_tokens, (long long)p.num_heads);
   const MergeArgs a{p, make_fast_divider(per_row), make_fast_divider(p.num_heads), uint32_t(count)};
   const dim3 grid(unsigned(divide_up(count, 256)), 1, 1), block(256, 1, 1);
-  return is_wide ? launch_early("merge_parts", merge_parts<kPiece>, grid, block, stream, a) : launch_early("merge_parts", merge_parts<1>, grid, block, stream, a);
+  return is_wide ? launch_early("merge_parts", merge_parts<kPiece>, grid, block, stream, a)
+                 : launch_early("merge_parts", merge_parts<1>, grid, block, stream, a);
 }
 
 }  // namespace cuda

@@ -14,19 +14,25 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const __grid_constant_
   int32_t* first_tile = reinterpret_cast<int32_t*>(a.workspace + a.shape.first_tile_at);
   const int32_t base = sum_tiles(a.num_seqs, first_tile, [&](int32_t seq) {
     const int32_t queries = query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
-    const bool is_ours = query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.shape.rows) > 0;
-    return is_ours ? seq_range(clamped_length(a.kv, seq, a.max_seq_len), queries, a.window, a.is_causal, a.tile_tokens).num_tiles : 0;
+    const bool is_ours =
+        query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.shape.rows) > 0;
+    return is_ours ? seq_range(clamped_length(a.kv, seq, a.max_seq_len), queries, a.window, a.is_causal, a.tile_tokens)
+                         .num_tiles
+                   : 0;
   });
   const long long tiles = (long long)base * a.line_heads;
   const long long most = (tiles + kLeastTiles - 1) / kLeastTiles;
-  const int32_t max_workers = a.shape.max_workers / a.shape.lines, workers = int32_t(most < max_workers ? most : max_workers);
+  const int32_t max_workers = a.shape.max_workers / a.shape.lines,
+                workers = int32_t(most < max_workers ? most : max_workers);
   if (threadIdx.x == 0) *reinterpret_cast<PlanHeader*>(a.workspace) = PlanHeader{tiles, workers, 0};
   WorkerStart* start = reinterpret_cast<WorkerStart*>(a.workspace + a.shape.start_at);
   for (int32_t w = int32_t(threadIdx.x); w < workers; w += kPlanThreads) {
     const long long tile = w * tiles / workers;
     const int32_t low = sequence_of(first_tile, a.num_seqs, tile, a.line_heads);
-    const int32_t of_seq = first_tile[low + 1] - first_tile[low], inside = int32_t(tile - (long long)first_tile[low] * a.line_heads);
-    start[w] = WorkerStart{low, inside / of_seq * a.shape.lines, inside % of_seq, clamped_length(a.kv, low, a.max_seq_len)};
+    const int32_t of_seq = first_tile[low + 1] - first_tile[low],
+                  inside = int32_t(tile - (long long)first_tile[low] * a.line_heads);
+    start[w] =
+        WorkerStart{low, inside / of_seq * a.shape.lines, inside % of_seq, clamped_length(a.kv, low, a.max_seq_len)};
   }
 }
 
@@ -56,7 +62,8 @@ kvx_status_t launch_plan(const AttentionParams& p, const PlanShape& shape, int t
   PlanArgs a = {};
   a.kv = p.kv;
   a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;
-  a.num_seqs = int32_t(p.num_seqs), a.line_heads = int32_t(p.num_kv_heads) / shape.lines, a.group = int32_t(p.group), a.tile_tokens = tile_tokens;
+  a.num_seqs = int32_t(p.num_seqs), a.line_heads = int32_t(p.num_kv_heads) / shape.lines, a.group = int32_t(p.group),
+  a.tile_tokens = tile_tokens;
   a.query_len = int32_t(p.query_len), a.max_seq_len = int32_t(p.max_seq_len);
   a.window = p.window, a.num_tokens = p.num_tokens, a.is_causal = p.is_causal;
   a.workspace = p.workspace, a.shape = shape;

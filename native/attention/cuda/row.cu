@@ -1,4 +1,5 @@
-// Attention for rows of any length, and what else no other kernel takes: a block of threads for each query row, right and not fast.
+// Attention for rows of any length, and what else no other kernel takes: a block of threads for each query row, right
+// and not fast.
 #include "attention/cuda/attention.cuh"
 #include "cuda/generic.cuh"
 #include "table.h"
@@ -10,7 +11,8 @@ namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 
-__device__ __forceinline__ float read_element(const PlaneParams& p, const char* cell, int64_t block, int64_t inside, int64_t head, int64_t d) {
+__device__ __forceinline__ float read_element(const PlaneParams& p, const char* cell, int64_t block, int64_t inside,
+                                              int64_t head, int64_t d) {
   const int bits = dtype_bits(p.dtype);
   const char* from = element_at(p, const_cast<char*>(cell), d, bits);
   if (bits > 8) return load_float(from, p.dtype);
@@ -19,7 +21,8 @@ __device__ __forceinline__ float read_element(const PlaneParams& p, const char* 
   return decode8(code, p.dtype) * read_scale(p.scale, block, inside, head, d / p.scale.group_size);
 }
 
-// Warps take every fourth position, each with its own running softmax; shared memory holds the query row and the warps' sums.
+// Warps take every fourth position, each with its own running softmax; shared memory holds
+// the query row and the warps' sums.
 __global__ void __launch_bounds__(kThreads) attend_row(const __grid_constant__ AttentionParams p) {
   extern __shared__ float shared[];  // query [head_dim], then sums [kWarps][v_head_dim], then (largest, total) [kWarps]
   float* query = shared;
@@ -41,7 +44,8 @@ __global__ void __launch_bounds__(kThreads) attend_row(const __grid_constant__ A
   } else {
     seq = token / p.query_len, first = seq * p.query_len, queries = p.query_len;
   }
-  if (token < first || token >= first + queries || queries * p.group <= p.skip_rows) return;  // a row of no sequence is left alone
+  if (token < first || token >= first + queries || queries * p.group <= p.skip_rows)
+    return;  // a row of no sequence is left alone
   int64_t length = sequence_length(p.kv.table, seq, p.kv.block_size);
   if (length < 0) length = 0;
   if (length > p.max_seq_len) length = p.max_seq_len;
@@ -51,7 +55,8 @@ __global__ void __launch_bounds__(kThreads) attend_row(const __grid_constant__ A
   if (p.window > 0 && end - p.window > 0) begin = end - p.window;
   const bool counts = p.kv.errors && head == 0 && token == first + queries - 1;
   const char* row = p.q.data + token * p.q.token + head * p.q.head;
-  for (int64_t d = threadIdx.x; d < p.head_dim; d += kThreads) query[d] = load_float(row + d * p.q.dim, p.q.dtype) * p.scale * 1.44269504f;
+  for (int64_t d = threadIdx.x; d < p.head_dim; d += kThreads)
+    query[d] = load_float(row + d * p.q.dim, p.q.dtype) * p.scale * 1.44269504f;
   for (int64_t d = threadIdx.x; d < kWarps * p.v_head_dim; d += kThreads) sums[d] = 0.f;
   __syncthreads();
   float largest = -INFINITY, total = 0.f;
@@ -64,7 +69,8 @@ __global__ void __launch_bounds__(kThreads) attend_row(const __grid_constant__ A
       continue;
     }
     const PlaneParams &pk = p.kv.plane[0], &pv = p.kv.plane[1];
-    const char *key = k.base + inside * pk.token + kv_head * pk.head, *value = v.base + inside * pv.token + kv_head * pv.head;
+    const char *key = k.base + inside * pk.token + kv_head * pk.head,
+               *value = v.base + inside * pv.token + kv_head * pv.head;
     float score = 0.f;
     for (int64_t d = lane; d < p.head_dim; d += 32) score += query[d] * read_element(pk, key, k.id, inside, kv_head, d);
     for (int hop = 16; hop > 0; hop /= 2) score += __shfl_xor_sync(0xffffffffu, score, hop);
@@ -72,7 +78,8 @@ __global__ void __launch_bounds__(kThreads) attend_row(const __grid_constant__ A
     const float now = fmaxf(largest, score), base = now == -INFINITY ? 0.f : now;
     const float old = exp2f(largest - base), fresh = exp2f(score - base);
     total = total * old + fresh;
-    for (int64_t d = lane; d < p.v_head_dim; d += 32) mine[d] = mine[d] * old + fresh * read_element(pv, value, v.id, inside, kv_head, d);
+    for (int64_t d = lane; d < p.v_head_dim; d += 32)
+      mine[d] = mine[d] * old + fresh * read_element(pv, value, v.id, inside, kv_head, d);
     largest = now;
   }
   if (lane == 0) stats[2 * warp] = largest, stats[2 * warp + 1] = total;
@@ -83,7 +90,9 @@ __global__ void __launch_bounds__(kThreads) attend_row(const __grid_constant__ A
     weight[w] = top == -INFINITY || stats[2 * w] == -INFINITY ? 0.f : exp2f(stats[2 * w] - top);
     all += stats[2 * w + 1] * weight[w];
   }
-  if (threadIdx.x == 0 && p.lse) *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) = all > 0.f ? (top + log2f(all)) * 0.69314718f : -INFINITY;
+  if (threadIdx.x == 0 && p.lse)
+    *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) =
+        all > 0.f ? (top + log2f(all)) * 0.69314718f : -INFINITY;
   if (p.sinks && top != -INFINITY) all += exp2f(p.sinks[head] * 1.44269504f - top);
   const float inverse = all > 0.f ? 1.f / all : 0.f;
   char* out = p.out.data + token * p.out.token + head * p.out.head;
@@ -98,9 +107,14 @@ __global__ void __launch_bounds__(kThreads) attend_row(const __grid_constant__ A
 
 kvx_status_t run_row(const AttentionParams& p, void* stream) {
   int64_t blocks;
-  if (!mul_fits(p.num_tokens, p.num_heads, &blocks) || blocks > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld tokens of %lld heads are more than one launch takes.", (long long)p.num_tokens, (long long)p.num_heads);
+  if (!mul_fits(p.num_tokens, p.num_heads, &blocks) || blocks > kMaxCount)
+    return fail(KVX_STATUS_UNSUPPORTED, "%lld tokens of %lld heads are more than one launch takes.",
+                (long long)p.num_tokens, (long long)p.num_heads);
   const int64_t bytes = (p.head_dim + kWarps * p.v_head_dim + 2 * kWarps) * 4;
-  if (bytes > 200 * 1024) return fail(KVX_STATUS_UNSUPPORTED, "head_dim %lld and %lld need %lld bytes of shared memory; head_dim + 4 * v_head_dim is 50000 at most.", (long long)p.head_dim, (long long)p.v_head_dim, (long long)bytes);
+  if (bytes > 200 * 1024)
+    return fail(KVX_STATUS_UNSUPPORTED,
+                "head_dim %lld and %lld need %lld bytes of shared memory; head_dim + 4 * v_head_dim is 50000 at most.",
+                (long long)p.head_dim, (long long)p.v_head_dim, (long long)bytes);
   if (bytes > 48 * 1024) KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&attend_row), 200 * 1024));
   return launch_early_with("attend_row", attend_row, dim3(unsigned(blocks)), dim3(kThreads), int(bytes), stream, p);
 }

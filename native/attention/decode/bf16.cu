@@ -4,7 +4,8 @@ namespace kvx {
 namespace cuda {
 
 DecodeChoice choose_decode_bf16(const DecodeShape& shape, bool own) {
-  return own ? choose_decode<tiles::Bf16Rows, NO_SCALES, true>(shape) : choose_decode<tiles::Bf16Rows, NO_SCALES>(shape);
+  return own ? choose_decode<tiles::Bf16Rows, NO_SCALES, true>(shape)
+             : choose_decode<tiles::Bf16Rows, NO_SCALES>(shape);
 }
 
 }  // namespace cuda

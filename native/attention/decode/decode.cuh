@@ -1,11 +1,13 @@
 // Attention of few queries a sequence (decode, and drafts of a few tokens): memory is read once, at its own speed.
 //
-// A warp is a worker of its own: it walks its share of tiles (attention/cuda/plan.cuh), keeps a ring of them in flight in its own part of
-// shared memory (tiles/group_ring.cuh), and waits for nobody. All query rows that read one KV head are columns of its multiplications.
+// A warp is a worker of its own: it walks its share of tiles (attention/cuda/plan.cuh), keeps a ring of them in flight
+// in its own part of shared memory (tiles/group_ring.cuh), and waits for nobody. All query rows that read one KV head
+// are columns of its multiplications.
 //
-// Above 128 elements a row is more than a warp has registers for, and a worker is a team of warps: each has a slice of every row, loads it by
-// a ring of its own and multiplies it. They meet once a tile, to add up their parts of the scores; from there on all have the same numbers.
-// Rows may be shorter than a tile is wide: what is past their end is not read, counts as zeros, and is not stored.
+// Above 128 elements a row is more than a warp has registers for, and a worker is a team of warps: each has a slice of
+// every row, loads it by a ring of its own and multiplies it. They meet once a tile, to add up their parts of the
+// scores; from there on all have the same numbers. Rows may be shorter than a tile is wide: what is past their end is
+// not read, counts as zeros, and is not stored.
 #pragma once
 #include <type_traits>
 
@@ -21,8 +23,8 @@ namespace cuda {
 
 struct DecodeArgs {
   tiles::RowFinder rows;
-  const char* data[2];          // planes
-  int32_t dims[2], chunks[2];   // of a row of K and of V; chunks are 16 bytes
+  const char* data[2];         // planes
+  int32_t dims[2], chunks[2];  // of a row of K and of V; chunks are 16 bytes
   RowsParams q, out;
   char* lse;
   int64_t lse_token, lse_head;
@@ -47,25 +49,33 @@ template <int kKeyDims_, int kValueDims_, int kTeam_> struct DecodeTile {
 template <class Rows_, class Tile_, int kColumns_, ScaleKind kScales_, bool kOwnCaches_> struct DecodeConfig {
   using Rows = Rows_;
   using Tile = Tile_;
-  static constexpr int kTeam = Tile::kTeam, kKeyDims = Tile::kKeyDims / kTeam, kValueDims = Tile::kValueDims / kTeam;  // of a warp's slice
-  static constexpr int kColumns = kColumns_;  // query rows, 8 or 16
+  static constexpr int kTeam = Tile::kTeam, kKeyDims = Tile::kKeyDims / kTeam,
+                       kValueDims = Tile::kValueDims / kTeam;  // of a warp's slice
+  static constexpr int kColumns = kColumns_;                   // query rows, 8 or 16
   static constexpr ScaleKind kScales = kScales_;
-  static constexpr bool kOwnCaches = kOwnCaches_;  // every sequence has a buffer, found by a table of addresses; else blocks of one buffer
+  static constexpr bool kOwnCaches =
+      kOwnCaches_;  // every sequence has a buffer, found by a table of addresses; else blocks of one buffer
   static_assert(kKeyDims % Rows::kGroupDims == 0 && kValueDims % Rows::kGroupDims == 0, "rows of whole groups");
   static constexpr int kKeyChunks = kKeyDims * Rows::kBytes / 16, kValueChunks = kValueDims * Rows::kBytes / 16;
   // A row in shared memory has room for whole swizzles; what is past its chunks is not multiplied.
   static constexpr int row_bytes(int chunks) { return (chunks + 3) / 4 * 64; }
   static constexpr int kKeyRowBytes = row_bytes(kKeyChunks), kValueRowBytes = row_bytes(kValueChunks);
   static_assert(kKeyRowBytes <= 256 && kValueRowBytes <= 256, "rows of up to 256 bytes a warp");
-  static constexpr int kTokens = kTeam > 1 || kKeyRowBytes > 128 || (kKeyRowBytes == 128 && Rows::kBytes == 1) ? 32 : 64;
-  static constexpr int kKeyBytes = kTokens * kKeyRowBytes, kValueBytes = kTokens * kValueRowBytes, kTileBytes = kKeyBytes + kValueBytes;
+  static constexpr int kTokens = kTeam > 1 || kKeyRowBytes > 128 || (kKeyRowBytes == 128 && Rows::kBytes == 1) ? 32
+                                                                                                               : 64;
+  static constexpr int kKeyBytes = kTokens * kKeyRowBytes, kValueBytes = kTokens * kValueRowBytes,
+                       kTileBytes = kKeyBytes + kValueBytes;
   static constexpr int kScaleBytes = kScales == ROW_SCALES ? 2 * kTokens * 4 : 0;
-  // Where a team meets: the scores of each warp, and of every token what its scales come to. There are two such places, so that warps meet once a
-  // tile; one, where two would leave room for a team less.
-  static constexpr int kScoreBytes = kTokens * kColumns * 4, kPlaceBytes = kTeam * kScoreBytes + (kScales == ROW_SCALES ? kTokens * 16 : 0);
+  // Where a team meets: the scores of each warp, and of every token what its scales come to. There are two such places,
+  // so that warps meet once a tile; one, where two would leave room for a team less.
+  static constexpr int kScoreBytes = kTokens * kColumns * 4,
+                       kPlaceBytes = kTeam * kScoreBytes + (kScales == ROW_SCALES ? kTokens * 16 : 0);
   static constexpr int kPlaces = kTeam == 1 ? 0 : kTeam == 4 && kColumns == 16 && Rows::kBytes == 1 ? 1 : 2;
-  static constexpr int worker_bytes(int stages) { return kTeam * tiles::GroupRing<3, kTileBytes + kScaleBytes>::bytes(stages) + kPlaces * kPlaceBytes; }
-  // 128 KB in flight an SM, and half as much again being worked on. Eight-bit rows take more instructions a byte: more warps hide them.
+  static constexpr int worker_bytes(int stages) {
+    return kTeam * tiles::GroupRing<3, kTileBytes + kScaleBytes>::bytes(stages) + kPlaces * kPlaceBytes;
+  }
+  // 128 KB in flight an SM, and half as much again being worked on. Eight-bit rows take more instructions a byte: more
+  // warps hide them.
   static constexpr int kMostBytes = 227 * 1024, kMostWarps = kTeam > 1 ? 12 : Rows::kBytes == 1 ? 8 : 6;
   static constexpr int least(int x, int y) { return x < y ? x : y; }
   static constexpr int kWorkers = least(kMostWarps / kTeam, kMostBytes / worker_bytes(3));
@@ -79,12 +89,15 @@ template <class Rows_, class Tile_, int kColumns_, ScaleKind kScales_, bool kOwn
 struct Cursor {
   int32_t seq, head, tile;  // tile of this (seq, head)
   SeqRange range;
-  tiles::OwnCache own;      // kOwnCaches alone
+  tiles::OwnCache own;  // kOwnCaches alone
 };
 
 // What a row of sums is multiplied by; its LSE is written on the way.
-__device__ __forceinline__ float finish(const DecodeArgs& a, int64_t token, int32_t head, float largest, float total, float value_scale, bool writes) {
-  if (writes && a.lse) *reinterpret_cast<float*>(a.lse + token * a.lse_token + head * a.lse_head) = total > 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
+__device__ __forceinline__ float finish(const DecodeArgs& a, int64_t token, int32_t head, float largest, float total,
+                                        float value_scale, bool writes) {
+  if (writes && a.lse)
+    *reinterpret_cast<float*>(a.lse + token * a.lse_token + head * a.lse_head) =
+        total > 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
   if (a.sinks) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - (largest == -INFINITY ? 0.f : largest));
   return total > 0.f && largest != -INFINITY ? value_scale / total : 0.f;
 }
@@ -96,11 +109,15 @@ __device__ __forceinline__ void write(const RowsParams& out, char* row, int dim,
   else *reinterpret_cast<float*>(p) = x;
 }
 
-__device__ __forceinline__ int32_t queries_of(const DecodeArgs& a, int32_t seq) { return query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq); }
+__device__ __forceinline__ int32_t queries_of(const DecodeArgs& a, int32_t seq) {
+  return query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
+}
 __device__ __forceinline__ int64_t first_query(const DecodeArgs& a, int32_t seq) {
   return a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(seq) * a.cu_bytes, a.cu_bytes) : int64_t(seq) * a.query_len;
 }
-__device__ __forceinline__ int32_t rows_of(const DecodeArgs& a, int32_t seq) { return query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.plan.rows); }
+__device__ __forceinline__ int32_t rows_of(const DecodeArgs& a, int32_t seq) {
+  return query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.plan.rows);
+}
 
 // 16 bytes, asked for here and not where they are first used.
 template <class T> __device__ __forceinline__ T load_now(const char* from) {
@@ -109,15 +126,19 @@ template <class T> __device__ __forceinline__ T load_now(const char* from) {
     uint32_t words[4];
     T x;
   } u;
-  asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(u.words[0]), "=r"(u.words[1]), "=r"(u.words[2]), "=r"(u.words[3]) : "l"(from));
+  asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(u.words[0]), "=r"(u.words[1]), "=r"(u.words[2]), "=r"(u.words[3])
+               : "l"(from));
   return u.x;
 }
 
 template <class C> struct Decode {
   using Rows = typename C::Rows;
   using Numbers = typename Rows::Numbers;
-  static constexpr int kKeyGroups = C::kKeyDims / Rows::kGroupDims, kValueGroups = C::kValueDims / Rows::kGroupDims, kFragments = Rows::kGroupDims / 16;
-  static constexpr int kKeyTiles = C::kKeyDims / 16, kValueTiles = C::kValueDims / 16, kTokenTiles = C::kTokens / 16, kColumnTiles = C::kColumns / 8;
+  static constexpr int kKeyGroups = C::kKeyDims / Rows::kGroupDims, kValueGroups = C::kValueDims / Rows::kGroupDims,
+                       kFragments = Rows::kGroupDims / 16;
+  static constexpr int kKeyTiles = C::kKeyDims / 16, kValueTiles = C::kValueDims / 16, kTokenTiles = C::kTokens / 16,
+                       kColumnTiles = C::kColumns / 8;
   static constexpr int kRowsPerLane = C::kTokens / 32;
   static constexpr bool kIsF16 = std::is_same<Numbers, tiles::F16Numbers>::value;
 
@@ -125,29 +146,44 @@ template <class C> struct Decode {
   const int team, member;  // this worker's number in the block, and this warp's in it
   const int lane, g, t;
   typename C::Ring ring;
-  float4* places;       // where the team adds up scores
-  uint32_t turn = 0;    // which of their places is next
-  const int key_from, value_from, key_chunks, value_chunks;  // the slice's first element in a row, and how many chunks of it rows have
+  float4* places;     // where the team adds up scores
+  uint32_t turn = 0;  // which of their places is next
+  const int key_from, value_from, key_chunks,
+      value_chunks;  // the slice's first element in a row, and how many chunks of it rows have
 
   uint32_t query[kKeyTiles][kColumnTiles][2];
-  float factor[kColumnTiles][2];  // of a column's scores: softmax scale, K's scale, what the query was divided by; log2(e) included
+  float factor[kColumnTiles]
+              [2];  // of a column's scores: softmax scale, K's scale, what the query was divided by; log2(e) included
   float out[kValueTiles][kColumnTiles][4];
-  float most[kColumnTiles][2], sum[kColumnTiles][2];  // a column's largest score so far, and this lane's part of its sum
+  float most[kColumnTiles][2],
+      sum[kColumnTiles][2];  // a column's largest score so far, and this lane's part of its sum
   int32_t limit[kColumnTiles][2], low[kColumnTiles][2], least_limit, most_low;
   float value_scale;
 
   __device__ __forceinline__ Decode(const DecodeArgs& args, char* shared, int of_team, int of_member)
-      : a(args), team(of_team), member(of_member), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4),
+      : a(args),
+        team(of_team),
+        member(of_member),
+        lane(threadIdx.x % 32),
+        g(lane / 4),
+        t(lane % 4),
         ring{shared + of_member * C::Ring::kBytes, tiles::shared_address(shared + of_member * C::Ring::kBytes)},
-        places(reinterpret_cast<float4*>(shared + C::kTeam * C::Ring::kBytes)), key_from(of_member * C::kKeyDims), value_from(of_member * C::kValueDims),
-        key_chunks(min(max(a.chunks[0] - of_member * C::kKeyChunks, 0), C::kKeyChunks)), value_chunks(min(max(a.chunks[1] - of_member * C::kValueChunks, 0), C::kValueChunks)) {}
+        places(reinterpret_cast<float4*>(shared + C::kTeam * C::Ring::kBytes)),
+        key_from(of_member * C::kKeyDims),
+        value_from(of_member * C::kValueDims),
+        key_chunks(min(max(a.chunks[0] - of_member * C::kKeyChunks, 0), C::kKeyChunks)),
+        value_chunks(min(max(a.chunks[1] - of_member * C::kValueChunks, 0), C::kValueChunks)) {}
 
-  // Chunks of K past the end of rows meet queries of zero, so they must be numbers: zeros from the start. No copy writes there.
+  // Chunks of K past the end of rows meet queries of zero, so they must be numbers: zeros from the start. No copy
+  // writes there.
   __device__ __forceinline__ void clear() const {
     if (key_chunks == C::kKeyChunks) return;
     for (int stage = 0; stage < C::Ring::kStages; stage++)
       for (int i = lane; i < C::kTokens * C::kKeyChunks; i += 32)
-        if (i % C::kKeyChunks >= key_chunks) tiles::store_shared_16(ring.tile_at(stage) + tiles::Swizzle<C::kKeyRowBytes>::at(i / C::kKeyChunks, i % C::kKeyChunks), make_uint4(0, 0, 0, 0));
+        if (i % C::kKeyChunks >= key_chunks)
+          tiles::store_shared_16(
+              ring.tile_at(stage) + tiles::Swizzle<C::kKeyRowBytes>::at(i / C::kKeyChunks, i % C::kKeyChunks),
+              make_uint4(0, 0, 0, 0));
     __syncwarp();
   }
 
@@ -175,15 +211,25 @@ template <class C> struct Decode {
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; i++) {
       const uint32_t position = first + i * 32 + lane;
-      if constexpr (C::kOwnCaches) f.row[i] = tiles::RowAsked{position >= uint32_t(c.range.begin) && position < uint32_t(c.range.end) ? c.own.id : -1, position};
+      if constexpr (C::kOwnCaches)
+        f.row[i] = tiles::RowAsked{
+            position >= uint32_t(c.range.begin) && position < uint32_t(c.range.end) ? c.own.id : -1, position};
       else f.row[i] = tiles::ask_row(a.rows, c.seq, position, c.range.begin, c.range.end);
     }
     return f;
   }
 
-  // 32 rows' chunks from kFirst to kEnd, of those `chunks` that are there. Lanes hold a row's place each and hand it round.
-  template <bool kIsFull, int kRowBytes, int kFirst, int kEnd> __device__ __forceinline__ void load_chunks(uint32_t to, const char* data, uint32_t of_mine, uint32_t valid, uint32_t first_row, uint32_t chunks) const {
-    constexpr int kLeft = kEnd - kFirst, kWidth = kLeft >= 16 ? 16 : kLeft >= 8 ? 8 : kLeft >= 4 ? 4 : kLeft >= 2 ? 2 : 1, kRowsAtOnce = 32 / kWidth;
+  // 32 rows' chunks from kFirst to kEnd, of those `chunks` that are there. Lanes hold a
+  // row's place each and hand it round.
+  template <bool kIsFull, int kRowBytes, int kFirst, int kEnd> __device__ __forceinline__ void load_chunks(
+      uint32_t to, const char* data, uint32_t of_mine, uint32_t valid, uint32_t first_row, uint32_t chunks) const {
+    constexpr int kLeft = kEnd - kFirst,
+                  kWidth = kLeft >= 16  ? 16
+                           : kLeft >= 8 ? 8
+                           : kLeft >= 4 ? 4
+                           : kLeft >= 2 ? 2
+                                        : 1,
+                  kRowsAtOnce = 32 / kWidth;
     const uint32_t chunk = kFirst + lane % kWidth, sub = lane / kWidth;
     const char* from = data + chunk * 16;
 #pragma unroll
@@ -195,13 +241,18 @@ template <class C> struct Decode {
       if constexpr (kIsFull) tiles::copy_16(place, from + uint64_t(offset) * 16);
       else tiles::copy_16(place, from + uint64_t(offset) * 16, valid >> r & 1 ? 16 : 0);
     }
-    if constexpr (kLeft > kWidth) load_chunks<kIsFull, kRowBytes, kFirst + kWidth, kEnd>(to, data, of_mine, valid, first_row, chunks);
+    if constexpr (kLeft > kWidth)
+      load_chunks<kIsFull, kRowBytes, kFirst + kWidth, kEnd>(to, data, of_mine, valid, first_row, chunks);
   }
 
-  template <bool kIsFull> __device__ __forceinline__ void load_rows(uint32_t at, const tiles::RowPlace& mine, uint32_t valid, uint32_t first_row, const tiles::OwnCache& own) const {
+  template <bool kIsFull> __device__ __forceinline__ void load_rows(uint32_t at, const tiles::RowPlace& mine,
+                                                                    uint32_t valid, uint32_t first_row,
+                                                                    const tiles::OwnCache& own) const {
     const char *keys = C::kOwnCaches ? own.data[0] : a.data[0], *values = C::kOwnCaches ? own.data[1] : a.data[1];
-    load_chunks<kIsFull, C::kKeyRowBytes, 0, C::kKeyChunks>(at, keys + key_from * Rows::kBytes, mine.offset[0], valid, first_row, key_chunks);
-    load_chunks<kIsFull, C::kValueRowBytes, 0, C::kValueChunks>(at + C::kKeyBytes, values + value_from * Rows::kBytes, mine.offset[1], valid, first_row, value_chunks);
+    load_chunks<kIsFull, C::kKeyRowBytes, 0, C::kKeyChunks>(at, keys + key_from * Rows::kBytes, mine.offset[0], valid,
+                                                            first_row, key_chunks);
+    load_chunks<kIsFull, C::kValueRowBytes, 0, C::kValueChunks>(at + C::kKeyBytes, values + value_from * Rows::kBytes,
+                                                                mine.offset[1], valid, first_row, value_chunks);
   }
 
   // Puts a tile's loads under way.
@@ -218,7 +269,8 @@ template <class C> struct Decode {
         for (int plane = 0; plane < 2; plane++) {
           const ScaleParams& s = a.scales[plane];
           const char* from = s.data + mine.block * s.block + f.row[i].inside * s.token + head * s.head;
-          tiles::copy_4(at + C::kTileBytes + (plane * C::kTokens + i * 32 + lane) * 4, mine.block >= 0 ? from : s.data, mine.block >= 0 ? 4 : 0);
+          tiles::copy_4(at + C::kTileBytes + (plane * C::kTokens + i * 32 + lane) * 4, mine.block >= 0 ? from : s.data,
+                        mine.block >= 0 ? 4 : 0);
         }
       }
       if (lane == 0) ring.note(ring.filling)[i] = valid;
@@ -226,15 +278,16 @@ template <class C> struct Decode {
     ring.end_fill();
   }
 
-  // Query rows of a (sequence, head) as fragments: column n = query token n / group, head n % group. All words are asked for before
-  // the first is used: a worker waits once, not once a word.
+  // Query rows of a (sequence, head) as fragments: column n = query token n / group, head n % group. All words are
+  // asked for before the first is used: a worker waits once, not once a word.
   __device__ __forceinline__ void begin(const Cursor& c) {
     const int32_t queries = queries_of(a, c.seq), rows = rows_of(a, c.seq);
     const int64_t first = first_query(a, c.seq);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++) {
       const int32_t column = n * 8 + g, token = column / a.group, head = column - token * a.group;
-      const char* row = a.q.data + (first + token) * a.q.token + (int64_t(c.head) * a.group + head) * a.q.head + key_from * 2;
+      const char* row =
+          a.q.data + (first + token) * a.q.token + (int64_t(c.head) * a.group + head) * a.q.head + key_from * 2;
       const int dims = column < rows ? a.dims[0] - key_from : 0;
 #pragma unroll
       for (int d = 0; d < kKeyTiles; d++)
@@ -270,16 +323,22 @@ template <class C> struct Decode {
         for (int i = 0; i < 4; i++) out[d][n][i] = 0.f;
   }
 
-  // Where f16 is multiplied: a column of queries into its range, by a power of two, which is exact; returns what undoes it.
+  // Where f16 is multiplied: a column of queries into its range, by a power of two, which is
+  // exact; returns what undoes it.
   __device__ __forceinline__ float fit_query(int n) {
     const bool is_bf16 = a.q.dtype == KVX_DTYPE_BF16;
-    const auto low_of = [&](uint32_t x) { return is_bf16 ? __uint_as_float(x << 16) : __half2float(__ushort_as_half(uint16_t(x))); };
-    const auto high_of = [&](uint32_t x) { return is_bf16 ? __uint_as_float(x & 0xffff0000u) : __half2float(__ushort_as_half(uint16_t(x >> 16))); };
+    const auto low_of = [&](uint32_t x) {
+      return is_bf16 ? __uint_as_float(x << 16) : __half2float(__ushort_as_half(uint16_t(x)));
+    };
+    const auto high_of = [&](uint32_t x) {
+      return is_bf16 ? __uint_as_float(x & 0xffff0000u) : __half2float(__ushort_as_half(uint16_t(x >> 16)));
+    };
     float largest = 0.f;
 #pragma unroll
     for (int d = 0; d < kKeyTiles; d++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) largest = fmaxf(largest, fmaxf(fabsf(low_of(query[d][n][i])), fabsf(high_of(query[d][n][i]))));
+      for (int i = 0; i < 2; i++)
+        largest = fmaxf(largest, fmaxf(fabsf(low_of(query[d][n][i])), fabsf(high_of(query[d][n][i]))));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
     int exponent = largest > 0.f && largest < INFINITY ? ilogbf(largest) - 8 : 0;
@@ -288,12 +347,14 @@ template <class C> struct Decode {
 #pragma unroll
     for (int d = 0; d < kKeyTiles; d++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) query[d][n][i] = Numbers::pack(low_of(query[d][n][i]) * shrink, high_of(query[d][n][i]) * shrink);
+      for (int i = 0; i < 2; i++)
+        query[d][n][i] = Numbers::pack(low_of(query[d][n][i]) * shrink, high_of(query[d][n][i]) * shrink);
     return ldexpf(1.f, exponent);
   }
 
-  // A team's parts of a tile's scores become their sum, the same in every warp: two are added in either order, more in the order of the team.
-  // Returns what the first warp has to say of every token's scales: K's, V's logarithm and its inverse.
+  // A team's parts of a tile's scores become their sum, the same in every warp: two are added in either order, more in
+  // the order of the team. Returns what the first warp has to say of every token's scales:
+  // K's, V's logarithm and its inverse.
   __device__ __forceinline__ const float4* add_up(float (&s)[kTokenTiles][kColumnTiles][4], const float* scales) {
     constexpr int kPlace = C::kScoreBytes / 16;  // of a warp
     float4* place = places + turn * (C::kPlaceBytes / 16);
@@ -302,12 +363,15 @@ template <class C> struct Decode {
     else turn ^= 1;
     if (C::kScales == ROW_SCALES && member == 0) {
       const float of_value = positive(scales[C::kTokens + lane]);
-      all[C::kTeam * kPlace] = make_float4(scales[lane], tiles::log2_fast(of_value), tiles::inverse_fast(of_value), 0.f);
+      all[C::kTeam * kPlace] =
+          make_float4(scales[lane], tiles::log2_fast(of_value), tiles::inverse_fast(of_value), 0.f);
     }
 #pragma unroll
     for (int m = 0; m < kTokenTiles; m++)
 #pragma unroll
-      for (int n = 0; n < kColumnTiles; n++) all[member * kPlace + (m * kColumnTiles + n) * 32] = make_float4(s[m][n][0], s[m][n][1], s[m][n][2], s[m][n][3]);
+      for (int n = 0; n < kColumnTiles; n++)
+        all[member * kPlace + (m * kColumnTiles + n) * 32] =
+            make_float4(s[m][n][0], s[m][n][1], s[m][n][2], s[m][n][3]);
     tiles::meet(1 + team, C::kTeam * 32);
 #pragma unroll
     for (int m = 0; m < kTokenTiles; m++)
@@ -361,7 +425,8 @@ template <class C> struct Decode {
 #pragma unroll
         for (int i = 0; i < 4; i++) s[m][n][i] *= factor[n][i % 2];
     // With a scale a row of V, weights are p times that scale: it joins the exponent, and `most` is over the weights.
-    // The sum of the weights without it divides by it again: one exponential serves both. A scale of 0 counts as a tiny one.
+    // The sum of the weights without it divides by it again: one exponential serves both. A
+    // scale of 0 counts as a tiny one.
     float of_value[kTokenTiles][2], without[kTokenTiles][2];
     const float* scales = reinterpret_cast<const float*>(stage_bytes + C::kTileBytes);
     const float4* of_tokens = nullptr;
@@ -378,7 +443,8 @@ template <class C> struct Decode {
             of_key = x.x, of_value[m][h] = x.y, without[m][h] = x.z;
           } else {
             const float scale = positive(scales[C::kTokens + token]);
-            of_key = scales[token], of_value[m][h] = tiles::log2_fast(scale), without[m][h] = tiles::inverse_fast(scale);
+            of_key = scales[token], of_value[m][h] = tiles::log2_fast(scale),
+            without[m][h] = tiles::inverse_fast(scale);
           }
 #pragma unroll
           for (int n = 0; n < kColumnTiles; n++)
@@ -431,7 +497,9 @@ template <class C> struct Decode {
 #pragma unroll
         for (int m = 0; m < kTokenTiles; m++)
 #pragma unroll
-          for (int h = 0; h < 2; h++) largest = fmaxf(largest, C::kScales == ROW_SCALES ? s[m][n][2 * h + j] + of_value[m][h] : s[m][n][2 * h + j]);
+          for (int h = 0; h < 2; h++)
+            largest =
+                fmaxf(largest, C::kScales == ROW_SCALES ? s[m][n][2 * h + j] + of_value[m][h] : s[m][n][2 * h + j]);
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 4));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 8));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
@@ -478,11 +546,14 @@ template <class C> struct Decode {
 #pragma unroll
         for (int f = 0; f < kFragments; f++)
 #pragma unroll
-          for (int n = 0; n < kColumnTiles; n++) Numbers::multiply(out[d * kFragments + f][n], values[f], weights[k][n]);
+          for (int n = 0; n < kColumnTiles; n++)
+            Numbers::multiply(out[d * kFragments + f][n], values[f], weights[k][n]);
       }
   }
 
-  __device__ __forceinline__ int dim_of(int d, int half) const { return value_from + d * 16 + Rows::value_dim(half, g); }
+  __device__ __forceinline__ int dim_of(int d, int half) const {
+    return value_from + d * 16 + Rows::value_dim(half, g);
+  }
 
   // Result of a (sequence, head) that this worker had alone.
   __device__ __forceinline__ void store(const Cursor& c) {
@@ -496,7 +567,8 @@ template <class C> struct Decode {
     for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const int32_t column = n * 8 + 2 * t + j, token = column / a.group, head = c.head * a.group + column - token * a.group;
+        const int32_t column = n * 8 + 2 * t + j, token = column / a.group,
+                      head = c.head * a.group + column - token * a.group;
         if (column >= rows) continue;
         const float inverse = finish(a, first + token, head, most[n][j], sum[n][j], value_scale, member == 0 && g == 0);
         char* row = a.out.data + (first + token) * a.out.token + int64_t(head) * a.out.head;
@@ -517,7 +589,8 @@ template <class C> struct Decode {
   // Part of a (sequence, head) that others have parts of: `combine` adds them up.
   __device__ __forceinline__ void store_part(const Cursor& c, int worker, bool is_first_item) {
     const int32_t rows = rows_of(a, c.seq);
-    float* mine = reinterpret_cast<float*>(a.workspace + a.plan.partial_at + (2 * int64_t(worker) + (is_first_item ? 0 : 1)) * a.plan.partial_bytes);
+    float* mine = reinterpret_cast<float*>(a.workspace + a.plan.partial_at +
+                                           (2 * int64_t(worker) + (is_first_item ? 0 : 1)) * a.plan.partial_bytes);
     const int width = a.dims[1] + 2;
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++)
@@ -537,11 +610,13 @@ template <class C> struct Decode {
 };
 
 template <class C>
-__global__ void __launch_bounds__(C::kWorkers * C::kTeam * 32, 1) decode(const __grid_constant__ DecodeArgs a) {
+__global__ void __launch_bounds__(C::kWorkers* C::kTeam * 32, 1) decode(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(128) char shared[];
   wait_for_previous();
   let_next_start();  // what adds up parts is then there when this ends
-  const int warp = int(threadIdx.x / 32), team = warp / C::kTeam, worker = int(blockIdx.x * (blockDim.x / (32 * C::kTeam))) + team;  // as many a block as its shared memory takes
+  const int warp = int(threadIdx.x / 32), team = warp / C::kTeam,
+            worker =
+                int(blockIdx.x * (blockDim.x / (32 * C::kTeam))) + team;  // as many a block as its shared memory takes
   const int share = worker / a.plan.lines, line = worker - share * a.plan.lines;
   // Both are asked for before the first is used: a place for a start is there, whether the worker has a share or not.
   const PlanHeader plan = load_now<PlanHeader>(a.workspace);
@@ -594,12 +669,13 @@ __global__ void __launch_bounds__(C::kWorkers * C::kTeam * 32, 1) decode(const _
   tiles::wait_copies<0>();
 }
 
-// Adds up the parts of every (sequence, head) that several workers shared: a warp for each query row, parts in the order of the line.
+// Adds up the parts of every (sequence, head) that several workers shared: a warp for each query row, parts in the
+// order of the line.
 template <int kPerLane>
 __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArgs a, bool one_scale) {
   let_next_start();
-  // The plan and the sequences' ends are older than the launch before this one, which waited for them: they are read ahead of its end. Nobody
-  // leaves before that: whoever comes after waits for this launch alone.
+  // The plan and the sequences' ends are older than the launch before this one, which waited for them: they are read
+  // ahead of its end. Nobody leaves before that: whoever comes after waits for this launch alone.
   const int lane = threadIdx.x % 32;
   const int64_t index = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
   const int32_t row = int32_t(index % a.plan.rows), kv_head = int32_t(index / a.plan.rows % a.num_kv_heads);
@@ -610,10 +686,13 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArg
   if (seq64 < a.num_seqs && row < rows_of(a, seq)) {
     const PlanHeader plan = load_now<PlanHeader>(a.workspace);
     const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
-    const long long from = __ldcg(first_tile + seq), of_seq = __ldcg(first_tile + seq + 1) - from, begin = from * (a.num_kv_heads / lines) + head_of_line * of_seq;
-    first_share = int(((begin + 1) * plan.workers - 1) / plan.tiles), last_share = int(((begin + of_seq) * plan.workers - 1) / plan.tiles);
+    const long long from = __ldcg(first_tile + seq), of_seq = __ldcg(first_tile + seq + 1) - from,
+                    begin = from * (a.num_kv_heads / lines) + head_of_line * of_seq;
+    first_share = int(((begin + 1) * plan.workers - 1) / plan.tiles),
+    last_share = int(((begin + of_seq) * plan.workers - 1) / plan.tiles);
     // The first worker came to it after other items, unless it began with it.
-    const WorkerStart start = load_now<WorkerStart>(a.workspace + a.plan.start_at + first_share * int64_t(sizeof(WorkerStart)));
+    const WorkerStart start =
+        load_now<WorkerStart>(a.workspace + a.plan.start_at + first_share * int64_t(sizeof(WorkerStart)));
     first_slot = start.seq == seq && start.head + line == kv_head ? 0 : 1;
   }
   constexpr int kUnroll = kPerLane > 8 ? 4 : 8;
@@ -630,7 +709,10 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArg
 #pragma unroll
     for (int u = 0; u < kUnroll; u++) {
       const int of = min(s + u, last_share);
-      const float* p = reinterpret_cast<const float*>(parts + (2 * (int64_t(of) * lines + line) + (of == first_share ? first_slot : 0)) * a.plan.partial_bytes) + row * width;
+      const float* p = reinterpret_cast<const float*>(
+                           parts + (2 * (int64_t(of) * lines + line) + (of == first_share ? first_slot : 0)) *
+                                       a.plan.partial_bytes) +
+                       row * width;
       top[u] = s + u > last_share ? -INFINITY : __ldcg(p), under[u] = __ldcg(p + 1);
 #pragma unroll
       for (int i = 0; i < kPerLane; i++) part[u][i] = has_dim(i) ? __ldcg(p + 2 + i * 32 + lane) : 0.f;
@@ -638,7 +720,8 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArg
 #pragma unroll
     for (int u = 0; u < kUnroll; u++) {
       if (top[u] == -INFINITY) continue;
-      const float now = fmaxf(largest, top[u]), old = tiles::exp2_fast(largest - now), fresh = tiles::exp2_fast(top[u] - now);
+      const float now = fmaxf(largest, top[u]), old = tiles::exp2_fast(largest - now),
+                  fresh = tiles::exp2_fast(top[u] - now);
       total = total * old + under[u] * fresh;
 #pragma unroll
       for (int i = 0; i < kPerLane; i++) x[i] = x[i] * old + part[u][i] * fresh;
@@ -647,7 +730,8 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArg
   }
   const int64_t first = first_query(a, seq);
   const int32_t token = row / a.group, head = kv_head * a.group + row - token * a.group;
-  const float inverse = finish(a, first + token, head, largest, total, scale_of(a.scales[1], kv_head, one_scale), lane == 0);
+  const float inverse =
+      finish(a, first + token, head, largest, total, scale_of(a.scales[1], kv_head, one_scale), lane == 0);
   char* out = a.out.data + (first + token) * a.out.token + int64_t(head) * a.out.head;
 #pragma unroll
   for (int i = 0; i < kPerLane; i++)

@@ -41,13 +41,16 @@ template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
 #pragma unroll
         for (int k = 0; k < 128; k++) out[k / 64][k % 64] *= k / 2 % 2 ? shrink.y : shrink.x;
       }
-      const uint64_t values = tiles::matrix_descriptor(keys().tile() + half * 4 * C::kColumnBytes, C::kColumnBytes, 1024);
+      const uint64_t values =
+          tiles::matrix_descriptor(keys().tile() + half * 4 * C::kColumnBytes, C::kColumnBytes, 1024);
       tiles::hold(out[0]), tiles::hold(out[1]);
       tiles::begin_multiplications();
 #pragma unroll
       for (int k = 0; k < 4; k++)
 #pragma unroll
-        for (int q = 0; q < 2; q++) tiles::Warpgroup<Numbers, 128>::multiply_turned(out[q], p[k], values + uint32_t((k * 16 * 128 + q * 2 * C::kColumnBytes) >> 4));
+        for (int q = 0; q < 2; q++)
+          tiles::Warpgroup<Numbers, 128>::multiply_turned(
+              out[q], p[k], values + uint32_t((k * 16 * 128 + q * 2 * C::kColumnBytes) >> 4));
       tiles::commit_multiplications();
       tiles::wait_multiplications<0>();
       tiles::hold(out[0]), tiles::hold(out[1]);
@@ -59,17 +62,22 @@ template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
       if (row >= w.rows) continue;
       if (w.part >= 0) {
         float* part = reinterpret_cast<float*>(a.workspace + a.plan.partial_at + w.part * a.plan.partial_bytes);
-        if (half == 0 && t == 0) *reinterpret_cast<float2*>(part + kLatentRows * kLatentDim + 2 * r) = make_float2(base[h], sum[h]);
+        if (half == 0 && t == 0)
+          *reinterpret_cast<float2*>(part + kLatentRows * kLatentDim + 2 * r) = make_float2(base[h], sum[h]);
         float* to = part + r * kLatentDim + half * 256 + 2 * t;
 #pragma unroll
-        for (int n = 0; n < 32; n++) __stcg(reinterpret_cast<float2*>(to + 8 * n), make_float2(out[n / 16][4 * (n % 16) + 2 * h] * unit, out[n / 16][4 * (n % 16) + 2 * h + 1] * unit));
+        for (int n = 0; n < 32; n++)
+          __stcg(reinterpret_cast<float2*>(to + 8 * n),
+                 make_float2(out[n / 16][4 * (n % 16) + 2 * h] * unit, out[n / 16][4 * (n % 16) + 2 * h + 1] * unit));
         continue;
       }
       const int32_t token = int32_t(a.heads.divide(row)), head = row - token * int32_t(a.heads.d);
       const float inverse = finish_row(a, w.first_query + token, head, base[h], sum[h], half == 0 && t == 0) * unit;
       char* to = a.out.data + (w.first_query + token) * a.out.token + int64_t(head) * a.out.head;
 #pragma unroll
-      for (int n = 0; n < 32; n++) store_pair(a.out.dtype, to, half * 256 + 8 * n + 2 * t, out[n / 16][4 * (n % 16) + 2 * h] * inverse, out[n / 16][4 * (n % 16) + 2 * h + 1] * inverse);
+      for (int n = 0; n < 32; n++)
+        store_pair(a.out.dtype, to, half * 256 + 8 * n + 2 * t, out[n / 16][4 * (n % 16) + 2 * h] * inverse,
+                   out[n / 16][4 * (n % 16) + 2 * h + 1] * inverse);
     }
   }
 };

@@ -1,5 +1,6 @@
-// Attention over a latent cache (MLA) for any shape, layout, format and table: a block of threads for each query row, right and
-// not fast. As attention/any/any.cu, with a key in two planes and the latent read twice, for the score and as the value.
+// Attention over a latent cache (MLA) for any shape, layout, format and table: a block of threads for each query row,
+// right and not fast. As attention/any/any.cu, with a key in two planes and the latent read twice, for the score and as
+// the value.
 #include "attention/cuda/attention.cuh"
 #include "cuda/generic.cuh"
 #include "table.h"
@@ -11,7 +12,8 @@ namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 
-__device__ __forceinline__ float read_element(const PlaneParams& p, const char* cell, int64_t block, int64_t inside, int64_t d) {
+__device__ __forceinline__ float read_element(const PlaneParams& p, const char* cell, int64_t block, int64_t inside,
+                                              int64_t d) {
   const int bits = dtype_bits(p.dtype);
   const char* from = element_at(p, const_cast<char*>(cell), d, bits);
   if (bits > 8) return load_float(from, p.dtype);
@@ -20,9 +22,11 @@ __device__ __forceinline__ float read_element(const PlaneParams& p, const char* 
   return decode8(code, p.dtype) * read_scale(p.scale, block, inside, 0, d / p.scale.group_size);
 }
 
-// Warps take every fourth position, each with its own running softmax; shared memory holds the query row and the warps' sums.
+// Warps take every fourth position, each with its own running softmax; shared memory holds
+// the query row and the warps' sums.
 __global__ void __launch_bounds__(kThreads) attend_latent_any(const __grid_constant__ AttentionParams p) {
-  extern __shared__ float shared[];  // query [head_dim + rope_dim], then sums [kWarps][head_dim], then (largest, total) [kWarps]
+  extern __shared__ float
+      shared[];  // query [head_dim + rope_dim], then sums [kWarps][head_dim], then (largest, total) [kWarps]
   float* query = shared;
   float* sums = shared + p.head_dim + p.rope_dim;
   float* stats = sums + kWarps * p.head_dim;
@@ -52,7 +56,8 @@ __global__ void __launch_bounds__(kThreads) attend_latent_any(const __grid_const
   if (p.window > 0 && end - p.window > 0) begin = end - p.window;
   const bool counts = p.kv.errors && head == 0 && token == first + queries - 1;
   const char* row = p.q.data + token * p.q.token + head * p.q.head;
-  for (int64_t d = threadIdx.x; d < p.head_dim + p.rope_dim; d += kThreads) query[d] = load_float(row + d * p.q.dim, p.q.dtype) * p.scale * 1.44269504f;
+  for (int64_t d = threadIdx.x; d < p.head_dim + p.rope_dim; d += kThreads)
+    query[d] = load_float(row + d * p.q.dim, p.q.dtype) * p.scale * 1.44269504f;
   for (int64_t d = threadIdx.x; d < kWarps * p.head_dim; d += kThreads) sums[d] = 0.f;
   __syncthreads();
   float largest = -INFINITY, total = 0.f;
@@ -68,13 +73,15 @@ __global__ void __launch_bounds__(kThreads) attend_latent_any(const __grid_const
     const char *latent = k.base + inside * pk.token, *rope = r.base + inside * pr.token;
     float score = 0.f;
     for (int64_t d = lane; d < p.head_dim; d += 32) score += query[d] * read_element(pk, latent, k.id, inside, d);
-    for (int64_t d = lane; d < p.rope_dim; d += 32) score += query[p.head_dim + d] * read_element(pr, rope, r.id, inside, d);
+    for (int64_t d = lane; d < p.rope_dim; d += 32)
+      score += query[p.head_dim + d] * read_element(pr, rope, r.id, inside, d);
     for (int hop = 16; hop > 0; hop /= 2) score += __shfl_xor_sync(0xffffffffu, score, hop);
     if (p.soft_cap > 0.f) score = p.soft_cap * 1.44269504f * tanhf(score / (p.soft_cap * 1.44269504f));
     const float now = fmaxf(largest, score), base = now == -INFINITY ? 0.f : now;
     const float old = exp2f(largest - base), fresh = exp2f(score - base);
     total = total * old + fresh;
-    for (int64_t d = lane; d < p.head_dim; d += 32) mine[d] = mine[d] * old + fresh * read_element(pk, latent, k.id, inside, d);
+    for (int64_t d = lane; d < p.head_dim; d += 32)
+      mine[d] = mine[d] * old + fresh * read_element(pk, latent, k.id, inside, d);
     largest = now;
   }
   if (lane == 0) stats[2 * warp] = largest, stats[2 * warp + 1] = total;
@@ -85,7 +92,9 @@ __global__ void __launch_bounds__(kThreads) attend_latent_any(const __grid_const
     weight[w] = top == -INFINITY || stats[2 * w] == -INFINITY ? 0.f : exp2f(stats[2 * w] - top);
     all += stats[2 * w + 1] * weight[w];
   }
-  if (threadIdx.x == 0 && p.lse) *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) = all > 0.f ? (top + log2f(all)) * 0.69314718f : -INFINITY;
+  if (threadIdx.x == 0 && p.lse)
+    *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) =
+        all > 0.f ? (top + log2f(all)) * 0.69314718f : -INFINITY;
   if (p.sinks && top != -INFINITY) all += exp2f(p.sinks[head] * 1.44269504f - top);
   const float inverse = all > 0.f ? 1.f / all : 0.f;
   char* out = p.out.data + token * p.out.token + head * p.out.head;
@@ -100,13 +109,18 @@ __global__ void __launch_bounds__(kThreads) attend_latent_any(const __grid_const
 
 kvx_status_t run_latent_any(const AttentionParams& p, void* stream) {
   int64_t blocks;
-  if (!mul_fits(p.num_tokens, p.num_heads, &blocks) || blocks > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld tokens of %lld heads are more than one launch takes.", (long long)p.num_tokens, (long long)p.num_heads);
+  if (!mul_fits(p.num_tokens, p.num_heads, &blocks) || blocks > kMaxCount)
+    return fail(KVX_STATUS_UNSUPPORTED, "%lld tokens of %lld heads are more than one launch takes.",
+                (long long)p.num_tokens, (long long)p.num_heads);
   const int64_t bytes = (p.head_dim + p.rope_dim + kWarps * p.head_dim + 2 * kWarps) * 4;
   if (bytes > 200 * 1024)
-    return fail(KVX_STATUS_UNSUPPORTED, "a latent of %lld and a rotary part of %lld need %lld bytes of shared memory; 5 times the first and the second are 50000 at most.", (long long)p.head_dim,
-                (long long)p.rope_dim, (long long)bytes);
+    return fail(KVX_STATUS_UNSUPPORTED,
+                "a latent of %lld and a rotary part of %lld need %lld bytes of shared memory; 5 times the first and "
+                "the second are 50000 at most.",
+                (long long)p.head_dim, (long long)p.rope_dim, (long long)bytes);
   if (bytes > 48 * 1024) KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&attend_latent_any), 200 * 1024));
-  return launch_early_with("attend_latent_any", attend_latent_any, dim3(unsigned(blocks)), dim3(kThreads), int(bytes), stream, p);
+  return launch_early_with("attend_latent_any", attend_latent_any, dim3(unsigned(blocks)), dim3(kThreads), int(bytes),
+                           stream, p);
 }
 
 }  // namespace cuda

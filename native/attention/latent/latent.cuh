@@ -1,14 +1,15 @@
-// Attention over latent caches (MLA) on Hopper: 64 query rows against tiles of 64 keys. A key is 512 elements of latent and 64 of rotary
-// part; the latent is the value too, and is read out of the same shared memory.
+// Attention over latent caches (MLA) on Hopper: 64 query rows against tiles of 64 keys. A key is 512 elements of latent
+// and 64 of rotary part; the latent is the value too, and is read out of the same shared memory.
 //
 // A query row is one head of one token. Four warpgroups have a job each, and hand tiles on through barriers:
 //
 //   load     rows through the block table into two stages; FP8 rows become f16 on the way
-//   soften   scores, and the weights they become (64 x 64, left in shared memory) while the values of the tile before are added
+//   soften   scores, and the weights they become (64 x 64, left in shared memory) while the values of the tile before
+//            are added
 //   add, 2x  weights by values, 256 of the 512 columns each, sums in registers
 //
-// Sequences with few query rows (decode) are split over the whole device by a plan, as in attention/cuda/plan.cuh, and their parts added up by
-// a second launch; the others have a block of threads for every 64 rows.
+// Sequences with few query rows (decode) are split over the whole device by a plan, as in attention/cuda/plan.cuh, and
+// their parts added up by a second launch; the others have a block of threads for every 64 rows.
 #pragma once
 #include "attention/latent/add.cuh"
 #include "attention/latent/load.cuh"

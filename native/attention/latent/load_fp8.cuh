@@ -1,4 +1,5 @@
-// Latent attention's loading role, 656-byte records of FP8 rows: the copy engine lays them down in a stage, where they become f16.
+// Latent attention's loading role, 656-byte records of FP8 rows: the copy engine lays them down in a stage, where they
+// become f16.
 #pragma once
 #include "attention/latent/tile.cuh"
 
@@ -6,18 +7,21 @@ namespace kvx {
 namespace cuda {
 
 // What a token's record holds: FP8 latents, the scale of each 128 of them, the rotary part in bf16.
-constexpr int kRecordScalesAt = kLatentDim, kRecordRopeAt = kRecordScalesAt + kLatentDim / 128 * 4, kRecordBytes = kRecordRopeAt + kRopeDim * 2;
+constexpr int kRecordScalesAt = kLatentDim, kRecordRopeAt = kRecordScalesAt + kLatentDim / 128 * 4,
+              kRecordBytes = kRecordRopeAt + kRopeDim * 2;
 
 struct LatentLoadFp8 : LatentTile<true> {
-  // A tile passes through three states in its stage: raw records, one after the other; registers; f16. Nobody waits while copies are on their
-  // way through memory: other tiles become f16 meanwhile. Records lie at the end of the latents' columns: the first kBeside columns are beside
-  // them and are written at once, the others when all records are in registers.
+  // A tile passes through three states in its stage: raw records, one after the other; registers; f16. Nobody waits
+  // while copies are on their way through memory: other tiles become f16 meanwhile. Records lie at the end of the
+  // latents' columns: the first kBeside columns are beside them and are written at once, the others when all records
+  // are in registers.
   //
-  // A warp copies sixteen rows and widens them. A thread has 16-byte chunks c + 4 i of rows r and r + 8, c < 4, r < 8; eight neighbours have
-  // the same chunk of eight rows. An odd number of chunks lies between records, and f16 chunks are swizzled by their row: neither loads nor
-  // stores meet in a bank.
+  // A warp copies sixteen rows and widens them. A thread has 16-byte chunks c + 4 i of rows r and r + 8, c < 4, r < 8;
+  // eight neighbours have the same chunk of eight rows. An odd number of chunks lies between records, and f16 chunks
+  // are swizzled by their row: neither loads nor stores meet in a bank.
   static_assert(kRecordBytes / 16 % 2 == 1, "chunks of neighbouring records begin in different banks");
-  static constexpr int kRawAt = kLatentDim / 64 * C::kColumnBytes - kLatentKeys * kRecordBytes, kBeside = kRawAt / C::kColumnBytes, kHeld = 8 - kBeside;
+  static constexpr int kRawAt = kLatentDim / 64 * C::kColumnBytes - kLatentKeys * kRecordBytes,
+                       kBeside = kRawAt / C::kColumnBytes, kHeld = 8 - kBeside;
 
   static __device__ __forceinline__ uint32_t own_row(uint32_t thread) { return thread / 32 * 16 + thread % 8; }
   static __device__ __forceinline__ uint32_t own_chunk(uint32_t thread) { return thread % 32 / 8; }
@@ -25,10 +29,11 @@ struct LatentLoadFp8 : LatentTile<true> {
 
   // Lanes l and l + 16 ask for row l of the warp's.
   __device__ __forceinline__ tiles::RowAsked ask(const LatentItem& w, uint32_t tile) const {
-    return tiles::ask_row(a.rows, w.seq, tile * kLatentKeys + role_thread() / 32 * 16 + role_thread() % 16, w.begin, w.length);
+    return tiles::ask_row(a.rows, w.seq, tile * kLatentKeys + role_thread() / 32 * 16 + role_thread() % 16, w.begin,
+                          w.length);
   }
-  // Into a stage that is free. Records that follow each other in memory are one copy. Rows that are not there are not copied, and named in
-  // `valid`; there are four of those, since who reads them may be two tiles behind.
+  // Into a stage that is free. Records that follow each other in memory are one copy. Rows that are not there are not
+  // copied, and named in `valid`; there are four of those, since who reads them may be two tiles behind.
   __device__ __forceinline__ void copy(const tiles::RowAsked& asked, uint32_t tile) const {
     const uint32_t thread = role_thread(), lane = thread % 32, barrier = arrived(tile);
     const tiles::RowPlace place = tiles::place_row(a.rows, asked, 0);
@@ -44,7 +49,8 @@ struct LatentLoadFp8 : LatentTile<true> {
     __syncwarp();
     if (begins) {
       const int rows = __ffs(int(ends >> lane >> 1));  // bit 16 of `ends` is set
-      tiles::copy_run(records_of(tile) + (thread / 32 * 16 + lane) * kRecordBytes, a.data[0] + uint64_t(offset) * 16, rows * kRecordBytes, barrier);
+      tiles::copy_run(records_of(tile) + (thread / 32 * 16 + lane) * kRecordBytes, a.data[0] + uint64_t(offset) * 16,
+                      rows * kRecordBytes, barrier);
     }
   }
   // Rows that are not there become zeros: two threads a row.
@@ -54,7 +60,8 @@ struct LatentLoadFp8 : LatentTile<true> {
     const uint32_t thread = role_thread(), row = thread / 2, to = records_of(tile) + row * kRecordBytes;
     if (!((row < 32 ? valid.x : valid.y) >> (row % 32) & 1)) {
 #pragma unroll 1
-      for (uint32_t chunk = thread % 2; chunk < kRecordBytes / 16; chunk += 2) tiles::store_shared_16(to + chunk * 16, make_uint4(0, 0, 0, 0));
+      for (uint32_t chunk = thread % 2; chunk < kRecordBytes / 16; chunk += 2)
+        tiles::store_shared_16(to + chunk * 16, make_uint4(0, 0, 0, 0));
     }
     tiles::meet(1, 128);
   }
@@ -63,23 +70,29 @@ struct LatentLoadFp8 : LatentTile<true> {
     const uint32_t thread = role_thread(), row = thread / 8, stage = keys(tile).tile();
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const uint4 x = tiles::load_shared_16(stage + kRawAt + (row + 16 * j) * kRecordBytes + kRecordRopeAt + thread % 8 * 16);
+      const uint4 x =
+          tiles::load_shared_16(stage + kRawAt + (row + 16 * j) * kRecordBytes + kRecordRopeAt + thread % 8 * 16);
       tiles::store_shared_16(stage + chunk_at(row, kLatentDim / 8 + thread % 8) + j * 16 * 128, x);
     }
   }
   // Of columns [kFirst, kFirst + kCount), a chunk each, of the thread's first row or its second.
-  template <int kFirst, int kCount> __device__ __forceinline__ void read_row(uint4 (&x)[kCount], uint32_t tile, int second) const {
-    const uint32_t thread = role_thread(), from = records_of(tile) + (own_row(thread) + 8 * second) * kRecordBytes + own_chunk(thread) * 16;
+  template <int kFirst, int kCount> __device__ __forceinline__ void read_row(uint4 (&x)[kCount], uint32_t tile,
+                                                                             int second) const {
+    const uint32_t thread = role_thread(),
+                   from = records_of(tile) + (own_row(thread) + 8 * second) * kRecordBytes + own_chunk(thread) * 16;
 #pragma unroll
     for (int k = 0; k < kCount; k++) x[k] = tiles::load_shared_16(from + (kFirst + k) * 64);
   }
 
-  // Lane l has row l % 16 of its warp's. Scales are left for the warp, which will have written over the records, and the largest of them for
-  // all: after they have met, all know the tile's shift.
-  __device__ __forceinline__ float4* scales_of(uint32_t row) const { return reinterpret_cast<float4*>(shared + C::kOffsetsAt) + row; }
+  // Lane l has row l % 16 of its warp's. Scales are left for the warp, which will have written over the records, and
+  // the largest of them for all: after they have met, all know the tile's shift.
+  __device__ __forceinline__ float4* scales_of(uint32_t row) const {
+    return reinterpret_cast<float4*>(shared + C::kOffsetsAt) + row;
+  }
   __device__ __forceinline__ void leave_scales(uint32_t tile) const {
     const uint32_t thread = role_thread(), row = thread / 32 * 16 + thread % 16;
-    const float4 four = *reinterpret_cast<const float4*>(shared + C::kStagesAt + tile % 2 * C::kTileBytes + kRawAt + row * kRecordBytes + kRecordScalesAt);
+    const float4 four = *reinterpret_cast<const float4*>(shared + C::kStagesAt + tile % 2 * C::kTileBytes + kRawAt +
+                                                         row * kRecordBytes + kRecordScalesAt);
     if (thread % 32 < 16) *scales_of(row) = four;
     const float largest = fmaxf(fmaxf(fabsf(four.x), fabsf(four.y)), fmaxf(fabsf(four.z), fabsf(four.w)));
     const uint32_t mine = __reduce_max_sync(0xffffffffu, __float_as_uint(largest));
@@ -113,8 +126,11 @@ struct LatentLoadFp8 : LatentTile<true> {
       scales[i][2] = __float2half2_rn(four.z * unit), scales[i][3] = __float2half2_rn(four.w * unit);
     }
   }
-  template <int kFirst, int kCount> __device__ __forceinline__ void widen_row(const uint4 (&x)[kCount], uint32_t tile, int second, const __half2 (&scales)[2][4]) const {
-    const uint32_t thread = role_thread(), place = keys(tile).tile() + chunk_at(own_row(thread), 2 * own_chunk(thread)) + second * 1024;
+  template <int kFirst, int kCount> __device__ __forceinline__ void widen_row(const uint4 (&x)[kCount], uint32_t tile,
+                                                                              int second,
+                                                                              const __half2 (&scales)[2][4]) const {
+    const uint32_t thread = role_thread(),
+                   place = keys(tile).tile() + chunk_at(own_row(thread), 2 * own_chunk(thread)) + second * 1024;
 #pragma unroll
     for (int k = 0; k < kCount; k++) {
       const __half2 scale = scales[second][(kFirst + k) / 2];
@@ -128,12 +144,15 @@ struct LatentLoadFp8 : LatentTile<true> {
 #pragma unroll 1
     for (int j = 0; j < 4; j++) {
       uint4 x = tiles::load_shared_16(first + j * 16 * 128);
-      const auto by = [&](uint32_t two) { return tiles::Bf16Numbers::pack(__uint_as_float(two << 16) * unit, __uint_as_float(two & 0xffff0000u) * unit); };
+      const auto by = [&](uint32_t two) {
+        return tiles::Bf16Numbers::pack(__uint_as_float(two << 16) * unit, __uint_as_float(two & 0xffff0000u) * unit);
+      };
       tiles::store_shared_16(first + j * 16 * 128, make_uint4(by(x.x), by(x.y), by(x.z), by(x.w)));
     }
   }
 
-  // The next tile's records are asked for before this one is widened to its end if their stage is free by then, else after.
+  // The next tile's records are asked for before this one is widened to its end if their
+  // stage is free by then, else after.
   __device__ __forceinline__ void load(const LatentItem& w) {
     tiles::RowAsked asked = ask(w, w.first_tile);
     keys().wait_free();

@@ -1,4 +1,5 @@
-// One head of sparse attention over a range of its token's keys, by 128 threads, for rows of any format and numbers of any size.
+// One head of sparse attention over a range of its token's keys, by 128 threads, for rows of any format and numbers of
+// any size.
 #pragma once
 #include "attention/sparse/item.cuh"
 #include "tiles/barrier.cuh"
@@ -8,7 +9,9 @@ namespace cuda {
 
 constexpr int kHeadThreads = 128, kHeadKeys = 32;  // keys at a time
 
-__host__ __device__ constexpr int sparse_head_floats(int dim) { return 2 * dim + kHeadKeys; }  // shared memory: q, sums, scores
+__host__ __device__ constexpr int sparse_head_floats(int dim) {
+  return 2 * dim + kHeadKeys;
+}  // shared memory: q, sums, scores
 
 struct KeyAt {
   const RowPages* rows;  // NULL: no such key
@@ -33,8 +36,10 @@ __device__ __forceinline__ KeyAt find_key(const SparseArgs& a, const SparseItem&
   return KeyAt{k.kind == KEY_WINDOW && k.loaded == k.number ? &p.window : nullptr, w.slot, int32_t(row)};
 }
 
-// base and sum of the head's weights, in powers of two; sums of values are left in numbers[dim, 2 * dim). The threads meet at barrier 1.
-__device__ inline float2 attend_head(const SparseArgs& a, const SparseItem& w, int32_t head, int32_t first_key, int32_t end_key, float* numbers, bool counts) {
+// base and sum of the head's weights, in powers of two; sums of values are left in numbers[dim, 2 * dim). The threads
+// meet at barrier 1.
+__device__ inline float2 attend_head(const SparseArgs& a, const SparseItem& w, int32_t head, int32_t first_key,
+                                     int32_t end_key, float* numbers, bool counts) {
   const SparseParams& p = a.p;
   const int thread = threadIdx.x % kHeadThreads, lane = thread % 32, warp = thread / 32, dim = p.dim;
   float *q = numbers, *out = q + dim, *scores = out + dim;
@@ -71,7 +76,8 @@ __device__ inline float2 attend_head(const SparseArgs& a, const SparseItem& w, i
       const KeyAt at = find_key(a, w, first + j, false);
       sum += weight;
       if (at.rows)
-        for (int d = thread; d < dim; d += kHeadThreads) out[d] = __fmaf_rn(weight, row_element(*at.rows, at.page, at.row, d), out[d]);
+        for (int d = thread; d < dim; d += kHeadThreads)
+          out[d] = __fmaf_rn(weight, row_element(*at.rows, at.page, at.row, d), out[d]);
     }
   }
   tiles::meet(1, kHeadThreads);
@@ -79,7 +85,8 @@ __device__ inline float2 attend_head(const SparseArgs& a, const SparseItem& w, i
 }
 
 // The head's output and LSE from its sums.
-__device__ inline void write_head(const SparseParams& p, const SparseItem& w, int32_t head, float2 stats, const float* out) {
+__device__ inline void write_head(const SparseParams& p, const SparseItem& w, int32_t head, float2 stats,
+                                  const float* out) {
   const int thread = threadIdx.x % kHeadThreads;
   const float inverse = finish_head(p, w.token, head, stats.x, stats.y, sink_of(p, head), thread == 0);
   char* to = p.out.data + w.token * p.out.token + int64_t(head) * p.out.head;

@@ -1,7 +1,8 @@
 // What a block of threads of sparse attention works on: up to 64 heads of one token, and the list of keys they see.
 //
-// The list is the token's window, oldest first, then its entries: those selected for it, or all it may read. Key j of the list is found in
-// three steps that each need a load of the one before (its number, its page, its row), so they are asked for tiles ahead.
+// The list is the token's window, oldest first, then its entries: those selected for it, or all it may read. Key j of
+// the list is found in three steps that each need a load of the one before (its number, its page, its row), so they are
+// asked for tiles ahead.
 #pragma once
 #include "entry/cuda/step.cuh"
 
@@ -22,10 +23,10 @@ constexpr int64_t kSparsePartBytes = (kSparseRows * kSparseDim + 2 * kSparseRows
 
 struct SparseItem {
   int32_t token, first_head;
-  int32_t slot;              // -1: the token is skipped
+  int32_t slot;  // -1: the token is skipped
   int32_t position, begin, start;
   int32_t num_window, num_keys;  // keys of the window, of the whole list
-  int32_t visible;           // entries up to its own
+  int32_t visible;               // entries up to its own
   int32_t first_tile, num_tiles;
 };
 
@@ -43,11 +44,15 @@ __device__ __forceinline__ SparseItem sparse_item(const SparseArgs& a, int32_t i
   if (p.cos && w.position >= p.num_positions && counts) atomicAdd(p.errors, 1ull);
   w.num_window = min(p.window_tokens, w.position + 1);
   w.visible = (w.position + 1) / p.ratio;
-  const int32_t entries = !p.entries.data ? 0 : p.selected ? p.num_selected : int32_t(min(int64_t(w.visible), p.max_entries));
-  if (p.entries.data && !p.selected && w.visible > p.max_entries && counts) atomicAdd(p.errors, (unsigned long long)(w.visible - p.max_entries));
+  const int32_t entries = !p.entries.data ? 0
+                          : p.selected    ? p.num_selected
+                                          : int32_t(min(int64_t(w.visible), p.max_entries));
+  if (p.entries.data && !p.selected && w.visible > p.max_entries && counts)
+    atomicAdd(p.errors, (unsigned long long)(w.visible - p.max_entries));
   w.num_keys = w.num_window + entries;
   const int32_t tiles = (w.num_keys + kSparseKeys - 1) / kSparseKeys;
-  w.first_tile = int32_t(int64_t(split) * tiles / a.splits), w.num_tiles = int32_t(int64_t(split + 1) * tiles / a.splits) - w.first_tile;
+  w.first_tile = int32_t(int64_t(split) * tiles / a.splits),
+  w.num_tiles = int32_t(int64_t(split + 1) * tiles / a.splits) - w.first_tile;
   return w;
 }
 
@@ -70,7 +75,12 @@ __device__ __forceinline__ KeyAsked ask_key(const SparseArgs& a, const SparseIte
   if (key >= w.num_keys) return KeyAsked{KEY_NONE, 0, 0};
   if (key >= w.num_window) {
     const int32_t i = key - w.num_window;
-    return KeyAsked{KEY_ENTRY, p.selected ? __ldg(reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(p.selected) + w.token * p.selected_token) + i) : i, 0};
+    return KeyAsked{KEY_ENTRY,
+                    p.selected ? __ldg(reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(p.selected) +
+                                                                        w.token * p.selected_token) +
+                                       i)
+                               : i,
+                    0};
   }
   const int32_t position = w.position - w.num_window + 1 + key;
   return KeyAsked{p.fresh.data && position >= w.start ? KEY_FRESH : KEY_WINDOW, position, 0};
@@ -123,20 +133,27 @@ __device__ __forceinline__ KeyPlace place_key(const SparseArgs& a, const SparseI
   return KeyPlace{nullptr, nullptr};
 }
 
-// What a head's sums are multiplied by, base, sum and sink (-inf: none) being in powers of two; its LSE is written on the way.
-__device__ __forceinline__ float finish_head(const SparseParams& p, int32_t token, int32_t head, float base, float sum, float sink, bool writes) {
-  if (writes && p.lse) *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) = sum != 0.f ? (base + log2f(sum)) * 0.69314718f : -INFINITY;  // NaN stays
+// What a head's sums are multiplied by, base, sum and sink (-inf: none) being in powers of two; its LSE is written on
+// the way.
+__device__ __forceinline__ float finish_head(const SparseParams& p, int32_t token, int32_t head, float base, float sum,
+                                             float sink, bool writes) {
+  if (writes && p.lse)
+    *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) =
+        sum != 0.f ? (base + log2f(sum)) * 0.69314718f : -INFINITY;  // NaN stays
   if (p.sinks && sum != 0.f) sum += exp2f(sink - base);
   return sum != 0.f ? 1.f / sum : 0.f;
 }
-__device__ __forceinline__ float sink_of(const SparseParams& p, int32_t head) { return p.sinks ? __ldg(p.sinks + head) * 1.44269504f : -INFINITY; }
+__device__ __forceinline__ float sink_of(const SparseParams& p, int32_t head) {
+  return p.sinks ? __ldg(p.sinks + head) * 1.44269504f : -INFINITY;
+}
 
 // Elements dim and dim + 1 of the output, turned back by the token's position where cos and sin are given.
 __device__ __forceinline__ void turn_back(const SparseParams& p, int32_t position, int32_t dim, float* x, float* y) {
   const int32_t i = dim - (p.dim - p.rope_dim);
   if (!p.cos || i < 0 || position >= p.num_positions) return;
   const int64_t at = position * p.table_row + i / 2 * 4;
-  const float c = __ldg(reinterpret_cast<const float*>(reinterpret_cast<const char*>(p.cos) + at)), s = __ldg(reinterpret_cast<const float*>(reinterpret_cast<const char*>(p.sin) + at));
+  const float c = __ldg(reinterpret_cast<const float*>(reinterpret_cast<const char*>(p.cos) + at)),
+              s = __ldg(reinterpret_cast<const float*>(reinterpret_cast<const char*>(p.sin) + at));
   const float lo = *x, hi = *y;
   *x = lo * c + hi * s, *y = hi * c - lo * s;
 }

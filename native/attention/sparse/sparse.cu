@@ -1,4 +1,5 @@
-// attention_sparse on the device: which kernel takes a call, how its work is shared out, and the sums of what was split.
+// attention_sparse on the device: which kernel takes a call, how its work is shared
+// out, and the sums of what was split.
 #include "attention/sparse/sparse.cuh"
 
 #include <algorithm>
@@ -14,18 +15,24 @@ namespace {
 constexpr int kMostSplits = 16, kLeastSplitTiles = 2;
 
 bool is_fp8_row(const RowPages& r) {
-  return r.dtype == KVX_DTYPE_F8_E4M3 && r.coded == 448 && r.rope_dim == 64 && r.group == 64 && r.scale_dtype == KVX_DTYPE_E8M0 && r.scale_bytes == 8;
+  return r.dtype == KVX_DTYPE_F8_E4M3 && r.coded == 448 && r.rope_dim == 64 && r.group == 64 &&
+         r.scale_dtype == KVX_DTYPE_E8M0 && r.scale_bytes == 8;
 }
 bool is_bf16_row(const RowPages& r) { return r.dtype == KVX_DTYPE_BF16 && r.group == 0; }
 
 bool is_taken(const SparseParams& p) {
-  if (!has_warpgroups() || p.dim != kSparseDim || p.q.dtype != KVX_DTYPE_BF16 || p.scale <= 0.f || p.rope_dim > kMostTurned) return false;
+  if (!has_warpgroups() || p.dim != kSparseDim || p.q.dtype != KVX_DTYPE_BF16 || p.scale <= 0.f ||
+      p.rope_dim > kMostTurned)
+    return false;
   const bool is_fp8 = is_fp8_row(p.window);
   for (const RowPages* r : {&p.window, &p.fresh, &p.entries}) {
     if (!r->data) continue;
-    if (!(is_fp8 ? is_fp8_row(*r) : is_bf16_row(*r)) || (reinterpret_cast<uintptr_t>(r->data) | uint64_t(r->page)) % 16) return false;
+    if (!(is_fp8 ? is_fp8_row(*r) : is_bf16_row(*r)) || (reinterpret_cast<uintptr_t>(r->data) | uint64_t(r->page)) % 16)
+      return false;
   }
-  const auto fits = [](const RowsParams& r, uint64_t unit) { return r.is_dense && (reinterpret_cast<uintptr_t>(r.data) | uint64_t(r.token | r.head)) % unit == 0; };
+  const auto fits = [](const RowsParams& r, uint64_t unit) {
+    return r.is_dense && (reinterpret_cast<uintptr_t>(r.data) | uint64_t(r.token | r.head)) % unit == 0;
+  };
   return fits(p.q, 16) && fits(p.out, p.out.dtype == KVX_DTYPE_F32 ? 8 : 16);
 }
 
@@ -56,7 +63,8 @@ __global__ void __launch_bounds__(128) combine_sparse(const __grid_constant__ Sp
     const float2 stats = __ldcg(reinterpret_cast<const float2*>(part + kSparseRows * kSparseDim) + head % kSparseRows);
     float4 y[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) y[i] = __ldcg(reinterpret_cast<const float4*>(part + head % kSparseRows * kSparseDim) + i * 32 + lane);
+    for (int i = 0; i < 4; i++)
+      y[i] = __ldcg(reinterpret_cast<const float4*>(part + head % kSparseRows * kSparseDim) + i * 32 + lane);
     if (stats.x == -INFINITY && stats.y == 0.f) continue;
     const float now = fmaxf(base, stats.x), old = exp2f(base - now), fresh = exp2f(stats.x - now);
     sum = sum * old + stats.y * fresh, base = now;
@@ -72,14 +80,16 @@ __global__ void __launch_bounds__(128) combine_sparse(const __grid_constant__ Sp
   for (int i = 0; i < 4; i++) {
     const int dim = 4 * (i * 32 + lane);
     float y[4] = {x[i].x * inverse, x[i].y * inverse, x[i].z * inverse, x[i].w * inverse};
-    if (t.slot >= 0) turn_back(p, t.position(token), dim, &y[0], &y[1]), turn_back(p, t.position(token), dim + 2, &y[2], &y[3]);
+    if (t.slot >= 0)
+      turn_back(p, t.position(token), dim, &y[0], &y[1]), turn_back(p, t.position(token), dim + 2, &y[2], &y[3]);
     store_sparse_pair(p.out.dtype, to, dim, y[0], y[1]), store_sparse_pair(p.out.dtype, to, dim + 2, y[2], y[3]);
   }
 }
 
 template <bool kIsFp8> kvx_status_t launch_sparse(const SparseArgs& a, int64_t items, void* stream) {
   KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&attend_sparse<kIsFp8>), SparseConfig::kSharedBytes));
-  return launch_early_with("attend_sparse", attend_sparse<kIsFp8>, dim3(unsigned(items), unsigned(a.splits)), dim3(SparseConfig::kThreads), SparseConfig::kSharedBytes, stream, a);
+  return launch_early_with("attend_sparse", attend_sparse<kIsFp8>, dim3(unsigned(items), unsigned(a.splits)),
+                           dim3(SparseConfig::kThreads), SparseConfig::kSharedBytes, stream, a);
 }
 
 }  // namespace
@@ -98,10 +108,14 @@ kvx_status_t attention_sparse(const SparseParams& p, void* stream) {
   if (!is_taken(p)) return attention_sparse_any(p, stream);
   SparseArgs a = {};
   a.p = p;
-  a.window_rows = make_fast_divider(p.window.rows), a.entry_rows = make_fast_divider(std::max(1, p.entries.rows)), a.fresh_rows = make_fast_divider(std::max(1, p.fresh.rows));
-  a.head_blocks = int32_t((p.num_heads + kSparseRows - 1) / kSparseRows), a.splits = num_splits(p, guard.num_sms()), a.factor = p.scale * 1.44269504f;
+  a.window_rows = make_fast_divider(p.window.rows), a.entry_rows = make_fast_divider(std::max(1, p.entries.rows)),
+  a.fresh_rows = make_fast_divider(std::max(1, p.fresh.rows));
+  a.head_blocks = int32_t((p.num_heads + kSparseRows - 1) / kSparseRows), a.splits = num_splits(p, guard.num_sms()),
+  a.factor = p.scale * 1.44269504f;
   const int64_t items = num_items(p);
-  if (items > kMaxCount || items / a.head_blocks * p.num_heads > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld tokens of %d heads are more than one launch takes; split the batch.", (long long)p.step.num_tokens, p.num_heads);
+  if (items > kMaxCount || items / a.head_blocks * p.num_heads > kMaxCount)
+    return fail(KVX_STATUS_UNSUPPORTED, "%lld tokens of %d heads are more than one launch takes; split the batch.",
+                (long long)p.step.num_tokens, p.num_heads);
   KVX_TRY(is_fp8_row(p.window) ? launch_sparse<true>(a, items, stream) : launch_sparse<false>(a, items, stream));
   if (a.splits == 1) return KVX_STATUS_OK;
   const int64_t warps = p.step.num_tokens * p.num_heads;

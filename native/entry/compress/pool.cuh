@@ -1,8 +1,9 @@
-// Softmax means, four channels of each token a thread: tokens and rows of a tail as slots, and what is pooled of them. Left to compress.cu:
-// which slots an entry has. Weights are powers of two by the unit for them, within two ulp: means are within a few of the host's.
+// Softmax means, four channels of each token a thread: tokens and rows of a tail as slots, and what is pooled of them.
+// Left to compress.cu: which slots an entry has. Weights are powers of two by the unit for them, within two ulp: means
+// are within a few of the host's.
 #pragma once
-#include "entry/hybrid.h"
 #include "cuda/chunk.cuh"
+#include "entry/hybrid.h"
 
 namespace kvx {
 namespace cuda {
@@ -15,9 +16,15 @@ __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff8
 
 template <int IO> constexpr int kWide = IO == 0 ? 1 : 4;  // channels of a thread. IO 0: any type, any strides
 
-template <int IO> struct Part { uint2 v; };  // channels of one token, as loaded
-template <> struct Part<KVX_DTYPE_F32> { uint4 v; };
-template <> struct Part<0> { float v; };
+template <int IO> struct Part {
+  uint2 v;
+};  // channels of one token, as loaded
+template <> struct Part<KVX_DTYPE_F32> {
+  uint4 v;
+};
+template <> struct Part<0> {
+  float v;
+};
 
 template <int IO> __device__ __forceinline__ const char* part_at(const RowsParams& r, int64_t token, uint32_t channel) {
   return r.data + token * r.token + (IO == 0 ? channel * r.dim : int64_t(channel * (IO == KVX_DTYPE_F32 ? 4u : 2u)));
@@ -32,7 +39,8 @@ template <int IO> __device__ __forceinline__ void widen(const Part<IO>& part, fl
   if constexpr (IO == 0) {
     x[0] = part.v;
   } else if constexpr (IO == KVX_DTYPE_F32) {
-    x[0] = __uint_as_float(part.v.x), x[1] = __uint_as_float(part.v.y), x[2] = __uint_as_float(part.v.z), x[3] = __uint_as_float(part.v.w);
+    x[0] = __uint_as_float(part.v.x), x[1] = __uint_as_float(part.v.y), x[2] = __uint_as_float(part.v.z),
+    x[3] = __uint_as_float(part.v.w);
   } else {
     const uint32_t w[2] = {part.v.x, part.v.y};
 #pragma unroll
@@ -58,10 +66,14 @@ template <int W> __device__ __forceinline__ void store_floats(float* p, const fl
   else __stwb(reinterpret_cast<float4*>(p), make_float4(x[0], x[1], x[2], x[3]));
 }
 
-template <int IO, int B> struct Tokens { Part<IO> kv[B], score[B]; };
+template <int IO, int B> struct Tokens {
+  Part<IO> kv[B], score[B];
+};
 
 // Tokens token + [low, high), as far as a batch goes; the others are left unread.
-template <int IO, int B> __device__ __forceinline__ Tokens<IO, B> load_tokens(const CompressParams& p, int64_t token, int32_t low, int32_t high, uint32_t column) {
+template <int IO, int B> __device__ __forceinline__ Tokens<IO, B> load_tokens(const CompressParams& p, int64_t token,
+                                                                              int32_t low, int32_t high,
+                                                                              uint32_t column) {
   Tokens<IO, B> t{};
   const char *kv = part_at<IO>(p.kv, token, column), *score = part_at<IO>(p.score, token, column);
 #pragma unroll
@@ -72,11 +84,14 @@ template <int IO, int B> __device__ __forceinline__ Tokens<IO, B> load_tokens(co
 
 // ---- slots: those without a token are 0 and -inf, which weighs nothing
 
-template <int W> struct Slots { float kv[kBatch][W], score[kBatch][W]; };
+template <int W> struct Slots {
+  float kv[kBatch][W], score[kBatch][W];
+};
 
 // Tokens first + [low, high) of t, with the bias of their places in the window, row + [low, high).
 template <int IO, int B>
-__device__ __forceinline__ Slots<kWide<IO>> slots_of(const CompressParams& p, const Tokens<IO, B>& t, int first, int32_t row, int32_t low, int32_t high, uint32_t column) {
+__device__ __forceinline__ Slots<kWide<IO>> slots_of(const CompressParams& p, const Tokens<IO, B>& t, int first,
+                                                     int32_t row, int32_t low, int32_t high, uint32_t column) {
   constexpr int W = kWide<IO>;
   Slots<W> s;
 #pragma unroll
@@ -101,7 +116,8 @@ __device__ __forceinline__ Slots<kWide<IO>> slots_of(const CompressParams& p, co
 }
 
 // Rows row + [0, count) of a window of the state, each kv and then score.
-template <int W> __device__ __forceinline__ Slots<W> load_rows(const float* window, int32_t dim, int32_t row, int32_t count, uint32_t channel) {
+template <int W> __device__ __forceinline__ Slots<W> load_rows(const float* window, int32_t dim, int32_t row,
+                                                               int32_t count, uint32_t channel) {
   Slots<W> s;
   const float* at = window + int64_t(row) * 2 * dim + channel;
 #pragma unroll
@@ -113,7 +129,8 @@ template <int W> __device__ __forceinline__ Slots<W> load_rows(const float* wind
   return s;
 }
 
-template <int W> __device__ __forceinline__ void store_rows(float* window, int32_t dim, int32_t row, int32_t low, int32_t high, uint32_t channel, const Slots<W>& s) {
+template <int W> __device__ __forceinline__ void store_rows(float* window, int32_t dim, int32_t row, int32_t low,
+                                                            int32_t high, uint32_t channel, const Slots<W>& s) {
   float* at = window + int64_t(row) * 2 * dim + channel;
 #pragma unroll
   for (int b = 0; b < kBatch; b++, at += 2 * dim) {
@@ -145,7 +162,8 @@ __device__ __forceinline__ float exp2_of(float x) {
 __device__ __forceinline__ float weight_of(float score, float level) { return exp2_of((score - level) * kLog2e); }
 
 // N slots, `kv` as loaded and scores with their bias. IsFirst: m is empty, and only its mean is wanted.
-template <int IO, int N, bool IsFirst = false> __device__ __forceinline__ void add_parts(Pool (&m)[kWide<IO>], const Part<IO> (&kv)[N], const float (&score)[N][kWide<IO>]) {
+template <int IO, int N, bool IsFirst = false> __device__ __forceinline__ void add_parts(
+    Pool (&m)[kWide<IO>], const Part<IO> (&kv)[N], const float (&score)[N][kWide<IO>]) {
   constexpr int W = kWide<IO>;
   float level[W];
 #pragma unroll
@@ -167,7 +185,8 @@ template <int IO, int N, bool IsFirst = false> __device__ __forceinline__ void a
     widen<IO>(kv[b], x);
 #pragma unroll
     for (int i = 0; i < W; i++) {
-      // The rounding of a level times log2(e) is in all weights alike, and a mean is without it: what is to be added to gets exact ones.
+      // The rounding of a level times log2(e) is in all weights alike, and a mean is without it: what is to be added to
+      // gets exact ones.
       const float w = IsFirst ? exp2_of(fmaf(score[b][i], kLog2e, -level[i])) : weight_of(score[b][i], level[i]);
       m[i].sum += w, m[i].total = fmaf(w, x[i], m[i].total);
     }

@@ -1,4 +1,5 @@
-// compress where a tail is a running softmax: many tokens are pooled into one, so warps share out tokens and add their pools up.
+// compress where a tail is a running softmax: many tokens are pooled into one, so warps share out tokens and add their
+// pools up.
 #pragma once
 #include "entry/compress/entry.cuh"
 #include "tiles/barrier.cuh"
@@ -6,7 +7,8 @@
 namespace kvx {
 namespace cuda {
 
-// ---- blocks of a cluster, which share out the channels of a window. The first of them collects the means, and finishes the entry.
+// ---- blocks of a cluster, which share out the channels of a window. The first of them collects the means, and
+// finishes the entry.
 
 // To say that it has started, a block need not have its memory seen.
 __device__ __forceinline__ void cluster_start() {
@@ -20,7 +22,8 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// By every thread of every block: the first block's barrier is to see `bytes` of means. cluster_wait() comes before the first of them is sent.
+// By every thread of every block: the first block's barrier is to see `bytes` of means. cluster_wait() comes before the
+// first of them is sent.
 __device__ __forceinline__ void expect_means(uint64_t* barrier, uint32_t rank, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   const uint32_t at = uint32_t(__cvta_generic_to_shared(barrier));
@@ -30,14 +33,18 @@ __device__ __forceinline__ void expect_means(uint64_t* barrier, uint32_t rank, i
   cluster_start();
 #endif
 }
-// A mean into the first block's `place`. It arrives at the barrier by its bytes, so that nobody's memory has to be flushed.
+// A mean into the first block's `place`. It arrives at the barrier by its bytes, so that
+// nobody's memory has to be flushed.
 __device__ __forceinline__ void send_mean(float* place, uint64_t* barrier, float mean) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
       "{ .reg .b32 to, at;\n"
       "mapa.shared::cluster.u32 to, %0, 0;\n"
       "mapa.shared::cluster.u32 at, %1, 0;\n"
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %2, [at]; }\n" ::"r"(uint32_t(__cvta_generic_to_shared(place))), "r"(uint32_t(__cvta_generic_to_shared(barrier))), "r"(__float_as_uint(mean)) : "memory");
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %2, [at]; }\n" ::"r"(
+          uint32_t(__cvta_generic_to_shared(place))),
+      "r"(uint32_t(__cvta_generic_to_shared(barrier))), "r"(__float_as_uint(mean))
+      : "memory");
 #endif
 }
 // As long as means are under way to the first block, it is there.
@@ -52,32 +59,46 @@ constexpr uint32_t kRowChannels = 512, kRowCluster = 4;  // of rows that finish 
 // Tokens of one thread that are on their way at once. The next ones are asked for before these are pooled.
 template <int IO> constexpr int kRunBatch = IO == 0 || IO == KVX_DTYPE_F32 ? 4 : 8;
 
-// A load under a predicate and not behind a branch: what follows is not computed ahead of it. Where it is not there, x is anything.
-template <int IO> __device__ __forceinline__ void load_part_if(bool is_there, const RowsParams& r, const char* at, Part<IO>& x) {
+// A load under a predicate and not behind a branch: what follows is not computed ahead of it. Where it is not there, x
+// is anything.
+template <int IO> __device__ __forceinline__ void load_part_if(bool is_there, const RowsParams& r, const char* at,
+                                                               Part<IO>& x) {
   if constexpr (IO == 0) {
     if (is_there) x = load_part<IO>(r, at);
   } else if constexpr (IO == KVX_DTYPE_F32) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %4, 0;\n@p ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%5];\n}" : "=r"(x.v.x), "=r"(x.v.y), "=r"(x.v.z), "=r"(x.v.w) : "r"(int(is_there)), "l"(at));
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %4, 0;\n@p ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%5];\n}"
+                 : "=r"(x.v.x), "=r"(x.v.y), "=r"(x.v.z), "=r"(x.v.w)
+                 : "r"(int(is_there)), "l"(at));
   } else {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p ld.global.cs.v2.b32 {%0, %1}, [%3];\n}" : "=r"(x.v.x), "=r"(x.v.y) : "r"(int(is_there)), "l"(at));
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p ld.global.cs.v2.b32 {%0, %1}, [%3];\n}"
+                 : "=r"(x.v.x), "=r"(x.v.y)
+                 : "r"(int(is_there)), "l"(at));
   }
 }
 
-template <int IO> __device__ __forceinline__ void load_batch(bool is_there, const CompressParams& p, int64_t token, uint32_t channel, Tokens<IO, kRunBatch<IO>>& t) {
+template <int IO> __device__ __forceinline__ void load_batch(bool is_there, const CompressParams& p, int64_t token,
+                                                             uint32_t channel, Tokens<IO, kRunBatch<IO>>& t) {
   const char *kv = part_at<IO>(p.kv, token, channel), *score = part_at<IO>(p.score, token, channel);
 #pragma unroll
-  for (int b = 0; b < kRunBatch<IO>; b++, kv += p.kv.token, score += p.score.token) load_part_if<IO>(is_there, p.score, score, t.score[b]), load_part_if<IO>(is_there, p.kv, kv, t.kv[b]);
+  for (int b = 0; b < kRunBatch<IO>; b++, kv += p.kv.token, score += p.score.token)
+    load_part_if<IO>(is_there, p.score, score, t.score[b]), load_part_if<IO>(is_there, p.kv, kv, t.kv[b]);
 }
 
-// Place of a group's pool of channel W * quad + i in `parts`: both who writes, by quads, and who reads, by channels, meet every bank once.
-template <int W> __device__ __forceinline__ uint32_t part_place(uint32_t wide, uint32_t group, uint32_t quad, uint32_t i) { return (group * W + i) * wide + ((quad + 8 * i) & (wide - 1)); }
+// Place of a group's pool of channel W * quad + i in `parts`: both who writes, by quads, and who reads, by channels,
+// meet every bank once.
+template <int W> __device__ __forceinline__ uint32_t part_place(uint32_t wide, uint32_t group, uint32_t quad,
+                                                                uint32_t i) {
+  return (group * W + i) * wide + ((quad + 8 * i) & (wide - 1));
+}
 
-// Tokens from `token` on, `count` of them, the first at place `row` of its window: pools of the block's channels come out of `parts`.
-// Batches are dealt to groups of warps.
-template <int IO> __device__ __forceinline__ void pool_run(const PoolArgs& a, int64_t token, int32_t count, int32_t row, uint32_t channel0, Pool* parts) {
+// Tokens from `token` on, `count` of them, the first at place `row` of its window: pools of the block's channels come
+// out of `parts`. Batches are dealt to groups of warps.
+template <int IO> __device__ __forceinline__ void pool_run(const PoolArgs& a, int64_t token, int32_t count, int32_t row,
+                                                           uint32_t channel0, Pool* parts) {
   constexpr int W = kWide<IO>, B = kRunBatch<IO>;
   const CompressParams& p = a.p;
-  const uint32_t shift = __ffs(a.wide_warps) - 1, warp = threadIdx.x / 32, group = warp >> shift, groups = kRunWarps >> shift;
+  const uint32_t shift = __ffs(a.wide_warps) - 1, warp = threadIdx.x / 32, group = warp >> shift,
+                 groups = kRunWarps >> shift;
   const uint32_t quad = (warp & (a.wide_warps - 1)) * 32 + threadIdx.x % 32, channel = channel0 + quad * W;
   Pool m[W];
 #pragma unroll
@@ -118,7 +139,8 @@ template <int IO> __device__ __forceinline__ void pool_run(const PoolArgs& a, in
 }
 
 // Pools of one channel by all groups, added to m: the largest score first, so that weights do not wait for each other.
-template <int W, int Threads = kRunThreads> __device__ __forceinline__ void add_groups(Pool& m, const Pool* parts, uint32_t wide, uint32_t local) {
+template <int W, int Threads = kRunThreads> __device__ __forceinline__ void add_groups(Pool& m, const Pool* parts,
+                                                                                       uint32_t wide, uint32_t local) {
   constexpr int kMost = Threads / 32;
   const int groups = Threads >> (__ffs(wide) - 1);
   Pool part[kMost];
@@ -153,7 +175,8 @@ struct Edge {
   __device__ __forceinline__ Edge(const PoolArgs& a, const StepToken& t) {
     const int32_t ratio = a.p.ratio;
     number = a.ratio.divide(uint32_t(t.start));
-    const int32_t open = t.start - int32_t(number) * ratio, n = t.end - t.begin, closed = int32_t(a.ratio.divide(uint32_t(open + n)));
+    const int32_t open = t.start - int32_t(number) * ratio, n = t.end - t.begin,
+                  closed = int32_t(a.ratio.divide(uint32_t(open + n)));
     const int32_t left = closed ? open + n - closed * ratio : n;
     run[0] = Run{t.begin, ratio - open, open, closed && open, true};
     run[1] = Run{t.end - left, left, closed ? 0 : open, true, closed == 0 && open};
@@ -176,7 +199,8 @@ __global__ void __launch_bounds__(kRunThreads, 2) pool_running(const __grid_cons
   __shared__ Pool parts[kRunThreads * W];
   __shared__ __align__(8) uint64_t barrier;
   const CompressParams& p = a.p;
-  const uint32_t index = blockIdx.x >> (__ffs(a.cluster) - 1), rank = blockIdx.x & (a.cluster - 1), wide = a.wide_warps * 32, dim = uint32_t(p.dim);
+  const uint32_t index = blockIdx.x >> (__ffs(a.cluster) - 1), rank = blockIdx.x & (a.cluster - 1),
+                 wide = a.wide_warps * 32, dim = uint32_t(p.dim);
   wait_for_previous();
   let_next_start();
 
@@ -211,7 +235,8 @@ __global__ void __launch_bounds__(kRunThreads, 2) pool_running(const __grid_cons
       const Run r = i ? run[1] : run[0];
       if (!r.is_there) continue;
       if constexpr (How != FINISH_ANY) {
-        for (uint32_t c = channel0 + threadIdx.x; r.adds && c < min(dim, channel0 + wide * W); c += kRunThreads) fetch_line(state + c), fetch_line(state + dim + c), fetch_line(state + 2 * dim + c);
+        for (uint32_t c = channel0 + threadIdx.x; r.adds && c < min(dim, channel0 + wide * W); c += kRunThreads)
+          fetch_line(state + c), fetch_line(state + dim + c), fetch_line(state + 2 * dim + c);
       }
       pool_run<IO>(a, r.token, r.count, r.row, channel0, parts);
       if (!is_waited) cluster_wait(), is_waited = true;
@@ -240,9 +265,10 @@ __global__ void __launch_bounds__(kRunThreads, 2) pool_running(const __grid_cons
 
 template <int IO> constexpr int kPairBatch = 4;  // tokens of each window that are on their way at once
 
-// Tokens of both windows, token[w] on; -1: there is none. Pools of the block's 128 channels come out of `parts`, the second window's after
-// the first's. Batches are dealt to warps.
-template <int IO, int Threads> __device__ __forceinline__ void pool_pair(const PoolArgs& a, const int32_t (&token)[2], uint32_t channel0, Pool* parts) {
+// Tokens of both windows, token[w] on; -1: there is none. Pools of the block's 128 channels come out of `parts`, the
+// second window's after the first's. Batches are dealt to warps.
+template <int IO, int Threads> __device__ __forceinline__ void pool_pair(const PoolArgs& a, const int32_t (&token)[2],
+                                                                         uint32_t channel0, Pool* parts) {
   constexpr int W = kWide<IO>, B = kPairBatch<IO>;
   const CompressParams& p = a.p;
   const uint32_t group = threadIdx.x / 32, quad = threadIdx.x % 32, channel = channel0 + quad * W;
@@ -257,9 +283,11 @@ template <int IO, int Threads> __device__ __forceinline__ void pool_pair(const P
     Tokens<IO, B> t[2];
 #pragma unroll
     for (int w = 0; w < 2; w++) {
-      const char *kv = part_at<IO>(p.kv, max(0, token[w]) + i, channel), *score = part_at<IO>(p.score, max(0, token[w]) + i, channel);
+      const char *kv = part_at<IO>(p.kv, max(0, token[w]) + i, channel),
+                 *score = part_at<IO>(p.score, max(0, token[w]) + i, channel);
 #pragma unroll
-      for (int b = 0; b < B; b++, kv += p.kv.token, score += p.score.token) t[w].score[b] = load_part<IO>(p.score, score), t[w].kv[b] = load_part<IO>(p.kv, kv);
+      for (int b = 0; b < B; b++, kv += p.kv.token, score += p.score.token)
+        t[w].score[b] = load_part<IO>(p.score, score), t[w].kv[b] = load_part<IO>(p.kv, kv);
     }
     float x[B][W] = {};
     if (p.bias) {
@@ -288,7 +316,8 @@ template <int IO, int Threads> __device__ __forceinline__ void pool_pair(const P
 }
 
 // The same of one stretch, of any length.
-template <int IO, int Threads> __device__ __forceinline__ void pool_few(const PoolArgs& a, const Run& r, uint32_t channel0, Pool* parts) {
+template <int IO, int Threads> __device__ __forceinline__ void pool_few(const PoolArgs& a, const Run& r,
+                                                                        uint32_t channel0, Pool* parts) {
   constexpr int W = kWide<IO>;
   const uint32_t group = threadIdx.x / 32, quad = threadIdx.x % 32, channel = channel0 + quad * W;
   Pool m[W];
@@ -305,20 +334,22 @@ template <int IO, int Threads> __device__ __forceinline__ void pool_few(const Po
   __syncthreads();
 }
 
-// Whole windows by pairs, and after them the sequences' edges: those have less to do. Blocks are wide where there is one for each
-// multiprocessor, and else two, so that one pools while another finishes.
-template <int IO, int Threads> __global__ void __launch_bounds__(Threads, 512 / Threads) pool_windows(const __grid_constant__ PoolArgs a) {
+// Whole windows by pairs, and after them the sequences' edges: those have less to do. Blocks are wide where there is
+// one for each multiprocessor, and else two, so that one pools while another finishes.
+template <int IO, int Threads> __global__ void __launch_bounds__(Threads, 512 / Threads)
+    pool_windows(const __grid_constant__ PoolArgs a) {
   constexpr int W = kWide<IO>;
   constexpr uint32_t kSlice = kRowChannels / kRowCluster;
   extern __shared__ __align__(16) float rows[];
   Pool* const parts = reinterpret_cast<Pool*>(rows + 2 * a.row_floats);
   __shared__ __align__(8) uint64_t barrier;
   const CompressParams& p = a.p;
-  const uint32_t index = blockIdx.x / kRowCluster, rank = blockIdx.x % kRowCluster, channel0 = rank * kSlice, warp = threadIdx.x / 32;
+  const uint32_t index = blockIdx.x / kRowCluster, rank = blockIdx.x % kRowCluster, channel0 = rank * kSlice,
+                 warp = threadIdx.x / 32;
   wait_for_previous();
   let_next_start();
 
-  uint32_t number = 0;           // of the entry that this warp finishes
+  uint32_t number = 0;  // of the entry that this warp finishes
   EntryRead entry{-1, 0};
   bool finishes = false;
   if (index < a.windows) {
@@ -334,7 +365,8 @@ template <int IO, int Threads> __global__ void __launch_bounds__(Threads, 512 / 
       const Run r = closing_run(a, t, unit, &closing);
       if (!r.is_there) continue;
       token[w] = int32_t(r.token);
-      if (rank == 0 && warp == uint32_t(w)) number = closing, finishes = true, entry = read_entry(a, t.slot, closing), fetch_finish(a, closing);
+      if (rank == 0 && warp == uint32_t(w))
+        number = closing, finishes = true, entry = read_entry(a, t.slot, closing), fetch_finish(a, closing);
     }
     const int sent = int(token[0] >= 0) + int(token[1] >= 0);
     if (sent == 0) return;
@@ -353,7 +385,8 @@ template <int IO, int Threads> __global__ void __launch_bounds__(Threads, 512 / 
     if (!is_sound(t) || t.end == t.begin) return;
     const Edge edge(a, t);
     const bool closes = edge.run[0].is_there;
-    if (closes && rank == 0 && warp == 0) number = edge.number, finishes = true, entry = read_entry(a, t.slot, number), fetch_finish(a, number);
+    if (closes && rank == 0 && warp == 0)
+      number = edge.number, finishes = true, entry = read_entry(a, t.slot, number), fetch_finish(a, number);
     if (closes) expect_means(&barrier, rank, int(4 * kRowChannels)), cluster_wait();
     float* const state = p.state + t.slot * (p.state_slot / 4) + channel0 + threadIdx.x;
 #pragma unroll 1
@@ -375,7 +408,8 @@ template <int IO, int Threads> __global__ void __launch_bounds__(Threads, 512 / 
   wait_for_means(&barrier);
   if (!finishes) return;
   const RowAt to = settle_entry(a, entry, number, threadIdx.x % 32 == 0);
-  if (__any_sync(0xffffffffu, to.data != nullptr)) finish_entry<FINISH_LANES>(a, to, number, rows + warp * uint32_t(a.row_floats));
+  if (__any_sync(0xffffffffu, to.data != nullptr))
+    finish_entry<FINISH_LANES>(a, to, number, rows + warp * uint32_t(a.row_floats));
 }
 
 }  // namespace cuda

@@ -7,10 +7,12 @@ namespace cuda {
 
 // IsFour: overlap of windows of four. An entry of an indexer takes a warp, and others a block.
 template <int IO, bool IsFour, Finish How>
-__global__ void __launch_bounds__(kTokenThreads, IO == KVX_DTYPE_F32 ? 4 : 5) pool_tokens(const __grid_constant__ PoolArgs a) {
+__global__ void __launch_bounds__(kTokenThreads, IO == KVX_DTYPE_F32 ? 4 : 5)
+    pool_tokens(const __grid_constant__ PoolArgs a) {
   constexpr int W = kWide<IO>;
   constexpr bool IsWarp = How == FINISH_INDEX;
-  constexpr bool IsLate = IsFour && IO == KVX_DTYPE_F32;  // an entry's page is settled after pooling: others have no registers for it
+  constexpr bool IsLate =
+      IsFour && IO == KVX_DTYPE_F32;  // an entry's page is settled after pooling: others have no registers for it
   extern __shared__ __align__(16) float rows[];
   __shared__ int64_t begins[kTokenWarps];  // of windows inside; kNowhere: nothing to pool
   constexpr int64_t kNowhere = -1;
@@ -31,7 +33,7 @@ __global__ void __launch_bounds__(kTokenThreads, IO == KVX_DTYPE_F32 ? 4 : 5) po
   uint32_t number = 0;
   int64_t begin = kNowhere;  // token at place 0 of the window of the first entry
   RowAt to{nullptr, nullptr};
-  float* row = rows;         // what the warp finishes
+  float* row = rows;  // what the warp finishes
   if (is_edge) {
     const int32_t seq = int32_t(IsWarp ? blockIdx.x * kTokenWarps + warp : blockIdx.x);
     if (IsWarp && seq >= p.step.num_seqs) return;
@@ -40,7 +42,8 @@ __global__ void __launch_bounds__(kTokenThreads, IO == KVX_DTYPE_F32 ? 4 : 5) po
     count_bad(a, t.is_bad || (t.seq >= 0 && !is_sound(t)), me == 0);
     // The compiler is told that lanes agree, here and below: exchanges between them are then plain.
     if (!__any_sync(0xffffffffu, is_sound(t) && t.end != t.begin)) return;
-    number = a.ratio.divide(uint32_t(t.start)), open = t.start - int32_t(number) * ratio, begin = int64_t(t.begin) - open;
+    number = a.ratio.divide(uint32_t(t.start)), open = t.start - int32_t(number) * ratio,
+    begin = int64_t(t.begin) - open;
     closed = int32_t(a.ratio.divide(uint32_t(open + t.end - t.begin)));
     // Entries that need the old tail: the first, and in overlap the one whose window before began there.
     pooled = int32_t(all_lanes(uint32_t(min(closed, int(is_overlap) + int(open > 0)))));
@@ -51,7 +54,8 @@ __global__ void __launch_bounds__(kTokenThreads, IO == KVX_DTYPE_F32 ? 4 : 5) po
     if (warp < a.windows && first < p.step.num_tokens && is_sound(t)) {
       const uint32_t at = uint32_t(t.position(int32_t(first)));
       number = a.ratio.divide(at), begin = first - (at - number * a.ratio.d);
-      if (begin + ratio <= t.end && begin - (p.parts - 1) * ratio >= t.begin) to = find_entry(a, t.slot, number, me % 32 == 0);
+      if (begin + ratio <= t.end && begin - (p.parts - 1) * ratio >= t.begin)
+        to = find_entry(a, t.slot, number, me % 32 == 0);
     }
     if (!to.data) begin = kNowhere;
     if constexpr (!IsWarp) {
@@ -84,7 +88,8 @@ __global__ void __launch_bounds__(kTokenThreads, IO == KVX_DTYPE_F32 ? 4 : 5) po
       const TokenRun ovl{begin + (e - 1) * ratio, open, has_before && is_overlap ? ratio : 0, 0};
       const TokenRun cur{begin + e * ratio, e ? 0 : open, ratio, own};
       // Whether there is a page or not: loads of the tail need not wait for that of the table.
-      for (uint32_t c = me * W; c < dim; c += team * W) pool_slots<IO, IsFour>(p, before, current, ovl, cur, c, row + c);
+      for (uint32_t c = me * W; c < dim; c += team * W)
+        pool_slots<IO, IsFour>(p, before, current, ovl, cur, c, row + c);
       if constexpr (IsLate) to = settle_entry(a, entry, number + e, me == 0);
     } else {
 #pragma unroll 1
@@ -94,7 +99,10 @@ __global__ void __launch_bounds__(kTokenThreads, IO == KVX_DTYPE_F32 ? 4 : 5) po
         float* const mean = IsWarp ? row : rows + i * uint32_t(a.row_floats);
         for (uint32_t c = me * W; c < dim; c += team * W) {
           if constexpr (IsFour) pool_eight<IO>(p, at, c, mean + c);
-          else pool_slots<IO, false>(p, RowRun{nullptr, 0}, RowRun{nullptr, 0}, TokenRun{at - ratio, 0, is_overlap ? ratio : 0, 0}, TokenRun{at, 0, ratio, own}, c, mean + c);
+          else
+            pool_slots<IO, false>(p, RowRun{nullptr, 0}, RowRun{nullptr, 0},
+                                  TokenRun{at - ratio, 0, is_overlap ? ratio : 0, 0}, TokenRun{at, 0, ratio, own}, c,
+                                  mean + c);
         }
       }
     }

@@ -1,9 +1,9 @@
 // append_swa on the host: a token a time, to its row of a window or of the step's workspace.
 #include <vector>
 
-#include "run.h"
 #include "cpu/carry.h"
 #include "entry/cpu/hybrid_rows.h"
+#include "run.h"
 
 namespace kvx {
 namespace cpu {
@@ -45,7 +45,8 @@ kvx_status_t append_swa(const AppendSwaParams& p) {
         const Placed& t = tokens[size_t(n)];
         load_row(ops, p.x, t.token, 0, 0, p.window.dim, x.data());
         finisher.run(x.data(), t.position);
-        const int64_t page = p.positions ? t.slot : t.token / rows, row = p.positions ? t.position % rows : t.token % rows;
+        const int64_t page = p.positions ? t.slot : t.token / rows,
+                      row = p.positions ? t.position % rows : t.token % rows;
         encode_row(ops, p.window, row_place(p.window, page, row), x.data());
         if (p.positions) p.positions[page * rows + row] = int32_t(t.position);
       }

@@ -1,5 +1,5 @@
-// compress on the host. First the entries that close, each alone: their tokens are read where they are, in the step or in the
-// state. Then the state takes what stays open. kvx/ops/tail.py is the definition.
+// compress on the host. First the entries that close, each alone: their tokens are read where they are, in the step or
+// in the state. Then the state takes what stays open. kvx/ops/tail.py is the definition.
 #include <math.h>
 #include <string.h>
 
@@ -7,9 +7,9 @@
 #include <optional>
 #include <vector>
 
-#include "run.h"
 #include "cpu/carry.h"
 #include "entry/cpu/hybrid_rows.h"
+#include "run.h"
 
 namespace kvx {
 namespace cpu {
@@ -20,8 +20,8 @@ constexpr int64_t kChannels = 64;  // together: scores of 128 tokens then fill a
 constexpr int64_t kThreadElements = 16 << 10;
 enum Window { BEFORE, OVL, CUR };  // of a state with overlap; without, its only window is CUR
 
-// exp of n numbers that are 0 or less, within 2 ulp; under 2^-126 it is 0. A loop that the compiler vectorises, which it does not
-// with expf. NaN stays.
+// exp of n numbers that are 0 or less, within 2 ulp; under 2^-126 it is 0. A loop that the compiler vectorises, which
+// it does not with expf. NaN stays.
 void exp_row(float* x, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
     const float a = x[i] < -104.0f ? -104.0f : x[i];
@@ -48,7 +48,8 @@ struct Source {
 
 class Worker {
  public:
-  Worker(const CompressParams& p, const RowTable& ops) : p_(p), ops_(ops), finisher_(ops, p.finish, p.dim, p.has_hadamard), entry_(size_t(p.dim)) {}
+  Worker(const CompressParams& p, const RowTable& ops)
+      : p_(p), ops_(ops), finisher_(ops, p.finish, p.dim, p.has_hadamard), entry_(size_t(p.dim)) {}
 
   // Window `number` of a request is whole: pool, finish, code.
   void close(const StepRun& run, int64_t number, RowPlace to) {
@@ -77,7 +78,8 @@ class Worker {
     if (p_.has_overlap && open > first) {
       sources_.clear();
       add_sources(run, open - 1, 0);
-      for (int64_t i = 0; i < p_.ratio; i++) copy_source(sources_[size_t(i)], window_of(state, BEFORE) + i * 2 * p_.dim);
+      for (int64_t i = 0; i < p_.ratio; i++)
+        copy_source(sources_[size_t(i)], window_of(state, BEFORE) + i * 2 * p_.dim);
     }
     for (int64_t part = 0; part < p_.parts; part++) {
       float* window = window_of(state, part == p_.parts - 1 ? CUR : OVL);
@@ -95,7 +97,9 @@ class Worker {
   }
 
  private:
-  float* state_of(int64_t slot) const { return reinterpret_cast<float*>(reinterpret_cast<char*>(p_.state) + slot * p_.state_slot); }
+  float* state_of(int64_t slot) const {
+    return reinterpret_cast<float*>(reinterpret_cast<char*>(p_.state) + slot * p_.state_slot);
+  }
   float* window_of(float* state, Window w) const { return state + (p_.has_overlap ? w : 0) * p_.ratio * 2 * p_.dim; }
 
   // The tokens of window `number`: those of an earlier step are in the state.
@@ -105,11 +109,14 @@ class Worker {
     const float* window = window_of(state, number < first ? BEFORE : part == p_.parts - 1 ? CUR : OVL);
     for (int64_t i = 0; i < p_.ratio; i++) {
       const int64_t position = number * p_.ratio + i;
-      sources_.push_back(position < run.start ? Source{window + i * 2 * p_.dim, 0, part, i} : Source{nullptr, run.begin + position - run.start, part, i});
+      sources_.push_back(position < run.start ? Source{window + i * 2 * p_.dim, 0, part, i}
+                                              : Source{nullptr, run.begin + position - run.start, part, i});
     }
   }
 
-  void load(const Source& s, const RowsParams& rows, int64_t channel, int64_t n, float* to) const { load_row(ops_, rows, s.token, 0, s.part * p_.dim + channel, n, to); }
+  void load(const Source& s, const RowsParams& rows, int64_t channel, int64_t n, float* to) const {
+    load_row(ops_, rows, s.token, 0, s.part * p_.dim + channel, n, to);
+  }
 
   void load_score(const Source& s, int64_t channel, int64_t n, float* to) const {
     if (s.kept) {
@@ -131,11 +138,13 @@ class Worker {
     load_score(s, 0, p_.dim, to + p_.dim);
   }
 
-  // Tokens of the step that fall into window `number`, on top of what the state has of it. To `mean`, and to `state` where it is given.
+  // Tokens of the step that fall into window `number`, on top of what the state has of it. To `mean`, and to `state`
+  // where it is given.
   void running(const StepRun& run, int64_t number, float* mean, float* state) {
     sources_.clear();
     const int64_t begin = greatest(run.start, number * p_.ratio), end = least(run.last() + 1, (number + 1) * p_.ratio);
-    for (int64_t at = begin; at < end; at++) sources_.push_back(Source{nullptr, run.begin + at - run.start, 0, at % p_.ratio});
+    for (int64_t at = begin; at < end; at++)
+      sources_.push_back(Source{nullptr, run.begin + at - run.start, 0, at % p_.ratio});
     pool(number == run.start / p_.ratio ? state_of(run.slot) : nullptr, mean, state);
   }
 
@@ -215,7 +224,9 @@ kvx_status_t compress(const CompressParams& p) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < num_closing; i++) {
       const Closing& c = closing[size_t(i)];
-      carry([&] { worker->close(runs[size_t(c.run)], c.number, row_place(p.entries, c.page, c.number % p.entries.rows)); });
+      carry([&] {
+        worker->close(runs[size_t(c.run)], c.number, row_place(p.entries, c.page, c.number % p.entries.rows));
+      });
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < num_runs; i++) carry([&] { worker->keep(runs[size_t(i)]); });

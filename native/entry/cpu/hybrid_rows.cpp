@@ -1,4 +1,5 @@
-// One row of a hybrid cache on the host. Loops over numbers are rows.h's, which are compiled for the machine's widest vectors.
+// One row of a hybrid cache on the host. Loops over numbers are rows.h's, which are
+// compiled for the machine's widest vectors.
 #include "entry/cpu/hybrid_rows.h"
 
 #include <math.h>
@@ -58,25 +59,32 @@ void encode_row(const RowTable& ops, const RowPages& r, RowPlace to, float* x) {
     const float scale = settle_scale(r, ops.amax[KVX_DTYPE_F32](bytes(tile), r.group), to.scales + g * step);
     if (!r.ties_down) ops.encode[KVX_DTYPE_F32][r.dtype](codes, bytes(tile), r.group, scale);
     else
-      for (int64_t i = 0; i < r.group; i += 2) codes[i / 2] = char(e2m1_down(tile[i] / scale) | e2m1_down(tile[i + 1] / scale) << 4);
+      for (int64_t i = 0; i < r.group; i += 2)
+        codes[i / 2] = char(e2m1_down(tile[i] / scale) | e2m1_down(tile[i + 1] / scale) << 4);
   }
   if (r.group) memset(to.scales + r.num_groups * step, 0, size_t(r.scale_bytes - r.num_groups * step));
-  if (r.rope_dim) ops.encode[KVX_DTYPE_F32][KVX_DTYPE_BF16](to.data + r.coded_bytes, bytes(x + r.coded), r.rope_dim, 1.0f);
+  if (r.rope_dim)
+    ops.encode[KVX_DTYPE_F32][KVX_DTYPE_BF16](to.data + r.coded_bytes, bytes(x + r.coded), r.rope_dim, 1.0f);
 }
 
 void decode_row(const RowTable& ops, const RowPages& r, RowPlace from, float* to) {
   char* out = reinterpret_cast<char*>(to);
   if (r.group == 0) ops.decode[r.dtype][KVX_DTYPE_F32](out, from.data, r.coded, 1.0f);
   for (int64_t g = 0; g < r.num_groups; g++)
-    ops.decode[r.dtype][KVX_DTYPE_F32](out + g * r.group * 4, from.data + span_bytes(r.dtype, g * r.group), r.group, load_scale(from.scales + g * scale_step(r), r.scale_dtype));
-  if (r.rope_dim) ops.decode[KVX_DTYPE_BF16][KVX_DTYPE_F32](out + r.coded * 4, from.data + r.coded_bytes, r.rope_dim, 1.0f);
+    ops.decode[r.dtype][KVX_DTYPE_F32](out + g * r.group * 4, from.data + span_bytes(r.dtype, g * r.group), r.group,
+                                       load_scale(from.scales + g * scale_step(r), r.scale_dtype));
+  if (r.rope_dim)
+    ops.decode[KVX_DTYPE_BF16][KVX_DTYPE_F32](out + r.coded * 4, from.data + r.coded_bytes, r.rope_dim, 1.0f);
 }
 
-void load_row(const RowTable& ops, const RowsParams& rows, int64_t token, int64_t head, int64_t first, int64_t n, float* to) {
+void load_row(const RowTable& ops, const RowsParams& rows, int64_t token, int64_t head, int64_t first, int64_t n,
+              float* to) {
   const char* src = rows.data + token * rows.token + head * rows.head + first * rows.dim;
   if (rows.is_dense) ops.decode[rows.dtype][KVX_DTYPE_F32](reinterpret_cast<char*>(to), src, n, 1.0f);
   else
-    for (int64_t d = 0; d < n; d++) to[d] = rows.dtype == KVX_DTYPE_F8_E4M3 ? e4m3_to_f32(uint8_t(src[d * rows.dim])) : load_float(src + d * rows.dim, rows.dtype);
+    for (int64_t d = 0; d < n; d++)
+      to[d] = rows.dtype == KVX_DTYPE_F8_E4M3 ? e4m3_to_f32(uint8_t(src[d * rows.dim]))
+                                              : load_float(src + d * rows.dim, rows.dtype);
 }
 
 void store_row(const RowTable& ops, const RowsParams& rows, int64_t token, int64_t head, int64_t n, const float* from) {
@@ -118,23 +126,27 @@ void Finisher::run(float* x, int64_t position) {
 std::vector<StepRun> step_runs(const StepParams& s) {
   std::vector<StepRun> runs;
   for (int32_t i = 0; i < s.num_seqs; i++)
-    if (s.slots[i] >= 0 && s.cu_seqlens[i + 1] > s.cu_seqlens[i]) runs.push_back(StepRun{s.slots[i], s.cu_seqlens[i], s.cu_seqlens[i + 1], s.starts[i]});
+    if (s.slots[i] >= 0 && s.cu_seqlens[i + 1] > s.cu_seqlens[i])
+      runs.push_back(StepRun{s.slots[i], s.cu_seqlens[i], s.cu_seqlens[i + 1], s.starts[i]});
   return runs;
 }
 
 kvx_status_t check_entries(const EntryTable& t, const RowPages& rows, int64_t slot, int64_t first, int64_t count) {
   if (count > int64_t(t.columns) * rows.rows)
-    return fail(KVX_STATUS_OUT_OF_RANGE, "entry %lld of slot %lld: its table has %d pages of %d. Nothing was written.", (long long)(count - 1), (long long)slot, t.columns, rows.rows);
+    return fail(KVX_STATUS_OUT_OF_RANGE, "entry %lld of slot %lld: its table has %d pages of %d. Nothing was written.",
+                (long long)(count - 1), (long long)slot, t.columns, rows.rows);
   for (int64_t column = first / rows.rows; first < count && column <= (count - 1) / rows.rows; column++)
     if (entry_page(t, slot, column) >= rows.num_pages)
-      return fail(KVX_STATUS_OUT_OF_RANGE, "block_table[%lld, %lld] is %lld; there are %lld pages. Nothing was written.", (long long)slot, (long long)column,
-                  (long long)entry_page(t, slot, column), (long long)rows.num_pages);
+      return fail(KVX_STATUS_OUT_OF_RANGE,
+                  "block_table[%lld, %lld] is %lld; there are %lld pages. Nothing was written.", (long long)slot,
+                  (long long)column, (long long)entry_page(t, slot, column), (long long)rows.num_pages);
   return KVX_STATUS_OK;
 }
 
 kvx_status_t check_turn(const float* cos, int64_t num_positions, int64_t last) {
   if (cos && last >= num_positions)
-    return fail(KVX_STATUS_OUT_OF_RANGE, "position %lld: cos and sin have %lld rows. Nothing was written.", (long long)last, (long long)num_positions);
+    return fail(KVX_STATUS_OUT_OF_RANGE, "position %lld: cos and sin have %lld rows. Nothing was written.",
+                (long long)last, (long long)num_positions);
   return KVX_STATUS_OK;
 }
 

@@ -1,10 +1,10 @@
-// One row of a hybrid cache on the host: its norm and rotation, its bytes and back, and where it stands. kvx/quant/rows.py and
-// kvx/ops/finish.py are the same arithmetic in torch, bit for bit.
+// One row of a hybrid cache on the host: its norm and rotation, its bytes and back, and where it stands.
+// kvx/quant/rows.py and kvx/ops/finish.py are the same arithmetic in torch, bit for bit.
 #pragma once
 #include <vector>
 
-#include "entry/hybrid.h"
 #include "cpu/row.h"
+#include "entry/hybrid.h"
 
 namespace kvx {
 namespace cpu {
@@ -23,10 +23,12 @@ void encode_row(const RowTable& ops, const RowPages& r, RowPlace to, float* x); 
 void decode_row(const RowTable& ops, const RowPages& r, RowPlace from, float* to);
 
 // Elements [first, first + n) of a caller's row as f32, and a whole row back.
-void load_row(const RowTable& ops, const RowsParams& rows, int64_t token, int64_t head, int64_t first, int64_t n, float* to);
+void load_row(const RowTable& ops, const RowsParams& rows, int64_t token, int64_t head, int64_t first, int64_t n,
+              float* to);
 void store_row(const RowTable& ops, const RowsParams& rows, int64_t token, int64_t head, int64_t n, const float* from);
 
-// Pairs (2i, 2i + 1) of the last rope_dim of dim elements by a row of cos and sin, `at` bytes from their first; back: the other way.
+// Pairs (2i, 2i + 1) of the last rope_dim of dim elements by a row of cos and sin, `at` bytes from their first; back:
+// the other way.
 void turn_row(float* x, int64_t dim, int64_t rope_dim, const float* cos, const float* sin, int64_t at, bool back);
 
 // What a row goes through before it is coded. One for each thread: it has room to work in.

@@ -1,4 +1,5 @@
-// index_scores and topk on the host. Keys are made f32 a tile at a time and serve all heads of some tokens; products are attend.h's.
+// index_scores and topk on the host. Keys are made f32 a tile at a time and serve all heads of some tokens; products
+// are attend.h's.
 #include <math.h>
 #include <string.h>
 
@@ -7,10 +8,10 @@
 #include <optional>
 #include <vector>
 
-#include "run.h"
 #include "attention/cpu/attend.h"
 #include "cpu/carry.h"
 #include "entry/cpu/hybrid_rows.h"
+#include "run.h"
 
 namespace kvx {
 namespace cpu {
@@ -29,7 +30,13 @@ struct Unit {
 class Scorer {
  public:
   Scorer(const IndexScoresParams& p, const RowTable& ops, const AttendTable& loops)
-      : p_(p), ops_(ops), loops_(loops), fours_((p.num_heads + kLanes - 1) / kLanes), step_(loops.step(KVX_DTYPE_F32)), dim_((p.keys.dim + step_ - 1) / step_ * step_), tile_(size_t(kTile * dim_)) {
+      : p_(p),
+        ops_(ops),
+        loops_(loops),
+        fours_((p.num_heads + kLanes - 1) / kLanes),
+        step_(loops.step(KVX_DTYPE_F32)),
+        dim_((p.keys.dim + step_ - 1) / step_ * step_),
+        tile_(size_t(kTile * dim_)) {
     for (int64_t i = 0; i < kTile + kRoom; i++) at_[i] = reinterpret_cast<const char*>(tile_.data() + i % kTile * dim_);
   }
 
@@ -57,7 +64,8 @@ class Scorer {
     for (int64_t i = 0; i < u.count; i++)
       for (int64_t h = 0; h < p_.num_heads; h++) {
         load_row(ops_, p_.q, u.first + i, h, 0, p_.keys.dim, q_.data() + (i * rows + h) * dim_);
-        weights_[size_t(i * rows + h)] = *reinterpret_cast<const float*>(p_.weights + (u.first + i) * p_.weight_token + h * p_.weight_head);
+        weights_[size_t(i * rows + h)] =
+            *reinterpret_cast<const float*>(p_.weights + (u.first + i) * p_.weight_token + h * p_.weight_head);
       }
   }
 
@@ -77,10 +85,12 @@ class Scorer {
       const float* score = scores_.data() + f * kTile * kLanes;
       const float* weight = weights_.data() + f * kLanes;
       for (int64_t j = 0; j < seen; j++)
-        for (int l = 0; l < kLanes; l++) sums[j][l] += weight[l] * (score[j * kLanes + l] < 0 ? 0.0f : score[j * kLanes + l]);  // NaN stays
+        for (int l = 0; l < kLanes; l++)
+          sums[j][l] += weight[l] * (score[j * kLanes + l] < 0 ? 0.0f : score[j * kLanes + l]);  // NaN stays
     }
     float* to = reinterpret_cast<float*>(reinterpret_cast<char*>(p_.scores) + token * p_.score_token) + begin;
-    for (int64_t j = 0; j < seen; j++) to[j] = is_there_[j] ? (sums[j][0] + sums[j][1]) + (sums[j][2] + sums[j][3]) : -INFINITY;
+    for (int64_t j = 0; j < seen; j++)
+      to[j] = is_there_[j] ? (sums[j][0] + sums[j][1]) + (sums[j][2] + sums[j][3]) : -INFINITY;
   }
 
   const IndexScoresParams& p_;
@@ -92,14 +102,17 @@ class Scorer {
   bool is_there_[kTile];
 };
 
-kvx_status_t make_units(const IndexScoresParams& p, const std::vector<StepRun>& runs, std::vector<Unit>* units, int64_t* work) {
+kvx_status_t make_units(const IndexScoresParams& p, const std::vector<StepRun>& runs, std::vector<Unit>* units,
+                        int64_t* work) {
   const int64_t together = greatest(1, kRowsTogether / p.num_heads);
   for (size_t r = 0; r < runs.size(); r++) {
     const StepRun& run = runs[r];
     KVX_TRY(check_entries(p.table, p.keys, run.slot, 0, least(p.num_entries, (run.last() + 1) / p.ratio)));
     for (int64_t first = run.begin; first < run.end; first += together) {
-      const int64_t count = least(together, run.end - first), end = least(p.num_entries, (run.position(first + count - 1) + 1) / p.ratio);
-      for (int64_t begin = 0; begin < end; begin += kSpan) units->push_back(Unit{int64_t(r), first, count, begin, least(end, begin + kSpan)});
+      const int64_t count = least(together, run.end - first),
+                    end = least(p.num_entries, (run.position(first + count - 1) + 1) / p.ratio);
+      for (int64_t begin = 0; begin < end; begin += kSpan)
+        units->push_back(Unit{int64_t(r), first, count, begin, least(end, begin + kSpan)});
       *work += count * p.num_heads * end;
     }
   }
@@ -112,11 +125,14 @@ uint64_t key_of(float score, int64_t index) {
   return uint64_t(b & 0x80000000u ? ~b : b | 0x80000000u) << 32 | (0xffffffffu - uint32_t(index));
 }
 
-// Candidates are kept in a room for several k; when it is full, all but the best k go, and what is not above the last of those is
-// not looked at again: of equal scores the earlier stay.
+// Candidates are kept in a room for several k; when it is full, all but the best k go, and what is not above the last
+// of those is not looked at again: of equal scores the earlier stay.
 void choose(const float* scores, int64_t count, int64_t k, std::vector<uint64_t>& room, int32_t* out) {
   const size_t most = size_t(std::max<int64_t>(4 * k, 256));
-  const auto cut = [&] { std::nth_element(room.begin(), room.begin() + (k - 1), room.end(), std::greater<uint64_t>()), room.resize(size_t(k)); };
+  const auto cut = [&] {
+    std::nth_element(room.begin(), room.begin() + (k - 1), room.end(), std::greater<uint64_t>()),
+        room.resize(size_t(k));
+  };
   room.clear();
   float bar = -INFINITY;
   for (int64_t i = 0; i < count; i++) {
@@ -128,7 +144,8 @@ void choose(const float* scores, int64_t count, int64_t k, std::vector<uint64_t>
   }
   if (int64_t(room.size()) > k) cut();
   std::sort(room.begin(), room.end(), std::greater<uint64_t>());
-  for (int64_t i = 0; i < k; i++) out[i] = i < int64_t(room.size()) ? int32_t(0xffffffffu - uint32_t(room[size_t(i)])) : -1;
+  for (int64_t i = 0; i < k; i++)
+    out[i] = i < int64_t(room.size()) ? int32_t(0xffffffffu - uint32_t(room[size_t(i)])) : -1;
 }
 
 }  // namespace
@@ -145,11 +162,14 @@ kvx_status_t index_scores(const IndexScoresParams& p) {
 #pragma omp parallel if (work >= kThreadProducts)
   {
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < p.step.num_tokens; t++) std::fill_n(reinterpret_cast<float*>(reinterpret_cast<char*>(p.scores) + t * p.score_token), p.num_entries, -INFINITY);
+    for (int64_t t = 0; t < p.step.num_tokens; t++)
+      std::fill_n(reinterpret_cast<float*>(reinterpret_cast<char*>(p.scores) + t * p.score_token), p.num_entries,
+                  -INFINITY);
     std::optional<Scorer> scorer;
     carry([&] { scorer.emplace(p, ops, loops); });
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) carry([&] { scorer->run(runs[size_t(units[size_t(i)].run)], units[size_t(i)]); });
+    for (int64_t i = 0; i < count; i++)
+      carry([&] { scorer->run(runs[size_t(units[size_t(i)].run)], units[size_t(i)]); });
   }
   carry.rethrow();
   return KVX_STATUS_OK;
@@ -164,8 +184,8 @@ kvx_status_t topk(const TopkParams& p) {
     for (int64_t t = 0; t < p.num_tokens; t++) {
       const int64_t length = p.lengths ? least(p.num_entries, p.lengths[t]) : p.num_entries;
       carry([&] {
-        choose(reinterpret_cast<const float*>(reinterpret_cast<const char*>(p.scores) + t * p.score_token), length, p.k, room,
-               reinterpret_cast<int32_t*>(reinterpret_cast<char*>(p.indices) + t * p.index_token));
+        choose(reinterpret_cast<const float*>(reinterpret_cast<const char*>(p.scores) + t * p.score_token), length, p.k,
+               room, reinterpret_cast<int32_t*>(reinterpret_cast<char*>(p.indices) + t * p.index_token));
       });
     }
   }

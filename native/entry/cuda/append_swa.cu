@@ -1,5 +1,5 @@
-// append_swa on the device, one launch a call. Two kernels: rows of 512 in the usual formats in registers, a few of them on their way at
-// once, and one row a warp by way of shared memory for the rest.
+// append_swa on the device, one launch a call. Two kernels: rows of 512 in the usual formats in registers, a few of
+// them on their way at once, and one row a warp by way of shared memory for the rest.
 #include "cuda/columns.cuh"
 #include "entry/cuda/encode.cuh"
 
@@ -12,11 +12,12 @@ constexpr int kThreads = 128, kWarps = kThreads / 32;
 
 struct SwaArgs {
   AppendSwaParams p;
-  FastDivider rows;  // of a page
-  FastDivider usual; // tokens of a sequence, were all as long
+  FastDivider rows;   // of a page
+  FastDivider usual;  // tokens of a sequence, were all as long
   AnyRow any;
   int32_t least_code;
-  bool reads_all;    // sequences are shorter than windows, as far as the host can tell: rows are loaded before their place is known
+  bool reads_all;  // sequences are shorter than windows, as far as the host can tell: rows are loaded before their
+                   // place is known
 };
 
 // Where a token's row goes; page -1: nowhere.
@@ -70,11 +71,15 @@ __device__ __forceinline__ void mark_position(const AppendSwaParams& p, const To
   if (p.positions) p.positions[int64_t(place.page) * p.window.rows + place.row] = place.at;
 }
 
-__device__ __forceinline__ char* from_lane(char* p, int lane) { return reinterpret_cast<char*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(p), lane)); }
+__device__ __forceinline__ char* from_lane(char* p, int lane) {
+  return reinterpret_cast<char*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(p), lane));
+}
 
 // Rows that lane i has found the place of, `at` their positions.
 template <int IO>
-__device__ __forceinline__ void append_four(const FinishParams& f, int32_t least_code, uint32_t lane, const RawWeight& weight, const RawChunk<IO> (&raw)[4], int32_t at, const RowAt& mine) {
+__device__ __forceinline__ void append_four(const FinishParams& f, int32_t least_code, uint32_t lane,
+                                            const RawWeight& weight, const RawChunk<IO> (&raw)[4], int32_t at,
+                                            const RowAt& mine) {
   Turn turn = load_turn(f, lane, __shfl_sync(0xffffffffu, at, 0));  // of a row at hand
   float x[kChunk], w[kChunk], factor = 1.0f;
   if (f.weight) {
@@ -105,7 +110,8 @@ __device__ __forceinline__ void append_four(const FinishParams& f, int32_t least
     amax[i] = lane_amax<false>(words[i]);
     turn = next;
   }
-  if (__vmaxu2(__vimax3_u16x2(amax[0], amax[1], amax[2]), amax[3]) + 0x00800080u & 0x80008000u) {  // rare: not all are finite
+  if (__vmaxu2(__vimax3_u16x2(amax[0], amax[1], amax[2]), amax[3]) + 0x00800080u &
+      0x80008000u) {  // rare: not all are finite
 #pragma unroll
     for (int i = 0; i < 4; i++) amax[i] = lane_amax<true>(words[i]);
   }
@@ -115,15 +121,20 @@ __device__ __forceinline__ void append_four(const FinishParams& f, int32_t least
     for (int i = 0; i < 4; i++) amax[i] = __vmaxu2(amax[i], __shfl_xor_sync(0xffffffffu, amax[i], hop));
   }
 #pragma unroll
-  for (int i = 0; i < 4; i++) store_words(RowAt{from_lane(mine.data, i), from_lane(mine.scales, i)}, lane, least_code, amax[i], words[i]);
+  for (int i = 0; i < 4; i++)
+    store_words(RowAt{from_lane(mine.data, i), from_lane(mine.scales, i)}, lane, least_code, amax[i], words[i]);
 }
 
-// Lane i finds the place of row i, and all of them go through every row: what has no place is not stored, and no lane leaves before
-// the others, whom it exchanges sums with.
+// Lane i finds the place of row i, and all of them go through every row: what has no place is not stored, and no lane
+// leaves before the others, whom it exchanges sums with.
 template <int IO, LaneFormat F, int Rows>
-__global__ void __launch_bounds__(kThreads, Rows == 1 ? 6 : IO == KVX_DTYPE_F32 || F == LANES_V4 ? 4 : 5) append_row_lanes(const __grid_constant__ SwaArgs a) {
+__global__ void __launch_bounds__(kThreads, Rows == 1                              ? 6
+                                            : IO == KVX_DTYPE_F32 || F == LANES_V4 ? 4
+                                                                                   : 5)
+    append_row_lanes(const __grid_constant__ SwaArgs a) {
   const AppendSwaParams& p = a.p;
-  const uint32_t lane = threadIdx.x % 32, last = uint32_t(p.step.num_tokens) - 1, from = (blockIdx.x * kWarps + threadIdx.x / 32) * Rows;
+  const uint32_t lane = threadIdx.x % 32, last = uint32_t(p.step.num_tokens) - 1,
+                 from = (blockIdx.x * kWarps + threadIdx.x / 32) * Rows;
   const bool is_past = from > last;
   const uint32_t first = is_past ? last / Rows * Rows : from;
   wait_for_previous();
@@ -233,7 +244,12 @@ kvx_status_t append_swa(const AppendSwaParams& p, void* stream) {
   KVX_TRY(guard.status());
   if (p.step.num_tokens == 0 || p.step.num_seqs == 0) return KVX_STATUS_OK;
   const int64_t usual = divide_up(p.step.num_tokens, p.step.num_seqs);
-  SwaArgs a{p, make_fast_divider(p.window.rows), make_fast_divider(int32_t(usual)), any_row(p.window.dim, false), 0, p.step.num_tokens <= int64_t(p.step.num_seqs) * p.window.rows || !p.positions};
+  SwaArgs a{p,
+            make_fast_divider(p.window.rows),
+            make_fast_divider(int32_t(usual)),
+            any_row(p.window.dim, false),
+            0,
+            p.step.num_tokens <= int64_t(p.step.num_seqs) * p.window.rows || !p.positions};
   const LaneFormat format = lane_format(p.window, p.finish, &a.least_code);
   const bool is_aligned = p.x.is_dense && common_alignment(rows_address_bits(p.x)) == 16;
   if (format == LANES_NONE || !is_aligned) return run_warps(a, stream);

@@ -1,10 +1,11 @@
-// A row of a hybrid cache from f32 numbers to its page, by one warp: norm, rotation, Hadamard, codes. kvx/ops/finish.py and
-// kvx/quant/rows.py have the arithmetic. Rows of 512 in the usual formats stay in registers; the rest go by way of shared memory.
+// A row of a hybrid cache from f32 numbers to its page, by one warp: norm, rotation, Hadamard, codes. kvx/ops/finish.py
+// and kvx/quant/rows.py have the arithmetic. Rows of 512 in the usual formats stay in registers; the rest go by way of
+// shared memory.
 #pragma once
 #include <math.h>
 
-#include "entry/cuda/step.cuh"
 #include "cuda/rope.cuh"
+#include "entry/cuda/step.cuh"
 
 namespace kvx {
 namespace cuda {
@@ -15,12 +16,14 @@ struct RowAt {
 
 __device__ __forceinline__ RowAt row_at(const RowPages& r, int32_t page, int32_t row) {
   char* base = r.data + page * r.page;
-  return RowAt{base + int64_t(row) * r.data_bytes, base + int64_t(r.rows) * r.data_bytes + int64_t(row) * r.scale_bytes};
+  return RowAt{base + int64_t(row) * r.data_bytes,
+               base + int64_t(r.rows) * r.data_bytes + int64_t(row) * r.scale_bytes};
 }
 
 // ---- rows of 512: lane l holds pieces l and l + 32 of eight elements, the order in which squares are added
 
-constexpr int kLaneRow = 32 * kChunk, kLaneRope = 64, kRopeLane = 24;  // the rotary part: second pieces of lanes 24 to 31
+constexpr int kLaneRow = 32 * kChunk, kLaneRope = 64,
+              kRopeLane = 24;  // the rotary part: second pieces of lanes 24 to 31
 
 enum LaneFormat {
   LANES_NONE,     // not in registers
@@ -34,10 +37,14 @@ enum LaneFormat {
 // Format of a row that fits, and in *least_code the scale that no group is under.
 inline LaneFormat lane_format(const RowPages& r, const FinishParams& f, int32_t* least_code) {
   *least_code = 0;
-  const uint64_t bits = uint64_t(uintptr_t(r.data)) | uint64_t(r.page) | uint64_t(uintptr_t(f.cos)) | uint64_t(uintptr_t(f.sin)) | uint64_t(f.table_row) | uint64_t(uintptr_t(f.weight));
-  if (r.dim != kLaneRow || (f.cos && f.rope_dim != kLaneRope) || f.table_row > kMaxCount || common_alignment(bits) < 16) return LANES_NONE;
+  const uint64_t bits = uint64_t(uintptr_t(r.data)) | uint64_t(r.page) | uint64_t(uintptr_t(f.cos)) |
+                        uint64_t(uintptr_t(f.sin)) | uint64_t(f.table_row) | uint64_t(uintptr_t(f.weight));
+  if (r.dim != kLaneRow || (f.cos && f.rope_dim != kLaneRope) || f.table_row > kMaxCount || common_alignment(bits) < 16)
+    return LANES_NONE;
   if (r.group == 0) return r.rope_dim ? LANES_NONE : r.dtype == KVX_DTYPE_F32 ? LANES_F32 : LANES_BF16;
-  if (r.dtype != KVX_DTYPE_F8_E4M3 || r.group != 64 || r.rope_dim != kLaneRope || r.scale_dtype != KVX_DTYPE_E8M0 || r.scale_bytes != 8) return LANES_NONE;
+  if (r.dtype != KVX_DTYPE_F8_E4M3 || r.group != 64 || r.rope_dim != kLaneRope || r.scale_dtype != KVX_DTYPE_E8M0 ||
+      r.scale_bytes != 8)
+    return LANES_NONE;
   const float least = r.least_amax / 448.0f;
   uint8_t code;
   store_scale(reinterpret_cast<char*>(&code), KVX_DTYPE_E8M0, least > r.least_scale ? least : r.least_scale);
@@ -46,7 +53,8 @@ inline LaneFormat lane_format(const RowPages& r, const FinishParams& f, int32_t*
   return r.rounds_first ? LANES_V4_BF16 : LANES_V4;
 }
 
-// The weight of a lane's pieces as loaded; what is not f32 fills the first word of each. Nothing waits for it until it is widened.
+// The weight of a lane's pieces as loaded; what is not f32 fills the first word of each. Nothing waits for it until it
+// is widened.
 struct RawWeight {
   uint4 first[2], second[2];
 };
@@ -61,8 +69,10 @@ __device__ __forceinline__ RawWeight load_raw_weight(const FinishParams& f, uint
 }
 
 __device__ __forceinline__ void widen_weight(const FinishParams& f, const RawWeight& r, float (&w)[kChunk]) {
-  const uint32_t words[kChunk] = {r.first[0].x, r.first[0].y, r.first[0].z, r.first[0].w, r.first[1].x, r.first[1].y, r.first[1].z, r.first[1].w,
-                                  r.second[0].x, r.second[0].y, r.second[0].z, r.second[0].w, r.second[1].x, r.second[1].y, r.second[1].z, r.second[1].w};
+  const uint32_t words[kChunk] = {r.first[0].x,  r.first[0].y,  r.first[0].z,  r.first[0].w,
+                                  r.first[1].x,  r.first[1].y,  r.first[1].z,  r.first[1].w,
+                                  r.second[0].x, r.second[0].y, r.second[0].z, r.second[0].w,
+                                  r.second[1].x, r.second[1].y, r.second[1].z, r.second[1].w};
   const auto widen = [&](auto number) {
 #pragma unroll
     for (int i = 0; i < kChunk; i++) w[i] = number(words[i / kPiece * kPiece + i % kPiece / 2], i % 2);
@@ -77,7 +87,9 @@ __device__ __forceinline__ void widen_weight(const FinishParams& f, const RawWei
   }
 }
 
-__device__ __forceinline__ void load_weight(const FinishParams& f, uint32_t lane, float (&w)[kChunk]) { widen_weight(f, load_raw_weight(f, lane), w); }
+__device__ __forceinline__ void load_weight(const FinishParams& f, uint32_t lane, float (&w)[kChunk]) {
+  widen_weight(f, load_raw_weight(f, lane), w);
+}
 
 // cos and sin of the four pairs of a lane that has some.
 struct Turn {
@@ -88,8 +100,10 @@ __device__ __forceinline__ Turn load_turn(const FinishParams& f, uint32_t lane, 
   Turn t{};  // set: what is not would be kept through loops
   if (f.cos && lane >= kRopeLane) {
     const uint64_t offset = uint64_t(uint32_t(at)) * uint32_t(f.table_row);
-    t.c = __ldg(reinterpret_cast<const float4*>(reinterpret_cast<const char*>(f.cos) + (lane - kRopeLane) * 16 + offset));
-    t.s = __ldg(reinterpret_cast<const float4*>(reinterpret_cast<const char*>(f.sin) + (lane - kRopeLane) * 16 + offset));
+    t.c =
+        __ldg(reinterpret_cast<const float4*>(reinterpret_cast<const char*>(f.cos) + (lane - kRopeLane) * 16 + offset));
+    t.s =
+        __ldg(reinterpret_cast<const float4*>(reinterpret_cast<const char*>(f.sin) + (lane - kRopeLane) * 16 + offset));
   }
   return t;
 }
@@ -100,7 +114,8 @@ __device__ __forceinline__ void rotate_lanes(const FinishParams& f, uint32_t lan
   rotate_pair(&x[12], &x[13], t.c.z, t.s.z), rotate_pair(&x[14], &x[15], t.c.w, t.s.w);
 }
 
-__device__ __forceinline__ void finish_lanes(const FinishParams& f, uint32_t lane, const float (&w)[kChunk], const Turn& t, float (&x)[kChunk]) {
+__device__ __forceinline__ void finish_lanes(const FinishParams& f, uint32_t lane, const float (&w)[kChunk],
+                                             const Turn& t, float (&x)[kChunk]) {
   if (f.weight) {
     float sum = __fadd_rn(add_squares(x), add_squares(x + kPiece));
 #pragma unroll
@@ -112,9 +127,12 @@ __device__ __forceinline__ void finish_lanes(const FinishParams& f, uint32_t lan
   rotate_lanes(f, lane, t, x);
 }
 
-// The power of two for a largest magnitude, as the byte it is stored in: amax / 448, rounded, then up. 448 is 1.75 * 2^8, and a
-// quotient rounds to a power of two only where it is one: so the exponent less 8, and one more for mantissas above 1.75.
-__device__ __forceinline__ int32_t scale_code(uint32_t amax_bits, int32_t least_code) { return max(int32_t((amax_bits + 0x1fffffu) >> 23) - 8, least_code); }
+// The power of two for a largest magnitude, as the byte it is stored in: amax / 448, rounded, then up. 448 is 1.75 *
+// 2^8, and a quotient rounds to a power of two only where it is one: so the exponent less 8, and one more for mantissas
+// above 1.75.
+__device__ __forceinline__ int32_t scale_code(uint32_t amax_bits, int32_t least_code) {
+  return max(int32_t((amax_bits + 0x1fffffu) >> 23) - 8, least_code);
+}
 
 __device__ __forceinline__ uint32_t finite_bits(float x) {
   const uint32_t b = __float_as_uint(x) & 0x7fffffffu;
@@ -122,16 +140,20 @@ __device__ __forceinline__ uint32_t finite_bits(float x) {
 }
 
 // Bits of the largest finite magnitude of both groups a lane has a piece of; eight lanes share each.
-template <bool IsBf16> __device__ __forceinline__ void group_amax(const float (&x)[kChunk], const uint32_t (&words)[kPiece], uint32_t* a, uint32_t* b) {
+template <bool IsBf16> __device__ __forceinline__ void group_amax(const float (&x)[kChunk],
+                                                                  const uint32_t (&words)[kPiece], uint32_t* a,
+                                                                  uint32_t* b) {
   uint32_t most_a = 0, most_b = 0;
   if constexpr (IsBf16) {  // both in one word
 #pragma unroll
-    for (int i = 0; i < 4; i++) most_a = __vmaxu2(most_a, words[i] & 0x7fff7fffu), most_b = __vmaxu2(most_b, words[i + 4] & 0x7fff7fffu);
+    for (int i = 0; i < 4; i++)
+      most_a = __vmaxu2(most_a, words[i] & 0x7fff7fffu), most_b = __vmaxu2(most_b, words[i + 4] & 0x7fff7fffu);
     uint32_t both = __vmaxu2(__byte_perm(most_a, most_b, 0x5410), __byte_perm(most_a, most_b, 0x7632));
     if (both + 0x00800080u & 0x80008000u) {  // rare: not finite
       most_a = most_b = 0;
 #pragma unroll
-      for (int i = 0; i < kPiece; i++) most_a = max(most_a, finite_bits(x[i])), most_b = max(most_b, finite_bits(x[i + kPiece]));
+      for (int i = 0; i < kPiece; i++)
+        most_a = max(most_a, finite_bits(x[i])), most_b = max(most_b, finite_bits(x[i + kPiece]));
       both = most_a >> 16 | most_b;
     }
 #pragma unroll
@@ -139,14 +161,19 @@ template <bool IsBf16> __device__ __forceinline__ void group_amax(const float (&
     most_a = both << 16, most_b = both & 0xffff0000u;
   } else {
 #pragma unroll
-    for (int i = 0; i < kPiece; i++) most_a = max(most_a, __float_as_uint(x[i]) & 0x7fffffffu), most_b = max(most_b, __float_as_uint(x[i + kPiece]) & 0x7fffffffu);
+    for (int i = 0; i < kPiece; i++)
+      most_a = max(most_a, __float_as_uint(x[i]) & 0x7fffffffu),
+      most_b = max(most_b, __float_as_uint(x[i + kPiece]) & 0x7fffffffu);
     if (max(most_a, most_b) >= kInfinity) {
       most_a = most_b = 0;
 #pragma unroll
-      for (int i = 0; i < kPiece; i++) most_a = max(most_a, finite_bits(x[i])), most_b = max(most_b, finite_bits(x[i + kPiece]));
+      for (int i = 0; i < kPiece; i++)
+        most_a = max(most_a, finite_bits(x[i])), most_b = max(most_b, finite_bits(x[i + kPiece]));
     }
 #pragma unroll
-    for (int hop = 4; hop > 0; hop /= 2) most_a = max(most_a, __shfl_xor_sync(0xffffffffu, most_a, hop)), most_b = max(most_b, __shfl_xor_sync(0xffffffffu, most_b, hop));
+    for (int hop = 4; hop > 0; hop /= 2)
+      most_a = max(most_a, __shfl_xor_sync(0xffffffffu, most_a, hop)),
+      most_b = max(most_b, __shfl_xor_sync(0xffffffffu, most_b, hop));
   }
   *a = most_a, *b = most_b;
 }
@@ -155,7 +182,10 @@ template <bool IsBf16> __device__ __forceinline__ void group_amax(const float (&
 __device__ __forceinline__ uint32_t e4m3_four(float a, float b, float c, float d) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   uint32_t w;
-  asm("{\n.reg .b16 lo, hi;\ncvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\nmov.b32 %0, {lo, hi};\n}" : "=r"(w) : "f"(a), "f"(b), "f"(c), "f"(d));
+  asm("{\n.reg .b16 lo, hi;\ncvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\nmov.b32 "
+      "%0, {lo, hi};\n}"
+      : "=r"(w)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
   return w;
 #else
   return encode_four<KVX_DTYPE_F8_E4M3, false>(a, b, c, d);
@@ -171,11 +201,14 @@ __device__ __forceinline__ uint2 encode_eight(const float* x, int32_t code) {
 }
 
 // Every lane of the warp comes here, with the same row; data NULL: it is not stored.
-template <LaneFormat F> __device__ __forceinline__ void store_lanes(const RowAt& to, uint32_t lane, int32_t least_code, float (&x)[kChunk]) {
+template <LaneFormat F> __device__ __forceinline__ void store_lanes(const RowAt& to, uint32_t lane, int32_t least_code,
+                                                                    float (&x)[kChunk]) {
   if constexpr (F == LANES_F32) {
     if (!to.data) return;
 #pragma unroll
-    for (int i = 0; i < 4; i++) *reinterpret_cast<float4*>(to.data + 1024 * (i / 2) + 32 * lane + 16 * (i % 2)) = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+    for (int i = 0; i < 4; i++)
+      *reinterpret_cast<float4*>(to.data + 1024 * (i / 2) + 32 * lane + 16 * (i % 2)) =
+          make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
   } else {
     uint32_t words[kPiece];
 #pragma unroll
@@ -188,7 +221,8 @@ template <LaneFormat F> __device__ __forceinline__ void store_lanes(const RowAt&
     } else {
       if constexpr (F == LANES_V4_BF16) {
 #pragma unroll
-        for (int i = 0; i < kChunk; i++) x[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+        for (int i = 0; i < kChunk; i++)
+          x[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
       }
       uint32_t a, b;
       group_amax<F == LANES_V4_BF16>(x, words, &a, &b);
@@ -196,16 +230,20 @@ template <LaneFormat F> __device__ __forceinline__ void store_lanes(const RowAt&
       const int32_t code_a = scale_code(a, least_code), code_b = scale_code(b, least_code);
       *reinterpret_cast<uint2*>(to.data + 8 * lane) = encode_eight(x, code_a);
       // __stwb is a plain store that the compiler leaves whole.
-      if (lane < kRopeLane) __stwb(reinterpret_cast<uint2*>(to.data + 256 + 8 * lane), encode_eight(x + kPiece, code_b));
+      if (lane < kRopeLane)
+        __stwb(reinterpret_cast<uint2*>(to.data + 256 + 8 * lane), encode_eight(x + kPiece, code_b));
       else __stwb(reinterpret_cast<uint4*>(to.data + 448 + 16 * (lane - kRopeLane)), second);
-      if (lane % 8 == 0) to.scales[lane / 8] = char(code_a), to.scales[4 + lane / 8] = char(lane < kRopeLane ? code_b : 0);
+      if (lane % 8 == 0)
+        to.scales[lane / 8] = char(code_a), to.scales[4 + lane / 8] = char(lane < kRopeLane ? code_b : 0);
     }
   }
 }
 
-// ---- four rows at once, of LANES_V4_BF16: a step of all four before the next, so that a warp waits for its lanes once and not four times
+// ---- four rows at once, of LANES_V4_BF16: a step of all four before the next, so that a warp waits for its lanes once
+// and not four times
 
-// Sums of squares of four rows over the lanes, by halves, as finish_lanes adds them: lanes 8i to 8i + 7 get that of row i.
+// Sums of squares of four rows over the lanes, by halves, as finish_lanes adds them: lanes 8i
+// to 8i + 7 get that of row i.
 __device__ __forceinline__ float add_four(const float (&sum)[4], uint32_t lane) {
   const bool is_upper = lane & 16, is_odd = lane & 8;
   const float a = __fadd_rn(is_upper ? sum[2] : sum[0], __shfl_xor_sync(0xffffffffu, is_upper ? sum[0] : sum[2], 16));
@@ -216,7 +254,8 @@ __device__ __forceinline__ float add_four(const float (&sum)[4], uint32_t lane) 
   return one;
 }
 
-// The largest magnitude of a lane's pieces, the first one's in the low half. OnlyFinite: of what is neither NaN nor infinite.
+// The largest magnitude of a lane's pieces, the first one's in the low half. OnlyFinite:
+// of what is neither NaN nor infinite.
 template <bool OnlyFinite> __device__ __forceinline__ uint32_t lane_amax(const uint32_t (&words)[kPiece]) {
   uint32_t m[kPiece];
 #pragma unroll
@@ -225,17 +264,20 @@ template <bool OnlyFinite> __device__ __forceinline__ uint32_t lane_amax(const u
     const uint32_t top = m[i] + 0x00800080u & 0x80008000u;  // of halves that are not finite
     if constexpr (OnlyFinite) m[i] &= ~(top - (top >> 15));
   }
-  const uint32_t a = __vmaxu2(__vimax3_u16x2(m[0], m[1], m[2]), m[3]), b = __vmaxu2(__vimax3_u16x2(m[4], m[5], m[6]), m[7]);
+  const uint32_t a = __vmaxu2(__vimax3_u16x2(m[0], m[1], m[2]), m[3]),
+                 b = __vmaxu2(__vimax3_u16x2(m[4], m[5], m[6]), m[7]);
   return __vmaxu2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
 }
 
-// encode_eight of numbers that are bf16. A product with a power of two is exact, but where it is too small for any code but 0.
+// encode_eight of numbers that are bf16. A product with a power of two is exact, but where it is too small for any code
+// but 0.
 __device__ __forceinline__ uint2 encode_words(const uint32_t* words, int32_t code) {
   const uint32_t inverse = uint32_t(254 - code) * 0x00800080u;
   float y[kPiece];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const __nv_bfloat162 q = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(words + i), *reinterpret_cast<const __nv_bfloat162*>(&inverse));
+    const __nv_bfloat162 q = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(words + i),
+                                     *reinterpret_cast<const __nv_bfloat162*>(&inverse));
     const uint32_t w = *reinterpret_cast<const uint32_t*>(&q);
     y[2 * i] = __uint_as_float(w << 16), y[2 * i + 1] = __uint_as_float(w & 0xffff0000u);
   }
@@ -243,12 +285,15 @@ __device__ __forceinline__ uint2 encode_words(const uint32_t* words, int32_t cod
 }
 
 // `amax`: of both groups that a lane has a piece of, the first in the low half.
-__device__ __forceinline__ void store_words(const RowAt& to, uint32_t lane, int32_t least_code, uint32_t amax, const uint32_t (&words)[kPiece]) {
+__device__ __forceinline__ void store_words(const RowAt& to, uint32_t lane, int32_t least_code, uint32_t amax,
+                                            const uint32_t (&words)[kPiece]) {
   if (!to.data) return;
   const int32_t code_a = scale_code(amax << 16, least_code), code_b = scale_code(amax & 0xffff0000u, least_code);
   *reinterpret_cast<uint2*>(to.data + 8 * lane) = encode_words(words, code_a);
   if (lane < kRopeLane) __stwb(reinterpret_cast<uint2*>(to.data + 256 + 8 * lane), encode_words(words + 4, code_b));
-  else __stwb(reinterpret_cast<uint4*>(to.data + 448 + 16 * (lane - kRopeLane)), make_uint4(words[4], words[5], words[6], words[7]));
+  else
+    __stwb(reinterpret_cast<uint4*>(to.data + 448 + 16 * (lane - kRopeLane)),
+           make_uint4(words[4], words[5], words[6], words[7]));
   if (lane % 8 == 0) to.scales[lane / 8] = char(code_a), to.scales[4 + lane / 8] = char(lane < kRopeLane ? code_b : 0);
 }
 
@@ -270,18 +315,23 @@ inline int64_t any_row_floats(int64_t dim, const AnyRow& r) { return (dim + 3) /
 constexpr int64_t kPlainShared = 48 << 10;  // what every device gives without asking
 
 // `fixed`: bytes of shared memory that the kernel has besides.
-template <class... Params> kvx_status_t allow_shared(void (*kernel)(Params...), int64_t bytes, int64_t fixed, int64_t dim) {
+template <class... Params> kvx_status_t allow_shared(void (*kernel)(Params...), int64_t bytes, int64_t fixed,
+                                                     int64_t dim) {
   if (bytes + fixed <= kPlainShared) return KVX_STATUS_OK;
   int device = 0, most = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (bytes + fixed > most)
-    return fail(KVX_STATUS_UNSUPPORTED, "a row of %lld elements takes %lld bytes of shared memory; this device has %d. The host has no such bound.", (long long)dim, (long long)(bytes + fixed), most);
+    return fail(
+        KVX_STATUS_UNSUPPORTED,
+        "a row of %lld elements takes %lld bytes of shared memory; this device has %d. The host has no such bound.",
+        (long long)dim, (long long)(bytes + fixed), most);
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
   return error == cudaSuccess ? KVX_STATUS_OK : launch_failed("a kernel of hybrid rows", error);
 }
 
-__device__ inline void finish_any(const FinishParams& f, const AnyRow& r, int32_t dim, int64_t at, float* x, float* sums) {
+__device__ inline void finish_any(const FinishParams& f, const AnyRow& r, int32_t dim, int64_t at, float* x,
+                                  float* sums) {
   const int lane = threadIdx.x % 32;
   if (f.weight) {
     for (int32_t piece = lane; piece < r.sums; piece += 32) {
@@ -297,13 +347,16 @@ __device__ inline void finish_any(const FinishParams& f, const AnyRow& r, int32_
     }
     const float factor = norm_factor(sums[0], f.inverse_dim, f.eps);
     const int size = dtype_bits(f.weight_dtype) / 8;
-    for (int32_t d = lane; d < dim; d += 32) x[d] = __fmul_rn(__fmul_rn(x[d], factor), load_float(f.weight + int64_t(d) * size, f.weight_dtype));
+    for (int32_t d = lane; d < dim; d += 32)
+      x[d] = __fmul_rn(__fmul_rn(x[d], factor), load_float(f.weight + int64_t(d) * size, f.weight_dtype));
     __syncwarp();
   }
   if (f.cos) {
-    const float *c = reinterpret_cast<const float*>(reinterpret_cast<const char*>(f.cos) + at * f.table_row), *s = reinterpret_cast<const float*>(reinterpret_cast<const char*>(f.sin) + at * f.table_row);
+    const float *c = reinterpret_cast<const float*>(reinterpret_cast<const char*>(f.cos) + at * f.table_row),
+                *s = reinterpret_cast<const float*>(reinterpret_cast<const char*>(f.sin) + at * f.table_row);
     float* part = x + dim - f.rope_dim;
-    for (int32_t i = lane; i < f.rope_dim / 2; i += 32) rotate_pair(part + 2 * i, part + 2 * i + 1, __ldg(c + i), __ldg(s + i));
+    for (int32_t i = lane; i < f.rope_dim / 2; i += 32)
+      rotate_pair(part + 2 * i, part + 2 * i + 1, __ldg(c + i), __ldg(s + i));
     __syncwarp();
   }
   if (r.hadamard != 0.0f) {
@@ -323,7 +376,8 @@ __device__ inline void finish_any(const FinishParams& f, const AnyRow& r, int32_
 // e2m1 with ties to the smaller magnitude and without -0.
 __device__ __forceinline__ uint32_t e2m1_down(float y) {
   const float m = fabsf(y);
-  const uint32_t code = uint32_t(m > 0.25f) + (m > 0.75f) + (m > 1.25f) + (m > 1.75f) + (m > 2.5f) + (m > 3.5f) + (m > 5.0f);
+  const uint32_t code =
+      uint32_t(m > 0.25f) + (m > 0.75f) + (m > 1.25f) + (m > 1.75f) + (m > 2.5f) + (m > 3.5f) + (m > 5.0f);
   return code | (y < 0.0f && code ? 8u : 0u);
 }
 
@@ -343,7 +397,8 @@ __device__ inline void store_any(const RowPages& r, const RowAt& to, float* x) {
     for (int32_t d = lane; d < r.dim; d += 32) x[d] = bf16_to_f32(f32_to_bf16(x[d]));
     __syncwarp();
   }
-  for (int32_t d = r.coded + lane; d < r.dim; d += 32) *reinterpret_cast<uint16_t*>(to.data + r.coded_bytes + 2 * (d - r.coded)) = f32_to_bf16(x[d]);
+  for (int32_t d = r.coded + lane; d < r.dim; d += 32)
+    *reinterpret_cast<uint16_t*>(to.data + r.coded_bytes + 2 * (d - r.coded)) = f32_to_bf16(x[d]);
   if (r.group == 0) {
     for (int32_t d = lane; d < r.coded; d += 32) {
       if (r.dtype == KVX_DTYPE_F32) *reinterpret_cast<float*>(to.data + 4 * d) = x[d];
@@ -362,10 +417,13 @@ __device__ inline void store_any(const RowPages& r, const RowAt& to, float* x) {
     if (r.dtype == KVX_DTYPE_E2M1) {
       for (int32_t i = lane; i < r.group / 2; i += 32) {
         const float lo = __fdiv_rn(group[2 * i], scale), hi = __fdiv_rn(group[2 * i + 1], scale);
-        to.data[(g * r.group) / 2 + i] = char(r.ties_down ? e2m1_down(lo) | e2m1_down(hi) << 4 : uint32_t(encode8(lo, KVX_DTYPE_E2M1)) | uint32_t(encode8(hi, KVX_DTYPE_E2M1)) << 4);
+        to.data[(g * r.group) / 2 + i] =
+            char(r.ties_down ? e2m1_down(lo) | e2m1_down(hi) << 4
+                             : uint32_t(encode8(lo, KVX_DTYPE_E2M1)) | uint32_t(encode8(hi, KVX_DTYPE_E2M1)) << 4);
       }
     } else {
-      for (int32_t i = lane; i < r.group; i += 32) to.data[g * r.group + i] = char(encode8(__fdiv_rn(group[i], scale), KVX_DTYPE_F8_E4M3));
+      for (int32_t i = lane; i < r.group; i += 32)
+        to.data[g * r.group + i] = char(encode8(__fdiv_rn(group[i], scale), KVX_DTYPE_F8_E4M3));
     }
   }
 }

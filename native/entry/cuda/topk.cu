@@ -1,10 +1,11 @@
-// topk on the device. A block of threads finds the k best of up to 16384 scores, held in registers. Longer rows are cut into such chunks, whose
-// best are candidates for the next level, until they fit one block: that one sorts them. The number of levels follows from shapes.
+// topk on the device. A block of threads finds the k best of up to 16384 scores, held in registers. Longer rows are cut
+// into such chunks, whose best are candidates for the next level, until they fit one block: that one sorts them. The
+// number of levels follows from shapes.
 #include <algorithm>
 
-#include "entry/hybrid.h"
 #include "attention/cuda/attention.cuh"
 #include "entry/cuda/topk_select.cuh"
+#include "entry/hybrid.h"
 
 namespace kvx {
 namespace cuda {
@@ -14,7 +15,7 @@ namespace {
 constexpr int kEach = 16;  // numbers of a thread
 constexpr int kSmallThreads = 256, kLargeThreads = 1024;
 constexpr int64_t kSmallChunk = kSmallThreads * kEach, kChunk = kLargeThreads * kEach;
-constexpr int64_t kMostSorted = 8192;  // in shared memory: 64 KB
+constexpr int64_t kMostSorted = 8192;              // in shared memory: 64 KB
 constexpr int64_t kSlabBytes = int64_t(64) << 20;  // of candidates: more rows than these take are done slab by slab
 constexpr int64_t kHugeBlocks = 128;
 
@@ -27,12 +28,19 @@ struct TopkArgs {
   bool is_wide;              // rows of scores are aligned to 16 bytes
 };
 
-__device__ __forceinline__ const float* scores_of(const TopkParams& p, int64_t row) { return reinterpret_cast<const float*>(reinterpret_cast<const char*>(p.scores) + row * p.score_token); }
-__device__ __forceinline__ int64_t length_of(const TopkParams& p, int64_t row) { return p.lengths ? min(int64_t(max(__ldg(p.lengths + row), 0)), p.num_entries) : p.num_entries; }
-__device__ __forceinline__ uint32_t power_above(uint32_t count) { return count <= 64 ? 64 : 1u << (32 - __clz(int(count - 1))); }
+__device__ __forceinline__ const float* scores_of(const TopkParams& p, int64_t row) {
+  return reinterpret_cast<const float*>(reinterpret_cast<const char*>(p.scores) + row * p.score_token);
+}
+__device__ __forceinline__ int64_t length_of(const TopkParams& p, int64_t row) {
+  return p.lengths ? min(int64_t(max(__ldg(p.lengths + row), 0)), p.num_entries) : p.num_entries;
+}
+__device__ __forceinline__ uint32_t power_above(uint32_t count) {
+  return count <= 64 ? 64 : 1u << (32 - __clz(int(count - 1)));
+}
 
 // Sorts what is in `sorted` and writes all of a row's indices. All threads come here, and have met.
-template <int kThreads> __device__ __forceinline__ void finish_row(const TopkParams& p, int64_t row, uint64_t* sorted, uint32_t found) {
+template <int kThreads> __device__ __forceinline__ void finish_row(const TopkParams& p, int64_t row, uint64_t* sorted,
+                                                                   uint32_t found) {
   const uint32_t count = power_above(found);
   for (uint32_t i = found + threadIdx.x; i < count; i += kThreads) sorted[i] = 0;
   __syncthreads();
@@ -68,7 +76,8 @@ __global__ void __launch_bounds__(kThreads) topk_chunk(const __grid_constant__ T
           if (at + 2 < end) four.z = scores[at + 2];
         }
         x[4 * i] = make_candidate(four.x, uint32_t(at)), x[4 * i + 1] = make_candidate(four.y, uint32_t(at) + 1);
-        x[4 * i + 2] = make_candidate(four.z, uint32_t(at) + 2), x[4 * i + 3] = make_candidate(four.w, uint32_t(at) + 3);
+        x[4 * i + 2] = make_candidate(four.z, uint32_t(at) + 2),
+                  x[4 * i + 3] = make_candidate(four.w, uint32_t(at) + 3);
       }
     } else {
 #pragma unroll
@@ -95,7 +104,8 @@ __global__ void __launch_bounds__(kThreads) topk_chunk(const __grid_constant__ T
   __syncthreads();
   const uint32_t found = s.num_found;
   if constexpr (kIsLast) finish_row<kThreads>(a.p, row, sorted, found);
-  else for (uint32_t i = found + thread; i < uint32_t(a.kept); i += kThreads) to[i] = 0;
+  else
+    for (uint32_t i = found + thread; i < uint32_t(a.kept); i += kThreads) to[i] = 0;
 }
 
 // More than kMostSorted of a long row: it is read again for each digit, and sorted in memory. Right, not quick.
@@ -116,7 +126,8 @@ __global__ void __launch_bounds__(kLargeThreads) topk_huge(const __grid_constant
       }
     };
     const uint64_t least = find_least<kLargeThreads>(s, uint32_t(a.kept), each);
-    take_candidates<kLargeThreads>(s, least, each, [&](uint32_t place, uint64_t candidate) { sorted[place] = candidate; });
+    take_candidates<kLargeThreads>(s, least, each,
+                                   [&](uint32_t place, uint64_t candidate) { sorted[place] = candidate; });
     __syncthreads();
     finish_row<kLargeThreads>(a.p, row, sorted, s.num_found);
     __syncthreads();
@@ -124,10 +135,10 @@ __global__ void __launch_bounds__(kLargeThreads) topk_huge(const __grid_constant
 }
 
 struct TopkShape {
-  int64_t kept;        // the best of any part of a row that may matter
-  int64_t count[2];    // candidates of a row after the first level and after the second; later ones reuse their places
+  int64_t kept;      // the best of any part of a row that may matter
+  int64_t count[2];  // candidates of a row after the first level and after the second; later ones reuse their places
   int64_t slab_rows;
-  int64_t sorted;      // huge: places of a block
+  int64_t sorted;  // huge: places of a block
   bool is_huge;
   uint64_t bytes;
 };
@@ -158,18 +169,31 @@ template <int kThreads, bool kIsFirst, bool kIsLast> kvx_status_t start(const To
     for (bytes = 64 * 8; bytes < a.kept * 8;) bytes *= 2;
   const auto kernel = topk_chunk<kThreads, kIsFirst, kIsLast>;
   if (bytes > 32 << 10) KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(kernel), int(kMostSorted * 8)));
-  return launch_early_with("topk_chunk", kernel, dim3(unsigned(chunks), unsigned(rows)), dim3(kThreads), int(bytes), stream, a);
+  return launch_early_with("topk_chunk", kernel, dim3(unsigned(chunks), unsigned(rows)), dim3(kThreads), int(bytes),
+                           stream, a);
 }
 
 kvx_status_t run_slab(const TopkParams& p, const TopkShape& s, int64_t first_row, int64_t rows, void* stream) {
-  uint64_t* places[2] = {reinterpret_cast<uint64_t*>(p.workspace), reinterpret_cast<uint64_t*>(p.workspace) + s.slab_rows * s.count[0]};
-  TopkArgs a = {p, first_row, p.num_entries, nullptr, nullptr, int32_t(s.kept), (reinterpret_cast<uintptr_t>(p.scores) | uint64_t(p.score_token)) % 16 == 0};
+  uint64_t* places[2] = {reinterpret_cast<uint64_t*>(p.workspace),
+                         reinterpret_cast<uint64_t*>(p.workspace) + s.slab_rows * s.count[0]};
+  TopkArgs a = {p,
+                first_row,
+                p.num_entries,
+                nullptr,
+                nullptr,
+                int32_t(s.kept),
+                (reinterpret_cast<uintptr_t>(p.scores) | uint64_t(p.score_token)) % 16 == 0};
   for (int level = 0;; level++) {
     const bool is_first = level == 0;
-    if (a.count <= kSmallChunk) return is_first ? start<kSmallThreads, true, true>(a, rows, stream) : start<kSmallThreads, false, true>(a, rows, stream);
-    if (a.count <= kChunk) return is_first ? start<kLargeThreads, true, true>(a, rows, stream) : start<kLargeThreads, false, true>(a, rows, stream);
+    if (a.count <= kSmallChunk)
+      return is_first ? start<kSmallThreads, true, true>(a, rows, stream)
+                      : start<kSmallThreads, false, true>(a, rows, stream);
+    if (a.count <= kChunk)
+      return is_first ? start<kLargeThreads, true, true>(a, rows, stream)
+                      : start<kLargeThreads, false, true>(a, rows, stream);
     a.to = places[level % 2];
-    KVX_TRY((is_first ? start<kLargeThreads, true, false>(a, rows, stream) : start<kLargeThreads, false, false>(a, rows, stream)));
+    KVX_TRY((is_first ? start<kLargeThreads, true, false>(a, rows, stream)
+                      : start<kLargeThreads, false, false>(a, rows, stream)));
     a.from = a.to, a.count = next_count(a.count, s.kept);
   }
 }
@@ -185,9 +209,11 @@ kvx_status_t topk(const TopkParams& p, void* stream) {
   const TopkShape s = shape_of(p);
   if (s.is_huge) {
     const TopkArgs a = {p, 0, s.sorted, nullptr, reinterpret_cast<uint64_t*>(p.workspace), int32_t(s.kept), false};
-    return launch_early("topk_huge", topk_huge, dim3(unsigned(std::min(p.num_tokens, kHugeBlocks))), dim3(kLargeThreads), stream, a);
+    return launch_early("topk_huge", topk_huge, dim3(unsigned(std::min(p.num_tokens, kHugeBlocks))),
+                        dim3(kLargeThreads), stream, a);
   }
-  for (int64_t row = 0; row < p.num_tokens; row += s.slab_rows) KVX_TRY(run_slab(p, s, row, std::min(s.slab_rows, p.num_tokens - row), stream));
+  for (int64_t row = 0; row < p.num_tokens; row += s.slab_rows)
+    KVX_TRY(run_slab(p, s, row, std::min(s.slab_rows, p.num_tokens - row), stream));
   return KVX_STATUS_OK;
 }
 

@@ -1,4 +1,5 @@
-// index_scores of any queries on any keys: 64 keys of a token in a go, widened to f32 in shared memory 32 elements at a time.
+// index_scores of any queries on any keys: 64 keys of a token in a go, widened to f32 in
+// shared memory 32 elements at a time.
 #pragma once
 #include "entry/index_scores/index_scores.cuh"
 
@@ -26,7 +27,8 @@ __global__ void __launch_bounds__(kAnyThreads) index_scores_any(const __grid_con
     const StepToken s = find_token(p.step, token);
     const int32_t visible = s.seq < 0 ? 0 : visible_entries(a, s.position(token));
     float* row = scores_of(a, token);
-    for (int64_t first = int64_t(blockIdx.x) * kAnyKeys; first < p.num_entries; first += int64_t(gridDim.x) * kAnyKeys) {
+    for (int64_t first = int64_t(blockIdx.x) * kAnyKeys; first < p.num_entries;
+         first += int64_t(gridDim.x) * kAnyKeys) {
       const int64_t own = first + thread;
       if (first >= visible) {
         if (thread < kAnyKeys && own < p.num_entries) row[own] = -INFINITY;
@@ -35,7 +37,9 @@ __global__ void __launch_bounds__(kAnyThreads) index_scores_any(const __grid_con
       if (thread < kAnyKeys) {
         const uint32_t column = a.rows.divide(uint32_t(own));
         // The last token of a sequence sees all of its pages.
-        pages[thread] = own < visible ? index_page(a, s.slot, column, token == s.end - 1 && own == int64_t(column) * p.keys.rows) : -1;
+        pages[thread] = own < visible
+                            ? index_page(a, s.slot, column, token == s.end - 1 && own == int64_t(column) * p.keys.rows)
+                            : -1;
       }
       float score[2] = {0.f, 0.f};
       for (int32_t base = 0; base < p.num_heads; base += kAnyHeads) {
@@ -48,7 +52,8 @@ __global__ void __launch_bounds__(kAnyThreads) index_scores_any(const __grid_con
             const uint32_t in_page = uint32_t(first + i) - a.rows.divide(uint32_t(first + i)) * a.rows.d;
             keys[i][lane] = page >= 0 && d < p.keys.dim ? row_element(p.keys, page, int32_t(in_page), d) : 0.f;
           }
-          for (int i = warp; i < kAnyHeads; i += kAnyThreads / 32) queries[i][lane] = base + i < p.num_heads && d < p.keys.dim ? query_element(p.q, token, base + i, d) : 0.f;
+          for (int i = warp; i < kAnyHeads; i += kAnyThreads / 32)
+            queries[i][lane] = base + i < p.num_heads && d < p.keys.dim ? query_element(p.q, token, base + i, d) : 0.f;
           __syncthreads();
 #pragma unroll 4
           for (int j = 0; j < kAnyDims; j++) {
@@ -66,7 +71,8 @@ __global__ void __launch_bounds__(kAnyThreads) index_scores_any(const __grid_con
           if (head >= p.num_heads) continue;
           const float w = *reinterpret_cast<const float*>(p.weights + token * p.weight_token + head * p.weight_head);
 #pragma unroll
-          for (int j = 0; j < 2; j++) score[j] = __fmaf_rn(w, product[i][j] < 0.f ? 0.f : product[i][j], score[j]);  // NaN stays
+          for (int j = 0; j < 2; j++)
+            score[j] = __fmaf_rn(w, product[i][j] < 0.f ? 0.f : product[i][j], score[j]);  // NaN stays
         }
       }
       parts[warp][lane] = score[0], parts[warp][lane + 32] = score[1];

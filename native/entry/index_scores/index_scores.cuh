@@ -33,7 +33,8 @@ __device__ __forceinline__ void hide_entries(const IndexArgs& a, int32_t token, 
   const int lane = threadIdx.x % 32;
   if ((reinterpret_cast<uintptr_t>(row) | uintptr_t(from) * 4) % 16 == 0) {
     const int64_t wide = from + (to - from) / 4 * 4;
-    for (int64_t j = from + lane * 4; j < wide; j += 128) *reinterpret_cast<float4*>(row + j) = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+    for (int64_t j = from + lane * 4; j < wide; j += 128)
+      *reinterpret_cast<float4*>(row + j) = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
     from = wide;
   }
   for (int64_t j = from + lane; j < to; j += 32) row[j] = -INFINITY;

@@ -1,4 +1,5 @@
-// What the warpgroup kernels of index_scores have in common: bringing tiles of keys, filling in -inf, and from products to scores.
+// What the warpgroup kernels of index_scores have in common: bringing tiles of keys, filling in -inf, and from products
+// to scores.
 #pragma once
 #include "entry/index_scores/walk.cuh"
 #include "tiles/ring.cuh"
@@ -29,7 +30,8 @@ template <class Kernel, class Queries> __device__ __forceinline__ void load_tile
     ring.wait_free();
     const uint32_t there = __ballot_sync(0xffffffffu, next_page >= 0);
     if (lane == 0) {
-      *s.tile_of(ring) = IndexTile{next.tile * kIndexKeys, next.token, next.num_tokens, next.position, there, next.is_first, next.is_last};
+      *s.tile_of(ring) = IndexTile{next.tile * kIndexKeys, next.token,  next.num_tokens, next.position, there,
+                                   next.is_first,          next.is_last};
       tiles::arrive_and_expect(ring.full(), __popc(there) * box * Kernel::kKeyBytes);
     }
     __syncwarp();
@@ -38,9 +40,11 @@ template <class Kernel, class Queries> __device__ __forceinline__ void load_tile
     ring.next();
   };
   walk_units(a, [&](const IndexUnit& u) {
-    const uint32_t entry = uint32_t(u.tile) * kIndexKeys + lane * box, column = a.rows.divide(entry), row = entry - column * a.rows.d;
+    const uint32_t entry = uint32_t(u.tile) * kIndexKeys + lane * box, column = a.rows.divide(entry),
+                   row = entry - column * a.rows.d;
     int32_t page = -1;
-    if (lane * box < kIndexKeys && int32_t(entry) < visible_entries(a, u.position + u.num_tokens - 1)) page = index_page(a, u.slot, column, u.counts && row == 0);
+    if (lane * box < kIndexKeys && int32_t(entry) < visible_entries(a, u.position + u.num_tokens - 1))
+      page = index_page(a, u.slot, column, u.counts && row == 0);
     if (next.num_tokens) copy();
     next = u, next_page = page, next_row = row;
   });
@@ -55,15 +59,18 @@ template <class Kernel, class Queries> __device__ __forceinline__ void load_tile
 // Warps 1 to 3: a token's columns that no tile writes.
 __device__ __forceinline__ void fill_hidden(const IndexArgs& a) {
   const int64_t parts = (a.p.num_entries + kFillColumns - 1) / kFillColumns, jobs = parts * a.p.step.num_tokens;
-  for (int64_t job = int64_t(blockIdx.x) * kFillWarps + threadIdx.x / 32 - 1; job < jobs; job += int64_t(gridDim.x) * kFillWarps) {
+  for (int64_t job = int64_t(blockIdx.x) * kFillWarps + threadIdx.x / 32 - 1; job < jobs;
+       job += int64_t(gridDim.x) * kFillWarps) {
     const int32_t token = int32_t(job / parts);
-    const int64_t first = (job - token * parts) * kFillColumns, from = columns_of_units(a, find_token(a.p.step, token), token);
+    const int64_t first = (job - token * parts) * kFillColumns,
+                  from = columns_of_units(a, find_token(a.p.step, token), token);
     hide_entries(a, token, max(first, from), min(first + kFillColumns, a.p.num_entries));
   }
 }
 
-// Products of 64 rows by 64 heads as warpgroups have them: lane 4 g + t has columns 8 n + 2 t and 8 n + 2 t + 1 of rows g and g + 8. Twice the
-// sum of weight * max(product, 0), of row g where t is even and of g + 8 where it is odd. `weights` starts at column 2 t.
+// Products of 64 rows by 64 heads as warpgroups have them: lane 4 g + t has columns 8 n + 2 t and 8 n + 2 t + 1 of rows
+// g and g + 8. Twice the sum of weight * max(product, 0), of row g where t is even and of g + 8 where it is odd.
+// `weights` starts at column 2 t.
 __device__ __forceinline__ float sum_heads(const float (&products)[32], const float* weights) {
   const bool is_odd = threadIdx.x & 1;
   float low[2] = {0.f, 0.f}, high[2] = {0.f, 0.f};
@@ -81,10 +88,12 @@ __device__ __forceinline__ float sum_heads(const float (&products)[32], const fl
 }
 
 // The score of token i of the group and of key `row` of the tile. Two threads of four have it; one writes.
-__device__ __forceinline__ void store_score(const IndexArgs& a, const IndexTile& tile, int i, int row, int box_shift, float sum, float scale) {
+__device__ __forceinline__ void store_score(const IndexArgs& a, const IndexTile& tile, int i, int row, int box_shift,
+                                            float sum, float scale) {
   const int32_t entry = tile.first_entry + row;
   const bool is_seen = (tile.there >> (row >> box_shift) & 1) && entry < visible_entries(a, tile.position + i);
-  if (threadIdx.x % 4 < 2 && entry < int32_t(a.p.num_entries)) scores_of(a, tile.token + i)[entry] = is_seen ? sum * (0.5f * scale) : -INFINITY;
+  if (threadIdx.x % 4 < 2 && entry < int32_t(a.p.num_entries))
+    scores_of(a, tile.token + i)[entry] = is_seen ? sum * (0.5f * scale) : -INFINITY;
 }
 
 }  // namespace cuda

@@ -1,8 +1,10 @@
-// Which products a block of threads of index_scores has: tiles of 256 keys by groups of up to four tokens, shared out evenly.
+// Which products a block of threads of index_scores has: tiles of 256 keys by groups of up to four tokens, shared out
+// evenly.
 //
-// A unit is a tile and a group. Units of a sequence are counted as if all its groups saw as many tiles as the last; those that do not are passed
-// over. A block takes two shares of all units, one from the front and its mirror image from the back: where groups see more and more, as in a
-// prompt from its start, each block has as much to do as the others.
+// A unit is a tile and a group. Units of a sequence are counted as if all its groups saw as many tiles as the last;
+// those that do not are passed over. A block takes two shares of all units, one from the front and its mirror image
+// from the back: where groups see more and more, as in a prompt from its start, each
+// block has as much to do as the others.
 #pragma once
 #include "entry/index_scores/index_scores.cuh"
 
@@ -24,7 +26,9 @@ struct IndexSequence {
   __device__ __forceinline__ int64_t units() const { return int64_t(groups()) * tiles; }
 };
 
-__device__ __forceinline__ int32_t tiles_at(const IndexArgs& a, int32_t position) { return (visible_entries(a, position) + kIndexKeys - 1) / kIndexKeys; }
+__device__ __forceinline__ int32_t tiles_at(const IndexArgs& a, int32_t position) {
+  return (visible_entries(a, position) + kIndexKeys - 1) / kIndexKeys;
+}
 
 __device__ __forceinline__ IndexSequence index_sequence(const IndexArgs& a, int32_t seq, bool counts) {
   IndexSequence s = {-1, 0, 0, 0, 0};
@@ -58,7 +62,8 @@ template <class Take> __device__ __forceinline__ void walk_units(const IndexArgs
         const int64_t other = __shfl_up_sync(0xffffffffu, sum, step);
         if (lane >= step) sum += other;
       }
-      const int64_t first = before + sum - own.units(), own_lo = max(from - first, int64_t(0)), own_hi = min(to - first, own.units());
+      const int64_t first = before + sum - own.units(), own_lo = max(from - first, int64_t(0)),
+                    own_hi = min(to - first, own.units());
       before += __shfl_sync(0xffffffffu, sum, 31);
       unsigned left = __ballot_sync(0xffffffffu, own_lo < own_hi);
 #pragma unroll 1
@@ -69,11 +74,14 @@ template <class Take> __device__ __forceinline__ void walk_units(const IndexArgs
         const int64_t hi = __shfl_sync(0xffffffffu, own_hi, s);
 #pragma unroll 1
         for (int64_t unit = __shfl_sync(0xffffffffu, own_lo, s); unit < hi;) {
-          const int32_t group = int32_t(unit / seq.tiles), tile = int32_t(unit - int64_t(group) * seq.tiles), skip = group * kIndexTokens;
+          const int32_t group = int32_t(unit / seq.tiles), tile = int32_t(unit - int64_t(group) * seq.tiles),
+                        skip = group * kIndexTokens;
           const int32_t tokens = min(kIndexTokens, seq.count - skip);
           const int32_t end = int32_t(min(int64_t(tiles_at(a, seq.start + skip + tokens - 1)), tile + hi - unit));
 #pragma unroll 1
-          for (int32_t i = tile; i < end; i++) take(IndexUnit{seq.slot, i, seq.begin + skip, tokens, seq.start + skip, i == tile, i == end - 1, group == seq.groups() - 1});
+          for (int32_t i = tile; i < end; i++)
+            take(IndexUnit{seq.slot, i, seq.begin + skip, tokens, seq.start + skip, i == tile, i == end - 1,
+                           group == seq.groups() - 1});
           unit += seq.tiles - tile;
         }
       }

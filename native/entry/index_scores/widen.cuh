@@ -1,7 +1,9 @@
-// Rows of keys as fragments of bf16, exactly: codes are looked at in place, and scales that are bf16 too are multiplied in.
+// Rows of keys as fragments of bf16, exactly: codes are looked at in place, and scales that are bf16 too are multiplied
+// in.
 //
-// A dot product may take its elements in any order. Thread t of a row's four has elements [32 t, 32 t + 32), which stand together: in its s-th
-// fragment element 32 t + 4 s + j, where an element of k = 16 s + 2 t + j % 2 + j / 2 * 8 belongs. Queries are laid down in that order.
+// A dot product may take its elements in any order. Thread t of a row's four has elements [32 t, 32 t + 32), which
+// stand together: in its s-th fragment element 32 t + 4 s + j, where an element of k = 16 s + 2 t + j % 2 + j / 2 * 8
+// belongs. Queries are laid down in that order.
 #pragma once
 #include "entry/index_scores/index_scores.cuh"
 #include "tiles/ptx.cuh"
@@ -14,9 +16,12 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t x, uint32_t y) {
   asm("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 %0, %1, %2, zero; }" : "=r"(r) : "r"(x), "r"(y));
   return r;
 }
-__device__ __forceinline__ uint32_t twice_bf16(float x) { return __float_as_uint(x) >> 16 | (__float_as_uint(x) & 0xffff0000u); }  // x is a bf16
+__device__ __forceinline__ uint32_t twice_bf16(float x) {
+  return __float_as_uint(x) >> 16 | (__float_as_uint(x) & 0xffff0000u);
+}  // x is a bf16
 
-// 32 elements of a row in two bits of exponent and one of mantissa: pairs of fragment s are 2 s and 2 s + 1. kGroup: elements under one scale.
+// 32 elements of a row in two bits of exponent and one of mantissa: pairs of fragment s are 2 s and 2 s + 1. kGroup:
+// elements under one scale.
 template <int kGroup, int kScaleDtype> struct WidenE2m1 {
   static constexpr int kDtype = KVX_DTYPE_E2M1, kRowBytes = 64, kScaleBytes = 128 / kGroup;
   static constexpr int kElements = kGroup, kScale = kScaleDtype;
@@ -26,7 +31,8 @@ template <int kGroup, int kScaleDtype> struct WidenE2m1 {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
     uint32_t factor[32 / kGroup];
 #pragma unroll
-    for (int i = 0; i < 32 / kGroup; i++) factor[i] = twice_bf16(load_scale(scales + t * (32 / kGroup) + i, kScaleDtype));
+    for (int i = 0; i < 32 / kGroup; i++)
+      factor[i] = twice_bf16(load_scale(scales + t * (32 / kGroup) + i, kScaleDtype));
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       // Elements come out as (0, 4), (1, 5), (2, 6), (3, 7) and are put side by side.
@@ -49,7 +55,8 @@ template <int kGroup, int kScaleDtype> struct WidenE2m1 {
 
 // 32 bytes of e4m3; their row's f32 scale is multiplied last.
 struct WidenE4m3 {
-  static constexpr int kDtype = KVX_DTYPE_F8_E4M3, kRowBytes = 128, kScaleBytes = 4, kElements = 128, kScale = KVX_DTYPE_F32;
+  static constexpr int kDtype = KVX_DTYPE_F8_E4M3, kRowBytes = 128, kScaleBytes = 4, kElements = 128,
+                       kScale = KVX_DTYPE_F32;
 
   static __device__ __forceinline__ float widen(uint32_t (&pairs)[16], uint32_t row, const char* scales, int t) {
     uint32_t has_nan = 0;
@@ -59,10 +66,14 @@ struct WidenE4m3 {
       const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const uint32_t x = words[j], spread[2] = {__byte_perm(x, 0, 0x1404), __byte_perm(x, 0, 0x3424)};  // bytes (0, 1) and (2, 3), each above a zero
+        const uint32_t x = words[j],
+                       spread[2] = {__byte_perm(x, 0, 0x1404),
+                                    __byte_perm(x, 0, 0x3424)};  // bytes (0, 1) and (2, 3), each above a zero
         has_nan |= ((x & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
 #pragma unroll
-        for (int h = 0; h < 2; h++) pairs[2 * (i + j) + h] = multiply_pair((spread[h] & 0x80008000u) | ((spread[h] & 0x7f007f00u) >> 4), 0x7b807b80u);  // 2^120
+        for (int h = 0; h < 2; h++)
+          pairs[2 * (i + j) + h] =
+              multiply_pair((spread[h] & 0x80008000u) | ((spread[h] & 0x7f007f00u) >> 4), 0x7b807b80u);  // 2^120
       }
     }
     // One NaN makes the score NaN. Only a thread in four keeps the row's sum: all of the four are told.
@@ -74,7 +85,8 @@ struct WidenE4m3 {
 
 // 32 bf16 as they are.
 struct WidenBf16 {
-  static constexpr int kDtype = KVX_DTYPE_BF16, kRowBytes = 256, kScaleBytes = 0, kElements = 0, kScale = KVX_DTYPE_INVALID;
+  static constexpr int kDtype = KVX_DTYPE_BF16, kRowBytes = 256, kScaleBytes = 0, kElements = 0,
+                       kScale = KVX_DTYPE_INVALID;
 
   static __device__ __forceinline__ float widen(uint32_t (&pairs)[16], uint32_t row, const char*, int t) {
 #pragma unroll

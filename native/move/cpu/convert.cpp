@@ -1,4 +1,5 @@
-// convert on the host: all units, and each job's digits beyond the two of a grid or tile, make one list of items that threads share.
+// convert on the host: all units, and each job's digits beyond the two of a grid or tile, make one list of items that
+// threads share.
 #include "move/convert.h"
 
 #include <string.h>
@@ -7,9 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "run.h"
-#include "move/cpu/convert_unit.h"
 #include "cpu/pending.h"
+#include "move/cpu/convert_unit.h"
+#include "run.h"
 
 namespace kvx {
 namespace cpu {
@@ -26,8 +27,8 @@ struct Shape {
   int inner;
   CopyGrid grid;
   Transpose tile;
-  int64_t outer;        // product of the rest
-  bool blocks_inside;   // blocks lie closer together than what the last digit leads to, on both sides: walk them first
+  int64_t outer;       // product of the rest
+  bool blocks_inside;  // blocks lie closer together than what the last digit leads to, on both sides: walk them first
 };
 
 // A run shorter than a line between axes that each side has adjacent: columns become rows.
@@ -67,20 +68,22 @@ Shape shape_of(Job* job) {
   for (int i = s.inner; i < job->num_digits; i++) s.outer *= job->digit[i].size;
   const Digit* last = s.inner < job->num_digits ? &job->digit[job->num_digits - 1] : nullptr;
   s.blocks_inside = last != nullptr;
-  for (int w = 0; w < 2 && last; w++) s.blocks_inside &= job->block[w] > 0 && (last->step[w] != 0 || last->stride[w] > job->block[w]);
+  for (int w = 0; w < 2 && last; w++)
+    s.blocks_inside &= job->block[w] > 0 && (last->step[w] != 0 || last->stride[w] > job->block[w]);
   return s;
 }
 
 enum Take { WHOLE_UNITS, CUT_UNITS };
 
-// Jobs that differ only in where they lie: shards, or K and V. They are walked together, since what they read often shares lines
-// (two ranks' heads of one source rank).
+// Jobs that differ only in where they lie: shards, or K and V. They are walked together, since what they read often
+// shares lines (two ranks' heads of one source rank).
 bool is_alike(const Job& a, const Job& b) {
   if (a.run != b.run || a.num_digits != b.num_digits) return false;
   for (int i = 0; i < a.num_digits; i++)
     if (memcmp(&a.digit[i], &b.digit[i], sizeof a.digit[i])) return false;
   for (int w = 0; w < 2; w++)
-    if (a.block[w] != b.block[w] || a.split[w] != b.split[w] || a.outer[w] != b.outer[w] || a.inner[w] != b.inner[w]) return false;
+    if (a.block[w] != b.block[w] || a.split[w] != b.split[w] || a.outer[w] != b.outer[w] || a.inner[w] != b.inner[w])
+      return false;
   return true;
 }
 
@@ -92,7 +95,8 @@ struct Walker {
   Take take;
   int64_t units;
 
-  // Items [first, last), each of all jobs: (unit, outer index) with the unit slowest, or fastest where blocks lie inside.
+  // Items [first, last), each of all jobs: (unit, outer index) with the unit slowest,
+  // or fastest where blocks lie inside.
   void operator()(int64_t first, int64_t last, bool stream) const {
     Pending pending(ops, stream);
     PendingTurns turns(ops, shape.tile);
@@ -105,13 +109,15 @@ struct Walker {
       if (u != unit_index) {
         unit = find_unit(bound.tables, u), unit_index = u;
         for (int w = 0; w < 2 && unit.tokens; w++)
-          start[w] = unit.block[w] * any.block[w] + unit.start[w] / any.split[w] * any.outer[w] + unit.start[w] % any.split[w] * any.inner[w];
+          start[w] = unit.block[w] * any.block[w] + unit.start[w] / any.split[w] * any.outer[w] +
+                     unit.start[w] % any.split[w] * any.inner[w];
       }
       if (!unit.tokens || (unit.tokens == bound.tables.unit_tokens) != (take == WHOLE_UNITS)) {
         if (!shape.blocks_inside) item = (u + 1) * shape.outer - 1;
         continue;
       }
-      int64_t rest = shape.blocks_inside ? item / units : item % shape.outer, token = 0, byte[2] = {0, 0}, buffer[2] = {0, 0};
+      int64_t rest = shape.blocks_inside ? item / units : item % shape.outer, token = 0, byte[2] = {0, 0},
+              buffer[2] = {0, 0};
       for (int i = shape.inner; i < any.num_digits; i++) {
         const Digit& d = any.digit[i];
         const int64_t n = rest % d.size;
@@ -124,7 +130,9 @@ struct Walker {
         char* at[2];
         for (int w = 0; w < 2; w++) {
           char* base = job.base[w];
-          if (!base) base = bound.buffers[w][size_t(job.buffer[w] + unit.block[w] * job.block_step[w] + buffer[w])] + job.offset[w];
+          if (!base)
+            base =
+                bound.buffers[w][size_t(job.buffer[w] + unit.block[w] * job.block_step[w] + buffer[w])] + job.offset[w];
           at[w] = base + start[w] + byte[w];
         }
         if (shape.is_tile) turns.add(at[DST], at[SRC]);
@@ -142,7 +150,8 @@ void walk_alike(const RowTable& ops, const Bound& bound, std::vector<Job> jobs, 
   const int64_t items = mul_most(units, shape.outer);
   int64_t item_bytes = mul_most(any.run, int64_t(walk.jobs.size()));
   for (int i = 0; i < shape.inner; i++) item_bytes = mul_most(item_bytes, any.digit[i].size);
-  const int64_t bytes = mul_most(items, item_bytes), grain = greatest(1, kTaskBytes / item_bytes), tasks = (items + grain - 1) / grain;
+  const int64_t bytes = mul_most(items, item_bytes), grain = greatest(1, kTaskBytes / item_bytes),
+                tasks = (items + grain - 1) / grain;
   const bool stream = bytes >= kStreamBytes;
 #pragma omp parallel if (bytes >= kThreadBytes)
   {

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <vector>
 
+#include "cpu/row.h"
 #include "run.h"
 #include "table.h"
-#include "cpu/row.h"
 
 namespace kvx {
 namespace cpu {
@@ -15,7 +15,9 @@ namespace {
 
 constexpr int64_t kThreadBytes = 256 << 10;
 
-int64_t id_of(const CopyBlocksParams& p, int64_t pair, int side) { return read_index(p.pairs, pair * p.pair_stride + side * p.side_stride, p.index_bytes); }
+int64_t id_of(const CopyBlocksParams& p, int64_t pair, int side) {
+  return read_index(p.pairs, pair * p.pair_stride + side * p.side_stride, p.index_bytes);
+}
 
 kvx_status_t check_pairs(const CopyBlocksParams& p) {
   std::vector<int64_t> sources, destinations;
@@ -23,15 +25,19 @@ kvx_status_t check_pairs(const CopyBlocksParams& p) {
     const int64_t from = id_of(p, i, 0), to = id_of(p, i, 1);
     if (from < 0 || to < 0) continue;
     if (from >= p.num_blocks || to >= p.num_blocks)
-      return fail(KVX_STATUS_OUT_OF_RANGE, "pairs[%lld] is (%lld, %lld); the cache has %lld blocks. Nothing was copied.", (long long)i, (long long)from, (long long)to, (long long)p.num_blocks);
+      return fail(KVX_STATUS_OUT_OF_RANGE,
+                  "pairs[%lld] is (%lld, %lld); the cache has %lld blocks. Nothing was copied.", (long long)i,
+                  (long long)from, (long long)to, (long long)p.num_blocks);
     if (from == to) continue;
     sources.push_back(from), destinations.push_back(to);
   }
   std::sort(sources.begin(), sources.end());
   std::sort(destinations.begin(), destinations.end());
   for (size_t i = 0; i < destinations.size(); i++) {
-    KVX_NEED(i == 0 || destinations[i] != destinations[i - 1], "block %lld is a destination twice.", (long long)destinations[i]);
-    KVX_NEED(!std::binary_search(sources.begin(), sources.end(), destinations[i]), "block %lld is a source and a destination; copy in two calls.", (long long)destinations[i]);
+    KVX_NEED(i == 0 || destinations[i] != destinations[i - 1], "block %lld is a destination twice.",
+             (long long)destinations[i]);
+    KVX_NEED(!std::binary_search(sources.begin(), sources.end(), destinations[i]),
+             "block %lld is a source and a destination; copy in two calls.", (long long)destinations[i]);
   }
   return KVX_STATUS_OK;
 }
@@ -45,7 +51,8 @@ void copy_box(const RowTable& ops, const BlockBox& box, int64_t from, int64_t to
         const char* src = box.data + from * box.block + at;
         for (int64_t a = 0; a < box.size[0]; a++, dst += box.step[0], src += box.step[0]) {
           if (box.run >= 64) ops.copy(dst, src, box.run);
-          else for (int64_t i = 0; i < box.run; i++) dst[i] = src[i];
+          else
+            for (int64_t i = 0; i < box.run; i++) dst[i] = src[i];
         }
       }
 }

@@ -1,8 +1,8 @@
 // The content digest on the host: every row of every unit, shared out over threads.
 #include "move/digest.h"
 
-#include "run.h"
 #include "move/cpu/convert_unit.h"
+#include "run.h"
 
 namespace kvx {
 namespace cpu {
@@ -64,7 +64,8 @@ void digest(const Bound& bound, uint64_t out[2]) {
     const uint32_t word_step = first_word(uint64_t(walked.stride[DST]));
     int64_t outer = 1;
     for (int i = walks; i < job.num_digits; i++) outer *= job.digit[i].size;
-    const int64_t items = units * outer, grain = greatest(1, kTaskRows / walked.size), tasks = (items + grain - 1) / grain;
+    const int64_t items = units * outer, grain = greatest(1, kTaskRows / walked.size),
+                  tasks = (items + grain - 1) / grain;
 #pragma omp parallel for schedule(static) reduction(+ : first, second) if (tasks > 1)
     for (int64_t task = 0; task < tasks; task++) {
       PendingRows pending(ops, shape, walked.stride[SRC]);
@@ -80,11 +81,16 @@ void digest(const Bound& bound, uint64_t out[2]) {
           token += n * d.token, byte += n * d.stride[SRC], buffer += n * d.step[SRC], coordinate += n * d.stride[DST];
         }
         char* base = job.base[SRC];
-        if (!base) base = bound.buffers[SRC][size_t(job.buffer[SRC] + unit.block[SRC] * job.block_step[SRC] + buffer)] + job.offset[SRC];
-        const int64_t left = unit.tokens - token, rows = !walked.token ? walked.size : least(walked.size, (left + walked.token - 1) / walked.token);
+        if (!base)
+          base = bound.buffers[SRC][size_t(job.buffer[SRC] + unit.block[SRC] * job.block_step[SRC] + buffer)] +
+                 job.offset[SRC];
+        const int64_t left = unit.tokens - token,
+                      rows = !walked.token ? walked.size : least(walked.size, (left + walked.token - 1) / walked.token);
         if (left <= 0) continue;
         const uint64_t position = uint64_t(u % t.units_per_seq * t.unit_tokens + token);
-        const DigestRow row{base + unit.block[SRC] * job.block[SRC] + byte, row_seed(uint64_t(coordinate), uint64_t(u / t.units_per_seq), position, bound.content), first_word(uint64_t(coordinate))};
+        const DigestRow row{base + unit.block[SRC] * job.block[SRC] + byte,
+                            row_seed(uint64_t(coordinate), uint64_t(u / t.units_per_seq), position, bound.content),
+                            first_word(uint64_t(coordinate))};
         pending.add(row, DigestRow{nullptr, seed_step, word_step}, rows);
       }
       pending.flush();

@@ -1,11 +1,11 @@
-// Rows that change their format, on a device. Chunks of 16 elements where both sides keep rows whole and the usual scales;
-// one warp a row, through shared memory, for everything else.
+// Rows that change their format, on a device. Chunks of 16 elements where both sides keep rows whole and the usual
+// scales; one warp a row, through shared memory, for everything else.
 #include <string.h>
 
 #include <algorithm>
 
-#include "move/cuda/convert.cuh"
 #include "cuda/generic.cuh"
+#include "move/cuda/convert.cuh"
 
 namespace kvx {
 namespace cuda {
@@ -38,10 +38,10 @@ struct DeviceCell {
   CellDeviceDigit token;                           // chunks: tokens, which a thread walks
   FastDivider per_unit;                            // rows: rows of a unit; chunks: blocks of threads
   FastDivider columns, column_tiles;               // chunks: columns of a block of threads; such tiles of an item
-  uint32_t all_columns, tokens_each;               // chunks: columns of an item; tokens side by side. rows: all_columns = sequences
-  uint32_t token_stride[2], token_scale[2];        // chunks: of the tokens
-  FastDivider group;                               // chunks that share a scale
-  int32_t width[2];                                // bytes an access to codes may have
+  uint32_t all_columns, tokens_each;  // chunks: columns of an item; tokens side by side. rows: all_columns = sequences
+  uint32_t token_stride[2], token_scale[2];  // chunks: of the tokens
+  FastDivider group;                         // chunks that share a scale
+  int32_t width[2];                          // bytes an access to codes may have
   uint32_t first;
 };
 
@@ -74,7 +74,8 @@ __device__ __forceinline__ void add_digits(const DeviceCell& job, int first, int
     index = q;
     sum->token += n * d.token, sum->layer += n * d.layer;
 #pragma unroll
-    for (int w = 0; w < 2; w++) sum->byte[w] += n * d.stride[w], sum->scale[w] += n * d.scale[w], sum->step[w] += int32_t(n) * d.step[w];
+    for (int w = 0; w < 2; w++)
+      sum->byte[w] += n * d.stride[w], sum->scale[w] += n * d.scale[w], sum->step[w] += int32_t(n) * d.step[w];
   }
 }
 
@@ -104,7 +105,8 @@ __global__ void __launch_bounds__(kThreads) convert_cell_rows(const __grid_const
   const uint32_t warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t index = (blockIdx.x - job.first) * warps + warp, unit = job.per_unit.divide(index);
   if (unit >= a.tables.units_per_seq.d * job.all_columns) return;  // all_columns: sequences here
-  Here here = find_unit(a.tables, job.place, unit, ALL_UNITS, lane == 0 && index == unit * job.per_unit.d && a.pass == WRITE);
+  Here here =
+      find_unit(a.tables, job.place, unit, ALL_UNITS, lane == 0 && index == unit * job.per_unit.d && a.pass == WRITE);
   if (here.tokens == 0) return;
   Sum sum = {};
   add_digits(job, 0, job.num_digits, index - unit * job.per_unit.d, &sum);
@@ -128,7 +130,8 @@ __global__ void __launch_bounds__(kThreads) convert_cell_rows(const __grid_const
     }
     return;
   }
-  const PlaneParams src = plane_of(job.row[SRC], job.head_dim, scale[SRC], sum.layer), dst = plane_of(job.row[DST], job.head_dim, scale[DST], sum.layer);
+  const PlaneParams src = plane_of(job.row[SRC], job.head_dim, scale[SRC], sum.layer),
+                    dst = plane_of(job.row[DST], job.head_dim, scale[DST], sum.layer);
   float* mine = values + warp * job.head_dim;
   RowsParams rows = {};
   rows.dim = 4, rows.dtype = KVX_DTYPE_F32, rows.is_dense = 1;
@@ -157,15 +160,16 @@ __device__ __forceinline__ uint32_t largest(uint32_t mine, uint32_t lanes) {
   return mine;
 }
 
-// From IO floats to code C (Encode), or from code C to IO floats. A thread keeps its column, a chunk of some head, and walks tokens,
-// two at a time: finding the column costs as much as turning a chunk. Four blocks an SM: with five, registers spill (measured on an
-// H200: 84 % of a copy against 81).
+// From IO floats to code C (Encode), or from code C to IO floats. A thread keeps its column, a chunk of some head, and
+// walks tokens, two at a time: finding the column costs as much as turning a chunk. Four blocks an SM: with five,
+// registers spill (measured on an H200: 84 % of a copy against 81).
 template <int IO, int C, bool Encode, Found Scale>
 __global__ void __launch_bounds__(kThreads, 4) convert_cell_chunks(const __grid_constant__ CellArgs a) {
   constexpr int U = 2, W = Encode ? DST : SRC;
   const DeviceCell& job = a.job[0];  // one a launch: its fields are then operands, not loads
   wait_for_previous();
-  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index), rest = index - unit * job.per_unit.d;
+  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index),
+                 rest = index - unit * job.per_unit.d;
   Here here = find_unit(a.tables, job.place, unit, ALL_UNITS, threadIdx.x == 0 && rest == 0);
   if (here.tokens == 0) return;
   const uint32_t item = job.column_tiles.divide(rest), column_tile = rest - item * job.column_tiles.d;
@@ -174,7 +178,8 @@ __global__ void __launch_bounds__(kThreads, 4) convert_cell_chunks(const __grid_
   const bool idle = column >= job.all_columns || lane >= job.tokens_each;  // stays for the shuffles
   column = idle ? 0 : column;
   const DeviceRow& coded = job.row[W];
-  const uint32_t chunk = column - job.digit[0].size.divide(column) * job.digit[0].size.d, group = job.group.divide(chunk);
+  const uint32_t chunk = column - job.digit[0].size.divide(column) * job.digit[0].size.d,
+                 group = job.group.divide(chunk);
   const bool owns = chunk == group * job.group.d;
   char *from, *to, *scale;
   {
@@ -183,7 +188,8 @@ __global__ void __launch_bounds__(kThreads, 4) convert_cell_chunks(const __grid_
     add_digits(job, job.num_columns, job.num_digits, item, &sum);
     move_on(a.tables, job.place, sum.byte, sum.step, &here);
     // Rows start where chunk 0 does; an inline scale is counted from there.
-    scale = scale_of(coded, here, W, here.at[W] - int64_t(chunk) * job.digit[0].stride[W], sum.scale[W]) + group * coded.scale.group;
+    scale = scale_of(coded, here, W, here.at[W] - int64_t(chunk) * job.digit[0].stride[W], sum.scale[W]) +
+            group * coded.scale.group;
     from = here.at[SRC], to = here.at[DST];
     if (job.token.token) tokens = min(tokens, here.tokens > sum.token ? here.tokens - sum.token : 0u);
     else if (sum.token >= here.tokens) tokens = 0;
@@ -244,34 +250,48 @@ struct CellLaunch : LaunchBase {
 
 kvx_status_t run_rows(const CellLaunch& l, void* stream) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(l.grid), config.blockDim = dim3(l.threads), config.dynamicSmemBytes = l.shared, config.stream = static_cast<cudaStream_t>(stream);
-  if (l.shared > 48 * 1024) cudaFuncSetAttribute(convert_cell_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, int(l.shared));
+  config.gridDim = dim3(l.grid), config.blockDim = dim3(l.threads), config.dynamicSmemBytes = l.shared,
+  config.stream = static_cast<cudaStream_t>(stream);
+  if (l.shared > 48 * 1024)
+    cudaFuncSetAttribute(convert_cell_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, int(l.shared));
   const cudaError_t error = cudaLaunchKernelEx(&config, convert_cell_rows, l.args);
   return error == cudaSuccess ? KVX_STATUS_OK : launch_failed("convert_cell_rows", error);
 }
 
 template <int IO, int C, bool Encode, Found Scale> kvx_status_t run_chunks(const CellLaunch& l, void* stream) {
-  return launch_early("convert_cell_chunks", convert_cell_chunks<IO, C, Encode, Scale>, dim3(l.grid), dim3(kThreads), stream, l.args);
+  return launch_early("convert_cell_chunks", convert_cell_chunks<IO, C, Encode, Scale>, dim3(l.grid), dim3(kThreads),
+                      stream, l.args);
 }
 
 using RunChunks = kvx_status_t (*)(const CellLaunch&, void*);
 
 // The table of fast instantiations: 16-bit floats and the 8-bit codes.
 RunChunks find_chunks(int io, int code, bool encode, bool computed) {
-#define KVX_PAIR(io_, c)                                                                                     \
-  if (io == io_ && code == c)                                                                                \
-    return !encode ? &run_chunks<io_, c, false, READ> : computed ? &run_chunks<io_, c, true, COMPUTED> : &run_chunks<io_, c, true, READ>;
-  KVX_PAIR(KVX_DTYPE_BF16, KVX_DTYPE_F8_E4M3) KVX_PAIR(KVX_DTYPE_BF16, KVX_DTYPE_F8_E5M2) KVX_PAIR(KVX_DTYPE_BF16, KVX_DTYPE_S8)
-  KVX_PAIR(KVX_DTYPE_F16, KVX_DTYPE_F8_E4M3) KVX_PAIR(KVX_DTYPE_F16, KVX_DTYPE_F8_E5M2) KVX_PAIR(KVX_DTYPE_F16, KVX_DTYPE_S8)
+#define KVX_PAIR(io_, c)                                    \
+  if (io == io_ && code == c)                               \
+    return !encode    ? &run_chunks<io_, c, false, READ>    \
+           : computed ? &run_chunks<io_, c, true, COMPUTED> \
+                      : &run_chunks<io_, c, true, READ>;
+  KVX_PAIR(KVX_DTYPE_BF16, KVX_DTYPE_F8_E4M3)
+  KVX_PAIR(KVX_DTYPE_BF16, KVX_DTYPE_F8_E5M2)
+  KVX_PAIR(KVX_DTYPE_BF16, KVX_DTYPE_S8)
+  KVX_PAIR(KVX_DTYPE_F16, KVX_DTYPE_F8_E4M3)
+  KVX_PAIR(KVX_DTYPE_F16, KVX_DTYPE_F8_E5M2)
+  KVX_PAIR(KVX_DTYPE_F16, KVX_DTYPE_S8)
 #undef KVX_PAIR
   return nullptr;
 }
 
-bool is_by_block(int granularity) { return granularity == KVX_SCALE_GRANULARITY_PER_BLOCK || granularity == KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD; }
-bool is_found(int granularity) { return granularity == KVX_SCALE_GRANULARITY_PER_TOKEN_HEAD || granularity == KVX_SCALE_GRANULARITY_PER_GROUP; }
+bool is_by_block(int granularity) {
+  return granularity == KVX_SCALE_GRANULARITY_PER_BLOCK || granularity == KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD;
+}
+bool is_found(int granularity) {
+  return granularity == KVX_SCALE_GRANULARITY_PER_TOKEN_HEAD || granularity == KVX_SCALE_GRANULARITY_PER_GROUP;
+}
 
 CellDeviceDigit to_device(const CellDigit& d) {
-  return CellDeviceDigit{make_fast_divider(d.size), uint32_t(d.token), uint32_t(d.layer), {d.stride[0], d.stride[1]}, {d.scale[0], d.scale[1]}, {d.step[0], d.step[1]}};
+  return CellDeviceDigit{make_fast_divider(d.size),  uint32_t(d.token),        uint32_t(d.layer),
+                         {d.stride[0], d.stride[1]}, {d.scale[0], d.scale[1]}, {d.step[0], d.step[1]}};
 }
 
 DeviceCell start_cell(const CellJob& job) {
@@ -285,14 +305,17 @@ DeviceCell start_cell(const CellJob& job) {
     DeviceRow& r = out.row[w];
     r.scales = job.side[w].scales, r.tensor = job.side[w].tensor;
     r.scale_block = f.scale_block, r.scale_token = f.scale_token, r.scale_offset = f.scale_offset;
-    r.dim_outer = f.dim_outer, r.dim_inner = f.dim_inner, r.dtype = f.dtype, r.pack = int32_t(f.pack), r.is_inline = int32_t(f.is_inline);
-    r.scale.dtype = f.scale_dtype, r.scale.group = f.scale_group, r.scale.group_size = int32_t(f.group_size), r.scale.num_groups = int32_t(job.head_dim / f.group_size);
+    r.dim_outer = f.dim_outer, r.dim_inner = f.dim_inner, r.dtype = f.dtype, r.pack = int32_t(f.pack),
+    r.is_inline = int32_t(f.is_inline);
+    r.scale.dtype = f.scale_dtype, r.scale.group = f.scale_group, r.scale.group_size = int32_t(f.group_size),
+    r.scale.num_groups = int32_t(job.head_dim / f.group_size);
     r.scale.mode = !f.granularity ? SCALE_NONE : w == DST && is_found(f.granularity) ? SCALE_COMPUTED : SCALE_READ;
   }
   return out;
 }
 
-// Whether chunks can do it, and the job for them. One unsplit axis of tokens at most; rows whole and aligned on both sides; f32 scales.
+// Whether chunks can do it, and the job for them. One unsplit axis of tokens at most; rows whole and aligned on both
+// sides; f32 scales.
 RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, int64_t* blocks_per_unit) {
   const kvx_plan_format_t &src = job.side[SRC].format, &dst = job.side[DST].format;
   const bool encode = dtype_bits(dst.dtype) == 8, decode = dtype_bits(src.dtype) == 8;
@@ -300,8 +323,10 @@ RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, i
   const kvx_plan_format_t &coded = encode ? dst : src, &plain = encode ? src : dst;
   RunChunks run = find_chunks(plain.dtype, coded.dtype, encode, is_found(coded.granularity));
   const int64_t lanes = coded.group_size / kChunk;
-  const bool fits = run && job.head_dim % kChunk == 0 && coded.group_size % kChunk == 0 && coded.scale_dtype == KVX_DTYPE_F32 && coded.tensor_scale_buffer < 0 && coded.granularity &&
-                    (lanes & (lanes - 1)) == 0 && lanes <= 32 && src.pack == job.head_dim && dst.pack == job.head_dim && plain.dim_inner == 2 && coded.dim_inner == 1;
+  const bool fits = run && job.head_dim % kChunk == 0 && coded.group_size % kChunk == 0 &&
+                    coded.scale_dtype == KVX_DTYPE_F32 && coded.tensor_scale_buffer < 0 && coded.granularity &&
+                    (lanes & (lanes - 1)) == 0 && lanes <= 32 && src.pack == job.head_dim && dst.pack == job.head_dim &&
+                    plain.dim_inner == 2 && coded.dim_inner == 1;
   if (!fits) return nullptr;
   *out = start_cell(job);
   uint64_t bits[2] = {0, 0};
@@ -321,7 +346,8 @@ RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, i
   for (int i = 0; i < job.num_digits; i++) {
     const CellDigit& d = job.digit[i];
     if (d.token && ++tokens == 1) token = d;
-    else if (!d.token && !d.step[0] && !d.step[1] && num_columns < kMaxColumns && all * d.size <= kThreads) columns[num_columns++] = d, all *= d.size;
+    else if (!d.token && !d.step[0] && !d.step[1] && num_columns < kMaxColumns && all * d.size <= kThreads)
+      columns[num_columns++] = d, all *= d.size;
     else rest[num_rest++] = d, items *= d.size;
   }
   int n = 0;
@@ -331,7 +357,8 @@ RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, i
   out->num_digits = n;
   out->token = to_device(token);
   const Tile tile = make_tile(all);
-  if (tile.columns % unsigned(lanes) || tile.columns * tile.lanes % 32 || tile.columns * tile.lanes > kThreads) return nullptr;
+  if (tile.columns % unsigned(lanes) || tile.columns * tile.lanes % 32 || tile.columns * tile.lanes > kThreads)
+    return nullptr;
   out->columns = make_fast_divider(tile.columns), out->tokens_each = tile.lanes, out->all_columns = uint32_t(all);
   const int64_t column_tiles = (all + tile.columns - 1) / tile.columns;
   out->column_tiles = make_fast_divider(column_tiles);
@@ -352,7 +379,8 @@ kvx_status_t make_rows(const CellJob& job, const Bound& bound, DeviceCell* out, 
   for (int i = 0; i < job.num_digits; i++) out->digit[i] = to_device(job.digit[i]), rows *= job.digit[i].size;
   out->num_digits = job.num_digits;
   out->all_columns = uint32_t(bound.tables.num_seqs);
-  if (rows > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "one unit has %lld rows; more than one launch takes.", (long long)rows);
+  if (rows > kMaxCount)
+    return fail(KVX_STATUS_UNSUPPORTED, "one unit has %lld rows; more than one launch takes.", (long long)rows);
   out->per_unit = make_fast_divider(rows);
   *rows_per_unit = rows;
   return KVX_STATUS_OK;
@@ -363,9 +391,13 @@ class Builder {
  public:
   Builder(const DeviceTables& tables, Residue* residue) : tables_(tables), residue_(residue) {}
   kvx_status_t add(const DeviceCell& cell, RunChunks run, int64_t blocks, Pass pass, unsigned threads, size_t shared) {
-    CellLaunch* l = open_ && open_->run == run && open_->args.pass == pass && open_->threads == threads && run == &run_rows && open_->args.num_jobs < kCellJobs ? open_ : nullptr;
+    CellLaunch* l = open_ && open_->run == run && open_->args.pass == pass && open_->threads == threads &&
+                            run == &run_rows && open_->args.num_jobs < kCellJobs
+                        ? open_
+                        : nullptr;
     if (l && int64_t(l->grid) + blocks > kMaxCount) l = nullptr;
-    if (blocks > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld blocks of threads are more than one launch takes.", (long long)blocks);
+    if (blocks > kMaxCount)
+      return fail(KVX_STATUS_UNSUPPORTED, "%lld blocks of threads are more than one launch takes.", (long long)blocks);
     if (!l) {
       auto fresh = std::make_unique<CellLaunch>();
       l = open_ = fresh.get();
@@ -399,10 +431,16 @@ kvx_status_t add_cell_launches(const Bound& bound, int64_t units, const DeviceTa
     KVX_TRY(make_rows(job, bound, &cell, &rows));
     int64_t warps = 8;
     while (warps > 1 && warps * job.head_dim * 4 > 48 * 1024) warps /= 2;
-    if (warps * job.head_dim * 4 > 160 * 1024) return fail(KVX_STATUS_UNSUPPORTED, "head_dim %lld is more than a device converts between formats; 40960 at most.", (long long)job.head_dim);
+    if (warps * job.head_dim * 4 > 160 * 1024)
+      return fail(KVX_STATUS_UNSUPPORTED,
+                  "head_dim %lld is more than a device converts between formats; 40960 at most.",
+                  (long long)job.head_dim);
     int64_t all;
-    if (!mul_fits(rows, units, &all) || all > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld rows are more than one launch takes.", (long long)units, (long long)rows);
-    return builder.add(cell, &run_rows, (all + warps - 1) / warps, pass, unsigned(warps) * 32, size_t(warps) * size_t(job.head_dim) * 4);
+    if (!mul_fits(rows, units, &all) || all > kMaxCount)
+      return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld rows are more than one launch takes.", (long long)units,
+                  (long long)rows);
+    return builder.add(cell, &run_rows, (all + warps - 1) / warps, pass, unsigned(warps) * 32,
+                       size_t(warps) * size_t(job.head_dim) * 4);
   };
   for (Pass pass : {CLEAR, LARGEST, FINISH})
     for (const CellJob& job : bound.cell_jobs)

@@ -1,5 +1,5 @@
-// convert on a device. Rows: every thread moves a few vectors, found by multiplications from one index. Tiles: where elements
-// change their order, a rectangle goes through shared memory, 16 bytes at a time on both sides.
+// convert on a device. Rows: every thread moves a few vectors, found by multiplications from one index. Tiles: where
+// elements change their order, a rectangle goes through shared memory, 16 bytes at a time on both sides.
 #include <string.h>
 
 #include <algorithm>
@@ -12,8 +12,8 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVectors = 4;          // of one thread
-constexpr int kJobs = 8;             // of one launch
+constexpr int kVectors = 4;  // of one thread
+constexpr int kJobs = 8;     // of one launch
 constexpr int kMaxInner = 5;
 
 struct DeviceDigit {
@@ -33,10 +33,11 @@ struct DeviceJob {
   FastDivider per_unit;    // blocks of threads a unit takes
   uint32_t first;          // block of threads this job begins with
   // tiles
-  uint32_t rows, columns;       // of a tile: elements along the destination's and along the source's adjacent axis
-  FastDivider row_vectors, column_vectors, tile_vectors;  // 16-byte vectors of a row at the source, of a column at the destination, of a tile
+  uint32_t rows, columns;  // of a tile: elements along the destination's and along the source's adjacent axis
+  FastDivider row_vectors, column_vectors,
+      tile_vectors;  // 16-byte vectors of a row at the source, of a column at the destination, of a tile
   int64_t row_stride, column_stride;  // bytes: between rows at the source, between columns at the destination
-  uint32_t tiles;               // a block of threads takes
+  uint32_t tiles;                     // a block of threads takes
 };
 
 struct ConvertArgs {
@@ -69,8 +70,8 @@ __device__ __forceinline__ const DeviceJob& find_job(const ConvertArgs& a) {
   return a.job[n];
 }
 
-// Who shares an item, and with it the look-up of digits and buffers: all threads; a warp, where items are smaller than a block's
-// work; nobody, where they are smaller than a warp's.
+// Who shares an item, and with it the look-up of digits and buffers: all threads; a warp, where items are smaller than
+// a block's work; nobody, where they are smaller than a warp's.
 enum Share { BY_BLOCK, BY_WARP, BY_VECTOR };
 constexpr int kWarpVectors = 32 * kVectors, kBlockVectors = kThreads * kVectors;
 
@@ -79,7 +80,8 @@ __global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__
   using T = typename Vec<W>::T;
   const DeviceJob& job = find_job(a);
   wait_for_previous();
-  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index), rest = index - unit * job.per_unit.d;
+  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index),
+                 rest = index - unit * job.per_unit.d;
   const Here whole = find_unit(a.tables, job.place, unit, a.take, threadIdx.x == 0 && rest == 0);
   if (whole.tokens == 0) return;
   Here here = whole;
@@ -136,14 +138,17 @@ __global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__
 
 // ---- tiles
 //
-// A tile has `columns` elements that are adjacent at the source and `rows` that are adjacent at the destination. It stands in
-// shared memory with its longer side along a line. Lines come in groups of 16/E, one for each element of a vector; a group is
-// moved on by 16 bytes, so that the lanes of a warp, which are at the same line of several groups, meet different banks.
+// A tile has `columns` elements that are adjacent at the source and `rows` that are adjacent at the destination. It
+// stands in shared memory with its longer side along a line. Lines come in groups of 16/E, one for each element of a
+// vector; a group is moved on by 16 bytes, so that the lanes of a warp, which are at the same line of several groups,
+// meet different banks.
 
 constexpr int kLineBytes = 256, kPitch = kLineBytes + 16, kMaxTiles = 8;
 template <int E> constexpr int kLines = E == 1 ? 128 : 64;
 
-template <int E> __device__ __forceinline__ uint32_t line_at(uint32_t line) { return line * kPitch + line / (16 / E) * 16; }
+template <int E> __device__ __forceinline__ uint32_t line_at(uint32_t line) {
+  return line * kPitch + line / (16 / E) * 16;
+}
 
 // `Wide`: the longer side is the source's.
 template <int E, bool Wide>
@@ -158,7 +163,8 @@ __global__ void __launch_bounds__(kThreads) convert_tiles(const __grid_constant_
   };
   const DeviceJob& job = find_job(a);
   wait_for_previous();
-  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index), rest = index - unit * job.per_unit.d;
+  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index),
+                 rest = index - unit * job.per_unit.d;
   const Here here = find_unit(a.tables, job.place, unit, a.take, threadIdx.x == 0 && rest == 0);
   if (here.tokens == 0) return;
   const uint32_t first = rest * job.tiles, count = min(job.tiles, job.inner_vectors - first);
@@ -188,7 +194,8 @@ __global__ void __launch_bounds__(kThreads) convert_tiles(const __grid_constant_
       *reinterpret_cast<uint4*>(tile + line_at<E>(n * lines + row) + v * 16) = in[j].whole;
     } else {
 #pragma unroll
-      for (int k = 0; k < kLanes; k++) *reinterpret_cast<T*>(tile + line_at<E>(n * lines + v * kLanes + k) + row * E) = in[j].part[k];
+      for (int k = 0; k < kLanes; k++)
+        *reinterpret_cast<T*>(tile + line_at<E>(n * lines + v * kLanes + k) + row * E) = in[j].part[k];
     }
   }
   __syncthreads();
@@ -198,7 +205,8 @@ __global__ void __launch_bounds__(kThreads) convert_tiles(const __grid_constant_
     Vector out;
     if (Wide) {
 #pragma unroll
-      for (int k = 0; k < kLanes; k++) out.part[k] = *reinterpret_cast<const T*>(tile + line_at<E>(n * lines + v * kLanes + k) + column * E);
+      for (int k = 0; k < kLanes; k++)
+        out.part[k] = *reinterpret_cast<const T*>(tile + line_at<E>(n * lines + v * kLanes + k) + column * E);
     } else {
       out.whole = *reinterpret_cast<const uint4*>(tile + line_at<E>(n * lines + column) + v * 16);
     }
@@ -236,8 +244,11 @@ kvx_status_t make_rows(const Job& job, int width, DeviceJob* out, int64_t* block
   if (job.run > width) inner.push_back(Digit{job.run / width, {width, width}, 0, {0, 0}});
   std::vector<Digit> rest(job.digit, job.digit + job.num_digits);
   if (job.run == width) {
-    // One vector a run: four neighbours at the source, then neighbours at the destination, so that both see whole sectors.
-    auto a = std::find_if(rest.begin(), rest.end(), [&](const Digit& d) { return !has_step(d) && d.stride[SRC] == width && d.size % 4 == 0 && d.size > 4; });
+    // One vector a run: four neighbours at the source, then neighbours at the
+    // destination, so that both see whole sectors.
+    auto a = std::find_if(rest.begin(), rest.end(), [&](const Digit& d) {
+      return !has_step(d) && d.stride[SRC] == width && d.size % 4 == 0 && d.size > 4;
+    });
     if (a != rest.end()) {
       Digit low = *a;
       low.size = 4;
@@ -256,10 +267,12 @@ kvx_status_t make_rows(const Job& job, int width, DeviceJob* out, int64_t* block
   int64_t vectors = inner.empty() ? 1 : inner[0].size;
   std::vector<Digit> chosen;
   for (const Digit& d : rest) {
-    if (!has_step(d) && vectors < kThreads * kVectors && int(inner.size() + chosen.size()) < kMaxInner) chosen.push_back(d), vectors *= d.size;
+    if (!has_step(d) && vectors < kThreads * kVectors && int(inner.size() + chosen.size()) < kMaxInner)
+      chosen.push_back(d), vectors *= d.size;
     else outer.push_back(d);
   }
-  std::stable_sort(chosen.begin(), chosen.end(), [](const Digit& a, const Digit& b) { return a.stride[DST] < b.stride[DST]; });
+  std::stable_sort(chosen.begin(), chosen.end(),
+                   [](const Digit& a, const Digit& b) { return a.stride[DST] < b.stride[DST]; });
   inner.insert(inner.end(), chosen.begin(), chosen.end());
   if (inner.empty()) inner.push_back(Digit{1, {0, 0}, 0, {0, 0}});
   int n = 0;
@@ -271,7 +284,9 @@ kvx_status_t make_rows(const Job& job, int width, DeviceJob* out, int64_t* block
   *share = vectors >= kBlockVectors || items == 1 ? BY_BLOCK : vectors % kWarpVectors == 0 ? BY_WARP : BY_VECTOR;
   const int64_t per_item = (vectors + kBlockVectors - 1) / kBlockVectors;
   *blocks_per_unit = *share == BY_BLOCK ? items * per_item : (items * vectors + kBlockVectors - 1) / kBlockVectors;
-  if (vectors > kMaxCount || *blocks_per_unit > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "one unit has %lld vectors of %d bytes; more than one launch takes.", (long long)(items * vectors), width);
+  if (vectors > kMaxCount || *blocks_per_unit > kMaxCount)
+    return fail(KVX_STATUS_UNSUPPORTED, "one unit has %lld vectors of %d bytes; more than one launch takes.",
+                (long long)(items * vectors), width);
   out->inner_vectors = uint32_t(vectors);
   out->num_items = uint32_t(items);
   out->per_item = make_fast_divider(*share == BY_BLOCK ? per_item : vectors);
@@ -294,7 +309,8 @@ bool make_tiles(const Job& job, const Bound& bound, DeviceJob* out, int64_t* blo
   // Everything but the element steps must keep 16-byte accesses aligned.
   uint64_t bits = 0;
   for (int w = 0; w < 2; w++) {
-    bits |= uint64_t(job.block[w]) | uint64_t(job.outer[w]) | uint64_t(job.inner[w] * bound.tables.unit_tokens) | uint64_t(job.offset[w]) | uint64_t(uintptr_t(job.base[w]));
+    bits |= uint64_t(job.block[w]) | uint64_t(job.outer[w]) | uint64_t(job.inner[w] * bound.tables.unit_tokens) |
+            uint64_t(job.offset[w]) | uint64_t(uintptr_t(job.base[w]));
     if (!job.base[w])
       for (char* b : bound.buffers[w]) bits |= uint64_t(uintptr_t(b));
   }
@@ -313,7 +329,8 @@ bool make_tiles(const Job& job, const Bound& bound, DeviceJob* out, int64_t* blo
   };
   const int64_t most_lines = e == 1 ? kLines<1> : kLines<2>;
   *wide = a.size >= d.size;
-  const int64_t columns = largest(a.size, *wide ? kLineBytes : most_lines * e), rows = largest(d.size, *wide ? most_lines * e : kLineBytes);
+  const int64_t columns = largest(a.size, *wide ? kLineBytes : most_lines * e),
+                rows = largest(d.size, *wide ? most_lines * e : kLineBytes);
   out->rows = uint32_t(rows), out->columns = uint32_t(columns);
   out->row_vectors = make_fast_divider(columns * e / 16), out->column_vectors = make_fast_divider(rows * e / 16);
   out->tile_vectors = make_fast_divider(columns * rows * e / 16);
@@ -345,8 +362,10 @@ kvx_status_t check_pinned(const Bound& bound) {
       const cudaError_t error = cudaPointerGetAttributes(&attributes, bound.buffers[w][i]);
       if (error != cudaSuccess) cudaGetLastError();
       if (error != cudaSuccess || attributes.type == cudaMemoryTypeUnregistered)
-        return fail(KVX_STATUS_INVALID_ARGUMENT, "%s buffer %zu is host memory that is not pinned. Pin it (tensor.pin_memory()), or convert on the host.",
-                    w == SRC ? "source" : "destination", i);
+        return fail(
+            KVX_STATUS_INVALID_ARGUMENT,
+            "%s buffer %zu is host memory that is not pinned. Pin it (tensor.pin_memory()), or convert on the host.",
+            w == SRC ? "source" : "destination", i);
       if (i >= 4) break;  // the first few stand for all: asking for thousands takes milliseconds
     }
   return KVX_STATUS_OK;
@@ -359,16 +378,22 @@ struct EngineCopies : LaunchBase {
     int64_t bytes;
   };
   std::vector<Run> runs;
-  bool joins;  // one buffer on either side: what follows on there may be one copy. Two allocations may not, even side by side
+  bool joins;  // one buffer on either side: what follows on there may be one copy. Two allocations may not, even side
+               // by side
 
   void add(char* dst, char* src, int64_t bytes) {
-    if (joins && !runs.empty() && runs.back().dst + runs.back().bytes == dst && runs.back().src + runs.back().bytes == src) runs.back().bytes += bytes;
+    if (joins && !runs.empty() && runs.back().dst + runs.back().bytes == dst &&
+        runs.back().src + runs.back().bytes == src)
+      runs.back().bytes += bytes;
     else runs.push_back(Run{dst, src, bytes});
   }
   kvx_status_t start(void* stream) const override {
     for (const Run& run : runs) {
-      const cudaError_t error = cudaMemcpyAsync(run.dst, run.src, size_t(run.bytes), cudaMemcpyDefault, static_cast<cudaStream_t>(stream));
-      if (error != cudaSuccess) return fail(KVX_STATUS_INTERNAL_ERROR, "a copy of %lld bytes failed: %s.", (long long)run.bytes, cudaGetErrorString(error));
+      const cudaError_t error =
+          cudaMemcpyAsync(run.dst, run.src, size_t(run.bytes), cudaMemcpyDefault, static_cast<cudaStream_t>(stream));
+      if (error != cudaSuccess)
+        return fail(KVX_STATUS_INTERNAL_ERROR, "a copy of %lld bytes failed: %s.", (long long)run.bytes,
+                    cudaGetErrorString(error));
     }
     return KVX_STATUS_OK;
   }
@@ -380,7 +405,8 @@ bool is_host(const char* p) {
   return attributes.type == cudaMemoryTypeHost;
 }
 
-// The job as copies, where it crosses between host and device in pieces worth a copy's few microseconds and block ids are known.
+// The job as copies, where it crosses between host and device in pieces worth a copy's few microseconds and block ids
+// are known.
 bool make_copies(const Job& job, const Bound& bound, int64_t units, EngineCopies* out) {
   constexpr int64_t kLeastBytes = 256 << 10, kMostCopies = 4096;
   const BlockTables& t = bound.tables;
@@ -413,14 +439,17 @@ bool make_copies(const Job& job, const Bound& bound, int64_t units, EngineCopies
         rest /= d.size;
       }
       for (int w = 0; w < 2; w++)
-        if (!job.base[w]) at[w] += uintptr_t(bound.buffers[w][size_t(job.buffer[w] + block[w] * job.block_step[w] + step[w])]) + job.offset[w];
+        if (!job.base[w])
+          at[w] += uintptr_t(bound.buffers[w][size_t(job.buffer[w] + block[w] * job.block_step[w] + step[w])]) +
+                   job.offset[w];
       out->add(at[DST], at[SRC], job.run);
     }
   }
   return true;
 }
 
-kvx_status_t add_jobs(const Bound& bound, const std::vector<Job>& jobs, Take take, int64_t units, const DeviceTables& tables, Residue* residue) {
+kvx_status_t add_jobs(const Bound& bound, const std::vector<Job>& jobs, Take take, int64_t units,
+                      const DeviceTables& tables, Residue* residue) {
   std::vector<Launch*> open;
   for (const Job& job : jobs) {
     auto copies = std::make_unique<EngineCopies>();
@@ -436,10 +465,13 @@ kvx_status_t add_jobs(const Bound& bound, const std::vector<Job>& jobs, Take tak
     else KVX_TRY(make_rows(job, width, &made, &per_unit, &variant));
     int64_t blocks;
     if (!mul_fits(per_unit, units, &blocks) || blocks > kMaxCount)
-      return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld blocks of threads are more than one launch takes.", (long long)units, (long long)per_unit);
+      return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld blocks of threads are more than one launch takes.",
+                  (long long)units, (long long)per_unit);
     Launch* launch = nullptr;
     for (Launch* l : open)
-      if (l->is_tile == is_tile && l->variant == variant && l->width == width && l->args.num_jobs < kJobs && int64_t(l->grid) + blocks <= kMaxCount) launch = l;
+      if (l->is_tile == is_tile && l->variant == variant && l->width == width && l->args.num_jobs < kJobs &&
+          int64_t(l->grid) + blocks <= kMaxCount)
+        launch = l;
     if (!launch) {
       auto fresh = std::make_unique<Launch>();
       launch = fresh.get();
@@ -458,22 +490,29 @@ kvx_status_t add_jobs(const Bound& bound, const std::vector<Job>& jobs, Take tak
 
 kvx_status_t Launch::start(void* stream) const {
   const dim3 blocks(grid), block(kThreads);
-#define KVX_TILES(e) \
-  case e: return variant ? launch_early("convert_tiles", convert_tiles<e, true>, blocks, block, stream, args) : launch_early("convert_tiles", convert_tiles<e, false>, blocks, block, stream, args);
-#define KVX_ROWS_AS(w, cut)                                                                                            \
-  (variant == BY_BLOCK  ? launch_early("convert_rows", convert_rows<w, cut, BY_BLOCK>, blocks, block, stream, args)    \
-   : variant == BY_WARP ? launch_early("convert_rows", convert_rows<w, cut, BY_WARP>, blocks, block, stream, args)     \
+#define KVX_TILES(e)                                                                                    \
+  case e:                                                                                               \
+    return variant ? launch_early("convert_tiles", convert_tiles<e, true>, blocks, block, stream, args) \
+                   : launch_early("convert_tiles", convert_tiles<e, false>, blocks, block, stream, args);
+#define KVX_ROWS_AS(w, cut)                                                                                         \
+  (variant == BY_BLOCK  ? launch_early("convert_rows", convert_rows<w, cut, BY_BLOCK>, blocks, block, stream, args) \
+   : variant == BY_WARP ? launch_early("convert_rows", convert_rows<w, cut, BY_WARP>, blocks, block, stream, args)  \
                         : launch_early("convert_rows", convert_rows<w, cut, BY_VECTOR>, blocks, block, stream, args))
 #define KVX_ROWS(w) \
   case w: return args.take == CUT_UNITS ? KVX_ROWS_AS(w, true) : KVX_ROWS_AS(w, false);
   if (is_tile) {
     switch (width) {
-      KVX_TILES(1) KVX_TILES(2) KVX_TILES(4)
+      KVX_TILES(1)
+      KVX_TILES(2)
+      KVX_TILES(4)
       default: KVX_TILES(8)
     }
   }
   switch (width) {
-    KVX_ROWS(16) KVX_ROWS(8) KVX_ROWS(4) KVX_ROWS(2)
+    KVX_ROWS(16)
+    KVX_ROWS(8)
+    KVX_ROWS(4)
+    KVX_ROWS(2)
     default: KVX_ROWS(1)
   }
 #undef KVX_ROWS
@@ -487,7 +526,8 @@ kvx_status_t Launch::start(void* stream) const {
 DevicePlace make_place(const Job& job) {
   DevicePlace p = {};
   for (int w = 0; w < 2; w++) {
-    p.base[w] = job.base[w], p.offset[w] = job.offset[w], p.block[w] = job.block[w], p.outer[w] = job.outer[w], p.inner[w] = job.inner[w];
+    p.base[w] = job.base[w], p.offset[w] = job.offset[w], p.block[w] = job.block[w], p.outer[w] = job.outer[w],
+    p.inner[w] = job.inner[w];
     p.split[w] = uint32_t(job.split[w]), p.buffer[w] = job.buffer[w], p.block_step[w] = job.block_step[w];
   }
   return p;
@@ -496,7 +536,8 @@ DevicePlace make_place(const Job& job) {
 kvx_status_t place_tables(Bound* bound, Residue* residue, DeviceTables* made) {
   const BlockTables& t = bound->tables;
   DeviceTables& out = *made;
-  const bool small_ids = !bound->tables_on_device && std::max(bound->ids[0].size(), bound->ids[1].size()) <= kSmallIds &&
+  const bool small_ids = !bound->tables_on_device &&
+                         std::max(bound->ids[0].size(), bound->ids[1].size()) <= kSmallIds &&
                          std::max(t.num_blocks[0], t.num_blocks[1]) <= 0x7fffffff;
   bool looks_up[2] = {!bound->cell_jobs.empty(), !bound->cell_jobs.empty()};
   for (const Job& job : bound->jobs)
@@ -518,20 +559,26 @@ kvx_status_t place_tables(Bound* bound, Residue* residue, DeviceTables* made) {
     } else if (!bound->tables_on_device) {
       id_at[w] = put(bound->ids[w].data(), bound->ids[w].size() * 8);
     }
-    if (looks_up[w] && bound->buffers[w].size() <= kSmallBuffers) std::copy(bound->buffers[w].begin(), bound->buffers[w].end(), made->small_buffers[w]);
+    if (looks_up[w] && bound->buffers[w].size() <= kSmallBuffers)
+      std::copy(bound->buffers[w].begin(), bound->buffers[w].end(), made->small_buffers[w]);
     else if (looks_up[w]) buffer_at[w] = put(bound->buffers[w].data(), bound->buffers[w].size() * sizeof(char*));
     out.units_per_block[w] = make_fast_divider(t.block_size[w] / t.unit_tokens);
   }
   if (t.seq_lens && !bound->tables_on_device) lens_at = put(bound->lens.data(), bound->lens.size() * 8);
   if (!image.empty()) {
     cudaError_t error = cudaMalloc(&residue->device_memory, image.size());
-    if (error == cudaSuccess) error = cudaMemcpy(residue->device_memory, image.data(), image.size(), cudaMemcpyHostToDevice);
-    if (error != cudaSuccess) return fail(KVX_STATUS_INTERNAL_ERROR, "%zu bytes of tables could not be put on the device: %s.", image.size(), cudaGetErrorString(error));
+    if (error == cudaSuccess)
+      error = cudaMemcpy(residue->device_memory, image.data(), image.size(), cudaMemcpyHostToDevice);
+    if (error != cudaSuccess)
+      return fail(KVX_STATUS_INTERNAL_ERROR, "%zu bytes of tables could not be put on the device: %s.", image.size(),
+                  cudaGetErrorString(error));
   }
   char* memory = static_cast<char*>(residue->device_memory);
   for (int w = 0; w < 2; w++) {
     out.ids[w] = small_ids ? nullptr : bound->tables_on_device ? t.ids[w] : memory + id_at[w];
-    made->buffers[w] = looks_up[w] && bound->buffers[w].size() > kSmallBuffers ? reinterpret_cast<char* const*>(memory + buffer_at[w]) : nullptr;
+    made->buffers[w] = looks_up[w] && bound->buffers[w].size() > kSmallBuffers
+                           ? reinterpret_cast<char* const*>(memory + buffer_at[w])
+                           : nullptr;
   }
   out.seq_lens = !t.seq_lens ? nullptr : bound->tables_on_device ? t.seq_lens : memory + lens_at;
   out.len_stride = t.len_stride, out.len_bytes = t.len_bytes;
@@ -550,7 +597,8 @@ kvx_status_t prepare_convert(Bound* bound) {
   memset(static_cast<void*>(tables.get()), 0, sizeof *tables);
   KVX_TRY(place_tables(bound, residue.get(), tables.get()));
   const int64_t units = bound->tables.num_seqs * bound->tables.units_per_seq;
-  if (units > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "%lld units are more than one launch takes.", (long long)units);
+  if (units > kMaxCount)
+    return fail(KVX_STATUS_UNSUPPORTED, "%lld units are more than one launch takes.", (long long)units);
   if (units) {
     KVX_TRY(add_jobs(*bound, bound->jobs, WHOLE_UNITS, units, *tables, residue.get()));
     KVX_TRY(add_jobs(*bound, bound->cut_jobs, CUT_UNITS, units, *tables, residue.get()));

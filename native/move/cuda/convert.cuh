@@ -1,8 +1,8 @@
 // What both kinds of conversion need on the device: tables of blocks, addresses of buffers, and where a unit begins.
 #pragma once
+#include "cuda/device.cuh"
 #include "move/convert.h"
 #include "table.h"
-#include "cuda/device.cuh"
 
 namespace kvx {
 namespace cuda {
@@ -35,13 +35,14 @@ struct DevicePlace {
 enum Take : int32_t { WHOLE_UNITS, CUT_UNITS, ALL_UNITS };
 
 struct Here {
-  char* at[2];      // of the unit; an offset from NULL where buffers are looked up
+  char* at[2];  // of the unit; an offset from NULL where buffers are looked up
   int64_t block[2];
   uint32_t start[2];  // token of the block the unit begins with
   uint32_t tokens;    // 0: nothing to do here
 };
 
-__device__ __forceinline__ Here find_unit(const DeviceTables& t, const DevicePlace& place, uint32_t unit, Take take, bool counts) {
+__device__ __forceinline__ Here find_unit(const DeviceTables& t, const DevicePlace& place, uint32_t unit, Take take,
+                                          bool counts) {
   const uint32_t seq = t.units_per_seq.divide(unit), u = unit - seq * t.units_per_seq.d;
   Here here = {};
   int64_t tokens = t.unit_tokens;
@@ -52,8 +53,9 @@ __device__ __forceinline__ Here find_unit(const DeviceTables& t, const DevicePla
 #pragma unroll
   for (int w = 0; w < 2; w++) {
     const uint32_t column = t.units_per_block[w].divide(u);
-    const int64_t id = t.ids[w] ? read_index(t.ids[w], seq * t.row_stride[w] + column * t.index_stride[w], t.index_bytes[w])
-                                : t.small_ids[w][seq * uint32_t(t.row_stride[w]) + column];
+    const int64_t id = t.ids[w]
+                           ? read_index(t.ids[w], seq * t.row_stride[w] + column * t.index_stride[w], t.index_bytes[w])
+                           : t.small_ids[w][seq * uint32_t(t.row_stride[w]) + column];
     if (id < 0) return here;
     if (id >= t.num_blocks[w]) {
       if (counts && t.errors) atomicAdd(t.errors, 1ull);
@@ -62,14 +64,16 @@ __device__ __forceinline__ Here find_unit(const DeviceTables& t, const DevicePla
     here.block[w] = id;
     here.start[w] = (u - column * t.units_per_block[w].d) * t.unit_tokens;
     const uint32_t whole = here.start[w] / place.split[w];
-    here.at[w] = place.base[w] + (id * place.block[w] + whole * place.outer[w] + (here.start[w] - whole * place.split[w]) * place.inner[w]);
+    here.at[w] = place.base[w] + (id * place.block[w] + whole * place.outer[w] +
+                                  (here.start[w] - whole * place.split[w]) * place.inner[w]);
   }
   here.tokens = uint32_t(tokens < t.unit_tokens ? tokens : t.unit_tokens);
   return here;
 }
 
 // Adds bytes, and the buffer that `steps` leads to where buffers are looked up.
-__device__ __forceinline__ void move_on(const DeviceTables& t, const DevicePlace& place, const int64_t (&byte)[2], const int32_t (&steps)[2], Here* here) {
+__device__ __forceinline__ void move_on(const DeviceTables& t, const DevicePlace& place, const int64_t (&byte)[2],
+                                        const int32_t (&steps)[2], Here* here) {
 #pragma unroll
   for (int w = 0; w < 2; w++) {
     here->at[w] += byte[w];
@@ -81,7 +85,8 @@ __device__ __forceinline__ void move_on(const DeviceTables& t, const DevicePlace
 }
 
 // The same of the source alone.
-__device__ __forceinline__ void move_on_source(const DeviceTables& t, const DevicePlace& place, int64_t byte, int32_t steps, Here* here) {
+__device__ __forceinline__ void move_on_source(const DeviceTables& t, const DevicePlace& place, int64_t byte,
+                                               int32_t steps, Here* here) {
   here->at[0] += byte;
   if (!place.base[0]) {
     const int64_t n = place.buffer[0] + here->block[0] * place.block_step[0] + steps;

@@ -1,8 +1,9 @@
-// copy_blocks on the device: one launch for K, V and their scales. A thread keeps its place in the block and copies it for a pair.
+// copy_blocks on the device: one launch for K, V and their scales. A thread keeps its place in the block and copies it
+// for a pair.
 #include "move/copy_blocks.h"
 
-#include "table.h"
 #include "cuda/columns.cuh"
+#include "table.h"
 
 namespace kvx {
 namespace cuda {
@@ -27,13 +28,16 @@ struct CopyBlocksArgs {
   int32_t num_boxes, index_bytes;
 };
 
-template <class T> __device__ __forceinline__ void copy_word(char* dst, const char* src) { store_once(dst, load_once<T>(src)); }
+template <class T> __device__ __forceinline__ void copy_word(char* dst, const char* src) {
+  store_once(dst, load_once<T>(src));
+}
 
 __global__ void __launch_bounds__(kThreads) copy_block_words(const __grid_constant__ CopyBlocksArgs a) {
   uint32_t index = blockIdx.x * kThreads + threadIdx.x;
   wait_for_previous();
   for (int64_t pair = blockIdx.y; pair < a.num_pairs; pair += gridDim.y) {
-    const int64_t from = read_index(a.pairs, pair * a.pair_stride, a.index_bytes), to = read_index(a.pairs, pair * a.pair_stride + a.side_stride, a.index_bytes);
+    const int64_t from = read_index(a.pairs, pair * a.pair_stride, a.index_bytes),
+                  to = read_index(a.pairs, pair * a.pair_stride + a.side_stride, a.index_bytes);
     const bool is_past = from >= a.num_blocks || to >= a.num_blocks;
     if (from < 0 || to < 0 || from == to) continue;
     if (is_past) {
@@ -76,7 +80,8 @@ kvx_status_t copy_blocks(const CopyBlocksParams& p, void* stream) {
   DeviceGuard guard(p.device);
   KVX_TRY(guard.status());
   if (p.num_pairs == 0) return KVX_STATUS_OK;
-  CopyBlocksArgs a{{}, p.pairs, p.pair_stride, p.side_stride, p.num_pairs, p.num_blocks, p.errors, p.num_boxes, p.index_bytes};
+  CopyBlocksArgs a{{},           p.pairs,  p.pair_stride, p.side_stride, p.num_pairs,
+                   p.num_blocks, p.errors, p.num_boxes,   p.index_bytes};
   int64_t words = 0;
   for (int i = 0; i < p.num_boxes; i++) {
     const BlockBox& box = p.box[i];
@@ -85,12 +90,19 @@ kvx_status_t copy_blocks(const CopyBlocksParams& p, void* stream) {
     const int width = common_alignment(bits);
     const int64_t count = box.run / width * box.count();
     BoxArgs& b = a.box[i];
-    b = BoxArgs{box.data, box.block, {box.step[0], box.step[1], box.step[2], box.step[3]}, make_fast_divider(box.run / width),
-                {make_fast_divider(box.size[0]), make_fast_divider(box.size[1]), make_fast_divider(box.size[2])}, uint32_t(count), width};
+    b = BoxArgs{box.data,
+                box.block,
+                {box.step[0], box.step[1], box.step[2], box.step[3]},
+                make_fast_divider(box.run / width),
+                {make_fast_divider(box.size[0]), make_fast_divider(box.size[1]), make_fast_divider(box.size[2])},
+                uint32_t(count),
+                width};
     words += count;
-    if (words > kMaxCount) return fail(KVX_STATUS_UNSUPPORTED, "a block has %lld words, more than one launch takes.", (long long)words);
+    if (words > kMaxCount)
+      return fail(KVX_STATUS_UNSUPPORTED, "a block has %lld words, more than one launch takes.", (long long)words);
   }
-  const dim3 grid(unsigned(divide_up(words, kThreads)), unsigned(p.num_pairs < 65535 ? p.num_pairs : 65535), 1), block(kThreads, 1, 1);
+  const dim3 grid(unsigned(divide_up(words, kThreads)), unsigned(p.num_pairs < 65535 ? p.num_pairs : 65535), 1),
+      block(kThreads, 1, 1);
   return launch_early("copy_block_words", copy_block_words, grid, block, stream, a);
 }
 

@@ -1,5 +1,6 @@
-// The content digest on a device. A warp takes 32 rows: each lane finds one's address and key, then all lanes read words of all of
-// them, so that neither is worked out more than once a row. Sums stay in registers; one atomic add a block of threads.
+// The content digest on a device. A warp takes 32 rows: each lane finds one's address and key, then all lanes read
+// words of all of them, so that neither is worked out more than once a row. Sums stay in registers; one atomic add a
+// block of threads.
 #include "move/digest.h"
 
 #include <string.h>
@@ -30,16 +31,17 @@ struct DigestArgs {
   FastDivider words;     // of a row
   FastDivider piece;     // words of a piece of it
   int64_t piece_stride;
-  uint32_t run_bytes;    // of a piece
+  uint32_t run_bytes;  // of a piece
   int32_t align;
   int32_t num_digits;
   DigestDigit digit[KVX_PLAN_MAX_DIGITS];
   unsigned long long* out;
 };
 
-// What a row's words are multiplied with. Read anew for every word, so in as few loads as can be, and only once the word itself is there: words are
-// asked for by the row's address alone, and no register holds a key while they are on their way.
-// 48 bytes apart, rows that lanes read side by side lie in different banks; 32 apart they do not, and rows in pieces take 13 % longer.
+// What a row's words are multiplied with. Read anew for every word, so in as few loads as can be, and only once the
+// word itself is there: words are asked for by the row's address alone, and no register holds a key while they are on
+// their way. 48 bytes apart, rows that lanes read side by side lie in different banks; 32 apart they do not, and rows
+// in pieces take 13 % longer.
 struct alignas(16) DigestRow {
   ulonglong2 k01_k23;
   ulonglong2 k45;  // the first of them
@@ -47,8 +49,8 @@ struct alignas(16) DigestRow {
 };
 static_assert(sizeof(DigestRow) == 48, "banks");
 
-// How a warp's lanes lie over its rows: along them where they are whole, one row a lane where they come in pieces (those of
-// neighbouring rows stand side by side); AT_ANY_ADDRESS takes rows of any length and alignment.
+// How a warp's lanes lie over its rows: along them where they are whole, one row a lane where they come in pieces
+// (those of neighbouring rows stand side by side); AT_ANY_ADDRESS takes rows of any length and alignment.
 enum Reading { WHOLE_ROWS, PIECES, AT_ANY_ADDRESS };
 
 // One word at any address; past the row's end it is zero.
@@ -57,7 +59,8 @@ __device__ __forceinline__ uint4 load_word(const char* p, uint32_t bytes, int al
   if (bytes >= kWordBytes && align >= 4) {
     for (int i = 0; i < 4; i++) x[i] = load_once<uint32_t>(p + 4 * i);
   } else {
-    for (uint32_t i = 0; i < bytes && i < kWordBytes; i++) x[i / 4] |= uint32_t(load_once<uint8_t>(p + i)) << (8 * (i % 4));
+    for (uint32_t i = 0; i < bytes && i < kWordBytes; i++)
+      x[i / 4] |= uint32_t(load_once<uint8_t>(p + i)) << (8 * (i % 4));
   }
   return make_uint4(x[0], x[1], x[2], x[3]);
 }
@@ -71,7 +74,8 @@ __global__ void __launch_bounds__(kThreads) digest_rows(const __grid_constant__ 
   const Here here = find_unit(a.tables, a.place, unit, ALL_UNITS, threadIdx.x == 0 && chunk == 0);
   uint64_t first = 0, second = 0;
   if (here.tokens) {
-    const uint32_t seq = a.tables.units_per_seq.divide(unit), position = (unit - seq * a.tables.units_per_seq.d) * a.tables.unit_tokens;
+    const uint32_t seq = a.tables.units_per_seq.divide(unit),
+                   position = (unit - seq * a.tables.units_per_seq.d) * a.tables.unit_tokens;
     const uint32_t mine = (chunk * kWarps + warp) * 32 + lane;
     DigestRow row = {};
     const char* place = nullptr;
@@ -91,7 +95,8 @@ __global__ void __launch_bounds__(kThreads) digest_rows(const __grid_constant__ 
         move_on_source(a.tables, a.place, byte, steps, &at);
         const RowKey key = row_key(row_seed(uint64_t(coordinate), seq, position + token, a.content));
         place = at.at[0];
-        row.k01_k23 = make_ulonglong2(key.k01, key.k23), row.k45.x = key.k45, row.word = first_word(uint64_t(coordinate));
+        row.k01_k23 = make_ulonglong2(key.k01, key.k23), row.k45.x = key.k45,
+        row.word = first_word(uint64_t(coordinate));
       }
     }
     found[warp][lane] = row, places[warp][lane] = place;
@@ -129,7 +134,8 @@ __global__ void __launch_bounds__(kThreads) digest_rows(const __grid_constant__ 
       }
     }
   }
-  for (int hop = 16; hop > 0; hop /= 2) first += __shfl_xor_sync(0xffffffffu, first, hop), second += __shfl_xor_sync(0xffffffffu, second, hop);
+  for (int hop = 16; hop > 0; hop /= 2)
+    first += __shfl_xor_sync(0xffffffffu, first, hop), second += __shfl_xor_sync(0xffffffffu, second, hop);
   __shared__ uint64_t sums[2][kWarps];
   if (threadIdx.x % 32 == 0) sums[0][threadIdx.x / 32] = first, sums[1][threadIdx.x / 32] = second;
   __syncthreads();
@@ -161,22 +167,27 @@ kvx_status_t digest(Bound* bound, uint64_t* out, void* stream) {
     int64_t rows = 1;
     for (int i = 0; i < job.num_digits; i++) {
       const Digit& d = job.digit[i];
-      args->digit[i] = DigestDigit{make_fast_divider(d.size), uint32_t(d.token), d.step[SRC], d.stride[SRC], d.stride[DST]};
+      args->digit[i] =
+          DigestDigit{make_fast_divider(d.size), uint32_t(d.token), d.step[SRC], d.stride[SRC], d.stride[DST]};
       rows *= d.size;
     }
     args->num_digits = job.num_digits;
     const int64_t piece = (job.run + kWordBytes - 1) / kWordBytes, words = piece * pieces.size;
-    args->words = make_fast_divider(words), args->piece = make_fast_divider(piece), args->piece_stride = pieces.stride[SRC];
+    args->words = make_fast_divider(words), args->piece = make_fast_divider(piece),
+    args->piece_stride = pieces.stride[SRC];
     args->run_bytes = uint32_t(job.run), args->align = job.align;
     const int64_t per_unit = (rows + kThreads - 1) / kThreads;
     int64_t blocks;
     if (rows > kMaxCount || words * 32 > kMaxCount || !mul_fits(per_unit, units, &blocks) || blocks > kMaxCount)
-      return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld rows are more than one launch takes.", (long long)units, (long long)rows);
+      return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld rows are more than one launch takes.", (long long)units,
+                  (long long)rows);
     args->rows = uint32_t(rows), args->per_unit = make_fast_divider(per_unit);
     args->out = reinterpret_cast<unsigned long long*>(out);
     if (blocks == 0) continue;
     const dim3 grid{unsigned(blocks)}, block(kThreads);
-    auto* kernel = !is_aligned ? &digest_rows<AT_ANY_ADDRESS> : pieces.size > 1 ? &digest_rows<PIECES> : &digest_rows<WHOLE_ROWS>;
+    auto* kernel = !is_aligned       ? &digest_rows<AT_ANY_ADDRESS>
+                   : pieces.size > 1 ? &digest_rows<PIECES>
+                                     : &digest_rows<WHOLE_ROWS>;
     KVX_TRY(launch("digest_rows", kernel, grid, block, stream, *args));
   }
   // Tables that did not fit the launches are let go with this call, so its kernels must have read them.
