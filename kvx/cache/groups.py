@@ -18,7 +18,7 @@ from kvx.cache.guard import Guard
 from kvx.cache.prefix import first_block
 from kvx.errors import BadArgument
 from kvx.layout.storage import allocate
-from kvx.ops.copy_blocks import copy_blocks
+from kvx.ops.move.copy_blocks import copy_blocks
 from kvx.spec.cache_spec import CacheSpec
 
 

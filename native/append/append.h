@@ -1,6 +1,7 @@
 // Norm, rotation and append: what their kernels are given. Made and checked by append.cpp; all strides are in bytes.
 //
-// The arithmetic every backend keeps, in f32, each step rounded once (kvx/ops/norm_rope.py is the same in torch):
+// The arithmetic every backend keeps, in f32, each step rounded once (kvx/ops/append/norm_rope.py is the same in
+// torch):
 //   sum      squares of eight neighbours add up as a tree of neighbours, ((0+1)+(2+3))+((4+5)+(6+7)); those sums,
 //            padded with zeros to a power of two m, add up by halves: s[i] += s[i + m/2], until one is left
 //   norm     x * (1 / sqrt(sum * f32(1/head_dim) + eps)), then times (weight + weight_offset)

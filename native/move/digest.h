@@ -1,5 +1,5 @@
-// The content digest: two sums modulo 2^64 over all words of 16 bytes. kvx/ops/digest.py has the same arithmetic in
-// torch.
+// The content digest: two sums modulo 2^64 over all words of 16 bytes. kvx/ops/move/digest.py has the same arithmetic
+// in torch.
 //
 // A word is four numbers of 32 bits, a row has six keys of 32 bits, and word j adds, with m = 2j + 1 and sums in
 // brackets modulo 2^32,

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import kvx
 from kvx.cli.main import app
 from kvx.ops import backend as backends
-from kvx.ops.attention_kernels import MOST_DIMS, MOST_PREFILL_DIMS, attention_kernel
+from kvx.ops.attention.kernels import MOST_DIMS, MOST_PREFILL_DIMS, attention_kernel
 
 NATIVE = Path(__file__).resolve().parents[2] / "native" / "attention"
 DIMS = [(64, 0), (80, 0), (96, 0), (112, 0), (128, 0), (160, 0), (192, 0), (192, 128), (224, 0), (256, 0), (512, 0)]

@@ -22,7 +22,7 @@ from kvx.cache.hybrid.schema import HybridSchema
 from kvx.cache.hybrid.store import LayerStore
 from kvx.errors import BadArgument, InternalError, OutOfBlocks
 from kvx.ops import backend as backends
-from kvx.ops.step import Step
+from kvx.ops.entry.step import Step
 
 
 class Request:

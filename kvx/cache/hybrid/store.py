@@ -10,7 +10,7 @@ from torch import Tensor
 from kvx.cache.hybrid.drafts import Drafts
 from kvx.cache.hybrid.schema import LayerSchema
 from kvx.cache.hybrid.window import Window
-from kvx.ops.tail import Tail
+from kvx.ops.entry.tail import Tail
 from kvx.quant.rows import RowPages
 
 

@@ -1,5 +1,5 @@
 // compress on the host. First the entries that close, each alone: their tokens are read where they are, in the step or
-// in the state. Then the state takes what stays open. kvx/ops/tail.py is the definition.
+// in the state. Then the state takes what stays open. kvx/ops/entry/tail.py is the definition.
 #include <math.h>
 #include <string.h>
 

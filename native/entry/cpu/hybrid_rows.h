@@ -1,5 +1,5 @@
 // One row of a hybrid cache on the host: its norm and rotation, its bytes and back, and where it stands.
-// kvx/quant/rows.py and kvx/ops/finish.py are the same arithmetic in torch, bit for bit.
+// kvx/quant/rows.py and kvx/ops/entry/finish.py are the same arithmetic in torch, bit for bit.
 #pragma once
 #include <vector>
 

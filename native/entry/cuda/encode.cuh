@@ -1,6 +1,6 @@
-// A row of a hybrid cache from f32 numbers to its page, by one warp: norm, rotation, Hadamard, codes. kvx/ops/finish.py
-// and kvx/quant/rows.py have the arithmetic. Rows of 512 in the usual formats stay in registers; the rest go by way of
-// shared memory.
+// A row of a hybrid cache from f32 numbers to its page, by one warp: norm, rotation, Hadamard, codes.
+// kvx/ops/entry/finish.py and kvx/quant/rows.py have the arithmetic. Rows of 512 in the usual formats stay in
+// registers; the rest go by way of shared memory.
 #pragma once
 #include <math.h>
 

@@ -14,10 +14,22 @@ from kvx.layout.gate import check_apart, check_memory
 from kvx.layout.pointers import CachePointers
 from kvx.ops import backend as backends
 from kvx.ops import compiled, native, scales
+from kvx.ops.append.norm_rope import (
+    PLAIN,
+    SCHEMA,
+    STYLES,
+    NormRope,
+    change,
+    check,
+    fill_args,
+    id_of,
+    is_usual,
+    keep_positions,
+    split,
+)
+from kvx.ops.append.write import write
 from kvx.ops.cache_view import OPTIONAL, CacheView, Scales, scales_of
 from kvx.ops.door_spec import door_spec, pointer_spec
-from kvx.ops.norm_rope import PLAIN, SCHEMA, STYLES, NormRope, change, check, fill_args, id_of, is_usual, keep_positions, split
-from kvx.ops.write import write
 from kvx.spec.cache_spec import CacheSpec
 
 _CALL = "qkv_norm_rope_append"

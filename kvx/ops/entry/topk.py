@@ -8,7 +8,8 @@ from torch import Tensor
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import fill, native, structs
+from kvx.ops import native, structs
+from kvx.ops.entry import fill
 
 
 def topk(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
-from kvx.ops.gather import gather
+from kvx.ops.append.gather import gather
 from kvx.spec.cache_spec import CacheSpec
 from kvx.tables import PackedTable
 

@@ -8,10 +8,11 @@ from torch import Tensor
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import fill, native, structs
-from kvx.ops.finish import check_finish, check_turn, finish_rows
-from kvx.ops.step import FLOATS, Step, check_entries, check_step, check_table
-from kvx.ops.tail import Tail
+from kvx.ops import native, structs
+from kvx.ops.entry import fill
+from kvx.ops.entry.finish import check_finish, check_turn, finish_rows
+from kvx.ops.entry.step import FLOATS, Step, check_entries, check_step, check_table
+from kvx.ops.entry.tail import Tail
 from kvx.quant.rows import RowPages
 
 _OVERLAP, _RUNNING, _HADAMARD = 1, 2, 4
@@ -38,7 +39,7 @@ def compress(
 ) -> None:
     """Always the same work for the same shapes: which windows close follows from positions, on the device.
 
-    An entry is, for each channel, the mean of its tokens' kv weighed by a softmax over their scores (kvx/ops/tail.py);
+    An entry is, for each channel, the mean of its tokens' kv weighed by a softmax over their scores (kvx/ops/entry/tail.py);
     then normed, rotated, coded and put into its page. The tail keeps what the next step needs.
     """
     call = "compress"

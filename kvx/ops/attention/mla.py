@@ -1,4 +1,4 @@
-"""attention_mla: queries over a latent cache (MLA). attention_body.py is what it does.
+"""attention_mla: queries over a latent cache (MLA). body.py is what it does.
 
 A latent cache holds one row a token: the latent, which is the value of every head and most of its key, and the rotary part, the
 rest of the key. In a spec it is one KV head whose K is the latent (head_dim) and whose V is the rotary part (v_head_dim), in one
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvx.ops import attention_body
-from kvx.ops.attention_body import Options, Queries
+from kvx.ops.attention import body
+from kvx.ops.attention.body import Options, Queries
 from kvx.ops.cache_view import CacheView, scales_of
 from kvx.spec.cache_spec import CacheSpec
 from kvx.tables import Table
@@ -51,4 +51,4 @@ def attention_mla(
     options = Options(float(scale), causal, window, soft_cap, max_query_len, max_seq_len, planned, latent=True)
     view = CacheView.of("attention_mla", cache, spec, scales_of(k_scale, v_scale, k_tensor_scale, v_tensor_scale), errors)
     queries = Queries(q, cu_seqlens, out, lse, sinks, workspace)
-    return attention_body.attend("attention_mla", queries, view, table, options, backend)
+    return body.attend("attention_mla", queries, view, table, options, backend)

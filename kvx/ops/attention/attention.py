@@ -1,4 +1,4 @@
-"""attention_decode, attention_varlen: queries over cached keys and values. attention_body.py is what they do."""
+"""attention_decode, attention_varlen: queries over cached keys and values. body.py is what they do."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvx.layout.pointers import CachePointers
-from kvx.ops import attention_body
 from kvx.ops import backend as backends
-from kvx.ops.attention_body import Options, Queries
+from kvx.ops.attention import body
+from kvx.ops.attention.body import Options, Queries
 from kvx.ops.cache_view import CacheView, scales_of
 from kvx.spec.cache_spec import CacheSpec
 from kvx.tables import Table
@@ -49,7 +49,7 @@ def attention_decode(
     options = Options(default_scale(scale, q), causal, window, soft_cap, 0, max_seq_len, planned)
     view = CacheView.of("attention_decode", cache, spec, scales_of(k_scale, v_scale, k_tensor_scale, v_tensor_scale), errors)
     queries = Queries(q, None, out, lse, sinks, workspace)
-    return attention_body.attend("attention_decode", queries, view, table, options, backend)
+    return body.attend("attention_decode", queries, view, table, options, backend)
 
 
 def attention_varlen(
@@ -85,7 +85,7 @@ def attention_varlen(
     options = Options(default_scale(scale, q), causal, window, soft_cap, max_query_len, max_seq_len, planned)
     view = CacheView.of("attention_varlen", cache, spec, scales_of(k_scale, v_scale, k_tensor_scale, v_tensor_scale), errors)
     queries = Queries(q, cu_seqlens, out, lse, sinks, workspace)
-    return attention_body.attend("attention_varlen", queries, view, table, options, backend)
+    return body.attend("attention_varlen", queries, view, table, options, backend)
 
 
 def attention_workspace_bytes(
@@ -99,10 +99,10 @@ def attention_workspace_bytes(
     """
     options = Options(1.0, causal, window, 0.0, max_query_len, max_seq_len, latent=latent)
     view = CacheView.of("attention_workspace_bytes", cache, spec)
-    attention_body.check_cache("attention_workspace_bytes", q, view, table, options)
+    body.check_cache("attention_workspace_bytes", q, view, table, options)
     if backends.choose("attention_workspace_bytes", backend, view.first) == "torch":
         return 0
-    return attention_body.workspace_bytes(Queries(q, cu_seqlens), view, table, options)
+    return body.workspace_bytes(Queries(q, cu_seqlens), view, table, options)
 
 
 def attention_plan(
@@ -117,10 +117,10 @@ def attention_plan(
     """
     options = Options(1.0, causal, window, 0.0, max_query_len, max_seq_len, latent=latent)
     view = CacheView.of("attention_plan", cache, spec, errors=errors)
-    attention_body.check_cache("attention_plan", q, view, table, options)
+    body.check_cache("attention_plan", q, view, table, options)
     if backends.choose("attention_plan", backend, view.first) == "torch":
         return
-    attention_body.call_native(attention_body.PLAN, Queries(q, cu_seqlens, workspace=workspace), view, table, options)
+    body.call_native(body.PLAN, Queries(q, cu_seqlens, workspace=workspace), view, table, options)
 
 
 def default_scale(scale: float | None, q: Tensor) -> float:

@@ -18,8 +18,8 @@ from kvx.layout.gate import check_buffers, check_memory
 from kvx.layout.plan import Plan
 from kvx.ops import backend as backends
 from kvx.ops import native
+from kvx.ops.move.transcode import BY_BLOCK, Rows
 from kvx.ops.structs import ABI_VERSION, ConvertArgs
-from kvx.ops.transcode import BY_BLOCK, Rows
 
 Buffers = Tensor | Sequence["Buffers"]
 _run, _run_unlocked = native.entry("kvx_run"), native.entry("kvx_run", keeps_lock=False)

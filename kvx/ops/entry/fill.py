@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.ops import native
-from kvx.ops.step import Step
+from kvx.ops.entry.step import Step
 from kvx.ops.structs import ABI_VERSION, Array, FinishArgs, RowsArgs, StepArgs
 from kvx.quant.rows import RowPages
 from kvx.spec.dtypes import DTYPES

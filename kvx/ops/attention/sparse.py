@@ -10,10 +10,11 @@ from torch import Tensor
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import fill, native, structs
-from kvx.ops.compress import entry_slots
-from kvx.ops.finish import check_finish, check_turn, turn
-from kvx.ops.step import FLOATS, INT32_MAX, Run, Step, check_entries, check_step, check_table
+from kvx.ops import native, structs
+from kvx.ops.entry import fill
+from kvx.ops.entry.compress import entry_slots
+from kvx.ops.entry.finish import check_finish, check_turn, turn
+from kvx.ops.entry.step import FLOATS, INT32_MAX, Run, Step, check_entries, check_step, check_table
 from kvx.quant.rows import RowPages
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange
-from kvx.ops.norm_rope import rms_norm
-from kvx.ops.step import FLOATS
+from kvx.ops.append.norm_rope import rms_norm
+from kvx.ops.entry.step import FLOATS
 
 
 def finish_rows(

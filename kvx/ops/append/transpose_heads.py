@@ -8,7 +8,7 @@ from torch import Tensor
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops.norm_rope import PLAIN, norm_rope
+from kvx.ops.append.norm_rope import PLAIN, norm_rope
 
 
 def transpose_heads(

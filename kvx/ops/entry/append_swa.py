@@ -8,9 +8,10 @@ from torch import Tensor
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import fill, native, structs
-from kvx.ops.finish import check_finish, check_turn, finish_rows
-from kvx.ops.step import FLOATS, INT32_MAX, Step, check_step
+from kvx.ops import native, structs
+from kvx.ops.entry import fill
+from kvx.ops.entry.finish import check_finish, check_turn, finish_rows
+from kvx.ops.entry.step import FLOATS, INT32_MAX, Step, check_step
 from kvx.quant.rows import RowPages
 
 

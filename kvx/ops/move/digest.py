@@ -25,8 +25,8 @@ from kvx.layout.place import num_buffers
 from kvx.layout.plan import plan
 from kvx.layout.shards import held_twice
 from kvx.ops import backend as backends
-from kvx.ops import convert as conversion
 from kvx.ops import native
+from kvx.ops.move import convert as conversion
 from kvx.spec.cache_spec import Spec
 
 _plan_load, _plan_free = native.entry("kvx_plan_load"), native.entry("kvx_plan_free")

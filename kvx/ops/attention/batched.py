@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvx.layout.pointers import CachePointers
-from kvx.ops import attention_body
-from kvx.ops.attention import default_scale
-from kvx.ops.attention_body import Options, Queries
+from kvx.ops.attention import body
+from kvx.ops.attention.attention import default_scale
+from kvx.ops.attention.body import Options, Queries
 from kvx.ops.cache_view import CacheView, scales_of
 from kvx.tables import cache_table
 
@@ -50,4 +50,4 @@ def attention_decode_batched(
     table = cache_table(caches, seq_lens, cache_ids=cache_ids)
     view = CacheView.of(_CALL, caches, caches.spec, scales_of(k_scale, v_scale, k_tensor_scale, v_tensor_scale), errors)
     queries = Queries(q, None, out, lse, sinks, workspace)
-    return attention_body.attend(_CALL, queries, view, table, options, backend)
+    return body.attend(_CALL, queries, view, table, options, backend)
