@@ -29,6 +29,15 @@ void begin_call(const char* name);
     if (!(condition)) return ::kvx::fail(KVX_STATUS_INVALID_ARGUMENT, __VA_ARGS__); \
   } while (0)
 
+// An op's call on a device, declared beside its parameters. In a build without nvcc the declaration is the stub too.
+#ifdef KVX_NO_CUDA
+kvx_status_t no_cuda();
+#define KVX_ON_DEVICE(name, Params) \
+  inline kvx_status_t name(const Params&, void*) { return no_cuda(); }
+#else
+#define KVX_ON_DEVICE(name, Params) kvx_status_t name(const Params& p, void* stream);
+#endif
+
 // Every C entry is one of these: it names the call for its sentences and lets no exception out. What throws inside is
 // memory that could not be had; code that OpenMP runs carries it here (cpu/carry.h).
 template <class Call>

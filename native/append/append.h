@@ -57,7 +57,7 @@ namespace cpu {
 kvx_status_t append(const AppendParams& p);
 }
 namespace cuda {
-kvx_status_t append(const AppendParams& p, void* stream);
+KVX_ON_DEVICE(append, AppendParams)
 }
 
 }  // namespace kvx

@@ -39,8 +39,8 @@ kvx_status_t attention_latent(const AttentionParams& p);
 }  // namespace cpu
 namespace cuda {
 uint64_t attention_workspace(const AttentionParams& p);
-kvx_status_t plan_attention(const AttentionParams& p, void* stream);
-kvx_status_t attention(const AttentionParams& p, void* stream);
+KVX_ON_DEVICE(plan_attention, AttentionParams)
+KVX_ON_DEVICE(attention, AttentionParams)
 }  // namespace cuda
 
 }  // namespace kvx

@@ -1,8 +1,9 @@
 // Merging partial attention: what its kernels are given. Strides in bytes.
 //
-// m = max(lse of the parts, sink); w = exp(lse - m); out = sum(w * out) / (sum(w) + exp(sink - m)); lse = m +
-// log(sum(w)). Parts whose lse is -inf are not read. Products and sums are rounded one
-// by one, in the order of the parts.
+//   m = max(lse of the parts, sink); w = exp(lse - m)
+//   out = sum(w * out) / (sum(w) + exp(sink - m)); lse = m + log(sum(w))
+//
+// Parts whose lse is -inf are not read. Products and sums are rounded one by one, in the order of the parts.
 #pragma once
 #include "check.h"
 #include "params.h"
@@ -29,7 +30,7 @@ namespace cpu {
 kvx_status_t merge(const MergeParams& p);
 }
 namespace cuda {
-kvx_status_t merge(const MergeParams& p, void* stream);
+KVX_ON_DEVICE(merge, MergeParams)
 }
 
 }  // namespace kvx

@@ -147,13 +147,13 @@ kvx_status_t topk(const TopkParams& p);
 kvx_status_t attention_sparse(const SparseParams& p);
 }  // namespace cpu
 namespace cuda {
-kvx_status_t append_swa(const AppendSwaParams& p, void* stream);
-kvx_status_t compress(const CompressParams& p, void* stream);
-kvx_status_t index_scores(const IndexScoresParams& p, void* stream);
+KVX_ON_DEVICE(append_swa, AppendSwaParams)
+KVX_ON_DEVICE(compress, CompressParams)
+KVX_ON_DEVICE(index_scores, IndexScoresParams)
 uint64_t topk_workspace(const TopkParams& p);
-kvx_status_t topk(const TopkParams& p, void* stream);
+KVX_ON_DEVICE(topk, TopkParams)
 uint64_t sparse_workspace(const SparseParams& p);
-kvx_status_t attention_sparse(const SparseParams& p, void* stream);
+KVX_ON_DEVICE(attention_sparse, SparseParams)
 }  // namespace cuda
 
 }  // namespace kvx

@@ -95,7 +95,7 @@ void digest(const Bound& bound, uint64_t out[2]);  // added to out
 }  // namespace cpu
 namespace cuda {
 kvx_status_t prepare_convert(Bound* bound);  // pinned memory checked, tables put on the device
-kvx_status_t convert(const Bound& bound, void* stream);
+KVX_ON_DEVICE(convert, Bound)
 kvx_status_t digest(Bound* bound, uint64_t* out, void* stream);  // out is on the device
 }  // namespace cuda
 

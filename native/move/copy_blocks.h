@@ -32,7 +32,7 @@ namespace cpu {
 kvx_status_t copy_blocks(const CopyBlocksParams& p);
 }
 namespace cuda {
-kvx_status_t copy_blocks(const CopyBlocksParams& p, void* stream);
+KVX_ON_DEVICE(copy_blocks, CopyBlocksParams)
 }
 
 }  // namespace kvx
