@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import torch
@@ -10,12 +11,34 @@ from torch import Tensor
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import native, structs
+from kvx.ops import native
 from kvx.ops.entry import fill
 from kvx.ops.entry.compress import entry_slots
 from kvx.ops.entry.finish import check_finish, check_turn, turn
 from kvx.ops.entry.step import FLOATS, INT32_MAX, Run, Step, check_entries, check_step, check_table
+from kvx.ops.structs import HEAD, TAIL, Array, RowsArgs, StepArgs
 from kvx.quant.rows import RowPages
+
+
+class SparseArgs(ctypes.Structure):
+    """kvx_attention_sparse_args_t: the arguments of kvx_attention_sparse, as a C program fills them."""
+
+    _fields_ = [
+        *HEAD,
+        *((name, Array) for name in ("q", "out", "lse", "sinks")),
+        ("window", RowsArgs),
+        ("positions", Array),
+        ("fresh", RowsArgs),
+        ("entries", RowsArgs),
+        *((name, Array) for name in ("block_table", "selected", "cos", "sin")),
+        ("step", StepArgs),
+        *((name, ctypes.c_int64) for name in ("ratio", "window_tokens", "max_entries")),
+        ("scale", ctypes.c_float),
+        ("reserved32", ctypes.c_uint32),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_uint64),
+        *TAIL,
+    ]
 
 
 class Reads(NamedTuple):
@@ -132,9 +155,9 @@ def attention_sparse_workspace_bytes(
     return fill.workspace_bytes("kvx_attention_sparse_workspace", args)
 
 
-def _args(q: Tensor, reads: Reads, step: Step, scale: float, errors: Tensor | None = None) -> structs.SparseArgs:
+def _args(q: Tensor, reads: Reads, step: Step, scale: float, errors: Tensor | None = None) -> SparseArgs:
     like = reads.window.pages
-    args: structs.SparseArgs = fill.start(structs.SparseArgs(), like, errors)
+    args: SparseArgs = fill.start(SparseArgs(), like, errors)
     fill.array(args.q, "q", q, like)
     for name in ("positions", "block_table", "selected"):
         fill.array(getattr(args, name), name, getattr(reads, name), like)

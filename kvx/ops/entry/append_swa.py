@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import native, structs
+from kvx.ops import native
 from kvx.ops.entry import fill
 from kvx.ops.entry.finish import check_finish, check_turn, finish_rows
 from kvx.ops.entry.step import FLOATS, INT32_MAX, Step, check_step
+from kvx.ops.structs import HEAD, TAIL, Array, FinishArgs, RowsArgs, StepArgs
 from kvx.quant.rows import RowPages
+
+
+class AppendSwaArgs(ctypes.Structure):
+    """kvx_append_swa_args_t: the arguments of kvx_append_swa, as a C program fills them."""
+
+    _fields_ = [
+        *HEAD,
+        ("window", RowsArgs),
+        ("positions", Array),
+        ("x", Array),
+        ("finish", FinishArgs),
+        ("step", StepArgs),
+        *TAIL,
+    ]
 
 
 def append_swa(
@@ -38,7 +55,7 @@ def append_swa(
         check_memory(call, window=window.pages, positions=positions, x=x, step=step, finish=(weight, cos, sin), errors=errors)
     _check(call, window, positions, x)
     if backends.choose(call, backend, window.pages) != "torch":
-        args = fill.start(structs.AppendSwaArgs(), window.pages, errors)
+        args = fill.start(AppendSwaArgs(), window.pages, errors)
         fill.rows(args.window, "window", window, window.pages)
         fill.array(args.positions, "positions", positions, window.pages)
         fill.array(args.x, "x", x, window.pages)

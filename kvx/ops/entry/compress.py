@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import native, structs
+from kvx.ops import native
 from kvx.ops.entry import fill
 from kvx.ops.entry.finish import check_finish, check_turn, finish_rows
 from kvx.ops.entry.step import FLOATS, Step, check_entries, check_step, check_table
 from kvx.ops.entry.tail import Tail
+from kvx.ops.structs import HEAD, TAIL, Array, FinishArgs, RowsArgs, StepArgs
 from kvx.quant.rows import RowPages
 
 _OVERLAP, _RUNNING, _HADAMARD = 1, 2, 4
+
+
+class CompressArgs(ctypes.Structure):
+    """kvx_compress_args_t: the arguments of kvx_compress, as a C program fills them."""
+
+    _fields_ = [
+        *HEAD,
+        *((name, Array) for name in ("state", "kv", "score", "bias")),
+        ("finish", FinishArgs),
+        ("entries", RowsArgs),
+        ("block_table", Array),
+        ("num_shared", Array),
+        ("step", StepArgs),
+        ("ratio", ctypes.c_int64),
+        *TAIL,
+    ]
 
 
 def compress(
@@ -51,7 +70,7 @@ def compress(
     _check(call, tail, kv, score, entries, bias, has_hadamard=hadamard)
     if backends.choose(call, backend, entries.pages) != "torch":
         like = entries.pages
-        args = fill.start(structs.CompressArgs(), like, errors)
+        args = fill.start(CompressArgs(), like, errors)
         args.flags = _OVERLAP * tail.overlap | _RUNNING * tail.is_running | _HADAMARD * hadamard
         args.ratio = tail.ratio
         for name, x in (("state", tail.state), ("kv", kv), ("score", score), ("bias", bias), ("block_table", block_table)):

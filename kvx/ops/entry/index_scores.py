@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import native, structs
+from kvx.ops import native
 from kvx.ops.entry import fill
 from kvx.ops.entry.compress import entry_slots
 from kvx.ops.entry.finish import hadamard as rotate
 from kvx.ops.entry.step import FLOATS, Step, check_entries, check_step, check_table
+from kvx.ops.structs import HEAD, TAIL, Array, RowsArgs, StepArgs
 from kvx.quant.rows import RowPages
+
+
+class IndexScoresArgs(ctypes.Structure):
+    """kvx_index_scores_args_t: the arguments of kvx_index_scores, as a C program fills them."""
+
+    _fields_ = [
+        *HEAD, ("q", Array), ("weights", Array), ("keys", RowsArgs), ("block_table", Array), ("scores", Array), ("step", StepArgs),
+        ("ratio", ctypes.c_int64), *TAIL,
+    ]  # fmt: skip
 
 
 def index_scores(
@@ -55,7 +67,7 @@ def index_scores(
         q = rotate(q).to(torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32)
     if backends.choose(call, backend, keys.pages) != "torch":
         like = keys.pages
-        args = fill.start(structs.IndexScoresArgs(), like, errors)
+        args = fill.start(IndexScoresArgs(), like, errors)
         args.ratio = ratio
         for name, x in (("q", q), ("weights", weights), ("block_table", block_table), ("scores", out)):
             fill.array(getattr(args, name), name, x, like)

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
-from kvx.ops import native, structs
+from kvx.ops import native
 from kvx.ops.entry import fill
+from kvx.ops.structs import HEAD, TAIL, Array
+
+
+class TopkArgs(ctypes.Structure):
+    """kvx_topk_args_t: the arguments of kvx_topk, as a C program fills them."""
+
+    _fields_ = [
+        *HEAD,
+        *((name, Array) for name in ("scores", "lengths", "indices")),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_uint64),
+        *TAIL[1:],
+    ]
 
 
 def topk(
@@ -68,8 +83,8 @@ def topk_workspace_bytes(num_tokens: int, entries: int, k: int, device: torch.de
     return fill.workspace_bytes("kvx_topk_workspace", _args(scores, None, out))
 
 
-def _args(scores: Tensor, lengths: Tensor | None, out: Tensor) -> structs.TopkArgs:
-    args: structs.TopkArgs = fill.start(structs.TopkArgs(), scores)
+def _args(scores: Tensor, lengths: Tensor | None, out: Tensor) -> TopkArgs:
+    args: TopkArgs = fill.start(TopkArgs(), scores)
     for name, x in (("scores", scores), ("lengths", lengths), ("indices", out)):
         fill.array(getattr(args, name), name, x, scores)
     return args
