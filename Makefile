@@ -18,7 +18,7 @@ GPU_BUILD ?= build/gpu
 # cmake and ninja come from the environment, so that the machine needs neither.
 CMAKE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake
 
-.PHONY: demo test test-fast build lint unit sweep clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
+.PHONY: demo test test-fast build lint format unit sweep clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
 
 demo: build
 	$(PY) -m kvx generate
@@ -37,10 +37,17 @@ build: $(VENV)/ready
 	$(CMAKE) --build $(BUILD)
 	$(CMAKE) --install $(BUILD) >/dev/null
 
+C_FILES = git ls-files -z '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 lint:
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(C_FILES) | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
 	$(VENV)/bin/mypy
+
+# What lint asks of the layout of code, done.
+format:
+	$(VENV)/bin/ruff format .
+	$(C_FILES) | xargs -0 $(VENV)/bin/clang-format -i
 
 # For the loop at the desk; tests/fast.py says what is left out.
 test-fast: build

@@ -35,7 +35,7 @@ extern "C" {
 #define KVX_ABI_VERSION ((KVX_ABI_VERSION_MAJOR << 16) | KVX_ABI_VERSION_MINOR)
 #define KVX_MAX_TENSOR_DIMS 5
 
-/* ------------------------------------------------------------------ enums: values are for ever, all are C int (4 bytes) */
+/* ------------------------------------------------------------- enums: values are for ever, all are C int (4 bytes) */
 
 typedef enum kvx_status_t {
   KVX_STATUS_OK = 0,
@@ -171,11 +171,11 @@ typedef struct kvx_block_table_t {
 } kvx_block_table_t;
 
 typedef struct kvx_slot_mapping_t {
-  uint32_t size;         /* bytes of this struct                                                         */
-  kvx_dtype_t dtype;     /* S32 or S64                                                                   */
-  uint32_t token_count;  /* slots; equals the number of IO tokens                                        */
-  int64_t invalid_slot;  /* this slot is skipped, and so is every negative one                           */
-  const void* slots;     /* borrowed; block_id * block_size + offset for each token                      */
+  uint32_t size;        /* bytes of this struct                                                         */
+  kvx_dtype_t dtype;    /* S32 or S64                                                                   */
+  uint32_t token_count; /* slots; equals the number of IO tokens                                        */
+  int64_t invalid_slot; /* this slot is skipped, and so is every negative one                           */
+  const void* slots;    /* borrowed; block_id * block_size + offset for each token                      */
 } kvx_slot_mapping_t;
 
 typedef struct kvx_seq_lens_t {
@@ -240,19 +240,19 @@ typedef struct kvx_array_t {
 
 /* K or V of one cache layer, with the scales that give its bytes a meaning. */
 typedef struct kvx_plane_t {
-  kvx_array_t data;            /* the elements; shape as `layout` says                                   */
-  kvx_array_t scale;           /* axes as `granularity` says. Per token-head and per group: written by
-                                  kvx_write. Coarser: read. data NULL = no scale, or inline              */
-  const float* tensor_scale;   /* borrowed; one F32 that multiplies every scale (nvfp4's global scale,
-                                  v1's k_scale); NULL = 1                                                */
-  int32_t layout;              /* kvx_layout_t                                                           */
-  int32_t granularity;         /* kvx_scale_granularity_t; NONE for F16, BF16, F32                       */
-  uint32_t group_size;         /* elements under one scale, PER_GROUP only, else 0; divides head_dim     */
-  uint32_t flags;              /* KVX_PLANE_FLAG_*; unknown bits must be 0                               */
-  int64_t scale_offset;        /* inline: bytes from a (token, head) row's first byte to its scales      */
-  int32_t scale_dtype;         /* inline: kvx_dtype_t of the scales; separate: ignored                   */
-  uint32_t reserved32;         /* 0                                                                      */
-  uint64_t reserved[2];        /* 0                                                                      */
+  kvx_array_t data;          /* the elements; shape as `layout` says                                   */
+  kvx_array_t scale;         /* axes as `granularity` says. Per token-head and per group: written by
+                                kvx_write. Coarser: read. data NULL = no scale, or inline              */
+  const float* tensor_scale; /* borrowed; one F32 that multiplies every scale (nvfp4's global scale,
+                                v1's k_scale); NULL = 1                                                */
+  int32_t layout;            /* kvx_layout_t                                                           */
+  int32_t granularity;       /* kvx_scale_granularity_t; NONE for F16, BF16, F32                       */
+  uint32_t group_size;       /* elements under one scale, PER_GROUP only, else 0; divides head_dim     */
+  uint32_t flags;            /* KVX_PLANE_FLAG_*; unknown bits must be 0                               */
+  int64_t scale_offset;      /* inline: bytes from a (token, head) row's first byte to its scales      */
+  int32_t scale_dtype;       /* inline: kvx_dtype_t of the scales; separate: ignored                   */
+  uint32_t reserved32;       /* 0                                                                      */
+  uint64_t reserved[2];      /* 0                                                                      */
 } kvx_plane_t;
 
 /* One layer's cache. */
@@ -341,37 +341,37 @@ typedef struct kvx_amax_args_t {
 
 #define KVX_ATTENTION_CAUSAL 1u  /* query i of n sees positions up to seq_len - n + i; else all        */
 #define KVX_ATTENTION_PLANNED 2u /* the workspace holds kvx_attention_plan's work for these lengths    */
-#define KVX_ATTENTION_LATENT 4u  /* MLA: cache.k holds latent rows, cache.v their rotary parts, one KV head
-                                    of each. q is [T, Hq, Dk + Dv], a key is latent | rotary, a value is the
-                                    latent again: out is [T, Hq, Dk]                                        */
+/* MLA: cache.k holds latent rows, cache.v their rotary parts, one KV head of each. q is [T, Hq, Dk + Dv], a key is
+ * latent | rotary, a value is the latent again: out is [T, Hq, Dk]. */
+#define KVX_ATTENTION_LATENT 4u
 
 /* Attention of queries over cached keys and values, softmax in f32. */
 typedef struct kvx_attention_args_t {
-  uint32_t version;         /* KVX_ABI_VERSION of the producer                                           */
-  uint32_t struct_bytes;    /* sizeof(kvx_attention_args_t) at the producer                              */
-  uint64_t flags;           /* KVX_ATTENTION_*; unknown bits must be 0                                   */
-  kvx_array_t q;            /* [T, Hq, Dk], F16, BF16 or F32; Hq a multiple of the cache's heads: query
-                               head h reads KV head h / (Hq / H)                                         */
-  kvx_array_t out;          /* [T, Hq, Dv], F16, BF16 or F32                                             */
-  kvx_array_t lse;          /* [T, Hq] F32: natural logarithm of the sum of exponentials, without the
-                               sink; -inf where nothing is seen. Absent = not wanted                     */
-  kvx_table_t table;        /* which blocks, how many tokens (seq_lens counts after the append)          */
-  kvx_array_t cu_seqlens;   /* queries of sequence s are rows [cu[s], cu[s+1]); [S + 1], S32 or S64.
-                               Absent = T / S rows each                                                  */
-  kvx_array_t sinks;        /* [Hq] F32: a logit that takes part in the sum and has no value; absent = none */
-  float softmax_scale;      /* multiplies q.k; never 0                                                   */
-  float soft_cap;           /* c > 0: c * tanh(score / c) instead of the score; 0 = none                 */
-  int64_t window;           /* positions a query sees back from its last, that one included; 0 = all     */
-  int64_t max_query_len;    /* bound of the queries of one sequence; 0 = T                               */
-  int64_t max_seq_len;      /* bound of seq_lens: work is shared out for it; 0 = as the table allows     */
-  void* workspace;          /* kvx_attention_workspace bytes where the cache lives, 16-byte aligned;
-                               host calls need none                                                      */
-  uint64_t workspace_bytes; /* bytes there                                                               */
-  uint64_t* errors;         /* as in kvx_write_args_t; positions of a bad block id are not seen          */
+  uint32_t version;          /* KVX_ABI_VERSION of the producer                                           */
+  uint32_t struct_bytes;     /* sizeof(kvx_attention_args_t) at the producer                              */
+  uint64_t flags;            /* KVX_ATTENTION_*; unknown bits must be 0                                   */
+  kvx_array_t q;             /* [T, Hq, Dk], F16, BF16 or F32; Hq a multiple of the cache's heads: query
+                                head h reads KV head h / (Hq / H)                                         */
+  kvx_array_t out;           /* [T, Hq, Dv], F16, BF16 or F32                                             */
+  kvx_array_t lse;           /* [T, Hq] F32: natural logarithm of the sum of exponentials, without the
+                                sink; -inf where nothing is seen. Absent = not wanted                     */
+  kvx_table_t table;         /* which blocks, how many tokens (seq_lens counts after the append)          */
+  kvx_array_t cu_seqlens;    /* queries of sequence s are rows [cu[s], cu[s+1]); [S + 1], S32 or S64.
+                                Absent = T / S rows each                                                  */
+  kvx_array_t sinks;         /* [Hq] F32: a logit that takes part in the sum and has no value; absent = none */
+  float softmax_scale;       /* multiplies q.k; never 0                                                   */
+  float soft_cap;            /* c > 0: c * tanh(score / c) instead of the score; 0 = none                 */
+  int64_t window;            /* positions a query sees back from its last, that one included; 0 = all     */
+  int64_t max_query_len;     /* bound of the queries of one sequence; 0 = T                               */
+  int64_t max_seq_len;       /* bound of seq_lens: work is shared out for it; 0 = as the table allows     */
+  void* workspace;           /* kvx_attention_workspace bytes where the cache lives, 16-byte aligned;
+                                host calls need none                                                      */
+  uint64_t workspace_bytes;  /* bytes there                                                               */
+  uint64_t* errors;          /* as in kvx_write_args_t; positions of a bad block id are not seen          */
   const int64_t* k_pointers; /* [num_blocks], adjacent, where the cache lives: the address of each block of
                                K, as in kvx_append_args_t, or 0: no block. k.data is then NULL. NULL = one buffer */
   const int64_t* v_pointers; /* the same for V; both or neither                                          */
-  uint64_t reserved[2];     /* 0                                                                         */
+  uint64_t reserved[2];      /* 0                                                                         */
 } kvx_attention_args_t;
 
 /* How pairs of elements rotate. */
@@ -458,7 +458,8 @@ typedef enum kvx_row_flags_t {
   KVX_ROWS_TIES_DOWN = 4    /* E2M1: ties go to the smaller magnitude, and -0 becomes 0                  */
 } kvx_row_flags_t;
 
-/* Pages of `rows` rows each: the elements of all rows, then the scales of all rows, then padding. A slot is page * rows + row. */
+/* Pages of `rows` rows each: the elements of all rows, then the scales of all rows, then padding. A slot is page * rows
+ * + row. */
 typedef struct kvx_rows_t {
   kvx_array_t pages;    /* U8 [num_pages, page_bytes], bytes of a page adjacent; ndim 0 = absent         */
   int64_t rows;         /* of a page                                                                     */
@@ -474,21 +475,22 @@ typedef struct kvx_rows_t {
   uint64_t reserved[2]; /* 0                                                                             */
 } kvx_rows_t;
 
-/* The tokens of a step: sequence s has rows [cu_seqlens[s], cu_seqlens[s + 1]) of every [T, ...] array, at positions starts[s] and
- * on, of the request whose slot is slots[s]. A negative slot skips its tokens, and so are tokens behind the last sequence. A slot
- * is in a step once. All S32, adjacent. */
+/* The tokens of a step: sequence s has rows [cu_seqlens[s], cu_seqlens[s + 1]) of every [T, ...] array, at positions
+ * starts[s] and on, of the request whose slot is slots[s]. A negative slot skips its tokens, and so are tokens behind
+ * the last sequence. A slot is in a step once. All S32, adjacent. */
 typedef struct kvx_step_t {
   kvx_array_t slots;      /* [S]                                                                         */
   kvx_array_t cu_seqlens; /* [S + 1], not falling                                                        */
   kvx_array_t starts;     /* [S], 0 or more                                                              */
 } kvx_step_t;
 
-/* RMSNorm (no weight: none), then rotation of the last 2 * columns elements, pairs (2i, 2i + 1); f32, as kvx_norm_rope_t. */
+/* RMSNorm (no weight: none), then rotation of the last 2 * columns elements, pairs (2i, 2i + 1); f32, as
+ * kvx_norm_rope_t. */
 typedef struct kvx_finish_t {
-  kvx_array_t weight; /* [dim], F16, BF16 or F32, adjacent; ndim 0 = no norm                             */
-  kvx_array_t cos;    /* F32 [max_positions, rope_dim / 2], columns adjacent; ndim 0 = no rotation       */
-  kvx_array_t sin;    /* the same                                                                        */
-  float eps;          /* under the root                                                                  */
+  kvx_array_t weight;  /* [dim], F16, BF16 or F32, adjacent; ndim 0 = no norm                             */
+  kvx_array_t cos;     /* F32 [max_positions, rope_dim / 2], columns adjacent; ndim 0 = no rotation       */
+  kvx_array_t sin;     /* the same                                                                        */
+  float eps;           /* under the root                                                                  */
   uint32_t reserved32; /* 0                                                                              */
 } kvx_finish_t;
 
@@ -502,16 +504,17 @@ typedef struct kvx_append_swa_args_t {
   kvx_array_t x;         /* [T, dim], F16, BF16 or F32                                                   */
   kvx_finish_t finish;   /* what is done to x first                                                      */
   kvx_step_t step;
-  uint64_t* errors;      /* slots and positions outside are added to it; NULL = not counted              */
-  int32_t memory;        /* kvx_memory_type_t of every pointer                                           */
-  int32_t device;        /* device ordinal; -1 = current                                                 */
-  uint64_t reserved[4];  /* 0                                                                            */
+  uint64_t* errors;     /* slots and positions outside are added to it; NULL = not counted              */
+  int32_t memory;       /* kvx_memory_type_t of every pointer                                           */
+  int32_t device;       /* device ordinal; -1 = current                                                 */
+  uint64_t reserved[4]; /* 0                                                                            */
 } kvx_append_swa_args_t;
 
 typedef enum kvx_compress_flags_t {
-  KVX_COMPRESS_OVERLAP = 1,  /* rows of kv and score are (ovl, cur): what a token gives to the next entry and to its own */
-  KVX_COMPRESS_RUNNING = 2,  /* the state is largest score, sum of weights, mean; not with OVERLAP       */
-  KVX_COMPRESS_HADAMARD = 4  /* entries are rotated by an orthonormal Walsh-Hadamard matrix; dim is a power of two */
+  KVX_COMPRESS_OVERLAP =
+      1, /* rows of kv and score are (ovl, cur): what a token gives to the next entry and to its own */
+  KVX_COMPRESS_RUNNING = 2, /* the state is largest score, sum of weights, mean; not with OVERLAP       */
+  KVX_COMPRESS_HADAMARD = 4 /* entries are rotated by an orthonormal Walsh-Hadamard matrix; dim is a power of two */
 } kvx_compress_flags_t;
 
 typedef struct kvx_compress_args_t {
@@ -525,14 +528,15 @@ typedef struct kvx_compress_args_t {
   kvx_array_t bias;        /* F32 [ratio, parts * dim], adjacent: added to scores; ndim 0 = none         */
   kvx_finish_t finish;     /* of entries; entry j is rotated as position j * ratio                       */
   kvx_rows_t entries;      /* where they go                                                              */
-  kvx_array_t block_table; /* S32 [slots, columns]: pages of entries; entry j of a slot is row j % rows of page [slot, j / rows] */
+  kvx_array_t block_table; /* S32 [slots, columns]: pages of entries; entry j of a slot is row j % rows of page [slot, j
+                              / rows] */
   kvx_array_t num_shared;  /* S32 [slots]: entries of tokens before this position are not written; ndim 0 = all are */
   kvx_step_t step;
-  int64_t ratio;           /* tokens of an entry                                                         */
-  uint64_t* errors;        /* slots, pages and positions outside are added to it; NULL = not counted     */
-  int32_t memory;          /* kvx_memory_type_t of every pointer                                         */
-  int32_t device;          /* device ordinal; -1 = current                                               */
-  uint64_t reserved[4];    /* 0                                                                          */
+  int64_t ratio;        /* tokens of an entry                                                         */
+  uint64_t* errors;     /* slots, pages and positions outside are added to it; NULL = not counted     */
+  int32_t memory;       /* kvx_memory_type_t of every pointer                                         */
+  int32_t device;       /* device ordinal; -1 = current                                               */
+  uint64_t reserved[4]; /* 0                                                                          */
 } kvx_compress_args_t;
 
 typedef struct kvx_index_scores_args_t {
@@ -546,11 +550,11 @@ typedef struct kvx_index_scores_args_t {
   kvx_array_t scores;      /* F32 [T, E], columns adjacent: sum over heads of weight * max(q.key, 0), -inf for entries
                               that a token may not read: those from (position + 1) / ratio on            */
   kvx_step_t step;
-  int64_t ratio;           /* tokens of an entry                                                         */
-  uint64_t* errors;        /* slots and pages outside are added to it (their scores are -inf); NULL = not counted */
-  int32_t memory;          /* kvx_memory_type_t of every pointer                                         */
-  int32_t device;          /* device ordinal; -1 = current                                               */
-  uint64_t reserved[4];    /* 0                                                                          */
+  int64_t ratio;        /* tokens of an entry                                                         */
+  uint64_t* errors;     /* slots and pages outside are added to it (their scores are -inf); NULL = not counted */
+  int32_t memory;       /* kvx_memory_type_t of every pointer                                         */
+  int32_t device;       /* device ordinal; -1 = current                                               */
+  uint64_t reserved[4]; /* 0                                                                          */
 } kvx_index_scores_args_t;
 
 typedef struct kvx_topk_args_t {
@@ -569,22 +573,24 @@ typedef struct kvx_topk_args_t {
 } kvx_topk_args_t;
 
 typedef struct kvx_attention_sparse_args_t {
-  uint32_t version;         /* KVX_ABI_VERSION of the producer                                           */
-  uint32_t struct_bytes;    /* sizeof(kvx_attention_sparse_args_t) at the producer                       */
-  uint64_t flags;           /* 0                                                                         */
-  kvx_array_t q;            /* [T, H, dim], F16, BF16 or F32                                             */
-  kvx_array_t out;          /* [T, H, dim], F16, BF16 or F32                                             */
-  kvx_array_t lse;          /* F32 [T, H], natural, without the sink; ndim 0 = not wanted                */
-  kvx_array_t sinks;        /* F32 [H]; ndim 0 = none                                                    */
-  kvx_rows_t window;        /* as in kvx_append_swa_args_t: keys, which are values too                   */
-  kvx_array_t positions;    /* S32 [num_pages, rows] of the window's rows                                */
-  kvx_rows_t fresh;         /* rows of this step's tokens: they are read here and not in the window; absent = they are in the window */
-  kvx_rows_t entries;       /* absent = none                                                             */
-  kvx_array_t block_table;  /* S32 [slots, columns] of entries                                           */
-  kvx_array_t selected;     /* S32 [T, k]: entries that a token reads, negative = none, none twice; ndim 0 = all up to its own */
-  kvx_array_t cos;          /* F32 [max_positions, rope_dim / 2], columns adjacent: out is turned back by its token's position;
-                               ndim 0 = it is not                                                        */
-  kvx_array_t sin;          /* the same                                                                  */
+  uint32_t version;      /* KVX_ABI_VERSION of the producer                                           */
+  uint32_t struct_bytes; /* sizeof(kvx_attention_sparse_args_t) at the producer                       */
+  uint64_t flags;        /* 0                                                                         */
+  kvx_array_t q;         /* [T, H, dim], F16, BF16 or F32                                             */
+  kvx_array_t out;       /* [T, H, dim], F16, BF16 or F32                                             */
+  kvx_array_t lse;       /* F32 [T, H], natural, without the sink; ndim 0 = not wanted                */
+  kvx_array_t sinks;     /* F32 [H]; ndim 0 = none                                                    */
+  kvx_rows_t window;     /* as in kvx_append_swa_args_t: keys, which are values too                   */
+  kvx_array_t positions; /* S32 [num_pages, rows] of the window's rows                                */
+  kvx_rows_t
+      fresh; /* rows of this step's tokens: they are read here and not in the window; absent = they are in the window */
+  kvx_rows_t entries;      /* absent = none                                                             */
+  kvx_array_t block_table; /* S32 [slots, columns] of entries                                           */
+  kvx_array_t
+      selected;    /* S32 [T, k]: entries that a token reads, negative = none, none twice; ndim 0 = all up to its own */
+  kvx_array_t cos; /* F32 [max_positions, rope_dim / 2], columns adjacent: out is turned back by its token's position;
+                      ndim 0 = it is not                                                        */
+  kvx_array_t sin; /* the same                                                                  */
   kvx_step_t step;
   int64_t ratio;            /* tokens of an entry                                                        */
   int64_t window_tokens;    /* a token sees so many positions, its own included                          */
@@ -612,28 +618,30 @@ typedef struct kvx_copy_blocks_args_t {
 
 /* What this library was built with and found on this machine. Strings live as long as the library. */
 typedef struct kvx_build_info_t {
-  uint32_t struct_bytes;   /* in: sizeof at the caller                                                   */
-  uint32_t has_cuda;       /* 1 = device code is in the library                                          */
-  const char* cuda_archs;  /* "80,90a,120+PTX"; "" without CUDA                                          */
-  const char* simd;        /* "avx512", "avx2", "neon" or "plain": what this machine runs                */
-  int32_t max_threads;     /* OpenMP threads a host call may use; 1 without OpenMP                       */
-  int32_t cuda_devices;    /* devices usable now; 0 without a driver                                     */
-  int32_t cuda_runtime;    /* CUDA runtime version, 1000 * major + 10 * minor; 0 without CUDA            */
-  int32_t cuda_driver;     /* the same for the driver; 0 = no driver                                     */
+  uint32_t struct_bytes;  /* in: sizeof at the caller                                                   */
+  uint32_t has_cuda;      /* 1 = device code is in the library                                          */
+  const char* cuda_archs; /* "80,90a,120+PTX"; "" without CUDA                                          */
+  const char* simd;       /* "avx512", "avx2", "neon" or "plain": what this machine runs                */
+  int32_t max_threads;    /* OpenMP threads a host call may use; 1 without OpenMP                       */
+  int32_t cuda_devices;   /* devices usable now; 0 without a driver                                     */
+  int32_t cuda_runtime;   /* CUDA runtime version, 1000 * major + 10 * minor; 0 without CUDA            */
+  int32_t cuda_driver;    /* the same for the driver; 0 = no driver                                     */
 } kvx_build_info_t;
 
 /* ------------------------------------------------------------------ conversion (v1.2)
  * A plan says how the bytes of one cache become those of another. It holds no address, so one plan serves many runs.
  * As bytes it is flat and little-endian: one kvx_plan_header_t, num_boxes times kvx_plan_box_t, num_cells times
- * kvx_plan_cell_t, then num_src_sizes and num_dst_sizes pairs (uint64_t count, uint64_t bytes): so many buffers in a row have so many bytes.
- * kvx.plan() makes one in Python; kvx_plan_load reads it.
+ * kvx_plan_cell_t, then num_src_sizes and num_dst_sizes pairs (uint64_t count, uint64_t bytes): so many buffers in a
+ * row have so many bytes. kvx.plan() makes one in Python; kvx_plan_load reads it.
  *
  * A box is a rectangle of elements through which both sides step evenly. For one unit of tokens in block `b`, it moves
- *   run_bytes from  src_buffers[src.buffer + b*src.block_step + sum(i*src_step)] + src.offset + b*src.block + t(src) + sum(i*src)
- *   to the same of dst, over all i of its digits, where t(side) = (u / token_split) * token_outer + (u % token_split) * token_inner
+ *   run_bytes from  src_buffers[src.buffer + b*src.block_step + sum(i*src_step)]
+ *                   + src.offset + b*src.block + t(src) + sum(i*src)
+ *   to the same of dst, over all i of its digits,
+ *   where t(side) = (u / token_split) * token_outer + (u % token_split) * token_inner
  * and u is the token of the block at which the unit starts (0 where both sides have one block size).
- * Where elements change their format, the box has a cell: its digits then are layers, heads and tokens, and each of their
- * indices names one row of head_dim elements, read by the source's format and written by the destination's. */
+ * Where elements change their format, the box has a cell: its digits then are layers, heads and tokens, and each of
+ * their indices names one row of head_dim elements, read by the source's format and written by the destination's. */
 #define KVX_PLAN_MAGIC 0x5058564bu /* the bytes "KVXP" */
 #define KVX_PLAN_VERSION 1
 #define KVX_PLAN_MAX_DIGITS 12
@@ -657,13 +665,13 @@ typedef struct kvx_plan_header_t {
 } kvx_plan_header_t;
 
 typedef struct kvx_plan_digit_t {
-  int64_t size;     /* 1 or more                                                                         */
-  int64_t src;      /* bytes from one to the next at the source                                          */
-  int64_t dst;      /* bytes from one to the next at the destination                                     */
-  int32_t src_step; /* buffers from one to the next at the source; 0 = the same buffer                   */
-  int32_t dst_step; /* the same of the destination                                                       */
-  int64_t token;    /* tokens from one to the next; 0 = not an axis of tokens                            */
-  int64_t layer;    /* layers from one to the next; 0 = not an axis of layers                            */
+  int64_t size;      /* 1 or more                                                                         */
+  int64_t src;       /* bytes from one to the next at the source                                          */
+  int64_t dst;       /* bytes from one to the next at the destination                                     */
+  int32_t src_step;  /* buffers from one to the next at the source; 0 = the same buffer                   */
+  int32_t dst_step;  /* the same of the destination                                                       */
+  int64_t token;     /* tokens from one to the next; 0 = not an axis of tokens                            */
+  int64_t layer;     /* layers from one to the next; 0 = not an axis of layers                            */
   int64_t src_scale; /* cells: bytes from one to the next among the source's scales                      */
   int64_t dst_scale; /* cells: the same of the destination                                               */
 } kvx_plan_digit_t;
@@ -681,11 +689,11 @@ typedef struct kvx_plan_side_t {
 typedef struct kvx_plan_box_t {
   kvx_plan_side_t src;
   kvx_plan_side_t dst;
-  int64_t run_bytes;                            /* adjacent on both sides                                */
-  uint32_t num_digits;                          /* 0 to KVX_PLAN_MAX_DIGITS                              */
-  uint32_t cell;                                /* 0 = bytes move as they are; n = cell n-1 of the plan  */
-  kvx_plan_digit_t digit[KVX_PLAN_MAX_DIGITS];  /* in any order; past num_digits unread                  */
-  uint64_t reserved[2];                         /* 0                                                     */
+  int64_t run_bytes;                           /* adjacent on both sides                                */
+  uint32_t num_digits;                         /* 0 to KVX_PLAN_MAX_DIGITS                              */
+  uint32_t cell;                               /* 0 = bytes move as they are; n = cell n-1 of the plan  */
+  kvx_plan_digit_t digit[KVX_PLAN_MAX_DIGITS]; /* in any order; past num_digits unread                  */
+  uint64_t reserved[2];                        /* 0                                                     */
 } kvx_plan_box_t;
 
 /* One side of a row: docs/spec.md sections 9 and 11 have the arithmetic. */
@@ -709,31 +717,32 @@ typedef struct kvx_plan_format_t {
 
 typedef struct kvx_plan_cell_t {
   kvx_plan_format_t src;
-  kvx_plan_format_t dst;  /* per token-head and per group: scales are found and written; per block and
-                           * per block-head: found in a pass of their own; otherwise they are read      */
-  uint32_t head_dim;      /* elements of a row                                                           */
-  uint32_t reserved32;    /* 0                                                                           */
+  kvx_plan_format_t dst; /* per token-head and per group: scales are found and written; per block and
+                          * per block-head: found in a pass of their own; otherwise they are read      */
+  uint32_t head_dim;     /* elements of a row                                                           */
+  uint32_t reserved32;   /* 0                                                                           */
 } kvx_plan_cell_t;
 
-/* Addresses for a plan. Where either side is DEVICE or UNIFIED the call runs on the device, and the other may be HOST if it
- * is pinned. Block ids: [n] and [n], or [num_seqs, columns] tables on both sides. A negative id skips its blocks. */
+/* Addresses for a plan. Where either side is DEVICE or UNIFIED the call runs on the device, and the other may be HOST
+ * if it is pinned. Block ids: [n] and [n], or [num_seqs, columns] tables on both sides. A negative
+ * id skips its blocks. */
 typedef struct kvx_convert_args_t {
-  uint32_t version;                 /* KVX_ABI_VERSION                                                   */
-  uint32_t struct_bytes;            /* sizeof(kvx_convert_args_t)                                        */
-  uint64_t flags;                   /* 0                                                                 */
-  kvx_memory_type_t src_memory;     /* HOST, DEVICE or UNIFIED                                           */
-  kvx_memory_type_t dst_memory;     /* HOST, DEVICE or UNIFIED                                           */
-  kvx_memory_type_t table_memory;   /* of src_blocks, dst_blocks and seq_lens                            */
-  int32_t device;                   /* -1 = the current one                                              */
-  const void* const* src_buffers;   /* host array of num_src_buffers addresses; read during the call     */
-  void* const* dst_buffers;         /* host array of num_dst_buffers addresses; read during the call     */
-  const uint64_t* src_bytes;        /* host array, size of each; NULL = trust the plan                   */
-  const uint64_t* dst_bytes;        /* host array, size of each; NULL = trust the plan                   */
-  kvx_array_t src_blocks;           /* S32 or S64, [n] or [num_seqs, columns]                            */
-  kvx_array_t dst_blocks;           /* S32 or S64, [n] or [num_seqs, columns]                            */
-  kvx_array_t seq_lens;             /* S32 or S64, [num_seqs]; data NULL = every block is full           */
-  void* errors;                     /* device uint64_t: bad ids are added to it; NULL = not counted      */
-  uint64_t reserved[4];             /* 0                                                                 */
+  uint32_t version;               /* KVX_ABI_VERSION                                                   */
+  uint32_t struct_bytes;          /* sizeof(kvx_convert_args_t)                                        */
+  uint64_t flags;                 /* 0                                                                 */
+  kvx_memory_type_t src_memory;   /* HOST, DEVICE or UNIFIED                                           */
+  kvx_memory_type_t dst_memory;   /* HOST, DEVICE or UNIFIED                                           */
+  kvx_memory_type_t table_memory; /* of src_blocks, dst_blocks and seq_lens                            */
+  int32_t device;                 /* -1 = the current one                                              */
+  const void* const* src_buffers; /* host array of num_src_buffers addresses; read during the call     */
+  void* const* dst_buffers;       /* host array of num_dst_buffers addresses; read during the call     */
+  const uint64_t* src_bytes;      /* host array, size of each; NULL = trust the plan                   */
+  const uint64_t* dst_bytes;      /* host array, size of each; NULL = trust the plan                   */
+  kvx_array_t src_blocks;         /* S32 or S64, [n] or [num_seqs, columns]                            */
+  kvx_array_t dst_blocks;         /* S32 or S64, [n] or [num_seqs, columns]                            */
+  kvx_array_t seq_lens;           /* S32 or S64, [num_seqs]; data NULL = every block is full           */
+  void* errors;                   /* device uint64_t: bad ids are added to it; NULL = not counted      */
+  uint64_t reserved[4];           /* 0                                                                 */
 } kvx_convert_args_t;
 
 typedef struct kvx_plan kvx_plan_t;   /* a loaded plan                          */
@@ -748,7 +757,8 @@ KVX_API kvx_status_t kvx_get_version(kvx_version_t* version);
 KVX_API kvx_status_t kvx_check_version(uint32_t major, uint32_t minor);
 /* The name of a status: "OK", "INVALID_ARGUMENT", ... Never NULL. */
 KVX_API const char* kvx_status_text(kvx_status_t status);
-/* The sentence of the last failed call on this thread; "" when none failed. Valid until the next call on this thread. */
+/* The sentence of the last failed call on this thread; "" when none failed. Valid until the next
+ * call on this thread. */
 KVX_API const char* kvx_last_error(void);
 KVX_API kvx_status_t kvx_build_info(kvx_build_info_t* info);
 
@@ -757,11 +767,15 @@ KVX_API kvx_status_t kvx_validate_cache_desc(const kvx_cache_desc_t* cache);
 KVX_API kvx_status_t kvx_write_kv(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, void* stream);
 KVX_API kvx_status_t kvx_gather_kv(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, void* stream);
 
-/* v1.1, the draft's kernel names: they do the same. The typed ones also require that IO type; tokens_per_seq must divide T. */
+/* v1.1, the draft's kernel names: they do the same. The typed ones also require that IO type; tokens_per_seq must
+ * divide T. */
 KVX_API kvx_status_t kvx_launch_write_kv(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, void* stream);
-KVX_API kvx_status_t kvx_launch_write_kv_f32(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, void* stream);
-KVX_API kvx_status_t kvx_launch_write_kv_f16(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, void* stream);
-KVX_API kvx_status_t kvx_launch_write_kv_bf16(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, void* stream);
+KVX_API kvx_status_t kvx_launch_write_kv_f32(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
+                                             void* stream);
+KVX_API kvx_status_t kvx_launch_write_kv_f16(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
+                                             void* stream);
+KVX_API kvx_status_t kvx_launch_write_kv_bf16(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
+                                              void* stream);
 KVX_API kvx_status_t kvx_launch_write_kv_prefill(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
                                                  int32_t tokens_per_seq, void* stream);
 KVX_API kvx_status_t kvx_launch_write_kv_prefill_f32(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
@@ -771,15 +785,19 @@ KVX_API kvx_status_t kvx_launch_write_kv_prefill_f16(const kvx_cache_desc_t* cac
 KVX_API kvx_status_t kvx_launch_write_kv_prefill_bf16(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
                                                       int32_t tokens_per_seq, void* stream);
 KVX_API kvx_status_t kvx_launch_gather_kv(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, void* stream);
-KVX_API kvx_status_t kvx_launch_gather_kv_f32(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, void* stream);
-KVX_API kvx_status_t kvx_launch_gather_kv_f16(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, void* stream);
-KVX_API kvx_status_t kvx_launch_gather_kv_bf16(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, void* stream);
+KVX_API kvx_status_t kvx_launch_gather_kv_f32(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather,
+                                              void* stream);
+KVX_API kvx_status_t kvx_launch_gather_kv_f16(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather,
+                                              void* stream);
+KVX_API kvx_status_t kvx_launch_gather_kv_bf16(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather,
+                                               void* stream);
 
 /* v1.2. The validate calls run every check of the call that reads descriptors alone (no slots, tables or lengths). */
 KVX_API kvx_status_t kvx_validate_cache(const kvx_cache_t* cache);
 KVX_API kvx_status_t kvx_validate_write(const kvx_cache_t* cache, const kvx_write_args_t* args);
 KVX_API kvx_status_t kvx_validate_gather(const kvx_cache_t* cache, const kvx_gather_args_t* args);
-/* Put each token's K and V into its slot. Two tokens with one slot: unspecified, and it need not be all of one token. */
+/* Put each token's K and V into its slot. Two tokens with one slot: unspecified, and it need not
+ * be all of one token. */
 KVX_API kvx_status_t kvx_write(const kvx_cache_t* cache, const kvx_write_args_t* args, void* stream);
 /* Read sequences out of the cache, dequantised, in order. */
 KVX_API kvx_status_t kvx_gather(const kvx_cache_t* cache, const kvx_gather_args_t* args, void* stream);
@@ -787,12 +805,15 @@ KVX_API kvx_status_t kvx_gather(const kvx_cache_t* cache, const kvx_gather_args_
 KVX_API kvx_status_t kvx_amax(const kvx_amax_args_t* args, void* stream);
 
 /* Bytes of workspace these arguments need, from shapes alone: sequences, heads and max_query_len, not lengths. */
-KVX_API kvx_status_t kvx_attention_workspace(const kvx_cache_t* cache, const kvx_attention_args_t* args, uint64_t* bytes);
-/* Shares out the work of a step into the workspace, by the lengths on the device; every layer's call then says PLANNED. */
+KVX_API kvx_status_t kvx_attention_workspace(const kvx_cache_t* cache, const kvx_attention_args_t* args,
+                                             uint64_t* bytes);
+/* Shares out the work of a step into the workspace, by the lengths on the device; every layer's
+ * call then says PLANNED. */
 KVX_API kvx_status_t kvx_attention_plan(const kvx_cache_t* cache, const kvx_attention_args_t* args, void* stream);
 KVX_API kvx_status_t kvx_attention(const kvx_cache_t* cache, const kvx_attention_args_t* args, void* stream);
 
-/* RMSNorm and rotation of Q and K rows; V is copied. K and V may be absent. docs/spec.md section 19 has the arithmetic. */
+/* RMSNorm and rotation of Q and K rows; V is copied. K and V may be absent. docs/spec.md section
+ * 19 has the arithmetic. */
 KVX_API kvx_status_t kvx_qkv_norm_rope(const kvx_qkv_norm_rope_args_t* args, void* stream);
 /* The same in one launch with kvx_write: Q to q_out, K and V rounded to the IO type and put into their slots. */
 KVX_API kvx_status_t kvx_qkv_norm_rope_append(const kvx_cache_t* cache, const kvx_append_args_t* args, void* stream);
@@ -802,9 +823,11 @@ KVX_API kvx_status_t kvx_merge_attention(const kvx_merge_args_t* args, void* str
 /* Copy whole blocks inside one cache, scales with a block axis included. */
 KVX_API kvx_status_t kvx_copy_blocks(const kvx_cache_t* cache, const kvx_copy_blocks_args_t* args, void* stream);
 
-/* Hybrid caches (docs/spec.md section 23). Rows of tokens into each request's window: of more tokens than it has rows, the last. */
+/* Hybrid caches (docs/spec.md section 23). Rows of tokens into each request's window: of more tokens than it has rows,
+ * the last. */
 KVX_API kvx_status_t kvx_append_swa(const kvx_append_swa_args_t* args, void* stream);
-/* Tokens into the sums of their entries; entries that they complete are normed, rotated, coded and put into their pages. */
+/* Tokens into the sums of their entries; entries that they complete are normed, rotated, coded and put into their
+ * pages. */
 KVX_API kvx_status_t kvx_compress(const kvx_compress_args_t* args, void* stream);
 KVX_API kvx_status_t kvx_index_scores(const kvx_index_scores_args_t* args, void* stream);
 /* Bytes of workspace these arguments need, from shapes alone. */
@@ -813,20 +836,23 @@ KVX_API kvx_status_t kvx_topk(const kvx_topk_args_t* args, void* stream);
 KVX_API kvx_status_t kvx_attention_sparse_workspace(const kvx_attention_sparse_args_t* args, uint64_t* bytes);
 KVX_API kvx_status_t kvx_attention_sparse(const kvx_attention_sparse_args_t* args, void* stream);
 
-/* Names of blocks by their content: names[i] = H(names[i - 1] | tokens of block i as little-endian int32), and of the first
- * H(parent | ...). `hash` is a kvx_hash_t; parent and each name have its bytes, tokens are [num_blocks, block_size]. Host memory. */
-KVX_API kvx_status_t kvx_hash_blocks(int32_t hash, const void* parent, const int32_t* tokens, int64_t num_blocks, int64_t block_size,
-                                     void* names);
+/* Names of blocks by their content: names[i] = H(names[i - 1] | tokens of block i as little-endian int32), and of the
+ * first H(parent | ...). `hash` is a kvx_hash_t; parent and each name have its bytes, tokens are [num_blocks,
+ * block_size]. Host memory. */
+KVX_API kvx_status_t kvx_hash_blocks(int32_t hash, const void* parent, const int32_t* tokens, int64_t num_blocks,
+                                     int64_t block_size, void* names);
 
 /* Read a plan. Everything in it is checked here, so that running it cannot leave the buffers it names. */
 KVX_API kvx_status_t kvx_plan_load(const void* bytes, uint64_t num_bytes, kvx_plan_t** plan);
 KVX_API void kvx_plan_free(kvx_plan_t* plan); /* NULL is fine; bound plans live on */
 /* Bind, run, let go. What is bound for repeated runs costs less: large tables are put on the device once. */
 KVX_API kvx_status_t kvx_convert(const kvx_plan_t* plan, const kvx_convert_args_t* args, void* stream);
-/* Add the content digest of the source's blocks to digest[0] and digest[1], which lie where the call runs. `plan` goes from the
- * cache to coordinates (Python makes it); of `args`, what says source, source blocks, lengths and memory is read. */
+/* Add the content digest of the source's blocks to digest[0] and digest[1], which lie where the call runs. `plan` goes
+ * from the cache to coordinates (Python makes it); of `args`, what says source, source blocks, lengths and memory is
+ * read. */
 KVX_API kvx_status_t kvx_digest(const kvx_plan_t* plan, const kvx_convert_args_t* args, uint64_t* digest, void* stream);
-/* Check addresses and host tables, and prepare. Device tables are read anew by every run. Not inside a graph capture. */
+/* Check addresses and host tables, and prepare. Device tables are read anew by every run. Not
+ * inside a graph capture. */
 KVX_API kvx_status_t kvx_bind(const kvx_plan_t* plan, const kvx_convert_args_t* args, kvx_bound_t** bound);
 KVX_API kvx_status_t kvx_run(const kvx_bound_t* bound, void* stream);
 KVX_API void kvx_bound_free(kvx_bound_t* bound); /* NULL is fine. Runs under way must have ended */

@@ -31,29 +31,29 @@ from kvx.layout.planes import views
 from kvx.layout.pointers import CachePointers, cache_pointers
 from kvx.layout.storage import Storage, allocate
 from kvx.layout.views import PlaneView, layer_views
-from kvx.ops.amax import amax
-from kvx.ops.append import append_batched, qkv_norm_rope_append
-from kvx.ops.append_swa import append_swa
-from kvx.ops.attention import attention_decode, attention_plan, attention_varlen, attention_workspace_bytes
-from kvx.ops.attention_batched import attention_decode_batched
-from kvx.ops.attention_mla import attention_mla
-from kvx.ops.attention_sparse import attention_sparse, attention_sparse_workspace_bytes
+from kvx.ops.append.amax import amax
+from kvx.ops.append.append import append_batched, qkv_norm_rope_append
+from kvx.ops.append.gather import gather
+from kvx.ops.append.gather_sequence import gather_sequence
+from kvx.ops.append.norm_rope import qk_norm_rope, qkv_norm_rope
+from kvx.ops.append.transpose_heads import transpose_heads
+from kvx.ops.append.write import write
+from kvx.ops.attention.attention import attention_decode, attention_plan, attention_varlen, attention_workspace_bytes
+from kvx.ops.attention.batched import attention_decode_batched
+from kvx.ops.attention.merge import merge_attention
+from kvx.ops.attention.mla import attention_mla
+from kvx.ops.attention.sparse import attention_sparse, attention_sparse_workspace_bytes
 from kvx.ops.backend import chosen_backend, debug, supports
-from kvx.ops.compress import compress
-from kvx.ops.convert import bind, convert
-from kvx.ops.copy_blocks import copy_blocks
-from kvx.ops.digest import Digest, digest
-from kvx.ops.gather import gather
-from kvx.ops.gather_sequence import gather_sequence
-from kvx.ops.index_scores import index_scores
+from kvx.ops.entry.append_swa import append_swa
+from kvx.ops.entry.compress import compress
+from kvx.ops.entry.index_scores import index_scores
+from kvx.ops.entry.step import Step
+from kvx.ops.entry.topk import topk, topk_workspace_bytes
 from kvx.ops.library import include_dir, library_path
-from kvx.ops.merge_attention import merge_attention
-from kvx.ops.norm_rope import qk_norm_rope, qkv_norm_rope
-from kvx.ops.step import Step
+from kvx.ops.move.convert import bind, convert
+from kvx.ops.move.copy_blocks import copy_blocks
+from kvx.ops.move.digest import Digest, digest
 from kvx.ops.support import Support
-from kvx.ops.topk import topk, topk_workspace_bytes
-from kvx.ops.transpose_heads import transpose_heads
-from kvx.ops.write import write
 from kvx.quant.row_pages import row_spec
 from kvx.quant.rows import RowCodec, RowPages
 from kvx.quant.scales import scale_from_amax

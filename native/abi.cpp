@@ -45,14 +45,16 @@ kvx_status_t kvx_get_version(kvx_version_t* version) {
 kvx_status_t kvx_check_version(uint32_t major, uint32_t minor) {
   return entry("kvx_check_version()", [&]() -> kvx_status_t {
     if (major == KVX_ABI_VERSION_MAJOR) return KVX_STATUS_OK;
-    return fail(KVX_STATUS_INCOMPATIBLE, "the caller was built for ABI %u.%u; this library speaks %u.%u. Rebuild against its kvx_abi.h.", major, minor,
-                KVX_ABI_VERSION_MAJOR, KVX_ABI_VERSION_MINOR);
+    return fail(KVX_STATUS_INCOMPATIBLE,
+                "the caller was built for ABI %u.%u; this library speaks %u.%u. Rebuild against its kvx_abi.h.", major,
+                minor, KVX_ABI_VERSION_MAJOR, KVX_ABI_VERSION_MINOR);
   });
 }
 
 kvx_status_t kvx_build_info(kvx_build_info_t* info) {
   return entry("kvx_build_info()", [&]() -> kvx_status_t {
-    KVX_NEED(info != nullptr && info->struct_bytes >= sizeof(kvx_build_info_t), "info is NULL or struct_bytes is too small.");
+    KVX_NEED(info != nullptr && info->struct_bytes >= sizeof(kvx_build_info_t),
+             "info is NULL or struct_bytes is too small.");
     const uint32_t bytes = info->struct_bytes;
     memset(info, 0, sizeof *info);
     info->struct_bytes = bytes;

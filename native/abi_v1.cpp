@@ -37,18 +37,21 @@ kvx_status_t translate_cache(const kvx_cache_desc_t* d, kvx_cache_t* c) {
   KVX_NEED(d != nullptr, "cache is NULL.");
   KVX_TRY(check_size("cache", d->size, sizeof *d));
   KVX_NEED(d->num_blocks && d->block_size && d->num_kv_heads && d->head_dim,
-           "cache has num_blocks %u, block_size %u, num_kv_heads %u, head_dim %u; each must be 1 or more.", d->num_blocks, d->block_size,
-           d->num_kv_heads, d->head_dim);
+           "cache has num_blocks %u, block_size %u, num_kv_heads %u, head_dim %u; each must be 1 or more.",
+           d->num_blocks, d->block_size, d->num_kv_heads, d->head_dim);
   KVX_TRY(check_size("cache.k", d->k.size, sizeof d->k));
   KVX_TRY(check_size("cache.v", d->v.size, sizeof d->v));
-  KVX_NEED(d->k.layout == d->v.layout, "cache.k.layout is %s and cache.v.layout %s; v1 wants them equal, kvx_write() does not.",
+  KVX_NEED(d->k.layout == d->v.layout,
+           "cache.k.layout is %s and cache.v.layout %s; v1 wants them equal, kvx_write() does not.",
            layout_name(d->k.layout), layout_name(d->v.layout));
-  KVX_NEED(d->k.dtype == d->v.dtype, "cache.k.dtype is %s and cache.v.dtype %s; v1 wants them equal, kvx_write() does not.", dtype_name(d->k.dtype),
-           dtype_name(d->v.dtype));
-  KVX_NEED(d->k.dtype >= KVX_DTYPE_F16 && d->k.dtype <= KVX_DTYPE_F8_E5M2, "cache.k.dtype is %s; v1 caches are f16, bf16, f32, fp8_e4m3 or fp8_e5m2.",
-           dtype_name(d->k.dtype));
+  KVX_NEED(d->k.dtype == d->v.dtype,
+           "cache.k.dtype is %s and cache.v.dtype %s; v1 wants them equal, kvx_write() does not.",
+           dtype_name(d->k.dtype), dtype_name(d->v.dtype));
+  KVX_NEED(d->k.dtype >= KVX_DTYPE_F16 && d->k.dtype <= KVX_DTYPE_F8_E5M2,
+           "cache.k.dtype is %s; v1 caches are f16, bf16, f32, fp8_e4m3 or fp8_e5m2.", dtype_name(d->k.dtype));
   KVX_NEED(d->k.data != nullptr && d->v.data != nullptr, "cache.k.data or cache.v.data is NULL.");
-  KVX_NEED(d->k.memory == d->v.memory, "cache.k.memory is %d and cache.v.memory %d; they must agree.", d->k.memory, d->v.memory);
+  KVX_NEED(d->k.memory == d->v.memory, "cache.k.memory is %d and cache.v.memory %d; they must agree.", d->k.memory,
+           d->v.memory);
   *c = kvx_cache_t{};
   c->version = KVX_ABI_VERSION;
   c->struct_bytes = sizeof *c;
@@ -71,11 +74,14 @@ kvx_status_t check_io(const kvx_kv_io_desc_t& io, const kvx_cache_desc_t& cache)
   KVX_TRY(check_size("io", io.size, sizeof io));
   KVX_TRY(check_size("io.key", io.key.size, sizeof io.key));
   KVX_TRY(check_size("io.value", io.value.size, sizeof io.value));
-  KVX_NEED(io.num_kv_heads == cache.num_kv_heads && io.head_dim == cache.head_dim, "io has %u heads of %u; the cache has %u of %u.", io.num_kv_heads,
-           io.head_dim, cache.num_kv_heads, cache.head_dim);
-  KVX_NEED(is_device(io.key.memory) == is_device(cache.k.memory) && is_device(io.value.memory) == is_device(cache.k.memory) &&
-               is_memory(io.key.memory) && is_memory(io.value.memory),
-           "io memory is %d and %d, the cache's is %d; they must be on the same side.", io.key.memory, io.value.memory, cache.k.memory);
+  KVX_NEED(io.num_kv_heads == cache.num_kv_heads && io.head_dim == cache.head_dim,
+           "io has %u heads of %u; the cache has %u of %u.", io.num_kv_heads, io.head_dim, cache.num_kv_heads,
+           cache.head_dim);
+  KVX_NEED(is_device(io.key.memory) == is_device(cache.k.memory) &&
+               is_device(io.value.memory) == is_device(cache.k.memory) && is_memory(io.key.memory) &&
+               is_memory(io.value.memory),
+           "io memory is %d and %d, the cache's is %d; they must be on the same side.", io.key.memory, io.value.memory,
+           cache.k.memory);
   return KVX_STATUS_OK;
 }
 
@@ -88,7 +94,8 @@ kvx_status_t translate_scale(const char* what, const kvx_scale_desc_t& d, const 
   KVX_TRY(check_size(what, d.size, sizeof d));
   KVX_NEED(d.granularity >= KVX_SCALE_GRANULARITY_PER_TENSOR && d.granularity <= KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD,
            "%s.granularity is %d; v1 has 1 (tensor) to 4 (block-head).", what, d.granularity);
-  KVX_NEED(d.dtype >= KVX_DTYPE_F16 && d.dtype <= KVX_DTYPE_F32, "%s.dtype is %s; v1 scales are f32, f16 or bf16.", what, dtype_name(d.dtype));
+  KVX_NEED(d.dtype >= KVX_DTYPE_F16 && d.dtype <= KVX_DTYPE_F32, "%s.dtype is %s; v1 scales are f32, f16 or bf16.",
+           what, dtype_name(d.dtype));
   plane->granularity = d.granularity;
   plane->scale.data = const_cast<void*>(d.data);
   memcpy(plane->scale.shape, d.shape, sizeof d.shape);
@@ -98,7 +105,8 @@ kvx_status_t translate_scale(const char* what, const kvx_scale_desc_t& d, const 
   return KVX_STATUS_OK;
 }
 
-kvx_status_t write_v1(const char* name, const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, int io_dtype, void* stream) {
+kvx_status_t write_v1(const char* name, const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, int io_dtype,
+                      void* stream) {
   return entry(name, [&]() -> kvx_status_t {
     kvx_cache_t c;
     KVX_TRY(translate_cache(cache, &c));
@@ -106,9 +114,11 @@ kvx_status_t write_v1(const char* name, const kvx_cache_desc_t* cache, const kvx
     KVX_TRY(check_size("write", write->size, sizeof *write));
     KVX_TRY(check_io(write->io, *cache));
     KVX_TRY(check_size("slots", write->slots.size, sizeof write->slots));
-    KVX_NEED(write->slots.token_count == write->io.num_tokens, "slots.token_count is %u; io.num_tokens is %u.", write->slots.token_count, write->io.num_tokens);
-    KVX_NEED(io_dtype == KVX_DTYPE_INVALID || (write->io.key.dtype == io_dtype && write->io.value.dtype == io_dtype), "io is %s and %s; this entry takes %s.",
-             dtype_name(write->io.key.dtype), dtype_name(write->io.value.dtype), dtype_name(io_dtype));
+    KVX_NEED(write->slots.token_count == write->io.num_tokens, "slots.token_count is %u; io.num_tokens is %u.",
+             write->slots.token_count, write->io.num_tokens);
+    KVX_NEED(io_dtype == KVX_DTYPE_INVALID || (write->io.key.dtype == io_dtype && write->io.value.dtype == io_dtype),
+             "io is %s and %s; this entry takes %s.", dtype_name(write->io.key.dtype),
+             dtype_name(write->io.value.dtype), dtype_name(io_dtype));
     KVX_TRY(translate_scale("k_scale_desc", write->k_scale_desc, write->k_scale, &c.k));
     KVX_TRY(translate_scale("v_scale_desc", write->v_scale_desc, write->v_scale, &c.v));
     kvx_write_args_t w{};
@@ -122,11 +132,13 @@ kvx_status_t write_v1(const char* name, const kvx_cache_desc_t* cache, const kvx
   });
 }
 
-kvx_status_t translate_table(const kvx_cache_desc_t& cache, const kvx_gather_desc_t& g, kvx_cache_t* c, kvx_table_t* t) {
+kvx_status_t translate_table(const kvx_cache_desc_t& cache, const kvx_gather_desc_t& g, kvx_cache_t* c,
+                             kvx_table_t* t) {
   const kvx_block_table_t& b = g.block_table;
   KVX_TRY(check_size("block_table", b.size, sizeof b));
   KVX_TRY(check_size("seq_lens", g.seq_lens.size, sizeof g.seq_lens));
-  KVX_NEED(g.seq_lens.seq_count == b.seq_count, "seq_lens.seq_count is %u; block_table.seq_count is %u.", g.seq_lens.seq_count, b.seq_count);
+  KVX_NEED(g.seq_lens.seq_count == b.seq_count, "seq_lens.seq_count is %u; block_table.seq_count is %u.",
+           g.seq_lens.seq_count, b.seq_count);
   *t = kvx_table_t{};
   t->struct_bytes = sizeof *t;
   t->format = b.format;
@@ -136,8 +148,10 @@ kvx_status_t translate_table(const kvx_cache_desc_t& cache, const kvx_gather_des
   switch (b.format) {
     case KVX_BLOCK_TABLE_PACKED:
       KVX_NEED(w == 1, "block_table.beam_width is %u; PACKED has 1.", b.beam_width);
-      KVX_NEED(b.indices_count == s * m, "block_table.indices_count is %u; PACKED has %u x %u.", b.indices_count, b.seq_count, b.max_blocks_per_seq);
-      KVX_NEED(b.indptr == nullptr && b.indptr_count == 0, "block_table.indptr_count is %u; PACKED has no indptr.", b.indptr_count);
+      KVX_NEED(b.indices_count == s * m, "block_table.indices_count is %u; PACKED has %u x %u.", b.indices_count,
+               b.seq_count, b.max_blocks_per_seq);
+      KVX_NEED(b.indptr == nullptr && b.indptr_count == 0, "block_table.indptr_count is %u; PACKED has no indptr.",
+               b.indptr_count);
       t->indices.ndim = 2;
       t->indices.shape[0] = int64_t(s);
       t->indices.shape[1] = int64_t(m);
@@ -146,33 +160,43 @@ kvx_status_t translate_table(const kvx_cache_desc_t& cache, const kvx_gather_des
       break;
     case KVX_BLOCK_TABLE_RAGGED:
       KVX_NEED(w == 1, "block_table.beam_width is %u; RAGGED has 1.", b.beam_width);
-      KVX_NEED(b.indptr_count == s + 1, "block_table.indptr_count is %u; RAGGED has %u.", b.indptr_count, b.seq_count + 1);
+      KVX_NEED(b.indptr_count == s + 1, "block_table.indptr_count is %u; RAGGED has %u.", b.indptr_count,
+               b.seq_count + 1);
       KVX_NEED(b.indptr != nullptr, "block_table.indptr is NULL; RAGGED needs it.");
       t->indptr = vector_of(b.indptr, b.indptr_count, b.indptr_dtype);
       break;
     case KVX_BLOCK_TABLE_KV_OFFSETS:
       KVX_NEED(w >= 1, "block_table.beam_width is 0; KV_OFFSETS has 1 or more.");
-      KVX_NEED(b.flags & KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX, "block_table.flags is %u; KV_OFFSETS needs KVCACHEINDEX (1).", b.flags);
-      KVX_NEED(b.indices_count == s * w * 2 * m, "block_table.indices_count is %u; KV_OFFSETS has %u x %u x 2 x %u.", b.indices_count, b.seq_count,
-               b.beam_width, b.max_blocks_per_seq);
-      KVX_NEED(b.indptr == nullptr && b.indptr_count == 0, "block_table.indptr_count is %u; KV_OFFSETS has no indptr.", b.indptr_count);
+      KVX_NEED(b.flags & KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX,
+               "block_table.flags is %u; KV_OFFSETS needs KVCACHEINDEX (1).", b.flags);
+      KVX_NEED(b.indices_count == s * w * 2 * m, "block_table.indices_count is %u; KV_OFFSETS has %u x %u x 2 x %u.",
+               b.indices_count, b.seq_count, b.beam_width, b.max_blocks_per_seq);
+      KVX_NEED(b.indptr == nullptr && b.indptr_count == 0, "block_table.indptr_count is %u; KV_OFFSETS has no indptr.",
+               b.indptr_count);
       KVX_TRY(check_size("cache.pool", cache.pool.size, sizeof cache.pool));
-      KVX_NEED(cache.pool.bytes_per_block != 0 && cache.pool.primary != nullptr, "KV_OFFSETS needs cache.pool.bytes_per_block and primary.");
-      KVX_NEED(is_memory(cache.pool.memory) && is_device(cache.pool.memory) == is_device(cache.k.memory), "cache.pool.memory is %d, the cache's is %d.", cache.pool.memory, cache.k.memory);
+      KVX_NEED(cache.pool.bytes_per_block != 0 && cache.pool.primary != nullptr,
+               "KV_OFFSETS needs cache.pool.bytes_per_block and primary.");
+      KVX_NEED(is_memory(cache.pool.memory) && is_device(cache.pool.memory) == is_device(cache.k.memory),
+               "cache.pool.memory is %d, the cache's is %d.", cache.pool.memory, cache.k.memory);
       t->beam_width = int64_t(w);
       t->indices.ndim = 4;
-      t->indices.shape[0] = int64_t(s), t->indices.shape[1] = int64_t(w), t->indices.shape[2] = 2, t->indices.shape[3] = int64_t(m);
-      t->indices.stride[0] = int64_t(w * 2 * m), t->indices.stride[1] = int64_t(2 * m), t->indices.stride[2] = int64_t(m), t->indices.stride[3] = 1;
+      t->indices.shape[0] = int64_t(s), t->indices.shape[1] = int64_t(w), t->indices.shape[2] = 2,
+      t->indices.shape[3] = int64_t(m);
+      t->indices.stride[0] = int64_t(w * 2 * m), t->indices.stride[1] = int64_t(2 * m),
+      t->indices.stride[2] = int64_t(m), t->indices.stride[3] = 1;
       c->pool_primary = cache.pool.primary;
       c->pool_secondary = cache.pool.secondary;
       c->bytes_per_block = cache.pool.bytes_per_block;
       break;
-    default: return fail(KVX_STATUS_INVALID_ARGUMENT, "block_table.format is %d; v1 has PACKED 1, RAGGED 2 and KV_OFFSETS 3.", b.format);
+    default:
+      return fail(KVX_STATUS_INVALID_ARGUMENT, "block_table.format is %d; v1 has PACKED 1, RAGGED 2 and KV_OFFSETS 3.",
+                  b.format);
   }
   return KVX_STATUS_OK;
 }
 
-kvx_status_t gather_v1(const char* name, const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, int io_dtype, void* stream) {
+kvx_status_t gather_v1(const char* name, const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather, int io_dtype,
+                       void* stream) {
   return entry(name, [&]() -> kvx_status_t {
     kvx_cache_t c;
     KVX_TRY(translate_cache(cache, &c));
@@ -180,14 +204,17 @@ kvx_status_t gather_v1(const char* name, const kvx_cache_desc_t* cache, const kv
     KVX_TRY(check_size("gather", gather->size, sizeof *gather));
     KVX_TRY(check_io(gather->io, *cache));
     KVX_NEED(gather->max_seq_len > 0, "max_seq_len is 0; it must be 1 or more.");
-    KVX_NEED(io_dtype == KVX_DTYPE_INVALID || (gather->io.key.dtype == io_dtype && gather->io.value.dtype == io_dtype), "io is %s and %s; this entry takes %s.",
-             dtype_name(gather->io.key.dtype), dtype_name(gather->io.value.dtype), dtype_name(io_dtype));
+    KVX_NEED(io_dtype == KVX_DTYPE_INVALID || (gather->io.key.dtype == io_dtype && gather->io.value.dtype == io_dtype),
+             "io is %s and %s; this entry takes %s.", dtype_name(gather->io.key.dtype),
+             dtype_name(gather->io.value.dtype), dtype_name(io_dtype));
     kvx_gather_args_t g{};
     g.version = KVX_ABI_VERSION;
     g.struct_bytes = sizeof g;
     KVX_TRY(translate_table(*cache, *gather, &c, &g.table));
-    const uint64_t rows = uint64_t(gather->block_table.seq_count) * (g.table.beam_width ? uint64_t(g.table.beam_width) : 1) * gather->max_seq_len;
-    KVX_NEED(gather->io.num_tokens == rows, "io.num_tokens is %u; sequences x beams x max_seq_len make it %llu.", gather->io.num_tokens, (unsigned long long)rows);
+    const uint64_t rows = uint64_t(gather->block_table.seq_count) *
+                          (g.table.beam_width ? uint64_t(g.table.beam_width) : 1) * gather->max_seq_len;
+    KVX_NEED(gather->io.num_tokens == rows, "io.num_tokens is %u; sequences x beams x max_seq_len make it %llu.",
+             gather->io.num_tokens, (unsigned long long)rows);
     g.k = array_of(gather->io.key);
     g.v = array_of(gather->io.value);
     g.max_seq_len = gather->max_seq_len;
@@ -195,12 +222,13 @@ kvx_status_t gather_v1(const char* name, const kvx_cache_desc_t* cache, const kv
   });
 }
 
-kvx_status_t prefill_v1(const char* name, const kvx_cache_desc_t* cache, const kvx_write_desc_t* write, int32_t tokens_per_seq, int io_dtype, void* stream) {
+kvx_status_t prefill_v1(const char* name, const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
+                        int32_t tokens_per_seq, int io_dtype, void* stream) {
   return entry(name, [&]() -> kvx_status_t {
     KVX_NEED(write != nullptr, "write is NULL.");
     KVX_TRY(check_size("write", write->size, sizeof *write));
-    KVX_NEED(tokens_per_seq > 0 && write->io.num_tokens % uint32_t(tokens_per_seq) == 0, "tokens_per_seq is %d; it must divide io.num_tokens %u.",
-             tokens_per_seq, write->io.num_tokens);
+    KVX_NEED(tokens_per_seq > 0 && write->io.num_tokens % uint32_t(tokens_per_seq) == 0,
+             "tokens_per_seq is %d; it must divide io.num_tokens %u.", tokens_per_seq, write->io.num_tokens);
     return write_v1(name, cache, write, io_dtype, stream);
   });
 }
@@ -224,17 +252,17 @@ kvx_status_t kvx_validate_cache_desc(const kvx_cache_desc_t* cache) {
 }
 
 #define KVX_CACHE const kvx_cache_desc_t* cache
-#define KVX_WRITE_ENTRY(name, dtype)                                               \
-  kvx_status_t name(KVX_CACHE, const kvx_write_desc_t* write, void* stream) {      \
-    return write_v1(#name "()", cache, write, dtype, stream);                      \
+#define KVX_WRITE_ENTRY(name, dtype)                                          \
+  kvx_status_t name(KVX_CACHE, const kvx_write_desc_t* write, void* stream) { \
+    return write_v1(#name "()", cache, write, dtype, stream);                 \
   }
-#define KVX_PREFILL_ENTRY(name, dtype)                                                                     \
-  kvx_status_t name(KVX_CACHE, const kvx_write_desc_t* write, int32_t tokens_per_seq, void* stream) {      \
-    return prefill_v1(#name "()", cache, write, tokens_per_seq, dtype, stream);                            \
+#define KVX_PREFILL_ENTRY(name, dtype)                                                                \
+  kvx_status_t name(KVX_CACHE, const kvx_write_desc_t* write, int32_t tokens_per_seq, void* stream) { \
+    return prefill_v1(#name "()", cache, write, tokens_per_seq, dtype, stream);                       \
   }
-#define KVX_GATHER_ENTRY(name, dtype)                                              \
-  kvx_status_t name(KVX_CACHE, const kvx_gather_desc_t* gather, void* stream) {    \
-    return gather_v1(#name "()", cache, gather, dtype, stream);                    \
+#define KVX_GATHER_ENTRY(name, dtype)                                           \
+  kvx_status_t name(KVX_CACHE, const kvx_gather_desc_t* gather, void* stream) { \
+    return gather_v1(#name "()", cache, gather, dtype, stream);                 \
   }
 
 KVX_WRITE_ENTRY(kvx_write_kv, KVX_DTYPE_INVALID)

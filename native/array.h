@@ -11,12 +11,13 @@ namespace kvx {
 // `call` and `what` name the array in the sentence ("K cache", "write k").
 kvx_status_t check_array(const char* call, const char* what, const kvx_array_t& a, bool needs_data);
 
-// Of an input that is read once for every element it describes: it may repeat elements (stride 0, or axes that interleave), but not so
-// often that work has no end. After check_array.
+// Of an input that is read once for every element it describes: it may repeat elements (stride 0, or axes that
+// interleave), but not so often that work has no end. After check_array.
 kvx_status_t check_repeats(const char* call, const char* what, const kvx_array_t& a);
 
-// What a call finds its way by lies outside what it writes: an index that was checked is read again, and must not have changed by then.
-// After check_array of each; absent ones count for nothing. `more` bytes follow the last element of what is written (inline scales).
+// What a call finds its way by lies outside what it writes: an index that was checked is read again, and must not have
+// changed by then. After check_array of each; absent ones count for nothing. `more` bytes follow the last element of
+// what is written (inline scales).
 struct Written {
   const char* name;
   const kvx_array_t& array;

@@ -22,7 +22,7 @@ kvx_status_t fail(kvx_status_t status, const char* text, ...) {
 
 const char* dtype_name(int dtype) {
   static const char* const names[] = {"invalid", "f16",    "bf16",  "f32",  "fp8_e4m3", "fp8_e5m2", "int32", "int64",
-                                      "uint32",  "uint64", "uint8", "int8", "int4",     "e2m1",     "e8m0",     "f64"};
+                                      "uint32",  "uint64", "uint8", "int8", "int4",     "e2m1",     "e8m0",  "f64"};
   return dtype >= 0 && dtype <= KVX_DTYPE_F64 ? names[dtype] : "unknown";
 }
 

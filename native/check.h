@@ -12,24 +12,34 @@ namespace kvx {
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
-kvx_status_t fail(kvx_status_t status, const char* text, ...);
+kvx_status_t
+fail(kvx_status_t status, const char* text, ...);
 // The public call named at the head of the sentence ("write()"). Set once per entry point.
 void begin_call(const char* name);
 
 // Returns from the enclosing function when a step failed.
-#define KVX_TRY(step)                          \
-  do {                                         \
-    kvx_status_t status_ = (step);             \
+#define KVX_TRY(step)                             \
+  do {                                            \
+    kvx_status_t status_ = (step);                \
     if (status_ != KVX_STATUS_OK) return status_; \
   } while (0)
 
-#define KVX_NEED(condition, ...) \
-  do {                           \
+#define KVX_NEED(condition, ...)                                                    \
+  do {                                                                              \
     if (!(condition)) return ::kvx::fail(KVX_STATUS_INVALID_ARGUMENT, __VA_ARGS__); \
   } while (0)
 
-// Every C entry is one of these: it names the call for its sentences and lets no exception out. What throws inside is memory that could
-// not be had; code that OpenMP runs carries it here (cpu/carry.h).
+// An op's call on a device, declared beside its parameters. In a build without nvcc the declaration is the stub too.
+#ifdef KVX_NO_CUDA
+kvx_status_t no_cuda();
+#define KVX_ON_DEVICE(name, Params) \
+  inline kvx_status_t name(const Params&, void*) { return no_cuda(); }
+#else
+#define KVX_ON_DEVICE(name, Params) kvx_status_t name(const Params& p, void* stream);
+#endif
+
+// Every C entry is one of these: it names the call for its sentences and lets no exception out. What throws inside is
+// memory that could not be had; code that OpenMP runs carries it here (cpu/carry.h).
 template <class Call>
 kvx_status_t entry(const char* name, Call&& call) noexcept {
   begin_call(name);
@@ -42,12 +52,13 @@ kvx_status_t entry(const char* name, Call&& call) noexcept {
   }
 }
 
-// No address in the library goes past this many bytes from its base, so sums of two cannot overflow int64. Numbers of elements, and
-// strides in elements, stay under the second, so that eight bytes of each do not reach the first.
+// No address in the library goes past this many bytes from its base, so sums of two cannot overflow int64. Numbers of
+// elements, and strides in elements, stay under the second, so that eight bytes of each do not reach the first.
 constexpr int64_t kMaxBytes = int64_t(1) << 61;
 constexpr int64_t kMaxElements = kMaxBytes / 64;
 
-// Products and sums of numbers that a caller gave. False where the result is negative or past kMaxBytes; *out is then of no use.
+// Products and sums of numbers that a caller gave. False where the result is negative or past kMaxBytes; *out is then
+// of no use.
 inline bool mul_fits(int64_t a, int64_t b, int64_t* out) {
   return !__builtin_mul_overflow(a, b, out) && *out <= kMaxBytes && *out >= 0;
 }

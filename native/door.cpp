@@ -4,12 +4,12 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "attention.h"
-#include "append.h"
-#include "copy_blocks.h"
-#include "merge.h"
+#include "append/append.h"
+#include "attention/attention.h"
+#include "attention/merge.h"
 #include "check.h"
 #include "format.h"
+#include "move/copy_blocks.h"
 #include "run.h"
 
 namespace kvx {
@@ -28,7 +28,8 @@ struct DLTensor {
 };
 
 using OpenTensor = int (*)(void* object, DLTensor* out);
-int copy_tensor(void* object, DLTensor* out) {  // frameworks without an exchange function: the object is a DLTensor already
+int copy_tensor(void* object,
+                DLTensor* out) {  // frameworks without an exchange function: the object is a DLTensor already
   *out = *static_cast<DLTensor*>(object);
   return 0;
 }
@@ -81,7 +82,8 @@ struct Tensor {
 
 const char* shape_text(const int64_t* shape, int ndim, char (&text)[160]) {
   int n = snprintf(text, sizeof text, "[");
-  for (int i = 0; i < ndim && n < 140; i++) n += snprintf(text + n, sizeof text - n, "%s%lld", i ? ", " : "", (long long)shape[i]);
+  for (int i = 0; i < ndim && n < 140; i++)
+    n += snprintf(text + n, sizeof text - n, "%s%lld", i ? ", " : "", (long long)shape[i]);
   snprintf(text + n, sizeof text - n, "]");
   return text;
 }
@@ -93,7 +95,10 @@ struct Door {
     if (open_tensor(object, &t->dl) != 0) {
       if (clear_error == nullptr) return kPythonError;
       clear_error();
-      return fail(KVX_STATUS_INVALID_ARGUMENT, "%s has no memory that can be read: it is on the meta device, sparse, or of a type of its own. Give a plain tensor on the cache's device.", name);
+      return fail(KVX_STATUS_INVALID_ARGUMENT,
+                  "%s has no memory that can be read: it is on the meta device, sparse, or of a type of its own. Give "
+                  "a plain tensor on the cache's device.",
+                  name);
     }
     KVX_NEED(t->dl.ndim <= kMaxDims, "%s has %d dimensions.", name, t->dl.ndim);
     if (device_type == 0) {
@@ -101,18 +106,22 @@ struct Door {
       device_id = t->dl.device_id;
     }
     const bool host = t->dl.device_type == 1 || t->dl.device_type == 3;
-    const bool same = host ? (device_type == 1 || device_type == 3) : (t->dl.device_type == device_type && t->dl.device_id == device_id);
-    KVX_NEED(same, "%s is on %s:%d, the cache on %s:%d. Every tensor of a call lives where the cache lives.", name, host ? "cpu" : "device",
-             t->dl.device_id, device_type == 1 || device_type == 3 ? "cpu" : "device", device_id);
+    const bool same = host ? (device_type == 1 || device_type == 3)
+                           : (t->dl.device_type == device_type && t->dl.device_id == device_id);
+    KVX_NEED(same, "%s is on %s:%d, the cache on %s:%d. Every tensor of a call lives where the cache lives.", name,
+             host ? "cpu" : "device", t->dl.device_id, device_type == 1 || device_type == 3 ? "cpu" : "device",
+             device_id);
     return KVX_STATUS_OK;
   }
 
   kvx_status_t array(const char* name, void* object, kvx_array_t* a) {
     Tensor t;
     KVX_TRY(open(name, object, &t));
-    KVX_NEED(t.dl.ndim <= KVX_MAX_TENSOR_DIMS, "%s has %d dimensions; at most %d.", name, t.dl.ndim, KVX_MAX_TENSOR_DIMS);
+    KVX_NEED(t.dl.ndim <= KVX_MAX_TENSOR_DIMS, "%s has %d dimensions; at most %d.", name, t.dl.ndim,
+             KVX_MAX_TENSOR_DIMS);
     a->dtype = dtype_of(t.dl);
-    KVX_NEED(a->dtype != KVX_DTYPE_INVALID, "%s has an element type (DLPack %d, %d bits) that no cache op takes.", name, t.dl.type_code, t.dl.type_bits);
+    KVX_NEED(a->dtype != KVX_DTYPE_INVALID, "%s has an element type (DLPack %d, %d bits) that no cache op takes.", name,
+             t.dl.type_code, t.dl.type_bits);
     a->ndim = uint32_t(t.dl.ndim);
     for (int i = 0; i < t.dl.ndim; i++) a->shape[i] = t.dl.shape[i], a->stride[i] = t.stride(i);
     a->data = t.data();
@@ -121,9 +130,13 @@ struct Door {
     return KVX_STATUS_OK;
   }
 
-  kvx_status_t optional(const char* name, void* object, kvx_array_t* a) { return object ? array(name, object, a) : KVX_STATUS_OK; }
+  kvx_status_t optional(const char* name, void* object, kvx_array_t* a) {
+    return object ? array(name, object, a) : KVX_STATUS_OK;
+  }
 
-  int32_t memory() const { return device_type == 2 ? KVX_MEMORY_DEVICE : device_type == 13 ? KVX_MEMORY_UNIFIED : KVX_MEMORY_HOST; }
+  int32_t memory() const {
+    return device_type == 2 ? KVX_MEMORY_DEVICE : device_type == 13 ? KVX_MEMORY_UNIFIED : KVX_MEMORY_HOST;
+  }
 };
 
 }  // namespace
@@ -133,16 +146,17 @@ using namespace kvx;
 
 extern "C" {
 
-// How one plane's axes lie in a cache tensor: stride of axis i = tensor stride[dim[i]] * mul[i]. Made by kvx/ops/native.py.
+// How one plane's axes lie in a cache tensor: stride of axis i = tensor
+// stride[dim[i]] * mul[i]. Made by kvx/ops/native.py.
 typedef struct kvx_door_plane_t {
-  int32_t tensor;       // 0 or 1: which cache tensor
-  int32_t ndim;         // of that tensor
-  int32_t num_axes;     // 4: block token head dim; 5: block head dim/x token dim%x
-  int32_t raw;          // 1: the tensor is one of bytes (4-bit types, inline scales, and what stands beside them)
-  int64_t shape[8];     // of the tensor
+  int32_t tensor;    // 0 or 1: which cache tensor
+  int32_t ndim;      // of that tensor
+  int32_t num_axes;  // 4: block token head dim; 5: block head dim/x token dim%x
+  int32_t raw;       // 1: the tensor is one of bytes (4-bit types, inline scales, and what stands beside them)
+  int64_t shape[8];  // of the tensor
   int64_t axis_size[5];
   int32_t dim[5];
-  int32_t offset_dim;   // -1: the plane starts where the tensor does
+  int32_t offset_dim;  // -1: the plane starts where the tensor does
   int64_t mul[5];
   int64_t offset_mul;
 } kvx_door_plane_t;
@@ -174,12 +188,12 @@ typedef struct kvx_door_attention_t {
   void *q, *out, *lse, *sinks, *workspace;  // objects; planning and asking for bytes take no out
   int64_t step;                             // 0 run, 1 plan, 2 ask for the bytes of the workspace
   int64_t flags, window, max_query_len;
-  int64_t bytes;                            // step 2: the answer
+  int64_t bytes;  // step 2: the answer
   float softmax_scale, soft_cap;
 } kvx_door_attention_t;
 
 typedef struct kvx_door_append_t {  // objects; NULL = absent
-  void *q, *k, *v;  // num_q_heads > 0: q holds all three, [T, ...]
+  void *q, *k, *v;                  // num_q_heads > 0: q holds all three, [T, ...]
   void *q_out, *k_out, *v_out;
   void *q_weight, *k_weight, *cos, *sin, *positions;
   void *slots, *k_pointers, *v_pointers;
@@ -217,7 +231,8 @@ kvx_status_t open_cache(Door& door, const kvx_door_spec_t& spec, void* cache0, v
   *c = spec.cache;
   for (int i = 0; i < 2; i++) {
     const kvx_door_plane_t& d = spec.plane[i];
-    KVX_NEED((cache1 != nullptr) == (spec.plane[1].tensor == 1), "cache is %s; the spec's layout has %s.", cache1 ? "a pair" : "one tensor",
+    KVX_NEED((cache1 != nullptr) == (spec.plane[1].tensor == 1), "cache is %s; the spec's layout has %s.",
+             cache1 ? "a pair" : "one tensor",
              cache1 ? "one tensor that holds K and V" : "K and V apart: pass (k_cache, v_cache)");
     const Tensor& x = t[d.tensor];
     kvx_array_t& a = i ? c->v.data : c->k.data;
@@ -225,25 +240,30 @@ kvx_status_t open_cache(Door& door, const kvx_door_spec_t& spec, void* cache0, v
     char got[160], want[160];
     bool same = x.dl.ndim == d.ndim;
     for (int j = 0; same && j < d.ndim; j++) same = x.dl.shape[j] == d.shape[j];
-    KVX_NEED(same, "%s is %s; the spec makes it %s.", name, shape_text(x.dl.shape, x.dl.ndim, got), shape_text(d.shape, d.ndim, want));
+    KVX_NEED(same, "%s is %s; the spec makes it %s.", name, shape_text(x.dl.shape, x.dl.ndim, got),
+             shape_text(d.shape, d.ndim, want));
     const int dtype = dtype_of(x.dl), bits = common::dtype_bits(a.dtype);
     const bool bytes_of_words = d.raw && bits > 8;  // whole elements in a tensor of bytes
-    KVX_NEED(bytes_of_words ? x.dl.type_bits == 8 : dtype == a.dtype || (bits <= 8 && dtype == KVX_DTYPE_U8), "%s is %s; the spec's format makes it %s%s.",
-             name, dtype_name(dtype), bytes_of_words ? "uint8" : dtype_name(a.dtype), bits <= 8 ? " (or uint8)" : "");
-    const int64_t unit = bits == 4 ? 2 : 1, size = bytes_of_words ? bits / 8 : 1;  // elements in a unit of the tensor, units in an element
+    KVX_NEED(bytes_of_words ? x.dl.type_bits == 8 : dtype == a.dtype || (bits <= 8 && dtype == KVX_DTYPE_U8),
+             "%s is %s; the spec's format makes it %s%s.", name, dtype_name(dtype),
+             bytes_of_words ? "uint8" : dtype_name(a.dtype), bits <= 8 ? " (or uint8)" : "");
+    const int64_t unit = bits == 4 ? 2 : 1,
+                  size = bytes_of_words ? bits / 8 : 1;  // elements in a unit of the tensor, units in an element
     a.ndim = uint32_t(d.num_axes);
     const int lo = d.num_axes - 1;
     for (int j = 0; j < d.num_axes; j++) {
       const int64_t stride = x.stride(d.dim[j]) * d.mul[j];
       a.shape[j] = d.axis_size[j];
-      KVX_NEED(j == lo || a.shape[j] == 1 || stride % size == 0, "%s has a stride of %lld bytes, which cuts a %s in two.", name, (long long)stride, dtype_name(a.dtype));
+      KVX_NEED(j == lo || a.shape[j] == 1 || stride % size == 0,
+               "%s has a stride of %lld bytes, which cuts a %s in two.", name, (long long)stride, dtype_name(a.dtype));
       a.stride[j] = stride * unit / size;
     }
     if (unit == 2 || size > 1) {
       KVX_NEED(x.stride(d.dim[lo]) * d.mul[lo] == 1, "%s is kept in bytes and needs stride 1 along dim.", name);
       a.stride[lo] = 1;
     }
-    const int64_t offset = d.offset_dim < 0 ? 0 : x.stride(d.offset_dim) * d.offset_mul * x.dl.type_bits * x.dl.type_lanes / 8;
+    const int64_t offset =
+        d.offset_dim < 0 ? 0 : x.stride(d.offset_dim) * d.offset_mul * x.dl.type_bits * x.dl.type_lanes / 8;
     a.data = x.data() + offset;
     const uint64_t bytes = x.bytes();
     a.data_bytes = bytes > uint64_t(offset) ? bytes - uint64_t(offset) : 1;
@@ -252,7 +272,8 @@ kvx_status_t open_cache(Door& door, const kvx_door_spec_t& spec, void* cache0, v
 }
 
 // The tensors the spec describes, or the pools a KV_OFFSETS table leads into.
-kvx_status_t open_cache_or_pools(Door& door, const kvx_door_spec_t& spec, void* cache0, void* cache1, const kvx_door_table_t& table, kvx_cache_t* c) {
+kvx_status_t open_cache_or_pools(Door& door, const kvx_door_spec_t& spec, void* cache0, void* cache1,
+                                 const kvx_door_table_t& table, kvx_cache_t* c) {
   if (!table.pool_primary) return open_cache(door, spec, cache0, cache1, c);
   *c = spec.cache;
   kvx_array_t pool[2] = {};
@@ -272,7 +293,8 @@ kvx_status_t open_pointers(Door& door, const char* name, void* object, int64_t n
   kvx_array_t a{};
   KVX_TRY(door.array(name, object, &a));
   KVX_NEED(a.dtype == KVX_DTYPE_S64 && a.ndim == 1 && a.shape[0] == num_blocks && (num_blocks == 1 || a.stride[0] == 1),
-           "%s is [%lld] %s with %u dimensions; it is an adjacent [num_blocks] = [%lld] int64.", name, (long long)(a.ndim ? a.shape[0] : 0), dtype_name(a.dtype), a.ndim, (long long)num_blocks);
+           "%s is [%lld] %s with %u dimensions; it is an adjacent [num_blocks] = [%lld] int64.", name,
+           (long long)(a.ndim ? a.shape[0] : 0), dtype_name(a.dtype), a.ndim, (long long)num_blocks);
   *pointers = static_cast<const int64_t*>(a.data);
   return KVX_STATUS_OK;
 }
@@ -296,13 +318,14 @@ kvx_status_t open_scales(Door& door, const kvx_door_extra_t* e, kvx_cache_t* c) 
     const int want = plane.scale.dtype;
     KVX_TRY(door.optional(i ? "v_scale" : "k_scale", scale[i], &plane.scale));
     const int got = plane.scale.dtype;
-    KVX_NEED(scale[i] == nullptr || got == want || (common::dtype_bits(want) == 8 && got == KVX_DTYPE_U8), "%s is %s; the spec's format makes it %s.", i ? "v_scale" : "k_scale",
-             dtype_name(got), dtype_name(want));
+    KVX_NEED(scale[i] == nullptr || got == want || (common::dtype_bits(want) == 8 && got == KVX_DTYPE_U8),
+             "%s is %s; the spec's format makes it %s.", i ? "v_scale" : "k_scale", dtype_name(got), dtype_name(want));
     plane.scale.dtype = want;
     if (tensor[i]) {
       kvx_array_t a{};
       KVX_TRY(door.array(i ? "v_tensor_scale" : "k_tensor_scale", tensor[i], &a));
-      KVX_NEED(a.dtype == KVX_DTYPE_F32 && a.data && (a.ndim == 0 || (a.ndim == 1 && a.shape[0] == 1)), "%s must be one f32.", i ? "v_tensor_scale" : "k_tensor_scale");
+      KVX_NEED(a.dtype == KVX_DTYPE_F32 && a.data && (a.ndim == 0 || (a.ndim == 1 && a.shape[0] == 1)),
+               "%s must be one f32.", i ? "v_tensor_scale" : "k_tensor_scale");
       plane.tensor_scale = static_cast<const float*>(a.data);
     }
   }
@@ -313,7 +336,8 @@ kvx_status_t open_errors(Door& door, void* object, uint64_t** errors) {
   if (object == nullptr) return KVX_STATUS_OK;
   kvx_array_t a{};
   KVX_TRY(door.array("errors", object, &a));
-  KVX_NEED(a.dtype == KVX_DTYPE_S64 && a.data && (a.ndim == 0 || (a.ndim == 1 && a.shape[0] == 1)), "errors must be one int64.");
+  KVX_NEED(a.dtype == KVX_DTYPE_S64 && a.data && (a.ndim == 0 || (a.ndim == 1 && a.shape[0] == 1)),
+           "errors must be one int64.");
   *errors = static_cast<uint64_t*>(a.data);
   return KVX_STATUS_OK;
 }
@@ -325,7 +349,8 @@ void cut_heads(const kvx_array_t& fused, int64_t heads, int64_t dim, int64_t* at
   out->ndim = 3;
   out->shape[1] = heads, out->stride[1] = dim * fused.stride[1];
   out->shape[2] = dim, out->stride[2] = fused.stride[1];
-  if (fused.data) out->data = static_cast<char*>(fused.data) + offset, out->data_bytes = fused.data_bytes - uint64_t(offset);
+  if (fused.data)
+    out->data = static_cast<char*>(fused.data) + offset, out->data_bytes = fused.data_bytes - uint64_t(offset);
   *at += heads * dim;
 }
 
@@ -338,9 +363,11 @@ kvx_status_t open_rows(Door& door, const kvx_door_append_t& d, kvx_array_t* q, k
   kvx_array_t fused{};
   KVX_TRY(door.array("qkv", d.q, &fused));
   const int64_t width = (d.num_q_heads + d.num_kv_heads) * d.k_head_dim + d.num_kv_heads * d.v_head_dim;
-  KVX_NEED(fused.ndim == 2 && fused.shape[1] == width, "qkv has %u dimensions and %lld columns; %lld + %lld heads of %lld and %lld of %lld make it [num_tokens, %lld].", fused.ndim,
-           (long long)(fused.ndim > 1 ? fused.shape[1] : 0), (long long)d.num_q_heads, (long long)d.num_kv_heads, (long long)d.k_head_dim, (long long)d.num_kv_heads, (long long)d.v_head_dim,
-           (long long)width);
+  KVX_NEED(
+      fused.ndim == 2 && fused.shape[1] == width,
+      "qkv has %u dimensions and %lld columns; %lld + %lld heads of %lld and %lld of %lld make it [num_tokens, %lld].",
+      fused.ndim, (long long)(fused.ndim > 1 ? fused.shape[1] : 0), (long long)d.num_q_heads, (long long)d.num_kv_heads,
+      (long long)d.k_head_dim, (long long)d.num_kv_heads, (long long)d.v_head_dim, (long long)width);
   int64_t at = 0;
   cut_heads(fused, d.num_q_heads, d.k_head_dim, &at, q);
   cut_heads(fused, d.num_kv_heads, d.k_head_dim, &at, k);
@@ -365,7 +392,8 @@ kvx_status_t open_norm_rope(Door& door, const kvx_door_append_t& d, kvx_norm_rop
 
 extern "C" {
 
-KVX_API int kvx_door_write(const kvx_door_spec_t* spec, void* cache0, void* cache1, void* k, void* v, void* slots, const kvx_door_extra_t* extra, void* stream) {
+KVX_API int kvx_door_write(const kvx_door_spec_t* spec, void* cache0, void* cache1, void* k, void* v, void* slots,
+                           const kvx_door_extra_t* extra, void* stream) {
   return entry("write()", [&]() -> kvx_status_t {
     Door door;
     kvx_cache_t c;
@@ -389,7 +417,8 @@ KVX_API int kvx_door_write(const kvx_door_spec_t* spec, void* cache0, void* cach
   });
 }
 
-KVX_API int kvx_door_gather(const kvx_door_spec_t* spec, void* cache0, void* cache1, void* k, void* v, const kvx_door_table_t* table, const kvx_door_extra_t* extra, void* stream) {
+KVX_API int kvx_door_gather(const kvx_door_spec_t* spec, void* cache0, void* cache1, void* k, void* v,
+                            const kvx_door_table_t* table, const kvx_door_extra_t* extra, void* stream) {
   return entry("gather()", [&]() -> kvx_status_t {
     Door door;
     kvx_cache_t c;
@@ -412,10 +441,14 @@ KVX_API int kvx_door_gather(const kvx_door_spec_t* spec, void* cache0, void* cac
   });
 }
 
-KVX_API int kvx_door_attention(const kvx_door_spec_t* spec, void* cache0, void* cache1, const kvx_door_table_t* table, const kvx_door_extra_t* extra,
-                               kvx_door_attention_t* attention, void* stream) {
+KVX_API int kvx_door_attention(const kvx_door_spec_t* spec, void* cache0, void* cache1, const kvx_door_table_t* table,
+                               const kvx_door_extra_t* extra, kvx_door_attention_t* attention, void* stream) {
   const bool is_latent = attention->flags & KVX_ATTENTION_LATENT;
-  return entry(is_latent ? "attention_mla()" : table->k_pointers ? "attention_decode_batched()" : table->cu_seqlens ? "attention_varlen()" : "attention_decode()", [&]() -> kvx_status_t {
+  const char* call = is_latent           ? "attention_mla()"
+                     : table->k_pointers ? "attention_decode_batched()"
+                     : table->cu_seqlens ? "attention_varlen()"
+                                         : "attention_decode()";
+  return entry(call, [&]() -> kvx_status_t {
     Door door;
     kvx_cache_t c;
     kvx_attention_args_t a{};
@@ -459,7 +492,8 @@ KVX_API int kvx_door_attention(const kvx_door_spec_t* spec, void* cache0, void* 
   });
 }
 
-KVX_API int kvx_door_amax(void* amax, void* x, void* slots, int granularity, int64_t block_size, void* errors, void* stream) {
+KVX_API int kvx_door_amax(void* amax, void* x, void* slots, int granularity, int64_t block_size, void* errors,
+                          void* stream) {
   return entry("amax()", [&]() -> kvx_status_t {
     Door door;
     kvx_amax_args_t a{};
@@ -496,7 +530,8 @@ KVX_API int kvx_door_norm_rope(const char* call, const kvx_door_append_t* d, voi
   });
 }
 
-KVX_API int kvx_door_append(const char* call, const kvx_door_spec_t* spec, void* cache0, void* cache1, const kvx_door_append_t* d, const kvx_door_extra_t* extra, void* stream) {
+KVX_API int kvx_door_append(const char* call, const kvx_door_spec_t* spec, void* cache0, void* cache1,
+                            const kvx_door_append_t* d, const kvx_door_extra_t* extra, void* stream) {
   return entry(call, [&]() -> kvx_status_t {
     Door door;
     kvx_cache_t c;
@@ -544,7 +579,8 @@ KVX_API int kvx_door_merge(void* out, void* lse, void* outs, void* lses, void* s
   });
 }
 
-KVX_API int kvx_door_copy_blocks(const kvx_door_spec_t* spec, void* cache0, void* cache1, void* pairs, const kvx_door_extra_t* extra, void* stream) {
+KVX_API int kvx_door_copy_blocks(const kvx_door_spec_t* spec, void* cache0, void* cache1, void* pairs,
+                                 const kvx_door_extra_t* extra, void* stream) {
   return entry("copy_blocks()", [&]() -> kvx_status_t {
     Door door;
     kvx_cache_t c;
@@ -562,18 +598,21 @@ KVX_API int kvx_door_copy_blocks(const kvx_door_spec_t* spec, void* cache0, void
 }
 
 // The usual calls without a struct to fill: a fused QKV, no scales, nothing to count.
-KVX_API int kvx_door_append_usual(const char* call, const kvx_door_spec_t* spec, void* cache0, void* cache1, void* q_out, void* qkv, int64_t num_q_heads, void* slots, void* q_weight,
-                                  void* k_weight, void* cos, void* sin, void* positions, int64_t style, double eps, double weight_offset, void* stream) {
+KVX_API int kvx_door_append_usual(const char* call, const kvx_door_spec_t* spec, void* cache0, void* cache1,
+                                  void* q_out, void* qkv, int64_t num_q_heads, void* slots, void* q_weight,
+                                  void* k_weight, void* cos, void* sin, void* positions, int64_t style, double eps,
+                                  double weight_offset, void* stream) {
   kvx_door_append_t d{};
   d.q = qkv, d.q_out = q_out, d.slots = slots;
   d.q_weight = q_weight, d.k_weight = k_weight, d.cos = cos, d.sin = sin, d.positions = positions;
-  d.num_q_heads = num_q_heads, d.num_kv_heads = spec->cache.num_kv_heads, d.k_head_dim = spec->cache.k_head_dim, d.v_head_dim = spec->cache.v_head_dim;
+  d.num_q_heads = num_q_heads, d.num_kv_heads = spec->cache.num_kv_heads, d.k_head_dim = spec->cache.k_head_dim,
+  d.v_head_dim = spec->cache.v_head_dim;
   d.style = style, d.eps = eps, d.weight_offset = weight_offset;
   return kvx_door_append(call, spec, cache0, cache1, &d, nullptr, stream);
 }
 
-KVX_API int kvx_door_norm_rope_usual(const char* call, void* out, void* x, void* weight, void* cos, void* sin, void* positions, int64_t style, double eps, double weight_offset,
-                                     void* stream) {
+KVX_API int kvx_door_norm_rope_usual(const char* call, void* out, void* x, void* weight, void* cos, void* sin,
+                                     void* positions, int64_t style, double eps, double weight_offset, void* stream) {
   kvx_door_append_t d{};
   d.q = x, d.q_out = out, d.q_weight = weight, d.cos = cos, d.sin = sin, d.positions = positions;
   d.style = style, d.eps = eps, d.weight_offset = weight_offset;
@@ -585,7 +624,8 @@ KVX_API int64_t kvx_door_append_bytes(void) { return int64_t(sizeof(kvx_door_app
 // Sizes of the door's structs, so that kvx/ops/native.py can refuse a library of another build.
 // It says how many it knows: a library that knows others leaves the rest 0.
 KVX_API void kvx_door_sizes(int64_t* out, int64_t count) {
-  const int64_t sizes[] = {sizeof(kvx_door_spec_t), sizeof(kvx_door_extra_t), sizeof(kvx_door_table_t), sizeof(kvx_door_attention_t)};
+  const int64_t sizes[] = {sizeof(kvx_door_spec_t), sizeof(kvx_door_extra_t), sizeof(kvx_door_table_t),
+                           sizeof(kvx_door_attention_t)};
   for (int64_t i = 0; i < count && i < int64_t(sizeof sizes / sizeof sizes[0]); i++) out[i] = sizes[i];
 }
 

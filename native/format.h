@@ -1,4 +1,5 @@
-// Numbers <-> bytes, one element at a time, the same on host and device. kvx/quant/numbers.py is the same arithmetic in torch.
+// Numbers <-> bytes, one element at a time, the same on host and device. kvx/quant/numbers.py is the same arithmetic in
+// torch.
 //
 // The rules every backend keeps, bit for bit:
 //   - elements are widened to f32 exactly; division is IEEE division; no fused multiply-add, no fast-math
@@ -102,7 +103,7 @@ KVX_HD uint8_t f32_to_e4m3(float x) {
   uint32_t b = bits_of(x), sign = (b >> 24) & 0x80u;
   b &= 0x7fffffffu;
   bool nan = b > 0x7f800000u;
-  b = pick(b > 0x43e00000u, 0x43e00000u, b);                                    // 448
+  b = pick(b > 0x43e00000u, 0x43e00000u, b);                                 // 448
   uint32_t subnormal = bits_of(float_of(b) + 16384.0f) - bits_of(16384.0f);  // 16384 has ulp 2^-9
   uint32_t normal = (b + 0x7ffffu + ((b >> 20) & 1u) - (120u << 23)) >> 20;
   uint32_t r = pick(b < 0x3c800000u, subnormal, normal) | sign;
@@ -118,7 +119,7 @@ KVX_HD uint8_t f32_to_e5m2(float x) {
   uint32_t b = bits_of(x), sign = (b >> 24) & 0x80u;
   b &= 0x7fffffffu;
   bool nan = b > 0x7f800000u;
-  b = pick(b > 0x47600000u, 0x47600000u, b);                                // 57344
+  b = pick(b > 0x47600000u, 0x47600000u, b);                             // 57344
   uint32_t subnormal = bits_of(float_of(b) + 128.0f) - bits_of(128.0f);  // 128 has ulp 2^-16
   uint32_t normal = (b + 0xfffffu + ((b >> 21) & 1u) - (112u << 23)) >> 21;
   uint32_t r = pick(b < 0x38800000u, subnormal, normal) | sign;
@@ -132,23 +133,28 @@ KVX_HD float clamp(float x, float lo, float hi) {  // NaN comes out as lo: calle
   return float_of(pick(x < hi, bits_of(x), bits_of(hi)));
 }
 
-// Half away from zero. x is within +-2^22. The largest float under 0.5 is added, since 0.5 itself would carry 0.49999997 to 1.
+// Half away from zero. x is within +-2^22. The largest float under 0.5 is added, since 0.5 itself would carry
+// 0.49999997 to 1.
 KVX_HD int32_t round_half_away(float x) {
   float half = float_of((bits_of(x) & 0x80000000u) | 0x3effffffu);
   return (int32_t)(x + half);
 }
 
-KVX_HD uint8_t f32_to_s8(float x) { return (uint8_t)pick(is_nan(x), 0u, (uint32_t)round_half_away(clamp(x, -128.0f, 127.0f))); }
+KVX_HD uint8_t f32_to_s8(float x) {
+  return (uint8_t)pick(is_nan(x), 0u, (uint32_t)round_half_away(clamp(x, -128.0f, 127.0f)));
+}
 KVX_HD float s8_to_f32(uint8_t c) { return (float)(int8_t)c; }
 
-KVX_HD uint8_t f32_to_s4(float x) { return (uint8_t)(pick(is_nan(x), 0u, (uint32_t)round_half_away(clamp(x, -8.0f, 7.0f))) & 15u); }
+KVX_HD uint8_t f32_to_s4(float x) {
+  return (uint8_t)(pick(is_nan(x), 0u, (uint32_t)round_half_away(clamp(x, -8.0f, 7.0f))) & 15u);
+}
 KVX_HD float s4_to_f32(uint8_t c) { return (float)((int32_t)((uint32_t)c << 28) >> 28); }
 
 KVX_HD uint8_t f32_to_e2m1(float x) {
   uint32_t b = bits_of(x), sign = (b >> 28) & 8u;
   b &= 0x7fffffffu;
   bool nan = b > 0x7f800000u;
-  b = pick(b > 0x40c00000u, 0x40c00000u, b);                                        // 6
+  b = pick(b > 0x40c00000u, 0x40c00000u, b);                                     // 6
   uint32_t subnormal = bits_of(float_of(b) + 4194304.0f) - bits_of(4194304.0f);  // 2^22 has ulp 0.5
   uint32_t normal = (b + 0x1fffffu + ((b >> 22) & 1u) - (126u << 23)) >> 22;
   uint32_t r = pick(b < 0x3f800000u, subnormal, normal) | sign;
@@ -169,11 +175,21 @@ KVX_HD float e8m0_to_f32(uint8_t c) {
 
 KVX_HD int dtype_bits(int dtype) {
   switch (dtype) {
-    case KVX_DTYPE_F32: case KVX_DTYPE_S32: case KVX_DTYPE_U32: return 32;
-    case KVX_DTYPE_S64: case KVX_DTYPE_U64: case KVX_DTYPE_F64: return 64;
-    case KVX_DTYPE_F16: case KVX_DTYPE_BF16: return 16;
-    case KVX_DTYPE_S4: case KVX_DTYPE_E2M1: return 4;
-    case KVX_DTYPE_F8_E4M3: case KVX_DTYPE_F8_E5M2: case KVX_DTYPE_U8: case KVX_DTYPE_S8: case KVX_DTYPE_E8M0: return 8;
+    case KVX_DTYPE_F32:
+    case KVX_DTYPE_S32:
+    case KVX_DTYPE_U32: return 32;
+    case KVX_DTYPE_S64:
+    case KVX_DTYPE_U64:
+    case KVX_DTYPE_F64: return 64;
+    case KVX_DTYPE_F16:
+    case KVX_DTYPE_BF16: return 16;
+    case KVX_DTYPE_S4:
+    case KVX_DTYPE_E2M1: return 4;
+    case KVX_DTYPE_F8_E4M3:
+    case KVX_DTYPE_F8_E5M2:
+    case KVX_DTYPE_U8:
+    case KVX_DTYPE_S8:
+    case KVX_DTYPE_E8M0: return 8;
     default: return 0;
   }
 }

@@ -6,9 +6,11 @@
 namespace kvx {
 
 // [T, heads, dim] on the caller's side. `name` is the call, `what` the array.
-kvx_status_t lower_rows(const char* name, const char* what, const kvx_array_t& a, int64_t heads, int64_t dim, bool needs_data, RowsParams* out);
+kvx_status_t lower_rows(const char* name, const char* what, const kvx_array_t& a, int64_t heads, int64_t dim,
+                        bool needs_data, RowsParams* out);
 kvx_status_t lower_cache(const kvx_cache_t& cache, PlaneParams plane[2]);
-// A plane whose blocks have addresses of their own, given as `name`: it is checked as one buffer, at a made-up address that is never used.
+// A plane whose blocks have addresses of their own, given as `name`: it is checked as one buffer, at a made-up address
+// that is never used.
 kvx_status_t lower_pointers(const char* name, int index, kvx_plane_t* plane);
 kvx_status_t lower_write(const kvx_cache_t& cache, const kvx_write_args_t& args, WriteParams* out);
 kvx_status_t lower_gather(const kvx_cache_t& cache, const kvx_gather_args_t& args, GatherParams* out);

@@ -14,15 +14,15 @@ enum ScaleMode : int32_t {
 };
 
 struct ScaleParams {
-  char* data;                          // NULL: only tensor_scale, or nothing
-  int64_t block, token, head, group;   // byte strides; 0 on axes the granularity does not have
-  const char* given;                   // SCALE_GIVEN: f32 [T, H, G]
+  char* data;                         // NULL: only tensor_scale, or nothing
+  int64_t block, token, head, group;  // byte strides; 0 on axes the granularity does not have
+  const char* given;                  // SCALE_GIVEN: f32 [T, H, G]
   int64_t given_token, given_head, given_group;
-  const float* tensor_scale;           // NULL = 1
-  int32_t dtype;                       // kvx_dtype_t of data
-  int32_t mode;                        // ScaleMode
-  int32_t group_size;                  // elements along dim under one scale; head_dim when one per row
-  int32_t num_groups;                  // head_dim / group_size
+  const float* tensor_scale;  // NULL = 1
+  int32_t dtype;              // kvx_dtype_t of data
+  int32_t mode;               // ScaleMode
+  int32_t group_size;         // elements along dim under one scale; head_dim when one per row
+  int32_t num_groups;         // head_dim / group_size
 };
 
 // K or V in the cache. Element (b, t, h, d) starts at
@@ -31,7 +31,7 @@ struct ScaleParams {
 struct PlaneParams {
   char* data;
   int64_t block, token, head, dim_hi, dim_lo;
-  int32_t pack;      // = head_dim when dim is not split
+  int32_t pack;  // = head_dim when dim is not split
   int32_t head_dim;
   int32_t dtype;     // kvx_dtype_t
   int32_t is_dense;  // elements of one row are adjacent: pack == head_dim and dim_lo is one element
@@ -47,11 +47,11 @@ struct RowsParams {
 };
 
 struct WriteParams {
-  PlaneParams plane[2];   // K, V
+  PlaneParams plane[2];  // K, V
   RowsParams rows[2];
-  const void* slots;      // [T]
-  int64_t slot_stride;    // bytes
-  int32_t slot_bytes;     // 4 or 8
+  const void* slots;    // [T]
+  int64_t slot_stride;  // bytes
+  int32_t slot_bytes;   // 4 or 8
   int32_t device;
   int64_t num_tokens, num_slots, block_size, num_heads, invalid_slot;
   unsigned long long* errors;  // NULL = not counted
@@ -78,11 +78,11 @@ struct GatherParams {
   PlaneParams plane[2];
   RowsParams rows[2];
   TableParams table;
-  int64_t seq_rows[2];      // padded output: bytes from sequence to sequence, K and V
-  const void* cu_seqlens;   // packed output: [S + 1]; NULL = padded
+  int64_t seq_rows[2];     // padded output: bytes from sequence to sequence, K and V
+  const void* cu_seqlens;  // packed output: [S + 1]; NULL = padded
   int32_t cu_bytes;
   int32_t device;
-  int64_t num_rows;         // packed output: rows there are
+  int64_t num_rows;  // packed output: rows there are
   int64_t max_seq_len, block_size, num_blocks, num_heads;
   char* pool[2];            // KV_OFFSETS: primary, secondary
   int64_t pool_blocks[2];   // bound of an index in each
@@ -94,12 +94,12 @@ struct GatherParams {
 struct AmaxParams {
   RowsParams rows;
   int64_t num_tokens, num_heads, head_dim;
-  const void* slots;        // NULL = no block axis
+  const void* slots;  // NULL = no block axis
   int64_t slot_stride;
   int32_t slot_bytes, device;
   int64_t invalid_slot, num_slots, block_size;
-  char* amax;               // f32
-  int64_t block, head;      // byte strides, 0 = axis absent
+  char* amax;           // f32
+  int64_t block, head;  // byte strides, 0 = axis absent
   unsigned long long* errors;
 };
 

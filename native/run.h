@@ -17,11 +17,11 @@ const char* simd_name();
 int max_threads();
 }  // namespace cpu
 
-// Without CUDA, cuda/absent.cpp stands in: every call returns UNSUPPORTED with a sentence.
+// Without CUDA, absent.cpp stands in: every call returns UNSUPPORTED with a sentence.
 namespace cuda {
-kvx_status_t write(const WriteParams& p, void* stream);
-kvx_status_t gather(const GatherParams& p, void* stream);
-kvx_status_t amax(const AmaxParams& p, void* stream);
+KVX_ON_DEVICE(write, WriteParams)
+KVX_ON_DEVICE(gather, GatherParams)
+KVX_ON_DEVICE(amax, AmaxParams)
 void describe(kvx_build_info_t* info);
 }  // namespace cuda
 

@@ -8,15 +8,15 @@ namespace KVX_ISA_NAMESPACE {
 
 KVX_HD int64_t read_index(const void* base, int64_t byte_offset, int bytes) {
   const char* p = (const char*)base + byte_offset;
-  return bytes == 8 ? *(const int64_t*)p : (int64_t) * (const int32_t*)p;
+  return bytes == 8 ? *(const int64_t*)p : (int64_t)*(const int32_t*)p;
 }
 
 enum BlockState { BLOCK_FOUND, BLOCK_NONE, BLOCK_BAD };  // none: KV_OFFSETS -1, rows come out as zero and are no error
 
 struct BlockPlace {
-  char* base;    // first byte of the block in plane K or V
-  int64_t id;    // block id, for scales with a block axis
-  int state;     // BlockState
+  char* base;  // first byte of the block in plane K or V
+  int64_t id;  // block id, for scales with a block axis
+  int state;   // BlockState
 };
 
 // Tokens of output sequence `seq` (beams share their sequence's length). Page-CSR lengths follow from the pages.
@@ -32,7 +32,8 @@ KVX_HD int64_t sequence_length(const TableParams& t, int64_t seq, int64_t block_
   return (end - first - 1) * block_size + last;
 }
 
-// The block that holds position `pos` (logical block `pos / block_size` = logical) of output sequence `seq`, in plane 0 (K) or 1 (V).
+// The block that holds position `pos` (logical block `pos / block_size` = logical) of output sequence `seq`, in plane 0
+// (K) or 1 (V).
 KVX_HD BlockPlace find_block(const GatherParams& p, int64_t seq, int64_t pos, int64_t logical, int plane) {
   const TableParams& t = p.table;
   BlockPlace place = {nullptr, 0, BLOCK_BAD};
@@ -70,7 +71,8 @@ KVX_HD BlockPlace find_block(const GatherParams& p, int64_t seq, int64_t pos, in
   return place;
 }
 
-// find_block, where blocks may be buffers of their own. Gather has no such blocks, and no register to spare for the question.
+// find_block, where blocks may be buffers of their own. Gather has no such blocks, and no
+// register to spare for the question.
 KVX_HD BlockPlace find_any_block(const GatherParams& p, int64_t seq, int64_t pos, int64_t logical, int plane) {
   BlockPlace place = find_block(p, seq, pos, logical, plane);
   if (p.bases[plane] && place.state == BLOCK_FOUND) {

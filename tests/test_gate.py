@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import kvx
-from kvx.ops.tail import Tail
+from kvx.ops.entry.tail import Tail
 from tests.gate_calls import Entry, entries
 
 # ---- tensors of a call, wherever they stand

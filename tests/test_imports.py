@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,6 +103,29 @@ def test_native_code_knows_neither_python_nor_torch():
     for path in (ROOT / "native").rglob("*.*"):
         for n, line in enumerate(path.read_text().splitlines(), 1):
             assert not (line.startswith("#include") and ("Python.h" in line or "torch" in line)), f"{path}:{n}: {line}"
+
+
+def c_files() -> list[Path]:
+    folders = ("native", "include", "tests", "examples")
+    return [p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in (".c", ".h", ".cpp", ".cu", ".cuh")]
+
+
+def test_no_line_of_c_is_over_120_columns():
+    """clang-format leaves what it cannot break, and what stands between its off and on."""
+    paths = [*c_files(), ROOT / "CMakeLists.txt"]
+    long = [f"{p}:{n}" for p in paths for n, line in enumerate(p.read_text().splitlines(), 1) if len(line) > 120]
+    assert not long, "Break these lines:\n" + "\n".join(long)
+
+
+def test_native_files_include_by_their_path_in_native():
+    """One include, one file: none is found beside the file that asks when native/ has another of that path."""
+    for path in (p for p in c_files() if p.is_relative_to(ROOT / "native")):
+        for name in re.findall(r'^#include "([^"]+)"', path.read_text(), re.M):
+            beside, meant = path.parent / name, ROOT / "native" / name
+            if beside.resolve().parent == ROOT / "include":
+                continue
+            assert meant.exists(), f"{path} includes {name}, which is no path in native/"
+            assert beside == meant or not beside.exists(), f"{path} includes {name} and gets {beside}"
 
 
 def test_files_have_one_noun():

@@ -16,7 +16,8 @@ typedef struct side_t {
 } side_t;
 
 static int failed(const char* call, kvx_status_t status) {
-  if (status != KVX_STATUS_OK) fprintf(stderr, "%s returned %s\n  %s\n", call, kvx_status_text(status), kvx_last_error());
+  if (status != KVX_STATUS_OK)
+    fprintf(stderr, "%s returned %s\n  %s\n", call, kvx_status_text(status), kvx_last_error());
   return status != KVX_STATUS_OK;
 }
 
@@ -95,16 +96,19 @@ int main(int argc, char** argv) {
   /* The library has checked the counts, so they can be trusted from here on. */
   kvx_plan_header_t header;
   memcpy(&header, bytes, sizeof header);
-  const unsigned char* pairs = bytes + sizeof header + header.num_boxes * sizeof(kvx_plan_box_t) + header.num_cells * sizeof(kvx_plan_cell_t);
+  const unsigned char* pairs =
+      bytes + sizeof header + header.num_boxes * sizeof(kvx_plan_box_t) + header.num_cells * sizeof(kvx_plan_cell_t);
   side_t src = allocate_side(header.num_src_buffers, pairs, header.num_src_sizes);
   side_t dst = allocate_side(header.num_dst_buffers, pairs + 16u * header.num_src_sizes, header.num_dst_sizes);
   free(bytes); /* a loaded plan keeps its own copy */
 
   uint32_t at = 0; /* of all source bytes, buffer after buffer */
   for (uint32_t i = 0; i < src.count; i++)
-    for (uint64_t b = 0; b < src.bytes[i]; b++, at++) ((unsigned char*)src.buffers[i])[b] = (unsigned char)(at * 2654435761u >> 24);
+    for (uint64_t b = 0; b < src.bytes[i]; b++, at++)
+      ((unsigned char*)src.buffers[i])[b] = (unsigned char)(at * 2654435761u >> 24);
 
-  /* As many tokens as fill whole blocks on both sides. The source's blocks are taken from the end, the destination's from 0. */
+  /* As many tokens as fill whole blocks on both sides. The source's blocks are taken from the end, the destination's
+   * from 0. */
   int64_t tokens = header.src_num_blocks * header.src_block_size;
   if (tokens > header.dst_num_blocks * header.dst_block_size) tokens = header.dst_num_blocks * header.dst_block_size;
   while (tokens % header.src_block_size || tokens % header.dst_block_size) tokens--;
@@ -142,7 +146,8 @@ int main(int argc, char** argv) {
   }
   fclose(out);
 
-  /* The same in two steps: what is run often is checked and prepared once. The ids were copied and the plan is not needed any more. */
+  /* The same in two steps: what is run often is checked and prepared once. The ids were copied and the plan is not
+   * needed any more. */
   kvx_bound_t* bound;
   if (failed("kvx_bind", kvx_bind(plan, &args, &bound))) return 1;
   kvx_plan_free(plan);
@@ -157,9 +162,9 @@ int main(int argc, char** argv) {
     free(first[i]);
   }
   free(first);
-  printf("converted %lld blocks of %lld tokens in %u buffers into %lld blocks of %lld in %u; kvx_run made %s\n", (long long)num_src,
-         (long long)header.src_block_size, src.count, (long long)num_dst, (long long)header.dst_block_size, dst.count,
-         same ? "the same bytes" : "DIFFERENT bytes");
+  printf("converted %lld blocks of %lld tokens in %u buffers into %lld blocks of %lld in %u; kvx_run made %s\n",
+         (long long)num_src, (long long)header.src_block_size, src.count, (long long)num_dst,
+         (long long)header.dst_block_size, dst.count, same ? "the same bytes" : "DIFFERENT bytes");
   free_side(&src);
   free_side(&dst);
   return same ? 0 : 1;

@@ -9,7 +9,8 @@ enum { NUM_BLOCKS = 8, BLOCK_SIZE = 4, HEADS = 2, HEAD_DIM = 4, TOKENS = 5 };
 
 /* The library owns nothing: the caller keeps every buffer, and the descriptors point into them. */
 static float k_cache[NUM_BLOCKS][BLOCK_SIZE][HEADS][HEAD_DIM], v_cache[NUM_BLOCKS][BLOCK_SIZE][HEADS][HEAD_DIM];
-static float k[TOKENS][HEADS][HEAD_DIM], v[TOKENS][HEADS][HEAD_DIM], k_out[TOKENS][HEADS][HEAD_DIM], v_out[TOKENS][HEADS][HEAD_DIM];
+static float k[TOKENS][HEADS][HEAD_DIM], v[TOKENS][HEADS][HEAD_DIM], k_out[TOKENS][HEADS][HEAD_DIM],
+    v_out[TOKENS][HEADS][HEAD_DIM];
 
 /* A dense array. data_bytes lets the library refuse a shape that reaches past the buffer. */
 static kvx_array_t dense(void* data, uint64_t data_bytes, kvx_dtype_t dtype, uint32_t ndim, const int64_t* shape) {
@@ -28,7 +29,8 @@ static kvx_array_t dense(void* data, uint64_t data_bytes, kvx_dtype_t dtype, uin
 }
 
 static int failed(const char* call, kvx_status_t status) {
-  if (status != KVX_STATUS_OK) fprintf(stderr, "%s returned %s\n  %s\n", call, kvx_status_text(status), kvx_last_error());
+  if (status != KVX_STATUS_OK)
+    fprintf(stderr, "%s returned %s\n  %s\n", call, kvx_status_text(status), kvx_last_error());
   return status != KVX_STATUS_OK;
 }
 
@@ -84,6 +86,7 @@ int main(void) {
 
   /* Same type on both sides, so the bytes come back as they went in. */
   const int same = memcmp(k, k_out, sizeof k) == 0 && memcmp(v, v_out, sizeof v) == 0;
-  printf("\ngathered %d tokens from blocks %d and %d: %s\n", TOKENS, (int)blocks[0], (int)blocks[1], same ? "the same bytes" : "DIFFERENT bytes");
+  printf("\ngathered %d tokens from blocks %d and %d: %s\n", TOKENS, (int)blocks[0], (int)blocks[1],
+         same ? "the same bytes" : "DIFFERENT bytes");
   return same ? 0 : 1;
 }

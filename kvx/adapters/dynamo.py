@@ -16,7 +16,7 @@ from kvx.adapters.blocks import DTYPES, Blocks, Wholes, check_chunks, check_whol
 from kvx.errors import BadArgument, InternalError, Unsupported
 from kvx.layout.buffers import bytes_of
 from kvx.layout.plan import Plan, plan
-from kvx.ops.convert import convert
+from kvx.ops.move.convert import convert
 from kvx.spec.cache_spec import CacheSpec
 
 _BACKENDS = {

@@ -13,7 +13,7 @@ import kvx
 from kvx.bench.convert import LAYOUTS
 from kvx.bench.harness import Row, time_calls
 from kvx.layout.place import buffer_bytes
-from kvx.ops.digest import add_digest
+from kvx.ops.move.digest import add_digest
 
 CEILINGS = ("read",)
 

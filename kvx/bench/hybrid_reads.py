@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvx.bench.hybrid_rows import BLOCK, DIM, DTYPES, ROPE, WINDOW, Calls, differ, step_of, tables
-from kvx.ops.attention_sparse import attention_sparse
-from kvx.ops.index_scores import index_scores
-from kvx.ops.step import Step
-from kvx.ops.topk import topk, topk_workspace_bytes
+from kvx.ops.attention.sparse import attention_sparse
+from kvx.ops.entry.index_scores import index_scores
+from kvx.ops.entry.step import Step
+from kvx.ops.entry.topk import topk, topk_workspace_bytes
 from kvx.quant.rows import RowCodec, RowPages
 
 INDEX_DIM, INDEX_HEADS, INDEX_RATIO = 128, 64, 4

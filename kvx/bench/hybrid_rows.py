@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvx.ops.append_swa import append_swa
-from kvx.ops.compress import compress
-from kvx.ops.finish import turn
-from kvx.ops.step import Step
-from kvx.ops.tail import Tail
+from kvx.ops.entry.append_swa import append_swa
+from kvx.ops.entry.compress import compress
+from kvx.ops.entry.finish import turn
+from kvx.ops.entry.step import Step
+from kvx.ops.entry.tail import Tail
 from kvx.quant.rows import RowCodec, RowPages
 
 DIM, ROPE, WINDOW, BLOCK = 512, 64, 128, 128

@@ -32,7 +32,7 @@ from kvx.handover.memory import new_buffers
 from kvx.handover.part import NEUTRAL
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.plan import ByteRun, plan
-from kvx.ops.convert import bind
+from kvx.ops.move.convert import bind
 from kvx.spec import CacheSpec
 from kvx.tiers import BlockKind, DiskTier
 from kvx.tiers.block_file import file_bytes

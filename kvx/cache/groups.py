@@ -18,7 +18,7 @@ from kvx.errors import BadArgument
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.storage import allocate
 from kvx.layout.views import layer_views
-from kvx.ops.copy_blocks import copy_blocks
+from kvx.ops.move.copy_blocks import copy_blocks
 from kvx.spec.cache_spec import CacheSpec, Spec
 
 

@@ -16,7 +16,7 @@ from kvx.handover import NEUTRAL, Handover, from_manifest
 from kvx.handover.part import rank_specs
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.plan import Plan, plan
-from kvx.ops.convert import convert
+from kvx.ops.move.convert import convert
 from kvx.runner.config import ModelConfig
 from kvx.spec import CacheSpec, Spec
 

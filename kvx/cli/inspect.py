@@ -23,7 +23,7 @@ from kvx.layout.place import buffer_sizes
 from kvx.layout.planes import cache_shapes
 from kvx.ops import backend as backends
 from kvx.ops import library, native
-from kvx.ops.attention_kernels import attention_kernel
+from kvx.ops.attention.kernels import attention_kernel
 from kvx.ops.registry import OPS
 
 TAKES = "a spec (.json), a cache file, or tensors (.pt, .npy, .safetensors)"

@@ -16,7 +16,7 @@ from kvx.connector.jobs import SKIP, Job, Tables, complete, needed, tables
 from kvx.connector.tier_stack import TierStack
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.plan import Plan, plan
-from kvx.ops.convert import convert
+from kvx.ops.move.convert import convert
 from kvx.spec import CacheSpec
 from kvx.tiers import Block
 

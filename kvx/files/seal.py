@@ -12,8 +12,8 @@ from kvx.errors import BadArgument, Damaged
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.coordinates import has_whole_words
 from kvx.layout.plan import plan
-from kvx.ops.convert import convert
-from kvx.ops.digest import Digest, digest
+from kvx.ops.move.convert import convert
+from kvx.ops.move.digest import Digest, digest
 from kvx.spec import Spec
 
 _MOST_PARTS = 64  # digests of parts: enough to look in the right place, few enough for a header

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvx.errors import BadArgument
-from kvx.ops.digest import Digest
+from kvx.ops.move.digest import Digest
 from kvx.spec import CacheSpec, Spec, StateSpec
 
 NEUTRAL = "block | head layer kv token dim"

@@ -23,8 +23,8 @@ from kvx.handover.scales import differ, have_one_format
 from kvx.handover.tokens import token_ids
 from kvx.layout.place import buffer_sizes
 from kvx.layout.plan import plan
-from kvx.ops.convert import convert
-from kvx.ops.digest import Digest
+from kvx.ops.move.convert import convert
+from kvx.ops.move.digest import Digest
 from kvx.spec import CacheSpec, Spec, StateSpec
 
 MAX_BYTES = 16 << 30  # of a manifest's parts, unless the caller says otherwise: 50,000 tokens of a 70B model

@@ -15,8 +15,8 @@ from kvx.handover.memory import new_buffers
 from kvx.handover.part import Part
 from kvx.handover.scales import require_one_scale
 from kvx.layout.plan import plan
-from kvx.ops.convert import convert
-from kvx.ops.digest import Digest
+from kvx.ops.move.convert import convert
+from kvx.ops.move.digest import Digest
 from kvx.spec import CacheSpec, PlaneSpec, Share, Spec, StateSpec
 
 _SAME = ("model", "num_blocks", "block_size", "head_dim", "v_head_dim", "format", "v_format")

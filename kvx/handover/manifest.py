@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvx.errors import BadArgument, Damaged, Incompatible
 from kvx.handover.facts import Facts, PartFacts, check_facts, check_parts, negative
 from kvx.handover.tokens import token_ids
-from kvx.ops.digest import Digest
+from kvx.ops.move.digest import Digest
 from kvx.spec import StateSpec, spec_from_json, to_json
 from kvx.spec.manifest import unique_fields
 

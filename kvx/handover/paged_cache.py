@@ -30,7 +30,7 @@ from kvx.handover.part import Part
 from kvx.handover.source import Source, export_parts
 from kvx.layout.plan import plan
 from kvx.layout.views import layer_views
-from kvx.ops.convert import convert
+from kvx.ops.move.convert import convert
 from kvx.spec import CacheSpec, Spec, StateSpec
 
 

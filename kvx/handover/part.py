@@ -20,8 +20,8 @@ from kvx.handover.padding import padding_block
 from kvx.layout.buffers import memory_bytes
 from kvx.layout.place import buffer_sizes
 from kvx.layout.plan import plan
-from kvx.ops.convert import convert
-from kvx.ops.digest import Digest, digest
+from kvx.ops.move.convert import convert
+from kvx.ops.move.digest import Digest, digest
 from kvx.spec import CacheSpec, Spec, StateSpec
 
 NOT_SEALED = Digest()

@@ -17,7 +17,7 @@ from kvx.handover.part import Part, neutral
 from kvx.handover.scales import require_one_scale
 from kvx.handover.tokens import token_ids
 from kvx.layout.plan import plan
-from kvx.ops.convert import convert
+from kvx.ops.move.convert import convert
 from kvx.spec import CacheSpec
 
 

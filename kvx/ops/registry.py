@@ -32,7 +32,7 @@ class Op:
     specs: str  # which caches it takes, in words
     rule: Rule | None = None  # and which of them a backend does not take; None: it takes what the definition does
     entries: tuple[Entry, ...] = ()  # its calls of libkvx; none: it is made of other ops
-    args: type[ctypes.Structure] | None = None  # the struct of its arguments
+    args: type[ctypes.Structure] | None = None  # the struct of its arguments, where it is shared; its own stands beside the op
     compiled: str = ""  # the custom op kvx::<compiled>; "": torch.compile breaks the graph at it
     backends: tuple[str, ...] = BACKENDS
 
@@ -51,7 +51,7 @@ _APPEND_USUAL = (Entry("kvx_door_append_usual", (_TEXT, *(_P,) * 5, _I64, *(_P,)
 
 
 def _called_by_struct(*names: str) -> tuple[Entry, ...]:
-    """Calls of the C ABI itself: a struct of arguments, and a stream or where the answer goes."""
+    """Calls of the C ABI itself: a struct of arguments, kvx_x_args_t of kvx_x, and a stream or where the answer goes."""
     return tuple(Entry(name, (_P, _P)) for name in names)
 
 
@@ -81,14 +81,11 @@ _ROWS = (
     Op("attention_plan", _CELLS, cells, _ATTENTION, structs.AttentionArgs),
     Op("attention_workspace_bytes", _CELLS, cells, _ATTENTION, structs.AttentionArgs),
     # Caches of rows in pages (kvx.cache.hybrid), which no spec describes.
-    Op("append_swa", _NONE, None, _called_by_struct("kvx_append_swa"), structs.AppendSwaArgs),
-    Op("compress", _NONE, None, _called_by_struct("kvx_compress"), structs.CompressArgs),
-    Op("index_scores", _NONE, None, _called_by_struct("kvx_index_scores"), structs.IndexScoresArgs),
-    Op("topk", _NONE, None, _called_by_struct("kvx_topk", "kvx_topk_workspace"), structs.TopkArgs),
-    Op(
-        "attention_sparse", _NONE, None, _called_by_struct("kvx_attention_sparse", "kvx_attention_sparse_workspace"),
-        structs.SparseArgs,
-    ),
+    Op("append_swa", _NONE, None, _called_by_struct("kvx_append_swa")),
+    Op("compress", _NONE, None, _called_by_struct("kvx_compress")),
+    Op("index_scores", _NONE, None, _called_by_struct("kvx_index_scores")),
+    Op("topk", _NONE, None, _called_by_struct("kvx_topk", "kvx_topk_workspace")),
+    Op("attention_sparse", _NONE, None, _called_by_struct("kvx_attention_sparse", "kvx_attention_sparse_workspace")),
 )  # fmt: skip
 OPS: dict[str, Op] = {op.name: op for op in _ROWS}
 

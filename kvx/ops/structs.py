@@ -1,6 +1,6 @@
-"""The argument structs of libkvx as Python fills them: those of include/kvx_abi.h, and those of native/door.cpp.
+"""Structs of libkvx as Python fills them, where more than one op needs them: of include/kvx_abi.h, and of native/door.cpp.
 
-Only shapes of memory: kvx/ops/registry.py says which call takes which, kvx/ops/native.py calls.
+Only shapes of memory: kvx/ops/registry.py says which call takes which, native.py calls. What one op needs alone stands beside it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ _P, _I32, _I64, _U32, _U64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ct
 _F32, _F64 = ctypes.c_float, ctypes.c_double
 ABI_VERSION = 1 << 16 | 2
 # How the structs of hybrid ops begin and end.
-_HEAD: list[tuple[str, Any]] = [("version", _U32), ("struct_bytes", _U32), ("flags", _U64)]
-_TAIL: list[tuple[str, Any]] = [("errors", _P), ("memory", _I32), ("device", _I32), ("reserved", _U64 * 4)]
+HEAD: list[tuple[str, Any]] = [("version", _U32), ("struct_bytes", _U32), ("flags", _U64)]
+TAIL: list[tuple[str, Any]] = [("errors", _P), ("memory", _I32), ("device", _I32), ("reserved", _U64 * 4)]
 
 
 class Array(ctypes.Structure):
@@ -171,7 +171,7 @@ class AppendArgs(ctypes.Structure):
     ]
 
 
-# ---- hybrid ops: the same structs a C program fills
+# ---- parts of the structs of hybrid ops
 
 
 class RowsArgs(ctypes.Structure):
@@ -191,61 +191,3 @@ class StepArgs(ctypes.Structure):
 
 class FinishArgs(ctypes.Structure):
     _fields_ = [*((name, Array) for name in ("weight", "cos", "sin")), ("eps", _F32), ("reserved32", _U32)]
-
-
-class AppendSwaArgs(ctypes.Structure):
-    _fields_ = [
-        *_HEAD,
-        ("window", RowsArgs),
-        ("positions", Array),
-        ("x", Array),
-        ("finish", FinishArgs),
-        ("step", StepArgs),
-        *_TAIL,
-    ]
-
-
-class CompressArgs(ctypes.Structure):
-    _fields_ = [
-        *_HEAD,
-        *((name, Array) for name in ("state", "kv", "score", "bias")),
-        ("finish", FinishArgs),
-        ("entries", RowsArgs),
-        ("block_table", Array),
-        ("num_shared", Array),
-        ("step", StepArgs),
-        ("ratio", _I64),
-        *_TAIL,
-    ]
-
-
-class IndexScoresArgs(ctypes.Structure):
-    _fields_ = [
-        *_HEAD, ("q", Array), ("weights", Array), ("keys", RowsArgs), ("block_table", Array), ("scores", Array), ("step", StepArgs),
-        ("ratio", _I64), *_TAIL,
-    ]  # fmt: skip
-
-
-class TopkArgs(ctypes.Structure):
-    _fields_ = [
-        *_HEAD, ("scores", Array), ("lengths", Array), ("indices", Array), ("workspace", _P), ("workspace_bytes", _U64), *_TAIL[1:],
-    ]  # fmt: skip
-
-
-class SparseArgs(ctypes.Structure):
-    _fields_ = [
-        *_HEAD,
-        *((name, Array) for name in ("q", "out", "lse", "sinks")),
-        ("window", RowsArgs),
-        ("positions", Array),
-        ("fresh", RowsArgs),
-        ("entries", RowsArgs),
-        *((name, Array) for name in ("block_table", "selected", "cos", "sin")),
-        ("step", StepArgs),
-        *((name, _I64) for name in ("ratio", "window_tokens", "max_entries")),
-        ("scale", _F32),
-        ("reserved32", _U32),
-        ("workspace", _P),
-        ("workspace_bytes", _U64),
-        *_TAIL,
-    ]

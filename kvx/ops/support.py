@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvx.errors import Unsupported
 from kvx.layout.axes import Layout
 from kvx.layout.planes import plane_maps
-from kvx.ops.attention_kernels import Kernel, attention_kernel
+from kvx.ops.attention.kernels import Kernel, attention_kernel
 from kvx.spec.cache_spec import CacheSpec
 
 BACKENDS = ("torch", "cpu", "cuda")

@@ -16,8 +16,8 @@ from kvx.cache.batch import Batch
 from kvx.cache.groups import LayerGroup
 from kvx.cache.paged import PagedCache
 from kvx.errors import BadArgument
-from kvx.ops.append import qkv_norm_rope_append
-from kvx.ops.attention import attention_decode, attention_plan, attention_varlen, attention_workspace_bytes
+from kvx.ops.append.append import qkv_norm_rope_append
+from kvx.ops.attention.attention import attention_decode, attention_plan, attention_varlen, attention_workspace_bytes
 from kvx.runner.config import ModelConfig
 from kvx.runner.gemm import gemm, gemm_add
 from kvx.runner.weights import Weights

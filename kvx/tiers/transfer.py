@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvx.layout.plan import Plan, plan
-from kvx.ops.convert import bind, convert
+from kvx.ops.move.convert import bind, convert
 from kvx.spec.cache_spec import Spec
 from kvx.tiers.block import Block
 from kvx.tiers.memory import HostMemory

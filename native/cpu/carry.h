@@ -1,5 +1,5 @@
-// An exception may not leave a parallel region: it would end the process. The first is kept here and thrown again behind the region,
-// where the C entry catches it (check.h).
+// An exception may not leave a parallel region: it would end the process. The first is kept here and thrown again
+// behind the region, where the C entry catches it (check.h).
 #pragma once
 #include <atomic>
 #include <exception>
@@ -9,7 +9,8 @@ namespace cpu {
 
 class Carry {
  public:
-  // In the region. After a failure nothing is begun: what it would make is not used. A thread still meets every loop and barrier.
+  // In the region. After a failure nothing is begun: what it would make is not used. A thread still meets every loop
+  // and barrier.
   template <class Work>
   void operator()(Work&& work) noexcept {
     if (failed_.load(std::memory_order_relaxed)) return;

@@ -5,9 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../run.h"
-#include "attend.h"
-#include "rows.h"
+#include "attention/cpu/attend.h"
+#include "cpu/rows.h"
+#include "run.h"
 
 namespace kvx {
 namespace cpu {
@@ -23,12 +23,14 @@ Tables choose() {
 #if defined(__x86_64__)
   // KVX_SIMD (debugging) takes away instruction sets, so that each path can be tested on one machine.
   const char* cap = getenv("KVX_SIMD");
-  const bool plain = cap && !strcmp(cap, "plain"), avx2_only = cap && !strcmp(cap, "avx2"), no_bf16 = cap && !strcmp(cap, "avx512");
+  const bool plain = cap && !strcmp(cap, "plain"), avx2_only = cap && !strcmp(cap, "avx2"),
+             no_bf16 = cap && !strcmp(cap, "avx512");
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512dq");
-  if (avx512 && !plain && !avx2_only && !no_bf16 && __builtin_cpu_supports("avx512bf16")) return {rows_avx512, attend_avx512bf16};
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && !plain && !avx2_only && !no_bf16 && __builtin_cpu_supports("avx512bf16"))
+    return {rows_avx512, attend_avx512bf16};
   if (avx512 && !plain && !avx2_only) return {rows_avx512, attend_avx512};
   if (avx2 && !plain) return {rows_avx2, attend_avx2};
 #endif

@@ -2,7 +2,7 @@
 #pragma once
 #include <string.h>
 
-#include "rows.h"
+#include "cpu/rows.h"
 
 namespace kvx {
 namespace cpu {

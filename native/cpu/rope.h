@@ -1,5 +1,6 @@
-// One row of Q or K: RMSNorm and rotation, as append.h has the arithmetic. Included by rows.cpp inside its namespace, so that it
-// is compiled once per instruction set; loops over floats in a scratch buffer, one width each, that the compiler vectorises.
+// One row of Q or K: RMSNorm and rotation, as append/append.h has the arithmetic. Included by rows.cpp inside its
+// namespace, so that it is compiled once per instruction set; loops over floats in a scratch buffer, one width each,
+// that the compiler vectorises.
 #pragma once
 
 // Sums of neighbours: n / 2 of n, a power of two.
@@ -11,7 +12,8 @@ inline void add_neighbours(float* __restrict to, const float* __restrict from, i
   for (; i < n / 2; i++) to[i] = from[2 * i] + from[2 * i + 1];
 }
 
-// Squares of eight neighbours as a tree, those sums by halves. `a` holds the squares, zeros after them up to m; `b` has as much room.
+// Squares of eight neighbours as a tree, those sums by halves. `a` holds the squares, zeros after them up to m; `b` has
+// as much room.
 inline float add_up(float* __restrict a, float* __restrict b, int64_t m) {
   add_neighbours(b, a, m);
   add_neighbours(a, b, m / 2);

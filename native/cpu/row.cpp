@@ -1,4 +1,4 @@
-#include "row.h"
+#include "cpu/row.h"
 
 #include <string.h>
 
@@ -45,13 +45,16 @@ void gather_strided(const PlaneParams& p, const RowsParams& rows, char* dst, cha
     char* to = dst + d * rows.dim;
     if (p.dtype == rows.dtype) memcpy(to, element_at(p, cell, d), size_t(element_bytes(p.dtype)));
     else if (!is_quantised(p.dtype)) store_float(to, rows.dtype, load_float(element_at(p, cell, d), p.dtype));
-    else store_float(to, rows.dtype, decode8(load_code(p, cell, d), p.dtype) * read_scale(p.scale, at, d / p.scale.group_size));
+    else
+      store_float(to, rows.dtype,
+                  decode8(load_code(p, cell, d), p.dtype) * read_scale(p.scale, at, d / p.scale.group_size));
   }
 }
 
 }  // namespace
 
-void write_row(const RowTable& ops, const PlaneParams& p, const RowsParams& rows, char* cell, const char* src, const ScaleAt& at) {
+void write_row(const RowTable& ops, const PlaneParams& p, const RowsParams& rows, char* cell, const char* src,
+               const ScaleAt& at) {
   if (!has_dense_pieces(p) || !rows.is_dense) return write_strided(p, rows, cell, src, at);
   const int64_t size = p.scale.group_size;
   const bool copy = p.dtype == rows.dtype;
@@ -69,7 +72,8 @@ void write_row(const RowTable& ops, const PlaneParams& p, const RowsParams& rows
   }
 }
 
-void gather_row(const RowTable& ops, const PlaneParams& p, const RowsParams& rows, char* dst, char* cell, const ScaleAt& at) {
+void gather_row(const RowTable& ops, const PlaneParams& p, const RowsParams& rows, char* dst, char* cell,
+                const ScaleAt& at) {
   if (!has_dense_pieces(p) || !rows.is_dense) return gather_strided(p, rows, dst, cell, at);
   const int64_t size = p.scale.group_size;
   const bool copy = p.dtype == rows.dtype;

@@ -4,7 +4,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
-#include "device.cuh"
+#include "cuda/device.cuh"
 
 namespace kvx {
 namespace cuda {
@@ -12,13 +12,18 @@ namespace cuda {
 constexpr int kChunk = 16;
 constexpr uint32_t kInfinity = 0x7f800000u;
 
-template <int C> constexpr int element_bits = C == KVX_DTYPE_F32 ? 32 : (C == KVX_DTYPE_F16 || C == KVX_DTYPE_BF16) ? 16 : (C == KVX_DTYPE_S4 || C == KVX_DTYPE_E2M1) ? 4 : 8;
+template <int C> constexpr int element_bits = C == KVX_DTYPE_F32                            ? 32
+                                              : (C == KVX_DTYPE_F16 || C == KVX_DTYPE_BF16) ? 16
+                                              : (C == KVX_DTYPE_S4 || C == KVX_DTYPE_E2M1)  ? 4
+                                                                                            : 8;
 template <int C> constexpr int chunk_bytes = kChunk * element_bits<C> / 8;
 template <int C> constexpr bool is_code = element_bits<C> <= 8;
 
 // ---- IO rows: F16, BF16, F32, as loaded
 
-template <int IO> struct RawChunk { uint32_t w[chunk_bytes<IO> / 4]; };
+template <int IO> struct RawChunk {
+  uint32_t w[chunk_bytes<IO> / 4];
+};
 
 template <int IO> __device__ __forceinline__ RawChunk<IO> load_raw(const char* p) {
   RawChunk<IO> r;
@@ -88,15 +93,19 @@ template <int IO> __device__ __forceinline__ void store_chunk(char* p, const flo
 
 // ---- quantising
 
-// Codes of type C change where a quotient passes a boundary, and boundaries have few bits: this many low bits of a 25-bit
-// midpoint beside one are 0...01 or 1...11.
-template <int C> constexpr int kBoundaryZeros = C == KVX_DTYPE_S8 ? 17 : C == KVX_DTYPE_F8_E4M3 ? 20 : C == KVX_DTYPE_E2M1 ? 22 : 21;
+// Codes of type C change where a quotient passes a boundary, and boundaries have few bits: this many low bits of a
+// 25-bit midpoint beside one are 0...01 or 1...11.
+template <int C> constexpr int kBoundaryZeros = C == KVX_DTYPE_S8        ? 17
+                                                : C == KVX_DTYPE_F8_E4M3 ? 20
+                                                : C == KVX_DTYPE_E2M1    ? 22
+                                                                         : 21;
 
-// x / s for many x and one s, such that the code is that of the correctly rounded quotient. Holds for moderate s and for |x| up
-// to 2^17 s, past which every type saturates; other chunks divide.
-//   16-bit x: 1/s as a sum r + low, so x*r + x*low is within 2^-44 before its one rounding. Only an x/s that close to the middle
-//             between a boundary and its neighbour could come out wrong, and a few scales, told by their low bits, have such
-//             an x (tests/quant/test_quotient.py counts them): those divide. r is rounded down, so that -0 stays -0.
+// x / s for many x and one s, such that the code is that of the correctly rounded quotient. Holds for moderate s and
+// for |x| up to 2^17 s, past which every type saturates; other chunks divide.
+//   16-bit x: 1/s as a sum r + low, so x*r + x*low is within 2^-44 before its one rounding. Only an x/s that close to
+//             the middle between a boundary and its neighbour could come out wrong, and a few scales, told by their low
+//             bits, have such an x (tests/quant/test_quotient.py counts them): those divide. r is rounded down, so that
+//             -0 stays -0.
 //   f32 x:    a product and two exact corrections (Markstein), the steps of the division routine without its checks.
 template <int C> struct Quantiser {
   float s, r, low;
@@ -124,36 +133,41 @@ template <int C> struct Quantiser {
   Quantiser() = default;
   __device__ __forceinline__ void set(float scale) {
     s = scale;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(scale));  // within an ulp; one Newton step, as the division routine does
+    asm("rcp.approx.ftz.f32 %0, %1;"
+        : "=f"(r)
+        : "f"(scale));  // within an ulp; one Newton step, as the division routine does
     r = __fmaf_rn(__fmaf_rn(-scale, r, 1.0f), r, r);
     r = __uint_as_float(__float_as_uint(r) - (__float_as_uint(__fmaf_rn(-scale, r, 1.0f)) >> 31));
     low = __fmul_rn(__fmaf_rn(-scale, r, 1.0f), r);
   }
   __device__ static __forceinline__ bool is_plain(float scale) {
-    constexpr uint32_t mask = (1u << kBoundaryZeros<C>) - 1;
+    constexpr uint32_t mask = (1u << kBoundaryZeros<C>)-1;
     const uint32_t bits = __float_as_uint(scale);
     return (bits + 64 & mask) > 128 || (bits & mask) == 0;
   }
 };
 
-// Codes of four elements in the bytes of a word (4-bit types: in its low nibbles' bytes, packed later). `Tame`: no NaN, and
-// magnitudes that an int32 holds, so integers need no care.
+// Codes of four elements in the bytes of a word (4-bit types: in its low nibbles' bytes, packed later). `Tame`: no NaN,
+// and magnitudes that an int32 holds, so integers need no care.
 template <int C, bool Tame> __device__ __forceinline__ uint32_t encode_four(float a, float b, float c, float d) {
   if constexpr (C == KVX_DTYPE_F8_E4M3 || C == KVX_DTYPE_F8_E5M2) {
     constexpr __nv_fp8_interpretation_t kind = C == KVX_DTYPE_F8_E4M3 ? __NV_E4M3 : __NV_E5M2;
-    const uint32_t lo = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kind), hi = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, kind);
+    const uint32_t lo = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kind),
+                   hi = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, kind);
     return __byte_perm(lo, hi, 0x5410);
   } else if constexpr (C == KVX_DTYPE_S8 && Tame) {
     const float x[4] = {a, b, c, d};
     int32_t v[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) v[i] = __float2int_rz(__fadd_rn(x[i], __uint_as_float((__float_as_uint(x[i]) & 0x80000000u) | 0x3effffffu)));
+    for (int i = 0; i < 4; i++)
+      v[i] = __float2int_rz(__fadd_rn(x[i], __uint_as_float((__float_as_uint(x[i]) & 0x80000000u) | 0x3effffffu)));
     uint32_t w;  // two integers saturate into two bytes at a time; the third operand goes above them
     asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(w) : "r"(v[3]), "r"(v[2]), "r"(0));
     asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(w) : "r"(v[1]), "r"(v[0]), "r"(w));
     return w;
   } else {
-    return uint32_t(encode8(a, C)) | uint32_t(encode8(b, C)) << 8 | uint32_t(encode8(c, C)) << 16 | uint32_t(encode8(d, C)) << 24;
+    return uint32_t(encode8(a, C)) | uint32_t(encode8(b, C)) << 8 | uint32_t(encode8(c, C)) << 16 |
+           uint32_t(encode8(d, C)) << 24;
   }
 }
 
@@ -179,7 +193,9 @@ template <int C, bool Tame> __device__ __forceinline__ void store_codes(char* p,
   }
 }
 
-template <int IO, int C> __device__ __forceinline__ void encode_chunk(char* p, const RawChunk<IO>& raw, uint32_t magnitude, const Quantiser<C>& quantiser, int width) {
+template <int IO, int C> __device__ __forceinline__ void encode_chunk(char* p, const RawChunk<IO>& raw,
+                                                                      uint32_t magnitude, const Quantiser<C>& quantiser,
+                                                                      int width) {
   float x[kChunk];
   if (magnitude < quantiser.limit_bits) {
 #pragma unroll
@@ -201,23 +217,28 @@ template <int IO, int C> __device__ __forceinline__ void cast_chunk(char* p, con
 
 // ---- dequantising
 
-template <int C> struct CodeChunk { uint32_t w[chunk_bytes<C> / 4]; };
+template <int C> struct CodeChunk {
+  uint32_t w[chunk_bytes<C> / 4];
+};
 
 // 0x4b000000 is 2^23 as a float: its low bits count in ones, so an integer becomes a float by an or and a subtraction.
 template <int C> __device__ __forceinline__ void decode_codes(const CodeChunk<C>& r, float (&x)[kChunk]) {
   if constexpr (C == KVX_DTYPE_F8_E4M3 || C == KVX_DTYPE_F8_E5M2) {
 #pragma unroll
     for (int i = 0; i < kChunk / 2; i++) {
-      const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(r.w[i / 2] >> (16 * (i % 2))), C == KVX_DTYPE_F8_E4M3 ? __NV_E4M3 : __NV_E5M2);
+      const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(r.w[i / 2] >> (16 * (i % 2))),
+                                                       C == KVX_DTYPE_F8_E4M3 ? __NV_E4M3 : __NV_E5M2);
       const float2 f = __half22float2(__half2(h));
       x[2 * i] = f.x, x[2 * i + 1] = f.y;
     }
   } else if constexpr (C == KVX_DTYPE_S8) {
 #pragma unroll
-    for (int i = 0; i < kChunk; i++) x[i] = __uint_as_float(__byte_perm(r.w[i / 4] ^ 0x80808080u, 0x4b000000u, 0x7650 | (i % 4))) - 8388736.0f;
+    for (int i = 0; i < kChunk; i++)
+      x[i] = __uint_as_float(__byte_perm(r.w[i / 4] ^ 0x80808080u, 0x4b000000u, 0x7650 | (i % 4))) - 8388736.0f;
   } else if constexpr (C == KVX_DTYPE_S4) {
 #pragma unroll
-    for (int i = 0; i < kChunk; i++) x[i] = __uint_as_float(((r.w[i / 8] ^ 0x88888888u) >> (4 * (i % 8)) & 15u) | 0x4b000000u) - 8388616.0f;
+    for (int i = 0; i < kChunk; i++)
+      x[i] = __uint_as_float(((r.w[i / 8] ^ 0x88888888u) >> (4 * (i % 8)) & 15u) | 0x4b000000u) - 8388616.0f;
   } else {
     // e2m1's three magnitude bits under f16's exponent are the value times 2^-14, subnormals included.
 #pragma unroll
@@ -249,7 +270,8 @@ template <int C> __device__ __forceinline__ CodeChunk<C> load_codes(const char* 
 
 // ---- one row's scale, as cpu/row.h has it
 
-__device__ __forceinline__ char* scale_at(const ScaleParams& s, int64_t block, int64_t offset, int64_t head, int64_t group) {
+__device__ __forceinline__ char* scale_at(const ScaleParams& s, int64_t block, int64_t offset, int64_t head,
+                                          int64_t group) {
   return s.data + block * s.block + offset * s.token + head * s.head + group * s.group;
 }
 
@@ -258,19 +280,21 @@ __device__ __forceinline__ float load_scale_as(const char* p, int dtype) {
   return dtype == KVX_DTYPE_F32 ? *reinterpret_cast<const float*>(p) : load_scale(p, dtype);
 }
 
-__device__ __forceinline__ float read_scale(const ScaleParams& s, int64_t block, int64_t offset, int64_t head, int64_t group) {
+__device__ __forceinline__ float read_scale(const ScaleParams& s, int64_t block, int64_t offset, int64_t head,
+                                            int64_t group) {
   if (s.mode == SCALE_NONE) return 1.0f;
   const float scale = s.data ? load_scale_as(scale_at(s, block, offset, head, group), s.dtype) : 1.0f;
   return s.tensor_scale ? scale * *s.tensor_scale : scale;
 }
 
 // The scale as it will be read back, and its store by the one thread that owns it.
-__device__ __forceinline__ float settle_scale(const ScaleParams& s, int dtype, int64_t token, int64_t block, int64_t offset, int64_t head, int64_t group, float amax,
-                                              bool owns) {
+__device__ __forceinline__ float settle_scale(const ScaleParams& s, int dtype, int64_t token, int64_t block,
+                                              int64_t offset, int64_t head, int64_t group, float amax, bool owns) {
   if (s.mode <= SCALE_READ) return read_scale(s, block, offset, head, group);
   float scale;
   if (s.mode == SCALE_GIVEN) {
-    scale = *reinterpret_cast<const float*>(s.given + token * s.given_token + head * s.given_head + group * s.given_group);
+    scale =
+        *reinterpret_cast<const float*>(s.given + token * s.given_token + head * s.given_head + group * s.given_group);
   } else {
     scale = __fdiv_rn(amax, dtype_qmax(dtype));
     if (s.tensor_scale) scale = __fdiv_rn(scale, *s.tensor_scale);
@@ -290,10 +314,14 @@ __device__ __forceinline__ float settle_scale(const ScaleParams& s, int dtype, i
   return s.tensor_scale ? scale * *s.tensor_scale : scale;
 }
 
-// amax / qmax, correctly rounded: qmax is known, so is its reciprocal. Magnitudes too small for this come out under the floor
-// of every scale type it is used with, as they should.
+// amax / qmax, correctly rounded: qmax is known, so is its reciprocal. Magnitudes too small for this come out under the
+// floor of every scale type it is used with, as they should.
 template <int C> __device__ __forceinline__ float divide_by_qmax(float amax) {
-  constexpr float s = C == KVX_DTYPE_F8_E4M3 ? 448.0f : C == KVX_DTYPE_F8_E5M2 ? 57344.0f : C == KVX_DTYPE_S8 ? 127.0f : C == KVX_DTYPE_S4 ? 7.0f : 6.0f;
+  constexpr float s = C == KVX_DTYPE_F8_E4M3   ? 448.0f
+                      : C == KVX_DTYPE_F8_E5M2 ? 57344.0f
+                      : C == KVX_DTYPE_S8      ? 127.0f
+                      : C == KVX_DTYPE_S4      ? 7.0f
+                                               : 6.0f;
   constexpr float r = 1.0f / s;
   float q = __fmul_rn(amax, r);
   q = __fmaf_rn(-__fmaf_rn(q, s, -amax), r, q);

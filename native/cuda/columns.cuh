@@ -1,9 +1,10 @@
-// Columns: how the fast kernels of write and gather share out a token. A column is one access wide (up to 16 bytes of a copy,
-// or a chunk of 16 elements); a thread keeps its column and walks over tokens, so that addresses inside the row are found once.
+// Columns: how the fast kernels of write and gather share out a token. A column is one access wide (up to 16 bytes of a
+// copy, or a chunk of 16 elements); a thread keeps its column and walks over tokens, so that addresses inside the row
+// are found once.
 #pragma once
 #include <initializer_list>
 
-#include "chunk.cuh"
+#include "cuda/chunk.cuh"
 
 namespace kvx {
 namespace cuda {
@@ -14,9 +15,9 @@ struct ColumnPlane {
   char* rows;                         // first byte of the caller's rows
   uint32_t block, token, rows_token;  // byte strides
   uint32_t cell_head, cell_piece, rows_head;
-  FastDivider per_head;               // columns per head
-  FastDivider per_piece;              // columns per piece of a split dim (= per_head when whole)
-  uint32_t cell_bytes, rows_bytes;    // bytes of one column on each side
+  FastDivider per_head;             // columns per head
+  FastDivider per_piece;            // columns per piece of a split dim (= per_head when whole)
+  uint32_t cell_bytes, rows_bytes;  // bytes of one column on each side
 };
 
 struct Columns {
@@ -42,7 +43,8 @@ __device__ __forceinline__ Column find_column(const Columns& c) {
   out.head = p.per_head.divide(i);
   out.index = i - out.head * p.per_head.d;
   const uint32_t piece = p.per_piece.divide(out.index);
-  out.cell = step(out.head, p.cell_head) + step(piece, p.cell_piece) + (out.index - piece * p.per_piece.d) * p.cell_bytes;
+  out.cell =
+      step(out.head, p.cell_head) + step(piece, p.cell_piece) + (out.index - piece * p.per_piece.d) * p.cell_bytes;
   out.rows = step(out.head, p.rows_head) + out.index * p.rows_bytes;
   return out;
 }
@@ -53,7 +55,9 @@ inline bool has_dense_pieces(const PlaneParams& p) {
 }
 
 // Bytes moved as they are: same type on both sides, elements side by side.
-inline bool is_copy(const PlaneParams& p, const RowsParams& r) { return p.dtype == r.dtype && has_dense_pieces(p) && r.is_dense; }
+inline bool is_copy(const PlaneParams& p, const RowsParams& r) {
+  return p.dtype == r.dtype && has_dense_pieces(p) && r.is_dense;
+}
 
 inline bool fits_32(const PlaneParams& p, const RowsParams& r, int64_t heads) {
   for (int64_t stride : {p.block, p.token, p.head, p.dim_hi, r.token, r.head})
@@ -61,41 +65,63 @@ inline bool fits_32(const PlaneParams& p, const RowsParams& r, int64_t heads) {
   return heads * p.head_dim <= kMaxCount / 4;
 }
 
-inline uint64_t cell_address_bits(const PlaneParams& p) { return uint64_t(p.block) | uint64_t(p.token) | uint64_t(p.head) | uint64_t(p.dim_hi); }
-inline uint64_t rows_address_bits(const RowsParams& r) { return uint64_t(r.token) | uint64_t(r.head) | uint64_t(uintptr_t(r.data)); }
+inline uint64_t cell_address_bits(const PlaneParams& p) {
+  return uint64_t(p.block) | uint64_t(p.token) | uint64_t(p.head) | uint64_t(p.dim_hi);
+}
+inline uint64_t rows_address_bits(const RowsParams& r) {
+  return uint64_t(r.token) | uint64_t(r.head) | uint64_t(uintptr_t(r.data));
+}
 
 // The widest access a copy of this plane allows. `more` holds the addresses blocks start at.
 inline int copy_width(const PlaneParams& p, const RowsParams& r, uint64_t more) {
   const uint64_t size = dtype_bits(p.dtype) / 8;
-  return common_alignment(more | cell_address_bits(p) | rows_address_bits(r) | uint64_t(p.pack) * size | uint64_t(p.head_dim) * size);
+  return common_alignment(more | cell_address_bits(p) | rows_address_bits(r) | uint64_t(p.pack) * size |
+                          uint64_t(p.head_dim) * size);
 }
 
-inline void set_columns(const PlaneParams& p, const RowsParams& r, int64_t heads, int64_t per_head, int64_t per_piece, int cell_bytes, int rows_bytes, ColumnPlane* out,
-                        uint32_t* count) {
-  *out = ColumnPlane{p.data, r.data, uint32_t(p.block), uint32_t(p.token), uint32_t(r.token), uint32_t(p.head), uint32_t(p.dim_hi), uint32_t(r.head),
-                     make_fast_divider(per_head), make_fast_divider(per_piece), uint32_t(cell_bytes), uint32_t(rows_bytes)};
+inline void set_columns(const PlaneParams& p, const RowsParams& r, int64_t heads, int64_t per_head, int64_t per_piece,
+                        int cell_bytes, int rows_bytes, ColumnPlane* out, uint32_t* count) {
+  *out = ColumnPlane{p.data,
+                     r.data,
+                     uint32_t(p.block),
+                     uint32_t(p.token),
+                     uint32_t(r.token),
+                     uint32_t(p.head),
+                     uint32_t(p.dim_hi),
+                     uint32_t(r.head),
+                     make_fast_divider(per_head),
+                     make_fast_divider(per_piece),
+                     uint32_t(cell_bytes),
+                     uint32_t(rows_bytes)};
   *count = uint32_t(heads * per_head);
 }
 
-inline void set_copy_columns(const PlaneParams& p, const RowsParams& r, int64_t heads, int width, ColumnPlane* out, uint32_t* count) {
+inline void set_copy_columns(const PlaneParams& p, const RowsParams& r, int64_t heads, int width, ColumnPlane* out,
+                             uint32_t* count) {
   const int size = dtype_bits(p.dtype) / 8;
-  set_columns(p, r, heads, int64_t(p.head_dim) * size / width, int64_t(p.pack) * size / width, width, width, out, count);
+  set_columns(p, r, heads, int64_t(p.head_dim) * size / width, int64_t(p.pack) * size / width, width, width, out,
+              count);
 }
 
 // Chunks of 16 elements with a cast or a quantisation between.
 inline bool fits_chunks(const PlaneParams& p, const RowsParams& r, uint64_t more) {
-  if (!has_dense_pieces(p) || !r.is_dense || p.head_dim % kChunk || p.pack % kChunk || p.scale.group_size % kChunk) return false;
-  return common_alignment(more | cell_address_bits(p)) >= (dtype_bits(p.dtype) >= 16 ? 16 : 4) && common_alignment(rows_address_bits(r)) >= 16;
+  if (!has_dense_pieces(p) || !r.is_dense || p.head_dim % kChunk || p.pack % kChunk || p.scale.group_size % kChunk)
+    return false;
+  return common_alignment(more | cell_address_bits(p)) >= (dtype_bits(p.dtype) >= 16 ? 16 : 4) &&
+         common_alignment(rows_address_bits(r)) >= 16;
 }
 
-inline void set_chunk_columns(const PlaneParams& p, const RowsParams& r, int64_t heads, ColumnPlane* out, uint32_t* count) {
-  set_columns(p, r, heads, p.head_dim / kChunk, p.pack / kChunk, kChunk * dtype_bits(p.dtype) / 8, kChunk * dtype_bits(r.dtype) / 8, out, count);
+inline void set_chunk_columns(const PlaneParams& p, const RowsParams& r, int64_t heads, ColumnPlane* out,
+                              uint32_t* count) {
+  set_columns(p, r, heads, p.head_dim / kChunk, p.pack / kChunk, kChunk * dtype_bits(p.dtype) / 8,
+              kChunk * dtype_bits(r.dtype) / 8, out, count);
 }
 
 // Lanes that share a scale sit side by side in one warp.
 inline bool fits_shuffle(const PlaneParams& p, Tile tile) {
   const int lanes = p.scale.group_size / kChunk;
-  return (lanes & (lanes - 1)) == 0 && lanes <= 32 && tile.columns % unsigned(lanes) == 0 && tile.columns * tile.lanes % 32 == 0;
+  return (lanes & (lanes - 1)) == 0 && lanes <= 32 && tile.columns % unsigned(lanes) == 0 &&
+         tile.columns * tile.lanes % 32 == 0;
 }
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -1,6 +1,6 @@
-#include "device.cuh"
+#include "cuda/device.cuh"
 
-#include "../run.h"
+#include "run.h"
 
 namespace kvx {
 namespace cuda {
@@ -15,7 +15,9 @@ DeviceGuard::DeviceGuard(int device) {
   cudaError_t error = cudaGetDevice(&previous_);
   if (error != cudaSuccess) {
     previous_ = -1;
-    status_ = fail(KVX_STATUS_UNSUPPORTED, "the cache is in device memory, and there is no usable CUDA device here: %s.", cudaGetErrorString(error));
+    status_ =
+        fail(KVX_STATUS_UNSUPPORTED, "the cache is in device memory, and there is no usable CUDA device here: %s.",
+             cudaGetErrorString(error));
     return;
   }
   current_ = previous_;
@@ -25,7 +27,8 @@ DeviceGuard::DeviceGuard(int device) {
   }
   current_ = device;
   error = cudaSetDevice(device);
-  if (error != cudaSuccess) status_ = fail(KVX_STATUS_INVALID_ARGUMENT, "device %d cannot be used: %s.", device, cudaGetErrorString(error));
+  if (error != cudaSuccess)
+    status_ = fail(KVX_STATUS_INVALID_ARGUMENT, "device %d cannot be used: %s.", device, cudaGetErrorString(error));
 }
 
 DeviceGuard::~DeviceGuard() {
@@ -54,7 +57,8 @@ bool can_launch_early() {
 }
 
 kvx_status_t launch_failed(const char* kernel, cudaError_t error) {
-  return fail(KVX_STATUS_INTERNAL_ERROR, "launch of %s failed: %s (%d).", kernel, cudaGetErrorString(error), int(error));
+  return fail(KVX_STATUS_INTERNAL_ERROR, "launch of %s failed: %s (%d).", kernel, cudaGetErrorString(error),
+              int(error));
 }
 
 void describe(kvx_build_info_t* info) {

@@ -3,9 +3,9 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include "../check.h"
-#include "../format.h"
-#include "../params.h"
+#include "check.h"
+#include "format.h"
+#include "params.h"
 
 namespace kvx {
 namespace cuda {
@@ -39,11 +39,13 @@ kvx_status_t launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3
 }
 
 // Like launch, but the kernel may be put on the device while the one before it on the stream still drains; it must call
-// wait_for_previous() before it touches memory. Hides a microsecond of launch on Hopper and later; elsewhere a plain launch.
+// wait_for_previous() before it touches memory. Hides a microsecond of launch on Hopper
+// and later; elsewhere a plain launch.
 bool can_launch_early();
 
 template <class... Params, class... Args>
-kvx_status_t launch_early_with(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, void* stream, Args&&... args) {
+kvx_status_t launch_early_with(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes,
+                               void* stream, Args&&... args) {
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
@@ -59,7 +61,8 @@ kvx_status_t launch_early_with(const char* name, void (*kernel)(Params...), dim3
 }
 
 template <class... Params, class... Args>
-kvx_status_t launch_early(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, void* stream, Args&&... args) {
+kvx_status_t launch_early(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, void* stream,
+                          Args&&... args) {
   return launch_early_with(name, kernel, grid, block, 0, stream, static_cast<Args&&>(args)...);
 }
 
@@ -69,7 +72,8 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
-// The next kernel of the stream, if launched early, may be put on the device from here on; it waits for this one's end all the same.
+// The next kernel of the stream, if launched early, may be put on the device from here on; it waits for this one's end
+// all the same.
 __device__ __forceinline__ void let_next_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -77,18 +81,28 @@ __device__ __forceinline__ void let_next_start() {
 }
 
 template <int Bytes> struct Vec;
-template <> struct Vec<16> { using T = uint4; };
-template <> struct Vec<8> { using T = uint2; };
-template <> struct Vec<4> { using T = uint32_t; };
-template <> struct Vec<2> { using T = uint16_t; };
-template <> struct Vec<1> { using T = uint8_t; };
+template <> struct Vec<16> {
+  using T = uint4;
+};
+template <> struct Vec<8> {
+  using T = uint2;
+};
+template <> struct Vec<4> {
+  using T = uint32_t;
+};
+template <> struct Vec<2> {
+  using T = uint16_t;
+};
+template <> struct Vec<1> {
+  using T = uint8_t;
+};
 
 // Rows are read once and not again soon: keep them out of L1 and first to leave L2.
 template <class T> __device__ __forceinline__ T load_once(const void* p) { return __ldcs(static_cast<const T*>(p)); }
 template <class T> __device__ __forceinline__ void store_once(void* p, T v) { __stcs(static_cast<T*>(p), v); }
 
-// Division by a number known on the host, as a multiplication: a 32-bit division costs some twenty instructions, and the
-// threads of a copy do little else. Exact for dividends under 2^31.
+// Division by a number known on the host, as a multiplication: a 32-bit division costs some twenty instructions, and
+// the threads of a copy do little else. Exact for dividends under 2^31.
 struct FastDivider {
   uint32_t d, multiplier, shift;
   __device__ __forceinline__ uint32_t divide(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
@@ -101,12 +115,13 @@ inline FastDivider make_fast_divider(int64_t d) {
   return f;
 }
 
-// Everything the fast kernels index fits 32 bits (checked by fits_32), so that an address is one multiply-add: 64-bit by
-// 64-bit products cost four times that, and a copy does little else.
+// Everything the fast kernels index fits 32 bits (checked by fits_32), so that an address is one multiply-add: 64-bit
+// by 64-bit products cost four times that, and a copy does little else.
 constexpr int64_t kMaxCount = 0x7fffffff;
 constexpr int64_t kMaxStride = 0xffffffff;
 
-// Slot or position -> (block, offset) of the general kernels: a shift for powers of two, a multiplication for what fits 31 bits, else a division.
+// Slot or position -> (block, offset) of the general kernels: a shift for powers of two, a multiplication for what fits
+// 31 bits, else a division.
 struct BlockDivider {
   int64_t size;
   FastDivider fast;

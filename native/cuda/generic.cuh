@@ -1,6 +1,6 @@
 // One warp, one (token, head) row, any strides, any type, any scale: what runs where no fast kernel fits.
 #pragma once
-#include "chunk.cuh"
+#include "cuda/chunk.cuh"
 
 namespace kvx {
 namespace cuda {
@@ -15,7 +15,8 @@ __device__ __forceinline__ void copy_element(char* to, const char* from, int bit
   else *reinterpret_cast<uint16_t*>(to) = *reinterpret_cast<const uint16_t*>(from);
 }
 
-__device__ inline void write_row(const PlaneParams& p, const RowsParams& rows, char* cell, const char* src, int64_t token, int64_t block, int64_t offset, int64_t head) {
+__device__ inline void write_row(const PlaneParams& p, const RowsParams& rows, char* cell, const char* src,
+                                 int64_t token, int64_t block, int64_t offset, int64_t head) {
   const int lane = threadIdx.x % 32, bits = dtype_bits(p.dtype);
   const int64_t size = p.scale.group_size;
   for (int64_t g = 0; g < p.scale.num_groups; g++) {
@@ -46,7 +47,8 @@ __device__ inline void write_row(const PlaneParams& p, const RowsParams& rows, c
   }
 }
 
-__device__ inline void gather_row(const PlaneParams& p, const RowsParams& rows, char* dst, char* cell, int64_t block, int64_t offset, int64_t head) {
+__device__ inline void gather_row(const PlaneParams& p, const RowsParams& rows, char* dst, char* cell, int64_t block,
+                                  int64_t offset, int64_t head) {
   const int lane = threadIdx.x % 32, bits = dtype_bits(p.dtype);
   for (int64_t d = lane; d < p.head_dim; d += 32) {
     char* to = dst + d * rows.dim;
@@ -58,7 +60,8 @@ __device__ inline void gather_row(const PlaneParams& p, const RowsParams& rows, 
     } else {
       uint8_t code = *reinterpret_cast<const uint8_t*>(from);
       if (bits == 4) code = d % p.pack & 1 ? code >> 4 : code & 15;
-      store_float(to, rows.dtype, decode8(code, p.dtype) * read_scale(p.scale, block, offset, head, d / p.scale.group_size));
+      store_float(to, rows.dtype,
+                  decode8(code, p.dtype) * read_scale(p.scale, block, offset, head, d / p.scale.group_size));
     }
   }
 }

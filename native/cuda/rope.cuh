@@ -1,14 +1,14 @@
-// Norm and rotation of a row held by neighbouring lanes, sixteen elements each. append.h has the arithmetic.
+// Norm and rotation of a row held by neighbouring lanes, sixteen elements each. append/append.h has the arithmetic.
 //
-// A lane holds two pieces of eight elements, a and b. Where halves rotate, a comes from the first half of the rotating part and b
-// from the second, so that a pair meets in one lane; elsewhere a and b are neighbours:
+// A lane holds two pieces of eight elements, a and b. Where halves rotate, a comes from the first half of the rotating
+// part and b from the second, so that a pair meets in one lane; elsewhere a and b are neighbours:
 //
 //   half, rotary 64 of 128      lane   0    1    2    3  |  4      5      6      7
 //                               a      0    1    2    3  |  8      10     12     14      pieces of eight
 //                               b      4    5    6    7  |  9      11     13     15
 #pragma once
-#include "../append.h"
-#include "chunk.cuh"
+#include "append/append.h"
+#include "cuda/chunk.cuh"
 
 namespace kvx {
 namespace cuda {
@@ -26,23 +26,29 @@ struct PieceMap {
   __device__ __forceinline__ uint32_t lane_of(uint32_t piece) const {
     return piece < paired ? piece : piece < 2 * paired ? piece - paired : piece / 2;
   }
-  __device__ __forceinline__ bool is_b(uint32_t piece) const { return piece < 2 * paired ? piece >= paired : piece & 1; }
+  __device__ __forceinline__ bool is_b(uint32_t piece) const {
+    return piece < 2 * paired ? piece >= paired : piece & 1;
+  }
 };
 
 __device__ __forceinline__ float add_squares(const float* x) {
   float s[kPiece];
 #pragma unroll
   for (int i = 0; i < kPiece; i++) s[i] = __fmul_rn(x[i], x[i]);
-  return __fadd_rn(__fadd_rn(__fadd_rn(s[0], s[1]), __fadd_rn(s[2], s[3])), __fadd_rn(__fadd_rn(s[4], s[5]), __fadd_rn(s[6], s[7])));
+  return __fadd_rn(__fadd_rn(__fadd_rn(s[0], s[1]), __fadd_rn(s[2], s[3])),
+                   __fadd_rn(__fadd_rn(s[4], s[5]), __fadd_rn(s[6], s[7])));
 }
 
-// The sum of a row's squares from its pieces' sums, by halves: lane l starts with pieces l and l + lanes. Every lane of the warp
-// comes here. `is_ordered`: a and b are those pieces already.
-__device__ __forceinline__ float sum_row(float a, float b, const PieceMap& map, uint32_t lane, uint32_t lanes, bool is_ordered) {
+// The sum of a row's squares from its pieces' sums, by halves: lane l starts with pieces l and l + lanes. Every lane of
+// the warp comes here. `is_ordered`: a and b are those pieces already.
+__device__ __forceinline__ float sum_row(float a, float b, const PieceMap& map, uint32_t lane, uint32_t lanes,
+                                         bool is_ordered) {
   if (!is_ordered) {
     const uint32_t first = lane, second = lane + lanes;
-    const float first_a = __shfl_sync(0xffffffffu, a, int(map.lane_of(first)), int(lanes)), first_b = __shfl_sync(0xffffffffu, b, int(map.lane_of(first)), int(lanes));
-    const float second_a = __shfl_sync(0xffffffffu, a, int(map.lane_of(second)), int(lanes)), second_b = __shfl_sync(0xffffffffu, b, int(map.lane_of(second)), int(lanes));
+    const float first_a = __shfl_sync(0xffffffffu, a, int(map.lane_of(first)), int(lanes)),
+                first_b = __shfl_sync(0xffffffffu, b, int(map.lane_of(first)), int(lanes));
+    const float second_a = __shfl_sync(0xffffffffu, a, int(map.lane_of(second)), int(lanes)),
+                second_b = __shfl_sync(0xffffffffu, b, int(map.lane_of(second)), int(lanes));
     a = first < map.pieces ? (map.is_b(first) ? first_b : first_a) : 0.0f;
     b = second < map.pieces ? (map.is_b(second) ? second_b : second_a) : 0.0f;
   }
@@ -55,7 +61,9 @@ __device__ __forceinline__ float sum_row(float a, float b, const PieceMap& map, 
 }
 
 // 1 / sqrt(mean + eps)
-__device__ __forceinline__ float norm_factor(float sum, float inverse_dim, float eps) { return __frcp_rn(__fsqrt_rn(__fadd_rn(__fmul_rn(sum, inverse_dim), eps))); }
+__device__ __forceinline__ float norm_factor(float sum, float inverse_dim, float eps) {
+  return __frcp_rn(__fsqrt_rn(__fadd_rn(__fmul_rn(sum, inverse_dim), eps)));
+}
 
 __device__ __forceinline__ void rotate_pair(float* lo, float* hi, float c, float s) {
   const float a = *lo, b = *hi;
@@ -98,7 +106,9 @@ template <int IO> __device__ __forceinline__ RawChunk<IO> load_pieces(const char
 template <int IO> __device__ __forceinline__ void store_pieces(char* a, char* b, const RawChunk<IO>& r) {
   constexpr int n = piece_bytes<IO> / 16;
 #pragma unroll
-  for (int i = 0; i < 2 * n; i++) store_once(i < n ? a + 16 * i : b + 16 * (i - n), make_uint4(r.w[4 * i], r.w[4 * i + 1], r.w[4 * i + 2], r.w[4 * i + 3]));
+  for (int i = 0; i < 2 * n; i++)
+    store_once(i < n ? a + 16 * i : b + 16 * (i - n),
+               make_uint4(r.w[4 * i], r.w[4 * i + 1], r.w[4 * i + 2], r.w[4 * i + 3]));
 }
 
 template <int IO> __device__ __forceinline__ RawChunk<IO> round_chunk(const float (&x)[kChunk]) {
@@ -113,7 +123,8 @@ template <int IO> __device__ __forceinline__ RawChunk<IO> round_chunk(const floa
 }
 
 // Pieces back in the order of the row: lane l gets pieces 2l and 2l + 1. Every lane of the warp comes here.
-template <int IO> __device__ __forceinline__ RawChunk<IO> in_order(const RawChunk<IO>& r, const PieceMap& map, uint32_t lane, uint32_t lanes) {
+template <int IO> __device__ __forceinline__ RawChunk<IO> in_order(const RawChunk<IO>& r, const PieceMap& map,
+                                                                   uint32_t lane, uint32_t lanes) {
   constexpr int n = piece_bytes<IO> / 4;
   RawChunk<IO> out;
 #pragma unroll
@@ -123,7 +134,8 @@ template <int IO> __device__ __forceinline__ RawChunk<IO> in_order(const RawChun
     const bool is_b = map.is_b(piece);
 #pragma unroll
     for (int i = 0; i < n; i++) {
-      const uint32_t a = __shfl_sync(0xffffffffu, r.w[i], from, int(lanes)), b = __shfl_sync(0xffffffffu, r.w[n + i], from, int(lanes));
+      const uint32_t a = __shfl_sync(0xffffffffu, r.w[i], from, int(lanes)),
+                     b = __shfl_sync(0xffffffffu, r.w[n + i], from, int(lanes));
       out.w[side * n + i] = is_b ? b : a;
     }
   }

@@ -1,5 +1,6 @@
-// Stands in for move.cu and batch.cu in a build without nvcc. What has work to do says so by its result; nothing ends the process.
-#include "move.h"
+// Stands in for move.cu and batch.cu in a build without nvcc. What has work to do says so by its result; nothing ends
+// the process.
+#include "kvbm/move.h"
 
 namespace kvbm {
 

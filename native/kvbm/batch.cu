@@ -4,7 +4,7 @@
 #include <new>
 #include <vector>
 
-#include "move.h"
+#include "kvbm/move.h"
 
 namespace kvbm {
 
@@ -29,7 +29,8 @@ int memcpy_batch(const Batch& b, kvbm_stream_t stream) try {
   return cudaMemcpyBatchAsync(b.dst, b.src, sizes.data(), b.count, &attributes, &first, 1, stream);
 #else
   size_t failed = 0;
-  return cudaMemcpyBatchAsync(const_cast<void**>(b.dst), const_cast<void**>(b.src), sizes.data(), b.count, &attributes, &first, 1, &failed, stream);
+  return cudaMemcpyBatchAsync(const_cast<void**>(b.dst), const_cast<void**>(b.src), sizes.data(), b.count, &attributes,
+                              &first, 1, &failed, stream);
 #endif
 } catch (const std::exception&) {  // of the array: no memory, or more than an array holds
   return KVBM_OUT_OF_MEMORY;

@@ -1,10 +1,10 @@
-// Pieces moved by kernels. A block of threads takes a chunk of one piece, so that it reads the two pointers once; how wide it may
-// move is seen there from the addresses, since the host cannot look into the tables.
-#include "move.h"
+// Pieces moved by kernels. A block of threads takes a chunk of one piece, so that it reads the two pointers once; how
+// wide it may move is seen there from the addresses, since the host cannot look into the tables.
+#include "kvbm/move.h"
 
 #include <type_traits>
 
-#include "../cuda/device.cuh"
+#include "cuda/device.cuh"
 
 namespace kvbm {
 namespace {
@@ -33,10 +33,10 @@ struct DeviceSide {
 // What both kernels begin with.
 struct Pieces {
   DeviceSide side[2];
-  uint64_t first;         // piece of this launch's first block of threads
+  uint64_t first;  // piece of this launch's first block of threads
   uint64_t piece_bytes;
-  uint32_t chunk_bytes;   // of one block of threads: threads * kVectors * 16, whatever the width
-  FastDivider chunks;     // blocks of threads a piece takes
+  uint32_t chunk_bytes;  // of one block of threads: threads * kVectors * 16, whatever the width
+  FastDivider chunks;    // blocks of threads a piece takes
 };
 
 template <class Index> struct PermuteArgs {
@@ -69,7 +69,8 @@ __device__ __forceinline__ uint32_t width_of(uint32_t bits) { return (bits | 16)
 // ---- permute
 
 template <int W, class Index>
-__device__ __forceinline__ void permute_chunk(const PermuteArgs<Index>& a, const char* from, char* to, Index begin, Index end) {
+__device__ __forceinline__ void permute_chunk(const PermuteArgs<Index>& a, const char* from, char* to, Index begin,
+                                              Index end) {
   using T = typename Vec<W>::T;
   const Index between = blockDim.x * W;
   for (Index at = begin + threadIdx.x * W; at < end; at += kVectors * between) {
@@ -123,19 +124,22 @@ __device__ __forceinline__ void copy_chunk(const char* from, char* to, uint64_t 
   }
 }
 
-// Both addresses at the same place between two multiples of W: bytes up to the first multiple, then vectors, then the bytes left.
+// Both addresses at the same place between two multiples of W: bytes up to the first multiple, then vectors, then the
+// bytes left.
 __global__ void __launch_bounds__(kThreads) copy_pieces(const __grid_constant__ Pieces p) {
   wait_for_previous();
   const Here here = find_chunk(p);
   const uint32_t source = uint32_t(uintptr_t(here.from)), width = width_of(source ^ uint32_t(uintptr_t(here.to)));
-  const uint64_t head = min(uint64_t((0u - source) & (width - 1)), p.piece_bytes), body = (p.piece_bytes - head) & ~uint64_t(width - 1);
+  const uint64_t head = min(uint64_t((0u - source) & (width - 1)), p.piece_bytes),
+                 body = (p.piece_bytes - head) & ~uint64_t(width - 1);
   if (here.begin == 0 && threadIdx.x < kWarp) {  // fewer than 16 bytes before and after: half a warp each
     const uint64_t byte = threadIdx.x < 16 ? threadIdx.x : head + body + (threadIdx.x - 16);
     if (byte < (threadIdx.x < 16 ? head : p.piece_bytes)) here.to[byte] = here.from[byte];
   }
   const char* from = here.from + head;
   char* to = here.to + head;
-  const uint64_t end = min(here.begin + p.chunk_bytes, body);  // may be before begin, in a last chunk that the head made empty
+  const uint64_t end =
+      min(here.begin + p.chunk_bytes, body);  // may be before begin, in a last chunk that the head made empty
   switch (width) {
     case 16: return copy_chunk<16>(from, to, here.begin, end);
     case 8: return copy_chunk<8>(from, to, here.begin, end);
@@ -147,7 +151,8 @@ __global__ void __launch_bounds__(kThreads) copy_pieces(const __grid_constant__ 
 
 // ---- launching
 
-// What the device would run, not what it is: wait_for_previous() is code of sm_90 and later, and older PTX lacks it (cuda/device.cu).
+// What the device would run, not what it is: wait_for_previous() is code of sm_90 and
+// later, and older PTX lacks it (cuda/device.cu).
 bool can_start_early() {
   constexpr int kMaxDevices = 64;
   static int ptx_of[kMaxDevices];  // 0 = not asked yet; races write the same value
@@ -164,7 +169,8 @@ Pieces& pieces_of(Pieces& p) { return p; }
 template <class Index> Pieces& pieces_of(PermuteArgs<Index>& a) { return a.pieces; }
 
 // One launch, unless there are more chunks than a grid has blocks. `args` has its sides and whatever the kernel adds.
-template <class Args> int launch_pieces(void (*kernel)(Args), Args args, const Side side[2], uint64_t num_pieces, uint64_t piece_bytes, kvbm_stream_t stream) {
+template <class Args> int launch_pieces(void (*kernel)(Args), Args args, const Side side[2], uint64_t num_pieces,
+                                        uint64_t piece_bytes, kvbm_stream_t stream) {
   // Small pieces take fewer threads, not fewer vectors of each: it is loads under way that hide memory.
   const uint64_t vectors = (piece_bytes - 1) / 16 + 1, wanted = (vectors - 1) / kVectors + 1;
   const unsigned threads = wanted >= kThreads ? kThreads : unsigned(wanted + kWarp - 1) / kWarp * kWarp;
@@ -173,7 +179,8 @@ template <class Args> int launch_pieces(void (*kernel)(Args), Args args, const S
   p.piece_bytes = piece_bytes;
   p.chunk_bytes = threads * kVectors * 16;
   const uint64_t chunks = (piece_bytes - 1) / p.chunk_bytes + 1;
-  if (chunks > uint64_t(kMaxCount) || side[0].per > uint64_t(kMaxCount) || side[1].per > uint64_t(kMaxCount)) return cudaErrorInvalidValue;
+  if (chunks > uint64_t(kMaxCount) || side[0].per > uint64_t(kMaxCount) || side[1].per > uint64_t(kMaxCount))
+    return cudaErrorInvalidValue;
   p.chunks = make_fast_divider(int64_t(chunks));
 
   cudaLaunchAttribute early = {};
@@ -202,10 +209,13 @@ template <class Index> int launch_permute(const Permute& p, kvbm_stream_t stream
 
 }  // namespace
 
-int copy(const Copy& c, kvbm_stream_t stream) { return launch_pieces(copy_pieces, Pieces{}, c.side, c.num_pieces, c.piece_bytes, stream); }
+int copy(const Copy& c, kvbm_stream_t stream) {
+  return launch_pieces(copy_pieces, Pieces{}, c.side, c.num_pieces, c.piece_bytes, stream);
+}
 
 int permute(const Permute& p, kvbm_stream_t stream) {
-  return p.piece_bytes <= uint64_t(kMaxCount) - kThreads * kVectors * 16 ? launch_permute<uint32_t>(p, stream) : launch_permute<uint64_t>(p, stream);
+  return p.piece_bytes <= uint64_t(kMaxCount) - kThreads * kVectors * 16 ? launch_permute<uint32_t>(p, stream)
+                                                                         : launch_permute<uint64_t>(p, stream);
 }
 
 }  // namespace kvbm

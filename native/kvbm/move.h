@@ -22,8 +22,8 @@ struct Copy {
   uint64_t num_pieces, piece_bytes;
 };
 
-// Pieces of rows, which stand in one order at the chunk and in another at the universal block. Row (i, j) of a piece starts
-// i*outer + j*inner bytes after the piece does. `inner_rows` is how many j there are; j runs fastest.
+// Pieces of rows, which stand in one order at the chunk and in another at the universal block. Row (i, j) of a piece
+// starts i*outer + j*inner bytes after the piece does. `inner_rows` is how many j there are; j runs fastest.
 struct Permute {
   Side side[2];  // from, to
   uint64_t num_pieces, piece_bytes, row_bytes, inner_rows;

@@ -1,5 +1,6 @@
 /* The few words the C tests are written in: checks that count and print, and numbers in the dtypes of the ABI.
- * Numbers are converted here a second time, on purpose: a test that used the library's own rounding would agree with its mistakes. */
+ * Numbers are converted here a second time, on purpose: a test that used the library's own rounding would agree with
+ * its mistakes. */
 #ifndef KVX_TESTS_CHECK_H
 #define KVX_TESTS_CHECK_H
 
@@ -29,13 +30,14 @@ static inline int check_counts(int ok) {
 
 static inline void check_int(const char* file, int line, const char* text, long long got, long long want) {
   if (check_counts(got == want)) return;
-  printf("%s:%d: [%s] %s: expected %lld, got %lld\n    last error: %s\n", file, line, check_case, text, want, got, kvx_last_error());
+  printf("%s:%d: [%s] %s: expected %lld, got %lld\n    last error: %s\n", file, line, check_case, text, want, got,
+         kvx_last_error());
 }
 
 static inline void check_status(const char* file, int line, const char* text, kvx_status_t got, kvx_status_t want) {
   if (check_counts(got == want)) return;
-  printf("%s:%d: [%s] %s: expected %s, got %s\n    last error: %s\n", file, line, check_case, text, kvx_status_text(want), kvx_status_text(got),
-         kvx_last_error());
+  printf("%s:%d: [%s] %s: expected %s, got %s\n    last error: %s\n", file, line, check_case, text,
+         kvx_status_text(want), kvx_status_text(got), kvx_last_error());
 }
 
 static inline void check_text(const char* file, int line, const char* got, const char* part) {
@@ -43,13 +45,14 @@ static inline void check_text(const char* file, int line, const char* got, const
   printf("%s:%d: [%s] expected a text with \"%s\", got \"%s\"\n", file, line, check_case, part, got ? got : "NULL");
 }
 
-static inline void check_bytes(const char* file, int line, const char* text, const void* got, const void* want, size_t bytes) {
+static inline void check_bytes(const char* file, int line, const char* text, const void* got, const void* want,
+                               size_t bytes) {
   const uint8_t *g = (const uint8_t*)got, *w = (const uint8_t*)want;
   size_t i = 0;
   while (i < bytes && g[i] == w[i]) i++;
   if (check_counts(i == bytes)) return;
-  printf("%s:%d: [%s] %s: byte %zu of %zu: expected 0x%02x, got 0x%02x\n    last error: %s\n", file, line, check_case, text, i, bytes, w[i], g[i],
-         kvx_last_error());
+  printf("%s:%d: [%s] %s: byte %zu of %zu: expected 0x%02x, got 0x%02x\n    last error: %s\n", file, line, check_case,
+         text, i, bytes, w[i], g[i], kvx_last_error());
 }
 
 #define CHECK(condition) check_int(__FILE__, __LINE__, #condition, !!(condition), 1)
@@ -62,13 +65,13 @@ static inline void check_bytes(const char* file, int line, const char* text, con
 #define CHECK_BYTES(got, want, bytes) check_bytes(__FILE__, __LINE__, #got, got, want, bytes)
 
 /* `call` with one field changed is INVALID_ARGUMENT; the field is put back. */
-#define REFUSES(field, value, call)                                                                                       \
-  do {                                                                                                                    \
-    char saved_[sizeof(field)];                                                                                           \
-    memcpy(saved_, &(field), sizeof saved_);                                                                              \
-    (field) = (value);                                                                                                    \
-    check_status(__FILE__, __LINE__, #field " = " #value ": " #call, call, KVX_STATUS_INVALID_ARGUMENT);                  \
-    memcpy(&(field), saved_, sizeof saved_);                                                                              \
+#define REFUSES(field, value, call)                                                                      \
+  do {                                                                                                   \
+    char saved_[sizeof(field)];                                                                          \
+    memcpy(saved_, &(field), sizeof saved_);                                                             \
+    (field) = (value);                                                                                   \
+    check_status(__FILE__, __LINE__, #field " = " #value ": " #call, call, KVX_STATUS_INVALID_ARGUMENT); \
+    memcpy(&(field), saved_, sizeof saved_);                                                             \
   } while (0)
 
 static inline int check_report(void) {
@@ -82,8 +85,10 @@ static inline int check_report(void) {
 static inline int dtype_bytes(int dtype) {
   switch (dtype) {
     case KVX_DTYPE_S64: return 8;
-    case KVX_DTYPE_F32: case KVX_DTYPE_S32: return 4;
-    case KVX_DTYPE_F16: case KVX_DTYPE_BF16: return 2;
+    case KVX_DTYPE_F32:
+    case KVX_DTYPE_S32: return 4;
+    case KVX_DTYPE_F16:
+    case KVX_DTYPE_BF16: return 2;
     default: return 1;
   }
 }

@@ -1,21 +1,24 @@
-/* The calls of sections 19 and 20 from C: values that f32 holds exactly, so that nothing is left to rounding, and descriptors that
- * are refused. */
+/* The calls of sections 19 and 20 from C: values that f32 holds exactly, so that nothing is left to rounding, and
+ * descriptors that are refused. */
 #include <math.h>
 
 #include "check.h"
 
 enum { NB = 3, BS = 4, H = 2, HQ = 4, D = 8, T = 3, ROWS = (HQ + 2 * H) * D };
 
-static float qkv[T][ROWS], q_out[T][HQ][D], k_cache[NB][BS][H][D], v_cache[NB][BS][H][D], cosines[2][D / 2], sines[2][D / 2], weight[D];
+static float qkv[T][ROWS], q_out[T][HQ][D], k_cache[NB][BS][H][D], v_cache[NB][BS][H][D], cosines[2][D / 2],
+    sines[2][D / 2], weight[D];
 static int64_t slots[T], pairs[2][2];
 static int32_t positions[T];
 
-static kvx_array_t array(void* data, uint64_t bytes, kvx_dtype_t dtype, uint32_t ndim, int64_t a, int64_t b, int64_t c, int64_t d) {
+static kvx_array_t array(void* data, uint64_t bytes, kvx_dtype_t dtype, uint32_t ndim, int64_t a, int64_t b, int64_t c,
+                         int64_t d) {
   const int64_t shape[4] = {a, b, c, d};
   kvx_array_t out;
   memset(&out, 0, sizeof out);
   out.data = data, out.data_bytes = bytes, out.ndim = ndim, out.dtype = dtype;
-  for (int64_t i = (int64_t)ndim - 1, dense = 1; i >= 0; dense *= shape[i], i--) out.shape[i] = shape[i], out.stride[i] = dense;
+  for (int64_t i = (int64_t)ndim - 1, dense = 1; i >= 0; dense *= shape[i], i--)
+    out.shape[i] = shape[i], out.stride[i] = dense;
   return out;
 }
 
@@ -63,7 +66,8 @@ static kvx_append_args_t make_args(void) {
 static void fill(void) {
   for (int t = 0; t < T; t++)
     for (int i = 0; i < ROWS; i++) qkv[t][i] = (float)(t * ROWS + i + 1);
-  for (int i = 0; i < D / 2; i++) cosines[0][i] = 1, sines[0][i] = 0, cosines[1][i] = 0, sines[1][i] = 1; /* none, and a quarter turn */
+  for (int i = 0; i < D / 2; i++)
+    cosines[0][i] = 1, sines[0][i] = 0, cosines[1][i] = 0, sines[1][i] = 1; /* none, and a quarter turn */
   slots[0] = 9, slots[1] = -1, slots[2] = 2;
   positions[0] = 1, positions[1] = 0, positions[2] = 0;
   memset(k_cache, 0, sizeof k_cache), memset(v_cache, 0, sizeof v_cache), memset(q_out, 0, sizeof q_out);
@@ -87,11 +91,13 @@ static void test_append(void) {
 
   /* Neighbours, no Q, and blocks behind a table of addresses. */
   int64_t k_at[NB], v_at[NB];
-  for (int b = 0; b < NB; b++) k_at[b] = (int64_t)(intptr_t)k_cache[NB - 1 - b], v_at[b] = (int64_t)(intptr_t)v_cache[NB - 1 - b];
+  for (int b = 0; b < NB; b++)
+    k_at[b] = (int64_t)(intptr_t)k_cache[NB - 1 - b], v_at[b] = (int64_t)(intptr_t)v_cache[NB - 1 - b];
   fill();
   memset(&a.q, 0, sizeof a.q), memset(&a.q_out, 0, sizeof a.q_out);
   a.norm_rope.style = KVX_ROPE_INTERLEAVED;
-  a.k_pointers = array(k_at, sizeof k_at, KVX_DTYPE_S64, 1, NB, 0, 0, 0), a.v_pointers = array(v_at, sizeof v_at, KVX_DTYPE_S64, 1, NB, 0, 0, 0);
+  a.k_pointers = array(k_at, sizeof k_at, KVX_DTYPE_S64, 1, NB, 0, 0, 0),
+  a.v_pointers = array(v_at, sizeof v_at, KVX_DTYPE_S64, 1, NB, 0, 0, 0);
   CHECK_INVALID(kvx_qkv_norm_rope_append(&c, &a, NULL)); /* a data pointer beside them */
   c.k.data.data = c.v.data.data = NULL;
   CHECK_OK(kvx_qkv_norm_rope_append(&c, &a, NULL));
@@ -161,8 +167,10 @@ static void test_merge(void) {
   kvx_merge_args_t a;
   memset(&a, 0, sizeof a);
   a.version = KVX_ABI_VERSION, a.struct_bytes = sizeof a, a.memory = KVX_MEMORY_HOST;
-  a.outs = array(outs, sizeof outs, KVX_DTYPE_F32, 4, 3, 1, 1, D), a.lses = array(lses, sizeof lses, KVX_DTYPE_F32, 3, 3, 1, 1, 0);
-  a.out = array(out, sizeof out, KVX_DTYPE_F32, 3, 1, 1, D, 0), a.lse = array(lse, sizeof lse, KVX_DTYPE_F32, 2, 1, 1, 0, 0);
+  a.outs = array(outs, sizeof outs, KVX_DTYPE_F32, 4, 3, 1, 1, D),
+  a.lses = array(lses, sizeof lses, KVX_DTYPE_F32, 3, 3, 1, 1, 0);
+  a.out = array(out, sizeof out, KVX_DTYPE_F32, 3, 1, 1, D, 0),
+  a.lse = array(lse, sizeof lse, KVX_DTYPE_F32, 2, 1, 1, 0, 0);
   for (int i = 0; i < D; i++) outs[0][0][0][i] = 2, outs[1][0][0][i] = 6, outs[2][0][0][i] = NAN;
   lses[0][0][0] = lses[1][0][0] = 3, lses[2][0][0] = -INFINITY;
   CHECK_OK(kvx_merge_attention(&a, NULL));

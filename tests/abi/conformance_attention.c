@@ -1,5 +1,5 @@
-/* The calls of section 21 from C, on host memory: a paged decode, one by addresses and a latent one, beside a loop that does what the
- * text says, in doubles, and descriptors that are refused. */
+/* The calls of section 21 from C, on host memory: a paged decode, one by addresses and a latent one, beside a loop that
+ * does what the text says, in doubles, and descriptors that are refused. */
 #include <math.h>
 
 #include "check.h"
@@ -11,12 +11,14 @@ static float k_cache[NB][BS][H][D], v_cache[NB][BS][H][DV];
 static float latent_cache[NB][BS][RANK + ROPE]; /* one tensor: a row is latent, then rotary part */
 static int32_t table[S][M], lens[S];
 
-static kvx_array_t array(void* data, uint64_t bytes, kvx_dtype_t dtype, uint32_t ndim, int64_t a, int64_t b, int64_t c, int64_t d) {
+static kvx_array_t array(void* data, uint64_t bytes, kvx_dtype_t dtype, uint32_t ndim, int64_t a, int64_t b, int64_t c,
+                         int64_t d) {
   const int64_t shape[4] = {a, b, c, d};
   kvx_array_t made;
   memset(&made, 0, sizeof made);
   made.data = data, made.data_bytes = bytes, made.ndim = ndim, made.dtype = dtype;
-  for (int64_t i = (int64_t)ndim - 1, dense = 1; i >= 0; dense *= shape[i], i--) made.shape[i] = shape[i], made.stride[i] = dense;
+  for (int64_t i = (int64_t)ndim - 1, dense = 1; i >= 0; dense *= shape[i], i--)
+    made.shape[i] = shape[i], made.stride[i] = dense;
   return made;
 }
 
@@ -36,7 +38,8 @@ static kvx_cache_t make_latent_cache(void) { /* two views of one buffer, section
   kvx_cache_t c = make_cache();
   c.num_kv_heads = 1, c.k_head_dim = RANK, c.v_head_dim = ROPE;
   c.k.data = array(latent_cache, sizeof latent_cache, KVX_DTYPE_F32, 4, NB, BS, 1, RANK);
-  c.v.data = array(&latent_cache[0][0][RANK], sizeof latent_cache - RANK * sizeof(float), KVX_DTYPE_F32, 4, NB, BS, 1, ROPE);
+  c.v.data =
+      array(&latent_cache[0][0][RANK], sizeof latent_cache - RANK * sizeof(float), KVX_DTYPE_F32, 4, NB, BS, 1, ROPE);
   for (int i = 0; i < 2; i++) {
     kvx_array_t* a = i ? &c.v.data : &c.k.data;
     a->stride[0] = BS * (RANK + ROPE), a->stride[1] = a->stride[2] = RANK + ROPE;

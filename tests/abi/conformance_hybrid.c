@@ -1,17 +1,19 @@
-/* The calls of section 23 from C: small rows whose numbers are exact, so that little is left to rounding, and arguments that are
- * refused with a sentence. */
+/* The calls of section 23 from C: small rows whose numbers are exact, so that little is left to rounding, and arguments
+ * that are refused with a sentence. */
 #include <math.h>
 
 #include "check.h"
 
 enum { D = 8, ROWS = 4, SLOTS = 2, T = 6, H = 2, RATIO = 2, COLUMNS = 2, PAGES = 4 };
 
-static kvx_array_t array(void* data, uint64_t bytes, kvx_dtype_t dtype, uint32_t ndim, int64_t a, int64_t b, int64_t c, int64_t d, int64_t e) {
+static kvx_array_t array(void* data, uint64_t bytes, kvx_dtype_t dtype, uint32_t ndim, int64_t a, int64_t b, int64_t c,
+                         int64_t d, int64_t e) {
   const int64_t shape[5] = {a, b, c, d, e};
   kvx_array_t out;
   memset(&out, 0, sizeof out);
   out.data = data, out.data_bytes = bytes, out.ndim = ndim, out.dtype = dtype;
-  for (int64_t i = (int64_t)ndim - 1, dense = 1; i >= 0; dense *= shape[i], i--) out.shape[i] = shape[i], out.stride[i] = dense;
+  for (int64_t i = (int64_t)ndim - 1, dense = 1; i >= 0; dense *= shape[i], i--)
+    out.shape[i] = shape[i], out.stride[i] = dense;
   return out;
 }
 
@@ -51,18 +53,20 @@ static void fill_turns(void) {
     for (int i = 0; i < 2; i++) cosines[p][i] = p != 3, sines[p][i] = p == 3;
 }
 
-#define HEAD(a) (memset(&(a), 0, sizeof(a)), (a).version = KVX_ABI_VERSION, (a).struct_bytes = sizeof(a), (a).memory = KVX_MEMORY_HOST, (a).device = -1)
+#define HEAD(a)                                                                             \
+  (memset(&(a), 0, sizeof(a)), (a).version = KVX_ABI_VERSION, (a).struct_bytes = sizeof(a), \
+   (a).memory = KVX_MEMORY_HOST, (a).device = -1)
 
 /* What every struct of arguments refuses. */
-#define REFUSES_HEADS(a, call)                                              \
-  do {                                                                      \
-    REFUSES((a).struct_bytes, 8, call);                                     \
-    REFUSES((a).flags, 64, call);                                           \
-    REFUSES((a).reserved[1], 1, call);                                      \
-    REFUSES((a).memory, 77, call);                                          \
-    (a).version = (KVX_ABI_VERSION_MAJOR + 1) << 16;                        \
-    CHECK_STATUS(call, KVX_STATUS_INCOMPATIBLE);                            \
-    (a).version = KVX_ABI_VERSION;                                          \
+#define REFUSES_HEADS(a, call)                       \
+  do {                                               \
+    REFUSES((a).struct_bytes, 8, call);              \
+    REFUSES((a).flags, 64, call);                    \
+    REFUSES((a).reserved[1], 1, call);               \
+    REFUSES((a).memory, 77, call);                   \
+    (a).version = (KVX_ABI_VERSION_MAJOR + 1) << 16; \
+    CHECK_STATUS(call, KVX_STATUS_INCOMPATIBLE);     \
+    (a).version = KVX_ABI_VERSION;                   \
   } while (0)
 
 /* ------------------------------------------------------------------ append_swa */
@@ -101,7 +105,8 @@ static void test_append_swa(void) {
   a.finish.cos = MATRIX(cosines, KVX_DTYPE_F32, 8, 2), a.finish.sin = MATRIX(sines, KVX_DTYPE_F32, 8, 2);
   CHECK_OK(kvx_append_swa(&a, NULL));
   CHECK_BYTES(window[1][3], x[1], 4 * sizeof(float));
-  CHECK(window[1][3][4] == -x[1][5] && window[1][3][5] == x[1][4] && window[1][3][6] == -x[1][7] && window[1][3][7] == x[1][6]);
+  CHECK(window[1][3][4] == -x[1][5] && window[1][3][5] == x[1][4] && window[1][3][6] == -x[1][7] &&
+        window[1][3][7] == x[1][6]);
   CHECK_BYTES(window[1][0], x[2], sizeof x[0]);
   REFUSES(a.finish.sin.ndim, 0, kvx_append_swa(&a, NULL));
   CHECK_ERROR_HAS("together");
@@ -135,7 +140,8 @@ static void test_coded_rows(void) {
   memset(pages, 0xee, sizeof pages);
   a.window.pages = array(pages, sizeof pages, KVX_DTYPE_U8, 2, SLOTS, sizeof pages[0], 0, 0, 0);
   a.window.rope_dim = 4, a.window.group = 2, a.window.scale_bytes = 4;
-  a.window.dtype = KVX_DTYPE_F8_E4M3, a.window.scale_dtype = KVX_DTYPE_E8M0, a.window.least_amax = 1e-4f, a.window.flags = KVX_ROWS_ROUND_FIRST;
+  a.window.dtype = KVX_DTYPE_F8_E4M3, a.window.scale_dtype = KVX_DTYPE_E8M0, a.window.least_amax = 1e-4f,
+  a.window.flags = KVX_ROWS_ROUND_FIRST;
   const float row[D] = {1, -2, 0, 0, 3, 4, 5, -6};
   memcpy(x[0], row, sizeof row);
   a.step = one_sequence(1, 1, 2);
@@ -154,7 +160,7 @@ static void test_coded_rows(void) {
   REFUSES(a.window.flags, 8, kvx_append_swa(&a, NULL));
   REFUSES(a.window.rows, 5, kvx_append_swa(&a, NULL)); /* a page has no room */
   CHECK_ERROR_HAS("a page has 72 bytes");
-  REFUSES(a.window.pages.stride[0], 60, kvx_append_swa(&a, NULL)); /* pages overlap */
+  REFUSES(a.window.pages.stride[0], 60, kvx_append_swa(&a, NULL));               /* pages overlap */
   REFUSES(a.window.pages.data, (void*)(pages[0] + 1), kvx_append_swa(&a, NULL)); /* bf16 at odd bytes */
 }
 
@@ -221,7 +227,8 @@ static kvx_compress_args_t compress_args(uint64_t flags) {
       for (int d = 0; d < D; d++) state[(i * 2 + 1) * D + d] = -INFINITY;
     a.state = array(state, sizeof state, KVX_DTYPE_F32, 5, SLOTS, windows, RATIO, 2, D);
   }
-  a.kv = array(kv, sizeof kv, KVX_DTYPE_F32, 2, T, width, 0, 0, 0), a.score = array(score, sizeof score, KVX_DTYPE_F32, 2, T, width, 0, 0, 0);
+  a.kv = array(kv, sizeof kv, KVX_DTYPE_F32, 2, T, width, 0, 0, 0),
+  a.score = array(score, sizeof score, KVX_DTYPE_F32, 2, T, width, 0, 0, 0);
   a.entries = plain_rows(entries, sizeof entries, PAGES, 2);
   table[0][0] = 0, table[0][1] = 1, table[1][0] = 3, table[1][1] = 2;
   a.block_table = MATRIX(table, KVX_DTYPE_S32, SLOTS, COLUMNS);
@@ -232,7 +239,8 @@ static kvx_compress_args_t compress_args(uint64_t flags) {
 static void test_compress(void) {
   const uint64_t kinds[3] = {0, KVX_COMPRESS_RUNNING, KVX_COMPRESS_OVERLAP};
   for (int k = 0; k < 3; k++) {
-    /* Equal scores: an entry is the mean of its tokens, 1 2 | 4 8 | 16; with overlap of what the two before gave as well. */
+    /* Equal scores: an entry is the mean of its tokens, 1 2 | 4 8 | 16; with overlap of what the two before gave as
+     * well. */
     const float add = k == 2 ? 1000 : 0, want[2] = {1.5f + add, k == 2 ? (1 + 2 + 2 * 1000 + 4 + 8) / 4.0f : 6};
     kvx_compress_args_t a = compress_args(kinds[k]);
     check_case = k == 0 ? "ring" : k == 1 ? "running" : "overlap";
@@ -319,7 +327,8 @@ static kvx_index_scores_args_t scores_args(void) {
       for (int d = 0; d < D; d++) q[t][h][d] = h ? -1.0f : 1.0f;
     }
   for (int i = 0; i < PAGES * 2; i++)
-    for (int d = 0; d < D; d++) (&entries[0][0][0])[i * D + d] = (float)(i % 2 ? -i : i); /* page p has rows 2p and -(2p + 1) */
+    for (int d = 0; d < D; d++)
+      (&entries[0][0][0])[i * D + d] = (float)(i % 2 ? -i : i); /* page p has rows 2p and -(2p + 1) */
   a.q = array(q, sizeof q, KVX_DTYPE_F32, 3, T, H, D, 0, 0), a.weights = MATRIX(weights, KVX_DTYPE_F32, T, H);
   a.keys = plain_rows(entries, sizeof entries, PAGES, 2);
   table[0][0] = 0, table[0][1] = 1, table[1][0] = 3, table[1][1] = 2;
@@ -332,12 +341,14 @@ static kvx_index_scores_args_t scores_args(void) {
 }
 
 static void test_index_scores(void) {
-  /* A positive key speaks to head 0 (weight 2), a negative one to head 1 (weight 1/2). Position p reads (p + 1) / 2 entries. */
+  /* A positive key speaks to head 0 (weight 2), a negative one to head 1 (weight 1/2). Position p reads (p + 1) / 2
+   * entries. */
   const float want[4] = {2.0f * 6 * D, 0.5f * 7 * D, 2.0f * 4 * D, 0.5f * 5 * D};
   kvx_index_scores_args_t a = scores_args();
   CHECK_OK(kvx_index_scores(&a, NULL));
   for (int t = 0; t < T; t++)
-    for (int j = 0; j < 4; j++) CHECK(scores[t][j] == (t < 5 && j < (2 + t + 1) / RATIO ? want[j] : -INFINITY)); /* token 5 is nobody's */
+    for (int j = 0; j < 4; j++)
+      CHECK(scores[t][j] == (t < 5 && j < (2 + t + 1) / RATIO ? want[j] : -INFINITY)); /* token 5 is nobody's */
   table[1][0] = -1;
   CHECK_OK(kvx_index_scores(&a, NULL));
   CHECK(scores[4][0] == -INFINITY && scores[4][1] == -INFINITY && scores[4][2] == want[2]);
@@ -415,9 +426,11 @@ static kvx_attention_sparse_args_t sparse_args(void) {
   memset(q, 0, sizeof q), memset(out, 0x55, sizeof out), memset(lse, 0x55, sizeof lse);
   for (int i = 0; i < PAGES * 2; i++)
     for (int d = 0; d < D; d++) (&entries[0][0][0])[i * D + d] = (float)(100 * i + 100);
-  a.q = array(q, sizeof q, KVX_DTYPE_F32, 3, T, H, D, 0, 0), a.out = array(out, sizeof out, KVX_DTYPE_F32, 3, T, H, D, 0, 0);
+  a.q = array(q, sizeof q, KVX_DTYPE_F32, 3, T, H, D, 0, 0),
+  a.out = array(out, sizeof out, KVX_DTYPE_F32, 3, T, H, D, 0, 0);
   a.lse = MATRIX(lse, KVX_DTYPE_F32, T, H);
-  a.window = plain_rows(window, sizeof window, SLOTS, ROWS), a.positions = MATRIX(positions, KVX_DTYPE_S32, SLOTS, ROWS);
+  a.window = plain_rows(window, sizeof window, SLOTS, ROWS),
+  a.positions = MATRIX(positions, KVX_DTYPE_S32, SLOTS, ROWS);
   a.window_tokens = 1, a.scale = 0.5f, a.ratio = 1;
   a.step = one_sequence(1, 1, 6);
   return a;
@@ -446,10 +459,12 @@ static void test_attention_sparse(void) {
   sinks[0] = 0, sinks[1] = -INFINITY;
   a.sinks = VECTOR(sinks, KVX_DTYPE_F32, H);
   CHECK_OK(kvx_attention_sparse(&a, NULL));
-  CHECK(near(out[0][0][0], (x[3][0] + x[4][0]) / 3) && near(out[0][1][0], (x[3][0] + x[4][0]) / 2) && near(lse[0][0], logf(2)));
+  CHECK(near(out[0][0][0], (x[3][0] + x[4][0]) / 3) && near(out[0][1][0], (x[3][0] + x[4][0]) / 2) &&
+        near(lse[0][0], logf(2)));
   memset(&a.sinks, 0, sizeof a.sinks);
   table[1][0] = 3, table[1][1] = 2;
-  a.entries = plain_rows(entries, sizeof entries, PAGES, 2), a.block_table = MATRIX(table, KVX_DTYPE_S32, SLOTS, COLUMNS);
+  a.entries = plain_rows(entries, sizeof entries, PAGES, 2),
+  a.block_table = MATRIX(table, KVX_DTYPE_S32, SLOTS, COLUMNS);
   a.ratio = 2; /* position 6 reads entries 0, 1 and 2: rows 6, 7 and 4 of the pool */
   CHECK_OK(kvx_attention_sparse(&a, NULL));
   CHECK(near(out[0][0][0], (x[3][0] + x[4][0] + 700 + 800 + 500) / 5) && near(lse[0][0], logf(5)));
@@ -489,7 +504,8 @@ static void test_attention_sparse(void) {
 
 static void refuse_sparse(void) {
   kvx_attention_sparse_args_t a = sparse_args();
-  a.entries = plain_rows(entries, sizeof entries, PAGES, 2), a.block_table = MATRIX(table, KVX_DTYPE_S32, SLOTS, COLUMNS), a.ratio = 2;
+  a.entries = plain_rows(entries, sizeof entries, PAGES, 2),
+  a.block_table = MATRIX(table, KVX_DTYPE_S32, SLOTS, COLUMNS), a.ratio = 2;
   a.selected = MATRIX(selected, KVX_DTYPE_S32, T, 2);
   CHECK_INVALID(kvx_attention_sparse(NULL, NULL));
   CHECK_INVALID(kvx_attention_sparse_workspace(&a, NULL));

@@ -17,7 +17,7 @@ static void test_names(kvx_hash_t hash, size_t bytes, const char* last) {
   memset(names, 0xee, sizeof names);
   CHECK_OK(kvx_hash_blocks(hash, parent, tokens, NUM_BLOCKS, BLOCK_SIZE, names));
   CHECK_BYTES(names + 2 * bytes, want, bytes);
-  CHECK_INT(names[3 * bytes], 0xee); /* not past the last */
+  CHECK_INT(names[3 * bytes], 0xee);                                                             /* not past the last */
   CHECK_OK(kvx_hash_blocks(hash, names + bytes, tokens + 2 * BLOCK_SIZE, 1, BLOCK_SIZE, names)); /* go on from a name */
   CHECK_BYTES(names, want, bytes);
 }

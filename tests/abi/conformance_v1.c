@@ -1,12 +1,18 @@
-/* v1.1 as a client of the draft sees it, in host memory: every minimum test of the draft's section 9, and the bytes behind them. */
+/* v1.1 as a client of the draft sees it, in host memory: every minimum test of the draft's section 9, and the bytes
+ * behind them. */
 #include "check.h"
 
 enum {
-  NB = 6, BS = 4, H = 2, D = 8,      /* the cache */
-  T = 7,                             /* tokens of a write */
-  S = 2, L = 10, M = 3,              /* sequences, rows and blocks of a gather */
-  CACHE_ELEMENTS = 640,              /* the widest layout below has 590 */
-  IO_ELEMENTS = S * L * 40           /* 40 = widest token stride below */
+  NB = 6,
+  BS = 4,
+  H = 2,
+  D = 8, /* the cache */
+  T = 7, /* tokens of a write */
+  S = 2,
+  L = 10,
+  M = 3,                   /* sequences, rows and blocks of a gather */
+  CACHE_ELEMENTS = 640,    /* the widest layout below has 590 */
+  IO_ELEMENTS = S * L * 40 /* 40 = widest token stride below */
 };
 
 /* int64_t so that every dtype is aligned. */
@@ -49,7 +55,8 @@ static int64_t element(const Layout* l, int64_t b, int64_t t, int64_t h, int64_t
 /* At most 240, and bf16 holds integers to 256. */
 static float number(int plane, int t, int h, int d) { return (float)(1 + (t * H + h) * D + d + 128 * plane); }
 
-static kvx_tensor_desc_t tensor(kvx_dtype_t dtype, uint32_t ndim, const int64_t* shape, const int64_t* stride, void* data) {
+static kvx_tensor_desc_t tensor(kvx_dtype_t dtype, uint32_t ndim, const int64_t* shape, const int64_t* stride,
+                                void* data) {
   kvx_tensor_desc_t t;
   memset(&t, 0, sizeof t);
   t.size = sizeof t;
@@ -93,7 +100,8 @@ static void set_index(void* base, kvx_dtype_t dtype, int i, int64_t value) {
   else ((int32_t*)base)[i] = (int32_t)value;
 }
 
-static kvx_write_desc_t make_write(kvx_dtype_t dtype, const int64_t* stride, kvx_dtype_t slot_dtype, const int64_t* where) {
+static kvx_write_desc_t make_write(kvx_dtype_t dtype, const int64_t* stride, kvx_dtype_t slot_dtype,
+                                   const int64_t* where) {
   kvx_write_desc_t w;
   memset(&w, 0, sizeof w);
   w.size = sizeof w;
@@ -132,10 +140,10 @@ static void poison_cache(void) {
   memset(v_cache, 0xA5, sizeof v_cache);
 }
 
-#define CHECK_CACHE()                               \
-  do {                                              \
-    CHECK_BYTES(k_cache, k_want, sizeof k_cache);   \
-    CHECK_BYTES(v_cache, v_want, sizeof v_cache);   \
+#define CHECK_CACHE()                             \
+  do {                                            \
+    CHECK_BYTES(k_cache, k_want, sizeof k_cache); \
+    CHECK_BYTES(v_cache, v_want, sizeof v_cache); \
   } while (0)
 
 static kvx_gather_desc_t make_gather(kvx_dtype_t dtype, const int64_t* stride, kvx_dtype_t index_dtype) {
@@ -185,10 +193,10 @@ static void poison_output(void) {
   memset(v_io, 0x5A, sizeof v_io);
 }
 
-#define CHECK_OUTPUT()                            \
-  do {                                            \
-    CHECK_BYTES(k_io, k_expect, sizeof k_io);     \
-    CHECK_BYTES(v_io, v_expect, sizeof v_io);     \
+#define CHECK_OUTPUT()                        \
+  do {                                        \
+    CHECK_BYTES(k_io, k_expect, sizeof k_io); \
+    CHECK_BYTES(v_io, v_expect, sizeof v_io); \
   } while (0)
 
 /* ------------------------------------------------------------------ section 9 */
@@ -243,7 +251,8 @@ static void test_layout_validation(void) {
       REFUSES(c.k.stride[axis], -1, kvx_validate_cache_desc(&c));
       if (l->shape[axis] > 1) REFUSES(c.k.stride[axis], 0, kvx_validate_cache_desc(&c)); /* elements share an address */
     }
-    REFUSES(c.k.stride[0], l->layout == KVX_LAYOUT_BLOCK_CUSTOM ? 7 : 63, kvx_validate_cache_desc(&c)); /* blocks overlap */
+    REFUSES(c.k.stride[0], l->layout == KVX_LAYOUT_BLOCK_CUSTOM ? 7 : 63,
+            kvx_validate_cache_desc(&c)); /* blocks overlap */
     REFUSES(c.k.ndim, 3, kvx_validate_cache_desc(&c));
     REFUSES(c.v.ndim, l->ndim == 4 ? 5 : 4, kvx_validate_cache_desc(&c));
     REFUSES(c.k.ndim, 6, kvx_validate_cache_desc(&c));
@@ -254,7 +263,8 @@ static void test_layout_validation(void) {
     REFUSES(c.block_size, BS + 1, kvx_validate_cache_desc(&c));
     REFUSES(c.k.data, NULL, kvx_validate_cache_desc(&c));
     REFUSES(c.k.dtype, KVX_DTYPE_F16, kvx_validate_cache_desc(&c)); /* v stays bf16 */
-    REFUSES(c.v.layout, l->layout == KVX_LAYOUT_BLOCK_NHD ? KVX_LAYOUT_BLOCK_HND : KVX_LAYOUT_BLOCK_NHD, kvx_validate_cache_desc(&c));
+    REFUSES(c.v.layout, l->layout == KVX_LAYOUT_BLOCK_NHD ? KVX_LAYOUT_BLOCK_HND : KVX_LAYOUT_BLOCK_NHD,
+            kvx_validate_cache_desc(&c));
     REFUSES(c.v.memory, KVX_MEMORY_DEVICE, kvx_validate_cache_desc(&c));
     c.k.dtype = c.v.dtype = KVX_DTYPE_S8;
     CHECK_INVALID(kvx_validate_cache_desc(&c)); /* 1.2 has it, v1 does not */
@@ -307,8 +317,10 @@ static void test_table_validation(void) {
   check_case = "RAGGED";
   b->format = KVX_BLOCK_TABLE_RAGGED;
   b->indptr = indptr, b->indptr_count = S + 1, b->indptr_dtype = KVX_DTYPE_S32, b->indices_count = 14;
-  for (int i = 0; i < 14; i++) set_index(table, KVX_DTYPE_S32, i, i < 9 ? packed_table[i / BS] : packed_table[M + (i - 9) / BS]);
-  set_index(indptr, KVX_DTYPE_S32, 0, 0), set_index(indptr, KVX_DTYPE_S32, 1, 9), set_index(indptr, KVX_DTYPE_S32, 2, 14);
+  for (int i = 0; i < 14; i++)
+    set_index(table, KVX_DTYPE_S32, i, i < 9 ? packed_table[i / BS] : packed_table[M + (i - 9) / BS]);
+  set_index(indptr, KVX_DTYPE_S32, 0, 0), set_index(indptr, KVX_DTYPE_S32, 1, 9),
+      set_index(indptr, KVX_DTYPE_S32, 2, 14);
   CHECK_OK(kvx_gather_kv(&c, &g, NULL));
   REFUSES(b->indptr_count, S, kvx_gather_kv(&c, &g, NULL));
   REFUSES(b->indptr_count, 0, kvx_gather_kv(&c, &g, NULL));
@@ -339,7 +351,8 @@ static void test_round_trips(void) {
         const Layout* l = &layouts[i];
         const kvx_dtype_t dtype = float_types[f], index = index_types[n];
         const int64_t* rows = (i + f + n) % 2 ? dense_rows : wide_rows;
-        print_to(label, sizeof label, "%s, dtype %d, index dtype %d, %s rows", l->name, dtype, index, rows == dense_rows ? "dense" : "wide");
+        print_to(label, sizeof label, "%s, dtype %d, index dtype %d, %s rows", l->name, dtype, index,
+                 rows == dense_rows ? "dense" : "wide");
         const kvx_cache_desc_t c = make_cache(l, dtype);
         kvx_write_desc_t w = make_write(dtype, rows, index, where);
         w.slots.invalid_slot = 99;
@@ -441,13 +454,18 @@ static void test_ragged(void) {
       const kvx_dtype_t dtype = float_types[f], index = index_types[n & 1], pointer = index_types[n >> 1];
       const kvx_cache_desc_t c = make_cache(l, dtype);
       kvx_gather_desc_t g = make_gather(dtype, wide_rows, index);
-      for (int i = 0; i < CACHE_ELEMENTS; i++) k_cache[i] = i % 127 * 0x0101010101010101LL + i, v_cache[i] = ~k_cache[i];
+      for (int i = 0; i < CACHE_ELEMENTS; i++)
+        k_cache[i] = i % 127 * 0x0101010101010101LL + i, v_cache[i] = ~k_cache[i];
       fill_packed(index); /* lengths, and the table that the ragged one below spells out token by token */
       expect_gather(l, dtype_bytes(dtype), wide_rows);
       g.block_table.format = KVX_BLOCK_TABLE_RAGGED;
       g.block_table.indptr = indptr, g.block_table.indptr_count = S + 1, g.block_table.indptr_dtype = pointer;
       g.block_table.indices_count = 16; /* two unused entries first: indptr need not start at 0 */
-      for (int i = 0; i < 16; i++) set_index(table, index, i, i < 2 ? 1 << 30 : i < 11 ? packed_table[(i - 2) / BS] : packed_table[M + (i - 11) / BS]);
+      for (int i = 0; i < 16; i++)
+        set_index(table, index, i,
+                  i < 2    ? 1 << 30
+                  : i < 11 ? packed_table[(i - 2) / BS]
+                           : packed_table[M + (i - 11) / BS]);
       set_index(indptr, pointer, 0, 2), set_index(indptr, pointer, 1, 11), set_index(indptr, pointer, 2, 16);
       poison_output();
       CHECK_OK(kvx_gather_kv(&c, &g, NULL));
@@ -458,9 +476,11 @@ static void test_ragged(void) {
 /* Two beams, K and V with their own indices, both pools, and no block at all. */
 static void test_kv_offsets(void) {
   enum { W = 2, MB = 2, ROWS = 8, POOL_BLOCKS = 8, BLOCK = H * BS * D };
-  static float primary[POOL_BLOCKS * (BLOCK + 4)], secondary[POOL_BLOCKS * (BLOCK + 4)]; /* + 4: blocks need not touch */
-  static const int32_t second = -2147483647 - 1;                                         /* bit 31 */
-  static const int32_t index[S][W][2][MB] = {{{{0, 2}, {1, 3}}, {{4, -1}, {5, 7}}}, {{{second | 7, second | 0}, {second | 3, 6}}, {{-1, -1}, {2, -1}}}};
+  static float primary[POOL_BLOCKS * (BLOCK + 4)],
+      secondary[POOL_BLOCKS * (BLOCK + 4)];      /* + 4: blocks need not touch */
+  static const int32_t second = -2147483647 - 1; /* bit 31 */
+  static const int32_t index[S][W][2][MB] = {{{{0, 2}, {1, 3}}, {{4, -1}, {5, 7}}},
+                                             {{{second | 7, second | 0}, {second | 3, 6}}, {{-1, -1}, {2, -1}}}};
   for (int i = 0; i < POOL_BLOCKS * (BLOCK + 4); i++) primary[i] = (float)i, secondary[i] = (float)(-1 - i);
   const Layout hnd = {"HND", KVX_LAYOUT_BLOCK_HND, 4, {POOL_BLOCKS, H, BS, D, 0}, {BLOCK, BS * D, D, 1, 0}};
   kvx_cache_desc_t c = make_cache(&hnd, KVX_DTYPE_F32);
@@ -486,7 +506,9 @@ static void test_kv_offsets(void) {
         const int s = row / ROWS / W, beam = row / ROWS % W, pos = row % ROWS, h = i / D;
         const int32_t id = index[s][beam][plane][pos / BS];
         const int64_t at = (int64_t)(id & 0x7fffffff) * (BLOCK + 4) + h * BS * D + pos % BS * D + i % D;
-        ((float*)(plane ? v_expect : k_expect))[row * H * D + i] = pos >= (s ? 5 : 7) || id == -1 ? 0.0f : id < 0 ? secondary[at] : primary[at];
+        ((float*)(plane ? v_expect : k_expect))[row * H * D + i] = pos >= (s ? 5 : 7) || id == -1 ? 0.0f
+                                                                   : id < 0                       ? secondary[at]
+                                                                                                  : primary[at];
       }
   poison_output();
   CHECK_OK(kvx_gather_kv(&c, &g, NULL));
@@ -509,7 +531,7 @@ static void test_kv_offsets(void) {
   REFUSES(c.pool.bytes_per_block, 0, kvx_gather_kv(&c, &g, NULL));
   REFUSES(c.pool.bytes_per_block, BLOCK * 4 - 4, kvx_gather_kv(&c, &g, NULL)); /* a block does not fit */
   REFUSES(c.pool.memory, KVX_MEMORY_DEVICE, kvx_gather_kv(&c, &g, NULL));      /* the cache is in host memory */
-  c.pool.secondary = NULL; /* bit 31 then names no pool */
+  c.pool.secondary = NULL;                                                     /* bit 31 then names no pool */
   CHECK_STATUS(kvx_gather_kv(&c, &g, NULL), KVX_STATUS_OUT_OF_RANGE);
   c.pool.secondary = secondary;
   kvx_cache_desc_t odd = c; /* 3 tokens a block: no power of two */
@@ -526,10 +548,12 @@ typedef kvx_status_t PrefillCall(const kvx_cache_desc_t*, const kvx_write_desc_t
 typedef kvx_status_t GatherCall(const kvx_cache_desc_t*, const kvx_gather_desc_t*, void*);
 
 static void test_launch_names(void) {
-  static WriteCall* const writes[] = {kvx_launch_write_kv, kvx_launch_write_kv_f32, kvx_launch_write_kv_f16, kvx_launch_write_kv_bf16};
-  static PrefillCall* const prefills[] = {kvx_launch_write_kv_prefill, kvx_launch_write_kv_prefill_f32, kvx_launch_write_kv_prefill_f16,
-                                          kvx_launch_write_kv_prefill_bf16};
-  static GatherCall* const gathers[] = {kvx_launch_gather_kv, kvx_launch_gather_kv_f32, kvx_launch_gather_kv_f16, kvx_launch_gather_kv_bf16};
+  static WriteCall* const writes[] = {kvx_launch_write_kv, kvx_launch_write_kv_f32, kvx_launch_write_kv_f16,
+                                      kvx_launch_write_kv_bf16};
+  static PrefillCall* const prefills[] = {kvx_launch_write_kv_prefill, kvx_launch_write_kv_prefill_f32,
+                                          kvx_launch_write_kv_prefill_f16, kvx_launch_write_kv_prefill_bf16};
+  static GatherCall* const gathers[] = {kvx_launch_gather_kv, kvx_launch_gather_kv_f32, kvx_launch_gather_kv_f16,
+                                        kvx_launch_gather_kv_bf16};
   static const int64_t where[T] = {5, 6, 7, 8, 3, 23, -1};
   for (int n = 0; n < 4; n++)
     for (int f = 0; f < 3; f++) {
@@ -575,8 +599,12 @@ typedef float ScaleOf(int plane, int block, int head);
 static float scale_one(int plane, int block, int head) { return (void)plane, (void)block, (void)head, 1.0f; }
 static float scale_tensor(int plane, int block, int head) { return (void)block, (void)head, plane ? 0.25f : 2.0f; }
 static float scale_head(int plane, int block, int head) { return (void)block, (float)(1 << (head + plane)); }
-static float scale_block(int plane, int block, int head) { return (void)head, (float)(1 << block) * (plane ? 0.5f : 1.0f); }
-static float scale_block_head(int plane, int block, int head) { return (float)(1 << block) * (head ? 0.125f : 4.0f) * (plane ? 2.0f : 1.0f); }
+static float scale_block(int plane, int block, int head) {
+  return (void)head, (float)(1 << block) * (plane ? 0.5f : 1.0f);
+}
+static float scale_block_head(int plane, int block, int head) {
+  return (float)(1 << block) * (head ? 0.125f : 4.0f) * (plane ? 2.0f : 1.0f);
+}
 
 /* Rows are code x scale, so that dividing by the scale gives the code back exactly. */
 static kvx_write_desc_t make_fp8_write(kvx_dtype_t dtype, const Layout* l, const int64_t* where, ScaleOf* scale) {
@@ -590,13 +618,14 @@ static kvx_write_desc_t make_fp8_write(kvx_dtype_t dtype, const Layout* l, const
           const int block = where[t] < 0 ? 0 : (int)where[t] / BS;
           const float code = code_number(dtype, plane, t, h, d);
           ((float*)(plane ? v_io : k_io))[(t * H + h) * D + d] = code * scale(plane, block, h);
-          if (where[t] >= 0) put_number((char*)(plane ? v_want : k_want) + element(l, block, where[t] % BS, h, d), dtype, code);
+          if (where[t] >= 0)
+            put_number((char*)(plane ? v_want : k_want) + element(l, block, where[t] % BS, h, d), dtype, code);
         }
   return w;
 }
 
-static kvx_scale_desc_t make_scale(kvx_scale_granularity_t granularity, kvx_dtype_t dtype, uint32_t ndim, int64_t n0, int64_t n1, int64_t s0, int64_t s1,
-                                   const void* data) {
+static kvx_scale_desc_t make_scale(kvx_scale_granularity_t granularity, kvx_dtype_t dtype, uint32_t ndim, int64_t n0,
+                                   int64_t n1, int64_t s0, int64_t s1, const void* data) {
   kvx_scale_desc_t s;
   memset(&s, 0, sizeof s);
   s.size = sizeof s;
@@ -644,15 +673,19 @@ static void test_fp8(void) {
       for (int plane = 0; plane < 2; plane++)
         for (int b = 0; b < NB; b++)
           for (int h = 0; h < H; h++) {
-            const int at = kind == 0 ? 0 : kind == 1 ? 3 * h : kind == 2 ? 2 * b : 6 * b + 2 * h; /* strides in elements, with holes */
+            const int at = kind == 0   ? 0
+                           : kind == 1 ? 3 * h
+                           : kind == 2 ? 2 * b
+                                       : 6 * b + 2 * h; /* strides in elements, with holes */
             put_number((char*)scales[plane] + at * dtype_bytes(dtype), dtype, of[kind](plane, b, h));
           }
       kvx_scale_desc_t* desc[] = {&w.k_scale_desc, &w.v_scale_desc};
       for (int plane = 0; plane < 2; plane++)
         *desc[plane] = kind == 0   ? make_scale(KVX_SCALE_GRANULARITY_PER_TENSOR, dtype, 0, 0, 0, 0, 0, scales[plane])
                        : kind == 1 ? make_scale(KVX_SCALE_GRANULARITY_PER_HEAD, dtype, 1, H, 0, 3, 0, scales[plane])
-                       : kind == 2 ? make_scale(KVX_SCALE_GRANULARITY_PER_BLOCK, dtype, 1, NB, 0, 2, 0, scales[plane])
-                                   : make_scale(KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD, dtype, 2, NB, H, 6, 2, scales[plane]);
+                       : kind == 2
+                           ? make_scale(KVX_SCALE_GRANULARITY_PER_BLOCK, dtype, 1, NB, 0, 2, 0, scales[plane])
+                           : make_scale(KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD, dtype, 2, NB, H, 6, 2, scales[plane]);
       w.k_scale = w.v_scale = &wrong; /* a descriptor with data outranks the scalars */
       CHECK_OK(kvx_write_kv(&c, &w, NULL));
       CHECK_CACHE();
@@ -660,7 +693,8 @@ static void test_fp8(void) {
       REFUSES(w.k_scale_desc.shape[0], kind == 1 ? H + 1 : NB + 1, kvx_write_kv(&c, &w, NULL));
       REFUSES(w.v_scale_desc.ndim, kind == 3 ? 1 : 2, kvx_write_kv(&c, &w, NULL));
       REFUSES(w.k_scale_desc.size, sizeof w.k_scale_desc - 1, kvx_write_kv(&c, &w, NULL));
-      REFUSES(w.k_scale_desc.granularity, KVX_SCALE_GRANULARITY_PER_TOKEN_HEAD, kvx_write_kv(&c, &w, NULL)); /* 1.2 only */
+      REFUSES(w.k_scale_desc.granularity, KVX_SCALE_GRANULARITY_PER_TOKEN_HEAD,
+              kvx_write_kv(&c, &w, NULL)); /* 1.2 only */
       REFUSES(w.v_scale_desc.dtype, KVX_DTYPE_S32, kvx_write_kv(&c, &w, NULL));
       REFUSES(w.v_scale_desc.dtype, KVX_DTYPE_F8_E4M3, kvx_write_kv(&c, &w, NULL)); /* a scale in 1.2, not in v1 */
     }
@@ -681,7 +715,14 @@ static void test_fp8(void) {
 static void test_out_of_range(void) {
   const kvx_cache_desc_t c = make_cache(&layouts[0], KVX_DTYPE_F32);
   for (int n = 0; n < 2; n++) {
-    const int64_t where[T] = {0, 1, 2, 3, 4, 5, n ? (int64_t)1 << 40 : NB * BS}; /* the last token: the others could have been written by then */
+    const int64_t where[T] = {
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        n ? (int64_t)1 << 40 : NB * BS}; /* the last token: the others could have been written by then */
     const kvx_write_desc_t w = make_write(KVX_DTYPE_F32, dense_rows, index_types[n], where);
     poison_cache();
     memcpy(k_want, k_cache, sizeof k_want), memcpy(v_want, v_cache, sizeof v_want);
@@ -703,7 +744,8 @@ static void test_out_of_range(void) {
     fill_packed(index_types[n]);
     set_index(lengths, index_types[n], 1, -3);
     CHECK_STATUS(kvx_gather_kv(&c, &g, NULL), KVX_STATUS_OUT_OF_RANGE);
-    set_index(lengths, index_types[n], 1, 3), set_index(lengths, index_types[n], 0, 1000); /* longer than the output: cut at max_seq_len */
+    set_index(lengths, index_types[n], 1, 3),
+        set_index(lengths, index_types[n], 0, 1000); /* longer than the output: cut at max_seq_len */
     CHECK_OK(kvx_gather_kv(&c, &g, NULL));
   }
   /* Ten tokens need three blocks; the table has two columns. */
@@ -749,7 +791,8 @@ static void test_memory(void) {
     REFUSES(g.io.key.memory, nowhere, kvx_gather_kv(&c, &g, NULL));
   }
   CHECK_CACHE();
-  /* Everything on the device. With a device these pointers would be followed there, so only machines without one are asked. */
+  /* Everything on the device. With a device these pointers would be followed there, so only machines without one are
+   * asked. */
   for (int i = 0; i < 2 && info.cuda_devices == 0; i++) {
     c.k.memory = c.v.memory = w.io.key.memory = w.io.value.memory = g.io.key.memory = g.io.value.memory = device[i];
     if (info.has_cuda) {

@@ -4,14 +4,16 @@
 
 enum { NB = 5, BS = 4, H = 2, D = 8, T = 6, BYTES = 4096 };
 #define UNTOUCHED 0xA5
-#define AXES(...) (const int64_t[5]){__VA_ARGS__}
+#define AXES(...) \
+  (const int64_t[5]) { __VA_ARGS__ }
 
 /* int64_t so that every dtype is aligned. */
 static int64_t k_cache[BYTES / 8], v_cache[BYTES / 8], k_want[BYTES / 8], v_want[BYTES / 8];
 static int64_t k_io[BYTES / 8], v_io[BYTES / 8], k_expect[BYTES / 8], v_expect[BYTES / 8];
 static const int64_t where[T] = {9, -1, 0, 19, 14, 3};
 
-static kvx_array_t array(const void* data, uint64_t bytes, kvx_dtype_t dtype, uint32_t ndim, const int64_t* shape, const int64_t* stride) {
+static kvx_array_t array(const void* data, uint64_t bytes, kvx_dtype_t dtype, uint32_t ndim, const int64_t* shape,
+                         const int64_t* stride) {
   kvx_array_t a;
   memset(&a, 0, sizeof a);
   a.data = (void*)(uintptr_t)data;
@@ -19,11 +21,13 @@ static kvx_array_t array(const void* data, uint64_t bytes, kvx_dtype_t dtype, ui
   a.ndim = ndim;
   a.dtype = dtype;
   memcpy(a.shape, shape, ndim * sizeof *shape);
-  for (int64_t i = (int64_t)ndim - 1, dense = 1; i >= 0; dense *= shape[i], i--) a.stride[i] = stride ? stride[i] : dense;
+  for (int64_t i = (int64_t)ndim - 1, dense = 1; i >= 0; dense *= shape[i], i--)
+    a.stride[i] = stride ? stride[i] : dense;
   return a;
 }
 
-static kvx_plane_t make_plane(void* data, kvx_dtype_t dtype, kvx_layout_t layout, uint32_t ndim, const int64_t* shape, const int64_t* stride) {
+static kvx_plane_t make_plane(void* data, kvx_dtype_t dtype, kvx_layout_t layout, uint32_t ndim, const int64_t* shape,
+                              const int64_t* stride) {
   kvx_plane_t p;
   memset(&p, 0, sizeof p);
   p.data = array(data, BYTES, dtype, ndim, shape, stride);
@@ -82,7 +86,8 @@ static void fill_rows(kvx_dtype_t dtype, int k_dim, int v_dim) {
   for (int plane = 0; plane < 2; plane++)
     for (int t = 0, i = 0; t < T; t++)
       for (int h = 0; h < H; h++)
-        for (int d = 0; d < (plane ? v_dim : k_dim); d++, i++) put_number((char*)(plane ? v_io : k_io) + i * dtype_bytes(dtype), dtype, number(plane, t, h, d));
+        for (int d = 0; d < (plane ? v_dim : k_dim); d++, i++)
+          put_number((char*)(plane ? v_io : k_io) + i * dtype_bytes(dtype), dtype, number(plane, t, h, d));
 }
 
 static void poison(void) {
@@ -156,7 +161,8 @@ static void test_headers(void) {
 }
 
 static void test_words(void) {
-  static const char* const names[] = {"OK", "INVALID_ARGUMENT", "UNSUPPORTED", "OUT_OF_RANGE", "INCOMPATIBLE", "INTERNAL_ERROR"};
+  static const char* const names[] = {"OK",           "INVALID_ARGUMENT", "UNSUPPORTED",
+                                      "OUT_OF_RANGE", "INCOMPATIBLE",     "INTERNAL_ERROR"};
   for (int i = 0; i < 6; i++) CHECK(strcmp(kvx_status_text((kvx_status_t)i), names[i]) == 0);
   CHECK(kvx_status_text((kvx_status_t)99) != NULL);
   kvx_cache_t c = make_cache(KVX_DTYPE_F32);
@@ -198,7 +204,8 @@ static void test_k_unlike_v(void) {
   enum { DV = 4 };
   kvx_cache_t c = make_cache(KVX_DTYPE_F16);
   c.k = make_plane(k_cache, KVX_DTYPE_F16, KVX_LAYOUT_BLOCK_HND_PACKED, 5, AXES(NB, H, D / 2, BS, 2), NULL);
-  c.v = make_plane(v_cache, KVX_DTYPE_F32, KVX_LAYOUT_BLOCK_CUSTOM, 4, AXES(NB, BS, H, DV), AXES(BS * H * DV, 1, BS * DV, BS)); /* tokens innermost */
+  c.v = make_plane(v_cache, KVX_DTYPE_F32, KVX_LAYOUT_BLOCK_CUSTOM, 4, AXES(NB, BS, H, DV),
+                   AXES(BS * H * DV, 1, BS * DV, BS)); /* tokens innermost */
   c.v_head_dim = DV;
   poison();
   fill_rows(KVX_DTYPE_BF16, D, DV);
@@ -206,8 +213,10 @@ static void test_k_unlike_v(void) {
     for (int h = 0; h < H && where[t] >= 0; h++)
       for (int d = 0; d < D; d++) {
         const int64_t b = where[t] / BS, o = where[t] % BS;
-        put_number((char*)k_want + 2 * ((((b * H + h) * (D / 2) + d / 2) * BS + o) * 2 + d % 2), KVX_DTYPE_F16, number(0, t, h, d));
-        if (d < DV) put_number((char*)v_want + 4 * (((b * H + h) * DV + d) * BS + o), KVX_DTYPE_F32, number(1, t, h, d));
+        put_number((char*)k_want + 2 * ((((b * H + h) * (D / 2) + d / 2) * BS + o) * 2 + d % 2), KVX_DTYPE_F16,
+                   number(0, t, h, d));
+        if (d < DV)
+          put_number((char*)v_want + 4 * (((b * H + h) * DV + d) * BS + o), KVX_DTYPE_F32, number(1, t, h, d));
       }
   kvx_write_args_t w = make_write(&c, KVX_DTYPE_BF16);
   CHECK_OK(kvx_validate_write(&c, &w));
@@ -226,8 +235,11 @@ static void test_k_unlike_v(void) {
     for (int row = 0; row < S * L; row++)
       for (int i = 0; i < H * D; i++) {
         const int s = row / L, pos = row % L, t = pos < lens[s] ? token_at(s, pos) : -1;
-        put_number((char*)k_expect + (row * H * D + i) * dtype_bytes(types[n]), types[n], t < 0 ? 0 : number(0, t, i / D, i % D));
-        if (i < H * DV) put_number((char*)v_expect + (row * H * DV + i) * dtype_bytes(types[1 - n]), types[1 - n], t < 0 ? 0 : number(1, t, i / DV, i % DV));
+        put_number((char*)k_expect + (row * H * D + i) * dtype_bytes(types[n]), types[n],
+                   t < 0 ? 0 : number(0, t, i / D, i % D));
+        if (i < H * DV)
+          put_number((char*)v_expect + (row * H * DV + i) * dtype_bytes(types[1 - n]), types[1 - n],
+                     t < 0 ? 0 : number(1, t, i / DV, i % DV));
       }
     CHECK_OK(kvx_validate_gather(&c, &g));
     CHECK_OK(kvx_gather(&c, &g, NULL));
@@ -267,7 +279,8 @@ static void test_fused(void) {
     for (int t = 0; t < T; t++)
       for (int h = 0; h < H && where[t] >= 0; h++)
         for (int d = 0; d < D; d++) {
-          const int64_t at = where[t] / BS * f->stride[0] + where[t] % BS * f->stride[1] + h * f->stride[2] + d * f->stride[3];
+          const int64_t at =
+              where[t] / BS * f->stride[0] + where[t] % BS * f->stride[1] + h * f->stride[2] + d * f->stride[3];
           ((float*)k_want)[at] = number(0, t, h, d);
           if (d < f->v_dim) ((float*)k_want)[at + f->v_offset] = number(1, t, h, d);
         }
@@ -295,7 +308,9 @@ static void test_fused(void) {
 
 /* Row (t, h) has the largest magnitude 127 * 2^e, so its int8 scale is 2^e, and its codes are whole numbers. */
 static int exponent(int plane, int t, int h) { return t - 2 * h + plane; }
-static int code(int plane, int t, int h, int d) { return d == (t + h) % D ? (t % 2 ? 127 : -127) : 9 * d - 20 - t + h + plane; }
+static int code(int plane, int t, int h, int d) {
+  return d == (t + h) % D ? (t % 2 ? 127 : -127) : 9 * d - 20 - t + h + plane;
+}
 static float power_of_two(int e) {
   const uint32_t bits = (uint32_t)(127 + e) << 23;
   float x;
@@ -320,7 +335,8 @@ static void check_s8_gather(const kvx_cache_t* c) {
       const float* x = (float*)(plane ? v_io : k_io) + row * H * D;
       int right = 1;
       for (int i = 0; i < H * D; i++)
-        right &= t >= 0 ? x[i] == (float)code(plane, t, i / D, i % D) * power_of_two(exponent(plane, t, i / D)) : pos < lens[s] || x[i] == 0;
+        right &= t >= 0 ? x[i] == (float)code(plane, t, i / D, i % D) * power_of_two(exponent(plane, t, i / D))
+                        : pos < lens[s] || x[i] == 0;
       CHECK(right);
     }
 }
@@ -330,13 +346,15 @@ static void test_token_head_scales(void) {
   kvx_cache_t c = make_cache(KVX_DTYPE_S8);
   c.k.granularity = c.v.granularity = KVX_SCALE_GRANULARITY_PER_TOKEN_HEAD;
   c.k.scale = array(k_scale, BYTES, KVX_DTYPE_F32, 3, AXES(NB, BS, H), NULL);
-  c.v.scale = array(v_scale, BYTES, KVX_DTYPE_F32, 3, AXES(NB, BS, H), AXES(1, 20, 100)); /* heads outermost, blocks innermost */
+  c.v.scale = array(v_scale, BYTES, KVX_DTYPE_F32, 3, AXES(NB, BS, H),
+                    AXES(1, 20, 100)); /* heads outermost, blocks innermost */
   for (int given = 0; given < 2; given++) {
     check_case = given ? "separate, given" : "separate, computed";
     kvx_write_args_t w = make_write(&c, KVX_DTYPE_F32);
     static float token_scale[2][T * H];
     poison();
-    memset(k_scale, UNTOUCHED, BYTES), memset(v_scale, UNTOUCHED, BYTES), memset(scale_want, UNTOUCHED, sizeof scale_want);
+    memset(k_scale, UNTOUCHED, BYTES), memset(v_scale, UNTOUCHED, BYTES),
+        memset(scale_want, UNTOUCHED, sizeof scale_want);
     fill_s8_rows();
     for (int t = 0; t < T; t++)
       for (int h = 0; h < H; h++) {
@@ -345,10 +363,13 @@ static void test_token_head_scales(void) {
         if (where[t] < 0) continue;
         const int64_t b = where[t] / BS, o = where[t] % BS;
         for (int plane = 0; plane < 2; plane++) {
-          scale_want[plane][plane ? b + 20 * o + 100 * h : (b * BS + o) * H + h] = power_of_two(exponent(plane, t, h) + given);
+          scale_want[plane][plane ? b + 20 * o + 100 * h : (b * BS + o) * H + h] =
+              power_of_two(exponent(plane, t, h) + given);
           for (int d = 0; d < D; d++) {
             const int n = code(plane, t, h, d);
-            ((int8_t*)(plane ? v_want : k_want))[((b * BS + o) * H + h) * D + d] = (int8_t)(!given ? n : n < 0 ? (n - 1) / 2 : (n + 1) / 2);
+            ((int8_t*)(plane ? v_want : k_want))[((b * BS + o) * H + h) * D + d] = (int8_t)(!given  ? n
+                                                                                            : n < 0 ? (n - 1) / 2
+                                                                                                    : (n + 1) / 2);
           }
         }
       }
@@ -375,7 +396,8 @@ static void test_token_head_scales(void) {
   c = make_cache(KVX_DTYPE_S8);
   kvx_plane_t* planes[] = {&c.k, &c.v};
   for (int plane = 0; plane < 2; plane++) {
-    *planes[plane] = make_plane(plane ? v_cache : k_cache, KVX_DTYPE_S8, KVX_LAYOUT_BLOCK_HND, 4, AXES(NB, H, BS, D), AXES(H * BS * CELL, BS * CELL, CELL, 1));
+    *planes[plane] = make_plane(plane ? v_cache : k_cache, KVX_DTYPE_S8, KVX_LAYOUT_BLOCK_HND, 4, AXES(NB, H, BS, D),
+                                AXES(H * BS * CELL, BS * CELL, CELL, 1));
     planes[plane]->granularity = KVX_SCALE_GRANULARITY_PER_TOKEN_HEAD;
     planes[plane]->flags = KVX_PLANE_FLAG_SCALE_INLINE;
     planes[plane]->scale_offset = D;
@@ -418,7 +440,8 @@ static void test_groups(void) {
   for (int t = 0; t < T; t++)
     for (int h = 0; h < H; h++)
       for (int d = 0; d < D; d++) {
-        const int e = t - h + d / 4, n = d % 4 == 1 ? 7 + 8 * (t % 2) : (t + 3 * h + 5 * d) % 16; /* one 6 in every group */
+        const int e = t - h + d / 4,
+                  n = d % 4 == 1 ? 7 + 8 * (t % 2) : (t + 3 * h + 5 * d) % 16; /* one 6 in every group */
         ((float*)k_io)[(t * H + h) * D + d] = ((float*)v_io)[(t * H + h) * D + d] = values[n] * power_of_two(e);
         if (where[t] < 0) continue;
         uint8_t* byte = (uint8_t*)k_want + ((where[t] * H + h) * D + d) / 2;
@@ -438,8 +461,8 @@ static void test_groups(void) {
   CHECK_BYTES((float*)k_io + L * H * D, first, sizeof first);
   REFUSES(c.k.group_size, 3, kvx_write(&c, &w, NULL)); /* does not divide 8 */
   REFUSES(c.k.group_size, 0, kvx_write(&c, &w, NULL));
-  REFUSES(c.v.group_size, 8, kvx_write(&c, &w, NULL)); /* the scales have two groups */
-  REFUSES(c.v.group_size, 1, kvx_write(&c, &w, NULL)); /* half a byte */
+  REFUSES(c.v.group_size, 8, kvx_write(&c, &w, NULL));         /* the scales have two groups */
+  REFUSES(c.v.group_size, 1, kvx_write(&c, &w, NULL));         /* half a byte */
   REFUSES(c.k.data.stride[2], D + 1, kvx_write(&c, &w, NULL)); /* rows would start inside a byte */
   REFUSES(c.k.data.stride[3], 2, kvx_write(&c, &w, NULL));
 }
@@ -452,15 +475,18 @@ static void test_read_scales(void) {
   c.k.scale = array(per_head, sizeof per_head, KVX_DTYPE_F32, 1, AXES(H), NULL);
   c.k.tensor_scale = c.v.tensor_scale = &twice;
   poison();
-  for (int i = 0; i < T * H * D; i++) ((float*)k_io)[i] = (float)(1 + i % 15) * per_head[i / D % H] * 2, ((float*)v_io)[i] = (float)(1 + i % 15) * 2;
   for (int i = 0; i < T * H * D; i++)
-    if (where[i / (H * D)] >= 0) put_number((char*)k_want + where[i / (H * D)] * H * D + i % (H * D), KVX_DTYPE_F8_E4M3, (float)(1 + i % 15));
+    ((float*)k_io)[i] = (float)(1 + i % 15) * per_head[i / D % H] * 2, ((float*)v_io)[i] = (float)(1 + i % 15) * 2;
+  for (int i = 0; i < T * H * D; i++)
+    if (where[i / (H * D)] >= 0)
+      put_number((char*)k_want + where[i / (H * D)] * H * D + i % (H * D), KVX_DTYPE_F8_E4M3, (float)(1 + i % 15));
   memcpy(v_want, k_want, BYTES);
   const kvx_write_args_t w = make_write(&c, KVX_DTYPE_F32);
   CHECK_OK(kvx_write(&c, &w, NULL));
   CHECK_CACHE();
   float k_row[H * D], v_row[H * D];
-  memcpy(k_row, (float*)k_io + 5 * H * D, sizeof k_row), memcpy(v_row, (float*)v_io + 5 * H * D, sizeof v_row); /* slot 3 */
+  memcpy(k_row, (float*)k_io + 5 * H * D, sizeof k_row),
+      memcpy(v_row, (float*)v_io + 5 * H * D, sizeof v_row); /* slot 3 */
   static const int64_t four[S] = {0, 4};
   kvx_gather_args_t g = make_gather(&c, KVX_DTYPE_F32);
   g.table.seq_lens = array(four, sizeof four, KVX_DTYPE_S64, 1, AXES(S), NULL);
@@ -472,7 +498,8 @@ static void test_read_scales(void) {
   plain.k.scale = c.k.scale;
   CHECK_INVALID(kvx_validate_cache(&plain)); /* f32 takes no scales */
   REFUSES(c.k.granularity, 7, kvx_validate_cache(&c));
-  REFUSES(c.k.granularity, KVX_SCALE_GRANULARITY_NONE, kvx_validate_cache(&c)); /* scales, and no word how to use them */
+  REFUSES(c.k.granularity, KVX_SCALE_GRANULARITY_NONE,
+          kvx_validate_cache(&c)); /* scales, and no word how to use them */
   REFUSES(c.k.group_size, 4, kvx_validate_cache(&c));
 }
 
@@ -509,7 +536,8 @@ static void test_page_csr(void) {
     g.table.format = KVX_BLOCK_TABLE_PAGE_CSR;
     g.table.indices = index_array(page_ids, dtype, 4, AXES(1 << 30, 4, 1, 3)); /* the first page belongs to no one */
     g.table.indptr = index_array(pages, dtype, 4, AXES(1, 3, 3, 4));
-    g.table.last_page_len = index_array(last, dtype, 3, AXES(2, 0, 4)); /* the middle sequence has no page, so no last one */
+    g.table.last_page_len =
+        index_array(last, dtype, 3, AXES(2, 0, 4)); /* the middle sequence has no page, so no last one */
     memset(&g.table.seq_lens, 0, sizeof g.table.seq_lens);
     g.k = array(k_io, BYTES, KVX_DTYPE_F32, 3, AXES(3 * 7, H, D), NULL);
     g.v = array(v_io, BYTES, KVX_DTYPE_F32, 3, AXES(3 * 7, H, D), NULL);
@@ -524,14 +552,16 @@ static void test_page_csr(void) {
     g.k.shape[0] = g.v.shape[0] = 11;
     g.cu_seqlens = index_array(rows, dtype, 4, AXES(0, 6, 6, 10));
     poison_output();
-    for (int row = 0; row < 10; row++) expect_row(row, row < 6 ? block[0][row / BS] : 3, (row < 6 ? row : row - 6) % BS);
+    for (int row = 0; row < 10; row++)
+      expect_row(row, row < 6 ? block[0][row / BS] : 3, (row < 6 ? row : row - 6) % BS);
     CHECK_OK(kvx_validate_gather(&c, &g));
     CHECK_OK(kvx_gather(&c, &g, NULL));
     CHECK_OUTPUT();
     /* More rows than tokens: the rest of the sequence is zero. Fewer: it is cut. */
     g.cu_seqlens = index_array(rows, dtype, 4, AXES(0, 7, 8, 11));
     poison_output();
-    for (int row = 0; row < 11; row++) expect_row(row, row < 6 ? block[0][row / BS] : row < 8 ? -1 : 3, (row < 6 ? row : row - 8) % BS);
+    for (int row = 0; row < 11; row++)
+      expect_row(row, row < 6 ? block[0][row / BS] : row < 8 ? -1 : 3, (row < 6 ? row : row - 8) % BS);
     CHECK_OK(kvx_gather(&c, &g, NULL));
     CHECK_OUTPUT();
     /* No rows at all. */
@@ -552,7 +582,7 @@ static void test_page_csr(void) {
     g.cu_seqlens = index_array(rows, dtype, 4, AXES(0, 6, 6, 10));
     REFUSES(g.cu_seqlens.shape[0], 3, kvx_gather(&c, &g, NULL));
     REFUSES(g.cu_seqlens.dtype, KVX_DTYPE_F32, kvx_gather(&c, &g, NULL));
-    REFUSES(g.v.shape[0], 10, kvx_gather(&c, &g, NULL)); /* k has 11 rows */
+    REFUSES(g.v.shape[0], 10, kvx_gather(&c, &g, NULL));                  /* k has 11 rows */
     REFUSES(g.table.seq_lens, packed.seq_lens, kvx_gather(&c, &g, NULL)); /* two answers to one question */
     REFUSES(g.table.last_page_len.shape[0], 2, kvx_gather(&c, &g, NULL));
     REFUSES(g.table.last_page_len.data, NULL, kvx_gather(&c, &g, NULL));
@@ -582,7 +612,8 @@ static void test_strided_tables(void) {
   g.v.stride[0] = (L + 2) * H * D; /* and output sequences with two rows between them */
   poison_output();
   for (int s = 0; s < S; s++)
-    for (int pos = 0; pos < L; pos++) expect_rows(s * L + pos, s * (L + 2) + pos, pos < lens[s] ? ids[s * M + pos / BS] : -1, pos % BS);
+    for (int pos = 0; pos < L; pos++)
+      expect_rows(s * L + pos, s * (L + 2) + pos, pos < lens[s] ? ids[s * M + pos / BS] : -1, pos % BS);
   CHECK_OK(kvx_gather(&c, &g, NULL));
   CHECK_OUTPUT();
   static const int32_t spaced[] = {0, 99, 5, 99, -1, 99, 7, 99, 8, 99, 19};
@@ -592,7 +623,9 @@ static void test_strided_tables(void) {
   for (int i = 0; i < H * D; i++) ((float*)k_io)[i] = (float)(1000 + i), ((float*)v_io)[i] = (float)(2000 + i);
   memcpy(k_want, k_cache, BYTES), memcpy(v_want, v_cache, BYTES);
   for (int t = 0; t < T; t++)
-    if (spaced[2 * t] >= 0) memcpy((float*)k_want + spaced[2 * t] * H * D, k_io, H * D * 4), memcpy((float*)v_want + spaced[2 * t] * H * D, v_io, H * D * 4);
+    if (spaced[2 * t] >= 0)
+      memcpy((float*)k_want + spaced[2 * t] * H * D, k_io, H * D * 4),
+          memcpy((float*)v_want + spaced[2 * t] * H * D, v_io, H * D * 4);
   CHECK_OK(kvx_write(&c, &w, NULL));
   CHECK_CACHE();
   REFUSES(w.slots.shape[0], T + 1, kvx_write(&c, &w, NULL));
@@ -632,11 +665,13 @@ static void test_pools(void) {
         for (int i = 0; i < H * D; i++) {
           const int32_t id = index[row / 4][plane][0];
           const float* block = id < 0 ? secondary[(id & 0x7fffffff) % 2] : primary[id];
-          ((float*)(plane ? v_expect : k_expect))[row * H * D + i] = id == -1 || row % 4 >= four[row / 8] ? 0.0f : block[row % 4 * H * D + i];
+          ((float*)(plane ? v_expect : k_expect))[row * H * D + i] =
+              id == -1 || row % 4 >= four[row / 8] ? 0.0f : block[row % 4 * H * D + i];
         }
     CHECK_OK(kvx_gather(&c, &g, NULL));
     CHECK_OUTPUT();
-    g.table.indices = array(index, sizeof index, KVX_DTYPE_S32, 4, AXES(S, 2, 2, 1), NULL); /* the same, said with a sequence axis */
+    g.table.indices =
+        array(index, sizeof index, KVX_DTYPE_S32, 4, AXES(S, 2, 2, 1), NULL); /* the same, said with a sequence axis */
   }
   index[3][1][0] = second | 2; /* a block of the primary pool's bound, past the secondary's */
   CHECK_STATUS(kvx_gather(&c, &g, NULL), KVX_STATUS_OUT_OF_RANGE);
@@ -692,7 +727,8 @@ static void test_amax(void) {
   for (int i = 0; i < NB * H; i++) out[i] = want[i] = 20;
   a = make_amax(KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD, out, 2, AXES(NB, H));
   for (int i = 0; i < T * H * D - 2; i++)
-    if (where[i / (H * D)] >= 0 && want[where[i / (H * D)] / BS * H + i / D % H] < (float)i) want[where[i / (H * D)] / BS * H + i / D % H] = (float)i;
+    if (where[i / (H * D)] >= 0 && want[where[i / (H * D)] / BS * H + i / D % H] < (float)i)
+      want[where[i / (H * D)] / BS * H + i / D % H] = (float)i;
   CHECK_OK(kvx_amax(&a, NULL));
   CHECK_BYTES(out, want, sizeof out);
 

@@ -1,6 +1,6 @@
-/* Descriptors that lie. Whatever they say, a call answers with a status: it does not crash, does not hang, and does not write
- * a byte outside the buffers that were described. v1.2 says how long its buffers are, so there every field may lie; v1 does
- * not, so there only fields are changed whose change has to be refused. */
+/* Descriptors that lie. Whatever they say, a call answers with a status: it does not crash, does not hang, and does not
+ * write a byte outside the buffers that were described. v1.2 says how long its buffers are, so there every field may
+ * lie; v1 does not, so there only fields are changed whose change has to be refused. */
 #define _POSIX_C_SOURCE 200809L /* alarm */
 #include <signal.h>
 #include <stddef.h>
@@ -11,7 +11,8 @@
 
 /* All different, so that a field that is changed together with its equals changes one meaning. */
 enum { NB = 5, BS = 4, H = 2, D = 8, T = 6, S = 3, M = 2, L = 7, ROUNDS = 200000, HANG_S = 30 };
-#define AXES(...) (const int64_t[5]){__VA_ARGS__}
+#define AXES(...) \
+  (const int64_t[5]) { __VA_ARGS__ }
 
 static void on_alarm(int signal) { /* a hang is a failure with a name */
   static const char text[] = "hostile.c: a call did not come back; the last case is above\n0 passed, 1 failed\n";
@@ -32,9 +33,9 @@ enum { GUARD = 64 };
 typedef struct Buffer {
   uint8_t *base, *data;
   size_t bytes;
-  int index_bytes;  /* 4 or 8: its entries are indices, which may lie as well */
-  int is_input;     /* no call may write it */
-  uint8_t* saved;   /* inputs: what it must still be after a call */
+  int index_bytes; /* 4 or 8: its entries are indices, which may lie as well */
+  int is_input;    /* no call may write it */
+  uint8_t* saved;  /* inputs: what it must still be after a call */
 } Buffer;
 
 static Buffer buffers[256];
@@ -73,7 +74,8 @@ static int buffers_are_intact(int first, int end) {
   return 1;
 }
 
-/* ------------------------------------------------------------------ scenes: valid calls, with lengths that are exact */
+/* ------------------------------------------------------------------ scenes: valid calls, with
+ * lengths that are exact */
 
 typedef struct Scene {
   kvx_cache_t cache;
@@ -83,13 +85,16 @@ typedef struct Scene {
 } Scene;
 
 enum { PACKED_F32, CSR_S8, INLINE_S8, GROUPS_E2M1, POOLS_F16, SCALED_F8, GIVEN_S4, NUM_SCENES };
-static const char* const scene_names[NUM_SCENES] = {"f32, packed table",        "s8 per token-head, page CSR",  "s8 inline and fused, packed output",
-                                                    "e2m1 per group, ragged",   "f16 pools, KV_OFFSETS",        "fp8 per block-head, s64 indices",
-                                                    "s4 with scales given"};
+static const char* const scene_names[NUM_SCENES] = {
+    "f32, packed table",      "s8 per token-head, page CSR", "s8 inline and fused, packed output",
+    "e2m1 per group, ragged", "f16 pools, KV_OFFSETS",       "fp8 per block-head, s64 indices",
+    "s4 with scales given"};
 static Scene scenes[NUM_SCENES];
 static int scene_buffers[NUM_SCENES + 1];
 
-static int dtype_bits(int dtype) { return dtype == KVX_DTYPE_S4 || dtype == KVX_DTYPE_E2M1 ? 4 : 8 * dtype_bytes(dtype); }
+static int dtype_bits(int dtype) {
+  return dtype == KVX_DTYPE_S4 || dtype == KVX_DTYPE_E2M1 ? 4 : 8 * dtype_bytes(dtype);
+}
 
 static kvx_array_t array_at(void* data, kvx_dtype_t dtype, uint32_t ndim, const int64_t* shape, const int64_t* stride) {
   kvx_array_t a;
@@ -107,7 +112,8 @@ static kvx_array_t array_at(void* data, kvx_dtype_t dtype, uint32_t ndim, const 
   return a;
 }
 
-static kvx_array_t new_array(int is_input, kvx_dtype_t dtype, uint32_t ndim, const int64_t* shape, const int64_t* stride) {
+static kvx_array_t new_array(int is_input, kvx_dtype_t dtype, uint32_t ndim, const int64_t* shape,
+                             const int64_t* stride) {
   kvx_array_t a = array_at(NULL, dtype, ndim, shape, stride);
   a.data = new_buffer((size_t)a.data_bytes, is_input);
   return a;
@@ -115,12 +121,14 @@ static kvx_array_t new_array(int is_input, kvx_dtype_t dtype, uint32_t ndim, con
 
 static kvx_array_t new_indices(kvx_dtype_t dtype, uint32_t ndim, const int64_t* shape, const int64_t* values) {
   kvx_array_t a = new_array(1, dtype, ndim, shape, NULL);
-  for (int i = 0; i < (int)a.data_bytes / dtype_bytes(dtype); i++) put_number((char*)a.data + i * dtype_bytes(dtype), dtype, (float)values[i]);
+  for (int i = 0; i < (int)a.data_bytes / dtype_bytes(dtype); i++)
+    put_number((char*)a.data + i * dtype_bytes(dtype), dtype, (float)values[i]);
   buffers[num_buffers - 1].index_bytes = dtype_bytes(dtype);
   return a;
 }
 
-static kvx_plane_t new_plane(kvx_dtype_t dtype, kvx_layout_t layout, uint32_t ndim, const int64_t* shape, const int64_t* stride) {
+static kvx_plane_t new_plane(kvx_dtype_t dtype, kvx_layout_t layout, uint32_t ndim, const int64_t* shape,
+                             const int64_t* stride) {
   kvx_plane_t p;
   memset(&p, 0, sizeof p);
   p.data = new_array(0, dtype, ndim, shape, stride);
@@ -135,7 +143,8 @@ static Scene new_scene(kvx_dtype_t cache_dtype, kvx_dtype_t io_dtype, kvx_dtype_
   memset(&s, 0, sizeof s);
   kvx_cache_t* c = &s.cache;
   c->version = s.write.version = s.gather.version = s.amax.version = KVX_ABI_VERSION;
-  c->struct_bytes = sizeof *c, s.write.struct_bytes = sizeof s.write, s.gather.struct_bytes = sizeof s.gather, s.amax.struct_bytes = sizeof s.amax;
+  c->struct_bytes = sizeof *c, s.write.struct_bytes = sizeof s.write, s.gather.struct_bytes = sizeof s.gather,
+  s.amax.struct_bytes = sizeof s.amax;
   s.gather.table.struct_bytes = sizeof s.gather.table;
   c->num_blocks = NB, c->block_size = BS, c->num_kv_heads = H, c->k_head_dim = c->v_head_dim = D;
   c->memory = s.amax.memory = KVX_MEMORY_HOST;
@@ -163,7 +172,8 @@ static Scene new_scene(kvx_dtype_t cache_dtype, kvx_dtype_t io_dtype, kvx_dtype_
   return s;
 }
 
-static void add_scales(kvx_plane_t* p, int is_input, kvx_scale_granularity_t granularity, kvx_dtype_t dtype, uint32_t ndim, const int64_t* shape) {
+static void add_scales(kvx_plane_t* p, int is_input, kvx_scale_granularity_t granularity, kvx_dtype_t dtype,
+                       uint32_t ndim, const int64_t* shape) {
   p->granularity = granularity;
   p->scale = new_array(is_input, dtype, ndim, shape, NULL);
 }
@@ -239,7 +249,8 @@ static Scene build_scene(int kind) {
       s.cache.pool_secondary = new_buffer((size_t)s.cache.secondary_bytes, 1);
       s.gather.table.format = KVX_BLOCK_TABLE_KV_OFFSETS;
       s.gather.table.beam_width = 2;
-      s.gather.table.indices = new_indices(KVX_DTYPE_S32, 4, AXES(S, 2, 2, M), (const int64_t[S * 2 * 2 * M]){0, 1, 2, 3, 4, 0, 1, 2, 3, 4});
+      s.gather.table.indices =
+          new_indices(KVX_DTYPE_S32, 4, AXES(S, 2, 2, M), (const int64_t[S * 2 * 2 * M]){0, 1, 2, 3, 4, 0, 1, 2, 3, 4});
       ((int32_t*)s.gather.table.indices.data)[1] = -2147483647; /* block 1 of the secondary pool */
       ((int32_t*)s.gather.table.indices.data)[2] = -1;
       s.gather.k = new_array(0, KVX_DTYPE_F16, 3, AXES(S * 2 * L, H, D), NULL);
@@ -247,7 +258,8 @@ static Scene build_scene(int kind) {
       return s;
     case SCALED_F8:
       s = new_scene(KVX_DTYPE_F8_E4M3, KVX_DTYPE_F32, KVX_DTYPE_S64);
-      s.cache.k = new_plane(KVX_DTYPE_F8_E5M2, KVX_LAYOUT_BLOCK_CUSTOM, 4, AXES(NB, BS, H, D), AXES(BS * H * D, 1, BS * D, BS));
+      s.cache.k =
+          new_plane(KVX_DTYPE_F8_E5M2, KVX_LAYOUT_BLOCK_CUSTOM, 4, AXES(NB, BS, H, D), AXES(BS * H * D, 1, BS * D, BS));
       add_scales(&s.cache.k, 1, KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD, KVX_DTYPE_F32, 2, AXES(NB, H));
       add_scales(&s.cache.v, 1, KVX_SCALE_GRANULARITY_PER_HEAD, KVX_DTYPE_F16, 1, AXES(H));
       s.amax.granularity = KVX_SCALE_GRANULARITY_PER_BLOCK;
@@ -296,7 +308,8 @@ static void add_array_fields(const char* group, size_t at) {
   add_field(group, "data_bytes", at + offsetof(kvx_array_t, data_bytes), 8, LENGTH);
 }
 
-#define FIELD(type, part, at, field, kind) add_field(part, #field, (at) + offsetof(type, field), (int)sizeof(((type*)0)->field), kind)
+#define FIELD(type, part, at, field, kind) \
+  add_field(part, #field, (at) + offsetof(type, field), (int)sizeof(((type*)0)->field), kind)
 #define ARRAY(object, field) add_array_fields(#object "." #field, offsetof(Scene, object.field))
 
 static void add_plane_fields(const char* group, size_t at) {
@@ -309,7 +322,8 @@ static void add_plane_fields(const char* group, size_t at) {
 }
 
 static void list_fields(void) {
-  const size_t c = offsetof(Scene, cache), w = offsetof(Scene, write), g = offsetof(Scene, gather), a = offsetof(Scene, amax);
+  const size_t c = offsetof(Scene, cache), w = offsetof(Scene, write), g = offsetof(Scene, gather),
+               a = offsetof(Scene, amax);
   FIELD(kvx_cache_t, "cache", c, version, PLAIN);
   FIELD(kvx_cache_t, "cache", c, struct_bytes, PLAIN);
   FIELD(kvx_cache_t, "cache", c, flags, PLAIN);
@@ -416,15 +430,21 @@ enum { NUM_VALUES = 16 };
 static int accepted[3];
 
 /* Validation and the call agree; only what stands in the tables may still be out of range. */
-static int agree(kvx_status_t validated, kvx_status_t ran) { return ran == validated || (validated == KVX_STATUS_OK && ran == KVX_STATUS_OUT_OF_RANGE); }
+static int agree(kvx_status_t validated, kvx_status_t ran) {
+  return ran == validated || (validated == KVX_STATUS_OK && ran == KVX_STATUS_OUT_OF_RANGE);
+}
 
 static int run_scene(Scene* s) {
   const kvx_status_t cache_says = kvx_validate_cache(&s->cache);
-  const kvx_status_t can_write = kvx_validate_write(&s->cache, &s->write), wrote = kvx_write(&s->cache, &s->write, NULL);
-  const kvx_status_t can_gather = kvx_validate_gather(&s->cache, &s->gather), gathered = kvx_gather(&s->cache, &s->gather, NULL);
+  const kvx_status_t can_write = kvx_validate_write(&s->cache, &s->write),
+                     wrote = kvx_write(&s->cache, &s->write, NULL);
+  const kvx_status_t can_gather = kvx_validate_gather(&s->cache, &s->gather),
+                     gathered = kvx_gather(&s->cache, &s->gather, NULL);
   const kvx_status_t measured = kvx_amax(&s->amax, NULL);
-  accepted[0] += wrote == KVX_STATUS_OK, accepted[1] += gathered == KVX_STATUS_OK, accepted[2] += measured == KVX_STATUS_OK;
-  return agree(can_write, wrote) && agree(can_gather, gathered) && (cache_says == KVX_STATUS_OK || (can_write != KVX_STATUS_OK && can_gather != KVX_STATUS_OK));
+  accepted[0] += wrote == KVX_STATUS_OK, accepted[1] += gathered == KVX_STATUS_OK,
+      accepted[2] += measured == KVX_STATUS_OK;
+  return agree(can_write, wrote) && agree(can_gather, gathered) &&
+         (cache_says == KVX_STATUS_OK || (can_write != KVX_STATUS_OK && can_gather != KVX_STATUS_OK));
 }
 
 static void lie(Scene* s, char* story, size_t story_bytes) {
@@ -435,13 +455,15 @@ static void lie(Scene* s, char* story, size_t story_bytes) {
     if (old <= 1) return;
     value = 1 + (int64_t)(random_bits() % (uint64_t)old);
   }
-  if (f->kind == MEMORY && (value == KVX_MEMORY_DEVICE || value == KVX_MEMORY_UNIFIED)) value = 77; /* these pointers are not the device's */
+  if (f->kind == MEMORY && (value == KVX_MEMORY_DEVICE || value == KVX_MEMORY_UNIFIED))
+    value = 77; /* these pointers are not the device's */
   set_field(s, f->offset, f->bytes, value);
   size_t used = strlen(story);
   print_to(story + used, story_bytes - used, " %s=%lld", f->name, (long long)value);
   if (f->kind != PLAIN || f->bytes != 8 || old == 0 || random_below(2)) return;
   for (int i = 0; i < num_fields; i++) /* everywhere it is said: lies that agree get further */
-    if (fields[i].kind == PLAIN && fields[i].bytes == 8 && get_field(s, fields[i].offset, 8) == old) set_field(s, fields[i].offset, 8, value);
+    if (fields[i].kind == PLAIN && fields[i].bytes == 8 && get_field(s, fields[i].offset, 8) == old)
+      set_field(s, fields[i].offset, 8, value);
   used = strlen(story);
   print_to(story + used, story_bytes - used, " (everywhere)");
 }
@@ -460,14 +482,16 @@ static void test_random_lies(void) {
     Buffer* b = &buffers[first + random_below(end - first)];
     if (b->index_bytes && random_below(2)) { /* an entry of a table lies too */
       const size_t at = (size_t)random_below((int)b->bytes / b->index_bytes) * (size_t)b->index_bytes;
-      set_field(b->data, at, b->index_bytes, hostile_value(random_below(NUM_VALUES), get_field(b->data, at, b->index_bytes)));
+      set_field(b->data, at, b->index_bytes,
+                hostile_value(random_below(NUM_VALUES), get_field(b->data, at, b->index_bytes)));
     } else {
       b = NULL;
     }
     uint8_t honest[1024];
     if (b) memcpy(honest, b->saved, b->bytes), memcpy(b->saved, b->data, b->bytes);
     const int sane = run_scene(&s);
-    if (!check_counts(sane && buffers_are_intact(first, end))) printf("%s (%s)\n    last error: %s\n", story, sane ? "memory" : "statuses disagree", kvx_last_error()), shown++;
+    if (!check_counts(sane && buffers_are_intact(first, end)))
+      printf("%s (%s)\n    last error: %s\n", story, sane ? "memory" : "statuses disagree", kvx_last_error()), shown++;
     if (b) memcpy(b->saved, honest, b->bytes), memcpy(b->data, honest, b->bytes);
     if (round % 5000 == 0) alarm(HANG_S);
   }
@@ -504,7 +528,8 @@ static void test_short_by_one(void) {
       if (fields[n].kind != LENGTH || get_field(&s, fields[n].offset, 8) == 0) continue;
       set_field(&s, fields[n].offset, 8, get_field(&s, fields[n].offset, 8) - 1);
       print_to(story, sizeof story, "%s: %s is short by one byte", scene_names[i], fields[n].name);
-      CHECK(kvx_write(&s.cache, &s.write, NULL) == KVX_STATUS_INVALID_ARGUMENT || kvx_gather(&s.cache, &s.gather, NULL) == KVX_STATUS_INVALID_ARGUMENT ||
+      CHECK(kvx_write(&s.cache, &s.write, NULL) == KVX_STATUS_INVALID_ARGUMENT ||
+            kvx_gather(&s.cache, &s.gather, NULL) == KVX_STATUS_INVALID_ARGUMENT ||
             kvx_amax(&s.amax, NULL) == KVX_STATUS_INVALID_ARGUMENT);
       CHECK(buffers_are_intact(scene_buffers[i], scene_buffers[i + 1]));
     }
@@ -514,7 +539,8 @@ static void test_short_by_one(void) {
 static void test_strides(void) {
   Scene s = scenes[PACKED_F32];
   kvx_cache_t* c = &s.cache;
-  static const int64_t huge[] = {INT64_MAX, (int64_t)1 << 62, (int64_t)1 << 61, (int64_t)1 << 60, (int64_t)1 << 56, ((int64_t)1 << 62) - 1};
+  static const int64_t huge[] = {INT64_MAX,        (int64_t)1 << 62, (int64_t)1 << 61,
+                                 (int64_t)1 << 60, (int64_t)1 << 56, ((int64_t)1 << 62) - 1};
   static const int64_t negative[] = {-1, -64, INT64_MIN, -((int64_t)1 << 62)};
   for (int axis = 0; axis < 4; axis++) {
     for (int i = 0; i < 6; i++) REFUSES(c->k.data.stride[axis], huge[i], kvx_validate_cache(c));
@@ -525,8 +551,8 @@ static void test_strides(void) {
   c->k.data.data_bytes = c->v.data.data_bytes = 0;
   for (int axis = 0; axis < 4; axis++)
     for (int i = 0; i < 6; i++) REFUSES(c->k.data.stride[axis], huge[i], kvx_validate_cache(c));
-  REFUSES(c->k.data.stride[2], D - 1, kvx_validate_cache(c));      /* heads share an element */
-  REFUSES(c->k.data.stride[1], H * D - 1, kvx_validate_cache(c));  /* tokens do */
+  REFUSES(c->k.data.stride[2], D - 1, kvx_validate_cache(c));     /* heads share an element */
+  REFUSES(c->k.data.stride[1], H * D - 1, kvx_validate_cache(c)); /* tokens do */
   REFUSES(c->k.data.stride[0], BS * H * D - 1, kvx_validate_cache(c));
   REFUSES(c->k.data.stride[1], D, kvx_validate_cache(c)); /* as far apart as heads are */
   s = scenes[PACKED_F32];
@@ -565,7 +591,8 @@ static void test_products(void) {
   REFUSES(s.cache.bytes_per_block, (uint64_t)1 << 63, kvx_gather(c, &s.gather, NULL));
   REFUSES(s.cache.secondary_blocks, INT64_MAX, kvx_gather(c, &s.gather, NULL));
   REFUSES(s.cache.secondary_blocks, 4, kvx_gather(c, &s.gather, NULL));
-  REFUSES(s.gather.table.beam_width, (int64_t)1 << 32 | 2, kvx_gather(c, &s.gather, NULL)); /* 2, to who looks at 32 bits */
+  REFUSES(s.gather.table.beam_width, (int64_t)1 << 32 | 2,
+          kvx_gather(c, &s.gather, NULL)); /* 2, to who looks at 32 bits */
   REFUSES(s.gather.table.indices.shape[0], (int64_t)1 << 61, kvx_gather(c, &s.gather, NULL));
   REFUSES(c->k_head_dim, ((int64_t)1 << 32) + D, kvx_validate_cache(c));
 }
@@ -578,12 +605,14 @@ static void test_wrapping_rows(void) {
   CHECK_STATUS(kvx_gather(&s.cache, &s.gather, NULL), KVX_STATUS_OUT_OF_RANGE);
   static int64_t pages[S + 1] = {INT64_MIN, INT64_MAX, 3, 3};
   s = scenes[INLINE_S8];
-  s.gather.table.indptr.data = pages, s.gather.table.indptr.dtype = KVX_DTYPE_S64, s.gather.table.indptr.data_bytes = sizeof pages;
+  s.gather.table.indptr.data = pages, s.gather.table.indptr.dtype = KVX_DTYPE_S64,
+  s.gather.table.indptr.data_bytes = sizeof pages;
   CHECK_STATUS(kvx_gather(&s.cache, &s.gather, NULL), KVX_STATUS_OUT_OF_RANGE);
   CHECK(buffers_are_intact(scene_buffers[INLINE_S8], scene_buffers[INLINE_S8 + 1]));
 }
 
-/* Heads that are all one: the call once asked for 4 TB, and the process ended. And an index that the call itself writes. */
+/* Heads that are all one: the call once asked for 4 TB, and the process ended. And an index that the call itself
+ * writes. */
 static void test_repeats(void) {
   Scene s = scenes[CSR_S8];
   s.amax.x.shape[1] = s.amax.amax.shape[0] = (int64_t)1 << 40, s.amax.x.stride[1] = s.amax.amax.stride[0] = 0;
@@ -622,7 +651,8 @@ static void test_shared_planes(void) {
   c->k.data = array_at(store, KVX_DTYPE_F32, 4, AXES(NB, BS, H, 4), AXES(BS * H * 8, H * 8, 8, 1));
   c->v.data = array_at(store + 4, KVX_DTYPE_F32, 4, AXES(NB, BS, H, 4), AXES(BS * H * 8, H * 8, 8, 2));
   CHECK_INVALID(kvx_validate_cache(c));
-  c->k.data.stride[3] = 2, c->v.data.stride[3] = 1, c->v.data.data = store + 3; /* and the other way round: V's 3..6 meet K's 4 and 6 */
+  c->k.data.stride[3] = 2, c->v.data.stride[3] = 1,
+  c->v.data.data = store + 3; /* and the other way round: V's 3..6 meet K's 4 and 6 */
   CHECK_INVALID(kvx_validate_cache(c));
 
   check_case = "a pool beside data pointers";
@@ -638,7 +668,8 @@ static void test_inline_scales(void) {
   Scene s = scenes[INLINE_S8];
   kvx_cache_t* c = &s.cache;
   static const int64_t wrong[] = {0, 1, 4, 7, -8, 9, 12, INT64_MAX, INT64_MIN, (int64_t)1 << 32};
-  for (int i = 0; i < 10; i++) REFUSES(c->k.scale_offset, wrong[i], kvx_validate_cache(c)); /* in the elements, not aligned, in V, nowhere */
+  for (int i = 0; i < 10; i++)
+    REFUSES(c->k.scale_offset, wrong[i], kvx_validate_cache(c)); /* in the elements, not aligned, in V, nowhere */
   REFUSES(c->k.scale_dtype, KVX_DTYPE_S8, kvx_validate_cache(c));
   REFUSES(c->k.flags, 3, kvx_validate_cache(c));
   REFUSES(c->k.granularity, KVX_SCALE_GRANULARITY_PER_BLOCK, kvx_validate_cache(c));
@@ -647,7 +678,8 @@ static void test_inline_scales(void) {
   REFUSES(c->k.group_size, 4, kvx_validate_cache(c)); /* two scales, where there is room for one before V */
   static int8_t cells[4096];
   s = scenes[INLINE_S8];
-  /* Heads 12 apart and tokens 20 apart: the elements miss each other, but head 1's scale is at 20..23, where token 1 begins. */
+  /* Heads 12 apart and tokens 20 apart: the elements miss each other, but head 1's scale is at 20..23, where token 1
+   * begins. */
   c->k.data = array_at(cells, KVX_DTYPE_S8, 4, AXES(NB, BS, H, D), AXES(400, 20, 12, 1));
   c->k.data.data_bytes = 2400;
   c->v.data = array_at(cells + 2400, KVX_DTYPE_S8, 4, AXES(NB, BS, H, D), AXES(BS * H * 12, H * 12, 12, 1));
@@ -674,7 +706,8 @@ static void test_disagreement(void) {
   REFUSES(s.write.slots.shape[0], T - 1, kvx_write(c, &s.write, NULL));
   REFUSES(s.write.k.dtype, KVX_DTYPE_F8_E4M3, kvx_write(c, &s.write, NULL));
   REFUSES(s.write.slots.dtype, KVX_DTYPE_U64, kvx_write(c, &s.write, NULL));
-  REFUSES(s.write.k_token_scale, scenes[GIVEN_S4].write.k_token_scale, kvx_write(c, &s.write, NULL)); /* scales for a cache that has none */
+  REFUSES(s.write.k_token_scale, scenes[GIVEN_S4].write.k_token_scale,
+          kvx_write(c, &s.write, NULL)); /* scales for a cache that has none */
   REFUSES(s.gather.max_seq_len, L + 1, kvx_gather(c, &s.gather, NULL));
   REFUSES(s.gather.max_seq_len, 0, kvx_gather(c, &s.gather, NULL));
   REFUSES(s.gather.max_seq_len, -1, kvx_gather(c, &s.gather, NULL));
@@ -724,7 +757,13 @@ typedef struct SceneV1 {
   kvx_gather_desc_t gather;
 } SceneV1;
 
-enum { ANY, SMALLER, NO_INDEX, NO_FLOAT, FAR }; /* which values have to be refused: all others, smaller ones, all but ... */
+enum {
+  ANY,
+  SMALLER,
+  NO_INDEX,
+  NO_FLOAT,
+  FAR
+}; /* which values have to be refused: all others, smaller ones, all but ... */
 enum { IN_CACHE = 1, IN_WRITE = 2, IN_GATHER = 4 };
 typedef struct FieldV1 {
   const char* name;
@@ -732,26 +771,52 @@ typedef struct FieldV1 {
   int bytes, refused, calls;
 } FieldV1;
 #define V1(field, refused, calls) {#field, offsetof(SceneV1, field), (int)sizeof(((SceneV1*)0)->field), refused, calls}
-#define V1_TENSOR(t, no_type, calls)                                                                                            \
-  V1(t.size, SMALLER, calls), V1(t.dtype, no_type, calls), V1(t.memory, ANY, calls), V1(t.ndim, ANY, calls),                       \
-      V1(t.shape[0], ANY, calls), V1(t.shape[1], ANY, calls), V1(t.shape[2], ANY, calls), V1(t.stride[0], FAR, calls),          \
+#define V1_TENSOR(t, no_type, calls)                                                                                   \
+  V1(t.size, SMALLER, calls), V1(t.dtype, no_type, calls), V1(t.memory, ANY, calls), V1(t.ndim, ANY, calls),           \
+      V1(t.shape[0], ANY, calls), V1(t.shape[1], ANY, calls), V1(t.shape[2], ANY, calls), V1(t.stride[0], FAR, calls), \
       V1(t.stride[1], FAR, calls), V1(t.stride[2], FAR, calls)
 
 static const FieldV1 fields_v1[] = {
-    V1(cache.size, SMALLER, 7), V1(cache.num_blocks, ANY, 7), V1(cache.block_size, ANY, 7), V1(cache.num_kv_heads, ANY, 7), V1(cache.head_dim, ANY, 7),
-    V1_TENSOR(cache.k, ANY, 7), V1_TENSOR(cache.v, ANY, 7), V1(cache.k.layout, ANY, 7), V1(cache.v.layout, ANY, 7), V1(cache.k.shape[3], ANY, 7),
-    V1(cache.v.shape[3], ANY, 7), V1(cache.k.stride[3], FAR, 7),
-    V1(write.size, SMALLER, IN_WRITE), V1(write.io.size, SMALLER, IN_WRITE), V1_TENSOR(write.io.key, NO_FLOAT, IN_WRITE),
-    V1_TENSOR(write.io.value, NO_FLOAT, IN_WRITE), V1(write.io.num_tokens, ANY, IN_WRITE), V1(write.io.num_kv_heads, ANY, IN_WRITE),
-    V1(write.io.head_dim, ANY, IN_WRITE), V1(write.slots.size, SMALLER, IN_WRITE), V1(write.slots.dtype, NO_INDEX, IN_WRITE),
+    V1(cache.size, SMALLER, 7),
+    V1(cache.num_blocks, ANY, 7),
+    V1(cache.block_size, ANY, 7),
+    V1(cache.num_kv_heads, ANY, 7),
+    V1(cache.head_dim, ANY, 7),
+    V1_TENSOR(cache.k, ANY, 7),
+    V1_TENSOR(cache.v, ANY, 7),
+    V1(cache.k.layout, ANY, 7),
+    V1(cache.v.layout, ANY, 7),
+    V1(cache.k.shape[3], ANY, 7),
+    V1(cache.v.shape[3], ANY, 7),
+    V1(cache.k.stride[3], FAR, 7),
+    V1(write.size, SMALLER, IN_WRITE),
+    V1(write.io.size, SMALLER, IN_WRITE),
+    V1_TENSOR(write.io.key, NO_FLOAT, IN_WRITE),
+    V1_TENSOR(write.io.value, NO_FLOAT, IN_WRITE),
+    V1(write.io.num_tokens, ANY, IN_WRITE),
+    V1(write.io.num_kv_heads, ANY, IN_WRITE),
+    V1(write.io.head_dim, ANY, IN_WRITE),
+    V1(write.slots.size, SMALLER, IN_WRITE),
+    V1(write.slots.dtype, NO_INDEX, IN_WRITE),
     V1(write.slots.token_count, ANY, IN_WRITE),
-    V1(gather.size, SMALLER, IN_GATHER), V1(gather.io.size, SMALLER, IN_GATHER), V1_TENSOR(gather.io.key, NO_FLOAT, IN_GATHER),
-    V1_TENSOR(gather.io.value, NO_FLOAT, IN_GATHER), V1(gather.io.num_tokens, ANY, IN_GATHER), V1(gather.io.num_kv_heads, ANY, IN_GATHER),
-    V1(gather.io.head_dim, ANY, IN_GATHER), V1(gather.block_table.size, SMALLER, IN_GATHER), V1(gather.block_table.format, ANY, IN_GATHER),
-    V1(gather.block_table.index_dtype, NO_INDEX, IN_GATHER), V1(gather.block_table.seq_count, ANY, IN_GATHER),
-    V1(gather.block_table.beam_width, ANY, IN_GATHER), V1(gather.block_table.max_blocks_per_seq, ANY, IN_GATHER),
-    V1(gather.block_table.indices_count, ANY, IN_GATHER), V1(gather.block_table.indptr_count, ANY, IN_GATHER),
-    V1(gather.seq_lens.size, SMALLER, IN_GATHER), V1(gather.seq_lens.dtype, NO_INDEX, IN_GATHER), V1(gather.seq_lens.seq_count, ANY, IN_GATHER),
+    V1(gather.size, SMALLER, IN_GATHER),
+    V1(gather.io.size, SMALLER, IN_GATHER),
+    V1_TENSOR(gather.io.key, NO_FLOAT, IN_GATHER),
+    V1_TENSOR(gather.io.value, NO_FLOAT, IN_GATHER),
+    V1(gather.io.num_tokens, ANY, IN_GATHER),
+    V1(gather.io.num_kv_heads, ANY, IN_GATHER),
+    V1(gather.io.head_dim, ANY, IN_GATHER),
+    V1(gather.block_table.size, SMALLER, IN_GATHER),
+    V1(gather.block_table.format, ANY, IN_GATHER),
+    V1(gather.block_table.index_dtype, NO_INDEX, IN_GATHER),
+    V1(gather.block_table.seq_count, ANY, IN_GATHER),
+    V1(gather.block_table.beam_width, ANY, IN_GATHER),
+    V1(gather.block_table.max_blocks_per_seq, ANY, IN_GATHER),
+    V1(gather.block_table.indices_count, ANY, IN_GATHER),
+    V1(gather.block_table.indptr_count, ANY, IN_GATHER),
+    V1(gather.seq_lens.size, SMALLER, IN_GATHER),
+    V1(gather.seq_lens.dtype, NO_INDEX, IN_GATHER),
+    V1(gather.seq_lens.seq_count, ANY, IN_GATHER),
     V1(gather.max_seq_len, ANY, IN_GATHER),
 };
 
@@ -775,20 +840,24 @@ static SceneV1 build_v1(const Scene* from) {
   s.cache.v.data = from->cache.v.data.data;
   s.write.size = sizeof s.write;
   s.write.io.size = sizeof s.write.io;
-  s.write.io.key = tensor_v1(&from->write.k, KVX_LAYOUT_BLOCK_CUSTOM), s.write.io.value = tensor_v1(&from->write.v, KVX_LAYOUT_BLOCK_CUSTOM);
+  s.write.io.key = tensor_v1(&from->write.k, KVX_LAYOUT_BLOCK_CUSTOM),
+  s.write.io.value = tensor_v1(&from->write.v, KVX_LAYOUT_BLOCK_CUSTOM);
   s.write.io.num_tokens = T, s.write.io.num_kv_heads = H, s.write.io.head_dim = D;
   s.write.slots.size = sizeof s.write.slots;
-  s.write.slots.dtype = KVX_DTYPE_S32, s.write.slots.token_count = T, s.write.slots.invalid_slot = -1, s.write.slots.slots = from->write.slots.data;
+  s.write.slots.dtype = KVX_DTYPE_S32, s.write.slots.token_count = T, s.write.slots.invalid_slot = -1,
+  s.write.slots.slots = from->write.slots.data;
   s.gather.size = sizeof s.gather;
   s.gather.io = s.write.io;
-  s.gather.io.key = tensor_v1(&from->gather.k, KVX_LAYOUT_BLOCK_CUSTOM), s.gather.io.value = tensor_v1(&from->gather.v, KVX_LAYOUT_BLOCK_CUSTOM);
+  s.gather.io.key = tensor_v1(&from->gather.k, KVX_LAYOUT_BLOCK_CUSTOM),
+  s.gather.io.value = tensor_v1(&from->gather.v, KVX_LAYOUT_BLOCK_CUSTOM);
   s.gather.io.num_tokens = S * L;
   s.gather.block_table.size = sizeof s.gather.block_table;
   s.gather.block_table.format = KVX_BLOCK_TABLE_PACKED, s.gather.block_table.index_dtype = KVX_DTYPE_S32;
   s.gather.block_table.seq_count = S, s.gather.block_table.beam_width = 1, s.gather.block_table.max_blocks_per_seq = M;
   s.gather.block_table.indices = from->gather.table.indices.data, s.gather.block_table.indices_count = S * M;
   s.gather.seq_lens.size = sizeof s.gather.seq_lens;
-  s.gather.seq_lens.dtype = KVX_DTYPE_S32, s.gather.seq_lens.seq_count = S, s.gather.seq_lens.lengths = from->gather.table.seq_lens.data;
+  s.gather.seq_lens.dtype = KVX_DTYPE_S32, s.gather.seq_lens.seq_count = S,
+  s.gather.seq_lens.lengths = from->gather.table.seq_lens.data;
   s.gather.max_seq_len = L;
   return s;
 }

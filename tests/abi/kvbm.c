@@ -1,5 +1,6 @@
-/* The seven calls of kvbm_kernels.h from C99 and C++: zero sizes, NULL and numbers outside their enums, and which of them is seen
- * first. Nothing here needs a device; where there is none, real work must come back with an error and not end the process. */
+/* The seven calls of kvbm_kernels.h from C99 and C++: zero sizes, NULL and numbers outside their enums, and which of
+ * them is seen first. Nothing here needs a device; where there is none, real work must come back with an error and not
+ * end the process. */
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -37,7 +38,8 @@ static int to_blocks(size_t nb, size_t hd, int dtype, int layout) {
 }
 
 static int operational(size_t nb, size_t inner, size_t elem_size, int dtype, int direction, int backend) {
-  return kvbm_kernels_launch_operational_copy(from, from, to, to, nb, 1, 1, inner, elem_size, dtype, direction, backend, NULL);
+  return kvbm_kernels_launch_operational_copy(from, from, to, to, nb, 1, 1, inner, elem_size, dtype, direction, backend,
+                                              NULL);
 }
 
 static void check_permutes(int (*permute)(size_t, size_t, int, int)) {
@@ -76,8 +78,12 @@ static void check_operational(void) {
   CHECK(operational(1, 3, 2, F16, KVBM_BLOCK_TO_OPERATIONAL, KVBM_BACKEND_VECTORIZED), KVBM_NOT_SUPPORTED);
   CHECK(operational(1, kHuge, 8, KVBM_DTYPE_F64, KVBM_BLOCK_TO_OPERATIONAL, KVBM_BACKEND_AUTO), BAD);
   /* Tables of the device are not asked for where the host reads its own. */
-  CHECK(kvbm_kernels_launch_operational_copy(from, NULL, to, to, 1, 1, 1, 8, 2, F16, KVBM_BLOCK_TO_OPERATIONAL, KVBM_BACKEND_AUTO, NULL), BAD);
-  CHECK(kvbm_kernels_launch_operational_copy(NULL, from, to, to, 1, 1, 1, 8, 2, F16, KVBM_BLOCK_TO_OPERATIONAL, KVBM_BACKEND_KERNEL_ONLY, NULL), BAD);
+  CHECK(kvbm_kernels_launch_operational_copy(from, NULL, to, to, 1, 1, 1, 8, 2, F16, KVBM_BLOCK_TO_OPERATIONAL,
+                                             KVBM_BACKEND_AUTO, NULL),
+        BAD);
+  CHECK(kvbm_kernels_launch_operational_copy(NULL, from, to, to, 1, 1, 1, 8, 2, F16, KVBM_BLOCK_TO_OPERATIONAL,
+                                             KVBM_BACKEND_KERNEL_ONLY, NULL),
+        BAD);
 }
 
 static void check_copies(void) {
@@ -105,7 +111,8 @@ static void check_work_is_refused(int refusal) {
   CHECK(to_blocks(1, 8, KVBM_DTYPE_FP8, KVBM_LAYOUT_HND), refusal);
   CHECK(kvbm_kernels_launch_vectorized_copy(sources, targets, 16, 1, NULL), refusal);
   CHECK(kvbm_kernels_memcpy_batch(from, to, 16, 1, KVBM_BATCHED_WITH_FALLBACK, NULL), refusal);
-  for (backend = -1; backend <= 5; backend++) CHECK(operational(1, 8, 2, F16, KVBM_OPERATIONAL_TO_BLOCK, backend), refusal);
+  for (backend = -1; backend <= 5; backend++)
+    CHECK(operational(1, 8, 2, F16, KVBM_OPERATIONAL_TO_BLOCK, backend), refusal);
 }
 
 int main(void) {
@@ -125,7 +132,8 @@ int main(void) {
     CHECK(copied, KVBM_NOT_SUPPORTED);
     CHECK(kvbm_kernels_has_memcpy_batch_async(), false);
   }
-  printf("stub %d, batch %d, copy of host memory returned %d\n", (int)kvbm_kernels_is_stub_build(), (int)kvbm_kernels_has_memcpy_batch_async(), copied);
+  printf("stub %d, batch %d, copy of host memory returned %d\n", (int)kvbm_kernels_is_stub_build(),
+         (int)kvbm_kernels_has_memcpy_batch_async(), copied);
   printf("%d passed, %d failed\n", passed, failed);
   return failed ? 1 : 0;
 }

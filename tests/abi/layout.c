@@ -14,8 +14,8 @@
 #define ENUM(type) FREEZE(sizeof(type) == 4, #type " is 4 bytes")
 #define STRUCT(type, bytes) FREEZE(sizeof(type) == (bytes), #type " has " #bytes " bytes")
 /* The width too: two fields that swap sizes can keep every later offset. */
-#define FIELD(type, field, offset, bytes)                                          \
-  FREEZE(offsetof(type, field) == (offset), #type "." #field " is at " #offset);   \
+#define FIELD(type, field, offset, bytes)                                        \
+  FREEZE(offsetof(type, field) == (offset), #type "." #field " is at " #offset); \
   FREEZE(sizeof(((type*)0)->field) == (bytes), #type "." #field " has " #bytes " bytes")
 
 /* The numbers below are those of 64-bit machines. */
@@ -109,7 +109,8 @@ VALUE(KVX_HASH_BLAKE2B, 1);
 VALUE(KVX_HASH_SHA256, 2);
 VALUE(KVX_HASH_XXH3_128, 3);
 
-/* ------------------------------------------------------------------ v1.1: offsets measured on the draft's own header */
+/* ------------------------------------------------------------------ v1.1: offsets measured on the
+ * draft's own header */
 
 STRUCT(kvx_version_t, 16);
 FIELD(kvx_version_t, size, 0, 4);
@@ -204,7 +205,8 @@ FIELD(kvx_gather_desc_t, block_table, 256, 64);
 FIELD(kvx_gather_desc_t, seq_lens, 320, 24);
 FIELD(kvx_gather_desc_t, max_seq_len, 344, 4);
 
-/* ------------------------------------------------------------------ v1.2: structs may grow at the end, and this file with them */
+/* ------------------------------------------------------------------ v1.2: structs may grow at the end, and this file
+ * with them */
 
 STRUCT(kvx_array_t, 104);
 FIELD(kvx_array_t, data, 0, 8);
@@ -537,7 +539,8 @@ FIELD(kvx_attention_sparse_args_t, memory, 1872, 4);
 FIELD(kvx_attention_sparse_args_t, device, 1876, 4);
 FIELD(kvx_attention_sparse_args_t, reserved, 1880, 32);
 
-/* ------------------------------------------------------------------ plans: bytes of files too. They change with KVX_PLAN_VERSION alone */
+/* ------------------------------------------------------------------ plans: bytes of files too. They change with
+ * KVX_PLAN_VERSION alone */
 
 VALUE(KVX_PLAN_MAGIC, 0x5058564bu);
 VALUE(KVX_PLAN_VERSION, 1);

@@ -1,5 +1,5 @@
-/* UNIFIED memory on a real device: one managed allocation holds cache, rows and slots; the host fills and reads it, the device
- * writes and gathers. Prints why and stops where there is no CUDA device. */
+/* UNIFIED memory on a real device: one managed allocation holds cache, rows and slots; the host fills and reads it, the
+ * device writes and gathers. Prints why and stops where there is no CUDA device. */
 #include <dlfcn.h>
 #include <stdlib.h>
 
@@ -24,7 +24,9 @@ static shared_t* allocate_managed(void) {
   void *context = NULL, *p = NULL;
   driver = dlopen("libcuda.so.1", RTLD_NOW);
   if (!driver || call_driver("cuInit", 0, 0, 0)) return NULL;
-  if (call_driver("cuDevicePrimaryCtxRetain", (uintptr_t)&context, 0, 0) || call_driver("cuCtxSetCurrent", (uintptr_t)context, 0, 0)) return NULL;
+  if (call_driver("cuDevicePrimaryCtxRetain", (uintptr_t)&context, 0, 0) ||
+      call_driver("cuCtxSetCurrent", (uintptr_t)context, 0, 0))
+    return NULL;
   if (call_driver("cuMemAllocManaged", (uintptr_t)&p, sizeof(shared_t), 1 /* CU_MEM_ATTACH_GLOBAL */)) return NULL;
   return (shared_t*)p;
 }
@@ -33,7 +35,8 @@ static kvx_array_t array(void* data, uint64_t bytes, kvx_dtype_t dtype, uint32_t
   kvx_array_t a;
   memset(&a, 0, sizeof a);
   a.data = data, a.data_bytes = bytes, a.ndim = ndim, a.dtype = dtype;
-  for (int64_t i = (int64_t)ndim - 1, dense = 1; i >= 0; dense *= shape[i], i--) a.shape[i] = shape[i], a.stride[i] = dense;
+  for (int64_t i = (int64_t)ndim - 1, dense = 1; i >= 0; dense *= shape[i], i--)
+    a.shape[i] = shape[i], a.stride[i] = dense;
   return a;
 }
 

@@ -23,9 +23,9 @@ from tests import compare
 from tests.cuda.guarded import GuardedMemory
 
 HERE = Path(__file__).resolve().parent
-CUDA = HERE.parent.parent / "native" / "cuda"
-SOURCES = [HERE / "tiles.cu", CUDA / "tensor_map.cu"]
-FLAGS = ["-std=c++17", "-O2", "-Werror", "all-warnings", "-I", CUDA, "-shared", "-Xcompiler", "-fPIC"]
+NATIVE = HERE.parent.parent / "native"
+SOURCES = [HERE / "tiles.cu", NATIVE / "tiles" / "tensor_map.cu"]
+FLAGS = ["-std=c++17", "-O2", "-Werror", "all-warnings", "-I", NATIVE, "-shared", "-Xcompiler", "-fPIC"]
 UNSUPPORTED_PTX = 222  # cudaErrorUnsupportedPtxVersion: the driver is older than nvcc
 POISON = 2**30
 KINDS = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}

@@ -1,5 +1,6 @@
-// The tile headers, a launcher each test of test_tiles.py: a few threads do one thing with a header and hand back what came out.
-// What should have come out is computed there, without them. Where fragments lie is written here from PTX's manual.
+// The tile headers, a launcher each test of test_tiles.py: a few threads do one thing with a header and hand back what
+// came out. What should have come out is computed there, without them. Where fragments lie
+// is written here from PTX's manual.
 #include <cuda_runtime.h>
 
 #include <cstdarg>
@@ -47,16 +48,19 @@ int finish() {
 
 RowFinder make_finder(const Table& t) {
   RowFinder f = {};
-  f.kv.table.indices = t.indices, f.kv.table.indptr = t.indptr, f.kv.table.row_stride = t.row_stride, f.kv.table.index_stride = t.index_stride;
+  f.kv.table.indices = t.indices, f.kv.table.indptr = t.indptr, f.kv.table.row_stride = t.row_stride,
+  f.kv.table.index_stride = t.index_stride;
   f.kv.table.num_indices = t.num_indices, f.kv.table.max_blocks = t.max_blocks, f.kv.table.beam_width = 1;
   f.kv.table.format = t.format, f.kv.table.index_bytes = t.index_bytes, f.kv.table.indptr_bytes = t.indptr_bytes;
   f.kv.block_size = t.block_size, f.kv.num_blocks = t.num_blocks;
   f.block_size = make_fast_divider(t.block_size), f.is_packed_32 = t.is_packed_32 != 0;
-  for (int i = 0; i < 2; i++) f.block[i] = t.block[i], f.token[i] = t.token[i], f.head[i] = t.head[i], f.kv.bases[i] = t.bases[i];
+  for (int i = 0; i < 2; i++)
+    f.block[i] = t.block[i], f.token[i] = t.token[i], f.head[i] = t.head[i], f.kv.bases[i] = t.bases[i];
   return f;
 }
 
-// queries: (seq, position, end, head) each; out: (id asked for, token of the block, block, K's offset, V's offset) each.
+// queries: (seq, position, end, head) each; out: (id asked for, token of the block,
+// block, K's offset, V's offset) each.
 __global__ void find_rows_kernel(RowFinder f, const int4* queries, int32_t (*out)[5], int count) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= count) return;
@@ -70,7 +74,8 @@ __global__ void find_rows_kernel(RowFinder f, const int4* queries, int32_t (*out
 // out: (id, K's address, V's address) each sequence.
 __global__ void find_caches_kernel(RowFinder f, const char* none, int64_t (*out)[3]) {
   const OwnCache cache = find_own_cache(f, threadIdx.x, none);
-  out[threadIdx.x][0] = cache.id, out[threadIdx.x][1] = reinterpret_cast<int64_t>(cache.data[0]), out[threadIdx.x][2] = reinterpret_cast<int64_t>(cache.data[1]);
+  out[threadIdx.x][0] = cache.id, out[threadIdx.x][1] = reinterpret_cast<int64_t>(cache.data[0]),
+  out[threadIdx.x][2] = reinterpret_cast<int64_t>(cache.data[1]);
 }
 
 // ---- elements.cuh
@@ -79,15 +84,19 @@ template <int kRowBytes> __global__ void swizzle_kernel(int32_t* out) {
   out[blockIdx.x * blockDim.x + threadIdx.x] = int32_t(Swizzle<kRowBytes>::at(blockIdx.x, threadIdx.x));
 }
 
-// One warp: scores[token][n] = K . queries[n], and out[dim][n] = sum over tokens of V * weights[n]; K and V are the same 32 rows.
+// One warp: scores[token][n] = K . queries[n], and out[dim][n] = sum over tokens of V * weights[n]; K and V are the
+// same 32 rows.
 constexpr int kTokens = 32;
-template <class Rows, int kRowBytes> __global__ void multiply_rows_kernel(const char* rows, const float* queries, const float* weights, float* scores, float* out) {
+template <class Rows, int kRowBytes> __global__ void multiply_rows_kernel(const char* rows, const float* queries,
+                                                                          const float* weights, float* scores,
+                                                                          float* out) {
   using Numbers = typename Rows::Numbers;
   constexpr int kDims = kRowBytes / Rows::kBytes, kChunks = kRowBytes / 16, kFragments = Rows::kGroupDims / 16;
   __shared__ __align__(128) char tile[kTokens * kRowBytes];
   const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
   const uint32_t at = shared_address(tile);
-  for (int i = lane; i < kTokens * kChunks; i += 32) copy_16(at + Swizzle<kRowBytes>::at(i / kChunks, i % kChunks), rows + i * 16);
+  for (int i = lane; i < kTokens * kChunks; i += 32)
+    copy_16(at + Swizzle<kRowBytes>::at(i / kChunks, i % kChunks), rows + i * 16);
   commit_copies();
   wait_copies<0>();
   __syncwarp();
@@ -98,7 +107,8 @@ template <class Rows, int kRowBytes> __global__ void multiply_rows_kernel(const 
       Rows::template load_k<kRowBytes>(a, at, m, group, lane);
       for (int f = 0; f < kFragments; f++) {
         const float* query = queries + g * kDims + group * Rows::kGroupDims + f * 16;
-        const uint32_t b[2] = {Numbers::pack(query[Rows::query_dim(0, t)], query[Rows::query_dim(1, t)]), Numbers::pack(query[Rows::query_dim(2, t)], query[Rows::query_dim(3, t)])};
+        const uint32_t b[2] = {Numbers::pack(query[Rows::query_dim(0, t)], query[Rows::query_dim(1, t)]),
+                               Numbers::pack(query[Rows::query_dim(2, t)], query[Rows::query_dim(3, t)])};
         Numbers::multiply(sum, a[f], b);
       }
     }
@@ -114,11 +124,13 @@ template <class Rows, int kRowBytes> __global__ void multiply_rows_kernel(const 
       for (int f = 0; f < kFragments; f++) Numbers::multiply(sum[f], a[f], b);
     }
     for (int f = 0; f < kFragments; f++)
-      for (int i = 0; i < 4; i++) out[(group * Rows::kGroupDims + f * 16 + Rows::value_dim(i / 2, g)) * 8 + 2 * t + i % 2] = sum[f][i];
+      for (int i = 0; i < 4; i++)
+        out[(group * Rows::kGroupDims + f * 16 + Rows::value_dim(i / 2, g)) * 8 + 2 * t + i % 2] = sum[f][i];
   }
 }
 
-template <class Rows> int multiply_rows_of(int row_bytes, const char* rows, const float* queries, const float* weights, float* scores, float* out) {
+template <class Rows> int multiply_rows_of(int row_bytes, const char* rows, const float* queries, const float* weights,
+                                           float* scores, float* out) {
   if (row_bytes == 64) multiply_rows_kernel<Rows, 64><<<1, 32>>>(rows, queries, weights, scores, out);
   else if (row_bytes == 128) multiply_rows_kernel<Rows, 128><<<1, 32>>>(rows, queries, weights, scores, out);
   else if (row_bytes == 256) multiply_rows_kernel<Rows, 256><<<1, 32>>>(rows, queries, weights, scores, out);
@@ -129,13 +141,16 @@ template <class Rows> int multiply_rows_of(int row_bytes, const char* rows, cons
 // A word of four codes a thread; out: its bytes 0 1, 2 3, 0 2, 1 3.
 template <class Convert> __global__ void convert_kernel(const uint32_t* words, uint4* out) {
   const uint32_t x = Convert::prepare(words[threadIdx.x]);
-  out[threadIdx.x] = make_uint4(Convert::template pair<0, 1>(x), Convert::template pair<2, 3>(x), Convert::template pair<0, 2>(x), Convert::template pair<1, 3>(x));
+  out[threadIdx.x] = make_uint4(Convert::template pair<0, 1>(x), Convert::template pair<2, 3>(x),
+                                Convert::template pair<0, 2>(x), Convert::template pair<1, 3>(x));
 }
 
 // ---- ptx.cuh
 
 // out: bytes 0 1 and 2 3 of a word of e4m3 codes.
-__global__ void e4m3_kernel(const uint32_t* words, uint2* out) { out[threadIdx.x] = make_uint2(e4m3_to_f16(words[threadIdx.x]), e4m3_high_to_f16(words[threadIdx.x])); }
+__global__ void e4m3_kernel(const uint32_t* words, uint2* out) {
+  out[threadIdx.x] = make_uint2(e4m3_to_f16(words[threadIdx.x]), e4m3_high_to_f16(words[threadIdx.x]));
+}
 
 // out: bytes 3 1 and 2 2 of a word of int8 codes.
 __global__ void s8_kernel(const uint32_t* words, uint2* out) {
@@ -143,7 +158,8 @@ __global__ void s8_kernel(const uint32_t* words, uint2* out) {
   out[threadIdx.x] = make_uint2(s8_to_f16(flipped, 0x4143), s8_to_f16(flipped, 0x4242));
 }
 
-// Lane i copies bytes[i] of chunk i, then all of it, then the first 4 bytes or none; out: [3][32] chunks, of 0xff where nothing was put.
+// Lane i copies bytes[i] of chunk i, then all of it, then the first 4 bytes or none; out: [3][32] chunks, of 0xff where
+// nothing was put.
 __global__ void copy_kernel(const uint4* from, const int* bytes, uint4* out) {
   __shared__ uint4 to[3][32];
   const int lane = threadIdx.x;
@@ -157,7 +173,8 @@ __global__ void copy_kernel(const uint4* from, const int* bytes, uint4* out) {
   for (int i = 0; i < 3; i++) out[i * 32 + lane] = to[i][lane];
 }
 
-// Four 8x8 matrices; out: what load_matrices, load_matrices_turned and turn_matrix after load_matrices give, [3][4][32] words.
+// Four 8x8 matrices; out: what load_matrices, load_matrices_turned and turn_matrix after
+// load_matrices give, [3][4][32] words.
 __global__ void matrices_kernel(const uint4* matrices, uint32_t (*out)[4][32]) {
   __shared__ uint4 rows[32];
   const int lane = threadIdx.x;
@@ -166,13 +183,15 @@ __global__ void matrices_kernel(const uint4* matrices, uint32_t (*out)[4][32]) {
   uint32_t plain[4], turned[4];
   load_matrices(plain, shared_address(&rows[lane]));
   load_matrices_turned(turned, shared_address(&rows[lane]));
-  for (int i = 0; i < 4; i++) out[0][i][lane] = plain[i], out[1][i][lane] = turned[i], out[2][i][lane] = turn_matrix(plain[i]);
+  for (int i = 0; i < 4; i++)
+    out[0][i][lane] = plain[i], out[1][i][lane] = turned[i], out[2][i][lane] = turn_matrix(plain[i]);
 }
 
 // ---- barrier.cuh
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-// A launch that stands still fails, and does not hold the device: the last thread of a block watches until all others are done.
+// A launch that stands still fails, and does not hold the device: the last thread of a block watches until all others
+// are done.
 struct Watch {
   int* running;
   __device__ void begin() const {
@@ -188,8 +207,9 @@ struct Watch {
 };
 #endif
 
-// One half of the threads loads, the other reads: steps follow each other through three stages. Each side is the slow one in turn, so that
-// the ring runs full and runs empty. `wrong` counts phases that were over too early, or not when they should be.
+// One half of the threads loads, the other reads: steps follow each other through three stages. Each side is the slow
+// one in turn, so that the ring runs full and runs empty. `wrong` counts phases that were over too early, or not when
+// they should be.
 constexpr int kSide = 64;
 __global__ void ring_kernel(const char* from, char* to, int steps, int* wrong) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -215,8 +235,11 @@ __global__ void ring_kernel(const char* from, char* to, int steps, int* wrong) {
       arrive_when_copied(full(stage));
     } else {
       wait(full(stage), parity);
-      // This phase of `full` is over and the next cannot be; that of `free` cannot be before this thread arrives, and the one before it is.
-      if (!is_over(full(stage), parity) || is_over(full(stage), parity ^ 1) || is_over(free(stage), parity) || !is_over(free(stage), parity ^ 1)) atomicAdd(wrong, 1);
+      // This phase of `full` is over and the next cannot be; that of `free` cannot be before this thread arrives, and
+      // the one before it is.
+      if (!is_over(full(stage), parity) || is_over(full(stage), parity ^ 1) || is_over(free(stage), parity) ||
+          !is_over(free(stage), parity ^ 1))
+        atomicAdd(wrong, 1);
       const int other = (thread + 37) % kSide;  // what another thread loaded
       const uint4 x = load_shared_16(shared_address(stages[stage]) + other * 16);
       *reinterpret_cast<uint4*>(to + i * kStageBytes + other * 16) = x;
@@ -230,8 +253,8 @@ __global__ void ring_kernel(const char* from, char* to, int steps, int* wrong) {
 
 // ---- ring.cuh
 
-// One half of the threads has tiles in registers, changed on the way, and the other reads what another thread had. Two of those who read
-// give a stage back. Each side is the slow one in turn.
+// One half of the threads has tiles in registers, changed on the way, and the other reads what another thread had. Two
+// of those who read give a stage back. Each side is the slow one in turn.
 template <int kStages> __global__ void feed_kernel(const uint4* from, uint4* to, int steps) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using Stages = Ring<kStages, kSide * 16>;
@@ -296,8 +319,8 @@ struct FillArgs {
   uint32_t chunks;  // of a row; a tile may have more
 };
 
-// Tiles of a sequence, K and V: filled by a warpgroup, or by some of its warps and the copy engine, read by another warpgroup. Stages hold NaN at first.
-// tiles: [tile][K, V], bytes as they lie in shared memory; valid: [tile].
+// Tiles of a sequence, K and V: filled by a warpgroup, or by some of its warps and the copy engine, read by another
+// warpgroup. Stages hold NaN at first. tiles: [tile][K, V], bytes as they lie in shared memory; valid: [tile].
 template <int kRowBytes> __global__ void fill_kernel(const __grid_constant__ FillArgs a, uint4* tiles, uint4* valid) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using Rings = KvRings<kRowBytes, 2>;
@@ -306,7 +329,8 @@ template <int kRowBytes> __global__ void fill_kernel(const __grid_constant__ Fil
   const uint32_t at = shared_address(shared);
   __shared__ int running;
   const Watch watch{&running};
-  for (int i = threadIdx.x; i < Rings::kOffsetsAt / 16; i += blockDim.x) store_shared_16(at + i * 16, make_uint4(~0u, ~0u, ~0u, ~0u));
+  for (int i = threadIdx.x; i < Rings::kOffsetsAt / 16; i += blockDim.x)
+    store_shared_16(at + i * 16, make_uint4(~0u, ~0u, ~0u, ~0u));
   show_to_multiplications();  // before the copy engine writes there
   typename Rings::Ring keys = Rings::keys(at), values = Rings::values(at);
   if (threadIdx.x == 0) {
@@ -319,7 +343,8 @@ template <int kRowBytes> __global__ void fill_kernel(const __grid_constant__ Fil
   if (side == 2) return watch.until_done();
   if (side == 0 && a.box) {
     if (thread < MapFiller<Rings>::kWarps * 32) {
-      MapFiller<Rings> filler{a.maps, a.finder, a.data, a.range, a.box, {a.chunks, a.chunks}, shared, at, uint32_t(thread) / 32};
+      MapFiller<Rings> filler{
+          a.maps, a.finder, a.data, a.range, a.box, {a.chunks, a.chunks}, shared, at, uint32_t(thread) / 32};
       filler.begin();
       for (int i = 0; i < a.range.num_tiles; i++) {
         if (i / 4 % 2 == 0) __nanosleep(5000);
@@ -341,7 +366,8 @@ template <int kRowBytes> __global__ void fill_kernel(const __grid_constant__ Fil
       for (int plane = 0; plane < 2; plane++) {
         typename Rings::Ring& ring = plane ? values : keys;
         ring.wait_full();
-        for (int j = thread; j < kChunks; j += 128) tiles[(i * 2 + plane) * kChunks + j] = load_shared_16(ring.tile() + j * 16);
+        for (int j = thread; j < kChunks; j += 128)
+          tiles[(i * 2 + plane) * kChunks + j] = load_shared_16(ring.tile() + j * 16);
         if (plane == 0 && thread == 0) valid[i] = *Rings::valid(shared, i);
         show_to_multiplications();  // what was read here is the copy engine's next
         meet(2, 128);
@@ -355,7 +381,8 @@ template <int kRowBytes> __global__ void fill_kernel(const __grid_constant__ Fil
 
 template <int kRowBytes> int fill_of(const FillArgs& args, uint4* tiles, uint4* valid) {
   constexpr int kBytes = KvRings<kRowBytes, 2>::kBytes + 1024;
-  const cudaError_t error = cudaFuncSetAttribute(fill_kernel<kRowBytes>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  const cudaError_t error =
+      cudaFuncSetAttribute(fill_kernel<kRowBytes>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   fill_kernel<kRowBytes><<<1, 257, kBytes>>>(args, tiles, valid);
   return finish();
@@ -365,7 +392,8 @@ template <int kRowBytes> int fill_of(const FillArgs& args, uint4* tiles, uint4* 
 
 bool make_map(CUtensorMap* map, const Table& t, int plane, char* data, int num_heads, int row_bytes) {
   kvx::PlaneParams p = {};
-  p.data = data, p.block = int64_t(t.block[plane]) * 16, p.token = int64_t(t.token[plane]) * 16, p.head = int64_t(t.head[plane]) * 16;
+  p.data = data, p.block = int64_t(t.block[plane]) * 16, p.token = int64_t(t.token[plane]) * 16,
+  p.head = int64_t(t.head[plane]) * 16;
   p.head_dim = row_bytes / 2, p.is_dense = 1;
   const MappedPlane mapped{&p, num_heads, t.block_size, t.num_blocks};
   return fits_tensor_map(mapped) && make_tensor_map(map, mapped) == KVX_STATUS_OK;
@@ -376,7 +404,8 @@ struct BoxArgs {
   int tokens;
 };
 
-// A box a block of threads, from (dim, head, token, block); out: [box][128 rows] of 128 bytes as they lie in shared memory, 0xff where nothing came.
+// A box a block of threads, from (dim, head, token, block); out: [box][128 rows] of 128 bytes as they lie in shared
+// memory, 0xff where nothing came.
 __global__ void box_kernel(const __grid_constant__ BoxArgs a, const int4* from, uint4 (*out)[128 * 8]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   __shared__ __align__(1024) uint4 rows[128 * 8];
@@ -400,7 +429,8 @@ __global__ void box_kernel(const __grid_constant__ BoxArgs a, const int4* from, 
 
 // ---- barrier.cuh: meetings
 
-// Two warps take turns to change 32 numbers: whose turn it was comes to the meeting without waiting, the other waits there.
+// Two warps take turns to change 32 numbers: whose turn it was comes to the meeting
+// without waiting, the other waits there.
 __global__ void meeting_kernel(int* out, int steps) {
   __shared__ int number[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -427,10 +457,14 @@ template <int kRows, int kParts> __device__ void load_tile(uint32_t to, const ch
   }
 }
 // Where number i of a thread's share of D lies in [64, kColumns].
-template <int kColumns> __device__ int place_of(int i) { return (threadIdx.x / 32 * 16 + i / 2 % 2 * 8 + threadIdx.x % 32 / 4) * kColumns + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+template <int kColumns> __device__ int place_of(int i) {
+  return (threadIdx.x / 32 * 16 + i / 2 % 2 * 8 + threadIdx.x % 32 / 4) * kColumns + i / 4 * 8 + threadIdx.x % 4 * 2 +
+         i % 2;
+}
 
 // B is [kColumns, 128], so that D = C + A * B^T. `adds` 0: C must not matter.
-template <class Numbers, int kColumns> __global__ void multiply_kernel(const char* a, const char* b, const float* c, float* d, int adds) {
+template <class Numbers, int kColumns> __global__ void multiply_kernel(const char* a, const char* b, const float* c,
+                                                                       float* d, int adds) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __shared__ __align__(1024) char tiles[(64 + kColumns) * 256];
   const uint32_t a_at = shared_address(tiles), b_at = a_at + 64 * 256;
@@ -446,7 +480,9 @@ template <class Numbers, int kColumns> __global__ void multiply_kernel(const cha
   begin_multiplications();
 #pragma unroll
   for (int k = 0; k < 8; k++)
-    Warpgroup<Numbers, kColumns>::multiply(sums, matrix_descriptor(a_at + k / 4 * 64 * 128 + k % 4 * 32, 16, 1024), matrix_descriptor(b_at + k / 4 * kColumns * 128 + k % 4 * 32, 16, 1024), adds || k > 0);
+    Warpgroup<Numbers, kColumns>::multiply(sums, matrix_descriptor(a_at + k / 4 * 64 * 128 + k % 4 * 32, 16, 1024),
+                                           matrix_descriptor(b_at + k / 4 * kColumns * 128 + k % 4 * 32, 16, 1024),
+                                           adds || k > 0);
   commit_multiplications();
   wait_multiplications<0>();
   hold(sums);
@@ -456,7 +492,8 @@ template <class Numbers, int kColumns> __global__ void multiply_kernel(const cha
 }
 
 // A is [64, 64] and goes to registers; B is [64, kColumns].
-template <class Numbers, int kColumns> __global__ void multiply_turned_kernel(const char* a, const char* b, const float* c, float* d) {
+template <class Numbers, int kColumns> __global__ void multiply_turned_kernel(const char* a, const char* b,
+                                                                              const float* c, float* d) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __shared__ __align__(1024) char tile[64 * kColumns * 2];
   load_tile<64, kColumns / 64>(shared_address(tile), b);
@@ -470,13 +507,16 @@ template <class Numbers, int kColumns> __global__ void multiply_turned_kernel(co
 #pragma unroll
   for (int k = 0; k < 4; k++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) mine[k][i] = *reinterpret_cast<const uint32_t*>(a + ((row + i % 2 * 8) * 64 + k * 16 + i / 2 * 8 + column) * 2);
+    for (int i = 0; i < 4; i++)
+      mine[k][i] = *reinterpret_cast<const uint32_t*>(a + ((row + i % 2 * 8) * 64 + k * 16 + i / 2 * 8 + column) * 2);
 #pragma unroll
   for (int i = 0; i < kColumns / 2; i++) sums[i] = c[place_of<kColumns>(i)];
   hold(sums);
   begin_multiplications();
 #pragma unroll
-  for (int k = 0; k < 4; k++) Warpgroup<Numbers, kColumns>::multiply_turned(sums, mine[k], matrix_descriptor(shared_address(tile) + k * 16 * 128, 64 * 128, 1024));
+  for (int k = 0; k < 4; k++)
+    Warpgroup<Numbers, kColumns>::multiply_turned(
+        sums, mine[k], matrix_descriptor(shared_address(tile) + k * 16 * 128, 64 * 128, 1024));
   commit_multiplications();
   wait_multiplications<0>();
   hold(sums);
@@ -485,7 +525,8 @@ template <class Numbers, int kColumns> __global__ void multiply_turned_kernel(co
 #endif
 }
 
-template <class Numbers> int multiply_of(int columns, bool is_turned, const char* a, const char* b, const float* c, float* d, int adds) {
+template <class Numbers> int multiply_of(int columns, bool is_turned, const char* a, const char* b, const float* c,
+                                         float* d, int adds) {
   if (columns == 64 && is_turned) multiply_turned_kernel<Numbers, 64><<<1, 128>>>(a, b, c, d);
   else if (columns == 64) multiply_kernel<Numbers, 64><<<1, 128>>>(a, b, c, d, adds);
   else if (columns == 128 && is_turned) multiply_turned_kernel<Numbers, 128><<<1, 128>>>(a, b, c, d);
@@ -517,7 +558,8 @@ int swizzle(int row_bytes, int rows, int32_t* out) {
   return finish();
 }
 // `kind`: 0 bf16, 1 f16, 2 e4m3, 3 s8; the same below.
-int multiply_rows(int kind, int row_bytes, const char* rows, const float* queries, const float* weights, float* scores, float* out) {
+int multiply_rows(int kind, int row_bytes, const char* rows, const float* queries, const float* weights, float* scores,
+                  float* out) {
   if (kind == 0) return multiply_rows_of<Bf16Rows>(row_bytes, rows, queries, weights, scores, out);
   if (kind == 1) return multiply_rows_of<F16Rows>(row_bytes, rows, queries, weights, scores, out);
   if (kind == 2) return multiply_rows_of<E4m3Rows>(row_bytes, rows, queries, weights, scores, out);
@@ -561,9 +603,10 @@ int feed_groups(int stages, const uint4* from, uint4* to, int steps) {
   else return cudaErrorInvalidValue;
   return finish();
 }
-// `data`: addresses of K and V, and `range` a TileRange, both on the host. `uses_maps` 0: rows are copied. Tiles have rows of 128 or 256 bytes,
-// whichever `row_bytes` fit in.
-int fill_rings(const Table* table, char* const* data, int num_heads, int row_bytes, int uses_maps, const TileRange* range, uint4* tiles, uint4* valid) {
+// `data`: addresses of K and V, and `range` a TileRange, both on the host. `uses_maps` 0: rows are copied. Tiles have
+// rows of 128 or 256 bytes, whichever `row_bytes` fit in.
+int fill_rings(const Table* table, char* const* data, int num_heads, int row_bytes, int uses_maps,
+               const TileRange* range, uint4* tiles, uint4* valid) {
   FillArgs args = {};
   args.finder = make_finder(*table), args.range = *range, args.chunks = uint32_t(row_bytes) / 16;
   for (int i = 0; i < 2; i++) {
@@ -574,7 +617,8 @@ int fill_rings(const Table* table, char* const* data, int num_heads, int row_byt
   return row_bytes <= 128 ? fill_of<128>(args, tiles, valid) : fill_of<256>(args, tiles, valid);
 }
 // Boxes of plane 0.
-int copy_boxes(const Table* table, char* data, int num_heads, int row_bytes, const int4* from, uint4 (*out)[128 * 8], int count) {
+int copy_boxes(const Table* table, char* data, int num_heads, int row_bytes, const int4* from, uint4 (*out)[128 * 8],
+               int count) {
   BoxArgs args = {};
   if (!make_map(&args.map, *table, 0, data, num_heads, row_bytes)) return cudaErrorInvalidValue;
   args.tokens = int(box_tokens(table->block_size));
@@ -584,7 +628,8 @@ int copy_boxes(const Table* table, char* data, int num_heads, int row_bytes, con
 // Whether a tensor map can be made of plane 0: no device is needed.
 int fits_map(const Table* table, int num_heads, int head_dim, int is_dense) {
   kvx::PlaneParams p = {};
-  p.block = int64_t(table->block[0]) * 16, p.token = int64_t(table->token[0]) * 16, p.head = int64_t(table->head[0]) * 16, p.head_dim = head_dim, p.is_dense = is_dense;
+  p.block = int64_t(table->block[0]) * 16, p.token = int64_t(table->token[0]) * 16,
+  p.head = int64_t(table->head[0]) * 16, p.head_dim = head_dim, p.is_dense = is_dense;
   return fits_tensor_map(MappedPlane{&p, num_heads, table->block_size, table->num_blocks});
 }
 int meeting(int* out, int steps) {
@@ -592,7 +637,8 @@ int meeting(int* out, int steps) {
   return finish();
 }
 int multiply(int kind, int columns, int is_turned, const char* a, const char* b, const float* c, float* d, int adds) {
-  return kind == 0 ? multiply_of<Bf16Numbers>(columns, is_turned, a, b, c, d, adds) : multiply_of<F16Numbers>(columns, is_turned, a, b, c, d, adds);
+  return kind == 0 ? multiply_of<Bf16Numbers>(columns, is_turned, a, b, c, d, adds)
+                   : multiply_of<F16Numbers>(columns, is_turned, a, b, c, d, adds);
 }
 
 }  // extern "C"

@@ -1,5 +1,5 @@
-// Every C entry of kvx_abi.h and kvbm_kernels.h with descriptors that lie: a crash, a stray write, a hang, a demand for memory, two
-// answers that disagree, or a wrong result that is called OK, is a failure with its seed and case.
+// Every C entry of kvx_abi.h and kvbm_kernels.h with descriptors that lie: a crash, a stray write, a hang, a demand for
+// memory, two answers that disagree, or a wrong result that is called OK, is a failure with its seed and case.
 //
 //   abi --cases 20000 --seed 1            so many cases
 //   abi --seed 1 --first 1234 --cases 1   one case again
@@ -66,8 +66,8 @@ thread_local Now* mine = &now[0];
 std::atomic<bool> is_over{false};
 
 void say(const Now& n, const char* what) {
-  fprintf(stderr, "FAILED: %s\n  at %s; again with: --seed %llu --first %lld --cases 1%s\n", what, n.scene.load(), (unsigned long long)options.seed, (long long)n.number.load(),
-          options.is_large ? " --large" : "");
+  fprintf(stderr, "FAILED: %s\n  at %s; again with: --seed %llu --first %lld --cases 1%s\n", what, n.scene.load(),
+          (unsigned long long)options.seed, (long long)n.number.load(), options.is_large ? " --large" : "");
   fflush(stderr);
 }
 
@@ -114,16 +114,23 @@ bool run_case(Scenes& scenes, int64_t number, Tally* tally) {
   const bool starved = starves && fail_after == 0;
   fail_after = 0;
   std::string wrong = s.damage();
-  if (wrong.empty() && (status < 0 || status > KVX_STATUS_INTERNAL_ERROR)) wrong = status == 77 ? "two calls disagree about these arguments" : "status " + std::to_string(status);
+  if (wrong.empty() && (status < 0 || status > KVX_STATUS_INTERNAL_ERROR))
+    wrong = status == 77 ? "two calls disagree about these arguments" : "status " + std::to_string(status);
   if (wrong.empty() && asked_too_much) wrong = "it asked for more than 64 MB at once";
-  if (wrong.empty() && status == KVX_STATUS_INTERNAL_ERROR && !starved) wrong = std::string("INTERNAL_ERROR with memory to spare: ") + kvx_last_error();
-  if (wrong.empty() && status != KVX_STATUS_OK && strcmp(s.name, "libkvbm_kernels") != 0 && kvx_last_error()[0] == 0) wrong = "a refusal without a sentence";
-  if (wrong.empty() && lies == 0 && status != KVX_STATUS_OK && !starved && strcmp(s.name, "libkvbm_kernels") != 0) wrong = std::string("the honest call was refused: ") + kvx_last_error();
-  if (wrong.empty() && status == KVX_STATUS_OK && s.check && !s.is_aliased && !starved) wrong = s.check(), tally->compared++;
+  if (wrong.empty() && status == KVX_STATUS_INTERNAL_ERROR && !starved)
+    wrong = std::string("INTERNAL_ERROR with memory to spare: ") + kvx_last_error();
+  if (wrong.empty() && status != KVX_STATUS_OK && strcmp(s.name, "libkvbm_kernels") != 0 && kvx_last_error()[0] == 0)
+    wrong = "a refusal without a sentence";
+  if (wrong.empty() && lies == 0 && status != KVX_STATUS_OK && !starved && strcmp(s.name, "libkvbm_kernels") != 0)
+    wrong = std::string("the honest call was refused: ") + kvx_last_error();
+  if (wrong.empty() && status == KVX_STATUS_OK && s.check && !s.is_aliased && !starved)
+    wrong = s.check(), tally->compared++;
   if (status >= 0 && status < 8) tally->by_status[status]++;
   if (lies && status == KVX_STATUS_OK) tally->accepted[which]++;
   tally->starved += starved;
-  if (options.is_verbose || !wrong.empty()) fprintf(stderr, "case %lld: %s: %s %s\n", (long long)number, s.name, kvx_status_text(kvx_status_t(status)), status ? kvx_last_error() : "");
+  if (options.is_verbose || !wrong.empty())
+    fprintf(stderr, "case %lld: %s: %s %s\n", (long long)number, s.name, kvx_status_text(kvx_status_t(status)),
+            status ? kvx_last_error() : "");
   s.undo_tables();
   s.put_back();
   if (wrong.empty()) return true;
@@ -134,7 +141,8 @@ bool run_case(Scenes& scenes, int64_t number, Tally* tally) {
 Scenes all_scenes() {
   Scenes scenes;
   const Sizes& z = options.is_large ? kLarge : kSmall;
-  add_cache_scenes(z, &scenes), add_hybrid_scenes(z, &scenes), add_plan_scenes(z, &scenes), add_other_scenes(z, &scenes);
+  add_cache_scenes(z, &scenes), add_hybrid_scenes(z, &scenes), add_plan_scenes(z, &scenes),
+      add_other_scenes(z, &scenes);
   for (auto& s : scenes) s->keep(), s->may_alias = !options.is_apart;
   return scenes;
 }
@@ -145,12 +153,14 @@ bool run_share(int64_t thread, Tally* tally) {
   Scenes scenes = all_scenes();
   tally->accepted.resize(scenes.size());
   bool ok = true;
-  for (int64_t i = thread; i < options.cases && ok && !is_over; i += options.threads) ok = run_case(scenes, options.first + i, tally);
+  for (int64_t i = thread; i < options.cases && ok && !is_over; i += options.threads)
+    ok = run_case(scenes, options.first + i, tally);
   mine->number = -1;
   if (!ok) is_over = true;
   // A fuzzer whose lies are all caught at the door tests the door alone.
   for (size_t i = 0; ok && i < scenes.size() && options.cases / options.threads >= 400 * int64_t(scenes.size()); i++)
-    if (tally->accepted[i] == 0 && strcmp(scenes[i]->name, "libkvbm_kernels") != 0) fprintf(stderr, "FAILED: no lie about %s (scene %zu) was believed\n", scenes[i]->name, i), ok = false;
+    if (tally->accepted[i] == 0 && strcmp(scenes[i]->name, "libkvbm_kernels") != 0)
+      fprintf(stderr, "FAILED: no lie about %s (scene %zu) was believed\n", scenes[i]->name, i), ok = false;
   return ok;
 }
 
@@ -159,7 +169,9 @@ bool run_share(int64_t thread, Tally* tally) {
 int main(int argc, char** argv) {
   for (int i = 1; i < argc; i++) {
     const std::string key = argv[i];
-    const auto value = [&] { return i + 1 < argc ? argv[++i] : (fprintf(stderr, "%s wants a number\n", key.c_str()), exit(3), nullptr); };
+    const auto value = [&] {
+      return i + 1 < argc ? argv[++i] : (fprintf(stderr, "%s wants a number\n", key.c_str()), exit(3), nullptr);
+    };
     if (key == "--seed") options.seed = strtoull(value(), nullptr, 10);
     else if (key == "--cases") options.cases = atoll(value());
     else if (key == "--first") options.first = atoll(value());
@@ -168,7 +180,11 @@ int main(int argc, char** argv) {
     else if (key == "--apart") options.is_apart = true;
     else if (key == "--large") options.is_large = true;
     else if (key == "--verbose") options.is_verbose = true;
-    else return fprintf(stderr, "abi [--cases N] [--seed S] [--first N] [--threads N] [--hang-s S] [--large] [--apart] [--verbose]\n"), 3;
+    else
+      return fprintf(
+                 stderr,
+                 "abi [--cases N] [--seed S] [--first N] [--threads N] [--hang-s S] [--large] [--apart] [--verbose]\n"),
+             3;
   }
   if (options.threads < 1 || options.threads > 64) return fprintf(stderr, "--threads is 1 to 64\n"), 3;
   for (int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) signal(number, on_signal);
@@ -177,7 +193,10 @@ int main(int argc, char** argv) {
   std::atomic<bool> ok{true};
   const auto began = std::chrono::steady_clock::now();
   std::vector<std::thread> others;
-  for (int64_t t = 1; t < options.threads; t++) others.emplace_back([&, t] { if (!run_share(t, &tallies[size_t(t)])) ok = false; });
+  for (int64_t t = 1; t < options.threads; t++)
+    others.emplace_back([&, t] {
+      if (!run_share(t, &tallies[size_t(t)])) ok = false;
+    });
   if (!run_share(0, &tallies[0])) ok = false;
   for (std::thread& t : others) t.join();
   is_over = true;
@@ -187,8 +206,12 @@ int main(int argc, char** argv) {
     for (int i = 0; i < 8; i++) all.by_status[i] += t.by_status[i];
     all.compared += t.compared, all.starved += t.starved;
   }
-  printf("%lld cases of seed %llu in %.1f s: %lld OK (%lld compared with a reference), %lld refused, %lld out of range, %lld without memory: %s\n", (long long)options.cases, (unsigned long long)options.seed,
-         std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count(), (long long)all.by_status[0], (long long)all.compared,
-         (long long)(all.by_status[1] + all.by_status[2] + all.by_status[4]), (long long)all.by_status[3], (long long)all.by_status[5], ok ? "passed" : "FAILED");
+  printf(
+      "%lld cases of seed %llu in %.1f s: %lld OK (%lld compared with a reference), %lld refused, %lld out of range, "
+      "%lld without memory: %s\n",
+      (long long)options.cases, (unsigned long long)options.seed,
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count(), (long long)all.by_status[0],
+      (long long)all.compared, (long long)(all.by_status[1] + all.by_status[2] + all.by_status[4]),
+      (long long)all.by_status[3], (long long)all.by_status[5], ok ? "passed" : "FAILED");
   return ok ? 0 : 1;
 }

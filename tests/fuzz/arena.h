@@ -1,5 +1,5 @@
-// Buffers that notice: each ends where a page begins that nobody may touch, and has bytes in front of it that must not change.
-// What a call may not write is compared after it, what it may is put back.
+// Buffers that notice: each ends where a page begins that nobody may touch, and has bytes in front of it that must not
+// change. What a call may not write is compared after it, what it may is put back.
 #pragma once
 #include <stdint.h>
 #include <stdio.h>
@@ -24,21 +24,26 @@ struct Buffer {
 
   Buffer(size_t size, bool output, int index) : bytes(size), index_bytes(index), is_output(output), saved(size) {
     const size_t page = size_t(sysconf(_SC_PAGESIZE)), pages = (size + kFront + page - 1) / page;
-    char* base = static_cast<char*>(mmap(nullptr, (pages + 1) * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    char* base = static_cast<char*>(
+        mmap(nullptr, (pages + 1) * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     if (base == MAP_FAILED || mprotect(base + pages * page, page, PROT_NONE) != 0) perror("mmap"), exit(3);
     data = base + pages * page - size;
     memset(data - kFront, 0xa5, kFront);
   }
 
-  bool contains(const void* p) const { return static_cast<const char*>(p) >= data && static_cast<const char*>(p) < data + bytes; }
+  bool contains(const void* p) const {
+    return static_cast<const char*>(p) >= data && static_cast<const char*>(p) < data + bytes;
+  }
   void keep() { memcpy(saved.data(), data, bytes); }
   void put_back() { memcpy(data, saved.data(), bytes); }
 
   // Empty, or what has changed that must not have.
   std::string damage(bool may_be_written) const {
     for (size_t i = 0; i < kFront; i++)
-      if (data[-1 - int64_t(i)] != char(0xa5)) return "byte " + std::to_string(i + 1) + " in front of a buffer of " + std::to_string(bytes) + " was written";
-    if (!may_be_written && memcmp(data, saved.data(), bytes) != 0) return "an input of " + std::to_string(bytes) + " bytes was written";
+      if (data[-1 - int64_t(i)] != char(0xa5))
+        return "byte " + std::to_string(i + 1) + " in front of a buffer of " + std::to_string(bytes) + " was written";
+    if (!may_be_written && memcmp(data, saved.data(), bytes) != 0)
+      return "an input of " + std::to_string(bytes) + " bytes was written";
     return "";
   }
 };

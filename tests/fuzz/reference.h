@@ -1,5 +1,5 @@
-// What write, gather and copy_blocks must have done, found a second time from descriptors: one element after the other, and nothing else
-// of an output changed. For caches and rows of one float type, where bytes move as they are.
+// What write, gather and copy_blocks must have done, found a second time from descriptors: one element after the other,
+// and nothing else of an output changed. For caches and rows of one float type, where bytes move as they are.
 #pragma once
 #include "scene.h"
 
@@ -19,14 +19,16 @@ inline int64_t cell_byte(const kvx_plane_t& plane, int64_t block, int64_t token,
   const kvx_array_t& a = plane.data;
   const int64_t* s = a.stride;
   const int size = bits_of(a.dtype) / 8;
-  if (a.ndim == 5) return (block * s[0] + head * s[1] + d / a.shape[4] * s[2] + token * s[3] + d % a.shape[4] * s[4]) * size;
+  if (a.ndim == 5)
+    return (block * s[0] + head * s[1] + d / a.shape[4] * s[2] + token * s[3] + d % a.shape[4] * s[4]) * size;
   if (plane.layout == KVX_LAYOUT_BLOCK_HND) return (block * s[0] + head * s[1] + token * s[2] + d * s[3]) * size;
   return (block * s[0] + token * s[1] + head * s[2] + d * s[3]) * size;
 }
 
 inline bool is_plain(const kvx_cache_t& c, const kvx_array_t& k, const kvx_array_t& v) {
   const int t = c.k.data.dtype;
-  return (t == KVX_DTYPE_F32 || t == KVX_DTYPE_F16 || t == KVX_DTYPE_BF16) && c.v.data.dtype == t && k.dtype == t && v.dtype == t;
+  return (t == KVX_DTYPE_F32 || t == KVX_DTYPE_F16 || t == KVX_DTYPE_BF16) && c.v.data.dtype == t && k.dtype == t &&
+         v.dtype == t;
 }
 
 // A copy of every output as it was before the call; elements are put into it, and in the end all must be equal.
@@ -48,7 +50,8 @@ class Expected {
     for (size_t i = 0; i < copies_.size(); i++)
       for (size_t n = 0; n < copies_[i].size(); n++)
         if (copies_[i][n] != scene_.buffers[i].data[n])
-          return std::string(what) + " returned OK, and byte " + std::to_string(n) + " of " + std::to_string(copies_[i].size()) + " of buffer " + std::to_string(i) + " is not what it must be";
+          return std::string(what) + " returned OK, and byte " + std::to_string(n) + " of " +
+                 std::to_string(copies_[i].size()) + " of buffer " + std::to_string(i) + " is not what it must be";
     return "";
   }
 
@@ -75,7 +78,8 @@ inline std::string check_write(const Scene& scene, const kvx_cache_t& c, const k
           for (int64_t d = 0; d < dims[i]; d++) {
             const int64_t to = cell_byte(*planes[i], slot / c.block_size, slot % c.block_size, h, d);
             const kvx_array_t& r = *rows[i];
-            const char* from = static_cast<const char*>(r.data) + (t * r.stride[0] + h * r.stride[1] + d * r.stride[2]) * size;
+            const char* from =
+                static_cast<const char*>(r.data) + (t * r.stride[0] + h * r.stride[1] + d * r.stride[2]) * size;
             if (pass == 0) memcpy(expected.at(planes[i]->data.data, to), from, size_t(size));
             else if (twice) expected.skip(planes[i]->data.data, to, size);
           }
@@ -84,19 +88,23 @@ inline std::string check_write(const Scene& scene, const kvx_cache_t& c, const k
 }
 
 // Where position `pos` of output sequence `seq` lies in plane i: NULL = there is none, and its rows are zero.
-inline const char* find_cell(const kvx_cache_t& c, const kvx_table_t& t, int64_t seq, int64_t pos, int i, int64_t head, int64_t d) {
+inline const char* find_cell(const kvx_cache_t& c, const kvx_table_t& t, int64_t seq, int64_t pos, int i, int64_t head,
+                             int64_t d) {
   const kvx_plane_t& plane = i ? c.v : c.k;
   const int64_t logical = pos / c.block_size;
   int64_t id;
   if (t.format == KVX_BLOCK_TABLE_KV_OFFSETS) {
     const kvx_array_t& a = t.indices;
     const int64_t w = t.beam_width;
-    const int64_t at = a.ndim == 4 ? seq / w * a.stride[0] + seq % w * a.stride[1] + i * a.stride[2] + logical * a.stride[3] : seq * a.stride[0] + i * a.stride[1] + logical * a.stride[2];
+    const int64_t at = a.ndim == 4
+                           ? seq / w * a.stride[0] + seq % w * a.stride[1] + i * a.stride[2] + logical * a.stride[3]
+                           : seq * a.stride[0] + i * a.stride[1] + logical * a.stride[2];
     int32_t value;
     memcpy(&value, static_cast<const char*>(a.data) + at * 4, 4);
     if (value == -1) return nullptr;
     const char* pool = static_cast<const char*>(value < 0 ? c.pool_secondary : c.pool_primary);
-    return pool + int64_t(value & 0x7fffffff) * int64_t(c.bytes_per_block) + cell_byte(plane, 0, pos % c.block_size, head, d);
+    return pool + int64_t(value & 0x7fffffff) * int64_t(c.bytes_per_block) +
+           cell_byte(plane, 0, pos % c.block_size, head, d);
   }
   if (t.format == KVX_BLOCK_TABLE_PACKED) id = index_at(t.indices, seq, logical);
   else id = index_at(t.indices, index_at(t.indptr, seq) + (t.format == KVX_BLOCK_TABLE_RAGGED ? pos : logical));
@@ -155,7 +163,8 @@ inline std::string check_copy(const Scene& scene, const kvx_cache_t& c, const kv
       for (int64_t t = 0; t < c.block_size; t++)
         for (int64_t h = 0; h < c.num_kv_heads; h++)
           for (int64_t d = 0; d < (i ? c.v_head_dim : c.k_head_dim); d++)
-            memcpy(expected.at(plane.data.data, cell_byte(plane, to, t, h, d)), expected.at(plane.data.data, cell_byte(plane, from, t, h, d)), size_t(size));
+            memcpy(expected.at(plane.data.data, cell_byte(plane, to, t, h, d)),
+                   expected.at(plane.data.data, cell_byte(plane, from, t, h, d)), size_t(size));
     }
   }
   return expected.compare("copy_blocks");

@@ -1,5 +1,6 @@
-// A scene: one valid call of the C ABI with the memory it describes, and what a fuzzer may change in it. Descriptors may say anything but
-// one thing: that memory is longer than it is, where nothing in the ABI could tell (`data_bytes` 0, or more than there is).
+// A scene: one valid call of the C ABI with the memory it describes, and what a fuzzer may change in it. Descriptors
+// may say anything but one thing: that memory is longer than it is, where nothing in the ABI could tell (`data_bytes`
+// 0, or more than there is).
 #pragma once
 #include <math.h>
 
@@ -14,10 +15,16 @@ namespace fuzz {
 
 inline int bits_of(int dtype) {
   switch (dtype) {
-    case KVX_DTYPE_S64: case KVX_DTYPE_U64: case KVX_DTYPE_F64: return 64;
-    case KVX_DTYPE_F32: case KVX_DTYPE_S32: case KVX_DTYPE_U32: return 32;
-    case KVX_DTYPE_F16: case KVX_DTYPE_BF16: return 16;
-    case KVX_DTYPE_S4: case KVX_DTYPE_E2M1: return 4;
+    case KVX_DTYPE_S64:
+    case KVX_DTYPE_U64:
+    case KVX_DTYPE_F64: return 64;
+    case KVX_DTYPE_F32:
+    case KVX_DTYPE_S32:
+    case KVX_DTYPE_U32: return 32;
+    case KVX_DTYPE_F16:
+    case KVX_DTYPE_BF16: return 16;
+    case KVX_DTYPE_S4:
+    case KVX_DTYPE_E2M1: return 4;
     default: return dtype > 0 && dtype <= KVX_DTYPE_F64 ? 8 : 0;
   }
 }
@@ -28,8 +35,8 @@ using Shape = std::vector<int64_t>;
 struct Part {
   char* at;
   size_t bytes;
-  std::vector<size_t> arrays;            // kvx_array_t
-  std::vector<size_t> pointers;          // of memory whose length no field says: another buffer may stand there, or NULL
+  std::vector<size_t> arrays;    // kvx_array_t
+  std::vector<size_t> pointers;  // of memory whose length no field says: another buffer may stand there, or NULL
   std::vector<std::pair<size_t, size_t>> sized;  // a pointer, and the uint64_t that says how many bytes it has
   std::vector<char> honest;
 };
@@ -37,13 +44,13 @@ struct Part {
 class Scene {
  public:
   const char* name;
-  std::function<int()> call;             // the status
-  std::function<void()> truth;           // after changes: what the ABI cannot see is made true again
-  std::function<std::string()> check;    // after OK, where outputs are known: empty, or what is wrong
+  std::function<int()> call;           // the status
+  std::function<void()> truth;         // after changes: what the ABI cannot see is made true again
+  std::function<std::string()> check;  // after OK, where outputs are known: empty, or what is wrong
   std::deque<Buffer> buffers;
   std::vector<Part> parts;
-  bool may_alias = true;                 // --apart: outputs over inputs are unspecified and harmless, and ASan calls the copy an error
-  bool is_aliased = false;               // this case lets two things share memory: outputs are then unspecified
+  bool may_alias = true;  // --apart: outputs over inputs are unspecified and harmless, and ASan calls the copy an error
+  bool is_aliased = false;  // this case lets two things share memory: outputs are then unspecified
 
   explicit Scene(const char* text) : name(text) {}
 
@@ -176,7 +183,7 @@ class Scene {
       if (static_cast<char*>(field) >= p.at && static_cast<char*>(field) < p.at + p.bytes) return p;
     fprintf(stderr, "%s: a field of no struct\n", name), exit(3);
   }
-  void place(void* field, std::vector<size_t> Part::*list) {
+  void place(void* field, std::vector<size_t> Part::* list) {
     Part& p = part_of(field);
     const size_t at = size_t(static_cast<char*>(field) - p.at);
     for (size_t known : p.*list)
@@ -213,7 +220,9 @@ class Scene {
     char* data = static_cast<char*>(a->data);
     switch (random.below(may_alias ? 4 : 3)) {
       case 0: a->data = nullptr; break;
-      case 1: if (data) a->data = data + 1 + random.below(8); break;
+      case 1:
+        if (data) a->data = data + 1 + random.below(8);
+        break;
       case 2: a->data = reinterpret_cast<void*>(random.hostile(0)); break;  // nowhere; settled below
       default: {
         const Buffer& b = buffers[size_t(random.below(int(buffers.size())))];
@@ -239,7 +248,8 @@ class Scene {
       if (a->shape[i] < 1 || a->stride[i] < 0) return;
       last += __int128(a->shape[i] - 1) * a->stride[i];
     }
-    if (bits_of(a->dtype) && (last + 1) * bits_of(a->dtype) <= __int128(there) * 8) a->data_bytes = 0;  // unknown, and true
+    if (bits_of(a->dtype) && (last + 1) * bits_of(a->dtype) <= __int128(there) * 8)
+      a->data_bytes = 0;  // unknown, and true
   }
 
   struct Touched {
@@ -252,7 +262,9 @@ class Scene {
  public:
   // Tables as they were; before put_back.
   void undo_tables() {
-    for (size_t i = touched_.size(); i-- > 0;) memcpy(touched_[i].buffer->saved.data() + touched_[i].at, &touched_[i].old, size_t(touched_[i].buffer->index_bytes));
+    for (size_t i = touched_.size(); i-- > 0;)
+      memcpy(touched_[i].buffer->saved.data() + touched_[i].at, &touched_[i].old,
+             size_t(touched_[i].buffer->index_bytes));
     touched_.clear();
   }
 };

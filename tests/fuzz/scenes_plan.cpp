@@ -1,5 +1,5 @@
-// Plans: their bytes, and the conversions and digests they make. A plan says how long its buffers are, so all of it may lie; what is run
-// is given the lengths that are true.
+// Plans: their bytes, and the conversions and digests they make. A plan says how long its buffers are, so all of it may
+// lie; what is run is given the lengths that are true.
 #include <stddef.h>
 
 #include "scenes.h"
@@ -28,35 +28,47 @@ kvx_plan_digit_t digit(int64_t size, int64_t src, int64_t dst, int64_t token = 0
 void fill(PlanBytes* p, const Sizes& z, Which kind) {
   const int64_t row = 2 * z.dim, tokens = z.block_size, block = tokens * z.heads * row;
   kvx_plan_header_t& h = p->header;
-  h.magic = KVX_PLAN_MAGIC, h.version = KVX_PLAN_VERSION, h.plan_bytes = sizeof *p, h.num_boxes = kBoxes, h.num_src_buffers = h.num_dst_buffers = 2;
-  h.unit_tokens = uint32_t(kind == SPLIT ? tokens / 2 : tokens), h.src_block_size = h.dst_block_size = tokens, h.src_num_blocks = h.dst_num_blocks = z.blocks;
+  h.magic = KVX_PLAN_MAGIC, h.version = KVX_PLAN_VERSION, h.plan_bytes = sizeof *p, h.num_boxes = kBoxes,
+  h.num_src_buffers = h.num_dst_buffers = 2;
+  h.unit_tokens = uint32_t(kind == SPLIT ? tokens / 2 : tokens), h.src_block_size = h.dst_block_size = tokens,
+  h.src_num_blocks = h.dst_num_blocks = z.blocks;
   h.num_src_sizes = h.num_dst_sizes = 2, h.num_cells = kCells;
   for (int i = 0; i < kBoxes; i++) {
     kvx_plan_box_t& b = p->box[i];
     b.run_bytes = kind == TURN ? 2 : row / 2;
-    for (kvx_plan_side_t* side : {&b.src, &b.dst}) side->block = block, side->token_split = tokens, side->offset = i * row / 2;
+    for (kvx_plan_side_t* side : {&b.src, &b.dst})
+      side->block = block, side->token_split = tokens, side->offset = i * row / 2;
     b.src.token_inner = z.heads * row, b.dst.token_inner = kind == TURN ? 2 : row;
     b.num_digits = 3;
-    b.digit[0] = digit(kind == SPLIT ? tokens / 2 : tokens, z.heads * row, kind == TURN ? 2 : row, 1), b.digit[1] = digit(z.heads, row, tokens * row), b.digit[2] = digit(1, 0, 0);
+    b.digit[0] = digit(kind == SPLIT ? tokens / 2 : tokens, z.heads * row, kind == TURN ? 2 : row, 1),
+    b.digit[1] = digit(z.heads, row, tokens * row), b.digit[2] = digit(1, 0, 0);
     if (kind == TURN) b.dst.offset = i * (row / 2) * tokens, b.digit[2] = digit(row / 4, 2, 2 * tokens);
     if (kind == DIGEST) b.dst.block = 0, b.digit[0].dst = 0, b.digit[1].dst = 1 << 24, b.dst.token_inner = 0;
     if (kind == CELLS && i == 0) b.cell = 1, b.num_digits = 2, b.src.offset = b.dst.offset = 0;
-    if (kind == CELLS && i == 1) b.src.buffer = b.dst.buffer = 1, b.src.block = b.dst.block = 4 * z.heads, b.src.offset = b.dst.offset = 0, b.src.token_inner = b.dst.token_inner = 0, b.num_digits = 1, b.run_bytes = 4, b.digit[0] = digit(z.heads, 4, 4);
+    if (kind == CELLS && i == 1)
+      b.src.buffer = b.dst.buffer = 1, b.src.block = b.dst.block = 4 * z.heads, b.src.offset = b.dst.offset = 0,
+      b.src.token_inner = b.dst.token_inner = 0, b.num_digits = 1, b.run_bytes = 4, b.digit[0] = digit(z.heads, 4, 4);
   }
   kvx_plan_cell_t& c = p->cell[0];
   c.head_dim = uint32_t(z.dim);
   for (kvx_plan_format_t* f : {&c.src, &c.dst}) {
-    f->dtype = KVX_DTYPE_BF16, f->group_size = f->pack = uint32_t(z.dim), f->dim_inner = 2, f->scale_buffer = f->tensor_scale_buffer = -1;
+    f->dtype = KVX_DTYPE_BF16, f->group_size = f->pack = uint32_t(z.dim), f->dim_inner = 2,
+    f->scale_buffer = f->tensor_scale_buffer = -1;
   }
-  c.dst.dtype = KVX_DTYPE_F8_E4M3, c.dst.dim_inner = 1, c.dst.granularity = KVX_SCALE_GRANULARITY_PER_BLOCK, c.dst.scale_dtype = KVX_DTYPE_F32, c.dst.scale_buffer = 1, c.dst.scale_block = 4;
-  const uint64_t sizes[kPairs][2] = {{1, uint64_t(z.blocks * block)}, {1, uint64_t(4 * z.heads * z.blocks)}, {1, uint64_t(z.blocks * block)}, {1, uint64_t(4 * z.heads * z.blocks)}};
+  c.dst.dtype = KVX_DTYPE_F8_E4M3, c.dst.dim_inner = 1, c.dst.granularity = KVX_SCALE_GRANULARITY_PER_BLOCK,
+  c.dst.scale_dtype = KVX_DTYPE_F32, c.dst.scale_buffer = 1, c.dst.scale_block = 4;
+  const uint64_t sizes[kPairs][2] = {{1, uint64_t(z.blocks * block)},
+                                     {1, uint64_t(4 * z.heads * z.blocks)},
+                                     {1, uint64_t(z.blocks * block)},
+                                     {1, uint64_t(4 * z.heads * z.blocks)}};
   memcpy(p->size, sizes, sizeof sizes);
   if (kind == DIGEST) p->size[2][1] = uint64_t(1) << 57, h.num_cells = 0, h.plan_bytes -= sizeof p->cell;
 }
 
 // As it is loaded: a digest's plan has no cells.
 size_t bytes_of(const PlanBytes& p, Which kind, char* to) {
-  const size_t before = offsetof(PlanBytes, cell), after = sizeof p - offsetof(PlanBytes, size), cells = kind == DIGEST ? 0 : sizeof p.cell;
+  const size_t before = offsetof(PlanBytes, cell), after = sizeof p - offsetof(PlanBytes, size),
+               cells = kind == DIGEST ? 0 : sizeof p.cell;
   memcpy(to, &p, before), memcpy(to + before, p.cell, cells), memcpy(to + before + cells, p.size, after);
   return before + cells + after;
 }
@@ -80,9 +92,12 @@ void add_plan(const Sizes& z, Which kind, Scenes* out) {
   }
   a->src_memory = a->dst_memory = a->table_memory = KVX_MEMORY_HOST, a->device = -1;
   a->src_buffers = b->at, a->dst_buffers = b->at + 2, a->src_bytes = b->bytes, a->dst_bytes = b->bytes + 2;
-  s->indices(&a->src_blocks, KVX_DTYPE_S32, {2, 2}, {0, 1, 2, 0}), s->indices(&a->dst_blocks, KVX_DTYPE_S64, {2, 2}, {3, -1, 1, 0});
+  s->indices(&a->src_blocks, KVX_DTYPE_S32, {2, 2}, {0, 1, 2, 0}),
+      s->indices(&a->dst_blocks, KVX_DTYPE_S64, {2, 2}, {3, -1, 1, 0});
   s->indices(&a->seq_lens, KVX_DTYPE_S64, {2}, {2 * z.block_size, z.block_size + 1});
-  for (void* field : {(void*)&a->src_buffers, (void*)&a->dst_buffers, (void*)&a->src_bytes, (void*)&a->dst_bytes, (void*)&a->errors}) s->note_pointer(field);
+  for (void* field :
+       {(void*)&a->src_buffers, (void*)&a->dst_buffers, (void*)&a->src_bytes, (void*)&a->dst_bytes, (void*)&a->errors})
+    s->note_pointer(field);
   uint64_t* sums = reinterpret_cast<uint64_t*>(s->new_buffer(16, true).data);
   s->truth = [p, a, b] {
     // Without lengths the plan is trusted, and so it must be true; and there are two addresses a side, no more.

@@ -11,8 +11,8 @@ pytest.importorskip("transformers", minversion="4.56", reason="the adapter is fo
 
 from kvx import BadArgument
 from kvx.cache.hybrid import HybridCache, HybridSchema, LayerSchema, Projected
-from kvx.ops.compress import compress
-from kvx.ops.step import Step
+from kvx.ops.entry.compress import compress
+from kvx.ops.entry.step import Step
 from kvx.quant.rows import RowCodec, RowPages
 from tests import compare
 from tests.hybrid import models
@@ -145,7 +145,7 @@ def test_named_blocks_stay():
 def test_a_tail_that_goes_back_twice(generator):
     """What is kept of a step stays until the next: first some drafts go, then more."""
     from kvx.cache.hybrid.drafts import AcceptedTokens, Drafts
-    from kvx.ops.tail import Tail
+    from kvx.ops.entry.tail import Tail
 
     tail, entries = Tail(4, 16, 3, overlap=True), RowPages.zeros(RowCodec("f32", 16), 4, 8)
     drafts, table = Drafts(tail, 4), torch.arange(3, dtype=torch.int32)[:, None]

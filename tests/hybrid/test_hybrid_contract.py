@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvx import OutOfBlocks
 from kvx.cache.hybrid import HybridCache, HybridSchema, LayerSchema, Projected
-from kvx.ops.finish import finish_rows
-from kvx.ops.tail import BEFORE, CUR, KV, OVL, SCORE
+from kvx.ops.entry.finish import finish_rows
+from kvx.ops.entry.tail import BEFORE, CUR, KV, OVL, SCORE
 from tests import compare
 
 CSA, HCA, SWA = LayerSchema(4, overlap=True, bias=True, index_dim=128), LayerSchema(128, bias=True), LayerSchema()

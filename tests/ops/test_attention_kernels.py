@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 import kvx
 from kvx.cli.main import app
 from kvx.ops import backend as backends
-from kvx.ops.attention_kernels import MOST_DIMS, MOST_PREFILL_DIMS, attention_kernel
+from kvx.ops.attention.kernels import MOST_DIMS, MOST_PREFILL_DIMS, attention_kernel
 
-NATIVE = Path(__file__).resolve().parents[2] / "native" / "cuda"
+NATIVE = Path(__file__).resolve().parents[2] / "native" / "attention"
 DIMS = [(64, 0), (80, 0), (96, 0), (112, 0), (128, 0), (160, 0), (192, 0), (192, 128), (224, 0), (256, 0), (512, 0)]
 COARSE = ("", "_per_head", "_per_block", "_per_block_head", "_per_token_head")
 FAST = ["bf16", "f16", *(f"{e}{s}" for e in ("fp8_e4m3", "int8") for s in COARSE), "fp8_e5m2", "fp8_e5m2_per_head"]
@@ -95,10 +95,10 @@ def test_the_table_is_that_of_the_sources():
     def number(file: str, name: str) -> int:
         return int(re.search(rf"\b{name} = (\d+)", (NATIVE / file).read_text())[1])
 
-    assert number("attention_decode_table.cuh", "kMostWideDims") == MOST_DIMS
-    assert number("attention_prefill_table.cuh", "kMostSplitPrefillDims") == MOST_DIMS
-    assert number("attention_prefill_table.cuh", "kMostWidePrefillDims") == MOST_PREFILL_DIMS
-    assert number("attention_any.cuh", "kMostAnyDims") == MOST_DIMS
+    assert number("decode/table.cuh", "kMostWideDims") == MOST_DIMS
+    assert number("prefill/table.cuh", "kMostSplitPrefillDims") == MOST_DIMS
+    assert number("prefill/table.cuh", "kMostWidePrefillDims") == MOST_PREFILL_DIMS
+    assert number("any/any.cuh", "kMostAnyDims") == MOST_DIMS
 
 
 def test_wrong_questions():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvx
-from kvx.ops.convert import bind, convert
+from kvx.ops.move.convert import bind, convert
 from tests import compare
 from tests.ops import layouts
 

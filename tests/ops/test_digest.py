@@ -12,7 +12,7 @@ import torch
 import kvx
 from kvx.layout.coordinates import content_number
 from kvx.layout.engines import ENGINES
-from kvx.ops import digest as digest_of
+from kvx.ops.move import digest as digest_of
 from tests.ops import layouts
 from tests.ops.test_convert import fill
 

@@ -13,7 +13,7 @@ from kvx.adapters.transformers.layer import KvxLayer
 from kvx.adapters.transformers.mask import CausalMask, MaskStates, read_mask
 from kvx.adapters.transformers.states import PagedStates, uncompiled
 from kvx.errors import BadArgument, Unsupported
-from kvx.ops.attention import attention_decode, attention_varlen
+from kvx.ops.attention.attention import attention_decode, attention_varlen
 
 
 @uncompiled

@@ -23,11 +23,11 @@ from kvx.cache.hybrid.cache import HybridCache
 from kvx.cache.hybrid.handle import LayerHandle, Projected
 from kvx.cache.sequence import Sequence
 from kvx.errors import BadArgument
-from kvx.ops.attention_sparse import attention_sparse
-from kvx.ops.finish import turn
-from kvx.ops.index_scores import index_scores
-from kvx.ops.step import Step
-from kvx.ops.topk import topk
+from kvx.ops.attention.sparse import attention_sparse
+from kvx.ops.entry.finish import turn
+from kvx.ops.entry.index_scores import index_scores
+from kvx.ops.entry.step import Step
+from kvx.ops.entry.topk import topk
 
 
 class StepBatch(NamedTuple):

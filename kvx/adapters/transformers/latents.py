@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kvx.adapters.transformers.layer import KvxLayer
 from kvx.adapters.transformers.states import PagedStates
 from kvx.errors import BadArgument
-from kvx.ops.attention_mla import attention_mla
+from kvx.ops.attention.mla import attention_mla
 
 # More queries than these are a prompt: scores over latents then cost more than expanding does (DeepSeek: 576 + 512 for 192 + 128).
 MANY_QUERIES = 32

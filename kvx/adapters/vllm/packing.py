@@ -17,7 +17,7 @@ from kvx.errors import KvxError, Unsupported
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.engines import ENGINES
 from kvx.layout.plan import plan
-from kvx.ops.convert import convert
+from kvx.ops.move.convert import convert
 
 ROWS = ("vllm.cpu", "vllm.cpu.amx", "vllm.cpu.arm")
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}

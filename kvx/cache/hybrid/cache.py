@@ -25,7 +25,7 @@ from kvx.cache.paged import PagedCache
 from kvx.cache.sequence import Sequence
 from kvx.errors import BadArgument
 from kvx.ops import backend as backends
-from kvx.ops.step import Step
+from kvx.ops.entry.step import Step
 
 _STATES, _ENTRIES = 0, 1  # groups
 

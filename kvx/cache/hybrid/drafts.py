@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvx.ops.compress import compress
-from kvx.ops.step import Step
-from kvx.ops.tail import KV, SCORE, Tail
+from kvx.ops.entry.compress import compress
+from kvx.ops.entry.step import Step
+from kvx.ops.entry.tail import KV, SCORE, Tail
 from kvx.quant.rows import RowPages
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from kvx.cache.hybrid.drafts import Drafts
 from kvx.cache.hybrid.store import LayerStore
 from kvx.errors import BadArgument
-from kvx.ops.append_swa import append_swa
-from kvx.ops.compress import compress
-from kvx.ops.step import Step
-from kvx.ops.tail import Tail
+from kvx.ops.entry.append_swa import append_swa
+from kvx.ops.entry.compress import compress
+from kvx.ops.entry.step import Step
+from kvx.ops.entry.tail import Tail
 from kvx.quant.rows import RowPages
 
 FRESH_ROWS = 64  # of a page of a step's own rows

@@ -14,12 +14,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from kvx.errors import BadArgument, Unsupported
-from kvx.ops.tail import TAILS
+from kvx.ops.entry.tail import TAILS
 from kvx.quant.rows import RowCodec
 from kvx.spec.config_fields import ConfigFields
 from kvx.spec.layer_kinds import compress_ratios
 
-MAX_RATIO = 4096  # of kvx.ops.compress
+MAX_RATIO = 4096  # of kvx.ops.entry.compress
 
 
 class Bytes(NamedTuple):

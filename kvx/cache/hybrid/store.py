@@ -19,7 +19,7 @@ from kvx.cache.hybrid.schema import HybridSchema, LayerSchema
 from kvx.cache.hybrid.window import Window
 from kvx.cache.kinds import Entries, State
 from kvx.errors import Unsupported
-from kvx.ops.tail import Tail, tail_shape
+from kvx.ops.entry.tail import Tail, tail_shape
 from kvx.quant.rows import RowPages
 from kvx.spec.cache_spec import PlaneSpec
 from kvx.spec.state_spec import StateSpec, state_plane

@@ -1,7 +1,7 @@
 """Windows: the last tokens' rows of each request, in a ring. The row of position p stands in place p mod ring, whoever writes it.
 
 A ring is the window and as many rows more as drafts may be taken back: what a draft writes over is then out of every window.
-kvx.ops.append_swa writes rings, kvx.ops.attention_sparse reads them.
+kvx.ops.entry.append_swa writes rings, kvx.ops.attention.sparse reads them.
 """
 
 from __future__ import annotations

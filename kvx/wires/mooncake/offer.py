@@ -27,7 +27,7 @@ from torch import Tensor
 from kvx.errors import KvxError
 from kvx.layout.buffers import memory_bytes
 from kvx.layout.plan import Plan
-from kvx.ops.convert import convert
+from kvx.ops.move.convert import convert
 from kvx.wires.channel import WrongSecret
 from kvx.wires.mooncake.store import MASTER_TIMEOUT_S, NO_ROOM, OWNER_GONE, MooncakeStore, StoreError
 from kvx.wires.offer import NO_PREFILL, PREFILL_HINT, Offer, OfferRequest, Offers, Puller, check_room, places_of, read_answer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
-from kvx.ops.step import Run, Step
+from kvx.ops.entry.step import Run, Step
 from kvx.quant.rows import ROW_FORMATS, RowCodec, RowPages
 
 NAN_BYTE = 0x7F  # NaN as e4m3; 0x7f7f is a large bf16, so pages of it are seen wherever they are read

@@ -7,8 +7,8 @@ import torch
 
 import kvx
 from kvx.ops import backend as backends
-from kvx.ops.append_swa import append_swa
-from kvx.ops.step import Step
+from kvx.ops.entry.append_swa import append_swa
+from kvx.ops.entry.step import Step
 from kvx.quant.rows import ROW_FORMATS, RowCodec, RowPages
 from tests import compare
 from tests.hybrid.ops import hybrid_cases as cases

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import kvx
-from kvx.ops.attention_sparse import attention_sparse
-from kvx.ops.finish import turn
-from kvx.ops.step import Run, Step
+from kvx.ops.attention.sparse import attention_sparse
+from kvx.ops.entry.finish import turn
+from kvx.ops.entry.step import Run, Step
 from kvx.quant.rows import ROW_FORMATS, RowCodec, RowPages
 from tests.hybrid.ops import hybrid_cases as cases
 from tests.hybrid.ops.hybrid_cases import DTYPES, Batch

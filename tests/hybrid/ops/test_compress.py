@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import kvx
-from kvx.ops.compress import compress
-from kvx.ops.step import Step
-from kvx.ops.tail import Tail
+from kvx.ops.entry.compress import compress
+from kvx.ops.entry.step import Step
+from kvx.ops.entry.tail import Tail
 from kvx.quant.rows import ROW_FORMATS, RowCodec, RowPages
 from tests import compare
 from tests.hybrid.ops import hybrid_cases as cases

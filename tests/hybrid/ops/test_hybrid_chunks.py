@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvx.ops.append_swa import append_swa
-from kvx.ops.attention_sparse import attention_sparse
-from kvx.ops.compress import compress
-from kvx.ops.step import Step
-from kvx.ops.tail import Tail
+from kvx.ops.attention.sparse import attention_sparse
+from kvx.ops.entry.append_swa import append_swa
+from kvx.ops.entry.compress import compress
+from kvx.ops.entry.step import Step
+from kvx.ops.entry.tail import Tail
 from kvx.quant.rows import RowCodec, RowPages
 from tests import compare
 from tests.hybrid.ops import hybrid_cases as cases

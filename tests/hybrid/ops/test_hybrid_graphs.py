@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from kvx.ops import backend as backends
-from kvx.ops.append_swa import append_swa
-from kvx.ops.attention_sparse import attention_sparse
-from kvx.ops.compress import compress
-from kvx.ops.index_scores import index_scores
-from kvx.ops.step import Step
-from kvx.ops.tail import Tail
-from kvx.ops.topk import topk
+from kvx.ops.attention.sparse import attention_sparse
+from kvx.ops.entry.append_swa import append_swa
+from kvx.ops.entry.compress import compress
+from kvx.ops.entry.index_scores import index_scores
+from kvx.ops.entry.step import Step
+from kvx.ops.entry.tail import Tail
+from kvx.ops.entry.topk import topk
 from kvx.quant.rows import RowCodec
 from tests import compare
 from tests.hybrid.ops import hybrid_cases as cases

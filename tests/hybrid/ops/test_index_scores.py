@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import kvx
-from kvx.ops.index_scores import index_scores
-from kvx.ops.step import Step
+from kvx.ops.entry.index_scores import index_scores
+from kvx.ops.entry.step import Step
 from kvx.quant.rows import ROW_FORMATS, RowCodec
 from tests.hybrid.ops import hybrid_cases as cases
 from tests.hybrid.ops.hybrid_cases import BATCHES, DTYPES, Batch
@@ -144,7 +144,7 @@ def test_hadamard(native_backend, generator):
     """Rotated queries on rotated keys: scores are those of neither."""
     made = Made(MIXED, RowCodec("f32", 128), native_backend.device, generator, io=torch.float32)
     got = made.run(native_backend.name, hadamard=True)
-    made.q = kvx.ops.finish.hadamard(made.q)
+    made.q = kvx.ops.entry.finish.hadamard(made.q)
     made.check(got)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvx import BadArgument
-from kvx.ops.tail import SCORE, Tail
+from kvx.ops.entry.tail import SCORE, Tail
 from tests.hybrid import golden
 from tests.hybrid.golden import Projected
 

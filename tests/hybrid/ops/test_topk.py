@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import kvx
-from kvx.ops.topk import topk
+from kvx.ops.entry.topk import topk
 from tests import compare
 
 

@@ -1,0 +1,327 @@
+"""convert: one cache's bytes as another's, after a plan (kvx/layout/plan.py). The torch body below is the definition."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvx.errors import BadArgument, OutOfRange
+from kvx.layout.box import Box
+from kvx.layout.buffers import bytes_of, memory_bytes
+from kvx.layout.gate import check_buffers, check_memory
+from kvx.layout.plan import Plan
+from kvx.ops import backend as backends
+from kvx.ops import native
+from kvx.ops.move.transcode import BY_BLOCK, Rows
+from kvx.ops.structs import ABI_VERSION, ConvertArgs
+
+Buffers = Tensor | Sequence["Buffers"]
+_run, _run_unlocked = native.entry("kvx_run"), native.entry("kvx_run", keeps_lock=False)
+_bind, _bound_free = native.entry("kvx_bind"), native.entry("kvx_bound_free")
+_plan_load, _plan_free = native.entry("kvx_plan_load"), native.entry("kvx_plan_free")
+
+
+def convert(
+    dst: Buffers,  # every buffer of the destination, changed in place; shard by shard, nested as you like
+    src: Buffers,  # every buffer of the source
+    *,
+    plan: Plan,
+    src_blocks: Tensor | Sequence[int] | None = None,  # [n], or [num_seqs, columns]; None: plan.blocks, or all, in order
+    dst_blocks: Tensor | Sequence[int] | None = None,  # both None, or neither, where the plan has blocks
+    seq_lens: Tensor | None = None,  # [num_seqs]: tokens past a length are left alone
+    errors: Tensor | None = None,  # one int64 on the device: bad block ids are added to it
+    backend: str = "auto",
+) -> None:
+    """Move blocks of `src` into blocks of `dst`. A negative id skips its pair.
+
+    Ids given as host tensors or lists are checked before anything moves; ids on a device are checked there, and bad ones are
+    skipped and counted in `errors` (kvx.debug() raises).
+    """
+    bind(
+        plan, dst, src, src_blocks=src_blocks, dst_blocks=dst_blocks, seq_lens=seq_lens, errors=errors, backend=backend
+    ).run()  # fmt: skip
+
+
+def bind(
+    plan: Plan,
+    dst: Buffers,
+    src: Buffers,
+    *,
+    src_blocks: Tensor | Sequence[int] | None = None,
+    dst_blocks: Tensor | Sequence[int] | None = None,
+    seq_lens: Tensor | None = None,
+    errors: Tensor | None = None,
+    backend: str = "auto",
+) -> Bound:
+    """The first half of `convert`, for running often: all is checked and prepared. Ids on a device are read anew by each run."""
+    return Bound(plan, dst, src, src_blocks, dst_blocks, seq_lens, errors, backend)
+
+
+class Bound:
+    """A plan with addresses. Holds the tensors it was given."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        dst: Buffers,
+        src: Buffers,
+        src_blocks: Tensor | Sequence[int] | None,
+        dst_blocks: Tensor | Sequence[int] | None,
+        seq_lens: Tensor | None,
+        errors: Tensor | None,
+        backend: str,
+    ):
+        if not isinstance(plan, Plan):
+            raise BadArgument(f"convert(): plan is {type(plan).__name__}; it is a Plan, made by kvx.plan(src, dst).")
+        self.plan = plan
+        self.src, self.dst = list(flat("src", src)), list(flat("dst", dst))
+        check_buffers("convert", "src", self.src, plan.src)
+        check_buffers("convert", "dst", self.dst, plan.dst)
+        if plan.blocks is not None:
+            if (src_blocks is None) != (dst_blocks is None):
+                given, other = ("src_blocks", "dst_blocks") if dst_blocks is None else ("dst_blocks", "src_blocks")
+                raise BadArgument(
+                    f"convert(): {given} is given and {other} is not; the plan's blocks are pairs. Give both, or neither."
+                )
+            if src_blocks is None:
+                src_blocks, dst_blocks = plan.blocks
+        self.src_blocks = blocks_of("convert", "src_blocks", src_blocks, plan.src[0].num_blocks)
+        self.dst_blocks = blocks_of("convert", "dst_blocks", dst_blocks, plan.dst[0].num_blocks)
+        if seq_lens is not None and (not isinstance(seq_lens, Tensor) or seq_lens.dtype not in (torch.int32, torch.int64)):
+            raise BadArgument(f"convert(): seq_lens is {str(seq_lens)[:100]}; it is a tensor [num_seqs], int32 or int64.")
+        if seq_lens is not None:
+            check_memory("convert", seq_lens=seq_lens)
+        if seq_lens is not None and tuple(seq_lens.shape) != tuple(as_table(self.src_blocks).shape[:1]):
+            raise BadArgument(
+                f"convert(): seq_lens is {list(seq_lens.shape)}; src_blocks has {len(as_table(self.src_blocks))} sequences, and "
+                "each has a length."
+            )
+        self.seq_lens, self.errors = seq_lens, errors
+        where = next((t for t in (*self.src, *self.dst) if not t.is_cpu), self.src[0])
+        self.backend = backends.choose("convert", backend, where)
+        self.device = where.device
+        self._handle: int | None = None
+        if self.backend == "torch":
+            _check_ids(self)
+            return
+        if self.errors is None and where.is_cuda and backends.is_debug():
+            self.errors = torch.zeros((), dtype=torch.int64, device=where.device)
+        self._bind()
+
+    def run(self) -> None:
+        """On the current stream of the caches' device."""
+        if self._handle is None:
+            return _convert_torch(self)
+        if self.device.type == "cuda":
+            status = _run(self._handle, torch._C._cuda_getCurrentRawStream(self.device.index))
+        else:
+            status = _run_unlocked(self._handle, None)
+        if status:
+            native.raise_status(status, call="convert()")
+        if self.errors is not None and backends.is_debug():
+            bad = int(self.errors)
+            if bad:
+                self.errors.zero_()
+                raise OutOfRange(f"convert(): {bad} block ids are outside the caches; those blocks were not converted.")
+
+    def _bind(self) -> None:
+        args = new_args(self.device)
+        ids = [self.src_blocks, self.dst_blocks] + ([] if self.seq_lens is None else [self.seq_lens])
+        if len({t.device for t in ids}) > 1:
+            raise BadArgument(
+                f"convert(): block ids and seq_lens are on {', '.join(str(t.device) for t in ids)}; keep them together."
+            )
+        args.table_memory = memory_of(ids)
+        keep = [fill_side(args, "src", self.src), fill_side(args, "dst", self.dst)]
+        native.fill_array(args.src_blocks, self.src_blocks)
+        native.fill_array(args.dst_blocks, self.dst_blocks)
+        if self.seq_lens is not None:
+            native.fill_array(args.seq_lens, self.seq_lens)
+        args.errors = None if self.errors is None else self.errors.data_ptr()
+        handle = ctypes.c_void_p()
+        status = _bind(_loaded(self.plan), ctypes.addressof(args), ctypes.addressof(handle))
+        del keep
+        if status:
+            native.raise_status(status, call="convert()")
+        self._handle = handle.value
+        weakref.finalize(self, _bound_free, handle.value)
+
+
+def new_args(device: torch.device) -> ConvertArgs:
+    return ConvertArgs(
+        version=ABI_VERSION,
+        struct_bytes=ctypes.sizeof(ConvertArgs),
+        device=device.index if device.type == "cuda" else -1,
+    )
+
+
+def fill_side(args: ConvertArgs, side: str, tensors: list[Tensor]) -> Any:
+    """Addresses and sizes of src or dst. What comes back must live as long as the call."""
+    pointers = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+    sizes = (ctypes.c_uint64 * len(tensors))(*(memory_bytes(t) for t in tensors))
+    setattr(args, f"{side}_memory", memory_of(tensors))
+    setattr(args, f"{side}_buffers", ctypes.addressof(pointers))
+    setattr(args, f"{side}_bytes", ctypes.addressof(sizes))
+    return pointers, sizes
+
+
+def _loaded(plan: Plan) -> int:
+    """The plan in the library, loaded once."""
+    handle = plan.__dict__.get("_handle")
+    if handle is None:
+        data, out = plan.to_bytes(), ctypes.c_void_p()
+        status = _plan_load(data, len(data), ctypes.addressof(out))
+        if status:
+            native.raise_status(status, call="convert()")
+        handle = plan.__dict__["_handle"] = out.value
+        weakref.finalize(plan, _plan_free, out.value)
+    assert handle is not None
+    return int(handle)
+
+
+def flat(name: str, buffers: Buffers) -> Iterator[Tensor]:
+    if isinstance(buffers, Tensor):
+        yield buffers
+    elif isinstance(buffers, (list, tuple)):
+        for part in buffers:
+            yield from flat(name, part)
+    else:
+        yield backends.as_tensor("convert", name, buffers)
+
+
+def blocks_of(call: str, name: str, ids: Tensor | Sequence[int] | None, num_blocks: int) -> Tensor:
+    if ids is None:
+        return torch.arange(num_blocks, dtype=torch.int32)
+    if not isinstance(ids, Tensor):
+        try:
+            ids = _ids_of(ids)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise BadArgument(
+                f"{call}(): {name} is {str(ids)[:100]}; it is a row of block ids, whole numbers: {str(error)[:100]}."
+            ) from None
+    if ids.is_meta:
+        raise BadArgument(f"{call}(): {name} is on the meta device and has no memory. Make it on the host or the caches' device.")
+    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() not in (1, 2):
+        raise BadArgument(f"{call}(): {name} is {list(ids.shape)} {ids.dtype}; it is [n] or [num_seqs, columns], int32 or int64.")
+    return ids
+
+
+def _ids_of(ids: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    """Whole numbers alone: nothing is rounded. A row by way of an array, in a quarter of what torch.tensor takes."""
+    if isinstance(ids, (list, tuple, range)) and ids:
+        try:
+            return torch.frombuffer(array("q", ids), dtype=torch.int64)
+        except TypeError:
+            pass  # rows of them, or no numbers
+    table = torch.tensor(ids)
+    if table.is_floating_point() and table.numel():
+        raise TypeError("they have fractions")
+    return table.to(torch.int64)
+
+
+def as_table(ids: Tensor) -> Tensor:
+    """[num_seqs, columns]: a list is one sequence."""
+    return ids if ids.dim() == 2 else ids.unsqueeze(0)
+
+
+def memory_of(tensors: Iterable[Tensor]) -> int:
+    return 2 if next(iter(tensors)).is_cuda else 1
+
+
+# ---- the definition
+
+
+def _check_ids(bound: Bound) -> None:
+    """What the library checks of host tables."""
+    p = bound.plan
+    tables = [as_table(t).cpu().to(torch.int64) for t in (bound.src_blocks, bound.dst_blocks)]
+    tokens = [t.shape[1] * s[0].block_size for t, s in zip(tables, (p.src, p.dst), strict=True)]
+    if tables[0].shape[0] != tables[1].shape[0]:
+        raise BadArgument(f"convert(): src_blocks has {tables[0].shape[0]} sequences and dst_blocks {tables[1].shape[0]}.")
+    if bound.seq_lens is None and tokens[0] != tokens[1]:
+        raise BadArgument(f"convert(): src_blocks holds {tokens[0]} tokens a sequence and dst_blocks {tokens[1]}. Give seq_lens.")
+    lens = [min(tokens)] * tables[0].shape[0] if bound.seq_lens is None else bound.seq_lens.tolist()
+    for s, length in enumerate(lens):
+        if not 0 <= length <= min(tokens):
+            raise OutOfRange(f"convert(): seq_lens[{s}] is {length}; the tables hold {min(tokens)} tokens. Nothing was converted.")
+    for name, table, spec in (("src_blocks", tables[0], p.src[0]), ("dst_blocks", tables[1], p.dst[0])):
+        used = [i for row, n in zip(table.tolist(), lens, strict=True) for i in row[: -(-n // spec.block_size)]]
+        bad = [i for i in used if i >= spec.num_blocks]
+        if bad:
+            raise OutOfRange(f"convert(): {name} has {bad[0]}; the cache has {spec.num_blocks} blocks. Nothing was converted.")
+        named = [i for i in used if i >= 0]
+        if name == "dst_blocks" and len(set(named)) < len(named):
+            raise BadArgument("convert(): dst_blocks names a block twice. Nothing was converted.")
+    ranges = [[(t.data_ptr(), t.data_ptr() + memory_bytes(t)) for t in side] for side in (bound.src, bound.dst)]
+    if any(a < d and c < b for a, b in ranges[0] for c, d in ranges[1]):
+        raise BadArgument("convert(): a source buffer and a destination buffer overlap. Convert into memory of its own.")
+
+
+def _convert_torch(bound: Bound) -> None:
+    p = bound.plan
+    src, dst = ([bytes_of(t) for t in side] for side in (bound.src, bound.dst))
+    units = list(_units(bound))
+    for box in (box for box in p.boxes if box.cell is None):
+        for unit in units:
+            _move(box, src, dst, *unit)
+    cells = [Rows(box, *unit) for box in p.boxes if box.cell is not None for unit in units]
+    _scale_blocks([r for r in cells if r.granularity in BY_BLOCK], src, dst)
+    for r in cells:
+        x = r.read(src)
+        if r.granularity.is_stored_per_token:
+            r.scale(dst, r.amax(x))
+        r.write(dst, x)
+
+
+def _scale_blocks(cells: list[Rows], src: list[Tensor], dst: list[Tensor]) -> None:
+    """Scales that belong to blocks, in a pass of their own: a block's rows may come from several boxes and units."""
+    most: dict[tuple[int, int], Tensor] = {}
+    for r in cells:
+        for at, amax in zip(r.scale_ids(), r.amax(r.read(src)), strict=True):
+            most[at] = torch.maximum(most.get(at, amax), amax)
+    for r in cells:
+        if r.scale_ids():
+            r.scale(dst, torch.stack([most[at] for at in r.scale_ids()]))
+
+
+def _units(bound: Bound) -> Iterator[tuple[int, int, int, int, int]]:
+    """(source block, destination block, token of each at which the unit starts, tokens that are there)."""
+    p = bound.plan
+    rows = [as_table(t).tolist() for t in (bound.src_blocks, bound.dst_blocks)]
+    sizes = p.src[0].block_size, p.dst[0].block_size
+    most = min(len(rows[0][0]) * sizes[0], len(rows[1][0]) * sizes[1]) if rows[0] else 0
+    lens = [most] * len(rows[0]) if bound.seq_lens is None else bound.seq_lens.tolist()
+    for a_row, b_row, length in zip(*rows, lens, strict=True):
+        for token in range(0, length, p.unit_tokens):
+            a, b = a_row[token // sizes[0]], b_row[token // sizes[1]]
+            if a >= 0 and b >= 0:
+                yield a, b, token % sizes[0], token % sizes[1], min(p.unit_tokens, length - token)
+
+
+def _move(box: Box, src: list[Tensor], dst: list[Tensor], a: int, b: int, a_token: int, b_token: int, tokens: int) -> None:
+    """One box of one unit, of which `tokens` tokens are there: a strided view of each side, buffer by buffer."""
+    steps = [d for d in box.digits if d.src_step or d.dst_step]
+    even = [d for d in box.digits if not (d.src_step or d.dst_step)]
+    counts = torch.zeros((), dtype=torch.int64)
+    for d in even:  # the token each index stands for
+        counts = counts.unsqueeze(-1) + torch.arange(d.size) * d.token
+    kept = (counts < tokens).to(src[0].device).unsqueeze(-1)
+    shape = [d.size for d in even] + [box.run_bytes]
+    for index in torch.cartesian_prod(*(torch.arange(d.size) for d in steps)).view(-1, len(steps)).tolist() if steps else [[]]:
+        views = []
+        for side, block, token, buffers, stride, step in (
+            (box.src, a, a_token, src, "src", "src_step"),
+            (box.dst, b, b_token, dst, "dst", "dst_step"),
+        ):
+            buffer = side.buffer + block * side.block_step + sum(i * getattr(d, step) for i, d in zip(index, steps, strict=True))
+            start = side.offset + block * side.block + token // side.token_split * side.token_outer
+            start += token % side.token_split * side.token_inner
+            start += sum(i * getattr(d, stride) for i, d in zip(index, steps, strict=True))
+            views.append(buffers[buffer].as_strided(shape, [getattr(d, stride) for d in even] + [1], start))
+        views[1].copy_(torch.where(kept, views[0], views[1]))

@@ -1,0 +1,704 @@
+// Compiled once per instruction set: KVX_ISA is plain, avx2, avx512 or avx512bf16 (CMakeLists.txt sets it and the
+// flags), here with fused multiply-add: attention promises an error, not bits. Written with the compiler's vectors;
+// what it does not see by itself is said in a few intrinsics.
+#ifndef KVX_ISA
+#define KVX_ISA plain
+#endif
+#define KVX_ISA_NAMESPACE KVX_ISA
+#include "attention/cpu/attend.h"
+
+#include <math.h>
+
+#include <type_traits>
+
+#include "format.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace kvx {
+namespace KVX_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+// Accumulators live in registers: 32 of them, or 16.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kPositions = 4, kVectors = 4;
+#else
+constexpr int kPositions = 2, kVectors = 2;
+#endif
+using cpu::kLanes;
+
+typedef float Vec __attribute__((vector_size(4 * W)));
+typedef int32_t IVec __attribute__((vector_size(4 * W)));
+typedef uint32_t UVec __attribute__((vector_size(4 * W)));
+typedef float Quad __attribute__((vector_size(16)));
+typedef int32_t IQuad __attribute__((vector_size(16)));
+
+template <class T>
+inline T load(const void* p) {
+  T x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+template <class T>
+inline void store(void* p, T x) {
+  memcpy(p, &x, sizeof x);
+}
+inline Vec splat(float x) { return x - Vec{}; }
+inline Quad splat4(float x) { return x - Quad{}; }
+
+// Lane r: the sum of a_r. With four rows a Vec's quarters are added first.
+inline Quad quarter(Vec a) {
+  Quad q[W / 4];
+  memcpy(q, &a, sizeof a);
+  Quad sum = q[0];
+  for (int i = 1; i < W / 4; i++) sum += q[i];
+  return sum;
+}
+inline Quad sums(Vec a, Vec b, Vec c, Vec d) {
+#if defined(__aarch64__)
+  return Quad(vpaddq_f32(vpaddq_f32(float32x4_t(a), float32x4_t(b)), vpaddq_f32(float32x4_t(c), float32x4_t(d))));
+#else
+  const Quad x = quarter(a), y = quarter(b), z = quarter(c), w = quarter(d);
+  const Quad xy = __builtin_shuffle(x, y, IQuad{0, 2, 4, 6}) + __builtin_shuffle(x, y, IQuad{1, 3, 5, 7});
+  const Quad zw = __builtin_shuffle(z, w, IQuad{0, 2, 4, 6}) + __builtin_shuffle(z, w, IQuad{1, 3, 5, 7});
+  return __builtin_shuffle(xy, zw, IQuad{0, 2, 4, 6}) + __builtin_shuffle(xy, zw, IQuad{1, 3, 5, 7});
+#endif
+}
+
+// acc + v * weights[R]
+template <int R>
+inline Vec weighted(Vec acc, Vec v, Quad weights) {
+#if defined(__aarch64__)
+  return Vec(vfmaq_laneq_f32(float32x4_t(acc), float32x4_t(v), float32x4_t(weights), R));
+#else
+  return acc + v * splat(weights[R]);
+#endif
+}
+
+// The same in place, with weights that stay in registers: in assembly, since the compiler would spread each over one of
+// its own.
+template <int R>
+inline void add_weighted(Vec& acc, Vec v, Quad weights) {
+#if defined(__aarch64__)
+  asm("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(acc) : "w"(v), "w"(weights), "i"(R));
+#else
+  acc = weighted<R>(acc, v, weights);
+#endif
+}
+
+// Rows of one type: a raw load holds kParts vectors, in order. A part is 1 / (kLiftIn * kLiftOut) of the numbers.
+struct Exact {
+  static constexpr float kLiftIn = 1, kLiftOut = 1;
+};
+#if defined(__aarch64__)
+struct F32 : Exact {
+  static constexpr int kParts = 2, kBytes = 4;
+  using Raw = float32x4x2_t;
+  static Raw read(const char* p) { return {{load<float32x4_t>(p), load<float32x4_t>(p + 16)}}; }
+  static Vec part(const Raw& raw, int i) { return Vec(raw.val[i]); }
+};
+struct BF16 : Exact {  // by interleaving with zeros: both pipes of a core do that, only one shifts
+  static constexpr int kParts = 2, kBytes = 2;
+  using Raw = uint16x8_t;
+  static Raw read(const char* p) { return load<Raw>(p); }
+  static Vec part(Raw raw, int i) { return Vec(i ? vzip2q_u16(vdupq_n_u16(0), raw) : vzip1q_u16(vdupq_n_u16(0), raw)); }
+};
+struct F16 : Exact {
+  static constexpr int kParts = 2, kBytes = 2;
+  using Raw = float16x8_t;
+  static Raw read(const char* p) { return load<Raw>(p); }
+  static Vec part(Raw raw, int i) { return Vec(i ? vcvt_high_f32_f16(raw) : vcvt_f32_f16(vget_low_f16(raw))); }
+};
+
+// Bytes become f32 by a look-up that puts them, a low and a high one, in their places in four words: conversions and
+// widening go through one pipe, at a half and at one a cycle, look-ups through both. The exponent this leaves out is
+// the lift.
+struct Bytes {
+  static constexpr int kParts = 4, kBytes = 1;
+  using Raw = uint8x16x2_t;
+  template <int kLow>
+  static Vec place(const Raw& raw, int i) {
+    uint8_t at[16];
+    for (int j = 0; j < 16; j++) at[j] = uint8_t(j % 4 == kLow ? 4 * i + j / 4 : j % 4 == 3 ? 16 + 4 * i + j / 4 : 255);
+    return Vec(vqtbl2q_u8(raw, load<uint8x16_t>(at)));
+  }
+};
+struct S8 : Bytes {  // the magnitude from bit 8 of a subnormal, and the sign: the number times 2^-141
+  static constexpr float kLiftIn = 0x1p70f, kLiftOut = 0x1p71f;
+  static Raw read(const char* p) {
+    const int8x16_t c = load<int8x16_t>(p);
+    return {{vreinterpretq_u8_s8(vabsq_s8(c)), vandq_u8(vreinterpretq_u8_s8(c), vdupq_n_u8(0x80))}};
+  }
+  static Vec part(const Raw& raw, int i) { return place<1>(raw, i); }
+};
+struct E4M3
+    : Bytes {  // exponent and mantissa in f32's places: the number times 2^-120, subnormal or not. NaN comes out as 480
+  static constexpr float kLiftIn = 0x1p60f, kLiftOut = 0x1p60f;
+  static Raw read(const char* p) {
+    const int8x16_t c = load<int8x16_t>(p);
+    return {{vreinterpretq_u8_s8(vshlq_n_s8(c, 4)), vandq_u8(vreinterpretq_u8_s8(vshrq_n_s8(c, 4)), vdupq_n_u8(0x87))}};
+  }
+  static Vec part(const Raw& raw, int i) { return place<2>(raw, i); }
+};
+#else
+struct F32 : Exact {
+  static constexpr int kParts = 1, kBytes = 4;
+  using Raw = Vec;
+  static Raw read(const char* p) { return load<Raw>(p); }
+  static Vec part(Raw raw, int) { return raw; }
+};
+struct Halves {
+  typedef uint16_t Half __attribute__((vector_size(2 * W)));
+  Half half[2];
+};
+struct BF16 : Exact {
+  static constexpr int kParts = 2, kBytes = 2;
+  using Raw = Halves;
+  static Raw read(const char* p) { return load<Raw>(p); }
+  static Vec part(const Raw& raw, int i) { return Vec(__builtin_convertvector(raw.half[i], UVec) << 16); }
+};
+#endif
+#if defined(__AVX512F__)
+struct F16 : Exact {
+  static constexpr int kParts = 2, kBytes = 2;
+  using Raw = Halves;
+  static Raw read(const char* p) { return load<Raw>(p); }
+  // maskz: gcc 12 warns of its own _mm512_cvtph_ps.
+  static Vec part(const Raw& raw, int i) { return Vec(_mm512_maskz_cvtph_ps(0xffff, __m256i(raw.half[i]))); }
+};
+struct S8 : Exact {
+  static constexpr int kParts = 1, kBytes = 1;
+  using Raw = Vec;
+  static Raw read(const char* p) {
+    return Vec(_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(p))));
+  }
+  static Vec part(Raw raw, int) { return raw; }
+};
+#elif defined(__AVX2__)
+struct F16 : Exact {
+  static constexpr int kParts = 2, kBytes = 2;
+  using Raw = Halves;
+  static Raw read(const char* p) { return load<Raw>(p); }
+  static Vec part(const Raw& raw, int i) { return Vec(_mm256_cvtph_ps(__m128i(raw.half[i]))); }
+};
+struct S8 : Exact {
+  static constexpr int kParts = 1, kBytes = 1;
+  using Raw = Vec;
+  static Raw read(const char* p) {
+    return Vec(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))));
+  }
+  static Vec part(Raw raw, int) { return raw; }
+};
+#endif
+
+// Into the second level: the rows of a head lie a power of two apart and would throw each other out of the first.
+inline void ask(const char* p) { __builtin_prefetch(p, 0, 2); }
+
+// As many bytes of P rows asked for as P others have, a few with every step through those.
+template <int P>
+struct Asking {
+  const char* row[P + 1];
+  const char** at = row;
+  const char* now;
+  int64_t part, left;  // elements to go by for each row
+
+  Asking(const cpu::TileRows& rows, int64_t t, int64_t head, int64_t dim) : part(dim / P), left(part) {
+    for (int i = 0; i < P; i++) row[i] = rows.at[t + i] + head * rows.head;
+    row[P] = row[P - 1], now = row[0];
+  }
+  template <int kBytes, int kStep>
+  inline __attribute__((always_inline)) void step() {
+#pragma GCC unroll 8
+    for (int b = 0; b < kBytes; b += 64) ask(now + b);
+    now += kBytes, left -= kStep;
+    if (left <= 0) now = *++at, left = part;
+  }
+};
+
+// ---- scores
+
+// P positions against R rows: scores [P, 4].
+template <class T, int R, int P>
+inline void score_block(const char* const* at, int64_t offset, int64_t dim, Asking<P> asking, const float* scale,
+                        const float* q, float* scores) {
+  constexpr int kStep = W * T::kParts;
+  const char* row[P];
+#pragma GCC unroll 4
+  for (int i = 0; i < P; i++) row[i] = at[i] + offset;
+  Vec sum[P][R] = {};
+  for (int64_t d = 0; d < dim; d += kStep) {
+    asking.template step<P * kStep * T::kBytes, kStep>();
+    Vec x[P][T::kParts];
+#pragma GCC unroll 4
+    for (int i = 0; i < P; i++) {
+      const typename T::Raw raw = T::read(row[i] + d * T::kBytes);
+#pragma GCC unroll 4
+      for (int part = 0; part < T::kParts; part++) x[i][part] = T::part(raw, part);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      Vec y[T::kParts];
+#pragma GCC unroll 4
+      for (int part = 0; part < T::kParts; part++) y[part] = load<Vec>(q + r * dim + d + part * W);
+#pragma GCC unroll 4
+      for (int part = 0; part < T::kParts; part++)
+#pragma GCC unroll 4
+        for (int i = 0; i < P; i++) sum[i][r] += x[i][part] * y[part];
+    }
+  }
+  const Vec zero = {};
+#pragma GCC unroll 4
+  for (int i = 0; i < P; i++) {
+    Quad s = sums(sum[i][0], R > 1 ? sum[i][R > 1 ? 1 : 0] : zero, R > 2 ? sum[i][R > 2 ? 2 : 0] : zero,
+                  R > 2 ? sum[i][R > 2 ? 3 : 0] : zero);
+    if (scale) s *= scale[i];
+    store(scores + i * kLanes, s);
+  }
+}
+
+// Calls f(run, its number of rows as a constant) for the runs of a head that see the tile.
+template <class F>
+inline void each_run(const cpu::TileStates& s, int64_t head, F&& f) {
+  for (int64_t b = s.first; b < s.last; b++) {
+    const int rows = b + 1 == s.fours ? s.final_rows : kLanes;
+    if (rows == 1) f(head * s.fours + b, std::integral_constant<int, 1>());
+    else if (rows == 2) f(head * s.fours + b, std::integral_constant<int, 2>());
+    else f(head * s.fours + b, std::integral_constant<int, 4>());
+  }
+}
+
+// Calls f(position, head) for blocks of positions, in the order of memory.
+template <class F>
+inline void each_block(const cpu::TileRows& rows, int64_t positions, F&& f) {
+  if (rows.by_head) {
+    for (int64_t h = 0; h < rows.heads; h++)
+      for (int64_t t = 0; t < rows.count; t += positions) f(t, h);
+  } else {
+    for (int64_t t = 0; t < rows.count; t += positions)
+      for (int64_t h = 0; h < rows.heads; h++) f(t, h);
+  }
+}
+
+#if defined(__aarch64__)
+#include "attention/cpu/attend_neon.h"
+#endif
+
+template <class T>
+void scores(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::TileStates& s) {
+  constexpr int P = T::kParts > 2 ? kPositions / 2 : kPositions;
+#if defined(__aarch64__)
+  if constexpr (Neon<T>::kIs)
+    if (scores_neon<T>(k, next ? *next : k, s)) return;
+#endif
+  each_block(k, P, [&](int64_t t, int64_t head) {
+    const Asking<P> asking(next ? *next : k, t, head, k.dim);  // asking for what is here costs little
+    const float* scale = k.scale ? k.scale + head * cpu::kTile + t : nullptr;
+    each_run(s, head, [&](int64_t state, auto rows) {
+      score_block<T, rows, P>(k.at + t, head * k.head, k.dim, asking, scale, s.q + state * kLanes * k.dim,
+                              s.scores + (state * cpu::kTile + t) * kLanes);
+    });
+  });
+}
+
+#if defined(__AVX512BF16__)
+// bf16 K by the instruction that adds products of pairs of bf16 numbers to f32 sums: nothing is widened. A query that
+// came as bf16 is one such number and one that came as f16 the sum of two, exactly; one of f32 would take three, and as
+// many instructions as widening does. The instruction takes subnormal numbers, below 2^-126, for zero: a score moves by
+// less than dim * 2^-126 times the largest query or key, far below the rounding of any sum that counts.
+//
+// V has no use for it: its pairs would be two positions, whose rows had to be interleaved in two steps a vector, as
+// many as widen it by shifts, and weights would need three parts.
+void pack_bf16(float* q, int64_t n) {
+  for (int64_t d = 0; d < n; d += 2 * W) {
+    const Vec low = load<Vec>(q + d), high = load<Vec>(q + d + W);
+    const __m512bh first = _mm512_cvtne2ps_pbh(__m512(high), __m512(low));
+    const Halves back = load<Halves>(&first);
+    Vec rest[2] = {low - BF16::part(back, 0), high - BF16::part(back, 1)};
+    for (Vec& x : rest) x = Vec(IVec(x) & IVec(x == x));  // infinity has no second part
+    store(q + d, first), store(q + d + W, _mm512_cvtne2ps_pbh(__m512(rest[1]), __m512(rest[0])));
+  }
+}
+
+template <int R, int P, bool kTwoParts>
+inline void dot_block(const char* const* at, int64_t offset, int64_t dim, Asking<P> asking, const float* q,
+                      float* scores) {
+  constexpr int kStep = 2 * W;
+  Vec sum[P][R] = {};
+  for (int64_t d = 0; d < dim; d += kStep) {
+    asking.template step<P * kStep * 2, kStep>();
+    __m512bh x[P];
+#pragma GCC unroll 4
+    for (int i = 0; i < P; i++) x[i] = load<__m512bh>(at[i] + offset + d * 2);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+      for (int part = 0; part <= int(kTwoParts); part++) {
+        const __m512bh y = load<__m512bh>(q + r * dim + d + part * W);
+#pragma GCC unroll 4
+        for (int i = 0; i < P; i++) sum[i][r] = Vec(_mm512_dpbf16_ps(__m512(sum[i][r]), x[i], y));
+      }
+  }
+  const Vec zero = {};
+#pragma GCC unroll 4
+  for (int i = 0; i < P; i++)
+    store(scores + i * kLanes, sums(sum[i][0], R > 1 ? sum[i][R > 1 ? 1 : 0] : zero,
+                                    R > 2 ? sum[i][R > 2 ? 2 : 0] : zero, R > 2 ? sum[i][R > 2 ? 3 : 0] : zero));
+}
+
+void dots_bf16(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::TileStates& s) {
+  constexpr int P = kPositions;
+  each_block(k, P, [&](int64_t t, int64_t head) {
+    const Asking<P> asking(next ? *next : k, t, head, k.dim);
+    each_run(s, head, [&](int64_t state, auto rows) {
+      const float* q = s.q + state * kLanes * k.dim;
+      float* to = s.scores + (state * cpu::kTile + t) * kLanes;
+      if (s.has_second_parts) dot_block<rows, P, true>(k.at + t, head * k.head, k.dim, asking, q, to);
+      else dot_block<rows, P, false>(k.at + t, head * k.head, k.dim, asking, q, to);
+    });
+  });
+}
+#endif
+
+// ---- values
+
+// P positions into R rows of sums, which are read and written once: out [R, dim]. A position's parts are made while the
+// one before it is multiplied.
+template <class T, int R, int P>
+inline void sum_block(const char* const* at, int64_t offset, int64_t dim, Asking<P> asking, const float* scale,
+                      const float* weights, float* out) {
+  constexpr int C = T::kParts, kStep = W * C;
+  const char* row[P];
+  Quad w[P];
+#pragma GCC unroll 8
+  for (int i = 0; i < P; i++) {
+    row[i] = at[i] + offset, w[i] = load<Quad>(weights + i * kLanes);
+    if (scale) w[i] *= scale[i];
+  }
+  typename T::Raw raw = T::read(row[0]);
+  Vec x[C];
+#pragma GCC unroll 4
+  for (int c = 0; c < C; c++) x[c] = T::part(raw, c);
+  for (int64_t d = 0; d < dim; d += kStep) {
+    asking.template step<P * kStep * T::kBytes, kStep>();
+    const int64_t after = d + kStep < dim ? d + kStep : 0;
+    Vec sum[R][C];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) sum[r][c] = load<Vec>(out + r * dim + d + c * W);
+#pragma GCC unroll 8
+    for (int i = 0; i < P; i++) {
+      raw = T::read(i + 1 < P ? row[i + 1 < P ? i + 1 : 0] + d * T::kBytes : row[0] + after * T::kBytes);
+      Vec ahead[C];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) {
+        add_weighted<0>(sum[0][c], x[c], w[i]);
+        if (R > 1) add_weighted<1>(sum[R > 1 ? 1 : 0][c], x[c], w[i]);
+        if (R > 2)
+          add_weighted<2>(sum[R > 2 ? 2 : 0][c], x[c], w[i]), add_weighted<3>(sum[R > 2 ? 3 : 0][c], x[c], w[i]);
+        ahead[c] = T::part(raw, c);
+      }
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) x[c] = ahead[c];
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) store(out + r * dim + d + c * W, sum[r][c]);
+  }
+}
+
+// What was summed before a tile, times what the tile makes of it: seldom anything,
+// since the largest score seldom changes.
+void shrink(const cpu::TileStates& s, int64_t heads, int64_t dim, const cpu::Softmax* softmax) {
+  for (int64_t h = 0; h < heads; h++)
+    each_run(s, h, [&](int64_t state, auto rows) {
+      for (int r = 0; r < rows; r++) {
+        const float keep = softmax[state].keep[r];
+        float* out = s.out + (state * kLanes + r) * dim;
+        for (int64_t d = 0; d < dim && keep != 1; d++) out[d] *= keep;
+      }
+    });
+}
+
+template <class T>
+void sums_of(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::TileStates& s, const cpu::Softmax* softmax) {
+  constexpr int P = 8;
+  shrink(s, v.heads, v.dim, softmax);
+  const auto block = [&](auto positions, int64_t from, int64_t head) {
+    const Asking<positions> asking(next ? *next : v, from, head, v.dim);
+    const float* scale = v.scale ? v.scale + head * cpu::kTile + from : nullptr;
+    each_run(s, head, [&](int64_t state, auto rows) {
+      sum_block<T, rows, positions>(v.at + from, head * v.head, v.dim, asking, scale,
+                                    s.scores + (state * cpu::kTile + from) * kLanes, s.out + state * kLanes * v.dim);
+    });
+  };
+  const auto one = [&](int64_t t, int64_t head) { block(std::integral_constant<int, 1>(), t, head); };
+#if defined(__aarch64__)
+  if constexpr (Neon<T>::kIs)
+    if (sums_neon<T>(v, next ? *next : v, s, one)) return;
+#endif
+  each_block(v, P, [&](int64_t t, int64_t head) {
+    if (t + P <= v.count) return block(std::integral_constant<int, P>(), t, head);
+    for (; t < v.count; t++) one(t, head);
+  });
+}
+
+// C vectors of every position, v [count, dim], into R rows of sums, which stay in registers.
+template <int R, int C>
+inline void sum_chunk(const float* v, int64_t count, int64_t dim, const float* weights, const float* keep, float* out) {
+  Vec sum[R][C];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) sum[r][c] = load<Vec>(out + r * dim + c * W) * splat(keep[r]);
+  for (int64_t t = 0; t < count; t++, v += dim) {
+    const Quad w = load<Quad>(weights + t * kLanes);
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) {
+      const Vec x = load<Vec>(v + c * W);
+      sum[0][c] = weighted<0>(sum[0][c], x, w);
+      if (R > 1) sum[R > 1 ? 1 : 0][c] = weighted<1>(sum[R > 1 ? 1 : 0][c], x, w);
+      if (R > 2) sum[R > 2 ? 2 : 0][c] = weighted<2>(sum[R > 2 ? 2 : 0][c], x, w);
+      if (R > 2) sum[R > 2 ? 3 : 0][c] = weighted<3>(sum[R > 2 ? 3 : 0][c], x, w);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) store(out + r * dim + c * W, sum[r][c]);
+}
+
+void values_f32(const float* v, int64_t count, int64_t dim, const char* const*, float*, const char* const*,
+                const cpu::TileStates& s, const cpu::Softmax* softmax) {
+  each_run(s, 0, [&](int64_t state, auto rows) {
+    const float *weights = s.scores + state * cpu::kTile * kLanes, *keep = softmax[state].keep;
+    float* out = s.out + state * kLanes * dim;
+    int64_t d = 0;
+    for (; d + kVectors * W <= dim; d += kVectors * W)
+      sum_chunk<rows, kVectors>(v + d, count, dim, weights, keep, out + d);
+    for (; d < dim; d += W) sum_chunk<rows, 1>(v + d, count, dim, weights, keep, out + d);
+  });
+}
+
+// ---- rows as f32
+
+void widen_f32(float* to, const char* row, int64_t n, float) { memcpy(to, row, size_t(n) * 4); }
+
+template <class T>
+void widen(float* to, const char* row, int64_t n, float) {
+  constexpr int64_t kStep = W * T::kParts;
+  int64_t d = 0;
+  for (; d + kStep <= n; d += kStep) {
+    const typename T::Raw raw = T::read(row + d * T::kBytes);
+#pragma GCC unroll 2
+    for (int part = 0; part < T::kParts; part++) store(to + d + part * W, T::part(raw, part));
+  }
+  if (d == n) return;
+  char rest[kStep * T::kBytes] = {};
+  memcpy(rest, row + d * T::kBytes, size_t(n - d) * T::kBytes);
+  float last[kStep];
+  const typename T::Raw raw = T::read(rest);
+  for (int part = 0; part < T::kParts; part++) store(last + part * W, T::part(raw, part));
+  memcpy(to + d, last, size_t(n - d) * 4);
+}
+
+// Sixteen elements at a time; what is left over goes through a row of sixteen.
+template <class F>
+inline void widen_bytes(float* to, const char* row, int64_t n, F&& sixteen) {
+  int64_t d = 0;
+  for (; d + 16 <= n; d += 16) sixteen(to + d, row + d);
+  if (d == n) return;
+  char rest[16] = {};
+  float last[16];
+  memcpy(rest, row + d, size_t(n - d));
+  sixteen(last, rest);
+  memcpy(to + d, last, size_t(n - d) * 4);
+}
+
+void widen_s8(float* to, const char* row, int64_t n, float scale) {
+  widen_bytes(to, row, n, [scale](float* out, const char* in) {
+#if defined(__aarch64__)
+    const int8x16_t c = vld1q_s8(reinterpret_cast<const int8_t*>(in));
+    const auto four = [&](int32x4_t x, float* at) { vst1q_f32(at, vmulq_n_f32(vcvtq_f32_s32(x), scale)); };
+    const int16x8_t low = vmovl_s8(vget_low_s8(c)), high = vmovl_high_s8(c);
+    four(vmovl_s16(vget_low_s16(low)), out), four(vmovl_high_s16(low), out + 4);
+    four(vmovl_s16(vget_low_s16(high)), out + 8), four(vmovl_high_s16(high), out + 12);
+#else
+    int32_t wide[16];  // one width a loop: each then vectorises
+    for (int i = 0; i < 16; i++) wide[i] = int8_t(in[i]);
+    for (int i = 0; i < 16; i++) out[i] = float(wide[i]) * scale;
+#endif
+  });
+}
+
+// e4m3's NaN, which Raw passes over, in a row.
+bool has_nan(const char* row, int64_t n) {
+  uint8_t most = 0;
+  for (int64_t d = 0; d < n; d++) {
+    const uint8_t twice = uint8_t(uint8_t(row[d]) << 1);
+    most = most > twice ? most : twice;
+  }
+  return most == 0xfe;
+}
+
+#if defined(__aarch64__)
+// e4m3 moved into f16's places is the number times 2^-8, subnormal or not; only its NaN has to be seen to.
+void widen_e4m3(float* to, const char* row, int64_t n, float scale) {
+  widen_bytes(to, row, n, [scale](float* out, const char* in) {
+    const uint8x16_t c = vld1q_u8(reinterpret_cast<const uint8_t*>(in));
+    const auto eight = [&](uint8x8_t x, float* at) {
+      const int16x8_t wide =
+          vshll_n_s8(vreinterpret_s8_u8(x), 7);  // the sign stays above: bit 15, and 14, which is cleared
+      const uint16x8_t half = vbicq_u16(vreinterpretq_u16_s16(wide), vdupq_n_u16(0x4000));
+      const uint16x8_t nan = vceqq_u16(vandq_u16(half, vdupq_n_u16(0x3f80)), vdupq_n_u16(0x3f80));
+      const float16x8_t f = vreinterpretq_f16_u16(vorrq_u16(half, vandq_u16(nan, vdupq_n_u16(0x7fff))));
+      const float by = scale * 256;
+      vst1q_f32(at, vmulq_n_f32(vcvt_f32_f16(vget_low_f16(f)), by)),
+          vst1q_f32(at + 4, vmulq_n_f32(vcvt_high_f32_f16(f), by));
+    };
+    eight(vget_low_u8(c), out), eight(vget_high_u8(c), out + 8);
+  });
+}
+#endif
+
+// ---- softmax
+
+// 2^x for x <= 128, NaN for NaN, 0 from 2^-126 down. 2^f for |f| <= 1/2 is Taylor's series to f^6 with its coefficients
+// nudged (Remez): 1 ulp.
+template <class V, class I>
+inline V exp2_of(V x) {
+  const V magic = 12582912.0f - V{};  // 1.5 * 2^23: adding it rounds to an integer, which stands in the low bits
+  const V shifted = x + magic, f = x - (shifted - magic);
+  V p = 1.535336188319500e-4f - V{};
+  p = p * f + 1.339887440266574e-3f;
+  p = p * f + 9.618437357674640e-3f;
+  p = p * f + 5.550332471162809e-2f;
+  p = p * f + 2.402264791363012e-1f;
+  p = p * f + 6.931472028550421e-1f;
+  p = p * f + 1.0f;
+  const I power = (I(shifted) - 0x4b400000 + 127) << 23;
+  return V(I(p * V(power)) & ~I(x < -126.0f));
+}
+
+float exp2_one(float x) { return exp2_of<Quad, IQuad>(splat4(x))[0]; }
+
+// cap * tanh(x / cap), by exp2. Its absolute error is what counts in a score, and that is a few 2^-24 of the cap.
+inline Quad capped(Quad x, float cap) {
+  const float log2e = 1.44269504088896341f;
+  const Quad y = x * (2 * log2e / cap);
+  const Quad t = exp2_of<Quad, IQuad>(y > 60.0f ? splat4(60.0f) : y);
+  return (t - 1.0f) / (t + 1.0f) * (cap * log2e);
+}
+
+inline Quad larger(Quad a, Quad b) {  // NaN is passed over here and comes back through exp2
+#if defined(__aarch64__)
+  return Quad(vmaxnmq_f32(float32x4_t(a), float32x4_t(b)));
+#else
+  return b > a ? b : a;
+#endif
+}
+
+void weigh(cpu::Softmax* s, float* scores, int64_t first, int64_t count, const cpu::ScoreRule& rule) {
+  const Quad none = splat4(-INFINITY), before = load<Quad>(s->most);
+  const IQuad low = load<IQuad>(s->low), last = load<IQuad>(s->last);
+  const int64_t whole = (count + 3) / 4 * 4;
+  if (rule.scale != 1 || rule.cap != 0 || rule.is_masked)
+    for (int64_t t = 0; t < count; t++) {
+      Quad x = load<Quad>(scores + t * kLanes) * rule.scale;
+      if (rule.cap != 0) x = capped(x, rule.cap);
+      const IQuad pos = int32_t(first + t) - IQuad{};
+      IQuad seen = (pos >= low) & (pos <= last);
+      if (rule.there) seen &= rule.there[t];
+      store(scores + t * kLanes, rule.is_masked ? (seen ? x : none) : x);
+    }
+  for (int64_t t = count; t < whole; t++) store(scores + t * kLanes, none);
+  Quad mosts[4] = {before, none, none, none};  // four: each step waits for the one before
+  for (int64_t t = 0; t < whole; t += 4)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) mosts[i] = larger(mosts[i], load<Quad>(scores + (t + i) * kLanes));
+  const Quad most = larger(larger(mosts[0], mosts[1]), larger(mosts[2], mosts[3]));
+  const Quad base =
+      most == none ? splat4(0) : most;  // nothing seen: -inf - 0 gives weight 0, where -inf - -inf would be NaN
+  Quad wide[W / kLanes];
+  for (Quad& part : wide) part = base;
+  const Vec bases = load<Vec>(wide);
+  constexpr int kTogether = 16 / W;  // four positions: the steps of one exp2 wait for each other
+  Vec total = {};
+  for (int64_t i = 0; i < whole * kLanes; i += 16) {
+    Vec p[kTogether];
+#pragma GCC unroll 4
+    for (int j = 0; j < kTogether; j++) p[j] = exp2_of<Vec, IVec>(load<Vec>(scores + i + j * W) - bases);
+#pragma GCC unroll 4
+    for (int j = 0; j < kTogether; j++) store(scores + i + j * W, p[j]), total += p[j];
+  }
+  const Quad keep = exp2_of<Quad, IQuad>(before - base);
+  store(s->keep, keep);
+  store(s->sum, load<Quad>(s->sum) * keep + quarter(total));
+  store(s->most, most);
+}
+
+}  // namespace
+}  // namespace KVX_ISA
+
+namespace cpu {
+#define KVX_JOIN2(a, b) a##b
+#define KVX_JOIN(a, b) KVX_JOIN2(a, b)
+using namespace KVX_ISA;
+
+const AttendTable KVX_JOIN(attend_, KVX_ISA) = {
+#if defined(__aarch64__)
+    {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, &scores<E4M3>, nullptr, nullptr, nullptr, nullptr, nullptr,
+     nullptr, &scores<S8>},
+    {nullptr, &sums_of<F16>, &sums_of<BF16>, &sums_of<F32>, &sums_of<E4M3>, nullptr, nullptr, nullptr, nullptr, nullptr,
+     nullptr, &sums_of<S8>},
+    {1, 2 * W, 2 * W, 2 * W, 4 * W, 1, 1, 1, 1, 1, 1, 4 * W},
+    {1, 1, 1, 1, E4M3::kLiftIn, 1, 1, 1, 1, 1, 1, S8::kLiftIn},
+    {1, 1, 1, 1, E4M3::kLiftOut, 1, 1, 1, 1, 1, 1, S8::kLiftOut},
+    {nullptr, &widen<F16>, &widen<BF16>, &widen_f32, &widen_e4m3, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+     &widen_s8},
+#elif defined(__AVX2__)
+    {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+     &scores<S8>},
+    {nullptr, &sums_of<F16>, &sums_of<BF16>, &sums_of<F32>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+     nullptr, &sums_of<S8>},
+    {1, 2 * W, 2 * W, W, 1, 1, 1, 1, 1, 1, 1, W},
+    {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
+    {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
+    {nullptr, &widen<F16>, &widen<BF16>, &widen_f32, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+     &widen_s8},
+#else
+    {nullptr, nullptr, &scores<BF16>, &scores<F32>},
+    {nullptr, nullptr, &sums_of<BF16>, &sums_of<F32>},
+    {1, 1, 2 * W, W, 1, 1, 1, 1, 1, 1, 1, 1},
+    {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
+    {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
+    {nullptr, nullptr, &widen<BF16>, &widen_f32, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+     &widen_s8},
+#endif
+    &has_nan,
+    &weigh,
+    &exp2_one,
+    {nullptr, nullptr, nullptr, &values_f32},
+#if defined(__AVX512BF16__)
+    &pack_bf16,
+    &dots_bf16,
+#else
+    nullptr,
+    nullptr,
+#endif
+};
+
+}  // namespace cpu
+}  // namespace kvx

@@ -1,0 +1,113 @@
+// Attention's inner loops over a tile of positions. attend.cpp is compiled once per instruction set, as rows.cpp is.
+//
+// Four query rows go together and are the four lanes of everything about scores: one position's scores lie side by
+// side, so masks, maxima, exponentials and sums need no step across lanes. Scores are base
+// 2: exp2 is what a machine has.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+
+namespace kvx {
+namespace cpu {
+
+constexpr int kLanes = 4;  // query rows together
+constexpr int kTile = 64;  // positions together, at most
+constexpr int kRoom = 8;   // positions past the last that loops may look at
+
+// Rows of K or V at the positions of a tile.
+struct TileRows {
+  const char* const* at;         // where the first head's row begins; kRoom more than count, all good to read
+  int64_t count, dim;            // dim a multiple of the type's step
+  int64_t heads, head;           // heads, and bytes from one to the next
+  bool by_head;                  // heads are far apart: each is walked alone. Else whole tokens are, front to back
+  const float* scale = nullptr;  // [heads, kTile]: factors of scores, or of weights; NULL = 1
+};
+
+// Query rows: the states of one head are `fours` runs of four rows, of which [first, last) see the tile. The final run
+// may have fewer than four rows.
+struct TileStates {
+  int64_t fours, first, last;
+  int final_rows;                 // 1, 2 or 4: rows of run fours - 1 that are computed
+  const float* q;                 // [heads, fours, 4, k dim]; for `dots`, by `pack`
+  float* scores;                  // [heads, fours, kTile, 4]: scores, then weights
+  float* out;                     // [heads, fours, 4, v dim]
+  bool has_second_parts = false;  // of packed queries: those of f16 have, of bf16 not
+};
+
+// Four query rows: what they may see, and their softmax so far.
+struct Softmax {
+  int32_t low[kLanes], last[kLanes];  // positions seen, both ends included
+  float most[kLanes];                 // the largest score; -inf while nothing is seen
+  float sum[kLanes];                  // of exp2(score - most)
+  float keep[kLanes];                 // what the tile makes of values summed before it
+};
+
+struct ScoreRule {
+  float scale;           // score = q.k * scale, in base 2 where there is no cap
+  float cap;             // 0 = none; else cap * tanh(score / cap), then to base 2
+  bool is_masked;        // some row does not see the whole tile
+  const int32_t* there;  // [count]: 0 where the table has no block, else -1; NULL = all there
+};
+
+using WidenRow = void (*)(float* to, const char* row, int64_t n,
+                          float scale);  // a row as f32, times the scale of a quantised one
+
+// `next`: rows that will be wanted after these and are asked for meanwhile, a line for every line read. NULL = none.
+struct AttendTable {
+  // By kvx_dtype_t of rows as they lie; NULL: they have to be made f32 first.
+  void (*scores[14])(const TileRows& k, const TileRows* next, const TileStates& states);
+  void (*sums[14])(const TileRows& v, const TileRows* next, const TileStates& states,
+                   const Softmax* softmax);  // of weights times values
+  int steps[14];                             // dim of such rows is a multiple of this
+  // Numbers of a type are read lift_in * lift_out times too small. Queries, or weights by their scale, are multiplied
+  // by the first; scores by their scale, or sums in the end, by the second.
+  float lift_in[14], lift_out[14];
+  WidenRow widen[14];                           // by kvx_dtype_t; NULL: row.h's way
+  bool (*has_nan)(const char* row, int64_t n);  // of e4m3: `scores` and `sums` do not see it
+  void (*weigh)(Softmax* softmax, float* scores, int64_t first, int64_t count,
+                const ScoreRule& rule);  // scores become weights
+  float (*exp2)(float x);
+  // The same for V of one head, f32 and close together, [count, dim]: faster, where many rows share it. By dtype, F32
+  // alone; the three pointers are not used.
+  void (*values[4])(const float* v, int64_t count, int64_t dim, const char* const* from, float* to,
+                    const char* const* next, const TileStates& states, const Softmax* softmax);
+
+  // Scores of bf16 rows against queries that came as bf16 or f16, in parts of bf16: pack makes n of them so, in place
+  // and before any scaling. NULL where a machine has no such instruction.
+  void (*pack)(float* q, int64_t n);
+  void (*dots)(const TileRows& k, const TileRows* next, const TileStates& states);
+
+  int step(int dtype) const { return steps[dtype]; }
+};
+
+extern const AttendTable attend_plain;
+#if defined(__x86_64__)
+extern const AttendTable attend_avx2;
+extern const AttendTable attend_avx512;
+extern const AttendTable attend_avx512bf16;  // for rows_avx512
+#endif
+
+const AttendTable& best_attend();
+
+constexpr float kLog2e = 1.44269504f, kLn2 = 0.69314718f;
+
+// A row's softmax at its end: what its sums of values are multiplied by, and its LSE, natural and without the sink.
+struct SoftmaxEnd {
+  float factor, lse;
+};
+
+// Static: what is compiled for an instruction set includes this too. `most` is in powers of two; `sink` NULL: there is
+// none. Nothing seen: 0, as the values are, and -inf. NaN stays.
+static inline SoftmaxEnd end_softmax(const AttendTable& loops, float most, float sum, const float* sink) {
+  if (sum == 0) return SoftmaxEnd{0, -INFINITY};
+  float total = sum, shrink = 1;
+  if (sink && sum > 0) {
+    const float at = *sink * kLog2e, top = most > at ? most : at;
+    shrink = loops.exp2(most - top);
+    total = sum * shrink + loops.exp2(at - top);
+  }
+  return SoftmaxEnd{shrink / total, most * kLn2 + logf(sum)};
+}
+
+}  // namespace cpu
+}  // namespace kvx

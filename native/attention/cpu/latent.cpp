@@ -1,0 +1,288 @@
+// Attention over a latent cache (MLA) on the host. All heads read one row a token, so a tile of rows is made f32 once,
+// latent and rotary part side by side, and serves up to kRowsTogether query rows twice: whole for scores, its latents
+// for values. The loops are attend.h's.
+#include "attention/attention.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <vector>
+
+#include "attention/cpu/attend.h"
+#include "cpu/carry.h"
+#include "cpu/row.h"
+#include "run.h"
+#include "table.h"
+
+namespace kvx {
+namespace cpu {
+
+namespace {
+
+constexpr int64_t kRowsTogether =
+    64;  // query rows (a query and a head): with their sums and a tile they fill half a second level
+constexpr int64_t kTilePositions = 32;
+constexpr int64_t kLeastSpan = 256;       // positions worth a unit of their own
+constexpr int64_t kThreadWork = 1 << 14;  // rows times positions: below, waking threads costs more than they bring
+
+// Query rows [first, first + count) of a sequence, numbered query by query, over positions [begin, end).
+struct Unit {
+  int64_t seq, length;
+  int64_t first_token, num_queries;  // of the sequence, in q
+  int64_t first, count;
+  int64_t begin, end;
+  int64_t partial;  // index of its first partial row; -1: the result is whole
+};
+
+int64_t last_seen(const AttentionParams& p, const Unit& u, int64_t query) {
+  return p.is_causal ? u.length - u.num_queries + query : u.length - 1;
+}
+int64_t first_seen(const AttentionParams& p, const Unit& u, int64_t query) {
+  return p.window ? greatest(0, last_seen(p, u, query) - p.window + 1) : 0;
+}
+
+// The positions that some of the unit's rows see.
+void set_positions(const AttentionParams& p, Unit* u) {
+  u->begin = first_seen(p, *u, u->first / p.num_heads);
+  u->end = greatest(u->begin, last_seen(p, *u, (u->first + u->count - 1) / p.num_heads) + 1);
+}
+
+kvx_status_t check_blocks(const AttentionParams& p, const Unit& u) {
+  const GatherParams& kv = p.kv;
+  const bool ragged = kv.table.format == KVX_BLOCK_TABLE_RAGGED;
+  for (int64_t pos = u.begin; pos < u.end; pos = ragged ? pos + 1 : (pos / kv.block_size + 1) * kv.block_size)
+    for (int plane = 0; plane < (kv.table.format == KVX_BLOCK_TABLE_KV_OFFSETS ? 2 : 1); plane++)
+      if (find_block(kv, u.seq, pos, pos / kv.block_size, plane).state == BLOCK_BAD)
+        return fail(KVX_STATUS_OUT_OF_RANGE,
+                    "block_table of sequence %lld has no block inside the cache (num_blocks %lld) for position %lld of "
+                    "%lld, which a query sees.",
+                    (long long)u.seq, (long long)kv.num_blocks, (long long)pos, (long long)u.length);
+  return KVX_STATUS_OK;
+}
+
+// Groups of rows, after every length, range and block id has been looked at.
+kvx_status_t make_groups(const AttentionParams& p, std::vector<Unit>* out) {
+  for (int64_t s = 0; s < p.num_seqs; s++) {
+    const int64_t first = p.cu_seqlens ? read_index(p.cu_seqlens, s * p.cu_bytes, p.cu_bytes) : s * p.query_len;
+    const int64_t end = p.cu_seqlens ? read_index(p.cu_seqlens, (s + 1) * p.cu_bytes, p.cu_bytes) : first + p.query_len;
+    if (first < 0 || end < first || end > p.num_tokens || end - first > p.max_query_len)
+      return fail(KVX_STATUS_OUT_OF_RANGE,
+                  "cu_seqlens[%lld..%lld] is not a range of at most max_query_len %lld rows inside the %lld of q.",
+                  (long long)s, (long long)s + 1, (long long)p.max_query_len, (long long)p.num_tokens);
+    const int64_t length = sequence_length(p.kv.table, s, p.kv.block_size);
+    if (length < 0)
+      return fail(KVX_STATUS_OUT_OF_RANGE, "sequence %lld has a negative or impossible length.", (long long)s);
+    if (length > p.max_seq_len)
+      return fail(KVX_STATUS_OUT_OF_RANGE,
+                  "sequence %lld has %lld tokens; max_seq_len, or what the table holds, is %lld.", (long long)s,
+                  (long long)length, (long long)p.max_seq_len);
+    if (first == end) continue;
+    Unit whole{s, length, first, end - first, 0, (end - first) * p.num_heads, 0, 0, -1};
+    set_positions(p, &whole);
+    KVX_TRY(check_blocks(p, whole));
+    for (int64_t i = 0; i < whole.count; i += kRowsTogether) {
+      Unit group = whole;
+      group.first = i, group.count = least(kRowsTogether, whole.count - i);
+      set_positions(p, &group);
+      out->push_back(group);
+    }
+  }
+  return KVX_STATUS_OK;
+}
+
+// Groups cut into spans of about the same work, several a thread. `partials` becomes the number of partial rows.
+std::vector<Unit> make_units(const std::vector<Unit>& groups, int64_t* work, int64_t* partials) {
+  *work = *partials = 0;
+  for (const Unit& g : groups) *work += (g.end - g.begin) * g.count;
+  const int64_t share = greatest(1, *work / (8 * max_threads()));
+  std::vector<Unit> units;
+  for (const Unit& g : groups) {
+    const int64_t length = g.end - g.begin, spans = greatest(1, least(length / kLeastSpan, length * g.count / share));
+    const int64_t span = greatest(1, (length + spans - 1) / spans);
+    int64_t begin = g.begin;
+    do {
+      Unit u = g;
+      u.begin = begin, u.end = least(g.end, begin + span);
+      if (u.begin != g.begin || u.end != g.end) u.partial = *partials, *partials += g.count;
+      units.push_back(u);
+      begin = u.end;
+    } while (begin < g.end);
+  }
+  return units;
+}
+
+int64_t partial_floats(const AttentionParams& p) { return p.head_dim + 2; }  // most, sum, values
+
+// What a thread works in.
+struct Desk {
+  int64_t dim;              // of a key, and what pads it to whole vectors: zeros
+  std::vector<float> tile;  // [kTilePositions, dim]
+  std::vector<float> q, out, scores, row;
+  std::vector<Softmax> softmax;
+  const char* at[kTilePositions + kLanes];
+  int32_t there[kTilePositions];  // -1, or 0 where the latent or the rotary part has no block
+  bool is_whole;
+
+  void open(const AttentionParams& p, const AttendTable& loops) {
+    const int64_t step = loops.step(KVX_DTYPE_F32);
+    dim = (p.head_dim + p.rope_dim + step - 1) / step * step;
+    tile.assign(size_t(kTilePositions * dim), 0.0f);
+    row.resize(size_t(dim));
+    for (int64_t t = 0; t < kTilePositions + kLanes; t++)
+      at[t] = reinterpret_cast<const char*>(tile.data() + t % kTilePositions * dim);
+  }
+
+  // Positions [begin, end) of a sequence as f32; what is not there as zeros.
+  void read(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, int64_t seq, int64_t begin,
+            int64_t end) {
+    const RowsParams f32{nullptr, 0, 0, 4, KVX_DTYPE_F32, 1};
+    is_whole = true;
+    for (int64_t pos = begin; pos < end; pos++) {
+      const int64_t logical = pos / p.kv.block_size, offset = pos % p.kv.block_size;
+      float* key = tile.data() + (pos - begin) * dim;
+      BlockPlace place[2];
+      for (int i = 0; i < 2; i++) place[i] = find_block(p.kv, seq, pos, logical, i);
+      const bool found = place[0].state == BLOCK_FOUND && place[1].state == BLOCK_FOUND;
+      there[pos - begin] = found ? -1 : 0;
+      is_whole &= found;
+      if (!found) memset(key, 0, size_t(p.head_dim + p.rope_dim) * 4);
+      for (int i = 0; i < 2 && found; i++) {
+        const PlaneParams& plane = p.kv.plane[i];
+        char* cell = place[i].base + offset * plane.token;
+        float* to = key + (i ? p.head_dim : 0);
+        const ScaleAt scale{place[i].id, offset, 0, 0};
+        const WidenRow widen = plane.is_dense ? loops.widen[plane.dtype] : nullptr;
+        const int64_t size = plane.scale.group_size;
+        if (!widen) gather_row(ops, plane, f32, reinterpret_cast<char*>(to), cell, scale);
+        for (int64_t g = 0; widen && g < plane.scale.num_groups; g++)
+          widen(to + g * size, cell + span_bytes(plane.dtype, g * size), size, read_scale(plane.scale, scale, g));
+      }
+    }
+  }
+};
+
+void load_query(const AttentionParams& p, const RowTable& ops, const Unit& u, int64_t row, float* to) {
+  const int64_t token = u.first_token + row / p.num_heads, head = row % p.num_heads, dim = p.head_dim + p.rope_dim;
+  const char* q = p.q.data + token * p.q.token + head * p.q.head;
+  if (p.q.is_dense) ops.decode[p.q.dtype][KVX_DTYPE_F32](reinterpret_cast<char*>(to), q, dim, 1.0f);
+  else
+    for (int64_t d = 0; d < dim; d++) to[d] = load_float(q + d * p.q.dim, p.q.dtype);
+}
+
+// Takes a row's softmax to its end: divides, brings the sink in, stores out and lse.
+void finish(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Unit& u, int64_t row,
+            float most, float sum, const float* values, float* scratch) {
+  const int64_t token = u.first_token + row / p.num_heads, head = row % p.num_heads;
+  const SoftmaxEnd end = end_softmax(loops, most, sum, p.sinks ? p.sinks + head : nullptr);
+  for (int64_t d = 0; d < p.head_dim; d++) scratch[d] = values[d] * end.factor;
+  char* out = p.out.data + token * p.out.token + head * p.out.head;
+  if (p.out.is_dense) ops.encode[KVX_DTYPE_F32][p.out.dtype](out, reinterpret_cast<char*>(scratch), p.head_dim, 1.0f);
+  else
+    for (int64_t d = 0; d < p.head_dim; d++) store_float(out + d * p.out.dim, p.out.dtype, scratch[d]);
+  if (p.lse) *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) = end.lse;
+}
+
+void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Unit& u, Desk& desk,
+            float* partials) {
+  const int64_t fours = (u.count + kLanes - 1) / kLanes, dim = desk.dim;
+  desk.q.assign(size_t(fours * kLanes * dim), 0.0f);
+  desk.out.assign(size_t(fours * kLanes * dim), 0.0f);
+  desk.scores.resize(size_t(fours * kTile * kLanes));
+  desk.softmax.resize(size_t(fours));
+  for (int64_t i = 0; i < fours * kLanes; i++) {
+    Softmax& s = desk.softmax[size_t(i / kLanes)];
+    const int64_t row = u.first + least(i, u.count - 1), r = i % kLanes;
+    s.most[r] = -INFINITY, s.sum[r] = 0;
+    s.low[r] = int32_t(first_seen(p, u, row / p.num_heads)), s.last[r] = int32_t(last_seen(p, u, row / p.num_heads));
+    if (i < u.count) load_query(p, ops, u, row, desk.q.data() + i * dim);
+  }
+  const int final_rows = int(u.count - (fours - 1) * kLanes);
+  TileStates states{fours,          0, fours, final_rows == 3 ? 4 : final_rows, desk.q.data(), desk.scores.data(),
+                    desk.out.data()};
+  for (int64_t pos = u.begin; pos < u.end; pos += kTilePositions) {
+    const int64_t end = least(pos + kTilePositions, u.end);
+    desk.read(p, ops, loops, u.seq, pos, end);
+    states.first = 0,
+    states.last = fours;  // rows are in the order of their queries, so those that see a tile are next to each other
+    while (states.first < fours && desk.softmax[size_t(states.first)].last[kLanes - 1] < pos) states.first++;
+    while (states.last > states.first && desk.softmax[size_t(states.last - 1)].low[0] >= end) states.last--;
+    loops.scores[KVX_DTYPE_F32](TileRows{desk.at, end - pos, dim, 1, 0, true}, nullptr, states);
+    for (int64_t b = states.first; b < states.last; b++) {
+      Softmax& s = desk.softmax[size_t(b)];
+      const bool whole = desk.is_whole && s.low[kLanes - 1] <= pos && s.last[0] >= end - 1;
+      const ScoreRule rule{p.soft_cap != 0 ? p.scale : p.scale * kLog2e, p.soft_cap, !whole,
+                           desk.is_whole ? nullptr : desk.there};
+      loops.weigh(&s, desk.scores.data() + b * kTile * kLanes, pos, end - pos, rule);
+    }
+    // Sums of the rotary columns come along, an eighth more work, and are left: rows stay one run of memory.
+    loops.values[KVX_DTYPE_F32](desk.tile.data(), end - pos, dim, nullptr, nullptr, nullptr, states,
+                                desk.softmax.data());
+  }
+  for (int64_t i = 0; i < u.count; i++) {
+    const Softmax& s = desk.softmax[size_t(i / kLanes)];
+    const float most = s.most[i % kLanes], sum = s.sum[i % kLanes];
+    const float* values = desk.out.data() + i * dim;
+    if (u.partial < 0) {
+      finish(p, ops, loops, u, u.first + i, most, sum, values, desk.row.data());
+    } else {
+      float* to = partials + (u.partial + i) * partial_floats(p);
+      to[0] = most, to[1] = sum;
+      memcpy(to + 2, values, size_t(p.head_dim) * 4);
+    }
+  }
+}
+
+// Spans [first, last) of the same rows into one result.
+void merge(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Unit* first, const Unit* last,
+           const float* partials, Desk& desk) {
+  for (int64_t i = 0; i < first->count; i++) {
+    float most = -INFINITY, sum = 0;
+    for (const Unit* u = first; u < last; u++) most = fmaxf(most, partials[(u->partial + i) * partial_floats(p)]);
+    desk.out.assign(size_t(p.head_dim), 0.0f);
+    for (const Unit* u = first; u < last; u++) {
+      const float* part = partials + (u->partial + i) * partial_floats(p);
+      if (part[1] == 0) continue;  // saw nothing
+      const float keep = loops.exp2(part[0] - most);
+      sum += part[1] * keep;
+      for (int64_t d = 0; d < p.head_dim; d++) desk.out[size_t(d)] += part[2 + d] * keep;
+    }
+    finish(p, ops, loops, *first, first->first + i, most, sum, desk.out.data(), desk.row.data());
+  }
+}
+
+bool is_same_group(const Unit& a, const Unit& b) { return a.seq == b.seq && a.first == b.first; }
+
+}  // namespace
+
+kvx_status_t attention_latent(const AttentionParams& p) {
+  std::vector<Unit> groups;
+  KVX_TRY(make_groups(p, &groups));
+  const RowTable& ops = best_rows();
+  const AttendTable& loops = best_attend();
+  int64_t work, partial_rows;
+  const std::vector<Unit> units = make_units(groups, &work, &partial_rows);
+  std::vector<float> partials(size_t(partial_rows * partial_floats(p)));
+  const int64_t count = int64_t(units.size());
+  Carry carry;
+#pragma omp parallel if (work >= kThreadWork)
+  {
+    Desk desk;
+    carry([&] { desk.open(p, loops); });
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < count; i++) carry([&] { attend(p, ops, loops, units[size_t(i)], desk, partials.data()); });
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < count; i++) {
+      const Unit& u = units[size_t(i)];
+      if (u.partial < 0 || (i > 0 && is_same_group(units[size_t(i - 1)], u)))
+        continue;  // whole already, or not the first of its spans
+      int64_t end = i + 1;
+      while (end < count && is_same_group(u, units[size_t(end)])) end++;
+      carry([&] { merge(p, ops, loops, &u, units.data() + end, partials.data(), desk); });
+    }
+  }
+  carry.rethrow();
+  return KVX_STATUS_OK;
+}
+
+}  // namespace cpu
+}  // namespace kvx

@@ -1,0 +1,74 @@
+// Attention's plan, made on the device once a step.
+#include "attention/cuda/plan.cuh"
+
+#include "table.h"
+
+namespace kvx {
+namespace cuda {
+
+namespace {
+
+// One block of threads: a running sum of tiles over the sequences, then every share's place in it.
+__global__ void __launch_bounds__(kPlanThreads) make_plan(const __grid_constant__ PlanArgs a) {
+  wait_for_previous();
+  int32_t* first_tile = reinterpret_cast<int32_t*>(a.workspace + a.shape.first_tile_at);
+  const int32_t base = sum_tiles(a.num_seqs, first_tile, [&](int32_t seq) {
+    const int32_t queries = query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
+    const bool is_ours =
+        query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.shape.rows) > 0;
+    return is_ours ? seq_range(clamped_length(a.kv, seq, a.max_seq_len), queries, a.window, a.is_causal, a.tile_tokens)
+                         .num_tiles
+                   : 0;
+  });
+  const long long tiles = (long long)base * a.line_heads;
+  const long long most = (tiles + kLeastTiles - 1) / kLeastTiles;
+  const int32_t max_workers = a.shape.max_workers / a.shape.lines,
+                workers = int32_t(most < max_workers ? most : max_workers);
+  if (threadIdx.x == 0) *reinterpret_cast<PlanHeader*>(a.workspace) = PlanHeader{tiles, workers, 0};
+  WorkerStart* start = reinterpret_cast<WorkerStart*>(a.workspace + a.shape.start_at);
+  for (int32_t w = int32_t(threadIdx.x); w < workers; w += kPlanThreads) {
+    const long long tile = w * tiles / workers;
+    const int32_t low = sequence_of(first_tile, a.num_seqs, tile, a.line_heads);
+    const int32_t of_seq = first_tile[low + 1] - first_tile[low],
+                  inside = int32_t(tile - (long long)first_tile[low] * a.line_heads);
+    start[w] =
+        WorkerStart{low, inside / of_seq * a.shape.lines, inside % of_seq, clamped_length(a.kv, low, a.max_seq_len)};
+  }
+}
+
+int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// One a KV head, unless that leaves more than one of 32 workers without a share.
+int32_t lines_of(int64_t heads, int workers) {
+  for (int64_t lines = heads; lines > 1; lines--)
+    if (heads % lines == 0 && lines <= workers && workers % lines * 32 <= workers) return int32_t(lines);
+  return 1;
+}
+
+}  // namespace
+
+PlanShape plan_shape(const AttentionParams& p, int rows, int workers) {
+  PlanShape s = {};
+  s.max_workers = workers, s.rows = rows, s.lines = lines_of(p.num_kv_heads, workers);
+  s.first_tile_at = aligned(sizeof(PlanHeader));
+  s.start_at = s.first_tile_at + aligned((p.num_seqs + 1) * 4);
+  s.partial_at = s.start_at + aligned(int64_t(workers) * sizeof(WorkerStart));
+  s.partial_bytes = aligned(rows * (p.v_head_dim + 2) * 4);
+  s.bytes = s.partial_at + 2 * workers * s.partial_bytes;
+  return s;
+}
+
+kvx_status_t launch_plan(const AttentionParams& p, const PlanShape& shape, int tile_tokens, void* stream) {
+  PlanArgs a = {};
+  a.kv = p.kv;
+  a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;
+  a.num_seqs = int32_t(p.num_seqs), a.line_heads = int32_t(p.num_kv_heads) / shape.lines, a.group = int32_t(p.group),
+  a.tile_tokens = tile_tokens;
+  a.query_len = int32_t(p.query_len), a.max_seq_len = int32_t(p.max_seq_len);
+  a.window = p.window, a.num_tokens = p.num_tokens, a.is_causal = p.is_causal;
+  a.workspace = p.workspace, a.shape = shape;
+  return launch_early("make_plan", make_plan, dim3(1), dim3(kPlanThreads), stream, a);
+}
+
+}  // namespace cuda
+}  // namespace kvx

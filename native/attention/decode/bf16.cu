@@ -1,0 +1,12 @@
+#include "attention/decode/table.cuh"
+
+namespace kvx {
+namespace cuda {
+
+DecodeChoice choose_decode_bf16(const DecodeShape& shape, bool own) {
+  return own ? choose_decode<tiles::Bf16Rows, NO_SCALES, true>(shape)
+             : choose_decode<tiles::Bf16Rows, NO_SCALES>(shape);
+}
+
+}  // namespace cuda
+}  // namespace kvx

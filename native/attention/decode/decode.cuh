@@ -1,0 +1,742 @@
+// Attention of few queries a sequence (decode, and drafts of a few tokens): memory is read once, at its own speed.
+//
+// A warp is a worker of its own: it walks its share of tiles (attention/cuda/plan.cuh), keeps a ring of them in flight
+// in its own part of shared memory (tiles/group_ring.cuh), and waits for nobody. All query rows that read one KV head
+// are columns of its multiplications.
+//
+// Above 128 elements a row is more than a warp has registers for, and a worker is a team of warps: each has a slice of
+// every row, loads it by a ring of its own and multiplies it. They meet once a tile, to add up their parts of the
+// scores; from there on all have the same numbers. Rows may be shorter than a tile is wide: what is past their end is
+// not read, counts as zeros, and is not stored.
+#pragma once
+#include <type_traits>
+
+#include "attention/cuda/plan.cuh"
+#include "attention/cuda/scales.cuh"
+#include "tiles/barrier.cuh"
+#include "tiles/block_rows.cuh"
+#include "tiles/elements.cuh"
+#include "tiles/group_ring.cuh"
+
+namespace kvx {
+namespace cuda {
+
+struct DecodeArgs {
+  tiles::RowFinder rows;
+  const char* data[2];         // planes
+  int32_t dims[2], chunks[2];  // of a row of K and of V; chunks are 16 bytes
+  RowsParams q, out;
+  char* lse;
+  int64_t lse_token, lse_head;
+  const float* sinks;
+  const void* cu_seqlens;
+  int32_t cu_bytes;
+  int32_t num_seqs, num_kv_heads, group, query_len, max_seq_len;
+  int64_t window, num_tokens;
+  float scale, soft_cap;
+  int32_t is_causal;
+  ScaleParams scales[2];
+  char* workspace;
+  PlanShape plan;
+};
+
+// Widths of a tile's rows, in elements, and how many warps share them.
+template <int kKeyDims_, int kValueDims_, int kTeam_> struct DecodeTile {
+  static constexpr int kKeyDims = kKeyDims_, kValueDims = kValueDims_, kTeam = kTeam_;
+  static_assert(kKeyDims % (16 * kTeam) == 0 && kValueDims % (16 * kTeam) == 0, "slices of whole multiplications");
+};
+
+template <class Rows_, class Tile_, int kColumns_, ScaleKind kScales_, bool kOwnCaches_> struct DecodeConfig {
+  using Rows = Rows_;
+  using Tile = Tile_;
+  static constexpr int kTeam = Tile::kTeam, kKeyDims = Tile::kKeyDims / kTeam,
+                       kValueDims = Tile::kValueDims / kTeam;  // of a warp's slice
+  static constexpr int kColumns = kColumns_;                   // query rows, 8 or 16
+  static constexpr ScaleKind kScales = kScales_;
+  static constexpr bool kOwnCaches =
+      kOwnCaches_;  // every sequence has a buffer, found by a table of addresses; else blocks of one buffer
+  static_assert(kKeyDims % Rows::kGroupDims == 0 && kValueDims % Rows::kGroupDims == 0, "rows of whole groups");
+  static constexpr int kKeyChunks = kKeyDims * Rows::kBytes / 16, kValueChunks = kValueDims * Rows::kBytes / 16;
+  // A row in shared memory has room for whole swizzles; what is past its chunks is not multiplied.
+  static constexpr int row_bytes(int chunks) { return (chunks + 3) / 4 * 64; }
+  static constexpr int kKeyRowBytes = row_bytes(kKeyChunks), kValueRowBytes = row_bytes(kValueChunks);
+  static_assert(kKeyRowBytes <= 256 && kValueRowBytes <= 256, "rows of up to 256 bytes a warp");
+  static constexpr int kTokens = kTeam > 1 || kKeyRowBytes > 128 || (kKeyRowBytes == 128 && Rows::kBytes == 1) ? 32
+                                                                                                               : 64;
+  static constexpr int kKeyBytes = kTokens * kKeyRowBytes, kValueBytes = kTokens * kValueRowBytes,
+                       kTileBytes = kKeyBytes + kValueBytes;
+  static constexpr int kScaleBytes = kScales == ROW_SCALES ? 2 * kTokens * 4 : 0;
+  // Where a team meets: the scores of each warp, and of every token what its scales come to. There are two such places,
+  // so that warps meet once a tile; one, where two would leave room for a team less.
+  static constexpr int kScoreBytes = kTokens * kColumns * 4,
+                       kPlaceBytes = kTeam * kScoreBytes + (kScales == ROW_SCALES ? kTokens * 16 : 0);
+  static constexpr int kPlaces = kTeam == 1 ? 0 : kTeam == 4 && kColumns == 16 && Rows::kBytes == 1 ? 1 : 2;
+  static constexpr int worker_bytes(int stages) {
+    return kTeam * tiles::GroupRing<3, kTileBytes + kScaleBytes>::bytes(stages) + kPlaces * kPlaceBytes;
+  }
+  // 128 KB in flight an SM, and half as much again being worked on. Eight-bit rows take more instructions a byte: more
+  // warps hide them.
+  static constexpr int kMostBytes = 227 * 1024, kMostWarps = kTeam > 1 ? 12 : Rows::kBytes == 1 ? 8 : 6;
+  static constexpr int least(int x, int y) { return x < y ? x : y; }
+  static constexpr int kWorkers = least(kMostWarps / kTeam, kMostBytes / worker_bytes(3));
+  static constexpr int kStages = kWorkers * worker_bytes(4) <= kMostBytes ? 4 : 3;
+  using Ring = tiles::GroupRing<kStages, kTileBytes + kScaleBytes>;  // of a warp; noted are the rows that are there
+  static constexpr int kWorkerBytes = worker_bytes(kStages);
+  static_assert(kWorkers > 0, "shared memory of a block of threads");
+};
+
+// Where a worker stands in the line of tiles.
+struct Cursor {
+  int32_t seq, head, tile;  // tile of this (seq, head)
+  SeqRange range;
+  tiles::OwnCache own;  // kOwnCaches alone
+};
+
+// What a row of sums is multiplied by; its LSE is written on the way.
+__device__ __forceinline__ float finish(const DecodeArgs& a, int64_t token, int32_t head, float largest, float total,
+                                        float value_scale, bool writes) {
+  if (writes && a.lse)
+    *reinterpret_cast<float*>(a.lse + token * a.lse_token + head * a.lse_head) =
+        total > 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
+  if (a.sinks) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - (largest == -INFINITY ? 0.f : largest));
+  return total > 0.f && largest != -INFINITY ? value_scale / total : 0.f;
+}
+
+__device__ __forceinline__ void write(const RowsParams& out, char* row, int dim, float x) {
+  char* p = row + dim * out.dim;
+  if (out.dtype == KVX_DTYPE_BF16) *reinterpret_cast<__nv_bfloat16*>(p) = __float2bfloat16(x);
+  else if (out.dtype == KVX_DTYPE_F16) *reinterpret_cast<__half*>(p) = __float2half(x);
+  else *reinterpret_cast<float*>(p) = x;
+}
+
+__device__ __forceinline__ int32_t queries_of(const DecodeArgs& a, int32_t seq) {
+  return query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
+}
+__device__ __forceinline__ int64_t first_query(const DecodeArgs& a, int32_t seq) {
+  return a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(seq) * a.cu_bytes, a.cu_bytes) : int64_t(seq) * a.query_len;
+}
+__device__ __forceinline__ int32_t rows_of(const DecodeArgs& a, int32_t seq) {
+  return query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.plan.rows);
+}
+
+// 16 bytes, asked for here and not where they are first used.
+template <class T> __device__ __forceinline__ T load_now(const char* from) {
+  static_assert(sizeof(T) == 16, "one load");
+  union {
+    uint32_t words[4];
+    T x;
+  } u;
+  asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(u.words[0]), "=r"(u.words[1]), "=r"(u.words[2]), "=r"(u.words[3])
+               : "l"(from));
+  return u.x;
+}
+
+template <class C> struct Decode {
+  using Rows = typename C::Rows;
+  using Numbers = typename Rows::Numbers;
+  static constexpr int kKeyGroups = C::kKeyDims / Rows::kGroupDims, kValueGroups = C::kValueDims / Rows::kGroupDims,
+                       kFragments = Rows::kGroupDims / 16;
+  static constexpr int kKeyTiles = C::kKeyDims / 16, kValueTiles = C::kValueDims / 16, kTokenTiles = C::kTokens / 16,
+                       kColumnTiles = C::kColumns / 8;
+  static constexpr int kRowsPerLane = C::kTokens / 32;
+  static constexpr bool kIsF16 = std::is_same<Numbers, tiles::F16Numbers>::value;
+
+  const DecodeArgs& a;
+  const int team, member;  // this worker's number in the block, and this warp's in it
+  const int lane, g, t;
+  typename C::Ring ring;
+  float4* places;     // where the team adds up scores
+  uint32_t turn = 0;  // which of their places is next
+  const int key_from, value_from, key_chunks,
+      value_chunks;  // the slice's first element in a row, and how many chunks of it rows have
+
+  uint32_t query[kKeyTiles][kColumnTiles][2];
+  float factor[kColumnTiles]
+              [2];  // of a column's scores: softmax scale, K's scale, what the query was divided by; log2(e) included
+  float out[kValueTiles][kColumnTiles][4];
+  float most[kColumnTiles][2],
+      sum[kColumnTiles][2];  // a column's largest score so far, and this lane's part of its sum
+  int32_t limit[kColumnTiles][2], low[kColumnTiles][2], least_limit, most_low;
+  float value_scale;
+
+  __device__ __forceinline__ Decode(const DecodeArgs& args, char* shared, int of_team, int of_member)
+      : a(args),
+        team(of_team),
+        member(of_member),
+        lane(threadIdx.x % 32),
+        g(lane / 4),
+        t(lane % 4),
+        ring{shared + of_member * C::Ring::kBytes, tiles::shared_address(shared + of_member * C::Ring::kBytes)},
+        places(reinterpret_cast<float4*>(shared + C::kTeam * C::Ring::kBytes)),
+        key_from(of_member * C::kKeyDims),
+        value_from(of_member * C::kValueDims),
+        key_chunks(min(max(a.chunks[0] - of_member * C::kKeyChunks, 0), C::kKeyChunks)),
+        value_chunks(min(max(a.chunks[1] - of_member * C::kValueChunks, 0), C::kValueChunks)) {}
+
+  // Chunks of K past the end of rows meet queries of zero, so they must be numbers: zeros from the start. No copy
+  // writes there.
+  __device__ __forceinline__ void clear() const {
+    if (key_chunks == C::kKeyChunks) return;
+    for (int stage = 0; stage < C::Ring::kStages; stage++)
+      for (int i = lane; i < C::kTokens * C::kKeyChunks; i += 32)
+        if (i % C::kKeyChunks >= key_chunks)
+          tiles::store_shared_16(
+              ring.tile_at(stage) + tiles::Swizzle<C::kKeyRowBytes>::at(i / C::kKeyChunks, i % C::kKeyChunks),
+              make_uint4(0, 0, 0, 0));
+    __syncwarp();
+  }
+
+  // What a cursor knows of its sequence. Read when it comes to it, not once a tile.
+  __device__ __forceinline__ void enter(Cursor* c, int32_t length) const {
+    c->range = seq_range(length, queries_of(a, c->seq), a.window, a.is_causal, C::kTokens);
+    if constexpr (C::kOwnCaches) c->own = tiles::find_own_cache(a.rows, c->seq, a.workspace);
+  }
+  __device__ __forceinline__ void step(Cursor* c) const {
+    if (++c->tile < c->range.num_tiles) return;
+    c->tile = 0;
+    if ((c->head += a.plan.lines) < a.num_kv_heads) return;
+    c->head -= a.num_kv_heads;  // the line's first: lines divide the heads
+    // Sequences without rows of ours have no tiles (make_plan); whoever steps knows that tiles are left.
+    while (++c->seq < a.num_seqs && a.cu_seqlens && rows_of(a, c->seq) == 0) {}
+    if (c->seq < a.num_seqs) enter(c, clamped_length(a.rows.kv, c->seq, a.max_seq_len));
+  }
+
+  struct Asked {
+    tiles::RowAsked row[kRowsPerLane];
+  };
+  __device__ __forceinline__ Asked ask(const Cursor& c) const {
+    Asked f;
+    const uint32_t first = uint32_t(c.range.begin / C::kTokens + c.tile) * C::kTokens;
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; i++) {
+      const uint32_t position = first + i * 32 + lane;
+      if constexpr (C::kOwnCaches)
+        f.row[i] = tiles::RowAsked{
+            position >= uint32_t(c.range.begin) && position < uint32_t(c.range.end) ? c.own.id : -1, position};
+      else f.row[i] = tiles::ask_row(a.rows, c.seq, position, c.range.begin, c.range.end);
+    }
+    return f;
+  }
+
+  // 32 rows' chunks from kFirst to kEnd, of those `chunks` that are there. Lanes hold a
+  // row's place each and hand it round.
+  template <bool kIsFull, int kRowBytes, int kFirst, int kEnd> __device__ __forceinline__ void load_chunks(
+      uint32_t to, const char* data, uint32_t of_mine, uint32_t valid, uint32_t first_row, uint32_t chunks) const {
+    constexpr int kLeft = kEnd - kFirst,
+                  kWidth = kLeft >= 16  ? 16
+                           : kLeft >= 8 ? 8
+                           : kLeft >= 4 ? 4
+                           : kLeft >= 2 ? 2
+                                        : 1,
+                  kRowsAtOnce = 32 / kWidth;
+    const uint32_t chunk = kFirst + lane % kWidth, sub = lane / kWidth;
+    const char* from = data + chunk * 16;
+#pragma unroll
+    for (int j = 0; j < 32 / kRowsAtOnce; j++) {
+      const uint32_t r = j * kRowsAtOnce + sub;
+      const uint32_t offset = __shfl_sync(0xffffffffu, of_mine, r);
+      const uint32_t place = to + tiles::Swizzle<kRowBytes>::at(first_row + r, chunk);
+      if (chunk >= chunks) continue;
+      if constexpr (kIsFull) tiles::copy_16(place, from + uint64_t(offset) * 16);
+      else tiles::copy_16(place, from + uint64_t(offset) * 16, valid >> r & 1 ? 16 : 0);
+    }
+    if constexpr (kLeft > kWidth)
+      load_chunks<kIsFull, kRowBytes, kFirst + kWidth, kEnd>(to, data, of_mine, valid, first_row, chunks);
+  }
+
+  template <bool kIsFull> __device__ __forceinline__ void load_rows(uint32_t at, const tiles::RowPlace& mine,
+                                                                    uint32_t valid, uint32_t first_row,
+                                                                    const tiles::OwnCache& own) const {
+    const char *keys = C::kOwnCaches ? own.data[0] : a.data[0], *values = C::kOwnCaches ? own.data[1] : a.data[1];
+    load_chunks<kIsFull, C::kKeyRowBytes, 0, C::kKeyChunks>(at, keys + key_from * Rows::kBytes, mine.offset[0], valid,
+                                                            first_row, key_chunks);
+    load_chunks<kIsFull, C::kValueRowBytes, 0, C::kValueChunks>(at + C::kKeyBytes, values + value_from * Rows::kBytes,
+                                                                mine.offset[1], valid, first_row, value_chunks);
+  }
+
+  // Puts a tile's loads under way.
+  __device__ __forceinline__ void load(const Asked& f, int32_t head, const tiles::OwnCache& own) {
+    const uint32_t at = ring.tile_at(ring.filling);
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; i++) {
+      const tiles::RowPlace mine = tiles::place_row(a.rows, f.row[i], head);
+      const uint32_t valid = __ballot_sync(0xffffffffu, mine.block >= 0);
+      if (Rows::kBytes == 1 && valid == 0xffffffffu) load_rows<true>(at, mine, valid, i * 32, own);
+      else load_rows<false>(at, mine, valid, i * 32, own);
+      if (C::kScales == ROW_SCALES && member == 0) {  // who tells the others of its team
+#pragma unroll
+        for (int plane = 0; plane < 2; plane++) {
+          const ScaleParams& s = a.scales[plane];
+          const char* from = s.data + mine.block * s.block + f.row[i].inside * s.token + head * s.head;
+          tiles::copy_4(at + C::kTileBytes + (plane * C::kTokens + i * 32 + lane) * 4, mine.block >= 0 ? from : s.data,
+                        mine.block >= 0 ? 4 : 0);
+        }
+      }
+      if (lane == 0) ring.note(ring.filling)[i] = valid;
+    }
+    ring.end_fill();
+  }
+
+  // Query rows of a (sequence, head) as fragments: column n = query token n / group, head n % group. All words are
+  // asked for before the first is used: a worker waits once, not once a word.
+  __device__ __forceinline__ void begin(const Cursor& c) {
+    const int32_t queries = queries_of(a, c.seq), rows = rows_of(a, c.seq);
+    const int64_t first = first_query(a, c.seq);
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++) {
+      const int32_t column = n * 8 + g, token = column / a.group, head = column - token * a.group;
+      const char* row =
+          a.q.data + (first + token) * a.q.token + (int64_t(c.head) * a.group + head) * a.q.head + key_from * 2;
+      const int dims = column < rows ? a.dims[0] - key_from : 0;
+#pragma unroll
+      for (int d = 0; d < kKeyTiles; d++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int dim = d * 16 + Rows::query_dim(2 * i, t);
+          query[d][n][i] = dim < dims ? __ldg(reinterpret_cast<const uint32_t*>(row + dim * 2)) : 0u;
+        }
+    }
+    const float scale = a.scale * 1.44269504f * scale_of(a.scales[0], c.head, C::kScales == ONE_SCALE);
+    value_scale = scale_of(a.scales[1], c.head, C::kScales == ONE_SCALE);
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++) {
+      float grow = 1.f;
+      if constexpr (kIsF16)
+        if (Rows::kBytes == 1 || a.q.dtype == KVX_DTYPE_BF16) grow = fit_query(n);
+#pragma unroll
+      for (int j = 0; j < 2; j++) {  // of the columns of this lane's scores
+        const int32_t mine = n * 8 + 2 * t + j, of = mine / a.group;
+        factor[n][j] = scale * __shfl_sync(0xffffffffu, grow, (2 * t + j) * 4);
+        limit[n][j] = mine >= rows ? 0 : a.is_causal ? c.range.end - queries + 1 + of : c.range.end;
+        low[n][j] = a.window > 0 ? int32_t(limit[n][j] - a.window) : 0;
+        most[n][j] = -INFINITY, sum[n][j] = 0.f;
+      }
+    }
+    least_limit = a.is_causal ? c.range.end - queries + 1 : c.range.end;
+    most_low = a.window > 0 ? int32_t(c.range.end - a.window) : 0;
+#pragma unroll
+    for (int d = 0; d < kValueTiles; d++)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) out[d][n][i] = 0.f;
+  }
+
+  // Where f16 is multiplied: a column of queries into its range, by a power of two, which is
+  // exact; returns what undoes it.
+  __device__ __forceinline__ float fit_query(int n) {
+    const bool is_bf16 = a.q.dtype == KVX_DTYPE_BF16;
+    const auto low_of = [&](uint32_t x) {
+      return is_bf16 ? __uint_as_float(x << 16) : __half2float(__ushort_as_half(uint16_t(x)));
+    };
+    const auto high_of = [&](uint32_t x) {
+      return is_bf16 ? __uint_as_float(x & 0xffff0000u) : __half2float(__ushort_as_half(uint16_t(x >> 16)));
+    };
+    float largest = 0.f;
+#pragma unroll
+    for (int d = 0; d < kKeyTiles; d++)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        largest = fmaxf(largest, fmaxf(fabsf(low_of(query[d][n][i])), fabsf(high_of(query[d][n][i]))));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    int exponent = largest > 0.f && largest < INFINITY ? ilogbf(largest) - 8 : 0;
+    exponent = max(exponent, -100);
+    const float shrink = ldexpf(1.f, -exponent);
+#pragma unroll
+    for (int d = 0; d < kKeyTiles; d++)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        query[d][n][i] = Numbers::pack(low_of(query[d][n][i]) * shrink, high_of(query[d][n][i]) * shrink);
+    return ldexpf(1.f, exponent);
+  }
+
+  // A team's parts of a tile's scores become their sum, the same in every warp: two are added in either order, more in
+  // the order of the team. Returns what the first warp has to say of every token's scales:
+  // K's, V's logarithm and its inverse.
+  __device__ __forceinline__ const float4* add_up(float (&s)[kTokenTiles][kColumnTiles][4], const float* scales) {
+    constexpr int kPlace = C::kScoreBytes / 16;  // of a warp
+    float4* place = places + turn * (C::kPlaceBytes / 16);
+    float4* all = place + lane;
+    if constexpr (C::kPlaces == 1) tiles::meet(1 + team, C::kTeam * 32);  // the last tile's have been read
+    else turn ^= 1;
+    if (C::kScales == ROW_SCALES && member == 0) {
+      const float of_value = positive(scales[C::kTokens + lane]);
+      all[C::kTeam * kPlace] =
+          make_float4(scales[lane], tiles::log2_fast(of_value), tiles::inverse_fast(of_value), 0.f);
+    }
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++)
+        all[member * kPlace + (m * kColumnTiles + n) * 32] =
+            make_float4(s[m][n][0], s[m][n][1], s[m][n][2], s[m][n][3]);
+    tiles::meet(1 + team, C::kTeam * 32);
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++) {
+        const float4* part = all + (m * kColumnTiles + n) * 32;
+        if constexpr (C::kTeam == 2) {
+          const float4 x = part[(1 - member) * kPlace];
+          s[m][n][0] += x.x, s[m][n][1] += x.y, s[m][n][2] += x.z, s[m][n][3] += x.w;
+        } else {
+          float4 sum = part[0];
+#pragma unroll
+          for (int w = 1; w < C::kTeam; w++) {
+            const float4 x = part[w * kPlace];
+            sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+          }
+          s[m][n][0] = sum.x, s[m][n][1] = sum.y, s[m][n][2] = sum.z, s[m][n][3] = sum.w;
+        }
+      }
+    return place + C::kTeam * kPlace;
+  }
+  static __device__ __forceinline__ float positive(float scale) { return fmaxf(scale, 7.8886091e-31f); }  // 2^-100
+
+  __device__ __forceinline__ void compute(const Cursor& c) {
+    const uint32_t at = ring.tile_at(ring.reading);
+    const char* stage_bytes = ring.tile(ring.reading);
+    const int32_t first = (c.range.begin / C::kTokens + c.tile) * C::kTokens;
+    float s[kTokenTiles][kColumnTiles][4];
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[m][n][i] = 0.f;
+#pragma unroll
+    for (int k = 0; k < kKeyGroups; k++)
+#pragma unroll
+      for (int m = 0; m < kTokenTiles; m++) {
+        uint32_t keys[kFragments][4];
+        Rows::template load_k<C::kKeyRowBytes>(keys, at, m, k, lane);
+#pragma unroll
+        for (int f = 0; f < kFragments; f++)
+#pragma unroll
+          for (int n = 0; n < kColumnTiles; n++) Numbers::multiply(s[m][n], keys[f], query[k * kFragments + f][n]);
+      }
+    // Scores: s[m][n][2 * h + j] is token 16 m + 8 h + g, column 8 n + 2 t + j. A warp of a team has its own `factor`.
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[m][n][i] *= factor[n][i % 2];
+    // With a scale a row of V, weights are p times that scale: it joins the exponent, and `most` is over the weights.
+    // The sum of the weights without it divides by it again: one exponential serves both. A
+    // scale of 0 counts as a tiny one.
+    float of_value[kTokenTiles][2], without[kTokenTiles][2];
+    const float* scales = reinterpret_cast<const float*>(stage_bytes + C::kTileBytes);
+    const float4* of_tokens = nullptr;
+    if constexpr (C::kTeam > 1) of_tokens = add_up(s, scales);
+    if constexpr (C::kScales == ROW_SCALES)
+#pragma unroll
+      for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int token = m * 16 + h * 8 + g;
+          float of_key;
+          if constexpr (C::kTeam > 1) {
+            const float4 x = of_tokens[token];
+            of_key = x.x, of_value[m][h] = x.y, without[m][h] = x.z;
+          } else {
+            const float scale = positive(scales[C::kTokens + token]);
+            of_key = scales[token], of_value[m][h] = tiles::log2_fast(scale),
+            without[m][h] = tiles::inverse_fast(scale);
+          }
+#pragma unroll
+          for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) s[m][n][2 * h + j] *= of_key;
+        }
+    if (a.soft_cap > 0.f) {
+      const float cap = a.soft_cap * 1.44269504f;
+#pragma unroll
+      for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) s[m][n][i] = cap * tanhf(s[m][n][i] / cap);
+    }
+    bool all_there = first + C::kTokens <= least_limit && first >= most_low;
+    uint32_t valid[kRowsPerLane];
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; i++) {
+      valid[i] = ring.note(ring.reading)[i];
+      all_there = all_there && valid[i] == 0xffffffffu;
+    }
+    if (!all_there) {
+      if (a.rows.kv.errors && c.head == 0 && member == 0 && lane < kRowsPerLane) {  // positions whose block is none
+        const uint32_t wanted = tiles::rows_within(first + lane * 32, c.range.begin, c.range.end);
+        uint32_t mine = valid[0];
+        if (kRowsPerLane > 1 && lane == 1) mine = valid[kRowsPerLane - 1];
+        if (wanted & ~mine) atomicAdd(a.rows.kv.errors, (unsigned long long)__popc(wanted & ~mine));
+      }
+#pragma unroll
+      for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int32_t token = m * 16 + h * 8 + g, position = first + token;
+          const bool is_valid = valid[m / 2] >> (token % 32) & 1;
+#pragma unroll
+          for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+              if (!is_valid || position >= limit[n][j] || position < low[n][j]) s[m][n][2 * h + j] = -INFINITY;
+        }
+    }
+    float shift[kColumnTiles][2];
+    bool changed = false;
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        float largest = most[n][j];
+#pragma unroll
+        for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+          for (int h = 0; h < 2; h++)
+            largest =
+                fmaxf(largest, C::kScales == ROW_SCALES ? s[m][n][2 * h + j] + of_value[m][h] : s[m][n][2 * h + j]);
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 4));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 8));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
+        shift[n][j] = largest == most[n][j] ? 1.f : tiles::exp2_fast(most[n][j] - largest);
+        changed = changed || largest != most[n][j];
+        most[n][j] = largest;
+        sum[n][j] *= shift[n][j];
+      }
+    if (__any_sync(0xffffffffu, changed)) {
+#pragma unroll
+      for (int d = 0; d < kValueTiles; d++)
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) out[d][n][i] *= shift[n][i % 2];
+    }
+    uint32_t weights[kTokenTiles][kColumnTiles][2];
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          float p[2];
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            const float from = most[n][j] == -INFINITY ? 0.f : most[n][j];
+            if constexpr (C::kScales == ROW_SCALES) {
+              p[j] = tiles::exp2_fast(s[m][n][2 * h + j] + (of_value[m][h] - from));
+              sum[n][j] = __fmaf_rn(p[j], without[m][h], sum[n][j]);
+            } else {
+              p[j] = tiles::exp2_fast(s[m][n][2 * h + j] - from);
+              sum[n][j] += p[j];
+            }
+          }
+          weights[m][n][h] = tiles::turn_matrix(Numbers::pack(p[0], p[1]));
+        }
+#pragma unroll
+    for (int k = 0; k < kTokenTiles; k++)
+#pragma unroll
+      for (int d = 0; d < kValueGroups; d++) {
+        uint32_t values[kFragments][4];
+        Rows::template load_v<C::kValueRowBytes>(values, at + C::kKeyBytes, k, d, lane);
+#pragma unroll
+        for (int f = 0; f < kFragments; f++)
+#pragma unroll
+          for (int n = 0; n < kColumnTiles; n++)
+            Numbers::multiply(out[d * kFragments + f][n], values[f], weights[k][n]);
+      }
+  }
+
+  __device__ __forceinline__ int dim_of(int d, int half) const {
+    return value_from + d * 16 + Rows::value_dim(half, g);
+  }
+
+  // Result of a (sequence, head) that this worker had alone.
+  __device__ __forceinline__ void store(const Cursor& c) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) sum_lanes(&sum[n][j]);
+    const int32_t rows = rows_of(a, c.seq);
+    const int64_t first = first_query(a, c.seq);
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const int32_t column = n * 8 + 2 * t + j, token = column / a.group,
+                      head = c.head * a.group + column - token * a.group;
+        if (column >= rows) continue;
+        const float inverse = finish(a, first + token, head, most[n][j], sum[n][j], value_scale, member == 0 && g == 0);
+        char* row = a.out.data + (first + token) * a.out.token + int64_t(head) * a.out.head;
+#pragma unroll
+        for (int d = 0; d < kValueTiles; d++)
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+            if (dim_of(d, half) < a.dims[1]) write(a.out, row, dim_of(d, half), out[d][n][2 * half + j] * inverse);
+      }
+  }
+
+  __device__ __forceinline__ static void sum_lanes(float* x) {
+    *x += __shfl_xor_sync(0xffffffffu, *x, 4);
+    *x += __shfl_xor_sync(0xffffffffu, *x, 8);
+    *x += __shfl_xor_sync(0xffffffffu, *x, 16);
+  }
+
+  // Part of a (sequence, head) that others have parts of: `combine` adds them up.
+  __device__ __forceinline__ void store_part(const Cursor& c, int worker, bool is_first_item) {
+    const int32_t rows = rows_of(a, c.seq);
+    float* mine = reinterpret_cast<float*>(a.workspace + a.plan.partial_at +
+                                           (2 * int64_t(worker) + (is_first_item ? 0 : 1)) * a.plan.partial_bytes);
+    const int width = a.dims[1] + 2;
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        sum_lanes(&sum[n][j]);
+        const int32_t column = n * 8 + 2 * t + j;
+        if (column >= rows) continue;
+#pragma unroll
+        for (int d = 0; d < kValueTiles; d++)
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+            if (dim_of(d, half) < a.dims[1]) mine[column * width + 2 + dim_of(d, half)] = out[d][n][2 * half + j];
+        if (member == 0 && g == 0) mine[column * width] = most[n][j], mine[column * width + 1] = sum[n][j];
+      }
+  }
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kWorkers* C::kTeam * 32, 1) decode(const __grid_constant__ DecodeArgs a) {
+  extern __shared__ __align__(128) char shared[];
+  wait_for_previous();
+  let_next_start();  // what adds up parts is then there when this ends
+  const int warp = int(threadIdx.x / 32), team = warp / C::kTeam,
+            worker =
+                int(blockIdx.x * (blockDim.x / (32 * C::kTeam))) + team;  // as many a block as its shared memory takes
+  const int share = worker / a.plan.lines, line = worker - share * a.plan.lines;
+  // Both are asked for before the first is used: a place for a start is there, whether the worker has a share or not.
+  const PlanHeader plan = load_now<PlanHeader>(a.workspace);
+  const WorkerStart start = load_now<WorkerStart>(a.workspace + a.plan.start_at + share * int64_t(sizeof(WorkerStart)));
+  if (share >= plan.workers) return;
+  Decode<C> d(a, shared + team * C::kWorkerBytes, team, warp - team * C::kTeam);
+  d.clear();
+  const long long begin = share * plan.tiles / plan.workers, end = (share + 1) * plan.tiles / plan.workers;
+  Cursor now{start.seq, start.head + line, start.tile};
+  d.enter(&now, start.length);
+  Cursor ahead = now;
+  long long loaded = begin;
+  auto asked = d.ask(ahead);
+  int32_t asked_head = ahead.head;
+  auto load_next = [&]() {
+    if (loaded < end) {
+      d.load(asked, asked_head, ahead.own);
+      if (++loaded < end) {
+        d.step(&ahead);
+        asked = d.ask(ahead), asked_head = ahead.head;
+      }
+    } else {
+      d.ring.end_fill();
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < C::Ring::kStages - 1; i++) load_next();
+  d.begin(now);
+  bool is_first_item = true;
+  for (long long i = begin; i < end; i++) {
+    d.ring.wait_full();
+    load_next();
+    d.compute(now);
+    d.ring.give_back();
+    const bool item_ends = now.tile + 1 == now.range.num_tiles;
+    if (item_ends || i + 1 == end) {
+      const long long item_first = i - now.tile, item_last = item_first + now.range.num_tiles - 1;
+      const bool is_whole = item_first >= begin && item_last < end;
+      if (is_whole) d.store(now);
+      else d.store_part(now, worker, is_first_item);
+      is_first_item = false;
+      if (i + 1 < end) {
+        d.step(&now);
+        d.begin(now);
+      }
+    } else {
+      now.tile++;
+    }
+  }
+  tiles::wait_copies<0>();
+}
+
+// Adds up the parts of every (sequence, head) that several workers shared: a warp for each query row, parts in the
+// order of the line.
+template <int kPerLane>
+__global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArgs a, bool one_scale) {
+  let_next_start();
+  // The plan and the sequences' ends are older than the launch before this one, which waited for them: they are read
+  // ahead of its end. Nobody leaves before that: whoever comes after waits for this launch alone.
+  const int lane = threadIdx.x % 32;
+  const int64_t index = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
+  const int32_t row = int32_t(index % a.plan.rows), kv_head = int32_t(index / a.plan.rows % a.num_kv_heads);
+  const int64_t seq64 = index / a.plan.rows / a.num_kv_heads;
+  const int32_t seq = int32_t(min(seq64, int64_t(a.num_seqs) - 1));
+  const int lines = a.plan.lines, head_of_line = kv_head / lines, line = kv_head - head_of_line * lines;
+  int first_share = 0, last_share = 0, first_slot = 0;
+  if (seq64 < a.num_seqs && row < rows_of(a, seq)) {
+    const PlanHeader plan = load_now<PlanHeader>(a.workspace);
+    const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
+    const long long from = __ldcg(first_tile + seq), of_seq = __ldcg(first_tile + seq + 1) - from,
+                    begin = from * (a.num_kv_heads / lines) + head_of_line * of_seq;
+    first_share = int(((begin + 1) * plan.workers - 1) / plan.tiles),
+    last_share = int(((begin + of_seq) * plan.workers - 1) / plan.tiles);
+    // The first worker came to it after other items, unless it began with it.
+    const WorkerStart start =
+        load_now<WorkerStart>(a.workspace + a.plan.start_at + first_share * int64_t(sizeof(WorkerStart)));
+    first_slot = start.seq == seq && start.head + line == kv_head ? 0 : 1;
+  }
+  constexpr int kUnroll = kPerLane > 8 ? 4 : 8;
+  wait_for_previous();
+  if (first_share >= last_share) return;  // one worker had it alone, or there is none
+  const int width = a.dims[1] + 2;
+  const auto has_dim = [&](int i) { return i * 32 + lane < a.dims[1]; };
+  const char* parts = a.workspace + a.plan.partial_at;
+  float largest = -INFINITY, total = 0.f, x[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane; i++) x[i] = 0.f;
+  for (int s = first_share; s <= last_share; s += kUnroll) {
+    float part[kUnroll][kPerLane], top[kUnroll], under[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; u++) {
+      const int of = min(s + u, last_share);
+      const float* p = reinterpret_cast<const float*>(
+                           parts + (2 * (int64_t(of) * lines + line) + (of == first_share ? first_slot : 0)) *
+                                       a.plan.partial_bytes) +
+                       row * width;
+      top[u] = s + u > last_share ? -INFINITY : __ldcg(p), under[u] = __ldcg(p + 1);
+#pragma unroll
+      for (int i = 0; i < kPerLane; i++) part[u][i] = has_dim(i) ? __ldcg(p + 2 + i * 32 + lane) : 0.f;
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; u++) {
+      if (top[u] == -INFINITY) continue;
+      const float now = fmaxf(largest, top[u]), old = tiles::exp2_fast(largest - now),
+                  fresh = tiles::exp2_fast(top[u] - now);
+      total = total * old + under[u] * fresh;
+#pragma unroll
+      for (int i = 0; i < kPerLane; i++) x[i] = x[i] * old + part[u][i] * fresh;
+      largest = now;
+    }
+  }
+  const int64_t first = first_query(a, seq);
+  const int32_t token = row / a.group, head = kv_head * a.group + row - token * a.group;
+  const float inverse =
+      finish(a, first + token, head, largest, total, scale_of(a.scales[1], kv_head, one_scale), lane == 0);
+  char* out = a.out.data + (first + token) * a.out.token + int64_t(head) * a.out.head;
+#pragma unroll
+  for (int i = 0; i < kPerLane; i++)
+    if (has_dim(i)) write(a.out, out, i * 32 + lane, x[i] * inverse);
+}
+
+}  // namespace cuda
+}  // namespace kvx

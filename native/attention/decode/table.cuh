@@ -1,0 +1,78 @@
+// One file an element type makes its kernels (attention/decode/bf16.cu, ...), so that they compile side by side.
+#pragma once
+#include "attention/cuda/attention.cuh"
+#include "attention/decode/decode.cuh"
+
+namespace kvx {
+namespace cuda {
+
+struct DecodeChoice {
+  kvx_status_t (*start)(const DecodeArgs&, int blocks, int workers, void* stream);
+  int tile_tokens, columns, workers, worker_bytes;  // most workers of a block of threads, and shared memory each needs
+};
+
+// Elements of a row of K and of V, and query rows of a sequence.
+struct DecodeShape {
+  int64_t key_dims, value_dims, rows;
+  int64_t most_dims() const { return key_dims > value_dims ? key_dims : value_dims; }
+};
+
+// Tiles of one warp take rows of up to 128 elements, those of teams (wide) up to 512; what of a tile is past the end of
+// rows is not read.
+constexpr int64_t kMostNarrowDims = 128, kMostWideDims = 512;
+// `own`: every sequence has a cache of its own. Quantised and wide ones run on the general kernel: as many kernels
+// again would serve few.
+DecodeChoice choose_decode_bf16(const DecodeShape& shape, bool own);
+DecodeChoice choose_decode_f16(const DecodeShape& shape, bool own);
+DecodeChoice choose_decode_e4m3(const DecodeShape& shape, ScaleKind scales);
+DecodeChoice choose_decode_e5m2(const DecodeShape& shape);  // of ONE_SCALE
+DecodeChoice choose_decode_s8(const DecodeShape& shape, ScaleKind scales);
+DecodeChoice choose_wide_decode_bf16(const DecodeShape& shape);
+DecodeChoice choose_wide_decode_f16(const DecodeShape& shape);
+DecodeChoice choose_wide_decode_e4m3(const DecodeShape& shape, ScaleKind scales);
+DecodeChoice choose_wide_decode_e5m2(const DecodeShape& shape);
+DecodeChoice choose_wide_decode_s8(const DecodeShape& shape, ScaleKind scales);
+
+template <class C>
+kvx_status_t launch_decode(const DecodeArgs& args, int blocks, int workers, void* stream) {
+  KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&decode<C>), workers * C::kWorkerBytes));
+  KVX_TRY(launch_early_with("attention_decode", decode<C>, dim3(unsigned(blocks)),
+                            dim3(unsigned(workers) * C::kTeam * 32), workers * C::kWorkerBytes, stream, args));
+  const int64_t rows = int64_t(args.num_seqs) * args.num_kv_heads * args.plan.rows;
+  return launch_early("attention_combine", combine<(C::Tile::kValueDims + 31) / 32>, dim3(unsigned((rows + 3) / 4)),
+                      dim3(128), stream, args, C::kScales == ONE_SCALE);
+}
+
+template <class Rows, class Tile, int kColumns, ScaleKind kScales, bool kOwnCaches> DecodeChoice decode_choice() {
+  using C = DecodeConfig<Rows, Tile, kColumns, kScales, kOwnCaches>;
+  return DecodeChoice{&launch_decode<C>, C::kTokens, kColumns, C::kWorkers, C::kWorkerBytes};
+}
+
+template <class Rows, class Tile, ScaleKind kScales, bool kOwnCaches = false> DecodeChoice choose_columns(
+    int64_t rows) {
+  return rows <= 8 ? decode_choice<Rows, Tile, 8, kScales, kOwnCaches>()
+                   : decode_choice<Rows, Tile, 16, kScales, kOwnCaches>();
+}
+
+// Of blocks in one buffer, 16-bit rows have tiles of 80 and 96 too.
+template <class Rows, ScaleKind kScales, bool kOwnCaches = false> DecodeChoice choose_decode(const DecodeShape& shape) {
+  const int64_t dims = shape.most_dims();
+  if constexpr (Rows::kBytes == 2 && !kOwnCaches) {
+    if (dims > 64 && dims <= 80) return choose_columns<Rows, DecodeTile<80, 80, 1>, kScales>(shape.rows);
+    if (dims > 80 && dims <= 96) return choose_columns<Rows, DecodeTile<96, 96, 1>, kScales>(shape.rows);
+  }
+  return dims <= 64 ? choose_columns<Rows, DecodeTile<64, 64, 1>, kScales, kOwnCaches>(shape.rows)
+                    : choose_columns<Rows, DecodeTile<128, 128, 1>, kScales, kOwnCaches>(shape.rows);
+}
+
+template <class Rows, ScaleKind kScales> DecodeChoice choose_wide_decode(const DecodeShape& shape) {
+  const int64_t dims = shape.most_dims();
+  if (dims <= 192)
+    return shape.value_dims <= 128 ? choose_columns<Rows, DecodeTile<192, 128, 2>, kScales>(shape.rows)
+                                   : choose_columns<Rows, DecodeTile<192, 192, 3>, kScales>(shape.rows);
+  return dims <= 256 ? choose_columns<Rows, DecodeTile<256, 256, 2>, kScales>(shape.rows)
+                     : choose_columns<Rows, DecodeTile<512, 512, 4>, kScales>(shape.rows);
+}
+
+}  // namespace cuda
+}  // namespace kvx

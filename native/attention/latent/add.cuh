@@ -1,0 +1,86 @@
+// Latent attention's third role: weights times values, sums in registers, and what becomes of them.
+#pragma once
+#include "attention/latent/tile.cuh"
+#include "tiles/wgmma.cuh"
+
+namespace kvx {
+namespace cuda {
+
+template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
+  using Tile = LatentTile<kIsFp8>;
+  using C = LatentConfig;
+  using Numbers = typename Tile::Numbers;
+  using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::keys, Tile::weights;
+
+  // Columns [256 * half, 256 * half + 256).
+
+  __device__ __forceinline__ void add(const LatentItem& w, int half) {
+    const int thread = int(role_thread()), lane = thread % 32, g = lane / 4, t = lane % 4;
+    float out[2][64], base[2] = {0.f, 0.f}, sum[2] = {0.f, 0.f}, unit = 1.f;
+#pragma unroll
+    for (int i = 0; i < 128; i++) out[i / 64][i % 64] = 0.f;
+    for (int i = 0, n = w.num_tiles; i < n; i++, count++) {
+      keys().wait_full();
+      weights().wait_full();
+      tiles::show_to_multiplications();
+      uint32_t p[4][4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const uint4 x = *reinterpret_cast<const uint4*>(shared + C::kWeightsAt + (k * 128 + thread) * 16);
+        p[k][0] = x.x, p[k][1] = x.y, p[k][2] = x.z, p[k][3] = x.w;
+      }
+      const float2 shrink = *reinterpret_cast<const float2*>(shared + C::kShrinkAt + (thread / 32 * 8 + g) * 8);
+      if (i + 1 == n) {
+        const float4 stats = *reinterpret_cast<const float4*>(shared + C::kStatsAt + (thread / 32 * 8 + g) * 16);
+        base[0] = stats.x, base[1] = stats.y, sum[0] = stats.z, sum[1] = stats.w;
+        if (kIsFp8) unit = *reinterpret_cast<const float*>(shared + C::kUnitAt);
+      }
+      __syncwarp();
+      weights().give_back(lane == 0);
+      if (__any_sync(0xffffffffu, shrink.x != 1.f || shrink.y != 1.f)) {  // seldom, once the largest scores were met
+#pragma unroll
+        for (int k = 0; k < 128; k++) out[k / 64][k % 64] *= k / 2 % 2 ? shrink.y : shrink.x;
+      }
+      const uint64_t values =
+          tiles::matrix_descriptor(keys().tile() + half * 4 * C::kColumnBytes, C::kColumnBytes, 1024);
+      tiles::hold(out[0]), tiles::hold(out[1]);
+      tiles::begin_multiplications();
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+#pragma unroll
+        for (int q = 0; q < 2; q++)
+          tiles::Warpgroup<Numbers, 128>::multiply_turned(
+              out[q], p[k], values + uint32_t((k * 16 * 128 + q * 2 * C::kColumnBytes) >> 4));
+      tiles::commit_multiplications();
+      tiles::wait_multiplications<0>();
+      tiles::hold(out[0]), tiles::hold(out[1]);
+      keys().give_back(lane == 0);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int32_t r = thread / 32 * 16 + g + 8 * h, row = w.first_row + r;
+      if (row >= w.rows) continue;
+      if (w.part >= 0) {
+        float* part = reinterpret_cast<float*>(a.workspace + a.plan.partial_at + w.part * a.plan.partial_bytes);
+        if (half == 0 && t == 0)
+          *reinterpret_cast<float2*>(part + kLatentRows * kLatentDim + 2 * r) = make_float2(base[h], sum[h]);
+        float* to = part + r * kLatentDim + half * 256 + 2 * t;
+#pragma unroll
+        for (int n = 0; n < 32; n++)
+          __stcg(reinterpret_cast<float2*>(to + 8 * n),
+                 make_float2(out[n / 16][4 * (n % 16) + 2 * h] * unit, out[n / 16][4 * (n % 16) + 2 * h + 1] * unit));
+        continue;
+      }
+      const int32_t token = int32_t(a.heads.divide(row)), head = row - token * int32_t(a.heads.d);
+      const float inverse = finish_row(a, w.first_query + token, head, base[h], sum[h], half == 0 && t == 0) * unit;
+      char* to = a.out.data + (w.first_query + token) * a.out.token + int64_t(head) * a.out.head;
+#pragma unroll
+      for (int n = 0; n < 32; n++)
+        store_pair(a.out.dtype, to, half * 256 + 8 * n + 2 * t, out[n / 16][4 * (n % 16) + 2 * h] * inverse,
+                   out[n / 16][4 * (n % 16) + 2 * h + 1] * inverse);
+    }
+  }
+};
+
+}  // namespace cuda
+}  // namespace kvx

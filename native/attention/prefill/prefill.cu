@@ -1,0 +1,108 @@
+// The table of prefill kernels, and which calls they take.
+#include <algorithm>
+
+#include "attention/prefill/table.cuh"
+#include "tiles/tensor_map.h"
+
+namespace kvx {
+namespace cuda {
+
+namespace {
+
+bool fits_rows(const RowsParams& r, bool to_16) {
+  const int64_t unit = to_16 ? 16 : 4;
+  return r.is_dense && r.token % unit == 0 && r.head % unit == 0 && reinterpret_cast<uintptr_t>(r.data) % unit == 0;
+}
+
+// For eight-bit caches: scales of both planes alike, and kernels for them.
+bool find_scales(const AttentionParams& p, ScaleKind* kind) {
+  const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
+  ScaleKind kinds[2];
+  if (!scale_kind(k->scale, &kinds[0]) || !scale_kind(v->scale, &kinds[1])) return false;
+  if ((kinds[0] == ROW_SCALES) != (kinds[1] == ROW_SCALES)) return false;
+  *kind = kinds[0] == ROW_SCALES ? ROW_SCALES : ONE_SCALE;
+  return k->dtype == KVX_DTYPE_F8_E4M3 || k->dtype == KVX_DTYPE_S8 ||
+         (k->dtype == KVX_DTYPE_F8_E5M2 && *kind == ONE_SCALE);
+}
+
+bool is_16_bit(const PlaneParams& plane) { return plane.dtype == KVX_DTYPE_BF16 || plane.dtype == KVX_DTYPE_F16; }
+
+// For whole blocks to go through the copy engine; box 0: they cannot, and rows are copied 16 bytes at a time. A ragged
+// table may have a token's neighbours in other blocks. A driver that refuses a map is no reason to fail: rows of any
+// cache can be copied.
+void make_maps(const AttentionParams& p, PrefillArgs* a) {
+  const int64_t format = p.kv.table.format;
+  if (!is_16_bit(p.kv.plane[0]) || (format != KVX_BLOCK_TABLE_PACKED && format != KVX_BLOCK_TABLE_PAGE_CSR)) return;
+  MappedPlane planes[2];
+  for (int i = 0; i < 2; i++) {
+    planes[i] = MappedPlane{&p.kv.plane[i], p.num_kv_heads, p.kv.block_size, p.kv.num_blocks, tile_keys(p)};
+    if (!fits_tensor_map(planes[i])) return;
+  }
+  for (int i = 0; i < 2; i++)
+    if (make_tensor_map(&a->maps[i], planes[i]) != KVX_STATUS_OK) return;
+  a->box = int32_t(box_tokens(p.kv.block_size, tile_keys(p)));
+}
+
+}  // namespace
+
+bool takes_prefill(const AttentionParams& p) {
+  const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
+  if (!has_warpgroups() || p.scale <= 0.f || !fits_row_finder(p)) return false;
+  if (k->dtype != v->dtype) return false;
+  if (p.q.dtype != KVX_DTYPE_BF16 && p.q.dtype != KVX_DTYPE_F16) return false;
+  ScaleKind kind;
+  if (most_dims(p) > (k->dtype == p.q.dtype ? kMostSplitPrefillDims : kMostWidePrefillDims) ||
+      (p.head_dim | p.v_head_dim) % (is_16_bit(*k) ? 8 : 16))
+    return false;
+  // f16 holds what bf16 queries are, but for their range; the other way round digits would be lost.
+  if (is_16_bit(*k) ? k->dtype != p.q.dtype && k->dtype != KVX_DTYPE_F16 : !find_scales(p, &kind)) return false;
+  if (!fits_rows(p.q, true) || !fits_rows(p.out, false) || p.num_tokens * p.group > kMaxCount) return false;
+  return true;
+}
+
+kvx_status_t run_prefill(const AttentionParams& p, void* stream) {
+  PrefillArgs a = {};
+  a.rows = make_row_finder(p);
+  make_maps(p, &a);
+  for (int i = 0; i < 2; i++) a.data[i] = p.kv.plane[i].data, a.scales[i] = p.kv.plane[i].scale;
+  a.dims[0] = int32_t(p.head_dim), a.dims[1] = int32_t(p.v_head_dim);
+  for (int i = 0; i < 2; i++) a.row_chunks[i] = a.dims[i] * dtype_bits(p.kv.plane[i].dtype) / 128;
+  a.q = p.q, a.out = p.out, a.lse = p.lse, a.lse_token = p.lse_token, a.lse_head = p.lse_head, a.sinks = p.sinks;
+  a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;
+  a.num_seqs = int32_t(p.num_seqs), a.num_kv_heads = int32_t(p.num_kv_heads), a.query_len = int32_t(p.query_len),
+  a.max_seq_len = int32_t(p.max_seq_len);
+  a.skip_rows = int32_t(p.skip_rows), a.group = make_fast_divider(p.group);
+  a.window = p.window, a.num_tokens = p.num_tokens, a.scale = p.scale, a.soft_cap = p.soft_cap,
+  a.is_causal = p.is_causal;
+  // No sequence has more blocks of rows than its own, rounded up: a bound that needs no lengths. Those we take have
+  // more than skip_rows.
+  const int64_t rows = p.num_tokens * p.group, of_block = tile_queries(p),
+                seqs = std::min(p.num_seqs, rows / (p.skip_rows + 1));
+  const int64_t most =
+      p.cu_seqlens ? rows / of_block + seqs : p.num_seqs * ((p.query_len * p.group + of_block - 1) / of_block);
+  const int64_t blocks = most * p.num_kv_heads;
+  if (blocks > kMaxCount)
+    return fail(KVX_STATUS_UNSUPPORTED, "%lld blocks of query rows are more than one launch takes.", (long long)blocks);
+  const bool is_wide = most_dims(p) > kMostPrefillDims;
+  switch (p.kv.plane[0].dtype) {
+    case KVX_DTYPE_BF16:
+      return is_wide ? start_wide_prefill_bf16(p, a, blocks, stream) : start_prefill_bf16(p, a, blocks, stream);
+    case KVX_DTYPE_F16:
+      return is_wide ? start_wide_prefill_f16(p, a, blocks, stream) : start_prefill_f16(p, a, blocks, stream);
+    default: break;
+  }
+  ScaleKind kind;
+  if (!find_scales(p, &kind)) return fail(KVX_STATUS_INTERNAL_ERROR, "no prefill kernel.");
+  switch (p.kv.plane[0].dtype) {
+    case KVX_DTYPE_S8:
+      return is_wide ? start_wide_prefill_s8(p, a, blocks, kind, stream) : start_prefill_s8(p, a, blocks, kind, stream);
+    case KVX_DTYPE_F8_E5M2:
+      return is_wide ? start_wide_prefill_e5m2(p, a, blocks, stream) : start_prefill_e5m2(p, a, blocks, stream);
+    default:
+      return is_wide ? start_wide_prefill_e4m3(p, a, blocks, kind, stream)
+                     : start_prefill_e4m3(p, a, blocks, kind, stream);
+  }
+}
+
+}  // namespace cuda
+}  // namespace kvx

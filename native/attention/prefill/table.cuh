@@ -1,0 +1,56 @@
+// One file an element type makes its prefill kernels (attention/prefill/e4m3.cu, ...), so
+// that they compile side by side.
+#pragma once
+#include "attention/cuda/attention.cuh"
+#include "attention/prefill/prefill.cuh"
+
+namespace kvx {
+namespace cuda {
+
+// Rows run in the next tile. Those of more than 128 elements (wide) have kernels of their own.
+using StartPrefill = kvx_status_t(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream);
+using StartScaledPrefill = kvx_status_t(const AttentionParams& p, const PrefillArgs& args, int64_t blocks,
+                                        ScaleKind scales, void* stream);
+StartPrefill start_prefill_bf16, start_wide_prefill_bf16, start_prefill_f16, start_wide_prefill_f16, start_prefill_e5m2,
+    start_wide_prefill_e5m2;  // e5m2: of ONE_SCALE
+StartScaledPrefill start_prefill_e4m3, start_wide_prefill_e4m3, start_prefill_s8, start_wide_prefill_s8;
+
+template <class C>
+kvx_status_t launch_prefill(const PrefillArgs& args, int64_t blocks, void* stream) {
+  KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&prefill<C>), C::kSharedBytes));
+  return launch_early_with("attention_prefill", prefill<C>, dim3(unsigned(blocks)), dim3(C::kThreads), C::kSharedBytes,
+                           stream, args);
+}
+
+template <class Rows, class Tile, ScaleKind kScales>
+kvx_status_t start_prefill_tile(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream) {
+  return p.soft_cap > 0.f ? launch_prefill<PrefillConfig<Rows, Tile, true, kScales>>(args, blocks, stream)
+                          : launch_prefill<PrefillConfig<Rows, Tile, false, kScales>>(args, blocks, stream);
+}
+
+constexpr int64_t kMostPrefillDims = 128, kMostWidePrefillDims = 256,
+                  kMostSplitPrefillDims = 512;  // split: of 16-bit caches under queries of their type
+inline int64_t most_dims(const AttentionParams& p) { return p.head_dim > p.v_head_dim ? p.head_dim : p.v_head_dim; }
+inline int64_t tile_keys(const AttentionParams& p) { return p.head_dim <= 192 && p.v_head_dim <= 128 ? 128 : 64; }
+inline int64_t tile_queries(const AttentionParams& p) { return most_dims(p) <= kMostWidePrefillDims ? 128 : 64; }
+
+template <class Rows, ScaleKind kScales>
+kvx_status_t start_prefill(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream) {
+  if (most_dims(p) <= 64) return start_prefill_tile<Rows, PrefillTile<64, 64, 128>, kScales>(p, args, blocks, stream);
+  return start_prefill_tile<Rows, PrefillTile<128, 128, 128>, kScales>(p, args, blocks, stream);
+}
+
+template <class Rows, ScaleKind kScales>
+kvx_status_t start_wide_prefill(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream) {
+  if constexpr (Rows::kBytes == 2) {
+    if (tile_keys(p) == 128)
+      return start_prefill_tile<Rows, PrefillTile<192, 128, 128>, kScales>(p, args, blocks, stream);
+    if (most_dims(p) > kMostWidePrefillDims)
+      return start_prefill_tile<Rows, PrefillTile<512, 512, 64, 1, true>, kScales>(p, args, blocks, stream);
+  }
+  if (most_dims(p) <= 192) return start_prefill_tile<Rows, PrefillTile<192, 192, 64>, kScales>(p, args, blocks, stream);
+  return start_prefill_tile<Rows, PrefillTile<256, 256, 64>, kScales>(p, args, blocks, stream);
+}
+
+}  // namespace cuda
+}  // namespace kvx

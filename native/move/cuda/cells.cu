@@ -1,0 +1,463 @@
+// Rows that change their format, on a device. Chunks of 16 elements where both sides keep rows whole and the usual
+// scales; one warp a row, through shared memory, for everything else.
+#include <string.h>
+
+#include <algorithm>
+
+#include "cuda/generic.cuh"
+#include "move/cuda/convert.cuh"
+
+namespace kvx {
+namespace cuda {
+
+namespace {
+
+constexpr int kThreads = 256, kCellJobs = 4, kMaxColumns = 4;
+
+struct CellDeviceDigit {
+  FastDivider size;
+  uint32_t token, layer;
+  int64_t stride[2], scale[2];
+  int32_t step[2];
+};
+
+struct DeviceRow {
+  ScaleParams scale;    // of the row at hand once data is set; strides of block, token and head are 0
+  char* scales;         // index 0; NULL: inline or none
+  const float* tensor;  // of layer 0
+  int64_t scale_block, scale_token, scale_offset;
+  int64_t dim_outer, dim_inner;
+  int32_t dtype, pack, is_inline;
+};
+
+struct DeviceCell {
+  DevicePlace place;
+  DeviceRow row[2];
+  int32_t head_dim, num_digits, num_columns;
+  CellDeviceDigit digit[KVX_PLAN_MAX_DIGITS + 1];  // chunks: columns first, then the rest
+  CellDeviceDigit token;                           // chunks: tokens, which a thread walks
+  FastDivider per_unit;                            // rows: rows of a unit; chunks: blocks of threads
+  FastDivider columns, column_tiles;               // chunks: columns of a block of threads; such tiles of an item
+  uint32_t all_columns, tokens_each;  // chunks: columns of an item; tokens side by side. rows: all_columns = sequences
+  uint32_t token_stride[2], token_scale[2];  // chunks: of the tokens
+  FastDivider group;                         // chunks that share a scale
+  int32_t width[2];                          // bytes an access to codes may have
+  uint32_t first;
+};
+
+enum Pass : int32_t { CLEAR, LARGEST, FINISH, WRITE };
+
+struct CellArgs {
+  DeviceTables tables;
+  int32_t num_jobs;
+  Pass pass;
+  DeviceCell job[kCellJobs];
+};
+
+__device__ __forceinline__ const DeviceCell& find_job(const CellArgs& a) {
+  int n = 0;
+  while (n + 1 < a.num_jobs && blockIdx.x >= a.job[n + 1].first) n++;
+  return a.job[n];
+}
+
+// Sum of digits [first, last) at an index.
+struct Sum {
+  int64_t byte[2], scale[2];
+  int32_t step[2];
+  uint32_t token, layer;
+};
+
+__device__ __forceinline__ void add_digits(const DeviceCell& job, int first, int last, uint32_t index, Sum* sum) {
+  for (int i = first; i < last; i++) {
+    const CellDeviceDigit& d = job.digit[i];
+    const uint32_t q = d.size.divide(index), n = index - q * d.size.d;
+    index = q;
+    sum->token += n * d.token, sum->layer += n * d.layer;
+#pragma unroll
+    for (int w = 0; w < 2; w++)
+      sum->byte[w] += n * d.stride[w], sum->scale[w] += n * d.scale[w], sum->step[w] += int32_t(n) * d.step[w];
+  }
+}
+
+// The first scale of a row.
+__device__ __forceinline__ char* scale_of(const DeviceRow& row, const Here& here, int w, char* cell, int64_t moved) {
+  if (row.is_inline) return cell + row.scale_offset;
+  return row.scales ? row.scales + here.block[w] * row.scale_block + here.start[w] * row.scale_token + moved : nullptr;
+}
+
+// ---- one warp a row
+
+__device__ __forceinline__ PlaneParams plane_of(const DeviceRow& row, int head_dim, char* scale, uint32_t layer) {
+  PlaneParams p = {};
+  p.dim_hi = row.dim_outer, p.dim_lo = row.dim_inner, p.pack = row.pack, p.head_dim = head_dim, p.dtype = row.dtype;
+  p.scale = row.scale;
+  p.scale.data = scale;
+  p.scale.tensor_scale = row.tensor ? row.tensor + layer : nullptr;
+  return p;
+}
+
+constexpr uint32_t kMark = 0x80000000u;  // a scale that still holds the largest magnitude: no scale is negative
+
+__global__ void __launch_bounds__(kThreads) convert_cell_rows(const __grid_constant__ CellArgs a) {
+  extern __shared__ float values[];
+  const DeviceCell& job = find_job(a);
+  wait_for_previous();
+  const uint32_t warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t index = (blockIdx.x - job.first) * warps + warp, unit = job.per_unit.divide(index);
+  if (unit >= a.tables.units_per_seq.d * job.all_columns) return;  // all_columns: sequences here
+  Here here =
+      find_unit(a.tables, job.place, unit, ALL_UNITS, lane == 0 && index == unit * job.per_unit.d && a.pass == WRITE);
+  if (here.tokens == 0) return;
+  Sum sum = {};
+  add_digits(job, 0, job.num_digits, index - unit * job.per_unit.d, &sum);
+  if (sum.token >= here.tokens) return;
+  move_on(a.tables, job.place, sum.byte, sum.step, &here);
+  char* scale[2];
+#pragma unroll
+  for (int w = 0; w < 2; w++) scale[w] = scale_of(job.row[w], here, w, here.at[w], sum.scale[w]);
+  uint32_t* bits = reinterpret_cast<uint32_t*>(scale[DST]);
+  if (a.pass == CLEAR) {
+    if (lane == 0) *bits = kMark;
+    return;
+  }
+  if (a.pass == FINISH) {
+    const uint32_t seen = *bits;
+    if (lane == 0 && (seen & kMark)) {
+      float made = __fdiv_rn(__uint_as_float(seen & ~kMark), dtype_qmax(job.row[DST].dtype));
+      const float floor = scale_floor(KVX_DTYPE_F32);
+      made = made > floor ? made : floor;
+      atomicCAS(bits, seen, __float_as_uint(made));
+    }
+    return;
+  }
+  const PlaneParams src = plane_of(job.row[SRC], job.head_dim, scale[SRC], sum.layer),
+                    dst = plane_of(job.row[DST], job.head_dim, scale[DST], sum.layer);
+  float* mine = values + warp * job.head_dim;
+  RowsParams rows = {};
+  rows.dim = 4, rows.dtype = KVX_DTYPE_F32, rows.is_dense = 1;
+  gather_row(src, rows, reinterpret_cast<char*>(mine), here.at[SRC], 0, 0, 0);
+  __syncwarp();
+  if (a.pass == LARGEST) {
+    uint32_t most = 0;
+    for (int d = lane; d < job.head_dim; d += 32) {
+      const uint32_t m = __float_as_uint(mine[d]) & 0x7fffffffu;
+      most = max(most, m < kInfinity ? m : 0u);
+    }
+    most = __reduce_max_sync(0xffffffffu, most);
+    if (lane == 0) atomicMax(bits, most | kMark);
+    return;
+  }
+  write_row(dst, rows, here.at[DST], reinterpret_cast<const char*>(mine), 0, 0, 0, 0);
+}
+
+// ---- chunks: floats to codes under a scale found from the row or read, and codes to floats
+
+enum Found { READ, COMPUTED };
+
+// The largest magnitude among the lanes that share a scale.
+__device__ __forceinline__ uint32_t largest(uint32_t mine, uint32_t lanes) {
+  for (uint32_t hop = lanes / 2; hop > 0; hop /= 2) mine = max(mine, __shfl_xor_sync(0xffffffffu, mine, hop));
+  return mine;
+}
+
+// From IO floats to code C (Encode), or from code C to IO floats. A thread keeps its column, a chunk of some head, and
+// walks tokens, two at a time: finding the column costs as much as turning a chunk. Four blocks an SM: with five,
+// registers spill (measured on an H200: 84 % of a copy against 81).
+template <int IO, int C, bool Encode, Found Scale>
+__global__ void __launch_bounds__(kThreads, 4) convert_cell_chunks(const __grid_constant__ CellArgs a) {
+  constexpr int U = 2, W = Encode ? DST : SRC;
+  const DeviceCell& job = a.job[0];  // one a launch: its fields are then operands, not loads
+  wait_for_previous();
+  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index),
+                 rest = index - unit * job.per_unit.d;
+  Here here = find_unit(a.tables, job.place, unit, ALL_UNITS, threadIdx.x == 0 && rest == 0);
+  if (here.tokens == 0) return;
+  const uint32_t item = job.column_tiles.divide(rest), column_tile = rest - item * job.column_tiles.d;
+  const uint32_t lane = job.columns.divide(threadIdx.x);
+  uint32_t column = column_tile * job.columns.d + threadIdx.x - lane * job.columns.d, tokens = job.token.size.d;
+  const bool idle = column >= job.all_columns || lane >= job.tokens_each;  // stays for the shuffles
+  column = idle ? 0 : column;
+  const DeviceRow& coded = job.row[W];
+  const uint32_t chunk = column - job.digit[0].size.divide(column) * job.digit[0].size.d,
+                 group = job.group.divide(chunk);
+  const bool owns = chunk == group * job.group.d;
+  char *from, *to, *scale;
+  {
+    Sum sum = {};
+    add_digits(job, 0, job.num_columns, column, &sum);
+    add_digits(job, job.num_columns, job.num_digits, item, &sum);
+    move_on(a.tables, job.place, sum.byte, sum.step, &here);
+    // Rows start where chunk 0 does; an inline scale is counted from there.
+    scale = scale_of(coded, here, W, here.at[W] - int64_t(chunk) * job.digit[0].stride[W], sum.scale[W]) +
+            group * coded.scale.group;
+    from = here.at[SRC], to = here.at[DST];
+    if (job.token.token) tokens = min(tokens, here.tokens > sum.token ? here.tokens - sum.token : 0u);
+    else if (sum.token >= here.tokens) tokens = 0;
+  }
+  const uint32_t scale_step = coded.is_inline ? job.token_stride[W] : job.token_scale[W];
+  for (uint32_t begin = 0; begin < job.token.size.d; begin += U * job.tokens_each) {
+    RawChunk<IO> raw[U] = {};
+    CodeChunk<C> codes[U] = {};
+    bool there[U];
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      const uint32_t token = begin + u * job.tokens_each + lane;
+      there[u] = !idle && token < tokens;
+      if (there[u]) {
+        if constexpr (Encode) raw[u] = load_raw<IO>(from + uint64_t(token) * job.token_stride[SRC]);
+        else codes[u] = load_codes<C>(from + uint64_t(token) * job.token_stride[SRC], job.width[SRC]);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      const uint32_t token = begin + u * job.tokens_each + lane;
+      char* place = to + uint64_t(token) * job.token_stride[DST];
+      float* factor = reinterpret_cast<float*>(scale + uint64_t(token) * scale_step);
+      if constexpr (Encode) {
+        const uint32_t mine = magnitude_bits(raw[u]);
+        if constexpr (Scale == COMPUTED) {
+          uint32_t most = largest(mine, job.group.d);
+          if (__any_sync(0xffffffffu, most >= kInfinity)) most = largest(finite_magnitude_bits(raw[u]), job.group.d);
+          if (there[u]) {
+            float found = divide_by_qmax<C>(__uint_as_float(most));
+            found = found > 1e-6f ? found : 1e-6f;
+            if (owns) *factor = found;
+            encode_chunk<IO, C>(place, raw[u], mine, Quantiser<C>::of_largest(found), job.width[DST]);
+          }
+        } else if (there[u]) {
+          encode_chunk<IO, C>(place, raw[u], mine, Quantiser<C>(*factor), job.width[DST]);
+        }
+      } else if (there[u]) {
+        float x[kChunk];
+        decode_codes<C>(codes[u], x);
+#pragma unroll
+        for (int i = 0; i < kChunk; i++) x[i] = __fmul_rn(x[i], *factor);
+        store_chunk<IO>(place, x);
+      }
+    }
+  }
+}
+
+// ---- preparing
+
+struct CellLaunch : LaunchBase {
+  CellArgs args;
+  unsigned grid = 0, threads = kThreads;
+  size_t shared = 0;
+  kvx_status_t (*run)(const CellLaunch& l, void* stream);
+  kvx_status_t start(void* stream) const override { return run(*this, stream); }
+};
+
+kvx_status_t run_rows(const CellLaunch& l, void* stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(l.grid), config.blockDim = dim3(l.threads), config.dynamicSmemBytes = l.shared,
+  config.stream = static_cast<cudaStream_t>(stream);
+  if (l.shared > 48 * 1024)
+    cudaFuncSetAttribute(convert_cell_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, int(l.shared));
+  const cudaError_t error = cudaLaunchKernelEx(&config, convert_cell_rows, l.args);
+  return error == cudaSuccess ? KVX_STATUS_OK : launch_failed("convert_cell_rows", error);
+}
+
+template <int IO, int C, bool Encode, Found Scale> kvx_status_t run_chunks(const CellLaunch& l, void* stream) {
+  return launch_early("convert_cell_chunks", convert_cell_chunks<IO, C, Encode, Scale>, dim3(l.grid), dim3(kThreads),
+                      stream, l.args);
+}
+
+using RunChunks = kvx_status_t (*)(const CellLaunch&, void*);
+
+// The table of fast instantiations: 16-bit floats and the 8-bit codes.
+RunChunks find_chunks(int io, int code, bool encode, bool computed) {
+#define KVX_PAIR(io_, c)                                    \
+  if (io == io_ && code == c)                               \
+    return !encode    ? &run_chunks<io_, c, false, READ>    \
+           : computed ? &run_chunks<io_, c, true, COMPUTED> \
+                      : &run_chunks<io_, c, true, READ>;
+  KVX_PAIR(KVX_DTYPE_BF16, KVX_DTYPE_F8_E4M3)
+  KVX_PAIR(KVX_DTYPE_BF16, KVX_DTYPE_F8_E5M2)
+  KVX_PAIR(KVX_DTYPE_BF16, KVX_DTYPE_S8)
+  KVX_PAIR(KVX_DTYPE_F16, KVX_DTYPE_F8_E4M3)
+  KVX_PAIR(KVX_DTYPE_F16, KVX_DTYPE_F8_E5M2)
+  KVX_PAIR(KVX_DTYPE_F16, KVX_DTYPE_S8)
+#undef KVX_PAIR
+  return nullptr;
+}
+
+bool is_by_block(int granularity) {
+  return granularity == KVX_SCALE_GRANULARITY_PER_BLOCK || granularity == KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD;
+}
+bool is_found(int granularity) {
+  return granularity == KVX_SCALE_GRANULARITY_PER_TOKEN_HEAD || granularity == KVX_SCALE_GRANULARITY_PER_GROUP;
+}
+
+CellDeviceDigit to_device(const CellDigit& d) {
+  return CellDeviceDigit{make_fast_divider(d.size),  uint32_t(d.token),        uint32_t(d.layer),
+                         {d.stride[0], d.stride[1]}, {d.scale[0], d.scale[1]}, {d.step[0], d.step[1]}};
+}
+
+DeviceCell start_cell(const CellJob& job) {
+  DeviceCell out = {};
+  out.head_dim = int32_t(job.head_dim);
+  for (int w = 0; w < 2; w++) {
+    DevicePlace& p = out.place;
+    p.offset[w] = job.offset[w], p.block[w] = job.block[w], p.outer[w] = job.outer[w], p.inner[w] = job.inner[w];
+    p.split[w] = uint32_t(job.split[w]), p.buffer[w] = job.buffer[w], p.block_step[w] = job.block_step[w];
+    const kvx_plan_format_t& f = job.side[w].format;
+    DeviceRow& r = out.row[w];
+    r.scales = job.side[w].scales, r.tensor = job.side[w].tensor;
+    r.scale_block = f.scale_block, r.scale_token = f.scale_token, r.scale_offset = f.scale_offset;
+    r.dim_outer = f.dim_outer, r.dim_inner = f.dim_inner, r.dtype = f.dtype, r.pack = int32_t(f.pack),
+    r.is_inline = int32_t(f.is_inline);
+    r.scale.dtype = f.scale_dtype, r.scale.group = f.scale_group, r.scale.group_size = int32_t(f.group_size),
+    r.scale.num_groups = int32_t(job.head_dim / f.group_size);
+    r.scale.mode = !f.granularity ? SCALE_NONE : w == DST && is_found(f.granularity) ? SCALE_COMPUTED : SCALE_READ;
+  }
+  return out;
+}
+
+// Whether chunks can do it, and the job for them. One unsplit axis of tokens at most; rows whole and aligned on both
+// sides; f32 scales.
+RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, int64_t* blocks_per_unit) {
+  const kvx_plan_format_t &src = job.side[SRC].format, &dst = job.side[DST].format;
+  const bool encode = dtype_bits(dst.dtype) == 8, decode = dtype_bits(src.dtype) == 8;
+  if (encode == decode) return nullptr;
+  const kvx_plan_format_t &coded = encode ? dst : src, &plain = encode ? src : dst;
+  RunChunks run = find_chunks(plain.dtype, coded.dtype, encode, is_found(coded.granularity));
+  const int64_t lanes = coded.group_size / kChunk;
+  const bool fits = run && job.head_dim % kChunk == 0 && coded.group_size % kChunk == 0 &&
+                    coded.scale_dtype == KVX_DTYPE_F32 && coded.tensor_scale_buffer < 0 && coded.granularity &&
+                    (lanes & (lanes - 1)) == 0 && lanes <= 32 && src.pack == job.head_dim && dst.pack == job.head_dim &&
+                    plain.dim_inner == 2 && coded.dim_inner == 1;
+  if (!fits) return nullptr;
+  *out = start_cell(job);
+  uint64_t bits[2] = {0, 0};
+  for (int w = 0; w < 2; w++) {
+    bits[w] |= uint64_t(job.offset[w]) | uint64_t(job.block[w]) | uint64_t(job.outer[w]) | uint64_t(job.inner[w]);
+    for (char* b : bound.buffers[w]) bits[w] |= uint64_t(uintptr_t(b));
+    for (int i = 0; i < job.num_digits; i++) bits[w] |= uint64_t(job.digit[i].stride[w]);
+    out->width[w] = common_alignment(bits[w]);
+  }
+  if (out->width[encode ? SRC : DST] < 16 || out->width[encode ? DST : SRC] < 4) return nullptr;
+  const int64_t chunks = job.head_dim / kChunk;
+  CellDigit columns[kMaxColumns], rest[KVX_PLAN_MAX_DIGITS], token{1, {0, 0}, {0, 0}, 0, 0, {0, 0}};
+  int num_columns = 0, num_rest = 0, tokens = 0;
+  const int64_t step[2] = {kChunk * dtype_bits(src.dtype) / 8, kChunk * dtype_bits(dst.dtype) / 8};
+  columns[num_columns++] = CellDigit{chunks, {step[0], step[1]}, {0, 0}, 0, 0, {0, 0}};
+  int64_t all = chunks, items = 1;
+  for (int i = 0; i < job.num_digits; i++) {
+    const CellDigit& d = job.digit[i];
+    if (d.token && ++tokens == 1) token = d;
+    else if (!d.token && !d.step[0] && !d.step[1] && num_columns < kMaxColumns && all * d.size <= kThreads)
+      columns[num_columns++] = d, all *= d.size;
+    else rest[num_rest++] = d, items *= d.size;
+  }
+  int n = 0;
+  for (int i = 0; i < num_columns; i++) out->digit[n++] = to_device(columns[i]);
+  out->num_columns = n;
+  for (int i = 0; i < num_rest; i++) out->digit[n++] = to_device(rest[i]);
+  out->num_digits = n;
+  out->token = to_device(token);
+  const Tile tile = make_tile(all);
+  if (tile.columns % unsigned(lanes) || tile.columns * tile.lanes % 32 || tile.columns * tile.lanes > kThreads)
+    return nullptr;
+  out->columns = make_fast_divider(tile.columns), out->tokens_each = tile.lanes, out->all_columns = uint32_t(all);
+  const int64_t column_tiles = (all + tile.columns - 1) / tile.columns;
+  out->column_tiles = make_fast_divider(column_tiles);
+  for (int w = 0; w < 2; w++) {
+    if (token.stride[w] > kMaxStride || token.scale[w] > kMaxStride) return nullptr;
+    out->token_stride[w] = uint32_t(token.stride[w]), out->token_scale[w] = uint32_t(token.scale[w]);
+  }
+  out->group = make_fast_divider(lanes);
+  *blocks_per_unit = items * column_tiles;
+  if (*blocks_per_unit > kMaxCount) return nullptr;
+  out->per_unit = make_fast_divider(*blocks_per_unit);
+  return run;
+}
+
+kvx_status_t make_rows(const CellJob& job, const Bound& bound, DeviceCell* out, int64_t* rows_per_unit) {
+  *out = start_cell(job);
+  int64_t rows = 1;
+  for (int i = 0; i < job.num_digits; i++) out->digit[i] = to_device(job.digit[i]), rows *= job.digit[i].size;
+  out->num_digits = job.num_digits;
+  out->all_columns = uint32_t(bound.tables.num_seqs);
+  if (rows > kMaxCount)
+    return fail(KVX_STATUS_UNSUPPORTED, "one unit has %lld rows; more than one launch takes.", (long long)rows);
+  out->per_unit = make_fast_divider(rows);
+  *rows_per_unit = rows;
+  return KVX_STATUS_OK;
+}
+
+// One launch for each run of jobs that share a kernel.
+class Builder {
+ public:
+  Builder(const DeviceTables& tables, Residue* residue) : tables_(tables), residue_(residue) {}
+  kvx_status_t add(const DeviceCell& cell, RunChunks run, int64_t blocks, Pass pass, unsigned threads, size_t shared) {
+    CellLaunch* l = open_ && open_->run == run && open_->args.pass == pass && open_->threads == threads &&
+                            run == &run_rows && open_->args.num_jobs < kCellJobs
+                        ? open_
+                        : nullptr;
+    if (l && int64_t(l->grid) + blocks > kMaxCount) l = nullptr;
+    if (blocks > kMaxCount)
+      return fail(KVX_STATUS_UNSUPPORTED, "%lld blocks of threads are more than one launch takes.", (long long)blocks);
+    if (!l) {
+      auto fresh = std::make_unique<CellLaunch>();
+      l = open_ = fresh.get();
+      memset(static_cast<void*>(&l->args), 0, sizeof l->args);
+      l->args.tables = tables_, l->args.pass = pass;
+      l->run = run, l->threads = threads;
+      residue_->launches.push_back(std::move(fresh));
+    }
+    l->shared = std::max(l->shared, shared);
+    DeviceCell placed = cell;
+    placed.first = l->grid;
+    l->args.job[l->args.num_jobs++] = placed;
+    l->grid += unsigned(blocks);
+    return KVX_STATUS_OK;
+  }
+
+ private:
+  const DeviceTables& tables_;
+  Residue* residue_;
+  CellLaunch* open_ = nullptr;
+};
+
+}  // namespace
+
+kvx_status_t add_cell_launches(const Bound& bound, int64_t units, const DeviceTables& tables, Residue* residue) {
+  Builder builder(tables, residue);
+  // A row lies in shared memory as f32: fewer warps for longer rows.
+  auto add_rows = [&](const CellJob& job, Pass pass) -> kvx_status_t {
+    DeviceCell cell;
+    int64_t rows;
+    KVX_TRY(make_rows(job, bound, &cell, &rows));
+    int64_t warps = 8;
+    while (warps > 1 && warps * job.head_dim * 4 > 48 * 1024) warps /= 2;
+    if (warps * job.head_dim * 4 > 160 * 1024)
+      return fail(KVX_STATUS_UNSUPPORTED,
+                  "head_dim %lld is more than a device converts between formats; 40960 at most.",
+                  (long long)job.head_dim);
+    int64_t all;
+    if (!mul_fits(rows, units, &all) || all > kMaxCount)
+      return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld rows are more than one launch takes.", (long long)units,
+                  (long long)rows);
+    return builder.add(cell, &run_rows, (all + warps - 1) / warps, pass, unsigned(warps) * 32,
+                       size_t(warps) * size_t(job.head_dim) * 4);
+  };
+  for (Pass pass : {CLEAR, LARGEST, FINISH})
+    for (const CellJob& job : bound.cell_jobs)
+      if (is_by_block(job.side[DST].format.granularity)) KVX_TRY(add_rows(job, pass));
+  for (const CellJob& job : bound.cell_jobs) {
+    DeviceCell cell;
+    int64_t per_unit, blocks;
+    RunChunks run = make_chunks(job, bound, &cell, &per_unit);
+    if (!run) {
+      KVX_TRY(add_rows(job, WRITE));
+      continue;
+    }
+    if (!mul_fits(per_unit, units, &blocks)) blocks = kMaxCount + 1;
+    KVX_TRY(builder.add(cell, run, blocks, WRITE, kThreads, 0));
+  }
+  return KVX_STATUS_OK;
+}
+
+}  // namespace cuda
+}  // namespace kvx

@@ -1,0 +1,619 @@
+// convert on a device. Rows: every thread moves a few vectors, found by multiplications from one index. Tiles: where
+// elements change their order, a rectangle goes through shared memory, 16 bytes at a time on both sides.
+#include <string.h>
+
+#include <algorithm>
+
+#include "move/cuda/convert.cuh"
+
+namespace kvx {
+namespace cuda {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kVectors = 4;  // of one thread
+constexpr int kJobs = 8;     // of one launch
+constexpr int kMaxInner = 5;
+
+struct DeviceDigit {
+  FastDivider size;
+  uint32_t token;
+  int64_t stride[2];
+  int32_t step[2];
+};
+
+struct DeviceJob {
+  DevicePlace place;
+  int32_t num_inner, num_digits;  // the first num_inner by each thread, the rest by the block
+  DeviceDigit digit[KVX_PLAN_MAX_DIGITS + 2];
+  uint32_t inner_vectors;  // rows: of one item; tiles: tiles of one unit
+  FastDivider per_item;    // rows: blocks of threads an item takes (BY_BLOCK), or vectors
+  uint32_t num_items;      // rows: of a unit
+  FastDivider per_unit;    // blocks of threads a unit takes
+  uint32_t first;          // block of threads this job begins with
+  // tiles
+  uint32_t rows, columns;  // of a tile: elements along the destination's and along the source's adjacent axis
+  FastDivider row_vectors, column_vectors,
+      tile_vectors;  // 16-byte vectors of a row at the source, of a column at the destination, of a tile
+  int64_t row_stride, column_stride;  // bytes: between rows at the source, between columns at the destination
+  uint32_t tiles;                     // a block of threads takes
+};
+
+struct ConvertArgs {
+  DeviceTables tables;
+  int32_t num_jobs;
+  Take take;
+  DeviceJob job[kJobs];
+};
+
+// Adds the digits the block of threads stands at. Returns the tokens they amount to.
+__device__ __forceinline__ uint32_t add_outer(const ConvertArgs& a, const DeviceJob& job, uint32_t index, Here* here) {
+  uint32_t token = 0;
+  int32_t buffer[2] = {0, 0};
+  int64_t byte[2] = {0, 0};
+  for (int i = job.num_inner; i < job.num_digits; i++) {
+    const DeviceDigit& d = job.digit[i];
+    const uint32_t q = d.size.divide(index), n = index - q * d.size.d;
+    index = q;
+    token += n * d.token;
+#pragma unroll
+    for (int w = 0; w < 2; w++) byte[w] += n * d.stride[w], buffer[w] += int32_t(n) * d.step[w];
+  }
+  move_on(a.tables, job.place, byte, buffer, here);
+  return token;
+}
+
+__device__ __forceinline__ const DeviceJob& find_job(const ConvertArgs& a) {
+  int n = 0;
+  while (n + 1 < a.num_jobs && blockIdx.x >= a.job[n + 1].first) n++;
+  return a.job[n];
+}
+
+// Who shares an item, and with it the look-up of digits and buffers: all threads; a warp, where items are smaller than
+// a block's work; nobody, where they are smaller than a warp's.
+enum Share { BY_BLOCK, BY_WARP, BY_VECTOR };
+constexpr int kWarpVectors = 32 * kVectors, kBlockVectors = kThreads * kVectors;
+
+template <int W, bool Cut, Share S>
+__global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__ ConvertArgs a) {
+  using T = typename Vec<W>::T;
+  const DeviceJob& job = find_job(a);
+  wait_for_previous();
+  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index),
+                 rest = index - unit * job.per_unit.d;
+  const Here whole = find_unit(a.tables, job.place, unit, a.take, threadIdx.x == 0 && rest == 0);
+  if (whole.tokens == 0) return;
+  Here here = whole;
+  uint32_t token = 0, first, between = S == BY_BLOCK ? kThreads : 32;
+  if constexpr (S == BY_BLOCK) {
+    const uint32_t item = job.per_item.divide(rest);
+    token = add_outer(a, job, item, &here);
+    first = (rest - item * job.per_item.d) * kBlockVectors + threadIdx.x;
+  } else {
+    first = rest * kBlockVectors + threadIdx.x / 32 * kWarpVectors;
+    if constexpr (S == BY_WARP) {
+      const uint32_t item = job.per_item.divide(first);
+      if (item >= job.num_items) return;
+      token = add_outer(a, job, item, &here);
+      first -= item * job.inner_vectors;
+    }
+    first += threadIdx.x % 32;
+  }
+  if (Cut && token >= whole.tokens) return;
+  T data[kVectors];
+  char* to[kVectors];
+#pragma unroll
+  for (int j = 0; j < kVectors; j++) {
+    uint32_t v = first + j * between;
+    to[j] = nullptr;
+    if constexpr (S == BY_VECTOR) {
+      const uint32_t item = job.per_item.divide(v);
+      if (item >= job.num_items) continue;
+      here = whole;
+      token = add_outer(a, job, item, &here);
+      v -= item * job.inner_vectors;
+    } else if (v >= job.inner_vectors) {
+      continue;
+    }
+    int64_t byte[2] = {0, 0};
+    uint32_t t = token;
+#pragma unroll
+    for (int i = 0; i < kMaxInner; i++) {
+      if (i >= job.num_inner) break;
+      const DeviceDigit& d = job.digit[i];
+      const uint32_t q = d.size.divide(v), n = v - q * d.size.d;
+      v = q;
+      if (Cut) t += n * d.token;
+      byte[0] += n * d.stride[0], byte[1] += n * d.stride[1];
+    }
+    if (Cut && t >= whole.tokens) continue;
+    data[j] = load_once<T>(here.at[0] + byte[0]);
+    to[j] = here.at[1] + byte[1];
+  }
+#pragma unroll
+  for (int j = 0; j < kVectors; j++)
+    if (to[j]) store_once(to[j], data[j]);
+}
+
+// ---- tiles
+//
+// A tile has `columns` elements that are adjacent at the source and `rows` that are adjacent at the destination. It
+// stands in shared memory with its longer side along a line. Lines come in groups of 16/E, one for each element of a
+// vector; a group is moved on by 16 bytes, so that the lanes of a warp, which are at the same line of several groups,
+// meet different banks.
+
+constexpr int kLineBytes = 256, kPitch = kLineBytes + 16, kMaxTiles = 8;
+template <int E> constexpr int kLines = E == 1 ? 128 : 64;
+
+template <int E> __device__ __forceinline__ uint32_t line_at(uint32_t line) {
+  return line * kPitch + line / (16 / E) * 16;
+}
+
+// `Wide`: the longer side is the source's.
+template <int E, bool Wide>
+__global__ void __launch_bounds__(kThreads) convert_tiles(const __grid_constant__ ConvertArgs a) {
+  using T = typename Vec<E>::T;
+  constexpr int kLanes = 16 / E, kEach = kLines<E> * (kLineBytes / 16) / kThreads;
+  __shared__ alignas(16) char tile[kLines<E> * kPitch + kLines<E> / kLanes * 16];
+  __shared__ char* at[kMaxTiles][2];
+  union Vector {
+    uint4 whole;
+    T part[kLanes];
+  };
+  const DeviceJob& job = find_job(a);
+  wait_for_previous();
+  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index),
+                 rest = index - unit * job.per_unit.d;
+  const Here here = find_unit(a.tables, job.place, unit, a.take, threadIdx.x == 0 && rest == 0);
+  if (here.tokens == 0) return;
+  const uint32_t first = rest * job.tiles, count = min(job.tiles, job.inner_vectors - first);
+  if (threadIdx.x < count) {
+    Here mine = here;
+    add_outer(a, job, first + threadIdx.x, &mine);
+    at[threadIdx.x][0] = mine.at[0], at[threadIdx.x][1] = mine.at[1];
+  }
+  __syncthreads();
+  const uint32_t lines = Wide ? job.rows : job.columns, vectors = count * job.tile_vectors.d;
+  Vector in[kEach];  // all loads are under way before the first is waited for
+#pragma unroll
+  for (int j = 0; j < kEach; j++) {
+    const uint32_t i = j * kThreads + threadIdx.x;
+    if (i >= vectors) break;
+    const uint32_t n = job.tile_vectors.divide(i), inside = i - n * job.tile_vectors.d;
+    const uint32_t row = job.row_vectors.divide(inside), v = inside - row * job.row_vectors.d;
+    in[j].whole = load_once<uint4>(at[n][0] + row * job.row_stride + v * 16);
+  }
+#pragma unroll
+  for (int j = 0; j < kEach; j++) {
+    const uint32_t i = j * kThreads + threadIdx.x;
+    if (i >= vectors) break;
+    const uint32_t n = job.tile_vectors.divide(i), inside = i - n * job.tile_vectors.d;
+    const uint32_t row = job.row_vectors.divide(inside), v = inside - row * job.row_vectors.d;
+    if (Wide) {
+      *reinterpret_cast<uint4*>(tile + line_at<E>(n * lines + row) + v * 16) = in[j].whole;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kLanes; k++)
+        *reinterpret_cast<T*>(tile + line_at<E>(n * lines + v * kLanes + k) + row * E) = in[j].part[k];
+    }
+  }
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < vectors; i += kThreads) {
+    const uint32_t n = job.tile_vectors.divide(i), inside = i - n * job.tile_vectors.d;
+    const uint32_t column = job.column_vectors.divide(inside), v = inside - column * job.column_vectors.d;
+    Vector out;
+    if (Wide) {
+#pragma unroll
+      for (int k = 0; k < kLanes; k++)
+        out.part[k] = *reinterpret_cast<const T*>(tile + line_at<E>(n * lines + v * kLanes + k) + column * E);
+    } else {
+      out.whole = *reinterpret_cast<const uint4*>(tile + line_at<E>(n * lines + column) + v * 16);
+    }
+    store_once(at[n][1] + column * job.column_stride + v * 16, out.whole);
+  }
+}
+
+// ---- preparing
+
+struct Launch : LaunchBase {
+  ConvertArgs args;
+  unsigned grid = 0;
+  int width;  // rows: bytes of a vector; tiles: bytes of an element
+  bool is_tile;
+  int variant;  // rows: Share; tiles: Wide
+  kvx_status_t start(void* stream) const override;
+};
+
+DeviceDigit to_device(const Digit& d) {
+  return DeviceDigit{make_fast_divider(d.size), uint32_t(d.token), {d.stride[0], d.stride[1]}, {d.step[0], d.step[1]}};
+}
+
+DeviceJob start_job(const Job& job) {
+  DeviceJob out = {};
+  out.place = make_place(job);
+  return out;
+}
+
+bool has_step(const Digit& d) { return d.step[0] || d.step[1]; }
+
+// Digits in the order threads take them: first along the run, then so that both sides stay in long stretches of memory.
+kvx_status_t make_rows(const Job& job, int width, DeviceJob* out, int64_t* blocks_per_unit, int* share) {
+  *out = start_job(job);
+  std::vector<Digit> inner, outer;
+  if (job.run > width) inner.push_back(Digit{job.run / width, {width, width}, 0, {0, 0}});
+  std::vector<Digit> rest(job.digit, job.digit + job.num_digits);
+  if (job.run == width) {
+    // One vector a run: four neighbours at the source, then neighbours at the
+    // destination, so that both see whole sectors.
+    auto a = std::find_if(rest.begin(), rest.end(), [&](const Digit& d) {
+      return !has_step(d) && d.stride[SRC] == width && d.size % 4 == 0 && d.size > 4;
+    });
+    if (a != rest.end()) {
+      Digit low = *a;
+      low.size = 4;
+      a->size /= 4;
+      for (int w = 0; w < 2; w++) a->stride[w] *= 4;
+      a->token *= 4;
+      inner.push_back(low);
+    }
+  }
+  auto weight = [](const Digit& d) {
+    double w = has_step(d) ? 1e30 : 1;
+    for (int i = 0; i < 2; i++) w *= double(d.stride[i] < 0 ? -d.stride[i] : d.stride[i]) + 1;
+    return w;
+  };
+  std::stable_sort(rest.begin(), rest.end(), [&](const Digit& a, const Digit& b) { return weight(a) < weight(b); });
+  int64_t vectors = inner.empty() ? 1 : inner[0].size;
+  std::vector<Digit> chosen;
+  for (const Digit& d : rest) {
+    if (!has_step(d) && vectors < kThreads * kVectors && int(inner.size() + chosen.size()) < kMaxInner)
+      chosen.push_back(d), vectors *= d.size;
+    else outer.push_back(d);
+  }
+  std::stable_sort(chosen.begin(), chosen.end(),
+                   [](const Digit& a, const Digit& b) { return a.stride[DST] < b.stride[DST]; });
+  inner.insert(inner.end(), chosen.begin(), chosen.end());
+  if (inner.empty()) inner.push_back(Digit{1, {0, 0}, 0, {0, 0}});
+  int n = 0;
+  for (const Digit& d : inner) out->digit[n++] = to_device(d);
+  out->num_inner = n;
+  int64_t items = 1;
+  for (const Digit& d : outer) out->digit[n++] = to_device(d), items *= d.size;
+  out->num_digits = n;
+  *share = vectors >= kBlockVectors || items == 1 ? BY_BLOCK : vectors % kWarpVectors == 0 ? BY_WARP : BY_VECTOR;
+  const int64_t per_item = (vectors + kBlockVectors - 1) / kBlockVectors;
+  *blocks_per_unit = *share == BY_BLOCK ? items * per_item : (items * vectors + kBlockVectors - 1) / kBlockVectors;
+  if (vectors > kMaxCount || *blocks_per_unit > kMaxCount)
+    return fail(KVX_STATUS_UNSUPPORTED, "one unit has %lld vectors of %d bytes; more than one launch takes.",
+                (long long)(items * vectors), width);
+  out->inner_vectors = uint32_t(vectors);
+  out->num_items = uint32_t(items);
+  out->per_item = make_fast_divider(*share == BY_BLOCK ? per_item : vectors);
+  out->per_unit = make_fast_divider(*blocks_per_unit);
+  return KVX_STATUS_OK;
+}
+
+// True when the job is a turn of two axes that 16-byte accesses can do.
+bool make_tiles(const Job& job, const Bound& bound, DeviceJob* out, int64_t* blocks_per_unit, int* wide) {
+  const int64_t e = job.run;
+  if (e > 8 || (e & (e - 1))) return false;
+  int across = -1, down = -1;
+  for (int i = 0; i < job.num_digits; i++) {
+    const Digit& d = job.digit[i];
+    if (has_step(d) || d.token || d.size * e % 16) continue;
+    if (d.stride[SRC] == e) across = i;
+    else if (d.stride[DST] == e) down = i;
+  }
+  if (across < 0 || down < 0) return false;
+  // Everything but the element steps must keep 16-byte accesses aligned.
+  uint64_t bits = 0;
+  for (int w = 0; w < 2; w++) {
+    bits |= uint64_t(job.block[w]) | uint64_t(job.outer[w]) | uint64_t(job.inner[w] * bound.tables.unit_tokens) |
+            uint64_t(job.offset[w]) | uint64_t(uintptr_t(job.base[w]));
+    if (!job.base[w])
+      for (char* b : bound.buffers[w]) bits |= uint64_t(uintptr_t(b));
+  }
+  for (int i = 0; i < job.num_digits; i++) {
+    if (i != across) bits |= uint64_t(job.digit[i].stride[SRC]);
+    if (i != down) bits |= uint64_t(job.digit[i].stride[DST]);
+  }
+  if (bits % 16) return false;
+  *out = start_job(job);
+  const Digit &a = job.digit[across], &d = job.digit[down];
+  auto largest = [&](int64_t size, int64_t bytes) {  // divisor of the axis: tiles are all alike
+    int64_t best = 16 / e;
+    for (int64_t n = 16 / e; n * e <= bytes; n += 16 / e)
+      if (size % n == 0) best = n;
+    return best;
+  };
+  const int64_t most_lines = e == 1 ? kLines<1> : kLines<2>;
+  *wide = a.size >= d.size;
+  const int64_t columns = largest(a.size, *wide ? kLineBytes : most_lines * e),
+                rows = largest(d.size, *wide ? most_lines * e : kLineBytes);
+  out->rows = uint32_t(rows), out->columns = uint32_t(columns);
+  out->row_vectors = make_fast_divider(columns * e / 16), out->column_vectors = make_fast_divider(rows * e / 16);
+  out->tile_vectors = make_fast_divider(columns * rows * e / 16);
+  out->row_stride = d.stride[SRC], out->column_stride = a.stride[DST];
+  std::vector<Digit> outer;
+  outer.push_back(Digit{a.size / columns, {columns * e, columns * a.stride[DST]}, 0, {0, 0}});
+  outer.push_back(Digit{d.size / rows, {rows * d.stride[SRC], rows * e}, 0, {0, 0}});
+  for (int i = 0; i < job.num_digits; i++)
+    if (i != across && i != down) outer.push_back(job.digit[i]);
+  int n = 0;
+  int64_t tiles = 1;
+  for (const Digit& x : outer)
+    if (x.size > 1) out->digit[n++] = to_device(x), tiles *= x.size;
+  out->num_digits = n;
+  const int64_t stacked = std::min<int64_t>(kMaxTiles, std::max<int64_t>(1, most_lines / (*wide ? rows : columns)));
+  out->tiles = uint32_t(stacked);
+  *blocks_per_unit = (tiles + stacked - 1) / stacked;
+  if (tiles > kMaxCount) return false;
+  out->inner_vectors = uint32_t(tiles);
+  out->per_unit = make_fast_divider(*blocks_per_unit);
+  return true;
+}
+
+// Host memory must be pinned: the device reads and writes it in place.
+kvx_status_t check_pinned(const Bound& bound) {
+  for (int w = 0; w < 2; w++)
+    for (size_t i = 0; i < bound.buffers[w].size(); i++) {
+      cudaPointerAttributes attributes = {};
+      const cudaError_t error = cudaPointerGetAttributes(&attributes, bound.buffers[w][i]);
+      if (error != cudaSuccess) cudaGetLastError();
+      if (error != cudaSuccess || attributes.type == cudaMemoryTypeUnregistered)
+        return fail(
+            KVX_STATUS_INVALID_ARGUMENT,
+            "%s buffer %zu is host memory that is not pinned. Pin it (tensor.pin_memory()), or convert on the host.",
+            w == SRC ? "source" : "destination", i);
+      if (i >= 4) break;  // the first few stand for all: asking for thousands takes milliseconds
+    }
+  return KVX_STATUS_OK;
+}
+
+// Long plain copies between host and device: the copy engine does them while the SMs do something else.
+struct EngineCopies : LaunchBase {
+  struct Run {
+    char *dst, *src;
+    int64_t bytes;
+  };
+  std::vector<Run> runs;
+  bool joins;  // one buffer on either side: what follows on there may be one copy. Two allocations may not, even side
+               // by side
+
+  void add(char* dst, char* src, int64_t bytes) {
+    if (joins && !runs.empty() && runs.back().dst + runs.back().bytes == dst &&
+        runs.back().src + runs.back().bytes == src)
+      runs.back().bytes += bytes;
+    else runs.push_back(Run{dst, src, bytes});
+  }
+  kvx_status_t start(void* stream) const override {
+    for (const Run& run : runs) {
+      const cudaError_t error =
+          cudaMemcpyAsync(run.dst, run.src, size_t(run.bytes), cudaMemcpyDefault, static_cast<cudaStream_t>(stream));
+      if (error != cudaSuccess)
+        return fail(KVX_STATUS_INTERNAL_ERROR, "a copy of %lld bytes failed: %s.", (long long)run.bytes,
+                    cudaGetErrorString(error));
+    }
+    return KVX_STATUS_OK;
+  }
+};
+
+bool is_host(const char* p) {
+  cudaPointerAttributes attributes = {};
+  if (cudaPointerGetAttributes(&attributes, p) != cudaSuccess) cudaGetLastError();
+  return attributes.type == cudaMemoryTypeHost;
+}
+
+// The job as copies, where it crosses between host and device in pieces worth a copy's few microseconds and block ids
+// are known.
+bool make_copies(const Job& job, const Bound& bound, int64_t units, EngineCopies* out) {
+  constexpr int64_t kLeastBytes = 256 << 10, kMostCopies = 4096;
+  const BlockTables& t = bound.tables;
+  int64_t pieces = units;
+  for (int i = 0; i < job.num_digits; i++) pieces *= job.digit[i].size;
+  if (job.run < kLeastBytes || pieces > kMostCopies || bound.tables_on_device || t.seq_lens) return false;
+  if (is_host(bound.buffers[SRC][0]) == is_host(bound.buffers[DST][0])) return false;
+  out->joins = true;
+  for (int w = 0; w < 2; w++) {
+    if (bound.buffers[w].size() == 1) continue;
+    if (job.base[w]) return false;  // buffers taken as one by their spacing: a run may cross from one to the next
+    out->joins = false;
+  }
+  for (int64_t u = 0; u < units; u++) {
+    const int64_t seq = u / t.units_per_seq, token = u % t.units_per_seq * t.unit_tokens;
+    int64_t block[2], start[2];
+    for (int w = 0; w < 2; w++) {
+      block[w] = bound.ids[w][size_t(seq * t.columns[w] + token / t.block_size[w])];
+      const int64_t inside = token % t.block_size[w];
+      start[w] = block[w] * job.block[w] + inside / job.split[w] * job.outer[w] + inside % job.split[w] * job.inner[w];
+    }
+    if (block[0] < 0 || block[1] < 0) continue;
+    for (int64_t piece = 0; piece < pieces / units; piece++) {
+      int64_t rest = piece;
+      char* at[2] = {job.base[0] + start[0], job.base[1] + start[1]};
+      int64_t step[2] = {0, 0};
+      for (int i = 0; i < job.num_digits; i++) {
+        const Digit& d = job.digit[i];
+        for (int w = 0; w < 2; w++) at[w] += rest % d.size * d.stride[w], step[w] += rest % d.size * d.step[w];
+        rest /= d.size;
+      }
+      for (int w = 0; w < 2; w++)
+        if (!job.base[w])
+          at[w] += uintptr_t(bound.buffers[w][size_t(job.buffer[w] + block[w] * job.block_step[w] + step[w])]) +
+                   job.offset[w];
+      out->add(at[DST], at[SRC], job.run);
+    }
+  }
+  return true;
+}
+
+kvx_status_t add_jobs(const Bound& bound, const std::vector<Job>& jobs, Take take, int64_t units,
+                      const DeviceTables& tables, Residue* residue) {
+  std::vector<Launch*> open;
+  for (const Job& job : jobs) {
+    auto copies = std::make_unique<EngineCopies>();
+    if (make_copies(job, bound, units, copies.get())) {
+      residue->launches.push_back(std::move(copies));
+      continue;
+    }
+    DeviceJob made;
+    int64_t per_unit;
+    int width = std::min(job.align, 16), variant;
+    const bool is_tile = take == WHOLE_UNITS && make_tiles(job, bound, &made, &per_unit, &variant);
+    if (is_tile) width = int(job.run);
+    else KVX_TRY(make_rows(job, width, &made, &per_unit, &variant));
+    int64_t blocks;
+    if (!mul_fits(per_unit, units, &blocks) || blocks > kMaxCount)
+      return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld blocks of threads are more than one launch takes.",
+                  (long long)units, (long long)per_unit);
+    Launch* launch = nullptr;
+    for (Launch* l : open)
+      if (l->is_tile == is_tile && l->variant == variant && l->width == width && l->args.num_jobs < kJobs &&
+          int64_t(l->grid) + blocks <= kMaxCount)
+        launch = l;
+    if (!launch) {
+      auto fresh = std::make_unique<Launch>();
+      launch = fresh.get();
+      memset(static_cast<void*>(&launch->args), 0, sizeof launch->args);
+      launch->args.tables = tables, launch->args.take = take;
+      launch->width = width, launch->is_tile = is_tile, launch->variant = variant;
+      open.push_back(launch);
+      residue->launches.push_back(std::move(fresh));
+    }
+    made.first = launch->grid;
+    launch->args.job[launch->args.num_jobs++] = made;
+    launch->grid += unsigned(blocks);
+  }
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t Launch::start(void* stream) const {
+  const dim3 blocks(grid), block(kThreads);
+#define KVX_TILES(e)                                                                                    \
+  case e:                                                                                               \
+    return variant ? launch_early("convert_tiles", convert_tiles<e, true>, blocks, block, stream, args) \
+                   : launch_early("convert_tiles", convert_tiles<e, false>, blocks, block, stream, args);
+#define KVX_ROWS_AS(w, cut)                                                                                         \
+  (variant == BY_BLOCK  ? launch_early("convert_rows", convert_rows<w, cut, BY_BLOCK>, blocks, block, stream, args) \
+   : variant == BY_WARP ? launch_early("convert_rows", convert_rows<w, cut, BY_WARP>, blocks, block, stream, args)  \
+                        : launch_early("convert_rows", convert_rows<w, cut, BY_VECTOR>, blocks, block, stream, args))
+#define KVX_ROWS(w) \
+  case w: return args.take == CUT_UNITS ? KVX_ROWS_AS(w, true) : KVX_ROWS_AS(w, false);
+  if (is_tile) {
+    switch (width) {
+      KVX_TILES(1)
+      KVX_TILES(2)
+      KVX_TILES(4)
+      default: KVX_TILES(8)
+    }
+  }
+  switch (width) {
+    KVX_ROWS(16)
+    KVX_ROWS(8)
+    KVX_ROWS(4)
+    KVX_ROWS(2)
+    default: KVX_ROWS(1)
+  }
+#undef KVX_ROWS
+#undef KVX_ROWS_AS
+#undef KVX_TILES
+  return KVX_STATUS_INTERNAL_ERROR;
+}
+
+}  // namespace
+
+DevicePlace make_place(const Job& job) {
+  DevicePlace p = {};
+  for (int w = 0; w < 2; w++) {
+    p.base[w] = job.base[w], p.offset[w] = job.offset[w], p.block[w] = job.block[w], p.outer[w] = job.outer[w],
+    p.inner[w] = job.inner[w];
+    p.split[w] = uint32_t(job.split[w]), p.buffer[w] = job.buffer[w], p.block_step[w] = job.block_step[w];
+  }
+  return p;
+}
+
+kvx_status_t place_tables(Bound* bound, Residue* residue, DeviceTables* made) {
+  const BlockTables& t = bound->tables;
+  DeviceTables& out = *made;
+  const bool small_ids = !bound->tables_on_device &&
+                         std::max(bound->ids[0].size(), bound->ids[1].size()) <= kSmallIds &&
+                         std::max(t.num_blocks[0], t.num_blocks[1]) <= 0x7fffffff;
+  bool looks_up[2] = {!bound->cell_jobs.empty(), !bound->cell_jobs.empty()};
+  for (const Job& job : bound->jobs)
+    for (int w = 0; w < 2; w++) looks_up[w] = looks_up[w] || !job.base[w];
+  std::vector<char> image;  // of the device memory
+  auto put = [&](const void* data, size_t bytes) {
+    const size_t at = (image.size() + 15) / 16 * 16;
+    image.resize(at + bytes);
+    if (bytes) memcpy(image.data() + at, data, bytes);
+    return at;
+  };
+  size_t id_at[2] = {}, buffer_at[2] = {}, lens_at = 0;
+  for (int w = 0; w < 2; w++) {
+    out.num_blocks[w] = t.num_blocks[w];
+    out.row_stride[w] = t.row_stride[w], out.index_stride[w] = t.index_stride[w], out.index_bytes[w] = t.index_bytes[w];
+    if (small_ids) {
+      out.row_stride[w] = t.columns[w];
+      for (size_t i = 0; i < bound->ids[w].size(); i++) made->small_ids[w][i] = int32_t(bound->ids[w][i]);
+    } else if (!bound->tables_on_device) {
+      id_at[w] = put(bound->ids[w].data(), bound->ids[w].size() * 8);
+    }
+    if (looks_up[w] && bound->buffers[w].size() <= kSmallBuffers)
+      std::copy(bound->buffers[w].begin(), bound->buffers[w].end(), made->small_buffers[w]);
+    else if (looks_up[w]) buffer_at[w] = put(bound->buffers[w].data(), bound->buffers[w].size() * sizeof(char*));
+    out.units_per_block[w] = make_fast_divider(t.block_size[w] / t.unit_tokens);
+  }
+  if (t.seq_lens && !bound->tables_on_device) lens_at = put(bound->lens.data(), bound->lens.size() * 8);
+  if (!image.empty()) {
+    cudaError_t error = cudaMalloc(&residue->device_memory, image.size());
+    if (error == cudaSuccess)
+      error = cudaMemcpy(residue->device_memory, image.data(), image.size(), cudaMemcpyHostToDevice);
+    if (error != cudaSuccess)
+      return fail(KVX_STATUS_INTERNAL_ERROR, "%zu bytes of tables could not be put on the device: %s.", image.size(),
+                  cudaGetErrorString(error));
+  }
+  char* memory = static_cast<char*>(residue->device_memory);
+  for (int w = 0; w < 2; w++) {
+    out.ids[w] = small_ids ? nullptr : bound->tables_on_device ? t.ids[w] : memory + id_at[w];
+    made->buffers[w] = looks_up[w] && bound->buffers[w].size() > kSmallBuffers
+                           ? reinterpret_cast<char* const*>(memory + buffer_at[w])
+                           : nullptr;
+  }
+  out.seq_lens = !t.seq_lens ? nullptr : bound->tables_on_device ? t.seq_lens : memory + lens_at;
+  out.len_stride = t.len_stride, out.len_bytes = t.len_bytes;
+  out.units_per_seq = make_fast_divider(std::max<int64_t>(1, t.units_per_seq));
+  out.unit_tokens = uint32_t(t.unit_tokens);
+  out.errors = bound->errors;
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t prepare_convert(Bound* bound) {
+  DeviceGuard guard(bound->device);
+  KVX_TRY(guard.status());
+  KVX_TRY(check_pinned(*bound));
+  auto residue = std::make_unique<Residue>();
+  auto tables = std::make_unique<DeviceTables>();
+  memset(static_cast<void*>(tables.get()), 0, sizeof *tables);
+  KVX_TRY(place_tables(bound, residue.get(), tables.get()));
+  const int64_t units = bound->tables.num_seqs * bound->tables.units_per_seq;
+  if (units > kMaxCount)
+    return fail(KVX_STATUS_UNSUPPORTED, "%lld units are more than one launch takes.", (long long)units);
+  if (units) {
+    KVX_TRY(add_jobs(*bound, bound->jobs, WHOLE_UNITS, units, *tables, residue.get()));
+    KVX_TRY(add_jobs(*bound, bound->cut_jobs, CUT_UNITS, units, *tables, residue.get()));
+    KVX_TRY(add_cell_launches(*bound, units, *tables, residue.get()));
+  }
+  bound->resident = std::move(residue);
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t convert(const Bound& bound, void* stream) {
+  DeviceGuard guard(bound.device);
+  KVX_TRY(guard.status());
+  for (const auto& l : static_cast<const Residue*>(bound.resident.get())->launches) KVX_TRY(l->start(stream));
+  return KVX_STATUS_OK;
+}
+
+}  // namespace cuda
+}  // namespace kvx
