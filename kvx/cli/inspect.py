@@ -25,6 +25,7 @@ from kvx.ops import backend as backends
 from kvx.ops import library, native
 from kvx.ops.attention_kernels import attention_kernel
 from kvx.ops.registry import OPS
+from kvx.spec import ALL_FORMATS
 
 TAKES = "a spec (.json), a cache file, or tensors (.pt, .npy, .safetensors)"
 # What changes behaviour without an argument: for building and debugging only.
@@ -173,10 +174,10 @@ def inspect(
                 f.name,
                 f"{f.element} x {f.granularity.name.lower()}",
                 str(f.scale or "-"),
-                "inline" if f.is_inline else "",
+                f.scale_place,
                 f.element.arithmetic,
             )
-            for f in kvx.FORMATS.values()
+            for f in ALL_FORMATS.values()
         ]
         return _show(
             "formats",

@@ -6,7 +6,9 @@ from kvx.cache.hybrid.prefix import HybridPrefix, Resumed
 from kvx.cache.hybrid.schema import Bytes, HybridSchema, LayerSchema
 from kvx.cache.hybrid.state import RequestState, put_state, take_state
 from kvx.cache.hybrid.store import LayerStore
-from kvx.quant.rows import ROW_FORMATS, RowCodec, RowFormat
+from kvx.quant.rows import RowCodec
+from kvx.spec.formats import ROW_FORMATS
+from kvx.spec.formats import Format as RowFormat
 
 __all__ = [
     "ROW_FORMATS", "Bytes", "ClassicalView", "HybridCache", "HybridPrefix", "HybridSchema", "IndexerView", "LayerHandle",
