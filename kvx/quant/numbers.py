@@ -21,7 +21,8 @@ _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    return getattr(torch, dtype.torch_name)
+    found: torch.dtype = getattr(torch, dtype.torch_name)
+    return found
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
