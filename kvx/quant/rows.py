@@ -2,7 +2,7 @@
 
     row 0's elements | row 1's | ... | row B-1's | row 0's scales | ... | row B-1's | padding
 
-Each engine's bytes for them are formats of kvx/spec/formats.py, by their RowRule.
+Their formats stand with all others in kvx/spec/formats.py; a format's RowRule says how an engine codes a row.
 """
 
 from __future__ import annotations
