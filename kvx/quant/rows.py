@@ -25,8 +25,8 @@ class RowCodec:
 
     def __init__(self, format: Format | str, dim: int, rope_dim: int = 0) -> None:
         self.format = f = Format.named(format, of_rows=True) if isinstance(format, str) else format
-        if f.rows is None:
-            raise BadArgument(f"RowCodec: format {f} has no RowRule; rows in pages have {', '.join(ROW_FORMATS)}.")
+        if not isinstance(f, Format) or f.rows is None:
+            raise BadArgument(f"RowCodec: format {str(f)[:100]} has no RowRule; rows in pages have {', '.join(ROW_FORMATS)}.")
         self.dim, self.rope_dim, self.rule = dim, rope_dim if f.rows.keeps_rope else 0, f.rows
         self._coded = dim - self.rope_dim
         self.group = 0 if f.scale is None else f.group_size or self._coded

@@ -212,6 +212,7 @@ def test_row_formats_are_found_by_the_same_lookup(name):
         ("int8", f'format "int8" is one of planes; kvx.CacheSpec takes it. Rows in pages have {", ".join(ROW_FORMATS)}.'),
         ("fp8_v5", 'format "fp8_v5" does not exist. Near it: fp8_v4, '),
         ("q8_0", f'format "q8_0" does not exist. Known: {", ".join(ROW_FORMATS)}.'),
+        (None, f"RowCodec: format None has no RowRule; rows in pages have {', '.join(ROW_FORMATS)}."),
         (FORMATS["int8"], f"RowCodec: format int8 has no RowRule; rows in pages have {', '.join(ROW_FORMATS)}."),
     ],
 )
