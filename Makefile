@@ -1,6 +1,7 @@
 # make demo   set up, build, and see a small model answer eight questions together on one cache
 # make test   set up, build, lint, type-check and run every test
 # make test-fast   what runs in two minutes: no lint, no wheel, no real model, few cases of each test
+# make coverage   which lines of kvx/ the tests run: make coverage TESTS=tests/spec for some of them
 # make sanitize   host code under ASan, UBSan and TSan: the C tests and the fuzzer of the C entries
 # make fuzz   every fuzzer for longer, C entries, conversions, files and tiers: make fuzz CASES=10000000 SEED=1
 # make soak   an hour of prefill and decode, a runner and a disk tier at once, all killed and interrupted: make soak SOAK_S=600
@@ -18,7 +19,7 @@ GPU_BUILD ?= build/gpu
 # cmake and ninja come from the environment, so that the machine needs neither.
 CMAKE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake
 
-.PHONY: demo test test-fast build lint format unit sweep clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
+.PHONY: demo test test-fast build lint format unit coverage sweep clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
 
 demo: build
 	$(PY) -m kvx generate
@@ -55,6 +56,14 @@ test-fast: build
 
 unit:
 	$(PY) -m pytest -n 2
+
+# Every process the tests start is measured, pytest's workers too (pyproject.toml); native code is not.
+WORKERS ?= 2
+TESTS ?= tests
+COVERAGE = COVERAGE_FILE="$(CURDIR)/build/coverage/data" $(PY) -m coverage
+coverage: build
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(COVERAGE) run -m pytest -q -n $(WORKERS) $(TESTS); status=$$?; $(COVERAGE) combine --quiet && $(COVERAGE) report | tee build/coverage/report.txt; exit $$status
 
 # Every architecture of transformers on a KvxCache; the table of docs/transformers.md. Twenty minutes.
 sweep: build

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kvx
-from kvx.quant.rows import ROW_FORMATS
+from kvx.spec import ROW_FORMATS
 from tests.hybrid.ops import test_attention_sparse, test_compress, test_index_scores
 from tests.hybrid.ops.hybrid_cases import Batch
 

@@ -169,7 +169,7 @@ def check(plan: kvx.Plan, bound: Any, a: list[list[Tensor]], b: list[list[Tensor
 def _host_ceiling_gbps() -> float:
     a = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
     b = torch.empty(512 << 20, dtype=torch.uint8, pin_memory=True)
-    samples = []
+    samples: list[float] = []
     for _ in range(8):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from kvx.bench.harness import machine
 from kvx.errors import BadArgument, InternalError
+from kvx.handover.facts import NEUTRAL
 from kvx.handover.memory import new_buffers
-from kvx.handover.part import NEUTRAL
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.plan import ByteRun, plan
 from kvx.ops.move.convert import bind

@@ -181,6 +181,6 @@ class BatchBuffers:
 
     def _mark(self, turn: int) -> None:
         if self._is_cuda:
-            event = self._sent[turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = self._sent[turn] or torch.cuda.Event()
             event.record()
             self._sent[turn] = event

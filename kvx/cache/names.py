@@ -1,6 +1,7 @@
 """Names of blocks: a chain of hashes, by libkvx where it is built and by Python's own modules otherwise. Both give the same.
 
-h[i] = H(h[i - 1], tokens of block i as little-endian int32)
+h[-1] = H(salt, extra)        extra: what else the content hangs on, such as a LoRA's id
+h[i]  = H(h[i - 1], tokens of block i as little-endian int32)
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ class Naming(NamedTuple):
     hash: Hash
     chain: Chain  # of every full block
     digest_bytes: int
+
+    def root(self, salt: bytes, extra: bytes = b"") -> BlockHash:
+        """The name before the first block. With the salt's length, no other salt and extra run together to the same bytes."""
+        return self.hash(len(salt).to_bytes(8, "little") + salt + extra)
 
 
 def naming(hash_name: str) -> Naming:

@@ -25,6 +25,8 @@ from kvx.ops import backend as backends
 from kvx.ops import library, native
 from kvx.ops.attention.kernels import attention_kernel
 from kvx.ops.registry import OPS
+from kvx.ops.support import BACKENDS
+from kvx.spec import ALL_FORMATS
 
 TAKES = "a spec (.json), a cache file, or tensors (.pt, .npy, .safetensors)"
 # What changes behaviour without an argument: for building and debugging only.
@@ -52,8 +54,8 @@ def build_facts() -> dict[str, Any]:
         "cuda_devices": info.cuda_devices if info else 0,
         "torch": torch.__version__,
         "dlpack_exchange": native.IS_EXCHANGED,
-        "backends": {name: backends.reason_missing(name) or "yes" for name in backends.BACKENDS},
-        "ops": {op: {name: bool(backends.supports(op, None, name)) for name in backends.BACKENDS} for op in OPS},
+        "backends": {name: backends.reason_missing(name) or "yes" for name in BACKENDS},
+        "ops": {op: {name: bool(backends.supports(op, None, name)) for name in BACKENDS} for op in OPS},
     }
 
 
@@ -173,10 +175,10 @@ def inspect(
                 f.name,
                 f"{f.element} x {f.granularity.name.lower()}",
                 str(f.scale or "-"),
-                "inline" if f.is_inline else "",
+                f.scale_place,
                 f.element.arithmetic,
             )
-            for f in kvx.FORMATS.values()
+            for f in ALL_FORMATS.values()
         ]
         return _show(
             "formats",
@@ -230,20 +232,20 @@ def _show(title: str, columns: Any, rows: Any, data: Any, as_json: bool) -> None
 
 def _show_support(as_json: bool) -> None:
     """Ops by backend; then, for those that read a spec, the formats and engines' layouts they do not take, with the reason."""
-    rows = [(op, *("yes" if backends.supports(op, None, b) else "no" for b in backends.BACKENDS), t.specs) for op, t in OPS.items()]
+    rows = [(op, *("yes" if backends.supports(op, None, b) else "no" for b in BACKENDS), t.specs) for op, t in OPS.items()]
     refused = [(what, op, str(answer)) for what, op, answer in _refusals()]
     if as_json:
-        missing = {b: backends.reason_missing(b) for b in backends.BACKENDS}
-        data = {"ops": [dict(zip(("op", *backends.BACKENDS, "specs"), r, strict=True)) for r in rows], "missing": missing}
+        missing = {b: backends.reason_missing(b) for b in BACKENDS}
+        data = {"ops": [dict(zip(("op", *BACKENDS, "specs"), r, strict=True)) for r in rows], "missing": missing}
         data["attention on cuda"] = [dict(zip(("format", "decode", "prefill"), r, strict=True)) for r in _kernels()]
         typer.echo(
             json.dumps({**data, "refused": [dict(zip(("what", "op", "reason"), r, strict=True)) for r in refused]}, indent=1)
         )
         return
-    _show("ops", ("op", *backends.BACKENDS, "specs"), rows, None, False)
+    _show("ops", ("op", *BACKENDS, "specs"), rows, None, False)
     _show("attention on cuda, head_dim 128, Hopper", ("format", "decode", "prefill"), _kernels(), None, False)
     _show("refused", ("what", "ops", "why, and what to do"), _joined(refused), None, False)
-    for name in backends.BACKENDS:
+    for name in BACKENDS:
         if (why := backends.reason_missing(name)) is not None:
             typer.echo(f"{name}: {why}.")
 
@@ -282,8 +284,8 @@ def _show_build(facts: dict[str, Any], as_json: bool) -> None:
         return
     plain = [(k, str(v)) for k, v in facts.items() if k not in ("backends", "ops")]
     _show(f"kvx {facts['kvx']}", ("build", ""), plain, None, False)
-    rows = [(op, *("yes" if facts["ops"][op][b] else "no" for b in backends.BACKENDS)) for op in OPS]
-    _show("ops", ("op", *backends.BACKENDS), rows, None, False)
+    rows = [(op, *("yes" if facts["ops"][op][b] else "no" for b in BACKENDS)) for op in OPS]
+    _show("ops", ("op", *BACKENDS), rows, None, False)
     for name, why in facts["backends"].items():
         if why != "yes":
             typer.echo(f"{name}: {why}.")

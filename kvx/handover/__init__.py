@@ -1,9 +1,10 @@
 """What one engine hands to another: a sequence's tokens, its K and V in neutral blocks, a manifest and a content digest."""
 
+from kvx.handover.facts import NEUTRAL, NEUTRAL_LATENT
 from kvx.handover.handover import Handover, from_manifest
 from kvx.handover.in_tiers import find, keep, names
 from kvx.handover.joined import join
-from kvx.handover.part import NEUTRAL, NEUTRAL_LATENT, Part
+from kvx.handover.part import Part
 from kvx.handover.saved import load, save
 from kvx.handover.source import Source, export_blocks
 from kvx.identity import model_name

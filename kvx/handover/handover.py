@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvx.cache.tokens import token_ids
 from kvx.errors import BadArgument, Damaged, Incompatible, OutOfRange, Unsupported
 from kvx.handover.facts import check_parts, few, first_seen, is_state_part, tokens_of
 from kvx.handover.manifest import read_manifest, write_manifest
 from kvx.handover.memory import moved, new_buffers
 from kvx.handover.part import Part, neutral, rank_specs
 from kvx.handover.scales import differ, have_one_format
-from kvx.handover.tokens import token_ids
 from kvx.layout.place import buffer_sizes
 from kvx.layout.plan import plan
 from kvx.ops.move.convert import convert
@@ -39,7 +39,7 @@ class Handover:
     _is_checked: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", token_ids("Handover", self.tokens))
+        object.__setattr__(self, "tokens", token_ids("Handover", self.tokens, least=1))
         object.__setattr__(self, "parts", tuple(self.parts))
         object.__setattr__(self, "whole", tuple(self.whole))
         if not self.parts or len(self.whole) not in (0, len(self.parts)):

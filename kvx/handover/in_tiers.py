@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvx.cache.names import naming
+from kvx.cache.tokens import token_ids
 from kvx.errors import BadArgument
 from kvx.handover.facts import first_seen
 from kvx.handover.handover import Handover
 from kvx.handover.memory import has_scales, new_buffers
 from kvx.handover.part import Part
-from kvx.handover.tokens import token_ids
 from kvx.spec import CacheSpec, from_json
 from kvx.tiers import BlockKind, Tier, block_spec
 
@@ -26,10 +26,8 @@ def names(tokens: ArrayLike, block_size: int, model: str) -> list[bytes]:
         raise BadArgument(f"names(): block_size is {block_size!r}; a block has a token or more.")
     if not isinstance(model, str):
         raise BadArgument(f"names(): model is {model!r}; it is the model's name.")
-    hash_, chain, _ = naming("blake2b")
-    data = token_ids("names()", tokens, least=0).astype("<i4").tobytes()
-    salt = model.encode()
-    return chain(data, hash_(len(salt).to_bytes(8, "little") + salt), block_size)
+    by = naming("blake2b")
+    return by.chain(token_ids("names()", tokens).astype("<i4").tobytes(), by.root(model.encode()), block_size)
 
 
 def keep(handover: Handover, tiers: Sequence[Tier]) -> int:
@@ -59,7 +57,7 @@ def find(
     parts: Sequence[tuple[Sequence[int], int]],  # (layers of the model, window) of each
 ) -> Handover | None:
     """The longest beginning of these tokens that the tiers have, of whole blocks; None where there is none."""
-    ids = token_ids("find()", tokens, least=0)
+    ids = token_ids("find()", tokens)
     _check_tiers("find", tiers, len(parts))
     specs = [_spec(t.kind) for t in tiers]
     for spec in specs:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvx.cache.tokens import token_ids
 from kvx.errors import BadArgument, Damaged, Incompatible
 from kvx.handover.facts import Facts, PartFacts, check_facts, check_parts, negative
-from kvx.handover.tokens import token_ids
 from kvx.ops.move.digest import Digest
 from kvx.spec import StateSpec, spec_from_json, to_json
 from kvx.spec.manifest import unique_fields
@@ -85,7 +85,7 @@ def read_manifest(text: str) -> Manifest:
     whole = tuple(map(_digest_from, _list_of(body, "whole")))
     if any(type(t) is not int for t in tokens):
         raise BadArgument("handover: tokens of the manifest are not all whole numbers.")
-    ids = token_ids("handover", tokens)
+    ids = token_ids("handover", tokens, least=1)
     if not told or len(seals) != len(told) or len(whole) not in (0, len(told)):
         raise BadArgument(f"handover: the manifest has {len(told)} parts, {len(seals)} seals and {len(whole)} digests of wholes.")
     contents = map(_digest_from, seals)

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from kvx.cache.tokens import token_ids
 from kvx.errors import BadArgument, Incompatible
 from kvx.handover.handover import Handover, block_table, check_ids
 from kvx.handover.memory import moved, new_buffers
 from kvx.handover.part import Part, neutral
 from kvx.handover.scales import require_one_scale
-from kvx.handover.tokens import token_ids
 from kvx.layout.plan import plan
 from kvx.ops.move.convert import convert
 from kvx.spec import CacheSpec
@@ -72,13 +72,13 @@ def export_blocks(
     format: str = "",  # "": as it is
 ) -> Handover:
     """A sequence's K and V out of an engine's memory, converted, sealed with the digest of its content. Waits for the device."""
-    ids = token_ids("export_blocks()", tokens)
+    ids = token_ids("export_blocks()", tokens, least=1)
     return Handover(ids, tuple(export_parts(ids, sources, model=model, block_size=block_size, format=format)))
 
 
 def export_parts(tokens: ArrayLike, sources: Sequence[Source], *, model: str, block_size: int, format: str) -> list[Part]:
     """The parts of export_blocks()."""
-    ids = token_ids("export_blocks()", tokens)
+    ids = token_ids("export_blocks()", tokens, least=1)
     for s in sources or ():
         if not isinstance(s, Source):
             raise BadArgument(f"export_blocks(): a source is {type(s).__name__}; it is a Source(buffers, spec, blocks).")

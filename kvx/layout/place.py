@@ -2,11 +2,13 @@
 
 A `Place` is a layout with sizes put in. The byte of (layer, block, token, head, dim) of a plane is `offset` plus, for each
 digit, `(index // divisor % size) * stride`; digits of axes left of the bar choose a buffer instead, by `step`.
-The planner, the tests' oracle and `kvx layouts` read places; nothing else works out strides from a layout.
+The planner, the tests' oracle and `kvx layouts` read places, and kvx/layout/planes.py the same strides for one layer's tensors;
+nothing else works out strides from a layout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,6 +23,15 @@ class Digit(NamedTuple):
     stride: int  # bytes; 0 left of the bar
     step: int  # buffers; 0 right of the bar
     unused: int = 0  # in memory before the first; `offset` is behind them
+
+
+class AxisSpan(NamedTuple):
+    """One axis of a plane inside an allocation."""
+
+    axis: Axis
+    size: int
+    stride: int  # bytes from one index to the next; of the axis of planes, from the first plane to this one
+    span: int  # bytes of all its indices, unused ones before the first included
 
 
 class Place(NamedTuple):
@@ -176,21 +187,31 @@ def in_memory(spec: Spec) -> list[int]:
     return [names.index(name) for name in Layout.parse(spec.layout).planes]
 
 
+def axis_spans(spec: Spec, plane: int) -> Iterator[AxisSpan]:
+    """Of every axis right of the bar, innermost first."""
+    inside = spec.plane(plane).unit_bytes
+    for axis in reversed(_layout(spec, plane).order):
+        if axis.name in PLANES:
+            areas = _areas(spec)
+            inside = sum(areas)
+            yield AxisSpan(axis, len(areas), sum(areas[: in_memory(spec).index(plane)]), inside)
+            continue
+        size, stride = _size(spec, plane, axis), spec.block_bytes if axis.name == "block" and spec.block_bytes else inside
+        inside = stride * (size + axis.unused)
+        yield AxisSpan(axis, size, stride, inside)
+
+
 def _place(spec: Spec, plane: int) -> Place:
     layout = _layout(spec, plane)
     digits: list[Digit] = []
-    offset, stride = 0, spec.plane(plane).unit_bytes
-    for axis in reversed(layout.order):
+    offset = 0
+    for axis, size, stride, _ in axis_spans(spec, plane):
         if axis.name in PLANES:
-            areas = _areas(spec)
-            offset, stride = offset + sum(areas[: in_memory(spec).index(plane)]), sum(areas)
+            offset += stride
             continue
         divisor = _factor(spec, plane, axis) if axis.part == "/" else 1
-        if axis.name == "block" and spec.block_bytes:
-            stride = spec.block_bytes
-        digits.append(Digit(axis.name, divisor, _size(spec, plane, axis), stride, 0, axis.unused))
+        digits.append(Digit(axis.name, divisor, size, stride, 0, axis.unused))
         offset += axis.unused * stride
-        stride *= digits[-1].size + axis.unused
     buffer, step = 0, 1
     for axis in reversed(layout.left):
         size = _size(spec, plane, axis)

@@ -1,7 +1,8 @@
 """From a spec to the dimensions of its cache tensors, and from tensors to K and V views.
 
 A `PlaneMap` says where each axis of K or V lies in a tensor: stride of the axis = tensor stride of `dim` times `mul`.
-The native entries and the torch definition both address the cache through it, so strides are honoured in one place.
+The native entries and the torch definition both address the cache through it, so strides are honoured in one place; how axes
+lie inside each other is kvx/layout/place.py's to say.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from kvx.errors import BadArgument, Unsupported
-from kvx.layout.axes import Axis, Layout, PlaneLayout
+from kvx.layout.axes import Layout, PlaneLayout
+from kvx.layout.place import axis_spans
 from kvx.spec.cache_spec import CacheSpec, PlaneSpec
 
 WHOLE = ("block", "token", "head", "dim")
@@ -140,32 +142,24 @@ def _view(tensor: torch.Tensor, m: PlaneMap) -> torch.Tensor:
 
 def _map(spec: CacheSpec, plane: PlaneLayout, index: int) -> PlaneMap:
     this, unit = spec.plane(index), spec.tensor_units[index]
-    rows = [p.format.row_bytes(p.head_dim) // n for p, n in zip(spec.kv, spec.tensor_units, strict=True)]
-    is_split = bool(plane.split_of("dim"))
-    names = SPLIT if is_split else WHOLE
+    spans = {s.axis: s for s in axis_spans(spec, index)}
     place: dict[str, tuple[int, int]] = {}
     offset = (-1, 0)
     shape = []
     for i, dim in enumerate(plane.layer_dims):
-        fused_kv = len(dim) > 1 and any(axis.name == "kv" for axis in dim) and dim[-1].name == "dim"
-        size = 1
-        for axis in reversed(dim):  # innermost first: each axis steps over the ones inside it
-            if axis.name == "kv":
-                # K first. With dim inside, V starts after K's row; otherwise after one step of what is inside.
-                step = rows[0] if fused_kv and size == rows[index] else size
-                offset = (i, step) if index == 1 else offset
-                size = sum(rows) if fused_kv and size == rows[index] else 2 * size
-            else:
-                place[axis.name + axis.part] = (i, size)
-                size *= _units(spec, this, axis, unit)
-        shape.append(size)
+        last = spans[dim[-1]]  # one step of the dimension is one of its innermost axis
+        step = unit if last.axis == plane.order[-1] and last.axis.name == "dim" else last.span // last.size
+        for axis in dim:
+            if axis.name != "kv":
+                place[axis.name + axis.part] = i, 1 if axis is dim[-1] else spans[axis].stride // step
+            elif index:
+                offset = i, spans[axis].stride // step
+        shape.append(spans[dim[0]].span // step)
+    names = SPLIT if plane.split_of("dim") else WHOLE
+    pack = this.pack(plane.split_of("dim") or "1")
     sizes = {"block": spec.num_blocks, "token": spec.block_size, "head": spec.num_kv_heads, "dim": this.head_dim}
-    units = {**sizes, "dim": this.head_dim * this.format.element.bits // (8 * unit)}
-    if is_split:
-        pack = this.pack(plane.split_of("dim"))
-        pack_units = pack * this.format.element.bits // (8 * unit)
-        sizes |= {"dim/": this.head_dim // pack, "dim%": pack}
-        units |= {"dim/": this.head_dim // pack, "dim%": pack_units}
+    sizes |= {"dim/": this.head_dim // pack, "dim%": pack}
+    units = {n: size * this.format.element.bits // (8 * unit) if n in ("dim", "dim%") else size for n, size in sizes.items()}
     return PlaneMap(
         buffer=index if any(axis.name == "kv" for axis in plane.left) else 0,
         shape=tuple(shape),
@@ -177,12 +171,3 @@ def _map(spec: CacheSpec, plane: PlaneLayout, index: int) -> PlaneMap:
         offset_dim=offset[0],
         offset_mul=offset[1],
     )
-
-
-def _units(spec: CacheSpec, plane: PlaneSpec, axis: Axis, unit: int) -> int:
-    if axis.name == "dim":
-        if not axis.part:
-            return plane.format.row_bytes(plane.head_dim) // unit
-        pack = plane.pack(axis.factor)
-        return plane.head_dim // pack if axis.part == "/" else pack * plane.format.element.bits // (8 * unit)
-    return {"block": spec.num_blocks, "token": spec.block_size, "head": spec.num_kv_heads}[axis.name]

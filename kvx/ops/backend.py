@@ -118,7 +118,7 @@ def require(call: str, spec: CacheSpec) -> None:
 
 def _is_taken(call: str, spec: CacheSpec, backend: str) -> bool:
     """supports(), asked once and kept with the spec: hashing a spec would cost each call a microsecond."""
-    known = spec.__dict__.setdefault("_taken", {})
+    known: dict[tuple[str, str], bool] = spec.__dict__.setdefault("_taken", {})
     if (call, backend) not in known:
         known[call, backend] = call not in OPS or bool(supports(call, spec, backend))
     return known[call, backend]
@@ -129,7 +129,7 @@ def as_tensor(call: str, name: str, x: object) -> Tensor:
     if isinstance(x, Tensor):
         return x
     if hasattr(x, "__dlpack__"):
-        return torch.from_dlpack(x)
+        return torch.utils.dlpack.from_dlpack(x)
     raise BadArgument(f"{call}(): {name} is {type(x).__name__}; it is a torch tensor or has __dlpack__.")
 
 

@@ -16,14 +16,15 @@ _LAYOUT_CUSTOM, _FLAG_SCALE_INLINE = 15, 1
 def door_spec(spec: CacheSpec) -> int:
     """Address of the spec as the door reads it. Made once, kept with the spec."""
     try:
-        return spec.__dict__["_door_address"]
+        address: int = spec.__dict__["_door_address"]
+        return address
     except (KeyError, AttributeError):
         if not isinstance(spec, CacheSpec):
             raise BadArgument(f"spec is {type(spec).__name__}; it is a kvx.CacheSpec.") from None
         struct = _make(spec)
         spec.__dict__["_door_struct"] = struct
-        spec.__dict__["_door_address"] = ctypes.addressof(struct)
-        return spec.__dict__["_door_address"]
+        spec.__dict__["_door_address"] = address = ctypes.addressof(struct)
+        return address
 
 
 def pooled_door_spec(spec: CacheSpec) -> DoorSpec:

@@ -47,7 +47,7 @@ def row_spec(
     if codec.data_bytes % 2 or codec.scale_bytes % 2:
         raise Unsupported(
             f"row_spec(): rows of {codec.format.name} have {codec.data_bytes} + {codec.scale_bytes} bytes at {codec.dim} elements; "
-            "they move in words of two bytes. Pad the scales (RowFormat.scale_multiple), or decode and write rows instead."
+            "they move in words of two bytes. Pad the scales (RowRule.scale_multiple), or decode and write rows instead."
         )
     size = page_bytes or (engine_page_bytes(codec, rows, engine) if engine else codec.page_bytes(rows))
     content = rows * codec.row_bytes

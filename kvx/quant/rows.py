@@ -2,95 +2,42 @@
 
     row 0's elements | row 1's | ... | row B-1's | row 0's scales | ... | row B-1's | padding
 
-Engines agree on the bytes of a number, and not on those of a tile of zeros, nor on what is rounded before: each rule is a format.
+Their formats stand with all others in kvx/spec/formats.py; a format's RowRule says how an engine codes a row.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.quant import decode, encode, load_scale, round_scale
-from kvx.quant.numbers import E2M1_MIDDLES, cast, pack_nibbles
+from kvx.quant.numbers import E2M1_MIDDLES, cast, pack_nibbles, torch_dtype
 from kvx.quant.scales import finite_amax
-from kvx.spec.dtypes import DTYPES
-
-WHOLE = -1  # a group of all coded elements
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    name: str
-    element: str  # kvx.spec.dtypes' name
-    group: int = 0  # elements under one scale; 0: there are none, WHOLE: one a row
-    scale: str = ""  # its type
-    keeps_rope: bool = False  # the rotary part, the last elements, stays bf16
-    scale_multiple: int = 1  # a row's scales are padded to it, with zeros
-    page_multiple: int = 1  # and pages to this
-    least_amax: float = 0.0  # a tile's largest magnitude counts as no less
-    least_scale: float = 0.0
-    rounds_first: bool = False  # to bf16, before it is coded
-    has_power_scale: bool = False  # the scale is raised to a power of two, whatever its type
-    ties_down: bool = False  # e2m1 alone, and -0 becomes 0; else ties go to the even code
-
-    @staticmethod
-    def named(name: str) -> RowFormat:
-        if name not in ROW_FORMATS:
-            raise BadArgument(f'row format "{name}" does not exist. There are {", ".join(ROW_FORMATS)}.')
-        return ROW_FORMATS[name]
-
-
-# 448 e4m3 + 64 bf16 + 7 powers of two and a zero, as DeepSeek's own code and vLLM write it; FlashMLA reads it.
-_V4 = RowFormat("fp8_v4", "fp8_e4m3", 64, "e8m0", True, 8, 576, least_amax=1e-4, rounds_first=True)
-_MXFP4 = RowFormat("index_mxfp4", "e2m1", 32, "e8m0", least_amax=6 * 2.0**-126)
-_NVFP4 = RowFormat("index_nvfp4", "e2m1", 16, "fp8_e4m3", least_scale=2.0**-9)
-_INDEX_FP8 = RowFormat("index_fp8", "fp8_e4m3", WHOLE, "f32", least_amax=1e-4, has_power_scale=True)
-ROW_FORMATS: dict[str, RowFormat] = {
-    f.name: f
-    for f in (
-        RowFormat("f32", "f32"),
-        RowFormat("bf16", "bf16"),
-        _V4,
-        replace(_V4, name="fp8_v4_sglang", rounds_first=False),
-        replace(_V4, name="fp8_v4_sglang_triton", rounds_first=False, least_amax=1e-8),
-        replace(_V4, name="fp8_v4_flashmla", least_amax=0.0, least_scale=1e-4),
-        replace(_V4, name="fp8_v4_trtllm", page_multiple=1, least_amax=1e-8),
-        # One f32 for all 448: what codes are multiplied by.
-        RowFormat("fp8_entry", "fp8_e4m3", WHOLE, "f32", keeps_rope=True, least_amax=1e-8),
-        replace(_NVFP4, name="nvfp4_entry"),  # V4.1's: the rotary part is coded too
-        # Keys of the indexer.
-        _MXFP4,
-        replace(_MXFP4, name="index_mxfp4_sglang", least_amax=0.0, least_scale=1e-4, ties_down=True),
-        _INDEX_FP8,
-        replace(_INDEX_FP8, name="index_fp8_sglang", has_power_scale=False),
-        _NVFP4,
-    )
-}
+from kvx.spec.dtypes import DTYPES, DType
+from kvx.spec.formats import ROW_FORMATS, Format
 
 
 class RowCodec:
     """A format's rows of one width, and pages of them."""
 
-    def __init__(self, format: RowFormat | str, dim: int, rope_dim: int = 0) -> None:
-        self.format = f = RowFormat.named(format) if isinstance(format, str) else format
-        self.dim, self.rope_dim = dim, rope_dim if f.keeps_rope else 0
-        self._element = DTYPES[f.element]
-        self._scale = DTYPES[f.scale] if f.scale else None
+    def __init__(self, format: Format | str, dim: int, rope_dim: int = 0) -> None:
+        self.format = f = Format.named(format, of_rows=True) if isinstance(format, str) else format
+        if not isinstance(f, Format) or f.rows is None:
+            raise BadArgument(f"RowCodec: format {str(f)[:100]} has no RowRule; rows in pages have {', '.join(ROW_FORMATS)}.")
+        self.dim, self.rope_dim, self.rule = dim, rope_dim if f.rows.keeps_rope else 0, f.rows
         self._coded = dim - self.rope_dim
-        self.group = self._coded if f.group == WHOLE else f.group
+        self.group = 0 if f.scale is None else f.group_size or self._coded
         is_odd = rope_dim % 2 or self._coded % 2
         if not 0 <= rope_dim <= dim or self._coded <= 0 or (self.group and self._coded % self.group) or is_odd:
             raise BadArgument(
                 f"RowCodec: {dim} elements with a rotary part of {rope_dim}; {f.name} codes {self._coded} of them in groups of "
                 f"{self.group or 1}, which must divide them; both parts are even."
             )
-        self.data_bytes = self._coded * self._element.bits // 8 + 2 * self.rope_dim
-        scales = self._coded // self.group * self._scale.bits // 8 if self._scale is not None else 0
-        self._scale_used = scales
-        self.scale_bytes = -(-scales // f.scale_multiple) * f.scale_multiple
+        self.data_bytes = f.row_bytes(self._coded) + 2 * self.rope_dim
+        self.scale_bytes = f.scale_bytes(self._coded)
 
     @property
     def row_bytes(self) -> int:
@@ -98,7 +45,7 @@ class RowCodec:
         return self.data_bytes + self.scale_bytes
 
     def page_bytes(self, rows: int) -> int:
-        return -(-rows * self.row_bytes // self.format.page_multiple) * self.format.page_multiple
+        return -(-rows * self.row_bytes // self.rule.page_multiple) * self.rule.page_multiple
 
     # --- numbers <-> bytes -----------------------------------------------------------------------------------------------
 
@@ -106,44 +53,44 @@ class RowCodec:
         """[rows, dim] as bytes: [rows, data_bytes], [rows, scale_bytes]."""
         f = self.format
         x = x.to(torch.float32)
-        if f.rounds_first:
+        if self.rule.rounds_first:
             x = x.to(torch.bfloat16).to(torch.float32)
         coded, rope = x[:, : self._coded], x[:, self._coded :]
         rope_bytes = cast(rope, torch.bfloat16).contiguous().view(torch.uint8)
-        if self._scale is None:
-            data = encode(coded, self._element, None).contiguous().view(torch.uint8)
+        if f.scale is None:
+            data = encode(coded, f.element, None).contiguous().view(torch.uint8)
             return torch.cat((data, rope_bytes), -1), data.new_zeros(len(x), 0)
         tiles = coded.reshape(len(x), self._coded // self.group, self.group)
-        units = self._scales_of(tiles)
-        factors = load_scale(units, self._scale).unsqueeze(-1)
-        codes = _e2m1_down(tiles / factors) if f.ties_down else encode(tiles, self._element, factors)
+        units = self._scales_of(tiles, f.scale)
+        factors = load_scale(units, f.scale).unsqueeze(-1)
+        codes = _e2m1_down(tiles / factors) if self.rule.ties_down else encode(tiles, f.element, factors)
         scales = units.contiguous().view(torch.uint8).flatten(1)
         padded = scales.new_zeros(len(x), self.scale_bytes)
-        padded[:, : self._scale_used] = scales
+        padded[:, : scales.shape[1]] = scales
         return torch.cat((codes.flatten(1), rope_bytes), -1), padded
 
-    def _scales_of(self, tiles: Tensor) -> Tensor:
+    def _scales_of(self, tiles: Tensor, kind: DType) -> Tensor:
         """[rows, tiles] of the scale's type. Divided by a tensor: by a number a device multiplies with its reciprocal."""
-        f, of_scale = self.format, DTYPES[self.format.scale]
-        scale = finite_amax(tiles, -1).clamp(min=f.least_amax) / torch.tensor(self._element.qmax, device=tiles.device)
-        scale = scale.clamp(min=f.least_scale)
-        if f.has_power_scale:
+        largest = finite_amax(tiles, -1).clamp(min=self.rule.least_amax)
+        scale = largest / torch.tensor(self.format.element.qmax, device=tiles.device)
+        scale = scale.clamp(min=self.rule.least_scale)
+        if self.rule.has_power_scale:
             scale = load_scale(round_scale(scale, DTYPES["e8m0"]), DTYPES["e8m0"])
-        return round_scale(scale, of_scale)
+        return round_scale(scale, kind)
 
     def decode(self, data: Tensor, scales: Tensor) -> Tensor:
         """[rows, dim] f32."""
-        coded_bytes = self._coded * self._element.bits // 8
+        f = self.format
+        coded_bytes = f.row_bytes(self._coded)
         codes, rope_bytes = data[:, :coded_bytes], data[:, coded_bytes:]
         rope = rope_bytes.contiguous().view(torch.bfloat16).to(torch.float32)
-        if self._scale is None:
-            kind = torch.float32 if self._element.name == "f32" else torch.bfloat16
-            return torch.cat((codes.contiguous().view(kind).to(torch.float32), rope), -1)
-        used = scales[:, : self._scale_used].contiguous()
-        units = used.view(torch.float32) if self._scale.name == "f32" else used
-        factors = load_scale(units, self._scale).unsqueeze(-1)
-        tiles = codes.reshape(len(data), factors.shape[1], coded_bytes // factors.shape[1])
-        return torch.cat((decode(tiles, self._element, factors, torch.float32).flatten(1), rope), -1)
+        if f.scale is None:
+            return torch.cat((codes.contiguous().view(torch_dtype(f.element)).to(torch.float32), rope), -1)
+        num_groups = f.num_groups(self._coded)
+        used = scales[:, : num_groups * f.scale.bits // 8].contiguous()
+        factors = load_scale(used.view(torch_dtype(f.scale)), f.scale).unsqueeze(-1)
+        tiles = codes.reshape(len(data), num_groups, coded_bytes // num_groups)
+        return torch.cat((decode(tiles, f.element, factors, torch.float32).flatten(1), rope), -1)
 
     # --- pages -----------------------------------------------------------------------------------------------------------
 

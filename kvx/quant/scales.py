@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument
-from kvx.quant.numbers import one_nan
+from kvx.quant.numbers import CODES, Codes, one_nan
 from kvx.spec.dtypes import DType
 from kvx.spec.formats import Format
 
@@ -34,28 +34,44 @@ def finite_amax(x: Tensor, dim: int) -> Tensor:
 
 def round_scale(s: Tensor, dtype: DType) -> Tensor:
     """f32 scales as the units they are stored in."""
-    if dtype.name == "f32":
-        return one_nan(s.clone(), torch.isnan(s))
-    if dtype.name == "f16":  # saturates: an infinite scale would turn a whole row into NaN
-        return one_nan(torch.where(s > 65504.0, torch.full_like(s, 65504.0), s).to(torch.float16), torch.isnan(s))
-    if dtype.name == "bf16":
-        return one_nan(s.to(torch.bfloat16), torch.isnan(s))
-    if dtype.name == "fp8_e4m3":
-        return s.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(torch.isnan(s), 0x7F)
-    if dtype.name == "e8m0":  # the smallest power of two that is not below s
-        bits = s.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-        exponent = torch.where(bits <= 0x00400000, torch.zeros_like(bits), (bits + 0x7FFFFF) >> 23)  # code 0 is 2**-127
-        return exponent.clamp(max=254).masked_fill(torch.isnan(s), 255).to(torch.uint8)
-    raise BadArgument(f"{dtype} is not a scale type.")
+    if dtype.name not in SCALES:
+        raise BadArgument(f"{dtype} is not a scale type. Scales are {', '.join(SCALES)}.")
+    return SCALES[dtype.name].encode(s, torch.isnan(s))
 
 
 def load_scale(units: Tensor, dtype: DType) -> Tensor:
     """Stored scales as f32."""
-    if dtype.name == "fp8_e4m3":
-        return units.view(torch.float8_e4m3fn).to(torch.float32)
-    if dtype.name == "e8m0":
-        bits = units.view(torch.uint8).to(torch.int32) << 23
-        bits = torch.where(units.view(torch.uint8) == 0, torch.full_like(bits, 0x00400000), bits)
-        bits = torch.where(units.view(torch.uint8) == 255, torch.full_like(bits, 0x7FFFFFFF), bits)
-        return bits.view(torch.float32)
+    return SCALES[dtype.name].decode(units)
+
+
+def _widen(units: Tensor) -> Tensor:
     return units.to(torch.float32)
+
+
+def _round_f16(s: Tensor, nan: Tensor) -> Tensor:
+    """Saturates: an infinite scale would turn a whole row into NaN."""
+    return one_nan(torch.where(s > 65504.0, torch.full_like(s, 65504.0), s).to(torch.float16), nan)
+
+
+def _round_e8m0(s: Tensor, nan: Tensor) -> Tensor:
+    """The smallest power of two that is not below s. Code 0 is 2**-127."""
+    bits = s.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    exponent = torch.where(bits <= 0x00400000, torch.zeros_like(bits), (bits + 0x7FFFFF) >> 23)
+    return exponent.clamp(max=254).masked_fill(nan, 255).to(torch.uint8)
+
+
+def _load_e8m0(units: Tensor) -> Tensor:
+    codes = units.view(torch.uint8)
+    bits = codes.to(torch.int32) << 23
+    bits = torch.where(codes == 0, torch.full_like(bits, 0x00400000), bits)
+    bits = torch.where(codes == 255, torch.full_like(bits, 0x7FFFFFFF), bits)
+    return bits.view(torch.float32)
+
+
+SCALES = {
+    "f32": Codes(lambda s, nan: one_nan(s.clone(), nan), _widen),
+    "f16": Codes(_round_f16, _widen),
+    "bf16": Codes(lambda s, nan: one_nan(s.to(torch.bfloat16), nan), _widen),
+    "fp8_e4m3": CODES["fp8_e4m3"],
+    "e8m0": Codes(_round_e8m0, _load_e8m0),
+}

@@ -150,7 +150,8 @@ class SafetensorsFolder:
 
     def _tensor(self, name: str) -> Tensor:
         self._require(name)
-        return self._files[self._at[name]].get_tensor(name)
+        found: Tensor = self._files[self._at[name]].get_tensor(name)
+        return found
 
     def _shape(self, name: str) -> tuple[int, ...]:
         self._require(name)

@@ -19,6 +19,7 @@ import torch
 
 from kvx.cache.guard import Guard, whole
 from kvx.cache.paged import PagedCache
+from kvx.cache.tokens import token_ids
 from kvx.errors import BadArgument
 from kvx.runner.device import check_device, check_fits
 from kvx.runner.gemm import gemm_dtype
@@ -157,9 +158,7 @@ class Engine:
             prompt = self.tokenizer.encode(prompt)
         elif params.stop and self.tokenizer is None:
             raise BadArgument("add(): stop strings need a tokenizer, and the model has none.")
-        ids = [int(t) for t in prompt]
-        if not ids:
-            raise BadArgument("add(): the prompt has no tokens; one or more are needed.")
+        ids: list[int] = token_ids("add()", prompt, least=1).tolist()
         if len(ids) >= self.max_seq_len:
             more = "" if self.max_seq_len >= self.model.config.max_seq_len else ", or give the cache more blocks"
             raise BadArgument(
@@ -167,7 +166,7 @@ class Engine:
                 f"({self.cache.allocators[0].num_blocks} blocks of {self.cache.block_size}; the model's own is "
                 f"{self.model.config.max_seq_len}). Shorten it{more}."
             )
-        if min(ids) < 0 or max(ids) >= self.model.config.vocab_size:
+        if max(ids) >= self.model.config.vocab_size:
             raise BadArgument(
                 f"add(): token ids are {min(ids)} to {max(ids)}; the model has 0 to {self.model.config.vocab_size - 1}."
             )

@@ -29,7 +29,8 @@ def pack(rows: Tensor, *, may_share: bool = False) -> Tensor:
     `may_share`: not a copy where nothing is packed, as for a head that is the embedding too.
     """
     if _is_packed_here(rows):
-        return torch.ops.mkldnn._reorder_linear_weight(rows.contiguous())
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(rows.contiguous())
+        return packed
     return rows.t() if may_share else rows.t().contiguous()
 
 
@@ -41,7 +42,8 @@ def unpack(w: Tensor) -> Tensor:
 def gemm(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """[rows, out] of x [rows, in]."""
     if w.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
+        return y
     return x @ w if bias is None else torch.addmm(bias, x, w)
 
 

@@ -10,6 +10,7 @@ the last, partial block too.
 from __future__ import annotations
 
 from kvx.cache.sequence import Sequence
+from kvx.cache.tokens import token_ids
 from kvx.errors import BadArgument
 from kvx.handover import Handover, model_name
 from kvx.handover.paged_cache import read_sequence, write_sequence
@@ -143,10 +144,9 @@ def _ids(engine: Engine, call: str, prompt: Prompt) -> list[int]:
         if engine.tokenizer is None:
             raise BadArgument(f"{call}(): the model has no tokenizer; give the prompt as token ids.")
         prompt = engine.tokenizer.encode(prompt)
-    ids = [int(t) for t in prompt]
-    if not ids or min(ids) < 0 or max(ids) >= engine.model.config.vocab_size:
+    ids: list[int] = token_ids(f"{call}()", prompt, least=1).tolist()
+    if max(ids) >= engine.model.config.vocab_size:
         raise BadArgument(
-            f"{call}(): the prompt has {len(ids)} tokens, {min(ids, default=0)} to {max(ids, default=0)}; there is one or more, "
-            f"0 to {engine.model.config.vocab_size - 1}."
+            f"{call}(): token ids are {min(ids)} to {max(ids)}; the model has 0 to {engine.model.config.vocab_size - 1}."
         )
     return ids

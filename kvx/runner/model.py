@@ -120,7 +120,8 @@ class Model:
     def _add_norm(self, h: Tensor, x: Tensor, w: Tensor, norm: Tensor) -> Tensor:
         """h += x @ w; then its norm. 16-bit sums round the product first, as Transformers' do."""
         if self._fused is not None:
-            return self._fused.add_rms_norm(h, self._gemm(x, w), norm, self.config.norm_eps)
+            normed: Tensor = self._fused.add_rms_norm(h, self._gemm(x, w), norm, self.config.norm_eps)
+            return normed
         if self.dtype == torch.float32:
             gemm_add(h, x, w)
         else:
@@ -130,6 +131,7 @@ class Model:
     def _gated(self, gate_up: Tensor) -> Tensor:
         """The activation of gate, times up."""
         if self._fused is not None and self.config.activation == "silu":
-            return self._fused.silu_mul(gate_up)
+            gated: Tensor = self._fused.silu_mul(gate_up)
+            return gated
         gate, up = gate_up.chunk(2, -1)
         return _ACTIVATIONS[self.config.activation](gate).mul_(up)

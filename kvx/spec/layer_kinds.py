@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from kvx.errors import BadArgument
 from kvx.spec.config_fields import ConfigFields
-from kvx.spec.dtypes import DTYPES
-from kvx.spec.formats import FORMATS, Format, Granularity
+from kvx.spec.formats import FORMATS, ROW_FORMATS
 from kvx.spec.layer_types import FULL, INDEXED, ModelLayer, layers, notes, window_of
 
 RECORDS = ("fp8_ds_mla", "nvfp4_ds_mla")  # vLLM's names of rows that are made for a model
@@ -151,6 +150,5 @@ def _v4_records(dim: int, rope: int) -> tuple[tuple[str, int], ...]:
     """448 fp8 + 7 power-of-two scales padded to 8 bytes + 64 bf16 are 584 bytes. The scales stand at the block's end."""
     if dim <= rope or (dim - rope) % 64:
         return ()
-    fp8 = Format("e4m3 per 64", DTYPES["fp8_e4m3"], Granularity.GROUP, DTYPES["e8m0"], group_size=64)
-    scales = -(-fp8.scale_bytes(dim - rope) // 8) * 8
-    return (("fp8_ds_mla", fp8.row_bytes(dim - rope) + scales + FORMATS["bf16"].row_bytes(rope)),)
+    row = ROW_FORMATS["fp8_v4"]
+    return (("fp8_ds_mla", row.row_bytes(dim - rope) + row.scale_bytes(dim - rope) + FORMATS["bf16"].row_bytes(rope)),)

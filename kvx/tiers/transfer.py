@@ -203,13 +203,13 @@ class _CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._links = [torch.cuda.Stream(device) for _ in (OUT, BACK)]  # type: ignore[no-untyped-call]
+        self._links = [torch.cuda.Stream(device) for _ in (OUT, BACK)]
 
     def link(self, direction: int) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._links[direction])
 
     def mark(self) -> Any:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 

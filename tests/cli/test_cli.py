@@ -44,7 +44,9 @@ def test_inspect_build():
 
 
 def test_inspect_formats_and_environment():
-    assert "half away from zero" in run("inspect", "--formats", "--json")
+    formats = run("inspect", "--formats", "--json")
+    assert "half away from zero" in formats
+    assert all(f'"{name}"' in formats for name in ("bf16", "nvfp4", "fp8_v4", "index_fp8_sglang"))
     assert "KVX_CUDA_ARCHS" in run("inspect", "--env")
 
 

@@ -44,7 +44,7 @@ def test_names():
 
 @pytest.mark.parametrize("tokens", [[0.5, 1], [2**31, 1], np.array([2**32 + 5, 1]), [-1, 2], [[1, 2]], "ab"])
 def test_names_of_what_is_no_token(tokens):
-    refuse(lambda: names(tokens, 2, "m"), "row of ids")
+    refuse(lambda: names(tokens, 2, "m"), "row of int32 ids")
     refuse(lambda: names([1, 2], 0, "m"), "block_size is 0")
     refuse(lambda: names([1, 2], "2", "m"), "block_size is '2'")
     refuse(lambda: names([1, 2], 2, None), "model is None; it is the model's name")
@@ -138,7 +138,7 @@ def test_wrong_tiers():
         refuse(lambda: find([1], [], parts=[]), "0 tiers")
         refuse(lambda: find([1], [tier, tier], parts=[((0,), 0), ((1,), 0)]), "one tier is given for two parts")
         refuse(lambda: find([1], [tier, larger], parts=[((0,), 0), ((1,), 0)]), "a tier has blocks of 8")
-        refuse(lambda: find([1.5], [tier], parts=[((0, 1, 2), 0)]), "row of ids")
+        refuse(lambda: find([1.5], [tier], parts=[((0, 1, 2), 0)]), "row of int32 ids")
         keep(h, [tier])
         refuse(lambda: find(h.tokens, [tier], parts=[((0, 1), 0)]), "for 2 layers of the model")
         refuse(lambda: keep(h.shard(2)[0], [tier]), "num_kv_heads", kvx.Incompatible)

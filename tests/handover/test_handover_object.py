@@ -81,7 +81,7 @@ def test_numbers_of_numpy_become_plain():
     "tokens", [[], [[1, 2]], [1.5] * 8, [-1] * 8, [2**31] * 8, np.full(8, 2**40), ["a"] * 8, [True] * 8, [[1], [2, 3]], None]
 )
 def test_no_tokens(tokens):
-    refuse(lambda: Handover(tokens, (Part(**a_part()),)), "row of ids")
+    refuse(lambda: Handover(tokens, (Part(**a_part()),)), "row of int32 ids")
 
 
 def test_tokens_are_its_own():
@@ -155,8 +155,11 @@ def test_what_is_not_exported(rng):
     refuse(export(s, block_size="a"), "blocks of 'a'")
     refuse(export(replace(s, spec=replace(s.spec, model=""))), r"the model has no name, .*\. Give one: model=\.$")
     refuse(export(s, tokens=range(13)), r"3 blocks of 4 for 13 tokens; they take 4\.$")
-    refuse(export(s, tokens=[0.5] * 10), "row of ids")
-    refuse(export(s, tokens=[1] * 7 + [-5, -1, 3]), r"tokens\[7\] is -5; tokens are a row of ids")
+    refuse(export(s, tokens=[0.5] * 10), "row of int32 ids")
+    refuse(
+        export(s, tokens=[1] * 7 + [-5, -1, 3]),
+        r"export_blocks\(\): tokens\[7\] is -5; ids are 0 to 2147483647: ",
+    )
     refuse(export(replace(s, layers=(1,))), "2 layers for 1 of the model")
     refuse(export(replace(s, layers=(1, 0))), "in their order")
     refuse(export(replace(s, first_token=4)), "window of 0 and tokens from 4")

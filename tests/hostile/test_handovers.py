@@ -62,7 +62,7 @@ def test_sealed_as_it_should_be(body):
         ({"tokens": [[1]] * 14}, "not all whole"),
         ({"tokens": [-1] * 14}, "tokens are"),
         ({"tokens": [2**31] * 14}, "tokens are"),
-        ({"tokens": [10**400] * 14}, "tokens are|row of ids"),
+        ({"tokens": [10**400] * 14}, "tokens are|row of int32 ids"),
         ({"tokens": [1] * 13}, "has content|13 tokens|read as"),
         ({"tokens": [1] * 99}, "99 tokens after block 0 make"),
         ({"parts": []}, "0 parts"),

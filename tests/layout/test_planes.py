@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvx
+from kvx.layout import planes
+from kvx.layout.place import axis_spans, places
 from kvx.layout.planes import cache_shapes, cache_tensors, plane_maps, strided_views
 from tests import cases
 
@@ -385,3 +387,23 @@ def test_allocate(fmt, dtype, scale, one):
 @pytest.mark.parametrize("v_format", ["nvfp4", "fp8_e5m2", "int8_per_token_head_inline"])
 def test_one_tensor_of_two_types_is_bytes(v_format):
     assert kvx.allocate(make("fused_NHD", "fp8_e4m3", v_format)).cache.dtype == torch.uint8
+
+
+def test_strides_come_from_place(monkeypatch):
+    """One derivation: what kvx/layout/place.py says of an axis is what a view of a dense tensor has, and there is no second one."""
+    texts = (
+        "kv | block token head dim",
+        "block head token (kv dim)",
+        "kv | block head dim/x token dim%x",
+        "block (token kv head) dim",
+    )
+    for text, fmt in product(texts, ("bf16", "int8_per_token_head", "nvfp4")):
+        spec = kvx.CacheSpec(3, 8, 2, 64, layout=text, format=fmt)
+        for view, m, place in zip(any_views(numbered(cache_shapes(spec)), spec), plane_maps(spec), places(spec), strict=True):
+            digits = [d for name in m.axes for d in place.of(name.rstrip("/%")) if (d.divisor > 1) == name.endswith("/")]
+            assert [s * spec.plane(0).unit_bytes for s in view.stride()] == [d.stride for d in digits], (text, fmt)
+            assert view.storage_offset() * spec.plane(0).unit_bytes == place.offset
+    asked = []
+    monkeypatch.setattr(planes, "axis_spans", lambda spec, i: asked.append(i) or axis_spans(spec, i))
+    plane_maps.__wrapped__(spec)
+    assert asked == [0, 1]

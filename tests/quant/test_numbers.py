@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvx.quant import numbers
-from kvx.spec import DTYPES
+from kvx.quant.scales import SCALES
+from kvx.spec import ALL_FORMATS, DTYPES
 from tests import compare
 
 QUANTISED = ("fp8_e4m3", "fp8_e5m2", "int8", "int4", "e2m1")
@@ -430,3 +431,19 @@ def test_nibbles_pack_the_even_element_low():
 @pytest.mark.parametrize("name", DTYPES)
 def test_torch_types_are_as_wide_as_their_units(name):
     assert numbers.torch_dtype(DTYPES[name]).itemsize == max(1, DTYPES[name].bits // 8)
+
+
+# ---- every format has its arithmetic
+
+
+@pytest.mark.parametrize("name", ALL_FORMATS)
+def test_a_format_has_its_arithmetic(name):
+    f = ALL_FORMATS[name]
+    assert f.element.name in numbers.CODES or f.element.name in {**FLOATS, "f64": torch.float64}
+    assert f.element.is_quantised == (f.element.name in numbers.CODES)
+    assert f.scale is None or f.scale.name in SCALES
+    if f.element.is_moved_only:
+        return
+    x = torch.tensor([[0.0, 1.0, -1.0, 0.5]])  # exact in every element type under a scale of a quarter
+    scale = None if f.scale is None else torch.tensor([[0.25]])
+    assert torch.equal(numbers.decode(numbers.encode(x, f.element, scale), f.element, scale, torch.float32), x)

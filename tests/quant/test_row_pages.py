@@ -9,7 +9,8 @@ import torch
 
 import kvx
 from kvx.quant.row_pages import engine_page_bytes, row_spec, window_moves
-from kvx.quant.rows import ROW_FORMATS, RowCodec, RowPages
+from kvx.quant.rows import RowCodec, RowPages
+from kvx.spec import ROW_FORMATS
 
 ENGINES = ("vllm", "sglang", "tensorrt_llm")
 

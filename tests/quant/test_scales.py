@@ -297,7 +297,7 @@ def test_shape_is_kept_and_strides_are_honoured(name):
 def test_element_types_are_no_scale_types(name):
     with pytest.raises(kvx.BadArgument) as refused:
         round_scale(tensor(1.0), DTYPES[name])
-    assert str(refused.value) == f"{name} is not a scale type."
+    assert str(refused.value) == f"{name} is not a scale type. Scales are f32, f16, bf16, fp8_e4m3, e8m0."
 
 
 # ---- the whole way

@@ -148,8 +148,12 @@ def test_prompts_that_cannot_be_answered(llama):
     engine = Engine.load(llama, num_blocks=4, block_size=4)
     with pytest.raises(BadArgument, match="the context is 16"):
         engine.add(list(range(3, 20)))
-    with pytest.raises(BadArgument, match="no tokens"):
+    with pytest.raises(BadArgument, match=r"^add\(\): there are 0 tokens"):
         engine.add([])
+    with pytest.raises(BadArgument, match=r"^add\(\): tokens\[1\] is 4\.7; "):  # and never 4
+        engine.add([3, 4.7])
+    with pytest.raises(BadArgument, match=r"^add\(\): tokens\[0\] is -1; "):
+        engine.add([-1])
     with pytest.raises(BadArgument, match="0 to 127"):
         engine.add([128])
     with pytest.raises(BadArgument, match="no tokenizer"):

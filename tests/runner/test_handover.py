@@ -238,8 +238,9 @@ def test_what_is_refused_changes_nothing():
         (lambda: import_sequence(to, handover.shard(3)[1]), Incompatible, "num_kv_heads is 1; here it is 3"),
         (lambda: resume(to, handover, [*prompt()[:20], 5, *prompt()[21:]]), Incompatible, "token 20 is 5; of the handover"),
         (lambda: resume(to, handover, prompt() + [1] * 2000), BadArgument, "max_seq_len is 1024"),
-        (lambda: export_sequence(to, []), BadArgument, "the prompt has 0 tokens"),
+        (lambda: export_sequence(to, []), BadArgument, "there are 0 tokens; tokens are one row of int32 ids, 1 or more"),
         (lambda: export_sequence(to, [1, 10**6]), BadArgument, "1 to 1000000"),
+        (lambda: export_sequence(to, [1, 2.5]), BadArgument, r"export_sequence\(\): tokens\[1\] is 2.5"),
         (lambda: import_sequence(engine(prefix=False), handover), BadArgument, "no prefix cache"),
     )
     for call, error, says in cases:

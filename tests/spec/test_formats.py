@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvx
-from kvx.spec import DTYPES, FORMATS, Granularity
+from kvx.spec import ALL_FORMATS, DTYPES, FORMATS, ROW_FORMATS, Granularity, RowRule
 
 HEADER = (Path(__file__).parents[2] / "include" / "kvx_abi.h").read_text()
 
@@ -182,3 +182,65 @@ def test_an_unknown_name_is_answered_with_near_ones(name, found):
     with pytest.raises(kvx.BadArgument) as refused:
         kvx.Format.named(name)
     assert str(refused.value) == f'format "{name}" does not exist. {found}.'
+
+
+# ---- rows of pages; their bytes are in tests/hybrid/test_rows.py
+
+
+def test_one_table_has_planes_and_rows():
+    assert {**FORMATS, **ROW_FORMATS} == ALL_FORMATS
+    assert FORMATS.keys() & ROW_FORMATS.keys() == {"bf16", "f32"}
+    assert all((f.granularity == Granularity.GROUP) == (f.group_size > 0) for f in ALL_FORMATS.values())
+    assert all(f.name == name and type(f) is kvx.Format for name, f in ALL_FORMATS.items())
+    assert {f.scale_place for f in FORMATS.values()} == {"", "apart", "inline"}
+    assert {f.scale_place for f in ROW_FORMATS.values()} == {"", "page end"}
+
+
+@pytest.mark.parametrize("name", ROW_FORMATS)
+def test_row_formats_are_found_by_the_same_lookup(name):
+    assert kvx.Format.named(name, of_rows=True) is ROW_FORMATS[name] is kvx.RowCodec(name, 512, 64).format
+    if name not in FORMATS:
+        with pytest.raises(
+            kvx.BadArgument, match=f'format "{name}" is one of rows in pages; kvx.RowCodec takes it. Planes have bf16'
+        ):
+            kvx.CacheSpec(4, 16, 1, 128, format=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("int8", f'format "int8" is one of planes; kvx.CacheSpec takes it. Rows in pages have {", ".join(ROW_FORMATS)}.'),
+        ("fp8_v5", 'format "fp8_v5" does not exist. Near it: fp8_v4, '),
+        ("q8_0", f'format "q8_0" does not exist. Known: {", ".join(ROW_FORMATS)}.'),
+        (None, f"RowCodec: format None has no RowRule; rows in pages have {', '.join(ROW_FORMATS)}."),
+        (FORMATS["int8"], f"RowCodec: format int8 has no RowRule; rows in pages have {', '.join(ROW_FORMATS)}."),
+    ],
+)
+def test_a_name_that_rows_do_not_have(name, message):
+    with pytest.raises(kvx.BadArgument) as refused:
+        kvx.RowCodec(name, 512, 64)
+    assert str(refused.value).startswith(message)
+
+
+def test_row_flags_are_the_headers():
+    flags = {"ROUND_FIRST": "rounds_first", "POWER_SCALE": "has_power_scale", "TIES_DOWN": "ties_down"}
+    assert enum("KVX_ROWS_") == {name: RowRule(**{field: True}).flags for name, field in flags.items()}
+    assert RowRule(rounds_first=True, ties_down=True).flags == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"granularity": Granularity.TENSOR}, "granularity is TENSOR and scale None"),
+        ({"scale": DTYPES["f32"]}, "granularity is NONE and scale f32"),
+        ({"group_size": 4}, "granularity is NONE and group_size 4"),
+        ({"scale": DTYPES["f32"], "granularity": Granularity.HEAD, "rows": RowRule()}, "TOKEN_HEAD or GROUP"),
+        (
+            {"scale": DTYPES["f32"], "granularity": Granularity.TOKEN_HEAD, "rows": RowRule(), "is_inline": True},
+            "at the page's end",
+        ),
+    ],
+)
+def test_fields_that_disagree_are_refused(fields, message):
+    with pytest.raises(kvx.BadArgument, match=f"^format toy: .*{message}"):
+        kvx.Format("toy", DTYPES["int8"], **fields)

@@ -96,7 +96,8 @@ def _planes(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 def _blocks(x: Tensor, before: int, block_size: int) -> Tensor:
     """[heads, tokens, dim] as [blocks, heads, block_size, dim]; the first token has `before` others before it in its block."""
     x = pad(x, (0, 0, before, -(before + x.shape[1]) % block_size))
-    return x.unflatten(1, (-1, block_size)).transpose(0, 1).contiguous()
+    blocks: Tensor = x.unflatten(1, (-1, block_size))
+    return blocks.transpose(0, 1).contiguous()
 
 
 def _spec(planes: tuple[Tensor, ...], block_size: int) -> CacheSpec:

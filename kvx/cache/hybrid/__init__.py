@@ -4,7 +4,9 @@ from kvx.cache.hybrid.cache import HybridCache
 from kvx.cache.hybrid.handle import ClassicalView, IndexerView, LayerHandle, Projected, SWAView
 from kvx.cache.hybrid.schema import Bytes, HybridSchema, LayerSchema
 from kvx.cache.hybrid.store import LayerStore
-from kvx.quant.rows import ROW_FORMATS, RowCodec, RowFormat
+from kvx.quant.rows import RowCodec
+from kvx.spec.formats import ROW_FORMATS
+from kvx.spec.formats import Format as RowFormat
 
 __all__ = [
     "ROW_FORMATS",

@@ -79,7 +79,9 @@ def amax(
     "amax",
     "Tensor(a!) out, Tensor x, str per, Tensor? slot_mapping, int num_blocks, int block_size, Tensor(b!)? errors, str backend",
 )
-def _amax_compiled(out, x, per, slots, num_blocks, block_size, errors, backend):
+def _amax_compiled(
+    out: Tensor, x: Tensor, per: str, slots: Tensor | None, num_blocks: int, block_size: int, errors: Tensor | None, backend: str
+) -> None:
     amax(x, per, slot_mapping=slots, num_blocks=num_blocks, block_size=block_size, out=out, errors=errors, backend=backend)
 
 

@@ -129,10 +129,10 @@ _KEYWORDS = (
     "Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor? k_tensor_scale, Tensor? v_tensor_scale",
     "Tensor? k_token_scale, Tensor? v_token_scale, Tensor(e!)? errors, str backend",
 )
-def _append_compiled(q_out, cache, qkv, slots, spec, *rest):
+def _append_compiled(q_out: Tensor, cache: list[Tensor], qkv: list[Tensor], slots: Tensor, spec: str, *rest: Any) -> None:
     given = dict(zip(_KEYWORDS, rest, strict=True))
-    cache, qkv = compiled.as_cache(cache), compiled.as_cache(qkv)
-    qkv_norm_rope_append(q_out, cache, qkv, slot_mapping=slots, spec=compiled.parse(spec), **given)
+    rows = qkv[0] if len(qkv) == 1 else (qkv[0], qkv[1], qkv[2])
+    qkv_norm_rope_append(q_out, compiled.as_cache(cache), rows, slot_mapping=slots, spec=compiled.parse(spec), **given)
 
 
 def _append_usual(q_out: Tensor, cache: object, qkv: Tensor, slots: Tensor, spec: CacheSpec, fields: tuple[Any, ...]) -> bool:
@@ -153,7 +153,8 @@ def _append_usual(q_out: Tensor, cache: object, qkv: Tensor, slots: Tensor, spec
     )  # fmt: skip
     if status > 1:
         native.raise_status(status)
-    return status == 0
+    is_done: bool = status == 0
+    return is_done
 
 
 def append_batched(

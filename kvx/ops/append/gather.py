@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ _KEYWORDS = ("max_seq_len", "cu_seqlens", "k_scale", "v_scale", "k_tensor_scale"
     "Tensor[] cache, Tensor[] table, Tensor(a!) k, Tensor(b!) v, str spec, int kind, int max_seq_len, Tensor? cu_seqlens",
     "Tensor? k_scale, Tensor? v_scale, Tensor? k_tensor_scale, Tensor? v_tensor_scale, Tensor(c!)? errors, str backend",
 )
-def _gather_compiled(cache, table, k, v, spec, kind, *rest):
+def _gather_compiled(cache: list[Tensor], table: list[Tensor], k: Tensor, v: Tensor, spec: str, kind: int, *rest: Any) -> None:
     given = dict(zip(_KEYWORDS, rest, strict=True))
     gather(compiled.as_cache(cache), TABLES[kind](*table), spec=compiled.parse(spec), out=(k, v), **given)
 

@@ -207,7 +207,7 @@ def norm_rope(
 
 
 @compiled.register("norm_rope", "Tensor(a!)[] outs, Tensor[] rows", SCHEMA, "Tensor(b!)? errors, str call, str backend")
-def _norm_rope_compiled(outs, rows, *rest):
+def _norm_rope_compiled(outs: list[Tensor], rows: list[Tensor], *rest: Any) -> None:
     *how, errors, call, backend = rest
     norm_rope(call, tuple(outs), tuple(rows), NormRope(*how).checked(call), errors, backend)
 

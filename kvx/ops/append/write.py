@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,10 +45,11 @@ def write(
     Scales per tensor, head or block are the caller's to set: the first write through one that never was gives a KvxWarning.
     """
     if _is_compiling():
-        return torch.ops.kvx.write(
+        torch.ops.kvx.write(
             compiled.as_list(cache), k, v, slot_mapping, spec.manifest_text, k_scale, v_scale, k_tensor_scale, v_tensor_scale,
             k_token_scale, v_token_scale, errors, backend,
         )  # fmt: skip
+        return
     if type(cache) is Tensor:
         first, second = cache, None
     else:
@@ -107,7 +109,7 @@ def write(
     "Tensor(a!)[] cache, Tensor k, Tensor v, Tensor slot_mapping, str spec, Tensor(b!)? k_scale, Tensor(c!)? v_scale",
     "Tensor? k_tensor_scale, Tensor? v_tensor_scale, Tensor? k_token_scale, Tensor? v_token_scale, Tensor(d!)? errors, str backend",
 )
-def _write_compiled(cache, k, v, slots, spec, *rest):
+def _write_compiled(cache: list[Tensor], k: Tensor, v: Tensor, slots: Tensor, spec: str, *rest: Any) -> None:
     given = dict(zip((*OPTIONAL, "backend"), rest, strict=True))
     write(compiled.as_cache(cache), k, v, slot_mapping=slots, spec=compiled.parse(spec), **given)
 

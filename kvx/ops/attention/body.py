@@ -8,7 +8,7 @@ In a latent cache K is the latent and V its rotary part: a key is both, one afte
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,7 +136,7 @@ def attend(
     "float scale, bool causal, int window, float soft_cap, int max_query_len, int max_seq_len, bool planned, bool latent",
     "str backend",
 )
-def _attend_compiled(call, *rest):
+def _attend_compiled(call: str, *rest: Any) -> None:
     queries = Queries(*rest[:6])
     cache, spec, given, errors, table, kind, *options, backend = rest[6:]
     view = CacheView(tuple(cache), compiled.parse(spec), Scales(*given), errors)
@@ -174,7 +174,8 @@ def call_native(step: int, queries: Queries, view: CacheView, table: Table, o: O
     del keep
     if status:
         native.raise_status(status)
-    return args.bytes
+    num_bytes: int = args.bytes
+    return num_bytes
 
 
 def _stacked(view: CacheView, caches: CachePointers, table: Table) -> tuple[CacheView, Table]:

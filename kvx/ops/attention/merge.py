@@ -70,7 +70,7 @@ def merge_attention(
 
 
 @compiled.register("merge_attention", "Tensor(a!) out, Tensor(b!) lse, Tensor outs, Tensor lses, Tensor? sinks, str backend")
-def _merge_compiled(out, lse, outs, lses, sinks, backend):
+def _merge_compiled(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor, sinks: Tensor | None, backend: str) -> None:
     merge_attention(outs, lses, sinks=sinks, out=(out, lse), backend=backend)
 
 

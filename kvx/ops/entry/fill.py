@@ -13,12 +13,10 @@ from kvx.ops import native
 from kvx.ops.entry.step import Step
 from kvx.ops.structs import ABI_VERSION, Array, FinishArgs, RowsArgs, StepArgs
 from kvx.quant.rows import RowPages
-from kvx.spec.dtypes import DTYPES
 
 _CODE = {
     torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.float8_e4m3fn: 4, torch.int32: 6, torch.int64: 7, torch.uint8: 10,
 }  # fmt: skip
-_ROUND_FIRST, _POWER_SCALE, _TIES_DOWN = 1, 2, 4
 
 
 def array(to: Array, name: str, x: Tensor | None, like: Tensor) -> None:
@@ -47,10 +45,8 @@ def rows(to: RowsArgs, name: str, rows: RowPages | None, like: Tensor) -> None:
     codec, f = rows.codec, rows.codec.format
     array(to.pages, name, rows.pages, like)
     to.rows, to.dim, to.rope_dim, to.group, to.scale_bytes = rows.rows, codec.dim, codec.rope_dim, codec.group, codec.scale_bytes
-    to.dtype = DTYPES[f.element].code
-    to.scale_dtype = DTYPES[f.scale].code if f.scale else 0
-    to.least_amax, to.least_scale = f.least_amax, f.least_scale
-    to.flags = _ROUND_FIRST * f.rounds_first | _POWER_SCALE * f.has_power_scale | _TIES_DOWN * f.ties_down
+    to.dtype, to.scale_dtype = f.element.code, f.scale.code if f.scale is not None else 0
+    to.least_amax, to.least_scale, to.flags = codec.rule.least_amax, codec.rule.least_scale, codec.rule.flags
 
 
 def step(to: StepArgs, step: Step, like: Tensor) -> None:

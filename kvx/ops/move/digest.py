@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvx.errors import BadArgument, OutOfRange
 from kvx.layout.box import Box, fold
-from kvx.layout.buffers import allocate_buffers
+from kvx.layout.buffers import allocate_buffers, bytes_of
 from kvx.layout.coordinates import WORD, content_number, coordinate_bytes, coordinate_plan, has_whole_words
 from kvx.layout.gate import check_buffers
 from kvx.layout.place import num_buffers
@@ -142,7 +142,7 @@ def _mix(x: int) -> int:
 
 
 def _digest_torch(tensors: list[Tensor], boxes: tuple[Box, ...], spec: Spec, ids: Tensor, seq_lens: Tensor | None) -> Digest:
-    flat = [conversion.bytes_of(t) for t in tensors]
+    flat = [bytes_of(t) for t in tensors]
     rows = conversion.as_table(ids).tolist()
     lens = [len(row) * spec.block_size for row in rows] if seq_lens is None else seq_lens.tolist()
     bad = [b for row, n in zip(rows, lens, strict=True) for b in row[: -(-n // spec.block_size)] if b >= spec.num_blocks]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvx.errors import BadArgument
 from kvx.ops.entry.step import Run, Step
-from kvx.quant.rows import ROW_FORMATS, RowCodec, RowPages
+from kvx.quant.rows import RowCodec, RowPages
+from kvx.spec import ROW_FORMATS
 
 NAN_BYTE = 0x7F  # NaN as e4m3; 0x7f7f is a large bf16, so pages of it are seen wherever they are read
 FAR = 100_000

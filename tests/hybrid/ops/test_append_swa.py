@@ -9,7 +9,8 @@ import kvx
 from kvx.ops import backend as backends
 from kvx.ops.entry.append_swa import append_swa
 from kvx.ops.entry.step import Step
-from kvx.quant.rows import ROW_FORMATS, RowCodec, RowPages
+from kvx.quant.rows import RowCodec, RowPages
+from kvx.spec import ROW_FORMATS
 from tests import compare
 from tests.hybrid.ops import hybrid_cases as cases
 from tests.hybrid.ops.hybrid_cases import BATCHES, DTYPES, Batch
@@ -76,13 +77,13 @@ def test_odd_widths(native_backend, dim, generator):
 def test_an_odd_rotary_part_is_refused(name):
     """Elements turn in pairs, and bf16 behind an odd number of bytes would not be aligned."""
     with pytest.raises(kvx.BadArgument, match="even"):
-        RowCodec(name, 65 if ROW_FORMATS[name].keeps_rope else 64, 1)
+        RowCodec(name, 65 if ROW_FORMATS[name].rows.keeps_rope else 64, 1)
 
 
 @pytest.mark.parametrize("name", [n for n in ROW_FORMATS if n != "f32"])
 def test_rows_of_odd_numbers(native_backend, name, generator):
     """Zeros, tiles whose largest is tiny, infinities and NaN, ties."""
-    dim, rope_dim = (512, 64) if ROW_FORMATS[name].keeps_rope else (128, 0)
+    dim, rope_dim = (512, 64) if ROW_FORMATS[name].rows.keeps_rope else (128, 0)
     made = Made(CHUNKS, RowCodec(name, dim, rope_dim), 128, torch.float32, native_backend.device, generator)
     n = len(made.x)
     sizes = 10.0 ** torch.linspace(-42, 30, n, dtype=torch.float64)

@@ -12,7 +12,8 @@ import kvx
 from kvx.ops.attention.sparse import attention_sparse
 from kvx.ops.entry.finish import turn
 from kvx.ops.entry.step import Run, Step
-from kvx.quant.rows import ROW_FORMATS, RowCodec, RowPages
+from kvx.quant.rows import RowCodec, RowPages
+from kvx.spec import ROW_FORMATS
 from tests.hybrid.ops import hybrid_cases as cases
 from tests.hybrid.ops.hybrid_cases import DTYPES, Batch
 from tests.ops.attention_cases import EPS, close, error, magnitude

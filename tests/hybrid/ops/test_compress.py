@@ -12,7 +12,8 @@ import kvx
 from kvx.ops.entry.compress import compress
 from kvx.ops.entry.step import Step
 from kvx.ops.entry.tail import Tail
-from kvx.quant.rows import ROW_FORMATS, RowCodec, RowPages
+from kvx.quant.rows import RowCodec, RowPages
+from kvx.spec import ROW_FORMATS
 from tests import compare
 from tests.hybrid.ops import hybrid_cases as cases
 from tests.hybrid.ops.hybrid_cases import BATCHES, DTYPES, Batch
@@ -87,7 +88,7 @@ def same_entries(got: RowPages, want: RowPages) -> None:
     assert torch.isfinite(x).all()
     coded = codec.dim - codec.rope_dim
     for part, element, group in (
-        (slice(0, coded), codec.format.element, codec.group or coded),
+        (slice(0, coded), codec.format.element.name, codec.group or coded),
         (slice(coded, None), "bf16", codec.rope_dim),
     ):
         a, b = x[:, part], y[:, part]

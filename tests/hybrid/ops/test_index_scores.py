@@ -9,7 +9,8 @@ from torch import Tensor
 import kvx
 from kvx.ops.entry.index_scores import index_scores
 from kvx.ops.entry.step import Step
-from kvx.quant.rows import ROW_FORMATS, RowCodec
+from kvx.quant.rows import RowCodec
+from kvx.spec import ROW_FORMATS
 from tests.hybrid.ops import hybrid_cases as cases
 from tests.hybrid.ops.hybrid_cases import BATCHES, DTYPES, Batch
 
@@ -35,7 +36,7 @@ class Made:
         self.weights = cases.tokens(batch, generator, heads, device=device)
         self.step = batch.step(device)
         self.rounding = 2.0**-22 * codec.dim
-        if io == E4M3 and device == "cuda" and codec.format.element == "fp8_e4m3":
+        if io == E4M3 and device == "cuda" and codec.format.element.name == "fp8_e4m3":
             self.rounding = 2.0**-12  # Hopper's tensor cores keep 13 bits of a sum of e4m3
 
     def run(self, backend: str, **more: object) -> Tensor:
