@@ -12,7 +12,6 @@ The decisions are made on the host, in numpy, for whole sequences at once. Nothi
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +35,7 @@ from kvx.cache.prefix import Extras, PrefixCache, PrefixStats, check_extra, chec
 from kvx.cache.recall import Recall
 from kvx.cache.sequence import Sequence
 from kvx.cache.state_table import StateTable
+from kvx.cache.tokens import token_ids
 from kvx.errors import BadArgument, OutOfBlocks
 from kvx.layout.device_memory import check_fits
 from kvx.spec.cache_spec import CacheSpec
@@ -130,7 +130,7 @@ class PagedCache:
         content hangs on besides the tokens, such as a LoRA's id; `extras` what does so from a token on, as (position, bytes): the
         hash of an image whose placeholders begin there. OutOfBlocks where max_seqs are admitted already.
         """
-        ids = _token_ids("admit", tokens)
+        ids = token_ids("admit()", tokens)
         n = len(ids)
         if n > self.max_seq_len:
             raise BadArgument(f"admit(): {n} tokens; max_seq_len is {self.max_seq_len}. Cut the prompt, or make the cache longer.")
@@ -266,7 +266,7 @@ class PagedCache:
     def append(self, seq: Sequence, tokens: Tokens, *, extra: bytes = b"") -> None:
         """More known tokens, without room for them yet. `extra` is what begins with them and is not in their ids: an image."""
         self._check_live("append", seq)
-        ids = _token_ids("append", tokens)
+        ids = token_ids("append()", tokens)
         end = seq.num_tokens + len(ids)
         self._check_length("append", seq, end)
         self._begin("append", seq, end - len(ids), end, extra)
@@ -326,7 +326,7 @@ class PagedCache:
                 seq.token_row[seq.num_tokens : end] = 0
             self._grow(seq, end)
             return
-        ids = _token_ids("extend", n)
+        ids = token_ids("extend()", n)
         if seq.length != seq.num_tokens and len(ids):
             raise BadArgument(
                 f"extend(): {seq.num_tokens - seq.length} known tokens have no room yet; extend by their count first, or append()."
@@ -694,43 +694,3 @@ def _join_states(tables: Listing[GroupTable], max_seqs: int) -> NDArray[np.int32
 
 def _num_bytes(layer: AnyLayer) -> int:
     return sum(t.numel() * t.element_size() for t in layer.tensors)
-
-
-def _token_ids(call: str, tokens: Tokens) -> NDArray[np.int32]:
-    """Token ids as int32, from a list, an array or a tensor."""
-    if isinstance(tokens, list):
-        try:  # twice as fast as numpy's own way from a list
-            data = struct.pack(f"<{len(tokens)}i", *tokens)
-        except (struct.error, TypeError) as error:
-            raise BadArgument(f"{call}(): tokens cannot be read as int32 ids: {error}.") from error
-        ids = np.frombuffer(data, "<i4")
-        if _has_negative(data):
-            raise _negative(call, ids)
-        return ids
-    if isinstance(tokens, Tensor) and tokens.is_meta:
-        raise BadArgument(f"{call}(): tokens are a meta tensor, which holds no ids.")
-    try:
-        ids = np.asarray(tokens.numpy(force=True) if isinstance(tokens, Tensor) else tokens)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BadArgument(f"{call}(): tokens cannot be read as int32 ids: {error}.") from error
-    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
-        raise BadArgument(f"{call}(): tokens are {ids.dtype} of shape {list(ids.shape)}; they are one row of integers.")
-    if ids.dtype != np.int32:
-        if ids.size and ids.max() >= 2**31:
-            raise BadArgument(f"{call}(): token ids reach {int(ids.max())}; they are int32.")
-        if ids.size and ids.min() < 0:
-            raise _negative(call, ids)
-        return ids.astype(np.int32)
-    if _has_negative(ids.tobytes()):
-        raise _negative(call, ids)
-    return ids
-
-
-def _has_negative(ids: bytes) -> bool:
-    """Of int32, low byte first: the highest bit of each. A tenth of what numpy's min() takes for the few of a step."""
-    return not ids[3::4].isascii()
-
-
-def _negative(call: str, ids: NDArray[Any]) -> BadArgument:
-    at = int(np.argmax(ids < 0))
-    return BadArgument(f"{call}(): tokens[{at}] is {ids[at]}; ids are 0 to {2**31 - 1}.")

@@ -86,7 +86,7 @@ class PrefixCache:
     def root(self, extra: bytes = b"") -> BlockHash:
         """The hash before the first block."""
         check_extra("root", extra)
-        return self._naming.hash(len(self.salt).to_bytes(8, "little") + self.salt + extra)
+        return self._naming.root(self.salt, extra)
 
     def hashes(self, tokens: NDArray[np.int32], extra: bytes = b"", parent: BlockHash | None = None) -> list[BlockHash]:
         """Of every full block of `tokens`. They follow the block named `parent`, or begin a sequence."""
