@@ -166,8 +166,9 @@ class HybridCache(PagedCache):
 
     def truncate(self, seq: Sequence, length: int) -> None:
         """Its first `length` tokens stay. A state goes back as far as the last step's beginning, where that was one of drafts."""
-        if isinstance(length, int | np.integer) and length == 0:
-            super().truncate(seq, 0)
+        self._check_live("truncate", seq)
+        if isinstance(length, int | np.integer) and length in (0, seq.length):  # known tokens that have no room yet are forgotten
+            super().truncate(seq, length)
         else:
             self.take_back([(seq, length)])
 
