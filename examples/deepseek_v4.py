@@ -9,7 +9,8 @@ import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
 from kvx.adapters.transformers.deepseek_v4 import HybridModel
-from kvx.cache.hybrid import HybridCache, HybridPrefix, HybridSchema, Request
+from kvx.cache.hybrid import HybridCache, HybridSchema
+from kvx.cache.sequence import Sequence
 
 PROMPT, NEW = 300, 12
 
@@ -31,17 +32,18 @@ def tiny_model() -> DeepseekV4ForCausalLM:
 def main() -> None:
     model = tiny_model()
     schema = HybridSchema.of(model.config, entry_rows="f32", window_rows="f32", index_rows="f32")
-    cache = HybridCache(schema, num_blocks=schema.block_budget(PROMPT + NEW, 1), max_seqs=1, max_seq_len=512)
-    hybrid, prefix = HybridModel(model, cache), HybridPrefix(cache, policy="zero")  # no checkpoints: entries alone are shared
+    sizes = {"num_blocks": schema.block_budget(PROMPT + NEW, 1), "max_seqs": 1, "max_seq_len": 512}
+    cache = HybridCache(schema, **sizes, prefix=True, snapshot_every=0)  # no snapshots: entries alone are shared
+    hybrid = HybridModel(model, cache)
 
     ids = torch.randint(256, (PROMPT,))
-    request = prefix.admit(ids.tolist()).request
+    request = cache.admit(ids.tolist())
     prompt = torch.cat([hybrid.forward(request, chunk) for chunk in ids.split(70)])  # a prompt in chunks
     said, logits = [], prompt
     for _ in range(NEW):
         said.append(int(logits[-1].argmax()))
         logits = hybrid.forward(request, torch.tensor(said[-1:]))
-    prefix.commit(request, [*ids.tolist(), *said])
+    cache.commit(request)
 
     theirs = model.generate(ids[None], max_new_tokens=NEW, do_sample=False, past_key_values=DynamicCache(config=model.config))
     print(f"said {said}")
@@ -49,22 +51,23 @@ def main() -> None:
     show_layers(cache, request)
     cache.release(request)
 
-    again = prefix.admit(ids.tolist())
-    replayed = f"tokens {again.start} to {again.shared - 1} are computed again, for their windows, and write no entries"
-    print(f"\nthe prompt again: entries of {again.shared} tokens are there; {replayed}")
-    logits = hybrid.forward(again.request, ids[again.start :])[again.shared - again.start :]
-    off = float((logits - prompt[again.shared :]).abs().max())
-    print(f"logits from token {again.shared} on are {'the same' if off < 1e-4 else 'others'}, within {off:.0e}")
+    again = cache.admit(ids.tolist())
+    start, shared = again.length, again.num_ahead * cache.block_size
+    replayed = f"tokens {start} to {shared - 1} are computed again, for their windows, and write no entries"
+    print(f"\nthe prompt again: entries of {shared} tokens are there; {replayed}")
+    logits = hybrid.forward(again, ids[start:])[shared - start :]
+    off = float((logits - prompt[shared:]).abs().max())
+    print(f"logits from token {shared} on are {'the same' if off < 1e-4 else 'others'}, within {off:.0e}")
 
 
-def show_layers(cache: HybridCache, request: Request) -> None:
+def show_layers(cache: HybridCache, request: Sequence) -> None:
     """What the cache keeps of a request, and what that costs."""
     block = cache.schema.block_tokens
-    print(f"after {request.length} tokens, in {request.num_blocks} blocks of {block} tokens:")
+    print(f"after {request.length} tokens, in {len(cache.block_ids(request))} blocks of {block} tokens:")
     print("layer  kind  window rows  entries  keys of the indexer  tail       bytes a token  a request")
     for i, store in enumerate(cache.layers):
         layer, entries = store.schema, store.schema.entries(request.length)
-        rows = int((store.window.positions[request.slot] >= 0).sum())
+        rows = int((store.window.positions[cache.slot(request)] >= 0).sum())
         tail = f"{request.length % layer.ratio} of {layer.ratio}" if layer.ratio else "none"
         keys, token = entries if layer.index_dim else 0, layer.block_bytes(block).payload / block
         print(

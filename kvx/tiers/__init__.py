@@ -2,7 +2,7 @@
 
 from kvx.errors import TierError
 from kvx.tiers.block import Block, BlockKind, block_spec
-from kvx.tiers.cache_tiers import CacheTiers
+from kvx.tiers.cache_tiers import CacheTiers, kept_specs
 from kvx.tiers.disk import DiskTier
 from kvx.tiers.host import HostTier
 from kvx.tiers.mover import Mover
@@ -14,6 +14,7 @@ __all__ = [
     "Block",
     "BlockKind",
     "CacheTiers",
+    "kept_specs",
     "DiskTier",
     "HostTier",
     "Mover",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 import torch
 
 import kvx
-from kvx.cache.hybrid import HybridCache, HybridPrefix, HybridSchema, LayerSchema
+from kvx.cache.hybrid import HybridCache, HybridSchema, LayerSchema
 from tests.cache.test_paged import make, snapshot
 
 BAD = [None, -1, 10**6, 2**70, 1.5, float("nan"), "text", b"bytes", [], {}, [None], [-1], [2**40], [1.5], ["a"], [[1, 2]], object(),
@@ -115,27 +113,48 @@ def test_sizes_of_a_cache(size):
 
 def test_hybrid_cache():
     schema = HybridSchema((LayerSchema(4, head_dim=64, window=8, window_rows="f32", entry_rows="f32"),), max_drafts=2)
-    cache = HybridCache(schema, num_blocks=4, max_seqs=3, max_seq_len=300)
-    prefix = HybridPrefix(cache)
-    request, gone = cache.admit([]), cache.admit([])
-    cache.prepare_forward([(request, 200)])
+    sizes = {"num_blocks": 4, "max_seqs": 3, "max_seq_len": 300}
+    cache = HybridCache(schema, **sizes, prefix=True, num_snapshots=1)
+    request, gone = cache.admit([5] * 250), cache.admit([])
+    cache.prepare_forward([(request, 128)])
+    cache.commit(request)
+    cache.prepare_forward([(request, 72)])
     cache.release(gone)
-    foreign = HybridCache(schema, num_blocks=4, max_seqs=1, max_seq_len=300).admit([])
-    before = (request.length, request.num_blocks, cache.allocator.counts().tolist(), len(cache._free_slots))
-    rng, count = random.Random(0), 0
+    foreign = HybridCache(schema, **sizes).admit([])
+    tensors = [cache.block_table, cache.num_shared, *cache.step, *(t for layer in cache.layers for t in layer.tensors)]
+    before, content = snapshot(cache), [t.clone() for t in tensors]
+    count = 0
     for bad in (*BAD, gone, foreign):
-        for call in (cache.release, cache.blocks, cache.block_ids):
+        one = (cache.release, cache.blocks, cache.block_ids, cache.slot, cache.commit, cache.fork, cache.bring_back)
+        for call in one:
             assert refused(call, bad), bad
-        for call in (cache.prepare_forward, cache.truncate):
+        for call in (cache.prepare_forward, cache.extend_all, cache.take_back):
             assert refused(call, [(bad, 1)]), bad
             if bad is not gone and bad is not foreign:
                 assert refused(call, [(request, bad)]), bad
-        assert refused(cache.share_blocks, bad, np.array([0], np.int32), 128)
-        assert refused(prefix.commit, bad, [rng.randrange(9)])
+                assert refused(call, [(request, 1), (request, 1)])
+        for call in (cache.truncate, cache.extend, cache.append):
+            assert refused(call, bad, 1 if call is not cache.append else [1]), bad
+        if bad is not gone and bad is not foreign:
+            assert refused(cache.truncate, request, bad), bad
         count += 1
     for layer in (-1, 1, "a", None):
         assert refused(cache.acquire, layer)
-    assert refused(cache.share_blocks, request, np.array([0], np.int32), 128)  # it has blocks of its own
+        for group in (0, 1):
+            assert refused(cache.planes, layer, group)
+        assert refused(cache.planes, 0, layer if layer != 1 else 2)
+    assert refused(cache.layer, 0), "it has no K and V"
     cache.check()
-    assert before == (request.length, request.num_blocks, cache.allocator.counts().tolist(), len(cache._free_slots))
+    assert snapshot(cache) == before
+    for now, then in zip(tensors, content, strict=True):
+        assert torch.equal(now.view(torch.uint8), then.view(torch.uint8))
     assert count > 20
+    for wrong in (
+        {"max_seqs": 0},
+        {"max_seq_len": -1},
+        {"num_blocks": -1},
+        {"num_snapshots": "a"},
+        {"snapshot_every": 1.5},
+        {"device": "meta"},
+    ):
+        assert refused(HybridCache, schema, **{**sizes, **wrong}), wrong

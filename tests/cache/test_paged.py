@@ -260,7 +260,7 @@ def test_tokens_of_any_kind():
     [
         ([1.5], "int32 ids"),
         ([2**31], "int32 ids"),
-        (np.array([2**31]), "token ids reach 2147483648"),
+        (np.array([2**31]), r"tokens\[0\] is 2147483648"),
         (np.zeros((2, 2), int), "one row"),
         (np.array([0.5]), "float64"),
         ([3, 2**31 - 1, -1], r"tokens\[2\] is -1; ids are 0 to 2147483647"),

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 import kvx
-from kvx.cache.hybrid import HybridCache, HybridSchema
+from kvx.cache.hybrid import HybridSchema
+from kvx.cache.hybrid.store import groups_of
+from kvx.cache.kinds import State
 from kvx.cli.main import main
 from kvx.cli.size import parse_bytes, parse_tokens
 from kvx.errors import BadArgument
+from kvx.layout.buffers import allocate_buffers
 from kvx.spec.models import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,8 +169,10 @@ def test_deepseek_v4_is_what_a_cache_allocates(run, name, token, fixed_mib):
         assert round(facts["fixed_bytes"] / 2**20, 2) == fixed_mib
         schema = HybridSchema.of(f"deepseek-v4-{name}", block_tokens=facts["block_size"])
         blocks = 2**20 // facts["block_size"]
-        cache = HybridCache(schema, num_blocks=blocks, max_seqs=1, max_seq_len=2**20, device="meta")
-        assert cache.memory_bytes == facts["request_bytes_allocated"]
+        groups = groups_of(schema, blocks, 1, State(), "")
+        buffers = [b for group in groups for m in group.members for _ in m.layers for b in allocate_buffers(m.spec, "meta")]
+        assert sum(b.numel() * b.element_size() for b in buffers) == facts["request_bytes_allocated"]
+        assert sum(group.num_bytes for group in groups) == facts["request_bytes_allocated"]
     padding = [f["padding"] for f in lines["hybrid"]]
     assert padding == sorted(padding, reverse=True)
     assert "kvx's hybrid cache" in run(f"deepseek-v4-{name}", "--context", "1M")

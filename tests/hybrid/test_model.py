@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="4.56", reason="the adapter is for transformers 4.56 or newer")
 
-from kvx import BadArgument
+from kvx import BadArgument, OutOfBlocks
 from kvx.adapters.transformers.deepseek_v4 import HybridModel
 from kvx.cache.hybrid import HybridCache, HybridSchema
 from kvx.ops import backend as backends
@@ -70,6 +70,33 @@ def test_requests_and_ids_go_together():
     hybrid = HybridModel(models.make(models.FLASH), cache_of(models.make(models.FLASH), F32))
     with pytest.raises(BadArgument, match="1 requests and ids of 2"):
         hybrid.forward([hybrid.cache.admit([])], [models.tokens(2), models.tokens(2)])
+
+
+@models.one_thread()
+def test_ids_are_those_that_the_cache_knows():
+    """By them blocks get their names: another text under them would be found by whoever asks for the first."""
+    model = models.make(models.FLASH)
+    hybrid, ids = HybridModel(model, cache_of(model, F32, num_blocks=2, prefix=True)), models.tokens(200)
+    cache, want = hybrid.cache, models.run(model, ids).logits
+    request, other = cache.admit(ids[:50].tolist()), cache.admit(models.tokens(130, 1).tolist())
+    with pytest.raises(BadArgument, match=r"those known after its length are .*truncate"):
+        hybrid.forward([other, request], [models.tokens(130, 1), (ids[:50] + 1) % models.VOCAB])
+    hybrid.forward(request, ids[:30])
+    with pytest.raises(BadArgument, match="Nothing changed"):
+        hybrid.forward(request, torch.cat((ids[30:49], ids[:3])))
+    assert (request.length, request.num_tokens) == (30, 50)
+    hybrid.forward(other, models.tokens(130, 1))
+    with pytest.raises(OutOfBlocks):
+        hybrid.forward(request, ids[30:])
+    assert (request.length, request.tokens.tolist()) == (30, ids.tolist()), "known, and not computed"
+    cache.release(other)
+    torch.testing.assert_close(hybrid.forward(request, ids[30:]), want[30:], rtol=0, atol=5e-5)
+    cache.commit(request)
+    assert request.hashes == cache.prefix.hashes(ids[:128].int().numpy())
+    cache.append(request, [1, 2, 3])
+    cache.truncate(request, 200)
+    assert hybrid.forward(request, ids[:2]).shape[0] == 2
+    cache.check()
 
 
 @models.one_thread()

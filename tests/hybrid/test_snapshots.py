@@ -256,3 +256,23 @@ def test_a_sequence_without_tokens_has_no_slot():
     assert cache.prepare_forward([(empty, 0), (second, 0)]).slots.tolist() == [-1, slot]
     assert cache.slot(empty) == -1
     cache.check()
+
+
+def test_a_pinned_snapshot_is_not_given_up():
+    """Somebody said that it stays: whoever stands on it waits for a state, and nothing has changed."""
+    cache = small_cache(1, max_seqs=1, num_snapshots=0)
+    seq = cache.admit(TEXT)
+    run_to(cache, seq, 8)
+    cache.commit(seq)
+    cache.prefix.pin(seq.hashes[:1])
+    before = state_of(cache, cache.slot(seq))
+    assert cache.room(seq) == 0
+    with pytest.raises(OutOfBlocks, match="windows"):
+        cache.prepare_forward([(seq, 1)])
+    assert (seq.length, num_snapshots(cache)) == (8, 1)
+    assert same(state_of(cache, cache.slot(seq)), before)
+    cache.prefix.unpin(seq.hashes[:1])
+    assert cache.room(seq) > 0
+    cache.prepare_forward([(seq, 1)])
+    assert (seq.length, num_snapshots(cache)) == (9, 0)
+    cache.check()

@@ -68,7 +68,10 @@ class HybridModel:
     def forward(self, requests: Listing[Sequence], ids: Listing[Tensor]) -> list[Tensor]: ...
     @torch.inference_mode()
     def forward(self, requests: Sequence | Listing[Sequence], ids: Tensor | Listing[Tensor]) -> Tensor | list[Tensor]:
-        """[tokens, vocab] of each request: its next tokens, put into the cache on the way. OutOfBlocks changes nothing."""
+        """[tokens, vocab] of each request: its next tokens, put into the cache on the way. OutOfBlocks changes nothing.
+
+        Where the cache finds prefixes, the ids are known from then on: the same come again, or are forgotten by truncate().
+        """
         if isinstance(requests, Sequence):
             assert isinstance(ids, Tensor)
             self._know([requests], [ids])
@@ -82,6 +85,13 @@ class HybridModel:
     def _know(self, requests: Listing[Sequence], ids: Listing[Tensor]) -> None:
         """A cache that finds prefixes knows the ids of tokens before they are computed."""
         if self.cache.prefix is not None:
+            for request, part in zip(requests, ids, strict=True):
+                known, given = request.tokens[request.length :].tolist(), part.tolist()
+                if known[: len(given)] != given[: len(known)]:
+                    raise BadArgument(
+                        f"forward(): ids of {request} are {given[:8]}...; those known after its length are {known[:8]}... "
+                        "cache.truncate(request, request.length) forgets them. Nothing changed."
+                    )
             for request, part in zip(requests, ids, strict=True):
                 known = request.num_tokens - request.length
                 if known < len(part):

@@ -166,10 +166,11 @@ class HybridCache(PagedCache):
 
     def truncate(self, seq: Sequence, length: int) -> None:
         """Its first `length` tokens stay. A state goes back as far as the last step's beginning, where that was one of drafts."""
-        if length:
-            self.take_back([(seq, length)])
+        self._check_live("truncate", seq)
+        if isinstance(length, int | np.integer) and length in (0, seq.length):  # known tokens that have no room yet are forgotten
+            super().truncate(seq, length)
         else:
-            super().truncate(seq, 0)
+            self.take_back([(seq, length)])
 
     @whole
     def take_back(self, work: Listing[tuple[Sequence, int]], *, backend: str = "auto") -> None:
@@ -180,17 +181,19 @@ class HybridCache(PagedCache):
         backend = backends.choose("take_back", backend, self.block_table)
         if len({id(seq) for seq, _ in work}) != len(work):
             raise BadArgument("take_back(): a sequence is there twice. Nothing changed.")
-        for seq, _ in work:
+        for seq, length in work:
             self._check_live("take_back", seq)
-        work = [(seq, length) for seq, length in work if length != seq.length]
+            if isinstance(length, bool) or not isinstance(length, int | np.integer):
+                raise BadArgument(f"take_back(): {seq} to {length!r}; that is a whole number of tokens. Nothing changed.")
+        work = [(seq, int(length)) for seq, length in work if length != seq.length]
         for seq, length in work:
             named = max(seq.num_stored, seq.num_ahead * self.block_size) if self.prefix is not None else 0
             # A state that a fork has too stays as it is.
             is_shared = self._tables[_STATES].is_last_shared(seq)
             first = seq.length if is_shared else self._draft_starts.get(seq.id, seq.length)
-            if type(length) is not int or not max(first, named) <= length <= seq.length:
+            if not max(first, named) <= length <= seq.length:
                 raise BadArgument(
-                    f"take_back(): {seq} to {length!r}; tokens from {first} on can be taken back (max_drafts is "
+                    f"take_back(): {seq} to {length}; tokens from {first} on can be taken back (max_drafts is "
                     f"{self.schema.max_drafts}), and {named} are named. Nothing changed."
                 )
         if work:
