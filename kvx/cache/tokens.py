@@ -63,5 +63,8 @@ def _is_int32(token: object) -> bool:
 
 
 def _no_id(call: str, at: int, token: object) -> BadArgument:
-    said = str(token) if isinstance(token, np.integer) else repr(token)
+    if isinstance(token, int) and token.bit_length() > 64:  # Python writes out no number of over 4300 digits
+        said = f"a number of {token.bit_length()} bits"
+    else:
+        said = str(token) if isinstance(token, np.integer) else repr(token)
     return BadArgument(f"{call}: tokens[{at}] is {said[:100]}; ids are 0 to {_MOST}: tokens are one row of int32 ids.")

@@ -51,7 +51,7 @@ def test_no_ids(tokens):
         ([3, 2**31 - 1, -1], r"tokens\[2\] is -1; "),
         ([True, False], r"tokens\[0\] is True; "),
         ([[1, 2]], r"tokens\[0\] is \[1, 2\]; "),
-        ([10**400], r"tokens\[0\] is 1000"),
+        ([1, -(2**20000)], r"tokens\[1\] is a number of 20001 bits; "),
         (np.array([1, 2**31]), r"tokens\[1\] is 2147483648; "),
         (np.array([-(2**40), 3]), r"tokens\[0\] is -1099511627776; "),
         (torch.tensor([2, -7, -8], dtype=torch.int32), r"tokens\[1\] is -7; "),
@@ -61,7 +61,6 @@ def test_no_ids(tokens):
         ("ab", r"tokens are <U2 of shape \[\]"),
         (torch.zeros(3, dtype=torch.int32, device="meta"), "tokens are a meta tensor, which holds no ids"),
     ],
-    ids=lambda x: str(x)[:30],
 )
 def test_what_is_no_id_is_refused_with_its_place(tokens, what):
     with pytest.raises(BadArgument, match=rf"^f\(\): {what}"):
