@@ -14,7 +14,6 @@ __all__ = [
     "Block",
     "BlockKind",
     "CacheTiers",
-    "kept_specs",
     "DiskTier",
     "HostTier",
     "Mover",
@@ -26,4 +25,5 @@ __all__ = [
     "TierOption",
     "TierStats",
     "block_spec",
+    "kept_specs",
 ]
