@@ -6,13 +6,13 @@
 #include <cstdarg>
 #include <cstdio>
 
-#include "tensor_map.h"
 #include "tiles/barrier.cuh"
 #include "tiles/block_rows.cuh"
 #include "tiles/elements.cuh"
 #include "tiles/group_ring.cuh"
 #include "tiles/map_filler.cuh"
 #include "tiles/row_filler.cuh"
+#include "tiles/tensor_map.h"
 #include "tiles/wgmma.cuh"
 
 // The library's sentence behind a failed call goes to where a test shows it.
