@@ -322,7 +322,7 @@ def test_misuse_is_refused_and_changes_nothing():
         (lambda: cache.plan([(seq, 0)]), "0 queries"),
         (lambda: cache.plan([(seq, 1)], pad_seqs=3), "3 sequences and 1 tokens"),
         (lambda: cache.plan([(seq, 1)], pad_tokens=61), "61 tokens"),
-        (lambda: cache.layer(3), r"no group has layer 3; they have \[0, 2\]"),
+        (lambda: cache.layer(3), r"no group has K and V of layer 3; they have \[0, 2\]"),
     ):
         with pytest.raises(kvx.BadArgument, match=words):
             call()
