@@ -160,3 +160,44 @@ def test_types_are_strict_but_where_others_have_none():
     assert ours == {"kvx.runner.fused", "kvx.adapters.transformers.*", "kvx.adapters.vllm.*"}
     bare = [str(p) for p in (ROOT / "kvx").rglob("*.py") if "type: ignore" in p.read_text().replace("type: ignore[", "")]
     assert not bare, f"Say what is ignored, as `type: ignore[arg-type]`: {', '.join(bare)}"
+
+
+# Of others' code, and of Python's named tuples.
+_NOT_OURS = {
+    "_replace",
+    "_asdict",
+    "_fields",
+    "_make",
+    "_C",
+    "_version",
+    "_exit",
+    "_is_owned",
+    "_api",
+    "_block_hasher",
+    "_getframe",
+    "_to_copy",
+}
+
+
+def private_reaches(path: Path) -> list[str]:
+    """Names with an underscore that are read or written on something else than self, and are not this file's own."""
+    tree = ast.parse(path.read_text())
+    own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    own |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}  # of setattr
+    own |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            own.add(node.attr)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+            continue
+        is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        if not is_own and node.attr not in own | _NOT_OURS and ast.unparse(node.value).split(".")[0] not in ("torch", "Tensor"):
+            found.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
+    return found
+
+
+def test_no_class_reaches_into_anothers_private_fields():
+    found = [reach for path in sorted((ROOT / "kvx").rglob("*.py")) for reach in private_reaches(path)]
+    assert not found, "\n".join(found)

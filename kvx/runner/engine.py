@@ -76,8 +76,8 @@ class Engine:
         self._next_request = 0
         self._cancelled: set[int] = set()  # requests that are still to be dropped
         self._is_stepping = self._is_step_broken = False
-        self._guard = Guard()
-        self._guard.mended_by(self._mend)
+        self.guard = Guard()
+        self.guard.mended_by(self._mend)
 
     @staticmethod
     def load(
@@ -149,9 +149,9 @@ class Engine:
 
     def add(self, prompt: Prompt, params: Params | None = None) -> int:
         """A request's number. Nothing is computed yet."""
-        return self._add(prompt, params or Params())[0].request
+        return self.add_completions(prompt, params or Params())[0].request
 
-    def _add(self, prompt: Prompt, params: Params) -> list[Completion]:
+    def add_completions(self, prompt: Prompt, params: Params) -> list[Completion]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise BadArgument("add(): the model has no tokenizer; give the prompt as token ids.")
@@ -171,7 +171,7 @@ class Engine:
                 f"add(): token ids are {min(ids)} to {max(ids)}; the model has 0 to {self.model.config.vocab_size - 1}."
             )
         limit = min(self.max_seq_len, len(ids) + params.max_tokens)
-        guard, number = self._guard, -1
+        guard, number = self.guard, -1
         try:
             with guard.lock:
                 if guard.is_torn:
@@ -197,7 +197,7 @@ class Engine:
         """
         if not isinstance(request, int) or not 0 <= request < self._next_request:
             raise BadArgument(f"cancel(): request is {request!r}; add() has given numbers up to {self._next_request - 1}.")
-        if self._guard.is_mine():  # in the middle of a call on this thread, which may be putting things right
+        if self.guard.is_mine():  # in the middle of a call on this thread, which may be putting things right
             return self._note_cancelled(request)
         return self._cancel(request)
 
@@ -219,9 +219,9 @@ class Engine:
         self._cancelled -= gone  # another thread may have added more
 
     def _mend_now(self) -> None:
-        with self._guard.lock:
+        with self.guard.lock:
             if not self._is_stepping:
-                self._guard.mend()
+                self.guard.mend()
 
     def _mend(self) -> None:
         """After a call that was broken off: all is dropped if it was a step, else what was cancelled."""
@@ -242,7 +242,7 @@ class Engine:
                 yield from self.step()
         finally:
             self._cancelled |= mine  # first: Ctrl-C may come as soon as something is called, and then the next call drops them
-            self._guard.is_torn = True
+            self.guard.is_torn = True
             self._mend_now()
 
     def generate(self, prompts: Sequence[Prompt], params: Params | None = None) -> list[list[Answer]]:
@@ -251,13 +251,13 @@ class Engine:
         mine: set[int] = set()
         try:
             for prompt in prompts:
-                requests.append(self._add(prompt, params or Params()))
+                requests.append(self.add_completions(prompt, params or Params()))
                 mine.add(requests[-1][0].request)
             while not all(c.finish for group in requests for c in group):
                 self.step()
         except BaseException:
             self._cancelled |= mine
-            self._guard.is_torn = True
+            self.guard.is_torn = True
             self._mend_now()
             raise
         return [[Answer(c.text, tuple(c.generated), c.finish, max(0, c.num_cached)) for c in group] for group in requests]
@@ -266,7 +266,7 @@ class Engine:
 
     def step(self) -> list[Piece]:
         """Compute what fits into one step; nothing where no request is left."""
-        guard, is_inside = self._guard, False
+        guard, is_inside = self.guard, False
         try:
             with guard.lock:
                 if guard.is_torn:
@@ -331,13 +331,13 @@ class Engine:
 
     def reset(self) -> None:
         """Cancel all requests, and forget what the cache holds of them."""
-        with self._guard.lock:
-            self._guard.is_torn = self._is_step_broken = True
-            self._guard.mend()
+        with self.guard.lock:
+            self.guard.is_torn = self._is_step_broken = True
+            self.guard.mend()
 
     def close(self) -> None:
         """Keep in lasting tiers what they do not have yet, and close all tiers. The engine goes on without them."""
-        with self._guard.lock:
+        with self.guard.lock:
             if self.tiers is not None:
                 self.tiers.close()
 

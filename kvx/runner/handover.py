@@ -28,7 +28,7 @@ def export_sequence(
     format: str = "",  # of the handover; "": as the cache has it
 ) -> Handover:
     """A prompt's K and V, computed as far as the prefix cache does not have them. Of a running request: all that is computed."""
-    with engine._guard.lock:
+    with engine.guard.lock:
         return _export(engine, prompt, model, block_size, format)
 
 
@@ -51,7 +51,7 @@ def import_sequence(engine: Engine, handover: Handover, *, model: str = "") -> i
     cache = engine.cache
     if cache.prefix is None:
         raise BadArgument("import_sequence(): the engine has no prefix cache, where it would be found. Use resume().")
-    with engine._guard.lock:
+    with engine.guard.lock:
         seq = cache.admit(handover.tokens)
         try:
             write_sequence(cache, seq, handover, model=model or name_of(engine.model.config), is_last_left=False)
@@ -116,12 +116,12 @@ def _running(engine: Engine, request: int) -> Sequence:
 
 def _add(engine: Engine, handover: Handover, prompt: Prompt | None, params: Params, model: str) -> list[Completion]:
     ids = handover.tokens.tolist() if prompt is None else _ids(engine, "resume", prompt)
-    with engine._guard.lock:
+    with engine.guard.lock:
         seq = engine.cache.admit(ids)
         requests: list[Completion] = []
         try:
             write_sequence(engine.cache, seq, handover, model=model or name_of(engine.model.config))
-            requests = engine._add(ids, params)
+            requests = engine.add_completions(ids, params)
             # Where the scheduler puts one that it admits, with more of its tokens in the cache already.
             scheduler = engine.scheduler
             one = scheduler.waiting.pop()

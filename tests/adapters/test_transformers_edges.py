@@ -20,6 +20,10 @@ from tests.adapters.test_transformers_cache import SIZES, VOCAB, cache_of, check
 
 IS_5 = int(transformers.__version__.split(".")[0]) >= 5
 only_5 = pytest.mark.skipif(not IS_5, reason=f"transformers {transformers.__version__} has not what this is about; 5 has")
+before_5_22 = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 22),
+    reason=f"of transformers 5.22; this is {transformers.__version__}",
+)
 
 
 @torch.no_grad()
@@ -282,7 +286,7 @@ def test_a_forward_that_was_interrupted(implementation, seen, monkeypatch):
             "DeepseekV32",
             {"num_hidden_layers": 2},
             "'indexed_attention', which keeps keys of an indexer",
-            marks=pytest.mark.skipif(not hasattr(transformers.cache_utils, "DynamicIndexedLayer"), reason="of transformers 5.22"),
+            marks=before_5_22,
         ),
         ("Mamba", {}, "has no num_attention_heads: its model keeps a state instead of K and V"),
     ],

@@ -152,8 +152,8 @@ def test_cancel_under_load(made):
 def test_cancel_from_another_thread(made):
     """One thread steps, another cancels; both answers of a cancelled request end, and the other request is answered."""
     want = made.generate([PROMPTS[0]], Params(max_tokens=40, ignore_eos=True))[0][0].tokens
-    first = made._add(PROMPTS[0], Params(max_tokens=40, ignore_eos=True))
-    second = made._add(PROMPTS[1], Params(max_tokens=60, n=2, ignore_eos=True))
+    first = made.add_completions(PROMPTS[0], Params(max_tokens=40, ignore_eos=True))
+    second = made.add_completions(PROMPTS[1], Params(max_tokens=60, n=2, ignore_eos=True))
     started, results = threading.Event(), []
 
     def cancel():
