@@ -237,7 +237,7 @@ class PagedCache:
         seq.length = seq.num_cached = seq.limit = seq.num_stored = n * self.block_size
 
     def _run_ahead(self, seq: Sequence, prefix: PrefixCache) -> None:
-        """Hold what is there behind the sequence's state, and where that is nearer, begin to compute the state again.
+        """Hold what is there behind the sequence's state. Where it has none, begin to compute it again.
 
         Only in a cache of entries and states: an entry that is there is not written again, K and V would be.
         """
