@@ -54,13 +54,17 @@ class BlockTable:
     def growth(self, seq: Sequence, end: int) -> Growth:
         """How it would grow to `end`. Nothing changes."""
         have, want = self.num_blocks(seq, seq.length), self.num_blocks(seq, end)
-        is_copied = seq.length == seq.limit and self.is_last_shared(seq)
+        # A last block that is full is not written to: most sequences that grow by a block stand so.
+        is_copied = seq.length == seq.limit and have * self.block_size > seq.length and self.is_last_shared(seq)
         return Growth(have, want, is_copied, want - have + is_copied)
 
     def growths(self, ends: Listing[tuple[Sequence, int]]) -> list[Growth]:
         """How these would grow together. Where all who have a block are among them, the last to go on has it alone."""
-        found, seen = [self.growth(seq, end) for seq, end in ends], Counter[int]()
-        for i, ((seq, _), growth) in enumerate(zip(ends, found, strict=True) if len(ends) > 1 else ()):
+        found = [self.growth(seq, end) for seq, end in ends]
+        if len(ends) == 1:
+            return found
+        seen: Counter[int] = Counter()
+        for i, ((seq, _), growth) in enumerate(zip(ends, found, strict=True)):
             if growth.is_copied:
                 block = int(self.table[seq.row, growth.have - 1])
                 seen[block] += 1

@@ -241,9 +241,10 @@ class PagedCache:
 
         Only in a cache of entries and states: an entry that is there is not written again, K and V would be.
         """
-        states = [t.kind for t in self._tables if isinstance(t.kind, State)]
-        tables = [t for t in self._tables if t.kind.is_ahead]
-        if not states or not tables or len(tables) + len(states) != len(self._tables):
+        if not self._late:
+            return
+        states, tables = [t.kind for t in self._tables if isinstance(t.kind, State)], self._late
+        if not states or len(tables) + len(states) != len(self._tables):
             return
         bs, have = self.block_size, seq.length // self.block_size
         ids = [prefix.ids(t.index, seq.hashes[: max(0, seq.num_tokens - 1) // bs]) for t in tables]
@@ -401,8 +402,26 @@ class PagedCache:
             seq.num_tokens, seq.length, seq.limit = num_tokens, length, limit
 
     def _grow(self, seq: Sequence, end: int) -> None:
-        if end != seq.length:
-            self._grow_all("extend", [(seq, end)])
+        """_grow_all of one, which is what an engine calls most: the same, without what several need."""
+        if end == seq.length:
+            return
+        growths = []
+        for table in self._tables:
+            growth, allocator = table.growth(seq, end), table.allocator
+            if growth.need > allocator.num_available and growth.need > allocator.num_available + table.num_left_behind(seq):
+                raise allocator.out_of_blocks(growth.need, "extend")
+            growths.append(growth)
+        limit, num_tokens = self._limit(seq, end), max(seq.num_tokens, end)
+        for table, growth in zip(self._tables, growths, strict=True):
+            table.grow(seq, growth)
+        seq.num_tokens, seq.length, seq.limit = num_tokens, end, limit
+
+    def _limit(self, seq: Sequence, end: int) -> int:
+        """Up to where a sequence of this length may go on without asking."""
+        limit = min(-(-end // self.block_size) * self.block_size, self.max_seq_len)
+        for table in self._late:  # the next token may need a block that is not there yet
+            limit = max(end, min(limit, table.num_blocks(seq, end) * self.block_size))
+        return limit
 
     def _grow_all(self, call: str, ends: Listing[tuple[Sequence, int]]) -> None:
         """Blocks up to each `end`. First every group is asked, then each is changed: so OutOfBlocks leaves all as it was.
@@ -426,10 +445,7 @@ class PagedCache:
                 need -= growth.need
                 table.grow(seq, growth, need)
         for seq, end in ends:
-            limit = min(-(-end // self.block_size) * self.block_size, self.max_seq_len)
-            for table in self._late:  # the next token may need a block that is not there yet
-                limit = max(end, min(limit, table.num_blocks(seq, end) * self.block_size))
-            num_tokens = max(seq.num_tokens, end)
+            limit, num_tokens = self._limit(seq, end), max(seq.num_tokens, end)
             seq.num_tokens, seq.length, seq.limit = num_tokens, end, limit
 
     def commit(self, seq: Sequence) -> None:
@@ -479,6 +495,10 @@ class PagedCache:
             parent = hashes[-1] if hashes else seq.root
             first = len(hashes) * bs
             hashes += prefix.chain(seq.token_row[first : full * bs].tobytes(), parent, seq.extras, first)
+        if self._only_group is not None and full == done + 1 and not first_tokens:  # what a decode step does
+            prefix.put_one(0, hashes[done], int(self._only_group.table[seq.row, done]))
+            seq.num_stored = full * bs
+            return
         if not seq.is_exact:
             return
         for table in self._tables:
