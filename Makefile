@@ -19,7 +19,7 @@ GPU_BUILD ?= build/gpu
 # cmake and ninja come from the environment, so that the machine needs neither.
 CMAKE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake
 
-.PHONY: demo test test-fast build lint format unit coverage sweep clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
+.PHONY: demo test test-fast build lint format unit coverage sweep picture clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
 
 demo: build
 	$(PY) -m kvx generate
@@ -68,6 +68,10 @@ coverage: build
 # Every architecture of transformers on a KvxCache; the table of docs/transformers.md. Twenty minutes.
 sweep: build
 	$(PY) -m tests.adapters.architectures --write docs/transformers.md
+
+# The levels, their imports and the walks of docs/architecture.md.
+picture: $(VENV)/ready
+	$(PY) -m tests.picture
 
 ENGINES := .venv-engines
 ENGINES_PIP = $(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check
