@@ -11,7 +11,7 @@ import torch
 
 import kvx
 from kvx.cache import Sequence
-from kvx.cache.kinds import Chunked, State
+from kvx.cache.kinds import Chunked, GroupKind, State
 from kvx.spec import StateSpec, state_plane
 
 BS = 4
@@ -22,14 +22,16 @@ def spec(num_blocks: int, **options) -> kvx.CacheSpec:
 
 
 def make(
-    num_blocks: int = 32, *, window: int = 0, chunk: int = 0, states: int = 0, snapshot_every: int = 1, max_seqs: int = 6,
-    max_seq_len: int = 60, **options,
+    num_blocks: int = 32, *, window: int = 0, chunk: int = 0, kind: GroupKind | None = None, states: int = 0,
+    snapshot_every: int = 1, max_seqs: int = 6, max_seq_len: int = 60, **options,
 ) -> kvx.PagedCache:  # fmt: skip
     groups = [kvx.LayerGroup("full", (0, 2), spec(num_blocks))]
     if window:
         groups.append(kvx.LayerGroup("sliding", (1,), spec(num_blocks), window=window))
     if chunk:
         groups.append(kvx.LayerGroup("chunked", (3,), spec(num_blocks), kind=Chunked(chunk)))
+    if kind is not None:
+        groups.append(kvx.LayerGroup("other", (5,), spec(num_blocks), kind=kind))
     if states:  # layer 2 has K and V, and a state beside them
         planes = (state_plane("conv", "f32", channel=2, tap=3), state_plane("delta", "f32", head=1, row=2, column=2))
         groups.append(kvx.LayerGroup("states", (2, 4), StateSpec(states, planes), kind=State(snapshot_every)))
@@ -78,6 +80,15 @@ def assert_state(cache: kvx.PagedCache, group: int, layer: int, block: int, toke
         assert (plane[block] == want).all(), f"{name} of layer {layer} is {plane[block]}; after {length} tokens it is {want}"
 
 
+def first_seen(kind: GroupKind, length: int) -> int:
+    """The first token that the next one sees, counted here and not by the kind; one that a test adds says it."""
+    if hasattr(kind, "first_token"):
+        return kind.first_token(length)
+    if isinstance(kind, Chunked):
+        return length // kind.chunk * kind.chunk
+    return max(0, length - kind.window + 1) if kind.window else 0
+
+
 def assert_content(cache: kvx.PagedCache, seq: Sequence, tokens: list[int]) -> None:
     """Every position that the next token can see holds what was written for it."""
     want = torch.tensor(content(tokens, 0, seq.length))
@@ -87,9 +98,7 @@ def assert_content(cache: kvx.PagedCache, seq: Sequence, tokens: list[int]) -> N
     for i in kv_layers(cache):
         layer = cache.layer(i)
         blocks = torch.from_numpy(cache.blocks(seq, layer.group)).long()
-        chunk = getattr(cache.kinds[layer.group], "chunk", 0)
-        first = seq.length // chunk * chunk if chunk else max(0, seq.length - layer.window + 1) if layer.window else 0
-        seen = torch.arange(first, seq.length)
+        seen = torch.arange(first_seen(cache.kinds[layer.group], seq.length), seq.length)
         k, v = (t[blocks[seen // BS], seen % BS, 0, 0] for t in layer.cache)
         torch.testing.assert_close(k, want[seen] + i, rtol=0, atol=0)
         torch.testing.assert_close(v, -want[seen] - i, rtol=0, atol=0)

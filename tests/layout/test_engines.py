@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import kvx
 from kvx.layout import ENGINES, EngineRow, Layout, engine
+from kvx.layout.engine_row import ENGINE_NAMES
 from kvx.layout.place import buffer_bytes, num_buffers, num_cache_buffers, places
 from tests.golden import make_engines
 
@@ -246,6 +247,15 @@ def test_the_docs_print_every_row():
     text = (GOLDEN.parent.parent / "docs" / "layouts.md").read_text()
     table = text.split("| name | engine | layout | block size | types | notes |\n|---|---|---|---|---|---|\n")[1]
     assert table.splitlines() == [line(row) for row in ENGINES.values()]
+
+
+def test_the_readme_counts_the_rows_and_names_the_engines():
+    text = (GOLDEN.parent.parent / "README.md").read_text()
+    counts = re.findall(r"(?:one of|\| engines \|) (\d+) rows", text)
+    assert [int(n) for n in counts] == [len(ENGINES)] * 2
+    names = re.search(r"^\| engines \| (.*)$", text, re.M).group(1)
+    assert not [name for name in ENGINE_NAMES.values() if name not in names]
+    assert {row.engine for row in ENGINES.values()} == set(ENGINE_NAMES.values())
 
 
 def test_the_docs_examples_are_layouts():
