@@ -39,6 +39,7 @@ def walks() -> dict[str, list[Stop]]:
         title, _, text = section.partition("\n")
         lines = re.sub(r"\n   +", " ", text).splitlines()
         stops = [re.match(r"\d+\. (.+?): ", line) for line in lines if re.match(r"\d+\. ", line)]
+        assert all(stops), f"docs/architecture.md, {title}: a stop is `path` `function`, a colon and a sentence"
         if stops:
             found[title.replace("`", "")] = [_stop(m[1]) for m in stops if m]
     return found
@@ -60,7 +61,7 @@ def arrows() -> list[tuple[int, int]]:
     for module, others in import_graph().items():
         if level(module) < len(LEVELS) and module != "kvx.layout":  # what the package shows is no level's
             direct[1 + level(module)] |= {1 + level(o) for o in others if level(o) < level(module)}
-    direct[1 + LEVELS.index("kvx.ops")].add(0)
+    direct[1 + LEVELS.index("kvx.ops")].add(0)  # no import: it loads the library
     below: dict[int, set[int]] = {0: set()}
     for n in sorted(direct):
         below[n] = direct[n].union(*(below[o] for o in direct[n]))
