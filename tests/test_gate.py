@@ -272,3 +272,17 @@ def test_a_layout_without_kv_where_k_and_v_are_needed(backend):
             except Exception as error:
                 wrong.append(f"{name}[{n}]: {type(error).__name__}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_torch_body_wants_one_device():
+    """On a machine without a second device: tensors that only say that they are on one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from kvx.layout.gate import check_memory
+
+    with FakeTensorMode():
+        here, there, scalar = torch.empty(4), torch.empty(4, device="cuda"), torch.empty(1, device="cuda")
+    check_memory("write", "torch", k=here, scales=(None, scalar))
+    check_memory("write", "auto", k=here, v=there)  # the library asks for itself
+    with pytest.raises(kvx.BadArgument, match=r"write\(\): v is on cuda:0, k on cpu; all are on one device"):
+        check_memory("write", "torch", k=here, v=(None, there))

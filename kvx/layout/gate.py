@@ -89,13 +89,21 @@ def refusal(t: Tensor, grid: Grid) -> str:
     return _refusal(grid, t.dtype, tuple(t.shape), t.stride(), t.element_size())
 
 
-def check_memory(call: str, **tensors: Tensor | Sequence[Tensor | None] | None) -> None:
+def check_memory(call: str, backend: str = "", **tensors: Tensor | Sequence[Tensor | None] | None) -> None:
     """Tensors whose bytes an op may use: asked where gradients are on or the torch body runs. The library asks for itself."""
+    first: tuple[str, Tensor] | None = None
     for name, given in tensors.items():
         for t in (given,) if isinstance(given, Tensor) else given or ():
-            reason = no_memory(t) if isinstance(t, Tensor) else ""
+            if not isinstance(t, Tensor):
+                continue
+            reason = no_memory(t)
             if reason:
                 raise BadArgument(f"{call}(): {name} {reason}")
+            if backend != "torch" or t.numel() < 2 or name == "pairs":  # which copy_blocks brings to the cache's device
+                continue
+            first = first or (name, t)
+            if t.device != first[1].device:
+                raise BadArgument(f"{call}(): {name} is on {t.device}, {first[0]} on {first[1].device}; all are on one device.")
 
 
 def check_apart(call: str, **tensors: Tensor | Sequence[Tensor | None] | None) -> None:

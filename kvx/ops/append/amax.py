@@ -62,7 +62,7 @@ def amax(
         torch.ops.kvx.amax(out, x, per, slot_mapping, num_blocks, block_size, errors, backend)
         return out
     if torch.is_grad_enabled() or backend == "torch":
-        check_memory("amax", x=x, slot_mapping=slot_mapping, out=out, errors=errors)
+        check_memory("amax", backend, x=x, slot_mapping=slot_mapping, out=out, errors=errors)
     chosen = backends.choose("amax", backend, x)
     if chosen == "torch":
         check_apart("amax", out=out)

@@ -98,6 +98,7 @@ def qkv_norm_rope_append(
     if torch.is_grad_enabled() or backend == "torch":
         check_memory(
             _CALL,
+            backend,
             cache=view.tensors or (view.first,),
             qkv=(qkv,) if isinstance(qkv, Tensor) else qkv,
             q_out=q_out,
@@ -176,7 +177,7 @@ def append_batched(
             f"append_batched(): slot_mapping is {list(slot_mapping.shape)} {slot_mapping.dtype}; it is [num_tokens] int32 or int64."
         )
     if torch.is_grad_enabled() or backend == "torch":
-        check_memory("append_batched", k=k, v=v, slot_mapping=slot_mapping, scales=view.optional)
+        check_memory("append_batched", backend, k=k, v=v, slot_mapping=slot_mapping, scales=view.optional)
     if backends.choose("append_batched", backend, caches.k) == "torch":
         _write_each("append_batched", view, caches, k, v, slot_mapping)
     elif k.is_cuda and backends.is_debug() and errors is None:

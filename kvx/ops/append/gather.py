@@ -55,7 +55,9 @@ def gather(
         return k, v
     view = CacheView.of("gather", cache, spec, scales_of(k_scale, v_scale, k_tensor_scale, v_tensor_scale), errors)
     if torch.is_grad_enabled() or backend == "torch":
-        check_memory("gather", cache=view.tensors, table=table.tensors, cu_seqlens=cu_seqlens, out=out, scales=view.optional)
+        check_memory(
+            "gather", backend, cache=view.tensors, table=table.tensors, cu_seqlens=cu_seqlens, out=out, scales=view.optional
+        )
     door_table.check("gather", view, table)
     if max_seq_len is None:
         lengths = table.lengths(spec.block_size)

@@ -186,7 +186,7 @@ def norm_rope(
         if out.shape != x.shape or out.dtype != x.dtype:
             raise BadArgument(f"{call}(): {name} is {list(out.shape)} {out.dtype}; it is {list(x.shape)} {x.dtype}.")
     if torch.is_grad_enabled() or backend == "torch":
-        check_memory(call, rows=rows, out=outs, norm_and_rope=how[:5], errors=errors)
+        check_memory(call, backend, rows=rows, out=outs, norm_and_rope=how[:5], errors=errors)
     if backends.choose(call, backend, rows[0]) == "torch":
         check(call, rows, how)
         check_apart(call, out=outs)

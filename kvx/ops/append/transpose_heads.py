@@ -27,7 +27,7 @@ def transpose_heads(
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
     if tuple(out.shape) != shape or out.dtype != x.dtype:
         raise BadArgument(f"{call}(): out is {list(out.shape)} {out.dtype}; it is {list(shape)} {x.dtype}.")
-    check_memory(call, x=x, out=out)
+    check_memory(call, backend, x=x, out=out)
     if backends.choose(call, backend, x) == "torch":
         check_apart(call, out=out)
         out.copy_(x.transpose(0, 1))

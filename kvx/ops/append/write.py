@@ -95,7 +95,7 @@ def write(
     given = Scales(k_scale, v_scale, k_tensor_scale, v_tensor_scale, k_token_scale, v_token_scale)
     view = CacheView((first,) if second is None else (first, second), spec, given, errors)
     if _is_grad_enabled() or backend == "torch":
-        check_memory("write", cache=view.tensors, k=k, v=v, slot_mapping=slot_mapping, scales=view.optional)
+        check_memory("write", backend, cache=view.tensors, k=k, v=v, slot_mapping=slot_mapping, scales=view.optional)
     if "_has_written" not in spec.__dict__:
         scales.say_unset("write", view)
     if backends.choose("write", backend, first, spec) == "torch":

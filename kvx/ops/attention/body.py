@@ -104,7 +104,8 @@ def attend(
     check_cache(call, q, view, table, options)
     if torch.is_grad_enabled() or backend == "torch":
         check_memory(
-            call, q=q, cache=view.tensors, table=table.tensors, cu_seqlens=cu, sinks=sinks, out=(out, lse), scales=view.optional
+            call, backend, q=q, cache=view.tensors, table=table.tensors, cu_seqlens=cu, sinks=sinks, out=(out, lse),
+            scales=view.optional,
         )  # fmt: skip
     if given:
         check_shapes(call, q, sinks, out, lse, value_dim(spec, options.latent))

@@ -56,7 +56,7 @@ def merge_attention(
         torch.ops.kvx.merge_attention(merged, lse, outs, lses, sinks, backend)
         return out
     if torch.is_grad_enabled() or backend == "torch":
-        check_memory(call, outs=outs, lses=lses, sinks=sinks, out=out)
+        check_memory(call, backend, outs=outs, lses=lses, sinks=sinks, out=out)
     if backends.choose(call, backend, outs) == "torch":
         check_apart(call, out=out)
         _merge_torch(merged, lse, outs, lses, sinks)

@@ -91,8 +91,8 @@ def attention_sparse(
     reads = Reads(window, positions, window_tokens, fresh, entries, block_table, selected, ratio, max_entries)
     if torch.is_grad_enabled() or backend == "torch":
         check_memory(
-            call, q=q, pages=reads.pages(), positions=positions, step=step, block_table=block_table, selected=selected, sinks=sinks,
-            angles=(cos, sin), out=(out, lse), errors=errors,
+            call, backend, q=q, pages=reads.pages(), positions=positions, step=step, block_table=block_table, selected=selected,
+            sinks=sinks, angles=(cos, sin), out=(out, lse), errors=errors,
         )  # fmt: skip
     _check(call, q, reads)
     fill.check_workspace(call, workspace, window.pages)

@@ -52,7 +52,9 @@ def append_swa(
     """
     call = "append_swa"
     if torch.is_grad_enabled() or backend == "torch":
-        check_memory(call, window=window.pages, positions=positions, x=x, step=step, finish=(weight, cos, sin), errors=errors)
+        check_memory(
+            call, backend, window=window.pages, positions=positions, x=x, step=step, finish=(weight, cos, sin), errors=errors
+        )
     _check(call, window, positions, x)
     if backends.choose(call, backend, window.pages) != "torch":
         args = fill.start(AppendSwaArgs(), window.pages, errors)

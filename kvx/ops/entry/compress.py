@@ -64,7 +64,7 @@ def compress(
     call = "compress"
     if torch.is_grad_enabled() or backend == "torch":
         check_memory(
-            call, kv=kv, score=score, entries=entries.pages, block_table=block_table, step=step, bias=bias,
+            call, backend, kv=kv, score=score, entries=entries.pages, block_table=block_table, step=step, bias=bias,
             finish=(weight, cos, sin), num_shared=num_shared, errors=errors,
         )  # fmt: skip
     _check(call, tail, kv, score, entries, bias, has_hadamard=hadamard)

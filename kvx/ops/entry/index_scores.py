@@ -51,7 +51,9 @@ def index_scores(
     call = "index_scores"
     dim = keys.codec.dim
     if torch.is_grad_enabled() or backend == "torch":
-        check_memory(call, q=q, weights=weights, keys=keys.pages, block_table=block_table, step=step, out=out, errors=errors)
+        check_memory(
+            call, backend, q=q, weights=weights, keys=keys.pages, block_table=block_table, step=step, out=out, errors=errors
+        )
     if q.dim() != 3 or q.shape[2] != dim or q.dtype not in (*FLOATS, torch.float8_e4m3fn):
         raise BadArgument(
             f"{call}(): q is {list(q.shape)} {q.dtype}; it is [num_tokens, heads, {dim}] f16, bf16, f32 or float8_e4m3fn."

@@ -46,7 +46,7 @@ def topk(
         out = torch.empty(len(scores), k, dtype=torch.int32, device=scores.device)
     if list(out.shape) != [len(scores), k] or out.dtype != torch.int32:
         raise BadArgument(f"{call}(): out is {list(out.shape)} {out.dtype}; it is [{len(scores)}, {k}] int32.")
-    check_memory(call, scores=scores, lengths=lengths, out=out, workspace=workspace)
+    check_memory(call, backend, scores=scores, lengths=lengths, out=out, workspace=workspace)
     fill.check_workspace(call, workspace, scores)
     chosen = backends.choose(call, backend, scores)
     if chosen != "torch":

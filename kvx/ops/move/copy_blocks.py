@@ -50,7 +50,7 @@ def copy_blocks(
     view = CacheView(tensors, spec, scales_of(k_scale, v_scale), errors)
     scales.require(_CALL, view)
     if torch.is_grad_enabled() or backend == "torch":
-        check_memory(_CALL, cache=tensors, pairs=pairs, scales=view.optional)
+        check_memory(_CALL, backend, cache=tensors, pairs=pairs, scales=view.optional)
     chosen = backends.choose(_CALL, backend, view.first)
     if pairs.is_cpu and (chosen == "torch" or view.first.is_cuda):
         _check(pairs, spec.num_blocks)
