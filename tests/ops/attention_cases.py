@@ -275,7 +275,10 @@ SMALL = [
         for d, v, h, io in ((64, 0, 32, "f16"), (128, 0, 8, "bf16"), (128, 0, 32, "f16"), (96, 32, 8, "bf16"), (32, 128, 8, "f16"))
     ),
     *(
-        Case(lens=(900, 70, 5), queries=4, heads=h, dim=128, format=f, io="bf16", window=w, soft_cap=9.0, sinks=True, layout=y, block=b)
+        Case(
+            lens=(900, 70, 5), queries=4, heads=h, dim=128, format=f, io="bf16", window=w, soft_cap=9.0, sinks=True, layout=y,
+            block=b,
+        )
         for f, h, w, y, b in (
             ("nvfp4", 4, 0, "HND", 16), ("mxfp4", 8, 100, "NHD", 5), ("mxfp8", 4, 33, "fused_NHD", 64),
             ("int4_per_group", 8, 500, "HND", 1), ("int4_per_token_head", 8, 0, "fused_HND", 16),

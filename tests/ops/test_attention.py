@@ -114,7 +114,7 @@ def test_scales_of_zero(backend, fmt, soft_cap, generator):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "nvfp4", "int4_per_group"])
 def test_groups_of_any_size(backend, fmt, dim, generator):
-    """Groups along a row and rows that are 2^12 apart, and rows of zeros: a group is as near as it would be alone."""
+    """Groups of a row and rows 2^12 apart, and rows of zeros: a group is as near as it would be alone."""
     made = Case(lens=(300, 40), format=fmt, io="bf16", dim=dim).make(backend.device, generator)
     rows = torch.exp2(-torch.randint(0, 12, (len(made.cache.k), 1, 1), generator=generator).float())
     groups = torch.exp2(-4.0 * (torch.arange(dim) // 32))

@@ -19,7 +19,8 @@ NATIVE = Path(__file__).resolve().parents[2] / "native" / "attention"
 DIMS = [(64, 0), (80, 0), (96, 0), (112, 0), (128, 0), (160, 0), (192, 0), (192, 128), (224, 0), (256, 0), (512, 0)]
 COARSE = ("", "_per_head", "_per_block", "_per_block_head", "_per_token_head")
 FAST = ["bf16", "f16", *(f"{e}{s}" for e in ("fp8_e4m3", "int8") for s in COARSE), "fp8_e5m2", "fp8_e5m2_per_head"]
-# SMALL ones have a fast decode kernel, of rows of up to 128. What runs on the general kernel: a format that gets a fast one moves up, and one that loses it fails.
+# SMALL ones have a fast decode kernel, of rows of up to 128. What runs on the general kernel: a format that gets a fast one moves
+# up, and one that loses it fails.
 GENERAL = {
     "f32": "f32", "int8_per_token_head_f16": "f16",
     "int8_per_token_head_inline": "16 bytes", "fp8_e4m3_per_token_head_inline": "16 bytes",

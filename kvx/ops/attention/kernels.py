@@ -19,7 +19,7 @@ SMALL = ("nvfp4", "mxfp4", "mxfp8", "int4_per_group", "int4_per_token_head")  # 
 HOPPER = 90
 # Decode at head_dim 128 on an H200, as a share of reading the same bytes (bench/results); the general kernel by bits of an element.
 _DECODE_SHARE = "63 to 99 % of read"
-_SMALL_SHARE = {8: "58 to 82 % of read", 4: "34 to 60 % of read"}
+_SMALL_SHARE = {8: "56 to 82 % of read", 4: "32 to 62 % of read"}
 _GENERAL_SHARE = {32: "16 to 35 % of read", 16: "16 to 29 % of read", 8: "7 to 16 % of read", 4: "4 to 9 % of read"}
 
 

@@ -29,11 +29,26 @@ bool find_grouped(const AttentionParams& p, const DecodeShape& shape, DecodeChoi
   return true;
 }
 
-// A row's scales are whole words that follow each other, and fill what a tile has for them.
-bool are_scales_words(const AttentionParams& p, const ScaleParams& s, int64_t dims) {
-  const int64_t bytes = dtype_bits(s.dtype) / 8, tile = std::max(p.head_dim, p.v_head_dim) <= 64 ? 64 : 128;
-  return s.group == bytes && dims == tile && s.num_groups * bytes % 4 == 0 &&
-         (reinterpret_cast<uintptr_t>(s.data) | uint64_t(s.block | s.token | s.head)) % 4 == 0;
+// A row's scales follow each other, begin at words, and fill what a tile has for them.
+ScaleWords scale_words(const AttentionParams& p, const ScaleParams& s, int64_t dims) {
+  const int64_t bytes = dtype_bits(s.dtype) / 8, row = s.num_groups * bytes,
+                tile = std::max(p.head_dim, p.v_head_dim) <= 64 ? 64 : 128;
+  const uint64_t where = reinterpret_cast<uintptr_t>(s.data) | uint64_t(s.block | s.token);
+  if (s.group != bytes || dims != tile || where % 4) return NO_WORDS;
+  if (row % 4 == 0 && s.head % 4 == 0) return WHOLE_WORDS;
+  return row == 2 && s.head == 2 && p.num_kv_heads % 2 == 0 ? WORDS_OF_TWO_HEADS : NO_WORDS;
+}
+
+// Steps of a plane's scales, where every offset is under 2^32.
+void find_steps(const AttentionParams& p, const ScaleParams& s, uint32_t (&steps)[3]) {
+  const int64_t all[3] = {s.block, s.token, s.head}, counts[3] = {p.kv.num_blocks, p.kv.block_size, p.num_kv_heads};
+  int64_t last = 0;
+  for (int i = 0; i < 3; i++) {
+    if (all[i] < 0 || all[i] > kMaxCount || all[i] * counts[i] > kMaxCount) return;
+    last += all[i] * counts[i];
+  }
+  if (last <= kMaxCount)
+    for (int i = 0; i < 3; i++) steps[i] = uint32_t(all[i]);
 }
 
 bool find_choice(const AttentionParams& p, DecodeChoice* out) {
@@ -132,7 +147,10 @@ kvx_status_t run_decode(const AttentionParams& p, int num_sms, void* stream) {
   a.rows = make_row_finder(p);
   for (int i = 0; i < 2; i++) a.data[i] = p.kv.plane[i].data, a.scales[i] = p.kv.plane[i].scale;
   a.dims[0] = int32_t(p.head_dim), a.dims[1] = int32_t(p.v_head_dim);
-  for (int i = 0; i < 2; i++) a.are_scales_words[i] = are_scales_words(p, p.kv.plane[i].scale, a.dims[i]);
+  for (int i = 0; i < 2; i++) {
+    a.scale_words[i] = scale_words(p, a.scales[i], a.dims[i]);
+    find_steps(p, a.scales[i], a.scale_steps[i]);
+  }
   for (int i = 0; i < 2; i++) a.chunks[i] = a.dims[i] * dtype_bits(p.kv.plane[i].dtype) / 128;
   a.q = p.q, a.out = p.out, a.lse = p.lse, a.lse_token = p.lse_token, a.lse_head = p.lse_head, a.sinks = p.sinks;
   a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;

@@ -37,7 +37,8 @@ struct DecodeArgs {
   float scale, soft_cap;
   int32_t is_causal;
   ScaleParams scales[2];
-  int32_t are_scales_words[2];  // GROUP_SCALES: those of a row are words, as many as the tile has room for
+  uint32_t scale_steps[2][3];  // of block, token and head, in bytes, where 32 bits hold every offset; else 0
+  int32_t scale_words[2];      // GROUP_SCALES: ScaleWords
   char* workspace;
   PlanShape plan;
 };
@@ -84,9 +85,12 @@ template <class Rows_, class Tile_, int kColumns_, ScaleKind kScales_, bool kOwn
   }
   // 128 KB in flight an SM, and half as much again being worked on. Rows of fewer bits take more instructions a byte:
   // more warps hide them.
-  static constexpr int kMostBytes = 227 * 1024, kMostWarps = kTeam > 1 || (Rows::kBits == 4 && kColumns == 8) ? 12
-                                                             : Rows::kBits <= 8                               ? 8
-                                                                                                              : 6;
+  static constexpr int most_warps() {
+    if (kTeam > 1) return 12;
+    if (Rows::kBits == 4 && kColumns == 8) return kValueDims <= 64 ? 16 : 12;
+    return Rows::kBits <= 8 ? 8 : 6;
+  }
+  static constexpr int kMostBytes = 227 * 1024, kMostWarps = most_warps();
   static constexpr int least(int x, int y) { return x < y ? x : y; }
   static constexpr int kWorkers = least(kMostWarps / kTeam, kMostBytes / worker_bytes(3));
   static constexpr int kStages = kWorkers * worker_bytes(4) <= kMostBytes ? 4 : 3;
@@ -235,40 +239,52 @@ template <class C> struct Decode {
     return f;
   }
 
-  // 32 rows' chunks from kFirst to kEnd, of those `chunks` that are there. Lanes hold a
-  // row's place each and hand it round.
-  template <bool kIsFull, int kRowBytes, int kFirst, int kEnd> __device__ __forceinline__ void load_chunks(
-      uint32_t to, const char* data, uint32_t of_mine, uint32_t valid, uint32_t first_row, uint32_t chunks) const {
+  // 32 rows' chunks from kFirst to kEnd, of those `chunks` that are there (kIsWhole: all). Lanes hold a row's place
+  // each and hand it round. Places in shared memory are alike every eight rows.
+  template <bool kIsFull, bool kIsWhole, int kRowBytes, int kFirst, int kEnd> __device__ __forceinline__ void
+  load_chunks(uint32_t to, const char* data, uint32_t of_mine, uint32_t valid, uint32_t chunks) const {
     constexpr int kLeft = kEnd - kFirst,
                   kWidth = kLeft >= 16  ? 16
                            : kLeft >= 8 ? 8
                            : kLeft >= 4 ? 4
                            : kLeft >= 2 ? 2
                                         : 1,
-                  kRowsAtOnce = 32 / kWidth;
+                  kRowsAtOnce = 32 / kWidth, kSteps = kRowsAtOnce >= 8 ? 1 : 8 / kRowsAtOnce;
     const uint32_t chunk = kFirst + lane % kWidth, sub = lane / kWidth;
     const char* from = data + chunk * 16;
 #pragma unroll
     for (int j = 0; j < 32 / kRowsAtOnce; j++) {
       const uint32_t r = j * kRowsAtOnce + sub;
       const uint32_t offset = __shfl_sync(0xffffffffu, of_mine, r);
-      const uint32_t place = to + tiles::Swizzle<kRowBytes>::at(first_row + r, chunk);
-      if (chunk >= chunks) continue;
+      const uint32_t place = to + tiles::Swizzle<kRowBytes>::at(j % kSteps * kRowsAtOnce + sub, chunk) +
+                             j / kSteps * kSteps * kRowsAtOnce * kRowBytes;
+      if (!kIsWhole && chunk >= chunks) continue;
       if constexpr (kIsFull) tiles::copy_16(place, from + uint64_t(offset) * 16);
       else tiles::copy_16(place, from + uint64_t(offset) * 16, valid >> r & 1 ? 16 : 0);
     }
     if constexpr (kLeft > kWidth)
-      load_chunks<kIsFull, kRowBytes, kFirst + kWidth, kEnd>(to, data, of_mine, valid, first_row, chunks);
+      load_chunks<kIsFull, kIsWhole, kRowBytes, kFirst + kWidth, kEnd>(to, data, of_mine, valid, chunks);
   }
 
-  template <bool kIsFull> __device__ __forceinline__ void load_rows(uint32_t at, const tiles::RowPlace& mine,
-                                                                    uint32_t valid, uint32_t first_row,
-                                                                    const tiles::OwnCache& own) const {
+  template <bool kIsFull, bool kIsWhole> __device__ __forceinline__ void load_rows(uint32_t at,
+                                                                                   const tiles::RowPlace& mine,
+                                                                                   uint32_t valid, uint32_t first_row,
+                                                                                   const tiles::OwnCache& own) const {
     const char *keys = C::kOwnCaches ? own.data[0] : a.data[0], *values = C::kOwnCaches ? own.data[1] : a.data[1];
-    load_chunks<kIsFull, C::kKeyRowBytes, 0, C::kKeyChunks>(at, keys + key_from * Rows::kBits / 8, mine.offset[0],
-                                                            valid, first_row, key_chunks);
-    load_chunks<kIsFull, C::kValueRowBytes, 0, C::kValueChunks>(
-        at + C::kKeyBytes, values + value_from * Rows::kBits / 8, mine.offset[1], valid, first_row, value_chunks);
+    load_chunks<kIsFull, kIsWhole, C::kKeyRowBytes, 0, C::kKeyChunks>(
+        at + first_row * C::kKeyRowBytes, keys + key_from * Rows::kBits / 8, mine.offset[0], valid, key_chunks);
+    load_chunks<kIsFull, kIsWhole, C::kValueRowBytes, 0, C::kValueChunks>(
+        at + C::kKeyBytes + first_row * C::kValueRowBytes, values + value_from * Rows::kBits / 8, mine.offset[1], valid,
+        value_chunks);
+  }
+
+  // Where the scales of a row begin.
+  __device__ __forceinline__ const char* scales_of(int plane, int32_t block, uint32_t inside, int32_t head) const {
+    const ScaleParams& s = a.scales[plane];
+    if (a.scale_steps[plane][0])
+      return s.data + (uint32_t(block) * a.scale_steps[plane][0] + inside * a.scale_steps[plane][1] +
+                       uint32_t(head) * a.scale_steps[plane][2]);
+    return s.data + block * s.block + inside * s.token + head * s.head;
   }
 
   // Puts a tile's loads under way.
@@ -278,13 +294,15 @@ template <class C> struct Decode {
     for (int i = 0; i < kRowsPerLane; i++) {
       const tiles::RowPlace mine = tiles::place_row(a.rows, f.row[i], head);
       const uint32_t valid = __ballot_sync(0xffffffffu, mine.block >= 0);
-      if (Rows::kBits <= 8 && valid == 0xffffffffu) load_rows<true>(at, mine, valid, i * 32, own);
-      else load_rows<false>(at, mine, valid, i * 32, own);
+      const bool is_whole = key_chunks == C::kKeyChunks && value_chunks == C::kValueChunks;
+      if (Rows::kBits <= 8 && valid == 0xffffffffu && is_whole) load_rows<true, true>(at, mine, valid, i * 32, own);
+      else if (Rows::kBits == 8 && valid == 0xffffffffu) load_rows<true, false>(at, mine, valid, i * 32, own);
+      else load_rows<false, false>(at, mine, valid, i * 32, own);
       if (C::kScales == ROW_SCALES && member == 0) {  // who tells the others of its team
 #pragma unroll
         for (int plane = 0; plane < 2; plane++) {
           const ScaleParams& s = a.scales[plane];
-          const char* from = s.data + mine.block * s.block + f.row[i].inside * s.token + head * s.head;
+          const char* from = scales_of(plane, mine.block, f.row[i].inside, head);
           tiles::copy_4(at + C::kTileBytes + (plane * C::kTokens + i * 32 + lane) * 4, mine.block >= 0 ? from : s.data,
                         mine.block >= 0 ? 4 : 0);
         }
@@ -293,8 +311,8 @@ template <class C> struct Decode {
 #pragma unroll
         for (int plane = 0; plane < 2; plane++) {
           const ScaleParams& s = a.scales[plane];
-          Groups::copy(plane, s, a.are_scales_words[plane], mine.block >= 0,
-                       s.data + mine.block * s.block + f.row[i].inside * s.token + head * s.head,
+          Groups::copy(plane, s, a.scale_words[plane], mine.block >= 0,
+                       scales_of(plane, mine.block, f.row[i].inside, head), head,
                        ring.tile(ring.filling) + C::kTileBytes, i * 32 + lane);
         }
       if (lane == 0) ring.note(ring.filling)[i] = valid;
@@ -443,7 +461,8 @@ template <class C> struct Decode {
   // Scores where a scale is of 32 elements, two fragments: each such part is multiplied by it in f32.
   __device__ __forceinline__ void score_groups(float (&s)[kTokenTiles][kColumnTiles][4], uint32_t at) const {
 #pragma unroll
-    for (int m = 0; m < kTokenTiles; m++)
+    for (int m = 0; m < kTokenTiles; m++) {
+      const auto low = Groups::of_keys(places, m * 16 + g), high = Groups::of_keys(places, m * 16 + 8 + g);
 #pragma unroll
       for (int k = 0; k < kKeyGroups; k++) {
         uint32_t keys[kFragments][4];
@@ -451,18 +470,35 @@ template <class C> struct Decode {
 #pragma unroll
         for (int pair = 0; pair < kFragments / 2; pair++) {
           const int group = k * (kFragments / 2) + pair;
-          const float scale[2] = {Groups::of_key(places, m * 16 + g, group),
-                                  Groups::of_key(places, m * 16 + 8 + g, group)};
 #pragma unroll
           for (int n = 0; n < kColumnTiles; n++) {
             float part[4] = {0.f, 0.f, 0.f, 0.f};
             Numbers::multiply(part, keys[2 * pair], query[0][2 * group][n]);
             Numbers::multiply(part, keys[2 * pair + 1], query[0][2 * group + 1][n]);
 #pragma unroll
-            for (int i = 0; i < 4; i++) s[m][n][i] = __fmaf_rn(part[i], scale[i / 2], s[m][n][i]);
+            for (int i = 0; i < 4; i++)
+              s[m][n][i] = __fmaf_rn(part[i], i < 2 ? low.of[group] : high.of[group], s[m][n][i]);
           }
         }
       }
+    }
+  }
+
+  // Values of a group of fragments times weights, which a scale of 32 elements multiplies.
+  __device__ __forceinline__ void add_groups(const uint32_t (&values)[kFragments][4],
+                                             const uint32_t (&weights)[kColumnTiles][2], int k, int d) {
+#pragma unroll
+    for (int pair = 0; pair < kFragments / 2; pair++) {
+      const int group = d * (kFragments / 2) + pair;
+      const uint32_t low = Groups::of_value(places, k * 16 + 2 * t, group),
+                     high = Groups::of_value(places, k * 16 + 8 + 2 * t, group);
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++) {
+        const uint32_t scaled[2] = {multiply_f16(weights[n][0], low), multiply_f16(weights[n][1], high)};
+        Numbers::multiply(out[2 * group][n], values[2 * pair], scaled);
+        Numbers::multiply(out[2 * group + 1][n], values[2 * pair + 1], scaled);
+      }
+    }
   }
 
   __device__ __forceinline__ void compute(const Cursor& c) {
@@ -477,7 +513,7 @@ template <class C> struct Decode {
 #pragma unroll
         for (int i = 0; i < 4; i++) s[m][n][i] = 0.f;
     if constexpr (Rows::kScaleDims == 32) {
-      Groups::prepare(stage_bytes + C::kTileBytes, places, lane);
+      Groups::prepare(stage_bytes + C::kTileBytes, places, lane, a.scale_words, c.head);
       score_groups(s, at);
     } else {
 #pragma unroll
@@ -642,25 +678,16 @@ template <class C> struct Decode {
         } else {
           Rows::template load_v<C::kValueRowBytes>(values, at + C::kKeyBytes, k, d, lane);
         }
+        if constexpr (Rows::kScaleDims == 32) {
+          add_groups(values, weights[0][k], k, d);
+        } else {
 #pragma unroll
-        for (int f = 0; f < kFragments; f++) {
-          uint32_t of_group[2] = {};
-          if constexpr (Rows::kScaleDims == 32)
+          for (int f = 0; f < kFragments; f++)
 #pragma unroll
-            for (int h = 0; h < 2; h++)
-              of_group[h] = Groups::of_value(places, k * 16 + h * 8 + 2 * t, (d * kFragments + f) / 2);
-#pragma unroll
-          for (int n = 0; n < kColumnTiles; n++) {
-            if constexpr (Rows::kScaleDims == 32) {
-              const uint32_t scaled[2] = {multiply_f16(weights[0][k][n][0], of_group[0]),
-                                          multiply_f16(weights[0][k][n][1], of_group[1])};
-              Numbers::multiply(out[d * kFragments + f][n], values[f], scaled);
-            } else {
+            for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
               for (int part = 0; part < kParts; part++)
                 Numbers::multiply(out[d * kFragments + f][n], values[f], weights[part][k][n]);
-            }
-          }
         }
       }
   }

@@ -2,7 +2,7 @@
 //
 // A scale of 16 elements (e4m3) multiplies codes as they are widened: the products are exact in f16. One of 32 elements
 // is of two whole fragments: K's multiplies their scores in f32, V's multiplies weights. The largest of a row of V
-// joins the weights' exponents, so what is left of a scale there is at most 1 and f16 holds it.
+// joins the weights' exponents: what it leaves of the others is at most 1, and f16 holds it.
 #pragma once
 #include "format.h"
 #include "params.h"
@@ -21,33 +21,44 @@ template <class Rows, int kKeyDims, int kValueDims, int kTokens, int kScaleDims 
   static constexpr int kBytes = 0, kPreparedBytes = 0;
 };
 
+// How the scales of rows are read: one by one, or as words. Rows of two bytes are read with those of the head beside
+// them, an even one and the next.
+enum ScaleWords { NO_WORDS, WHOLE_WORDS, WORDS_OF_TWO_HEADS };
+
 // How a row's scales come to a tile: [K, V][token][scales of a row], zeros where there are none.
 template <class Rows, int kKeyDims, int kValueDims, int kTokens> struct GroupRows {
   using Scales = typename Rows::Scales;
   static constexpr int kKeys = kKeyDims / Rows::kScaleDims, kValues = kValueDims / Rows::kScaleDims;
-  static constexpr int kKeyRow = kKeys * Scales::kBytes, kValueRow = kValues * Scales::kBytes;
+  static constexpr int row_bytes(int scales) { return scales * Scales::kBytes < 4 ? 4 : scales * Scales::kBytes; }
+  static constexpr int kKeyRow = row_bytes(kKeys), kValueRow = row_bytes(kValues);
   static constexpr int kValuesAt = kTokens * kKeyRow, kBytes = kTokens * (kKeyRow + kValueRow);
 
-  template <int kRow> static __device__ __forceinline__ void copy_row(const ScaleParams& s, bool are_words,
-                                                                      bool is_there, const char* from, char* to) {
-    if (kRow % 4 == 0 && are_words) {
+  template <int kScales, int kRow> static __device__ __forceinline__ void copy_row(const ScaleParams& s, int words,
+                                                                                   bool is_there, const char* from,
+                                                                                   int32_t head, char* to) {
+    if (words != NO_WORDS) {
+      from -= skipped(words, head);
 #pragma unroll
       for (int i = 0; i < kRow / 4; i++)
         tiles::copy_4(tiles::shared_address(to + i * 4), is_there ? from + i * 4 : s.data, is_there ? 4 : 0);
       return;
     }
 #pragma unroll 1
-    for (int i = 0; i < kRow / Scales::kBytes; i++) {
+    for (int i = 0; i < kScales; i++) {
       const bool is_one = is_there && i < s.num_groups;
       if constexpr (Scales::kBytes == 1)
         reinterpret_cast<uint8_t*>(to)[i] = is_one ? *reinterpret_cast<const uint8_t*>(from + i * s.group) : 0;
       else reinterpret_cast<uint16_t*>(to)[i] = is_one ? *reinterpret_cast<const uint16_t*>(from + i * s.group) : 0;
     }
   }
-  static __device__ __forceinline__ void copy(int plane, const ScaleParams& s, bool are_words, bool is_there,
-                                              const char* from, char* to, int token) {
-    if (plane == 0) copy_row<kKeyRow>(s, are_words, is_there, from, to + token * kKeyRow);
-    else copy_row<kValueRow>(s, are_words, is_there, from, to + kValuesAt + token * kValueRow);
+  static __device__ __forceinline__ void copy(int plane, const ScaleParams& s, int words, bool is_there,
+                                              const char* from, int32_t head, char* to, int token) {
+    if (plane == 0) copy_row<kKeys, kKeyRow>(s, words, is_there, from, head, to + token * kKeyRow);
+    else copy_row<kValues, kValueRow>(s, words, is_there, from, head, to + kValuesAt + token * kValueRow);
+  }
+  // Bytes of a word that are the head's before.
+  static __device__ __forceinline__ int skipped(int words, int32_t head) {
+    return words == WORDS_OF_TWO_HEADS ? (head & 1) * 2 : 0;
   }
 };
 
@@ -98,8 +109,11 @@ struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, 32> : GroupRows<Rows, kK
   static constexpr int kValuesAt = kTokens * Base::kKeys * 4, kRowsAt = kValuesAt + kTokens * Base::kValues * 2,
                        kPreparedBytes = kRowsAt + kTokens * 8;
 
-  static __device__ __forceinline__ float of_key(const void* prepared, int token, int group) {
-    return static_cast<const float*>(prepared)[token * Base::kKeys + group];
+  struct __align__(Base::kKeys * 4) Keys {
+    float of[Base::kKeys];
+  };
+  static __device__ __forceinline__ Keys of_keys(const void* prepared, int token) {
+    return static_cast<const Keys*>(prepared)[token];
   }
   static __device__ __forceinline__ uint32_t of_value(const void* prepared, int token, int group) {  // and the next's
     return *reinterpret_cast<const uint32_t*>(static_cast<const char*>(prepared) + kValuesAt +
@@ -110,14 +124,16 @@ struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, 32> : GroupRows<Rows, kK
   }
 
   // A tile's, by one warp: a lane has a token of 32.
-  static __device__ __forceinline__ void prepare(const char* scales, void* prepared, int lane) {
+  static __device__ __forceinline__ void prepare(const char* scales, void* prepared, int lane, const int (&words)[2],
+                                                 int32_t head) {
+    const char *of_keys = scales + Base::skipped(words[0], head),
+               *of_values = scales + Base::kValuesAt + Base::skipped(words[1], head);
 #pragma unroll
     for (int token = lane; token < kTokens; token += 32) {
       float* keys = static_cast<float*>(prepared) + token * Base::kKeys;
       uint16_t* values = reinterpret_cast<uint16_t*>(static_cast<char*>(prepared) + kValuesAt) + token;
       float2* row = reinterpret_cast<float2*>(static_cast<char*>(prepared) + kRowsAt) + token;
-      prepare_row(Scales(), scales + token * Base::kKeyRow, scales + Base::kValuesAt + token * Base::kValueRow, keys,
-                  values, row);
+      prepare_row(Scales(), of_keys + token * Base::kKeyRow, of_values + token * Base::kValueRow, keys, values, row);
     }
     __syncwarp();
   }
