@@ -95,7 +95,7 @@ def attention_cases_on_device() -> int:
     chosen = [*attention_cases.DECODE[::2], *attention_cases.FORMATS[::2], *attention_cases.LAYOUTS, *attention_cases.VARLEN]
     chosen += attention_cases.BYTES[::3]
     chosen += attention_cases.WIDE[::3]
-    chosen += attention_cases.GENERAL
+    chosen += attention_cases.GENERAL + attention_cases.SMALL[::2]
     chosen += test_attention_prefill.CASES[::3] + test_attention_prefill.WIDE[::4] + test_attention_prefill.CODES[::4]
     chosen += mla_cases.ALL[::2]
     for case in chosen:

@@ -1,8 +1,8 @@
 // What a tile's rows hold, and how their bytes in shared memory become fragments of a multiplication.
 //
 // S = K * q has tokens down and queries across; out = V * p has dims down and queries across: with few queries a
-// sequence, 16 rows of keys fill a tensor core's tall side and no query row is padded to 16. Eight-bit rows become f16
-// on the way, exactly.
+// sequence, 16 rows of keys fill a tensor core's tall side and no query row is padded to 16. Rows of eight and of four
+// bits become f16 on the way, exactly but for a power of two that they share (kUnit).
 #pragma once
 #include "tiles/ptx.cuh"
 
@@ -24,7 +24,10 @@ template <int kBytes> struct Swizzle {
 // Sixteen-bit elements. A group is 16 dims: one fragment.
 template <class Numbers_> struct Halves {
   using Numbers = Numbers_;
-  static constexpr int kBytes = 2, kGroupDims = 16;
+  static constexpr int kBytes = 2, kBits = 16, kGroupDims = 16;
+  static constexpr int kParts = 1;      // numbers that make a query or a weight
+  static constexpr int kScaleDims = 0;  // elements under one scale, where rows have several
+  static constexpr float kUnit = 1.f;   // what numbers are to be multiplied by
 
   // Tokens [16 m, 16 m + 16) by dims of `group`.
   template <int kRowBytes>
@@ -38,10 +41,12 @@ template <class Numbers_> struct Halves {
     const int matrix = lane / 8, row = k * 16 + (matrix / 2) * 8 + lane % 8;
     load_matrices_turned(a[0], tile + Swizzle<kRowBytes>::at(row, group * 2 + (matrix & 1)));
   }
-  // Which dim of its group a query element multiplies: slots 0, 1 (b[0]) and 2, 3 (b[1]) of lane t.
-  static __device__ __forceinline__ int query_dim(int slot, int t) { return 2 * t + (slot & 1) + (slot / 2) * 8; }
+  // Which dim a query element of fragment `f` multiplies: slots 0, 1 (b[0]) and 2, 3 (b[1]) of lane t.
+  static __device__ __forceinline__ int query_dim(int f, int slot, int t) {
+    return f * 16 + 2 * t + (slot & 1) + (slot / 2) * 8;
+  }
   // Which dim rows g (half 0) and g + 8 (half 1) of a fragment of V are.
-  static __device__ __forceinline__ int value_dim(int half, int g) { return g + 8 * half; }
+  static __device__ __forceinline__ int value_dim(int f, int half, int g) { return f * 16 + g + 8 * half; }
 };
 
 // Eight-bit elements: a group is 32 dims, two fragments. Dims are taken in the order that bytes fall out of a matrix of
@@ -49,7 +54,8 @@ template <class Numbers_> struct Halves {
 template <class Convert_> struct Bytes {
   using Convert = Convert_;
   using Numbers = F16Numbers;
-  static constexpr int kBytes = 1, kGroupDims = 32;
+  static constexpr int kBytes = 1, kBits = 8, kGroupDims = 32, kParts = 1, kScaleDims = 0;
+  static constexpr float kUnit = 1.f;
 
   template <int kRowBytes>
   static __device__ __forceinline__ void load_k(uint32_t (&a)[2][4], uint32_t tile, int m, int group, int lane) {
@@ -73,8 +79,58 @@ template <class Convert_> struct Bytes {
       a[i / 2][i % 2 * 2] = Convert::template pair<0, 2>(x), a[i / 2][i % 2 * 2 + 1] = Convert::template pair<1, 3>(x);
     }
   }
-  static __device__ __forceinline__ int query_dim(int slot, int t) { return 4 * t + slot; }
-  static __device__ __forceinline__ int value_dim(int half, int g) { return 2 * g + half; }
+  static __device__ __forceinline__ int query_dim(int f, int slot, int t) { return f * 16 + 4 * t + slot; }
+  static __device__ __forceinline__ int value_dim(int f, int half, int g) { return f * 16 + 2 * g + half; }
+};
+
+// Four-bit elements: a group is 64 dims, two chunks of 32, four fragments. A word of a matrix has eight codes, which
+// become pairs of those 16 bits apart: for K of one token, for V of two tokens and one dim. `of(i, pair)` is what the
+// pairs of word i become: its token's half is i % 2, its chunk of the group i / 2.
+struct AsTheyAre {
+  __device__ __forceinline__ uint32_t operator()(int, uint32_t pair) const { return pair; }
+};
+template <class Convert_> struct Nibbles {
+  using Convert = Convert_;
+  using Numbers = F16Numbers;
+  static constexpr int kBits = 4, kGroupDims = 64, kParts = 1, kScaleDims = 0;
+  static constexpr float kUnit = Convert::kUnit;
+
+  template <int kRowBytes, class Of = AsTheyAre> static __device__ __forceinline__ void load_k(uint32_t (&a)[4][4],
+                                                                                               uint32_t tile, int m,
+                                                                                               int group, int lane,
+                                                                                               const Of& of = Of()) {
+    const int matrix = lane / 8, row = m * 16 + (matrix & 1) * 8 + lane % 8;
+    uint32_t r[4];
+    load_matrices(r, tile + Swizzle<kRowBytes>::at(row, group * 2 + matrix / 2));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      uint32_t pair[4];
+      Convert::pairs(r[i], pair);
+#pragma unroll
+      for (int j = 0; j < 4; j++) a[i / 2 * 2 + j / 2][i % 2 + j % 2 * 2] = of(i, pair[j]);
+    }
+  }
+  template <int kRowBytes, class Of = AsTheyAre> static __device__ __forceinline__ void load_v(uint32_t (&a)[4][4],
+                                                                                               uint32_t tile, int k,
+                                                                                               int group, int lane,
+                                                                                               const Of& of = Of()) {
+    const int matrix = lane / 8, row = k * 16 + (matrix & 1) * 8 + lane % 8;
+    uint32_t r[4];
+    load_matrices_turned(r, tile + Swizzle<kRowBytes>::at(row, group * 2 + matrix / 2));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      uint32_t pair[4];
+      Convert::pairs(r[i], pair);
+#pragma unroll
+      for (int j = 0; j < 4; j++) a[i / 2 * 2 + j / 2][i % 2 * 2 + j % 2] = of(i, pair[j]);
+    }
+  }
+  static __device__ __forceinline__ int query_dim(int f, int slot, int t) {
+    return f / 2 * 32 + 8 * t + f % 2 * 2 + slot / 2 + slot % 2 * 4;
+  }
+  static __device__ __forceinline__ int value_dim(int f, int half, int g) {
+    return f / 2 * 32 + 4 * g + f % 2 * 2 + half;
+  }
 };
 
 struct ConvertE4m3 {
@@ -104,11 +160,61 @@ struct ConvertS8 {
   }
 };
 
+// Codes i and i + 4 of eight, i from 0 to 3. Over 1024, an f16 has a code under 16 in its low bits.
+struct ConvertS4 {
+  static constexpr float kUnit = 1.f;
+  static __device__ __forceinline__ void pairs(uint32_t x, uint32_t (&pair)[4]) {
+    const __half2 base = __float2half2_rn(-1032.f), part = __float2half2_rn(0.0625f), rest = __float2half2_rn(-72.f);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint32_t of = x >> 8 * i, low = (of & 0x000f000fu) ^ 0x64086408u, high = (of & 0x00f000f0u) ^ 0x64806480u;
+      const __half2 a = __hadd2(*reinterpret_cast<const __half2*>(&low), base),
+                    b = __hfma2(*reinterpret_cast<const __half2*>(&high), part, rest);
+      pair[2 * i] = *reinterpret_cast<const uint32_t*>(&a), pair[2 * i + 1] = *reinterpret_cast<const uint32_t*>(&b);
+    }
+  }
+};
+// Sign, exponent and mantissa moved to f16's places make x * 2^-14, 0 and 0.5 as well. Four high bytes at a time.
+struct ConvertE2m1 {
+  static constexpr float kUnit = 16384.f;
+  static __device__ __forceinline__ void pairs(uint32_t x, uint32_t (&pair)[4]) {
+    const uint32_t even = (x << 4 & 0x80808080u) | (x << 1 & 0x0e0e0e0eu),
+                   odd = (x & 0x80808080u) | (x >> 3 & 0x0e0e0e0eu);
+    pair[0] = __byte_perm(even, 0, 0x2404), pair[1] = __byte_perm(odd, 0, 0x2404);
+    pair[2] = even & 0xff00ff00u, pair[3] = odd & 0xff00ff00u;
+  }
+};
+
+// What a scale along a row is stored as.
+struct E8m0Scales {
+  static constexpr int kBytes = 1;
+};
+struct E4m3Scales {
+  static constexpr int kBytes = 1;
+};
+struct F16Scales {
+  static constexpr int kBytes = 2;
+};
+template <class Rows, class Scales_, int kDims> struct Grouped : Rows {
+  using Scales = Scales_;
+  static constexpr int kScaleDims = kDims;
+};
+
+// Queries and weights of more digits than bf16 has: the sum of two.
+struct Bf16RowsInParts : Halves<Bf16Numbers> {
+  static constexpr int kParts = 2;
+};
+
 using Bf16Rows = Halves<Bf16Numbers>;
 using F16Rows = Halves<F16Numbers>;
 using E4m3Rows = Bytes<ConvertE4m3>;
 using E5m2Rows = Bytes<ConvertE5m2>;
 using S8Rows = Bytes<ConvertS8>;
+using S4Rows = Nibbles<ConvertS4>;
+using S4GroupRows = Grouped<S4Rows, F16Scales, 32>;
+using Nvfp4Rows = Grouped<Nibbles<ConvertE2m1>, E4m3Scales, 16>;
+using Mxfp4Rows = Grouped<Nibbles<ConvertE2m1>, E8m0Scales, 32>;
+using Mxfp8Rows = Grouped<E4m3Rows, E8m0Scales, 32>;
 
 }  // namespace tiles
 }  // namespace cuda

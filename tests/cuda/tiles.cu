@@ -106,9 +106,9 @@ template <class Rows, int kRowBytes> __global__ void multiply_rows_kernel(const 
       uint32_t a[kFragments][4];
       Rows::template load_k<kRowBytes>(a, at, m, group, lane);
       for (int f = 0; f < kFragments; f++) {
-        const float* query = queries + g * kDims + group * Rows::kGroupDims + f * 16;
-        const uint32_t b[2] = {Numbers::pack(query[Rows::query_dim(0, t)], query[Rows::query_dim(1, t)]),
-                               Numbers::pack(query[Rows::query_dim(2, t)], query[Rows::query_dim(3, t)])};
+        const float* query = queries + g * kDims + group * Rows::kGroupDims;
+        const uint32_t b[2] = {Numbers::pack(query[Rows::query_dim(f, 0, t)], query[Rows::query_dim(f, 1, t)]),
+                               Numbers::pack(query[Rows::query_dim(f, 2, t)], query[Rows::query_dim(f, 3, t)])};
         Numbers::multiply(sum, a[f], b);
       }
     }
@@ -125,7 +125,7 @@ template <class Rows, int kRowBytes> __global__ void multiply_rows_kernel(const 
     }
     for (int f = 0; f < kFragments; f++)
       for (int i = 0; i < 4; i++)
-        out[(group * Rows::kGroupDims + f * 16 + Rows::value_dim(i / 2, g)) * 8 + 2 * t + i % 2] = sum[f][i];
+        out[(group * Rows::kGroupDims + Rows::value_dim(f, i / 2, g)) * 8 + 2 * t + i % 2] = sum[f][i];
   }
 }
 

@@ -265,6 +265,33 @@ GENERAL = [
     ),
     Case(lens=(90, 33), queries=(40, 1), format="int4_per_token_head", io="bf16", dim=128, window=20),
 ]  # fmt: skip
+# Few queries over rows of four bits, over rows with scales along them, and in f16 over bf16: a GPU's decode kernel, in tiles of 64
+# and 128 that rows may end before, with groups of up to 8 query rows and of up to 16.
+_GROUPED = ("nvfp4", "mxfp4", "mxfp8", "int4_per_group")
+SMALL = [
+    *(
+        Case(lens=(700, 33, 1, 0), heads=h, dim=d, v_dim=v, format=f, io=io)
+        for f in (*_GROUPED, "int4_per_token_head")
+        for d, v, h, io in ((64, 0, 32, "f16"), (128, 0, 8, "bf16"), (128, 0, 32, "f16"), (96, 32, 8, "bf16"), (32, 128, 8, "f16"))
+    ),
+    *(
+        Case(
+            lens=(900, 70, 5), queries=4, heads=h, dim=128, format=f, io="bf16", window=w, soft_cap=9.0, sinks=True, layout=y,
+            block=b,
+        )
+        for f, h, w, y, b in (
+            ("nvfp4", 4, 0, "HND", 16), ("mxfp4", 8, 100, "NHD", 5), ("mxfp8", 4, 33, "fused_NHD", 64),
+            ("int4_per_group", 8, 500, "HND", 1), ("int4_per_token_head", 8, 0, "fused_HND", 16),
+        )
+    ),
+    *(Case(lens=(3000, 40, 700), queries=(1, 20, 3), heads=8, dim=128, format=f, io="bf16", note="both") for f in _GROUPED),
+    *(
+        Case(lens=(700, 33, 1, 0), heads=h, dim=d, v_dim=v, format="bf16", io="f16")
+        for d, v in ((64, 0), (72, 0), (128, 0), (128, 64), (192, 0), (192, 128), (256, 0), (512, 0))
+        for h in (8, 32)
+    ),
+    Case(lens=(900, 70, 5), queries=4, dim=128, format="bf16", io="f16", window=100, soft_cap=9.0, sinks=True),
+]  # fmt: skip
 LAYOUTS = [
     *(Case(layout=layout, format="bf16", io="bf16") for layout in cases.LAYOUTS if layout != "NHD"),
     *(Case(layout=layout, format="f32") for layout in ("HND", "fused_NHD", "fused_HND", "packed8", "old_vllm")),

@@ -17,7 +17,7 @@ from tests.ops.test_gather import kv_offsets
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch saying it has no bf16 instructions
 ALL = [
     *attention_cases.DECODE, *attention_cases.WIDE, *attention_cases.FORMATS, *attention_cases.LAYOUTS, *attention_cases.VARLEN,
-    *attention_cases.BYTES, *attention_cases.GENERAL,
+    *attention_cases.BYTES, *attention_cases.GENERAL, *attention_cases.SMALL,
 ]  # fmt: skip
 
 
@@ -109,6 +109,31 @@ def test_scales_of_zero(backend, fmt, soft_cap, generator):
         k_scale[1], v_scale[0] = 0, 0
         made.k[:, :, 1], made.v[:, :, 0] = 0, 0
     made.check(*made.run(backend.name))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "nvfp4", "int4_per_group"])
+def test_groups_of_any_size(backend, fmt, dim, generator):
+    """Groups of a row and rows 2^12 apart, and rows of zeros: a group is as near as it would be alone."""
+    made = Case(lens=(300, 40), format=fmt, io="bf16", dim=dim).make(backend.device, generator)
+    rows = torch.exp2(-torch.randint(0, 12, (len(made.cache.k), 1, 1), generator=generator).float())
+    groups = torch.exp2(-4.0 * (torch.arange(dim) // 32))
+    for given, kept in ((made.cache.k, made.k), (made.cache.v, made.v)):
+        given.copy_((torch.randn(given.shape, generator=generator) * groups * rows).to(given))
+        given[5:9] = 0
+        kept.zero_()
+    made.cache.write("torch")
+    for want, got in zip((made.k, made.v), made.cache.gather("torch", dtype=torch.float32, max_seq_len=300), strict=True):
+        want.copy_(got)
+    out = torch.empty(made.q.shape, device=backend.device)
+    _, lse = made.run(backend.name, out=out)
+    want, want_lse, _ = made.answer()
+    theirs, their_lse, _ = made.answer(torch.bfloat16)
+    for first in range(0, dim, 32):
+        of = (..., slice(first, first + 32))
+        bound = 2 * attention_cases.error(theirs[of], want[of]) + 2**-10 * attention_cases.magnitude(want[of])
+        attention_cases.close(f"out[{first}:]", out[of].cpu(), want[of], bound)
+    attention_cases.close("lse", lse.cpu(), want_lse, 2 * attention_cases.error(their_lse, want_lse) + 1e-5)
 
 
 @pytest.mark.parametrize("size", [1e-12, 1e-3, 3e4])

@@ -13,16 +13,16 @@ from typer.testing import CliRunner
 import kvx
 from kvx.cli.main import app
 from kvx.ops import backend as backends
-from kvx.ops.attention.kernels import MOST_DIMS, MOST_PREFILL_DIMS, attention_kernel
+from kvx.ops.attention.kernels import MOST_DIMS, MOST_PREFILL_DIMS, MOST_SMALL_DIMS, SMALL, attention_kernel
 
 NATIVE = Path(__file__).resolve().parents[2] / "native" / "attention"
 DIMS = [(64, 0), (80, 0), (96, 0), (112, 0), (128, 0), (160, 0), (192, 0), (192, 128), (224, 0), (256, 0), (512, 0)]
 COARSE = ("", "_per_head", "_per_block", "_per_block_head", "_per_token_head")
 FAST = ["bf16", "f16", *(f"{e}{s}" for e in ("fp8_e4m3", "int8") for s in COARSE), "fp8_e5m2", "fp8_e5m2_per_head"]
-# What runs on the general kernel: a format that gets a fast one moves up, and one that loses it fails.
+# SMALL ones have a fast decode kernel, of rows of up to 128. What runs on the general kernel: a format that gets a fast one moves
+# up, and one that loses it fails.
 GENERAL = {
-    "f32": "f32", "int8_per_token_head_f16": "f16", "nvfp4": "e2m1", "mxfp4": "e2m1", "mxfp8": "32 elements",
-    "int4_per_token_head": "int4", "int4_per_group": "int4",
+    "f32": "f32", "int8_per_token_head_f16": "f16",
     "int8_per_token_head_inline": "16 bytes", "fp8_e4m3_per_token_head_inline": "16 bytes",
     "fp8_e5m2_per_token_head_inline": "16 bytes", "int4_per_token_head_inline": "int4", "fp8_e4m3_per_128_inline": "16 bytes",
     "fp8_e5m2_per_block": "e5m2", "fp8_e5m2_per_block_head": "e5m2", "fp8_e5m2_per_token_head": "e5m2",
@@ -49,10 +49,21 @@ def test_listed_head_sizes_and_formats_prefill_fast_on_hopper(dim, v_dim, fmt):
     assert attention_kernel(spec(fmt, dim, v_dim), "prefill", arch=80).name == "general"
 
 
+@pytest.mark.parametrize("fmt", SMALL)
+def test_small_elements_and_scales_along_rows_decode_fast(fmt):
+    for layout in (kvx.NHD, kvx.HND, "block token head (kv dim)"):
+        for dim in (32, 64, 96, 128):
+            for queries in ("bf16", "f16"):
+                assert attention_kernel(spec(fmt, dim, layout=layout), queries=queries).is_fast
+    assert "over 128" in attention_kernel(spec(fmt, 256)).why
+    assert "in f32" in attention_kernel(spec(fmt), queries="f32").why
+    assert attention_kernel(spec(fmt), "prefill").name == "general"
+
+
 def test_every_format_is_listed():
     known = {name for name, f in kvx.FORMATS.items() if not f.element.is_moved_only}
     at_128 = {"fp8_e4m3_per_128"}  # one scale a row there
-    assert known == {*FAST, *GENERAL, *at_128}
+    assert known == {*FAST, *SMALL, *GENERAL, *at_128}
     assert attention_kernel(spec("fp8_e4m3_per_128")).is_fast
     assert "128 elements" in attention_kernel(spec("fp8_e4m3_per_128", 256)).why
 
@@ -68,10 +79,12 @@ def test_what_is_not_fast_says_why(fmt):
 @pytest.mark.parametrize(
     ("of", "queries", "why"),
     [
-        (spec("bf16"), "f16", "bf16 cache under f16"),
         (spec("f16"), "f32", "queries in f32"),
         (spec("bf16", 100), "", "no multiples of 8"),
         (spec("int8", 72), "", "no multiples of 16"),
+        (spec("nvfp4", 80), "", "no multiples of 32"),
+        (spec("int4_per_token_head", 48), "", "no multiples of 32"),
+        (kvx.CacheSpec(4, 16, 2, 128, format="nvfp4", v_format="mxfp4"), "", "elements are e2m1"),
         (spec("bf16", layout="kv | block head dim/x token dim%x"), "", "lie apart"),
         (spec("bf16", 576), "", "over 512"),
         (kvx.CacheSpec(4, 16, 2, 128, format="fp8_e4m3", v_format="int8"), "", "K is fp8_e4m3 and V int8"),
@@ -89,6 +102,12 @@ def test_f16_caches_take_bf16_queries():
     assert not attention_kernel(spec("f16", 512), "prefill", queries="bf16").is_fast
 
 
+def test_bf16_caches_take_f16_queries_in_decode():
+    for dim in (64, 128, 256, 512):
+        assert attention_kernel(spec("bf16", dim), queries="f16").is_fast
+    assert "bf16 cache under f16" in attention_kernel(spec("bf16"), "prefill", queries="f16").why
+
+
 def test_the_table_is_that_of_the_sources():
     """Limits stand in the sources too: who moves one there moves it here."""
 
@@ -98,6 +117,7 @@ def test_the_table_is_that_of_the_sources():
     assert number("decode/table.cuh", "kMostWideDims") == MOST_DIMS
     assert number("prefill/table.cuh", "kMostSplitPrefillDims") == MOST_DIMS
     assert number("prefill/table.cuh", "kMostWidePrefillDims") == MOST_PREFILL_DIMS
+    assert number("decode/table.cuh", "kMostNarrowDims") == MOST_SMALL_DIMS
     assert number("any/any.cuh", "kMostAnyDims") == MOST_DIMS
 
 
@@ -114,7 +134,7 @@ def test_support_says_which_kernel(monkeypatch):
     assert "the fast decode kernel" in str(kvx.supports("attention_decode", spec("bf16"), "cuda"))
     answer = kvx.supports("attention_varlen", spec("nvfp4"), "cuda")
     assert answer
-    assert [k.name for k in answer.kernels] == ["general", "general"]
+    assert [k.name for k in answer.kernels] == ["fast", "general"]
     assert "elements are e2m1" in str(answer)
     assert kvx.supports("gather", spec("nvfp4"), "cuda").kernels == ()
 

@@ -14,9 +14,12 @@ from kvx.spec.formats import Format, Granularity
 QUERIES = ("bf16", "f16", "f32")
 MOST_DIMS = 512  # of the fast kernels and of the general one
 MOST_PREFILL_DIMS = 256  # where queries are of another type than the cache
+MOST_SMALL_DIMS = 128  # decode over 4-bit elements, or scales along rows
+SMALL = ("nvfp4", "mxfp4", "mxfp8", "int4_per_group", "int4_per_token_head")  # which those are
 HOPPER = 90
 # Decode at head_dim 128 on an H200, as a share of reading the same bytes (bench/results); the general kernel by bits of an element.
 _DECODE_SHARE = "63 to 99 % of read"
+_SMALL_SHARE = {8: "56 to 82 % of read", 4: "32 to 62 % of read"}
 _GENERAL_SHARE = {32: "16 to 35 % of read", 16: "16 to 29 % of read", 8: "7 to 16 % of read", 4: "4 to 9 % of read"}
 
 
@@ -52,7 +55,8 @@ def attention_kernel(spec: CacheSpec, kind: str = "decode", *, queries: str = ""
         raise BadArgument(f'attention_kernel(): queries is "{queries}"; it is {", ".join(QUERIES)}.')
     why = _why_not_fast(spec, kind, queries, arch)
     if not why:
-        return Kernel(kind, "fast", _DECODE_SHARE if kind == "decode" else "")
+        small = _SMALL_SHARE[spec.plane(0).format.element.bits] if _is_small(spec) else _DECODE_SHARE
+        return Kernel(kind, "fast", small if kind == "decode" else "")
     odd = [f for f in (p.format for p in spec.planes) if f.group_size % 8]
     if _most(spec) > MOST_DIMS or odd:
         return Kernel(kind, "row", "", why)
@@ -61,6 +65,10 @@ def attention_kernel(spec: CacheSpec, kind: str = "decode", *, queries: str = ""
 
 def _most(spec: CacheSpec) -> int:
     return max(p.head_dim for p in spec.planes)
+
+
+def _is_small(spec: CacheSpec) -> bool:
+    return spec.plane(0).format.name == spec.plane(1).format.name and spec.plane(0).format.name in SMALL
 
 
 def _why_not_fast(spec: CacheSpec, kind: str, queries: str, arch: int) -> str:
@@ -72,21 +80,22 @@ def _why_not_fast(spec: CacheSpec, kind: str, queries: str, arch: int) -> str:
         return "queries in f32"
     if element != v.format.element.name:
         return f"K is {element} and V {v.format.element.name}"
-    if element not in ("bf16", "f16", "fp8_e4m3", "fp8_e5m2", "int8"):
+    is_small = kind == "decode" and _is_small(spec)
+    if element not in ("bf16", "f16", "fp8_e4m3", "fp8_e5m2", "int8") and not is_small:
         return f"elements are {element}"
-    if element == "bf16" and queries == "f16":
+    if element == "bf16" and queries == "f16" and kind == "prefill":
         return "a bf16 cache under f16 queries"
-    most = MOST_DIMS if kind == "decode" or element == queries else MOST_PREFILL_DIMS
+    most = MOST_SMALL_DIMS if is_small else MOST_DIMS if kind == "decode" or element == queries else MOST_PREFILL_DIMS
     if _most(spec) > most:
         return f"rows of {_most(spec)} elements, over {most}"
-    unit = 8 if bits == 16 else 16
+    unit = 128 // bits
     if any(p.head_dim % unit for p in (k, v)):
         return f"rows of {k.head_dim} and {v.head_dim} elements, no multiples of {unit}"
     if any(m.axes[-1] != "dim" or m.dim[-1] != len(m.shape) - 1 for m in plane_maps(spec)):
         return "elements of a row lie apart"
     if any(p.format.row_bytes(p.head_dim) % 16 for p in (k, v)) or spec.block_bytes % 16:
         return "rows do not begin at multiples of 16 bytes"
-    return _why_not_scales(k.format, v.format, k.head_dim, v.head_dim)
+    return "" if is_small else _why_not_scales(k.format, v.format, k.head_dim, v.head_dim)
 
 
 def _why_not_scales(k: Format, v: Format, k_dim: int, v_dim: int) -> str:

@@ -5,7 +5,7 @@
 namespace kvx {
 namespace cuda {
 
-enum ScaleKind { NO_SCALES, ONE_SCALE, ROW_SCALES };  // none; one a KV head; one a token
+enum ScaleKind { NO_SCALES, ONE_SCALE, ROW_SCALES, GROUP_SCALES };  // none; one a KV head; one a token; several a token
 
 // False = such scales are for the general kernel.
 inline bool scale_kind(const ScaleParams& s, ScaleKind* kind) {

@@ -9,6 +9,48 @@ namespace cuda {
 
 namespace {
 
+// Scales of `dims` elements each, in K and in V. Where they lie does not matter: a plan is made without them.
+bool has_groups(const AttentionParams& p, int dtype, int dims) {
+  for (const PlaneParams& plane : p.kv.plane)
+    if (!plane.scale.data || plane.scale.dtype != dtype || plane.scale.group_size != dims || plane.head_dim % dims ||
+        plane.scale.num_groups != plane.head_dim / dims)
+      return false;
+  return true;
+}
+
+// Rows with several scales each.
+bool find_grouped(const AttentionParams& p, const DecodeShape& shape, DecodeChoice* out) {
+  const int dtype = p.kv.plane[0].dtype;
+  if (dtype == KVX_DTYPE_E2M1 && has_groups(p, KVX_DTYPE_F8_E4M3, 16)) *out = choose_decode_nvfp4(shape);
+  else if (dtype == KVX_DTYPE_E2M1 && has_groups(p, KVX_DTYPE_E8M0, 32)) *out = choose_decode_mxfp4(shape);
+  else if (dtype == KVX_DTYPE_F8_E4M3 && has_groups(p, KVX_DTYPE_E8M0, 32)) *out = choose_decode_mxfp8(shape);
+  else if (dtype == KVX_DTYPE_S4 && has_groups(p, KVX_DTYPE_F16, 32)) *out = choose_decode_s4(shape, GROUP_SCALES);
+  else return false;
+  return true;
+}
+
+// A row's scales follow each other, begin at words, and fill what a tile has for them.
+ScaleWords scale_words(const AttentionParams& p, const ScaleParams& s, int64_t dims) {
+  const int64_t bytes = dtype_bits(s.dtype) / 8, row = s.num_groups * bytes,
+                tile = std::max(p.head_dim, p.v_head_dim) <= 64 ? 64 : 128;
+  const uint64_t where = reinterpret_cast<uintptr_t>(s.data) | uint64_t(s.block | s.token);
+  if (s.group != bytes || dims != tile || where % 4) return NO_WORDS;
+  if (row % 4 == 0 && s.head % 4 == 0) return WHOLE_WORDS;
+  return row == 2 && s.head == 2 && p.num_kv_heads % 2 == 0 ? WORDS_OF_TWO_HEADS : NO_WORDS;
+}
+
+// Steps of a plane's scales, where every offset is under 2^32.
+void find_steps(const AttentionParams& p, const ScaleParams& s, uint32_t (&steps)[3]) {
+  const int64_t all[3] = {s.block, s.token, s.head}, counts[3] = {p.kv.num_blocks, p.kv.block_size, p.num_kv_heads};
+  int64_t last = 0;
+  for (int i = 0; i < 3; i++) {
+    if (all[i] < 0 || all[i] > kMaxCount || all[i] * counts[i] > kMaxCount) return;
+    last += all[i] * counts[i];
+  }
+  if (last <= kMaxCount)
+    for (int i = 0; i < 3; i++) steps[i] = uint32_t(all[i]);
+}
+
 bool find_choice(const AttentionParams& p, DecodeChoice* out) {
   const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
   const int64_t rows = p.group * p.max_query_len;
@@ -21,18 +63,24 @@ bool find_choice(const AttentionParams& p, DecodeChoice* out) {
   const bool is_16_bit = k->dtype == KVX_DTYPE_BF16 || k->dtype == KVX_DTYPE_F16;
   const DecodeShape shape{p.head_dim, p.v_head_dim, rows};
   const bool is_wide = shape.most_dims() > kMostNarrowDims;
-  if (k->dtype != v->dtype || (p.head_dim | p.v_head_dim) % (is_16_bit ? 8 : 16) || shape.most_dims() > kMostWideDims ||
+  const int bits = dtype_bits(k->dtype);
+  if (bits != 4 && bits != 8 && bits != 16) return false;
+  if (k->dtype != v->dtype || (p.head_dim | p.v_head_dim) % (128 / bits) || shape.most_dims() > kMostWideDims ||
       (own && is_wide))
     return false;
+  if (!own && !is_wide && bits <= 8 && find_grouped(p, shape, out)) return true;
   ScaleKind kind[2];
   if (!scale_kind(k->scale, &kind[0]) || !scale_kind(v->scale, &kind[1])) return false;
   const bool by_row = kind[0] == ROW_SCALES && kind[1] == ROW_SCALES,
              by_head = kind[0] != ROW_SCALES && kind[1] != ROW_SCALES;
   if (is_16_bit) {
-    // f16 holds what bf16 queries are, but for their range (fit_query); the other way round digits would be lost.
-    if ((p.q.dtype != k->dtype && k->dtype != KVX_DTYPE_F16) || kind[0] != NO_SCALES || kind[1] != NO_SCALES)
-      return false;
-    if (k->dtype == KVX_DTYPE_BF16) *out = is_wide ? choose_wide_decode_bf16(shape) : choose_decode_bf16(shape, own);
+    if (kind[0] != NO_SCALES || kind[1] != NO_SCALES) return false;
+    // f16 holds what bf16 queries are, but for their range (fit_query); the other way round it takes two numbers.
+    if (k->dtype == KVX_DTYPE_BF16 && p.q.dtype == KVX_DTYPE_F16) {
+      if (own) return false;
+      *out = is_wide ? choose_wide_decode_bf16_in_parts(shape) : choose_decode_bf16_in_parts(shape);
+    } else if (k->dtype == KVX_DTYPE_BF16)
+      *out = is_wide ? choose_wide_decode_bf16(shape) : choose_decode_bf16(shape, own);
     else *out = is_wide ? choose_wide_decode_f16(shape) : choose_decode_f16(shape, own);
     return true;
   }
@@ -48,6 +96,10 @@ bool find_choice(const AttentionParams& p, DecodeChoice* out) {
   }
   if (k->dtype == KVX_DTYPE_S8) {
     *out = is_wide ? choose_wide_decode_s8(shape, scales) : choose_decode_s8(shape, scales);
+    return true;
+  }
+  if (k->dtype == KVX_DTYPE_S4 && by_row && !is_wide) {
+    *out = choose_decode_s4(shape, scales);
     return true;
   }
   return false;
@@ -95,6 +147,10 @@ kvx_status_t run_decode(const AttentionParams& p, int num_sms, void* stream) {
   a.rows = make_row_finder(p);
   for (int i = 0; i < 2; i++) a.data[i] = p.kv.plane[i].data, a.scales[i] = p.kv.plane[i].scale;
   a.dims[0] = int32_t(p.head_dim), a.dims[1] = int32_t(p.v_head_dim);
+  for (int i = 0; i < 2; i++) {
+    a.scale_words[i] = scale_words(p, a.scales[i], a.dims[i]);
+    find_steps(p, a.scales[i], a.scale_steps[i]);
+  }
   for (int i = 0; i < 2; i++) a.chunks[i] = a.dims[i] * dtype_bits(p.kv.plane[i].dtype) / 128;
   a.q = p.q, a.out = p.out, a.lse = p.lse, a.lse_token = p.lse_token, a.lse_head = p.lse_head, a.sinks = p.sinks;
   a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;

@@ -13,6 +13,7 @@
 
 #include "attention/cuda/plan.cuh"
 #include "attention/cuda/scales.cuh"
+#include "attention/decode/groups.cuh"
 #include "tiles/barrier.cuh"
 #include "tiles/block_rows.cuh"
 #include "tiles/elements.cuh"
@@ -36,6 +37,8 @@ struct DecodeArgs {
   float scale, soft_cap;
   int32_t is_causal;
   ScaleParams scales[2];
+  uint32_t scale_steps[2][3];  // of block, token and head, in bytes, where 32 bits hold every offset; else 0
+  int32_t scale_words[2];      // GROUP_SCALES: ScaleWords
   char* workspace;
   PlanShape plan;
 };
@@ -56,27 +59,38 @@ template <class Rows_, class Tile_, int kColumns_, ScaleKind kScales_, bool kOwn
   static constexpr bool kOwnCaches =
       kOwnCaches_;  // every sequence has a buffer, found by a table of addresses; else blocks of one buffer
   static_assert(kKeyDims % Rows::kGroupDims == 0 && kValueDims % Rows::kGroupDims == 0, "rows of whole groups");
-  static constexpr int kKeyChunks = kKeyDims * Rows::kBytes / 16, kValueChunks = kValueDims * Rows::kBytes / 16;
+  static constexpr int kKeyChunks = kKeyDims * Rows::kBits / 128, kValueChunks = kValueDims * Rows::kBits / 128;
   // A row in shared memory has room for whole swizzles; what is past its chunks is not multiplied.
   static constexpr int row_bytes(int chunks) { return (chunks + 3) / 4 * 64; }
   static constexpr int kKeyRowBytes = row_bytes(kKeyChunks), kValueRowBytes = row_bytes(kValueChunks);
   static_assert(kKeyRowBytes <= 256 && kValueRowBytes <= 256, "rows of up to 256 bytes a warp");
-  static constexpr int kTokens = kTeam > 1 || kKeyRowBytes > 128 || (kKeyRowBytes == 128 && Rows::kBytes == 1) ? 32
-                                                                                                               : 64;
+  static constexpr int kTokens = kTeam > 1 || kKeyRowBytes > 128 ||
+                                         (kKeyRowBytes == 128 && Rows::kBits == 8) || Rows::kBits == 4
+                                     ? 32
+                                     : 64;
   static constexpr int kKeyBytes = kTokens * kKeyRowBytes, kValueBytes = kTokens * kValueRowBytes,
                        kTileBytes = kKeyBytes + kValueBytes;
-  static constexpr int kScaleBytes = kScales == ROW_SCALES ? 2 * kTokens * 4 : 0;
+  using Groups = GroupScales<Rows, kKeyDims, kValueDims, kTokens>;
+  static_assert((kScales == GROUP_SCALES) == (Rows::kScaleDims > 0) && (kScales != GROUP_SCALES || kTeam == 1),
+                "scales along rows of one warp");
+  static constexpr int kScaleBytes = kScales == ROW_SCALES ? 2 * kTokens * 4 : Groups::kBytes;
   // Where a team meets: the scores of each warp, and of every token what its scales come to. There are two such places,
   // so that warps meet once a tile; one, where two would leave room for a team less.
   static constexpr int kScoreBytes = kTokens * kColumns * 4,
                        kPlaceBytes = kTeam * kScoreBytes + (kScales == ROW_SCALES ? kTokens * 16 : 0);
-  static constexpr int kPlaces = kTeam == 1 ? 0 : kTeam == 4 && kColumns == 16 && Rows::kBytes == 1 ? 1 : 2;
+  static constexpr int kPlaces = kTeam == 1 ? 0 : kTeam == 4 && kColumns == 16 && Rows::kBits == 8 ? 1 : 2;
   static constexpr int worker_bytes(int stages) {
-    return kTeam * tiles::GroupRing<3, kTileBytes + kScaleBytes>::bytes(stages) + kPlaces * kPlaceBytes;
+    return kTeam * tiles::GroupRing<3, kTileBytes + kScaleBytes>::bytes(stages) + kPlaces * kPlaceBytes +
+           Groups::kPreparedBytes;
   }
-  // 128 KB in flight an SM, and half as much again being worked on. Eight-bit rows take more instructions a byte: more
-  // warps hide them.
-  static constexpr int kMostBytes = 227 * 1024, kMostWarps = kTeam > 1 ? 12 : Rows::kBytes == 1 ? 8 : 6;
+  // 128 KB in flight an SM, and half as much again being worked on. Rows of fewer bits take more instructions a byte:
+  // more warps hide them.
+  static constexpr int most_warps() {
+    if (kTeam > 1) return 12;
+    if (Rows::kBits == 4 && kColumns == 8) return kValueDims <= 64 ? 16 : 12;
+    return Rows::kBits <= 8 ? 8 : 6;
+  }
+  static constexpr int kMostBytes = 227 * 1024, kMostWarps = most_warps();
   static constexpr int least(int x, int y) { return x < y ? x : y; }
   static constexpr int kWorkers = least(kMostWarps / kTeam, kMostBytes / worker_bytes(3));
   static constexpr int kStages = kWorkers * worker_bytes(4) <= kMostBytes ? 4 : 3;
@@ -141,17 +155,23 @@ template <class C> struct Decode {
                        kColumnTiles = C::kColumns / 8;
   static constexpr int kRowsPerLane = C::kTokens / 32;
   static constexpr bool kIsF16 = std::is_same<Numbers, tiles::F16Numbers>::value;
+  static constexpr int kParts = Rows::kParts;
+  using Groups = typename C::Groups;
+  // Scales that join the exponents of weights: of rows, and the largest of a row's groups. What is left of groups' is
+  // at most 1, and weights are that much larger to begin with: f16 goes down to 2^-24.
+  static constexpr bool kJoinsScales = C::kScales == ROW_SCALES || Rows::kScaleDims == 32;
+  static constexpr float kBoost = Rows::kScaleDims == 32 ? 15.f : 0.f;
 
   const DecodeArgs& a;
   const int team, member;  // this worker's number in the block, and this warp's in it
   const int lane, g, t;
   typename C::Ring ring;
-  float4* places;     // where the team adds up scores
+  float4* places;     // where the team adds up scores, or a warp's scales of groups stand as they are multiplied
   uint32_t turn = 0;  // which of their places is next
   const int key_from, value_from, key_chunks,
       value_chunks;  // the slice's first element in a row, and how many chunks of it rows have
 
-  uint32_t query[kKeyTiles][kColumnTiles][2];
+  uint32_t query[kParts][kKeyTiles][kColumnTiles][2];
   float factor[kColumnTiles]
               [2];  // of a column's scores: softmax scale, K's scale, what the query was divided by; log2(e) included
   float out[kValueTiles][kColumnTiles][4];
@@ -219,40 +239,52 @@ template <class C> struct Decode {
     return f;
   }
 
-  // 32 rows' chunks from kFirst to kEnd, of those `chunks` that are there. Lanes hold a
-  // row's place each and hand it round.
-  template <bool kIsFull, int kRowBytes, int kFirst, int kEnd> __device__ __forceinline__ void load_chunks(
-      uint32_t to, const char* data, uint32_t of_mine, uint32_t valid, uint32_t first_row, uint32_t chunks) const {
+  // 32 rows' chunks from kFirst to kEnd, of those `chunks` that are there (kIsWhole: all). Lanes hold a row's place
+  // each and hand it round. Places in shared memory are alike every eight rows.
+  template <bool kIsFull, bool kIsWhole, int kRowBytes, int kFirst, int kEnd> __device__ __forceinline__ void
+  load_chunks(uint32_t to, const char* data, uint32_t of_mine, uint32_t valid, uint32_t chunks) const {
     constexpr int kLeft = kEnd - kFirst,
                   kWidth = kLeft >= 16  ? 16
                            : kLeft >= 8 ? 8
                            : kLeft >= 4 ? 4
                            : kLeft >= 2 ? 2
                                         : 1,
-                  kRowsAtOnce = 32 / kWidth;
+                  kRowsAtOnce = 32 / kWidth, kSteps = kRowsAtOnce >= 8 ? 1 : 8 / kRowsAtOnce;
     const uint32_t chunk = kFirst + lane % kWidth, sub = lane / kWidth;
     const char* from = data + chunk * 16;
 #pragma unroll
     for (int j = 0; j < 32 / kRowsAtOnce; j++) {
       const uint32_t r = j * kRowsAtOnce + sub;
       const uint32_t offset = __shfl_sync(0xffffffffu, of_mine, r);
-      const uint32_t place = to + tiles::Swizzle<kRowBytes>::at(first_row + r, chunk);
-      if (chunk >= chunks) continue;
+      const uint32_t place = to + tiles::Swizzle<kRowBytes>::at(j % kSteps * kRowsAtOnce + sub, chunk) +
+                             j / kSteps * kSteps * kRowsAtOnce * kRowBytes;
+      if (!kIsWhole && chunk >= chunks) continue;
       if constexpr (kIsFull) tiles::copy_16(place, from + uint64_t(offset) * 16);
       else tiles::copy_16(place, from + uint64_t(offset) * 16, valid >> r & 1 ? 16 : 0);
     }
     if constexpr (kLeft > kWidth)
-      load_chunks<kIsFull, kRowBytes, kFirst + kWidth, kEnd>(to, data, of_mine, valid, first_row, chunks);
+      load_chunks<kIsFull, kIsWhole, kRowBytes, kFirst + kWidth, kEnd>(to, data, of_mine, valid, chunks);
   }
 
-  template <bool kIsFull> __device__ __forceinline__ void load_rows(uint32_t at, const tiles::RowPlace& mine,
-                                                                    uint32_t valid, uint32_t first_row,
-                                                                    const tiles::OwnCache& own) const {
+  template <bool kIsFull, bool kIsWhole> __device__ __forceinline__ void load_rows(uint32_t at,
+                                                                                   const tiles::RowPlace& mine,
+                                                                                   uint32_t valid, uint32_t first_row,
+                                                                                   const tiles::OwnCache& own) const {
     const char *keys = C::kOwnCaches ? own.data[0] : a.data[0], *values = C::kOwnCaches ? own.data[1] : a.data[1];
-    load_chunks<kIsFull, C::kKeyRowBytes, 0, C::kKeyChunks>(at, keys + key_from * Rows::kBytes, mine.offset[0], valid,
-                                                            first_row, key_chunks);
-    load_chunks<kIsFull, C::kValueRowBytes, 0, C::kValueChunks>(at + C::kKeyBytes, values + value_from * Rows::kBytes,
-                                                                mine.offset[1], valid, first_row, value_chunks);
+    load_chunks<kIsFull, kIsWhole, C::kKeyRowBytes, 0, C::kKeyChunks>(
+        at + first_row * C::kKeyRowBytes, keys + key_from * Rows::kBits / 8, mine.offset[0], valid, key_chunks);
+    load_chunks<kIsFull, kIsWhole, C::kValueRowBytes, 0, C::kValueChunks>(
+        at + C::kKeyBytes + first_row * C::kValueRowBytes, values + value_from * Rows::kBits / 8, mine.offset[1], valid,
+        value_chunks);
+  }
+
+  // Where the scales of a row begin.
+  __device__ __forceinline__ const char* scales_of(int plane, int32_t block, uint32_t inside, int32_t head) const {
+    const ScaleParams& s = a.scales[plane];
+    if (a.scale_steps[plane][0])
+      return s.data + (uint32_t(block) * a.scale_steps[plane][0] + inside * a.scale_steps[plane][1] +
+                       uint32_t(head) * a.scale_steps[plane][2]);
+    return s.data + block * s.block + inside * s.token + head * s.head;
   }
 
   // Puts a tile's loads under way.
@@ -262,17 +294,27 @@ template <class C> struct Decode {
     for (int i = 0; i < kRowsPerLane; i++) {
       const tiles::RowPlace mine = tiles::place_row(a.rows, f.row[i], head);
       const uint32_t valid = __ballot_sync(0xffffffffu, mine.block >= 0);
-      if (Rows::kBytes == 1 && valid == 0xffffffffu) load_rows<true>(at, mine, valid, i * 32, own);
-      else load_rows<false>(at, mine, valid, i * 32, own);
+      const bool is_whole = key_chunks == C::kKeyChunks && value_chunks == C::kValueChunks;
+      if (Rows::kBits <= 8 && valid == 0xffffffffu && is_whole) load_rows<true, true>(at, mine, valid, i * 32, own);
+      else if (Rows::kBits == 8 && valid == 0xffffffffu) load_rows<true, false>(at, mine, valid, i * 32, own);
+      else load_rows<false, false>(at, mine, valid, i * 32, own);
       if (C::kScales == ROW_SCALES && member == 0) {  // who tells the others of its team
 #pragma unroll
         for (int plane = 0; plane < 2; plane++) {
           const ScaleParams& s = a.scales[plane];
-          const char* from = s.data + mine.block * s.block + f.row[i].inside * s.token + head * s.head;
+          const char* from = scales_of(plane, mine.block, f.row[i].inside, head);
           tiles::copy_4(at + C::kTileBytes + (plane * C::kTokens + i * 32 + lane) * 4, mine.block >= 0 ? from : s.data,
                         mine.block >= 0 ? 4 : 0);
         }
       }
+      if constexpr (C::kScales == GROUP_SCALES)
+#pragma unroll
+        for (int plane = 0; plane < 2; plane++) {
+          const ScaleParams& s = a.scales[plane];
+          Groups::copy(plane, s, a.scale_words[plane], mine.block >= 0,
+                       scales_of(plane, mine.block, f.row[i].inside, head), head,
+                       ring.tile(ring.filling) + C::kTileBytes, i * 32 + lane);
+        }
       if (lane == 0) ring.note(ring.filling)[i] = valid;
     }
     ring.end_fill();
@@ -293,17 +335,23 @@ template <class C> struct Decode {
       for (int d = 0; d < kKeyTiles; d++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const int dim = d * 16 + Rows::query_dim(2 * i, t);
-          query[d][n][i] = dim < dims ? __ldg(reinterpret_cast<const uint32_t*>(row + dim * 2)) : 0u;
+          const int dim = Rows::query_dim(d, 2 * i, t), next = Rows::query_dim(d, 2 * i + 1, t);
+          if constexpr (Rows::kBits == 4)  // pairs whose elements are apart
+            query[0][d][n][i] = dim < dims
+                                    ? uint32_t(__ldg(reinterpret_cast<const uint16_t*>(row + dim * 2))) |
+                                          uint32_t(__ldg(reinterpret_cast<const uint16_t*>(row + next * 2))) << 16
+                                    : 0u;
+          else query[0][d][n][i] = dim < dims ? __ldg(reinterpret_cast<const uint32_t*>(row + dim * 2)) : 0u;
         }
     }
-    const float scale = a.scale * 1.44269504f * scale_of(a.scales[0], c.head, C::kScales == ONE_SCALE);
+    if constexpr (kParts == 2) split_query();
+    const float scale = a.scale * 1.44269504f * Rows::kUnit * scale_of(a.scales[0], c.head, C::kScales == ONE_SCALE);
     value_scale = scale_of(a.scales[1], c.head, C::kScales == ONE_SCALE);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++) {
       float grow = 1.f;
       if constexpr (kIsF16)
-        if (Rows::kBytes == 1 || a.q.dtype == KVX_DTYPE_BF16) grow = fit_query(n);
+        if (Rows::kBits <= 8 || a.q.dtype == KVX_DTYPE_BF16) grow = fit_query(n);
 #pragma unroll
       for (int j = 0; j < 2; j++) {  // of the columns of this lane's scores
         const int32_t mine = n * 8 + 2 * t + j, of = mine / a.group;
@@ -323,6 +371,21 @@ template <class C> struct Decode {
         for (int i = 0; i < 4; i++) out[d][n][i] = 0.f;
   }
 
+  // Queries in f16 over a cache in bf16: two bf16 have all of their digits.
+  __device__ __forceinline__ void split_query() {
+#pragma unroll
+    for (int d = 0; d < kKeyTiles; d++)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&query[0][d][n][i]));
+          query[0][d][n][i] = Numbers::pack(x.x, x.y);
+          query[kParts - 1][d][n][i] = Numbers::pack(x.x - __uint_as_float(query[0][d][n][i] << 16),
+                                                     x.y - __uint_as_float(query[0][d][n][i] & 0xffff0000u));
+        }
+  }
+
   // Where f16 is multiplied: a column of queries into its range, by a power of two, which is
   // exact; returns what undoes it.
   __device__ __forceinline__ float fit_query(int n) {
@@ -338,7 +401,7 @@ template <class C> struct Decode {
     for (int d = 0; d < kKeyTiles; d++)
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        largest = fmaxf(largest, fmaxf(fabsf(low_of(query[d][n][i])), fabsf(high_of(query[d][n][i]))));
+        largest = fmaxf(largest, fmaxf(fabsf(low_of(query[0][d][n][i])), fabsf(high_of(query[0][d][n][i]))));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
     int exponent = largest > 0.f && largest < INFINITY ? ilogbf(largest) - 8 : 0;
@@ -348,7 +411,7 @@ template <class C> struct Decode {
     for (int d = 0; d < kKeyTiles; d++)
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        query[d][n][i] = Numbers::pack(low_of(query[d][n][i]) * shrink, high_of(query[d][n][i]) * shrink);
+        query[0][d][n][i] = Numbers::pack(low_of(query[0][d][n][i]) * shrink, high_of(query[0][d][n][i]) * shrink);
     return ldexpf(1.f, exponent);
   }
 
@@ -395,6 +458,49 @@ template <class C> struct Decode {
   }
   static __device__ __forceinline__ float positive(float scale) { return fmaxf(scale, 7.8886091e-31f); }  // 2^-100
 
+  // Scores where a scale is of 32 elements, two fragments: each such part is multiplied by it in f32.
+  __device__ __forceinline__ void score_groups(float (&s)[kTokenTiles][kColumnTiles][4], uint32_t at) const {
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; m++) {
+      const auto low = Groups::of_keys(places, m * 16 + g), high = Groups::of_keys(places, m * 16 + 8 + g);
+#pragma unroll
+      for (int k = 0; k < kKeyGroups; k++) {
+        uint32_t keys[kFragments][4];
+        Rows::template load_k<C::kKeyRowBytes>(keys, at, m, k, lane);
+#pragma unroll
+        for (int pair = 0; pair < kFragments / 2; pair++) {
+          const int group = k * (kFragments / 2) + pair;
+#pragma unroll
+          for (int n = 0; n < kColumnTiles; n++) {
+            float part[4] = {0.f, 0.f, 0.f, 0.f};
+            Numbers::multiply(part, keys[2 * pair], query[0][2 * group][n]);
+            Numbers::multiply(part, keys[2 * pair + 1], query[0][2 * group + 1][n]);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+              s[m][n][i] = __fmaf_rn(part[i], i < 2 ? low.of[group] : high.of[group], s[m][n][i]);
+          }
+        }
+      }
+    }
+  }
+
+  // Values of a group of fragments times weights, which a scale of 32 elements multiplies.
+  __device__ __forceinline__ void add_groups(const uint32_t (&values)[kFragments][4],
+                                             const uint32_t (&weights)[kColumnTiles][2], int k, int d) {
+#pragma unroll
+    for (int pair = 0; pair < kFragments / 2; pair++) {
+      const int group = d * (kFragments / 2) + pair;
+      const uint32_t low = Groups::of_value(places, k * 16 + 2 * t, group),
+                     high = Groups::of_value(places, k * 16 + 8 + 2 * t, group);
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++) {
+        const uint32_t scaled[2] = {multiply_f16(weights[n][0], low), multiply_f16(weights[n][1], high)};
+        Numbers::multiply(out[2 * group][n], values[2 * pair], scaled);
+        Numbers::multiply(out[2 * group + 1][n], values[2 * pair + 1], scaled);
+      }
+    }
+  }
+
   __device__ __forceinline__ void compute(const Cursor& c) {
     const uint32_t at = ring.tile_at(ring.reading);
     const char* stage_bytes = ring.tile(ring.reading);
@@ -406,17 +512,30 @@ template <class C> struct Decode {
       for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) s[m][n][i] = 0.f;
+    if constexpr (Rows::kScaleDims == 32) {
+      Groups::prepare(stage_bytes + C::kTileBytes, places, lane, a.scale_words, c.head);
+      score_groups(s, at);
+    } else {
 #pragma unroll
-    for (int k = 0; k < kKeyGroups; k++)
+      for (int k = 0; k < kKeyGroups; k++)
 #pragma unroll
-      for (int m = 0; m < kTokenTiles; m++) {
-        uint32_t keys[kFragments][4];
-        Rows::template load_k<C::kKeyRowBytes>(keys, at, m, k, lane);
+        for (int m = 0; m < kTokenTiles; m++) {
+          uint32_t keys[kFragments][4];
+          if constexpr (Rows::kScaleDims == 16) {
+            const auto of = Groups::of_keys(stage_bytes + C::kTileBytes, m, k, g, t);
+            Rows::template load_k<C::kKeyRowBytes>(keys, at, m, k, lane, of);
+          } else {
+            Rows::template load_k<C::kKeyRowBytes>(keys, at, m, k, lane);
+          }
 #pragma unroll
-        for (int f = 0; f < kFragments; f++)
+          for (int f = 0; f < kFragments; f++)
 #pragma unroll
-          for (int n = 0; n < kColumnTiles; n++) Numbers::multiply(s[m][n], keys[f], query[k * kFragments + f][n]);
-      }
+            for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+              for (int part = 0; part < kParts; part++)
+                Numbers::multiply(s[m][n], keys[f], query[part][k * kFragments + f][n]);
+        }
+    }
     // Scores: s[m][n][2 * h + j] is token 16 m + 8 h + g, column 8 n + 2 t + j. A warp of a team has its own `factor`.
 #pragma unroll
     for (int m = 0; m < kTokenTiles; m++)
@@ -431,6 +550,14 @@ template <class C> struct Decode {
     const float* scales = reinterpret_cast<const float*>(stage_bytes + C::kTileBytes);
     const float4* of_tokens = nullptr;
     if constexpr (C::kTeam > 1) of_tokens = add_up(s, scales);
+    if constexpr (Rows::kScaleDims == 32)
+#pragma unroll
+      for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const float2 x = Groups::of_row(places, m * 16 + h * 8 + g);
+          of_value[m][h] = x.x, without[m][h] = x.y;
+        }
     if constexpr (C::kScales == ROW_SCALES)
 #pragma unroll
       for (int m = 0; m < kTokenTiles; m++)
@@ -498,8 +625,7 @@ template <class C> struct Decode {
         for (int m = 0; m < kTokenTiles; m++)
 #pragma unroll
           for (int h = 0; h < 2; h++)
-            largest =
-                fmaxf(largest, C::kScales == ROW_SCALES ? s[m][n][2 * h + j] + of_value[m][h] : s[m][n][2 * h + j]);
+            largest = fmaxf(largest, kJoinsScales ? s[m][n][2 * h + j] + of_value[m][h] : s[m][n][2 * h + j]);
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 4));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 8));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
@@ -516,7 +642,7 @@ template <class C> struct Decode {
 #pragma unroll
           for (int i = 0; i < 4; i++) out[d][n][i] *= shift[n][i % 2];
     }
-    uint32_t weights[kTokenTiles][kColumnTiles][2];
+    uint32_t weights[kParts][kTokenTiles][kColumnTiles][2];
 #pragma unroll
     for (int m = 0; m < kTokenTiles; m++)
 #pragma unroll
@@ -526,8 +652,8 @@ template <class C> struct Decode {
           float p[2];
 #pragma unroll
           for (int j = 0; j < 2; j++) {
-            const float from = most[n][j] == -INFINITY ? 0.f : most[n][j];
-            if constexpr (C::kScales == ROW_SCALES) {
+            const float from = most[n][j] == -INFINITY ? 0.f : most[n][j] - kBoost;
+            if constexpr (kJoinsScales) {
               p[j] = tiles::exp2_fast(s[m][n][2 * h + j] + (of_value[m][h] - from));
               sum[n][j] = __fmaf_rn(p[j], without[m][h], sum[n][j]);
             } else {
@@ -535,25 +661,38 @@ template <class C> struct Decode {
               sum[n][j] += p[j];
             }
           }
-          weights[m][n][h] = tiles::turn_matrix(Numbers::pack(p[0], p[1]));
+          const uint32_t pair = Numbers::pack(p[0], p[1]);
+          weights[0][m][n][h] = tiles::turn_matrix(pair);
+          if constexpr (kParts == 2)
+            weights[kParts - 1][m][n][h] = tiles::turn_matrix(
+                Numbers::pack(p[0] - __uint_as_float(pair << 16), p[1] - __uint_as_float(pair & 0xffff0000u)));
         }
 #pragma unroll
     for (int k = 0; k < kTokenTiles; k++)
 #pragma unroll
       for (int d = 0; d < kValueGroups; d++) {
         uint32_t values[kFragments][4];
-        Rows::template load_v<C::kValueRowBytes>(values, at + C::kKeyBytes, k, d, lane);
+        if constexpr (Rows::kScaleDims == 16) {
+          const auto of = Groups::of_values(stage_bytes + C::kTileBytes, k, d, g, t);
+          Rows::template load_v<C::kValueRowBytes>(values, at + C::kKeyBytes, k, d, lane, of);
+        } else {
+          Rows::template load_v<C::kValueRowBytes>(values, at + C::kKeyBytes, k, d, lane);
+        }
+        if constexpr (Rows::kScaleDims == 32) {
+          add_groups(values, weights[0][k], k, d);
+        } else {
 #pragma unroll
-        for (int f = 0; f < kFragments; f++)
+          for (int f = 0; f < kFragments; f++)
 #pragma unroll
-          for (int n = 0; n < kColumnTiles; n++)
-            Numbers::multiply(out[d * kFragments + f][n], values[f], weights[k][n]);
+            for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+              for (int part = 0; part < kParts; part++)
+                Numbers::multiply(out[d * kFragments + f][n], values[f], weights[part][k][n]);
+        }
       }
   }
 
-  __device__ __forceinline__ int dim_of(int d, int half) const {
-    return value_from + d * 16 + Rows::value_dim(half, g);
-  }
+  __device__ __forceinline__ int dim_of(int d, int half) const { return value_from + Rows::value_dim(d, half, g); }
 
   // Result of a (sequence, head) that this worker had alone.
   __device__ __forceinline__ void store(const Cursor& c) {
@@ -570,7 +709,8 @@ template <class C> struct Decode {
         const int32_t column = n * 8 + 2 * t + j, token = column / a.group,
                       head = c.head * a.group + column - token * a.group;
         if (column >= rows) continue;
-        const float inverse = finish(a, first + token, head, most[n][j], sum[n][j], value_scale, member == 0 && g == 0);
+        const float inverse = finish(a, first + token, head, most[n][j] - kBoost, sum[n][j], value_scale * Rows::kUnit,
+                                     member == 0 && g == 0);
         char* row = a.out.data + (first + token) * a.out.token + int64_t(head) * a.out.head;
 #pragma unroll
         for (int d = 0; d < kValueTiles; d++)
@@ -603,8 +743,9 @@ template <class C> struct Decode {
         for (int d = 0; d < kValueTiles; d++)
 #pragma unroll
           for (int half = 0; half < 2; half++)
-            if (dim_of(d, half) < a.dims[1]) mine[column * width + 2 + dim_of(d, half)] = out[d][n][2 * half + j];
-        if (member == 0 && g == 0) mine[column * width] = most[n][j], mine[column * width + 1] = sum[n][j];
+            if (dim_of(d, half) < a.dims[1])
+              mine[column * width + 2 + dim_of(d, half)] = out[d][n][2 * half + j] * Rows::kUnit;
+        if (member == 0 && g == 0) mine[column * width] = most[n][j] - kBoost, mine[column * width + 1] = sum[n][j];
       }
   }
 };

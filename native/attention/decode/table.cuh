@@ -27,7 +27,14 @@ DecodeChoice choose_decode_f16(const DecodeShape& shape, bool own);
 DecodeChoice choose_decode_e4m3(const DecodeShape& shape, ScaleKind scales);
 DecodeChoice choose_decode_e5m2(const DecodeShape& shape);  // of ONE_SCALE
 DecodeChoice choose_decode_s8(const DecodeShape& shape, ScaleKind scales);
+DecodeChoice choose_decode_bf16_in_parts(const DecodeShape& shape);  // queries in f16
+// Rows of 4 bits, and those with scales along them, are of up to kMostNarrowDims.
+DecodeChoice choose_decode_s4(const DecodeShape& shape, ScaleKind scales);  // ROW_SCALES, or GROUP_SCALES: f16 of 32
+DecodeChoice choose_decode_nvfp4(const DecodeShape& shape);
+DecodeChoice choose_decode_mxfp4(const DecodeShape& shape);
+DecodeChoice choose_decode_mxfp8(const DecodeShape& shape);
 DecodeChoice choose_wide_decode_bf16(const DecodeShape& shape);
+DecodeChoice choose_wide_decode_bf16_in_parts(const DecodeShape& shape);
 DecodeChoice choose_wide_decode_f16(const DecodeShape& shape);
 DecodeChoice choose_wide_decode_e4m3(const DecodeShape& shape, ScaleKind scales);
 DecodeChoice choose_wide_decode_e5m2(const DecodeShape& shape);
@@ -57,7 +64,7 @@ template <class Rows, class Tile, ScaleKind kScales, bool kOwnCaches = false> De
 // Of blocks in one buffer, 16-bit rows have tiles of 80 and 96 too.
 template <class Rows, ScaleKind kScales, bool kOwnCaches = false> DecodeChoice choose_decode(const DecodeShape& shape) {
   const int64_t dims = shape.most_dims();
-  if constexpr (Rows::kBytes == 2 && !kOwnCaches) {
+  if constexpr (Rows::kBits == 16 && !kOwnCaches) {
     if (dims > 64 && dims <= 80) return choose_columns<Rows, DecodeTile<80, 80, 1>, kScales>(shape.rows);
     if (dims > 80 && dims <= 96) return choose_columns<Rows, DecodeTile<96, 96, 1>, kScales>(shape.rows);
   }

@@ -1,0 +1,179 @@
+// Scales along rows, a few a row (nvfp4, mxfp4, mxfp8, int4 by groups), as the decode kernel multiplies them.
+//
+// A scale of 16 elements (e4m3) multiplies codes as they are widened: the products are exact in f16. One of 32 elements
+// is of two whole fragments: K's multiplies their scores in f32, V's multiplies weights. The largest of a row of V
+// joins the weights' exponents: what it leaves of the others is at most 1, and f16 holds it.
+#pragma once
+#include "format.h"
+#include "params.h"
+#include "tiles/elements.cuh"
+
+namespace kvx {
+namespace cuda {
+
+__device__ __forceinline__ uint32_t multiply_f16(uint32_t x, uint32_t y) {
+  const __half2 z = __hmul2(*reinterpret_cast<const __half2*>(&x), *reinterpret_cast<const __half2*>(&y));
+  return *reinterpret_cast<const uint32_t*>(&z);
+}
+
+// Rows without such scales.
+template <class Rows, int kKeyDims, int kValueDims, int kTokens, int kScaleDims = Rows::kScaleDims> struct GroupScales {
+  static constexpr int kBytes = 0, kPreparedBytes = 0;
+};
+
+// How the scales of rows are read: one by one, or as words. Rows of two bytes are read with those of the head beside
+// them, an even one and the next.
+enum ScaleWords { NO_WORDS, WHOLE_WORDS, WORDS_OF_TWO_HEADS };
+
+// How a row's scales come to a tile: [K, V][token][scales of a row], zeros where there are none.
+template <class Rows, int kKeyDims, int kValueDims, int kTokens> struct GroupRows {
+  using Scales = typename Rows::Scales;
+  static constexpr int kKeys = kKeyDims / Rows::kScaleDims, kValues = kValueDims / Rows::kScaleDims;
+  static constexpr int row_bytes(int scales) { return scales * Scales::kBytes < 4 ? 4 : scales * Scales::kBytes; }
+  static constexpr int kKeyRow = row_bytes(kKeys), kValueRow = row_bytes(kValues);
+  static constexpr int kValuesAt = kTokens * kKeyRow, kBytes = kTokens * (kKeyRow + kValueRow);
+
+  template <int kScales, int kRow> static __device__ __forceinline__ void copy_row(const ScaleParams& s, int words,
+                                                                                   bool is_there, const char* from,
+                                                                                   int32_t head, char* to) {
+    if (words != NO_WORDS) {
+      from -= skipped(words, head);
+#pragma unroll
+      for (int i = 0; i < kRow / 4; i++)
+        tiles::copy_4(tiles::shared_address(to + i * 4), is_there ? from + i * 4 : s.data, is_there ? 4 : 0);
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < kScales; i++) {
+      const bool is_one = is_there && i < s.num_groups;
+      if constexpr (Scales::kBytes == 1)
+        reinterpret_cast<uint8_t*>(to)[i] = is_one ? *reinterpret_cast<const uint8_t*>(from + i * s.group) : 0;
+      else reinterpret_cast<uint16_t*>(to)[i] = is_one ? *reinterpret_cast<const uint16_t*>(from + i * s.group) : 0;
+    }
+  }
+  static __device__ __forceinline__ void copy(int plane, const ScaleParams& s, int words, bool is_there,
+                                              const char* from, int32_t head, char* to, int token) {
+    if (plane == 0) copy_row<kKeys, kKeyRow>(s, words, is_there, from, head, to + token * kKeyRow);
+    else copy_row<kValues, kValueRow>(s, words, is_there, from, head, to + kValuesAt + token * kValueRow);
+  }
+  // Bytes of a word that are the head's before.
+  static __device__ __forceinline__ int skipped(int words, int32_t head) {
+    return words == WORDS_OF_TWO_HEADS ? (head & 1) * 2 : 0;
+  }
+};
+
+template <class Rows, int kKeyDims, int kValueDims, int kTokens>
+struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, 16> : GroupRows<Rows, kKeyDims, kValueDims, kTokens> {
+  using Base = GroupRows<Rows, kKeyDims, kValueDims, kTokens>;
+  static constexpr int kPreparedBytes = 0;
+
+  // A pair of scales for each word of four matrices (tiles/elements.cuh: Nibbles).
+  struct Pairs {
+    uint32_t of[4];
+    __device__ __forceinline__ uint32_t operator()(int i, uint32_t pair) const { return multiply_f16(pair, of[i]); }
+  };
+  // Scales of the two chunks of a group of 64 elements, first or second half of each, in two bytes.
+  static __device__ __forceinline__ uint32_t two(const char* row, int group, bool is_second) {
+    const uint32_t x = reinterpret_cast<const uint32_t*>(row)[group];
+    return __byte_perm(x, 0, is_second ? 0x4431 : 0x4420);
+  }
+  // Of K: the tokens are g and g + 8, lanes 2 and 3 of four have the second half of a chunk.
+  static __device__ __forceinline__ Pairs of_keys(const char* scales, int m, int group, int g, int t) {
+    Pairs p;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const uint32_t x = tiles::e4m3_to_f16(two(scales + (m * 16 + h * 8 + g) * Base::kKeyRow, group, t >= 2));
+      p.of[h] = __byte_perm(x, 0, 0x1010), p.of[2 + h] = __byte_perm(x, 0, 0x3232);
+    }
+    return p;
+  }
+  // Of V: the tokens are 2 t and 2 t + 1, and those 8 on; lanes from g = 4 on have the second half of a chunk.
+  static __device__ __forceinline__ Pairs of_values(const char* scales, int k, int group, int g, int t) {
+    Pairs p;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const char* row = scales + Base::kValuesAt + (k * 16 + h * 8 + 2 * t) * Base::kValueRow;
+      const uint32_t x = __byte_perm(two(row, group, g >= 4), two(row + Base::kValueRow, group, g >= 4), 0x5140);
+      p.of[h] = tiles::e4m3_to_f16(x & 0xffffu), p.of[2 + h] = tiles::e4m3_high_to_f16(x);
+    }
+    return p;
+  }
+};
+
+template <class Rows, int kKeyDims, int kValueDims, int kTokens>
+struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, 32> : GroupRows<Rows, kKeyDims, kValueDims, kTokens> {
+  using Base = GroupRows<Rows, kKeyDims, kValueDims, kTokens>;
+  using Scales = typename Rows::Scales;
+  // Prepared: K's in f32 [token][scales] | V's, what the largest leaves of them, in f16 [scales][token] | the largest's
+  // logarithm and inverse [token].
+  static constexpr int kValuesAt = kTokens * Base::kKeys * 4, kRowsAt = kValuesAt + kTokens * Base::kValues * 2,
+                       kPreparedBytes = kRowsAt + kTokens * 8;
+
+  struct __align__(Base::kKeys * 4) Keys {
+    float of[Base::kKeys];
+  };
+  static __device__ __forceinline__ Keys of_keys(const void* prepared, int token) {
+    return static_cast<const Keys*>(prepared)[token];
+  }
+  static __device__ __forceinline__ uint32_t of_value(const void* prepared, int token, int group) {  // and the next's
+    return *reinterpret_cast<const uint32_t*>(static_cast<const char*>(prepared) + kValuesAt +
+                                              (group * kTokens + token) * 2);
+  }
+  static __device__ __forceinline__ float2 of_row(const void* prepared, int token) {
+    return *reinterpret_cast<const float2*>(static_cast<const char*>(prepared) + kRowsAt + token * 8);
+  }
+
+  // A tile's, by one warp: a lane has a token of 32.
+  static __device__ __forceinline__ void prepare(const char* scales, void* prepared, int lane, const int (&words)[2],
+                                                 int32_t head) {
+    const char *of_keys = scales + Base::skipped(words[0], head),
+               *of_values = scales + Base::kValuesAt + Base::skipped(words[1], head);
+#pragma unroll
+    for (int token = lane; token < kTokens; token += 32) {
+      float* keys = static_cast<float*>(prepared) + token * Base::kKeys;
+      uint16_t* values = reinterpret_cast<uint16_t*>(static_cast<char*>(prepared) + kValuesAt) + token;
+      float2* row = reinterpret_cast<float2*>(static_cast<char*>(prepared) + kRowsAt) + token;
+      prepare_row(Scales(), of_keys + token * Base::kKeyRow, of_values + token * Base::kValueRow, keys, values, row);
+    }
+    __syncwarp();
+  }
+
+  // Powers of two by their exponents. Under 2^-60 a row's largest counts as that: its inverse is a number still.
+  static __device__ __forceinline__ void prepare_row(tiles::E8m0Scales, const char* of_keys, const char* of_values,
+                                                     float* keys, uint16_t* values, float2* row) {
+    const uint8_t* code = reinterpret_cast<const uint8_t*>(of_keys);
+#pragma unroll
+    for (int i = 0; i < Base::kKeys; i++) keys[i] = e8m0_to_f32(code[i]);
+    code = reinterpret_cast<const uint8_t*>(of_values);
+    int largest = 127 - 60;
+#pragma unroll
+    for (int i = 0; i < Base::kValues; i++) largest = max(largest, code[i] == 255 ? 0 : int(code[i]));
+#pragma unroll
+    for (int i = 0; i < Base::kValues; i++) {
+      const int under = largest - code[i];
+      values[i * kTokens] = uint16_t(code[i] == 255 ? 0x7fff
+                                     : under < 15   ? (15 - under) << 10
+                                     : under < 25   ? 1 << (24 - under)
+                                                    : 0);
+    }
+    *row = make_float2(float(largest - 127), e8m0_to_f32(uint8_t(254 - largest)));
+  }
+  static __device__ __forceinline__ void prepare_row(tiles::F16Scales, const char* of_keys, const char* of_values,
+                                                     float* keys, uint16_t* values, float2* row) {
+    const __half* x = reinterpret_cast<const __half*>(of_keys);
+#pragma unroll
+    for (int i = 0; i < Base::kKeys; i++) keys[i] = __half2float(x[i]);
+    x = reinterpret_cast<const __half*>(of_values);
+    float largest = 9.3132257e-10f;  // 2^-30, under all that f16 has
+#pragma unroll
+    for (int i = 0; i < Base::kValues; i++) largest = fmaxf(largest, fabsf(__half2float(x[i])));
+    const float inverse = tiles::inverse_fast(largest);
+#pragma unroll
+    for (int i = 0; i < Base::kValues; i++)
+      values[i * kTokens] = __half_as_ushort(__float2half(__half2float(x[i]) * inverse));
+    *row = make_float2(tiles::log2_fast(largest), inverse);
+  }
+};
+
+}  // namespace cuda
+}  // namespace kvx
