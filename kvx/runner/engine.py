@@ -76,8 +76,8 @@ class Engine:
         self._next_request = 0
         self._cancelled: set[int] = set()  # requests that are still to be dropped
         self._is_stepping = self._is_step_broken = False
-        self.guard = Guard()
-        self.guard.mended_by(self._mend)
+        self._guard = Guard()
+        self._guard.mended_by(self._mend)
 
     @staticmethod
     def load(
@@ -151,6 +151,11 @@ class Engine:
         """A request's number. Nothing is computed yet."""
         return self.add_completions(prompt, params or Params())[0].request
 
+    @property
+    def guard(self) -> Guard:
+        """Of the engine: whoever adds to it from outside holds its lock."""
+        return self._guard
+
     def add_completions(self, prompt: Prompt, params: Params) -> list[Completion]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -171,7 +176,7 @@ class Engine:
                 f"add(): token ids are {min(ids)} to {max(ids)}; the model has 0 to {self.model.config.vocab_size - 1}."
             )
         limit = min(self.max_seq_len, len(ids) + params.max_tokens)
-        guard, number = self.guard, -1
+        guard, number = self._guard, -1
         try:
             with guard.lock:
                 if guard.is_torn:
@@ -197,7 +202,7 @@ class Engine:
         """
         if not isinstance(request, int) or not 0 <= request < self._next_request:
             raise BadArgument(f"cancel(): request is {request!r}; add() has given numbers up to {self._next_request - 1}.")
-        if self.guard.is_mine():  # in the middle of a call on this thread, which may be putting things right
+        if self._guard.is_mine():  # in the middle of a call on this thread, which may be putting things right
             return self._note_cancelled(request)
         return self._cancel(request)
 
@@ -219,9 +224,9 @@ class Engine:
         self._cancelled -= gone  # another thread may have added more
 
     def _mend_now(self) -> None:
-        with self.guard.lock:
+        with self._guard.lock:
             if not self._is_stepping:
-                self.guard.mend()
+                self._guard.mend()
 
     def _mend(self) -> None:
         """After a call that was broken off: all is dropped if it was a step, else what was cancelled."""
@@ -242,7 +247,7 @@ class Engine:
                 yield from self.step()
         finally:
             self._cancelled |= mine  # first: Ctrl-C may come as soon as something is called, and then the next call drops them
-            self.guard.is_torn = True
+            self._guard.is_torn = True
             self._mend_now()
 
     def generate(self, prompts: Sequence[Prompt], params: Params | None = None) -> list[list[Answer]]:
@@ -257,7 +262,7 @@ class Engine:
                 self.step()
         except BaseException:
             self._cancelled |= mine
-            self.guard.is_torn = True
+            self._guard.is_torn = True
             self._mend_now()
             raise
         return [[Answer(c.text, tuple(c.generated), c.finish, max(0, c.num_cached)) for c in group] for group in requests]
@@ -266,7 +271,7 @@ class Engine:
 
     def step(self) -> list[Piece]:
         """Compute what fits into one step; nothing where no request is left."""
-        guard, is_inside = self.guard, False
+        guard, is_inside = self._guard, False
         try:
             with guard.lock:
                 if guard.is_torn:
@@ -331,13 +336,13 @@ class Engine:
 
     def reset(self) -> None:
         """Cancel all requests, and forget what the cache holds of them."""
-        with self.guard.lock:
-            self.guard.is_torn = self._is_step_broken = True
-            self.guard.mend()
+        with self._guard.lock:
+            self._guard.is_torn = self._is_step_broken = True
+            self._guard.mend()
 
     def close(self) -> None:
         """Keep in lasting tiers what they do not have yet, and close all tiers. The engine goes on without them."""
-        with self.guard.lock:
+        with self._guard.lock:
             if self.tiers is not None:
                 self.tiers.close()
 
