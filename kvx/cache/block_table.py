@@ -166,14 +166,16 @@ class BlockTable:
         self.table[seq.row, :blocks] = ids
         seq.starts[self.index] = self.kind.first_needed(blocks, self.block_size)
 
-    def hold_after(self, seq: Sequence, first: int, ids: BlockIds) -> None:
-        """Blocks after the sequence's own, of which those from `first` on are needed."""
-        have, end = seq.length // self.block_size, first + len(ids)
-        self.leave_behind(seq, min(have, self.first_block(end * self.block_size)))
+    def hold_after(self, seq: Sequence, first: int, ids: BlockIds) -> tuple[int, BlockIds]:
+        """Put blocks after the sequence's own, of which those from `first` on are needed, behind its length.
+
+        Where it begins once its length has changed, and what it gives back then.
+        """
+        have, end, start = seq.length // self.block_size, first + len(ids), seq.starts[self.index]
         self.table[seq.row, have:first] = -1
         self.table[seq.row, first:end] = ids
-        if first > have:
-            seq.starts[self.index] = first
+        seen = max(start, min(have, self.first_block(end * self.block_size)))
+        return first if first > have else seen, self.table[seq.row, start:seen].copy()
 
     # --- what happens at a block's end ------------------------------------------------------------------------------------
 

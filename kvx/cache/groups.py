@@ -69,6 +69,10 @@ class LayerGroup:
                     f"LayerGroup {self.name!r}: specs have {self.spec.num_blocks} and {spec.num_blocks} blocks; a group has one "
                     "number."
                 )
+            if member.spec is not self.spec and isinstance(spec, CacheSpec):
+                raise BadArgument(
+                    f"LayerGroup {self.name!r}: others have K and V; layers of other K and V are a group of their own."
+                )
             if sentence := self.blocks_of.check(spec):
                 raise BadArgument(f"LayerGroup {self.name!r}: {sentence}")
 

@@ -89,8 +89,17 @@ class PagedCache:
             if not isinstance(value, int) or value < least:
                 raise BadArgument(f"PagedCache(): {name} is {value!r}; it is {least} or more.")
         self.block_size = block_size or next((g.block_size for g in self.groups if g.block_size), 0)
-        if not self.block_size:
-            raise BadArgument("PagedCache(): no group says how many tokens a block has; give block_size.")
+        if type(self.block_size) is not int or self.block_size < 1:
+            raise BadArgument(
+                f"PagedCache(): block_size is {block_size!r}, and no group says how many tokens a block has; it is 1 or more."
+                if not self.block_size
+                else f"PagedCache(): block_size is {block_size!r}; it is 1 or more."
+            )
+        other = next((g for g in self.groups if g.block_size not in (0, self.block_size)), None)
+        if other is not None:
+            raise BadArgument(
+                f"PagedCache(): block_size is {block_size}; blocks of group {other.name!r} have {other.block_size} tokens."
+            )
         self.max_seqs, self.max_seq_len = max_seqs, max_seq_len
         self.max_tokens = max_tokens or max(max_seq_len, max_seqs)
         self.max_blocks = -(-max_seq_len // self.block_size)  # of a sequence
@@ -143,7 +152,7 @@ class PagedCache:
                 if guard.is_torn:
                     guard.mend()
                 seq = self._admitted.new("admit")
-                seq.extras = begun
+                seq.extra, seq.extras = extra, begun
                 seq.token_row[:n] = ids
                 seq.num_tokens = n
                 if self.prefix is not None:
@@ -205,19 +214,17 @@ class PagedCache:
     def _hold_after(self, seq: Sequence, recall: Recall, count: int) -> None:
         """The sequence goes on after `count` blocks more."""
         row, done = seq.row, recall.done
-        for table, part in zip(self._tables, recall.parts, strict=True):
-            table.hold_after(seq, done + part.first, part.ids)
-        states = [t for t in self._tables if t.kind.has_state]
-        before = [t.held(seq).copy() for t in states]
-        running = [recall.parts[t.index].ids[-1] for t in states]
-        starts = [0 if t.kind.has_state else seq.starts[t.index] for t in self._tables]
-        length = (done + count) * self.block_size
-        # From here on without a call: a state and its position change together, wherever Ctrl-C comes.
+        held = [t.hold_after(seq, done + part.first, part.ids) for t, part in zip(self._tables, recall.parts, strict=True)]
+        running = [recall.parts[t.index].ids[-1] for t in self._tables if t.kind.has_state]
+        starts, length = [start for start, _ in held], (done + count) * self.block_size
+        # From here on without a call: states, what is held and the position change together, wherever Ctrl-C comes.
         self._running[row] = running
         seq.starts = starts
         seq.length = seq.num_cached = seq.limit = seq.num_stored = length
-        for table, ids in zip(states, before, strict=True):
-            table.allocator.release_checked(ids)
+        for table, (start, left) in zip(self._tables, held, strict=True):
+            if not table.kind.has_state:
+                table.table[row, :start] = -1
+            table.allocator.release_checked(left)
 
     def _find_prefix(self, seq: Sequence, prefix: PrefixCache, root: BlockHash) -> None:
         seq.root = root
@@ -261,7 +268,7 @@ class PagedCache:
         is_exact = start == 0 or all(kind.is_replay_exact for kind in states)
         self._running[seq.row] = -1
         seq.length = seq.num_cached = seq.limit = start
-        seq.starts, seq.is_exact = starts, is_exact
+        seq.starts, seq.is_exact, seq.whole_from = starts, is_exact, n * bs if start else 0
 
     @whole
     def append(self, seq: Sequence, tokens: Tokens, *, extra: bytes = b"") -> None:
@@ -531,7 +538,8 @@ class PagedCache:
         """All that `seq` has, for a new one."""
         other.token_row[: seq.num_tokens] = seq.tokens
         other.starts, other.hashes, other.root = list(seq.starts), list(seq.hashes), seq.root
-        other.num_ahead, other.is_exact = seq.num_ahead, seq.is_exact
+        other.extra = seq.extra
+        other.num_ahead, other.is_exact, other.whole_from = seq.num_ahead, seq.is_exact, seq.whole_from
         for table in self._tables:
             table.table[other.row] = table.table[seq.row]
             table.allocator.retain_checked(table.held(seq))
@@ -561,12 +569,23 @@ class PagedCache:
         left = [(table, *table.cut(seq, length, ahead)) for table in self._tables]
         starts = [min(seq.starts[t.index], t.kind.num_blocks(length, bs)) for t in self._tables]
         cached, stored, hashes = min(seq.num_cached, length), min(seq.num_stored, length // bs * bs), seq.hashes[: length // bs]
+        extras = [begun for begun in seq.extras if begun[0] < length]
+        whole_from, is_exact = (seq.whole_from, seq.is_exact) if length else (0, True)
         seq.length = seq.num_tokens = seq.limit = length  # extend asks whose the last block is
         seq.num_cached, seq.num_stored, seq.hashes, seq.starts, seq.num_ahead = cached, stored, hashes, starts, ahead
-        if seq.extras:
-            seq.extras = [begun for begun in seq.extras if begun[0] < length]
+        seq.whole_from, seq.is_exact, seq.extras = whole_from, is_exact, extras
         for table, start, blocks in left:
             table.let_go(seq, start, blocks)
+
+    @whole
+    def abandon(self, seq: Sequence, length: int, num_tokens: int) -> None:
+        """Undo an extend whose tokens were never written: as long as before, or where a state has moved on, of no length."""
+        self._check_live("abandon", seq)
+        has_states = any(t.kind.has_state for t in self._tables)
+        tokens = seq.token_row[:num_tokens].copy()
+        self._truncate(seq, 0 if has_states else min(length, seq.length))
+        seq.token_row[:num_tokens] = tokens
+        seq.num_tokens = max(seq.num_tokens, num_tokens)
 
     @whole
     def release(self, seq: Sequence) -> None:

@@ -240,7 +240,7 @@ class PrefixCache:
     def _kinds(self, call: str, kinds: Kinds) -> list[GroupKind]:
         if len(kinds) != len(self._allocators):
             raise BadArgument(
-                f"{call}(): {len(kinds)} windows; there are {len(self._allocators)} groups, and each has one (0: none)."
+                f"{call}(): {len(kinds)} kinds; there are {len(self._allocators)} groups, and each has one, or a window (0: none)."
             )
         return [kind if isinstance(kind, GroupKind) else kind_of(kind) for kind in kinds]
 

@@ -16,6 +16,7 @@ class Sequence:
 
     __slots__ = (
         "cache",
+        "extra",
         "extras",
         "hashes",
         "id",
@@ -30,6 +31,7 @@ class Sequence:
         "row",
         "starts",
         "token_row",
+        "whole_from",
     )
 
     def __init__(self, cache: object, number: int, row: int, token_row: NDArray[np.int32], num_groups: int) -> None:
@@ -44,10 +46,12 @@ class Sequence:
         self.limit = 0  # up to this length the last block may be written to without asking anyone
         self.starts = [0] * num_groups  # each group's first block that is still held
         self.root = b""  # the hash before the first block
+        self.extra = b""  # what all of it hangs on besides its tokens
         self.extras: list[tuple[int, bytes]] = []  # what begins at which token, and is not in its id
         self.hashes: list[bytes] = []  # of full blocks, as far as they were asked for
         self.num_stored = 0  # tokens whose blocks commit has dealt with; whole blocks
         self.num_ahead = 0  # blocks that groups with is_ahead hold: tokens before their end are computed again, and not written
+        self.whole_from = 0  # tokens after which a state that is computed again is whole: between its beginning and there it is not
         self.is_exact = True  # False: computed on a state that was replayed in part, and given to nobody else
 
     @property

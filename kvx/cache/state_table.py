@@ -61,7 +61,14 @@ class StateTable(GroupTable):
         seq.starts[self.index] = 0
 
     def why_not_cut(self, seq: Sequence, length: int) -> str:
-        if not length or seq.length - length <= self.kind.max_cut:
+        if not length:
+            return ""
+        if length < seq.whole_from:
+            return (
+                f"group {self.group.name!r} computes a state again, which is whole only after {seq.whole_from} tokens: what it had "
+                f"at {length} is not"
+            )
+        if seq.length - length <= self.kind.max_cut:
             return ""
         back = f"it goes back by at most {self.kind.max_cut} tokens" if self.kind.max_cut else "it cannot go back"
         return f"group {self.group.name!r} has a state, which stands at {seq.length}: {back}"
@@ -70,11 +77,12 @@ class StateTable(GroupTable):
         self.table[seq.row, 0] = ids[-1]
         seq.starts[self.index] = 0 if ids[-1] >= 0 else 1
 
-    def hold_after(self, seq: Sequence, first: int, ids: BlockIds) -> None:
-        """Nothing yet: the block of a later position is put into the table when the length changes, and not before."""
+    def hold_after(self, seq: Sequence, first: int, ids: BlockIds) -> tuple[int, BlockIds]:
+        """The block of a later position is put into the table when the length changes, and not before."""
+        return 0, self.held(seq).copy()
 
     def nameable(self, seq: Sequence, first: int) -> tuple[int, BlockIds]:
         """The running block, where it stands at a block's end."""
         full = self.kind.name_at(seq.length, self.block_size)
-        is_there = full > first and seq.length >= seq.num_ahead * self.block_size
+        is_there = full > first and seq.length >= seq.whole_from
         return max(0, full - 1), self.held(seq)[: int(is_there)]

@@ -45,7 +45,11 @@ class PartFacts(NamedTuple):
 def check_facts(part: Facts) -> None:
     """BadArgument unless what is said of a part holds together."""
     spec, layers = part.spec, part.layers
-    if not isinstance(layers, tuple) or any(type(n) is not int or n < 0 for n in layers) or list(layers) != sorted(set(layers)):
+    if (
+        not isinstance(layers, tuple)
+        or any(type(n) is not int or not 0 <= n < 2**31 for n in layers)
+        or list(layers) != sorted(set(layers))
+    ):
         raise BadArgument(f"Part: layers are {str(layers)[:100]}; they are numbers of the model's layers, from 0 up, in a tuple.")
     if spec.num_layers != len(layers) or spec.layer_start:
         raise BadArgument(
@@ -94,8 +98,8 @@ def check_parts(num_tokens: int, parts: Sequence[Facts]) -> None:
         bs = tokens_of(part)
         if part.spec.model != model or (bs and bs != sizes[0]):
             raise BadArgument(
-                f"Handover: a part has blocks of {bs}, model {part.spec.model!r}; the first has blocks of {sizes[0]}, model "
-                f"{model!r}."
+                f"Handover: a part has blocks of {bs}, model {part.spec.model!r}; the first has blocks of {max(sizes, default=0)}, "
+                f"model {model!r}."
             )
         if isinstance(part.spec, StateSpec):
             least, most = (num_tokens // bs, -(-num_tokens // bs)) if bs else (1, 1)

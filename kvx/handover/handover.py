@@ -99,7 +99,7 @@ class Handover:
         here = self._part("require", part)
         known: dict[str, str | int] = {
             **_geometry(here.spec),
-            "num_layers": sum(len(p.layers) for p in self.parts),
+            "num_layers": len({n for p in self.parts for n in p.layers}),
             "window": here.window,
         }
         for name, want in fields.items():
@@ -203,7 +203,7 @@ class Handover:
             raise BadArgument(f"cut(): num_tokens is {num_tokens!r}; the handover has {self.num_tokens}. It is 1 to that.")
         if num_tokens == self.num_tokens:
             return self
-        self._require_kv("cut", "a state stands where the handover ends")
+        self.require_kv("cut", "a state stands where the handover ends")
         self.check()
         parts = []
         for p in self.parts:
@@ -230,7 +230,7 @@ class Handover:
             raise BadArgument(
                 f"convert(): block_size is {block_size!r}; it is 1 or more. Leave it out to keep blocks of {self.block_size}."
             )
-        self._require_kv("convert", "rows and states stay as they are")
+        self.require_kv("convert", "rows and states stay as they are")
         self.check()
         parts = []
         for p in self.parts:
@@ -241,7 +241,8 @@ class Handover:
         same = all(a.content == b.content for a, b in zip(parts, self.parts, strict=True))
         return Handover(self.tokens, tuple(parts), self.whole if same else ())
 
-    def _require_kv(self, call: str, why: str) -> None:
+    def require_kv(self, call: str, why: str) -> None:
+        """Unsupported where it has more than K and V."""
         other = next((p for p in self.parts if isinstance(p.spec, StateSpec)), None)
         if other is not None:
             raise Unsupported(f"{call}(): the handover has {_what(other)} of layers {few(other.layers)}, not only K and V: {why}.")

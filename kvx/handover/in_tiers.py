@@ -33,6 +33,7 @@ def names(tokens: ArrayLike, block_size: int, model: str) -> list[bytes]:
 def keep(handover: Handover, tiers: Sequence[Tier]) -> int:
     """Put its full blocks into a tier for each part. How many there are. Its content is checked first."""
     _check_tiers("keep", tiers, len(handover.parts))
+    handover.require_kv("keep", "blocks of tiers here are K and V")
     for part in handover.parts:
         _require_whole_blocks("keep", part.kv)
     handover.check()

@@ -60,14 +60,25 @@ def _joined_planes(shards: list[Part], first: Handover, i: int) -> Part:
             raise Incompatible(f"join(): shard {n} has the same share as another, and other content. It was not read.")
         if same is None:
             ranks.append(p)
+    _require_all_shares(ranks)
     spec = a.spec.replaced(planes=tuple(_whole_plane([r.spec.planes[k] for r in ranks]) for k in range(a.spec.num_planes)))
     part, ids = replace(a, spec=spec, buffers=new_buffers(spec)), list(range(spec.num_blocks))
-    for r in ranks:
-        convert(list(part.buffers), list(r.buffers), plan=plan(r.spec, spec, partial=True), src_blocks=ids, dst_blocks=ids)
+    buffers = [t for r in ranks for t in r.buffers]
+    convert(list(part.buffers), buffers, plan=plan([r.spec for r in ranks], spec), src_blocks=ids, dst_blocks=ids)
     part = part.sealed(first.num_tokens)
     if first.whole and part.content != first.whole[i]:
         raise Damaged(f"join(): the shards make content {part.content}; the whole had {first.whole[i]}. A shard is missing.")
     return part
+
+
+def _require_all_shares(ranks: list[Part]) -> None:
+    """Incompatible where a share of an axis has a hole: a rank of it is missing."""
+    for k, plane in enumerate(ranks[0].spec.planes):
+        for j in range(len(plane.shares)):
+            held = sorted({(s.first, s.first + s.size) for s in (r.spec.planes[k].shares[j] for r in ranks)})
+            for (_, end), (first, _) in pairwise(held):
+                if first > end:
+                    raise Incompatible(f"join(): {plane.name} has no {plane.shard_axis} {end} to {first - 1}: a shard is missing.")
 
 
 def _unshared(spec: Spec) -> list[tuple[object, ...]]:

@@ -36,17 +36,18 @@ from kvx.spec import CacheSpec, Spec, StateSpec
 
 def read_sequence(cache: PagedCache, seq: Sequence, *, model: str, block_size: int = 16, format: str = "") -> Handover:
     """All of a sequence's tokens that are in the cache. One whose content hangs on more than its tokens is refused."""
-    if cache.prefix is not None and (seq.extras or seq.root != cache.prefix.root()):
-        raise Unsupported(
-            f"read_sequence(): {seq} has an extra (a LoRA, an image): a handover names K and V by model and tokens alone, and "
-            "another sequence of the same tokens would be given these. It was not read."
-        )
+    _require_plain("read_sequence", cache, seq)
     _require_whole("read_sequence", cache, seq)
     found: list[Source] = []
     planes: list[Part] = []
     for g, group in enumerate(cache.groups):
         blocks = cache.blocks(seq, g)
         if isinstance(group.spec, CacheSpec):
+            if group.blocks_of.gives_back and not group.window and (blocks < 0).any():
+                raise Unsupported(
+                    f"read_sequence(): group {group.name!r} is {group.blocks_of} and has given blocks back; a handover knows "
+                    "windows and no chunks. It was not read."
+                )
             held = np.flatnonzero(blocks >= 0)
             first = int(held[0]) * cache.block_size if len(held) else 0
             found += sources(_layers(cache, g), blocks.tolist(), num_tokens=seq.length, window=group.window, first_token=first)
@@ -59,12 +60,20 @@ def read_sequence(cache: PagedCache, seq: Sequence, *, model: str, block_size: i
     return Handover(tokens, (*kv, *planes))
 
 
+def _require_plain(call: str, cache: PagedCache, seq: Sequence) -> None:
+    if seq.extras or seq.extra:
+        raise Unsupported(
+            f"{call}(): {seq} has an extra (a LoRA, an image): a handover names K and V by model and tokens alone, and another "
+            "sequence of the same tokens would be given these. It was not read."
+        )
+
+
 def _require_whole(call: str, cache: PagedCache, seq: Sequence) -> None:
     if not seq.is_exact:
         raise Unsupported(
             f"{call}(): {seq} was computed on a state that was replayed in part; it is nobody else's. Compute it whole."
         )
-    if seq.length < seq.num_ahead * cache.block_size:
+    if seq.length < max(seq.whole_from, seq.num_ahead * cache.block_size):
         raise BadArgument(
             f"{call}(): {seq} computes tokens again, and its state is whole only after {seq.num_ahead * cache.block_size}; "
             "hand it over then."
@@ -111,6 +120,7 @@ def write_sequence(
     The handover is checked before anything changes, and OutOfBlocks changes nothing.
     """
     call = "write_sequence"
+    _require_plain(call, cache, seq)
     handover.check()
     _require_geometry(call, cache, handover, model)
     n = num_usable(call, handover, seq.tokens, is_last_left=is_last_left)
@@ -125,7 +135,17 @@ def write_sequence(
     found = seq.length // cache.block_size
     if seq.length >= n:
         return
-    cache.extend(seq, n - seq.length)
+    before = seq.length, seq.num_tokens
+    cache.extend(seq, n - before[0])
+    try:
+        _write_groups(cache, seq, handover, n, found)
+    except BaseException:  # nothing may be found, or computed on, that was not written
+        cache.abandon(seq, *before)
+        raise
+
+
+def _write_groups(cache: PagedCache, seq: Sequence, handover: Handover, n: int, found: int) -> None:
+    """The content of every group's blocks, after the first `found`; then they have names."""
     firsts, where = [], places(handover)
     for g, group in enumerate(cache.groups):
         blocks = cache.blocks(seq, g)
@@ -157,7 +177,7 @@ def _require_geometry(call: str, cache: PagedCache, handover: Handover, model: s
             handover.require(part, v_head_dim=s.v_head_dim or s.head_dim)
     others = [(group, member) for group in cache.groups if group not in kv for member in group.members]
     for group, member in others:
-        _require_planes(call, handover, group, member)
+        _require_planes(call, handover, group, member, cache.block_size)
     count = sum(isinstance(p.spec, StateSpec) for p in handover.parts)
     if count > len(others):
         raise Incompatible(
@@ -165,13 +185,19 @@ def _require_geometry(call: str, cache: PagedCache, handover: Handover, model: s
         )
 
 
-def _require_planes(call: str, handover: Handover, group: LayerGroup, member: Member) -> None:
+def _require_planes(call: str, handover: Handover, group: LayerGroup, member: Member, block_size: int) -> None:
     """Incompatible with the first plane that differs."""
     is_state = group.blocks_of.has_state
     if not is_state and not group.blocks_of.num_blocks(handover.num_tokens, 1):
         return
     at = _part_of(handover, member, is_state)
     theirs = handover.parts[at].spec
+    need = 1 if is_state else group.blocks_of.num_blocks(handover.num_tokens, block_size)
+    if theirs.num_blocks != need or handover.parts[at].block_tokens != (0 if is_state else block_size):
+        raise Incompatible(
+            f"{call}(): part {at} of the handover has {theirs.num_blocks} blocks of {handover.parts[at].block_tokens} tokens; here "
+            f"{handover.num_tokens} tokens are {need} blocks of {block_size}. It was not read."
+        )
     if handover.parts[at].layers != member.layers:
         raise Incompatible(
             f"{call}(): part {at} of the handover is of layers {handover.parts[at].layers}; here {group.name} of such planes are "

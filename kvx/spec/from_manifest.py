@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any
 
 from kvx.errors import BadArgument, Incompatible
@@ -15,6 +16,9 @@ from kvx.spec.state_spec import StateSpec
 _MOST_CHARACTERS = 1 << 20  # of a manifest: a few hundred are usual, and what it claims is believed only once it is read
 _FIELDS = tuple(f.name for f in fields(CacheSpec) if f.init)
 _STATE_FIELDS = tuple(f.name for f in fields(StateSpec) if f.init)
+_MOST_PLANES = 64
+_MOST_SHARES = 64  # of a plane: a convolution has three
+_MOST_LETTERS = 100  # of a plane's, an axis' or a format's name
 _PLANE_FIELDS = ("name", "format", "axes", "shard_axis", "shares")
 
 
@@ -64,8 +68,14 @@ def _planes(text: object) -> tuple[PlaneSpec, ...]:
         told = json.loads(text, object_pairs_hook=unique_fields) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         told = None
-    if not isinstance(told, list) or not told or not all(isinstance(p, dict) and set(p) == set(_PLANE_FIELDS) for p in told):
+    if (
+        not isinstance(told, list)
+        or not told
+        or not all(isinstance(p, dict) and set(p) == set(_PLANE_FIELDS) for p in told[: _MOST_PLANES + 1])
+    ):
         raise BadArgument(f"from_json(): planes are {_short(text)}; they are a list of {', '.join(_PLANE_FIELDS)}, as text.")
+    if len(told) > _MOST_PLANES:
+        raise BadArgument(f"from_json(): {len(told):,} planes; a spec has at most {_MOST_PLANES}.")
     return tuple(map(_plane, told))
 
 
@@ -75,8 +85,17 @@ def _plane(told: dict[str, Any]) -> PlaneSpec:
     is_shares = isinstance(shares, list) and all(isinstance(s, list) and [type(x) for x in s] == [int] * 3 for s in shares)
     if not is_axes or not is_shares or not shares or any(type(word) is not str for word in words):
         raise BadArgument(f"from_json(): a plane is {_short(told)}; its axes are (name, size), its shares (first, size, unit).")
-    if any(share[0] < 0 or share[1] < 1 or share[2] < 1 for share in shares) or len({a[0] for a in axes}) != len(axes):
-        raise BadArgument(f"from_json(): plane {_short(told['name'])} has an axis twice, or a share of no size.")
+    if len({a[0] for a in axes}) != len(axes) or len(shares) > _MOST_SHARES or max(map(len, words)) > _MOST_LETTERS:
+        raise BadArgument(
+            f"from_json(): plane {_short(told['name'])} has an axis twice, {len(shares)} shares (at most {_MOST_SHARES}), or a "
+            f"name of over {_MOST_LETTERS} letters."
+        )
+    numbers = [n for share in shares for n in share] + [size for _, size in axes]
+    if any(not 0 <= n < 2**31 for n in numbers) or any(share[1] < 1 or share[2] < 1 for share in shares):
+        raise BadArgument(f"from_json(): plane {_short(told['name'])} has a share of no size, or a number past {2**31 - 1}.")
+    held = sorted((share[0], share[0] + share[1]) for share in shares)
+    if any(first < end for (_, end), (first, _) in pairwise(held)):
+        raise BadArgument(f"from_json(): plane {_short(told['name'])} has shares that overlap: {_short(shares)}.")
     name, format_name, shard_axis = words
     return PlaneSpec(name, tuple(map(tuple, axes)), Format.named(format_name), shard_axis, tuple(Share(*s) for s in shares))
 

@@ -18,6 +18,7 @@ from kvx.errors import BadArgument, Incompatible
 from kvx.layout.buffers import bytes_of
 from kvx.layout.place import buffer_bytes
 from kvx.spec import Spec, to_json
+from kvx.spec.manifest import unique_fields
 
 Field = str | int
 
@@ -89,8 +90,11 @@ def block_spec(spec: Spec) -> Spec:
 def kind_from_text(text: str) -> BlockKind:
     """The kind that a file or a peer names. BadArgument where it names none."""
     try:
-        body = json.loads(text)
-        return BlockKind(dict(body["manifest"]), tuple(int(n) for n in body["buffer_bytes"]))
+        body = json.loads(text, object_pairs_hook=unique_fields)
+        sizes = body["buffer_bytes"]
+        if not isinstance(sizes, list) or any(type(n) is not int for n in sizes):
+            raise ValueError("buffer_bytes is no list of whole numbers")
+        return BlockKind(dict(body["manifest"]), tuple(sizes))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BadArgument(f"kind_from_text(): no kind of block: {str(error)[:200]}.") from None
 

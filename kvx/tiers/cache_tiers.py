@@ -41,6 +41,9 @@ class CacheTiers:
         if not len(tiers) == len(kept) == len(members):
             what = f"{len(members)} groups" if len(members) == len(cache.groups) else f"{len(members)} members of groups"
             raise BadArgument(f"CacheTiers: tiers of {len(tiers)} groups and kept of {len(kept)}; the cache has {what}.")
+        given = [id(tier) for mine in tiers for tier in mine]
+        if len(set(given)) != len(given):  # names are of tokens: two groups' blocks have the same
+            raise BadArgument("CacheTiers: one tier is given for two groups, or twice; each group has tiers of its own.")
         for spec, (_, member) in zip(kept, members, strict=True):
             if spec.block_size != member.spec.block_size:
                 raise BadArgument(f"CacheTiers: kept blocks have {spec.block_size} tokens, the cache's {member.spec.block_size}.")

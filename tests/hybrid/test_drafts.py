@@ -246,3 +246,33 @@ def test_drafts_are_not_taken_back_under_a_fork(backend):
     assert (request.length, fork.length) == (6, 10)
     cache.take_back([(fork, 9)], backend=backend.name)
     cache.check()
+
+
+def test_tokens_that_no_step_had_are_not_taken_back():
+    """extend() alone puts nothing aside."""
+    cache = small_cache("cpu")
+    seq = cache.admit([])
+    cache.prepare_forward([(seq, 3)])
+    cache.extend(seq, 5)
+    for length in (6, 2):
+        with pytest.raises(BadArgument, match="tokens from 8 on"):
+            cache.take_back([(seq, length)])
+    cache.check()
+
+
+def test_an_error_while_drafts_are_taken_back_ends_with_them(monkeypatch):
+    """Every later call would meet it again."""
+    cache = small_cache("cpu")
+    seq = cache.admit([])
+    cache.prepare_forward([(seq, 5)])
+    cache.prepare_forward([(seq, 2)])
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("kvx.cache.hybrid.drafts.Drafts.take_back", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.take_back([(seq, 6)])
+    assert seq.length == 0, "what is half taken back is nobody's"
+    cache.check()
+    cache.release(seq)

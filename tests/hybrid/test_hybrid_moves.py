@@ -328,3 +328,24 @@ def test_a_manifest_that_was_edited_is_refused(field):
     body["parts"][0]["manifest"] = json.dumps(inner)
     with pytest.raises(kvx.KvxError):
         from_manifest(json.dumps(body))
+
+
+def test_entries_of_another_number_of_blocks_are_refused():
+    """Too few would leave another request's entries in the last block."""
+    from kvx.handover.memory import new_buffers
+    from kvx.handover.part import Part
+
+    _, handover = handed_over()
+
+    def with_blocks(part: Part, n: int) -> Part:
+        if not part.block_tokens:
+            return part
+        spec = part.spec.replaced(num_blocks=n)
+        return Part(spec, part.layers, 0, 0, new_buffers(spec), block_tokens=part.block_tokens).sealed(21)
+
+    fewer = Handover(handover.tokens, tuple(with_blocks(p, 2) for p in handover.parts))
+    cache = small_cache()
+    seq = cache.admit(TOKENS)
+    with pytest.raises(kvx.Incompatible, match="2 blocks of 8 tokens; here 21 tokens are 3 blocks of 8"):
+        write_sequence(cache, seq, fewer, model=NAME)
+    assert seq.length == 0

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers", minversion="4.56", reason="the adapter is for transformers 4.56 or newer")
 
-from kvx import OutOfBlocks
-from kvx.cache.hybrid import HybridCache
+from kvx import BadArgument, OutOfBlocks
+from kvx.cache.hybrid import HybridCache, HybridSchema, LayerSchema
 from tests import compare
 from tests.hybrid import models
-from tests.hybrid.hybrids import answer, check, feed, hybrid_on, same, state_of, tokens
+from tests.hybrid.hybrids import F32, answer, check, feed, hybrid_on, same, state_of, tokens
 from tests.hybrid.test_resume import num_snapshots, run_to, small_cache
 
 TEXT = list(range(60))
@@ -275,4 +275,30 @@ def test_a_pinned_snapshot_is_not_given_up():
     assert cache.room(seq) > 0
     cache.prepare_forward([(seq, 1)])
     assert (seq.length, num_snapshots(cache)) == (9, 0)
+    cache.check()
+
+
+@pytest.mark.parametrize("replay", ["exact", "bounded"])
+def test_a_sequence_that_computes_its_state_again_is_not_cut(replay):
+    """What it has in between is no state of any tokens. From the beginning it may."""
+    layer = LayerSchema(4, overlap=True, window=16, head_dim=16, rope_dim=0, **F32)
+    cache = HybridCache(
+        HybridSchema((layer,), block_tokens=8),
+        num_blocks=16,
+        max_seqs=2,
+        max_seq_len=64,
+        prefix=True,
+        snapshot_every=0,
+        replay=replay,
+    )
+    first = cache.admit(list(range(60)))
+    cache.prepare_forward([(first, 48)])
+    cache.commit(first)
+    second = cache.admit(list(range(60)))
+    assert 0 < second.length < second.num_ahead * 8 == second.whole_from
+    for length in (second.length, second.length - 1):
+        with pytest.raises(BadArgument, match=r"whole only after 48|tokens from"):
+            cache.truncate(second, length)
+    cache.truncate(second, 0)
+    assert (second.length, second.num_ahead, second.whole_from, second.is_exact) == (0, 0, 0, True)
     cache.check()

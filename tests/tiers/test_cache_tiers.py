@@ -281,3 +281,11 @@ def test_two_caches_share_a_tier_only_where_it_knows_the_weights():
     with HostTier(BlockKind.of(kept), 1 << 16) as tier:
         CacheTiers(cache, [[tier]], kept=[kept]).close()
         CacheTiers(other, [[tier]], kept=[kept]).close()
+
+
+def test_one_tier_for_two_groups_is_refused():
+    """Names are of tokens: the other group's blocks have the same."""
+    cache = make(8, window=6)
+    kind = BlockKind.of(kept_of(cache)[0])
+    with HostTier(kind, 64 * kind.num_bytes) as tier, pytest.raises(kvx.BadArgument, match="one tier is given for two groups"):
+        CacheTiers(cache, [[tier], [tier]], kept=kept_of(cache))

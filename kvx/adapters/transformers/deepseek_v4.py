@@ -85,6 +85,8 @@ class HybridModel:
     def _know(self, requests: Listing[Sequence], ids: Listing[Tensor]) -> None:
         """A cache that finds prefixes knows the ids of tokens before they are computed."""
         if self.cache.prefix is not None:
+            if len({id(request) for request in requests}) != len(requests):
+                raise BadArgument("forward(): a request is there twice. Nothing changed.")
             for request, part in zip(requests, ids, strict=True):
                 known, given = request.tokens[request.length :].tolist(), part.tolist()
                 if known[: len(given)] != given[: len(known)]:

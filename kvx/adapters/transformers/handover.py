@@ -75,6 +75,7 @@ def import_cache(
 
     Without `tokens` all of the handover's are there, and the next forward takes those that follow.
     """
+    handover.require_kv("import_cache", "transformers' caches are given K and V alone; write_sequence() takes the rest")
     handover.check()
     n = handover.num_tokens if tokens is None else num_usable("import_cache", handover, _ids("import_cache", tokens))
     config = _config(into, model)

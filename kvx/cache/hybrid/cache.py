@@ -10,6 +10,7 @@ that nothing is allocated while it runs; what a step computes only fills them.
 from __future__ import annotations
 
 from collections.abc import Sequence as Listing
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,12 @@ from kvx.ops import backend as backends
 from kvx.ops.entry.step import Step
 
 _STATES, _ENTRIES = 0, 1  # groups
+
+
+class _TakenBack(NamedTuple):
+    seq: Sequence
+    length: int  # that stays
+    start: int  # of the step
 
 
 class HybridCache(PagedCache):
@@ -79,8 +86,9 @@ class HybridCache(PagedCache):
         ints, n = self._step_ints, max_seqs
         self.step = Step(ints[:n], ints[n : 2 * n + 1], ints[2 * n + 1 :])  # of prepare_forward
         self._views = [LayerViews.make(store, self.block_table, self.num_shared) for store in self.layers]
-        self._draft_starts: dict[int, int] = {}  # by a sequence's id: tokens of its last step, from here on, can be taken back
-        self._taking_back: Listing[tuple[Sequence, int]] = ()  # drafts: half of it done would be wrong
+        # By a sequence's id: its last step's first token, and its length since. While it has that, its tokens can be taken back.
+        self._draft_steps: dict[int, tuple[int, int]] = {}
+        self._taking_back: Listing[_TakenBack] = ()  # drafts: half of it done would be wrong
         self._guard.mended_by(self._finish_taking_back)
         self._set_step([], [], [])
 
@@ -107,7 +115,7 @@ class HybridCache(PagedCache):
             starts, drafts = [was.length for was in before], self.schema.max_drafts
             self._set_step([self.slot(seq) for seq, _ in work], [n for _, n in work], starts)
             for (seq, n), start in zip(work, starts, strict=True):
-                self._draft_starts[seq.id] = start if drafts and n <= drafts + 1 else seq.length
+                self._draft_steps[seq.id] = (start if drafts and n <= drafts + 1 else seq.length, seq.length)
         except BaseException:
             self._stand_again(before)
             raise
@@ -141,11 +149,12 @@ class HybridCache(PagedCache):
             changed = np.flatnonzero(host.numpy() != mine)
             if len(changed):
                 first, end = int(changed[0]), int(changed[-1]) + 1
+                # The host's copy last: what Ctrl-C kept from the device is then sent again.
+                self.block_table[slot, first:end].copy_(torch.from_numpy(mine[first:end].copy()), non_blocking=True)
                 host[first:end].copy_(torch.from_numpy(mine[first:end]))
-                self.block_table[slot, first:end].copy_(host[first:end], non_blocking=True)
         if int(self._host_shared[slot]) != shared:
+            self.num_shared[slot : slot + 1].fill_(shared)
             self._host_shared[slot] = shared
-            self.num_shared[slot : slot + 1].copy_(self._host_shared[slot : slot + 1], non_blocking=True)
 
     def _set_step(self, slots: Listing[int], counts: Listing[int], starts: Listing[int]) -> None:
         # From memory that is not pinned: the driver has read it when the copy returns, so the next step may write it.
@@ -160,7 +169,7 @@ class HybridCache(PagedCache):
     @whole
     def release(self, seq: Sequence) -> None:
         super().release(seq)
-        self._draft_starts.pop(seq.id, None)
+        self._draft_steps.pop(seq.id, None)
 
     # --- drafts -----------------------------------------------------------------------------------------------------------
 
@@ -190,33 +199,49 @@ class HybridCache(PagedCache):
             named = max(seq.num_stored, seq.num_ahead * self.block_size) if self.prefix is not None else 0
             # A state that a fork has too stays as it is.
             is_shared = self._tables[_STATES].is_last_shared(seq)
-            first = seq.length if is_shared else self._draft_starts.get(seq.id, seq.length)
+            first = seq.length if is_shared else self._draft_start(seq)
             if not max(first, named) <= length <= seq.length:
                 raise BadArgument(
                     f"take_back(): {seq} to {length}; tokens from {first} on can be taken back (max_drafts is "
                     f"{self.schema.max_drafts}), and {named} are named. Nothing changed."
                 )
         if work:
-            self._taking_back = work  # from here on it happens: what is broken off is done again, which gives the same
-            self._take_back(work, backend)
+            # From here on it happens: what is broken off is done again, which gives the same.
+            self._taking_back = [_TakenBack(seq, length, self._draft_start(seq)) for seq, length in work]
+            try:
+                self._take_back(self._taking_back, backend)
+            except Exception:  # no interrupt: it would fail again, and every call after it
+                self._taking_back = ()
+                for seq, _ in work:
+                    self._spoil(seq)
+                raise
 
-    def _take_back(self, work: Listing[tuple[Sequence, int]], backend: str) -> None:
-        slots = [self.slot(seq) for seq, _ in work]
-        starts = [self._draft_starts[seq.id] for seq, _ in work]
+    def _draft_start(self, seq: Sequence) -> int:
+        """Tokens from here on can be taken back: of the last step, where nothing came after it."""
+        start, end = self._draft_steps.get(seq.id, (seq.length, seq.length))
+        return start if seq.length == end else seq.length
+
+    def _take_back(self, work: Listing[_TakenBack], backend: str) -> None:
+        slots, starts = [self.slot(each.seq) for each in work], [each.start for each in work]
         limits = np.full(len(self.block_table), np.iinfo(np.int32).max, np.int32)
-        limits[slots] = [length for _, length in work]
+        limits[slots] = [each.length for each in work]
         lengths = torch.from_numpy(limits).to(self.device)
-        counts = [length - start for (_, length), start in zip(work, starts, strict=True)]
+        counts = [each.length - each.start for each in work]
         accepted = AcceptedTokens.of(slots, starts, counts, self.device)
         for store in self.layers:
             store.window.truncate(lengths)
             for drafts, pages in ((store.drafts, store.entries), (store.index_drafts, store.index)):
                 if drafts is not None and pages is not None:
                     drafts.take_back(accepted, pages, self.block_table, backend=backend)
-        for seq, length in work:
+        for seq, length, start in work:
             if seq.length != length:
                 self._truncate(seq, length)
+            self._draft_steps[seq.id] = start, length
         self._taking_back = ()
+
+    def _spoil(self, seq: Sequence) -> None:
+        """Its windows and tails are half taken back: nobody goes on from them, or is given them."""
+        self._truncate(seq, 0)
 
     def _finish_taking_back(self) -> None:
         if self._taking_back:

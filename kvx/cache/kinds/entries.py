@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvx.cache.kinds.kind import GroupKind
+from kvx.spec.cache_spec import Spec
+from kvx.spec.state_spec import StateSpec
 
 
 @dataclass(frozen=True)
@@ -19,3 +21,8 @@ class Entries(GroupKind):
 
     def num_blocks(self, length: int, block_size: int) -> int:
         return -(-max(length // ratio * ratio for ratio in self.ratios) // block_size)
+
+    def check(self, spec: Spec) -> str | None:
+        if isinstance(spec, StateSpec):
+            return None
+        return f"kind is Entries, whose blocks hold pages of rows; the spec is a {type(spec).__name__}, and it is a StateSpec."

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvx.spec.cache_spec import Spec
+from kvx.spec.cache_spec import CacheSpec, Spec
 
 Blocks = TypeVar("Blocks", int, NDArray[np.int64])  # a number of blocks or tokens, or many of them
 
@@ -27,9 +27,8 @@ class GroupKind:
     window = 0  # positions a token sees, its own the last of them; 0: all
     is_latent = False  # MLA: K the latent, V the rotary part (docs/attention.md)
     gives_back = False  # blocks that no later token sees are given back
-    has_state = (
-        False  # one block a sequence, which every step changes: it is copied where a sequence with tokens of its own goes on
-    )
+    # One block a sequence, which every step changes: whoever shares it goes on in a copy.
+    has_state = False
     is_ahead = False  # a sequence may hold found blocks behind its length, which are not written again
 
     def num_blocks(self, length: int, block_size: int) -> int:
@@ -54,4 +53,6 @@ class GroupKind:
 
     def check(self, spec: Spec) -> str | None:
         """What is wrong with such a spec, as a sentence."""
-        return None
+        if isinstance(spec, CacheSpec):
+            return None
+        return f"kind is {self}, whose blocks hold K and V of tokens; the spec is a {type(spec).__name__}. State() takes those."

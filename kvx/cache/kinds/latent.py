@@ -24,4 +24,4 @@ class Latent(GroupKind):
     def check(self, spec: Spec) -> str | None:
         if isinstance(spec, CacheSpec) and spec.num_kv_heads != 1:
             return f"is_latent with {spec.num_kv_heads} KV heads; a latent has one."
-        return None
+        return super().check(spec)

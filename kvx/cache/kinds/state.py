@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from kvx.cache.kinds.kind import Blocks, GroupKind
 from kvx.errors import BadArgument
+from kvx.spec.cache_spec import Spec
+from kvx.spec.state_spec import StateSpec
 
 
 @dataclass(frozen=True)
@@ -45,3 +47,8 @@ class State(GroupKind):
 
     def num_columns(self, max_blocks: int) -> int:
         return 1
+
+    def check(self, spec: Spec) -> str | None:
+        if isinstance(spec, StateSpec):
+            return None
+        return f"kind is State, whose blocks hold one position each; the spec is a {type(spec).__name__}, and it is a StateSpec."
