@@ -196,23 +196,33 @@ def test_what_is_refused(make, why):
     assert why in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda spec, buffers, folder: kvx.save(folder / "states.kvx", buffers, spec),
-        lambda spec, buffers, folder: kvx.allocate(spec),
-        lambda spec, buffers, folder: kvx.spec.to_json(spec),
-        lambda spec, buffers, folder: kvx.PagedCache([kvx.LayerGroup("states", (0,), spec)], max_seqs=1, max_seq_len=4),
-    ],
-    ids=["save", "allocate", "to_json", "PagedCache"],
-)
-def test_what_takes_no_states_says_so(call, tmp_path):
-    spec = spec_of("transformers", (CONV, state_plane("ssm", "f32", channel=8, column=4)))
-    spec = replace(spec, num_layers=1)
+def test_what_takes_no_states_says_so():
+    spec = replace(spec_of("transformers", (CONV, state_plane("ssm", "f32", channel=8, column=4))), num_layers=1)
     with pytest.raises(kvx.Unsupported, match="what was called takes a CacheSpec"):
-        call(spec, allocate_buffers(spec), tmp_path)
-    assert not list(tmp_path.iterdir())
+        kvx.allocate(spec)
+    with pytest.raises(kvx.BadArgument, match=r"State\(\) takes those"):
+        kvx.LayerGroup("states", (0,), spec)
     assert "StateSpec has no kv" in str(kvx.supports("write", spec, "cpu"))
+
+
+def test_files_of_states(tmp_path):
+    """As those of K and V: sealed, and a bit that changed is found."""
+    spec = replace(spec_of("transformers", (CONV, state_plane("ssm", "f32", channel=8, column=4))), num_layers=1)
+    buffers = allocate_buffers(spec)
+    for n, buffer in enumerate(buffers):
+        buffer.view(torch.uint8)[:] = torch.arange(buffer.numel()) * (n + 3) % 251
+    path = tmp_path / "states.kvx"
+    kvx.save(path, buffers, spec)
+    file = kvx.load(path, spec)
+    assert file.spec == spec
+    assert all(torch.equal(a, b) for a, b in zip(file.buffers, buffers, strict=True))
+    with pytest.raises(kvx.Incompatible):
+        kvx.load(path, replace(spec, model="another"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(kvx.Damaged):
+        kvx.load(path)
 
 
 def test_another_kind_of_matrix_is_another_content():
