@@ -79,7 +79,7 @@ class StateSpec(Spec):
             raise AttributeError(f"StateSpec has no {name!r}.")
         raise Unsupported(
             f"StateSpec has no {name}: what was called takes a CacheSpec, of K and V. States are taken by plan, convert, digest, "
-            "allocate_buffers and layer_views."
+            "allocate_buffers, layer_views, save and load, handovers, PagedCache and tiers."
         )
 
     def shard(self, tp_size: int, tp_rank: int) -> StateSpec:

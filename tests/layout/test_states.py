@@ -196,23 +196,36 @@ def test_what_is_refused(make, why):
     assert why in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda spec, buffers, folder: kvx.save(folder / "states.kvx", buffers, spec),
-        lambda spec, buffers, folder: kvx.allocate(spec),
-        lambda spec, buffers, folder: kvx.spec.to_json(spec),
-        lambda spec, buffers, folder: kvx.PagedCache([kvx.LayerGroup("states", (0,), spec)], max_seqs=1, max_seq_len=4),
-    ],
-    ids=["save", "allocate", "to_json", "PagedCache"],
-)
-def test_what_takes_no_states_says_so(call, tmp_path):
-    spec = spec_of("transformers", (CONV, state_plane("ssm", "f32", channel=8, column=4)))
-    spec = replace(spec, num_layers=1)
-    with pytest.raises(kvx.Unsupported, match="what was called takes a CacheSpec"):
-        call(spec, allocate_buffers(spec), tmp_path)
-    assert not list(tmp_path.iterdir())
+def test_what_takes_no_states_says_so():
+    spec = replace(spec_of("transformers", (CONV, state_plane("ssm", "f32", channel=8, column=4))), num_layers=1)
+    with pytest.raises(kvx.Unsupported, match=r"takes a CacheSpec, of K and V\. States are taken by plan, .* PagedCache and tiers"):
+        kvx.allocate(spec)
     assert "StateSpec has no kv" in str(kvx.supports("write", spec, "cpu"))
+
+
+@pytest.mark.parametrize("name", STATE_ROWS)
+def test_files_keep_them(name, tmp_path):
+    r = random.Random(name)
+    for n in range(5):
+        planes = random_planes(r)
+        x, spec = random_content(r, planes), spec_of(name, planes)
+        kvx.save(tmp_path / f"{n}.kvx", tensors(name, x), spec)
+        found = kvx.load(tmp_path / f"{n}.kvx", expect=spec)
+        assert found.spec == spec == kvx.spec.spec_from_json(kvx.spec.to_json(spec))
+        assert all(torch.equal(got, want) for got, want in zip(found.buffers, tensors(name, x), strict=True))
+        other = replace(spec, planes=tuple(replace(p, format=kvx.spec.Format.named("bf16")) for p in planes))
+        with pytest.raises(kvx.Incompatible, match="manifests differ in planes"):
+            kvx.load(tmp_path / f"{n}.kvx", expect=other)
+
+
+def test_a_layer_may_have_several_convolutions():
+    """Inkling has four. Names with numbers are planes of the layout language."""
+    planes = (*(state_plane(f"conv{n}", "f32", channel=4 + n, tap=3) for n in range(4)),)
+    spec = spec_of("vllm.sd", planes)
+    assert spec.layout == "layer | block plane[conv0: tap channel; conv1: tap channel; conv2: tap channel; conv3: tap channel]"
+    assert spec.block_content_bytes == LAYERS * 4 * 3 * (4 + 5 + 6 + 7)
+    with pytest.raises(kvx.BadArgument, match=r"plane\[...\] is written"):
+        StateSpec(4, (CONV,), layout="block plane[2conv: channel tap]")
 
 
 def test_another_kind_of_matrix_is_another_content():
