@@ -92,6 +92,6 @@ def _inside(engine: str, p: Plane, index: Sequence[np.ndarray]) -> tuple[np.ndar
     if len(p.shape) == 2:
         return index[0] * p.shape[1] + index[1], count
     (h, row, column), (_, rows, columns) = index, p.shape
-    if p.name == "delta" and engine not in ("transformers", "llama_cpp"):  # [heads, value, key]
+    if p.name == "delta" and engine != "transformers":  # [heads, value, key]
         return (h * columns + column) * rows + row, count
     return (h * rows + row) * columns + column, count

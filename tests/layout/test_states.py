@@ -23,7 +23,7 @@ def engine_tensors(name: str, x: Arrays) -> list[np.ndarray]:
     """What an engine would have in memory, by its shapes alone (facts of the engines, not of the layout strings)."""
     conv = x["conv"]
     matrix = x.get("ssm", x.get("delta"))
-    if matrix is not None and "delta" in x and name not in ("transformers", "llama_cpp"):
+    if matrix is not None and "delta" in x and name != "transformers":
         matrix = matrix.swapaxes(-1, -2)  # [heads, value, key]
     if name == "transformers":  # [batch, channels, kernel] with a column that is never read, [batch, heads, ...]
         older = np.concatenate([np.zeros_like(conv[..., :1]), conv], -1)
