@@ -1,8 +1,8 @@
-"""The first cases of tests/fuzz/states.py, in every run of the tests."""
+"""The first cases of tests/fuzz/states.py and tests/fuzz/state_damage.py, in every run of the tests."""
 
 from __future__ import annotations
 
-from tests.fuzz import states
+from tests.fuzz import state_damage, states
 from tests.fuzz.state_memory import Plane, addresses
 
 
@@ -27,3 +27,18 @@ def test_the_reading_of_engines_is_one_of_its_own():
     planes = [Plane("delta", (2, 3, 5), 2, ((2, 1),))]
     tensor, byte = addresses("sglang", planes, 0, 2, 5)  # [2, 5, 2, value 5, key 3]
     assert (tensor[1, 3, 1, 2, 4], byte[1, 3, 1, 2, 4]) == (0, 2 * (((1 * 5 + 3) * 2 + 1) * 15 + 4 * 3 + 2))
+
+
+def test_damage_shows_on_every_way():
+    trials = 10
+    for damage, counts in state_damage.run(trials).items():
+        assert sum(counts.values()) == trials * len(state_damage.WAYS), damage
+        assert counts["digest: another digest"] == trials, damage
+    assert set(state_damage.DAMAGE) >= {
+        "flipped_bit",
+        "swapped_heads",
+        "swapped_segments",
+        "transposed",
+        "off_by_one",
+        "another_type",
+    }
