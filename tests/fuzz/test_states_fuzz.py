@@ -34,11 +34,4 @@ def test_damage_shows_on_every_way():
     for damage, counts in state_damage.run(trials).items():
         assert sum(counts.values()) == trials * len(state_damage.WAYS), damage
         assert counts["digest: another digest"] == trials, damage
-    assert set(state_damage.DAMAGE) >= {
-        "flipped_bit",
-        "swapped_heads",
-        "swapped_segments",
-        "transposed",
-        "off_by_one",
-        "another_type",
-    }
+    assert (len(state_damage.DAMAGE), len(state_damage.WAYS)) == (6, 5)
