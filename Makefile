@@ -131,6 +131,8 @@ fuzz: fuzz-abi fuzz-python
 FUZZ_PY = OMP_NUM_THREADS=1 $(PY) -m tests.fuzz
 fuzz-python: build
 	$(FUZZ_PY).conversions --cases $$(($(CASES) / 10)) --seed $(SEED)
+	$(FUZZ_PY).states --cases $$(($(CASES) / 100)) --seed $(SEED)
+	$(FUZZ_PY).state_damage --trials $$(($(CASES) / 1000)) --seed $(SEED)
 	$(FUZZ_PY).files --cases $$(($(CASES) / 10)) --seed $(SEED)
 	$(FUZZ_PY).tier_blocks --cases $$(($(CASES) / 100)) --seed $(SEED)
 

@@ -108,6 +108,11 @@ def check_parts(num_tokens: int, parts: Sequence[Facts]) -> None:
                     f"Handover: a part of {', '.join(p.name for p in part.spec.planes)} has {part.spec.num_blocks} blocks; "
                     f"{num_tokens} tokens make {least} to {most}."
                 )
+            if not bs and part.spec.positions not in ((), (num_tokens,)):
+                raise BadArgument(
+                    f"Handover: a state of layers {few(part.layers)} is one after {part.spec.positions[0]} tokens; the handover "
+                    f"has {num_tokens}. A state holds at one position."
+                )
             continue
         blocks = -(-num_tokens // bs) - part.first_block
         if part.spec.num_blocks != blocks:

@@ -2,7 +2,8 @@
 
 A spec knows every buffer's element type and how its axes step through memory. A tensor is that buffer when its type is the same and
 its dimensions are those axes: in memory order or permuted, adjacent ones merged or not, as engines register them. Flat
-uint8 says nothing of what it holds and is taken at its word. Everything else is refused, by the name of what differs.
+uint8 says nothing of what it holds and is taken at its word; int8 too where planes have names, as vLLM's pages of states are.
+Everything else is refused, by the name of what differs.
 
 Ops on one layer's tensors ask `check_layer`; their native form is open_cache of native/door.cpp, which gives the same answers.
 """
@@ -22,7 +23,7 @@ from kvx.layout.axes import PLANES, Layout
 from kvx.layout.place import Place, in_memory, num_cache_buffers, places, scale_places
 from kvx.spec.cache_spec import PlaneSpec, Spec
 
-_AREAS = "K and V"  # areas of planes, of orders or sizes of their own, in one buffer
+_AREAS = ("K and V", "planes")  # areas of planes, of orders or sizes of their own, in one buffer
 
 
 class AxisStep(NamedTuple):
@@ -140,7 +141,8 @@ def no_memory(t: Tensor) -> str:
 @lru_cache(maxsize=4096)
 def _refusal(grid: Grid, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> str:
     got = f"is {list(shape)} {_name(dtype)}"
-    if dtype is not torch.uint8 and dtype is not grid.dtype:
+    is_bytes = dtype is torch.uint8 or (dtype is torch.int8 and "plane[" in grid.layout)
+    if not is_bytes and dtype is not grid.dtype:
         want = "uint8" if grid.dtype is None else f"{_name(grid.dtype)}, or raw bytes as flat uint8"
         return f"{got}; {grid.format} in the spec makes it {want}. Give the spec the format these tensors have, or cast them."
     given = [(stride * item, n) for stride, n in zip(strides, shape, strict=True) if n != 1]
@@ -153,7 +155,7 @@ def _refusal(grid: Grid, dtype: torch.dtype, shape: tuple[int, ...], strides: tu
     if size < grid.bytes:
         return f"{got}, {size} bytes of memory; the spec makes {grid.bytes}: {grid}."
     is_contiguous = given == dims and end == prod(shape) * item and size == end
-    if is_contiguous and dtype is torch.uint8 and len(shape) < 3:
+    if is_contiguous and is_bytes and len(shape) < 3:
         return ""  # flat, or [num_blocks, block_bytes] and the like
     if is_contiguous and len(shape) == 1 and size <= max(grid.bytes, grid.steps[0].end if grid.steps else 0):
         return ""
@@ -209,7 +211,7 @@ def _conflict(dims: list[tuple[int, int]], item: int, grid: Grid) -> str:
         for i, s in enumerate(grid.steps):
             if i in covered:
                 found[i].append(s)
-            elif s.axis == _AREAS and s.stride <= stride and dim.end <= s.end:
+            elif s.axis in _AREAS and s.stride <= stride and dim.end <= s.end:
                 found[i].append(dim)
             elif stride < s.end and s.stride < dim.end:
                 return f"its {n} of {stride} bytes are neither {s.axis} nor whole axes"
@@ -278,7 +280,9 @@ def _cache_grid(spec: Spec, planes: list[tuple[PlaneSpec, Place]]) -> Grid:
         shared = [s for s in steps[0] if all(s in other for other in steps)]
         shared = [s for s in shared if all(x in shared for p in steps for x in p if x.stride >= s.stride)]
         inner = min((s.stride for s in shared), default=-(-size // units[0]) * units[0])
-        found = [*shared, AxisStep(_AREAS, inner // min(units), min(units))]
+        if spec.block_bytes:  # an engine's view of padded pages has their content alone
+            inner = min(inner, size - sum((s.size - 1) * s.stride for s in shared))
+        found = [*shared, AxisStep(_AREAS["plane[" in spec.layout], inner // min(units), min(units))]
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     return Grid(tuple(found), dtype, size, formats, spec.layout)
 

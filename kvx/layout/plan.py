@@ -181,6 +181,7 @@ def plan(
     if layers is not None:
         _check_layers(layers)
     pairs = pairs_of(blocks, sources[0], targets[0])
+    _require_positions(sources[0], targets[0], pairs)
     reorder = reorder_of(sources[0], targets[0], rope, rotary_dim)
     unit = _unit_tokens(sources[0], targets[0])
     together = sharded_alike((*sources, *targets))
@@ -273,6 +274,18 @@ def _require_match(src: Spec, dst: Spec) -> None:
             raise Unsupported(
                 f"plan(): {a.name} is {a.format}, whose scales belong to blocks, and blocks change from {src.block_size} to "
                 f"{dst.block_size} tokens. Convert to a format with scales per token-head, or through bf16."
+            )
+
+
+def _require_positions(src: Spec, dst: Spec, pairs: Pairs | None) -> None:
+    """States that are said to be of a position move to blocks that are said to be of the same."""
+    if pairs is None or not src.positions or not dst.positions:
+        return
+    for a, b in zip(*pairs, strict=True):
+        if src.positions[a] != dst.positions[b]:
+            raise BadArgument(
+                f"plan(): block {a} of src is a state after {src.positions[a]} tokens, block {b} of dst one after "
+                f"{dst.positions[b]}. A state holds at one position: give the block of that one."
             )
 
 

@@ -35,7 +35,7 @@ def as_shards(name: str, specs: Spec | Sequence[Spec]) -> tuple[Spec, ...]:
 
 def _facts(one: Spec, other: Spec) -> Iterable[tuple[str, object, object]]:
     """What shards of one cache share, by name."""
-    yield from ((what, getattr(one, what), getattr(other, what)) for what in ("num_blocks", "block_size"))
+    yield from ((what, getattr(one, what), getattr(other, what)) for what in ("num_blocks", "block_size", "positions"))
     yield "planes", [p.name for p in one.planes], [p.name for p in other.planes]
     for a, b in zip(one.planes, other.planes, strict=True):
         axis = differing_axis(a, b)

@@ -74,8 +74,8 @@ _ROWS = [
         notes="MambaPoolHost, page_first: of a page the matrices of all layers, then the convolutions.",
     ),
     StateRow(
-        "llama_cpp", "2026-10", "layer ", "| block ", "channel tap", "head row column",
-        notes="R and S, a row a cell, f32. The order inside S was not checked against the engine.",
+        "llama_cpp", "2026-10", "layer ", "| block ", "channel tap", "head column row",
+        notes="R and S, a row a cell, f32. Of Qwen3-Next, Mamba2, Mamba and LFM2 the engine's own bytes were compared.",
     ),
 ]  # fmt: skip
 STATE_ROWS: dict[str, StateRow] = {row.name: row for row in _ROWS}

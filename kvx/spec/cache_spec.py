@@ -103,6 +103,7 @@ class Spec:
     model: str
     block_bytes: int
     planes: tuple[PlaneSpec, ...]
+    positions: tuple[int, ...] = ()  # of states: tokens that each block has seen, where that is said
 
     def plane(self, index: int) -> PlaneSpec:
         return self.planes[index]

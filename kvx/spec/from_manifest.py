@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from itertools import pairwise
 from typing import Any
@@ -53,6 +54,8 @@ def spec_from_json(text: str) -> Spec:
     if missing:
         raise BadArgument(f"from_json(): field {sorted(missing)[0]!r} is missing.")
     given = {name: data[name] for name in names if name in data}
+    if "positions" in given and is_state:
+        given["positions"] = _positions(given["positions"])
     spec: Spec = StateSpec(**given | {"planes": _planes(data["planes"])}) if is_state else CacheSpec(**given)
     if "digest" in data and data["digest"] != digest(spec):
         raise Incompatible(
@@ -60,6 +63,13 @@ def spec_from_json(text: str) -> Spec:
             "a field was changed after it was written."
         )
     return spec
+
+
+def _positions(text: object) -> tuple[int, ...]:
+    """Of a manifest's text: numbers with spaces between them."""
+    if not isinstance(text, str) or not re.fullmatch(r"[0-9]{1,18}( [0-9]{1,18})*", text):
+        raise BadArgument(f"from_json(): positions are {_short(text)}; they are numbers of tokens with spaces between, as text.")
+    return tuple(map(int, text.split()))
 
 
 def _planes(text: object) -> tuple[PlaneSpec, ...]:
@@ -112,5 +122,5 @@ def require_same(mine: Spec, theirs: Spec) -> None:
         raise Incompatible(f"manifests differ: a {type(mine).__name__} here, a {type(theirs).__name__} there.")
     for name in _STATE_FIELDS if isinstance(mine, StateSpec) else _FIELDS:
         a, b = getattr(mine, name), getattr(theirs, name)
-        if a != b:
+        if a != b and (name != "positions" or a):  # who says no positions takes any
             raise Incompatible(f"manifests differ in {name}: {a!r} here, {b!r} there.")

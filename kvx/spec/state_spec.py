@@ -2,7 +2,7 @@
 
 A convolution keeps its last inputs, `channel` by `tap`; a linear attention or state space layer a matrix a head, `head` by `row` by
 `column` (key by value, or head dim by state size), or `channel` by `column` where it has no heads. Which position a state belongs
-to is not in its bytes: whoever moves it says so beside them.
+to is not in its bytes: `positions` says it, or whoever moves it beside them (a handover by its tokens, a tier by the block's name).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 from kvx.errors import BadArgument, Unsupported
 from kvx.layout.axes import STATE_AXES, Layout
@@ -31,6 +31,7 @@ class StateSpec(Spec):
     layer_start: int = 0  # of the model's layers that have states, counted by themselves
     model: str = ""  # whose states they are; "" says nothing
     block_bytes: int = 0  # from block to block where an engine pads its pages; 0: as large as their content
+    positions: tuple[int, ...] = ()  # tokens that the state of each block has seen; (): says nothing
     block_size: int = field(default=1, init=False)  # a block is one position
 
     def __post_init__(self) -> None:
@@ -38,6 +39,7 @@ class StateSpec(Spec):
         if all(isinstance(p, PlaneSpec) for p in planes):  # in one order, whatever that of memory: digests count planes
             planes = tuple(sorted(planes, key=lambda p: p.name))
         object.__setattr__(self, "planes", planes)
+        object.__setattr__(self, "positions", tuple(self.positions) if isinstance(self.positions, list) else self.positions)
         if not self.layout and _planes_are_planes(self) is None:
             object.__setattr__(self, "layout", self.plain_layout)
         for rule in RULES:
@@ -59,8 +61,16 @@ class StateSpec(Spec):
             }
             for p in self.planes
         ]  # fmt: skip
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name != "positions"}
+        if self.positions:  # younger than manifests that travel: absent where it says nothing, so their digests hold
+            found["positions"] = " ".join(map(str, self.positions))
         return found | {"planes": json.dumps(planes, separators=(",", ":"))}
+
+    def replaced(self, **fields: Any) -> Self:
+        """Other blocks are at other positions: those of these are not kept for them."""
+        if fields.get("num_blocks", self.num_blocks) != self.num_blocks:
+            fields = {"positions": (), **fields}
+        return super().replaced(**fields)
 
     @property
     def block_layout(self) -> str:
@@ -79,7 +89,7 @@ class StateSpec(Spec):
             raise AttributeError(f"StateSpec has no {name!r}.")
         raise Unsupported(
             f"StateSpec has no {name}: what was called takes a CacheSpec, of K and V. States are taken by plan, convert, digest, "
-            "allocate_buffers and layer_views."
+            "allocate_buffers, layer_views, save and load, handovers, PagedCache and tiers."
         )
 
     def shard(self, tp_size: int, tp_rank: int) -> StateSpec:
@@ -151,6 +161,15 @@ def _sizes_are_positive(spec: StateSpec) -> str | None:
         value = getattr(spec, name)
         if type(value) is not int or not 0 <= value < 2**62:
             return f"{name} is {value!r}; it must be an int of 0 or more."
+    return None
+
+
+def _positions_are_of_blocks(spec: StateSpec) -> str | None:
+    said = spec.positions
+    if not isinstance(said, tuple) or any(type(n) is not int or not 0 <= n < 2**62 for n in said):
+        return f"positions is {str(said)[:100]}; it is the number of tokens that each block's state has seen, in a tuple."
+    if said and len(said) != spec.num_blocks:
+        return f"positions has {len(said)} of {spec.num_blocks} blocks; it has one for each, or () says nothing."
     return None
 
 
@@ -244,6 +263,7 @@ RULES: tuple[Callable[[StateSpec], str | None], ...] = (
     _names_are_strings,
     _planes_are_planes,
     _sizes_are_positive,
+    _positions_are_of_blocks,
     _axes_are_those_of_states,
     _layout_has_the_planes,
     _fits_addresses,

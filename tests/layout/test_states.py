@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ def engine_tensors(name: str, x: Arrays) -> list[np.ndarray]:
     """What an engine would have in memory, by its shapes alone (facts of the engines, not of the layout strings)."""
     conv = x["conv"]
     matrix = x.get("ssm", x.get("delta"))
-    if matrix is not None and "delta" in x and name not in ("transformers", "llama_cpp"):
+    if matrix is not None and "delta" in x and name != "transformers":
         matrix = matrix.swapaxes(-1, -2)  # [heads, value, key]
     if name == "transformers":  # [batch, channels, kernel] with a column that is never read, [batch, heads, ...]
         older = np.concatenate([np.zeros_like(conv[..., :1]), conv], -1)
@@ -183,12 +184,15 @@ CONV, SSM = state_plane("conv", "f32", channel=8, tap=3), state_plane("ssm", "f3
         (lambda: state_row("vllm"), "they are transformers, vllm.sd"),
         (lambda: StateSpec(4, (SSM,)).shard(4, 0), "6 units of 1 heads over 4 ranks"),
         (lambda: StateSpec(4, (CONV,), block_bytes=8), "a block of these states has 96"),
+        (lambda: StateSpec(2, (CONV,), positions=(5,)), "positions has 1 of 2 blocks"),
+        (lambda: StateSpec(1, (CONV,), positions=(-1,)), "positions is (-1,); it is the number of tokens"),
+        (lambda: StateSpec(1, (CONV,), positions=("5",)), "positions is ('5',)"),
         (
             lambda: state_row("vllm.sd").spec((state_plane("conv", "bf16", channel=3, tap=3), SSM), num_blocks=2),
             "18 bytes of conv before or behind elements of 4 bytes",
         ),
     ],
-    ids=range(15),
+    ids=range(18),
 )  # fmt: skip
 def test_what_is_refused(make, why):
     with pytest.raises(kvx.KvxError) as error:
@@ -198,11 +202,65 @@ def test_what_is_refused(make, why):
 
 def test_what_takes_no_states_says_so():
     spec = replace(spec_of("transformers", (CONV, state_plane("ssm", "f32", channel=8, column=4))), num_layers=1)
-    with pytest.raises(kvx.Unsupported, match="what was called takes a CacheSpec"):
+    with pytest.raises(kvx.Unsupported, match=r"takes a CacheSpec, of K and V\. States are taken by plan, .* PagedCache and tiers"):
         kvx.allocate(spec)
     with pytest.raises(kvx.BadArgument, match=r"State\(\) takes those"):
         kvx.LayerGroup("states", (0,), spec)
     assert "StateSpec has no kv" in str(kvx.supports("write", spec, "cpu"))
+
+
+@pytest.mark.parametrize("name", STATE_ROWS)
+def test_files_keep_them(name, tmp_path):
+    r = random.Random(name)
+    for n in range(5):
+        planes = random_planes(r)
+        x, spec = random_content(r, planes), spec_of(name, planes)
+        kvx.save(tmp_path / f"{n}.kvx", tensors(name, x), spec)
+        found = kvx.load(tmp_path / f"{n}.kvx", expect=spec)
+        assert found.spec == spec == kvx.spec.spec_from_json(kvx.spec.to_json(spec))
+        assert all(torch.equal(got, want) for got, want in zip(found.buffers, tensors(name, x), strict=True))
+        other = replace(spec, planes=tuple(replace(p, format=kvx.spec.Format.named("bf16")) for p in planes))
+        with pytest.raises(kvx.Incompatible, match="manifests differ in planes"):
+            kvx.load(tmp_path / f"{n}.kvx", expect=other)
+
+
+def test_positions_travel_with_them(tmp_path):
+    """Which position a state holds at is in its manifest where the spec says it, and another is refused by name."""
+    spec = StateSpec(3, (CONV,), positions=(20, 0, 7), model="m")
+    plain = replace(spec, positions=())
+    assert kvx.spec.spec_from_json(kvx.spec.to_json(spec)) == spec
+    assert "positions" not in kvx.spec.to_json(plain)
+    for text in ("20 x 7", "", "20  0 7", 20):
+        said = kvx.spec.to_json(spec).replace('"positions": "20 0 7"', f'"positions": {json.dumps(text)}')
+        with pytest.raises(kvx.BadArgument, match=r"positions are .*; they are numbers of tokens"):
+            kvx.spec.spec_from_json(said)
+    with pytest.raises(kvx.Incompatible, match="a field was changed after it was written"):
+        kvx.spec.spec_from_json(kvx.spec.to_json(spec).replace("20 0 7", "21 0 7"))
+    kvx.save(tmp_path / "states.kvx", allocate_buffers(spec), spec)
+    assert kvx.load(tmp_path / "states.kvx", expect=plain).spec.positions == (20, 0, 7)  # who says none takes any
+    with pytest.raises(kvx.Incompatible, match=r"manifests differ in positions: \(21, 0, 7\) here, \(20, 0, 7\) there"):
+        kvx.load(tmp_path / "states.kvx", expect=replace(spec, positions=(21, 0, 7)))
+    there = StateSpec(2, (CONV,), positions=(7, 21))
+    assert kvx.plan(spec, there, blocks=([2], [0])).blocks == ((2,), (0,))
+    with pytest.raises(kvx.BadArgument, match=r"block 0 of src is a state after 20 tokens, block 1 of dst one after 21"):
+        kvx.plan(spec, there, blocks=([2, 0], [0, 1]))
+    assert kvx.plan(spec, replace(there, positions=()), blocks=([0], [1])).blocks == ((0,), (1,))
+    assert spec.replaced(num_blocks=1).positions == ()
+    assert kvx.digest(allocate_buffers(spec), spec) == kvx.digest(allocate_buffers(plain), plain)
+    one = StateSpec(1, (CONV,), layout=plain.block_layout, positions=(20,), model="m")
+    part = kvx.handover.Part(one, (0,), 0, 0, tuple(allocate_buffers(one)))
+    with pytest.raises(kvx.BadArgument, match="a state of layers 0 is one after 20 tokens; the handover has 3"):
+        kvx.handover.Handover([1, 2, 3], (part,))
+
+
+def test_a_layer_may_have_several_convolutions():
+    """Inkling has four. Names with numbers are planes of the layout language."""
+    planes = (*(state_plane(f"conv{n}", "f32", channel=4 + n, tap=3) for n in range(4)),)
+    spec = spec_of("vllm.sd", planes)
+    assert spec.layout == "layer | block plane[conv0: tap channel; conv1: tap channel; conv2: tap channel; conv3: tap channel]"
+    assert spec.block_content_bytes == LAYERS * 4 * 3 * (4 + 5 + 6 + 7)
+    with pytest.raises(kvx.BadArgument, match=r"plane\[...\] is written"):
+        StateSpec(4, (CONV,), layout="block plane[2conv: channel tap]")
 
 
 def test_files_of_states(tmp_path):

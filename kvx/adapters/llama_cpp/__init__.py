@@ -8,8 +8,21 @@ docs/handover.md has the path between engines.
 
 from kvx.adapters.llama_cpp.handover import export_slot_file, export_state, import_slot_file, import_state
 from kvx.adapters.llama_cpp.kinds import StateKind, StateModel
+from kvx.adapters.llama_cpp.recurrent import RecurrentState, read_recurrent, write_recurrent
 from kvx.adapters.llama_cpp.slots import Slots
 
 Model = StateModel  # the name that callers before it imported
 
-__all__ = ["Model", "Slots", "StateKind", "StateModel", "export_slot_file", "export_state", "import_slot_file", "import_state"]
+__all__ = [
+    "Model",
+    "RecurrentState",
+    "Slots",
+    "StateKind",
+    "StateModel",
+    "export_slot_file",
+    "export_state",
+    "import_slot_file",
+    "import_state",
+    "read_recurrent",
+    "write_recurrent",
+]
