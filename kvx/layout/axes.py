@@ -166,7 +166,7 @@ class _Reader:
         if any(axis.name in PLANES for axis in (*left, *(a for dim in prefix for a in dim))):
             self.fail(0, at, f"`kv` stands before {word}[...] already")
         # No axis has `;` or `]`: each part ends where the next one must begin, and nothing is tried twice.
-        parts = re.compile(r"\s*([A-Za-z_]+):([^;\]]*)([;\]])\s*")
+        parts = re.compile(r"\s*([A-Za-z_][A-Za-z_0-9]*):([^;\]]*)([;\]])\s*")
         found, end, closed = [], at + len(word) + 1, False
         while not closed and (part := parts.match(self.text, end)):
             found.append(part)

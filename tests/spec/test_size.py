@@ -334,9 +334,9 @@ def test_errors_say_what_is_wrong(case):
 
 
 UNSUPPORTED = {
-    "zamba": ({"attn_layer_period": 6}, r"zamba.* has recurrent layers \(attn_layer_period\) and does not say which"),
+    "brand_new": ({"mamba_d_state": 6}, r"brand_new.* has recurrent layers \(mamba_d_state\) and does not say which"),
     "bamba": ({"mamba_d_state": 128}, r"recurrent layers"),
-    "qwen3_next": ({"layer_types": ["linear_attention"] * 32}, r"has no layer with K and V of its tokens \(32 linear_attention\)"),
+    "newer": ({"layer_types": ["linear_attention"] * 32}, r"has no layer with K and V of its tokens \(32 linear_attention\)"),
     "unlimited_ocr": ({"layer_types": ["reference_sliding_attention"] * 32}, r"has layers of type reference_sliding_attention"),
     "kimi_linear": ({"linear_attn_config": {"head_dim": 128}}, r"recurrent layers"),
     "t5": ({"is_encoder_decoder": True}, r"cross attention"),
