@@ -38,6 +38,7 @@ class EngineSize:
     request_bytes: int  # of a request of so many tokens, all of it
     content_bytes: int  # what of it holds tokens and one state, in the engine's dtypes
     note: str = ""
+    state_format: str = ""  # of recurrent matrices; "" where there are none
 
     @property
     def padding(self) -> float:
@@ -84,19 +85,26 @@ def engine_sizes(
     if any(kind.ring_tokens for kind in kinds) or (format in FORMATS and FORMATS[format].granularity in _OF_BLOCKS):
         return ()
 
-    def layers(matrices: str, convs: str = "", *, of_transformers: bool = False) -> list[_Layers]:
-        return _layers(kinds, format, tp, convs or plain_format(format), state_format or matrices, of_transformers)
-
-    plain, found = format in STATE_FORMATS, []
-    if plain and tp == 1:
-        found.append(_transformers(layers("", of_transformers=True), context))
-    chosen = _config_dtype(config)
-    vllm_matrices = "f32" if any(k.name.endswith("KDA") for k in kinds) else _vllm_dtype(config, chosen) or plain_format(format)
-    is_latent = "kv_lora_rank" in config
-    found += _vllm(layers(vllm_matrices), context, block_size or _VLLM_BLOCK, is_latent)
-    found += _sglang(layers(chosen or "f32", "bf16"), context)
-    if plain and tp == 1:
-        found.append(_llama_cpp(layers("f32", "f32"), context))
+    model_format, is_plain, said = plain_format(format), format in STATE_FORMATS, _config_dtype(config)
+    matrix = next((plane for kind in kinds for plane in kind.planes if not plane.is_conv), None)
+    dtypes = {  # of convolutions, and of matrices
+        "transformers": (model_format, state_format),
+        "vllm": (model_format, state_format or _vllm_dtype(config, kinds, said) or model_format),
+        "sglang": ("bf16", state_format or said or "f32"),
+        "llama.cpp": ("f32", state_format or "f32"),
+    }
+    found: list[EngineSize] = []
+    for engine, (convs, matrices) in dtypes.items():
+        layers = _layers(kinds, format, tp, convs, matrices, engine == "transformers")
+        if engine == "vllm":
+            sizes = _vllm(layers, context, block_size or _VLLM_BLOCK, "kv_lora_rank" in config)
+        elif engine == "sglang":
+            sizes = _sglang(layers, context)
+        elif is_plain and tp == 1:
+            sizes = [(_transformers if engine == "transformers" else _llama_cpp)(layers, context)]
+        else:
+            continue
+        found += [replace(s, state_format=matrix.format(model_format, matrices) if matrix else "") for s in sizes]
     return tuple(found)
 
 
@@ -160,20 +168,19 @@ def _vllm(layers: list[_Layers], context: int, block: int, is_latent: bool) -> l
     one, found = size * page, []  # bytes of a block, whatever group it is of
     pages = {x: block * x.token_bytes for x in kv}
     blocks = {x: block * page // pages[x] if page % pages[x] == 0 else block for x in kv}  # longer, or padded
+    places = sum(groups.values()) * size
+    sentences = [f"pages of {page:,} bytes, {size} layers in a group, {sum(groups.values())} groups"]
+    if states and kv:
+        sentences += [f"a state of {content:,} bytes is padded to a page"] if page > content else []
+        sentences += [f"attention's block grew from {before} to {block} tokens, to hold a state"] if block > before else []
+    sentences += [f"{places - sum(counts)} of {places} places for layers are empty"] if places > sum(counts) else []
     for setting in ("prefix caching off", "prefix caching on") if states else ("",):
         copies = {x: 1 if setting.endswith("off") else 3 if x.state_name == "Mamba-2" else 2 for x in states}
         state = sum(one * groups[x] * copies[x] for x in states)
         full = [x for x in kv if not x.window]
         taken = state + sum(one * groups[x] * _window_blocks(x, blocks[x], context) for x in kv)
         grows = sum(one * groups[x] / blocks[x] for x in full)
-        note = f"pages of {page:,} bytes, {size} in a block; {sum(groups.values())} groups of layers"
-        if states and kv:
-            note += f"; a state of {content:,} padded to a page" if page > content else ""
-            note += f"; attention's block grew from {before} to {block} tokens" if block > before else ""
-        if any(copies[x] > 1 for x in states):
-            note += f"; {max(copies.values())} blocks of states a request"
-        unused = sum(groups[x] * size - x.count for x in layers)
-        note += f"; {unused} pages of a block in each group's last have no layer" if unused else ""
+        note = f"{max(copies.values())} blocks of states a request" if found else "; ".join(sentences)
         found.append(EngineSize("vllm", setting, blocks[full[0]] if full else 0, grows, state, taken, tokens + state_sum, note))
     return found
 
@@ -193,7 +200,7 @@ def _sglang(layers: list[_Layers], context: int) -> list[EngineSize]:
     if not states:
         return [EngineSize("sglang", "", 1, token, 0, content, content)]
     more = _SGLANG_RADIX_SLOTS
-    note = f"{more} slots of states a request: its own, and two to copy a prefix's to"
+    note = f"{more} slots of states a request: its own, and two that a prefix's end is kept in"
     return [
         EngineSize("sglang", "radix cache off", 1, token, states, content, content),
         EngineSize("sglang", "radix cache on", 1, token, more * states, tokens + more * states, content, note),
@@ -206,7 +213,7 @@ def _llama_cpp(layers: list[_Layers], context: int) -> EngineSize:
     cells = _pad(context)
     taken = sum(x.count * x.token_bytes * (_pad(min(cells, x.window + _LLAMA_UBATCH)) if x.window else cells) for x in layers)
     return EngineSize(
-        "llama.cpp", "", _LLAMA_PAD, token, states, taken + states, tokens + states, "cells of all tokens from the start"
+        "llama.cpp", "", _LLAMA_PAD, token, states, taken + states, tokens + states, "cells for the whole context from the start"
     )
 
 
@@ -220,8 +227,10 @@ def _config_dtype(config: ConfigFields) -> str:
     return {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(said.removeprefix("torch."), "")
 
 
-def _vllm_dtype(config: ConfigFields, said: str) -> str:
-    """It heeds the config in these families alone; elsewhere matrices have the model's dtype."""
+def _vllm_dtype(config: ConfigFields, kinds: tuple[LayerKind, ...], said: str) -> str:
+    """KDA is in f32; it heeds the config in these families alone; elsewhere ("") matrices have the model's dtype."""
+    if any(kind.name == "KDA" for kind in kinds):
+        return "f32"
     if config.model_type == "nemotron_h":
         return said or "f32"
     return said if config.model_type.startswith("qwen3_5") else ""

