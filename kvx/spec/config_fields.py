@@ -31,7 +31,7 @@ _ALSO = {  # older spellings
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 _MAX_LAYERS = 10_000
 # What a config.json may leave out, to be looked up in Transformers' class. null is not left out: it says that there is none.
-_LOOKED_UP = (
+_LOOKED_UP: tuple[str, ...] = (
     "num_key_value_heads",
     "head_dim",
     "v_head_dim",

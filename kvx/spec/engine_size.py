@@ -165,11 +165,12 @@ def _vllm(layers: list[_Layers], context: int, block: int, is_latent: bool) -> l
     counts = [x.count for x in layers]
     size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
     groups = {x: -(-x.count // size) for x in layers}
-    one, found = size * page, []  # bytes of a block, whatever group it is of
+    one = size * page  # bytes of a block, whatever group it is of
+    found: list[EngineSize] = []
     pages = {x: block * x.token_bytes for x in kv}
     blocks = {x: block * page // pages[x] if page % pages[x] == 0 else block for x in kv}  # longer, or padded
     places = sum(groups.values()) * size
-    sentences = [f"pages of {page:,} bytes, {size} layers in a group, {sum(groups.values())} groups"]
+    sentences = [f"pages of {page:,} bytes, {size} layers in a group, {sum(groups.values())} group{'s' * (places > size)}"]
     if states and kv:
         sentences += [f"a state of {content:,} bytes is padded to a page"] if page > content else []
         sentences += [f"attention's block grew from {before} to {block} tokens, to hold a state"] if block > before else []
@@ -196,14 +197,14 @@ def _window_blocks(x: _Layers, block: int, context: int) -> int:
 def _sglang(layers: list[_Layers], context: int) -> list[EngineSize]:
     """Pages of one token and slots of states, neither padded; a radix cache takes more slots."""
     token, tokens, states = _sums(layers, context)
-    content = tokens + states
+    content, page = tokens + states, 1 if tokens else 0
     if not states:
-        return [EngineSize("sglang", "", 1, token, 0, content, content)]
+        return [EngineSize("sglang", "", page, token, 0, content, content)]
     more = _SGLANG_RADIX_SLOTS
     note = f"{more} slots of states a request: its own, and two that a prefix's end is kept in"
     return [
-        EngineSize("sglang", "radix cache off", 1, token, states, content, content),
-        EngineSize("sglang", "radix cache on", 1, token, more * states, tokens + more * states, content, note),
+        EngineSize("sglang", "radix cache off", page, token, states, content, content),
+        EngineSize("sglang", "radix cache on", page, token, more * states, tokens + more * states, content, note),
     ]
 
 
@@ -212,9 +213,8 @@ def _llama_cpp(layers: list[_Layers], context: int) -> EngineSize:
     token, tokens, states = _sums(layers, context)
     cells = _pad(context)
     taken = sum(x.count * x.token_bytes * (_pad(min(cells, x.window + _LLAMA_UBATCH)) if x.window else cells) for x in layers)
-    return EngineSize(
-        "llama.cpp", "", _LLAMA_PAD, token, states, taken + states, tokens + states, "cells for the whole context from the start"
-    )
+    pad, note = (_LLAMA_PAD, "cells for the whole context from the start") if tokens else (0, "")
+    return EngineSize("llama.cpp", "", pad, token, states, taken + states, tokens + states, note)
 
 
 def _pad(cells: int) -> int:

@@ -14,6 +14,8 @@ from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.config_fields import ConfigFields
 from kvx.spec.layer_kinds import StoredRow, layer_kind
 from kvx.spec.layer_types import layers
+from kvx.spec.size import STATE_FORMATS, plain_format
+from kvx.spec.state_planes import StatePlane
 from kvx.spec.state_spec import StateSpec
 
 
@@ -22,11 +24,12 @@ class LayerSpecs(NamedTuple):
     state: StateSpec | None
     window: int = 0  # tokens whose K and V are kept; 0: all
     is_chunked: bool = False  # the window starts anew every `window` tokens
+    planes: tuple[StatePlane, ...] = ()  # of the state, in the order of Transformers: its conv_states, then its recurrent_states
 
 
 def layer_specs(
     model: str | Path | Mapping[str, Any],  # as kvx.size takes it, or a Transformers config
-    format: str = "bf16",  # of K and V, and of convolutions
+    format: str = "bf16",  # of K and V; of convolutions too, which are bf16 where it is quantised
     *,
     state_format: str = "",  # of recurrent matrices: bf16, f16 or f32; "": as Transformers keeps them, mostly f32
     num_blocks: int = 1,
@@ -37,8 +40,8 @@ def layer_specs(
     config = ConfigFields.load(model)
     if "compress_ratios" in config or config.model_type == "deepseek_v4":
         raise config.unsupported("has layers that compress tokens: kvx.cache.hybrid makes their caches")
-    if state_format and state_format not in ("bf16", "f16", "f32"):
-        raise BadArgument(f"layer_specs(): state_format is {state_format!r}; it takes bf16, f16 or f32.")
+    if state_format and state_format not in STATE_FORMATS:
+        raise BadArgument(f"layer_specs(): state_format is {state_format!r}; it takes {', '.join(STATE_FORMATS)}.")
     found: list[LayerSpecs] = []
     num_before = 0
     for i, layer in enumerate(layers(config)):
@@ -53,10 +56,10 @@ def layer_specs(
         kv = _kv(kind.rows, format, num_blocks, block_size, i) if kind.rows else None
         state = None
         if kind.planes:
-            planes = tuple(plane.spec(format, state_format) for plane in kind.planes)
+            planes = tuple(plane.spec(plain_format(format), state_format) for plane in kind.planes)
             state = StateSpec(num_states, planes, layer_start=num_before)
             num_before += 1
-        found.append(LayerSpecs(kv, state, kind.window, kind.is_chunked))
+        found.append(LayerSpecs(kv, state, kind.window, kind.is_chunked, kind.planes))
     return tuple(found)
 
 

@@ -74,7 +74,11 @@ def notes(config: ConfigFields, kept: list[ModelLayer]) -> tuple[str, ...]:
         )
     cross = sum(layer.also == "cross_attention" for layer in kept)
     if cross:
-        said.append(f"not counted: {cross} layers of cross attention keep K and V of image or encoder tokens")
+        row = f"{_kv_heads(config)} x {_head_dim(config)}"
+        said.append(
+            f"not counted: {cross} layers of cross attention keep K and V of image or encoder tokens, K {row} and V {row} of each "
+            "in every one of them"
+        )
     if config.get("ple_layer_ids"):
         said.append("not counted: what the layers of ple_layer_ids keep of their last tokens")
     if "index_head_dim" in config and "kv_lora_rank" not in config and config.model_type != "deepseek_v4":

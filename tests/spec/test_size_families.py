@@ -246,7 +246,7 @@ FAMILIES = {
         plain("mllama_text_model", 40, cross_attention_layers=[3, 8, 13, 18, 23, 28, 33, 38]),
         32 * ROW,
         0,
-        "8 layers of cross attention",
+        "8 layers of cross attention keep K and V of image or encoder tokens, K 8 x 128 and V 8 x 128 of each",
     ),
     "Jamba": (
         plain("jamba", 32, attn_layer_period=8, attn_layer_offset=4, mamba_d_state=16),

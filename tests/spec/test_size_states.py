@@ -197,6 +197,7 @@ def test_layer_specs_have_the_planes_of_each_layer(name):
             assert [(p.sizes["head"], tokens, p.head_dim) for p in spec.kv.planes] == [tuple(t.shape[1:]) for t in x["kv"]]
         assert bool(spec.state) == bool(x["conv"] + x["rest"])
         planes = spec.state.planes if spec.state else ()
+        assert [p.transformers_elements for p in spec.planes] == [t.numel() for t in (*x["conv"], *x["rest"])]
         convs = [p for p in planes if p.name.startswith("conv")]
         assert [p.sizes["channel"] for p in convs] == [t.shape[1] for t in x["conv"]]
         assert [p.sizes["tap"] + (name != "zaya") for p in convs] == [t.shape[2] for t in x["conv"]]
@@ -212,11 +213,15 @@ def test_recurrent_gemma_keeps_its_states_on_its_modules():
     fields = {k: v for k, v in BASE.items() if k != "num_key_value_heads"} | {"num_hidden_layers": 3, "lru_width": 96}
     config = transformers.RecurrentGemmaConfig(**fields, attention_window_size=16)
     model = model_of(config, torch.bfloat16)
+    cache = transformers.DynamicCache(config=config)  # of K and V alone
     with torch.inference_mode():
         model(input_ids=torch.arange(2, 2 + TOKENS)[None], use_cache=True)
+        model.model(input_ids=torch.arange(2, 2 + TOKENS)[None], use_cache=True, past_key_values=cache)
+    kv = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
     states = [t for m in model.modules() for n in ("conv1d_state", "recurrent_states") if (t := getattr(m, n, None)) is not None]
     (row, *_) = engine_sizes(config, context=TOKENS)
     assert len(states) == 4
+    assert row.request_bytes == num_bytes(states) + num_bytes(kv)
     assert row.state_bytes == num_bytes(states) == sum(g.state_bytes for g in kvx.size(config).groups)
 
 
@@ -342,6 +347,8 @@ def test_layer_specs_of_what_has_none():
     unknown = {**BASE, "model_type": "brand_new", "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     with pytest.raises(Unsupported, match=r"keeps a state in layer 0 \(linear_attention\) whose sizes the config does not say"):
         layer_specs(unknown)
+    quantised = layer_specs("Falcon-H1-34B", "fp8_e4m3", state_format="bf16")[0]
+    assert (quantised.kv.format, [p.format.name for p in quantised.state.planes]) == ("fp8_e4m3", ["bf16", "bf16"])
     specs = layer_specs("Falcon-H1-34B", num_blocks=8, num_states=3)
     assert all(s.kv and s.state for s in specs)
     assert [(s.kv.layer_start, s.state.layer_start, s.kv.num_blocks, s.state.num_blocks) for s in specs[:2]] == [
