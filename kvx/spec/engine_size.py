@@ -71,7 +71,7 @@ def engine_sizes(
     context: int,  # tokens of a request
     tp: int = 1,
     block_size: int = 0,  # vLLM's, before it grows; 0: 16
-    state_format: str = "",  # of recurrent matrices, in every engine; "": what each of them takes
+    state_format: str = "",  # of recurrent matrices in vLLM and SGLang, which let one choose; "": what they take unless told
 ) -> tuple[EngineSize, ...]:
     """What Transformers, vLLM, SGLang and llama.cpp take for one request, on each of `tp` ranks.
 
@@ -85,13 +85,13 @@ def engine_sizes(
     if any(kind.ring_tokens for kind in kinds) or (format in FORMATS and FORMATS[format].granularity in _OF_BLOCKS):
         return ()
 
-    model_format, is_plain, said = plain_format(format), format in STATE_FORMATS, _config_dtype(config)
+    model_format, is_plain = plain_format(format), format in STATE_FORMATS
     matrix = next((plane for kind in kinds for plane in kind.planes if not plane.is_conv), None)
     dtypes = {  # of convolutions, and of matrices
-        "transformers": (model_format, state_format),
-        "vllm": (model_format, state_format or _vllm_dtype(config, kinds, said) or model_format),
-        "sglang": ("bf16", state_format or said or "f32"),
-        "llama.cpp": ("f32", state_format or "f32"),
+        "transformers": (model_format, ""),
+        "vllm": (model_format, state_format or _vllm_dtype(config, kinds) or model_format),
+        "sglang": ("bf16", state_format or _said_dtype(config, "mamba_ssm_dtype") or "f32"),
+        "llama.cpp": ("f32", "f32"),
     }
     found: list[EngineSize] = []
     for engine, (convs, matrices) in dtypes.items():
@@ -221,16 +221,15 @@ def _pad(cells: int) -> int:
     return -(-cells // _LLAMA_PAD) * _LLAMA_PAD
 
 
-def _config_dtype(config: ConfigFields) -> str:
-    """What a config asks its engines to keep matrices in (Qwen3.5, Nemotron-H); "": nothing."""
-    said = str(config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype") or "")
-    return {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(said.removeprefix("torch."), "")
+def _said_dtype(config: ConfigFields, field: str) -> str:
+    """What a config asks its engines to keep matrices in; "": nothing."""
+    return {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(str(config.get(field)).removeprefix("torch."), "")
 
 
-def _vllm_dtype(config: ConfigFields, kinds: tuple[LayerKind, ...], said: str) -> str:
-    """KDA is in f32; it heeds the config in these families alone; elsewhere ("") matrices have the model's dtype."""
+def _vllm_dtype(config: ConfigFields, kinds: tuple[LayerKind, ...]) -> str:
+    """KDA is in f32, and two families say their own; elsewhere ("") matrices have the model's dtype."""
     if any(kind.name == "KDA" for kind in kinds):
         return "f32"
     if config.model_type == "nemotron_h":
-        return said or "f32"
-    return said if config.model_type.startswith("qwen3_5") else ""
+        return _said_dtype(config, "mamba_ssm_cache_dtype") or "f32"
+    return _said_dtype(config, "mamba_ssm_dtype") if config.model_type.startswith("qwen3_5") else ""

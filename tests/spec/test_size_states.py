@@ -315,6 +315,20 @@ def test_ranks_have_the_shapes_vllm_gives_them(model, tp):
         assert rest[0].num_bytes == kvx.size(model).groups[0].planes[1].num_bytes // tp
 
 
+def test_engines_choose_the_dtype_of_matrices():
+    def formats(model, **options):
+        return {engine: e.state_format for (engine, _), e in rows(model, **options).items()}
+
+    known = {"transformers": "f32", "llama.cpp": "f32"}  # where nobody chooses
+    assert formats("Qwen3-Next-80B-A3B") == {**known, "vllm": "bf16", "sglang": "f32"}
+    assert formats("Qwen3-Next-80B-A3B", state_format="f16") == {**known, "vllm": "f16", "sglang": "f16"}
+    assert formats("Kimi-Linear-48B-A3B") == {**known, "vllm": "f32", "sglang": "f32"}
+    assert formats("Qwen3.5-27B") == {**known, "vllm": "f32", "sglang": "f32"}
+    assert formats({**MODELS["Qwen3.5-27B"], "mamba_ssm_dtype": "bfloat16"}) == {**known, "vllm": "bf16", "sglang": "bf16"}
+    assert formats({**MODELS["Nemotron-H-8B"], "mamba_ssm_cache_dtype": "float16"}) == {**known, "vllm": "f16", "sglang": "f32"}
+    assert set(formats("LFM2-1.2B").values()) == {""}
+
+
 def test_engines_that_have_no_such_format_are_left_out():
     assert {e for e, _ in rows("Qwen3-Next-80B-A3B", "fp8_e4m3")} == {"vllm", "sglang"}
     assert {e for e, _ in rows("Qwen3-Next-80B-A3B", tp=2)} == {"vllm", "sglang"}
