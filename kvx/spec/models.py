@@ -85,6 +85,10 @@ MODELS: dict[str, Config] = {
         "gemma3n_text", 35, 2048, 8, 2, 256, sliding_window=512, num_kv_shared_layers=15,
         layer_types=_every(5, 35, "full_attention", "sliding_attention"),
     ),
+    "Gemma-4-E4B": _plain(
+        "gemma4_text", 42, 2560, 8, 2, 256, sliding_window=512, global_head_dim=512, attention_k_eq_v=False,
+        num_kv_shared_layers=18, layer_types=_every(6, 42, "full_attention", "sliding_attention"),
+    ),
     "Gemma-4-31B": _plain(
         "gemma4_text", 60, 5376, 32, 16, 256, sliding_window=1024, global_head_dim=512, num_global_key_value_heads=4,
         attention_k_eq_v=True, layer_types=_every(6, 60, "full_attention", "sliding_attention"),

@@ -57,6 +57,7 @@ TOKEN_BYTES = {
     ("DeepSeek-V4-Pro", "bf16"): 9848,  # 9.62 GiB at 1 Mi tokens, as vLLM's V4 note has it
     ("Llama-4-Scout", "bf16"): 12 * 4096,  # every fourth layer; the others have a chunk
     ("Gemma-3n-E4B", "bf16"): 4 * 2 * 2 * 512,  # layers 5, 10, 15, 20 of the 20 that do not share
+    ("Gemma-4-E4B", "bf16"): 4 * 2 * 2 * 1024,  # layers 6, 12, 18, 24 of the 24 that do not share
     ("Gemma-4-31B", "bf16"): 10 * 2 * 4 * 1024,  # 4 heads of 512 where all is seen
     ("Qwen3-Next-80B-A3B", "bf16"): 12 * 2 * 2 * 512,
     ("Qwen3.5-27B", "bf16"): 16 * 2 * 4 * 512,
@@ -98,6 +99,7 @@ FIXED_BYTES = {
     "DeepSeek-V3": 0,
     "Llama-4-Scout": 36 * 8192 * 4096,
     "Gemma-3n-E4B": 16 * 33 * 16 * 2 * 2 * 512,
+    "Gemma-4-E4B": 20 * 33 * 16 * 2 * 2 * 512,
     "Gemma-4-31B": 50 * 65 * 16 * 2 * 16 * 512,
     # States: channels x 3 taps in bf16, then matrices in f32.
     "Qwen3-Next-80B-A3B": 36 * (8192 * 3 * 2 + 32 * 128 * 128 * 4),
