@@ -17,8 +17,9 @@ from kvx.cli.size_hybrid import hybrid_facts
 from kvx.cli.size_plot import draw
 from kvx.errors import BadArgument
 from kvx.spec import byte_size
+from kvx.spec.engine_size import EngineSize, engine_sizes
 from kvx.spec.models import MODELS
-from kvx.spec.size import STATES, Size, size_formats
+from kvx.spec.size import STATE_FORMATS, STATES, Size, size_formats
 from kvx.spec.size import size as size_of
 
 _ONCE = ("model", "tp", "block_size", "model_type", "is_checked", "notes")  # the same for every format
@@ -41,10 +42,13 @@ def size(
     block_size: Annotated[int, typer.Option(help="tokens in a block; 0: 16, or 128 for DeepSeek-V4")] = 0,
     index_format: Annotated[str, typer.Option(help="of an indexer's keys (DeepSeek V3.2 and V4), where not the model's own")] = "",
     state: Annotated[str, typer.Option(help=f"DeepSeek-V4's unfinished sums: {' or '.join(STATES)}")] = STATES[0],
+    state_format: Annotated[
+        str, typer.Option(help=f"of recurrent layers' matrices: {', '.join(STATE_FORMATS)}; unless told as Transformers keeps them")
+    ] = "",
     plot: Annotated[Path | None, typer.Option(help="draw requests that fit against context, to this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Size a KV cache: bytes of a token and a request, requests and tokens that fit."""
+    """Size a KV cache: bytes of a token and a request, requests and tokens that fit, and what engines take."""
     if model is None:
         return _show_models(as_json)
     memory_bytes, tokens = parse_bytes(memory), parse_tokens(context)
@@ -52,8 +56,14 @@ def size(
         [n for f in formats for n in (size_formats(model, every=True) if f == "all" else [f])] if formats else size_formats(model)
     )
     options: dict[str, Any] = {"tp": tp, "block_size": block_size, "index_format": index_format, "state": state}
+    options["state_format"] = state_format
     sizes = [size_of(model, name, **options) for name in dict.fromkeys(names)]
     facts = [_facts(s, memory_bytes, tokens, requests, shared_prefix) for s in sizes]
+    engines: list[tuple[EngineSize, ...]] = [()] * len(sizes)
+    if len(sizes[0].groups) > 1 or sizes[0].groups[0].planes:  # where all layers keep the same, an engine takes what is counted
+        mine: dict[str, Any] = {"context": tokens, "tp": tp, "block_size": block_size, "state_format": state_format}
+        engines = [engine_sizes(model, s.format, **mine) for s in sizes]
+        facts = [f | {"engines": [e.to_dict() for e in of]} if of else f for f, of in zip(facts, engines, strict=True)]
     is_hybrid = any(g.ring_tokens for g in sizes[0].groups) and "fp8_ds_mla" in size_formats(model)  # DeepSeek-V4 alone
     hybrid = hybrid_facts(model, tokens) if is_hybrid else []
     if plot is not None:
@@ -70,6 +80,8 @@ def size(
     if len(sizes[0].groups) > 1:
         _show_groups(sizes, tokens)
     _show_sizes(sizes, facts, f"{memory} for the cache", tokens, requests, shared_prefix)
+    if engines[0]:
+        _show_engines(engines[0], sizes[0].format, tokens)
     if hybrid:
         _show_hybrid(hybrid, tokens)
     if plot is not None:
@@ -107,6 +119,8 @@ def _show_layers(s: Size) -> None:
         kept = f"{'chunk of' if g.is_chunked else 'last'} {g.window:,}" if g.window else "all"
         if g.ring_tokens:
             kept = f"last {g.ring_tokens:,}" + (f", 1 for {g.ratio}" if g.ratio > 1 else "")
+        if g.planes:  # of any number of tokens
+            kept = f"{kept}, and a state" if g.block_bytes else "a state"
         rows.append((g.name, str(g.num_layers), g.stores, kept))
     _show(f"{s.model}: what its layers store", ("layers", "of", "store", "of tokens"), rows)
 
@@ -152,6 +166,27 @@ def _show_sizes(
     shared = f", {shared_prefix:,} of them shared" if shared_prefix else ""
     ranks = f"; each of {first.tp} ranks" if first.tp > 1 else ""
     _show(f"requests of {context:,} tokens{shared}, blocks of {first.block_size}; {memory}{ranks}", columns, rows)
+
+
+def _show_engines(engines: Sequence[EngineSize], format: str, context: int) -> None:
+    """A line an engine and setting; under them, what each does."""
+    has_states = any(e.state_bytes for e in engines)
+    rows = [
+        (
+            *(e.engine, e.setting or "-", f"{e.block_size:,}" if e.block_size else "-", _number(round(e.token_bytes, 2))),
+            *([e.state_format or "-", _human(e.state_bytes)] if has_states else []),
+            *(_human(e.request_bytes), f"{e.padding:.2%}"),
+        )
+        for e in engines
+    ]
+    columns = (
+        *("engine", "with", "blocks of", "a token", *(["matrices", "states"] if has_states else [])),
+        *("a request", "over its contents"),
+    )
+    _show(f"what engines take for a request of {context:,} tokens in {format}", columns, rows)
+    for e in engines:
+        if e.note:
+            typer.echo(f"  {e.engine}{f', {e.setting}' if e.setting else ''}: {e.note}.")
 
 
 def _show_hybrid(facts: Sequence[dict[str, Any]], context: int) -> None:

@@ -31,7 +31,7 @@ _ALSO = {  # older spellings
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 _MAX_LAYERS = 10_000
 # What a config.json may leave out, to be looked up in Transformers' class. null is not left out: it says that there is none.
-_LOOKED_UP = (
+_LOOKED_UP: tuple[str, ...] = (
     "num_key_value_heads",
     "head_dim",
     "v_head_dim",
@@ -39,6 +39,25 @@ _LOOKED_UP = (
     "layer_types",
     "layers_block_type",
     "per_layer_config",
+)
+_OF_LAYERS = _LOOKED_UP[4:]  # which the rules below say too
+# Sizes of states, by all their names: kvx/spec/state_planes.py reads them.
+_LOOKED_UP += (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
+    *("linear_num_heads", "linear_head_dim", "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "mamba_d_head", "mamba_head_dim"),
+    *("mamba_d_state", "ssm_state_size", "state_size", "mamba_n_groups", "mamba_ngroups", "n_groups", "mamba_d_conv"),
+    *(
+        "conv_kernel",
+        "mamba_d_ssm",
+        "mamba_expand",
+        "expand",
+        "conv_L_cache",
+        "lru_width",
+        "conv1d_width",
+        "cca_time0",
+        "cca_time1",
+    ),
+    *("conv_kernel_size", "swa_num_key_value_heads", "swa_head_dim", "short_conv_kernel_size"),
 )
 # Fields that say what a layer is, in place of layer_types. Classes do not know all of them.
 LAYER_RULES = (
@@ -48,7 +67,7 @@ LAYER_RULES = (
 
 
 def _left_out(model_type: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = [f for f in _LOOKED_UP if f not in config and not (f in _LOOKED_UP[4:] and any(r in config for r in LAYER_RULES))]
+    wanted = [f for f in _LOOKED_UP if f not in config and not (f in _OF_LAYERS and any(r in config for r in LAYER_RULES))]
     count = next((config[n] for n in ("num_hidden_layers", *_ALSO["num_hidden_layers"]) if config.get(n) is not None), 1)
     if type(count) is not int or not 0 < count <= _MAX_LAYERS:  # a class would list them all
         return {}
@@ -56,7 +75,8 @@ def _left_out(model_type: str, config: Mapping[str, Any]) -> dict[str, Any]:
     def says(field: str) -> bool:
         return any(name in config for name in (field, *_ALSO.get(field, ())))
 
-    if not says("num_attention_heads") or not (says("hidden_size") or "head_dim" in config):  # too little to be a model's
+    has_heads = says("num_attention_heads") or "state_size" in config
+    if not has_heads or not (says("hidden_size") or "head_dim" in config):  # too little to be a model's
         return {}
     if not wanted or model_type == "deepseek_v4":  # whose class's default schedule is no published model's
         return {}
@@ -168,5 +188,5 @@ class ConfigFields:
     def unsupported(self, what: str) -> Unsupported:
         return Unsupported(
             f"size(): {self.name} (model_type {self.model_type}) {what}. "
-            "It counts the caches of full, sliding and chunked attention, of latents (MLA) and of DeepSeek-V4."
+            "It counts the caches of full, sliding and chunked attention, of latents (MLA), of recurrent layers and of DeepSeek-V4."
         )

@@ -13,6 +13,7 @@ from kvx.errors import BadArgument
 from kvx.spec.config_fields import ConfigFields
 from kvx.spec.formats import FORMATS, ROW_FORMATS
 from kvx.spec.layer_types import FULL, INDEXED, ModelLayer, layers, notes, window_of
+from kvx.spec.state_planes import StatePlane
 
 RECORDS = ("fp8_ds_mla", "nvfp4_ds_mla")  # vLLM's names of rows that are made for a model
 
@@ -36,6 +37,7 @@ class LayerKind:
     name: str
     num_layers: int
     rows: tuple[StoredRow, ...]  # stored in blocks
+    planes: tuple[StatePlane, ...] = ()  # of a recurrent layer's state, which a request has once
     ratio: int = 1  # tokens a row stands for
     window: int = 0  # tokens that are kept; 0: all
     is_chunked: bool = False  # the window starts anew every `window` tokens, in place of sliding
@@ -56,11 +58,20 @@ def described(config: ConfigFields) -> tuple[tuple[LayerKind, ...], tuple[str, .
     if "compress_ratios" in config or config.model_type == "deepseek_v4":
         return tuple(_compressed(config)), ()
     kept = layers(config)
-    same = Counter(replace(layer, also="") for layer in kept if layer.type)
-    return tuple(_kind(config, layer, count) for layer, count in same.items()), notes(config, kept)
+    same = Counter(replace(layer, also="") for layer in kept if layer.type or layer.state)
+    return tuple(layer_kind(config, layer, count) for layer, count in same.items()), notes(config, kept)
 
 
-def _kind(config: ConfigFields, layer: ModelLayer, count: int) -> LayerKind:
+def layer_kind(config: ConfigFields, layer: ModelLayer, count: int = 1) -> LayerKind:
+    if layer.state is None:
+        return _attention(config, layer, count)
+    if not layer.type:
+        return LayerKind(layer.state.name, count, (), layer.state.planes)
+    kind = _attention(config, replace(layer, state=None), count)
+    return replace(kind, name=f"{kind.name} + {layer.state.name}", planes=layer.state.planes)
+
+
+def _attention(config: ConfigFields, layer: ModelLayer, count: int) -> LayerKind:
     if "kv_lora_rank" in config and layer.type in (*FULL, *INDEXED):
         rows = _latent_rows(config)
         return LayerKind("latent" if len(rows) == 1 else "latent + index", count, rows)
@@ -110,7 +121,7 @@ def _compressed(config: ConfigFields) -> Iterator[LayerKind]:
                 "CSA",
                 count,
                 (row, index),
-                ratio,
+                ratio=ratio,
                 ring=(row,),
                 ring_tokens=window,
                 # Entries overlap by a window: each token has a half for its own entry and one for the next entry. A ring
@@ -122,7 +133,7 @@ def _compressed(config: ConfigFields) -> Iterator[LayerKind]:
         elif ratio == 128:
             # A ring holds a value and a score of each token; online the sums are a maximum, a sum and a value.
             yield LayerKind(
-                "HCA", count, (row,), ratio, ring=(row,), ring_tokens=window, state_floats=128 * 2 * dim, tight_floats=3 * dim
+                "HCA", count, (row,), ratio=ratio, ring=(row,), ring_tokens=window, state_floats=128 * 2 * dim, tight_floats=3 * dim
             )
         else:
             raise config.unsupported(f"compresses {ratio} tokens into one; 4 (CSA) and 128 (HCA) are known here")

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvx.errors import BadArgument
 from kvx.spec.config_fields import LAYER_RULES, ConfigFields
+from kvx.spec.state_planes import LayerState, layer_state
 
 FULL = ("full_attention", "attention", "global")
 INDEXED = ("indexed_attention", "deepseek_sparse_attention")
@@ -21,6 +22,7 @@ _STATE = {
     *("linear_attention", "mamba", "mamba2", "mamba1", "conv", "short_conv", "recurrent", "gated_delta_net", "kda"),
     *("lightning_attention", "rwkv", "gdn"),
 }
+_MAMBA = ("mamba", "mamba2", "falcon_mamba")  # models of such layers alone
 _NOTHING = {"mlp", "moe", "no_op"}
 _BOTH = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # attention beside a state
 _LETTERS = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}  # Nemotron-H's hybrid_override_pattern
@@ -43,7 +45,8 @@ class ModelLayer:
     k_dim: int = 0
     v_dim: int = 0
     window: int = 0
-    also: str = ""  # a state, or cross attention
+    state: LayerState | None = None  # in place of K and V, or beside them
+    also: str = ""  # what is not counted: a state of unknown sizes, or cross attention
 
 
 def layers(config: ConfigFields) -> list[ModelLayer]:
@@ -53,7 +56,7 @@ def layers(config: ConfigFields) -> list[ModelLayer]:
     own = len(found) - config.int_of("num_kv_shared_layers", 0)  # the last ones read the KV of earlier ones
     share = config.int_of("cla_share_factor") if config.get("use_cla") else 1  # Hunyuan: of so many layers the first has it
     kept = [layer if i < own and i % share == 0 else ModelLayer("") for i, layer in enumerate(found)]
-    if not any(layer.type for layer in kept):
+    if not any(layer.type or layer.state for layer in kept):
         if own < 1 and found:
             raise BadArgument(f"size(): num_kv_shared_layers of {config.name} leaves no layer that stores anything.")
         raise config.unsupported(f"has no layer with K and V of its tokens ({_counts(layer.also for layer in found)})")
@@ -66,12 +69,18 @@ def notes(config: ConfigFields, kept: list[ModelLayer]) -> tuple[str, ...]:
     states = [layer.also for layer in kept if layer.also and layer.also != "cross_attention"]
     if states:
         said.append(
-            f"not counted: {len(states)} layers ({_counts(states)}) keep a state of fixed size for each request, beside what is "
-            "counted here"
+            f"not counted: {len(states)} layers ({_counts(states)}) keep a state of fixed size for each request, whose sizes the "
+            "config does not say in words known here"
         )
     cross = sum(layer.also == "cross_attention" for layer in kept)
     if cross:
-        said.append(f"not counted: {cross} layers of cross attention keep K and V of image or encoder tokens")
+        row = f"{_kv_heads(config)} x {_head_dim(config)}"
+        said.append(
+            f"not counted: {cross} layers of cross attention keep K and V of image or encoder tokens, K {row} and V {row} of each "
+            "in every one of them"
+        )
+    if config.get("ple_layer_ids"):
+        said.append("not counted: what the layers of ple_layer_ids keep of their last tokens")
     if "index_head_dim" in config and "kv_lora_rank" not in config and config.model_type != "deepseek_v4":
         said.append("not counted: keys of an indexer (index_head_dim)")
     # Where every layer is listed, rules it was once made from say nothing new.
@@ -87,17 +96,17 @@ def _refuse_what_is_no_kv_cache(config: ConfigFields) -> None:
 
 
 def _layer(config: ConfigFields, i: int, kind: str) -> ModelLayer:
-    state = ""
-    if kind in _BOTH:
-        kind, state = _BOTH[kind], "a state beside attention"
+    state = layer_state(config, kind) if kind in _STATE or kind in _BOTH else None
+    unknown = "a state beside attention" if kind in _BOTH and state is None else ""
+    kind = _BOTH.get(kind, kind)
     if kind in _STATE or kind == "cross_attention":
-        return ModelLayer("", also=kind)
+        return ModelLayer("", state=state, also="" if state else kind)
     if kind in _NOTHING:
         return ModelLayer("")
     if kind in FULL:
         kind = "full_attention"
     if "kv_lora_rank" in config:  # a latent, whatever the heads are
-        return ModelLayer(kind, also=state)
+        return ModelLayer(kind, state=state, also=unknown)
     own = _of_layer(config, i)
     heads, dim = _kv_heads(config), _head_dim(config)
     v_dim = config.int_of("v_head_dim", 0) or dim
@@ -116,7 +125,8 @@ def _layer(config: ConfigFields, i: int, kind: str) -> ModelLayer:
     for name, value in (("num_key_value_heads", heads), ("head_dim", dim), ("v_head_dim", v_dim)):
         if type(value) is not int or value < 1:
             raise BadArgument(f"size(): {name} of layer {i} of {config.name} is {value!r}; it takes a whole number of 1 or more.")
-    return ModelLayer(kind, heads, dim, v_dim, own.get("sliding_window", 0) if kind == "sliding_attention" else 0, state)
+    window = own.get("sliding_window", 0) if kind == "sliding_attention" else 0
+    return ModelLayer(kind, heads, dim, v_dim, window, state, unknown)
 
 
 def _of_layer(config: ConfigFields, i: int) -> dict[str, Any]:
@@ -224,6 +234,8 @@ def _listed(config: ConfigFields) -> list[str] | None:
             return [str(t) for t in config.list_of(field, count)]
     if config.model_type == "falcon_h1":  # attention and Mamba side by side in each
         return ["hybrid"] * config.num_layers
+    if config.model_type in _MAMBA:
+        return ["mamba"] * config.num_layers
     count = config.num_layers if _has_layer_rule(config) else 0
     if "hybrid_layer_pattern" in config:  # MiMo-V2: 1 sees a window
         return ["sliding_attention" if x else "full_attention" for x in config.list_of("hybrid_layer_pattern", count)]
@@ -231,8 +243,11 @@ def _listed(config: ConfigFields) -> list[str] | None:
         block = config.list_of("block_types", 1, whole=True)
         names = {"attention": "sliding_attention" if window_of(config) else "full_attention"}
         return [names.get(str(block[i % len(block)]), str(block[i % len(block)])) for i in range(count)]
-    if "attn_layer_period" in config and config.model_type != "zamba":  # Jamba
+    if "attn_layer_period" in config:  # Jamba, Zamba
         period, offset = config.int_of("attn_layer_period"), config.int_of("attn_layer_offset", 0)
+        if config.model_type == "zamba":  # whose attention stands beside Mamba, first in the third layer
+            later = ["hybrid" if i % period == offset else "mamba" for i in range(count - 3)]
+            return ["mamba", "mamba", "hybrid", *later][:count]
         return ["full_attention" if i % period == offset else "mamba" for i in range(count)]
     if "attn_layer_indices" in config:  # Bamba
         return _at(config, "attn_layer_indices", count, "mamba")
@@ -307,7 +322,7 @@ _READ = {
     *("attention_head_dim", "attention_chunk_size", "attention_k_eq_v", "per_layer_config", "num_key_value_heads_per_layer"),
     *("swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "num_global_key_value_heads", "compress_ratios"),
     *("compress_rates", "q_lora_rank", "o_lora_rank", "kv_channels", "attention_layers", "attention_types", "hybrid_layer_ids"),
-    # Sizes of states and convolutions, which are said not to be counted.
+    # Sizes of states and convolutions: kvx/spec/state_planes.py.
     *("mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_d_head", "mamba_n_heads", "mamba_n_groups", "mamba_chunk_size"),
     *(
         "mamba_d_ssm",
@@ -331,6 +346,7 @@ _READ = {
     *("conv1d_width", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads", "num_attention_heads_per_layer", "attention_hidden_size"),
     *("use_shared_attention_adapter", "hybrid_block_size", "chunk_size_feed_forward", "use_cache"),
+    *("cca_time0", "cca_time1", "sconv_kernel_size", "mamba_ssm_dtype", "ple_layer_ids"),
     *("short_conv_kernel_size", "conv_kernel_size", "number_of_conv_states", "swa_num_attention_heads"),
 }
 

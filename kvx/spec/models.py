@@ -38,6 +38,26 @@ def _v4(layers: int, ratios: list[int]) -> Config:
     }
 
 
+def _gdn(model_type: str, layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, **fields: Any) -> Config:
+    """Qwen's hybrids: three layers of a gated delta net, then one that attends."""
+    return _plain(
+        model_type, layers, hidden, heads, kv_heads, 256, full_attention_interval=4, linear_num_key_heads=16,
+        linear_num_value_heads=value_heads, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4, **fields,
+    )  # fmt: skip
+
+
+def _mamba2(heads: int, dim: int, size: int, groups: int, **fields: Any) -> Config:
+    return {
+        "mamba_n_heads": heads, "mamba_d_head": dim, "mamba_d_state": size, "mamba_n_groups": groups, "mamba_d_conv": 4, **fields,
+    }  # fmt: skip
+
+
+def _every(n: int, count: int, layer: str, others: str) -> list[str]:
+    return [layer if i % n == n - 1 else others for i in range(count)]
+
+
+_NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+
 MODELS: dict[str, Config] = {
     "SmolLM2-135M": _plain("llama", 30, 576, 9, 3, 64),
     "Llama-3.1-8B": _plain("llama", 32, 4096, 32, 8, 128),
@@ -60,7 +80,66 @@ MODELS: dict[str, Config] = {
     "Kimi-K2": _latent("kimi_k2", 61),
     "DeepSeek-V4-Flash": _v4(43, [0, 0, *[4, 128] * 20, 4]),
     "DeepSeek-V4-Pro": _v4(61, [128, 128, *[4, 128] * 29, 4]),
-}
+    "Llama-4-Scout": _plain("llama4_text", 48, 5120, 40, 8, 128, attention_chunk_size=8192),
+    "Gemma-3n-E4B": _plain(
+        "gemma3n_text", 35, 2048, 8, 2, 256, sliding_window=512, num_kv_shared_layers=15,
+        layer_types=_every(5, 35, "full_attention", "sliding_attention"),
+    ),
+    "Gemma-4-E4B": _plain(
+        "gemma4_text", 42, 2560, 8, 2, 256, sliding_window=512, global_head_dim=512, attention_k_eq_v=False,
+        num_kv_shared_layers=18, layer_types=_every(6, 42, "full_attention", "sliding_attention"),
+    ),
+    "Gemma-4-31B": _plain(
+        "gemma4_text", 60, 5376, 32, 16, 256, sliding_window=1024, global_head_dim=512, num_global_key_value_heads=4,
+        attention_k_eq_v=True, layer_types=_every(6, 60, "full_attention", "sliding_attention"),
+    ),
+    "Qwen3-Next-80B-A3B": _gdn("qwen3_next", 48, 2048, 16, 2, 32),
+    "Qwen3.5-27B": _gdn("qwen3_5_text", 64, 5120, 24, 4, 48, mamba_ssm_dtype="float32"),
+    "Qwen3.5-35B-A3B": _gdn("qwen3_5_moe_text", 40, 2048, 16, 2, 32, mamba_ssm_dtype="float32"),
+    "Qwen3.8-27B": _gdn("qwen3_5_text", 64, 5120, 24, 4, 48, mamba_ssm_dtype="float32"),
+    "Kimi-Linear-48B-A3B": _latent(
+        "kimi_linear", 27,
+        linear_attn_config={
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4,
+        },
+    ),
+    "Olmo-Hybrid-7B": _plain(
+        "olmo_hybrid", 32, 3840, 30, 30, 128, layer_types=_every(4, 32, "full_attention", "linear_attention"),
+        linear_num_key_heads=30, linear_num_value_heads=30, linear_key_head_dim=96, linear_value_head_dim=192,
+        linear_conv_kernel_dim=4,
+    ),
+    "Nemotron-H-8B": _plain(
+        "nemotron_h", 52, 4096, 32, 8, 128, hybrid_override_pattern=_NEMOTRON_H_8B, mamba_num_heads=128, mamba_head_dim=64,
+        ssm_state_size=128, n_groups=8, conv_kernel=4,
+    ),
+    "Falcon-H1-34B": _plain("falcon_h1", 72, 5120, 20, 4, 128, mamba_d_ssm=4096, **_mamba2(32, 128, 256, 2)),
+    "Granite-4.0-H-Small": _plain(
+        "granitemoehybrid", 40, 4096, 32, 8, 128, layer_types=(["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
+        **_mamba2(128, 64, 128, 1, mamba_expand=2),
+    ),
+    "Bamba-9B": _plain(
+        "bamba", 32, 4096, 32, 8, 128, attn_layer_indices=[9, 18, 27], **_mamba2(128, 64, 128, 1, mamba_expand=2),
+    ),
+    "Zamba2-2.7B": _plain(
+        "zamba2", 54, 2560, 32, 32, 160, mamba_ngroups=1, n_mamba_heads=80, mamba_d_state=64, mamba_d_conv=4, mamba_expand=2,
+        layers_block_type=["hybrid" if i in (6, 12, 18, 24, 30, 36, 42, 47, 51) else "mamba" for i in range(54)],
+    ),
+    "Jamba-v0.1": _plain(
+        "jamba", 32, 4096, 32, 8, 128, attn_layer_period=8, attn_layer_offset=4, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2,
+    ),
+    "LFM2-1.2B": _plain("lfm2", 16, 2048, 32, 8, 64, full_attn_idxs=[2, 5, 8, 10, 12, 14], conv_L_cache=3),
+    "RecurrentGemma-2B": _plain(
+        "recurrent_gemma", 26, 2560, 10, 1, 256, attention_window_size=2048, lru_width=2560, conv1d_width=4,
+        block_types=["recurrent", "recurrent", "attention"],
+    ),
+    "Mamba-2.8B": {
+        "model_type": "mamba", "num_hidden_layers": 64, "hidden_size": 2560, "state_size": 16, "expand": 2, "conv_kernel": 4,
+    },
+    "Mamba-Codestral-7B-v0.1": {
+        "model_type": "mamba2", "num_hidden_layers": 64, "hidden_size": 4096, "num_heads": 128, "head_dim": 64, "state_size": 128,
+        "n_groups": 8, "expand": 2, "conv_kernel": 4,
+    },
+}  # fmt: skip
 
 # model_types whose bytes were compared: with the caches Transformers 5.22 makes (tests/spec/test_size_families.py), or by hand.
 CHECKED_TYPES = frozenset(
@@ -96,12 +175,14 @@ CHECKED_TYPES = frozenset(
         "exaone_moe",
         "falcon",
         "falcon_h1",
+        "falcon_mamba",
         "flex_olmo",
         "flint",
         "fuyu",
         "gemma",
         "gemma2",
         "gemma3_text",
+        "gemma3n_text",
         "gemma4_text",
         "gemma4_unified_text",
         "glm",
@@ -140,6 +221,8 @@ CHECKED_TYPES = frozenset(
         "lfm2_moe",
         "llama",
         "llama4_text",
+        "mamba",
+        "mamba2",
         "mellum",
         "mimo_v2_flash",
         "minicpm3",
@@ -179,6 +262,7 @@ CHECKED_TYPES = frozenset(
         "qwen3_next",
         "qwen3_vl_moe_text",
         "qwen3_vl_text",
+        "recurrent_gemma",
         "seed_oss",
         "smollm3",
         "solar_open",
@@ -186,6 +270,7 @@ CHECKED_TYPES = frozenset(
         "starcoder2",
         "vaultgemma",
         "youtu",
+        "zamba",
         "zamba2",
         "zaya",
     )

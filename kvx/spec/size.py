@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvx.errors import BadArgument
 from kvx.spec.cache_spec import CacheSpec
@@ -18,10 +18,21 @@ from kvx.spec.config_fields import ConfigFields
 from kvx.spec.formats import FORMATS, Format, Granularity
 from kvx.spec.layer_kinds import RECORDS, LayerKind, StoredRow, described, layer_kinds
 from kvx.spec.models import CHECKED_TYPES
+from kvx.spec.state_spec import StateSpec
 
 BLOCK_SIZE = 16  # unless told; compressed layers need a multiple of the tokens an entry stands for
 STATES = ("ring", "tight")
+STATE_FORMATS = ("bf16", "f16", "f32")
 _FIRST = ("bf16", "fp8_e4m3", "int8_per_token_head", "fp8_ds_mla", "nvfp4")
+
+
+class PlaneSize(NamedTuple):
+    """One plane of a layer's state, on one rank."""
+
+    name: str
+    shape: str
+    format: str
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class GroupSize:
     block_bytes: int  # of one block of tokens in each of its layers; 0: nothing is kept in blocks
     state_bytes: int  # of a request, outside of blocks
     resume_bytes: int  # of a shared prefix, outside of blocks
+    planes: tuple[PlaneSize, ...] = ()  # what a recurrent layer's state is made of, one layer's; `state_bytes` has all of them
 
     @property
     def token_bytes(self) -> float:
@@ -88,6 +100,7 @@ class Size:
     model_type: str = ""  # of its config
     is_checked: bool = True  # whether the sizes of this model_type were compared with real caches
     notes: tuple[str, ...] = ()  # what is not counted, and fields that are not understood
+    state_format: str = ""  # of recurrent matrices; "" where there are none
 
     @property
     def token_bytes(self) -> float:
@@ -144,7 +157,13 @@ class Size:
 
     def to_dict(self) -> dict[str, Any]:
         """Every number, for JSON."""
-        groups = [{**asdict(g), **{n: getattr(g, n) for n in ("token_bytes", "max_blocks", "fixed_bytes")}} for g in self.groups]
+        groups = [
+            {
+                **asdict(g), **{n: getattr(g, n) for n in ("token_bytes", "max_blocks", "fixed_bytes")},
+                "planes": [p._asdict() for p in g.planes],
+            }
+            for g in self.groups
+        ]  # fmt: skip
         sums = {n: getattr(self, n) for n in ("token_bytes", "block_bytes", "fixed_bytes")}
         return {**asdict(self), **sums, "groups": groups}
 
@@ -170,10 +189,13 @@ def size(
     block_size: int = 0,  # tokens; 0: 16, or 128 with layers that compress 128 tokens into one
     index_format: str = "",  # of an indexer's keys; "": the model's own, or `format` where that is not quantised
     state: str = "ring",  # DeepSeek-V4's unfinished sums: "ring" as engines keep them, "tight" the least that is needed
+    state_format: str = "",  # of recurrent matrices: bf16, f16 or f32; "": as Transformers keeps them, mostly f32
 ) -> Size:
     """What the model's KV cache costs on each of `tp` ranks.
 
     KV heads are shared out; where ranks outnumber heads, each head is on several. Latents are whole on each rank.
+    States of recurrent layers are counted once a request, convolutions in `format` (bf16 where that is quantised) and with the
+    taps that a next token reads.
     """
     config = ConfigFields.load(model)
     name, (kinds, notes) = config.name, described(config)
@@ -187,6 +209,11 @@ def size(
         raise BadArgument(
             f"size(): block_size is {block_size}; {name} compresses {unit} tokens into one, so it takes a multiple of {unit}."
         )
+    if state_format and state_format not in STATE_FORMATS:
+        raise BadArgument(f"size(): state_format is {state_format!r}; it takes {', '.join(STATE_FORMATS)}.")
+    matrices = [plane for kind in kinds for plane in kind.planes if not plane.is_conv]
+    if state_format and not matrices:
+        raise BadArgument(f"size(): state_format is {state_format!r}, and {name} keeps no recurrent matrices. Leave it out.")
     for row in (row for kind in kinds for row in kind.rows):
         if row.num_heads % tp and tp % row.num_heads:
             raise BadArgument(
@@ -196,12 +223,14 @@ def size(
     if index_format and not indexes:
         raise BadArgument(f"size(): index_format is {index_format!r}, and {name} has no indexer. Leave it out.")
     try:
-        groups = tuple(_group(kind, format, index_format, tp, block_size, state) for kind in kinds)
+        groups = tuple(_group(kind, format, index_format, tp, block_size, state, state_format) for kind in kinds)
     except BadArgument as error:
         advice = f" {name} takes {', '.join(size_formats(model))}, among others." if not _takes(kinds, format) else ""
         raise BadArgument(f"size(): {name} in {format}: {error}{advice}") from None
     index = _row_format(indexes[0], format, index_format) if indexes else ""
-    return Size(name, format, index, tp, block_size, groups, config.model_type, config.model_type in CHECKED_TYPES, notes)
+    is_checked = config.model_type in CHECKED_TYPES
+    matrix = matrices[0].format(plain_format(format), state_format) if matrices else ""
+    return Size(name, format, index, tp, block_size, groups, config.model_type, is_checked, notes, matrix)
 
 
 def size_formats(model: str | Path | Mapping[str, Any], *, every: bool = False) -> list[str]:
@@ -210,24 +239,49 @@ def size_formats(model: str | Path | Mapping[str, Any], *, every: bool = False) 
     return [name for name in ((*FORMATS, *RECORDS) if every else _FIRST) if _takes(kinds, name)]
 
 
-def _group(kind: LayerKind, format: str, index_format: str, tp: int, block_size: int, state: str) -> GroupSize:
+def plain_format(format: str) -> str:
+    """The model's dtype beside a cache of this format: what is quantised is so of a bf16 model."""
+    return format if format in STATE_FORMATS else "bf16"
+
+
+def kv_bytes(kind: LayerKind, format: str, tp: int) -> int:
+    """Of a token in one layer's blocks; what a format keeps once a block counts whole."""
+    return sum(_row_bytes(row, _row_format(row, format, ""), 1, tp) for row in kind.rows)
+
+
+def plane_sizes(kind: LayerKind, format: str, state_format: str, tp: int) -> tuple[PlaneSize, ...]:
+    """Of one layer's state on one rank; the first, which has no less than others."""
+    if not kind.planes:
+        return ()
+    specs = {p.name: p for p in StateSpec(1, tuple(p.spec(format, state_format) for p in kind.planes)).shard(tp, 0).planes}
+    return tuple(
+        PlaneSize(p.name, " x ".join(f"{axis} {size}" for axis, size in specs[p.name].axes), specs[p.name].format.name,
+                  specs[p.name].num_rows * specs[p.name].row_bytes)
+        for p in kind.planes
+    )  # fmt: skip
+
+
+def _group(kind: LayerKind, format: str, index_format: str, tp: int, block_size: int, state: str, state_format: str) -> GroupSize:
     def held(rows: tuple[StoredRow, ...], entries: int) -> int:
         return sum(_row_bytes(row, _row_format(row, format, index_format), entries, tp) for row in rows)
 
     ring = held(kind.ring, 1) * kind.ring_tokens
     floats = kind.state_floats if state == "ring" else kind.tight_floats
+    planes = plane_sizes(kind, plain_format(format), state_format, tp)
+    recurrent = sum(p.num_bytes for p in planes)
     return GroupSize(
         name=kind.name,
         num_layers=kind.num_layers,
-        stores=", ".join(map(str, kind.rows or kind.ring)),
+        stores=", ".join(map(str, (*(kind.rows or kind.ring), *kind.planes))),
         ratio=kind.ratio,
         window=kind.window,
         is_chunked=kind.is_chunked,
         ring_tokens=kind.ring_tokens,
         block_size=block_size,
         block_bytes=kind.num_layers * held(kind.rows, block_size // kind.ratio),
-        state_bytes=kind.num_layers * (ring + 4 * floats),
-        resume_bytes=kind.num_layers * (ring + 4 * kind.resume_floats),
+        state_bytes=kind.num_layers * (ring + 4 * floats + recurrent),
+        resume_bytes=kind.num_layers * (ring + 4 * kind.resume_floats + recurrent),
+        planes=planes,
     )
 
 

@@ -122,9 +122,28 @@ def test_what_was_not_compared_is_said(run, tmp_path):
     assert out["notes"][0].startswith("not understood")
     out = json.loads(run("Llama-3.1-8B", "--json"))
     assert (out["model_type"], out["is_checked"], out["notes"]) == ("llama", True, [])
-    jamba = {**MODELS["Llama-3.1-8B"], "model_type": "jamba", "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16}
-    (tmp_path / "config.json").write_text(json.dumps(jamba))
-    assert "  not counted: 28 layers (28 mamba) keep a state of fixed size for each request" in run(str(tmp_path))
+    newer = {**MODELS["Llama-3.1-8B"], "model_type": "brand_new", "layer_types": ["gated_delta_net"] * 28 + ["full_attention"] * 4}
+    (tmp_path / "config.json").write_text(json.dumps(newer))
+    assert "  not counted: 28 layers (28 gated_delta_net) keep a state of fixed size for each request" in run(str(tmp_path))
+
+
+def test_what_engines_take_is_said(run):
+    out = run("Qwen3-Next-80B-A3B", "--format", "fp8_e4m3", "--format", "bf16", "--context", "32K")
+    assert "  GDN     36  conv 8192 x 3, delta 32 x 128 x 128  a state\n" in out
+    assert "what engines take for a request of 32,768 tokens in fp8_e4m3\n" in out
+    assert "attention's block grew from 16 to 1072 tokens, to hold a state" in out
+    sizes = json.loads(run("Qwen3-Next-80B-A3B", "--json", "--context", "32K", "--state-format", "f32"))["sizes"]
+    assert [p["num_bytes"] for p in sizes[0]["groups"][0]["planes"]] == [8192 * 3 * 2, 32 * 128 * 128 * 4]
+    rows = {(e["engine"], e["setting"]): e for e in sizes[0]["engines"]}
+    assert {e for e, _ in rows} == {"transformers", "vllm", "sglang", "llama.cpp"}
+    assert all(e["state_format"] == "f32" for e in rows.values())
+    assert rows["vllm", "prefix caching off"]["block_size"] == 1056
+    assert rows["sglang", "radix cache off"]["request_bytes"] == sizes[0]["request_bytes"]
+    assert "full + Mamba-2" in run("Falcon-H1-34B")
+    # Where all layers keep the same, an engine takes what is counted.
+    assert "engines" not in run("Llama-3.1-8B")
+    assert "engines" not in json.loads(run("Llama-3.1-8B", "--json"))["sizes"][0]
+    assert "keeps no recurrent matrices" in run("Llama-3.1-8B", "--state-format", "f32", code=2)
 
 
 def test_errors_are_one_sentence(run):
@@ -193,5 +212,4 @@ def test_docs_show_what_is_printed(run):
     assert shown
     for args, lines in shown:
         assert run(*args.split()) == lines, args
-    for name in ("README.md", "CHANGELOG.md"):
-        assert f"{len(MODELS)} known models" in (ROOT / name).read_text()
+    assert f"{len(MODELS)} known models" in (ROOT / "README.md").read_text()

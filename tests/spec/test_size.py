@@ -55,6 +55,26 @@ TOKEN_BYTES = {
     ("DeepSeek-V4-Flash", "bf16"): 6880,
     ("DeepSeek-V4-Pro", "fp8_ds_mla"): 5031.4375,  # 30 x 652 / 4 + 31 x 584 / 128
     ("DeepSeek-V4-Pro", "bf16"): 9848,  # 9.62 GiB at 1 Mi tokens, as vLLM's V4 note has it
+    ("Llama-4-Scout", "bf16"): 12 * 4096,  # every fourth layer; the others have a chunk
+    ("Gemma-3n-E4B", "bf16"): 4 * 2 * 2 * 512,  # layers 5, 10, 15, 20 of the 20 that do not share
+    ("Gemma-4-E4B", "bf16"): 4 * 2 * 2 * 1024,  # layers 6, 12, 18, 24 of the 24 that do not share
+    ("Gemma-4-31B", "bf16"): 10 * 2 * 4 * 1024,  # 4 heads of 512 where all is seen
+    ("Qwen3-Next-80B-A3B", "bf16"): 12 * 2 * 2 * 512,
+    ("Qwen3.5-27B", "bf16"): 16 * 2 * 4 * 512,
+    ("Qwen3.5-35B-A3B", "bf16"): 10 * 2 * 2 * 512,
+    ("Qwen3.8-27B", "bf16"): 16 * 2 * 4 * 512,
+    ("Kimi-Linear-48B-A3B", "bf16"): 7 * 576 * 2,
+    ("Olmo-Hybrid-7B", "bf16"): 8 * 2 * 30 * 256,
+    ("Nemotron-H-8B", "bf16"): 4 * 4096,
+    ("Falcon-H1-34B", "bf16"): 144 * 1024,  # 72 layers, all of them
+    ("Granite-4.0-H-Small", "bf16"): 4 * 4096,
+    ("Bamba-9B", "bf16"): 3 * 4096,
+    ("Zamba2-2.7B", "bf16"): 9 * 2 * 32 * 320,
+    ("Jamba-v0.1", "bf16"): 4 * 4096,
+    ("LFM2-1.2B", "bf16"): 6 * 2 * 8 * 128,
+    ("RecurrentGemma-2B", "bf16"): 0,
+    ("Mamba-2.8B", "bf16"): 0,
+    ("Mamba-Codestral-7B-v0.1", "bf16"): 0,
 }
 KIB = 1024
 
@@ -77,6 +97,26 @@ FIXED_BYTES = {
     "GPT-OSS-20B": 9 * 16 * 24_576,
     "GPT-OSS-120B": 9 * 16 * 36_864,
     "DeepSeek-V3": 0,
+    "Llama-4-Scout": 36 * 8192 * 4096,
+    "Gemma-3n-E4B": 16 * 33 * 16 * 2 * 2 * 512,
+    "Gemma-4-E4B": 20 * 33 * 16 * 2 * 2 * 512,
+    "Gemma-4-31B": 50 * 65 * 16 * 2 * 16 * 512,
+    # States: channels x 3 taps in bf16, then matrices in f32.
+    "Qwen3-Next-80B-A3B": 36 * (8192 * 3 * 2 + 32 * 128 * 128 * 4),
+    "Qwen3.8-27B": 153_944_064,  # as SGLang #40706 has it: 153.9 MB
+    "Qwen3.5-35B-A3B": 30 * (8192 * 3 * 2 + 32 * 128 * 128 * 4),
+    "Kimi-Linear-48B-A3B": 20 * (3 * 4096 * 3 * 2 + 32 * 128 * 128 * 4),
+    "Olmo-Hybrid-7B": 24 * (30 * (2 * 96 + 192) * 3 * 2 + 30 * 96 * 192 * 4),
+    "Nemotron-H-8B": 24 * ((8192 + 2 * 8 * 128) * 3 * 2 + 128 * 64 * 128 * 4),
+    "Falcon-H1-34B": 72 * (5120 * 3 * 2 + 4096 * 256 * 4),
+    "Granite-4.0-H-Small": 36 * ((8192 + 2 * 128) * 3 * 2 + 128 * 64 * 128 * 4),
+    "Bamba-9B": 29 * ((8192 + 2 * 128) * 3 * 2 + 128 * 64 * 128 * 4),
+    "Zamba2-2.7B": 54 * ((5120 + 2 * 64) * 3 * 2 + 5120 * 64 * 4),
+    "Jamba-v0.1": 28 * 8192 * (3 * 2 + 16 * 4),
+    "LFM2-1.2B": 10 * 2048 * 2 * 2,  # 2 taps, no matrix
+    "RecurrentGemma-2B": 8 * 129 * 16 * 2 * 512 + 18 * 2560 * (3 * 2 + 4),
+    "Mamba-2.8B": 64 * 5120 * (3 * 2 + 16 * 4),
+    "Mamba-Codestral-7B-v0.1": 64 * ((8192 + 2 * 8 * 128) * 3 * 2 + 128 * 64 * 128 * 4),
 }
 
 
@@ -322,6 +362,15 @@ ERRORS = {
     "tp 0": (("SmolLM2-135M",), {"tp": 0}, r"tp is 0; it takes a whole number of 1 or more"),
     "block": (("DeepSeek-V4-Pro",), {"block_size": 64}, r"takes a multiple of 128"),
     "state": (("DeepSeek-V4-Pro",), {"state": "loose"}, r"it takes ring or tight"),
+    "state_format": (("Qwen3-Next-80B-A3B",), {"state_format": "fp8_e4m3"}, r"state_format is 'fp8_e4m3'; it takes bf16, f16, f32"),
+    "no matrices": (("LFM2-1.2B",), {"state_format": "f32"}, r"LFM2-1.2B keeps no recurrent matrices. Leave it out"),
+    "tp of states": (
+        ({**MODELS["Qwen3-Next-80B-A3B"], "num_key_value_heads": 6, "num_attention_heads": 6},),
+        {"tp": 6},
+        r"conv has 16 units of 128 channels over 6 ranks: neither divides the other",
+    ),
+    "kernel": (({**MODELS["LFM2-1.2B"], "conv_L_cache": 1},), {}, r"has a kernel of 1; it takes 2 or more"),
+    "expand": (({**MODELS["Jamba-v0.1"], "mamba_expand": "wide"},), {}, r"mamba_expand of jamba is 'wide'"),
 }
 
 
@@ -334,9 +383,9 @@ def test_errors_say_what_is_wrong(case):
 
 
 UNSUPPORTED = {
-    "zamba": ({"attn_layer_period": 6}, r"zamba.* has recurrent layers \(attn_layer_period\) and does not say which"),
+    "brand_new": ({"mamba_d_state": 6}, r"brand_new.* has recurrent layers \(mamba_d_state\) and does not say which"),
     "bamba": ({"mamba_d_state": 128}, r"recurrent layers"),
-    "qwen3_next": ({"layer_types": ["linear_attention"] * 32}, r"has no layer with K and V of its tokens \(32 linear_attention\)"),
+    "newer": ({"layer_types": ["linear_attention"] * 32}, r"has no layer with K and V of its tokens \(32 linear_attention\)"),
     "unlimited_ocr": ({"layer_types": ["reference_sliding_attention"] * 32}, r"has layers of type reference_sliding_attention"),
     "kimi_linear": ({"linear_attn_config": {"head_dim": 128}}, r"recurrent layers"),
     "t5": ({"is_encoder_decoder": True}, r"cross attention"),
@@ -360,7 +409,12 @@ def test_files_that_are_no_config(tmp_path, text):
         kvx.size(path)
 
 
-@pytest.mark.parametrize("model", ["Qwen2.5-7B", "Gemma-3-27B", "DeepSeek-V3.2", "DeepSeek-V4-Flash"], ids=str)
+_JUNK = ["Qwen2.5-7B", "Gemma-3-27B", "DeepSeek-V3.2", "DeepSeek-V4-Flash", "Qwen3-Next-80B-A3B", "Falcon-H1-34B", "Jamba-v0.1"]
+
+
+@pytest.mark.parametrize(
+    "model", [*_JUNK, "Kimi-Linear-48B-A3B", "Zamba2-2.7B", "RecurrentGemma-2B", "Mamba-Codestral-7B-v0.1"], ids=str
+)
 def test_junk_in_a_field_is_a_sentence(model):
     extra = {
         "layer_types": None,

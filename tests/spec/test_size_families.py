@@ -10,6 +10,7 @@ import pytest
 
 import kvx
 from kvx.errors import KvxError, Unsupported
+from kvx.spec.engine_size import engine_sizes
 from kvx.spec.models import CHECKED_TYPES, MODELS
 
 torch = pytest.importorskip("torch")
@@ -22,17 +23,22 @@ EXTRA = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 3},
     "dbrx": {"attn_config": {"kv_n_heads": 4, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2, "activation_sparsity_pattern": None, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
     "lfm2": {"full_attn_idxs": [1, 4]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
     "ministral": {"rope_parameters": ROPE, "head_dim": 128},
     "nemotron": {"num_key_value_heads": 8, "head_dim": 64},
     "hunyuan_v1_dense": {"rope_parameters": ROPE, "head_dim": 64},
     "hunyuan_v1_moe": {"rope_parameters": ROPE, "head_dim": 64},
-}
+    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+}  # fmt: skip
 SMALL = {"num_hidden_layers": 6}
 OUTER = {"mllama_text_model": "mllama"}  # whose decoder is built from the whole config alone
 # Counted by hand in tests/spec/test_size.py: their published configs are no class of Transformers, or its cache is not theirs.
-BY_HAND = {"kimi_k2", "deepseek_v4"}
+# RecurrentGemma keeps its states on its modules: tests/spec/test_size_states.py.
+BY_HAND = {"kimi_k2", "deepseek_v4", "recurrent_gemma"}
 
 
 def config_of(model_type: str):
@@ -46,8 +52,8 @@ def config_of(model_type: str):
             return make(**extra)
 
 
-def real_layers(config) -> Counter:
-    """Elements of a token in each layer of the cache, and its window, of one forward on the meta device."""
+def real_layers(config) -> tuple[Counter, int]:
+    """Elements of a token in each layer of the cache, and its window, of a forward on the meta device; bytes of all states."""
     config._experts_implementation = "batched_mm"  # the one whose shapes do not hang on the numbers
     config._attn_implementation = "eager"
     with torch.device("meta"), torch.inference_mode():
@@ -55,20 +61,25 @@ def real_layers(config) -> Counter:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         except ValueError:  # the text model of one that sees or hears
             model = transformers.AutoModel.from_config(config, dtype=torch.bfloat16).eval()
-        cache = model(input_ids=torch.zeros(1, 7, dtype=torch.long), use_cache=True).past_key_values
+        out = model(input_ids=torch.zeros(1, 7, dtype=torch.long), use_cache=True)
+    cache = out.past_key_values if "past_key_values" in out else out.cache_params
     found: Counter = Counter()
+    states = [t for t in getattr(cache, "linear_cache", []) if len(t)]
     for layer in cache.layers:
+        states += [
+            t for n in ("conv_states", "recurrent_states") for t in getattr(layer, n, {}).values() if isinstance(t, torch.Tensor)
+        ]
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or keys.dim() != 4 or not keys.numel():
-            continue  # a state
+            continue  # a state alone
         window = layer.sliding_window if getattr(layer, "is_sliding", False) else 0
         found[keys.shape[1] * keys.shape[3] + values.shape[1] * values.shape[3], window] += 1
-    return found
+    return found, sum(t.numel() * t.element_size() for t in states)
 
 
 def counted_layers(size: kvx.Size, context: int) -> Counter:
     found: Counter = Counter()
-    for g in size.groups:
+    for g in (g for g in size.groups if g.block_bytes):
         index = sum(int(part.rsplit(" ", 1)[1]) for part in g.stores.split(", ") if part.startswith("index"))  # kept apart there
         elements = g.block_bytes / g.block_size / g.num_layers / 2 - index
         found[int(elements), g.window] += g.num_layers
@@ -78,12 +89,14 @@ def counted_layers(size: kvx.Size, context: int) -> Counter:
 @pytest.mark.parametrize("model_type", sorted(CHECKED_TYPES - BY_HAND))
 def test_checked_types_have_the_bytes_of_a_real_cache(model_type):
     config = config_of(model_type)
-    got, want = kvx.size(config), real_layers(config)
+    got, (want, state_bytes) = kvx.size(config), real_layers(config)
     longest = getattr(config, "max_position_embeddings", None) or 10**9
     want = Counter({(n, 0 if w >= longest else w): 0 for n, w in want}) + Counter(
         [(n, 0 if w >= longest else w) for (n, w), count in want.items() for _ in range(count)]
     )
     assert counted_layers(got, longest) == want
+    assert engine_sizes(config, context=7)[0].state_bytes == state_bytes
+    assert bool(state_bytes) == any(g.planes for g in got.groups)
     assert got.is_checked
     assert not [note for note in got.notes if note.startswith("not understood")]
 
@@ -195,16 +208,16 @@ FAMILIES = {
             attention_window_size=2048,
         ),
         0,
-        8 * 129 * 16 * 2 * 128 * 2,
-        "18 layers (18 recurrent) keep a state",
+        8 * 129 * 16 * 2 * 128 * 2 + 18 * (4096 * 3 * 2 + 4096 * 4),
+        "",
     ),
     "LFM2": (
         plain("lfm2", 16, full_attn_idxs=[2, 5, 8, 10, 12, 14], conv_L_cache=3),
         6 * ROW,
-        0,
-        "10 layers (10 conv) keep a state",
+        10 * 4096 * 2 * 2,
+        "",
     ),
-    "LFM2 layer_types": (plain("lfm2", 3, layer_types=["conv", "full_attention", "conv"]), ROW, 0, "2 layers (2 conv)"),
+    "LFM2 layer_types": (plain("lfm2", 3, layer_types=["conv", "full_attention", "conv"]), ROW, 2 * 4096 * 2 * 2, ""),
     "DBRX": (
         {"model_type": "dbrx", "n_layers": 40, "n_heads": 48, "d_model": 6144, "attn_config": {"kv_n_heads": 8, "clip_qkv": 8}},
         40 * ROW,
@@ -233,24 +246,51 @@ FAMILIES = {
         plain("mllama_text_model", 40, cross_attention_layers=[3, 8, 13, 18, 23, 28, 33, 38]),
         32 * ROW,
         0,
-        "8 layers of cross attention",
+        "8 layers of cross attention keep K and V of image or encoder tokens, K 8 x 128 and V 8 x 128 of each",
     ),
-    "Jamba": (plain("jamba", 32, attn_layer_period=8, attn_layer_offset=4, mamba_d_state=16), 4 * ROW, 0, "28 layers (28 mamba)"),
-    "Bamba": (plain("bamba", 32, attn_layer_indices=[9, 18, 27], mamba_d_state=128), 3 * ROW, 0, "29 layers (29 mamba)"),
+    "Jamba": (
+        plain("jamba", 32, attn_layer_period=8, attn_layer_offset=4, mamba_d_state=16),
+        4 * ROW,
+        28 * 8192 * (3 * 2 + 16 * 4),
+        "",
+    ),
+    "Bamba": (
+        plain("bamba", 32, attn_layer_indices=[9, 18, 27], mamba_d_state=128),
+        3 * ROW,
+        29 * ((8192 + 2 * 128) * 3 * 2 + 128 * 64 * 128 * 4),
+        "",
+    ),
     "Nemotron-H": (
         plain("nemotron_h", 8, hybrid_override_pattern="M-M*-ME*", ssm_state_size=128),
         2 * ROW,
-        0,
-        "3 layers (3 mamba)",
+        3 * ((8192 + 2 * 8 * 128) * 3 * 2 + 128 * 64 * 128 * 4),
+        "",
     ),
     "Qwen3-Next": (
         plain("qwen3_next", 48, full_attention_interval=4, linear_num_key_heads=16),
         12 * ROW,
-        0,
-        "36 layers (36 linear_attention)",
+        36 * (8192 * 3 * 2 + 32 * 128 * 128 * 4),
+        "",
     ),
-    "MiniMax-01": (plain("minimax_text_01", 8, attn_type_list=[0] * 7 + [1]), ROW, 0, "7 layers (7 linear_attention)"),
-    "Falcon-H1": (plain("falcon_h1", 36, mamba_d_ssm=3072), 36 * ROW, 0, "36 layers (36 a state beside attention)"),
+    "MiniMax-01": (plain("minimax_text_01", 8, attn_type_list=[0] * 7 + [1]), ROW, 7 * 32 * 128 * 128 * 2, ""),
+    "Falcon-H1": (
+        plain("falcon_h1", 36, mamba_d_ssm=3072),
+        36 * ROW,
+        36 * ((3072 + 2 * 256) * 3 * 2 + 3072 * 256 * 4),
+        "",
+    ),
+    "Zamba": (
+        plain("zamba", 9, attn_layer_period=3, attn_layer_offset=1, attention_head_dim=256, head_dim=None),  # of 2, 4 and 7
+        3 * 2 * ROW,
+        9 * 8192 * (3 * 2 + 16 * 4),
+        "",
+    ),
+    "a hybrid of no known fields": (
+        plain("brand_new", 4, layer_types=["linear_attention", "full_attention"] * 2),
+        2 * ROW,
+        0,
+        "2 layers (2 linear_attention) keep a state of fixed size",
+    ),
     "Kimi Linear": (
         plain(
             "kimi_linear",
@@ -260,8 +300,8 @@ FAMILIES = {
             linear_attn_config={"full_attn_layers": [4], "kda_layers": [1, 2, 3]},
         ),
         576 * 2,
-        0,
-        "3 layers (3 kda)",
+        3 * (3 * 4096 * 3 * 2 + 32 * 128 * 128 * 4),
+        "",
     ),
     "Gemma 4": (
         plain(
@@ -294,11 +334,16 @@ def test_fields_of_families_are_read(name):
     assert any(note in n for n in size.notes) if note else not size.notes, size.notes
 
 
-def test_models_without_any_attention_are_refused():
-    with pytest.raises(Unsupported, match=r"has no layer with K and V of its tokens \(4 mamba\)"):
-        kvx.size(plain("nemotron_h", 4, hybrid_override_pattern="MMMM"))
-    with pytest.raises(Unsupported, match=r"recurrent layers \(state_size\)"):
-        kvx.size(plain("mamba", 4, state_size=16))
+def test_models_without_any_attention_have_states_alone():
+    size = kvx.size(plain("nemotron_h", 4, hybrid_override_pattern="MMMM"))
+    assert (size.token_bytes, size.fixed_bytes) == (0, 4 * ((8192 + 2 * 8 * 128) * 3 * 2 + 128 * 64 * 128 * 4))
+    assert size.request_bytes(1) == size.request_bytes(10**6) == size.fixed_bytes
+    assert size.fit_context(size.fixed_bytes) is None
+    assert size.fit_context(size.fixed_bytes - 1) == 0
+    mamba = kvx.size({"model_type": "mamba", "num_hidden_layers": 4, "hidden_size": 768, "state_size": 16})
+    assert mamba.fixed_bytes == 4 * 1536 * (3 * 2 + 16 * 4)
+    with pytest.raises(Unsupported, match=r"has no layer with K and V of its tokens \(4 rwkv\)"):
+        kvx.size(plain("brand_new", 4, layer_types=["rwkv"] * 4))
 
 
 def test_what_is_not_known_is_said():
