@@ -10,8 +10,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="4.56", reason="the adapter is for transformers 4.56 or newer")
 
-from kvx.adapters.transformers import KvxCache
-from kvx.errors import BadArgument, Unsupported
+from kvx.adapters.transformers import KvxCache  # noqa: E402
+from kvx.errors import BadArgument, Unsupported  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers.cache_utils, "LinearAttentionLayer"),
@@ -32,7 +32,7 @@ DELTA = {
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 24, "mamba_d_conv": 4, "mamba_chunk_size": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
-# One model for each kind of state: delta rule, Mamba 2, Mamba 1, convolutions alone, states beside K and V, layers that keep nothing.
+# One model for each kind of state: delta rule, Mamba 2, Mamba 1, convolutions alone, states beside K and V, layers that keep none.
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3Next": {**BASE, **DELTA, **EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     "Bamba": {**BASE, **MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_expand": 2},
@@ -212,3 +212,19 @@ def test_another_batch_is_refused(made):
 def test_models_that_keep_states_elsewhere_are_refused(name, says):
     with pytest.raises(Unsupported, match=says):
         KvxCache(getattr(transformers, f"{name}Config")())
+
+
+def test_states_are_not_left_out_of_a_handover(made):
+    from kvx.adapters.transformers import export_cache, import_cache
+    from kvx.handover import Handover
+
+    cache = KvxCache(made.config)
+    logits(made, cache, prompt(1))
+    with pytest.raises(Unsupported, match=r"export_cache\(\): layers .* keep states"):
+        export_cache(cache, prompt(1)[0].tolist(), model="m")
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE, num_hidden_layers=2)).eval()
+    other = KvxCache(llama.config)
+    logits(llama, other, prompt(1))
+    handover: Handover = export_cache(other, prompt(1)[0].tolist(), model="m")
+    with pytest.raises(Unsupported, match=r"import_cache\(\): layers .* keep states"):
+        import_cache(handover, KvxCache(made.config), model="m")
