@@ -31,7 +31,9 @@ RAN = [
     "BertLMHeadModel",  # an encoder as a decoder
     "BartForConditionalGeneration",  # two caches
     "T5ForConditionalGeneration",  # two, and a position bias
-    "RecurrentGemmaForCausalLM",  # states
+    "RecurrentGemmaForCausalLM",  # states that are in no cache
+    "Qwen3NextForCausalLM",  # states beside layers of K and V
+    "FalconH1ForCausalLM",  # and beside K and V of one layer
     "MllamaForCausalLM",  # layers that look at an image
     "DeepseekV32ForCausalLM",  # an indexer
 ]

@@ -274,14 +274,6 @@ def test_a_forward_that_was_interrupted(implementation, seen, monkeypatch):
     ("name", "options", "says"),
     [
         ("RecurrentGemma", {"num_hidden_layers": 3}, "layers 0, 1 are 'recurrent', which keeps a recurrent or convolution state"),
-        ("Qwen3Next", {"num_hidden_layers": 4}, "layers 0, 1, 2 are 'linear_attention', which keeps a recurrent"),
-        ("FalconH1", {"num_hidden_layers": 2}, "layers 0, 1 are 'hybrid', which keeps .* beside K and V"),
-        (
-            "Lfm2",
-            {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-            "layers 0 are 'conv', which keeps a",
-        ),
-        ("Jamba", {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1}, "layers 0 are 'linear_attention'"),
         pytest.param(
             "DeepseekV32",
             {"num_hidden_layers": 2},

@@ -19,8 +19,9 @@ from transformers.cache_utils import Cache
 
 from kvx.adapters.transformers.batch_blocks import BatchBlocks
 from kvx.adapters.transformers.caller import TWO_CACHES, Caller
-from kvx.adapters.transformers.kinds import windows
+from kvx.adapters.transformers.kinds import CHUNKS_WRONG, CachedLayer, cached_layers
 from kvx.adapters.transformers.layer import KvxLayer
+from kvx.adapters.transformers.state_layer import KvxHybridLayer, KvxStateLayer
 from kvx.adapters.transformers.states import PagedStates, uncompiled
 from kvx.errors import BadArgument, Unsupported
 from kvx.spec.formats import Format, Granularity
@@ -50,13 +51,27 @@ class KvxCache(Cache):
         except ValueError as error:  # several, of which it does not know the decoder's
             raise BadArgument(f"KvxCache(): {error} Give the decoder's own config.") from error
         self._has_encoder = bool(getattr(config, "is_encoder_decoder", False))
-        found = windows(self.config)
-        kinds = {w: BatchBlocks(block_size=block_size, window=w, reserve=reserve) for w in dict.fromkeys(found)}
+        found = cached_layers(self.config)
+        windows = dict.fromkeys(layer.window for layer in found if layer.has_kv)
+        kinds = {w: BatchBlocks(block_size=block_size, window=w, reserve=reserve) for w in windows}
         self._kinds = list(kinds.values())
         self._pads: NDArray[np.int64] | None = None  # padding of each sequence; None: nothing is stored yet
         self._caller = Caller(self.config)
         self._last_layer = -1  # that was updated
-        super().__init__(layers=[KvxLayer(i, kinds[w], format) for i, w in enumerate(found)])
+        self._keeps_past = False  # states are put aside before each forward
+        self._updates: set[tuple[int, str]] = set()  # of the forward that runs, or ran last, where the past is kept
+        self._forward_start = 0  # tokens before it
+        super().__init__(layers=[_layer(i, layer, kinds, format) for i, layer in enumerate(found)])
+
+    @property
+    def kv_layers(self) -> list[KvxLayer]:
+        """Those that keep K and V."""
+        return [layer for layer in self.layers if isinstance(layer, KvxLayer)]
+
+    @property
+    def state_layers(self) -> list[KvxStateLayer]:
+        """Those that keep states, alone or beside K and V."""
+        return [layer for layer in self.layers if isinstance(layer, KvxStateLayer)]
 
     # ---- a step
 
@@ -74,12 +89,16 @@ class KvxCache(Cache):
                 "Run the model under torch.no_grad() or torch.inference_mode(); train with use_cache=False or a DynamicCache."
             )
         layer = self.layers[layer_idx]
+        if not isinstance(layer, KvxLayer):
+            raise BadArgument(f"KvxCache.update(): layer {layer_idx} keeps a state by its config, and now K and V come of it.")
         if layer_idx <= self._last_layer or self._last_layer < 0:  # a forward begins
-            is_twice = layer_idx == self._last_layer and len(self.layers) > 1  # no other layer in between
+            is_twice = layer_idx == self._last_layer and len(self.kv_layers) > 1  # no other layer in between
             self._caller.check(layer_idx, layer.length, is_twice=is_twice)
         self._check_steps(layer)
         layer.check(key_states, value_states)
         self._last_layer = layer_idx
+        if self._keeps_past:
+            self._note_update(layer_idx, "kv")
         self.settle(layer)
         is_direct = getattr(self._caller.runs_by, "_attn_implementation", None) == NAME
         layer.first_visible = layer.first_column(layer.length)
@@ -91,13 +110,79 @@ class KvxCache(Cache):
 
     def _check_steps(self, layer: KvxLayer) -> None:
         """Refuse a layer that is ahead of the last: the forward before did not reach that, so some layers alone have its tokens."""
-        behind = self.layers[-1 if layer.index < len(self.layers) - 1 else 0]
+        kv = self.kv_layers
+        behind = kv[-1 if layer.index < kv[-1].index else 0]
         if layer.length > behind.length:
             back = f"crop({behind.length}) goes back to before it, reset() to the beginning." if behind.length else "reset() it."
             raise BadArgument(
                 f"KvxCache.update(): layer {layer.index} has {layer.length} tokens, layer {behind.index} {behind.length}: the "
                 f"forward before this did not finish. {back}"
             )
+
+    @uncompiled
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """The newest columns of a convolution; all that the next tokens need."""
+        if self.config.model_type in CHUNKS_WRONG and conv_states.shape[-1] > 1 and self.has_previous_state(layer_idx, state_idx):
+            raise Unsupported(
+                f"KvxCache: {conv_states.shape[-1]} tokens of a {self.config.model_type} come on top of a state, and transformers "
+                "computes them as if there were none. Run the whole prompt at once, then one token at a time. reset() the cache: "
+                "some of its layers have these tokens."
+            )
+        self._before_states(layer_idx, conv_states, f"conv {state_idx}")
+        updated: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        return updated
+
+    @uncompiled
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """A recurrence after the newest token."""
+        self._before_states(layer_idx, recurrent_states, f"recurrent {state_idx}")
+        updated: Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        return updated
+
+    def _before_states(self, layer_idx: int, states: Tensor, what: str) -> None:
+        layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
+        if not isinstance(layer, KvxStateLayer):
+            raise BadArgument(f"KvxCache: a state of layer {layer_idx} comes; by its config the cache keeps none of it.")
+        if torch.is_grad_enabled() and states.requires_grad:
+            raise Unsupported(
+                f"KvxCache: a state of layer {layer_idx} requires gradients, and states are changed in place. Run the model under "
+                "torch.no_grad() or torch.inference_mode(); train with use_cache=False."
+            )
+        held = layer.tensors if not isinstance(layer, KvxLayer) else [t for t in layer.conv_states.values() if t is not None]
+        if held and len(held[0]) != len(states):
+            raise BadArgument(
+                f"KvxCache: layer {layer_idx} got states of {len(states)} sequences; it has {len(held[0])}. Use reorder_cache(), "
+                "batch_select_indices() or batch_repeat_interleave() to change them, or reset() for a new batch."
+            )
+        if self._keeps_past:
+            self._note_update(layer_idx, what)
+            layer.put_aside(self._forward_start)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """What a model may change in place, as they do for one token: it is put aside first."""
+        self._before_a_look(layer_idx)
+        found: Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return found
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self._before_a_look(layer_idx)
+        found: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
+        return found
+
+    def _before_a_look(self, layer_idx: int) -> None:
+        layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
+        if self._keeps_past and isinstance(layer, KvxStateLayer):
+            self._note_update(layer_idx, "look")
+            layer.put_aside(self._forward_start)
+
+    def _note_update(self, layer_idx: int, what: str) -> None:
+        """Layers come in their order: where one before the last comes, the next forward begins, after the tokens that are here."""
+        last = max((layer for layer, _ in self._updates), default=len(self.layers))
+        is_again = len(self.layers) == 1 and (layer_idx, what) in self._updates
+        if layer_idx < last or is_again:
+            self._updates.clear()
+            self._forward_start = min(kv.length for kv in self.kv_layers)
+        self._updates.add((layer_idx, what))
 
     @property
     def _is_user_defined(self) -> bool:
@@ -130,7 +215,7 @@ class KvxCache(Cache):
         """
         self.reset()
         self._pads = np.zeros(1, np.int64)
-        for layer, (key, value) in zip(self.layers, likes, strict=True):
+        for layer, (key, value) in zip(self.kv_layers, likes, strict=True):
             layer.check(key, value)
             blocks = layer.blocks = self._blocks_on(key.device, layer)
             if not blocks.is_started:
@@ -143,7 +228,7 @@ class KvxCache(Cache):
         """Storage for the layer's columns."""
         if layer.length > blocks.length:
             moves = blocks.extend(layer.length - blocks.length)
-            for other in self.layers:
+            for other in self.kv_layers:
                 if other.blocks is blocks and moves.resized is not None:
                     other.resize(moves.resized)
                 if other.blocks is blocks and moves.copies:
@@ -171,13 +256,15 @@ class KvxCache(Cache):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of K, V and scales that are allocated."""
-        return sum(layer.spec.cache_bytes for layer in self.layers if layer.is_initialized)
+        """Bytes of K, V, scales and states that are allocated."""
+        states = (t for layer in self.state_layers for part in (layer.conv_states, layer.recurrent_states) for t in part.values())
+        held = sum(t.numel() * t.element_size() for t in states if t is not None)
+        return held + sum(layer.spec.cache_bytes for layer in self.kv_layers if layer.is_initialized)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KvxCache:
         """A cache that goes its own way, for the same model: what is frozen or the model's is shared."""
         memo.update((id(config), config) for config in (self.config, self._caller.runs_by))
-        memo.update((id(layer.spec), layer.spec) for layer in self.layers if layer.is_initialized)
+        memo.update((id(layer.spec), layer.spec) for layer in self.kv_layers if layer.is_initialized)
         made = memo[id(self)] = object.__new__(type(self))
         made.__dict__.update(copy.deepcopy(vars(self), memo))
         return made
@@ -196,7 +283,7 @@ class KvxCache(Cache):
         """Keep `length` tokens, or take back -length. 0 takes back none. Blocks that a window left are given back as well."""
         length = int(length)  # generate() of some versions counts in tensors
         self._settle_all()
-        seen = max((layer.length for layer in self.layers), default=0)
+        seen = max((layer.length for layer in self.kv_layers), default=0)
         if -length > seen:
             raise BadArgument(f"KvxCache.crop(): {-length} tokens are to be taken back; there are {seen}.")
         new = min(seen, length) if length > 0 else seen + length
@@ -205,24 +292,36 @@ class KvxCache(Cache):
         started = [blocks for blocks in self._kinds if blocks.is_started]
         for blocks in started:  # all of them before any is changed
             blocks.check_crop(new)
+        for state in self.state_layers:
+            if why := state.why_not_cut(seen, new):
+                raise Unsupported(f"KvxCache.crop(): to {new} of {seen} tokens: {why}. Nothing changed.")
+        for state in self.state_layers:
+            state.cut(seen, new)
+        self._updates.clear()
         for blocks in started:
             blocks.crop(new)
             blocks.release_behind()
-        for layer in self.layers:
+        for layer in self.kv_layers:
             layer.length = min(layer.length, new)
             layer.first_visible = layer.first_column(layer.length)
 
     def activate_past_recording(self) -> None:
         """Keep what leaves a window until the next crop, so that tokens can be taken back. transformers 5 calls it itself."""
+        self._keeps_past = True
         for blocks in self._kinds:
             blocks.keeps_past = True
+        for state in self.state_layers:
+            state.record_past = True
 
     def reset(self) -> None:
         """No sequences; storage stays for the next ones."""
         for blocks in self._kinds:
             blocks.clear()
-        for layer in self.layers:
+        for layer in self.kv_layers:
             layer.length, layer.first_visible, layer.waiting = 0, 0, None
+        for state in self.state_layers:
+            state.forget()
+        self._updates.clear()
         self._pads, self._last_layer = None, -1
         self._caller.forget()
 
@@ -246,9 +345,11 @@ class KvxCache(Cache):
         for blocks in self._kinds:
             if blocks.is_started:
                 blocks.select(rows)
-        for layer in self.layers:
+        for layer in self.kv_layers:
             if layer.is_initialized:
                 layer.batch_size = layer.max_batch_size = len(rows)
+        for state in self.state_layers:
+            state.select(torch.from_numpy(rows))
         self._pads = self._pads[rows]
 
     @property
@@ -258,8 +359,16 @@ class KvxCache(Cache):
         return 0 if self._pads is None else len(self._pads)
 
     def _settle_all(self) -> None:
-        for layer in self.layers:
+        for layer in self.kv_layers:
             self.settle(layer)
+
+
+def _layer(index: int, layer: CachedLayer, kinds: dict[int, BatchBlocks], format: str) -> KvxLayer | KvxStateLayer:
+    if not layer.has_kv:
+        return KvxStateLayer(index, layer.num_states)
+    if layer.num_states:
+        return KvxHybridLayer(index, kinds[layer.window], format, layer.num_states)
+    return KvxLayer(index, kinds[layer.window], format)
 
 
 def _check_format(format: Format) -> None:

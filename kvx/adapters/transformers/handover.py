@@ -28,7 +28,7 @@ from kvx.adapters.transformers.handover_blocks import block_sources, fill_blocks
 from kvx.adapters.transformers.handover_dense import dense_sources, fill_dense, is_latent
 from kvx.adapters.transformers.layer import FORMATS
 from kvx.adapters.transformers.wanted import Wanted
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, Unsupported
 from kvx.handover import Handover, export_blocks, model_name
 from kvx.handover.layer_blocks import num_usable, places, require_layers
 
@@ -119,6 +119,12 @@ def name_of(model: str | PretrainedConfig) -> str:
 
 def _layers(call: str, cache: Any) -> list[Any]:
     layers = getattr(cache, "layers", None)  # a cache of an encoder and a decoder has two caches instead
+    if isinstance(cache, KvxCache) and cache.state_layers:
+        raise Unsupported(
+            f"{call}(): layers {', '.join(str(s.index) for s in cache.state_layers)} of the cache keep states, and its handovers "
+            "are of K and V alone: whoever goes on from those would begin without the states. copy.deepcopy and pickle take "
+            "all of it."
+        )
     if not isinstance(cache, Cache) or not isinstance(layers, list):
         raise BadArgument(f"{call}(): got a {type(cache).__name__}; it takes a DynamicCache, a StaticCache or a KvxCache.")
     return layers

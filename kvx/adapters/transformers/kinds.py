@@ -1,8 +1,9 @@
-"""What a config says of each layer that has a cache: all tokens or a window of them; anything else is refused by its name."""
+"""What a config says of each layer that has a cache: K and V of all tokens or of a window of them, states, or both. Any other is
+refused by its name."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig, cache_utils
 
@@ -11,14 +12,15 @@ from kvx.errors import BadArgument, Unsupported
 _FULL = "full_attention"
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # -> the config's field
 # What a layer of another kind keeps, in transformers' words for kinds. "mamba" and "attention" are those of older configs.
-_STATE = "keeps a recurrent or convolution state of each sequence instead of K and V of each token"
-_BESIDE = "keeps a recurrent or convolution state of each sequence beside K and V of each token"
+_STATES = ("linear_attention", "conv", "mamba", "moe", "mlp")  # the last two keep nothing: a state that stays empty
+_HYBRID = {"hybrid": _FULL, "hybrid_sliding": "sliding_attention"}  # a state beside K and V: of which kind
+_STATE = "keeps a recurrent or convolution state that its cache does not hold"
+_OWN_CACHES = ("minimax",)  # model types
+CHUNKS_WRONG = ("jamba",)  # transformers' scan of several tokens gets no initial state
 _ENTRIES = "keeps entries that each stand for several tokens beside its K and V"
 _KEEPS = {
-    **dict.fromkeys(("linear_attention", "conv", "mamba", "recurrent"), _STATE),
-    **dict.fromkeys(("hybrid", "hybrid_sliding"), _BESIDE),
+    "recurrent": _STATE,
     **dict.fromkeys(("compressed_sparse_attention", "heavily_compressed_attention"), _ENTRIES),
-    **dict.fromkeys(("moe", "mlp"), "does not attend and keeps nothing"),
     "cross_attention": "keeps K and V of an image instead of the text's tokens, as many as the image has",
     "indexed_attention": "keeps keys of an indexer beside K and V, and chooses by them which tokens a query sees",
     "minimax_m3_sparse": "keeps keys of an indexer beside K and V, and chooses by them which tokens a query sees",
@@ -26,16 +28,31 @@ _KEEPS = {
 }
 
 
-def windows(config: PretrainedConfig) -> list[int]:
-    """The window of each layer that has a cache, 0 for all tokens; as transformers' DynamicCache reads a config."""
+class CachedLayer(NamedTuple):
+    """What the cache keeps of a layer."""
+
+    has_kv: bool
+    window: int  # of K and V; 0: all tokens
+    num_states: int  # 0: none
+
+
+def cached_layers(config: PretrainedConfig) -> list[CachedLayer]:
+    """Of each layer that has a cache, as transformers' DynamicCache reads a config."""
     name = type(config).__name__
     if not getattr(config, "num_attention_heads", None):
         raise Unsupported(
             f"KvxCache(): a {name} has no num_attention_heads: its model keeps a state instead of K and V, or is made of several "
             "models with caches of their own. Leave past_key_values out: generate() makes the cache that the model takes."
         )
+    if getattr(config, "model_type", "") in _OWN_CACHES:
+        raise Unsupported(
+            f"KvxCache(): a {name}'s model takes no cache but one of its own class, in which states stand beside the layers. Leave "
+            "past_key_values out: generate() makes the cache that the model takes."
+        )
     found = _layers(config)
-    others = dict.fromkeys(kind for kind, _ in found if kind != _FULL and kind not in _WINDOWS)
+    has_states = hasattr(cache_utils, "LinearAttentionLayer")  # before transformers 5.x models had classes of their own for it
+    taken = {_FULL, *_WINDOWS, *(_STATES if has_states else ()), *(_HYBRID if has_states else ())}
+    others = dict.fromkeys(kind for kind, _ in found if kind not in taken)
     if others:
         where = "; ".join(
             f"layers {', '.join(str(i) for i, (k, _) in enumerate(found) if k == kind)} are {kind!r}, which "
@@ -43,13 +60,23 @@ def windows(config: PretrainedConfig) -> list[int]:
             for kind in others
         )
         raise Unsupported(
-            f"KvxCache(): of a {name}, {where}. A KvxCache holds K and V of {_FULL}, {' and '.join(_WINDOWS)} layers. Leave "
-            "past_key_values out: generate() makes the cache that the model takes."
+            f"KvxCache(): of a {name}, {where}. A KvxCache holds K and V of {_FULL}, {' and '.join(_WINDOWS)} layers, and states "
+            "of linear_attention, conv and hybrid ones. Leave past_key_values out: generate() makes the cache that the model takes."
         )
+    num_states, made = int(getattr(config, "number_of_conv_states", None) or 1), []
     for i, (kind, window) in enumerate(found):
-        if kind != _FULL and (not isinstance(window, int) or window < 1):
-            raise BadArgument(f"KvxCache(): layer {i} is {kind!r}, and the config's {_WINDOWS[kind]} is {window}; it is 1 or more.")
-    return [window if kind != _FULL else 0 for kind, window in found]
+        attends = _HYBRID.get(kind, kind)
+        if attends in _WINDOWS and (not isinstance(window, int) or window < 1):
+            field = _WINDOWS[attends]
+            raise BadArgument(f"KvxCache(): layer {i} is {kind!r}, and the config's {field} is {window}; it is 1 or more.")
+        has_kv = kind not in _STATES
+        made.append(CachedLayer(has_kv, window if attends in _WINDOWS else 0, 0 if has_kv and kind not in _HYBRID else num_states))
+    if not any(layer.has_kv for layer in made):
+        raise Unsupported(
+            f"KvxCache(): a {name} has states alone, and nothing that says how many tokens they stand after. Leave past_key_values "
+            "out: generate() makes the cache that the model takes."
+        )
+    return made
 
 
 def _layers(config: PretrainedConfig) -> list[tuple[str, Any]]:
