@@ -191,6 +191,9 @@ def summary(name: str) -> str:
     if len(others) == len(ways.get("kvx", ())) == 1 and others != ways["kvx"] and others <= {EQUAL, ENCODER}:
         (only,), (at_kvx,) = others, ways["kvx"]
         return f'{only}; "kvx" is {at_kvx.split(". ")[0]}' if at_kvx.startswith("refused") else f"MIXED {only}; kvx {at_kvx}"
+    in_chunks = {o for (case, _), o in found.items() if case == "chunks"} & ran
+    if ran - in_chunks == {EQUAL} and len(in_chunks) == 1 and next(iter(in_chunks)).startswith("refused"):
+        return f"{EQUAL}; chunks are {next(iter(in_chunks)).split('. ')[0]}"
     if len(ran) > 1:
         return "MIXED " + "; ".join(f"{case}/{how} {outcome}" for (case, how), outcome in found.items())
     (only,) = ran
