@@ -574,10 +574,10 @@ def test_another_batch_size():
         cache.update(torch.zeros(3, 2, 1, 16), torch.zeros(3, 2, 1, 16), 0)
 
 
-def test_layers_that_do_not_attend():
+def test_layers_of_no_known_kind():
     config = transformers.LlamaConfig(**SIZES)
-    config.layer_types = ["full_attention", "linear_attention", "full_attention"]
-    with pytest.raises(Unsupported, match=r"LlamaConfig, layers 1 are 'linear_attention', which keeps a recurrent"):
+    config.layer_types = ["full_attention", "recurrent", "full_attention"]
+    with pytest.raises(Unsupported, match=r"LlamaConfig, layers 1 are .recurrent., which keeps a recurrent or convolution state"):
         KvxCache(config)
 
 
