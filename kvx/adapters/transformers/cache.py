@@ -258,7 +258,7 @@ class KvxCache(Cache):
     def memory_bytes(self) -> int:
         """Bytes of K, V, scales and states that are allocated."""
         states = (t for layer in self.state_layers for part in (layer.conv_states, layer.recurrent_states) for t in part.values())
-        held = sum(t.numel() * t.element_size() for t in states if t is not None)
+        held: int = sum(t.numel() * t.element_size() for t in states if t is not None)
         return held + sum(layer.spec.cache_bytes for layer in self.kv_layers if layer.is_initialized)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KvxCache:

@@ -31,8 +31,11 @@ class Aside(NamedTuple):
     has_previous: dict[int, bool]
 
 
-class KvxStateLayer(LINEAR):  # type: ignore[misc]
+class KvxStateLayer(LINEAR):
     """States alone: of a recurrent layer, or of a convolution. Layers that keep nothing (a MoE's) have one that stays empty."""
+
+    device: Any  # None before the first state, as transformers has it
+    dtype: Any
 
     def __init__(self, index: int, number_of_states: int = 1) -> None:
         LINEAR.__init__(self, number_of_states=number_of_states)
@@ -112,6 +115,9 @@ class KvxStateLayer(LINEAR):  # type: ignore[misc]
 
 class KvxHybridLayer(KvxLayer, KvxStateLayer):
     """K and V of a layer in blocks, and its states beside them (Falcon-H1, Zamba2)."""
+
+    device: Any
+    dtype: Any
 
     def __init__(self, index: int, blocks: BatchBlocks, format: str, number_of_states: int = 1) -> None:
         KvxStateLayer.__init__(self, index, number_of_states)
