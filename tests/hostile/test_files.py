@@ -23,7 +23,7 @@ SPEC = kvx.CacheSpec(2, 4, 1, 8, layout="layer kv | block token head dim")
 
 
 @contextmanager
-def bounded(seconds: float = 2.0, memory: int = 256 << 20):
+def bounded(seconds: float = 1.0, memory: int = 256 << 20):
     """Within so much processor time of this thread, and so much more address space."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
