@@ -30,9 +30,8 @@ from kvx.cache.group_table import GroupTable
 from kvx.cache.groups import AnyLayer, Layer, LayerGroup, PlanesLayer, check_groups
 from kvx.cache.guard import Guard, whole
 from kvx.cache.kinds import Full, Latent, State
-from kvx.cache.names import BlockHash
 from kvx.cache.prefix import Extras, PrefixCache, PrefixStats, check_extra, checked_extras
-from kvx.cache.recall import Recall
+from kvx.cache.resuming import Resuming
 from kvx.cache.sequence import Sequence
 from kvx.cache.state_table import StateTable
 from kvx.cache.tokens import token_ids
@@ -116,7 +115,7 @@ class PagedCache:
         self.allocators: tuple[BlockAllocator, ...] = tuple(t.allocator for t in self._tables)
         self.kinds = tuple(t.kind for t in self._tables)
         self._admitted = Admitted(self, max_seqs, max_seq_len, self._tables)
-        self._running = _join_states(self._tables, max_seqs)
+        self._resuming = Resuming(self._tables, max_seqs, self._guard)
         self._late = [t for t in self._tables if t.kind.is_ahead]  # their blocks come with entries, not with tokens
         for i, allocator in enumerate(self.allocators):
             allocator.count_refs = partial(self._admitted.count_refs, i)
@@ -132,12 +131,22 @@ class PagedCache:
 
     # --- one sequence -----------------------------------------------------------------------------------------------------
 
-    def admit(self, tokens: Tokens, *, extra: bytes = b"", extras: Extras = (), is_brought_back: bool = True) -> Sequence:
+    def admit(
+        self,
+        tokens: Tokens,
+        *,
+        extra: bytes = b"",
+        extras: Extras = (),
+        snapshot_at: Listing[int] = (),
+        is_brought_back: bool = True,
+    ) -> Sequence:
         """A sequence of these tokens. Its length is what the prefix cache had of them, never all: the last is left to compute.
 
         Nothing else is allocated, but for what a backing brings back; False leaves that to bring_back(). `extra` is what the
         content hangs on besides the tokens, such as a LoRA's id; `extras` what does so from a token on, as (position, bytes): the
-        hash of an image whose placeholders begin there. OutOfBlocks where max_seqs are admitted already.
+        hash of an image whose placeholders begin there. `snapshot_at` is after how many tokens states are to be kept besides what
+        their kind says, such as the end of a system prompt: at the end of the last block before it. OutOfBlocks where max_seqs are
+        admitted already.
         """
         ids = token_ids("admit()", tokens)
         n = len(ids)
@@ -145,6 +154,7 @@ class PagedCache:
             raise BadArgument(f"admit(): {n} tokens; max_seq_len is {self.max_seq_len}. Cut the prompt, or make the cache longer.")
         check_extra("admit", extra)
         begun = checked_extras("admit", extras, n) if extras else []
+        asked = self._asked("admit", snapshot_at) if len(snapshot_at) else ()
         root = b"" if self.prefix is None else self.prefix.root(extra)
         guard, seq = self._guard, None
         try:
@@ -152,16 +162,16 @@ class PagedCache:
                 if guard.is_torn:
                     guard.mend()
                 seq = self._admitted.new("admit")
-                seq.extra, seq.extras = extra, begun
+                seq.extra, seq.extras, seq.snapshot_at = extra, begun, self._with_end(asked, n)
                 seq.token_row[:n] = ids
                 seq.num_tokens = n
                 if self.prefix is not None:
-                    self._find_prefix(seq, self.prefix, root)
+                    self._resuming.find(seq, self.prefix, root)
                     if self.prefix.backing is None:
-                        self._run_ahead(seq, self.prefix)
+                        self._resuming.run_ahead(seq, self.prefix)
                     elif is_brought_back:
-                        self._bring_back(seq, self.prefix, self.prefix.backing)
-                        self._run_ahead(seq, self.prefix)
+                        self._resuming.bring_back(seq, self.prefix, self.prefix.backing)
+                        self._resuming.run_ahead(seq, self.prefix)
             return seq
         except BaseException:  # nobody has the sequence
             if seq is not None:
@@ -192,83 +202,9 @@ class PagedCache:
             raise BadArgument(f"bring_back(): {seq} has tokens of its own; it is called after admit(), before extend().")
         if self.prefix is None or self.prefix.backing is None:
             return 0
-        count = self._bring_back(seq, self.prefix, self.prefix.backing)
-        self._run_ahead(seq, self.prefix)
+        count = self._resuming.bring_back(seq, self.prefix, self.prefix.backing)
+        self._resuming.run_ahead(seq, self.prefix)
         return count * self.block_size
-
-    def _bring_back(self, seq: Sequence, prefix: PrefixCache, backing: Backing) -> int:
-        """Blocks more than the sequence has, as far as the cache and its backing have them together."""
-        bs, done = self.block_size, seq.length // self.block_size
-        recall = Recall(self._tables, prefix, backing, seq.hashes[done : max(0, seq.num_tokens - 1) // bs], done)
-        try:
-            count = recall.run()
-            if count:
-                self._hold_after(seq, recall, count)
-        except BaseException:  # whatever a backing raises: there are references that are no sequence's
-            self._guard.is_torn = True
-            self._guard.mend()
-            raise
-        prefix.stats.tokens_brought += count * bs
-        return count
-
-    def _hold_after(self, seq: Sequence, recall: Recall, count: int) -> None:
-        """The sequence goes on after `count` blocks more."""
-        row, done = seq.row, recall.done
-        held = [t.hold_after(seq, done + part.first, part.ids) for t, part in zip(self._tables, recall.parts, strict=True)]
-        running = [recall.parts[t.index].ids[-1] for t in self._tables if t.kind.has_state]
-        starts, length = [start for start, _ in held], (done + count) * self.block_size
-        # From here on without a call: states, what is held and the position change together, wherever Ctrl-C comes.
-        self._running[row] = running
-        seq.starts = starts
-        seq.length = seq.num_cached = seq.limit = seq.num_stored = length
-        for table, (start, left) in zip(self._tables, held, strict=True):
-            if not table.kind.has_state:
-                table.table[row, :start] = -1
-            table.allocator.release_checked(left)
-
-    def _find_prefix(self, seq: Sequence, prefix: PrefixCache, root: BlockHash) -> None:
-        seq.root = root
-        full = max(0, seq.num_tokens - 1) // self.block_size
-        if not full:
-            return
-        data = seq.token_row[: full * self.block_size].tobytes()
-        seq.hashes = prefix.chain(data, seq.root, seq.extras)
-        n, found = prefix.find(seq.hashes, self.kinds)
-        prefix.count(len(seq.hashes), n)
-        if not n:
-            return
-        held: list[NDArray[np.int32]] = []
-        prefix.hold_checked(found, n, self.kinds, held)
-        for table, ids in zip(self._tables, held, strict=True):
-            table.hold(seq, ids, n)
-        seq.length = seq.num_cached = seq.limit = seq.num_stored = n * self.block_size
-
-    def _run_ahead(self, seq: Sequence, prefix: PrefixCache) -> None:
-        """Hold what is there behind the sequence's state. Where it has none, begin to compute it again.
-
-        Only in a cache of entries and states: an entry that is there is not written again, K and V would be.
-        """
-        if not self._late:
-            return
-        states, tables = [t.kind for t in self._tables if isinstance(t.kind, State)], self._late
-        if not states or len(tables) + len(states) != len(self._tables):
-            return
-        bs, have = self.block_size, seq.length // self.block_size
-        ids = [prefix.ids(t.index, seq.hashes[: max(0, seq.num_tokens - 1) // bs]) for t in tables]
-        n = min(int(np.argmax(np.append(found, -1) < 0)) for found in ids)
-        if n <= have:
-            return
-        for table, found in zip(tables, ids, strict=True):
-            table.table[seq.row, have:n] = table.allocator.retain_checked(found[have:n])
-        seq.num_ahead, seq.num_stored = n, (n - 1) * bs  # where they end, the state may be left as a snapshot
-        if seq.length or any(kind.replay < 0 for kind in states):  # on from a snapshot, or from the first token
-            return
-        start = max(0, n * bs - max(kind.replay for kind in states))
-        starts = [1 if t.kind.has_state and start else seq.starts[t.index] for t in self._tables]
-        is_exact = start == 0 or all(kind.is_replay_exact for kind in states)
-        self._running[seq.row] = -1
-        seq.length = seq.num_cached = seq.limit = start
-        seq.starts, seq.is_exact, seq.whole_from = starts, is_exact, n * bs if start else 0
 
     @whole
     def append(self, seq: Sequence, tokens: Tokens, *, extra: bytes = b"") -> None:
@@ -279,7 +215,36 @@ class PagedCache:
         self._check_length("append", seq, end)
         self._begin("append", seq, end - len(ids), end, extra)
         seq.token_row[seq.num_tokens : end] = ids
+        seq.snapshot_at = self._with_end(seq.snapshot_at, end)
         seq.num_tokens = end
+
+    def until_snapshot(self, seq: Sequence, n: int) -> int:
+        """Of its next `n` tokens, as many as one step may compute: it ends where a snapshot of a state is to stand, if any does.
+
+        commit() after that step leaves it. Without states it is `n`.
+        """
+        self._check_live("until_snapshot", seq)
+        if type(n) is not int or n < 0:
+            raise BadArgument(f"until_snapshot(): n is {n!r}; it is a number of tokens, 0 or more.")
+        if self.prefix is None or not seq.is_exact:
+            return n
+        for kind in self.kinds:
+            if isinstance(kind, State) and (due := kind.next_due(seq.length // self.block_size, seq.snapshot_at)):
+                n = min(n, due * self.block_size - seq.length)
+        return n
+
+    def _asked(self, call: str, snapshot_at: Listing[int]) -> tuple[int, ...]:
+        """In blocks."""
+        for at in snapshot_at:
+            if isinstance(at, bool) or not isinstance(at, int | np.integer) or not 0 <= at <= self.max_seq_len:
+                raise BadArgument(f"{call}(): snapshot_at has {at!r}; it has numbers of tokens, 0 to {self.max_seq_len}.")
+        return tuple(sorted({int(at) // self.block_size for at in snapshot_at} - {0}))
+
+    def _with_end(self, asked: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+        """And where a prompt of so many tokens is found again, if states are to be kept there."""
+        blocks = (num_tokens - 1) // self.block_size
+        is_kept = blocks > 0 and any(isinstance(kind, State) and kind.snapshot_at_end for kind in self.kinds)
+        return (*asked, blocks) if is_kept and blocks not in asked else asked
 
     def extend(self, seq: Sequence, n: int | Tokens, *, extra: bytes = b"") -> None:
         """Room for `n` more of its tokens, or for these new ones, in every group. OutOfBlocks changes nothing.
@@ -544,7 +509,7 @@ class PagedCache:
             table.table[other.row] = table.table[seq.row]
             table.allocator.retain_checked(table.held(seq))
         other.num_tokens, other.length, other.num_cached = seq.num_tokens, seq.length, seq.num_cached
-        other.num_stored, other.extras = seq.num_stored, list(seq.extras)
+        other.num_stored, other.extras, other.snapshot_at = seq.num_stored, list(seq.extras), seq.snapshot_at
         seq.limit = other.limit = seq.length
 
     @whole
@@ -720,15 +685,6 @@ class _Standing(NamedTuple):
     num_tokens: int
     length: int
     limit: int
-
-
-def _join_states(tables: Listing[GroupTable], max_seqs: int) -> NDArray[np.int32]:
-    """[max_seqs, groups of states]: the tables of all of them in one array, so that a sequence's states change in one statement."""
-    states = [t for t in tables if t.kind.has_state]
-    running = np.full((max_seqs, len(states)), -1, np.int32)
-    for n, table in enumerate(states):
-        table.table = running[:, n : n + 1]
-    return running
 
 
 def _num_bytes(layer: AnyLayer) -> int:

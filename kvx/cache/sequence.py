@@ -29,6 +29,7 @@ class Sequence:
         "num_tokens",
         "root",
         "row",
+        "snapshot_at",
         "starts",
         "token_row",
         "whole_from",
@@ -51,6 +52,7 @@ class Sequence:
         self.hashes: list[bytes] = []  # of full blocks, as far as they were asked for
         self.num_stored = 0  # tokens whose blocks commit has dealt with; whole blocks
         self.num_ahead = 0  # blocks that groups with is_ahead hold: tokens before their end are computed again, and not written
+        self.snapshot_at: tuple[int, ...] = ()  # blocks after which its states are to be kept, besides every so many
         self.whole_from = 0  # tokens after which a state that is computed again is whole: between its beginning and there it is not
         self.is_exact = True  # False: computed on a state that was replayed in part, and given to nobody else
 

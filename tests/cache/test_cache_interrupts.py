@@ -21,12 +21,28 @@ from kvx.cache import (
     paged,
     prefix,
     recall,
+    resuming,
     state_table,
 )
 from tests.cache.test_paged import BS, assert_content, make, write_step
 from tests.interrupts import interrupted_by_another_process, signalled_at_every_point
 
-CACHE = (admitted, backing, batch, block_table, blocks, group_table, groups, guard, names, paged, prefix, recall, state_table)
+CACHE = (
+    admitted,
+    backing,
+    batch,
+    block_table,
+    blocks,
+    group_table,
+    groups,
+    guard,
+    names,
+    paged,
+    prefix,
+    recall,
+    resuming,
+    state_table,
+)
 LONG = list(range(29))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvx
-from kvx.cache import admitted, block_table, blocks, group_table, guard, paged, prefix, recall, sequence, state_table
+from kvx.cache import admitted, block_table, blocks, group_table, guard, paged, prefix, recall, resuming, sequence, state_table
 from kvx.cache.groups import Member
 from kvx.cache.kinds import Entries, Full, State
 from kvx.handover import Handover, from_manifest, join
@@ -103,7 +103,7 @@ def with_blocks_to_bring_back(**options) -> tuple[kvx.PagedCache, kvx.cache.Sequ
 
 @pytest.mark.parametrize("options", [{"window": 6}, {"chunk": 8}, {"window": 6, "states": 9}], ids=str)
 def test_ctrl_c_while_blocks_come_back(options):
-    modules = (admitted, block_table, blocks, group_table, guard, paged, prefix, recall, sequence, state_table)
+    modules = (admitted, block_table, blocks, group_table, guard, paged, prefix, recall, resuming, sequence, state_table)
 
     def prepare():
         cache, seq = with_blocks_to_bring_back(**options)

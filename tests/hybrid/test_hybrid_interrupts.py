@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import kvx
-from kvx.cache import admitted, blocks, group_table, guard, paged, prefix, recall, sequence, state_table
+from kvx.cache import admitted, blocks, group_table, guard, paged, prefix, recall, resuming, sequence, state_table
 from kvx.cache.hybrid import HybridCache, HybridSchema, LayerSchema, Projected
 from kvx.cache.hybrid import cache as cache_module
 from tests.hybrid.hybrids import same, state_of
 from tests.interrupts import signalled_at_every_point
 
-MODULES = (admitted, blocks, group_table, guard, paged, prefix, recall, sequence, state_table, cache_module)
+MODULES = (admitted, blocks, group_table, guard, paged, prefix, recall, resuming, sequence, state_table, cache_module)
 F32 = {"window_rows": "f32", "entry_rows": "f32"}
 SCHEMA = HybridSchema((LayerSchema(4, overlap=True, head_dim=8, rope_dim=0, window=4, **F32),), block_tokens=8, max_drafts=2)
 TOKENS, OTHERS, TEXT = list(range(20)), list(range(50, 70)), list(range(80, 100))

@@ -64,7 +64,9 @@ class HybridCache(PagedCache):
         is_exact = replay == "exact"
         reach = schema.reach if is_exact else max(layer.window for layer in schema.layers)
         max_cut = schema.max_drafts + 1 if schema.max_drafts else 0
-        states = State(snapshot_every, reach, is_exact, max_cut, self._begin_slot)
+        states = State(
+            snapshot_every, snapshot_at_end=False, replay=reach, is_replay_exact=is_exact, max_cut=max_cut, on_new=self._begin_slot
+        )
         num_states = max_seqs + num_snapshots
         super().__init__(
             groups_of(schema, num_blocks, num_states, states, model), max_seqs=max_seqs, max_seq_len=max_seq_len, device=device,

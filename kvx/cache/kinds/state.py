@@ -4,13 +4,17 @@ A sequence has one running block, which every step changes. A block that ends wh
 snapshot, under the name of those tokens: whoever is found there goes on from a copy of it. A snapshot is a block like any other: it
 is evicted by its age, offered to tiers, and brought back.
 
+A snapshot costs a copy and a block, so not every block of tokens has one. They stand every `snapshot_every` blocks; where the last
+full block before a prompt's end ends, since that is where the same prompt is found again; and where the caller of admit() says.
+A step must end there: PagedCache.until_snapshot() says how many tokens it may have.
+
 Where `replay` is given, a sequence may also go on without a snapshot, by computing so many tokens again: a ring of rows is whole
 after as many tokens as it has rows, through all layers. A recurrent state never is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvx.cache.kinds.kind import Blocks, GroupKind
@@ -21,7 +25,8 @@ from kvx.spec.state_spec import StateSpec
 
 @dataclass(frozen=True)
 class State(GroupKind):
-    snapshot_every: int = 1  # blocks of tokens between snapshots; 0: none are kept
+    snapshot_every: int = 32  # blocks of tokens between snapshots; 0: only those that are asked for otherwise
+    snapshot_at_end: bool = True  # of the tokens known at admit() or append(): at the last block's end that leaves one to compute
     replay: int = -1  # tokens that make it whole when they are computed again; -1: only all of them do
     is_replay_exact: bool = True  # False: nearly whole, and nobody else is given what is computed on it
     max_cut: int = 0  # tokens at a sequence's end that the state's owner can take back: drafts that it kept the way back from
@@ -31,7 +36,7 @@ class State(GroupKind):
 
     def __post_init__(self) -> None:
         if not isinstance(self.snapshot_every, int) or self.snapshot_every < 0:
-            raise BadArgument(f"State: snapshot_every is {self.snapshot_every!r}; it is a number of blocks, 0: no snapshots.")
+            raise BadArgument(f"State: snapshot_every is {self.snapshot_every!r}; it is a number of blocks, 0: none so.")
 
     def num_blocks(self, length: int, block_size: int) -> int:
         return 1 if length else 0
@@ -42,8 +47,18 @@ class State(GroupKind):
 
     def name_at(self, length: int, block_size: int) -> int:
         """Only a state that stands where a block ends is that block's."""
-        every = self.snapshot_every * block_size
-        return length // block_size if every and length % every == 0 else 0
+        return length // block_size if length % block_size == 0 else 0
+
+    def is_due(self, blocks: int, asked: Sequence[int]) -> bool:
+        """Whether a snapshot is to stand after so many blocks; `asked`: where it is besides every so many."""
+        return bool(self.snapshot_every and blocks % self.snapshot_every == 0) or blocks in asked
+
+    def next_due(self, blocks: int, asked: Sequence[int]) -> int:
+        """The first number of blocks over this after which a snapshot is to stand; 0: none."""
+        due = [n for n in asked if n > blocks]
+        if self.snapshot_every:
+            due.append((blocks // self.snapshot_every + 1) * self.snapshot_every)
+        return min(due, default=0)
 
     def num_columns(self, max_blocks: int) -> int:
         return 1
