@@ -90,23 +90,40 @@ def append_cases() -> int:
     return count + len(test_copy_blocks.FORMATS) + len(test_copy_blocks.OTHERS) + 4
 
 
-def attention_cases_on_device() -> int:
-    """Decode, prefill and the general kernel, with poison in everything that no query may see."""
-    chosen = [*attention_cases.DECODE[::2], *attention_cases.FORMATS[::2], *attention_cases.LAYOUTS, *attention_cases.VARLEN]
-    chosen += attention_cases.BYTES[::3]
-    chosen += attention_cases.WIDE[::3]
-    chosen += attention_cases.GENERAL + attention_cases.SMALL[::2]
-    chosen += test_attention_prefill.CASES[::3] + test_attention_prefill.WIDE[::4] + test_attention_prefill.CODES[::4]
-    chosen += mla_cases.ALL[::2]
+def attend(chosen: list) -> int:
+    """With poison in everything that no query may see."""
     for case in chosen:
         made = case.make("cuda", torch.Generator().manual_seed(0))
         made.check(*made.run("cuda"))
+    return len(chosen)
+
+
+def decode_cases() -> int:
+    chosen = [*attention_cases.DECODE[::2], *attention_cases.FORMATS[::2], *attention_cases.LAYOUTS, *attention_cases.VARLEN]
+    return attend(chosen + attention_cases.BYTES[::3] + attention_cases.WIDE[::3])
+
+
+def small_cases() -> int:
+    """Formats whose scales stand along a row, and the kernel for any."""
+    return attend(attention_cases.SMALL[::2] + attention_cases.GENERAL)
+
+
+def prefill_cases() -> int:
+    return attend(test_attention_prefill.CASES[::3] + test_attention_prefill.WIDE[::4] + test_attention_prefill.CODES[::4])
+
+
+def latent_cases() -> int:
+    return attend(mla_cases.ALL[::2])
+
+
+def own_cache_cases() -> int:
+    """Every sequence in a buffer of its own."""
     for case in test_attention_batched.CASES:
         test_attention_batched.test_each_sequence_reads_its_cache(Device, case, torch.Generator().manual_seed(0))
     for what in ("no_k", "id"):
         for dim in (80, 128):
             test_attention_batched.test_a_cache_that_is_not_there(Device, dim, what, torch.Generator().manual_seed(0))
-    return len(chosen) + len(test_attention_batched.CASES) + 4
+    return len(test_attention_batched.CASES) + 4
 
 
 def seeded() -> torch.Generator:
@@ -194,7 +211,8 @@ def rows_and_tables() -> int:
 
 
 PARTS = {
-    "rows": rows_and_tables, "convert": convert_cases, "append": append_cases, "attention": attention_cases_on_device,
+    "rows": rows_and_tables, "convert": convert_cases, "append": append_cases, "decode": decode_cases,
+    "small": small_cases, "prefill": prefill_cases, "latent": latent_cases, "own_caches": own_cache_cases,
     "append_swa": append_swa_cases, "compress": compress_cases, "windows": window_cases, "index": index_cases,
     "sparse": sparse_cases,
 }  # fmt: skip

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 import kvx
+from kvx.bench import convert_states
+from kvx.bench.convert_states import StatesCase
 from kvx.bench.harness import COLD_BYTES, Row, time_calls
 from kvx.layout.place import buffer_bytes
+from kvx.layout.views import layer_views
 
 _ROWS = {
     "vllm.0.22": "vllm.0.22.flash_attn",
@@ -100,7 +103,12 @@ PAIRS = [
 ]
 
 
-def cases(device: str) -> Iterator[ConvertCase]:
+def cases(device: str) -> Iterator[ConvertCase | StatesCase]:
+    yield from _kv_cases(device)
+    yield from convert_states.cases(device)
+
+
+def _kv_cases(device: str) -> Iterator[ConvertCase]:
     if device != "cuda":  # 512 MiB
         for src, dst in PAIRS:
             yield ConvertCase(src, dst, layers=64)
@@ -122,7 +130,9 @@ def cases(device: str) -> Iterator[ConvertCase]:
         yield ConvertCase(src, dst, 16, 128, to="host")
 
 
-def run(case: ConvertCase, device: str, ceiling_gbps: float) -> Row:
+def run(case: ConvertCase | StatesCase, device: str, ceiling_gbps: float) -> Row:
+    if isinstance(case, StatesCase):
+        return _run_states(case, device, ceiling_gbps)
     src, dst = case.specs()
     plan = kvx.plan(src, dst)
     small = case.bytes < COLD_BYTES
@@ -143,6 +153,28 @@ def run(case: ConvertCase, device: str, ceiling_gbps: float) -> Row:
     ceiling = _host_ceiling_gbps() if case.to == "host" else ceiling_gbps
     peer = _torch_peer(case, device) if case.tp == "1:1" and case.to == "same" and case.format == "bf16" and not small else None
     return Row("convert", case.label, case.bytes, ours, peer, ceiling)
+
+
+def _run_states(case: StatesCase, device: str, ceiling_gbps: float) -> Row:
+    src, dst = case.specs()
+    plan = kvx.plan(src, dst)
+    calls: list[Callable[[], object]] = []
+    for n in range(2 if device == "cuda" else 1):
+        g = torch.Generator().manual_seed(n)
+        a = [[_random(size, device, g) for size in buffer_bytes(s)] for s in src]
+        if case.state_format:  # numbers, not any bits
+            for view in (v for s, shard in zip(src, a, strict=True) for layer in layer_views(shard, s) for v in layer):
+                assert isinstance(view.tensor, Tensor)
+                view.tensor.normal_()
+        b = [kvx.allocate_buffers(s, device) for s in dst]
+        ids = torch.randperm(case.requests, generator=g), torch.randperm(case.requests, generator=g)
+        bound = kvx.bind(plan, b, a, src_blocks=ids[0], dst_blocks=ids[1])
+        if n == 0:
+            check(plan, bound, a, b, ids)
+        calls.append(bound.run)
+    ours = time_calls(calls, device)
+    copy = convert_states.torch_peer(case, device)
+    return Row("convert", case.label, case.bytes, ours, None if copy is None else time_calls([copy], device), ceiling_gbps)
 
 
 def _random(size: int, device: str, g: torch.Generator) -> Tensor:

@@ -189,8 +189,8 @@ def _axes_are_those_of_states(spec: StateSpec) -> str | None:
                 f"plane {p.name} has the axes {' '.join(p.sizes)}, shared out by {p.shard_axis}; a state has two or more of "
                 f"{', '.join(_AXES)}, and its last is not shared out."
             )
-        if p.format.granularity is not Granularity.NONE or p.format.element.is_moved_only:
-            return f"plane {p.name} is {p.format}; states are bf16, f16 or f32."
+        if p.format.element.is_moved_only or not (p.format.granularity is Granularity.NONE or p.format.is_inline):
+            return f"plane {p.name} is {p.format}; states are bf16, f16 or f32, or a format with inline scales."
         if any(share.size % share.unit for share in p.shares):
             return f"plane {p.name} has shares {[tuple(s) for s in p.shares]} that are no whole units."
     return None

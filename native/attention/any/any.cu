@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "attention/any/table.cuh"
+#include "attention/decode/combine.cuh"
 
 namespace kvx {
 namespace cuda {

@@ -10,7 +10,7 @@
 // threads meet.
 #pragma once
 #include "attention/any/unit.cuh"
-#include "attention/decode/decode.cuh"
+#include "attention/decode/args.cuh"
 
 namespace kvx {
 namespace cuda {

@@ -11,93 +11,11 @@
 #pragma once
 #include <type_traits>
 
-#include "attention/cuda/plan.cuh"
-#include "attention/cuda/scales.cuh"
-#include "attention/decode/groups.cuh"
+#include "attention/decode/config.cuh"
 #include "tiles/barrier.cuh"
-#include "tiles/block_rows.cuh"
-#include "tiles/elements.cuh"
-#include "tiles/group_ring.cuh"
 
 namespace kvx {
 namespace cuda {
-
-struct DecodeArgs {
-  tiles::RowFinder rows;
-  const char* data[2];         // planes
-  int32_t dims[2], chunks[2];  // of a row of K and of V; chunks are 16 bytes
-  RowsParams q, out;
-  char* lse;
-  int64_t lse_token, lse_head;
-  const float* sinks;
-  const void* cu_seqlens;
-  int32_t cu_bytes;
-  int32_t num_seqs, num_kv_heads, group, query_len, max_seq_len;
-  int64_t window, num_tokens;
-  float scale, soft_cap;
-  int32_t is_causal;
-  ScaleParams scales[2];
-  uint32_t scale_steps[2][3];  // of block, token and head, in bytes, where 32 bits hold every offset; else 0
-  int32_t scale_words[2];      // GROUP_SCALES: ScaleWords
-  char* workspace;
-  PlanShape plan;
-};
-
-// Widths of a tile's rows, in elements, and how many warps share them.
-template <int kKeyDims_, int kValueDims_, int kTeam_> struct DecodeTile {
-  static constexpr int kKeyDims = kKeyDims_, kValueDims = kValueDims_, kTeam = kTeam_;
-  static_assert(kKeyDims % (16 * kTeam) == 0 && kValueDims % (16 * kTeam) == 0, "slices of whole multiplications");
-};
-
-template <class Rows_, class Tile_, int kColumns_, ScaleKind kScales_, bool kOwnCaches_> struct DecodeConfig {
-  using Rows = Rows_;
-  using Tile = Tile_;
-  static constexpr int kTeam = Tile::kTeam, kKeyDims = Tile::kKeyDims / kTeam,
-                       kValueDims = Tile::kValueDims / kTeam;  // of a warp's slice
-  static constexpr int kColumns = kColumns_;                   // query rows, 8 or 16
-  static constexpr ScaleKind kScales = kScales_;
-  static constexpr bool kOwnCaches =
-      kOwnCaches_;  // every sequence has a buffer, found by a table of addresses; else blocks of one buffer
-  static_assert(kKeyDims % Rows::kGroupDims == 0 && kValueDims % Rows::kGroupDims == 0, "rows of whole groups");
-  static constexpr int kKeyChunks = kKeyDims * Rows::kBits / 128, kValueChunks = kValueDims * Rows::kBits / 128;
-  // A row in shared memory has room for whole swizzles; what is past its chunks is not multiplied.
-  static constexpr int row_bytes(int chunks) { return (chunks + 3) / 4 * 64; }
-  static constexpr int kKeyRowBytes = row_bytes(kKeyChunks), kValueRowBytes = row_bytes(kValueChunks);
-  static_assert(kKeyRowBytes <= 256 && kValueRowBytes <= 256, "rows of up to 256 bytes a warp");
-  static constexpr int kTokens = kTeam > 1 || kKeyRowBytes > 128 ||
-                                         (kKeyRowBytes == 128 && Rows::kBits == 8) || Rows::kBits == 4
-                                     ? 32
-                                     : 64;
-  static constexpr int kKeyBytes = kTokens * kKeyRowBytes, kValueBytes = kTokens * kValueRowBytes,
-                       kTileBytes = kKeyBytes + kValueBytes;
-  using Groups = GroupScales<Rows, kKeyDims, kValueDims, kTokens>;
-  static_assert((kScales == GROUP_SCALES) == (Rows::kScaleDims > 0) && (kScales != GROUP_SCALES || kTeam == 1),
-                "scales along rows of one warp");
-  static constexpr int kScaleBytes = kScales == ROW_SCALES ? 2 * kTokens * 4 : Groups::kBytes;
-  // Where a team meets: the scores of each warp, and of every token what its scales come to. There are two such places,
-  // so that warps meet once a tile; one, where two would leave room for a team less.
-  static constexpr int kScoreBytes = kTokens * kColumns * 4,
-                       kPlaceBytes = kTeam * kScoreBytes + (kScales == ROW_SCALES ? kTokens * 16 : 0);
-  static constexpr int kPlaces = kTeam == 1 ? 0 : kTeam == 4 && kColumns == 16 && Rows::kBits == 8 ? 1 : 2;
-  static constexpr int worker_bytes(int stages) {
-    return kTeam * tiles::GroupRing<3, kTileBytes + kScaleBytes>::bytes(stages) + kPlaces * kPlaceBytes +
-           Groups::kPreparedBytes;
-  }
-  // 128 KB in flight an SM, and half as much again being worked on. Rows of fewer bits take more instructions a byte:
-  // more warps hide them.
-  static constexpr int most_warps() {
-    if (kTeam > 1) return 12;
-    if (Rows::kBits == 4 && kColumns == 8) return kValueDims <= 64 ? 16 : 12;
-    return Rows::kBits <= 8 ? 8 : 6;
-  }
-  static constexpr int kMostBytes = 227 * 1024, kMostWarps = most_warps();
-  static constexpr int least(int x, int y) { return x < y ? x : y; }
-  static constexpr int kWorkers = least(kMostWarps / kTeam, kMostBytes / worker_bytes(3));
-  static constexpr int kStages = kWorkers * worker_bytes(4) <= kMostBytes ? 4 : 3;
-  using Ring = tiles::GroupRing<kStages, kTileBytes + kScaleBytes>;  // of a warp; noted are the rows that are there
-  static constexpr int kWorkerBytes = worker_bytes(kStages);
-  static_assert(kWorkers > 0, "shared memory of a block of threads");
-};
 
 // Where a worker stands in the line of tiles.
 struct Cursor {
@@ -105,46 +23,6 @@ struct Cursor {
   SeqRange range;
   tiles::OwnCache own;  // kOwnCaches alone
 };
-
-// What a row of sums is multiplied by; its LSE is written on the way.
-__device__ __forceinline__ float finish(const DecodeArgs& a, int64_t token, int32_t head, float largest, float total,
-                                        float value_scale, bool writes) {
-  if (writes && a.lse)
-    *reinterpret_cast<float*>(a.lse + token * a.lse_token + head * a.lse_head) =
-        total > 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
-  if (a.sinks) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - (largest == -INFINITY ? 0.f : largest));
-  return total > 0.f && largest != -INFINITY ? value_scale / total : 0.f;
-}
-
-__device__ __forceinline__ void write(const RowsParams& out, char* row, int dim, float x) {
-  char* p = row + dim * out.dim;
-  if (out.dtype == KVX_DTYPE_BF16) *reinterpret_cast<__nv_bfloat16*>(p) = __float2bfloat16(x);
-  else if (out.dtype == KVX_DTYPE_F16) *reinterpret_cast<__half*>(p) = __float2half(x);
-  else *reinterpret_cast<float*>(p) = x;
-}
-
-__device__ __forceinline__ int32_t queries_of(const DecodeArgs& a, int32_t seq) {
-  return query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
-}
-__device__ __forceinline__ int64_t first_query(const DecodeArgs& a, int32_t seq) {
-  return a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(seq) * a.cu_bytes, a.cu_bytes) : int64_t(seq) * a.query_len;
-}
-__device__ __forceinline__ int32_t rows_of(const DecodeArgs& a, int32_t seq) {
-  return query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.plan.rows);
-}
-
-// 16 bytes, asked for here and not where they are first used.
-template <class T> __device__ __forceinline__ T load_now(const char* from) {
-  static_assert(sizeof(T) == 16, "one load");
-  union {
-    uint32_t words[4];
-    T x;
-  } u;
-  asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(u.words[0]), "=r"(u.words[1]), "=r"(u.words[2]), "=r"(u.words[3])
-               : "l"(from));
-  return u.x;
-}
 
 template <class C> struct Decode {
   using Rows = typename C::Rows;
@@ -808,75 +686,6 @@ __global__ void __launch_bounds__(C::kWorkers* C::kTeam * 32, 1) decode(const __
     }
   }
   tiles::wait_copies<0>();
-}
-
-// Adds up the parts of every (sequence, head) that several workers shared: a warp for each query row, parts in the
-// order of the line.
-template <int kPerLane>
-__global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArgs a, bool one_scale) {
-  let_next_start();
-  // The plan and the sequences' ends are older than the launch before this one, which waited for them: they are read
-  // ahead of its end. Nobody leaves before that: whoever comes after waits for this launch alone.
-  const int lane = threadIdx.x % 32;
-  const int64_t index = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
-  const int32_t row = int32_t(index % a.plan.rows), kv_head = int32_t(index / a.plan.rows % a.num_kv_heads);
-  const int64_t seq64 = index / a.plan.rows / a.num_kv_heads;
-  const int32_t seq = int32_t(min(seq64, int64_t(a.num_seqs) - 1));
-  const int lines = a.plan.lines, head_of_line = kv_head / lines, line = kv_head - head_of_line * lines;
-  int first_share = 0, last_share = 0, first_slot = 0;
-  if (seq64 < a.num_seqs && row < rows_of(a, seq)) {
-    const PlanHeader plan = load_now<PlanHeader>(a.workspace);
-    const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
-    const long long from = __ldcg(first_tile + seq), of_seq = __ldcg(first_tile + seq + 1) - from,
-                    begin = from * (a.num_kv_heads / lines) + head_of_line * of_seq;
-    first_share = int(((begin + 1) * plan.workers - 1) / plan.tiles),
-    last_share = int(((begin + of_seq) * plan.workers - 1) / plan.tiles);
-    // The first worker came to it after other items, unless it began with it.
-    const WorkerStart start =
-        load_now<WorkerStart>(a.workspace + a.plan.start_at + first_share * int64_t(sizeof(WorkerStart)));
-    first_slot = start.seq == seq && start.head + line == kv_head ? 0 : 1;
-  }
-  constexpr int kUnroll = kPerLane > 8 ? 4 : 8;
-  wait_for_previous();
-  if (first_share >= last_share) return;  // one worker had it alone, or there is none
-  const int width = a.dims[1] + 2;
-  const auto has_dim = [&](int i) { return i * 32 + lane < a.dims[1]; };
-  const char* parts = a.workspace + a.plan.partial_at;
-  float largest = -INFINITY, total = 0.f, x[kPerLane];
-#pragma unroll
-  for (int i = 0; i < kPerLane; i++) x[i] = 0.f;
-  for (int s = first_share; s <= last_share; s += kUnroll) {
-    float part[kUnroll][kPerLane], top[kUnroll], under[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; u++) {
-      const int of = min(s + u, last_share);
-      const float* p = reinterpret_cast<const float*>(
-                           parts + (2 * (int64_t(of) * lines + line) + (of == first_share ? first_slot : 0)) *
-                                       a.plan.partial_bytes) +
-                       row * width;
-      top[u] = s + u > last_share ? -INFINITY : __ldcg(p), under[u] = __ldcg(p + 1);
-#pragma unroll
-      for (int i = 0; i < kPerLane; i++) part[u][i] = has_dim(i) ? __ldcg(p + 2 + i * 32 + lane) : 0.f;
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; u++) {
-      if (top[u] == -INFINITY) continue;
-      const float now = fmaxf(largest, top[u]), old = tiles::exp2_fast(largest - now),
-                  fresh = tiles::exp2_fast(top[u] - now);
-      total = total * old + under[u] * fresh;
-#pragma unroll
-      for (int i = 0; i < kPerLane; i++) x[i] = x[i] * old + part[u][i] * fresh;
-      largest = now;
-    }
-  }
-  const int64_t first = first_query(a, seq);
-  const int32_t token = row / a.group, head = kv_head * a.group + row - token * a.group;
-  const float inverse =
-      finish(a, first + token, head, largest, total, scale_of(a.scales[1], kv_head, one_scale), lane == 0);
-  char* out = a.out.data + (first + token) * a.out.token + int64_t(head) * a.out.head;
-#pragma unroll
-  for (int i = 0; i < kPerLane; i++)
-    if (has_dim(i)) write(a.out, out, i * 32 + lane, x[i] * inverse);
 }
 
 }  // namespace cuda

@@ -1,6 +1,7 @@
 // One file an element type makes its kernels (attention/decode/bf16.cu, ...), so that they compile side by side.
 #pragma once
 #include "attention/cuda/attention.cuh"
+#include "attention/decode/combine.cuh"
 #include "attention/decode/decode.cuh"
 
 namespace kvx {

@@ -1,0 +1,73 @@
+// What every kernel of decode is given: the args of a launch, and what is read and written by them.
+#pragma once
+#include "attention/cuda/plan.cuh"
+#include "attention/cuda/scales.cuh"
+#include "tiles/block_rows.cuh"
+#include "tiles/elements.cuh"
+
+namespace kvx {
+namespace cuda {
+
+struct DecodeArgs {
+  tiles::RowFinder rows;
+  const char* data[2];         // planes
+  int32_t dims[2], chunks[2];  // of a row of K and of V; chunks are 16 bytes
+  RowsParams q, out;
+  char* lse;
+  int64_t lse_token, lse_head;
+  const float* sinks;
+  const void* cu_seqlens;
+  int32_t cu_bytes;
+  int32_t num_seqs, num_kv_heads, group, query_len, max_seq_len;
+  int64_t window, num_tokens;
+  float scale, soft_cap;
+  int32_t is_causal;
+  ScaleParams scales[2];
+  uint32_t scale_steps[2][3];  // of block, token and head, in bytes, where 32 bits hold every offset; else 0
+  int32_t scale_words[2];      // GROUP_SCALES: ScaleWords
+  char* workspace;
+  PlanShape plan;
+};
+
+// What a row of sums is multiplied by; its LSE is written on the way.
+__device__ __forceinline__ float finish(const DecodeArgs& a, int64_t token, int32_t head, float largest, float total,
+                                        float value_scale, bool writes) {
+  if (writes && a.lse)
+    *reinterpret_cast<float*>(a.lse + token * a.lse_token + head * a.lse_head) =
+        total > 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
+  if (a.sinks) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - (largest == -INFINITY ? 0.f : largest));
+  return total > 0.f && largest != -INFINITY ? value_scale / total : 0.f;
+}
+
+__device__ __forceinline__ void write(const RowsParams& out, char* row, int dim, float x) {
+  char* p = row + dim * out.dim;
+  if (out.dtype == KVX_DTYPE_BF16) *reinterpret_cast<__nv_bfloat16*>(p) = __float2bfloat16(x);
+  else if (out.dtype == KVX_DTYPE_F16) *reinterpret_cast<__half*>(p) = __float2half(x);
+  else *reinterpret_cast<float*>(p) = x;
+}
+
+__device__ __forceinline__ int32_t queries_of(const DecodeArgs& a, int32_t seq) {
+  return query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
+}
+__device__ __forceinline__ int64_t first_query(const DecodeArgs& a, int32_t seq) {
+  return a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(seq) * a.cu_bytes, a.cu_bytes) : int64_t(seq) * a.query_len;
+}
+__device__ __forceinline__ int32_t rows_of(const DecodeArgs& a, int32_t seq) {
+  return query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.plan.rows);
+}
+
+// 16 bytes, asked for here and not where they are first used.
+template <class T> __device__ __forceinline__ T load_now(const char* from) {
+  static_assert(sizeof(T) == 16, "one load");
+  union {
+    uint32_t words[4];
+    T x;
+  } u;
+  asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(u.words[0]), "=r"(u.words[1]), "=r"(u.words[2]), "=r"(u.words[3])
+               : "l"(from));
+  return u.x;
+}
+
+}  // namespace cuda
+}  // namespace kvx
