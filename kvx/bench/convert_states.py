@@ -48,7 +48,7 @@ class StatesCase:
 
 
 def cases(device: str) -> Iterator[StatesCase]:
-    less = {} if device == "cuda" else {"requests": 16, "layers": 4}
+    less: dict[str, Any] = {} if device == "cuda" else {"requests": 16, "layers": 4}
     for src, dst in (
         ("transformers", "vllm.sd"),
         ("vllm.sd", "transformers"),
