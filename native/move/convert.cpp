@@ -92,6 +92,36 @@ int alignment_of_source(const Job& job, const Bound& bound) {
   return low == 0 || low > 16 ? 16 : int(low);
 }
 
+// Floats without scales are elements, and their rows any axis: the one that lies side by side on both sides, or on the
+// destination's, and what goes on after it on both.
+void choose_row(CellJob* job) {
+  kvx_plan_format_t* format[2] = {&job->side[SRC].format, &job->side[DST].format};
+  int64_t bytes[2];
+  for (int w = 0; w < 2; w++) {
+    if (format[w]->granularity || is_quantised(format[w]->dtype) || format[w]->pack != job->head_dim) return;
+    bytes[w] = dtype_bits(format[w]->dtype) / 8;
+  }
+  CellDigit row = {job->head_dim, {format[SRC]->dim_inner, format[DST]->dim_inner}, {0, 0}, 0, 0, {0, 0}};
+  const auto is_dense = [&](const CellDigit& d, int w) { return d.stride[w] == bytes[w]; };
+  const auto may_be_row = [](const CellDigit& d) { return !d.token && !d.step[SRC] && !d.step[DST]; };
+  const auto worth = [&](const CellDigit& d) { return 2 * is_dense(d, DST) + is_dense(d, SRC); };
+  for (int i = 0; i < job->num_digits; i++)
+    if (may_be_row(job->digit[i]) && worth(job->digit[i]) > worth(row)) std::swap(row, job->digit[i]);
+  constexpr int64_t kMostElements = 4096;  // of a row that others are joined to: there are rows for all threads still
+  for (int i = 0; i < job->num_digits; i++) {
+    const CellDigit& d = job->digit[i];
+    const bool goes_on = d.stride[SRC] == row.size * row.stride[SRC] && d.stride[DST] == row.size * row.stride[DST];
+    if (!may_be_row(d) || !goes_on || row.size * d.size > kMostElements) continue;
+    row.size *= d.size;
+    std::move(job->digit + i + 1, job->digit + job->num_digits, job->digit + i);
+    job->num_digits--, i = -1;  // another may go on after it
+  }
+  job->head_dim = row.size;
+  for (int w = 0; w < 2; w++)
+    format[w]->dim_inner = row.stride[w], format[w]->dim_outer = 0, format[w]->pack = uint32_t(row.size),
+    format[w]->group_size = uint32_t(row.size);
+}
+
 CellJob make_cell_job(const kvx_plan_box_t& box, const Plan& plan, const Bound& bound) {
   CellJob job = {};
   const kvx_plan_cell_t& cell = plan.cells[box.cell - 1];
@@ -116,6 +146,7 @@ CellJob make_cell_job(const kvx_plan_box_t& box, const Plan& plan, const Bound& 
       row.tensor = reinterpret_cast<const float*>(bound.buffers[w][size_t(row.format.tensor_scale_buffer)]) +
                    row.format.first_layer;
   }
+  choose_row(&job);
   return job;
 }
 

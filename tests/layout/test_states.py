@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import kvx
+import kvx.handover
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.place import buffer_bytes
 from kvx.layout.state_rows import STATE_ROWS, state_row
+from kvx.layout.views import layer_views
 from kvx.spec import PlaneSpec, StateSpec, state_plane
 
 LAYERS, BLOCKS = 2, 3
@@ -291,3 +293,32 @@ def test_another_kind_of_matrix_is_another_content():
         kvx.plan(a, b)
     x = [torch.arange(t.numel()).to(torch.uint8) for t in allocate_buffers(a)]
     assert kvx.digest(x, a) != kvx.digest(x, b)
+
+
+# --- other floats ----------------------------------------------------------------------------------------------------------
+
+FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+@pytest.mark.parametrize("sizes", [(4, 16, 32), (2, 8, 128), (3, 5, 7)], ids=str)
+@pytest.mark.parametrize("dst", STATE_ROWS)
+@pytest.mark.parametrize("src", STATE_ROWS)
+def test_floats_become_other_floats_in_any_order(backend, src, dst, sizes, generator):
+    """Rows are whichever axis lies side by side: every element is the other type's nearest, wherever it stands."""
+    a_format, b_format = random.Random(f"{src} {dst} {sizes}").sample(list(FLOATS), 2)
+    head, row, column = sizes
+
+    def spec(engine: str, format: str) -> StateSpec:
+        conv, delta = {"channel": 4 * column, "tap": 3}, {"head": head, "row": row, "column": column}
+        planes = state_plane("conv", format, **conv), state_plane("delta", format, **delta)
+        return state_row(engine).spec(planes, num_blocks=3, num_layers=2)
+
+    a_spec, b_spec = spec(src, a_format), spec(dst, b_format)
+    a, b = (kvx.allocate_buffers(s, backend.device) for s in (a_spec, b_spec))
+    for view in (view for layer in layer_views(a, a_spec) for view in layer):
+        view.tensor.copy_(torch.randn(view.tensor.shape, generator=generator) * 3e4)
+        view.tensor[(0,) * view.tensor.dim()] = float("nan")
+    kvx.convert(b, a, plan=kvx.plan(a_spec, b_spec), src_blocks=[2, 0], dst_blocks=[0, 1], backend=backend.name)
+    for there, here in zip(layer_views(a, a_spec), layer_views(b, b_spec), strict=True):
+        for x, y in zip(there, here, strict=True):
+            torch.testing.assert_close(y.tensor[:2], x.tensor[[2, 0]].to(FLOATS[b_format]), rtol=0, atol=0, equal_nan=True)

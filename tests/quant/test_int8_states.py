@@ -18,23 +18,23 @@ def planes(format: str) -> tuple:
     return state_plane("conv", "bf16", channel=24, tap=3), state_plane("delta", format, head=4, row=16, column=32)
 
 
-def filled(spec: StateSpec, generator: torch.Generator) -> list[torch.Tensor]:
-    buffers = kvx.allocate_buffers(spec)
+def filled(spec: StateSpec, generator: torch.Generator, device: str = "cpu") -> list[torch.Tensor]:
+    buffers = kvx.allocate_buffers(spec, device)
     for view in (view for layer in layer_views(buffers, spec) for view in layer):
         view.tensor.copy_(torch.randn(view.tensor.shape, generator=generator))
     return buffers
 
 
-@pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("format", FLOATS)
 @pytest.mark.parametrize("row", STATE_ROWS)
 def test_conversions_make_these_rows(row, format, backend, generator):
     """Any engine's states to int8 and back: what encode_rows and decode_rows say."""
     src = state_row(row).spec(planes(format), num_blocks=3, num_layers=2)
     dst = StateSpec(3, planes(INT8_ROWS), num_layers=2)
-    buffers, codes, back = filled(src, generator), kvx.allocate_buffers(dst), kvx.allocate_buffers(src)
-    kvx.convert(codes, buffers, plan=kvx.plan(src, dst), backend=backend)
-    kvx.convert(back, codes, plan=kvx.plan(dst, src), backend=backend)
+    buffers = filled(src, generator, backend.device)
+    codes, back = (kvx.allocate_buffers(spec, backend.device) for spec in (dst, src))
+    kvx.convert(codes, buffers, plan=kvx.plan(src, dst), backend=backend.name)
+    kvx.convert(back, codes, plan=kvx.plan(dst, src), backend=backend.name)
     for layer, coded, again in zip(layer_views(buffers, src), layer_views(codes, dst), layer_views(back, src), strict=True):
         assert torch.equal(layer[0].tensor, again[0].tensor)
         want = encode_rows(layer[1].tensor)

@@ -160,40 +160,82 @@ __device__ __forceinline__ uint32_t largest(uint32_t mine, uint32_t lanes) {
   return mine;
 }
 
-// From IO floats to code C (Encode), or from code C to IO floats. A thread keeps its column, a chunk of some head, and
-// walks tokens, two at a time: finding the column costs as much as turning a chunk. Four blocks an SM: with five,
+// A thread's column: a chunk of some head, of which it walks the tokens. Finding it costs as much as turning a chunk.
+struct Column {
+  char *from, *to;
+  Here here;
+  int64_t scale[2];              // moved
+  uint32_t chunk, lane, tokens;  // of a row; the first token; those that are there
+  bool idle;                     // stays for the shuffles
+};
+
+// False: nothing of this block of threads is there.
+__device__ __forceinline__ bool find_column(const CellArgs& a, const DeviceCell& job, Column* c) {
+  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index),
+                 rest = index - unit * job.per_unit.d;
+  c->here = find_unit(a.tables, job.place, unit, ALL_UNITS, threadIdx.x == 0 && rest == 0);
+  if (c->here.tokens == 0) return false;
+  const uint32_t item = job.column_tiles.divide(rest), column_tile = rest - item * job.column_tiles.d;
+  c->lane = job.columns.divide(threadIdx.x);
+  uint32_t column = column_tile * job.columns.d + threadIdx.x - c->lane * job.columns.d;
+  c->idle = column >= job.all_columns || c->lane >= job.tokens_each;
+  column = c->idle ? 0 : column;
+  c->chunk = column - job.digit[0].size.divide(column) * job.digit[0].size.d;
+  Sum sum = {};
+  add_digits(job, 0, job.num_columns, column, &sum);
+  add_digits(job, job.num_columns, job.num_digits, item, &sum);
+  move_on(a.tables, job.place, sum.byte, sum.step, &c->here);
+  c->from = c->here.at[SRC], c->to = c->here.at[DST];
+  c->scale[SRC] = sum.scale[SRC], c->scale[DST] = sum.scale[DST];
+  c->tokens = job.token.size.d;
+  if (job.token.token) c->tokens = min(c->tokens, c->here.tokens > sum.token ? c->here.tokens - sum.token : 0u);
+  else if (sum.token >= c->here.tokens) c->tokens = 0;
+  return true;
+}
+
+// From floats S to floats D.
+template <int S, int D>
+__global__ void __launch_bounds__(kThreads, 4) convert_float_chunks(const __grid_constant__ CellArgs a) {
+  constexpr int U = 2;
+  const DeviceCell& job = a.job[0];
+  wait_for_previous();
+  Column c;
+  if (!find_column(a, job, &c) || c.idle) return;
+  for (uint32_t begin = c.lane; begin < c.tokens; begin += U * job.tokens_each) {
+    RawChunk<S> raw[U] = {};
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      const uint32_t token = begin + u * job.tokens_each;
+      if (token < c.tokens) raw[u] = load_raw<S>(c.from + uint64_t(token) * job.token_stride[SRC]);
+    }
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      const uint32_t token = begin + u * job.tokens_each;
+      if (token >= c.tokens) continue;
+      float x[kChunk];
+#pragma unroll
+      for (int i = 0; i < kChunk; i++) x[i] = element(raw[u], i);
+      store_chunk<D>(c.to + uint64_t(token) * job.token_stride[DST], x);
+    }
+  }
+}
+
+// From IO floats to code C (Encode), or from code C to IO floats, two tokens at a time. Four blocks an SM: with five,
 // registers spill (measured on an H200: 84 % of a copy against 81).
 template <int IO, int C, bool Encode, Found Scale>
 __global__ void __launch_bounds__(kThreads, 4) convert_cell_chunks(const __grid_constant__ CellArgs a) {
   constexpr int U = 2, W = Encode ? DST : SRC;
   const DeviceCell& job = a.job[0];  // one a launch: its fields are then operands, not loads
   wait_for_previous();
-  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index),
-                 rest = index - unit * job.per_unit.d;
-  Here here = find_unit(a.tables, job.place, unit, ALL_UNITS, threadIdx.x == 0 && rest == 0);
-  if (here.tokens == 0) return;
-  const uint32_t item = job.column_tiles.divide(rest), column_tile = rest - item * job.column_tiles.d;
-  const uint32_t lane = job.columns.divide(threadIdx.x);
-  uint32_t column = column_tile * job.columns.d + threadIdx.x - lane * job.columns.d, tokens = job.token.size.d;
-  const bool idle = column >= job.all_columns || lane >= job.tokens_each;  // stays for the shuffles
-  column = idle ? 0 : column;
+  Column c;
+  if (!find_column(a, job, &c)) return;
   const DeviceRow& coded = job.row[W];
-  const uint32_t chunk = column - job.digit[0].size.divide(column) * job.digit[0].size.d,
-                 group = job.group.divide(chunk);
-  const bool owns = chunk == group * job.group.d;
-  char *from, *to, *scale;
-  {
-    Sum sum = {};
-    add_digits(job, 0, job.num_columns, column, &sum);
-    add_digits(job, job.num_columns, job.num_digits, item, &sum);
-    move_on(a.tables, job.place, sum.byte, sum.step, &here);
-    // Rows start where chunk 0 does; an inline scale is counted from there.
-    scale = scale_of(coded, here, W, here.at[W] - int64_t(chunk) * job.digit[0].stride[W], sum.scale[W]) +
-            group * coded.scale.group;
-    from = here.at[SRC], to = here.at[DST];
-    if (job.token.token) tokens = min(tokens, here.tokens > sum.token ? here.tokens - sum.token : 0u);
-    else if (sum.token >= here.tokens) tokens = 0;
-  }
+  const uint32_t lane = c.lane, tokens = c.tokens, group = job.group.divide(c.chunk);
+  const bool idle = c.idle, owns = c.chunk == group * job.group.d;
+  char *from = c.from, *to = c.to;
+  // Rows start where chunk 0 does; an inline scale is counted from there.
+  char* scale = scale_of(coded, c.here, W, c.here.at[W] - int64_t(c.chunk) * job.digit[0].stride[W], c.scale[W]) +
+                group * coded.scale.group;
   const uint32_t scale_step = coded.is_inline ? job.token_stride[W] : job.token_scale[W];
   for (uint32_t begin = 0; begin < job.token.size.d; begin += U * job.tokens_each) {
     RawChunk<IO> raw[U] = {};
@@ -263,9 +305,26 @@ template <int IO, int C, bool Encode, Found Scale> kvx_status_t run_chunks(const
                       stream, l.args);
 }
 
+template <int S, int D> kvx_status_t run_floats(const CellLaunch& l, void* stream) {
+  return launch_early("convert_float_chunks", convert_float_chunks<S, D>, dim3(l.grid), dim3(kThreads), stream, l.args);
+}
+
 using RunChunks = kvx_status_t (*)(const CellLaunch&, void*);
 
-// The table of fast instantiations: 16-bit floats and the 8-bit codes.
+RunChunks find_floats(int src, int dst) {
+#define KVX_PAIR(s, d) \
+  if (src == s && dst == d) return &run_floats<s, d>;
+  KVX_PAIR(KVX_DTYPE_F32, KVX_DTYPE_BF16)
+  KVX_PAIR(KVX_DTYPE_F32, KVX_DTYPE_F16)
+  KVX_PAIR(KVX_DTYPE_BF16, KVX_DTYPE_F32)
+  KVX_PAIR(KVX_DTYPE_BF16, KVX_DTYPE_F16)
+  KVX_PAIR(KVX_DTYPE_F16, KVX_DTYPE_F32)
+  KVX_PAIR(KVX_DTYPE_F16, KVX_DTYPE_BF16)
+#undef KVX_PAIR
+  return nullptr;
+}
+
+// The table of fast instantiations: floats and the 8-bit codes.
 RunChunks find_chunks(int io, int code, bool encode, bool computed) {
 #define KVX_PAIR(io_, c)                                    \
   if (io == io_ && code == c)                               \
@@ -278,6 +337,8 @@ RunChunks find_chunks(int io, int code, bool encode, bool computed) {
   KVX_PAIR(KVX_DTYPE_F16, KVX_DTYPE_F8_E4M3)
   KVX_PAIR(KVX_DTYPE_F16, KVX_DTYPE_F8_E5M2)
   KVX_PAIR(KVX_DTYPE_F16, KVX_DTYPE_S8)
+  KVX_PAIR(KVX_DTYPE_F32, KVX_DTYPE_F8_E4M3)
+  KVX_PAIR(KVX_DTYPE_F32, KVX_DTYPE_S8)
 #undef KVX_PAIR
   return nullptr;
 }
@@ -319,14 +380,18 @@ DeviceCell start_cell(const CellJob& job) {
 RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, int64_t* blocks_per_unit) {
   const kvx_plan_format_t &src = job.side[SRC].format, &dst = job.side[DST].format;
   const bool encode = dtype_bits(dst.dtype) == 8, decode = dtype_bits(src.dtype) == 8;
-  if (encode == decode) return nullptr;
+  const bool floats = !src.granularity && !dst.granularity && !is_quantised(src.dtype) && !is_quantised(dst.dtype);
+  if (encode == decode && !floats) return nullptr;
   const kvx_plan_format_t &coded = encode ? dst : src, &plain = encode ? src : dst;
-  RunChunks run = find_chunks(plain.dtype, coded.dtype, encode, is_found(coded.granularity));
-  const int64_t lanes = coded.group_size / kChunk;
-  const bool fits = run && job.head_dim % kChunk == 0 && coded.group_size % kChunk == 0 &&
-                    coded.scale_dtype == KVX_DTYPE_F32 && coded.tensor_scale_buffer < 0 && coded.granularity &&
-                    (lanes & (lanes - 1)) == 0 && lanes <= 32 && src.pack == job.head_dim && dst.pack == job.head_dim &&
-                    plain.dim_inner == 2 && coded.dim_inner == 1;
+  RunChunks run = floats ? find_floats(src.dtype, dst.dtype)
+                         : find_chunks(plain.dtype, coded.dtype, encode, is_found(coded.granularity));
+  const int64_t lanes = floats ? 1 : coded.group_size / kChunk;
+  const bool is_coded =
+      floats || (coded.group_size % kChunk == 0 && coded.scale_dtype == KVX_DTYPE_F32 &&
+                 coded.tensor_scale_buffer < 0 && coded.granularity && (lanes & (lanes - 1)) == 0 && lanes <= 32);
+  const bool fits = run && is_coded && job.head_dim % kChunk == 0 && src.pack == job.head_dim &&
+                    dst.pack == job.head_dim && src.dim_inner == dtype_bits(src.dtype) / 8 &&
+                    dst.dim_inner == dtype_bits(dst.dtype) / 8;
   if (!fits) return nullptr;
   *out = start_cell(job);
   uint64_t bits[2] = {0, 0};
@@ -336,7 +401,7 @@ RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, i
     for (int i = 0; i < job.num_digits; i++) bits[w] |= uint64_t(job.digit[i].stride[w]);
     out->width[w] = common_alignment(bits[w]);
   }
-  if (out->width[encode ? SRC : DST] < 16 || out->width[encode ? DST : SRC] < 4) return nullptr;
+  if (out->width[encode ? SRC : DST] < 16 || out->width[encode ? DST : SRC] < (floats ? 16 : 4)) return nullptr;
   const int64_t chunks = job.head_dim / kChunk;
   CellDigit columns[kMaxColumns], rest[KVX_PLAN_MAX_DIGITS], token{1, {0, 0}, {0, 0}, 0, 0, {0, 0}};
   int num_columns = 0, num_rest = 0, tokens = 0;
@@ -349,6 +414,16 @@ RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, i
     else if (!d.token && !d.step[0] && !d.step[1] && num_columns < kMaxColumns && all * d.size <= kThreads)
       columns[num_columns++] = d, all *= d.size;
     else rest[num_rest++] = d, items *= d.size;
+  }
+  if (!tokens) {  // states have none: a thread walks the longest of the other digits
+    int longest = -1;
+    for (int i = 0; i < num_rest; i++)
+      if (!rest[i].step[0] && !rest[i].step[1] && (longest < 0 || rest[i].size > rest[longest].size)) longest = i;
+    if (longest >= 0) {
+      token = rest[longest], items /= token.size;
+      std::move(rest + longest + 1, rest + num_rest, rest + longest);
+      num_rest--;
+    }
   }
   int n = 0;
   for (int i = 0; i < num_columns; i++) out->digit[n++] = to_device(columns[i]);
