@@ -63,6 +63,7 @@ def cases(device: str) -> Iterator[StatesCase]:
     yield StatesCase("vllm.sd", "vllm.sd", tp="4:8", **less)
     yield StatesCase("transformers", "vllm.sd", tp="1:4", **less)
     yield StatesCase("vllm.sd", "vllm.sd", state_format="bf16", **less)
+    yield StatesCase("transformers", "vllm.sd", state_format="bf16", **less)
 
 
 def torch_peer(case: StatesCase, device: str) -> Callable[[], object] | None:

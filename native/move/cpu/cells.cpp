@@ -1,5 +1,7 @@
 // Rows that change their format, on the host: each is read by the source's format and written by the destination's,
 // with the row functions of write and gather.
+#include <string.h>
+
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -116,7 +118,35 @@ void convert_row(const RowTable& ops, const Row& row, float* values) {
   }
 }
 
-// Visits every row of a job that is there, by all threads: visit(row, room for its values).
+constexpr int64_t kTile = 16;  // rows that are read together where they lie across
+
+// Floats that lie side by side from row to row, and apart along a row: tiles of them are turned on the way.
+bool lies_across(const Cells& cells) {
+  const RowSide& src = cells.job.side[SRC];
+  return !src.format.granularity && !is_quantised(src.format.dtype) && src.format.pack == cells.job.head_dim &&
+         src.format.dim_inner != element_bytes(src.format.dtype) &&
+         cells.run.stride[SRC] == element_bytes(src.format.dtype);
+}
+
+// `count` rows from this one on, at most kTile: their elements into `values`, then each into its cell.
+void convert_tile(const RowTable& ops, const Cells& cells, Row* row, int64_t count, float* values) {
+  const PlaneParams& src = row->plane[SRC];
+  const int64_t dims = src.head_dim;
+  float across[kTile];
+  for (int64_t d = 0; d < dims; d++) {
+    const char* from = row->cell[SRC] + d * src.dim_lo;
+    if (src.dtype == KVX_DTYPE_F32) memcpy(across, from, size_t(count) * 4);
+    else ops.decode[src.dtype][KVX_DTYPE_F32](reinterpret_cast<char*>(across), from, count, 1.0f);
+    for (int64_t i = 0; i < count; i++) values[i * dims + d] = across[i];
+  }
+  for (int64_t i = 0; i < count; i++, cells.step(row)) {
+    const RowsParams rows = dense_rows(reinterpret_cast<char*>(values + i * dims), KVX_DTYPE_F32);
+    write_row(ops, row->plane[DST], rows, row->cell[DST], rows.data, ScaleAt{});
+  }
+}
+
+// Visits every run of rows of a job, as far as they are there, by all threads: visit(cells, first row, rows, room for
+// their values).
 template <class Visit>
 void walk(const Bound& bound, const CellJob& job, Visit&& visit) {
   const Cells cells(bound, job);
@@ -128,7 +158,7 @@ void walk(const Bound& bound, const CellJob& job, Visit&& visit) {
 #pragma omp parallel if (items * cells.run.size >= kThreadRows)
   {
     std::vector<float> values;
-    carry([&] { values.resize(size_t(job.head_dim)); });
+    carry([&] { values.resize(size_t(job.head_dim * (lies_across(cells) ? kTile : 1))); });
     Row row = {};
     row.plane[SRC] = plane_of(job.side[SRC], job.head_dim, SCALE_READ),
     row.plane[DST] = plane_of(job.side[DST], job.head_dim, finds ? SCALE_COMPUTED : SCALE_READ);
@@ -137,11 +167,18 @@ void walk(const Bound& bound, const CellJob& job, Visit&& visit) {
       carry([&] {
         const Unit unit = find_unit(bound.tables, item / cells.outer);
         const int64_t count = unit.tokens ? cells.find(unit, item % cells.outer, &row) : 0;
-        for (int64_t i = 0; i < count; i++, cells.step(&row)) visit(row, values.data());
+        visit(cells, &row, count, values.data());
       });
     }
   }
   carry.rethrow();
+}
+
+template <class Visit>
+void each_row(const Bound& bound, const CellJob& job, Visit&& visit) {
+  walk(bound, job, [&](const Cells& cells, Row* row, int64_t count, float* values) {
+    for (int64_t i = 0; i < count; i++, cells.step(row)) visit(*row, values);
+  });
 }
 
 // Scales that belong to blocks stand for many rows, of several jobs where shards meet. Until the last row was seen they
@@ -152,7 +189,7 @@ void find_block_scales(const Bound& bound) {
   const RowTable& ops = best_rows();
   auto each = [&](auto&& visit) {
     for (const CellJob& job : bound.cell_jobs)
-      if (is_by_block(job.side[DST].format)) walk(bound, job, visit);
+      if (is_by_block(job.side[DST].format)) each_row(bound, job, visit);
   };
   auto scale_of = [](const Row& row) { return reinterpret_cast<uint32_t*>(row.plane[DST].scale.data); };
   each([&](const Row& row, float*) { __atomic_store_n(scale_of(row), kMark, __ATOMIC_RELAXED); });
@@ -179,7 +216,13 @@ void convert_cells(const Bound& bound) {
   const RowTable& ops = best_rows();
   find_block_scales(bound);
   for (const CellJob& job : bound.cell_jobs)
-    walk(bound, job, [&](const Row& row, float* values) { convert_row(ops, row, values); });
+    walk(bound, job, [&](const Cells& cells, Row* row, int64_t count, float* values) {
+      const int64_t most = lies_across(cells) ? kTile : 1;
+      for (int64_t i = 0; i < count; i += most) {
+        if (most > 1) convert_tile(ops, cells, row, least(most, count - i), values);
+        else convert_row(ops, *row, values), cells.step(row);
+      }
+    });
 }
 
 }  // namespace cpu
