@@ -4,86 +4,13 @@
 
 #include <algorithm>
 
-#include "cuda/generic.cuh"
-#include "move/cuda/convert.cuh"
+#include "move/cuda/cells.cuh"
+#include "move/cuda/floats.cuh"
 
 namespace kvx {
 namespace cuda {
 
 namespace {
-
-constexpr int kThreads = 256, kCellJobs = 4, kMaxColumns = 4;
-
-struct CellDeviceDigit {
-  FastDivider size;
-  uint32_t token, layer;
-  int64_t stride[2], scale[2];
-  int32_t step[2];
-};
-
-struct DeviceRow {
-  ScaleParams scale;    // of the row at hand once data is set; strides of block, token and head are 0
-  char* scales;         // index 0; NULL: inline or none
-  const float* tensor;  // of layer 0
-  int64_t scale_block, scale_token, scale_offset;
-  int64_t dim_outer, dim_inner;
-  int32_t dtype, pack, is_inline;
-};
-
-struct DeviceCell {
-  DevicePlace place;
-  DeviceRow row[2];
-  int32_t head_dim, num_digits, num_columns;
-  CellDeviceDigit digit[KVX_PLAN_MAX_DIGITS + 1];  // chunks: columns first, then the rest
-  CellDeviceDigit token;                           // chunks: tokens, which a thread walks
-  FastDivider per_unit;                            // rows: rows of a unit; chunks: blocks of threads
-  FastDivider columns, column_tiles;               // chunks: columns of a block of threads; such tiles of an item
-  uint32_t all_columns, tokens_each;  // chunks: columns of an item; tokens side by side. rows: all_columns = sequences
-  uint32_t token_stride[2], token_scale[2];  // chunks: of the tokens
-  FastDivider group;                         // chunks that share a scale
-  int32_t width[2];                          // bytes an access to codes may have
-  uint32_t first;
-};
-
-enum Pass : int32_t { CLEAR, LARGEST, FINISH, WRITE };
-
-struct CellArgs {
-  DeviceTables tables;
-  int32_t num_jobs;
-  Pass pass;
-  DeviceCell job[kCellJobs];
-};
-
-__device__ __forceinline__ const DeviceCell& find_job(const CellArgs& a) {
-  int n = 0;
-  while (n + 1 < a.num_jobs && blockIdx.x >= a.job[n + 1].first) n++;
-  return a.job[n];
-}
-
-// Sum of digits [first, last) at an index.
-struct Sum {
-  int64_t byte[2], scale[2];
-  int32_t step[2];
-  uint32_t token, layer;
-};
-
-__device__ __forceinline__ void add_digits(const DeviceCell& job, int first, int last, uint32_t index, Sum* sum) {
-  for (int i = first; i < last; i++) {
-    const CellDeviceDigit& d = job.digit[i];
-    const uint32_t q = d.size.divide(index), n = index - q * d.size.d;
-    index = q;
-    sum->token += n * d.token, sum->layer += n * d.layer;
-#pragma unroll
-    for (int w = 0; w < 2; w++)
-      sum->byte[w] += n * d.stride[w], sum->scale[w] += n * d.scale[w], sum->step[w] += int32_t(n) * d.step[w];
-  }
-}
-
-// The first scale of a row.
-__device__ __forceinline__ char* scale_of(const DeviceRow& row, const Here& here, int w, char* cell, int64_t moved) {
-  if (row.is_inline) return cell + row.scale_offset;
-  return row.scales ? row.scales + here.block[w] * row.scale_block + here.start[w] * row.scale_token + moved : nullptr;
-}
 
 // ---- one warp a row
 
@@ -158,66 +85,6 @@ enum Found { READ, COMPUTED };
 __device__ __forceinline__ uint32_t largest(uint32_t mine, uint32_t lanes) {
   for (uint32_t hop = lanes / 2; hop > 0; hop /= 2) mine = max(mine, __shfl_xor_sync(0xffffffffu, mine, hop));
   return mine;
-}
-
-// A thread's column: a chunk of some head, of which it walks the tokens. Finding it costs as much as turning a chunk.
-struct Column {
-  char *from, *to;
-  Here here;
-  int64_t scale[2];              // moved
-  uint32_t chunk, lane, tokens;  // of a row; the first token; those that are there
-  bool idle;                     // stays for the shuffles
-};
-
-// False: nothing of this block of threads is there.
-__device__ __forceinline__ bool find_column(const CellArgs& a, const DeviceCell& job, Column* c) {
-  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index),
-                 rest = index - unit * job.per_unit.d;
-  c->here = find_unit(a.tables, job.place, unit, ALL_UNITS, threadIdx.x == 0 && rest == 0);
-  if (c->here.tokens == 0) return false;
-  const uint32_t item = job.column_tiles.divide(rest), column_tile = rest - item * job.column_tiles.d;
-  c->lane = job.columns.divide(threadIdx.x);
-  uint32_t column = column_tile * job.columns.d + threadIdx.x - c->lane * job.columns.d;
-  c->idle = column >= job.all_columns || c->lane >= job.tokens_each;
-  column = c->idle ? 0 : column;
-  c->chunk = column - job.digit[0].size.divide(column) * job.digit[0].size.d;
-  Sum sum = {};
-  add_digits(job, 0, job.num_columns, column, &sum);
-  add_digits(job, job.num_columns, job.num_digits, item, &sum);
-  move_on(a.tables, job.place, sum.byte, sum.step, &c->here);
-  c->from = c->here.at[SRC], c->to = c->here.at[DST];
-  c->scale[SRC] = sum.scale[SRC], c->scale[DST] = sum.scale[DST];
-  c->tokens = job.token.size.d;
-  if (job.token.token) c->tokens = min(c->tokens, c->here.tokens > sum.token ? c->here.tokens - sum.token : 0u);
-  else if (sum.token >= c->here.tokens) c->tokens = 0;
-  return true;
-}
-
-// From floats S to floats D.
-template <int S, int D>
-__global__ void __launch_bounds__(kThreads, 4) convert_float_chunks(const __grid_constant__ CellArgs a) {
-  constexpr int U = 2;
-  const DeviceCell& job = a.job[0];
-  wait_for_previous();
-  Column c;
-  if (!find_column(a, job, &c) || c.idle) return;
-  for (uint32_t begin = c.lane; begin < c.tokens; begin += U * job.tokens_each) {
-    RawChunk<S> raw[U] = {};
-#pragma unroll
-    for (int u = 0; u < U; u++) {
-      const uint32_t token = begin + u * job.tokens_each;
-      if (token < c.tokens) raw[u] = load_raw<S>(c.from + uint64_t(token) * job.token_stride[SRC]);
-    }
-#pragma unroll
-    for (int u = 0; u < U; u++) {
-      const uint32_t token = begin + u * job.tokens_each;
-      if (token >= c.tokens) continue;
-      float x[kChunk];
-#pragma unroll
-      for (int i = 0; i < kChunk; i++) x[i] = element(raw[u], i);
-      store_chunk<D>(c.to + uint64_t(token) * job.token_stride[DST], x);
-    }
-  }
 }
 
 // From IO floats to code C (Encode), or from code C to IO floats, two tokens at a time. Four blocks an SM: with five,
@@ -309,11 +176,16 @@ template <int S, int D> kvx_status_t run_floats(const CellLaunch& l, void* strea
   return launch_early("convert_float_chunks", convert_float_chunks<S, D>, dim3(l.grid), dim3(kThreads), stream, l.args);
 }
 
+template <int S, int D> kvx_status_t run_tiles(const CellLaunch& l, void* stream) {
+  return launch_early("convert_float_tiles", convert_float_tiles<S, D>, dim3(l.grid), dim3(kThreads), stream, l.args);
+}
+
 using RunChunks = kvx_status_t (*)(const CellLaunch&, void*);
 
-RunChunks find_floats(int src, int dst) {
+// By chunks, or by tiles where rows lie across.
+RunChunks find_floats(int src, int dst, bool across) {
 #define KVX_PAIR(s, d) \
-  if (src == s && dst == d) return &run_floats<s, d>;
+  if (src == s && dst == d) return across ? &run_tiles<s, d> : &run_floats<s, d>;
   KVX_PAIR(KVX_DTYPE_F32, KVX_DTYPE_BF16)
   KVX_PAIR(KVX_DTYPE_F32, KVX_DTYPE_F16)
   KVX_PAIR(KVX_DTYPE_BF16, KVX_DTYPE_F32)
@@ -375,6 +247,14 @@ DeviceCell start_cell(const CellJob& job) {
   return out;
 }
 
+// Addresses and strides of a side as bits: what they are all multiples of is what an access may have.
+int access_width(const CellJob& job, const Bound& bound, int w) {
+  uint64_t bits = uint64_t(job.offset[w]) | uint64_t(job.block[w]) | uint64_t(job.outer[w]) | uint64_t(job.inner[w]);
+  for (char* b : bound.buffers[w]) bits |= uint64_t(uintptr_t(b));
+  for (int i = 0; i < job.num_digits; i++) bits |= uint64_t(job.digit[i].stride[w]);
+  return common_alignment(bits);
+}
+
 // Whether chunks can do it, and the job for them. One unsplit axis of tokens at most; rows whole and aligned on both
 // sides; f32 scales.
 RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, int64_t* blocks_per_unit) {
@@ -383,7 +263,7 @@ RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, i
   const bool floats = !src.granularity && !dst.granularity && !is_quantised(src.dtype) && !is_quantised(dst.dtype);
   if (encode == decode && !floats) return nullptr;
   const kvx_plan_format_t &coded = encode ? dst : src, &plain = encode ? src : dst;
-  RunChunks run = floats ? find_floats(src.dtype, dst.dtype)
+  RunChunks run = floats ? find_floats(src.dtype, dst.dtype, false)
                          : find_chunks(plain.dtype, coded.dtype, encode, is_found(coded.granularity));
   const int64_t lanes = floats ? 1 : coded.group_size / kChunk;
   const bool is_coded =
@@ -394,13 +274,7 @@ RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, i
                     dst.dim_inner == dtype_bits(dst.dtype) / 8;
   if (!fits) return nullptr;
   *out = start_cell(job);
-  uint64_t bits[2] = {0, 0};
-  for (int w = 0; w < 2; w++) {
-    bits[w] |= uint64_t(job.offset[w]) | uint64_t(job.block[w]) | uint64_t(job.outer[w]) | uint64_t(job.inner[w]);
-    for (char* b : bound.buffers[w]) bits[w] |= uint64_t(uintptr_t(b));
-    for (int i = 0; i < job.num_digits; i++) bits[w] |= uint64_t(job.digit[i].stride[w]);
-    out->width[w] = common_alignment(bits[w]);
-  }
+  for (int w = 0; w < 2; w++) out->width[w] = access_width(job, bound, w);
   if (out->width[encode ? SRC : DST] < 16 || out->width[encode ? DST : SRC] < (floats ? 16 : 4)) return nullptr;
   const int64_t chunks = job.head_dim / kChunk;
   CellDigit columns[kMaxColumns], rest[KVX_PLAN_MAX_DIGITS], token{1, {0, 0}, {0, 0}, 0, 0, {0, 0}};
@@ -446,6 +320,36 @@ RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, i
   if (*blocks_per_unit > kMaxCount) return nullptr;
   out->per_unit = make_fast_divider(*blocks_per_unit);
   return run;
+}
+
+// Whether rows lie across, and the job for their tiles.
+RunChunks make_tiles(const CellJob& job, const Bound& bound, DeviceCell* out, int64_t* blocks_per_unit) {
+  const kvx_plan_format_t &src = job.side[SRC].format, &dst = job.side[DST].format;
+  const bool floats = !src.granularity && !dst.granularity && !is_quantised(src.dtype) && !is_quantised(dst.dtype);
+  if (!floats || src.pack != job.head_dim || dst.pack != job.head_dim || dst.dim_inner != dtype_bits(dst.dtype) / 8)
+    return nullptr;
+  int across = -1;
+  for (int i = 0; i < job.num_digits; i++) {
+    const CellDigit& d = job.digit[i];
+    if (!d.token && !d.step[0] && !d.step[1] && d.stride[SRC] == dtype_bits(src.dtype) / 8 &&
+        d.stride[DST] <= kMaxStride)
+      across = i;
+  }
+  if (across < 0) return nullptr;
+  *out = start_cell(job);
+  int64_t items = 1;
+  for (int i = 0; i < job.num_digits; i++)
+    if (i != across) out->digit[out->num_digits++] = to_device(job.digit[i]), items *= job.digit[i].size;
+  const CellDigit& rows = job.digit[across];
+  out->token = to_device(rows), out->token_stride[DST] = uint32_t(rows.stride[DST]);
+  out->width[DST] = access_width(job, bound, DST);
+  const int64_t along = (job.head_dim + kTileSide - 1) / kTileSide,
+                tiles = (rows.size + kTileSide - 1) / kTileSide * along;
+  out->columns = make_fast_divider(along), out->column_tiles = make_fast_divider(tiles);
+  *blocks_per_unit = items * tiles;
+  if (*blocks_per_unit > kMaxCount) return nullptr;
+  out->per_unit = make_fast_divider(*blocks_per_unit);
+  return find_floats(src.dtype, dst.dtype, true);
 }
 
 kvx_status_t make_rows(const CellJob& job, const Bound& bound, DeviceCell* out, int64_t* rows_per_unit) {
@@ -524,6 +428,7 @@ kvx_status_t add_cell_launches(const Bound& bound, int64_t units, const DeviceTa
     DeviceCell cell;
     int64_t per_unit, blocks;
     RunChunks run = make_chunks(job, bound, &cell, &per_unit);
+    if (!run) run = make_tiles(job, bound, &cell, &per_unit);
     if (!run) {
       KVX_TRY(add_rows(job, WRITE));
       continue;
