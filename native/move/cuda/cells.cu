@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, 4) convert_cell_chunks(const __grid_
   constexpr int U = 2, W = Encode ? DST : SRC;
   const DeviceCell& job = a.job[0];  // one a launch: its fields are then operands, not loads
   wait_for_previous();
-  Column c;
+  CellColumn c;
   if (!find_column(a, job, &c)) return;
   const DeviceRow& coded = job.row[W];
   const uint32_t lane = c.lane, tokens = c.tokens, group = job.group.divide(c.chunk);

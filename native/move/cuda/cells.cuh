@@ -81,7 +81,7 @@ __device__ __forceinline__ char* scale_of(const DeviceRow& row, const Here& here
 }
 
 // A thread's column: a chunk of some head, of which it walks the tokens. Finding it costs as much as turning a chunk.
-struct Column {
+struct CellColumn {
   char *from, *to;
   Here here;
   int64_t scale[2];              // moved
@@ -90,7 +90,7 @@ struct Column {
 };
 
 // False: nothing of this block of threads is there.
-__device__ __forceinline__ bool find_column(const CellArgs& a, const DeviceCell& job, Column* c) {
+__device__ __forceinline__ bool find_column(const CellArgs& a, const DeviceCell& job, CellColumn* c) {
   const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index),
                  rest = index - unit * job.per_unit.d;
   c->here = find_unit(a.tables, job.place, unit, ALL_UNITS, threadIdx.x == 0 && rest == 0);

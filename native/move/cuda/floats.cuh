@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kThreads, 4) convert_float_chunks(const __grid
   constexpr int U = 2;
   const DeviceCell& job = a.job[0];
   wait_for_previous();
-  Column c;
+  CellColumn c;
   if (!find_column(a, job, &c) || c.idle) return;
   for (uint32_t begin = c.lane; begin < c.tokens; begin += U * job.tokens_each) {
     RawChunk<S> raw[U] = {};
