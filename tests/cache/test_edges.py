@@ -231,3 +231,21 @@ def test_planes_go_through_their_manifest():
     again = from_manifest(handover.to_json(), [list(p.buffers) for p in handover.parts])
     again.check()
     assert again.parts[0].spec == handover.parts[0].spec
+
+
+def test_tokens_appended_one_by_one_ask_for_no_snapshots():
+    """A decode step appends its token. Where a block ends is behind it then; what is asked for stays as long as the prompt's."""
+    groups = [kvx.LayerGroup("states", (0,), StateSpec(8, (state_plane("conv", "f32", channel=2, tap=1),)), kind=State())]
+    cache = kvx.PagedCache(groups, max_seqs=2, max_seq_len=400, block_size=4)
+    seq = cache.admit(range(11))
+    cache.extend(seq, cache.until_snapshot(seq, 11))
+    cache.commit(seq)
+    assert (seq.length, cache.prefix.num_blocks) == (8, 1)
+    for token in range(100):
+        cache.append(seq, [token])
+        cache.extend_all([(seq, seq.num_tokens - seq.length)])
+        cache.commit(seq)
+    assert (seq.snapshot_at, cache.prefix.num_blocks) == ((2,), 1)
+    cache.append(seq, range(9))  # the next turn of a conversation: 120 tokens
+    assert seq.snapshot_at == (2, 29)
+    assert cache.until_snapshot(seq, 9) == 116 - 111
