@@ -7,7 +7,6 @@ import pytest
 
 from kvx import PagedCache
 from kvx.cache.block_table import BlockTable
-from kvx.cache.groups import PlanesLayer
 from kvx.cache.kinds import Sliding
 from kvx.cache.state_table import StateTable
 from tests.fuzz import paged_states
@@ -53,7 +52,7 @@ def left_after_a_copy(monkeypatch):
 
 
 def not_cleared(monkeypatch):
-    monkeypatch.setattr(PlanesLayer, "clear_block", lambda self, block: None)
+    monkeypatch.setattr(StateTable, "clear_block", lambda self, block: None)
 
 
 @pytest.mark.parametrize("damage", [not_copied, named_a_block_off, read_after_it_was_given_back, left_after_a_copy, not_cleared])
