@@ -3,7 +3,7 @@
 # make test-fast   what runs in two minutes: no lint, no wheel, no real model, few cases of each test
 # make coverage   which lines of kvx/ the tests run: make coverage TESTS=tests/spec for some of them
 # make sanitize   host code under ASan, UBSan and TSan: the C tests and the fuzzer of the C entries
-# make fuzz   every fuzzer for longer, C entries, conversions, files and tiers: make fuzz CASES=10000000 SEED=1
+# make fuzz   every fuzzer for longer, C entries, conversions, files, tiers and the paged cache: make fuzz CASES=10000000 SEED=1
 # make soak   an hour of prefill and decode, a runner and a disk tier at once, all killed and interrupted: make soak SOAK_S=600
 # make test-engines   other engines and wires in an environment of their own: vLLM, llama.cpp, NIXL, Mooncake (several GB)
 # On a GPU machine without network: make test-gpu, make bench-gpu (the system's python3 and its torch).
@@ -135,6 +135,7 @@ fuzz-python: build
 	$(FUZZ_PY).state_damage --trials $$(($(CASES) / 1000)) --seed $(SEED)
 	$(FUZZ_PY).files --cases $$(($(CASES) / 10)) --seed $(SEED)
 	$(FUZZ_PY).tier_blocks --cases $$(($(CASES) / 100)) --seed $(SEED)
+	$(FUZZ_PY).paged_states --cases $$(($(CASES) / 10)) --seed $(SEED)
 
 # Three programs at once. Each is told to end by Ctrl-C, and goes on where another fails.
 SOAK_S ?= 3600

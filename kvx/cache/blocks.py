@@ -386,22 +386,23 @@ class BlockAllocator:
     def check_counts(self) -> None:
         """check for an owner, which holds the guard's lock."""
         free, live = self._free[: self._num_free], self._live_entries(self._head, self._tail)
-        state = np.zeros(self.num_blocks, np.int64)
-        np.add.at(state, free, 1)
-        np.add.at(state, live, 1)
-        state += self._refs > 0
-        truths = (
-            (bool((self._refs >= 0).all()), "a block has negative references"),
-            (len(live) == self._num_idle, f"{len(live)} blocks are idle; num_idle says {self._num_idle}"),
-            (int((self._place >= 0).sum()) == len(live), "a block says that it is idle and is not in the queue"),
-            (
-                bool((state == 1).all()),
-                f"block {int(np.argmax(state != 1))} is in {int(state[np.argmax(state != 1)]) if self.num_blocks else 0} states",
-            ),
-            (bool(self._kept[live].all()), "an idle block has no content worth keeping"),
-            (not self._kept[free].any(), "a free block has content worth keeping"),
-            (int(self._kept.sum()) == self._num_kept, f"{int(self._kept.sum())} blocks are kept; the count says {self._num_kept}"),
-        )
-        for holds, sentence in truths:
-            if not holds:
-                raise InternalError(f"BlockAllocator.check(): {sentence}.")
+        state = np.bincount(free, minlength=self.num_blocks) + np.bincount(live, minlength=self.num_blocks) + (self._refs > 0)
+        num_kept, num_placed = np.count_nonzero(self._kept), np.count_nonzero(self._place >= 0)
+        wrong = ""
+        if self._refs.min(initial=0) < 0:
+            wrong = "a block has negative references"
+        elif len(live) != self._num_idle:
+            wrong = f"{len(live)} blocks are idle; num_idle says {self._num_idle}"
+        elif num_placed != len(live):
+            wrong = "a block says that it is idle and is not in the queue"
+        elif np.count_nonzero(state != 1):
+            block = int(np.argmax(state != 1))
+            wrong = f"block {block} is in {int(state[block])} states"
+        elif np.count_nonzero(self._kept[live]) != len(live):
+            wrong = "an idle block has no content worth keeping"
+        elif np.count_nonzero(self._kept[free]):
+            wrong = "a free block has content worth keeping"
+        elif num_kept != self._num_kept:
+            wrong = f"{num_kept} blocks are kept; the count says {self._num_kept}"
+        if wrong:
+            raise InternalError(f"BlockAllocator.check(): {wrong}.")

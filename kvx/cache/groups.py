@@ -116,9 +116,6 @@ class Layer:
     def copy_block(self, source: int, destination: int, backend: str) -> None:
         copy_blocks(self.cache, [(source, destination)], spec=self.spec, backend=backend, **self.scales)
 
-    def clear_block(self, block: int) -> None:
-        """Nothing: what nobody wrote, nobody reads."""
-
 
 @dataclass(frozen=True, eq=False)
 class PlanesLayer:
@@ -132,14 +129,6 @@ class PlanesLayer:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.buffers
-
-    def copy_block(self, source: int, destination: int, backend: str) -> None:
-        for plane in self.planes.values():
-            plane[destination].copy_(plane[source])
-
-    def clear_block(self, block: int) -> None:
-        for plane in self.planes.values():
-            plane[block].zero_()
 
 
 AnyLayer = Layer | PlanesLayer

@@ -215,7 +215,8 @@ class PagedCache:
         self._check_length("append", seq, end)
         self._begin("append", seq, end - len(ids), end, extra)
         seq.token_row[seq.num_tokens : end] = ids
-        seq.snapshot_at = self._with_end(seq.snapshot_at, end)
+        if (end - 1) // self.block_size * self.block_size > seq.length:  # a token at a time, the last block's end is behind
+            seq.snapshot_at = self._with_end(seq.snapshot_at, end)
         seq.num_tokens = end
 
     def until_snapshot(self, seq: Sequence, n: int) -> int:
@@ -547,9 +548,10 @@ class PagedCache:
         """Undo an extend whose tokens were never written: as long as before, or where a state has moved on, of no length."""
         self._check_live("abandon", seq)
         has_states = any(t.kind.has_state for t in self._tables)
-        tokens = seq.token_row[:num_tokens].copy()
+        tokens, extras = seq.token_row[:num_tokens].copy(), [begun for begun in seq.extras if begun[0] < num_tokens]
         self._truncate(seq, 0 if has_states else min(length, seq.length))
         seq.token_row[:num_tokens] = tokens
+        seq.extras = extras  # before the tokens are counted: blocks of them without it would have the names of others
         seq.num_tokens = max(seq.num_tokens, num_tokens)
 
     @whole

@@ -55,8 +55,7 @@ class StateTable(GroupTable):
         if self.kind.on_new is not None:
             self.kind.on_new(block, False)
         else:
-            for layer in self.layers.values():
-                layer.clear_block(block)
+            self.clear_block(block)
         self.table[seq.row, 0] = block
         seq.starts[self.index] = 0
 

@@ -16,6 +16,7 @@ from kvx.handover import Handover, from_manifest, join
 from kvx.handover.memory import new_buffers
 from kvx.handover.paged_cache import read_sequence, write_sequence
 from kvx.handover.part import Part
+from kvx.layout.state_rows import state_row
 from kvx.spec import StateSpec, spec_from_json, state_plane, to_json
 from tests.cache.test_paged import BS, assert_content, make, spec, write_step
 from tests.interrupts import signalled_at_every_point
@@ -231,3 +232,44 @@ def test_planes_go_through_their_manifest():
     again = from_manifest(handover.to_json(), [list(p.buffers) for p in handover.parts])
     again.check()
     assert again.parts[0].spec == handover.parts[0].spec
+
+
+def test_tokens_appended_one_by_one_ask_for_no_snapshots():
+    """A decode step appends its token. Where a block ends is behind it then; what is asked for stays as long as the prompt's."""
+    groups = [kvx.LayerGroup("states", (0,), StateSpec(8, (state_plane("conv", "f32", channel=2, tap=1),)), kind=State())]
+    cache = kvx.PagedCache(groups, max_seqs=2, max_seq_len=400, block_size=4)
+    seq = cache.admit(range(11))
+    cache.extend(seq, cache.until_snapshot(seq, 11))
+    cache.commit(seq)
+    assert (seq.length, cache.prefix.num_blocks) == (8, 1)
+    for token in range(100):
+        cache.append(seq, [token])
+        cache.extend_all([(seq, seq.num_tokens - seq.length)])
+        cache.commit(seq)
+    assert (seq.snapshot_at, cache.prefix.num_blocks) == ((2,), 1)
+    cache.append(seq, range(9))  # the next turn of a conversation: 120 tokens
+    assert seq.snapshot_at == (2, 29)
+    assert cache.until_snapshot(seq, 9) == 116 - 111
+
+
+@pytest.mark.parametrize("engine", ["", "vllm.sd", "vllm.ds", "sglang", "transformers"])
+@pytest.mark.parametrize(("conv", "delta"), [("bf16", "f32"), ("f32", "f32"), ("bf16", "bf16")])
+def test_a_state_is_copied_whole_and_alone(conv, delta, engine):
+    """In all layers and planes, whatever their widths and orders and what pads them: the blocks beside it are as they were."""
+    planes = (state_plane("conv", conv, channel=6, tap=3), state_plane("delta", delta, head=1, row=3, column=5))
+    padded = {"block_bytes": 256} if engine.startswith("vllm") else {}
+    one = state_row(engine).spec(planes, num_blocks=4, num_layers=1, **padded) if engine else StateSpec(4, planes)
+    others = (Member((7,), StateSpec(4, (state_plane("ring", "bf16", channel=1, tap=1),))),)
+    groups = [kvx.LayerGroup("states", (1, 3), one, kind=State(1), others=others)]
+    cache = kvx.PagedCache(groups, max_seqs=3, max_seq_len=16, block_size=4)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [plane for i in (1, 3, 7) for plane in cache.planes(i, 0).planes.values()]
+    for tensor in tensors:
+        tensor.copy_(torch.randint(1, 100, tensor.shape, generator=generator))
+    before = [tensor.clone() for tensor in tensors]
+    with torch.inference_mode():
+        cache._tables[0].copy_block(2, 1)
+    cache._tables[0].clear_block(0)
+    cache._tables[0].copy_block(3, 2)
+    for tensor, was in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, torch.stack((torch.zeros_like(was[0]), was[2], was[3], was[3])))

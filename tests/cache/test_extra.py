@@ -213,3 +213,24 @@ def test_a_handover_of_more_than_tokens_is_refused():
     for seq in (image, lora):
         with pytest.raises(kvx.Unsupported, match="another sequence of the same tokens would be given these"):
             read_sequence(cache, seq, model="small", block_size=4)
+
+
+@pytest.mark.parametrize("states", [0, 4], ids=["plain", "states"])
+def test_an_image_stays_where_a_step_was_abandoned(states):
+    """Its tokens are known still. Without it their blocks would have the names of other images' blocks."""
+    cache = make(states=states)
+    tokens = [*TEXT, *[PLACE] * 7, 5, 6, 7, 8]
+    want = commit(cache, cache.admit(tokens, extras=[(10, b"cat")]))
+    seq = cache.admit(tokens, extra=b"lora", extras=[(10, b"cat")])
+    before = seq.length, seq.num_tokens
+    cache.extend(seq, 12)
+    cache.abandon(seq, *before)
+    assert (seq.length, seq.tokens.tolist()) == (0, tokens)
+    commit(cache, seq)
+    cache.release(seq)
+    assert cache.admit(tokens, extra=b"lora").length == (0 if states else 8), "the text before it, where no state was left there"
+    seq = cache.admit(tokens, extras=[(10, b"cat")])
+    assert seq.hashes == want
+    cache.extend(seq, 1)
+    cache.abandon(seq, 20, 21)
+    assert commit(cache, seq) == want
