@@ -254,8 +254,7 @@ class _Run(NamedTuple):
 
 def _runs(cache: PagedCache, group: int, member: Member, where: dict[int, LayerPlace]) -> list[_Run]:
     """A member's layers: in a row where its layout has every layer in allocations of its own, else one by one."""
-    planes = Layout.parse(member.spec.layout).planes.values()
-    is_apart = all(p.left and p.left[0].name == "layer" for p in planes)
+    is_apart = Layout.parse(member.spec.layout).has_layers_apart
     runs: list[list[int]] = []
     for layer in sorted(where):
         last = where[runs[-1][-1]] if runs else None
