@@ -6,8 +6,9 @@ What is in it has a content digest with every row's coordinates, so a lost head,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from kvx.handover.facts import check_parts, few, first_seen, is_state_part, toke
 from kvx.handover.manifest import read_manifest, write_manifest
 from kvx.handover.memory import moved, new_buffers
 from kvx.handover.part import Part, neutral, rank_specs
+from kvx.handover.plane_parts import check_state_format, differing_plane, in_format, moved_planes
 from kvx.handover.scales import differ, have_one_format
 from kvx.layout.place import buffer_sizes
 from kvx.layout.plan import plan
@@ -169,7 +171,9 @@ class Handover:
     def write_planes(self, part: int, buffers: Sequence[Tensor], spec: Spec, blocks: Sequence[int]) -> None:
         """Put a part that is not K and V into an engine's blocks: of entries one for each of its own, of a state one; -1 skips.
 
-        `spec` is how they lie there, in any layout, layers counted within the part. The content is checked first.
+        `spec` is how they lie there, in any layout, layers counted within the part. A rank's own share is taken, as write() takes
+        heads; another format, other sizes or another orientation are refused by name, and so is a state of another position where
+        the spec says one. The content is checked first.
         """
         here = self._part("write_planes", part)
         if not isinstance(here.spec, StateSpec) or not isinstance(spec, StateSpec):
@@ -178,10 +182,18 @@ class Handover:
             raise Incompatible(
                 f"write_planes(): the handover is of model {self.model!r}; here it is {spec.model!r}. It was not read."
             )
+        if sentence := differing_plane(spec, here.spec, whole=False):
+            raise Incompatible(f"write_planes(): part {part}: {sentence}. It was not read.")
         count = here.spec.num_blocks
         if len(blocks) < count:
             raise BadArgument(f"write_planes(): {len(blocks)} blocks; part {part} has {count}.")
         check_ids("write_planes()", "blocks", blocks[:count], spec.num_blocks)
+        said = {spec.positions[int(n)] for n in blocks[:count] if spec.positions and int(n) >= 0}
+        if is_state_part(here) and said - {self.num_tokens}:
+            raise Incompatible(
+                f"write_planes(): part {part} is a state after {self.num_tokens} tokens; here it is one after {said.pop()}. It was "
+                "not read."
+            )
         if not self._is_checked:
             self.check()
         into = list(buffers)
@@ -221,19 +233,27 @@ class Handover:
         self,
         *,
         block_size: int | None = None,  # None: as it is
-        format: str = "",  # "": as it is
+        format: str = "",  # of K and V; "": as it is
+        state_format: str
+        | Mapping[str, str] = "",  # of states: bf16, f16 or f32, for all planes or by their names; "": as they are
     ) -> Handover:
-        """In blocks of another size, or another format."""
+        """In blocks of another size, or another format. States have no blocks of tokens: they stay, in their own format."""
         if block_size is None:
             block_size = self.block_size
         elif not isinstance(block_size, int) or block_size < 1:
             raise BadArgument(
                 f"convert(): block_size is {block_size!r}; it is 1 or more. Leave it out to keep blocks of {self.block_size}."
             )
-        self.require_kv("convert", "rows and states stay as they are")
+        entries = next((p for p in self.parts if isinstance(p.spec, StateSpec) and p.block_tokens), None)
+        if entries is not None:
+            self._refuse("convert", entries, "rows stay as they are")
+        check_state_format("convert", self.parts, state_format)
         self.check()
         parts = []
         for p in self.parts:
+            if isinstance(p.spec, StateSpec):
+                parts.append(in_format(p, state_format))
+                continue
             blocks = -(-self.num_tokens // block_size) - p.first_token // block_size
             spec = neutral(p.spec.of_kv, num_blocks=blocks, block_size=block_size, format=format)
             parts.append(_moved_blocks(p, (spec,), self.num_tokens)[0])
@@ -245,7 +265,10 @@ class Handover:
         """Unsupported where it has more than K and V."""
         other = next((p for p in self.parts if isinstance(p.spec, StateSpec)), None)
         if other is not None:
-            raise Unsupported(f"{call}(): the handover has {_what(other)} of layers {few(other.layers)}, not only K and V: {why}.")
+            self._refuse(call, other, why)
+
+    def _refuse(self, call: str, part: Part, why: str) -> NoReturn:
+        raise Unsupported(f"{call}(): the handover has {_what(part)} of layers {few(part.layers)}, not only K and V: {why}.")
 
     def shard(self, tp_size: int) -> list[Handover]:
         """One for each tensor parallel rank. Where heads do not divide, the first ranks have one more; with more ranks than heads,
@@ -319,19 +342,10 @@ def _geometry(spec: Spec) -> dict[str, str | int]:
     return found | {"v_head_dim": spec.v_head_dim or spec.head_dim, "v_format": spec.v_format or spec.format}
 
 
-def _moved_planes(p: Part, specs: tuple[Spec, ...]) -> list[Part]:
-    """A part of planes as these shards of it, sealed."""
-    made = [replace(p, spec=s, buffers=new_buffers(s)) for s in specs]
-    for m in made:  # ranks may have the same rows: each is read by itself
-        ids = list(range(p.spec.num_blocks))
-        convert(list(m.buffers), list(p.buffers), plan=plan(p.spec, m.spec, partial=True), src_blocks=ids, dst_blocks=ids)
-    return [m.sealed(0) for m in made]
-
-
 def _moved_blocks(p: Part, specs: tuple[Spec, ...], num_tokens: int) -> list[Part]:
     """A part's first tokens as these shards of it, sealed."""
     if isinstance(p.spec, StateSpec):
-        return _moved_planes(p, specs)
+        return moved_planes(p, specs)
     first = p.first_token // specs[0].block_size
     made = [replace(p, spec=s, first_block=first, buffers=new_buffers(s)) for s in specs]
     # Both tables count from token 0, so that blocks of different sizes meet; what is not here is skipped.

@@ -13,6 +13,7 @@ from kvx.errors import BadArgument, Damaged, Incompatible
 from kvx.handover.handover import Handover
 from kvx.handover.memory import new_buffers
 from kvx.handover.part import Part
+from kvx.handover.plane_parts import moved_planes
 from kvx.handover.scales import require_one_scale
 from kvx.layout.plan import plan
 from kvx.ops.move.convert import convert
@@ -68,6 +69,11 @@ def _joined_planes(shards: list[Part], first: Handover, i: int) -> Part:
     part = part.sealed(first.num_tokens)
     if first.whole and part.content != first.whole[i]:
         raise Damaged(f"join(): the shards make content {part.content}; the whole had {first.whole[i]}. A shard is missing.")
+    for n, r in enumerate(ranks):  # of what several ranks have, one was taken
+        if len(ranks) > 1 and moved_planes(part, (r.spec,))[0].content != r.content:
+            raise Incompatible(
+                f"join(): rank {n} of {len(ranks)} has other content in a share that another rank has too. It was not read."
+            )
     return part
 
 

@@ -1,10 +1,14 @@
 """Handovers of a PagedCache: a sequence out of it, and one into it, which goes on there and whose whole blocks others find.
 
-K and V become parts in the neutral layout. Entries and states move as they are, block for block: whoever reads them has the same
-layers. A state stands where the handover's tokens end, so a sequence takes it there or not at all.
+K and V become parts in the neutral layout. Entries and states move as they are, block for block, into any layout of the same
+planes: whoever reads them has the same layers. A state stands where the handover's tokens end, so a sequence takes it there or not
+at all; its part says that position too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence as Listing
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +18,10 @@ from kvx.cache.groups import LayerGroup, Member
 from kvx.cache.paged import PagedCache
 from kvx.cache.sequence import Sequence
 from kvx.errors import BadArgument, Incompatible, Unsupported
-from kvx.handover.facts import is_state_part
+from kvx.handover.facts import few, is_state_part
 from kvx.handover.handover import Handover
 from kvx.handover.layer_blocks import (
+    LayerPlace,
     LayerTensors,
     num_usable,
     places,
@@ -27,7 +32,9 @@ from kvx.handover.layer_blocks import (
 )
 from kvx.handover.memory import moved, new_buffers
 from kvx.handover.part import Part
+from kvx.handover.plane_parts import differing_plane
 from kvx.handover.source import Source, export_parts
+from kvx.layout.axes import Layout
 from kvx.layout.plan import plan
 from kvx.layout.views import layer_views
 from kvx.ops.move.convert import convert
@@ -55,8 +62,6 @@ def read_sequence(cache: PagedCache, seq: Sequence, *, model: str, block_size: i
             planes += [_read_planes(cache, seq, g, member, blocks.tolist(), model) for member in group.members]
     tokens = seq.tokens[: seq.length]
     kv = export_parts(tokens, found, model=model, block_size=block_size, format=format) if found else []
-    if planes and not model:
-        raise BadArgument("read_sequence(): the model has no name, and another's would read it as its own. Give one: model=.")
     return Handover(tokens, (*kv, *planes))
 
 
@@ -82,16 +87,21 @@ def _require_whole(call: str, cache: PagedCache, seq: Sequence) -> None:
 
 def _read_planes(cache: PagedCache, seq: Sequence, group: int, member: Member, blocks: list[int], model: str) -> Part:
     """Blocks of entries, or the one of a state, of the layers that store the same planes."""
-    buffers, spec = _planes(cache, group, member)
-    assert isinstance(spec, StateSpec)
-    neutral = spec.replaced(num_blocks=len(blocks), layout=spec.block_layout, model=model, block_bytes=0)
-    made = new_buffers(neutral, cache.device)
-    convert(
-        list(made), buffers, plan=plan(spec.replaced(model=model), neutral), src_blocks=blocks, dst_blocks=list(range(len(blocks)))
-    )
+    if not model:
+        raise BadArgument("read_sequence(): the model has no name, and another's would read it as its own. Give one: model=.")
+    is_state, layers = cache.groups[group].blocks_of.has_state, tuple(sorted(member.layers))
+    spec = member.spec.replaced(
+        num_blocks=len(blocks), num_layers=len(layers), layout=_states(member).block_layout, model=model, block_bytes=0,
+        layer_start=0, positions=(seq.length,) if is_state else (),
+    )  # fmt: skip
+    made = new_buffers(spec, cache.device)
+    for run in _runs(cache, group, member, {layer: LayerPlace(0, n) for n, layer in enumerate(layers)}):
+        convert(
+            list(made), run.tensors, plan=plan(run.spec.replaced(model=model), spec, layers=run.layers), src_blocks=blocks,
+            dst_blocks=list(range(len(blocks))),
+        )  # fmt: skip
     host = tuple(moved(made, torch.device("cpu")))
-    is_state = cache.groups[group].blocks_of.has_state
-    part = Part(neutral, member.layers, 0, 0, host, block_tokens=0 if is_state else cache.block_size)
+    part = Part(spec, layers, 0, 0, host, block_tokens=0 if is_state else cache.block_size)
     if not is_state:
         _clear_unwritten(cache, seq, part)
     return part.sealed(seq.length)
@@ -154,8 +164,8 @@ def _write_groups(cache: PagedCache, seq: Sequence, handover: Handover, n: int, 
             if not is_state:
                 blocks[: max(found, seq.num_ahead)] = -1
             for member in group.members if len(blocks) else ():
-                buffers, spec = _planes(cache, g, member)
-                handover.write_planes(_part_of(handover, member, is_state), buffers, spec, blocks.tolist())
+                for run in _runs(cache, g, member, _places_of(handover, member, is_state)):
+                    handover.write_planes(run.part, run.tensors, run.spec, blocks.tolist())
             firsts.append(0)
             continue
         blocks[:found] = -1  # others may be reading them
@@ -178,55 +188,86 @@ def _require_geometry(call: str, cache: PagedCache, handover: Handover, model: s
     others = [(group, member) for group in cache.groups if group not in kv for member in group.members]
     for group, member in others:
         _require_planes(call, handover, group, member, cache.block_size)
-    count = sum(isinstance(p.spec, StateSpec) for p in handover.parts)
-    if count > len(others):
-        raise Incompatible(
-            f"{call}(): the handover has {count} parts of entries and states, this cache {len(others)}. It was not read."
-        )
+    for part in (p for p in handover.parts if isinstance(p.spec, StateSpec)):
+        mine = [m for g, m in others if g.blocks_of.has_state == is_state_part(part) and _names(m.spec) == _names(part.spec)]
+        left = set(part.layers) - {layer for member in mine for layer in member.layers}
+        if left:
+            raise Incompatible(
+                f"{call}(): the handover has {', '.join(_names(part.spec))} of layers {few(tuple(sorted(left)))}, and this cache "
+                "does not. It was not read."
+            )
 
 
 def _require_planes(call: str, handover: Handover, group: LayerGroup, member: Member, block_size: int) -> None:
     """Incompatible with the first plane that differs."""
     is_state = group.blocks_of.has_state
-    if not is_state and not group.blocks_of.num_blocks(handover.num_tokens, 1):
-        return
-    at = _part_of(handover, member, is_state)
-    theirs = handover.parts[at].spec
     need = 1 if is_state else group.blocks_of.num_blocks(handover.num_tokens, block_size)
-    if theirs.num_blocks != need or handover.parts[at].block_tokens != (0 if is_state else block_size):
-        raise Incompatible(
-            f"{call}(): part {at} of the handover has {theirs.num_blocks} blocks of {handover.parts[at].block_tokens} tokens; here "
-            f"{handover.num_tokens} tokens are {need} blocks of {block_size}. It was not read."
-        )
-    if handover.parts[at].layers != member.layers:
-        raise Incompatible(
-            f"{call}(): part {at} of the handover is of layers {handover.parts[at].layers}; here {group.name} of such planes are "
-            f"of layers {member.layers}. It was not read."
-        )
-    for a, b in zip(member.spec.planes, theirs.planes, strict=False):
-        if a != b:
+    if not need:
+        return
+    where = _places_of(handover, member, is_state)
+    for at in sorted({place.part for place in where.values()}):
+        part = handover.parts[at]
+        if part.spec.num_blocks != need or part.block_tokens != (0 if is_state else block_size):
             raise Incompatible(
-                f"{call}(): plane {a.name} of layers {member.layers} is {_form(b)} there, {_form(a)} here. It was not read."
+                f"{call}(): part {at} of the handover has {part.spec.num_blocks} blocks of {part.block_tokens} tokens; here "
+                f"{handover.num_tokens} tokens are {need} blocks of {block_size}. It was not read."
             )
+        if sentence := differing_plane(_states(member), part.spec, whole=True):
+            raise Incompatible(f"{call}(): {sentence}, of layers {few(member.layers)}. It was not read.")
 
 
-def _form(plane: object) -> str:
-    name, axes, form = (getattr(plane, field) for field in ("name", "axes", "format"))
-    return f"{name} {form.name} {' x '.join(f'{axis} {size}' for axis, size in axes)}"
+def _places_of(handover: Handover, member: Member, is_state: bool) -> dict[int, LayerPlace]:
+    """Where the handover has each layer of a member."""
+    names = _names(member.spec)
+    found = {
+        layer: LayerPlace(p, n)
+        for p, part in enumerate(handover.parts)
+        if isinstance(part.spec, StateSpec) and is_state_part(part) == is_state and _names(part.spec) == names
+        for n, layer in enumerate(part.layers)
+    }
+    missing = tuple(layer for layer in member.layers if layer not in found)
+    if missing:
+        raise Incompatible(f"handover: no part has {', '.join(names)} of layers {few(missing)}. It was not read.")
+    return {layer: found[layer] for layer in member.layers}
 
 
-def _part_of(handover: Handover, member: Member, is_state: bool) -> int:
-    for n, part in enumerate(handover.parts):
-        is_it = isinstance(part.spec, StateSpec) and is_state_part(part) == is_state and member.layers[0] in part.layers
-        if is_it and [p.name for p in part.spec.planes] == [p.name for p in member.spec.planes]:
-            return n
-    names = ", ".join(p.name for p in member.spec.planes)
-    raise Incompatible(f"handover: no part has {names} of layers {member.layers}. It was not read.")
+def _names(spec: Spec) -> list[str]:
+    return [p.name for p in spec.planes]
 
 
-def _planes(cache: PagedCache, group: int, member: Member) -> tuple[list[Tensor], Spec]:
-    handles = [cache.planes(i, group) for i in member.layers]
-    return [t for layer in handles for t in layer.tensors], member.spec.replaced(num_layers=len(handles))
+def _states(member: Member) -> StateSpec:
+    assert isinstance(member.spec, StateSpec)
+    return member.spec
+
+
+class _Run(NamedTuple):
+    """Layers in a row of a part, and of the cache."""
+
+    part: int
+    tensors: list[Tensor]
+    spec: StateSpec  # layers counted within the part
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        return self.spec.layer_start, self.spec.layer_start + self.spec.num_layers
+
+
+def _runs(cache: PagedCache, group: int, member: Member, where: dict[int, LayerPlace]) -> list[_Run]:
+    """A member's layers: in a row where its layout has every layer in allocations of its own, else one by one."""
+    is_apart = Layout.parse(member.spec.layout).has_layers_apart
+    runs: list[list[int]] = []
+    for layer in sorted(where):
+        last = where[runs[-1][-1]] if runs else None
+        if is_apart and last is not None and where[layer] == (last.part, last.layer + 1):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    out = []
+    for run in runs:
+        tensors: Listing[Tensor] = [t for layer in run for t in cache.planes(layer, group).tensors]
+        first = where[run[0]]
+        out.append(_Run(first.part, list(tensors), _states(member).replaced(num_layers=len(run), layer_start=first.layer)))
+    return out
 
 
 def _layers(cache: PagedCache, group: int) -> list[LayerTensors]:

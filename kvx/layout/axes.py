@@ -94,6 +94,11 @@ class Layout:
         return any(axis.name == "layer" for axis in (*self.left, *self.first.order))
 
     @property
+    def has_layers_apart(self) -> bool:
+        """Every layer in allocations of its own, one layer's after the other's."""
+        return all(plane.left and plane.left[0].name == "layer" for plane in self.planes.values())
+
+    @property
     def has_kv(self) -> bool:
         return list(self.planes) == ["k", "v"]
 

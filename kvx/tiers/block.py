@@ -83,8 +83,9 @@ class Block(NamedTuple):
 
 
 def block_spec(spec: Spec) -> Spec:
-    """The spec of one block of a cache. What pads blocks in an engine is not kept."""
-    return spec.replaced(num_blocks=1, block_bytes=0)
+    """The spec of one block of a cache. What pads blocks in an engine is not kept; which position a state is of is in its name."""
+    one = spec.replaced(num_blocks=1, block_bytes=0)
+    return one.replaced(positions=()) if one.positions else one
 
 
 def kind_from_text(text: str) -> BlockKind:

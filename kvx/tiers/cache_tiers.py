@@ -17,6 +17,7 @@ from kvx.cache.blocks import BlockIds
 from kvx.cache.groups import Member
 from kvx.cache.paged import PagedCache
 from kvx.errors import BadArgument
+from kvx.layout.axes import Layout
 from kvx.layout.place import num_buffers, num_cache_buffers
 from kvx.spec.cache_spec import CacheSpec, Spec
 from kvx.spec.state_spec import StateSpec
@@ -123,7 +124,11 @@ def buffers_of(cache: PagedCache, group: int, member: Member) -> tuple[list[Tens
     spec = member.spec
     if not isinstance(spec, CacheSpec):
         handles = [cache.planes(i, group) for i in member.layers]
-        return [t for layer in handles for t in layer.tensors], [spec.replaced(num_layers=len(handles))]
+        if Layout.parse(spec.layout).has_layers_apart:
+            specs = [spec.replaced(num_layers=len(handles), layer_start=0)]
+        else:  # a layout with all layers in one allocation, of which each layer here has one of its own
+            specs = [spec.replaced(layer_start=n) for n in range(len(handles))]
+        return [t for layer in handles for t in layer.tensors], specs
     layers = [cache.layer(i) for i in member.layers]
     buffers = [t for layer in layers for t in layer.tensors]
     if num_buffers(spec) == num_cache_buffers(spec) and "layer" not in spec.layout:
@@ -141,7 +146,7 @@ def kept_specs(cache: PagedCache, model: str) -> list[Spec]:
 def kept_spec(member: Member, model: str) -> Spec:
     spec, fields = member.spec, {"num_blocks": 1, "num_layers": len(member.layers), "model": model or member.spec.model}
     if isinstance(spec, StateSpec):
-        return spec.replaced(layout=spec.block_layout, **fields)
+        return spec.replaced(layout=spec.block_layout, layer_start=0, **fields)
     kv = spec.of_kv
     layout = "block | head layer kv token dim" if kv.num_planes == 2 else "block | layer token head dim"
     return kv.replaced(layout=layout, **fields)

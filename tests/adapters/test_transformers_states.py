@@ -11,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="4.56", reason="the adapter is for transformers 4.56 or newer")
 
 from kvx.adapters.transformers import KvxCache  # noqa: E402
-from kvx.errors import BadArgument, Unsupported  # noqa: E402
+from kvx.errors import BadArgument, Incompatible, Unsupported  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers.cache_utils, "LinearAttentionLayer"),
@@ -214,17 +214,17 @@ def test_models_that_keep_states_elsewhere_are_refused(name, says):
         KvxCache(getattr(transformers, f"{name}Config")())
 
 
-def test_states_are_not_left_out_of_a_handover(made):
+def test_a_handover_takes_the_states_along(made):
     from kvx.adapters.transformers import export_cache, import_cache
-    from kvx.handover import Handover
 
-    cache = KvxCache(made.config)
+    cache, more = KvxCache(made.config), prompt(1, 1, 5)
     logits(made, cache, prompt(1))
-    with pytest.raises(Unsupported, match=r"export_cache\(\): layers .* keep states"):
-        export_cache(cache, prompt(1)[0].tolist(), model="m")
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE, num_hidden_layers=2)).eval()
-    other = KvxCache(llama.config)
-    logits(llama, other, prompt(1))
-    handover: Handover = export_cache(other, prompt(1)[0].tolist(), model="m")
-    with pytest.raises(Unsupported, match=r"import_cache\(\): layers .* keep states"):
+    handover = export_cache(cache, prompt(1)[0].tolist(), model="m")
+    other = import_cache(handover, KvxCache(made.config), model="m")
+    assert torch.equal(logits(made, other, more, start=17), logits(made, cache, more, start=17))
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE, num_hidden_layers=len(cache.kv_layers))).eval()
+    plain = KvxCache(llama.config)
+    logits(llama, plain, prompt(1))
+    handover = export_cache(plain, prompt(1)[0].tolist(), model="m")
+    with pytest.raises(Incompatible, match=r"import_cache\(\): .* layer"):
         import_cache(handover, KvxCache(made.config), model="m")

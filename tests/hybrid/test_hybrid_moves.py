@@ -248,7 +248,7 @@ REFUSED = {
     "a state goes on where it stands": (lambda h: (small_cache(), TOKENS[:21], h, NAME), "stands after its 21 tokens"),
     "other tokens": (lambda h: (small_cache(), [9, *TOKENS[1:]], h, NAME), "token 0 is 9"),
     "other rows": (lambda h: (other_rows(), TOKENS, h, NAME), "column 128 there, window f32 row 1 x column 64 here"),
-    "fewer layers": (lambda h: (fewer_layers(), TOKENS, h, NAME), "5 parts of entries and states, this cache 4"),
+    "fewer layers": (lambda h: (fewer_layers(), TOKENS, h, NAME), "positions, window of layers 2, and this cache does not"),
     "a cache of K and V": (lambda h: (kv_cache(), TOKENS, h, NAME), "num_layers of the handover is 0"),
 }
 

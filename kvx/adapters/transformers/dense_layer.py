@@ -10,8 +10,12 @@ from kvx.adapters.transformers.layer import KvxLayer
 from kvx.errors import Unsupported
 
 # By name, because each version has some of them, and exactly: classes made from these keep more than K and V.
-_FULL = ("DynamicLayer", "StaticLayer")
-_SLIDING = ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer", "SlidingWindowLayer", "ChunkedSlidingLayer")
+_LINEAR = "LinearAttention"  # states alone: LinearAttentionLayer; beside K and V: LinearAttentionAnd...
+_FULL = ("DynamicLayer", "StaticLayer", f"{_LINEAR}AndFullAttentionLayer", f"{_LINEAR}AndStaticFullAttentionLayer")
+_SLIDING = (
+    *("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer", "SlidingWindowLayer", "ChunkedSlidingLayer"),
+    *(f"{_LINEAR}AndSlidingWindowAttentionLayer", f"{_LINEAR}AndStaticSlidingWindowAttentionLayer"),
+)
 
 
 class DenseLayer(NamedTuple):
@@ -27,7 +31,7 @@ def dense_layer(call: str, index: int, layer: Any) -> DenseLayer:
     name = type(layer).__name__
     if name not in (*_FULL, *_SLIDING) and not isinstance(layer, KvxLayer):
         raise Unsupported(
-            f"{call}(): layer {index} is a {name}, which keeps more than K and V, or not as they are. Layers are of "
+            f"{call}(): layer {index} is a {name}, which keeps more than K, V and states, or not as they are. Layers are of "
             f"{', '.join((*_FULL, *_SLIDING))}, or a KvxCache's."
         )
     is_static = hasattr(layer, "max_cache_len")
@@ -40,6 +44,11 @@ def dense_layer(call: str, index: int, layer: Any) -> DenseLayer:
     # Static layers have room for all their columns from the start; the first `length` are written.
     k, v = (x[:, :, :length] for x in (layer.read() if isinstance(layer, KvxLayer) else (layer.keys, layer.values)))
     return DenseLayer(k, v, length - k.shape[2], length, window, capacity)
+
+
+def keeps_kv(layer: Any) -> bool:
+    """Layers of states alone have no length."""
+    return hasattr(layer, "get_seq_length")
 
 
 def is_filled(layer: Any) -> bool:

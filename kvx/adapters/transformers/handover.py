@@ -1,12 +1,13 @@
-"""Handovers of transformers' caches: a sequence's K and V out of one, and into one that generate() goes on with.
+"""Handovers of transformers' caches: a sequence's K, V and states out of one, and into one that generate() goes on with.
 
     handover = export_cache(cache, tokens, model=model.config)
     cache = import_cache(handover, model.config, tokens=prompt)
     model.generate(prompt[None], past_key_values=cache)
 
-DynamicCache, StaticCache and KvxCache, of layers that attend to all tokens or to a window of them; others are refused by name.
-A KvxCache's blocks are converted as they lie (handover_blocks.py). The others keep K and V as [batch, heads, columns, dim], and a
-layer with a window its last columns alone (handover_dense.py).
+DynamicCache, StaticCache and KvxCache, of layers that attend to all tokens or to a window of them, that keep a recurrent or
+convolution state, or both; others are refused by name. A KvxCache's blocks are converted as they lie (handover_blocks.py). The
+others keep K and V as [batch, heads, columns, dim], and a layer with a window its last columns alone (handover_dense.py). States
+are alike in all of them (handover_states.py).
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ from transformers.cache_utils import Cache
 
 from kvx.adapters.transformers.cache import KvxCache
 from kvx.adapters.transformers.caller import field
-from kvx.adapters.transformers.dense_layer import is_filled
+from kvx.adapters.transformers.dense_layer import is_filled, keeps_kv
 from kvx.adapters.transformers.handover_blocks import block_sources, fill_blocks
 from kvx.adapters.transformers.handover_dense import dense_sources, fill_dense, is_latent
+from kvx.adapters.transformers.handover_states import fill_states, is_state_filled, require_states, state_parts
 from kvx.adapters.transformers.layer import FORMATS
 from kvx.adapters.transformers.wanted import Wanted
 from kvx.errors import BadArgument, Unsupported
-from kvx.handover import Handover, export_blocks, model_name
+from kvx.handover import Handover, Part, model_name
+from kvx.handover.facts import few
 from kvx.handover.layer_blocks import num_usable, places, require_layers
+from kvx.handover.source import export_parts
+from kvx.spec import CacheSpec
 
 Tokens = Sequence[int] | NDArray[Any] | Tensor
 _DTYPES = {name: dtype for dtype, name in FORMATS.items()}
@@ -46,7 +51,7 @@ def export_cache(
     block_size: int = 16,  # of the handover
     format: str = "",  # of the handover, a row of kvx.FORMATS; "": as the cache has it
 ) -> Handover:
-    """One sequence of a cache. The cache stays as it is.
+    """One sequence of a cache. The cache stays as it is. States stand after all of its tokens, and go with all of them alone.
 
     Positions count from the sequence's first token, as generate() counts them where it is given the attention_mask. With `padding`
     given, or out of a KvxCache, `tokens` may be a beginning of those in the cache.
@@ -56,10 +61,13 @@ def export_cache(
         raise BadArgument(f"export_cache(): a {type(cache).__name__} without K and V; it is a cache that a model has filled.")
     if isinstance(cache, KvxCache):
         padding = _padding(cache, sequence, padding)
-    wanted = Wanted(len(ids), sequence, padding, block_size)
-    is_direct = isinstance(cache, KvxCache) and not any(map(is_latent, cache.layers))
+    wanted, name = Wanted(len(ids), sequence, padding, block_size), name_of(model)
+    is_direct = isinstance(cache, KvxCache) and not any(map(is_latent, cache.kv_layers))
     found = block_sources(cache, wanted) if is_direct else dense_sources(cache, wanted)
-    return export_blocks(ids, found, model=name_of(model), block_size=block_size, format=format)
+    length = max(int(layer.get_seq_length()) for layer in cache.layers if keeps_kv(layer))
+    states = state_parts(cache.layers, wanted, length, _config(cache, model), name)
+    kv = export_parts(ids, found, model=name, block_size=block_size, format=format)
+    return Handover(ids, (*kv, *states))
 
 
 def import_cache(
@@ -75,7 +83,12 @@ def import_cache(
 
     Without `tokens` all of the handover's are there, and the next forward takes those that follow.
     """
-    handover.require_kv("import_cache", "transformers' caches are given K and V alone; write_sequence() takes the rest")
+    entries = next((p for p in handover.parts if p.block_tokens), None)
+    if entries is not None:
+        raise Unsupported(
+            f"import_cache(): the handover has entries of layers {few(entries.layers)}, not only K and V and states, which are all "
+            "that transformers' caches are given; write_sequence() takes the rest."
+        )
     handover.check()
     n = handover.num_tokens if tokens is None else num_usable("import_cache", handover, _ids("import_cache", tokens))
     config = _config(into, model)
@@ -83,11 +96,14 @@ def import_cache(
         raise BadArgument(f"import_cache(): a {type(into).__name__} does not say whose it is: model=, a name or a config.")
     handover.require(model=name_of(model or config))
     cache = DynamicCache(config=into) if isinstance(into, PretrainedConfig) else into
-    if any(int(layer.get_seq_length()) for layer in _layers("import_cache", cache)):
+    here = _layers("import_cache", cache)
+    if any(map(is_state_filled, here)) or any(int(layer.get_seq_length()) for layer in here if keeps_kv(layer)):
         raise BadArgument(f"import_cache(): into is a {type(into).__name__} with tokens in it. Give an empty one.")
-    count = len(cache.layers) or (config.get_text_config(decoder=True).num_hidden_layers if config is not None else 0)
-    if count:
-        require_layers("import_cache", handover, range(count))
+    count = config.get_text_config(decoder=True).num_hidden_layers if config is not None else 0
+    if cache.layers or count:
+        require_layers(
+            "import_cache", handover, [i for i, layer in enumerate(here) if keeps_kv(layer)] if here else list(range(count))
+        )
     _require_geometry(handover, config, cache)
     there = next((layer for layer in cache.layers if is_filled(layer)), None)
     dtype = dtype or (there.dtype if there is not None else _dtype(handover, config))
@@ -95,11 +111,13 @@ def import_cache(
     if dtype not in FORMATS:
         raise BadArgument(f"import_cache(): dtype is {dtype}; it is {', '.join(map(str, FORMATS))}.")
     latent_dim = _latent_dim(handover, config)
+    require_states(handover, here, config, n, dtype)
     try:
         if isinstance(cache, KvxCache) and not latent_dim:
             fill_blocks(cache, handover, n, dtype, device)
         else:
             fill_dense(cache, handover, n, dtype, device, latent_dim)
+        fill_states(here, handover, config, dtype, device)
     except BaseException:
         cache.reset()  # half of it is no text
         raise
@@ -119,12 +137,6 @@ def name_of(model: str | PretrainedConfig) -> str:
 
 def _layers(call: str, cache: Any) -> list[Any]:
     layers = getattr(cache, "layers", None)  # a cache of an encoder and a decoder has two caches instead
-    if isinstance(cache, KvxCache) and cache.state_layers:
-        raise Unsupported(
-            f"{call}(): layers {', '.join(str(s.index) for s in cache.state_layers)} of the cache keep states, and its handovers "
-            "are of K and V alone: whoever goes on from those would begin without the states. copy.deepcopy and pickle take "
-            "all of it."
-        )
     if not isinstance(cache, Cache) or not isinstance(layers, list):
         raise BadArgument(f"{call}(): got a {type(cache).__name__}; it takes a DynamicCache, a StaticCache or a KvxCache.")
     return layers
@@ -144,7 +156,7 @@ def _require_geometry(handover: Handover, config: PretrainedConfig | None, cache
     """Incompatible where heads or their sizes are others, as far as they are known before a forward."""
     c = config.get_text_config(decoder=True) if config is not None else None
     rank = getattr(c, "kv_lora_rank", None) or 0
-    for p, part in enumerate(handover.parts):
+    for p, part in _kv_parts(handover):
         handover.require(p, head_start=0)
         if c is not None and part.spec.num_planes == 1:
             handover.require(p, num_kv_heads=1, head_dim=rank + getattr(c, "qk_rope_head_dim", 0))
@@ -164,7 +176,7 @@ def _require_geometry(handover: Handover, config: PretrainedConfig | None, cache
 
 def _latent_dim(handover: Handover, config: PretrainedConfig | None) -> int:
     """How much of a row of latents is K, in a cache of latents; 0 in others."""
-    if all(part.spec.num_planes == 2 for part in handover.parts):
+    if all(part.spec.num_planes == 2 for _, part in _kv_parts(handover)):
         return 0
     rank = getattr(config.get_text_config(decoder=True) if config is not None else None, "kv_lora_rank", None)
     if not rank:
@@ -172,6 +184,10 @@ def _latent_dim(handover: Handover, config: PretrainedConfig | None) -> int:
             "import_cache(): the handover is of latents (MLA), whose parts the model's config tells: model=model.config."
         )
     return int(rank)
+
+
+def _kv_parts(handover: Handover) -> list[tuple[int, Part]]:
+    return [(p, part) for p, part in enumerate(handover.parts) if isinstance(part.spec, CacheSpec)]
 
 
 def _config(into: PretrainedConfig | Cache, model: str | PretrainedConfig) -> PretrainedConfig | None:
@@ -183,11 +199,10 @@ def _config(into: PretrainedConfig | Cache, model: str | PretrainedConfig) -> Pr
 
 def _dtype(handover: Handover, config: PretrainedConfig | None) -> torch.dtype:
     stated = getattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", None)  # the latter in older transformers 4
-    found = stated or _DTYPES.get(handover.parts[0].kv.format)
+    format = next((part.kv.format for _, part in _kv_parts(handover)), "of states alone")
+    found = stated or _DTYPES.get(format)
     if not isinstance(found, torch.dtype):
-        raise BadArgument(
-            f"import_cache(): the handover is {handover.parts[0].kv.format}, and nothing says what the model computes in: dtype=."
-        )
+        raise BadArgument(f"import_cache(): the handover is {format}, and nothing says what the model computes in: dtype=.")
     return found
 
 

@@ -13,8 +13,8 @@ from kvx.handover.layer_blocks import LayerTensors, places, require_tokens, sour
 def block_sources(cache: KvxCache, wanted: Wanted) -> list[Source]:
     wanted.check_sequence(cache.num_sequences)
     found = []
-    for blocks in dict.fromkeys(layer.blocks for layer in cache.layers if layer.is_initialized):
-        same = [layer for layer in cache.layers if layer.blocks is blocks and layer.is_initialized]
+    for blocks in dict.fromkeys(layer.blocks for layer in cache.kv_layers if layer.is_initialized):
+        same = [layer for layer in cache.kv_layers if layer.blocks is blocks and layer.is_initialized]
         for layer in same:
             wanted.check_length(layer.length, wanted.padding or 0)
         ids = blocks.blocks_of(wanted.sequence).tolist()
@@ -28,14 +28,14 @@ def block_sources(cache: KvxCache, wanted: Wanted) -> list[Source]:
 def fill_blocks(cache: KvxCache, handover: Handover, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
     """An empty cache."""
     where = places(handover)
-    for layer in cache.layers:
+    for layer in cache.kv_layers:
         require_tokens("import_cache", handover, layer.index, layer.window, num_tokens)
     likes = []
-    for layer in cache.layers:
+    for layer in cache.kv_layers:
         spec = handover.parts[where[layer.index].part].kv
         k, v = (torch.empty(1, spec.num_kv_heads, 0, plane.head_dim, dtype=dtype, device=device) for plane in spec.kv)
         likes.append((k, v))
     cache.make_room(num_tokens, likes)
-    for blocks in dict.fromkeys(layer.blocks for layer in cache.layers):
-        here = [LayerTensors(layer.index, layer.tensors, layer.spec) for layer in cache.layers if layer.blocks is blocks]
+    for blocks in dict.fromkeys(layer.blocks for layer in cache.kv_layers):
+        here = [LayerTensors(layer.index, layer.tensors, layer.spec) for layer in cache.kv_layers if layer.blocks is blocks]
         write_layers(handover, here, blocks.blocks_of(0).tolist(), num_tokens=num_tokens)

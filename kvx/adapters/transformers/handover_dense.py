@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from kvx.adapters.transformers.cache import KvxCache
-from kvx.adapters.transformers.dense_layer import dense_layer, is_filled
+from kvx.adapters.transformers.dense_layer import dense_layer, is_filled, keeps_kv
 from kvx.adapters.transformers.layer import FORMATS, KvxLayer
 from kvx.adapters.transformers.wanted import Wanted
 from kvx.errors import BadArgument
@@ -57,14 +57,17 @@ def is_latent(layer: KvxLayer) -> bool:
 def fill_dense(cache: Cache, handover: Handover, n: int, dtype: torch.dtype, device: torch.device, latent_dim: int) -> None:
     """An empty cache. `latent_dim` of the rows of latents are K."""
     for index, layer in enumerate(cache.layers):
+        if not keeps_kv(layer):
+            continue
         held = dense_layer("import_cache", index, layer)
         require_tokens("import_cache", handover, index, held.window, n)
         if n > held.capacity:
             raise BadArgument(f"import_cache(): {n} tokens; layer {index} of the cache has room for {held.capacity:.0f}.")
-    for part in handover.parts if not cache.layers else ():  # they come as they are filled, and the model's masks have the windows
+    parts = [part for part in handover.parts if isinstance(part.spec, CacheSpec)]
+    for part in parts if not cache.layers else ():  # they come as they are filled, and the model's masks have the windows
         require_tokens("import_cache", handover, part.layers[0], part.window, n)
     at = {"cache_position": torch.arange(n, device=device)}  # transformers 4 writes there; 5 counts itself
-    for part in handover.parts:
+    for part in parts:
         for index in part.layers:
             rows = [x[:, :, :n] for x in _read(handover, part, index, n, dtype, device)]
             k, v = rows if len(rows) == 2 else (rows[0][..., :latent_dim], rows[0][..., latent_dim:])
