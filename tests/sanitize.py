@@ -15,6 +15,7 @@ import kvx
 from tests import cases, compare
 from tests.hybrid.ops import hybrid_cases as rows_cases
 from tests.hybrid.ops import test_append_swa, test_attention_sparse, test_compress, test_index_scores, test_topk
+from tests.layout import test_states
 from tests.ops import (
     attention_cases,
     mla_cases,
@@ -61,6 +62,10 @@ def convert_cases() -> int:
         buffers = test_convert.fill(coded, 0)
         assert kvx.digest([t.cuda() for t in buffers], coded) == kvx.digest(buffers, coded)
         count += 3
+    for src, dst in (("vllm.sd", "vllm.sd"), ("transformers", "vllm.sd"), ("sglang.host", "transformers")):
+        for sizes in ((4, 16, 32), (2, 8, 128), (3, 5, 7)):
+            test_states.test_floats_become_other_floats_in_any_order(Device, src, dst, sizes, seeded())
+            count += 1
     return count
 
 

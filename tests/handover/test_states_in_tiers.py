@@ -149,7 +149,8 @@ def test_what_is_refused():
     odd = handed_over(21)
     tiers = tiers_of(odd)
     refuse(
-        lambda: keep(odd, tiers), r"stands after 21 tokens; in blocks of 8 a state is found where one ends.*after 16 tokens; nothing"
+        lambda: keep(odd, tiers),
+        r"stands after 21 tokens; in blocks of 8 a state is found where one ends.*after 16 tokens; nothing",
     )
     assert [t.num_blocks for t in tiers] == [0, 0, 0]
     even = handed_over(16)
