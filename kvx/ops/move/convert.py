@@ -108,6 +108,7 @@ class Bound:
         self.device = where.device
         self._handle: int | None = None
         if self.backend == "torch":
+            check_memory("convert", "torch", src=self.src, dst=self.dst)
             _check_ids(self)
             return
         if self.errors is None and where.is_cuda and backends.is_debug():

@@ -57,6 +57,8 @@ def copy_blocks(
     if pairs.device != view.first.device and pairs.is_cpu:
         pairs = pairs.to(view.first.device)
     if chosen == "torch":
+        if pairs.device != view.first.device:
+            raise BadArgument(f"{_CALL}(): pairs is on {pairs.device}, cache on {view.first.device}; all are on one device.")
         check_apart(_CALL, cache=tensors)
         _copy_torch(view, pairs)
     elif view.first.is_cuda and backends.is_debug() and errors is None:
