@@ -1,6 +1,7 @@
 """Recurrent states that are not what they are said to be: python -m tests.fuzz.state_damage --trials 1000
 
-Each kind of damage, on each way that a state goes: its digest, a cache file, a handover in memory and in a folder, a tier on disk.
+Each kind of damage, on each way that a state goes: its digest, a cache file, a tier on disk; and beside K and V a handover in
+memory, in a folder, in ranks' shards, kept and found in tiers, and written into a cache.
 States are of random sizes and types with random bits. Of every trial the same is asked: the damage shows, by another digest, by one
 of KVX's errors, or by a block that a tier does not hand out.
 """
@@ -22,12 +23,16 @@ import torch
 
 import kvx
 from kvx import handover
-from kvx.handover import Handover, Part, from_manifest, names
+from kvx.cache.kinds import State as StateKind
+from kvx.handover import NEUTRAL, Handover, Part, find, from_manifest, join, keep, names
+from kvx.handover.paged_cache import write_sequence
 from kvx.layout.state_rows import STATE_ROWS, state_row
+from kvx.ops.move.digest import Digest
 from kvx.spec import PlaneSpec, StateSpec, state_plane
 from kvx.tiers import BlockKind, DiskTier
 
 MODEL = "kvx:" + "0123456789abcdef" * 2
+KV_LAYER = 9  # beside those of the state
 
 
 @dataclass
@@ -37,10 +42,11 @@ class State:
     spec: StateSpec  # one block, in the layout of handovers and tiers
     buffers: list[torch.Tensor]
     tokens: list[int]  # that it has seen
+    is_missing: bool = False  # from its handover
 
     def says(self, other: State) -> bool:
         """Whether the same is said of both."""
-        return (self.spec, self.tokens) == (other.spec, other.tokens)
+        return (self.spec, self.tokens, self.is_missing) == (other.spec, other.tokens, other.is_missing)
 
     def copy(self) -> State:
         return State(self.spec, [t.clone() for t in self.buffers], list(self.tokens))
@@ -136,7 +142,12 @@ def another_type(r: random.Random, s: State) -> None:
     s.spec = replace(s.spec, planes=planes)
 
 
-DAMAGE = {f.__name__: f for f in (flipped_bit, swapped_heads, swapped_segments, transposed, off_by_one, another_type)}
+def missing_part(r: random.Random, s: State) -> None:
+    """K and V alone."""
+    s.is_missing = True
+
+
+DAMAGE = {f.__name__: f for f in (flipped_bit, swapped_heads, swapped_segments, transposed, off_by_one, another_type, missing_part)}
 
 
 # ---- ways: each raises one of KVX's errors, or says True where the damage shows
@@ -172,15 +183,34 @@ def by_file(r: random.Random, good: State, bad: State, folder: Path) -> bool:
     return False
 
 
-def handed_over(s: State) -> Handover:
-    part = Part(s.spec, tuple(range(s.spec.num_layers)), 0, 0, tuple(s.buffers))
-    return Handover(s.tokens, (part.sealed(len(s.tokens)),))
+def kv_part(num_tokens: int, block_size: int) -> Part:
+    """K and V of a layer of the same model."""
+    spec = kvx.CacheSpec(
+        -(-num_tokens // block_size), block_size, 2, 4, layout=NEUTRAL, format="bf16", num_layers=1, model=MODEL
+    )  # fmt: skip
+    made = kvx.allocate_buffers(spec)
+    for n, t in enumerate(made):
+        t.fill_(n + 1)
+    made = [t.view(torch.bfloat16).view(2, 1, 2, block_size, 4) for t in made]
+    made[-1][..., num_tokens - (spec.num_blocks - 1) * block_size :, :] = 0  # where no token stands
+    return Part(spec, (KV_LAYER,), 0, 0, tuple(t.view(torch.uint8).flatten() for t in made)).sealed(num_tokens)
+
+
+def handed_over(s: State, *, position: int = 0, block_size: int = 0, content: Digest | None = None) -> Handover:
+    """K and V of a layer, and the state, which is said to stand after its tokens unless told; under another's seal if given."""
+    n = len(s.tokens)
+    kv = kv_part(n, block_size or n)
+    if s.is_missing:
+        return Handover(s.tokens, (kv,))
+    spec = replace(s.spec, positions=(position or n,))
+    part = Part(spec, tuple(range(s.spec.num_layers)), 0, 0, tuple(s.buffers))
+    return Handover(s.tokens, (kv, part.sealed(n) if content is None else replace(part, content=content)))
 
 
 def edited_manifest(good: State, bad: State) -> str:
     """What the other's manifest says, under the good one's seals: whoever edits a manifest cannot know those that go with it."""
     body, was = (json.loads(handed_over(s).to_json()) for s in (bad, good))
-    body["seals"] = was["seals"]
+    body["seals"] = was["seals"][: len(body["seals"])]
     del body["digest"]
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return json.dumps({**body, "digest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()})
@@ -189,9 +219,11 @@ def edited_manifest(good: State, bad: State) -> str:
 def by_handover(r: random.Random, good: State, bad: State, folder: Path) -> bool:
     """Changed bytes under the manifest, or bytes as they were under an edited one."""
     if good.says(bad):
-        from_manifest(handed_over(good).to_json(), [bad.buffers]).check()
+        kv = handed_over(good).parts[0].buffers
+        from_manifest(handed_over(good).to_json(), [kv, bad.buffers]).check()
     else:
-        from_manifest(edited_manifest(good, bad), [good.buffers]).check()
+        held = [handed_over(bad).parts[0].buffers, good.buffers]
+        from_manifest(edited_manifest(good, bad), held[: 1 if bad.is_missing else 2]).check()
     return False
 
 
@@ -201,7 +233,9 @@ def by_folder(r: random.Random, good: State, bad: State, folder: Path) -> bool:
     handover.save(a, handed_over(good))
     if good.says(bad):
         handover.save(b, handed_over(bad))
-        (a / "part0.safetensors").write_bytes((b / "part0.safetensors").read_bytes())
+        (a / "part1.safetensors").write_bytes((b / "part1.safetensors").read_bytes())
+    elif bad.is_missing and r.random() < 0.5:
+        (a / "part1.safetensors").unlink()
     else:
         (a / "handover.json").write_text(edited_manifest(good, bad))
     handover.load(a, model=MODEL)
@@ -223,9 +257,61 @@ def by_tier(r: random.Random, good: State, bad: State, folder: Path) -> bool:
         return tier.get([keys[0]]).result()[0] is None
 
 
+def by_join(r: random.Random, good: State, bad: State, folder: Path) -> bool:
+    """One of two ranks' shards is that of the damaged, under a seal of its own."""
+    ours, theirs = (handed_over(s).shard(2) for s in (good, bad))
+    said = [[[*s.tokens, *((p.spec, p.content) for p in s.parts)] for s in shards] for shards in (ours, theirs)]
+    changed = [n for n, (a, b) in enumerate(zip(*said, strict=True)) if a != b]
+    for n in r.sample(changed, min(1, len(changed))):
+        ours[n] = Handover(theirs[n].tokens, theirs[n].parts, ours[n].whole[: len(theirs[n].parts)])
+    join(ours)
+    return False
+
+
+def by_find(r: random.Random, good: State, bad: State, folder: Path) -> bool:
+    """Kept in tiers on disk, one for K and V and one for the state, and found by the tokens: it stands where a block ends."""
+    n, layers = len(good.tokens), tuple(range(good.spec.num_layers))
+    whole = handed_over(good)
+    tiers = [DiskTier(folder / str(i), BlockKind.of(p.spec), 1 << 22) for i, p in enumerate(whole.parts)]
+    with tiers[0], tiers[1]:
+        if not good.says(bad):
+            keep(handed_over(bad, block_size=n), tiers)
+            return False
+        keep(whole, tiers)
+        path = next(p for p in (folder / "1").rglob("*") if p.is_file() and bytes(good.buffers[0].numpy()) in p.read_bytes())
+        path.write_bytes(path.read_bytes().replace(bytes(good.buffers[0].numpy()), bytes(bad.buffers[0].numpy())))
+        return find(good.tokens, tiers, parts=[((KV_LAYER,), 0), (layers, 0)]) is None
+
+
+def by_cache(r: random.Random, good: State, bad: State, folder: Path) -> bool:
+    """Into a cache that goes on from there. What is said of the state may have a seal of its own; its bytes have the good one's."""
+    kv = kvx.CacheSpec(64, 4, 2, 4, format="bf16")
+    row = state_row(r.choice(["transformers", "sglang", "llama_cpp"]))
+    spec = row.spec(good.spec.planes, num_blocks=3)
+    groups = [
+        kvx.LayerGroup("kv", (KV_LAYER,), kv),
+        kvx.LayerGroup("states", tuple(range(good.spec.num_layers)), spec, kind=StateKind(snapshot_every=1)),
+    ]
+    cache = kvx.PagedCache(groups, max_seqs=1, max_seq_len=64)
+    seq = cache.admit([*good.tokens, 5])
+    content = handed_over(good).parts[1].content if good.says(bad) else None
+    try:
+        write_sequence(cache, seq, handed_over(bad, position=len(good.tokens), content=content), model=MODEL)
+    finally:
+        cache.check()
+        assert seq.length == 0 or good.says(bad), "nothing changes where it is refused"
+    return False
+
+
 WAYS: dict[str, Callable[[random.Random, State, State, Path], bool]] = {
-    "digest": by_digest, "file": by_file, "handover": by_handover, "folder": by_folder, "tier": by_tier,
+    "digest": by_digest, "file": by_file, "handover": by_handover, "folder": by_folder, "tier": by_tier, "join": by_join,
+    "find": by_find, "cache": by_cache,
 }  # fmt: skip
+NO_HANDOVER = ("digest", "file", "tier")  # a state alone: no part of it can be missing
+
+
+def ways_of(damage: str) -> list[str]:
+    return [way for way in WAYS if damage != "missing_part" or way not in NO_HANDOVER]
 
 
 def trial(damage: str, way: str, number: int) -> str:
@@ -264,7 +350,7 @@ def run(trials: int, first: int = 0) -> dict[str, Counter[str]]:
     for way in WAYS:
         for n in numbers:
             control(way, n)
-    return {damage: Counter(f"{way}: {trial(damage, way, n)}" for way in WAYS for n in numbers) for damage in DAMAGE}
+    return {damage: Counter(f"{way}: {trial(damage, way, n)}" for way in ways_of(damage) for n in numbers) for damage in DAMAGE}
 
 
 def main() -> None:
@@ -274,7 +360,7 @@ def main() -> None:
     given = parser.parse_args()
     began = time.monotonic()
     for damage, counts in run(given.trials, given.seed).items():
-        print(f"{damage}: {sum(counts.values())} of {given.trials * len(WAYS)} seen; {dict(sorted(counts.items()))}")
+        print(f"{damage}: {sum(counts.values())} of {given.trials * len(ways_of(damage))} seen; {dict(sorted(counts.items()))}")
     print(f"{time.monotonic() - began:.0f} s")
 
 
