@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvx.cache.groups import LayerGroup, Member
+from kvx.cache.kinds import State
 from kvx.cache.paged import PagedCache
 from kvx.cache.sequence import Sequence
 from kvx.errors import BadArgument, Incompatible, Unsupported
@@ -171,6 +172,9 @@ def _write_groups(cache: PagedCache, seq: Sequence, handover: Handover, n: int, 
         blocks[:found] = -1  # others may be reading them
         write_layers(handover, _layers(cache, g), blocks.tolist(), num_tokens=n)
         firsts.append(max(handover.parts[where[layer].part].first_token for layer in group.layers))
+    states = [kind for kind in cache.kinds if isinstance(kind, State)]
+    if n % cache.block_size == 0 and any(kind.snapshot_every or kind.snapshot_at_end for kind in states):
+        seq.snapshot_at = tuple(sorted({*seq.snapshot_at, n // cache.block_size}))  # the end of somebody's prompt, as a rule
     cache.adopt(seq, firsts)
 
 

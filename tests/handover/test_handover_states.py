@@ -90,10 +90,11 @@ def test_another_process_goes_on(tmp_path):
     assert contents(load(tmp_path / "b")) == contents(handed_over(33))
 
 
-def test_others_find_it_where_a_block_ends():
-    """K and V by their blocks; but none goes on without a snapshot exactly there."""
-    for at, found in ((16, 16), (21, 0)):
-        cache = hybrid()
+@pytest.mark.parametrize("kind", [State(snapshot_every=1), State(), State(snapshot_every=0, snapshot_at_end=False)])
+def test_others_find_it_where_a_block_ends(kind):
+    """K and V by their blocks; but none goes on without a snapshot exactly there, or in a cache that is told to keep none."""
+    for at, found in ((16, 16 if kind.snapshot_at_end else 0), (21, 0)):
+        cache = hybrid(kind=kind)
         seq = cache.admit(tokens())
         write_sequence(cache, seq, handed_over(at), model=MODEL)
         other = cache.admit(tokens())
