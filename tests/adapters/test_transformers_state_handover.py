@@ -19,8 +19,15 @@ transformers = pytest.importorskip("transformers", minversion="4.56", reason="th
 from transformers.models.auto import modeling_auto  # noqa: E402
 
 import kvx  # noqa: E402
-from kvx import BadArgument, Damaged, Incompatible  # noqa: E402
-from kvx.adapters.llama_cpp import read_recurrent, write_recurrent  # noqa: E402
+from kvx import BadArgument, Damaged, Incompatible, Unsupported  # noqa: E402
+from kvx.adapters.llama_cpp import (  # noqa: E402
+    StateKind,
+    StateModel,
+    export_state,
+    import_state,
+    read_recurrent,
+    write_recurrent,
+)
 from kvx.adapters.transformers import KvxCache, export_cache, import_cache  # noqa: E402
 from kvx.adapters.transformers.handover import name_of  # noqa: E402
 from kvx.cache.kinds import State  # noqa: E402
@@ -302,6 +309,27 @@ def test_into_vllms_pages_and_llama_cpps_state(name):
     assert found.num_tokens == 22
     back = Handover(handover.tokens, (replace(part, buffers=_neutral(found.buffers, row, part)).sealed(22),))
     assert contents(back) == [str(part.content)]
+
+
+def test_a_whole_state_of_llama_cpp():
+    """K and V as that engine has them, and the states behind: what LFM2's own state is made of, in this order."""
+    made, handover = model("lfm2"), handed_over("lfm2", format="f16")
+    kind = StateKind(num_streams=2)
+    told = StateModel(handover.model, 2, 2, 16, rope="half")
+    with pytest.raises(Unsupported, match=r"a state .* of layers 0, 2, not only K and V: import K and V alone"):
+        import_state(handover, model=told, like=kind)
+    kv, state = handover.parts
+    before = import_state(Handover(handover.tokens, (kv,)), model=told, like=kind)
+    row = state_row("llama_cpp").spec(state.spec.planes, num_blocks=1, num_layers=2)
+    buffers = allocate_buffers(row)
+    handover.write_planes(1, buffers, row, [0])
+    data = write_recurrent(buffers, row, num_tokens=22, num_model_layers=4, before=before)
+    assert read_recurrent(data, row, num_model_layers=4).num_tokens == 22
+    again = export_state(before, handover.tokens, model=told)
+    assert again.parts[0].spec.of_kv.format == "f16"
+    cache = prefilled("lfm2")
+    assert torch.equal(buffers[0].view(torch.float32).view(64, 2), cache.layers[0].conv_states[0][0, :, 1:])
+    assert made.config.num_hidden_layers == 4
 
 
 def _neutral(buffers: list[torch.Tensor], row: StateSpec, part: Any) -> tuple[torch.Tensor, ...]:

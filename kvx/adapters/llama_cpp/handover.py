@@ -82,6 +82,9 @@ def _export(state: SequenceState, tokens: ArrayLike, model: StateModel, block_si
 
 def require_fit(handover: Handover, model: StateModel) -> None:
     """Whole, and of this model: raises before anything is read."""
+    handover.require_kv(
+        "import_state", "import K and V alone, Handover(tokens, parts), and write_recurrent(before=...) puts a state behind"
+    )
     handover.check()
     if len(handover.parts) > 1:
         windows = ", ".join(str(p.window) for p in handover.parts)
