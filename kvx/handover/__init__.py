@@ -1,4 +1,4 @@
-"""What one engine hands to another: a sequence's tokens, its K and V in neutral blocks, a manifest and a content digest."""
+"""What one engine hands to another: a sequence's tokens, K and V in neutral blocks, states, a manifest, a content digest."""
 
 from kvx.handover.facts import NEUTRAL, NEUTRAL_LATENT
 from kvx.handover.handover import Handover, from_manifest

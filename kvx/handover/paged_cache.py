@@ -192,12 +192,12 @@ def _require_geometry(call: str, cache: PagedCache, handover: Handover, model: s
     others = [(group, member) for group in cache.groups if group not in kv for member in group.members]
     for group, member in others:
         _require_planes(call, handover, group, member, cache.block_size)
-    for part in (p for p in handover.parts if isinstance(p.spec, StateSpec)):
-        mine = [m for g, m in others if g.blocks_of.has_state == is_state_part(part) and _names(m.spec) == _names(part.spec)]
-        left = set(part.layers) - {layer for member in mine for layer in member.layers}
+    for other in (p for p in handover.parts if isinstance(p.spec, StateSpec)):
+        mine = [m for g, m in others if g.blocks_of.has_state == is_state_part(other) and _names(m.spec) == _names(other.spec)]
+        left = set(other.layers) - {layer for member in mine for layer in member.layers}
         if left:
             raise Incompatible(
-                f"{call}(): the handover has {', '.join(_names(part.spec))} of layers {few(tuple(sorted(left)))}, and this cache "
+                f"{call}(): the handover has {', '.join(_names(other.spec))} of layers {few(tuple(sorted(left)))}, and this cache "
                 "does not. It was not read."
             )
 

@@ -30,6 +30,7 @@ from kvx.adapters.transformers.handover_dense import dense_sources, fill_dense, 
 from kvx.adapters.transformers.handover_states import fill_states, is_state_filled, require_states, state_parts
 from kvx.adapters.transformers.layer import FORMATS
 from kvx.adapters.transformers.wanted import Wanted
+from kvx.cache.tokens import token_ids
 from kvx.errors import BadArgument, Unsupported
 from kvx.handover import Handover, Part, model_name
 from kvx.handover.facts import few
@@ -67,7 +68,7 @@ def export_cache(
     length = max(int(layer.get_seq_length()) for layer in cache.layers if keeps_kv(layer))
     states = state_parts(cache.layers, wanted, length, _config(cache, model), name)
     kv = export_parts(ids, found, model=name, block_size=block_size, format=format)
-    return Handover(ids, (*kv, *states))
+    return Handover(token_ids("export_cache()", ids), (*kv, *states))
 
 
 def import_cache(
