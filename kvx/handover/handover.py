@@ -234,8 +234,7 @@ class Handover:
         *,
         block_size: int | None = None,  # None: as it is
         format: str = "",  # of K and V; "": as it is
-        state_format: str
-        | Mapping[str, str] = "",  # of states: bf16, f16 or f32, for all planes or by their names; "": as they are
+        state_format: str | Mapping[str, str] = "",  # of states, for all planes or by their names; "": as they are
     ) -> Handover:
         """In blocks of another size, or another format. States have no blocks of tokens: they stay, in their own format."""
         if block_size is None:

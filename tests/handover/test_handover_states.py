@@ -207,6 +207,17 @@ def test_a_state_in_another_format(to):
     assert contents(handover.convert(state_format="f32", block_size=4)) == contents(handover)
 
 
+def test_a_state_in_eight_bits():
+    """A scale for each row, in the row: it goes to ranks and a folder as any other."""
+    handover = handed_over(21)
+    small = handover.convert(state_format={"delta": "int8_per_token_head_inline"})
+    assert contents(join(small.shard(4))) == contents(small)
+    assert small.num_bytes < handover.num_bytes
+    back, want = _planes(small.convert(state_format="f32"), 2)[1], _planes(handover, 2)[1]
+    assert 0 < float((back - want).abs().max()) <= float(want.abs().max()) / 254 * 1.01
+    refuse(lambda: went_on(small, hybrid()), "plane delta is delta int8_per_token_head_inline .* there, delta f32 .* here")
+
+
 def test_formats_that_are_none():
     handover = handed_over(21)
     refuse(lambda: handover.convert(state_format={"ssm": "bf16"}), "formats by planes: conv, delta", kvx.BadArgument)
