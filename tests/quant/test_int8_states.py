@@ -115,3 +115,5 @@ def test_what_has_no_rows(wrong):
 def test_formats_that_states_have_not():
     with pytest.raises(kvx.BadArgument, match="bf16, f16 or f32, or a format with inline scales"):
         StateSpec(2, (state_plane("delta", "int8_per_token_head", head=2, row=4, column=8),))
+    with pytest.raises(kvx.BadArgument, match="a scale for 128 elements; its rows have 32, which is no multiple"):
+        StateSpec(2, (state_plane("delta", "fp8_e4m3_per_128_inline", head=2, row=4, column=32),))
