@@ -193,8 +193,8 @@ def _axes_are_those_of_states(spec: StateSpec) -> str | None:
             return f"plane {p.name} is {p.format}; states are bf16, f16 or f32, or a format with inline scales."
         if p.format.group_size and p.row_elements % p.format.group_size:
             return (
-                f"plane {p.name} is {p.format}, a scale for {p.format.group_size} elements; its rows have {p.row_elements}, which is "
-                "no multiple. int8_per_token_head_inline has one scale a row."
+                f"plane {p.name} is {p.format}, a scale for {p.format.group_size} elements; its rows have {p.row_elements}, "
+                "which is no multiple. int8_per_token_head_inline has one scale a row."
             )
         if any(share.size % share.unit for share in p.shares):
             return f"plane {p.name} has shares {[tuple(s) for s in p.shares]} that are no whole units."
