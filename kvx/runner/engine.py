@@ -21,6 +21,7 @@ from kvx.cache.guard import Guard, whole
 from kvx.cache.paged import PagedCache
 from kvx.cache.tokens import token_ids
 from kvx.errors import BadArgument
+from kvx.runner.decoder import Decoder
 from kvx.runner.device import check_device, check_fits
 from kvx.runner.gemm import gemm_dtype
 from kvx.runner.graph import DecodeGraphs
@@ -33,6 +34,7 @@ from kvx.runner.schedule import Scheduler, Work
 from kvx.runner.tiers import EngineTiers
 from kvx.runner.tokens import TextStream, Tokenizer
 from kvx.runner.weights import Progress, load_weights
+from kvx.spec.cache_spec import CacheSpec
 from kvx.tiers import TierOption
 
 Prompt = str | Sequence[int]
@@ -55,21 +57,22 @@ class Engine:
 
     def __init__(
         self,
-        model: Model,
+        model: Decoder,
         tokenizer: Tokenizer | None = None,
         *,
         max_batch_tokens: int = 0,
-        use_graphs: bool = True,
+        use_graphs: bool = True,  # where there is a GPU, and the model can be captured: kvx.runner's own
         tiers: EngineTiers | None = None,  # of the model's cache; closed with the engine
     ) -> None:
         self.model, self.cache, self.tokenizer, self.tiers = model, model.cache, tokenizer, tiers
-        self.scheduler = Scheduler(self.cache, max_batch_tokens or self.cache.max_tokens)
-        self._graphs = DecodeGraphs(model) if use_graphs and DecodeGraphs.work_on(self.cache.device) else None
+        self.scheduler = Scheduler(self.cache, max_batch_tokens or self.cache.max_tokens, names_early=model.is_one_pass)
+        has_graphs = use_graphs and isinstance(model, Model) and DecodeGraphs.work_on(self.cache.device)
+        self._graphs = DecodeGraphs(model) if has_graphs else None
         eos = () if tokenizer is None or tokenizer.eos_id is None else (tokenizer.eos_id,)
         self.eos_ids = frozenset((*model.config.eos_ids, *eos))
-        # A sequence that has the cache to itself must fit.
-        blocks = min(a.num_blocks for a in self.cache.allocators) * self.cache.block_size
-        self.max_seq_len = min(self.cache.max_seq_len, blocks)
+        # A sequence that has the cache to itself must fit. A state takes one block, whatever its length.
+        kv = [a.num_blocks for a, kind in zip(self.cache.allocators, self.cache.kinds, strict=True) if not kind.has_state]
+        self.max_seq_len = min(self.cache.max_seq_len, model.config.max_seq_len, *(n * self.cache.block_size for n in kv))
         self.num_generated = 0
         self.busy_s = 0.0  # in steps
         self._texts: dict[tuple[int, int], TextStream] = {}
@@ -295,6 +298,7 @@ class Engine:
         begin = time.perf_counter()
         work = self.scheduler.step()
         logits = self._forward(work)
+        self.scheduler.commit(work)
         rows, answers = [], []
         for row, w in enumerate(work):
             if w.is_last:
@@ -355,16 +359,17 @@ class Engine:
     # --- what it did ------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counts so far, and the bytes a token's K and V take."""
-        counts, spec = self.scheduler.counts, self.cache.groups[0].spec.of_kv
-        token_bytes = sum(g.spec.of_kv.token_bytes * len(g.layers) for g in self.cache.groups)
-        plain = 2 * spec.num_kv_heads * spec.head_dim * self.model.dtype.itemsize * self.model.config.num_layers
+        """Counts so far, and the bytes that K and V of a token and states of a sequence take."""
+        counts, groups = self.scheduler.counts, self.cache.groups
+        kv = [(g.spec, len(g.layers)) for g in groups if isinstance(g.spec, CacheSpec)]
+        plain = sum(s.num_kv_heads * sum(p.head_dim for p in s.kv) * n for s, n in kv) * self.model.dtype.itemsize
         return {
             **asdict(counts),
             "generated_tokens": self.num_generated,
             "busy_s": self.busy_s,
-            "kv_format": spec.format,
-            "kv_bytes_per_token": token_bytes,
+            "kv_format": kv[0][0].format if kv else "",
+            "kv_bytes_per_token": sum(s.token_bytes * n for s, n in kv),
+            "state_bytes_per_sequence": sum(g.num_bytes // g.spec.num_blocks for g in groups if g.blocks_of.has_state),
             "unquantised_bytes_per_token": plain,
             "num_blocks": self.cache.allocators[0].num_blocks,
             "block_size": self.cache.block_size,

@@ -14,9 +14,10 @@ from kvx.cache.tokens import token_ids
 from kvx.errors import BadArgument
 from kvx.handover import Handover, model_name
 from kvx.handover.paged_cache import read_sequence, write_sequence
-from kvx.runner.config import ModelConfig
+from kvx.runner.decoder import DecoderConfig
 from kvx.runner.engine import Answer, Engine, Prompt
 from kvx.runner.request import Completion, Params
+from kvx.runner.schedule import until_snapshot
 
 
 def export_sequence(
@@ -82,7 +83,7 @@ def add_request(
     return _add(engine, handover, prompt, params or Params(), model)[0].request
 
 
-def name_of(config: ModelConfig) -> str:
+def name_of(config: DecoderConfig) -> str:
     """A name made of a model's geometry. Two models of one geometry share it, so a name of your own is better."""
     return model_name(
         config.family, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
@@ -96,7 +97,7 @@ def _prefill(engine: Engine, ids: list[int]) -> Sequence:
     seq = cache.admit(ids)
     try:
         while left := len(ids) - seq.length:
-            n = min(left, engine.scheduler.max_batch_tokens)
+            n = until_snapshot(cache, seq, min(left, engine.scheduler.max_batch_tokens))
             cache.extend(seq, n)
             engine.model.forward(cache.plan([(seq, n)]))
             cache.commit(seq)

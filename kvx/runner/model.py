@@ -55,6 +55,8 @@ def layer_groups(config: ModelConfig, *, num_blocks: int, block_size: int, kv_fo
 
 
 class Model:
+    is_one_pass = True
+
     def __init__(self, config: ModelConfig, weights: Weights, cache: PagedCache, dtype: torch.dtype) -> None:
         self.config, self.weights, self.cache, self.dtype = config, weights, cache, dtype
         angles = torch.arange(cache.max_seq_len, device=cache.device, dtype=torch.float32)[:, None] * weights.inverse_frequencies

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvx.cache.kinds import State
 from kvx.cache.paged import PagedCache
+from kvx.cache.sequence import Sequence
 from kvx.errors import BadArgument, OutOfBlocks
 from kvx.runner.request import Completion
 
@@ -20,6 +22,7 @@ from kvx.runner.request import Completion
 class Work(NamedTuple):
     completion: Completion
     num_tokens: int  # the last of its sequence's are this step's
+    found_at: int = 0  # the length at which others will find it next, with what it computes now or goes on with; 0: none
 
     @property
     def is_last(self) -> bool:
@@ -44,10 +47,14 @@ class Counts:
 
 
 class Scheduler:
-    def __init__(self, cache: PagedCache, max_batch_tokens: int) -> None:
+    def __init__(self, cache: PagedCache, max_batch_tokens: int, *, names_early: bool = True) -> None:
         if not 1 <= max_batch_tokens <= cache.max_tokens:
             raise BadArgument(f"Scheduler(): max_batch_tokens is {max_batch_tokens}; it is 1 to the cache's {cache.max_tokens}.")
         self.cache, self.max_batch_tokens = cache, max_batch_tokens
+        # Blocks are named before they are written: a sequence of the same step may read them, because every layer writes all
+        # tokens before any attends. Not so a state: who goes on from one copies it beforehand.
+        self.has_states = any(kind.has_state for kind in cache.kinds)
+        self.names_early = names_early and not self.has_states
         self.reserve_blocks = 1  # for each running sequence, when another is admitted: it would be put out again at once
         self.waiting: deque[Completion] = deque()
         self.running: list[Completion] = []  # oldest first
@@ -58,33 +65,54 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def step(self) -> list[Work]:
-        """Work with room in the cache. Blocks are named here, before they are written: a sequence of the same step may read
-        them, because every layer writes all tokens before any attends."""
+        """Work with room in the cache."""
         work: list[Work] = []
         budget, preempted = self.max_batch_tokens, self.counts.preemptions
         for c in list(self.running):
             if c.seq is None or not budget:
                 continue
-            n = self._extend(c, min(c.num_left, budget))
-            if n:
-                work.append(Work(c, n))
-                budget -= n
-        while self.waiting and budget and preempted == self.counts.preemptions:
-            c = self.waiting[0]
+            budget -= self._work(c, budget, work)
+        for c in list(self.waiting):
+            if not budget or preempted != self.counts.preemptions or len(self.running) >= self.cache.max_seqs:
+                break
+            if any(self._is_coming(c, w) for w in work):
+                continue
             if not self._admit(c):
                 break
-            self.waiting.popleft()
-            n = self._extend(c, min(c.num_left, budget))
-            if n:
-                work.append(Work(c, n))
-                budget -= n
+            self.waiting.remove(c)
+            budget -= self._work(c, budget, work)
         self._count(work)
         return work
 
+    def _work(self, c: Completion, budget: int, work: list[Work]) -> int:
+        """Put the next tokens of c into the step: how many."""
+        assert c.seq is not None
+        before, left, size = c.seq.length, c.num_left, self.cache.block_size
+        until = until_snapshot(self.cache, c.seq, left)  # a state is kept only where a step ends
+        n = self._extend(c, min(until, budget))
+        if n:
+            if self.has_states:
+                found_at = before + until if until < left else 0
+            else:
+                found_at = (before + n) // size * size
+            is_new = not self.names_early and found_at > before
+            work.append(Work(c, n, found_at if is_new else 0))
+        return n
+
+    def _is_coming(self, c: Completion, w: Work) -> bool:
+        """What w computes is what c would: it waits, and finds it."""
+        n = w.found_at
+        return n < len(c.tokens) and n > 0 and c.tokens[:n] == w.completion.tokens[:n]
+
+    def commit(self, work: list[Work]) -> None:
+        """After the step: what it wrote is found by others."""
+        if not self.names_early:
+            for w in work:
+                if w.completion.seq is not None:
+                    self.cache.commit(w.completion.seq)
+
     def _admit(self, c: Completion) -> bool:
         """False: not now."""
-        if len(self.running) >= self.cache.max_seqs:
-            return False
         c.seq = self.cache.admit(c.tokens, is_brought_back=False)  # first see whether it may stay
         seq = c.seq
         left = len(c.tokens) - seq.length
@@ -116,7 +144,7 @@ class Scheduler:
                     raise
                 self._preempt(self.running[-1])  # never one with work in this step: those stand before c
                 continue
-            if seq.length % self.cache.block_size < n:  # a block is full
+            if self.names_early and seq.length % self.cache.block_size < n:  # a block is full
                 self.cache.commit(seq)
             return n
         return 0
@@ -178,3 +206,11 @@ class Scheduler:
         k.mixed_steps += 0 < len(prompts) < len(work)
         k.chunks += sum(not w.is_last for w in work)
         k.peak_blocks = max(k.peak_blocks, *(a.num_used for a in self.cache.allocators))
+
+
+def until_snapshot(cache: PagedCache, seq: Sequence, n: int) -> int:
+    """Of its next `n` tokens, how many a step may compute without jumping over a snapshot."""
+    if hasattr(cache, "until_snapshot"):
+        return cache.until_snapshot(seq, n)
+    every = [k.snapshot_every * cache.block_size for k in cache.kinds if isinstance(k, State) and k.snapshot_every]
+    return min(n, *(e - seq.length % e for e in every)) if every else n

@@ -25,6 +25,7 @@ class LayerSpecs(NamedTuple):
     window: int = 0  # tokens whose K and V are kept; 0: all
     is_chunked: bool = False  # the window starts anew every `window` tokens
     planes: tuple[StatePlane, ...] = ()  # of the state, in the order of Transformers: its conv_states, then its recurrent_states
+    is_latent: bool = False  # MLA
 
 
 def layer_specs(
@@ -59,7 +60,8 @@ def layer_specs(
             planes = tuple(plane.spec(plain_format(format), state_format) for plane in kind.planes)
             state = StateSpec(num_states, planes, layer_start=num_before)
             num_before += 1
-        found.append(LayerSpecs(kv, state, kind.window, kind.is_chunked, kind.planes))
+        is_latent = len(kind.rows) == 1  # K and V of one row
+        found.append(LayerSpecs(kv, state, kind.window, kind.is_chunked, kind.planes, is_latent))
     return tuple(found)
 
 

@@ -36,18 +36,20 @@ class CachedLayer(NamedTuple):
     num_states: int  # 0: none
 
 
-def cached_layers(config: PretrainedConfig) -> list[CachedLayer]:
-    """Of each layer that has a cache, as transformers' DynamicCache reads a config."""
+_LEAVE_OUT = "Leave past_key_values out: generate() makes the cache that the model takes."
+
+
+def cached_layers(config: PretrainedConfig, call: str = "KvxCache()", instead: str = _LEAVE_OUT) -> list[CachedLayer]:
+    """Of each layer that has a cache, as transformers' DynamicCache reads a config. `instead`: what to do where it is refused."""
     name = type(config).__name__
     if not getattr(config, "num_attention_heads", None):
         raise Unsupported(
-            f"KvxCache(): a {name} has no num_attention_heads: its model keeps a state instead of K and V, or is made of several "
-            "models with caches of their own. Leave past_key_values out: generate() makes the cache that the model takes."
+            f"{call}: a {name} has no num_attention_heads: its model keeps a state instead of K and V, or is made of several "
+            f"models with caches of their own. {instead}"
         )
     if getattr(config, "model_type", "") in _OWN_CACHES:
         raise Unsupported(
-            f"KvxCache(): a {name}'s model takes no cache but one of its own class, in which states stand beside the layers. Leave "
-            "past_key_values out: generate() makes the cache that the model takes."
+            f"{call}: a {name}'s model takes no cache but one of its own class, in which states stand beside the layers. {instead}"
         )
     found = _layers(config)
     has_states = hasattr(cache_utils, "LinearAttentionLayer")  # before transformers 5.x models had classes of their own for it
@@ -60,22 +62,19 @@ def cached_layers(config: PretrainedConfig) -> list[CachedLayer]:
             for kind in others
         )
         raise Unsupported(
-            f"KvxCache(): of a {name}, {where}. A KvxCache holds K and V of {_FULL}, {' and '.join(_WINDOWS)} layers, and states "
-            "of linear_attention, conv and hybrid ones. Leave past_key_values out: generate() makes the cache that the model takes."
+            f"{call}: of a {name}, {where}. It takes K and V of {_FULL}, {' and '.join(_WINDOWS)} layers, and states of "
+            f"linear_attention, conv and hybrid ones. {instead}"
         )
     num_states, made = int(getattr(config, "number_of_conv_states", None) or 1), []
     for i, (kind, window) in enumerate(found):
         attends = _HYBRID.get(kind, kind)
         if attends in _WINDOWS and (not isinstance(window, int) or window < 1):
             field = _WINDOWS[attends]
-            raise BadArgument(f"KvxCache(): layer {i} is {kind!r}, and the config's {field} is {window}; it is 1 or more.")
+            raise BadArgument(f"{call}: layer {i} is {kind!r}, and the config's {field} is {window}; it is 1 or more.")
         has_kv = kind not in _STATES
         made.append(CachedLayer(has_kv, window if attends in _WINDOWS else 0, 0 if has_kv and kind not in _HYBRID else num_states))
     if not any(layer.has_kv for layer in made):
-        raise Unsupported(
-            f"KvxCache(): a {name} has states alone, and nothing that says how many tokens they stand after. Leave past_key_values "
-            "out: generate() makes the cache that the model takes."
-        )
+        raise Unsupported(f"{call}: a {name} has states alone, and nothing that says how many tokens they stand after. {instead}")
     return made
 
 

@@ -1,0 +1,217 @@
+"""PagedModel: any transformers decoder that runs over a kvx.PagedCache: prefixes found again, forks, many sequences in a step.
+
+    cache = kvx.PagedCache(layer_groups(model.config, num_blocks=256, num_states=32, format="f32"), max_seqs=8, max_seq_len=512)
+    engine = Engine(PagedModel(model, cache))                 # kvx.runner: streams, answers to one prompt, preemption
+    logits = PagedModel(model, cache).forward(cache.plan(work))   # or step by step
+
+Weights and everything between layers are transformers'; what a layer caches lies in the cache's blocks (paged_step.py). The tokens
+of a step go through the model in one forward for each number of new tokens a sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from kvx.adapters.transformers.kinds import CHUNKS_WRONG, CachedLayer, cached_layers
+from kvx.adapters.transformers.layer import FORMATS
+from kvx.adapters.transformers.paged_step import LayerPlan, PagedRows, PagedStep
+from kvx.cache.batch import Batch
+from kvx.cache.groups import PlanesLayer
+from kvx.cache.kinds import Chunked, GroupKind
+from kvx.cache.paged import PagedCache
+from kvx.errors import BadArgument, Unsupported
+from kvx.spec.layer_specs import LayerSpecs, layer_specs
+
+_DTYPES = {name: dtype for dtype, name in FORMATS.items()}
+# Model types that count positions by themselves, padding too: their sequences go together only where they are equally long.
+_COUNTS_PADDING = {
+    *("camembert", "data2vec-text", "git", "moss_transcribe_diarize", "roberta", "roberta-prelayernorm", "xlm-roberta"),
+    *("xlm-roberta-xl",),
+}
+_NO_CHUNKS = (*CHUNKS_WRONG, "moshi")  # a prompt in two parts gives other tokens in transformers itself
+_USE_GENERATE = "Its own generate() runs it."
+_MAKE_GROUPS = "Make the cache of layer_groups(model.config, ...)."
+
+
+@dataclass(frozen=True)
+class PagedConfig:
+    """What an engine asks of a model, in the words of kvx.runner."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int  # of the first layer with K and V
+    head_dim: int
+    max_seq_len: int
+    eos_ids: tuple[int, ...]
+
+
+class PagedModel:
+    is_one_pass = False  # a step may be several forwards: nobody reads what another writes in the same step
+
+    def __init__(self, model: Any, cache: PagedCache) -> None:
+        takes = _check_model(model)
+        if not isinstance(cache, PagedCache):
+            raise BadArgument(f"PagedModel(): cache is a {type(cache).__name__}; it is a kvx.PagedCache. {_MAKE_GROUPS}")
+        self.model, self.cache, self.dtype = model, cache, next(model.parameters()).dtype
+        where = {p.device for p in model.parameters()}
+        if where != {cache.device} and not (len(where) == 1 and _is_same(next(iter(where)), cache.device)):
+            raise BadArgument(
+                f"PagedModel(): the model is on {', '.join(sorted(map(str, where)))}, the cache on {cache.device}; both are on one "
+                f'device. Move the model, model.to("{cache.device}"), or make the cache there, PagedCache(device=).'
+            )
+        config = model.config.get_text_config(decoder=True)
+        self._plans = _plans(config, cache, self.dtype)
+        self._counts_padding = {model.config.model_type, config.model_type} & _COUNTS_PADDING
+        self._takes = {"logits_to_keep", *(() if self._counts_padding else ("position_ids",))} & takes
+        self.config = _config(model, config, self._plans, cache)
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> Tensor:
+        """[num_seqs, vocab] f32: logits after each sequence's last token of this step."""
+        if self.model.training:
+            raise BadArgument("PagedModel.forward(): the model is in training mode, where dropout changes answers; model.eval().")
+        ends, lengths = (np.asarray(t.tolist(), np.int64) for t in (batch.cu_seqlens, batch.seq_lens))
+        counts = np.diff(ends)
+        out = torch.zeros(batch.num_seqs, self.config.vocab_size, dtype=torch.float32, device=batch.tokens.device)
+        together: dict[tuple[int, bool, int], list[int]] = {}
+        for row, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
+            if count:  # or it fills the batch up
+                together.setdefault((count, length > count, length if self._counts_padding else 0), []).append(row)
+        for (count, *_), rows in together.items():
+            out[rows] = self._forward(PagedRows(batch, rows, ends[rows], lengths[rows], count))
+        return out
+
+    def _forward(self, rows: PagedRows) -> Tensor:
+        batch, mask, step = rows.batch, rows.mask, PagedStep(self._plans, rows)
+        given: dict[str, Any] = {"input_ids": batch.tokens[rows.at], "past_key_values": step, "use_cache": True}
+        given |= {"position_ids": batch.positions[rows.at]} if "position_ids" in self._takes else {}
+        given |= {"logits_to_keep": 1} if "logits_to_keep" in self._takes else {}
+        logits: Tensor = self.model(**given, attention_mask=mask).logits[:, -1]
+        step.finish()
+        return logits.float()
+
+
+def _check_model(model: Any) -> frozenset[str]:
+    """The names that its forward takes."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig) or not callable(getattr(model, "forward", None)):
+        raise BadArgument(f"PagedModel(): model is a {name}; it is a transformers model, such as an AutoModelForCausalLM.")
+    takes = frozenset(inspect.signature(model.forward).parameters)
+    if getattr(config, "is_encoder_decoder", False):
+        raise Unsupported(f"PagedModel(): a {name} is an encoder and a decoder, with a cache for each. {_USE_GENERATE}")
+    if not {"input_ids", "past_key_values", "attention_mask"} <= takes or model.get_output_embeddings() is None:
+        raise Unsupported(
+            f"PagedModel(): a {name} gives no next token from input_ids, attention_mask and past_key_values, as "
+            "AutoModelForCausalLM's classes do. Load it with AutoModelForCausalLM; one of states alone runs by its own generate()."
+        )
+    kind = next(model.parameters()).dtype
+    if kind not in FORMATS:
+        raise Unsupported(f"PagedModel(): the model is {kind}; it is float32, bfloat16 or float16: model.float().")
+    if model.training:
+        raise BadArgument("PagedModel(): the model is in training mode, where dropout changes answers; call model.eval().")
+    return takes
+
+
+def _is_same(a: torch.device, b: torch.device) -> bool:
+    """cuda is cuda:0."""
+    return a.type == b.type and (a.index or 0) == (b.index or 0)
+
+
+def _plans(config: PretrainedConfig, cache: PagedCache, dtype: torch.dtype) -> list[LayerPlan]:
+    if config.model_type in _NO_CHUNKS:
+        raise Unsupported(
+            f"PagedModel(): transformers computes several tokens of a {config.model_type} after others as if these were not all "
+            f"there, so a prompt could not go on from what is cached of it. {_USE_GENERATE}"
+        )
+    found = cached_layers(config, "PagedModel()", _USE_GENERATE)
+    specs = layer_specs(config, FORMATS[dtype])
+    plans = [_plan(cache, i, layer, spec, dtype) for i, (layer, spec) in enumerate(zip(found, specs, strict=False))]
+    known = {(i, False) for i, p in enumerate(plans) if p.kv} | {(i, True) for i, p in enumerate(plans) if p.states}
+    there = {(i, g.blocks_of.has_state) for g in cache.groups for m in g.members for i in m.layers}
+    if there - known:
+        layer, is_state = min(there - known)
+        raise BadArgument(
+            f"PagedModel(): the cache has {'a state' if is_state else 'K and V'} of layer {layer}; the model keeps none there. "
+            f"{_MAKE_GROUPS}"
+        )
+    return plans
+
+
+def _plan(cache: PagedCache, i: int, layer: CachedLayer, spec: LayerSpecs, dtype: torch.dtype) -> LayerPlan:
+    if layer.has_kv != (spec.kv is not None) or (spec.state is not None and not layer.num_states):
+        raise Unsupported(
+            f"PagedModel(): of layer {i} transformers keeps {'K and V' if layer.has_kv else 'no K and V'}, by the config "
+            f"{'K and V' if spec.kv else 'none'}. {_USE_GENERATE}"
+        )
+    kv = kind = None
+    if spec.kv is not None:
+        try:
+            kv = cache.layer(i)
+        except BadArgument as error:
+            raise BadArgument(f"PagedModel(): the cache has no K and V of layer {i}. {_MAKE_GROUPS}") from error
+        kind = cache.kinds[kv.group]
+        has, want = ((s.num_kv_heads, s.kv[0].head_dim, s.kv[1].head_dim) for s in (kv.spec, spec.kv))
+        if has != want:
+            raise BadArgument(
+                f"PagedModel(): layer {i} of the cache has (heads, key dim, value dim) {has}, of the model {want}. {_MAKE_GROUPS}"
+            )
+        if why := _what_is_missing(kind, spec):
+            raise BadArgument(f"PagedModel(): layer {i} of the cache {why}. {_MAKE_GROUPS}")
+    states = None if spec.state is None else _states(cache, i, spec)
+    planes = tuple((p, _DTYPES[p.format(FORMATS[dtype])]) for p in spec.planes) if states is not None else ()
+    return LayerPlan(i, layer.window, kv, kind, states, planes)
+
+
+def _what_is_missing(kind: GroupKind, spec: LayerSpecs) -> str:
+    """Why a group gives back what the model still sees; "" where it does not."""
+    if not kind.gives_back:
+        return ""
+    if isinstance(kind, Chunked):
+        is_enough = spec.is_chunked and kind.chunk == spec.window
+        return "" if is_enough else f"sees chunks of {kind.chunk} tokens, of the model {_sees(spec)}"
+    is_enough = 0 < spec.window <= kind.window
+    return "" if is_enough else f"sees a window of {kind.window} tokens, of the model {_sees(spec)}"
+
+
+def _sees(spec: LayerSpecs) -> str:
+    if not spec.window:
+        return "all tokens"
+    return f"{'chunks' if spec.is_chunked else 'a window'} of {spec.window}"
+
+
+def _states(cache: PagedCache, i: int, spec: LayerSpecs) -> PlanesLayer:
+    assert spec.state is not None
+    groups = [n for n, g in enumerate(cache.groups) if g.blocks_of.has_state and any(i in m.layers for m in g.members)]
+    if not groups:
+        raise BadArgument(f"PagedModel(): the cache has no state of layer {i}. {_MAKE_GROUPS}")
+    handle = cache.planes(i, groups[0])
+    want = {p.name: [size for _, size in p.axes] for p in spec.state.planes}
+    has = {p.name: [size for _, size in p.axes] for p in handle.spec.planes}
+    if has != want:
+        raise BadArgument(f"PagedModel(): layer {i} of the cache has states {has}, of the model {want}. {_MAKE_GROUPS}")
+    return handle
+
+
+def _config(model: Any, config: PretrainedConfig, plans: list[LayerPlan], cache: PagedCache) -> PagedConfig:
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    eos = found if found is not None else getattr(config, "eos_token_id", None)
+    spec = next(p.kv.spec for p in plans if p.kv is not None)
+    return PagedConfig(
+        family=config.model_type,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        max_seq_len=getattr(config, "max_position_embeddings", None) or cache.max_seq_len,
+        eos_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+    )
