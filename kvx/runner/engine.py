@@ -178,6 +178,10 @@ class Engine:
             raise BadArgument(
                 f"add(): token ids are {min(ids)} to {max(ids)}; the model has 0 to {self.model.config.vocab_size - 1}."
             )
+        if max(params.snapshot_at, default=0) > len(ids):
+            raise BadArgument(
+                f"add(): snapshot_at is {params.snapshot_at}, and the prompt has {len(ids)} tokens; it names some of them."
+            )
         limit = min(self.max_seq_len, len(ids) + params.max_tokens)
         guard, number = self._guard, -1
         try:

@@ -17,7 +17,6 @@ from kvx.handover.paged_cache import read_sequence, write_sequence
 from kvx.runner.decoder import DecoderConfig
 from kvx.runner.engine import Answer, Engine, Prompt
 from kvx.runner.request import Completion, Params
-from kvx.runner.schedule import until_snapshot
 
 
 def export_sequence(
@@ -97,7 +96,7 @@ def _prefill(engine: Engine, ids: list[int]) -> Sequence:
     seq = cache.admit(ids)
     try:
         while left := len(ids) - seq.length:
-            n = until_snapshot(cache, seq, min(left, engine.scheduler.max_batch_tokens))
+            n = cache.until_snapshot(seq, min(left, engine.scheduler.max_batch_tokens))
             cache.extend(seq, n)
             engine.model.forward(cache.plan([(seq, n)]))
             cache.commit(seq)

@@ -22,6 +22,7 @@ class Params:
     seed: int = 0
     n: int = 1  # answers
     ignore_eos: bool = False
+    snapshot_at: tuple[int, ...] = ()  # of a model with states: lengths of the prompt that others share, as its system prompt's
 
     def __post_init__(self) -> None:
         rules = (
@@ -30,6 +31,7 @@ class Params:
             ("top_k", self.top_k >= 0, "0 (all) or more"),
             ("top_p", 0 < self.top_p <= 1, "over 0, up to 1"),
             ("n", self.n >= 1, "1 or more"),
+            ("snapshot_at", _are_lengths(self.snapshot_at), "a tuple of numbers of tokens, each 0 or more"),
             ("stop", not isinstance(self.stop, str) and all(self.stop), "a tuple of texts, none of them empty"),
         )
         for name, is_right, takes in rules:
@@ -98,3 +100,7 @@ class Completion:
 def _overlap(text: str, stop: str) -> int:
     """Characters at the end of text that stop begins with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _are_lengths(given: object) -> bool:
+    return isinstance(given, tuple) and all(type(n) is int and n >= 0 for n in given)

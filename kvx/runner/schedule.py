@@ -12,9 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvx.cache.kinds import State
 from kvx.cache.paged import PagedCache
-from kvx.cache.sequence import Sequence
 from kvx.errors import BadArgument, OutOfBlocks
 from kvx.runner.request import Completion
 
@@ -72,7 +70,7 @@ class Scheduler:
             if c.seq is None or not budget:
                 continue
             budget -= self._work(c, budget, work)
-        for c in list(self.waiting):
+        for c in list(self.waiting) if len(self.running) < self.cache.max_seqs else ():
             if not budget or preempted != self.counts.preemptions or len(self.running) >= self.cache.max_seqs:
                 break
             if any(self._is_coming(c, w) for w in work):
@@ -88,7 +86,7 @@ class Scheduler:
         """Put the next tokens of c into the step: how many."""
         assert c.seq is not None
         before, left, size = c.seq.length, c.num_left, self.cache.block_size
-        until = until_snapshot(self.cache, c.seq, left)  # a state is kept only where a step ends
+        until = self.cache.until_snapshot(c.seq, left) if self.has_states else left  # a state is kept only where a step ends
         n = self._extend(c, min(until, budget))
         if n:
             if self.has_states:
@@ -113,7 +111,8 @@ class Scheduler:
 
     def _admit(self, c: Completion) -> bool:
         """False: not now."""
-        c.seq = self.cache.admit(c.tokens, is_brought_back=False)  # first see whether it may stay
+        # First see whether it may stay.
+        c.seq = self.cache.admit(c.tokens, snapshot_at=c.params.snapshot_at, is_brought_back=False)
         seq = c.seq
         left = len(c.tokens) - seq.length
         reserve = self.reserve_blocks * self.cache.block_size * (len(self.running) + 1)
@@ -206,11 +205,3 @@ class Scheduler:
         k.mixed_steps += 0 < len(prompts) < len(work)
         k.chunks += sum(not w.is_last for w in work)
         k.peak_blocks = max(k.peak_blocks, *(a.num_used for a in self.cache.allocators))
-
-
-def until_snapshot(cache: PagedCache, seq: Sequence, n: int) -> int:
-    """Of its next `n` tokens, how many a step may compute without jumping over a snapshot."""
-    if hasattr(cache, "until_snapshot"):
-        return cache.until_snapshot(seq, n)
-    every = [k.snapshot_every * cache.block_size for k in cache.kinds if isinstance(k, State) and k.snapshot_every]
-    return min(n, *(e - seq.length % e for e in every)) if every else n

@@ -80,11 +80,11 @@ def test_several_answers_of_one_prompt(name):
     served.cache.check()
 
 
-@pytest.mark.parametrize(("name", "num_blocks"), [("Lfm2", 18), ("FalconH1", 18), ("gemma3_text", 12)])
-def test_requests_that_come_and_go(name, num_blocks):
+@pytest.mark.parametrize("name", ["Lfm2", "FalconH1", "gemma3_text"])
+def test_requests_that_come_and_go(name):
     """Random arrivals, prompts of three beginnings, cancelled requests, a cache that is too small for all."""
     rng = random.Random(8)
-    served = engine(name, num_blocks=num_blocks, num_states=7, max_batch_tokens=23)
+    served = engine(name, num_blocks=18, num_states=7, max_batch_tokens=23)
     pool = [p for seed in (1, 2, 3) for p in prompts((2, 7, 13), shared=14, seed=seed)]
     asked: dict[int, list[int]] = {}
     said: dict[int, list[int]] = {}
@@ -105,7 +105,7 @@ def test_requests_that_come_and_go(name, num_blocks):
             said.setdefault(piece.request, []).append(piece.token)
     assert len(asked) == 40
     assert gone
-    assert served.scheduler.counts.preemptions > 0
+    assert (served.scheduler.counts.preemptions > 0) == (name != "gemma3_text")  # whose windows give back enough
     assert all(said[r] == alone(name, p, 5) for r, p in asked.items() if r not in gone)
 
 
@@ -240,7 +240,17 @@ def test_what_transformers_cannot_go_on_with_is_refused():
 
 
 def test_a_state_is_found_only_where_a_snapshot_is():
-    """None are kept: nothing is found, and the tokens are the same."""
-    served, asked = engine("Qwen3Next", state=State(snapshot_every=0)), prompts()
-    assert tokens(served.generate(asked, GREEDY)) == [alone("Qwen3Next", p) for p in asked]
-    assert served.scheduler.counts.reused_tokens == 0
+    """At a prompt's end, for who asks the same; where a request says so, for who shares it; every so many blocks, for all."""
+    asked = prompts((5, 17, 9, 13))  # 21 tokens are shared; the first prompt, of 26, comes twice
+    want = [alone("Qwen3Next", p) for p in asked]
+    policies = (State(snapshot_every=0, snapshot_at_end=False), State(snapshot_every=0), State(), State(snapshot_every=5))
+    for state, shared, reused in ((policies[0], (), 0), (policies[1], (), 24), (policies[2], (20,), 84), (policies[3], (), 84)):
+        served = engine("Qwen3Next", state=state)
+        params = Params(max_tokens=8, ignore_eos=True, snapshot_at=shared)
+        assert tokens(served.generate(asked, params)) == want
+        assert served.scheduler.counts.reused_tokens == reused
+        served.cache.check()
+    with pytest.raises(BadArgument, match=r"add\(\): snapshot_at is \(30,\), and the prompt has 26 tokens"):
+        served.add(asked[0], Params(snapshot_at=(30,)))
+    with pytest.raises(BadArgument, match="snapshot_at is 20; it is a tuple of numbers of tokens"):
+        Params(snapshot_at=20)
