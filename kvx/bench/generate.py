@@ -14,6 +14,7 @@ from typing import Any
 from kvx.bench.generate_transformers import Prompts, greedy, model_of
 from kvx.bench.harness import Timing, machine, summarise
 from kvx.runner import Engine, Params, small_model
+from kvx.runner.model import Model
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def measure(
     begin = time.perf_counter()
     engine = Engine.load(small_model(), dtype=dtype, device=device)
     load_s, first_s = time.perf_counter() - begin, 0.0
+    assert isinstance(engine.model, Model)
     theirs = model_of(engine.model)
     rows: list[GenerateRow] = []
     for name, (questions, system) in cases.items():

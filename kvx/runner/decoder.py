@@ -43,8 +43,8 @@ class Decoder(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def is_one_pass(self) -> bool:
-        """A step's tokens go through it together: every layer writes all of them before any attends, and nothing waits for the
-        host. Then sequences find what others write in the same step, and on a GPU a decode step is captured as a graph."""
+        """A step's tokens go through it together: every layer writes all of them before any attends. Then a sequence may find what
+        another writes in the same step."""
         ...
 
     def forward(self, batch: Batch) -> Tensor:

@@ -66,8 +66,8 @@ class Engine:
     ) -> None:
         self.model, self.cache, self.tokenizer, self.tiers = model, model.cache, tokenizer, tiers
         self.scheduler = Scheduler(self.cache, max_batch_tokens or self.cache.max_tokens, names_early=model.is_one_pass)
-        has_graphs = use_graphs and isinstance(model, Model) and DecodeGraphs.work_on(self.cache.device)
-        self._graphs = DecodeGraphs(model) if has_graphs else None
+        has_graphs = use_graphs and DecodeGraphs.work_on(self.cache.device)
+        self._graphs = DecodeGraphs(model) if has_graphs and isinstance(model, Model) else None
         eos = () if tokenizer is None or tokenizer.eos_id is None else (tokenizer.eos_id,)
         self.eos_ids = frozenset((*model.config.eos_ids, *eos))
         # A sequence that has the cache to itself must fit. A state takes one block, whatever its length.

@@ -7,6 +7,8 @@ to 1e-6 of the largest, not to the bit; `alone` sees to it that no two candidate
 from __future__ import annotations
 
 import random
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -254,3 +256,16 @@ def test_a_state_is_found_only_where_a_snapshot_is():
         served.add(asked[0], Params(snapshot_at=(30,)))
     with pytest.raises(BadArgument, match="snapshot_at is 20; it is a tuple of numbers of tokens"):
         Params(snapshot_at=20)
+
+
+def test_the_example(capsys):
+    example = Path(__file__).resolve().parents[2] / "examples" / "serve_hybrid.py"
+    runpy.run_path(str(example))["main"]()
+    head, *rows = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert " ".join(head.split()) == "model requests prompt tokens reused computed preempted as Transformers alone"
+    for row, name in zip(rows, ("Qwen3-Next", "Falcon-H1", "LFM2"), strict=True):
+        model, requests, asked, reused, computed, preempted, *same = row.split()
+        assert (model, requests, asked, " ".join(same)) == (name, "8", "493", "8 of 8")
+        assert int(reused) == 336
+        assert int(preempted) > 0
+        assert int(computed) > 493 - 336 + 8 * 23  # some of it twice
