@@ -72,6 +72,7 @@ sweep: build
 # The levels, their imports and the walks of docs/architecture.md.
 picture: $(VENV)/ready
 	$(PY) -m tests.picture
+	$(PY) -m tests.picture_state
 
 ENGINES := .venv-engines
 ENGINES_PIP = $(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check

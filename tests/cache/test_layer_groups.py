@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 import kvx
@@ -59,3 +62,14 @@ def test_states_need_blocks():
     with pytest.raises(BadArgument, match="num_states is -1; it is a number of blocks"):
         layer_groups(LFM2, num_blocks=8, num_states=-1)
     assert len(layer_groups(LLAMA, num_blocks=8)) == 1
+
+
+def test_the_table_of_the_docs():
+    """docs/state.md: what a state of a known model takes, beside K and V of a token."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "state.md").read_text()
+    rows = re.findall(r"^\| ([\w.-]+) \| ([\d,]+) bytes \| ([\d,]+) bytes \| ([\d,]+) tokens \|$", text, re.M)
+    assert len(rows) == 5
+    for name, *said in rows:
+        groups = layer_groups(name, num_blocks=1, num_states=1, block_size=16)
+        token, state = (sum(g.num_bytes for g in groups if g.blocks_of.has_state == has) for has in (False, True))
+        assert [int(n.replace(",", "")) for n in said] == [token // 16, state, round(state / (token // 16))], name

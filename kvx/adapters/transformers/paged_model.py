@@ -75,27 +75,31 @@ class PagedModel:
         self.config = _config(model, config, self._plans, cache)
 
     @torch.no_grad()
-    def forward(self, batch: Batch) -> Tensor:
-        """[num_seqs, vocab] f32: logits after each sequence's last token of this step."""
+    def forward(self, batch: Batch, *, of_all: bool = False) -> Tensor:
+        """[num_seqs, vocab] f32: logits after each sequence's last token of this step; `of_all`: [num_tokens, vocab] of every one."""
         if self.model.training:
             raise BadArgument("PagedModel.forward(): the model is in training mode, where dropout changes answers; model.eval().")
         ends, lengths = (np.asarray(t.tolist(), np.int64) for t in (batch.cu_seqlens, batch.seq_lens))
         counts = np.diff(ends)
-        out = torch.zeros(batch.num_seqs, self.config.vocab_size, dtype=torch.float32, device=batch.tokens.device)
+        num = batch.num_tokens if of_all else batch.num_seqs
+        out = torch.zeros(num, self.config.vocab_size, dtype=torch.float32, device=batch.tokens.device)
         together: dict[tuple[int, bool, int], list[int]] = {}
         for row, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
             if count:  # or it fills the batch up
                 together.setdefault((count, length > count, length if self._counts_padding else 0), []).append(row)
-        for (count, *_), rows in together.items():
-            out[rows] = self._forward(PagedRows(batch, rows, ends[rows], lengths[rows], count))
+        for (count, *_), seqs in together.items():
+            rows = PagedRows(batch, seqs, ends[seqs], lengths[seqs], count)
+            logits = self._forward(rows, of_all)
+            out[rows.at if of_all else rows.rows] = logits if of_all else logits[:, -1]
         return out
 
-    def _forward(self, rows: PagedRows) -> Tensor:
+    def _forward(self, rows: PagedRows, of_all: bool) -> Tensor:
+        """[sequences, tokens or 1, vocab]."""
         batch, mask, step = rows.batch, rows.mask, PagedStep(self._plans, rows)
         given: dict[str, Any] = {"input_ids": batch.tokens[rows.at], "past_key_values": step, "use_cache": True}
         given |= {"position_ids": batch.positions[rows.at]} if "position_ids" in self._takes else {}
-        given |= {"logits_to_keep": 1} if "logits_to_keep" in self._takes else {}
-        logits: Tensor = self.model(**given, attention_mask=mask).logits[:, -1]
+        given |= {"logits_to_keep": 1} if "logits_to_keep" in self._takes and not of_all else {}
+        logits: Tensor = self.model(**given, attention_mask=mask).logits
         step.finish()
         return logits.float()
 
