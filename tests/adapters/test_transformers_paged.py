@@ -6,6 +6,7 @@ to 1e-6 of the largest, not to the bit; `alone` sees to it that no two candidate
 
 from __future__ import annotations
 
+import copy
 import random
 import runpy
 from pathlib import Path
@@ -109,6 +110,32 @@ def test_requests_that_come_and_go(name):
     assert gone
     assert (served.scheduler.counts.preemptions > 0) == (name != "gemma3_text")  # whose windows give back enough
     assert all(said[r] == alone(name, p, 5) for r, p in asked.items() if r not in gone)
+
+
+def test_logits_of_every_token():
+    """Of sequences that go through the model apart, in the rows of the batch; what drafts are verified by."""
+    paged = engine("Qwen3Next").model
+    cache, asked = paged.cache, prompts()[:2]
+    seqs = [cache.admit(p) for p in asked]
+    for seq in seqs:
+        cache.extend(seq, seq.num_tokens)
+    work = [(seq, seq.length) for seq in seqs]
+    every = paged.forward(cache.plan(work), of_all=True)
+    with torch.no_grad():
+        want = torch.cat([tiny("Qwen3Next")(input_ids=torch.tensor([p])).logits[0] for p in asked])
+    torch.testing.assert_close(every, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("name", ["Qwen3Next", "FalconH1", "Lfm2", "gemma3_text"])
+def test_on_a_gpu(name):
+    """On a model and a cache of its device, in f32: the tokens of the CPU."""
+    model = copy.deepcopy(tiny(name)).cuda()
+    groups = layer_groups(model.config, num_blocks=16, num_states=5, format="f32", block_size=4, state=State(snapshot_every=1))
+    cache = kvx.PagedCache(groups, max_seqs=6, max_seq_len=96, max_tokens=128, device="cuda")
+    served, asked = Engine(PagedModel(model, cache), max_batch_tokens=11), prompts()
+    assert tokens(served.generate(asked, GREEDY)) == [alone(name, p) for p in asked]
+    cache.check()
 
 
 def test_step_by_step():
