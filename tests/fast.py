@@ -17,6 +17,7 @@ SLOW = (
     # Runs a real model, or every architecture.
     "adapters/test_transformers_architectures.py",
     "adapters/test_transformers_handover.py",
+    "adapters/test_transformers_paged.py",
     "cli/test_generate.py",
     "cli/test_prefill_decode.py",
     "handover/test_handover_example.py",

@@ -76,7 +76,7 @@ class PagedModel:
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, of_all: bool = False) -> Tensor:
-        """[num_seqs, vocab] f32: logits after each sequence's last token of this step. `of_all`: [num_tokens, vocab], every one's."""
+        """[num_seqs, vocab] f32: logits after each sequence's last token of this step; `of_all`: after every token of it."""
         if self.model.training:
             raise BadArgument("PagedModel.forward(): the model is in training mode, where dropout changes answers; model.eval().")
         ends, lengths = (np.asarray(t.tolist(), np.int64) for t in (batch.cu_seqlens, batch.seq_lens))
