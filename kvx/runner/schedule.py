@@ -93,7 +93,7 @@ class Scheduler:
                 found_at = before + until if until < left else 0
             else:
                 found_at = (before + n) // size * size
-            is_new = not self.names_early and found_at > before
+            is_new = not self.names_early and self.cache.prefix is not None and found_at > before
             work.append(Work(c, n, found_at if is_new else 0))
         return n
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kvx.adapters.transformers import layer_groups  # noqa: E402
 from kvx.spec.cache_spec import CacheSpec  # noqa: E402
 from tests.adapters.paged_models import PLAIN, STATES, tiny  # noqa: E402
 
+TYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 OTHERS = (
     "axk1", "cohere2", "dbrx", "diffllama", "falcon", "gemma2", "glm4_moe_lite", "gpt_bigcode", "hunyuan_v1_moe", "inkling_text",
     "jetmoe", "lfm2_moe", "longcat_flash", "mimo_v2_flash", "minicpm3", "mistral", "modernbert-decoder", "olmo_hybrid", "phi3",
@@ -21,9 +23,9 @@ OTHERS = (
 
 
 @torch.no_grad()
-def stored(name: str) -> dict[int, tuple[Any, list[Any]]]:
+def stored(name: str, dtype: torch.dtype) -> dict[int, tuple[Any, list[Any]]]:
     """Of each layer with something: K and V as (heads, key dim, value dim), and states as (shape, type)."""
-    model = tiny(name)
+    model = tiny(name) if dtype == torch.float32 else copy.deepcopy(tiny(name)).to(dtype)
     cache = transformers.DynamicCache(config=model.config.get_text_config(decoder=True))
     model(input_ids=torch.arange(3, 14)[None], past_key_values=cache, use_cache=True)
     found = {}
@@ -37,10 +39,14 @@ def stored(name: str) -> dict[int, tuple[Any, list[Any]]]:
     return found
 
 
-@pytest.mark.parametrize("name", STATES + PLAIN + OTHERS)
-def test_groups_are_what_transformers_stores(name):
-    found: dict[int, tuple[Any, list[Any]]] = {i: (None, []) for i in stored(name)}
-    for group in layer_groups(tiny(name).config, num_blocks=2, num_states=2, format="f32"):
+CASES = [(name, "f32") for name in STATES + PLAIN + OTHERS] + [(name, "bf16") for name in STATES]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_groups_are_what_transformers_stores(name, kind):
+    theirs = stored(name, TYPES[kind])
+    found: dict[int, tuple[Any, list[Any]]] = {i: (None, []) for i in theirs}
+    for group in layer_groups(tiny(name).config, num_blocks=2, num_states=2, format=kind):
         for member in group.members:
             for i in member.layers:
                 kv, states = found[i]
@@ -49,7 +55,7 @@ def test_groups_are_what_transformers_stores(name):
                     found[i] = (member.spec.num_kv_heads, *(p.head_dim for p in member.spec.kv)), states
                 else:
                     found[i] = kv, [(dict(p.axes), p.format.name) for p in sorted(member.spec.planes, key=lambda p: p.name)]
-    for i, (kv, states) in stored(name).items():
+    for i, (kv, states) in theirs.items():
         assert found[i][0] == kv, i
         assert len(found[i][1]) == len(states), i
         for (axes, format), (shape, dtype) in zip(found[i][1], states, strict=True):
@@ -57,4 +63,4 @@ def test_groups_are_what_transformers_stores(name):
             assert unused in (0, 1), i  # transformers keeps a column that nobody reads
             sizes = [n + (unused if a == "tap" else 0) for a, n in axes.items() if (a, n) != ("column", 1)]
             assert sizes == list(shape), i
-            assert (format, dtype) == ("f32", torch.float32)
+            assert TYPES[format] == dtype, i

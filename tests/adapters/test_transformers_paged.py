@@ -193,6 +193,12 @@ def test_a_request_waits_for_what_another_computes():
     while not served.scheduler.is_idle:
         served.step()
     assert served.scheduler.counts.reused_tokens == 20
+    for name in ("Lfm2", "llama"):  # nothing will be found: nobody waits
+        served = engine(name, prefix=False)
+        for p in (prompt, prompt, other):
+            served.add(p, GREEDY)
+        served.step()
+        assert [c.request for c in served.scheduler.running] == [0, 1, 2]
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class PagedModel:
         takes = _check_model(model)
         if not isinstance(cache, PagedCache):
             raise BadArgument(f"PagedModel(): cache is a {type(cache).__name__}; it is a kvx.PagedCache. {_MAKE_GROUPS}")
-        self.model, self.cache, self.dtype = model, cache, next(model.parameters()).dtype
+        self.model, self.cache, self.dtype = model, cache, model.dtype
         where = {p.device for p in model.parameters()}
         if where != {cache.device} and not (len(where) == 1 and _is_same(next(iter(where)), cache.device)):
             raise BadArgument(
@@ -117,7 +117,7 @@ def _check_model(model: Any) -> frozenset[str]:
             f"PagedModel(): a {name} gives no next token from input_ids, attention_mask and past_key_values, as "
             "AutoModelForCausalLM's classes do. Load it with AutoModelForCausalLM; one of states alone runs by its own generate()."
         )
-    kind = next(model.parameters()).dtype
+    kind = model.dtype
     if kind not in FORMATS:
         raise Unsupported(f"PagedModel(): the model is {kind}; it is float32, bfloat16 or float16: model.float().")
     if model.training:
