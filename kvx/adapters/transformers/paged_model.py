@@ -19,25 +19,18 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from kvx.adapters.transformers.kinds import CHUNKS_WRONG, CachedLayer, cached_layers
 from kvx.adapters.transformers.layer import FORMATS
-from kvx.adapters.transformers.paged_step import LayerPlan, PagedRows, PagedStep
+from kvx.adapters.transformers.layer_plan import MAKE_GROUPS, USE_GENERATE, LayerPlan, layer_plans
+from kvx.adapters.transformers.paged_step import PagedRows, PagedStep
 from kvx.cache.batch import Batch
-from kvx.cache.groups import PlanesLayer
-from kvx.cache.kinds import Chunked, GroupKind
 from kvx.cache.paged import PagedCache
 from kvx.errors import BadArgument, Unsupported
-from kvx.spec.layer_specs import LayerSpecs, layer_specs
 
-_DTYPES = {name: dtype for dtype, name in FORMATS.items()}
 # Model types that count positions by themselves, padding too: their sequences go together only where they are equally long.
 _COUNTS_PADDING = {
     *("camembert", "data2vec-text", "git", "moss_transcribe_diarize", "roberta", "roberta-prelayernorm", "xlm-roberta"),
     *("xlm-roberta-xl",),
 }
-_NO_CHUNKS = (*CHUNKS_WRONG, "moshi")  # a prompt in two parts gives other tokens in transformers itself
-_USE_GENERATE = "Its own generate() runs it."
-_MAKE_GROUPS = "Make the cache of layer_groups(model.config, ...)."
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ class PagedModel:
     def __init__(self, model: Any, cache: PagedCache) -> None:
         takes = _check_model(model)
         if not isinstance(cache, PagedCache):
-            raise BadArgument(f"PagedModel(): cache is a {type(cache).__name__}; it is a kvx.PagedCache. {_MAKE_GROUPS}")
+            raise BadArgument(f"PagedModel(): cache is a {type(cache).__name__}; it is a kvx.PagedCache. {MAKE_GROUPS}")
         self.model, self.cache, self.dtype = model, cache, model.dtype
         where = {p.device for p in model.parameters()}
         if where != {cache.device} and not (len(where) == 1 and _is_same(next(iter(where)), cache.device)):
@@ -69,7 +62,7 @@ class PagedModel:
                 f'device. Move the model, model.to("{cache.device}"), or make the cache there, PagedCache(device=).'
             )
         config = model.config.get_text_config(decoder=True)
-        self._plans = _plans(config, cache, self.dtype)
+        self._plans = layer_plans(config, cache, self.dtype)
         self._counts_padding = {model.config.model_type, config.model_type} & _COUNTS_PADDING
         self._takes = {"logits_to_keep", *(() if self._counts_padding else ("position_ids",))} & takes
         self.config = _config(model, config, self._plans, cache)
@@ -111,7 +104,7 @@ def _check_model(model: Any) -> frozenset[str]:
         raise BadArgument(f"PagedModel(): model is a {name}; it is a transformers model, such as an AutoModelForCausalLM.")
     takes = frozenset(inspect.signature(model.forward).parameters)
     if getattr(config, "is_encoder_decoder", False):
-        raise Unsupported(f"PagedModel(): a {name} is an encoder and a decoder, with a cache for each. {_USE_GENERATE}")
+        raise Unsupported(f"PagedModel(): a {name} is an encoder and a decoder, with a cache for each. {USE_GENERATE}")
     if not {"input_ids", "past_key_values", "attention_mask"} <= takes or model.get_output_embeddings() is None:
         raise Unsupported(
             f"PagedModel(): a {name} gives no next token from input_ids, attention_mask and past_key_values, as "
@@ -128,81 +121,6 @@ def _check_model(model: Any) -> frozenset[str]:
 def _is_same(a: torch.device, b: torch.device) -> bool:
     """cuda is cuda:0."""
     return a.type == b.type and (a.index or 0) == (b.index or 0)
-
-
-def _plans(config: PretrainedConfig, cache: PagedCache, dtype: torch.dtype) -> list[LayerPlan]:
-    if config.model_type in _NO_CHUNKS:
-        raise Unsupported(
-            f"PagedModel(): transformers computes several tokens of a {config.model_type} after others as if these were not all "
-            f"there, so a prompt could not go on from what is cached of it. {_USE_GENERATE}"
-        )
-    found = cached_layers(config, "PagedModel()", _USE_GENERATE)
-    specs = layer_specs(config, FORMATS[dtype])
-    plans = [_plan(cache, i, layer, spec, dtype) for i, (layer, spec) in enumerate(zip(found, specs, strict=False))]
-    known = {(i, False) for i, p in enumerate(plans) if p.kv} | {(i, True) for i, p in enumerate(plans) if p.states}
-    there = {(i, g.blocks_of.has_state) for g in cache.groups for m in g.members for i in m.layers}
-    if there - known:
-        layer, is_state = min(there - known)
-        raise BadArgument(
-            f"PagedModel(): the cache has {'a state' if is_state else 'K and V'} of layer {layer}; the model keeps none there. "
-            f"{_MAKE_GROUPS}"
-        )
-    return plans
-
-
-def _plan(cache: PagedCache, i: int, layer: CachedLayer, spec: LayerSpecs, dtype: torch.dtype) -> LayerPlan:
-    if layer.has_kv != (spec.kv is not None) or (spec.state is not None and not layer.num_states):
-        raise Unsupported(
-            f"PagedModel(): of layer {i} transformers keeps {'K and V' if layer.has_kv else 'no K and V'}, by the config "
-            f"{'K and V' if spec.kv else 'none'}. {_USE_GENERATE}"
-        )
-    kv = kind = None
-    if spec.kv is not None:
-        try:
-            kv = cache.layer(i)
-        except BadArgument as error:
-            raise BadArgument(f"PagedModel(): the cache has no K and V of layer {i}. {_MAKE_GROUPS}") from error
-        kind = cache.kinds[kv.group]
-        has, want = ((s.num_kv_heads, s.kv[0].head_dim, s.kv[1].head_dim) for s in (kv.spec, spec.kv))
-        if has != want:
-            raise BadArgument(
-                f"PagedModel(): layer {i} of the cache has (heads, key dim, value dim) {has}, of the model {want}. {_MAKE_GROUPS}"
-            )
-        if why := _what_is_missing(kind, spec):
-            raise BadArgument(f"PagedModel(): layer {i} of the cache {why}. {_MAKE_GROUPS}")
-    states = None if spec.state is None else _states(cache, i, spec)
-    planes = tuple((p, _DTYPES[p.format(FORMATS[dtype])]) for p in spec.planes) if states is not None else ()
-    return LayerPlan(i, layer.window, kv, kind, states, planes)
-
-
-def _what_is_missing(kind: GroupKind, spec: LayerSpecs) -> str:
-    """Why a group gives back what the model still sees; "" where it does not."""
-    if not kind.gives_back:
-        return ""
-    if isinstance(kind, Chunked):
-        is_enough = spec.is_chunked and kind.chunk == spec.window
-        return "" if is_enough else f"sees chunks of {kind.chunk} tokens, of the model {_sees(spec)}"
-    is_enough = 0 < spec.window <= kind.window
-    return "" if is_enough else f"sees a window of {kind.window} tokens, of the model {_sees(spec)}"
-
-
-def _sees(spec: LayerSpecs) -> str:
-    if not spec.window:
-        return "all tokens"
-    return f"{'chunks' if spec.is_chunked else 'a window'} of {spec.window}"
-
-
-def _states(cache: PagedCache, i: int, spec: LayerSpecs) -> PlanesLayer:
-    assert spec.state is not None
-    groups = [n for n, g in enumerate(cache.groups) if g.blocks_of.has_state and any(i in m.layers for m in g.members)]
-    if not groups:
-        raise BadArgument(f"PagedModel(): the cache has no state of layer {i}. {_MAKE_GROUPS}")
-    handle = cache.planes(i, groups[0])
-    want = {p.name: [size for _, size in p.axes] for p in spec.state.planes}
-    has = {p.name: [size for _, size in p.axes] for p in handle.spec.planes}
-    if has != want:
-        raise BadArgument(f"PagedModel(): layer {i} of the cache has states {has}, of the model {want}. {_MAKE_GROUPS}")
-    return handle
 
 
 def _config(model: Any, config: PretrainedConfig, plans: list[LayerPlan], cache: PagedCache) -> PagedConfig:

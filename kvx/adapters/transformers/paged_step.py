@@ -7,7 +7,6 @@ out of each sequence's block, changed by the model as transformers lays them out
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,27 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kvx.adapters.transformers.layer_plan import LayerPlan
 from kvx.adapters.transformers.state_layer import LINEAR
 from kvx.cache.batch import Batch
-from kvx.cache.groups import Layer, PlanesLayer
-from kvx.cache.kinds import GroupKind
+from kvx.cache.groups import PlanesLayer
 from kvx.errors import BadArgument
 from kvx.ops.append.gather import gather
 from kvx.ops.append.write import write
 from kvx.spec.state_planes import StatePlane
 from kvx.tables import PackedTable
-
-
-@dataclass(frozen=True, eq=False)
-class LayerPlan:
-    """Where a layer of the model keeps what it caches. Made once, when the model is."""
-
-    index: int
-    window: int  # of its K and V, as transformers masks them; 0: all
-    kv: Layer | None
-    kind: GroupKind | None  # of kv's group
-    states: PlanesLayer | None
-    planes: tuple[tuple[StatePlane, torch.dtype], ...]  # of the states, in transformers' order, with its types
 
 
 class PagedRows:
