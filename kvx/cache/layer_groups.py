@@ -15,7 +15,7 @@ from typing import Any
 
 from kvx.cache.groups import LayerGroup, Member
 from kvx.cache.kinds import Chunked, GroupKind, Latent, State, kind_of
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, Unsupported
 from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.layer_specs import LayerSpecs, layer_specs
 from kvx.spec.state_spec import StateSpec
@@ -34,9 +34,12 @@ def layer_groups(
     """Groups with K and V, in the order of their first layers; then that of states."""
     if type(num_states) is not int or num_states < 0:
         raise BadArgument(f"layer_groups(): num_states is {num_states!r}; it is a number of blocks, 0 for a model without states.")
-    layers = layer_specs(
-        model, format, state_format=state_format, num_blocks=num_blocks, block_size=block_size, num_states=max(1, num_states)
-    )
+    try:
+        layers = layer_specs(
+            model, format, state_format=state_format, num_blocks=num_blocks, block_size=block_size, num_states=max(1, num_states)
+        )
+    except (BadArgument, Unsupported) as error:  # what reads configs speaks for kvx.size
+        raise type(error)(str(error).replace("size()", "layer_groups()", 1)) from error
     states = [i for i, layer in enumerate(layers) if layer.state is not None]
     if states and not num_states:
         raise BadArgument(

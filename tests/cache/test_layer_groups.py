@@ -10,7 +10,7 @@ import pytest
 import kvx
 from kvx.cache.kinds import Chunked, Full, Latent, Sliding, State
 from kvx.cache.layer_groups import layer_groups
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, Unsupported
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64,
@@ -62,6 +62,13 @@ def test_states_need_blocks():
     with pytest.raises(BadArgument, match="num_states is -1; it is a number of blocks"):
         layer_groups(LFM2, num_blocks=8, num_states=-1)
     assert len(layer_groups(LLAMA, num_blocks=8)) == 1
+
+
+def test_a_config_that_says_too_little_is_refused():
+    with pytest.raises(BadArgument, match=r"^layer_groups\(\): the config of .* has no num_hidden_layers"):
+        layer_groups({"model_type": "llama", "hidden_size": 64}, num_blocks=8)
+    with pytest.raises(Unsupported, match=r"^layer_groups\(\): .*keeps keys of an indexer beside its latents"):
+        layer_groups({**DEEPSEEK, "index_head_dim": 16}, num_blocks=8)
 
 
 def test_the_table_of_the_docs():
