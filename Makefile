@@ -65,9 +65,10 @@ coverage: build
 	rm -rf build/coverage && mkdir -p build/coverage
 	$(COVERAGE) run -m pytest -q -n $(WORKERS) $(TESTS); status=$$?; $(COVERAGE) combine --quiet && $(COVERAGE) report | tee build/coverage/report.txt; exit $$status
 
-# Every architecture of transformers on a KvxCache; the table of docs/transformers.md. Twenty minutes.
+# Every architecture of transformers on a KvxCache and on a PagedCache; the tables of docs/transformers.md and docs/state.md. Half an hour.
 sweep: build
 	$(PY) -m tests.adapters.architectures --write docs/transformers.md
+	$(PY) -m tests.adapters.served_architectures --write docs/state.md
 
 # The levels, their imports and the walks of docs/architecture.md.
 picture: $(VENV)/ready

@@ -22,8 +22,11 @@ from kvx.adapters.transformers import PagedModel, layer_groups  # noqa: E402
 from kvx.cache.kinds import Sliding, State  # noqa: E402
 from kvx.errors import BadArgument, Unsupported  # noqa: E402
 from kvx.runner import Engine, Params  # noqa: E402
+from tests.adapters.architectures import architectures, read_table  # noqa: E402
 from tests.adapters.paged_models import PLAIN, STATES, alone, engine, prompts, tiny  # noqa: E402
+from tests.adapters.served_architectures import REFUSED, SAME, summary  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[2]
 GREEDY = Params(max_tokens=8, ignore_eos=True)
 
 
@@ -292,8 +295,7 @@ def test_a_state_is_found_only_where_a_snapshot_is():
 
 
 def test_the_example(capsys):
-    example = Path(__file__).resolve().parents[2] / "examples" / "serve_hybrid.py"
-    runpy.run_path(str(example))["main"]()
+    runpy.run_path(str(ROOT / "examples" / "serve_hybrid.py"))["main"]()
     head, *rows = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert " ".join(head.split()) == "model requests prompt tokens reused computed preempted as Transformers alone"
     for row, name in zip(rows, ("Qwen3-Next", "Falcon-H1", "LFM2"), strict=True):
@@ -302,3 +304,16 @@ def test_the_example(capsys):
         assert int(reused) == 336
         assert int(preempted) > 0
         assert int(computed) > 493 - 336 + 8 * 23  # some of it twice
+
+
+@pytest.mark.skipif(
+    not transformers.__version__.startswith("5.22."), reason="the table is of transformers 5.22; make sweep writes it"
+)
+def test_the_table_of_architectures():
+    """`make sweep` runs all; here one of each kind, and none is anything but as alone or refused."""
+    table = read_table((ROOT / "docs" / "state.md").read_text())
+    assert set(table) == set(architectures())
+    assert {outcome.split(":")[0] for outcome in table.values()} == {SAME, REFUSED, "not run"}
+    for name in ("GitForCausalLM", "Gemma4ForConditionalGeneration", "Qwen2VLForConditionalGeneration", "InklingForCausalLM",
+                 "MoshiForCausalLM", "MiniMaxForCausalLM", "BartForConditionalGeneration"):  # fmt: skip
+        assert summary(name) == table[name], name

@@ -26,7 +26,7 @@ from kvx.cache.batch import Batch
 from kvx.cache.paged import PagedCache
 from kvx.errors import BadArgument, Unsupported
 
-# Model types that count positions by themselves, padding too: their sequences go together only where they are equally long.
+# Model types that count positions by themselves, padding too.
 _COUNTS_PADDING = {
     *("camembert", "data2vec-text", "git", "moss_transcribe_diarize", "roberta", "roberta-prelayernorm", "xlm-roberta"),
     *("xlm-roberta-xl",),
@@ -63,9 +63,14 @@ class PagedModel:
             )
         config = model.config.get_text_config(decoder=True)
         self._plans = layer_plans(config, cache, self.dtype)
-        self._counts_padding = {model.config.model_type, config.model_type} & _COUNTS_PADDING
+        self._counts_padding = self.counts_padding(model.config)
         self._takes = {"logits_to_keep", *(() if self._counts_padding else ("position_ids",))} & takes
         self.config = _config(model, config, self._plans, cache)
+
+    @staticmethod
+    def counts_padding(config: PretrainedConfig) -> bool:
+        """Whether a model of this config takes positions of nobody: then sequences go together only where they are equally long."""
+        return not _COUNTS_PADDING.isdisjoint((config.model_type, config.get_text_config(decoder=True).model_type))
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, of_all: bool = False) -> Tensor:
