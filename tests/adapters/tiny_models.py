@@ -58,6 +58,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "gemma3n_text": {"activation_sparsity_pattern": None, "intermediate_size": 96},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
