@@ -104,7 +104,7 @@ test-gpu: build-gpu
 	$(GPU_PY) -m pytest -p no:cacheprovider -n 8 tests --ignore=tests/test_package.py  # the wheel needs a network
 
 bench-gpu: build-gpu
-	for op in write append attention gather convert digest amax hybrid tiers; do $(GPU_PY) -m kvx bench $$op --device cuda --out bench/results || exit 1; done
+	for op in write append attention gather convert digest amax hybrid tiers cache; do $(GPU_PY) -m kvx bench $$op --device cuda --out bench/results || exit 1; done
 	$(GPU_PY) -m kvx bench step --out bench/results
 
 # racecheck follows each thread's own arrivals at barriers: for it all threads arrive, not one of those that have met (tiles/barrier.cuh).

@@ -1,6 +1,7 @@
 """kvx bench cache: what a cache's decisions cost on the host, for requests and for lookups of prompts that are cached.
 
 No tensor of any size moves. Where vLLM is installed its KVCacheManager does the same work beside, with the same hash function.
+With states: kvx/bench/cache_states.py. On a GPU only that part is measured.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import kvx
+from kvx.bench import cache_states
 from kvx.bench.harness import Timing, machine, summarise
 
 BLOCK_SIZE = 16
@@ -39,10 +41,17 @@ class CacheRow:
         return text
 
 
-def measure(requests: int = 1000, lookups: int = 200, hashes: Sequence[str] = HASHES) -> dict[str, Any]:
-    """Microseconds a request, a token and a lookup."""
+def measure(requests: int = 1000, lookups: int = 200, hashes: Sequence[str] = HASHES, device: str = "cpu") -> dict[str, Any]:
+    """Microseconds a request, a token and a lookup; then what states cost."""
+    other = _vllm() if device == "cpu" else None
+    rows = _measure_requests(requests, lookups, hashes, other) if device == "cpu" else []
+    version = other.VERSION if other else None
+    found = {"bench": "cache", "machine": machine(device), "vllm": version, "rows": [asdict(r) for r in rows]}
+    return found | {"states": cache_states.measure(device)}
+
+
+def _measure_requests(requests: int, lookups: int, hashes: Sequence[str], other: Any) -> list[CacheRow]:
     rows = []
-    other = _vllm()
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, 50000, (requests, PROMPT)).tolist()
     long = rng.integers(0, 50000, LOOKUP + 1).tolist()
@@ -60,8 +69,7 @@ def measure(requests: int = 1000, lookups: int = 200, hashes: Sequence[str] = HA
             row(f"lookup of {LOOKUP} tokens", lambda m: _times(m.lookup, [long] * lookups))
             row("the same, its hashes known", lambda m: _times(m.lookup_hashed, [long] * lookups))
         ours.cache.check()
-    version = other.VERSION if other else None
-    return {"bench": "cache", "machine": machine("cpu"), "vllm": version, "rows": [asdict(r) for r in rows]}
+    return rows
 
 
 def _times(call: Callable[[list[int]], float], prompts: Sequence[list[int]]) -> list[float]:
@@ -144,4 +152,4 @@ def show(result: dict[str, Any]) -> str:
 
     lines = [str(CacheRow(r["case"], r["hash"], Timing(**r["ours"]), timing(r["vllm"]))) for r in result["rows"]]
     beside = f" beside vllm {result['vllm']}" if result["vllm"] else " vllm is not installed here: ours alone"
-    return "\n".join([*lines, beside])
+    return "\n".join([*lines, *([beside] if lines else []), *cache_states.show(result["states"])])

@@ -162,9 +162,10 @@ def call(out: Out = None, as_json: Json = False) -> None:
 
 
 @app.command()
-def cache(out: Out = None, as_json: Json = False) -> None:
-    """What a paged cache's decisions cost on the host, beside vLLM's where it is installed."""
-    _measure(cache_bench, "cpu", out, as_json)
+def cache(device: Device = "cpu", out: Out = None, as_json: Json = False) -> None:
+    """What a paged cache's decisions cost on the host, beside vLLM's where it is there; what states cost, and snapshots save."""
+    check_device(device)
+    _measure(cache_bench, device, out, as_json, device=device)
 
 
 @app.command()
