@@ -63,7 +63,7 @@ def trace(num_requests: int = 200, seed: int = 0) -> list[Request]:
     systems = [text(200, 400), text(1000, 1500), text(3000, 4000)]
     shots = [(system, text(400, 1600)) for system in systems for _ in range(2)]
     chats: list[tuple[list[int], tuple[int, ...]]] = []
-    found = []
+    found: list[Request] = []
     while len(found) < num_requests:
         if not chats or rng.random() < 0.35:
             system, examples = rng.choice(shots)
@@ -166,11 +166,19 @@ def run_step(policy: str, device: str, steps: int = 512) -> StepRow:
         cache.extend(seq, seq.num_tokens)
         cache.commit(seq)
     times: list[list[float]] = [[], [], []]
-    calls: list[Callable[[], object]] = [
-        lambda: [cache.extend(seq, [7]) for seq in seqs],
-        lambda: cache.plan([(seq, 1) for seq in seqs]),
-        lambda: [cache.commit(seq) for seq in seqs],
-    ]
+
+    def extend() -> None:
+        for seq in seqs:
+            cache.extend(seq, [7])
+
+    def plan() -> None:
+        cache.plan([(seq, 1) for seq in seqs])
+
+    def commit() -> None:
+        for seq in seqs:
+            cache.commit(seq)
+
+    calls = (extend, plan, commit)
     for _ in range(steps // BLOCK):
         sums = [0.0] * len(calls)
         for _ in range(BLOCK):
