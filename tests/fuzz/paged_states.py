@@ -4,7 +4,7 @@
 
 After every call check() recounts everything, every sequence's K, V and states are compared, every block that has a name holds what
 the name says, and blocks that nobody has are filled with garbage, so that whoever still reads one is seen. A cache lives for CALLS
-calls; the number of its first makes it again.
+calls; the number of its first makes it again, but for what the threads of tiers have a say in.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import random
 import time
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvx.cache import Sequence
 from kvx.cache.groups import Member
 from kvx.cache.kinds import State
 from kvx.spec import StateSpec, state_plane
+from kvx.tiers import BlockKind, CacheTiers, HostTier, kept_specs
 from tests.fuzz.paged_model import Contents, Numbers, Text
 
 CALLS = 500  # of one cache
@@ -71,6 +73,14 @@ class Backing:
         return len(hashes)
 
 
+def host_tiers(cache: kvx.PagedCache, stack: ExitStack, room: int) -> None:
+    """Tiers in host memory, as an engine has them, with movers on threads of their own."""
+    kept = kept_specs(cache, "")
+    kinds = [BlockKind.of(spec) for spec in kept]
+    tiers = [[stack.enter_context(HostTier(kind, room * kind.num_bytes))] for kind in kinds]
+    stack.enter_context(CacheTiers(cache, tiers, kept=kept))
+
+
 def make_cache(rng: random.Random) -> kvx.PagedCache:
     size, max_seqs = rng.choice([2, 3, 4]), rng.randint(2, 5)
 
@@ -105,10 +115,11 @@ class Run:
         self.block_size, self.max_len = self.cache.block_size, self.cache.max_seq_len
         assert self.cache.prefix is not None
         self.prefix = self.cache.prefix
-        self.backing: Backing | None = None
-        if rng.random() < 0.5:
-            self.backing = Backing(self.contents, rng, rng.choice([3, 12, 60]), rng.choice([0.0, 0.0, 0.2]))
-            self.cache.attach(self.backing)
+        self.is_backed, self.tiers = rng.random() < 0.5, ExitStack()
+        if self.is_backed and rng.random() < 0.1:
+            host_tiers(self.cache, self.tiers, rng.choice([3, 12, 60]))
+        elif self.is_backed:
+            self.cache.attach(Backing(self.contents, rng, rng.choice([3, 12, 60]), rng.choice([0.0, 0.0, 0.2])))
         self.vocab = rng.choice([2, 5, 1000])
         self.held: list[Held] = []
         self.pinned: list[bytes] = []
@@ -268,7 +279,7 @@ class Run:
         extras = [(at, extra) for at, (_, extra) in enumerate(prompt) if extra]
         points = [rng.randint(0, len(prompt)) for _ in range(rng.choice([0, 0, 1, 2]))]
         has = self.names()
-        is_late = self.backing is not None and rng.random() < 0.3
+        is_late = self.is_backed and rng.random() < 0.3
         options = {"snapshot_at": points} if points else {}
         seq = cache.admit([t for t, _ in prompt], extra=lora, extras=extras, is_brought_back=not is_late, **options)
         root = self.contents.root(lora)
@@ -291,7 +302,7 @@ class Run:
         names = seq.hashes[: max(0, seq.num_tokens - 1) // size]
         least = self.contents.deepest(names, has) * size
         assert seq.length == seq.num_cached <= max(0, seq.num_tokens - 1)
-        if self.backing is None:
+        if not self.is_backed:
             assert seq.length == least, f"{seq} is found {seq.length} deep; it could be {least}"
         else:
             assert seq.length >= least, f"{seq} is found {seq.length} deep; it could be {least}"
@@ -479,19 +490,20 @@ CALLED = {
 
 def case(number: int, calls: int, seen: Counter[str]) -> None:
     run = Run(random.Random(number), seen)
-    for n in range(calls):
-        try:
-            run.call()
-        except BaseException as error:
-            raise AssertionError(f"call {n} of the cache that begins with {number}: {type(error).__name__}: {error}") from error
-        seen["calls"] += 1
-    while run.held:
-        run.release(run.held[0])
-    while run.pinned:
-        run.unpin(None)
-    run.examine()
+    with run.tiers:
+        for n in range(calls):
+            try:
+                run.call()
+            except BaseException as error:
+                raise AssertionError(f"call {n} of the cache that begins with {number}: {type(error).__name__}: {error}") from error
+            seen["calls"] += 1
+        while run.held:
+            run.release(run.held[0])
+        while run.pinned:
+            run.unpin(None)
+        run.examine()
     assert all(a.num_used == 0 for a in run.cache.allocators)
-    seen["evicted"] += run.cache.stats().prefix.evicted
+    seen["evicted"] += run.prefix.stats.evicted
 
 
 def run(cases: int, seed: int, *, say: bool = False) -> Counter[str]:
