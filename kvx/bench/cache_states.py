@@ -21,7 +21,9 @@ import torch
 import kvx
 from kvx.bench.harness import Timing, copy_ceiling_gbps, summarise, time_host
 from kvx.cache.groups import PlanesLayer
+from kvx.cache.guard import Guard
 from kvx.cache.kinds import State
+from kvx.cache.state_table import StateTable
 from kvx.spec import StateSpec, state_plane
 from kvx.spec.layer_specs import layer_specs
 
@@ -47,13 +49,13 @@ MANY, FEW = 16_384, 65  # states of a trace: more than any policy takes, and one
 
 
 @dataclass(frozen=True)
-class Request:
+class TraceRequest:
     prompt: list[int]
     answer: list[int]
     asked: tuple[int, ...]  # where what it shares with others ends
 
 
-def trace(num_requests: int = 200, seed: int = 0) -> list[Request]:
+def trace(num_requests: int = 200, seed: int = 0) -> list[TraceRequest]:
     """Chats on three system prompts, some with examples before the first question; a turn's prompt has all turns before it."""
     rng = random.Random(seed)
 
@@ -63,7 +65,7 @@ def trace(num_requests: int = 200, seed: int = 0) -> list[Request]:
     systems = [text(200, 400), text(1000, 1500), text(3000, 4000)]
     shots = [(system, text(400, 1600)) for system in systems for _ in range(2)]
     chats: list[tuple[list[int], tuple[int, ...]]] = []
-    found: list[Request] = []
+    found: list[TraceRequest] = []
     while len(found) < num_requests:
         if not chats or rng.random() < 0.35:
             system, examples = rng.choice(shots)
@@ -73,7 +75,7 @@ def trace(num_requests: int = 200, seed: int = 0) -> list[Request]:
             chats.append(([*system, *examples][: ends[-1]], ends))
         n = rng.randrange(max(0, len(chats) - 12), len(chats))  # those that are still talked to
         before, ends = chats[n]
-        request = Request([*before, *text(15, 200)], text(40, 400), ends)
+        request = TraceRequest([*before, *text(15, 200)], text(40, 400), ends)
         chats[n] = ([*request.prompt, *request.answer], ends)
         if len(chats[n][0]) > 7000:
             del chats[n]
@@ -82,7 +84,7 @@ def trace(num_requests: int = 200, seed: int = 0) -> list[Request]:
 
 
 @dataclass(frozen=True)
-class TraceRow:
+class PolicyRow:
     policy: str
     states: int  # blocks of states: that of the running sequence, and room for snapshots. 0: the cache has none
     requests: int
@@ -104,7 +106,7 @@ class TraceRow:
         return f"{text} | {self.snapshots:5d} snapshots, at most {self.kept} at once: {self.kept * self.state_bytes / 1e9:.1f} GB"
 
 
-def run_trace(policy: str, requests: list[Request], num_states: int) -> TraceRow:
+def run_trace(policy: str, requests: list[TraceRequest], num_states: int) -> PolicyRow:
     """One after the other on a cache that has room for all K and V."""
     kind = POLICIES[policy]
     cache = _cache(kind, num_states, 1, num_blocks=80_000, max_seqs=1)
@@ -128,7 +130,7 @@ def run_trace(policy: str, requests: list[Request], num_states: int) -> TraceRow
     stored = sum(len(event.blocks) for event in cache.prefix.events if event.kind == "stored" and event.group == 1)
     tokens = sum(len(r.prompt) for r in requests)
     states = num_states if kind is not None else 0
-    return TraceRow(
+    return PolicyRow(
         policy, states, len(requests), hits, tokens, computed, stored, kept, _state_spec(1).block_content_bytes * LAYERS
     )
 
@@ -137,7 +139,7 @@ def run_trace(policy: str, requests: list[Request], num_states: int) -> TraceRow
 
 
 @dataclass(frozen=True)
-class StepRow:
+class DecodeCallsRow:
     policy: str
     admit: Timing  # of a prompt of 2,048 tokens that is not there
     extend: Timing  # each of 64 sequences by a token
@@ -150,7 +152,7 @@ class StepRow:
         return f" cache step {self.policy:<41} | {' | '.join(parts)} us | {total:6.1f} us a step of {SEQS}"
 
 
-def run_step(policy: str, device: str, steps: int = 512) -> StepRow:
+def run_step(policy: str, device: str, steps: int = 512) -> DecodeCallsRow:
     """Sequences begin their blocks in different steps. A sample is the mean of 16 of them, so that each begins a block in it.
 
     It is the thread's own time: a machine may be busy with others.
@@ -192,14 +194,14 @@ def run_step(policy: str, device: str, steps: int = 512) -> StepRow:
         for mine, seconds in zip(times, sums, strict=True):
             mine.append(seconds * 1e6 / BLOCK)
     cache.check()
-    return StepRow(policy, summarise(admitted), *map(summarise, times))
+    return DecodeCallsRow(policy, summarise(admitted), *map(summarise, times))
 
 
 # --- the copies of a step -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class CopyRow:
+class StateCopyRow:
     state_bytes: int  # of one sequence, in all layers
     ours: Timing  # of one copy: the device's time, or the host's where that is the device
     apart: Timing  # the same, plane by plane
@@ -226,13 +228,12 @@ class CopyRow:
         )
 
 
-def run_copies(device: str) -> CopyRow:
+def run_copies(device: str) -> StateCopyRow:
     """Eight states, 618 MB: more than caches hold. The weights and the other sequences need not be there."""
     num_blocks = 8
     spec = _state_spec(num_blocks)
     group = kvx.LayerGroup("states", tuple(range(LAYERS)), spec, kind=State())
-    cache = kvx.PagedCache([group], max_seqs=1, max_seq_len=BLOCK, device=device, block_size=BLOCK)
-    table = cache._tables[0]
+    table = StateTable(group, 0, (1, 1, BLOCK), device, "auto", Guard())
     layers = [layer for layer in table.layers.values() if isinstance(layer, PlanesLayer)]
     planes = [plane for layer in layers for plane in layer.planes.values()]
     for n, plane in enumerate(planes):
@@ -250,7 +251,7 @@ def run_copies(device: str) -> CopyRow:
     ours, host = _timed(table.copy_block, num_blocks, device)
     others, _ = _timed(apart, num_blocks, device)
     per_step = SEQS / (State().snapshot_every * BLOCK)
-    return CopyRow(spec.block_content_bytes * LAYERS, ours, others, host, per_step, copy_ceiling_gbps(device))
+    return StateCopyRow(spec.block_content_bytes * LAYERS, ours, others, host, per_step, copy_ceiling_gbps(device))
 
 
 def _timed(copy: Callable[[int, int], None], num_blocks: int, device: str) -> tuple[Timing, Timing]:
@@ -311,7 +312,7 @@ def measure(device: str, requests: int = 200, steps: int = 512) -> dict[str, lis
 
 
 def show(result: dict[str, list[dict[str, Any]]]) -> list[str]:
-    makers: dict[str, Callable[..., object]] = {"trace": TraceRow, "step": StepRow, "copies": CopyRow}
+    makers: dict[str, Callable[..., object]] = {"trace": PolicyRow, "step": DecodeCallsRow, "copies": StateCopyRow}
     lines = []
     for kind, maker in makers.items():
         for row in result.get(kind, ()):
