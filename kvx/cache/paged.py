@@ -269,7 +269,9 @@ class PagedCache:
                 return
         elif type(n) is list and len(n) == 1 and length == seq.num_tokens and seq.cache is self:
             token = n[0]
-            if type(token) is int and 0 <= token < 2**31:
+            # What begins at this token is of an extend that was broken off: _begin() drops it.
+            is_begun = bool(seq.extras) and seq.extras[-1][0] >= length
+            if type(token) is int and 0 <= token < 2**31 and not is_begun:
                 if length < seq.limit:
                     seq.token_row[length] = token
                     seq.num_tokens = seq.length = length + 1
@@ -307,9 +309,14 @@ class PagedCache:
             )
         end = seq.length + len(ids)
         self._check_length("extend", seq, end)
+        before = seq.extras
         self._begin("extend", seq, end - len(ids), end, extra)
         seq.token_row[seq.num_tokens : end] = ids
-        self._grow(seq, end)
+        try:
+            self._grow(seq, end)
+        except OutOfBlocks:
+            seq.extras = before
+            raise
 
     def _next_block(self, seq: Sequence, token: int, group: GroupTable) -> None:
         """extend by one token, into the next block of the only group: a decode step has no time for more."""

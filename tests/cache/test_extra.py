@@ -234,3 +234,29 @@ def test_an_image_stays_where_a_step_was_abandoned(states):
     cache.extend(seq, 1)
     cache.abandon(seq, 20, 21)
     assert commit(cache, seq) == want
+
+
+@pytest.mark.parametrize("num_tokens", [8, 10], ids=["at a block's end", "inside a block"])
+@pytest.mark.parametrize("ends_by", [kvx.OutOfBlocks, KeyboardInterrupt])
+def test_an_image_that_found_no_room_is_not_there(monkeypatch, ends_by, num_tokens):
+    """The next token is text: in the place where the image would have begun, and named so."""
+
+    def fail(*_):
+        raise ends_by("no")
+
+    cache, plain = make(4), make(4)
+    seq, other = cache.admit(TEXT[:num_tokens]), plain.admit(TEXT[:num_tokens])
+    for c, s in ((cache, seq), (plain, other)):
+        c.extend(s, num_tokens)
+    monkeypatch.setattr(cache, "_grow", fail)
+    with pytest.raises(ends_by):
+        cache.extend(seq, [PLACE], extra=b"cat")
+    monkeypatch.undo()
+    assert seq.extras == [] or ends_by is KeyboardInterrupt, "OutOfBlocks changes nothing"
+    for token in (PLACE, 5, 6, 7):
+        for c, s in ((cache, seq), (plain, other)):
+            c.extend(s, [token])
+            c.commit(s)
+    assert seq.hashes == other.hashes
+    assert len(seq.hashes) == 3
+    cache.check()

@@ -94,7 +94,8 @@ class Run:
 
     def standing(self) -> Any:
         """Of all that a refused call must leave as it was."""
-        seqs = [(h.seq.id, h.seq.length, h.seq.num_tokens, h.seq.limit, h.seq.num_stored, tuple(h.seq.starts)) for h in self.held]
+        fields = ("id", "length", "num_tokens", "limit", "num_stored", "starts", "extras", "snapshot_at")
+        seqs = [str([getattr(held.seq, name) for name in fields]) for held in self.held]
         counts = [(a.counts().tolist(), a.num_free, a.num_idle) for a in self.cache.allocators]
         return seqs, counts, self.prefix.num_blocks, [t.table.tobytes() for t in self.cache._tables]
 
