@@ -270,8 +270,7 @@ class PagedCache:
         elif type(n) is list and len(n) == 1 and length == seq.num_tokens and seq.cache is self:
             token = n[0]
             # What begins at this token is of an extend that was broken off: _begin() drops it.
-            is_begun = bool(seq.extras) and seq.extras[-1][0] >= length
-            if type(token) is int and 0 <= token < 2**31 and not is_begun:
+            if type(token) is int and 0 <= token < 2**31 and (not seq.extras or seq.extras[-1][0] < length):
                 if length < seq.limit:
                     seq.token_row[length] = token
                     seq.num_tokens = seq.length = length + 1
