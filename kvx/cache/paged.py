@@ -154,7 +154,7 @@ class PagedCache:
             raise BadArgument(f"admit(): {n} tokens; max_seq_len is {self.max_seq_len}. Cut the prompt, or make the cache longer.")
         check_extra("admit", extra)
         begun = checked_extras("admit", extras, n) if extras else []
-        asked = self._asked("admit", snapshot_at) if len(snapshot_at) else ()
+        asked = () if snapshot_at == () else self._asked("admit", snapshot_at)
         root = b"" if self.prefix is None else self.prefix.root(extra)
         guard, seq = self._guard, None
         try:
@@ -162,7 +162,7 @@ class PagedCache:
                 if guard.is_torn:
                     guard.mend()
                 seq = self._admitted.new("admit")
-                seq.extra, seq.extras, seq.snapshot_at = extra, begun, self._with_end(asked, n)
+                seq.extra, seq.extras, seq.snapshot_at, seq.snapshot_end = extra, begun, asked, self._snapshot_end(n)
                 seq.token_row[:n] = ids
                 seq.num_tokens = n
                 if self.prefix is not None:
@@ -215,8 +215,7 @@ class PagedCache:
         self._check_length("append", seq, end)
         self._begin("append", seq, end - len(ids), end, extra)
         seq.token_row[seq.num_tokens : end] = ids
-        if (end - 1) // self.block_size * self.block_size > seq.length:  # a token at a time, the last block's end is behind
-            seq.snapshot_at = self._with_end(seq.snapshot_at, end)
+        seq.snapshot_end = self._snapshot_end(end)
         seq.num_tokens = end
 
     def until_snapshot(self, seq: Sequence, n: int) -> int:
@@ -225,27 +224,31 @@ class PagedCache:
         commit() after that step leaves it. Without states it is `n`.
         """
         self._check_live("until_snapshot", seq)
-        if type(n) is not int or n < 0:
+        if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 0:
             raise BadArgument(f"until_snapshot(): n is {n!r}; it is a number of tokens, 0 or more.")
+        n = int(n)
         if self.prefix is None or not seq.is_exact:
             return n
         for kind in self.kinds:
-            if isinstance(kind, State) and (due := kind.next_due(seq.length // self.block_size, seq.snapshot_at)):
+            if isinstance(kind, State) and (due := kind.next_due(seq.length // self.block_size, seq.snapshots)):
                 n = min(n, due * self.block_size - seq.length)
         return n
 
     def _asked(self, call: str, snapshot_at: Listing[int]) -> tuple[int, ...]:
         """In blocks."""
+        try:
+            snapshot_at = list(snapshot_at)
+        except TypeError:
+            raise BadArgument(f"{call}(): snapshot_at is {snapshot_at!r}; it is a list of numbers of tokens.") from None
         for at in snapshot_at:
             if isinstance(at, bool) or not isinstance(at, int | np.integer) or not 0 <= at <= self.max_seq_len:
                 raise BadArgument(f"{call}(): snapshot_at has {at!r}; it has numbers of tokens, 0 to {self.max_seq_len}.")
         return tuple(sorted({int(at) // self.block_size for at in snapshot_at} - {0}))
 
-    def _with_end(self, asked: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-        """And where a prompt of so many tokens is found again, if states are to be kept there."""
-        blocks = (num_tokens - 1) // self.block_size
-        is_kept = blocks > 0 and any(isinstance(kind, State) and kind.snapshot_at_end for kind in self.kinds)
-        return (*asked, blocks) if is_kept and blocks not in asked else asked
+    def _snapshot_end(self, num_tokens: int) -> int:
+        """Where a prompt of so many tokens is found again, in blocks, if states are to be kept there; else 0."""
+        is_kept = any(isinstance(kind, State) and kind.snapshot_at_end for kind in self.kinds)
+        return max(0, num_tokens - 1) // self.block_size if is_kept else 0
 
     def extend(self, seq: Sequence, n: int | Tokens, *, extra: bytes = b"") -> None:
         """Room for `n` more of its tokens, or for these new ones, in every group. OutOfBlocks changes nothing.
@@ -516,7 +519,8 @@ class PagedCache:
             table.table[other.row] = table.table[seq.row]
             table.allocator.retain_checked(table.held(seq))
         other.num_tokens, other.length, other.num_cached = seq.num_tokens, seq.length, seq.num_cached
-        other.num_stored, other.extras, other.snapshot_at = seq.num_stored, list(seq.extras), seq.snapshot_at
+        other.num_stored, other.extras = seq.num_stored, list(seq.extras)
+        other.snapshot_at, other.snapshot_end = seq.snapshot_at, seq.snapshot_end
         seq.limit = other.limit = seq.length
 
     @whole
@@ -546,6 +550,8 @@ class PagedCache:
         seq.length = seq.num_tokens = seq.limit = length  # extend asks whose the last block is
         seq.num_cached, seq.num_stored, seq.hashes, seq.starts, seq.num_ahead = cached, stored, hashes, starts, ahead
         seq.whole_from, seq.is_exact, seq.extras = whole_from, is_exact, extras
+        seq.snapshot_at = tuple(n for n in seq.snapshot_at if n * bs <= length)
+        seq.snapshot_end = min(seq.snapshot_end, self._snapshot_end(length))
         for table, start, blocks in left:
             table.let_go(seq, start, blocks)
 
@@ -555,9 +561,11 @@ class PagedCache:
         self._check_live("abandon", seq)
         has_states = any(t.kind.has_state for t in self._tables)
         tokens, extras = seq.token_row[:num_tokens].copy(), [begun for begun in seq.extras if begun[0] < num_tokens]
+        asked = seq.snapshot_at, seq.snapshot_end
         self._truncate(seq, 0 if has_states else min(length, seq.length))
         seq.token_row[:num_tokens] = tokens
         seq.extras = extras  # before the tokens are counted: blocks of them without it would have the names of others
+        seq.snapshot_at, seq.snapshot_end = asked
         seq.num_tokens = max(seq.num_tokens, num_tokens)
 
     @whole

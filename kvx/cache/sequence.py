@@ -30,6 +30,7 @@ class Sequence:
         "root",
         "row",
         "snapshot_at",
+        "snapshot_end",
         "starts",
         "token_row",
         "whole_from",
@@ -52,7 +53,8 @@ class Sequence:
         self.hashes: list[bytes] = []  # of full blocks, as far as they were asked for
         self.num_stored = 0  # tokens whose blocks commit has dealt with; whole blocks
         self.num_ahead = 0  # blocks that groups with is_ahead hold: tokens before their end are computed again, and not written
-        self.snapshot_at: tuple[int, ...] = ()  # blocks after which its states are to be kept, besides every so many
+        self.snapshot_at: tuple[int, ...] = ()  # blocks after which its states are to be kept: where the caller asked
+        self.snapshot_end = 0  # and where the newest known tokens end, but for one; 0: nowhere
         self.whole_from = 0  # tokens after which a state that is computed again is whole: between its beginning and there it is not
         self.is_exact = True  # False: computed on a state that was replayed in part, and given to nobody else
 
@@ -60,6 +62,11 @@ class Sequence:
     def tokens(self) -> NDArray[np.int32]:
         """The known ids, as a view that later calls change."""
         return self.token_row[: self.num_tokens]
+
+    @property
+    def snapshots(self) -> tuple[int, ...]:
+        """Blocks after which its states are to be kept, besides every so many."""
+        return (*self.snapshot_at, self.snapshot_end) if self.snapshot_end else self.snapshot_at
 
     @property
     def is_released(self) -> bool:

@@ -83,5 +83,5 @@ class StateTable(GroupTable):
     def nameable(self, seq: Sequence, first: int) -> tuple[int, BlockIds]:
         """The running block, where it stands at a block's end."""
         full = self.kind.name_at(seq.length, self.block_size)
-        is_there = full > first and seq.length >= seq.whole_from and self.kind.is_due(full, seq.snapshot_at)
+        is_there = full > first and seq.length >= seq.whole_from and self.kind.is_due(full, seq.snapshots)
         return max(0, full - 1), self.held(seq)[: int(is_there)]

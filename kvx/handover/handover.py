@@ -185,8 +185,10 @@ class Handover:
         if sentence := differing_plane(spec, here.spec, whole=False):
             raise Incompatible(f"write_planes(): part {part}: {sentence}. It was not read.")
         count = here.spec.num_blocks
-        if len(blocks) < count:
-            raise BadArgument(f"write_planes(): {len(blocks)} blocks; part {part} has {count}.")
+        if not isinstance(blocks, Sequence) or len(blocks) < count:
+            raise BadArgument(f"write_planes(): blocks are {str(blocks)[:80]}; part {part} has {count}, each with a number there.")
+        if not buffers:
+            raise BadArgument("write_planes(): buffers are empty; they are the engine's tensors, as spec says.")
         check_ids("write_planes()", "blocks", blocks[:count], spec.num_blocks)
         said = {spec.positions[int(n)] for n in blocks[:count] if spec.positions and int(n) >= 0}
         if is_state_part(here) and said - {self.num_tokens}:
@@ -240,12 +242,14 @@ class Handover:
         if block_size is None:
             block_size = self.block_size
         elif not isinstance(block_size, int) or block_size < 1:
-            raise BadArgument(
-                f"convert(): block_size is {block_size!r}; it is 1 or more. Leave it out to keep blocks of {self.block_size}."
-            )
+            raise BadArgument(f"convert(): block_size is {block_size!r}; it is 1 or more. Leave it out to keep blocks as they are.")
         entries = next((p for p in self.parts if isinstance(p.spec, StateSpec) and p.block_tokens), None)
         if entries is not None:
             self._refuse("convert", entries, "rows stay as they are")
+        if not any(isinstance(p.spec, CacheSpec) for p in self.parts) and (format or block_size != self.block_size):
+            raise BadArgument(
+                "convert(): the handover has states and no K and V; format and block_size are of those. state_format=."
+            )
         check_state_format("convert", self.parts, state_format)
         self.check()
         parts = []

@@ -39,6 +39,8 @@ def keep(handover: Handover, tiers: Sequence[Tier], *, block_size: int = 0) -> i
 
     A handover with states stands where a block ends, or nobody could find them. `block_size` is for one of states alone.
     """
+    if not isinstance(handover, Handover):
+        raise BadArgument(f"keep(): handover is a {type(handover).__name__}; it is a kvx.handover.Handover.")
     _check_tiers("keep", tiers, len(handover.parts))
     for part in handover.parts:
         _require_whole_blocks("keep", part.spec)
@@ -80,6 +82,7 @@ def find(
     `tokens` asks for all but the last: a state cannot be cut.
     """
     ids = token_ids("find()", tokens)
+    _check_parts(parts)
     _check_tiers("find", tiers, len(parts))
     held = [
         _Held(_spec(t.kind), tuple(part[0]), part[1], part[2] if len(part) > 2 else 0) for t, part in zip(tiers, parts, strict=True)
@@ -106,6 +109,15 @@ def find(
             missing = [made]
         n = min(missing)
     return None
+
+
+def _check_parts(parts: object) -> None:
+    for part in parts if isinstance(parts, Sequence) else (parts,):
+        is_part = isinstance(part, tuple) and len(part) in (2, 3) and isinstance(part[0], Sequence)
+        if not is_part or any(type(n) is not int or n < 0 for n in (*part[0], *part[1:])):
+            raise BadArgument(
+                f"find(): parts has {str(part)[:80]}; of each tier it has (layers, window), the window 0 where all tokens are seen."
+            )
 
 
 class _Held(NamedTuple):
@@ -174,6 +186,8 @@ def _spec(kind: BlockKind) -> Spec:
 
 
 def _check_tiers(call: str, tiers: Sequence[Tier], parts: int) -> None:
+    if not isinstance(tiers, Sequence):
+        raise BadArgument(f"{call}(): tiers is a {type(tiers).__name__}; it is a list, a Tier for each part.")
     if not tiers or len(tiers) != parts:
         raise BadArgument(f"{call}(): {len(tiers)} tiers for {parts} parts; each part has a tier of its own.")
     for t in tiers:

@@ -131,6 +131,8 @@ def write_sequence(
     The handover is checked before anything changes, and OutOfBlocks changes nothing.
     """
     call = "write_sequence"
+    if not isinstance(handover, Handover):
+        raise BadArgument(f"{call}(): handover is a {type(handover).__name__}; it is a kvx.handover.Handover.")
     _require_plain(call, cache, seq)
     handover.check()
     _require_geometry(call, cache, handover, model)

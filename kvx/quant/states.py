@@ -19,8 +19,10 @@ INT8_ROWS = "int8_per_token_head_inline"  # of a state's plane: the last axis is
 
 def encode_rows(x: Tensor) -> Tensor:
     """[..., n] floats as rows of bytes [..., n + 4]: codes, then their scale. What convert() makes of them, bit for bit."""
-    if not x.is_floating_point() or x.dim() < 1 or x.shape[-1] < 1:
-        raise BadArgument(f"encode_rows(): x is {x.dtype} {tuple(x.shape)}; it is floats, and the last axis the elements of a row.")
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 1 or x.shape[-1] < 1:
+        raise BadArgument(f"encode_rows(): x is {_what(x)}; it is a tensor of floats, and its last axis the elements of a row.")
+    if not x.numel():
+        return torch.empty(*x.shape[:-1], x.shape[-1] + 4, dtype=torch.uint8, device=x.device)
     fmt, values = Format.named(INT8_ROWS), x.to(torch.float32)
     scale = scale_from_amax(finite_amax(values, -1)[..., None], fmt)
     return torch.cat((encode(values, fmt.element, scale).view(torch.uint8), scale.contiguous().view(torch.uint8)), -1)
@@ -28,9 +30,11 @@ def encode_rows(x: Tensor) -> Tensor:
 
 def decode_rows(rows: Tensor) -> Tensor:
     """Of encode_rows: f32."""
-    if rows.dtype != torch.uint8 or rows.dim() < 1 or rows.shape[-1] < 5:
-        raise BadArgument(f"decode_rows(): rows are {rows.dtype} {tuple(rows.shape)}; they are bytes, n elements and 4 of a scale.")
-    scale = rows[..., -4:].contiguous().view(torch.float32)
+    if not isinstance(rows, Tensor) or rows.dtype != torch.uint8 or rows.dim() < 1 or rows.shape[-1] < 5:
+        raise BadArgument(f"decode_rows(): rows are {_what(rows)}; they are a tensor of bytes, n elements and 4 of a scale.")
+    if not rows.numel():
+        return torch.empty(*rows.shape[:-1], rows.shape[-1] - 4, device=rows.device)
+    scale = rows[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return decode(rows[..., :-4], Format.named(INT8_ROWS).element, scale, torch.float32)
 
 
@@ -41,4 +45,10 @@ def encode_with_rest(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_with_rest(rows: Tensor, rest: Tensor) -> Tensor:
+    if _what(rows) != _what(rest):
+        raise BadArgument(f"decode_with_rest(): rows are {_what(rows)} and their rest {_what(rest)}; both are alike.")
     return decode_rows(rows) + decode_rows(rest)
+
+
+def _what(x: object) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"

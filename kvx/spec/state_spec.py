@@ -106,7 +106,7 @@ class StateSpec(Spec):
 
 def state_plane(
     name: str,  # conv, state, or what else a layer keeps
-    format: str,  # bf16, f16 or f32
+    format: str,  # bf16, f16 or f32, or one with inline scales
     *,
     shares: tuple[tuple[int, int], ...] = (),  # (size, unit) of parts that ranks share out one by one, such as q, k and v; (): one
     **axes: int,  # channel=, tap=, head=, row=, column=: the first is what ranks share out
@@ -191,6 +191,11 @@ def _axes_are_those_of_states(spec: StateSpec) -> str | None:
             )
         if p.format.element.is_moved_only or not (p.format.granularity is Granularity.NONE or p.format.is_inline):
             return f"plane {p.name} is {p.format}; states are bf16, f16 or f32, or a format with inline scales."
+        if p.format.is_inline and p.format.scale is not None and p.row_bytes % (p.format.scale.bits // 8):
+            return (
+                f"plane {p.name} is {p.format}, scales of {p.format.scale.bits // 8} bytes behind rows of {p.row_elements} "
+                "elements, where they are not aligned. Rows have a multiple of 4 elements; give such a plane bf16, f16 or f32."
+            )
         if p.format.group_size and p.row_elements % p.format.group_size:
             return (
                 f"plane {p.name} is {p.format}, a scale for {p.format.group_size} elements; its rows have {p.row_elements}, "
@@ -223,7 +228,7 @@ def _layout_has_the_planes(spec: StateSpec) -> str | None:
 
 
 def _areas_are_aligned(spec: StateSpec) -> str | None:
-    layout, unit = Layout.parse(spec.layout), max(p.unit_bytes for p in spec.planes)
+    layout, unit = Layout.parse(spec.layout), max(_alignment(p) for p in spec.planes)
     sizes = {"layer": spec.num_layers, "block": spec.num_blocks}
     for p in spec.planes:
         where = layout.planes[p.name]
@@ -231,12 +236,19 @@ def _areas_are_aligned(spec: StateSpec) -> str | None:
             continue
         names = [axis.name for axis in where.order]
         inside = where.order[names.index("plane") + 1 :]
-        area = p.unit_bytes * prod((sizes | p.sizes)[a.name] + a.unused for a in inside if a.part != "/")  # a split one once
+        here = sizes | p.sizes | {p.row_axis: p.row_units}
+        area = p.unit_bytes * prod(here[a.name] + a.unused for a in inside if a.part != "/")  # a split one once
         if area % unit:
             return f"layout {spec.layout!r} puts {area} bytes of {p.name} before or behind elements of {unit} bytes, not aligned."
     if spec.block_bytes % unit:
         return f"block_bytes is {spec.block_bytes}; elements have {unit} bytes."
     return None
+
+
+def _alignment(plane: PlaneSpec) -> int:
+    """Bytes that its elements, and scales between them, are a multiple of."""
+    scale = plane.format.scale
+    return max(plane.unit_bytes, scale.bits // 8 if scale is not None else 1)
 
 
 def _padding_holds_a_block(spec: StateSpec) -> str | None:

@@ -103,16 +103,30 @@ void choose_row(CellJob* job) {
   }
   CellDigit row = {job->head_dim, {format[SRC]->dim_inner, format[DST]->dim_inner}, {0, 0}, 0, 0, {0, 0}};
   const auto is_dense = [&](const CellDigit& d, int w) { return d.stride[w] == bytes[w]; };
-  const auto may_be_row = [](const CellDigit& d) { return !d.token && !d.step[SRC] && !d.step[DST]; };
-  const auto worth = [&](const CellDigit& d) { return 2 * is_dense(d, DST) + is_dense(d, SRC); };
+  constexpr int64_t kMostElements = 4096, kFewElements = 256;  // of a row that others are joined to
+  const auto may_be_row = [](const CellDigit& d) {
+    return !d.token && !d.step[SRC] && !d.step[DST] && d.size <= 8 * kMostElements;
+  };
+  const auto worth = [&](const CellDigit& d) { return d.size == 1 ? -1 : 2 * is_dense(d, DST) + is_dense(d, SRC); };
   for (int i = 0; i < job->num_digits; i++)
     if (may_be_row(job->digit[i]) && worth(job->digit[i]) > worth(row)) std::swap(row, job->digit[i]);
-  constexpr int64_t kMostElements = 4096;  // of a row that others are joined to: there are rows for all threads still
   for (int i = 0; i < job->num_digits; i++) {
-    const CellDigit& d = job->digit[i];
+    CellDigit& d = job->digit[i];
     const bool goes_on = d.stride[SRC] == row.size * row.stride[SRC] && d.stride[DST] == row.size * row.stride[DST];
-    if (!may_be_row(d) || !goes_on || row.size * d.size > kMostElements) continue;
-    row.size *= d.size;
+    if (d.token || d.step[SRC] || d.step[DST] || !goes_on) continue;
+    // All of it, or as much as makes a row of some thousands: the rest stays a digit, and there are rows for all
+    // threads.
+    int64_t joined = d.size;
+    if (row.size * joined > kMostElements) {
+      joined = std::max<int64_t>(1, kMostElements / row.size);
+      while (d.size % joined) joined--;
+      if (row.size * joined < kFewElements && row.size * d.size <= 8 * kMostElements) joined = d.size;
+    }
+    row.size *= joined;
+    if (joined < d.size) {
+      d.size /= joined, d.stride[SRC] *= joined, d.stride[DST] *= joined;
+      break;
+    }
     std::move(job->digit + i + 1, job->digit + job->num_digits, job->digit + i);
     job->num_digits--, i = -1;  // another may go on after it
   }

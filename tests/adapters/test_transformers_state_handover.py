@@ -342,3 +342,47 @@ def test_a_folder_keeps_it(tmp_path):
     handover = handed_over("qwen3_next", format="bf16")
     save(tmp_path / "it", handover)
     assert load(tmp_path / "it", model=handover.model).to_json() == handover.to_json()
+
+
+# --- states that are elsewhere, or were ------------------------------------------------------------------------------------
+
+
+def test_a_recurrent_state_that_transformers_left_ahead_is_refused():
+    """DynamicCache.crop() takes back K, V and convolutions, and no recurrence: where that stands, nobody knows."""
+    made, ids = model("qwen3_next"), prompt()
+    cache = empty("dynamic", made)
+    run(made, cache, ids[:, :16])
+    cache.activate_past_recording()
+    run(made, cache, ids[:, 16:])
+    cache.crop(-4)
+    with pytest.raises(Unsupported, match="leaves the recurrent state where it was"):
+        export_cache(cache, ids[0, :-4], model=made.config)
+
+
+@pytest.mark.parametrize("kind", ["kvx", "dynamic"])
+def test_a_recorded_convolution_that_saw_one_token(kind):
+    made, ids = model("lfm2"), prompt()
+    cache, plain = empty(kind, made), empty(kind, made)
+    cache.activate_past_recording()
+    for one in (cache, plain):
+        run(made, one, ids[:, :1])
+    handovers = [export_cache(one, ids[0, :1], model=made.config) for one in (cache, plain)]
+    assert contents(handovers[0]) == contents(handovers[1])
+
+
+@pytest.mark.parametrize("kind", ["kvx", "dynamic"])
+def test_a_cache_that_was_reset_is_empty(kind):
+    made, ids = model("qwen3_next"), prompt()
+    cache = empty(kind, made)
+    run(made, cache, ids)
+    cache.reset()
+    import_cache(handed_over("qwen3_next"), cache, model=made.config)
+    assert int(cache.get_seq_length()) == ids.shape[1] - 1
+
+
+def test_what_is_no_handover_and_no_padding():
+    made, ids = model("lfm2"), prompt()
+    with pytest.raises(BadArgument, match=r"import_cache\(\): handover is a NoneType"):
+        import_cache(None, made.config)
+    with pytest.raises(BadArgument, match=r"export_cache\(\): padding is '4'"):
+        export_cache(prefilled("lfm2"), ids[0], model=made.config, padding="4")

@@ -246,9 +246,9 @@ def test_tokens_appended_one_by_one_ask_for_no_snapshots():
         cache.append(seq, [token])
         cache.extend_all([(seq, seq.num_tokens - seq.length)])
         cache.commit(seq)
-    assert (seq.snapshot_at, cache.prefix.num_blocks) == ((2,), 1)
+    assert (seq.snapshot_at, cache.prefix.num_blocks) == ((), 1)
     cache.append(seq, range(9))  # the next turn of a conversation: 120 tokens
-    assert seq.snapshot_at == (2, 29)
+    assert seq.snapshots == (29,)
     assert cache.until_snapshot(seq, 9) == 116 - 111
 
 

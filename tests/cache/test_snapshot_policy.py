@@ -129,10 +129,37 @@ def test_a_cache_without_states_or_names_has_no_stops():
     assert nameless.until_snapshot(nameless.admit(PROMPT), 39) == 39
 
 
-@pytest.mark.parametrize("wrong", [(-1,), (121,), (2.5,), (True,), ("9",)], ids=str)
+def test_a_prompt_that_comes_in_pieces_has_one_end():
+    cache = cache_of(State())
+    seq = cache.admit(PROMPT[:1])
+    for token in PROMPT[1:]:
+        cache.append(seq, [token])
+    go_on(cache, seq, PROMPT, ends := [])
+    assert ends == [36, 39]
+    cache.truncate(seq, 0)
+    cache.append(seq, [5] * 20)
+    assert seq.snapshots == (19 // BS,)  # nothing of the tokens that are forgotten
+
+
+def test_an_abandoned_step_keeps_its_ends():
+    cache = cache_of(State())
+    seq = cache.admit(PROMPT, snapshot_at=[9])
+    cache.extend(seq, 39)
+    cache.abandon(seq, 0, 39)
+    go_on(cache, seq, PROMPT, ends := [])
+    assert ends == [8, 36, 39]
+
+
+@pytest.mark.parametrize("wrong", [{"snapshot_every": True}, {"snapshot_at_end": "no"}, {"max_cut": -5}, {"replay": "x"}], ids=str)
+def test_policies_that_are_none(wrong):
+    with pytest.raises(kvx.BadArgument, match=f"State: {next(iter(wrong))} is"):
+        State(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [(-1,), (121,), (2.5,), (True,), ("9",), 5, None], ids=str)
 def test_places_that_are_none(wrong):
     cache = cache_of(State())
-    with pytest.raises(kvx.BadArgument, match=r"admit\(\): snapshot_at has"):
+    with pytest.raises(kvx.BadArgument, match=r"admit\(\): snapshot_at (has|is)"):
         cache.admit(PROMPT, snapshot_at=wrong)
     assert not cache.num_seqs
 
@@ -140,7 +167,8 @@ def test_places_that_are_none(wrong):
 def test_numbers_that_are_none():
     cache = cache_of(State())
     seq = cache.admit(PROMPT, snapshot_at=np.array([22]))
-    assert seq.snapshot_at == (22 // BS, 38 // BS)
+    assert seq.snapshots == (22 // BS, 38 // BS)
+    assert cache.until_snapshot(seq, np.int64(39)) == 20
     for n in (-1, 1.5, True):
         with pytest.raises(kvx.BadArgument, match=r"until_snapshot\(\): n is"):
             cache.until_snapshot(seq, n)

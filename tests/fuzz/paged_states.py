@@ -32,9 +32,10 @@ Prompt = list[tuple[int, bytes]]  # a token, and what begins with it
 class Held:
     """A sequence, and the texts after each of its tokens: those known, with room or without."""
 
-    def __init__(self, seq: Sequence, path: list[Text], asked: frozenset[int]) -> None:
+    def __init__(self, seq: Sequence, path: list[Text], asked: frozenset[int], end: int) -> None:
         self.seq, self.path = seq, path
         self.asked = asked  # after how many tokens its states are to be kept, besides every so many blocks
+        self.end = end  # and where its newest known tokens end, but for one
         self.num_learned = 0  # names
 
     @property
@@ -190,19 +191,19 @@ class Run:
 
     def is_due(self, held: Held, kind: State, position: int) -> bool:
         every = kind.snapshot_every * self.block_size
-        return position > 0 and (bool(every and position % every == 0) or position in held.asked)
+        return position > 0 and (bool(every and position % every == 0) or position in held.asked or position == held.end)
 
-    def ends(self, num_tokens: int, length: int = 0) -> frozenset[int]:
-        """Where a text of so many tokens is found again, if that is still to be computed."""
-        end = max(0, num_tokens - 1) // self.block_size * self.block_size
-        return frozenset({end} if end > length and any(kind.snapshot_at_end for _, kind in self.states) else ())
+    def end_of(self, num_tokens: int) -> int:
+        """Where a text of so many tokens is found again; 0: nowhere."""
+        is_kept = any(kind.snapshot_at_end for _, kind in self.states)
+        return max(0, num_tokens - 1) // self.block_size * self.block_size if is_kept else 0
 
     def more(self, held: Held, new: Prompt) -> None:
         """append() of these, of which the first may begin something."""
-        length, num_tokens = held.seq.length, held.seq.num_tokens + len(new)
+        num_tokens = held.seq.num_tokens + len(new)
         self.cache.append(held.seq, [t for t, _ in new], extra=new[0][1])
         held.path += self.paths(held.path[-1], new)
-        held.asked |= self.ends(num_tokens, length)
+        held.end = self.end_of(num_tokens)
 
     # --- the calls ------------------------------------------------------------------------------------------------------------
 
@@ -220,8 +221,8 @@ class Run:
         options = {"snapshot_at": points} if points else {}
         seq = cache.admit([t for t, _ in prompt], extra=lora, extras=extras, is_brought_back=not is_late, **options)
         root = self.contents.root(lora)
-        asked = frozenset(at // self.block_size * self.block_size for at in points) | self.ends(len(prompt))
-        held = Held(seq, [root, *self.paths(root, prompt)], asked)
+        asked = frozenset(at // self.block_size * self.block_size for at in points)
+        held = Held(seq, [root, *self.paths(root, prompt)], asked, self.end_of(len(prompt)))
         self.held.append(held)
         self.admitted(held, has)
         if is_late:
@@ -329,7 +330,7 @@ class Run:
                 assert now == before, f"{seq}: group {group.index} has a snapshot that nobody asked for"
 
     def fork(self, held: Held) -> Held:
-        other = Held(self.cache.fork(held.seq), list(held.path), held.asked)
+        other = Held(self.cache.fork(held.seq), list(held.path), held.asked, held.end)
         self.held.append(other)
         return other
 
@@ -366,6 +367,7 @@ class Run:
             return
         self.cache.truncate(seq, length)
         del held.path[length + 1 :]
+        held.asked, held.end = frozenset(at for at in held.asked if at <= length), min(held.end, self.end_of(length))
 
     def abandon(self, held: Held) -> None:
         """An extend whose step never ran: the state is where nobody knows."""

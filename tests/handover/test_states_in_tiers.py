@@ -208,3 +208,25 @@ def test_what_a_cache_evicts_another_finds(tmp_path):
         for mover in backing.movers:
             for tier in mover.tiers:
                 tier.close()
+
+
+def test_what_is_no_part_no_tier_and_no_handover():
+    handover = handed_over(16)
+    tiers = tiers_of(handover)
+    for wrong in (None, [FULL, SLIDING, STATES], [(1, 0)] * 3, [(FULL,)] * 3, [(FULL, -1)] * 3, [(FULL, 0, 1, 2)] * 3):
+        refuse(
+            lambda wrong=wrong: find(tokens(), tiers, parts=wrong),
+            r"find\(\): parts has .*; of each tier it has \(layers, window\)",
+        )
+    refuse(lambda: find(tokens(), None, parts=PARTS), r"find\(\): tiers is a NoneType")
+    refuse(lambda: keep(None, tiers), r"keep\(\): handover is a NoneType")
+
+
+def test_converting_states_alone():
+    alone = Handover(handed_over(16).tokens, handed_over(16).parts[-1:])
+    for wrong in ({"format": "bf16"}, {"block_size": 8}):
+        refuse(lambda wrong=wrong: alone.convert(**wrong), "the handover has states and no K and V")
+    assert alone.convert(state_format="bf16").parts[0].spec.planes[0].format.name == "bf16"
+    for blocks in (None, 0, []):
+        refuse(lambda blocks=blocks: alone.write_planes(0, [], alone.parts[0].spec, blocks), "blocks are")
+    refuse(lambda: alone.write_planes(0, [], alone.parts[0].spec, [0]), "buffers are empty")

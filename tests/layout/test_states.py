@@ -300,7 +300,7 @@ def test_another_kind_of_matrix_is_another_content():
 FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
-@pytest.mark.parametrize("sizes", [(4, 16, 32), (2, 8, 128), (3, 5, 7)], ids=str)
+@pytest.mark.parametrize("sizes", [(4, 16, 32), (2, 8, 128), (3, 5, 7), (1, 3, 1366), (16, 16, 1)], ids=str)
 @pytest.mark.parametrize("dst", STATE_ROWS)
 @pytest.mark.parametrize("src", STATE_ROWS)
 def test_floats_become_other_floats_in_any_order(backend, src, dst, sizes, generator):

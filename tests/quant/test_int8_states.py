@@ -104,7 +104,17 @@ def test_a_snapshot_in_int8():
     assert max(errors[380:]) < max(errors[200:210]) / 2
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(3, 4, dtype=torch.int32), torch.zeros(2, 0), torch.tensor(1.0)], ids=str)
+@pytest.mark.parametrize("shape", [(7,), (1, 7), (1, 1, 3), (2, 7), (0, 5), (3, 0, 8)], ids=str)
+def test_rows_of_any_size(shape, generator):
+    x = torch.randn(shape, generator=generator)
+    rows, rest = encode_with_rest(x)
+    assert rows.shape == rest.shape == (*shape[:-1], shape[-1] + 4)
+    torch.testing.assert_close(decode_with_rest(rows, rest), x, rtol=0, atol=1e-4 * float(x.abs().max()) if x.numel() else 0)
+    with pytest.raises(kvx.BadArgument, match="both are alike"):
+        decode_with_rest(rows, rest[None])
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3, 4, dtype=torch.int32), torch.zeros(2, 0), torch.tensor(1.0), None], ids=str)
 def test_what_has_no_rows(wrong):
     with pytest.raises(kvx.BadArgument, match=r"encode_rows\(\): x is"):
         encode_rows(wrong)
@@ -115,5 +125,10 @@ def test_what_has_no_rows(wrong):
 def test_formats_that_states_have_not():
     with pytest.raises(kvx.BadArgument, match="bf16, f16 or f32, or a format with inline scales"):
         StateSpec(2, (state_plane("delta", "int8_per_token_head", head=2, row=4, column=8),))
+    with pytest.raises(kvx.BadArgument, match="scales of 4 bytes behind rows of 3 elements, where they are not aligned"):
+        StateSpec(2, (state_plane("conv", INT8_ROWS, channel=8, tap=3),))
+    both = state_plane("conv", "bf16", channel=1, tap=3), state_plane("delta", INT8_ROWS, head=2, row=4, column=8)
+    with pytest.raises(kvx.BadArgument, match="puts 6 bytes of conv before or behind elements of 4 bytes, not aligned"):
+        state_row("vllm.sd").spec(both, num_blocks=2)
     with pytest.raises(kvx.BadArgument, match="a scale for 128 elements; its rows have 32, which is no multiple"):
         StateSpec(2, (state_plane("delta", "fp8_e4m3_per_128_inline", head=2, row=4, column=32),))

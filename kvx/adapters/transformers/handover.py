@@ -27,7 +27,7 @@ from kvx.adapters.transformers.caller import field
 from kvx.adapters.transformers.dense_layer import is_filled, keeps_kv
 from kvx.adapters.transformers.handover_blocks import block_sources, fill_blocks
 from kvx.adapters.transformers.handover_dense import dense_sources, fill_dense, is_latent
-from kvx.adapters.transformers.handover_states import fill_states, is_state_filled, require_states, state_parts
+from kvx.adapters.transformers.handover_states import fill_states, has_state_of_tokens, is_state_filled, require_states, state_parts
 from kvx.adapters.transformers.layer import FORMATS
 from kvx.adapters.transformers.wanted import Wanted
 from kvx.cache.tokens import token_ids
@@ -58,7 +58,12 @@ def export_cache(
     given, or out of a KvxCache, `tokens` may be a beginning of those in the cache.
     """
     ids = _ids("export_cache", tokens)
-    if not any(map(is_filled, _layers("export_cache", cache))):
+    if padding is not None and (type(padding) is not int or padding < 0):
+        raise BadArgument(f"export_cache(): padding is {padding!r}; it is a number of columns, 0 or more, or None.")
+    here = _layers("export_cache", cache)
+    if any(map(is_state_filled, here)) and not any(keeps_kv(layer) for layer in here):
+        raise Unsupported("export_cache(): the model keeps states alone, and no K and V; handovers of such caches are not made.")
+    if not any(map(is_filled, here)):
         raise BadArgument(f"export_cache(): a {type(cache).__name__} without K and V; it is a cache that a model has filled.")
     if isinstance(cache, KvxCache):
         padding = _padding(cache, sequence, padding)
@@ -84,6 +89,8 @@ def import_cache(
 
     Without `tokens` all of the handover's are there, and the next forward takes those that follow.
     """
+    if not isinstance(handover, Handover):
+        raise BadArgument(f"import_cache(): handover is a {type(handover).__name__}; it is a kvx.handover.Handover.")
     entries = next((p for p in handover.parts if p.block_tokens), None)
     if entries is not None:
         raise Unsupported(
@@ -98,7 +105,7 @@ def import_cache(
     handover.require(model=name_of(model or config))
     cache = DynamicCache(config=into) if isinstance(into, PretrainedConfig) else into
     here = _layers("import_cache", cache)
-    if any(map(is_state_filled, here)) or any(int(layer.get_seq_length()) for layer in here if keeps_kv(layer)):
+    if any(map(has_state_of_tokens, here)) or any(int(layer.get_seq_length()) for layer in here if keeps_kv(layer)):
         raise BadArgument(f"import_cache(): into is a {type(into).__name__} with tokens in it. Give an empty one.")
     count = config.get_text_config(decoder=True).num_hidden_layers if config is not None else 0
     if cache.layers or count:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvx.adapters.transformers.layer import FORMATS
+from kvx.adapters.transformers.state_layer import KvxStateLayer
 from kvx.adapters.transformers.wanted import Wanted
 from kvx.errors import BadArgument, Incompatible, Unsupported
 from kvx.handover import Handover, Part
@@ -44,6 +45,11 @@ def is_state_filled(layer: Any) -> bool:
     return has_states(layer) and bool(_tensors(layer))
 
 
+def has_state_of_tokens(layer: Any) -> bool:
+    """Not one that was reset: transformers zeroes its states and keeps them."""
+    return is_state_filled(layer) and any(layer.has_previous_state.values())
+
+
 def state_parts(layers: list[Any], wanted: Wanted, length: int, config: PretrainedConfig | None, model: str) -> list[Part]:
     """One for each kind of states. `length`: columns of the cache, with padding."""
     filled = [(index, layer) for index, layer in enumerate(layers) if is_state_filled(layer)]
@@ -57,6 +63,16 @@ def state_parts(layers: list[Any], wanted: Wanted, length: int, config: Pretrain
     planes = _planes("export_cache", config)
     kinds: dict[tuple[PlaneSpec, ...], list[tuple[int, list[Tensor]]]] = {}
     for index, layer in filled:
+        if (
+            layer.record_past
+            and not isinstance(layer, KvxStateLayer)
+            and any(t is not None for t in layer.recurrent_states.values())
+        ):
+            raise Unsupported(
+                f"export_cache(): layer {index} records its past, so that tokens can be taken back; transformers takes back K, V "
+                "and convolutions then, and leaves the recurrent state where it was. Where that stands is not known: export before "
+                "activate_past_recording(), or use a KvxCache, whose crop() is exact."
+            )
         held = sorted(_held(index, layer, planes[index]), key=lambda h: h.plane.name)
         specs = tuple(h.plane.spec(_format(index, h.tensor), _format(index, h.tensor)) for h in held)
         wanted.check_sequence(held[0].tensor.shape[0])
@@ -155,7 +171,7 @@ def _tensors(layer: Any) -> list[Tensor]:
 def _held(index: int, layer: Any, planes: tuple[StatePlane, ...]) -> list[_Held]:
     tensors = _tensors(layer)
     shapes = [list(t.shape[1:]) for t in tensors]
-    if len(tensors) != len(planes) or not all(map(_is_of, planes, tensors)):
+    if len(tensors) != len(planes) or not all(_is_of(p, t, layer.record_past) for p, t in zip(planes, tensors, strict=True)):
         known = ", ".join(map(str, planes)) or "none that KVX knows"
         raise Unsupported(
             f"export_cache(): layer {index} keeps states {shapes} of each sequence; by its config they are {known}. It was not "
@@ -164,18 +180,21 @@ def _held(index: int, layer: Any, planes: tuple[StatePlane, ...]) -> list[_Held]
     return [_Held(t, plane) for t, plane in zip(tensors, planes, strict=True)]
 
 
-def _is_of(plane: StatePlane, t: Tensor) -> bool:
-    """Axes of one element may be there or not."""
+def _is_of(plane: StatePlane, t: Tensor, is_recorded: bool) -> bool:
+    """Axes of one element may be there or not; a convolution that records its past has as many columns as tokens came."""
     sizes = [size for _, size in plane.axes]
     if plane.is_conv:
-        return list(t.shape[1:-1]) == sizes[:-1] and t.shape[-1] >= sizes[-1]
+        return list(t.shape[1:-1]) == sizes[:-1] and (t.shape[-1] >= sizes[-1] or is_recorded)
     return [n for n in t.shape[1:] if n != 1] == [n for n in sizes if n != 1] and prod(t.shape[1:]) == prod(sizes)
 
 
 def _row(held: _Held, sequence: int) -> Tensor:
     """[1, ...] of one sequence: of a convolution the newest columns, those that the next token reads."""
     row = held.tensor[sequence : sequence + 1]
-    return (row[..., -dict(held.plane.axes)["tap"] :] if held.plane.is_conv else row).contiguous()
+    if held.plane.is_conv:
+        taps = dict(held.plane.axes)["tap"]
+        row = torch.nn.functional.pad(row[..., -taps:], (max(0, taps - row.shape[-1]), 0))
+    return row.contiguous()
 
 
 def _format(index: int, t: Tensor) -> str:

@@ -35,8 +35,16 @@ class State(GroupKind):
     has_state = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.snapshot_every, int) or self.snapshot_every < 0:
-            raise BadArgument(f"State: snapshot_every is {self.snapshot_every!r}; it is a number of blocks, 0: none so.")
+        if type(self.snapshot_every) is not int or self.snapshot_every < 0:
+            raise BadArgument(
+                f"State: snapshot_every is {self.snapshot_every!r}; it is a number of blocks from one snapshot to the next, or 0."
+            )
+        if type(self.snapshot_at_end) is not bool:
+            raise BadArgument(f"State: snapshot_at_end is {self.snapshot_at_end!r}; it is True or False.")
+        for name, least in (("replay", -1), ("max_cut", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise BadArgument(f"State: {name} is {value!r}; it is a number of tokens, {least} or more.")
 
     def num_blocks(self, length: int, block_size: int) -> int:
         return 1 if length else 0
