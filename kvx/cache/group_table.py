@@ -11,6 +11,9 @@ from kvx.cache.groups import AnyLayer, Layer, LayerGroup, PlanesLayer, make_laye
 from kvx.cache.guard import Guard
 
 
+_MOST_BLOCKS = 1024  # whose views are kept: 40 KB each where there are 72 planes
+
+
 class GroupTable(BlockTable):
     def __init__(
         self,
@@ -44,6 +47,8 @@ class GroupTable(BlockTable):
         """Views are made once: 72 planes, as Qwen3-Next has, take longer to index than their bytes to copy."""
         found = self._blocks.get(block)
         if found is None:
+            if len(self._blocks) == _MOST_BLOCKS:
+                self._blocks.clear()
             found = self._blocks[block] = [plane[block] for plane in self._planes]
         return found
 
