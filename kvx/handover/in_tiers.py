@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -111,7 +111,7 @@ def find(
     return None
 
 
-def _check_parts(parts: object) -> None:
+def _check_parts(parts: Any) -> None:
     for part in parts if isinstance(parts, Sequence) else (parts,):
         is_part = isinstance(part, tuple) and len(part) in (2, 3) and isinstance(part[0], Sequence)
         if not is_part or any(type(n) is not int or n < 0 for n in (*part[0], *part[1:])):
