@@ -10,7 +10,6 @@ from kvx.cache.blocks import BlockAllocator
 from kvx.cache.groups import AnyLayer, Layer, LayerGroup, PlanesLayer, make_layer
 from kvx.cache.guard import Guard
 
-
 _MOST_BLOCKS = 1024  # whose views are kept: 40 KB each where there are 72 planes
 
 
