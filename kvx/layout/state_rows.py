@@ -24,12 +24,14 @@ class StateRow:
     conv: str  # the order of a convolution's axes
     delta: str  # of a delta rule's matrix
     ssm: str = "head row column"
-    is_last_first: bool = False  # matrices stand before convolutions
+    is_matrix_first: bool = False  # matrices stand before convolutions
     notes: str = ""
 
     def layout(self, planes: Sequence[PlaneSpec]) -> str:
         """The layout of these planes in this engine."""
-        names = sorted((p.name for p in planes), reverse=self.is_last_first)
+        names = sorted(p.name for p in planes)
+        if self.is_matrix_first:
+            names.sort(key=lambda name: name.startswith("conv"))  # several convolutions keep their order
         axes = {p.name: p.sizes for p in planes}
         parts = "; ".join(f"{name}: {self.inside}{self._order(name, axes[name])}" for name in names)
         return f"{self.outside}plane[{parts}]"
@@ -63,15 +65,19 @@ _ROWS = [
     ),
     StateRow(
         "sglang", "0.5.23", "", "| layer block ", "channel tap", "head column row",
-        notes="MambaPool: [layers, slots + 1, ...], a tensor for each plane.",
+        notes="MambaPool: [layers, slots + 1, ...], a tensor for each plane. Of all its rows the engine's own bytes were compared.",
     ),
     StateRow(
         "sglang.kimi", "0.5.23", "", "| layer block ", "tap channel", "head column row",
-        notes="KimiLinear's convolution has its taps outside.",
+        notes="KimiLinear's convolution has its taps outside, and Inkling's.",
     ),
     StateRow(
-        "sglang.host", "0.5.23", "block ", "layer ", "channel tap", "head column row", is_last_first=True,
+        "sglang.host", "0.5.23", "block ", "layer ", "channel tap", "head column row", is_matrix_first=True,
         notes="MambaPoolHost, page_first: of a page the matrices of all layers, then the convolutions.",
+    ),
+    StateRow(
+        "sglang.kimi.host", "0.5.23", "block ", "layer ", "tap channel", "head column row", is_matrix_first=True,
+        notes="The same of pools whose convolutions have their taps outside.",
     ),
     StateRow(
         "llama_cpp", "2026-10", "layer ", "| block ", "channel tap", "head column row",

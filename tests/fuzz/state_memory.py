@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-ENGINES = ("transformers", "vllm.sd", "vllm.ds", "sglang", "sglang.kimi", "sglang.host", "llama_cpp")
+ENGINES = ("transformers", "vllm.sd", "vllm.ds", "sglang", "sglang.kimi", "sglang.host", "sglang.kimi.host", "llama_cpp")
 
 
 class Plane(NamedTuple):
@@ -53,7 +53,7 @@ def tensor_bytes(engine: str, planes: Sequence[Plane], layers: int, blocks: int,
         return [blocks * p.bytes for _ in range(layers) for p in planes]
     if engine.startswith("vllm"):
         return [blocks * (page or total)] * layers
-    if engine == "sglang.host":
+    if engine.endswith(".host"):
         return [blocks * layers * total]
     return [layers * blocks * p.bytes for p in planes]
 
@@ -68,8 +68,9 @@ def addresses(engine: str, planes: Sequence[Plane], n: int, layers: int, blocks:
     elif engine.startswith("vllm"):  # a tensor of pages for each layer: convolutions, then the matrix
         before = sum(q.bytes for q in planes[:n])
         tensor, byte = lay, blk * (page or sum(q.bytes for q in planes)) + before + inner * p.item
-    elif engine == "sglang.host":  # one tensor: the matrix of all layers, then the convolutions of all layers
-        before = sum(q.bytes for q in planes[n + 1 :]) * layers
+    elif engine.endswith(".host"):  # one tensor: the matrix of all layers, then the convolutions of all layers, one by one
+        matrices = [q for q in planes if not q.name.startswith("conv")]
+        before = (sum(q.bytes for q in matrices + list(planes[:n])) * layers) if p.name.startswith("conv") else 0
         byte = blk * sum(q.bytes for q in planes) * layers + before + (lay * elements + inner) * p.item
         tensor = np.zeros_like(byte)
     else:  # SGLang's pools: [layers, slots, ...]
@@ -86,7 +87,7 @@ def _inside(engine: str, p: Plane, index: Sequence[np.ndarray]) -> tuple[np.ndar
         (c, t), (channels, taps) = index, p.shape
         if engine == "transformers":  # [channels, kernel]: one column more, the oldest, which nobody reads
             return c * (taps + 1) + 1 + t, channels * (taps + 1)
-        if engine in ("vllm.sd", "sglang.kimi"):
+        if engine in ("vllm.sd", "sglang.kimi", "sglang.kimi.host"):
             return t * channels + c, count
         return c * taps + t, count
     if len(p.shape) == 2:

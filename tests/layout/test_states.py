@@ -38,11 +38,11 @@ def engine_tensors(name: str, x: Arrays) -> list[np.ndarray]:
         parts = [first] + ([matrix] if matrix is not None else [])
         pages = [np.ascontiguousarray(p).reshape(LAYERS, BLOCKS, -1).view(np.uint8) for p in parts]
         return list(np.concatenate(pages, -1))
-    if name == "sglang.host":  # a page: matrices of all layers, then convolutions
-        parts = ([matrix] if matrix is not None else []) + [conv]
+    first = conv.swapaxes(-1, -2) if name.startswith("sglang.kimi") else conv
+    if name.endswith(".host"):  # a page: matrices of all layers, then convolutions
+        parts = ([matrix] if matrix is not None else []) + [first]
         pages = [np.ascontiguousarray(p.swapaxes(0, 1)).reshape(BLOCKS, -1).view(np.uint8) for p in parts]
         return [np.concatenate(pages, -1)]
-    first = conv.swapaxes(-1, -2) if name == "sglang.kimi" else conv
     return [first, *([matrix] if matrix is not None else [])]
 
 
