@@ -242,7 +242,8 @@ class Handover:
         if block_size is None:
             block_size = self.block_size
         elif not isinstance(block_size, int) or block_size < 1:
-            raise BadArgument(f"convert(): block_size is {block_size!r}; it is 1 or more. Leave it out to keep blocks as they are.")
+            kept = f"blocks of {self.block_size}" if self.block_size else "all as it is"
+            raise BadArgument(f"convert(): block_size is {block_size!r}; it is 1 or more. Leave it out to keep {kept}.")
         entries = next((p for p in self.parts if isinstance(p.spec, StateSpec) and p.block_tokens), None)
         if entries is not None:
             self._refuse("convert", entries, "rows stay as they are")

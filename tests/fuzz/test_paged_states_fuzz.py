@@ -13,7 +13,7 @@ from tests.fuzz import paged_states
 
 
 def test_random_calls_leave_every_block_as_it_must_be():
-    seen = paged_states.run(3000, 0)
+    seen = paged_states.run(4000, 0)
     for what in ("hits", "snapshots", "brought back", "evicted", "drafts", "out of blocks", "truncate refused"):
         assert seen[what] > 10, what
 
