@@ -305,9 +305,10 @@ RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, i
   for (int i = 0; i < num_rest; i++) out->digit[n++] = to_device(rest[i]);
   out->num_digits = n;
   out->token = to_device(token);
-  const Tile tile = make_tile(all);
-  if (tile.columns % unsigned(lanes) || tile.columns * tile.lanes % 32 || tile.columns * tile.lanes > kThreads)
-    return nullptr;
+  // Floats of two types shuffle nothing: their lanes may end anywhere in a warp.
+  const Tile tile = floats && all < kThreads ? Tile{unsigned(all), kThreads / unsigned(all)} : make_tile(all);
+  const bool fits_warps = tile.columns % unsigned(lanes) == 0 && tile.columns * tile.lanes % 32 == 0;
+  if ((!floats && !fits_warps) || tile.columns * tile.lanes > kThreads) return nullptr;
   out->columns = make_fast_divider(tile.columns), out->tokens_each = tile.lanes, out->all_columns = uint32_t(all);
   const int64_t column_tiles = (all + tile.columns - 1) / tile.columns;
   out->column_tiles = make_fast_divider(column_tiles);
