@@ -57,13 +57,14 @@ test-fast: build
 unit:
 	$(PY) -m pytest -n 2
 
-# Every process the tests start is measured, pytest's workers too (pyproject.toml); native code is not.
+# Every process the tests start is measured, pytest's workers too (pyproject.toml); native code is not. Programs that are
+# interrupted at any moment are left out: Ctrl-C inside coverage leaves a lock of its own taken.
 WORKERS ?= 2
 TESTS ?= tests
 COVERAGE = COVERAGE_FILE="$(CURDIR)/build/coverage/data" $(PY) -m coverage
 coverage: build
 	rm -rf build/coverage && mkdir -p build/coverage
-	$(COVERAGE) run -m pytest -q -n $(WORKERS) $(TESTS); status=$$?; $(COVERAGE) combine --quiet && $(COVERAGE) report | tee build/coverage/report.txt; exit $$status
+	$(COVERAGE) run -m pytest -q -n $(WORKERS) --ignore=tests/soak $(TESTS); status=$$?; $(COVERAGE) combine --quiet && $(COVERAGE) report | tee build/coverage/report.txt; exit $$status
 
 # Every architecture of transformers on a KvxCache and on a PagedCache; the tables of docs/transformers.md and docs/state.md. Half an hour.
 sweep: build
