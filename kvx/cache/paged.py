@@ -154,7 +154,7 @@ class PagedCache:
             raise BadArgument(f"admit(): {n} tokens; max_seq_len is {self.max_seq_len}. Cut the prompt, or make the cache longer.")
         check_extra("admit", extra)
         begun = checked_extras("admit", extras, n) if extras else []
-        asked = () if snapshot_at == () else self._asked("admit", snapshot_at)
+        asked = () if isinstance(snapshot_at, tuple) and not snapshot_at else self._asked("admit", snapshot_at)
         root = b"" if self.prefix is None else self.prefix.root(extra)
         guard, seq = self._guard, None
         try:
