@@ -1,6 +1,8 @@
 """A tiny DeepSeek-V4 with random weights on a hybrid cache, on a CPU: its text, what each layer keeps of it, and the text again.
 
-pip install kvx "transformers>=5.22" && python examples/deepseek_v4.py
+    make build && PYTHONPATH=. .venv/bin/python examples/deepseek_v4.py
+
+It needs transformers 5.22, which `make build` installs.
 """
 
 from __future__ import annotations

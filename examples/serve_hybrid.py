@@ -1,7 +1,9 @@
 """Three tiny hybrid models, each serving eight requests on one paged cache: prefixes are found again, requests are put out and
 computed again, and the tokens of every answer are compared with Transformers alone. On a CPU, without a download.
 
-pip install kvx "transformers>=5.22" && python examples/serve_hybrid.py
+    make build && PYTHONPATH=. .venv/bin/python examples/serve_hybrid.py
+
+It needs transformers 5.22, which `make build` installs.
 """
 
 from __future__ import annotations
