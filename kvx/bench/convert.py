@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from kvx.bench.convert_states import StatesCase
 from kvx.bench.harness import COLD_BYTES, Row, time_calls
 from kvx.layout.place import buffer_bytes
 from kvx.layout.views import layer_views
+from kvx.spec import Spec
 
 _ROWS = {
     "vllm.0.22": "vllm.0.22.flash_attn",
@@ -133,48 +134,41 @@ def _kv_cases(device: str) -> Iterator[ConvertCase]:
 def run(case: ConvertCase | StatesCase, device: str, ceiling_gbps: float) -> Row:
     if isinstance(case, StatesCase):
         return _run_states(case, device, ceiling_gbps)
-    src, dst = case.specs()
-    plan = kvx.plan(src, dst)
     small = case.bytes < COLD_BYTES
-    calls: list[Callable[[], object]] = []
-    for n in range(24 if small and device == "cuda" else 1 if device != "cuda" else 2):
-        g = torch.Generator().manual_seed(n)
-        a = [[_random(size, device, g) for size in buffer_bytes(s)] for s in src]
-        if case.format != "bf16":  # numbers, not any bits
-            for t in (t for shard in a for t in shard):
-                t.view(torch.bfloat16).normal_()
-        b = [kvx.allocate_buffers(s, "cpu" if case.to == "host" else device, pin_memory=case.to == "host") for s in dst]
-        ids = torch.randperm(case.blocks, generator=g), torch.randperm(case.blocks, generator=g)
-        bound = kvx.bind(plan, b, a, src_blocks=ids[0], dst_blocks=ids[1])
-        if n == 0:
-            check(plan, bound, a, b, ids)
-        calls.append(bound.run)
-    ours = time_calls(calls, device)
+    count = 1 if device != "cuda" else 24 if small else 2
+    ours = time_calls(_calls(case.specs(), count, device, is_coded=case.format != "bf16", is_to_host=case.to == "host"), device)
     ceiling = _host_ceiling_gbps() if case.to == "host" else ceiling_gbps
     peer = _torch_peer(case, device) if case.tp == "1:1" and case.to == "same" and case.format == "bf16" and not small else None
     return Row("convert", case.label, case.bytes, ours, peer, ceiling)
 
 
 def _run_states(case: StatesCase, device: str, ceiling_gbps: float) -> Row:
-    src, dst = case.specs()
-    plan = kvx.plan(src, dst)
+    ours = time_calls(_calls(case.specs(), 2 if device == "cuda" else 1, device, is_coded=bool(case.state_format)), device)
+    copy = convert_states.torch_peer(case, device)
+    return Row("convert", case.label, case.bytes, ours, None if copy is None else time_calls([copy], device), ceiling_gbps)
+
+
+def _calls(
+    specs: tuple[Sequence[Spec], Sequence[Spec]], count: int, device: str, *, is_coded: bool, is_to_host: bool = False
+) -> list[Callable[[], object]]:
+    """The same conversion on `count` sets of buffers, of which the first is checked."""
+    src, dst = specs
+    plan, num_blocks = kvx.plan(src, dst), src[0].num_blocks
     calls: list[Callable[[], object]] = []
-    for n in range(2 if device == "cuda" else 1):
+    for n in range(count):
         g = torch.Generator().manual_seed(n)
         a = [[_random(size, device, g) for size in buffer_bytes(s)] for s in src]
-        if case.state_format:  # numbers, not any bits
+        if is_coded:  # numbers, not any bits
             for view in (v for s, shard in zip(src, a, strict=True) for layer in layer_views(shard, s) for v in layer):
                 assert isinstance(view.tensor, Tensor)
                 view.tensor.normal_()
-        b = [kvx.allocate_buffers(s, device) for s in dst]
-        ids = torch.randperm(case.requests, generator=g), torch.randperm(case.requests, generator=g)
+        b = [kvx.allocate_buffers(s, "cpu" if is_to_host else device, pin_memory=is_to_host) for s in dst]
+        ids = torch.randperm(num_blocks, generator=g), torch.randperm(num_blocks, generator=g)
         bound = kvx.bind(plan, b, a, src_blocks=ids[0], dst_blocks=ids[1])
         if n == 0:
             check(plan, bound, a, b, ids)
         calls.append(bound.run)
-    ours = time_calls(calls, device)
-    copy = convert_states.torch_peer(case, device)
-    return Row("convert", case.label, case.bytes, ours, None if copy is None else time_calls([copy], device), ceiling_gbps)
+    return calls
 
 
 def _random(size: int, device: str, g: torch.Generator) -> Tensor:

@@ -64,6 +64,11 @@ class Engine:
         use_graphs: bool = True,  # where there is a GPU, and the model can be captured: kvx.runner's own
         tiers: EngineTiers | None = None,  # of the model's cache; closed with the engine
     ) -> None:
+        if not isinstance(getattr(model, "cache", None), PagedCache):
+            raise BadArgument(
+                f"Engine(): model is a {type(model).__name__} without a PagedCache; it is a Decoder, which runs over one. A "
+                "transformers model becomes one by kvx.adapters.transformers.PagedModel(model, cache); Engine.load(path) makes one."
+            )
         self.model, self.cache, self.tokenizer, self.tiers = model, model.cache, tokenizer, tiers
         self.scheduler = Scheduler(self.cache, max_batch_tokens or self.cache.max_tokens, names_early=model.is_one_pass)
         has_graphs = use_graphs and DecodeGraphs.work_on(self.cache.device)

@@ -10,7 +10,9 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.22", reason="states stand in the cache since transformers 5")
 
+import kvx  # noqa: E402
 from kvx.adapters.transformers import layer_groups  # noqa: E402
+from kvx.runner import Engine  # noqa: E402
 from kvx.spec.cache_spec import CacheSpec  # noqa: E402
 from tests.adapters.paged_models import PLAIN, STATES, tiny  # noqa: E402
 
@@ -64,3 +66,9 @@ def test_groups_are_what_transformers_stores(name, kind):
             sizes = [n + (unused if a == "tap" else 0) for a, n in axes.items() if (a, n) != ("column", 1)]
             assert sizes == list(shape), i
             assert TYPES[format] == dtype, i
+
+
+@pytest.mark.parametrize("wrong", [None, torch.nn.Linear(2, 2)], ids=["none", "module"])
+def test_an_engine_says_how_a_model_becomes_one_it_takes(wrong):
+    with pytest.raises(kvx.BadArgument, match=r"Engine\(\): model is a .*PagedModel\(model, cache\)"):
+        Engine(wrong)
