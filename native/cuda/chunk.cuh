@@ -35,10 +35,13 @@ template <int IO> __device__ __forceinline__ RawChunk<IO> load_raw(const char* p
   return r;
 }
 
+template <int IO> __device__ __forceinline__ float element_of(const uint32_t* w, int i) {
+  if constexpr (IO == KVX_DTYPE_F32) return __uint_as_float(w[i]);
+  else if constexpr (IO == KVX_DTYPE_BF16) return __uint_as_float(i % 2 ? w[i / 2] & 0xffff0000u : w[i / 2] << 16);
+  else return __half2float(__ushort_as_half(uint16_t(i % 2 ? w[i / 2] >> 16 : w[i / 2])));
+}
 template <int IO> __device__ __forceinline__ float element(const RawChunk<IO>& r, int i) {
-  if constexpr (IO == KVX_DTYPE_F32) return __uint_as_float(r.w[i]);
-  else if constexpr (IO == KVX_DTYPE_BF16) return __uint_as_float(i % 2 ? r.w[i / 2] & 0xffff0000u : r.w[i / 2] << 16);
-  else return __half2float(__ushort_as_half(uint16_t(i % 2 ? r.w[i / 2] >> 16 : r.w[i / 2])));
+  return element_of<IO>(r.w, i);
 }
 
 // Bits of the largest magnitude as f32; at or above kInfinity when a NaN or an infinity is among them.
@@ -76,6 +79,10 @@ __device__ __forceinline__ uint32_t pack_f16(float lo, float hi) {
   __half2 r = __floats2half2_rn(lo, hi);
   return *reinterpret_cast<uint32_t*>(&r);
 }
+template <int IO> __device__ __forceinline__ uint32_t pack_pair(float lo, float hi) {
+  if constexpr (IO == KVX_DTYPE_BF16) return pack_bf16(lo, hi);
+  else return pack_f16(lo, hi);
+}
 
 template <int IO> __device__ __forceinline__ void store_chunk(char* p, const float (&x)[kChunk]) {
 #pragma unroll
@@ -84,8 +91,7 @@ template <int IO> __device__ __forceinline__ void store_chunk(char* p, const flo
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       if constexpr (IO == KVX_DTYPE_F32) w[j] = __float_as_uint(one_nan(x[4 * i + j]));
-      else if constexpr (IO == KVX_DTYPE_BF16) w[j] = pack_bf16(x[8 * i + 2 * j], x[8 * i + 2 * j + 1]);
-      else w[j] = pack_f16(x[8 * i + 2 * j], x[8 * i + 2 * j + 1]);
+      else w[j] = pack_pair<IO>(x[8 * i + 2 * j], x[8 * i + 2 * j + 1]);
     }
     store_once(p + 16 * i, make_uint4(w[0], w[1], w[2], w[3]));
   }

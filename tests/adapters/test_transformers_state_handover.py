@@ -376,6 +376,10 @@ def test_a_cache_that_was_reset_is_empty(kind):
     cache = empty(kind, made)
     run(made, cache, ids)
     cache.reset()
+    if cache.get_seq_length():  # transformers before 5.22: a DynamicCache keeps its tokens, as zeros
+        with pytest.raises(BadArgument, match="with tokens in it"):
+            import_cache(handed_over("qwen3_next"), cache, model=made.config)
+        return
     import_cache(handed_over("qwen3_next"), cache, model=made.config)
     assert int(cache.get_seq_length()) == ids.shape[1] - 1
 

@@ -247,11 +247,13 @@ DeviceCell start_cell(const CellJob& job) {
   return out;
 }
 
-// Addresses and strides of a side as bits: what they are all multiples of is what an access may have.
-int access_width(const CellJob& job, const Bound& bound, int w) {
+// Addresses and strides of a side as bits: what they are all multiples of is what an access may have. `but` is the
+// digit along which accesses go.
+int access_width(const CellJob& job, const Bound& bound, int w, int but = -1) {
   uint64_t bits = uint64_t(job.offset[w]) | uint64_t(job.block[w]) | uint64_t(job.outer[w]) | uint64_t(job.inner[w]);
   for (char* b : bound.buffers[w]) bits |= uint64_t(uintptr_t(b));
-  for (int i = 0; i < job.num_digits; i++) bits |= uint64_t(job.digit[i].stride[w]);
+  for (int i = 0; i < job.num_digits; i++)
+    if (i != but) bits |= uint64_t(job.digit[i].stride[w]);
   return common_alignment(bits);
 }
 
@@ -344,6 +346,7 @@ RunChunks make_tiles(const CellJob& job, const Bound& bound, DeviceCell* out, in
   const CellDigit& rows = job.digit[across];
   out->token = to_device(rows), out->token_stride[DST] = uint32_t(rows.stride[DST]);
   out->width[DST] = access_width(job, bound, DST);
+  out->width[SRC] = std::min(access_width(job, bound, SRC, across), common_alignment(uint64_t(src.dim_inner)));
   const int64_t along = (job.head_dim + kTileSide - 1) / kTileSide,
                 tiles = (rows.size + kTileSide - 1) / kTileSide * along;
   out->columns = make_fast_divider(along), out->column_tiles = make_fast_divider(tiles);

@@ -45,13 +45,82 @@ template <int S> __device__ __forceinline__ float load_float(const char* p) {
   else return __half2float(__ushort_as_half(load_once<uint16_t>(p)));
 }
 
+constexpr uint32_t kTileSide = 64;
+using FloatTile = float[kTileSide][kTileSide + 1];
+
+// rows x dims elements, of which those of a dim are side by side. By 16 bytes where `width` allows it.
+template <int S>
+__device__ __forceinline__ void load_tile(FloatTile& tile, const char* from, int64_t dim_stride, uint32_t rows,
+                                          uint32_t dims, int width) {
+  constexpr uint32_t kBytes = element_bits<S> / 8, kWide = 16 / kBytes, kLanes = kTileSide / kWide,
+                     kStep = kThreads / kLanes;
+  if (width >= 16 && rows % kWide == 0) {
+    const uint32_t r = threadIdx.x % kLanes * kWide, first = threadIdx.x / kLanes;
+    from += first * dim_stride + r * kBytes;
+    uint4 raw[kTileSide / kStep] = {};
+#pragma unroll
+    for (uint32_t i = 0; i < kTileSide / kStep; i++, from += kStep * dim_stride)
+      if (first + i * kStep < dims && r < rows) raw[i] = load_once<uint4>(from);
+#pragma unroll
+    for (uint32_t i = 0; i < kTileSide / kStep; i++) {
+      const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+#pragma unroll
+      for (uint32_t e = 0; e < kWide; e++) tile[first + i * kStep][r + e] = element_of<S>(words, e);
+    }
+    return;
+  }
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (uint32_t i = 0; i < kTileSide / 8; i++) {
+    const uint32_t d = warp + 8 * i;
+#pragma unroll
+    for (uint32_t j = 0; j < kTileSide / 32; j++) {
+      const uint32_t r = lane + 32 * j;
+      if (d < dims && r < rows) tile[d][r] = load_float<S>(from + int64_t(d) * dim_stride + r * kBytes);
+    }
+  }
+}
+
+// The same elements, of which those of a row are side by side now.
+template <int D>
+__device__ __forceinline__ void store_tile(const FloatTile& tile, char* to, uint32_t row_stride, uint32_t rows,
+                                           uint32_t dims, int width) {
+  constexpr uint32_t kBytes = element_bits<D> / 8, kWide = 16 / kBytes, kLanes = kTileSide / kWide,
+                     kStep = kThreads / kLanes;
+  if (width >= 16 && dims % kWide == 0) {
+    const uint32_t d = threadIdx.x % kLanes * kWide, first = threadIdx.x / kLanes;
+    to += uint64_t(first) * row_stride + d * kBytes;
+#pragma unroll
+    for (uint32_t i = 0; i < kTileSide / kStep; i++, to += uint64_t(kStep) * row_stride) {
+      const uint32_t r = first + i * kStep;
+      if (r >= rows || d >= dims) continue;
+      uint32_t words[4];
+#pragma unroll
+      for (uint32_t w = 0; w < 4; w++) {
+        if constexpr (D == KVX_DTYPE_F32) words[w] = __float_as_uint(one_nan(tile[d + w][r]));
+        else words[w] = pack_pair<D>(tile[d + 2 * w][r], tile[d + 2 * w + 1][r]);
+      }
+      store_once(to, make_uint4(words[0], words[1], words[2], words[3]));
+    }
+    return;
+  }
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (uint32_t i = 0; i < kTileSide / 8; i++) {
+    const uint32_t r = warp + 8 * i;
+#pragma unroll
+    for (uint32_t j = 0; j < kTileSide / 32; j++) {
+      const uint32_t d = lane + 32 * j;
+      if (d < dims && r < rows) store_float<D>(to + uint64_t(r) * row_stride + d * kBytes, tile[d][r]);
+    }
+  }
+}
+
 // From floats S to floats D where rows lie across: along a row elements of the destination are side by side, those of
 // the source along the digit that stands in `token`. Tiles of both are turned in shared memory.
-constexpr uint32_t kTileSide = 64;
-
 template <int S, int D>
 __global__ void __launch_bounds__(kThreads) convert_float_tiles(const __grid_constant__ CellArgs a) {
-  __shared__ float tile[kTileSide][kTileSide + 1];
+  __shared__ FloatTile tile;
   const DeviceCell& job = a.job[0];
   wait_for_previous();
   const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index),
@@ -66,37 +135,14 @@ __global__ void __launch_bounds__(kThreads) convert_float_tiles(const __grid_con
   move_on(a.tables, job.place, sum.byte, sum.step, &here);
   const uint32_t rows = min(kTileSide, job.token.size.d - across * kTileSide),
                  dims = min(kTileSide, uint32_t(job.head_dim) - along * kTileSide);
-  constexpr int kSrcBytes = S == KVX_DTYPE_F32 ? 4 : 2, kDstBytes = D == KVX_DTYPE_F32 ? 4 : 2;
+  constexpr int kSrcBytes = element_bits<S> / 8, kDstBytes = element_bits<D> / 8;
   const char* from =
       here.at[SRC] + uint64_t(across) * kTileSide * kSrcBytes + int64_t(along) * kTileSide * job.row[SRC].dim_inner;
   char* to =
       here.at[DST] + int64_t(across) * kTileSide * job.token_stride[DST] + uint64_t(along) * kTileSide * kDstBytes;
-  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (uint32_t i = 0; i < kTileSide / 8; i++) {
-    const uint32_t d = warp + 8 * i;
-#pragma unroll
-    for (uint32_t j = 0; j < kTileSide / 32; j++) {
-      const uint32_t r = lane + 32 * j;
-      if (d < dims && r < rows) tile[d][r] = load_float<S>(from + int64_t(d) * job.row[SRC].dim_inner + r * kSrcBytes);
-    }
-  }
+  load_tile<S>(tile, from, job.row[SRC].dim_inner, rows, dims, job.width[SRC]);
   __syncthreads();
-  const bool by_pairs = job.width[DST] >= 2 * kDstBytes;
-#pragma unroll
-  for (uint32_t i = 0; i < kTileSide / 8; i++) {
-    const uint32_t r = warp + 8 * i, d = 2 * lane;
-    if (r >= rows || d >= dims) continue;
-    char* place = to + uint64_t(r) * job.token_stride[DST] + d * kDstBytes;
-    const float x = tile[d][r], y = d + 1 < dims ? tile[d + 1][r] : 0.f;
-    if (by_pairs && d + 1 < dims) {
-      if constexpr (D == KVX_DTYPE_F32) *reinterpret_cast<float2*>(place) = make_float2(one_nan(x), one_nan(y));
-      else *reinterpret_cast<uint32_t*>(place) = D == KVX_DTYPE_BF16 ? pack_bf16(x, y) : pack_f16(x, y);
-    } else {
-      store_float<D>(place, x);
-      if (d + 1 < dims) store_float<D>(place + kDstBytes, y);
-    }
-  }
+  store_tile<D>(tile, to, job.token_stride[DST], rows, dims, job.width[DST]);
 }
 
 }  // namespace cuda
