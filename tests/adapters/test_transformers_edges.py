@@ -109,6 +109,19 @@ def test_gradients_are_refused(implementation):
             frozen(ids, past_key_values=cache_of("Llama"))
 
 
+@torch.no_grad()
+def test_a_window_without_causality_is_refused_with_the_module():
+    """Nothing says which keys such queries see. One query is the last token, causal or not."""
+    cache = KvxCache(transformers.MistralConfig(**SIZES, sliding_window=4, attn_implementation="kvx"))
+    key, value = cache.update(torch.randn(1, 2, 6, 16), torch.randn(1, 2, 6, 16), 0)
+    assert key.layer.window == 4
+    layer, q = torch.nn.Linear(1, 1), torch.randn(1, 4, 3, 16)
+    with pytest.raises(Unsupported, match=r"Linear is not causal and has a window of 4 tokens.*attn_implementation='sdpa'"):
+        attend(layer, q, key, value, None, is_causal=False)
+    out = [attend(layer, q[:, :, -1:], key, value, None, is_causal=causal)[0] for causal in (False, True)]
+    assert torch.equal(*out)
+
+
 def test_attention_without_a_cache_keeps_gradients():
     """Of the sinks too."""
     q, k, v = (torch.randn(1, heads, 5, 16, requires_grad=True) for heads in (4, 2, 2))

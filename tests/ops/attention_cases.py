@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 import kvx
+from kvx.ops.attention import body
+from kvx.ops.cache_view import CacheView, scales_of
 from tests import cases
 
 EPS = 2.0**-24
@@ -93,11 +95,29 @@ class Made:
 
     def run(self, backend: str, **more: object) -> tuple[Tensor, Tensor]:
         table = more.pop("table", None) or self.table
+        if self.case.window and not self.case.causal:
+            return self._run_below(backend, table)
         given = {**self.given, "backend": backend, **more}
         if isinstance(self.case.queries, int) and "cu_seqlens" not in given:
             return kvx.attention_decode(self.q, self.cache.cache, table, **given)
         given.setdefault("cu_seqlens", self.cu)
         return kvx.attention_varlen(self.q, self.cache.cache, table, **given)
+
+    def _run_below(self, backend: str, table: kvx.PackedTable) -> tuple[Tensor, Tensor]:
+        """A window without `causal`, which Python's calls refuse and the C ABI has: every query sees the last `window` positions."""
+        c, q = self.case, self.q
+        cu = None if isinstance(c.queries, int) else self.cu
+        out = q.new_empty(*q.shape[:2], c.v_dim or c.dim)
+        lse = torch.empty(q.shape[:2], device=q.device)
+        options = body.Options(c.scale or c.dim**-0.5, c.causal, c.window, c.soft_cap, 0, 0)
+        view = CacheView.of("attention_varlen", self.cache.cache, self.cache.spec, scales_of(**self.cache.scales))
+        queries = body.Queries(q, cu, out, lse, self.sinks)
+        if backend == "torch":
+            body._attention_torch("attention_varlen", queries, view, table, options)
+            return out, lse
+        workspace = torch.empty(body.workspace_bytes(queries, view, table, options), dtype=torch.uint8, device=q.device)
+        body.call_native(body.RUN, queries._replace(workspace=workspace if q.is_cuda else None), view, table, options)
+        return out, lse
 
     def answer(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, float]:
         """out, lse, and the largest sum of magnitudes behind a score; computed in `dtype`."""

@@ -27,6 +27,60 @@ def test_attention_is_near_the_answer(backend, case, generator):
     made.check(*made.run(backend.name))
 
 
+# Of eight tokens the last three are queries: which keys each of them sees, as docs/attention.md shows it.
+SEEN = {
+    (True, 0): ("xxxxxx..", "xxxxxxx.", "xxxxxxxx"),
+    (True, 1): (".....x..", "......x.", ".......x"),
+    (True, 3): ("...xxx..", "....xxx.", ".....xxx"),
+    (True, 100): ("xxxxxx..", "xxxxxxx.", "xxxxxxxx"),
+    (False, 0): ("xxxxxxxx", "xxxxxxxx", "xxxxxxxx"),
+}
+
+
+@pytest.mark.parametrize("is_varlen", [False, True])
+@pytest.mark.parametrize("mask", SEEN, ids=str)
+def test_which_keys_a_query_sees(backend, mask, is_varlen):
+    """Keys are all alike and values are unit vectors: out is the share of each position, and its places are what is seen."""
+    causal, window = mask
+    spec = kvx.CacheSpec(1, 8, 1, 8, format="f32")
+    cache = kvx.allocate(spec, backend.device).cache
+    cache[0].zero_(), cache[1].copy_(torch.eye(8)[None, :, None])
+    table = kvx.PackedTable(*(torch.tensor(x, dtype=torch.int32, device=backend.device) for x in ([[0]], [8])))
+    q = torch.ones(3, 1, 8, device=backend.device)
+    given = {"spec": spec, "causal": causal, "window": window, "backend": backend.name}
+    if is_varlen:
+        cu = torch.tensor([0, 3], dtype=torch.int32, device=backend.device)
+        out, lse = kvx.attention_varlen(q, cache, table, cu_seqlens=cu, **given)
+    else:
+        out, lse = kvx.attention_decode(q, cache, table, **given)
+    assert tuple("".join("x" if w else "." for w in row) for row in (out[:, 0] > 0).tolist()) == SEEN[mask]
+    counts = torch.tensor([float(row.count("x")) for row in SEEN[mask]])
+    torch.testing.assert_close(lse[:, 0].cpu(), counts.log(), atol=1e-6, rtol=1e-6)
+
+
+def test_a_window_without_causal_is_refused(backend, generator):
+    """By every call that takes both, in the same words; and what they tell to pass is taken."""
+    made = Case(queries=2).make(backend.device, generator)
+    pointers = kvx.cache_pointers([tuple(torch.zeros(2, 8, 64, device=backend.device) for _ in "kv")])
+    latent = mla_cases.Case().make(backend.device, generator)
+    q, cache, table, spec = made.q, made.cache.cache, made.table, made.cache.spec
+    lens = torch.tensor([8], dtype=torch.int32, device=backend.device)
+    calls = {
+        "attention_decode": lambda **m: kvx.attention_decode(q, cache, table, spec=spec, **m),
+        "attention_varlen": lambda **m: kvx.attention_varlen(q, cache, table, spec=spec, cu_seqlens=made.cu, **m),
+        "attention_decode_batched": lambda **m: kvx.attention_decode_batched(q[:1], pointers, seq_lens=lens, **m),
+        "attention_mla": lambda **m: latent.run(**m),
+        "attention_workspace_bytes": lambda **m: kvx.attention_workspace_bytes(q, cache, table, spec=spec, **m),
+    }
+    for name, call in calls.items():
+        with pytest.raises(kvx.BadArgument, match=rf"{name}\(\): causal is False and window 5.*causal=True, window=5.*window=0"):
+            call(causal=False, window=5, backend=backend.name)
+        call(causal=True, window=5, backend=backend.name)
+        call(causal=False, window=0, backend=backend.name)
+    with pytest.raises(kvx.BadArgument, match=r"attention_plan\(\): causal is False and window 5"):
+        kvx.attention_plan(q, cache, table, workspace=None, spec=spec, causal=False, window=5, backend=backend.name)
+
+
 def test_nothing_seen_gives_zero_and_minus_infinity(backend, generator):
     made = Case(lens=(0, 2), queries=4).make(backend.device, generator)
     out, lse = made.run(backend.name, out=torch.full((8, 8, 64), 7.0, device=backend.device))

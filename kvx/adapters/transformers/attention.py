@@ -45,11 +45,17 @@ def attend(
     mask = read_mask(attention_mask, window, query.shape[0])
     sinks = None if s_aux is None else s_aux.to(torch.float32)
     window = mask.window if mask else 0
-    options = {"scale": scale, "causal": causal, "window": window, "soft_cap": softcap or 0.0, "sinks": sinks}
+    no_later = causal or query.shape[2] == 1  # one query is the last token, and sees all there is either way
+    options = {"scale": scale, "causal": no_later, "window": window, "soft_cap": softcap or 0.0, "sinks": sinks}
     if handle is not None and torch.is_grad_enabled() and (query.requires_grad or (sinks is not None and sinks.requires_grad)):
         raise Unsupported(
             "attention 'kvx': queries or sinks require gradients, and attention over blocks has none. Run the model under "
             "torch.no_grad() or torch.inference_mode(); train with use_cache=False or a DynamicCache."
+        )
+    if handle is not None and window and not no_later:
+        raise Unsupported(
+            f"attention 'kvx': {type(module).__name__} is not causal and has a window of {window} tokens, and there is no mask that "
+            "says which keys its queries see. Use attn_implementation='sdpa'."
         )
     if handle is not None and handle.layer.window and mask is not None and not 0 < mask.window <= handle.layer.window:
         # The cache keeps a window that the mask does not have (Moshi): queries see what is kept, from the first one's window on.

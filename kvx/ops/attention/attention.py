@@ -27,8 +27,8 @@ def attention_decode(
     k_tensor_scale: Tensor | None = None,
     v_tensor_scale: Tensor | None = None,
     scale: float | None = None,  # multiplies q.k; None: 1 / sqrt(head_dim)
-    causal: bool = True,  # False: every query sees the whole sequence
-    window: int = 0,  # positions a query sees, its own the last of them; 0: all
+    causal: bool = True,  # a query sees positions up to its own. False: the whole sequence; a window is then refused
+    window: int = 0,  # positions a query sees, its own the last of them; 0: all up to its own
     soft_cap: float = 0.0,  # c > 0: c * tanh(score / c)
     sinks: Tensor | None = None,  # [num_heads] f32: a logit each, part of the sum and without a value
     out: Tensor | None = None,  # [num_tokens, num_heads, v_head_dim]; None: made, of q's type

@@ -1,7 +1,9 @@
 """What the calls of attention share: their options, the way to the library, and the torch body, which is the definition.
 
 Sequence s has n queries, the last of its tokens, and `seq_lens` counts after they were appended: query i sees positions up to
-seq_len - n + i, and with a window only the last `window` of those, its own included. Query head h reads KV head h // group.
+seq_len - n + i, and with a window only the last `window` of those, its own included. Without `causal` it sees the whole sequence;
+calls refuse a window then (the C ABI has the pair: there every query sees the sequence's last `window` positions).
+Query head h reads KV head h // group.
 In a latent cache K is the latent and V its rotary part: a key is both, one after the other, and a value is the latent again.
 """
 
@@ -61,7 +63,13 @@ def value_dim(spec: CacheSpec, latent: bool) -> int:
 
 
 def check_cache(call: str, q: Tensor, view: CacheView, table: Table, options: Options) -> None:
-    """What every backend asks of cache, table and q."""
+    """What every backend asks of cache, table, q and mask."""
+    if options.window and not options.causal:
+        raise BadArgument(
+            f"{call}(): causal is False and window {options.window}. A window counts back from each query's own position, so it is "
+            f"part of a causal mask: pass causal=True, window={options.window}; or causal=False, window=0, where every query sees "
+            "the whole sequence."
+        )
     if options.latent:
         backends.require("attention_mla", view.spec)
     door_table.check(call, view, table)
