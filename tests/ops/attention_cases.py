@@ -104,7 +104,7 @@ class Made:
         return kvx.attention_varlen(self.q, self.cache.cache, table, **given)
 
     def _run_below(self, backend: str, table: kvx.PackedTable) -> tuple[Tensor, Tensor]:
-        """A window without `causal`, which Python's calls refuse and the C ABI has: every query sees the last `window` positions."""
+        """A window without `causal`, which Python's calls refuse and the C ABI has: queries see the last `window` positions."""
         c, q = self.case, self.q
         cu = None if isinstance(c.queries, int) else self.cu
         out = q.new_empty(*q.shape[:2], c.v_dim or c.dim)

@@ -54,8 +54,8 @@ def attend(
         )
     if handle is not None and window and not no_later:
         raise Unsupported(
-            f"attention 'kvx': {type(module).__name__} is not causal and has a window of {window} tokens, and there is no mask that "
-            "says which keys its queries see. Use attn_implementation='sdpa'."
+            f"attention 'kvx': {type(module).__name__} is not causal and has a window of {window} tokens, and no mask says which "
+            "keys its queries see. Use attn_implementation='sdpa'."
         )
     if handle is not None and handle.layer.window and mask is not None and not 0 < mask.window <= handle.layer.window:
         # The cache keeps a window that the mask does not have (Moshi): queries see what is kept, from the first one's window on.
