@@ -40,6 +40,11 @@ def _check_index(name: str, t: Tensor, ndim: int) -> None:
         raise BadArgument(f"{name} is on the meta device and has no memory. Make it on the cache's device.")
 
 
+def _is_readable(t: Tensor) -> bool:
+    """Values can be looked at: nobody waits for a device, and nothing is traced by torch.compile, which has no values."""
+    return t.is_cpu and t.numel() > 0 and not torch.compiler.is_compiling()
+
+
 @dataclass(frozen=True, eq=False)
 class PackedTable:
     """vLLM's and most others': [batch, max_blocks] block ids; entries past a sequence's blocks are never read."""
@@ -244,20 +249,20 @@ def slot_mapping(block_table: Tensor, positions: Tensor, seq_ids: Tensor, block_
         )
     if block_size < 1:
         raise BadArgument(f"slot_mapping(): block_size is {block_size}; it is 1 or more.")
-    if seq_ids.is_cpu and seq_ids.numel() and not (int(seq_ids.min()) >= 0 and int(seq_ids.max()) < block_table.shape[0]):
+    if _is_readable(seq_ids) and not (int(seq_ids.min()) >= 0 and int(seq_ids.max()) < block_table.shape[0]):
         token = int(((seq_ids < 0) | (seq_ids >= block_table.shape[0])).nonzero()[0])
         raise OutOfRange(
             f"slot_mapping(): seq_ids[{token}] is {int(seq_ids[token])}; the table has {block_table.shape[0]} sequences, from 0 on."
         )
     pos = positions.to(torch.int64)
     at = pos.clamp(min=0)
-    if at.is_cpu and at.numel() and int(at.max()) >= block_table.shape[1] * block_size:
+    if _is_readable(at) and int(at.max()) >= block_table.shape[1] * block_size:
         raise OutOfRange(
             f"slot_mapping(): position {int(at.max())} is past the table, "
             f"which holds {block_table.shape[1]} blocks of {block_size}."
         )
     blocks = block_table[seq_ids.to(torch.int64), at // block_size].to(torch.int64)
-    if blocks.is_cpu and bool(((blocks < 0) & (pos >= 0)).any()):
+    if _is_readable(blocks) and bool(((blocks < 0) & (pos >= 0)).any()):
         bad = int(((blocks < 0) & (pos >= 0)).nonzero()[0])
         raise OutOfRange(
             f"slot_mapping(): token {bad} is at position {int(pos[bad])} of sequence {int(seq_ids[bad])}, for which the table has "
@@ -270,7 +275,7 @@ def cu_seqlens(seq_lens: Tensor) -> Tensor:
     """[batch + 1] int32 ragged offsets of `seq_lens`."""
     _check_index("cu_seqlens(): seq_lens", seq_lens, 1)
     total = seq_lens.to(torch.int64).cumsum(0)
-    if total.is_cpu and total.numel() and int(total[-1]) >= 2**31:
+    if _is_readable(total) and int(total[-1]) >= 2**31:
         raise BadArgument(f"cu_seqlens(): the lengths add up to {int(total[-1])}; int32 offsets end at {2**31 - 1}.")
     return torch.cat([torch.zeros(1, dtype=torch.int32, device=seq_lens.device), total.to(torch.int32)])
 

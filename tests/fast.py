@@ -41,6 +41,7 @@ SLOW = (
     "hybrid/test_hybrid_interrupts.py",
     "ops/test_compile.py",
     "ops/test_compile_append.py",
+    "ops/test_compile_generate.py",
     "runner/test_engine_interrupts.py",
     "soak/",
     "tiers/test_disk_processes.py",

@@ -1,7 +1,9 @@
 """torch.compile: ops as opaque custom ops, taken only while compiling, so that eager calls never pay for them.
 
 An op registers its own form beside its body: the schema that the compiler sees, and what runs in its place, which calls the op
-again, eagerly. Specs cross as their manifest (a string), tables as their tensors.
+again, eagerly. Specs cross as their manifest (a string), tables as their tensors, caches behind pointers as the addresses of K
+and the tensors beside them. An op that writes into such caches says that it changes those addresses: its order among the others is
+kept by that, and the caches, which the graph must not copy, are never changed in its eyes.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import torch
 from torch import Tensor
 
 from kvx.errors import InternalError
+from kvx.layout.pointers import CachePointers
 from kvx.ops.registry import OPS
+from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.from_manifest import from_json
 
 Body = Callable[..., None]
@@ -48,3 +52,17 @@ def as_cache(cache: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
 
 def as_list(cache: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [cache] if isinstance(cache, Tensor) else list(cache)
+
+
+def as_addresses(pointers: CachePointers | None) -> tuple[Tensor | None, list[Tensor]]:
+    """Addresses of K, and what else caches behind pointers have."""
+    if pointers is None:
+        return None, []
+    return pointers.k, [pointers.v, pointers.ids, *(x for pair in pointers.caches for x in pair)]
+
+
+def as_pointers(k: Tensor | None, beside: list[Tensor], spec: CacheSpec) -> CachePointers | None:
+    if k is None:
+        return None
+    v, ids, *flat = beside
+    return CachePointers(k, v, ids, tuple(zip(flat[::2], flat[1::2], strict=True)), spec)

@@ -73,12 +73,12 @@ _ROWS = (
     Op("amax", _NONE, None, (Entry("kvx_door_amax", (_P, _P, _P, _INT, _I64, _P, _P)),), None, "amax"),
     Op("qk_norm_rope", _NONE, None, _NORM_ROPE + _NORM_ROPE_USUAL, structs.AppendArgs, "norm_rope"),
     Op("qkv_norm_rope", _NONE, None, _NORM_ROPE, structs.AppendArgs, "norm_rope"),
-    Op("append_batched", _NONE, None, _APPEND, structs.AppendArgs),
+    Op("append_batched", _NONE, None, _APPEND, structs.AppendArgs, "append_batched"),
     Op("merge_attention", _NONE, None, (Entry("kvx_door_merge", (_P,) * 6),), None, "merge_attention"),
     Op("transpose_heads", _NONE, None, _NORM_ROPE, structs.AppendArgs, "norm_rope"),
-    Op("attention_decode_batched", "contiguous caches behind cache_pointers", None, _ATTENTION, structs.AttentionArgs),
+    Op("attention_decode_batched", "contiguous caches behind cache_pointers", None, _ATTENTION, structs.AttentionArgs, "attention"),
     # Workspaces and plans go with the attention they are for.
-    Op("attention_plan", _CELLS, cells, _ATTENTION, structs.AttentionArgs),
+    Op("attention_plan", _CELLS, cells, _ATTENTION, structs.AttentionArgs, "attention_plan"),
     Op("attention_workspace_bytes", _CELLS, cells, _ATTENTION, structs.AttentionArgs),
     # Caches of rows in pages (kvx.cache.hybrid), which no spec describes.
     Op("append_swa", _NONE, None, _called_by_struct("kvx_append_swa")),

@@ -187,6 +187,8 @@ class CacheSpec(Spec):
 
         validate(self)
         object.__setattr__(self, "manifest_text", to_json(self))  # once: compiled graphs carry it as a constant
+        if len(self.planes) == 2:
+            self.kv  # noqa: B018 - found now: torch.compile does not trace a cached property's lock (Python 3.11)
 
     def manifest_fields(self) -> dict[str, str | int]:
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.init}

@@ -7,6 +7,7 @@ import torch
 
 import kvx
 from tests import cases, compare
+from tests.ops import attention_cases
 
 
 def test_write_and_gather_compile_without_graph_breaks(native_backend, generator):
@@ -97,3 +98,57 @@ def test_gather_under_compile_needs_a_length(generator):
 
     with pytest.raises(Exception, match="max_seq_len"):
         step(made.block_table, made.seq_lens)
+
+
+def test_a_plan_compiles_with_the_attention_it_is_for(native_backend, generator):
+    made = attention_cases.Case(lens=(300, 1, 90), format="bf16", io="bf16", dim=128).make(native_backend.device, generator)
+    want = made.run(native_backend.name)
+    spec, cache = made.cache.spec, made.cache.cache
+    size = kvx.attention_workspace_bytes(made.q, cache, made.table, spec=spec)
+    workspace = torch.empty(size, dtype=torch.uint8, device=native_backend.device) if size else None
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(q, ids, lens):
+        table = kvx.PackedTable(ids, lens)
+        kvx.attention_plan(q, cache, table, workspace=workspace, spec=spec)
+        return kvx.attention_decode(q, cache, table, workspace=workspace, planned=workspace is not None, **made.given)
+
+    for got, wanted in zip(step(made.q, made.table.block_table, made.table.seq_lens), want, strict=True):
+        compare.bitwise(got, wanted)
+
+
+def test_a_workspace_is_measured_outside(generator):
+    made = attention_cases.Case().make("cpu", generator)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(q):
+        return q + kvx.attention_workspace_bytes(q, made.cache.cache, made.table, spec=made.cache.spec)
+
+    with pytest.raises(Exception, match=r"outside of torch\.compile"):
+        step(made.q)
+
+
+def test_a_spec_that_nothing_has_looked_at_compiles(generator):
+    """Its planes are found when it is made, not while a graph is traced."""
+    spec = kvx.CacheSpec(4, 4, 1, 8, v_head_dim=16, format="f32")
+    cache = tuple(torch.zeros(4, 4, 1, n) for n in (8, 16))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(qkv, slots):
+        return kvx.qkv_norm_rope_append(None, cache, qkv, slot_mapping=slots, spec=spec)
+
+    qkv = torch.randn(2, 8 + 8 + 16, generator=generator)
+    assert step(qkv, torch.tensor([3, 9])).shape == (2, 1, 8)
+    compare.bitwise(cache[1][2, 1, 0], qkv[1, 16:])
+
+
+def test_tables_and_slots_are_made_in_the_graph():
+    ids, lens = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32), torch.tensor([5, 8], dtype=torch.int32)
+    positions, seqs = torch.tensor([4, -1, 7]), torch.tensor([0, 1, 1])
+
+    def step(ids, lens, positions, seqs):
+        return kvx.slot_mapping(ids, positions, seqs, 4), kvx.cu_seqlens(lens)
+
+    given = (ids, lens, positions, seqs)
+    for got, want in zip(torch.compile(step, fullgraph=True, backend="eager")(*given), step(*given), strict=True):
+        compare.bitwise(got, want)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument, OutOfRange, Unsupported
+from kvx.errors import BadArgument, OutOfRange
 from kvx.layout.gate import check_apart, check_memory
 from kvx.layout.pointers import CachePointers
 from kvx.ops import backend as backends
@@ -89,10 +89,10 @@ def qkv_norm_rope_append(
     if q_out is None:
         q_out = torch.empty(q_shape, dtype=like.dtype, device=like.device)
     if view is None:
-        if isinstance(cache, CachePointers):
-            raise Unsupported(f"{_CALL}(): caches behind pointers are not compiled; call it outside of torch.compile.")
+        pointers, plain = (cache, []) if isinstance(cache, CachePointers) else (None, compiled.as_list(cache))
         torch.ops.kvx.qkv_norm_rope_append(
-            q_out, compiled.as_list(cache), compiled.as_list(qkv), slot_mapping, spec.manifest_text, *how, *given, errors, backend
+            q_out, plain, *compiled.as_addresses(pointers), compiled.as_list(qkv), slot_mapping, spec.manifest_text, *how, *given,
+            errors, backend,
         )  # fmt: skip
         return q_out
     if torch.is_grad_enabled() or backend == "torch":
@@ -125,15 +125,17 @@ _KEYWORDS = (
 
 @compiled.register(
     "qkv_norm_rope_append",
-    "Tensor(a!) q_out, Tensor(b!)[] cache, Tensor[] qkv, Tensor slot_mapping, str spec",
+    "Tensor(a!) q_out, Tensor(b!)[] cache, Tensor(f!)? k_pointers, Tensor[] beside, Tensor[] qkv, Tensor slot_mapping, str spec",
     SCHEMA,
     "Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor? k_tensor_scale, Tensor? v_tensor_scale",
     "Tensor? k_token_scale, Tensor? v_token_scale, Tensor(e!)? errors, str backend",
 )
-def _append_compiled(q_out: Tensor, cache: list[Tensor], qkv: list[Tensor], slots: Tensor, spec: str, *rest: Any) -> None:
-    given = dict(zip(_KEYWORDS, rest, strict=True))
+def _append_compiled(q_out: Tensor, cache: list[Tensor], k_pointers: Tensor | None, *rest: Any) -> None:
+    beside, qkv, slots, text, *others = rest
+    given, spec = dict(zip(_KEYWORDS, others, strict=True)), compiled.parse(text)
     rows = qkv[0] if len(qkv) == 1 else (qkv[0], qkv[1], qkv[2])
-    qkv_norm_rope_append(q_out, compiled.as_cache(cache), rows, slot_mapping=slots, spec=compiled.parse(spec), **given)
+    to = compiled.as_pointers(k_pointers, beside, spec) or compiled.as_cache(cache)
+    qkv_norm_rope_append(q_out, to, rows, slot_mapping=slots, spec=spec, **given)
 
 
 def _append_usual(q_out: Tensor, cache: object, qkv: Tensor, slots: Tensor, spec: CacheSpec, fields: tuple[Any, ...]) -> bool:
@@ -170,6 +172,11 @@ def append_batched(
     backend: str = "auto",
 ) -> None:
     """Put each token's K and V into its sequence's cache, as `write` does, in one launch for all caches."""
+    if torch.compiler.is_compiling():
+        torch.ops.kvx.append_batched(
+            *compiled.as_addresses(caches), k, v, slot_mapping, caches.spec.manifest_text, k_scale, v_scale, errors, backend
+        )  # fmt: skip
+        return
     view = CacheView((), caches.spec, scales_of(k_scale, v_scale), errors, caches)
     k, v = backends.as_tensor("append_batched", "k", k), backends.as_tensor("append_batched", "v", v)
     if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int32, torch.int64):
@@ -185,6 +192,20 @@ def append_batched(
             _append_native("append_batched", view._replace(errors=count), None, (k, v), 0, slot_mapping, PLAIN)
     else:
         _append_native("append_batched", view, None, (k, v), 0, slot_mapping, PLAIN)
+
+
+@compiled.register(
+    "append_batched",
+    "Tensor(a!) k_pointers, Tensor[] beside, Tensor k, Tensor v, Tensor slot_mapping, str spec",
+    "Tensor(b!)? k_scale, Tensor(c!)? v_scale, Tensor(d!)? errors, str backend",
+)
+def _append_batched_compiled(
+    k_pointers: Tensor, beside: list[Tensor], k: Tensor, v: Tensor, slots: Tensor, spec: str, *rest: Any
+) -> None:
+    given = dict(zip(("k_scale", "v_scale", "errors", "backend"), rest, strict=True))
+    caches = compiled.as_pointers(k_pointers, beside, compiled.parse(spec))
+    assert caches is not None
+    append_batched(caches, k, v, slot_mapping=slots, **given)
 
 
 def _write_each(call: str, view: CacheView, caches: CachePointers, k: Tensor, v: Tensor, slots: Tensor) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from kvx.errors import Unsupported
 from kvx.layout.pointers import CachePointers
 from kvx.ops import backend as backends
 from kvx.ops.attention import body
@@ -97,6 +99,11 @@ def attention_workspace_bytes(
 
     `latent`: for attention_mla.
     """
+    if torch.compiler.is_compiling():
+        raise Unsupported(
+            "attention_workspace_bytes(): a number that the library finds cannot be traced. Call it outside of torch.compile, and "
+            "give attention the workspace; without one it allocates its own."
+        )
     options = Options(1.0, causal, window, 0.0, max_query_len, max_seq_len, latent=latent)
     view = CacheView.of("attention_workspace_bytes", cache, spec)
     body.check_cache("attention_workspace_bytes", q, view, table, options)
@@ -117,10 +124,7 @@ def attention_plan(
     """
     options = Options(1.0, causal, window, 0.0, max_query_len, max_seq_len, latent=latent)
     view = CacheView.of("attention_plan", cache, spec, errors=errors)
-    body.check_cache("attention_plan", q, view, table, options)
-    if backends.choose("attention_plan", backend, view.first) == "torch":
-        return
-    body.call_native(body.PLAN, Queries(q, cu_seqlens, workspace=workspace), view, table, options)
+    body.plan(Queries(q, cu_seqlens, workspace=workspace), view, table, options, backend)
 
 
 def default_scale(scale: float | None, q: Tensor) -> float:

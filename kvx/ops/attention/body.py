@@ -28,6 +28,9 @@ _call = native.entry("kvx_door_attention")
 _IO = (torch.float16, torch.bfloat16, torch.float32)
 _CAUSAL, _PLANNED, _LATENT = 1, 2, 4  # KVX_ATTENTION_*
 RUN, PLAN, WORKSPACE = 0, 1, 2  # kvx_door_attention_t.step
+# Of custom ops: a cache, and Options.
+_CACHE = "Tensor[] cache, Tensor? k_pointers, Tensor[] beside, str spec"
+_OPTIONS = "float scale, bool causal, int window, float soft_cap, int max_query_len, int max_seq_len, bool planned, bool latent"
 
 
 class Queries(NamedTuple):
@@ -101,10 +104,10 @@ def attend(
     if lse is None:
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         lse = lse if covers else lse.fill_(-math.inf)
-    if torch.compiler.is_compiling() and view.pointers is None:
+    if torch.compiler.is_compiling():
         torch.ops.kvx.attention(
-            call, q, cu, out, lse, sinks, workspace, list(view.tensors), spec.manifest_text, list(view.scales), view.errors,
-            list(table.tensors), table.code, *options, backend,
+            call, q, cu, out, lse, sinks, workspace, list(view.tensors), *compiled.as_addresses(view.pointers), spec.manifest_text,
+            list(view.scales), view.errors, list(table.tensors), table.code, *options, backend,
         )  # fmt: skip
         return out, lse
     q = backends.as_tensor(call, "q", q)
@@ -141,15 +144,41 @@ def attend(
 @compiled.register(
     "attention",
     "str call, Tensor q, Tensor? cu_seqlens, Tensor(a!) out, Tensor(b!) lse, Tensor? sinks, Tensor(c!)? workspace",
-    "Tensor[] cache, str spec, Tensor?[] scales, Tensor(d!)? errors, Tensor[] table, int kind",
-    "float scale, bool causal, int window, float soft_cap, int max_query_len, int max_seq_len, bool planned, bool latent",
+    f"{_CACHE}, Tensor?[] scales, Tensor(d!)? errors, Tensor[] table, int kind",
+    _OPTIONS,
     "str backend",
 )
 def _attend_compiled(call: str, *rest: Any) -> None:
     queries = Queries(*rest[:6])
-    cache, spec, given, errors, table, kind, *options, backend = rest[6:]
-    view = CacheView(tuple(cache), compiled.parse(spec), Scales(*given), errors)
+    cache, k_pointers, beside, text, given, errors, table, kind, *options, backend = rest[6:]
+    spec = compiled.parse(text)
+    view = CacheView(tuple(cache), spec, Scales(*given), errors, compiled.as_pointers(k_pointers, beside, spec))
     attend(call, queries, view, TABLES[kind](*table), Options(*options), backend)
+
+
+def plan(queries: Queries, view: CacheView, table: Table, options: Options, backend: str) -> None:
+    if torch.compiler.is_compiling():
+        torch.ops.kvx.attention_plan(
+            queries.q, queries.cu_seqlens, queries.workspace, list(view.tensors), *compiled.as_addresses(view.pointers),
+            view.spec.manifest_text, view.errors, list(table.tensors), table.code, *options, backend,
+        )  # fmt: skip
+        return
+    check_cache("attention_plan", queries.q, view, table, options)
+    if backends.choose("attention_plan", backend, view.first) != "torch":
+        call_native(PLAN, queries, view, table, options)
+
+
+@compiled.register(
+    "attention_plan",
+    f"Tensor q, Tensor? cu_seqlens, Tensor(a!)? workspace, {_CACHE}, Tensor(b!)? errors, Tensor[] table, int kind",
+    _OPTIONS,
+    "str backend",
+)
+def _plan_compiled(q: Tensor, cu: Tensor | None, workspace: Tensor | None, *rest: Any) -> None:
+    cache, k_pointers, beside, text, errors, table, kind, *options, backend = rest
+    spec = compiled.parse(text)
+    view = CacheView(tuple(cache), spec, NO_SCALES, errors, compiled.as_pointers(k_pointers, beside, spec))
+    plan(Queries(q, cu, workspace=workspace), view, TABLES[kind](*table), Options(*options), backend)
 
 
 def _covers(q: Tensor, cu: Tensor | None) -> bool:
