@@ -23,7 +23,7 @@ from kvx.layout.place import buffer_sizes
 from kvx.layout.planes import cache_shapes
 from kvx.ops import backend as backends
 from kvx.ops import library, native
-from kvx.ops.attention.kernels import attention_kernel
+from kvx.ops.attention.kernels import HEAD_SIZES, Listed, attention_kernel, listed_kernels
 from kvx.ops.registry import OPS
 from kvx.ops.support import BACKENDS
 from kvx.spec import ALL_FORMATS
@@ -237,6 +237,9 @@ def _show_support(as_json: bool) -> None:
     if as_json:
         missing = {b: backends.reason_missing(b) for b in BACKENDS}
         data = {"ops": [dict(zip(("op", *BACKENDS, "specs"), r, strict=True)) for r in rows], "missing": missing}
+        data["attention on cuda by head size"] = [
+            {**x._asdict(), "decode": str(x.decode), "prefill": str(x.prefill)} for x in listed_kernels()
+        ]
         data["attention on cuda"] = [dict(zip(("format", "decode", "prefill"), r, strict=True)) for r in _kernels()]
         typer.echo(
             json.dumps({**data, "refused": [dict(zip(("what", "op", "reason"), r, strict=True)) for r in refused]}, indent=1)
@@ -244,6 +247,9 @@ def _show_support(as_json: bool) -> None:
         return
     _show("ops", ("op", *BACKENDS, "specs"), rows, None, False)
     _show("attention on cuda, head_dim 128, Hopper", ("format", "decode", "prefill"), _kernels(), None, False)
+    sizes = " ".join(_size(k, v) for k, v in HEAD_SIZES)
+    title = f"attention on cuda, Hopper: which of head_dim {sizes} have a fast kernel; others run on the general one"
+    _show(title, ("formats (queries)", "decode", "prefill"), _by_head_size(), None, False)
     _show("refused", ("what", "ops", "why, and what to do"), _joined(refused), None, False)
     for name in BACKENDS:
         if (why := backends.reason_missing(name)) is not None:
@@ -254,6 +260,25 @@ def _kernels() -> list[tuple[str, str, str]]:
     """A format's kernels, for few query rows and for many."""
     specs = [kvx.CacheSpec(4, 16, 2, 128, format=f.name) for f in kvx.FORMATS.values() if not f.element.is_moved_only]
     return [(s.format, str(attention_kernel(s, "decode")), str(attention_kernel(s, "prefill"))) for s in specs]
+
+
+def _by_head_size() -> list[tuple[str, str, str]]:
+    """In rows of which listed sizes a format has fast kernels, under queries of a type; those that are alike side by side."""
+    rows: dict[tuple[str, str], list[Listed]] = {}
+    for x in listed_kernels():
+        rows.setdefault((x.format, x.queries), []).append(x)
+    alike: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for (name, queries), of in rows.items():
+        cells = tuple(
+            "all" if all(fast) else " ".join(_size(x.head_dim, x.v_head_dim) for x, f in zip(of, fast, strict=True) if f) or "none"
+            for fast in ([x.decode.is_fast for x in of], [x.prefill.is_fast for x in of])
+        )
+        alike.setdefault((cells[0], cells[1]), {}).setdefault(name, []).append(queries)
+    return [(", ".join(f"{n} ({' '.join(of)})" for n, of in names.items()), *cells) for cells, names in alike.items()]
+
+
+def _size(k: int, v: int) -> str:
+    return str(k) if k == v else f"{k}/{v}"
 
 
 def _refusals() -> Iterator[tuple[str, str, kvx.Support]]:

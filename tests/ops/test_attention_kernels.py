@@ -13,10 +13,18 @@ from typer.testing import CliRunner
 import kvx
 from kvx.cli.main import app
 from kvx.ops import backend as backends
-from kvx.ops.attention.kernels import MOST_DIMS, MOST_PREFILL_DIMS, MOST_SMALL_DIMS, SMALL, attention_kernel
+from kvx.ops.attention.kernels import (
+    HEAD_SIZES,
+    MOST_DIMS,
+    MOST_PREFILL_DIMS,
+    MOST_SMALL_DIMS,
+    QUERIES,
+    SMALL,
+    attention_kernel,
+    listed_kernels,
+)
 
 NATIVE = Path(__file__).resolve().parents[2] / "native" / "attention"
-DIMS = [(64, 0), (80, 0), (96, 0), (112, 0), (128, 0), (160, 0), (192, 0), (192, 128), (224, 0), (256, 0), (512, 0)]
 COARSE = ("", "_per_head", "_per_block", "_per_block_head", "_per_token_head")
 FAST = ["bf16", "f16", *(f"{e}{s}" for e in ("fp8_e4m3", "int8") for s in COARSE), "fp8_e5m2", "fp8_e5m2_per_head"]
 # SMALL ones have a fast decode kernel, of rows of up to 128. What runs on the general kernel: a format that gets a fast one moves
@@ -34,7 +42,7 @@ def spec(fmt: str, dim: int = 128, v_dim: int = 0, layout: str = kvx.NHD) -> kvx
 
 
 @pytest.mark.parametrize("fmt", FAST)
-@pytest.mark.parametrize(("dim", "v_dim"), DIMS)
+@pytest.mark.parametrize(("dim", "v_dim"), HEAD_SIZES)
 def test_listed_head_sizes_and_formats_decode_fast(dim, v_dim, fmt):
     for layout in (kvx.NHD, kvx.HND, "block token head (kv dim)"):
         kernel = attention_kernel(spec(fmt, dim, v_dim, layout))
@@ -42,7 +50,7 @@ def test_listed_head_sizes_and_formats_decode_fast(dim, v_dim, fmt):
 
 
 @pytest.mark.parametrize("fmt", FAST)
-@pytest.mark.parametrize(("dim", "v_dim"), DIMS)
+@pytest.mark.parametrize(("dim", "v_dim"), HEAD_SIZES)
 def test_listed_head_sizes_and_formats_prefill_fast_on_hopper(dim, v_dim, fmt):
     kernel = attention_kernel(spec(fmt, dim, v_dim), "prefill")
     assert kernel.is_fast == (dim <= 256 or fmt in ("bf16", "f16")), str(kernel)
@@ -58,6 +66,37 @@ def test_small_elements_and_scales_along_rows_decode_fast(fmt):
     assert "over 128" in attention_kernel(spec(fmt, 256)).why
     assert "in f32" in attention_kernel(spec(fmt), queries="f32").why
     assert attention_kernel(spec(fmt), "prefill").name == "general"
+
+
+def is_promised(fmt: str, dim: int, v_dim: int, kind: str, queries: str) -> bool:
+    """Which combinations of a listed head size, a format and a type of queries have a fast kernel on Hopper. One that loses it
+    fails; one that gets it is written down here."""
+    most = max(dim, v_dim)
+    if queries == "f32" or fmt in GENERAL:
+        return False
+    if fmt == "fp8_e4m3_per_128":
+        return most == 128
+    if fmt in SMALL:
+        return kind == "decode" and most <= 128 and dim % 32 == 0
+    if kind == "decode" or fmt == queries:
+        return True
+    return most <= 256 and (fmt, queries) != ("bf16", "f16")
+
+
+def test_listed_combinations_have_the_kernels_that_are_promised():
+    found = listed_kernels()
+    assert {(x.head_dim, x.v_head_dim) for x in found} == set(HEAD_SIZES)
+    assert {x.format for x in found} == {name for name, f in kvx.FORMATS.items() if not f.element.is_moved_only}
+    assert {x.queries for x in found} == set(QUERIES)
+    for x in found:
+        for kernel in (x.decode, x.prefill):
+            promised = is_promised(x.format, x.head_dim, x.v_head_dim, kernel.kind, x.queries)
+            assert kernel.is_fast == promised, (
+                f"{x.format} of {x.head_dim}/{x.v_head_dim}, {x.queries} queries, {kernel.kind}: {kernel}"
+            )
+            assert kernel.name in ("fast", "general"), "the kernel of last resort is for no listed size"
+            assert kernel.is_fast or kernel.why
+        assert "% of read" in x.decode.share
 
 
 def test_every_format_is_listed():
@@ -144,3 +183,16 @@ def test_inspect_support_lists_kernels():
     rows = {row["format"]: row for row in facts["attention on cuda"]}
     assert rows["bf16"]["decode"].startswith("the fast decode kernel")
     assert "general kernel" in rows["mxfp4"]["prefill"]
+    of = {(x["format"], x["queries"], x["head_dim"], x["v_head_dim"]): x for x in facts["attention on cuda by head size"]}
+    assert of["bf16", "bf16", 192, 128]["prefill"] == "the fast prefill kernel"
+    assert of["bf16", "f16", 256, 256]["prefill"].startswith("the general kernel: a bf16 cache under f16 queries")
+    assert of["fp8_e4m3", "f32", 64, 64]["decode"].endswith("queries in f32")
+
+
+def test_inspect_support_shows_kernels_by_head_size(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+    shown = CliRunner().invoke(app, ["inspect", "--support"]).stdout
+    rows = {cells[1]: cells[2:4] for line in shown.splitlines() if len(cells := [c.strip() for c in line.split("│")]) == 5}
+    assert rows["bf16 (bf16), f16 (f16)"] == ["all", "all"]
+    assert rows["bf16 (f16)"] == ["all", "none"]
+    assert rows["fp8_e4m3_per_128 (bf16 f16)"] == ["128", "128"]

@@ -4,12 +4,14 @@ any/any.cu in native/attention ask of a call, answered without a device. Tests h
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvx.errors import BadArgument
 from kvx.layout.planes import plane_maps
 from kvx.spec.cache_spec import CacheSpec
-from kvx.spec.formats import Format, Granularity
+from kvx.spec.formats import FORMATS, Format, Granularity
 
 QUERIES = ("bf16", "f16", "f32")
 MOST_DIMS = 512  # of the fast kernels and of the general one
@@ -17,6 +19,10 @@ MOST_PREFILL_DIMS = 256  # where queries are of another type than the cache
 MOST_SMALL_DIMS = 128  # decode over 4-bit elements, or scales along rows
 SMALL = ("nvfp4", "mxfp4", "mxfp8", "int4_per_group", "int4_per_token_head")  # which those are
 HOPPER = 90
+# Of K and V in models: what `kvx inspect --support` and the tests go through.
+HEAD_SIZES = (
+    *((n, n) for n in (64, 80, 96, 112, 128, 160)), (192, 192), (192, 128), *((n, n) for n in (224, 256, 512)),
+)  # fmt: skip
 # Decode at head_dim 128 on an H200, as a share of reading the same bytes (bench/results); the general kernel by bits of an element.
 _DECODE_SHARE = "63 to 99 % of read"
 _SMALL_SHARE = {8: "56 to 82 % of read", 4: "32 to 62 % of read"}
@@ -61,6 +67,29 @@ def attention_kernel(spec: CacheSpec, kind: str = "decode", *, queries: str = ""
     if _most(spec) > MOST_DIMS or odd:
         return Kernel(kind, "row", "", why)
     return Kernel(kind, "general", _GENERAL_SHARE[min(p.format.element.bits for p in spec.planes)] if kind == "decode" else "", why)
+
+
+class Listed(NamedTuple):
+    """Of a format under queries of a type, in rows of a listed size."""
+
+    format: str
+    queries: str
+    head_dim: int
+    v_head_dim: int
+    decode: Kernel
+    prefill: Kernel
+
+
+def listed_kernels(arch: int = HOPPER) -> list[Listed]:
+    """Every format, type of queries and listed head size that a cache can have; groups of scales do not divide all of them."""
+    found = []
+    for name, queries, (dim, v_dim) in itertools.product(FORMATS, QUERIES, HEAD_SIZES):
+        if FORMATS[name].element.is_moved_only or any(d % max(FORMATS[name].group_size, 1) for d in (dim, v_dim)):
+            continue
+        spec = CacheSpec(4, 16, 2, dim, v_head_dim=v_dim, format=name)
+        kernels = (attention_kernel(spec, kind, queries=queries, arch=arch) for kind in ("decode", "prefill"))
+        found.append(Listed(name, queries, dim, v_dim, *kernels))
+    return found
 
 
 def _most(spec: CacheSpec) -> int:
