@@ -1,6 +1,6 @@
 """The command `kvx`, and `python -m kvx`."""
 
-from kvx import starting
+from kvx.cli import starting
 
 
 def main() -> None:

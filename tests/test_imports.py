@@ -1,11 +1,21 @@
-"""Imports only point down, as CONTRIBUTING.md says; LEVELS is the order."""
+"""Imports only point down, as CONTRIBUTING.md says (LEVELS is the order), and happen when what they bring is used."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+
+import pytest
+import typer
+
+import kvx
+from kvx.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A module may import its own level and those before it. The layout language stands under spec, since a spec
@@ -201,3 +211,85 @@ def private_reaches(path: Path) -> list[str]:
 def test_no_class_reaches_into_anothers_private_fields():
     found = [reach for path in sorted((ROOT / "kvx").rglob("*.py")) for reach in private_reaches(path)]
     assert not found, "\n".join(found)
+
+
+# ---- what is imported when
+
+
+def loaded_by(*args: str) -> set[str]:
+    """Every module that is loaded when `python *args` ends."""
+    ask = "import atexit, sys; atexit.register(lambda: sys.stderr.write('\\n' + ' '.join(sys.modules)))\n"
+    if args[0] == "-m":
+        code = f"{ask}import runpy; sys.argv = {list(args[1:])}; runpy.run_module('{args[1]}', run_name='__main__', alter_sys=True)"
+    else:
+        code = f"{ask}{args[1]}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, "\n".join(done.stderr.splitlines()[:-1])
+    return set(done.stderr.splitlines()[-1].split())
+
+
+def test_import_kvx_imports_nothing_else():
+    loaded = loaded_by("-c", "import kvx")
+    assert {name for name in loaded if name.startswith("kvx")} == {"kvx"}
+    assert not loaded & {"torch", "numpy", "rich", "typer"}
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_need_no_torch(option):
+    """Under half a second, of which Python, typer and rich take nearly all. A new name here is a cost for every call of kvx."""
+    loaded = loaded_by("-m", "kvx", option)
+    ours = {name for name in loaded if name.startswith("kvx.")}
+    assert ours == {"kvx.cli", "kvx.cli.main", "kvx.cli.starting", "kvx.errors"}
+    assert not loaded & {"torch", "numpy", "transformers", "multiprocessing", "asyncio"}
+    assert len(loaded) < 450, f"{len(loaded)} modules; 368 were enough for --help in November 2026, with typer 0.29 and rich 15"
+
+
+def test_a_spec_needs_no_torch():
+    loaded = loaded_by("-c", "import kvx; kvx.size; kvx.CacheSpec(num_blocks=1, block_size=16, num_kv_heads=1, head_dim=64)")
+    assert "torch" not in loaded
+
+
+def test_names_are_the_same_for_python_and_for_type_checkers():
+    """kvx/__init__.py says where a name is twice: to type checkers by an import, to Python by a row of _HOMES."""
+    tree = ast.parse((ROOT / "kvx/__init__.py").read_text())
+    checked = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    imports = {a.name: n.module for n in checked.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    table = next(n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "_HOMES")
+    homes = {name: module for module, names in ast.literal_eval(table.value).items() for name in names.split()}
+    assert homes == imports, "kvx/__init__.py: the imports under TYPE_CHECKING and _HOMES name different things"
+    assert sorted(homes) == sorted(kvx.__all__)
+    assert set(kvx.__all__) <= set(dir(kvx))
+    for name, module in homes.items():
+        assert getattr(kvx, name) is getattr(importlib.import_module(module), name)
+
+
+def test_a_name_that_is_not_there_is_said_as_python_says_it():
+    with pytest.raises(AttributeError, match="module 'kvx' has no attribute 'wriet'"):
+        _ = kvx.wriet
+
+
+def test_help_says_what_the_verbs_say():
+    """--help reads docstrings without importing; each verb's own --help has the same sentence."""
+    root = typer.main.get_command(main.app)
+    assert list(root.commands) == list(main.VERBS)
+    for verb in main.VERBS:
+        command = main.load(verb)
+        assert command.name == verb
+        assert inspect.cleandoc(command.help) == inspect.cleandoc(main.summary(verb)), verb
+
+
+def test_a_first_use_inside_a_compiled_function():
+    """The op's module is imported while torch.compile reads the function."""
+    code = """
+import kvx, torch
+spec = kvx.CacheSpec(num_blocks=4, block_size=16, num_kv_heads=2, head_dim=64)
+cache, k = kvx.allocate(spec).cache, torch.ones(3, 2, 64, dtype=torch.bfloat16)
+
+def step(cache, k, slots):
+    kvx.write(cache, k, k, slot_mapping=slots, spec=spec)
+    return cache[0].sum()
+
+assert "write" not in vars(kvx)
+assert torch.compile(step, fullgraph=True, backend="eager")(cache, k, torch.arange(3)) == 3 * 2 * 64
+"""
+    assert "kvx.ops.append.write" in loaded_by("-c", code)

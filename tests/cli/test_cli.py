@@ -260,17 +260,17 @@ def interrupted(module: str, folder: Path, *command: str) -> subprocess.Complete
 @pytest.mark.parametrize("module", ["torch", "typer"])
 @pytest.mark.parametrize("how", ["-m", "script"])
 def test_an_interrupt_while_importing_is_quiet(module, how, tmp_path):
-    command = ["-m", "kvx", "layouts"]
+    command = ["-m", "kvx", "demo"]
     if how == "script":  # as pip writes it
         source, _, name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["kvx"].partition(":")
         (tmp_path / "kvx").write_text(f"import sys\nfrom {source} import {name}\nsys.exit({name}())\n")
-        command = [str(tmp_path / "kvx"), "layouts"]
+        command = [str(tmp_path / "kvx"), "demo"]
     done = interrupted(module, tmp_path, *command)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_an_interrupt_of_somebody_s_own_program_is_python_s(tmp_path):
-    done = interrupted("torch", tmp_path, "-c", "import kvx")
+    done = interrupted("torch", tmp_path, "-c", "from kvx import write")
     assert "KeyboardInterrupt" in done.stderr
 
 

@@ -139,5 +139,7 @@ def test_a_command_that_cannot_start_is_a_sentence(tmp_path):
         [sys.executable, "-m", "kvx", "doctor"], capture_output=True, text=True, timeout=60, env=env, cwd=tmp_path
     )
     assert "Mend: pip install torch_is_not_there" in done.stderr
-    done = subprocess.run([sys.executable, "-c", "import kvx"], capture_output=True, text=True, timeout=60, env=env, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", "from kvx import *"], capture_output=True, text=True, timeout=60, env=env, cwd=tmp_path
+    )
     assert "Traceback" in done.stderr  # somebody's own program has Python's

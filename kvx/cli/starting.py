@@ -1,7 +1,7 @@
 """While the command line is still importing: Ctrl-C ends it quietly, with a shell's 130, and not with a trace out of torch; a torch
 that is not there or a library of another machine is a sentence.
 
-kvx/__init__.py imports this first. What runs once all is imported has a say of its own.
+kvx/__main__.py imports this first, and kvx/cli/main.py asks it around the imports of a verb. What runs after has a say of its own.
 """
 
 from __future__ import annotations
@@ -13,38 +13,35 @@ import threading
 from types import FrameType, TracebackType
 
 
-def is_command() -> bool:
-    """Whether `kvx` or `python -m kvx` imports KVX, and no program of somebody's own."""
-    name = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
-    return name in ("kvx", "kvx.exe", "-m")  # "-m" stands there while Python looks for the module to run
-
-
 def begin() -> None:
     """From here on Ctrl-C ends the process at once, unless somebody else has a say in it."""
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _quit)
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _say
+        sys.excepthook = _hook
 
 
 def end() -> None:
     """Ctrl-C is KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is _quit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if sys.excepthook is _say:
+    if sys.excepthook is _hook:
         sys.excepthook = sys.__excepthook__
 
 
-def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def say(error: BaseException) -> None:
+    """Why the command cannot start, in a sentence."""
     name = getattr(error, "name", None)
-    mend = f"pip install {name}" if kind is ModuleNotFoundError and name else "reinstall kvx, or `make build` in a source checkout"
-    sys.stderr.write(f"kvx cannot start: {kind.__name__}: {error}. Mend: {mend}. `python -c 'import kvx'` shows where.\n")
+    is_absent = isinstance(error, ModuleNotFoundError) and name
+    mend = f"pip install {name}" if is_absent else "reinstall kvx, or `make build` in a source checkout"
+    kind = type(error).__name__
+    sys.stderr.write(f"kvx cannot start: {kind}: {error}. Mend: {mend}. `python -c 'from kvx import *'` shows where.\n")
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    say(error)
 
 
 def _quit(number: int, frame: FrameType | None) -> None:
     os._exit(130)  # nothing is open yet
-
-
-if is_command():
-    begin()
