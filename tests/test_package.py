@@ -7,9 +7,15 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from email import message_from_string
+from email.message import Message
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+import kvx
+from kvx.cli.doctor import PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,6 +46,43 @@ def wheel(tmp_path_factory) -> Path:
 
 def test_wheel_serves_every_python(wheel):
     assert "-py3-none-" in wheel.name
+
+
+def metadata(wheel: Path) -> Message:
+    archive = zipfile.ZipFile(wheel)
+    name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+    return message_from_string(archive.read(name).decode())
+
+
+def test_metadata_says_what_it_is(wheel):
+    said = metadata(wheel)
+    assert (said["Name"], said["Version"]) == ("kvx", kvx.__version__)
+    assert (said["License-Expression"], said["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert said["Requires-Python"] == ">=3.11"
+    assert {"Typing :: Typed", "Environment :: GPU :: NVIDIA CUDA"} <= set(said.get_all("Classifier"))
+    assert "kvx/py.typed" in zipfile.ZipFile(wheel).namelist()
+
+
+def test_extras_name_what_they_install(wheel):
+    extras = ["transformers", "vllm", "nixl", "mooncake", "llama-cpp", "runner", "plot", "all"]
+    said = metadata(wheel)
+    assert said.get_all("Provides-Extra") == extras
+    needs = [Requirement(text) for text in said.get_all("Requires-Dist")]
+    of = {e: {n.name for n in needs if n.marker and n.marker.evaluate({"extra": e})} for e in extras}
+    assert of["runner"] == {"transformers", "safetensors", "gguf"}
+    assert of["llama-cpp"] == {"xllamacpp"}
+    assert all(of[extra] for extra in extras)
+    everything = next(n for n in needs if n.name == "kvx")
+    assert everything.extras == set(extras) - {"all"}
+    always = {n.name for n in needs if n.marker is None}
+    assert always == {"torch", "numpy", "rich", "typer"}
+    # Each is one `kvx doctor` knows, so that it says whether it is there.
+    known = {name for package in PACKAGES for name in package.names}
+    assert set.union(*(of[e] for e in extras[:-1])) <= known
+
+
+def test_the_version_has_one_number():
+    assert f"project(kvx VERSION {kvx.__version__} " in (ROOT / "CMakeLists.txt").read_text()
 
 
 def test_wheel_holds_library_header_and_package(wheel):
