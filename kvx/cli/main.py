@@ -28,6 +28,7 @@ VERBS = (
     "layouts",
     "size",
     "verify",
+    "llama",
     "bench",
     "completion",
 )

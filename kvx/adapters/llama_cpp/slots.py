@@ -6,19 +6,16 @@ The server has `slot_save_path` set to a folder that both see: `llama-server --s
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 import uuid
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from kvx.adapters.llama_cpp.handover import export_slot_file, import_slot_file, require_fit
 from kvx.adapters.llama_cpp.kinds import StateKind, StateModel
+from kvx.adapters.llama_cpp.server import Server
 from kvx.adapters.llama_cpp.slot_file import read_slot_file
 from kvx.adapters.llama_cpp.state import read_state
-from kvx.errors import Incompatible, InternalError
+from kvx.errors import InternalError
 from kvx.handover import Handover
 
 
@@ -32,7 +29,7 @@ class Slots:
         kind: StateKind | None = None,  # None: as the first file that it saves says
         timeout_s: float = 60,
     ) -> None:
-        self._address, self._folder, self._timeout_s = address.rstrip("/"), Path(folder), timeout_s
+        self._server, self._folder = Server(address, timeout_s=timeout_s), Path(folder)
         self._model, self._kind = model, kind
 
     def export_slot(self, slot: int = 0, *, block_size: int = 16, format: str = "") -> Handover:
@@ -42,42 +39,16 @@ class Slots:
     def import_slot(self, handover: Handover, slot: int = 0) -> None:
         """The slot forgets what it had. Requests that begin with the handover's tokens, and name the slot, continue from them."""
         data = import_slot_file(handover, model=self._model, like=self._kind or self._learn(handover, slot))
-        path = self._path()
-        try:
-            path.write_bytes(data)
-            restored = self.post(f"/slots/{slot}?action=restore", {"filename": path.name})
-        finally:
-            path.unlink(missing_ok=True)
-        if restored.get("n_restored") != handover.num_tokens:
-            raise InternalError(
-                f"import_slot(): the server restored {restored.get('n_restored')} tokens of {handover.num_tokens}: {restored}."
-            )
+        restored = self._server.restore_slot(slot, self._path(), data)
+        if restored != handover.num_tokens:
+            raise InternalError(f"import_slot(): the server restored {restored} tokens of {handover.num_tokens}.")
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """One of the server's own calls, with its answer."""
-        request = urllib.request.Request(self._address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                return dict(json.load(answer))
-        except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")[:500]
-            raise Incompatible(f"llama.cpp at {self._address} refused {path}: {error.code}, {said}") from None
-        except (OSError, HTTPException, ValueError) as error:
-            raise InternalError(
-                f"llama.cpp at {self._address} did not answer {path} within {self._timeout_s} s, or not in JSON: {error}."
-            ) from None
+        return self._server.post(path, body)
 
     def _saved(self, slot: int) -> bytes:
-        path = self._path()
-        try:
-            self.post(f"/slots/{slot}?action=save", {"filename": path.name})
-            return path.read_bytes()
-        except FileNotFoundError:
-            raise InternalError(
-                f"Slots: the server saved {path.name}, and {self._folder} has no such file. It is slot_save_path."
-            ) from None
-        finally:
-            path.unlink(missing_ok=True)
+        return self._server.save_slot(slot, self._path())
 
     def _learn(self, handover: Handover, slot: int) -> StateKind:
         """How the server writes states, from one of one token: an empty slot's says nothing."""
