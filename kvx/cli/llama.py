@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,11 +19,12 @@ from rich.table import Table
 
 from kvx.adapters.llama_cpp.checkpoints import at_checkpoint, read_checkpoints, with_masked_cell, write_checkpoints
 from kvx.adapters.llama_cpp.memory import Memory, read_memory, write_memory
-from kvx.adapters.llama_cpp.server import Server
+from kvx.adapters.llama_cpp.server import LlamaServer
 from kvx.adapters.llama_cpp.slot_file import read_slot_file, write_slot_file
-from kvx.adapters.llama_cpp.slot_store import Entry, SlotStore
+from kvx.adapters.llama_cpp.slot_store import SavedSlot, SlotStore
 from kvx.cli.options import check_folder, make_folder
 from kvx.errors import BadArgument, Incompatible, InternalError
+from kvx.runner.gguf_file import GgufFile
 from kvx.spec.byte_size import parse_bytes
 
 app = typer.Typer(no_args_is_help=True, help="Keep a llama-server's slots in a directory, with checkpoints along their prompts.")
@@ -50,8 +51,8 @@ def save(
     timeout: Timeout = 600,
 ) -> None:
     """Keep what a slot has, with the checkpoints that the server made on its way. With a prompt: compute it, step by step."""
-    llama = Server(server, timeout_s=timeout)
-    model = llama.model()
+    llama = LlamaServer(server, timeout_s=timeout)
+    model = llama.model(lambda path: GgufFile(path).metadata)
     make_folder("DIR", folder)
     store = SlotStore(folder, is_made=True)
     ids = _prompt(llama, prompt, messages, tokens)
@@ -133,7 +134,7 @@ def restore(
 ) -> None:
     """Put the deepest checkpoint that a prompt begins with into a slot. Send the prompt with this id_slot then."""
     check_folder("DIR", folder)
-    store, llama = SlotStore(folder), Server(server, timeout_s=timeout)
+    store, llama = SlotStore(folder), LlamaServer(server, timeout_s=timeout)
     ids = _prompt(llama, prompt, messages, tokens)
     if ids is None:
         raise typer.BadParameter("which prompt? Give --prompt, --messages or --tokens", param_hint="--prompt")
@@ -197,12 +198,12 @@ def verify(folder: Folder) -> None:
     problems = store.problems()
     for _, problem in problems:
         typer.echo(problem, err=True)
-    count = len({path.stem for path in store._manifests()})
+    count = store.num_checkpoints
     typer.echo(f"{count - len(problems)} of {count} checkpoints are as they were written")
     raise typer.Exit(1 if problems else 0)
 
 
-def _restore(llama: Server, store: SlotStore, slot: int, memory: Memory, known: list[int]) -> str:
+def _restore(llama: LlamaServer, store: SlotStore, slot: int, memory: Memory, known: list[int]) -> str:
     """Into the slot, converted where the server keeps K and V otherwise. What was done to it, in words."""
 
     def send(memory: Memory) -> None:
@@ -230,7 +231,7 @@ def _restore(llama: Server, store: SlotStore, slot: int, memory: Memory, known: 
         return f", converted from {before.name} to {now.name}" if before and now and before.name != now.name else ", rearranged"
 
 
-def _prompt(llama: Server, prompt: str, messages: str, tokens: str) -> list[int] | None:
+def _prompt(llama: LlamaServer, prompt: str, messages: str, tokens: str) -> list[int] | None:
     """Token ids of whichever was given; None without any."""
     given = [name for name, value in (("--prompt", prompt), ("--messages", messages), ("--tokens", tokens)) if value]
     if len(given) > 1:
@@ -240,7 +241,7 @@ def _prompt(llama: Server, prompt: str, messages: str, tokens: str) -> list[int]
     path = prompt or messages or tokens
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-        facts = json.loads(text) if not prompt else None
+        facts: Any = json.loads(text) if not prompt else None
     except OSError as error:
         raise typer.BadParameter(f"{path} cannot be read: {error.strerror}", param_hint=given[0]) from None
     except ValueError as error:
@@ -252,13 +253,13 @@ def _prompt(llama: Server, prompt: str, messages: str, tokens: str) -> list[int]
         text = llama.render(facts)
     if tokens and not (isinstance(facts, list) and all(type(t) is int for t in facts)):
         raise typer.BadParameter(f"{path} is no list of token ids", param_hint="--tokens")
-    ids = list(facts) if tokens else llama.tokenize(text)
+    ids: list[int] = list(facts) if tokens else llama.tokenize(text)
     if len(ids) < 2:
         raise typer.BadParameter(f"{path} has {len(ids)} tokens; there are two or more", param_hint=given[0])
     return ids
 
 
-def _say_none(entries: list[Entry], identity: str, name: str, count: int) -> None:
+def _say_none(entries: list[SavedSlot], identity: str, name: str, count: int) -> None:
     others = sorted({e.model.name for e in entries if e.model.identity != identity})
     ours = [e for e in entries if e.model.identity == identity]
     if others and not ours:

@@ -23,7 +23,7 @@ import xllamacpp
 from kvx.adapters.llama_cpp.checkpoints import read_checkpoints, write_checkpoints
 from kvx.adapters.llama_cpp.ggml_rows import decode_rows
 from kvx.adapters.llama_cpp.memory import read_memory, write_memory
-from kvx.adapters.llama_cpp.server import Server
+from kvx.adapters.llama_cpp.server import LlamaServer
 from kvx.adapters.llama_cpp.slot_file import read_slot_file
 from kvx.adapters.llama_cpp.slot_store import SlotStore
 from kvx.cli.main import app
@@ -46,7 +46,7 @@ KINDS = [  # K, V, flash attention; quantised V needs it
 CLOSE = {"f32": 0.0, "f16": 0.0, "q8_0": 0.51 / 127, "q4_0": 1.01 / 8}
 
 
-class Llama(Server):
+class Llama(LlamaServer):
     def __init__(self, gguf: Path, folder: Path, *, k: str = "f16", v: str = "f16", flash: bool = True, num_slots: int = 1) -> None:
         p = xllamacpp.CommonParams()
         p.model.path, p.slot_save_path, p.endpoint_slots = str(gguf), f"{folder}/", True

@@ -30,13 +30,13 @@ _MOST_STREAMS, _MOST_LAYERS = 4096, 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class GgmlRows:
     """K or V of one layer: a row a cell."""
 
     type: str
     data: NDArray[np.uint8]  # [cells, row bytes]
 
-    def to(self, type: str, *, turned: int, turn: int) -> Rows:
+    def to(self, type: str, *, turned: int, turn: int) -> GgmlRows:
         """In another type, and rotated by `turn` where they were by `turned`."""
         if (type, turn) == (self.type, turned):
             return self
@@ -44,7 +44,7 @@ class Rows:
             rotate(rotate(decode_rows(self.data, self.type), turned), turn) if turned != turn else decode_rows(self.data, self.type)
         )
         row_bytes(type, values.shape[1])  # refused where rows are of no whole blocks
-        return Rows(type, encode_rows(values, type))
+        return GgmlRows(type, encode_rows(values, type))
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class KvCache:
     kind: KvKind
     positions: NDArray[np.int32]
     extra: NDArray[np.int32]  # [cells, 0, 2 or 3]: other axes of positions
-    k: tuple[Rows, ...]
-    v: tuple[Rows, ...]  # none of latent caches (MLA)
+    k: tuple[GgmlRows, ...]
+    v: tuple[GgmlRows, ...]  # none of latent caches (MLA)
 
     def take(self, keep: Any) -> KvCache:  # a slice or an index of cells
-        k, v = (tuple(Rows(r.type, r.data[keep]) for r in rows) for rows in (self.k, self.v))
+        k, v = (tuple(GgmlRows(r.type, r.data[keep]) for r in rows) for rows in (self.k, self.v))
         return replace(self, positions=self.positions[keep], extra=self.extra[keep], k=k, v=v)
 
     def to(self, kind: KvKind) -> KvCache:
@@ -159,7 +159,7 @@ def join_rows(pieces: Sequence[Memory]) -> Memory:
     caches = [p.caches[0] for p in pieces]
     k, v = (
         tuple(
-            Rows(rows[0].type, np.concatenate([r.data for r in rows]))
+            GgmlRows(rows[0].type, np.concatenate([r.data for r in rows]))
             for rows in zip(*(getattr(c, name) for c in caches), strict=True)
         )
         for name in ("k", "v")
@@ -238,7 +238,7 @@ def _read_stream(reader: _Reader, cells: int, streams: int, version: int, extra_
         raise BadArgument(f"read_memory(): V order is {transposed} and there are {layers} layers; V order is 0 or 1.")
     turns = reader.read("II", "rotations") if version >= 4 else (0, 0)
     k = tuple(_read_rows(reader, cells, f"K of layer {i}") for i in range(layers))
-    v: tuple[Rows, ...] = ()
+    v: tuple[GgmlRows, ...] = ()
     if not _is_latent(reader):
         v = tuple(_read_rows(reader, cells, f"V of layer {i}", bool(transposed)) for i in range(layers))
     positions, order = raw[:, 0], np.argsort(raw[:, 0], kind="stable")
@@ -263,7 +263,7 @@ def _is_latent(reader: _Reader) -> bool:
     return is_recurrent or type_name(first).startswith("ggml type")
 
 
-def _read_rows(reader: _Reader, cells: int, what: str, transposed: bool = False) -> Rows:
+def _read_rows(reader: _Reader, cells: int, what: str, transposed: bool = False) -> GgmlRows:
     type_, *sizes = reader.read("iII" if transposed else "iQ", what)
     name = type_name(type_)
     size = sizes[0] * sizes[1] if transposed else sizes[0]
@@ -271,9 +271,9 @@ def _read_rows(reader: _Reader, cells: int, what: str, transposed: bool = False)
         raise Unsupported(f"read_memory(): {what} is of {name} and has rows of {size} bytes; KVX does not know such rows.")
     raw = np.frombuffer(reader.take(cells * size, what), np.uint8)
     if not transposed:
-        return Rows(name, raw.reshape(cells, size))
+        return GgmlRows(name, raw.reshape(cells, size))
     by_element = raw.reshape(sizes[1], cells, sizes[0])
-    return Rows(name, np.ascontiguousarray(by_element.transpose(1, 0, 2)).reshape(cells, size))
+    return GgmlRows(name, np.ascontiguousarray(by_element.transpose(1, 0, 2)).reshape(cells, size))
 
 
 def _read_recurrent(reader: _Reader) -> Recurrent:

@@ -7,7 +7,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 from kvx.errors import BadArgument, Incompatible, InternalError, KvxError, Unsupported
 
+Metadata = Callable[[Path], Mapping[str, Any]]
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
 _FACTS_S = 30.0  # what it says of itself takes no computing
 
@@ -29,7 +30,7 @@ class ServedModel:
     head_dims: tuple[int, ...] = ()  # of K and V; none where the file is not to be read from here, or layers differ
 
 
-class Server:
+class LlamaServer:
     def __init__(self, address: str, *, timeout_s: float = 60) -> None:
         self.address, self._timeout_s = address.rstrip("/"), timeout_s
         if not self.address.startswith(("http://", "https://")):
@@ -42,7 +43,8 @@ class Server:
         """One of the server's own calls, with its answer."""
         return self._call(path, json.dumps(body).encode(), self._timeout_s)
 
-    def model(self) -> ServedModel:
+    def model(self, metadata: Metadata | None = None) -> ServedModel:
+        """`metadata`: reads the keys and values of a GGUF file; without it head_dims are not known."""
         props = self.get("/props")
         found = self.get("/v1/models").get("data") or [{}]
         meta = found[0].get("meta") or {}
@@ -51,7 +53,7 @@ class Server:
         digest = _sampled(path)
         identity = hashlib.blake2b("\n".join([digest or path.name, *facts]).encode(), digest_size=12).hexdigest()
         n_ctx = int(props.get("default_generation_settings", {}).get("n_ctx") or meta.get("n_ctx") or 0)
-        return ServedModel(path.name, identity, n_ctx, _head_dims(path) if digest else ())
+        return ServedModel(path.name, identity, n_ctx, _head_dims(path, metadata) if digest and metadata else ())
 
     def tokenize(self, text: str) -> list[int]:
         """As /completion does with a prompt."""
@@ -121,11 +123,9 @@ def _sampled(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _head_dims(path: Path) -> tuple[int, ...]:
-    from kvx.runner.gguf_file import GgufFile
-
+def _head_dims(path: Path, metadata: Metadata) -> tuple[int, ...]:
     try:
-        facts = GgufFile(path).metadata
+        facts = metadata(path)
         kind = facts["general.architecture"]
         heads = facts[f"{kind}.attention.head_count"]
         most = max(heads) if isinstance(heads, list) else heads

@@ -37,7 +37,7 @@ Tokens = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Entry:
+class SavedSlot:
     name: str
     model: ServedModel
     kinds: tuple[KvKind, ...]
@@ -77,7 +77,7 @@ class SlotStore:
         if version != VERSION:
             raise Incompatible(f"{mark} is of version {version}; this KVX knows {VERSION}. Upgrade KVX, or name another directory.")
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[SavedSlot]:
         """By tokens. Raises for one that cannot be read: `problems` names all."""
         out = []
         for path in self._manifests():
@@ -86,13 +86,12 @@ class SlotStore:
                 out.append(entry)
         return sorted(out, key=lambda e: (e.num_tokens, e.name))
 
-    def find(self, name: str, entries: Sequence[Entry]) -> Entry:
-        found = [e for e in entries if e.name.startswith(name)]
-        if len(found) != 1:
-            raise BadArgument(f"{len(found)} checkpoints of {self.folder} begin with {name!r}; `kvx llama list` shows them.")
-        return found[0]
+    @property
+    def num_checkpoints(self) -> int:
+        """With those that cannot be read."""
+        return len(self._manifests())
 
-    def put(self, memory: Memory, tokens: Sequence[int] | Tokens, model: ServedModel) -> tuple[Entry, bool]:
+    def put(self, memory: Memory, tokens: Sequence[int] | Tokens, model: ServedModel) -> tuple[SavedSlot, bool]:
         """A checkpoint after all these tokens, and whether it is new."""
         ids = np.asarray(tokens, np.int32)
         if memory.num_tokens != len(ids):
@@ -113,12 +112,12 @@ class SlotStore:
         part = memory.rows(first, len(ids)) if first else memory
         return self._write(part, ids, model, name, first, parent.name if parent else "", memory.is_cuttable), True
 
-    def match(self, tokens: Sequence[int], model: ServedModel) -> tuple[Entry, int] | None:
+    def match(self, tokens: Sequence[int], model: ServedModel) -> tuple[SavedSlot, int] | None:
         """The deepest checkpoint that a prompt can go on from, and the tokens to take of it. One token at least is left over."""
         ids, entries = np.asarray(tokens, np.int32), self.entries()
         ours = [e for e in entries if e.model.identity == model.identity]
         digests = _digests(ids, {e.num_tokens for e in ours})
-        best: tuple[Entry, int] | None = None
+        best: tuple[SavedSlot, int] | None = None
         for e in ours:
             is_whole = e.num_tokens <= len(ids) and digests.get(e.num_tokens) == e.tokens_digest
             common = e.num_tokens if is_whole else 0
@@ -129,7 +128,7 @@ class SlotStore:
                 best = (e, usable)
         return best
 
-    def get(self, entry: Entry, entries: Sequence[Entry] | None = None) -> tuple[Memory, Tokens]:
+    def get(self, entry: SavedSlot, entries: Sequence[SavedSlot] | None = None) -> tuple[Memory, Tokens]:
         """The whole memory, each part of the chain held against its digest."""
         by_name = {e.name: e for e in (self.entries() if entries is None else entries)}
         chain = [entry]
@@ -143,7 +142,7 @@ class SlotStore:
         parts = [self.part(e) for e in chain]
         return join_rows([memory for memory, _ in parts]), parts[-1][1]
 
-    def part(self, entry: Entry) -> tuple[Memory, Tokens]:
+    def part(self, entry: SavedSlot) -> tuple[Memory, Tokens]:
         path = self._path(entry.name, ".part")
         try:
             data = path.read_bytes()
@@ -162,7 +161,7 @@ class SlotStore:
             raise Damaged(f"checkpoint {entry.name}: its tokens are not those of {entry.name}.json. It was not used.")
         return read_memory(file.state, version=file.version)[0], file.tokens
 
-    def touch(self, entry: Entry, entries: Sequence[Entry]) -> None:
+    def touch(self, entry: SavedSlot, entries: Sequence[SavedSlot]) -> None:
         """It and those before it were used now."""
         by_name, at = {e.name: e for e in entries}, entry
         while True:
@@ -171,13 +170,13 @@ class SlotStore:
                 return
             at = by_name[at.parent]
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: SavedSlot) -> None:
         self._path(entry.name, ".json").unlink(missing_ok=True)  # first: without it the rest is nothing
         self._path(entry.name, ".part").unlink(missing_ok=True)
 
-    def prune(self, *, keep_bytes: int | None = None, older_s: float | None = None, damaged: bool = False) -> list[Entry]:
+    def prune(self, *, keep_bytes: int | None = None, older_s: float | None = None, damaged: bool = False) -> list[SavedSlot]:
         """Checkpoints that no other goes on from, the one that was used longest ago first. With what killed writers left."""
-        gone: list[Entry] = []
+        gone: list[SavedSlot] = []
         if damaged:
             for name, _ in self.problems():
                 self._path(name, ".json").unlink(missing_ok=True)
@@ -203,7 +202,7 @@ class SlotStore:
         self._sweep(now)
         return gone
 
-    def convert_to(self, target: SlotStore, k: str, v: str, head_dim: int = 0) -> Iterator[Entry]:
+    def convert_to(self, target: SlotStore, k: str, v: str, head_dim: int = 0) -> Iterator[SavedSlot]:
         """Every checkpoint there, in other K/V types. As they are made."""
         for name in (k, v):
             if name not in CONVERTED:
@@ -221,7 +220,7 @@ class SlotStore:
     def problems(self) -> list[tuple[str, str]]:
         """Names of what is not as it was written, with what is wrong."""
         found: list[tuple[str, str]] = []
-        good: dict[str, Entry] = {}
+        good: dict[str, SavedSlot] = {}
         for path in self._manifests():
             try:
                 entry = self._entry(path)
@@ -241,10 +240,12 @@ class SlotStore:
         """For the server to write or read: it knows file names alone."""
         return self.folder / f"kvx-{uuid.uuid4().hex}.slot"
 
-    def _write(self, part: Memory, ids: Tokens, model: ServedModel, name: str, first: int, parent: str, is_cuttable: bool) -> Entry:
+    def _write(
+        self, part: Memory, ids: Tokens, model: ServedModel, name: str, first: int, parent: str, is_cuttable: bool
+    ) -> SavedSlot:
         data = write_slot_file(ids, write_memory(part), version=part.version)
         kinds = tuple(c.kind for c in part.caches)
-        entry = Entry(
+        entry = SavedSlot(
             name, model, kinds, len(ids), first, parent, is_cuttable, _tokens_digest(ids), len(data), _digest(data), time.time()
         )
         _write(self._path(name, ".part"), data)
@@ -259,7 +260,7 @@ class SlotStore:
     def _manifests(self) -> list[Path]:
         return sorted(p for p in self.folder.glob("*.json") if _NAME.fullmatch(p.stem))
 
-    def _entry(self, path: Path) -> Entry | None:
+    def _entry(self, path: Path) -> SavedSlot | None:
         try:
             facts: dict[str, Any] = json.loads(path.read_text())
             used = path.stat().st_mtime
@@ -274,14 +275,14 @@ class SlotStore:
             model = dict(facts.pop("model"))
             model["head_dims"] = tuple(model["head_dims"])
             kinds = tuple(KvKind(**k) for k in facts.pop("kinds"))
-            entry = Entry(model=ServedModel(**model), kinds=kinds, used_s=used, **facts)
+            entry = SavedSlot(model=ServedModel(**model), kinds=kinds, used_s=used, **facts)
             if entry.name != path.stem or not 0 <= entry.first < entry.num_tokens:
                 raise ValueError(f"name {entry.name}, {entry.first} to {entry.num_tokens}")
         except (KeyError, TypeError, ValueError) as error:
             raise Damaged(f"{path} is no checkpoint's: {error}. Remove it with `kvx llama prune --damaged`.") from None
         return entry
 
-    def _tokens(self, entry: Entry) -> Tokens:
+    def _tokens(self, entry: SavedSlot) -> Tokens:
         """Without the rows behind them."""
         try:
             with open(self._path(entry.name, ".part"), "rb") as file:

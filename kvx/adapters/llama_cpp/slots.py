@@ -12,7 +12,7 @@ from typing import Any
 
 from kvx.adapters.llama_cpp.handover import export_slot_file, import_slot_file, require_fit
 from kvx.adapters.llama_cpp.kinds import StateKind, StateModel
-from kvx.adapters.llama_cpp.server import Server
+from kvx.adapters.llama_cpp.server import LlamaServer
 from kvx.adapters.llama_cpp.slot_file import read_slot_file
 from kvx.adapters.llama_cpp.state import read_state
 from kvx.errors import InternalError
@@ -29,7 +29,7 @@ class Slots:
         kind: StateKind | None = None,  # None: as the first file that it saves says
         timeout_s: float = 60,
     ) -> None:
-        self._server, self._folder = Server(address, timeout_s=timeout_s), Path(folder)
+        self._server, self._folder = LlamaServer(address, timeout_s=timeout_s), Path(folder)
         self._model, self._kind = model, kind
 
     def export_slot(self, slot: int = 0, *, block_size: int = 16, format: str = "") -> Handover:
