@@ -71,8 +71,8 @@ def save(
                 f"slot {slot} has other tokens than the {stop} that were computed: another client uses it. Choose a "
                 "slot of your own."
             )
-        made = [] if ids is not None else read_checkpoints(file.state[taken:], version=file.version)
-        for point in sorted(made, key=lambda c: c.num_tokens):
+        made = read_checkpoints(file.state[taken:], version=file.version)
+        for point in sorted(made, key=lambda c: c.num_tokens) if ids is None else ():
             kept.append(store.put(at_checkpoint(memory, point), file.tokens[: point.num_tokens], model))
         kept.append(store.put(memory, file.tokens, model))
     took = (time.perf_counter() - begin) * 1e3
