@@ -80,7 +80,7 @@ def save(
         typer.echo(f"{entry.name}  {entry.num_tokens:,} tokens" + (f", {_size(entry.bytes)}" if is_new else ", there already"))
     new = [e for e, is_new in kept if is_new]
     typer.echo(
-        f"{len(new)} new checkpoints, {_size(sum(e.bytes for e in new))}, in {took:.0f} ms: {model.name}, K/V {kept[-1][0].types}"
+        f"{_count(len(new), 'new checkpoint')}, {_size(sum(e.bytes for e in new))}, in {took:.0f} ms: {model.name}, K/V {kept[-1][0].types}"
     )
 
 
@@ -119,7 +119,7 @@ def list_(
         ago = _ago(now - e.used_s)
         table.add_row(e.name[:12], f"{e.num_tokens:,}", where, e.types, _size(e.bytes), e.model.name, ago, e.parent[:12] or "-")
     Console(width=120, soft_wrap=True).print(table)
-    typer.echo(f"{len(entries)} checkpoints, {_size(sum(e.bytes for e in entries))}")
+    typer.echo(f"{_count(len(entries), 'checkpoint')}, {_size(sum(e.bytes for e in entries))}")
 
 
 @app.command()
@@ -168,8 +168,8 @@ def prune(
     gone = SlotStore(folder).prune(keep_bytes=keep_bytes, older_s=older_s, damaged=damaged)
     left = SlotStore(folder).entries()
     typer.echo(
-        f"removed {len(gone)} checkpoints, {_size(sum(e.bytes for e in gone))}; "
-        f"{len(left)} are left, {_size(sum(e.bytes for e in left))}"
+        f"removed {_count(len(gone), 'checkpoint')}, {_size(sum(e.bytes for e in gone))}; "
+        f"{_count(len(left), 'checkpoint')} left, {_size(sum(e.bytes for e in left))}"
     )
 
 
@@ -188,7 +188,7 @@ def convert(
     make_folder("OUT", target)
     made = list(store.convert_to(SlotStore(target, is_made=True), k, v or k, head_dim))
     before = sum(e.bytes for e in store.entries())
-    typer.echo(f"{len(made)} checkpoints in {to}: {_size(before)} are {_size(sum(e.bytes for e in made))} in {target}")
+    typer.echo(f"{_count(len(made), 'checkpoint')} in {to}: {_size(before)} are {_size(sum(e.bytes for e in made))} in {target}")
 
 
 @app.command()
@@ -277,6 +277,10 @@ def _seconds(text: str) -> float:
     if match is None:
         raise typer.BadParameter(f"{text!r}; it is a number and s, m, h, d or w, like 12h or 7d", param_hint="--older-than")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _size(size: int) -> str:

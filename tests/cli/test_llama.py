@@ -160,7 +160,7 @@ def test_a_plain_model_is_cut_anywhere(llama: FakeLlama) -> None:
 
 def test_prompts_that_begin_alike_share_their_parts(llama: FakeLlama) -> None:
     save(llama)
-    assert "1 new checkpoints" in save(llama, IDS[:40] + IDS[:20])
+    assert "1 new checkpoint," in save(llama, IDS[:40] + IDS[:20])
     entries = json.loads(run("list", llama.folder, "--json"))
     assert [(e["tokens"], e["first"]) for e in entries] == [(20, 0), (40, 20), (59, 40), (60, 40), (63, 60)]
 
