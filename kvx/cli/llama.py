@@ -79,9 +79,8 @@ def save(
     for entry, is_new in kept:
         typer.echo(f"{entry.name}  {entry.num_tokens:,} tokens" + (f", {_size(entry.bytes)}" if is_new else ", there already"))
     new = [e for e, is_new in kept if is_new]
-    typer.echo(
-        f"{_count(len(new), 'new checkpoint')}, {_size(sum(e.bytes for e in new))}, in {took:.0f} ms: {model.name}, K/V {kept[-1][0].types}"
-    )
+    what = f"{_count(len(new), 'new checkpoint')}, {_size(sum(e.bytes for e in new))}"
+    typer.echo(f"{what}, in {took:.0f} ms: {model.name}, K/V {kept[-1][0].types}")
 
 
 @app.command("list")

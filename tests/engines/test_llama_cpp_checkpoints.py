@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("xllamacpp", reason="pip install xllamacpp")
@@ -20,6 +21,7 @@ pytest.importorskip("gguf")
 
 import xllamacpp
 
+from kvx.adapters.llama_cpp import Slots, StateModel
 from kvx.adapters.llama_cpp.checkpoints import read_checkpoints, write_checkpoints
 from kvx.adapters.llama_cpp.ggml_rows import decode_rows
 from kvx.adapters.llama_cpp.memory import read_memory, write_memory
@@ -247,3 +249,24 @@ def test_another_models_server_and_one_without_a_folder(gguf: Callable[[str], Pa
     elsewhere = tmp_path / "elsewhere"
     done = CliRunner().invoke(app, ["llama", "save", str(elsewhere), "--server", other.address, "--tokens", str(asked)])
     assert "is not its folder for slots" in str(done.exception)
+
+
+@pytest.mark.parametrize("type", ["q8_0", "q4_0"])
+def test_handovers_of_quantised_slots(gguf: Callable[[str], Path], tmp_path: Path, type: str) -> None:
+    """Out of a server with quantised K and V as float32, unrotated, and into it again as its own bytes."""
+    model = StateModel("tiny", 2, 1, 64)
+    small, wide = Llama(gguf("llama"), tmp_path, k=type, v=type), Llama(gguf("llama"), tmp_path, k="f32", v="f32")
+    out = []
+    for llama in (small, wide):
+        llama.compute(IDS[:50], 0)
+        out.append(Slots(llama.address, tmp_path, model=model).export_slot())
+    exact, near = (h.parts[0].buffers for h in reversed(out))
+    assert out[0].spec.format == "f32"
+    off = max(float((a.view(torch.float32) - b.view(torch.float32)).abs().max()) for a, b in zip(near, exact, strict=True))
+    assert 0 < off < {"q8_0": 0.15, "q4_0": 2.5}[type]
+    fresh = Llama(gguf("llama"), tmp_path, k=type, v=type)
+    Slots(fresh.address, tmp_path, model=model).import_slot(out[0])
+    theirs, again = (read_memory(read_slot_file(x.save_slot(0, tmp_path / "x")).state)[0] for x in (small, fresh))
+    for a, b in zip((*theirs.caches[0].k, *theirs.caches[0].v), (*again.caches[0].k, *again.caches[0].v), strict=True):
+        assert np.abs(decode_rows(a.data, type) - decode_rows(b.data, type)).max() < 0.02
+    assert fresh.ask(IDS[:60])[0] == 50

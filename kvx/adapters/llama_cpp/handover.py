@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvx.adapters.llama_cpp.ggml_rows import CONVERTED, QUANTISED
 from kvx.adapters.llama_cpp.kinds import VERSIONS, StateKind, StateModel
+from kvx.adapters.llama_cpp.memory import KvKind, read_memory, write_memory
 from kvx.adapters.llama_cpp.slot_file import SlotFile, read_slot_file, write_slot_file
 from kvx.adapters.llama_cpp.state import SequenceState, read_state, write_state
-from kvx.errors import BadArgument, Unsupported
+from kvx.errors import BadArgument, Incompatible, Unsupported
 from kvx.handover import Handover, Source, export_blocks
 from kvx.layout import engine
 from kvx.layout.buffers import allocate_buffers
@@ -27,7 +29,7 @@ def export_state(
     block_size: int = 16,
     format: str = "",  # "": as it is
 ) -> Handover:
-    return _export(read_state(data, model=model, version=version), tokens, model, block_size, format)
+    return _export(read_state(_exact(data, version), model=model, version=version), tokens, model, block_size, format)
 
 
 def import_state(
@@ -38,8 +40,10 @@ def import_state(
     version: int = VERSIONS[-1],  # as export_state; with a StateKind, that one's
 ) -> bytes:
     """For llama_state_seq_set_data."""
-    kind = like if isinstance(like, StateKind) else read_state(like, model=model, version=version).kind
-    return _import(handover, model, kind, is_file=False)
+    if isinstance(like, StateKind):
+        return _import(handover, model, like, is_file=False)
+    kind = read_state(_exact(like, version), model=model, version=version).kind
+    return _as(_import(handover, model, kind, is_file=False), like, version, is_file=False)
 
 
 def export_slot_file(
@@ -50,7 +54,8 @@ def export_slot_file(
     format: str = "",  # "": as it is
 ) -> Handover:
     read = read_slot_file(file)
-    return _export(read_state(read.state, model=model, version=read.version), read.tokens, model, block_size, format)
+    state = read_state(_exact(read.state, read.version), model=model, version=read.version)
+    return _export(state, read.tokens, model, block_size, format)
 
 
 def import_slot_file(
@@ -61,12 +66,43 @@ def import_slot_file(
 ) -> bytes:
     """For `POST /slots/N?action=restore`. With a StateKind, tokens are packed as llama-server does since 2026-08."""
     if isinstance(like, StateKind):
-        file, kind = SlotFile(like.version, handover.tokens, memoryview(b""), True), like
+        file = SlotFile(like.version, handover.tokens, memoryview(b""), True)
+        state = _import(handover, model, like, is_file=True)
     else:
         file = read_slot_file(like)
-        kind = read_state(file.state, model=model, version=file.version).kind
-    state = _import(handover, model, kind, is_file=True)
+        kind = read_state(_exact(file.state, file.version), model=model, version=file.version).kind
+        state = _as(_import(handover, model, kind, is_file=True), file.state, file.version, is_file=True)
     return write_slot_file(handover.tokens, state, version=file.version, is_packed=file.is_packed)
+
+
+def _exact(data: bytes | memoryview, version: int) -> bytes | memoryview:
+    """Quantised K and V in float32, without the rotation before it; any other state as it is, for read_state to judge."""
+    kinds = _quantised(data, version)
+    if not kinds:
+        return data
+    memory, taken = read_memory(data, version=version)
+    if taken != len(data):
+        return data
+    plain = [replace(k, k="f32", v="f32", k_rotation=0, v_rotation=0) for k in kinds]
+    return write_memory(memory.to(plain))
+
+
+def _as(state: bytes, like: bytes | memoryview, version: int, *, is_file: bool) -> bytes:
+    """Quantised where `like` is."""
+    kinds = _quantised(like, version)
+    return write_memory(read_memory(state, version=version)[0].to(kinds), is_file=is_file) if kinds else state
+
+
+def _quantised(data: bytes | memoryview, version: int) -> list[KvKind]:
+    """How each cache of a state is kept, where one is quantised in a type that KVX converts; none else."""
+    if version not in VERSIONS or not isinstance(data, bytes | bytearray | memoryview):
+        return []
+    try:
+        caches = read_memory(data, version=version)[0].caches
+    except (BadArgument, Incompatible, Unsupported):  # read_state says what is wrong with it
+        return []
+    types = {t for c in caches for t in (c.kind.k, c.kind.v)}
+    return [c.kind for c in caches] if types & set(QUANTISED) and types <= set(CONVERTED) else []
 
 
 def _export(state: SequenceState, tokens: ArrayLike, model: StateModel, block_size: int, format: str) -> Handover:

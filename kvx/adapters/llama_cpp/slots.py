@@ -13,8 +13,6 @@ from typing import Any
 from kvx.adapters.llama_cpp.handover import export_slot_file, import_slot_file, require_fit
 from kvx.adapters.llama_cpp.kinds import StateKind, StateModel
 from kvx.adapters.llama_cpp.server import LlamaServer
-from kvx.adapters.llama_cpp.slot_file import read_slot_file
-from kvx.adapters.llama_cpp.state import read_state
 from kvx.errors import InternalError
 from kvx.handover import Handover
 
@@ -30,7 +28,8 @@ class Slots:
         timeout_s: float = 60,
     ) -> None:
         self._server, self._folder = LlamaServer(address, timeout_s=timeout_s), Path(folder)
-        self._model, self._kind = model, kind
+        self._model = model
+        self._like: StateKind | bytes | None = kind
 
     def export_slot(self, slot: int = 0, *, block_size: int = 16, format: str = "") -> Handover:
         """All tokens that the slot has. It keeps them."""
@@ -38,7 +37,7 @@ class Slots:
 
     def import_slot(self, handover: Handover, slot: int = 0) -> None:
         """The slot forgets what it had. Requests that begin with the handover's tokens, and name the slot, continue from them."""
-        data = import_slot_file(handover, model=self._model, like=self._kind or self._learn(handover, slot))
+        data = import_slot_file(handover, model=self._model, like=self._like or self._learn(handover, slot))
         restored = self._server.restore_slot(slot, self._path(), data)
         if restored != handover.num_tokens:
             raise InternalError(f"import_slot(): the server restored {restored} tokens of {handover.num_tokens}.")
@@ -50,13 +49,12 @@ class Slots:
     def _saved(self, slot: int) -> bytes:
         return self._server.save_slot(slot, self._path())
 
-    def _learn(self, handover: Handover, slot: int) -> StateKind:
+    def _learn(self, handover: Handover, slot: int) -> bytes:
         """How the server writes states, from one of one token: an empty slot's says nothing."""
         require_fit(handover, self._model)  # else the slot would be gone for nothing
         self.post("/completion", {"prompt": handover.tokens[:1].tolist(), "n_predict": 0, "id_slot": slot, "cache_prompt": True})
-        file = read_slot_file(self._saved(slot))
-        self._kind = read_state(file.state, model=self._model, version=file.version).kind
-        return self._kind
+        self._like = self._saved(slot)
+        return self._like
 
     def _path(self) -> Path:
         return self._folder / f"kvx-{uuid.uuid4().hex}.slot"
