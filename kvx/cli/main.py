@@ -65,7 +65,7 @@ def summary(verb: str) -> str:
         if isinstance(node, ast.FunctionDef) and node.name == verb:
             return ast.get_docstring(node) or ""
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.targets[0]) == "app":
-            return next(ast.literal_eval(part.value) for part in node.value.keywords if part.arg == "help")
+            return str(next(ast.literal_eval(part.value) for part in node.value.keywords if part.arg == "help"))
     raise LookupError(f"kvx/cli/{verb}.py has neither a function {verb}() nor an app.")
 
 
