@@ -319,7 +319,7 @@ def test_a_directory_that_is_none(tmp_path: Path, command: str) -> None:
 
 
 def test_servers_that_do_not_help(llama: FakeLlama) -> None:
-    with pytest.raises(kvx.InternalError, match=r"did not answer /props.*Start llama-server there"):
+    with pytest.raises(kvx.BadArgument, match=r"cannot be reached: .*refused.*Start llama-server there"):
         run("save", llama.folder, "--server", "http://127.0.0.1:9")
     with pytest.raises(kvx.BadArgument, match="begins with http://"):
         run("save", llama.folder, "--server", "localhost:8080")
@@ -327,7 +327,7 @@ def test_servers_that_do_not_help(llama: FakeLlama) -> None:
         run("save", llama.folder, "--server", llama.address)
     elsewhere = llama.folder.parent / "elsewhere"
     llama.tokens = IDS
-    with pytest.raises(kvx.InternalError, match="--slot-save-path"):
+    with pytest.raises(kvx.BadArgument, match="--slot-save-path"):
         run("save", elsewhere, "--server", llama.address)
     llama.has_path = False
     with pytest.raises(kvx.Unsupported, match="Start it again with --slot-save-path DIR/"):

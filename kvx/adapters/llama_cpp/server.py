@@ -13,7 +13,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from kvx.errors import BadArgument, Incompatible, InternalError, KvxError, Unsupported
+from kvx.errors import BadArgument, Incompatible, KvxError, Unsupported
 
 Metadata = Callable[[Path], Mapping[str, Any]]
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
@@ -74,7 +74,7 @@ class LlamaServer:
             self.post(f"/slots/{slot}?action=save", {"filename": file.name})
             return file.read_bytes()
         except FileNotFoundError:
-            raise InternalError(
+            raise BadArgument(
                 f"the server saved {file.name}, and {file.parent} has no such file: it is not its folder for slots. Start "
                 f"the server with --slot-save-path {file.parent.resolve()}/, or name the folder that it has."
             ) from None
@@ -102,10 +102,16 @@ class LlamaServer:
                     "that DIR here."
                 ) from None
             raise Incompatible(f"llama.cpp at {self.address} refused {path}: {error.code}, {said}") from None
-        except (OSError, HTTPException, ValueError) as error:
-            raise InternalError(
-                f"llama.cpp at {self.address} did not answer {path} within {timeout_s} s, or not in JSON: {error}. Start "
-                "llama-server there, or name the address that it listens at."
+        except OSError as error:
+            why = getattr(error, "reason", error)
+            said = f"did not answer {path} within {timeout_s:g} s" if isinstance(why, TimeoutError) else f"cannot be reached: {why}"
+            raise BadArgument(
+                f"llama.cpp at {self.address} {said}. Start llama-server there, or name the address that it listens at."
+            ) from None
+        except (HTTPException, ValueError) as error:
+            raise Incompatible(
+                f"what answers at {self.address} is no llama-server: {path} gave {error}. Name the address that llama-server "
+                "listens at."
             ) from None
 
 
