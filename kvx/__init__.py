@@ -127,7 +127,11 @@ _HOMES = {
     "to_page_csr to_ragged",
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
-_PARTS = ("cache", "errors", "files", "identity", "layout", "ops", "quant", "spec", "tables")  # kvx.spec after `import kvx`
+# Found after `import kvx` alone: kvx.spec.
+_PARTS = (
+    "adapters", "cache", "connector", "errors", "files", "handover", "identity", "layout", "ops", "quant", "runner", "spec",
+    "tables", "tiers", "wires",
+)  # fmt: skip
 
 if not TYPE_CHECKING:  # a checker that sees a __getattr__ takes every name for one that exists
 

@@ -263,6 +263,10 @@ def test_names_are_the_same_for_python_and_for_type_checkers():
         assert getattr(kvx, name) is getattr(importlib.import_module(module), name)
 
 
+def test_parts_are_found_without_an_import_of_their_own():
+    loaded_by("-c", "import kvx; kvx.tiers.DiskTier; kvx.handover.Handover; kvx.runner; kvx.wires; kvx.adapters; kvx.connector")
+
+
 def test_a_name_that_is_not_there_is_said_as_python_says_it():
     with pytest.raises(AttributeError, match="module 'kvx' has no attribute 'wriet'"):
         _ = kvx.wriet

@@ -67,6 +67,11 @@ def value_dim(spec: CacheSpec, latent: bool) -> int:
 
 def check_cache(call: str, q: Tensor, view: CacheView, table: Table, options: Options) -> None:
     """What every backend asks of cache, table, q and mask."""
+    if isinstance(options.window, tuple | list):
+        raise BadArgument(
+            f"{call}(): window is {options.window}; it is one number: how many positions a query sees, its own included. "
+            "FlashAttention's window_size=(left, 0) is window=left + 1 here; there is no window to the right."
+        )
     if options.window and not options.causal:
         raise BadArgument(
             f"{call}(): causal is False and window {options.window}. A window counts back from each query's own position, so it is "
