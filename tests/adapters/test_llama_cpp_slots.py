@@ -130,7 +130,7 @@ def test_what_goes_wrong_is_said(server: FakeServer) -> None:
     with pytest.raises(kvx.InternalError, match="restored 3 tokens of 2"):
         slots.import_slot(handover)
     server.saves = False
-    with pytest.raises(kvx.InternalError, match="has no such file"):
+    with pytest.raises(kvx.BadArgument, match="has no such file"):
         slots.export_slot()
     assert not list(server.folder.iterdir())
 
@@ -138,9 +138,9 @@ def test_what_goes_wrong_is_said(server: FakeServer) -> None:
 def test_a_server_that_is_slow_or_gone(server: FakeServer) -> None:
     server.is_slow.set()
     slots = Slots(server.address, server.folder, model=MODEL, timeout_s=0.1)
-    with pytest.raises(kvx.InternalError, match=r"did not answer /slots/0\?action=save within 0.1 s"):
+    with pytest.raises(kvx.BadArgument, match=r"did not answer /slots/0\?action=save within 0.1 s"):
         slots.export_slot()
-    with pytest.raises(kvx.InternalError, match="did not answer"):  # nobody listens there
+    with pytest.raises(kvx.BadArgument, match="cannot be reached"):  # nobody listens there
         Slots("http://127.0.0.1:9", server.folder, model=MODEL).export_slot()
 
 
