@@ -228,7 +228,7 @@ def entries(backend: str) -> dict[str, list[Entry]]:
         ],
         "bind": [
             plain(
-                lambda plan, dst, src, **more: kvx.bind(plan, dst, src, **more).run(),
+                lambda plan, dst, src, **more: kvx.bind(plan, src, dst, **more).run(),
                 ("dst",),
                 plan=kvx.plan(WHOLE, OTHER),
                 dst=[torch.zeros(5, 2, 2, 2, 4, 16, dtype=torch.bfloat16)],

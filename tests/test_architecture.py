@@ -77,7 +77,7 @@ def walk_block(folder: Path) -> None:
 def walk_layout(folder: Path) -> None:
     layouts = "layer kv | block token head dim", "layer | block head kv token/2 dim token%2"
     a, b = (kvx.CacheSpec(3, 4, 1, 8, layout=layout, model=str(folder)) for layout in layouts)  # no spec whose places are known
-    kvx.convert(kvx.allocate_buffers(b), kvx.allocate_buffers(a), plan=kvx.plan(a, b))
+    kvx.convert(kvx.allocate_buffers(a), kvx.allocate_buffers(b), plan=kvx.plan(a, b))
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def _move_by_plan(
     made = _plan(layouts if to_whole else layouts[::-1], len(wholes), *sizes)
     # Words of a row, whatever its elements are: the plan is of f32 or bf16 and the memory is given as bytes.
     flat, whole = [bytes_of(t) for group in chunks for t in group], [bytes_of(t) for t in wholes]
-    convert(whole if to_whole else flat, flat if to_whole else whole, plan=made)
+    convert(flat if to_whole else whole, whole if to_whole else flat, plan=made)
 
 
 @lru_cache(maxsize=64)  # engines come with a few geometries and many batch sizes

@@ -164,7 +164,7 @@ def _calls(
                 view.tensor.normal_()
         b = [kvx.allocate_buffers(s, "cpu" if is_to_host else device, pin_memory=is_to_host) for s in dst]
         ids = torch.randperm(num_blocks, generator=g), torch.randperm(num_blocks, generator=g)
-        bound = kvx.bind(plan, b, a, src_blocks=ids[0], dst_blocks=ids[1])
+        bound = kvx.bind(plan, a, b, src_blocks=ids[0], dst_blocks=ids[1])
         if n == 0:
             check(plan, bound, a, b, ids)
         calls.append(bound.run)
@@ -185,7 +185,7 @@ def check(plan: kvx.Plan, bound: Any, a: list[list[Tensor]], b: list[list[Tensor
     some = [i[[0, -1]] if len(i) > 1 else i for i in ids]
     again = [[t.clone() for t in shard] for shard in b]
     same = [[t.to(b[0][0].device) for t in shard] for shard in a]
-    kvx.convert(again, same, plan=plan, src_blocks=some[0], dst_blocks=some[1], backend="torch")
+    kvx.convert(same, again, plan=plan, src_blocks=some[0], dst_blocks=some[1], backend="torch")
     for x_shard, y_shard in zip(b, again, strict=True):
         for x, y in zip(x_shard, y_shard, strict=True):
             if not torch.equal(x, y):

@@ -48,7 +48,7 @@ def run(case: DigestCase, device: str, ceiling_gbps: float) -> Row:
     small = kvx.digest(sets[0], spec, blocks=[0, case.blocks - 1])
     plain = kvx.CacheSpec(case.blocks, case.tokens, 8, 128, layout=LAYOUTS["nhd"], num_layers=case.layers)
     other = kvx.allocate_buffers(plain, device)
-    kvx.convert(other, sets[0], plan=kvx.plan(spec, plain), src_blocks=[0, case.blocks - 1], dst_blocks=[1, 2])
+    kvx.convert(sets[0], other, plan=kvx.plan(spec, plain), src_blocks=[0, case.blocks - 1], dst_blocks=[1, 2])
     if kvx.digest(other, plain, blocks=[1, 2]) != small:
         raise AssertionError("the digest differs between layouts; nothing was timed")
     out = torch.zeros(2, dtype=torch.int64, device=device)

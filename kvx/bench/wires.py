@@ -106,8 +106,8 @@ class Ring:
         self.chunk_bytes = self.arena.numel() // RING
         there, back = plan(spec, self.spec), plan(self.spec, spec)
         chunks = [(_ids(k * CHUNK), _ids(k % RING * CHUNK)) for k in range(spec.num_blocks // CHUNK)]
-        self._there = [bind(there, self.buffers, cache, src_blocks=a, dst_blocks=b) for a, b in chunks]
-        self._back = [bind(back, cache, self.buffers, src_blocks=b, dst_blocks=a) for a, b in chunks]
+        self._there = [bind(there, cache, self.buffers, src_blocks=a, dst_blocks=b) for a, b in chunks]
+        self._back = [bind(back, self.buffers, cache, src_blocks=b, dst_blocks=a) for a, b in chunks]
 
     def convert(self, k: int) -> None:
         """Blocks of the cache into chunk k's place."""
@@ -207,7 +207,7 @@ class Importer:
         """What was pulled last is the conversion of the whole cache."""
         want = neutral(spec, spec.num_blocks, format)
         buffers = list(new_buffers(want))
-        bind(plan(spec, want), buffers, fill(spec)).run()
+        bind(plan(spec, want), fill(spec), buffers).run()
         got = self.arena[: spec.num_blocks * self.block_bytes[ring]].view(spec.num_blocks, -1)
         _same(f"{self.wire} {format}", [torch.equal(a, b) for a, b in zip(got, buffers, strict=True)])
 

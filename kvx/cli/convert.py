@@ -105,7 +105,7 @@ def convert(
                 for check in checks:
                     check.read(src[0], src[-1] + 1)
                 kvx.convert(
-                    [file.buffers for file in outputs], [f.buffers for f in shards.parts], plan=plan,
+                    [f.buffers for f in shards.parts], [file.buffers for file in outputs], plan=plan,
                     src_blocks=torch.tensor([src]), dst_blocks=torch.arange(dst.start, dst.stop).view(1, -1),
                     seq_lens=torch.tensor([tokens]),
                 )  # fmt: skip

@@ -63,7 +63,7 @@ def hold(handover: Handover, *, layout: str = "", tp_size: int = 1) -> Held:
     specs = tuple(rank_specs(p.kv.replaced(layout=layout or p.spec.layout), tp_size) for p in handover.parts)
     buffers = tuple(tuple(t for s in part for t in allocate_buffers(s)) for part in specs)
     for p, part, into in zip(handover.parts, specs, buffers, strict=True):
-        convert(list(into), list(p.buffers), plan=plan(p.spec, part, partial=True))  # one rank after the other
+        convert(list(p.buffers), list(into), plan=plan(p.spec, part, partial=True))  # one rank after the other
     return Held(handover, specs, buffers)
 
 
@@ -71,7 +71,7 @@ def gather(held: Held) -> Handover:
     """The handover again. Damaged where the ranks' bytes are not those that the manifest says."""
     made = from_manifest(held.handover.to_json())
     for p, way, buffers in zip(made.parts, plans(made, held.specs), held.buffers, strict=True):
-        convert(list(p.buffers), list(buffers), plan=way)
+        convert(list(buffers), list(p.buffers), plan=way)
     made.check()
     return made
 

@@ -98,7 +98,7 @@ def first_difference(a: Shards, b: Shards) -> str:
             out, block_size = kvx.allocate_buffers(plain), shards.whole.block_size
             first, end = begin // block_size, -(-(begin + length) // block_size)
             kvx.convert(
-                out, [f.buffers for f in shards.parts], plan=kvx.plan([f.spec for f in shards.parts], plain),
+                [f.buffers for f in shards.parts], out, plan=kvx.plan([f.spec for f in shards.parts], plain),
                 src_blocks=torch.arange(first, end).view(1, -1), dst_blocks=torch.zeros(1, 1, dtype=torch.int64),
                 seq_lens=torch.tensor([length]),
             )  # fmt: skip

@@ -95,9 +95,9 @@ class PartMover:
             mine = [at.get(place, SKIP) for place in t.tier]
             p = self._plan(n, len(places), is_load)
             if is_load:
-                convert(list(run.buffers), list(blocks), plan=p, src_blocks=mine, dst_blocks=engine)
+                convert(list(blocks), list(run.buffers), plan=p, src_blocks=mine, dst_blocks=engine)
             else:
-                convert(list(blocks), list(run.buffers), plan=p, src_blocks=engine, dst_blocks=mine)
+                convert(list(run.buffers), list(blocks), plan=p, src_blocks=engine, dst_blocks=mine)
 
     def _plan(self, run: int, num_blocks: int, is_load: bool) -> Plan:
         key = run, num_blocks, is_load

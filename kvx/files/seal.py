@@ -46,7 +46,7 @@ def digest_blocks(cache: list[Tensor], spec: Spec, first: int, end: int) -> Dige
     if not has_whole_words(spec):  # through a plain layout, of so many blocks only
         plain = spec.replaced(layout=spec.plain_layout, num_blocks=end - first, block_bytes=0)
         stage = allocate_buffers(plain, cache[0].device)
-        convert(stage, cache, plan=plan(spec, plain), src_blocks=here, dst_blocks=here - first)
+        convert(cache, stage, plan=plan(spec, plain), src_blocks=here, dst_blocks=here - first)
         cache, spec, here = stage, plain, here - first
     return digest(cache, spec, blocks=torch.cat([torch.full((first,), -1, dtype=torch.int32), here]))
 

@@ -160,8 +160,8 @@ class Handover:
         # Blocks that lie wholly before what is here stay as they are.
         absent = max(0, here.first_token - first_token) // spec.block_size
         convert(
-            into,
             moved(given.buffers, into[0].device),
+            into,
             plan=plan(given.spec, spec, rope=("half", rope), partial=True),  # into one rank of several
             src_blocks=block_table(max(-1, n) for n in range(first, first + count)),
             dst_blocks=block_table([-1] * min(absent, need) + list(blocks[absent:need])),
@@ -200,7 +200,7 @@ class Handover:
             self.check()
         into = list(buffers)
         convert(
-            into, moved(here.buffers, into[0].device), plan=plan(here.spec, spec, partial=True), src_blocks=list(range(count)),
+            moved(here.buffers, into[0].device), into, plan=plan(here.spec, spec, partial=True), src_blocks=list(range(count)),
             dst_blocks=[int(n) for n in blocks[:count]],
         )  # fmt: skip
 
@@ -355,8 +355,8 @@ def _moved_blocks(p: Part, specs: tuple[Spec, ...], num_tokens: int) -> list[Par
     # Both tables count from token 0, so that blocks of different sizes meet; what is not here is skipped.
     src, dst = ([-1] * b + list(range(s.num_blocks)) for b, s in ((p.first_block, p.spec), (first, specs[0])))
     convert(
-        [t for m in made for t in m.buffers],
         list(p.buffers),
+        [t for m in made for t in m.buffers],
         plan=plan(p.spec, specs),
         src_blocks=block_table(src[: -(-num_tokens // p.spec.block_size)]),
         dst_blocks=block_table(dst),

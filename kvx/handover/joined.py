@@ -65,7 +65,7 @@ def _joined_planes(shards: list[Part], first: Handover, i: int) -> Part:
     spec = a.spec.replaced(planes=tuple(_whole_plane([r.spec.planes[k] for r in ranks]) for k in range(a.spec.num_planes)))
     part, ids = replace(a, spec=spec, buffers=new_buffers(spec)), list(range(spec.num_blocks))
     buffers = [t for r in ranks for t in r.buffers]
-    convert(list(part.buffers), buffers, plan=plan([r.spec for r in ranks], spec), src_blocks=ids, dst_blocks=ids)
+    convert(buffers, list(part.buffers), plan=plan([r.spec for r in ranks], spec), src_blocks=ids, dst_blocks=ids)
     part = part.sealed(first.num_tokens)
     if first.whole and part.content != first.whole[i]:
         raise Damaged(f"join(): the shards make content {part.content}; the whole had {first.whole[i]}. A shard is missing.")
@@ -109,8 +109,8 @@ def _joined(shards: list[Part], first: Handover, i: int) -> Part:
     part = replace(p, spec=spec, buffers=new_buffers(spec))
     here = torch.arange(spec.num_blocks, dtype=torch.int32)
     convert(
-        list(part.buffers),
         [t for r in ranks for t in r.buffers],
+        list(part.buffers),
         plan=plan([r.spec for r in ranks], spec),
         src_blocks=here,
         dst_blocks=here,

@@ -98,7 +98,7 @@ def _read_planes(cache: PagedCache, seq: Sequence, group: int, member: Member, b
     made = new_buffers(spec, cache.device)
     for run in _runs(cache, group, member, {layer: LayerPlace(0, n) for n, layer in enumerate(layers)}):
         convert(
-            list(made), run.tensors, plan=plan(run.spec.replaced(model=model), spec, layers=run.layers), src_blocks=blocks,
+            run.tensors, list(made), plan=plan(run.spec.replaced(model=model), spec, layers=run.layers), src_blocks=blocks,
             dst_blocks=list(range(len(blocks))),
         )  # fmt: skip
     host = tuple(moved(made, torch.device("cpu")))

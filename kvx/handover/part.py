@@ -88,7 +88,7 @@ class Part:
         if behind and not isinstance(self.spec, StateSpec):
             padding, spec = padding_block(self.spec, self.buffers, 0)
             ids, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([behind], dtype=torch.int32)
-            convert(list(self.buffers), padding, plan=plan(spec, self.spec), src_blocks=ids, dst_blocks=ids, seq_lens=lens)
+            convert(padding, list(self.buffers), plan=plan(spec, self.spec), src_blocks=ids, dst_blocks=ids, seq_lens=lens)
         return self
 
 

@@ -42,7 +42,7 @@ def moved_planes(p: Part, specs: tuple[Spec, ...]) -> list[Part]:
     made = [replace(p, spec=s, buffers=new_buffers(s)) for s in specs]
     for m in made:  # ranks may have the same rows: each is read by itself
         ids = list(range(p.spec.num_blocks))
-        convert(list(m.buffers), list(p.buffers), plan=plan(p.spec, m.spec, partial=True), src_blocks=ids, dst_blocks=ids)
+        convert(list(p.buffers), list(m.buffers), plan=plan(p.spec, m.spec, partial=True), src_blocks=ids, dst_blocks=ids)
     return [m.sealed(0) for m in made]
 
 

@@ -149,8 +149,8 @@ def _part(num_tokens: int, sources: list[Source], model: str, block_size: int, f
             if not format:
                 require_one_scale("export_blocks", [(r.spec, r.source.buffers) for r in runs])
             convert(
-                list(made),
                 [t for r in runs for t in r.source.buffers],
+                list(made),
                 plan=plan([r.spec for r in runs], spec, layers=(begin, end), rope=(table.rope, "half")),
                 src_blocks=block_table(table.blocks),
                 dst_blocks=dst,

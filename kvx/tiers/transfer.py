@@ -50,12 +50,12 @@ class HostTransfer:
 
     def send(self, ids: Sequence[int], places: Sequence[int], blocks: Sequence[Block]) -> Wait:
         into = [b.buffers[0] for b in blocks]
-        convert(into, self._buffers, plan=self._plans(len(blocks))[0], src_blocks=list(ids), dst_blocks=list(places))
+        convert(self._buffers, into, plan=self._plans(len(blocks))[0], src_blocks=list(ids), dst_blocks=list(places))
         return _nothing
 
     def receive(self, ids: Sequence[int], places: Sequence[int], blocks: Sequence[Block]) -> Wait:
         source = [b.buffers[0] for b in blocks]
-        convert(self._buffers, source, plan=self._plans(len(blocks))[1], src_blocks=list(places), dst_blocks=list(ids))
+        convert(source, self._buffers, plan=self._plans(len(blocks))[1], src_blocks=list(places), dst_blocks=list(ids))
         return _nothing
 
 
@@ -180,8 +180,8 @@ class _Area:
             self._ids = self._host_ids.to(device)
             cache, staged = self._ids[: columns[0]], self._ids[columns[0] :]
             self._bound = (
-                bind(plans[0], self._blocks, buffers, src_blocks=cache, dst_blocks=staged),
-                bind(plans[1], buffers, self._blocks, src_blocks=staged, dst_blocks=cache),
+                bind(plans[0], buffers, self._blocks, src_blocks=cache, dst_blocks=staged),
+                bind(plans[1], self._blocks, buffers, src_blocks=staged, dst_blocks=cache),
             )
 
     def convert(self, direction: int, ids: Sequence[int], places: Sequence[int]) -> None:
@@ -195,7 +195,7 @@ class _Area:
             return
         pairs: list[tuple[list[Tensor], Sequence[int]]] = [(self._cache, list(ids)), (self._blocks, list(places))]
         (src, src_ids), (dst, dst_ids) = pairs if direction == OUT else pairs[::-1]
-        convert(dst, src, plan=self._plans[direction], src_blocks=src_ids, dst_blocks=dst_ids)
+        convert(src, dst, plan=self._plans[direction], src_blocks=src_ids, dst_blocks=dst_ids)
 
 
 class _CudaStreams:

@@ -45,8 +45,8 @@ def expected(plan: kvx.Plan) -> bytes:
     whole = np.lcm(a.block_size, b.block_size)
     tokens = min(a.num_slots, b.num_slots) // whole * whole
     kvx.convert(
-        dst,
         src,
+        dst,
         plan=plan,
         src_blocks=[a.num_blocks - 1 - i for i in range(tokens // a.block_size)],
         dst_blocks=list(range(tokens // b.block_size)),

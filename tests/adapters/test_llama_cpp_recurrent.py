@@ -62,7 +62,7 @@ def test_transformers_states_are_the_engines(name):
     src = state_row("transformers").spec(planes, num_blocks=1, num_layers=layers)
     dst = state_row("llama_cpp").spec(planes, num_blocks=1, num_layers=layers)
     out = allocate_buffers(dst)
-    kvx.convert(out, there, plan=kvx.plan(src, dst))
+    kvx.convert(there, out, plan=kvx.plan(src, dst))
     found = read_recurrent(state_of(name), spec_of(name), num_model_layers=all_layers)
     assert found.num_tokens == NUM_TOKENS
     for got, want in zip(out, found.buffers[: len(out)], strict=True):

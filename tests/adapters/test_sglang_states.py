@@ -74,7 +74,7 @@ def convert(src: list[torch.Tensor], a: StateSpec, b: StateSpec, blocks: tuple[l
     out = allocate_buffers(b)
     for t in out:
         t.zero_()
-    kvx.convert(out, src, plan=kvx.plan(a, b, blocks=blocks))
+    kvx.convert(src, out, plan=kvx.plan(a, b, blocks=blocks))
     return as_bytes(out)
 
 

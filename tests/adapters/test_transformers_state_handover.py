@@ -334,7 +334,7 @@ def test_a_whole_state_of_llama_cpp():
 
 def _neutral(buffers: list[torch.Tensor], row: StateSpec, part: Any) -> tuple[torch.Tensor, ...]:
     made = [torch.zeros_like(t) for t in part.buffers]
-    kvx.convert(made, buffers, plan=kvx.plan(row, part.spec))
+    kvx.convert(buffers, made, plan=kvx.plan(row, part.spec))
     return tuple(made)
 
 

@@ -62,8 +62,8 @@ def moved(states: list[torch.Tensor], planes: tuple[PlaneSpec, ...], row: str) -
     there = state_row(row).spec(planes, num_blocks=4, num_layers=layers)
     between, back = allocate_buffers(there), [torch.full_like(t, 1e4) for t in states]
     blocks = list(range(batch)), [3, 0, 2][:batch]
-    kvx.convert(between, states, plan=kvx.plan(here, there, blocks=blocks))
-    kvx.convert(back, between, plan=kvx.plan(there, here, blocks=blocks[::-1]))
+    kvx.convert(states, between, plan=kvx.plan(here, there, blocks=blocks))
+    kvx.convert(between, back, plan=kvx.plan(there, here, blocks=blocks[::-1]))
     return back
 
 

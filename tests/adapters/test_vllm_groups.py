@@ -37,7 +37,7 @@ def test_packings_are_found_by_what_comes_out(row):
     def write(k, v, cache, slots):
         spec = engine(row).spec(num_layers=1, num_blocks=3, block_size=32, num_kv_heads=2, head_dim=64)
         plain = replace(spec, layout="layer kv | block token head dim")
-        convert([cache], [k, v], plan=plan(plain, spec))
+        convert([k, v], [cache], plan=plan(plain, spec))
 
     assert find_packing(group, write) == row
     with pytest.raises(Unsupported, match=r"none of vllm\.cpu"):

@@ -51,7 +51,7 @@ def neutral(facts: GroupFacts, caches: dict[str, torch.Tensor], **kwargs) -> lis
         spec, layout="layer kv | block token head dim" if spec.num_planes == 2 else "layer | block token head dim", block_bytes=0
     )
     out = allocate_buffers(plain)
-    convert(out, list(run.buffers), plan=plan(spec, plain))
+    convert(list(run.buffers), out, plan=plan(spec, plain))
     return out
 
 

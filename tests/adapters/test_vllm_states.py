@@ -82,7 +82,7 @@ def test_pages_of_the_engine_are_read(name):
         memory[block, : len(golden.pages[layer][block])] = torch.from_numpy(golden.pages[layer][block].copy())
         out = allocate_buffers(dst)
         pages = as_registered(memory, len(golden.pages[layer][block]))
-        kvx.convert(out, [pages], plan=kvx.plan(golden.spec(5), dst, blocks=([block], [0])))
+        kvx.convert([pages], out, plan=kvx.plan(golden.spec(5), dst, blocks=([block], [0])))
         for got, t in zip(out, want, strict=True):
             a, b = got.view(torch.float32).view(t.shape), t
             if t is want[0]:
@@ -104,11 +104,11 @@ def test_pages_are_written_as_the_engine_does(name):
         source = torch.zeros(5, golden.page_bytes, dtype=torch.uint8)
         source[block, : len(page)] = torch.from_numpy(page.copy())
         between = allocate_buffers(plain)
-        kvx.convert(between, [as_registered(source, len(page))], plan=kvx.plan(spec, plain, blocks=([block], [0])))
+        kvx.convert([as_registered(source, len(page))], between, plan=kvx.plan(spec, plain, blocks=([block], [0])))
         target = torch.full((5, golden.page_bytes), 0xA5, dtype=torch.uint8)
         want = target.clone()
         want[2, : len(page)] = source[block, : len(page)]
-        kvx.convert([as_registered(target, len(page))], between, plan=kvx.plan(plain, spec, blocks=([0], [2])))
+        kvx.convert(between, [as_registered(target, len(page))], plan=kvx.plan(plain, spec, blocks=([0], [2])))
         assert torch.equal(target, want)
 
 
@@ -136,8 +136,8 @@ def test_pages_of_qwen3_next_beside_attention(order):
         assert np.array_equal(view.tensor[1].contiguous().view(torch.int16).numpy().view(np.uint16), want)
     there = state_row("transformers").spec(planes, num_blocks=1)
     between, target = allocate_buffers(there), torch.full((3, 163840), 0x5A, dtype=torch.int8)
-    kvx.convert(between, [memory], plan=kvx.plan(spec, there, blocks=([1], [0])))
-    kvx.convert([as_registered(target, 137216)], between, plan=kvx.plan(there, spec, blocks=([0], [1])))
+    kvx.convert([memory], between, plan=kvx.plan(spec, there, blocks=([1], [0])))
+    kvx.convert(between, [as_registered(target, 137216)], plan=kvx.plan(there, spec, blocks=([0], [1])))
     assert torch.equal(target, storage)
 
 

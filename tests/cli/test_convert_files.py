@@ -75,7 +75,7 @@ def test_formats(tmp_path):
     run("convert", str(path), str(coded), "--format", "int8_per_token_head", "--to", "layer kv | block head token dim")
     got = kvx.load(coded)
     want = kvx.allocate_buffers(got.spec)
-    kvx.convert(want, kvx.load(path).buffers, plan=kvx.plan(SPEC, got.spec))
+    kvx.convert(kvx.load(path).buffers, want, plan=kvx.plan(SPEC, got.spec))
     assert all(torch.equal(a, b.view(-1).view(torch.uint8)) for a, b in zip(got.buffers, want, strict=True))
 
 

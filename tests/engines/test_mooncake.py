@@ -158,7 +158,7 @@ def test_the_transfer_engine_after_a_plan_is_convert(op):
     for t in src:
         t.random_(0, 255)
     want, plan = [t.clone() for t in dst], kvx.plan(*specs)
-    kvx.convert(want, src, plan=plan, src_blocks=[4, 0], dst_blocks=[5, 1])
+    kvx.convert(src, want, plan=plan, src_blocks=[4, 0], dst_blocks=[5, 1])
     near, far = (dst, src) if op == "read" else (src, dst)
     with MooncakeEngine() as here, MooncakeEngine() as there:
         here.register(near)

@@ -56,7 +56,7 @@ def test_a_plan_over_the_wire_is_convert(case, op, strided):
     src, dst = buffers(src_specs, random=True), buffers(dst_specs, random=False)
     want = [t.clone() for t in dst]
     ids = [4, 0, 3], [5, 1, 0]
-    kvx.convert(want, src, plan=plan, src_blocks=ids[0], dst_blocks=ids[1])
+    kvx.convert(src, want, plan=plan, src_blocks=ids[0], dst_blocks=ids[1])
     runs = list(plan.runs(*ids, strided=strided))
     near, far = (dst, src) if op == "read" else (src, dst)
     with NixlAgent() as here, NixlAgent(progress_thread=True) as there:

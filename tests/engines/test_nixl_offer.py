@@ -60,7 +60,7 @@ def puller_at(port: int, secret: Secret = SECRET) -> NixlPuller:
 def test_an_offer_is_pulled_and_let_go_of(server, src):
     port, offers = server
     want = kvx.allocate_buffers(OURS)
-    kvx.convert(want, src, plan=kvx.plan(THEIRS, OURS))
+    kvx.convert(src, want, plan=kvx.plan(THEIRS, OURS))
     with puller_at(port) as puller:
         for n in range(3):
             into = kvx.allocate_buffers(OURS)
@@ -117,7 +117,7 @@ def test_a_second_client_cannot_touch_the_first_s_offer(server, src, op):
         into = kvx.allocate_buffers(OURS)
         first.pull(mine, [(into, kvx.plan(THEIRS, OURS))], Deadline(5))
         want = kvx.allocate_buffers(OURS)
-        kvx.convert(want, src, plan=kvx.plan(THEIRS, OURS))
+        kvx.convert(src, want, plan=kvx.plan(THEIRS, OURS))
         assert all(torch.equal(a, b) for a, b in zip(into, want, strict=True))
 
 

@@ -152,7 +152,7 @@ def convert_case(r: random.Random) -> str:
     a, b = filled(src, r.randrange(2**32)), [filled(s, r.randrange(2**32)) for s in dst]
     got = [[torch.from_numpy(x.copy()) for x in shard] for shard in b]
     tables = {"src_blocks": torch.tensor([ids[0]]), "dst_blocks": torch.tensor([ids[1]]), "seq_lens": torch.tensor([tokens])}
-    kvx.convert(got, [torch.from_numpy(x) for x in a], plan=plan, **tables, backend=r.choice(["auto", "torch"]))
+    kvx.convert([torch.from_numpy(x) for x in a], got, plan=plan, **tables, backend=r.choice(["auto", "torch"]))
     there, memory = addresses(src, a, item), np.concatenate(a)
     for spec, have, before in zip(dst, got, b, strict=True):
         here, want = addresses(spec, before, item), np.concatenate(before)

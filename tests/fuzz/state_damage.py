@@ -163,7 +163,7 @@ def by_digest(r: random.Random, good: State, bad: State, folder: Path) -> bool:
         except kvx.BadArgument:  # not aligned in that engine's pages
             there = s.spec
         buffers = kvx.allocate_buffers(there)
-        kvx.convert(buffers, s.buffers, plan=kvx.plan(s.spec, there))
+        kvx.convert(s.buffers, buffers, plan=kvx.plan(s.spec, there))
         found.append(kvx.digest(buffers, there, blocks=[-1] * (len(s.tokens) - 1) + [0]))
     return found[0] != found[1]
 

@@ -135,7 +135,7 @@ def convert_case(number: int) -> str:
     src.put(there, ids[0], [x for x, _ in made])
     dst.put(want, ids[1], [x for _, x in made])
     source, target = src.tensors(there), dst.tensors(got)
-    kvx.convert(target, source, plan=kvx.plan(src.specs, dst.specs, blocks=ids), backend=r.choice(["auto", "torch"]))
+    kvx.convert(source, target, plan=kvx.plan(src.specs, dst.specs, blocks=ids), backend=r.choice(["auto", "torch"]))
     done = np.split(torch.cat(target).numpy(), np.cumsum([len(x) for x in want])[:-1])
     for rank, (have, right) in enumerate(zip(done, want, strict=True)):
         if not np.array_equal(have, right):

@@ -336,7 +336,7 @@ def test_write_under_the_engines_own_scale(rng):
         x = kvx.allocate_buffers(plain)
         for t in x:
             t.view(torch.float32).copy_(torch.rand(t.numel() // 4) * 40 - 20)
-        kvx.convert(e.buffers[0], x, plan=kvx.plan(plain, spec_with(e)), src_blocks=[0, 1], dst_blocks=e.blocks)
+        kvx.convert(x, e.buffers[0], plan=kvx.plan(plain, spec_with(e)), src_blocks=[0, 1], dst_blocks=e.blocks)
         h = export_blocks(range(6), e.sources())
         there = Engine.new(spec, 6, rng)
         for t in there.buffers[0][4:]:
@@ -345,7 +345,7 @@ def test_write_under_the_engines_own_scale(rng):
         h.write(0, there.buffers[0], there.specs[0], there.blocks)
         assert all(torch.equal(a, b) for a, b in zip(kept, there.buffers[0][4:], strict=True))
         back = kvx.allocate_buffers(plain)
-        kvx.convert(back, there.buffers[0], plan=kvx.plan(spec_with(there), plain), src_blocks=there.blocks, dst_blocks=[0, 1])
+        kvx.convert(there.buffers[0], back, plan=kvx.plan(spec_with(there), plain), src_blocks=there.blocks, dst_blocks=[0, 1])
         for a, b in zip(x, back, strict=True):
             a, b = (t.view(torch.float32).view(8, -1)[:6] for t in (a, b))
             assert torch.all((a - b).abs() <= 2.5 + 0.15 * a.abs())

@@ -173,7 +173,7 @@ def test_stages_and_ranks_together():
             buffers = kvx.allocate_buffers(part)
             ids = list(range(part.num_blocks))
             kvx.convert(
-                buffers, whole.buffers[0], plan=kvx.plan(whole.specs[0], part, partial=True), src_blocks=ids, dst_blocks=ids
+                whole.buffers[0], buffers, plan=kvx.plan(whole.specs[0], part, partial=True), src_blocks=ids, dst_blocks=ids
             )
             sources.append(Source(buffers, part, whole.blocks))
     rng.shuffle(sources)

@@ -305,11 +305,11 @@ def test_into_an_engines_pages_and_out_again(row):
     buffers = allocate_buffers(there)
     handover.write_planes(2, buffers, there, [3])
     back = [torch.zeros_like(t) for t in state.buffers]
-    kvx.convert(back, buffers, plan=kvx.plan(there, state.spec), src_blocks=[3], dst_blocks=[0])
+    kvx.convert(buffers, back, plan=kvx.plan(there, state.spec), src_blocks=[3], dst_blocks=[0])
     assert all(torch.equal(a, b) for a, b in zip(back, state.buffers, strict=True))
     rank = state_row(row).spec(replace(there, block_bytes=0).shard(2, 1).planes, num_blocks=5, num_layers=3)
     handover.write_planes(2, (mine := allocate_buffers(rank)), rank, [3])
     shard = handover.shard(2)[1].parts[2]
     back = [torch.zeros_like(t) for t in shard.buffers]
-    kvx.convert(back, mine, plan=kvx.plan(rank, shard.spec), src_blocks=[3], dst_blocks=[0])
+    kvx.convert(mine, back, plan=kvx.plan(rank, shard.spec), src_blocks=[3], dst_blocks=[0])
     assert all(torch.equal(a, b) for a, b in zip(back, shard.buffers, strict=True))

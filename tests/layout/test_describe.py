@@ -25,7 +25,7 @@ def test_described_caches_convert():
     src = kvx.describe([t.transpose(1, 2) for t in nhd], "layer | block head token (kv dim)")
     dst = kvx.engine("tensorrt_llm").spec(num_layers=2, num_blocks=5, block_size=16, num_kv_heads=2, head_dim=16, format="f16")
     out = kvx.allocate_buffers(dst)
-    kvx.convert(out, [t.transpose(1, 2) for t in nhd], plan=kvx.plan(src, dst))  # the views themselves: their bytes count
+    kvx.convert([t.transpose(1, 2) for t in nhd], out, plan=kvx.plan(src, dst))  # the views themselves: their bytes count
     pool = out[0].view(torch.float16).view(5, 2, 2, 2, 16, 16)  # block layer kv head token dim
     want = torch.stack([t.view(5, 16, 2, 2, 16).permute(0, 3, 2, 1, 4) for t in nhd], dim=1)
     assert torch.equal(pool, want)

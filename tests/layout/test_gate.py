@@ -126,16 +126,16 @@ def test_convert_and_save_do_not_read_memory_order_where_the_strides_say_otherwi
     plan = kvx.plan(SPEC, replace(SPEC, layout="layer | block token head (kv dim)"))
     out = kvx.allocate_buffers(plan.dst[0])
     with pytest.raises(kvx.BadArgument, match=r"convert\(\): src buffer 0 .* another order"):
-        kvx.convert(out, [HND.transpose(2, 3)] * 2, plan=plan)
+        kvx.convert([HND.transpose(2, 3)] * 2, out, plan=plan)
     with pytest.raises(kvx.BadArgument, match=r"convert\(\): dst buffer 1 .* float32; format bf16"):
-        kvx.convert([out[0], out[1].to(torch.float32)], [X, X], plan=plan)
+        kvx.convert([X, X], [out[0], out[1].to(torch.float32)], plan=plan)
     with pytest.raises(kvx.BadArgument, match=r"save\(\): cache buffer 0 .* float16; format bf16"):
         kvx.save(tmp_path / "c.kvx", [X.half(), X.half()], SPEC)
     assert not list(tmp_path.iterdir())
     permuted = [X.permute(1, 0, 2, 3, 4), X.permute(1, 0, 2, 3, 4)]
-    kvx.convert(out, permuted, plan=plan)
+    kvx.convert(permuted, out, plan=plan)
     want = kvx.allocate_buffers(plan.dst[0])
-    kvx.convert(want, [X, X], plan=plan)
+    kvx.convert([X, X], want, plan=plan)
     assert all(torch.equal(a, b) for a, b in zip(out, want, strict=True))
 
 

@@ -79,7 +79,7 @@ def test_places_cover_every_byte_once(truth):
 def test_conversions(src, dst, backend, truth):
     a, b = states(src), states(dst)
     out = allocate_buffers(b)
-    kvx.convert(out, [torch.from_numpy(x) for x in memory(a, *truth)], plan=kvx.plan(a, b), backend=backend)
+    kvx.convert([torch.from_numpy(x) for x in memory(a, *truth)], out, plan=kvx.plan(a, b), backend=backend)
     for got, want in zip(out, memory(b, *truth), strict=True):
         assert np.array_equal(got.view(torch.uint8).flatten().numpy(), want)
 
@@ -89,14 +89,14 @@ def test_ranks_get_their_channels_and_their_heads(dst, truth):
     whole, ranks = states(LAYOUTS[0]), [states(dst, ranks=2, rank=r) for r in range(2)]
     parts = [allocate_buffers(spec) for spec in ranks]
     full = [torch.from_numpy(x) for x in memory(whole, *truth)]
-    kvx.convert([t for part in parts for t in part], full, plan=kvx.plan(whole, ranks))
+    kvx.convert(full, [t for part in parts for t in part], plan=kvx.plan(whole, ranks))
     conv, state = truth
     for r, part in enumerate(parts):
         share = conv[:, :, r * 12 : r * 12 + 12], state[:, :, r * 2 : r * 2 + 2]
         for got, want in zip(part, memory(ranks[r], *share), strict=True):
             assert np.array_equal(got.view(torch.uint8).flatten().numpy(), want)
     again = allocate_buffers(whole)
-    kvx.convert(again, [t for part in parts for t in part], plan=kvx.plan(ranks, whole))
+    kvx.convert([t for part in parts for t in part], again, plan=kvx.plan(ranks, whole))
     assert all(torch.equal(x.view(torch.uint8).flatten(), y) for x, y in zip(again, full, strict=True))
     lost = r"layers 0\.\.1, channels 12\.\.23 of src are in no dst"
     with pytest.raises(kvx.BadArgument, match=lost):

@@ -35,10 +35,10 @@ def dense() -> list[torch.Tensor]:
 
 def test_bytes_are_the_golden_ones_there_and_back(backend):
     out = [t.fill_(0xEE).to(backend.device) for t in kvx.allocate_buffers(TINY)]
-    kvx.convert(out, [t.to(backend.device) for t in dense()], plan=kvx.plan(DENSE, TINY), backend=backend.name)
+    kvx.convert([t.to(backend.device) for t in dense()], out, plan=kvx.plan(DENSE, TINY), backend=backend.name)
     assert [bytes(t.tolist()).hex() for t in out] == [text.replace(" ", "") for text in GOLDEN]
     back = kvx.allocate_buffers(DENSE, backend.device)
-    kvx.convert(back, [t.to(backend.device) for t in padded()], plan=kvx.plan(TINY, DENSE), backend=backend.name)
+    kvx.convert([t.to(backend.device) for t in padded()], back, plan=kvx.plan(TINY, DENSE), backend=backend.name)
     assert torch.equal(back[0].cpu(), dense()[0])
     assert kvx.digest(out, TINY, backend=backend.name) == kvx.digest(back, DENSE, backend=backend.name)
 
@@ -49,15 +49,15 @@ def test_an_engines_views_are_taken_as_they_are(backend):
     views = [t.view(torch.bfloat16).as_strided((2, 2, 1, 4), (10, 4, 4, 1)) for t in pools]
     assert kvx.describe(views, "layer | block token head (kv dim)") == TINY
     back = kvx.allocate_buffers(DENSE, backend.device)
-    kvx.convert(back, views, plan=kvx.plan(TINY, DENSE), backend=backend.name)
+    kvx.convert(views, back, plan=kvx.plan(TINY, DENSE), backend=backend.name)
     assert torch.equal(back[0].cpu(), dense()[0])
     assert kvx.digest(views, TINY, backend=backend.name) == kvx.digest(back, DENSE, backend=backend.name)
     for t in pools:
         t.fill_(0xEE)
-    kvx.convert(views, back, plan=kvx.plan(DENSE, TINY), backend=backend.name)
+    kvx.convert(back, views, plan=kvx.plan(DENSE, TINY), backend=backend.name)
     assert all(torch.equal(t.cpu(), want) for t, want in zip(pools, padded(), strict=True))
     with pytest.raises(kvx.BadArgument, match=r"its memory has holes\. Where they pad blocks, say so in the spec: block_bytes"):
-        kvx.convert(back, views, plan=kvx.plan(replace(TINY, block_bytes=0), DENSE), backend=backend.name)
+        kvx.convert(views, back, plan=kvx.plan(replace(TINY, block_bytes=0), DENSE), backend=backend.name)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_layouts_that_can_be_padded(backend, layout, content, sizes):
         a, b = layouts.random_buffers(src, 1), layouts.random_buffers(dst, 2)
         want = layouts.expected([src], [a], [dst], [b], [[1, 0]], [[0, 1]], [8])
         b = [t.to(backend.device) for t in b]
-        kvx.convert(b, [t.to(backend.device) for t in a], plan=kvx.plan(src, dst, blocks=([1, 0], [0, 1])), backend=backend.name)
+        kvx.convert([t.to(backend.device) for t in a], b, plan=kvx.plan(src, dst, blocks=([1, 0], [0, 1])), backend=backend.name)
         assert all(torch.equal(x.cpu(), y) for x, y in zip(b, want[0], strict=True))
 
 

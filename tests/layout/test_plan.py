@@ -18,7 +18,7 @@ DST = replace(SRC, num_blocks=5, layout="block layer kv head token dim")
 
 def converted(plan: kvx.Plan, backend, **ids) -> list[torch.Tensor]:
     src, dst = layouts.random_buffers(plan.src[0], 0, backend.device), layouts.random_buffers(plan.dst[0], 1, backend.device)
-    kvx.convert(dst, src, plan=plan, backend=backend.name, **ids)
+    kvx.convert(src, dst, plan=plan, backend=backend.name, **ids)
     return [t.cpu() for t in dst]
 
 

@@ -103,7 +103,7 @@ def test_every_row_converts_into_every_other(src, dst):
         planes = random_planes(r)
         x, a, b = random_content(r, planes), spec_of(src, planes), spec_of(dst, planes)
         out = allocate_buffers(b)
-        kvx.convert(out, tensors(src, x), plan=kvx.plan(a, b), backend=r.choice(["auto", "torch"]))
+        kvx.convert(tensors(src, x), out, plan=kvx.plan(a, b), backend=r.choice(["auto", "torch"]))
         assert all(torch.equal(got, want) for got, want in zip(out, tensors(dst, x), strict=True))
         assert kvx.digest(out, b) == kvx.digest(tensors(src, x), a)
 
@@ -124,11 +124,11 @@ def test_ranks_get_whole_heads_and_whole_groups(ranks):
         x = random_content(r, planes)
         out = [allocate_buffers(s) for s in shards]
         plan = kvx.plan(whole, shards)
-        kvx.convert([t for part in out for t in part], tensors(src, x), plan=plan)
+        kvx.convert(tensors(src, x), [t for part in out for t in part], plan=plan)
         for part, spec in zip(out, shards, strict=True):
             assert all(torch.equal(got, want) for got, want in zip(part, tensors(dst, part_of(x, spec)), strict=True))
         again = allocate_buffers(whole)
-        kvx.convert(again, [t for part in out for t in part], plan=kvx.plan(shards, whole))
+        kvx.convert([t for part in out for t in part], again, plan=kvx.plan(shards, whole))
         assert all(torch.equal(got, want) for got, want in zip(again, tensors(src, x), strict=True))
         done += 1
 
@@ -141,7 +141,7 @@ def test_types_change_on_the_way():
     narrow = tuple(replace(p, format=kvx.spec.Format.named("bf16")) for p in planes)
     a, b = spec_of("transformers", planes), spec_of("vllm.sd", narrow)
     out = allocate_buffers(b)
-    kvx.convert(out, tensors("transformers", x), plan=kvx.plan(a, b))
+    kvx.convert(tensors("transformers", x), out, plan=kvx.plan(a, b))
     for layer, found in enumerate(kvx.layer_views(out, b)):
         for view in found:
             assert torch.equal(view.tensor, torch.from_numpy(x[view.plane][layer]).bfloat16())
@@ -318,7 +318,7 @@ def test_floats_become_other_floats_in_any_order(backend, src, dst, sizes, gener
     for view in (view for layer in layer_views(a, a_spec) for view in layer):
         view.tensor.copy_(torch.randn(view.tensor.shape, generator=generator) * 3e4)
         view.tensor[(0,) * view.tensor.dim()] = float("nan")
-    kvx.convert(b, a, plan=kvx.plan(a_spec, b_spec), src_blocks=[2, 0], dst_blocks=[0, 1], backend=backend.name)
+    kvx.convert(a, b, plan=kvx.plan(a_spec, b_spec), src_blocks=[2, 0], dst_blocks=[0, 1], backend=backend.name)
     for there, here in zip(layer_views(a, a_spec), layer_views(b, b_spec), strict=True):
         for x, y in zip(there, here, strict=True):
             torch.testing.assert_close(y.tensor[:2], x.tensor[[2, 0]].to(FLOATS[b_format]), rtol=0, atol=0, equal_nan=True)

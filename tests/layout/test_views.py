@@ -145,7 +145,7 @@ def test_packed_rows_come_out_whole():
         view.first.copy_(x.reshape(view.first.shape))
     plain = replace(spec, layout="layer kv | block token head dim")
     out = kvx.allocate_buffers(plain)
-    kvx.convert(out, buffers, plan=kvx.plan(spec, plain))
+    kvx.convert(buffers, out, plan=kvx.plan(spec, plain))
     assert torch.equal(out[2].view(torch.bfloat16).view(k.shape), k)
     assert torch.equal(out[3].view(torch.bfloat16).view(v.shape), v)
 

@@ -356,14 +356,14 @@ def test_record_converts_both_ways(backend, generator):
     found = {}
     for dst in (two, apart):
         found[dst] = kvx.allocate_buffers(dst, backend.device)
-        kvx.convert(found[dst], [source], plan=kvx.plan(spec, dst), **given)
+        kvx.convert([source], found[dst], plan=kvx.plan(spec, dst), **given)
     k, v = found[two][0].view(torch.bfloat16).view(-1, 16, 1, 512), found[two][1].view(torch.bfloat16).view(-1, 16, 1, 64)
     want = kvx.gather(source, made.table, spec=spec, max_seq_len=70, dtype=torch.bfloat16, backend="torch")
     got = kvx.gather((k, v), made.table, spec=two, max_seq_len=70, dtype=torch.bfloat16, backend="torch")
     for g, w in zip(got, want, strict=True):
         compare.bitwise(g.cpu(), w.cpu())
     back = kvx.allocate_buffers(spec, backend.device)
-    kvx.convert(back, found[apart], plan=kvx.plan(apart, spec), **given)
+    kvx.convert(found[apart], back, plan=kvx.plan(apart, spec), **given)
     digests = [kvx.digest(b, s, blocks=blocks[0], backend=backend.name) for b, s in ((back, spec), (found[apart], apart))]
     assert digests[0] == digests[1] == kvx.digest([source], spec, blocks=blocks[0], backend=backend.name)
 

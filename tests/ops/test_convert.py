@@ -29,8 +29,8 @@ def run(backend, src, dst, src_table, dst_table, *, seq_lens=None, seed=0, layer
     flat = len(src_table) == 1 and seq_lens is None
     ids = [torch.tensor(t[0] if flat else t, dtype=torch.int64) for t in (src_table, dst_table)]
     convert(
-        to,
         [[t.to(backend.device) for t in shard] for shard in a],
+        to,
         plan=kvx.plan(src, dst, layers=layers, partial=partial),
         src_blocks=ids[0],
         dst_blocks=ids[1],
@@ -140,13 +140,13 @@ def test_ids_of_any_kind(backend):
     for ids in ([5, 0], (5, 0), [[5, 0]], np.array([5, 0]), np.array([5, 0], np.int8), np.array([[5, 0]]), torch.tensor([5, 0])):
         made.append(layouts.random_buffers(spec, 1, backend.device))
         there = [[0, 7]] if np.ndim(ids) == 2 else [0, 7]
-        convert(made[-1], src, plan=plan, src_blocks=ids, dst_blocks=there, backend=backend.name)
+        convert(src, made[-1], plan=plan, src_blocks=ids, dst_blocks=there, backend=backend.name)
         compare.bitwise(made[-1][0].cpu(), made[0][0].cpu())
     got = made[0][0].view(8, -1)
     compare.bitwise(got[[0, 7]].cpu(), src[0].view(8, -1)[[5, 0]].cpu())
-    convert(made[0], src, plan=plan, src_blocks=range(2, 4), dst_blocks=range(4, 6), backend=backend.name)
+    convert(src, made[0], plan=plan, src_blocks=range(2, 4), dst_blocks=range(4, 6), backend=backend.name)
     compare.bitwise(got[4:6].cpu(), src[0].view(8, -1)[2:4].cpu())
-    convert(made[0], src, plan=plan, src_blocks=[], dst_blocks=[], backend=backend.name)
+    convert(src, made[0], plan=plan, src_blocks=[], dst_blocks=[], backend=backend.name)
 
 
 def test_negative_ids_skip(backend):
@@ -184,14 +184,14 @@ def test_a_bound_plan_runs_again(backend):
     spec = kvx.CacheSpec(4, 4, 2, 8, layout="layer | block token head (kv dim)")
     other = replace(spec, layout="block layer kv head token dim")
     a, b = (layouts.random_buffers(s, i, backend.device) for i, s in enumerate((spec, other)))
-    bound = bind(kvx.plan(spec, other), b, a, backend=backend.name)
+    bound = bind(kvx.plan(spec, other), a, b, backend=backend.name)
     bound.run()
     first = b[0].clone()
     a[0].random_(0, 255)
     bound.run()
     assert not torch.equal(first, b[0])
     back = [torch.zeros_like(a[0])]
-    convert(back, b, plan=kvx.plan(other, spec), backend=backend.name)
+    convert(b, back, plan=kvx.plan(other, spec), backend=backend.name)
     compare.bitwise(back[0].cpu(), a[0].cpu())
 
 
@@ -203,8 +203,8 @@ def test_rope_pairs_are_turned(backend, rotary, fmt):
     b = replace(a, layout="layer kv | block head token dim")
     source = fill(a, 0, backend.device)
     there, back = (kvx.allocate_buffers(s, backend.device) for s in (b, a))
-    convert(there, source, plan=kvx.plan(a, b, rope=("half", "interleaved"), rotary_dim=rotary), backend=backend.name)
-    convert(back, there, plan=kvx.plan(b, a, rope=("interleaved", "half"), rotary_dim=rotary), backend=backend.name)
+    convert(source, there, plan=kvx.plan(a, b, rope=("half", "interleaved"), rotary_dim=rotary), backend=backend.name)
+    convert(there, back, plan=kvx.plan(b, a, rope=("interleaved", "half"), rotary_dim=rotary), backend=backend.name)
     for got, want in zip(back, source, strict=True):
         compare.bitwise(got.cpu().view(torch.uint8), want.cpu().view(torch.uint8))
     width, size = source[0].numel() // (3 * 4 * 2 * 32), rotary or 32
@@ -260,7 +260,7 @@ def test_no_blocks(backend):
     a, b = spec_pair()
     src, dst = layouts.random_buffers(a, 0, backend.device), layouts.random_buffers(b, 1, backend.device)
     before = dst[0].clone()
-    convert(dst, src, plan=kvx.plan(a, b), src_blocks=[], dst_blocks=[], backend=backend.name)
+    convert(src, dst, plan=kvx.plan(a, b), src_blocks=[], dst_blocks=[], backend=backend.name)
     compare.bitwise(dst[0].cpu(), before.cpu())
     assert kvx.digest(src, a, blocks=[], backend=backend.name) == kvx.Digest()
 
@@ -295,7 +295,7 @@ def test_bad_tables_are_refused_before_anything_moves(backend, kwargs, error, sa
     src, dst = layouts.random_buffers(a, 0, backend.device), layouts.random_buffers(b, 1, backend.device)
     before = [t.clone() for t in dst]
     with pytest.raises(error, match=rf"^convert\(\): .*{said}"):  # whichever C call found it
-        convert(dst, src, **{"plan": kvx.plan(a, b), "backend": backend.name, **kwargs})
+        convert(src, dst, **{"plan": kvx.plan(a, b), "backend": backend.name, **kwargs})
     for got, want in zip(dst, before, strict=True):
         compare.bitwise(got.cpu(), want.cpu())
 
@@ -305,13 +305,17 @@ def test_bad_buffers(backend):
     plan = kvx.plan(a, b)
     src, dst = layouts.random_buffers(a, 0, backend.device), layouts.random_buffers(b, 1, backend.device)
     with pytest.raises(kvx.BadArgument, match="src has 2 buffers; the specs make 1"):
-        convert(dst, [*src, *src], plan=plan, backend=backend.name)
+        convert([*src, *src], dst, plan=plan, backend=backend.name)
     with pytest.raises(kvx.BadArgument, match=r"is \[4\] uint8, 4 bytes of memory; the spec makes 1024"):
-        convert([dst[0][:4]], src, plan=plan, backend=backend.name)
+        convert(src, [dst[0][:4]], plan=plan, backend=backend.name)
     with pytest.raises(kvx.BadArgument, match="holes"):
-        convert([torch.zeros(2048, dtype=torch.uint8, device=backend.device)[::2]], src, plan=plan, backend=backend.name)
+        convert(src, [torch.zeros(2048, dtype=torch.uint8, device=backend.device)[::2]], plan=plan, backend=backend.name)
     with pytest.raises(kvx.BadArgument, match="overlap"):
         convert(src, src, plan=plan, backend=backend.name)
+    halves = [replace(b, num_kv_heads=b.num_kv_heads // 2, head_start=n * b.num_kv_heads // 2) for n in range(2)]
+    parts = [kvx.allocate_buffers(half, device=backend.device) for half in halves]
+    with pytest.raises(kvx.BadArgument, match=r"The two fit the other way round: convert\(src, dst"):
+        convert(parts, src, plan=kvx.plan(a, halves), backend=backend.name)
 
 
 # ---- formats
@@ -333,7 +337,7 @@ def fill(spec, seed, device="cpu"):
         if t.dtype == torch.float32:
             t.copy_(torch.rand(t.shape, generator=g) * 0.5 + 0.05)
     if spec.format != "bf16":
-        convert(out, source, plan=kvx.plan(plain, spec), backend="torch")
+        convert(source, out, plan=kvx.plan(plain, spec), backend="torch")
     else:
         out = source
     return [t.to(device) for t in out]
@@ -347,9 +351,9 @@ def transcode(backend, src, dst, *, src_blocks, dst_blocks, seq_lens=None, seed=
     plan = kvx.plan(src, dst)
     want = [[t.clone() for t in shard] for shard in b]
     args = {"src_blocks": src_blocks, "dst_blocks": dst_blocks, "seq_lens": seq_lens}
-    convert(want, a, plan=plan, backend="torch", **args)
+    convert(a, want, plan=plan, backend="torch", **args)
     got = [[t.to(backend.device) for t in shard] for shard in b]
-    convert(got, [[t.to(backend.device) for t in shard] for shard in a], plan=plan, backend=backend.name, **args)
+    convert([[t.to(backend.device) for t in shard] for shard in a], got, plan=plan, backend=backend.name, **args)
     for g_shard, w_shard in zip(got, want, strict=True):
         for g, w in zip(g_shard, w_shard, strict=True):
             compare.bitwise(g.cpu().view(torch.uint8), w.view(torch.uint8))
@@ -382,8 +386,8 @@ def test_inline_and_separate_scales_are_the_same_bytes(backend, name):
     b = kvx.CacheSpec(**geometry, layout="layer kv | block head token dim", format=f"{name}_per_token_head")
     there, back = fill(b, 1, backend.device), fill(a, 2, backend.device)
     source = fill(a, 0, backend.device)
-    convert(there, source, plan=kvx.plan(a, b), backend=backend.name)
-    convert(back, there, plan=kvx.plan(b, a), backend=backend.name)
+    convert(source, there, plan=kvx.plan(a, b), backend=backend.name)
+    convert(there, back, plan=kvx.plan(b, a), backend=backend.name)
     for got, want in zip(back, source, strict=True):
         compare.bitwise(got.cpu(), want.cpu())
 
@@ -422,7 +426,7 @@ def test_values_come_out_as_write_and_gather_have_them(backend):
     plain = kvx.CacheSpec(4, 4, 2, 64, layout="kv | block token head dim", format="bf16")
     coded = replace(plain, format="int8_per_token_head")
     source, there = fill(plain, 0, backend.device), kvx.allocate_buffers(coded, backend.device)
-    convert(there, source, plan=kvx.plan(plain, coded), backend=backend.name)
+    convert(source, there, plan=kvx.plan(plain, coded), backend=backend.name)
     st = kvx.allocate(coded, backend.device)
     k, v = (t.view(torch.bfloat16).view(16, 2, 64) for t in source)
     kvx.write(st.cache, k, v, slot_mapping=torch.arange(16, device=backend.device), spec=coded, **st.scales(), backend=backend.name)

@@ -39,7 +39,7 @@ def test_bytes_are_the_golden_ones_there_and_back(backend, case):
 
     def converted(a: kvx.CacheSpec, b: kvx.CacheSpec, data: list[torch.Tensor]) -> list[torch.Tensor]:
         out = kvx.allocate_buffers(b, backend.device)
-        kvx.convert(out, [t.to(backend.device) for t in data], plan=kvx.plan(a, b), backend=backend.name)
+        kvx.convert([t.to(backend.device) for t in data], out, plan=kvx.plan(a, b), backend=backend.name)
         return [t.cpu() for t in out]
 
     assert [t.tolist() for t in converted(plain, spec, source)] == [t.tolist() for t in want]

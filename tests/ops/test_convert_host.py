@@ -33,8 +33,8 @@ def test_there_and_back(src, dst, to_host):
     source = filled(a, "cuda" if to_host else "cpu", not to_host)
     target = kvx.allocate_buffers(b, "cpu" if to_host else "cuda", pin_memory=to_host)
     want = kvx.allocate_buffers(b)
-    kvx.convert(want, [t.cpu() for t in source], plan=plan, backend="torch")
-    kvx.convert(target, source, plan=plan)
+    kvx.convert([t.cpu() for t in source], want, plan=plan, backend="torch")
+    kvx.convert(source, target, plan=plan)
     torch.cuda.synchronize()
     assert all(torch.equal(x.cpu(), y) for x, y in zip(target, want, strict=True))
 
@@ -42,7 +42,7 @@ def test_there_and_back(src, dst, to_host):
 def test_plain_copies_are_captured_and_replayed():
     spec = make(BLOCKS)  # 512 KiB a block: the copy engine's
     source, target = filled(spec, "cuda"), kvx.allocate_buffers(spec, pin_memory=True)
-    bound = kvx.bind(kvx.plan(spec, spec), target, source)
+    bound = kvx.bind(kvx.plan(spec, spec), source, target)
     bound.run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -58,4 +58,4 @@ def test_plain_copies_are_captured_and_replayed():
 def test_unpinned_memory_is_refused():
     spec = make(NHD)
     with pytest.raises(kvx.BadArgument, match="not pinned"):
-        kvx.convert(kvx.allocate_buffers(spec), filled(spec, "cuda"), plan=kvx.plan(spec, spec))
+        kvx.convert(filled(spec, "cuda"), kvx.allocate_buffers(spec), plan=kvx.plan(spec, spec))

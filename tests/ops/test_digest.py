@@ -30,7 +30,7 @@ LAYOUTS = [
 
 def converted(src, buffers, dst, backend, **tables):
     out = kvx.allocate_buffers(dst, backend.device)
-    kvx.convert(out, buffers, plan=kvx.plan(src, dst), backend=backend.name, **tables)
+    kvx.convert(buffers, out, plan=kvx.plan(src, dst), backend=backend.name, **tables)
     return out
 
 
@@ -83,7 +83,7 @@ def test_shards_add_up(backend):
     stages = [replace(SPEC, num_layers=1, layer_start=i) for i in range(2)]
     for shards in (heads, stages):
         parts = [kvx.allocate_buffers(s, backend.device) for s in shards]
-        kvx.convert(parts, buffers, plan=kvx.plan(SPEC, shards), backend=backend.name)
+        kvx.convert(buffers, parts, plan=kvx.plan(SPEC, shards), backend=backend.name)
         assert kvx.digest(parts, shards, backend=backend.name) == whole
         total = sum((kvx.digest(p, s, backend=backend.name) for p, s in zip(parts, shards, strict=True)), kvx.Digest())
         assert total == whole
@@ -149,8 +149,8 @@ def test_every_engine_row_converts_to_every_other_and_back(name):
         if (other.num_planes, other.num_kv_heads) != (spec.num_planes, spec.num_kv_heads):
             continue
         there, back = kvx.allocate_buffers(other), kvx.allocate_buffers(spec)
-        kvx.convert(there, source, plan=kvx.plan(spec, other))
-        kvx.convert(back, there, plan=kvx.plan(other, spec))
+        kvx.convert(source, there, plan=kvx.plan(spec, other))
+        kvx.convert(there, back, plan=kvx.plan(other, spec))
         assert all(torch.equal(a, b) for a, b in zip(source, back, strict=True)), other.layout
         assert kvx.digest(there, other) == want, other.layout
         count += 1

@@ -33,8 +33,8 @@ def test_conversions_make_these_rows(row, format, backend, generator):
     dst = StateSpec(3, planes(INT8_ROWS), num_layers=2)
     buffers = filled(src, generator, backend.device)
     codes, back = (kvx.allocate_buffers(spec, backend.device) for spec in (dst, src))
-    kvx.convert(codes, buffers, plan=kvx.plan(src, dst), backend=backend.name)
-    kvx.convert(back, codes, plan=kvx.plan(dst, src), backend=backend.name)
+    kvx.convert(buffers, codes, plan=kvx.plan(src, dst), backend=backend.name)
+    kvx.convert(codes, back, plan=kvx.plan(dst, src), backend=backend.name)
     for layer, coded, again in zip(layer_views(buffers, src), layer_views(codes, dst), layer_views(back, src), strict=True):
         assert torch.equal(layer[0].tensor, again[0].tensor)
         want = encode_rows(layer[1].tensor)
@@ -48,8 +48,8 @@ def test_shards_and_digests(generator):
     buffers, one = filled(whole, generator), kvx.allocate_buffers(dst)
     parts = [dst.shard(4, i) for i in range(4)]
     shards = [kvx.allocate_buffers(part) for part in parts]
-    kvx.convert(one, buffers, plan=kvx.plan(whole, dst))
-    kvx.convert(shards, buffers, plan=kvx.plan(whole, parts))
+    kvx.convert(buffers, one, plan=kvx.plan(whole, dst))
+    kvx.convert(buffers, shards, plan=kvx.plan(whole, parts))
     assert kvx.digest(one, dst) == kvx.digest(shards, parts)
 
 

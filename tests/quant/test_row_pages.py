@@ -52,7 +52,7 @@ def check_convert(backend, c, a, b, src_table, dst_table, count, src_engine, dst
     to = b.pages.to(backend.device)
     plan = kvx.plan(row_spec(c, a.rows, len(a.pages), engine=src_engine), row_spec(c, b.rows, len(b.pages), engine=dst_engine))
     kvx.convert(
-        to, a.pages.to(backend.device), plan=plan, src_blocks=torch.tensor([src_table]), dst_blocks=torch.tensor([dst_table]),
+        a.pages.to(backend.device), to, plan=plan, src_blocks=torch.tensor([src_table]), dst_blocks=torch.tensor([dst_table]),
         seq_lens=torch.tensor([count]), backend=backend.name,
     )  # fmt: skip
     assert torch.equal(to.cpu(), want.pages)
@@ -99,7 +99,7 @@ def test_layers_and_requests_in_one_call(backend):
         want[layer].write(slots_of(tables[1][seq], 32, count), x)
     to = [t.pages.to(backend.device) for t in b]
     kvx.convert(
-        to, [t.pages.to(backend.device) for t in a], plan=kvx.plan(src, dst), src_blocks=torch.tensor(tables[0]),
+        [t.pages.to(backend.device) for t in a], to, plan=kvx.plan(src, dst), src_blocks=torch.tensor(tables[0]),
         dst_blocks=torch.tensor(tables[1]), seq_lens=torch.tensor(lens), backend=backend.name,
     )  # fmt: skip
     assert all(torch.equal(t.cpu(), w.pages) for t, w in zip(to, want, strict=True))
@@ -123,7 +123,7 @@ def test_windows_into_rings_and_back(backend, length, rows):
     target = in_ring.pages.to(backend.device)
     for move in moves:
         kvx.convert(
-            target, paged.pages.to(backend.device), plan=kvx.plan(*specs), src_blocks=torch.tensor([move.pages]),
+            paged.pages.to(backend.device), target, plan=kvx.plan(*specs), src_blocks=torch.tensor([move.pages]),
             dst_blocks=torch.tensor([[1]]), seq_lens=torch.tensor([move.num_rows]), backend=backend.name,
         )  # fmt: skip
     want = RowPages.zeros(c, 2, ring)
@@ -134,7 +134,7 @@ def test_windows_into_rings_and_back(backend, length, rows):
     to = back.pages.to(backend.device)
     for move in moves:
         kvx.convert(
-            to, target, plan=kvx.plan(*reversed(specs)), src_blocks=torch.tensor([[1]]), dst_blocks=torch.tensor([move.pages]),
+            target, to, plan=kvx.plan(*reversed(specs)), src_blocks=torch.tensor([[1]]), dst_blocks=torch.tensor([move.pages]),
             seq_lens=torch.tensor([move.num_rows]), backend=backend.name,
         )  # fmt: skip
     assert torch.equal(RowPages(c, to.cpu(), rows).read(places), paged.read(places))

@@ -46,14 +46,14 @@ def test_a_cache_goes_out_and_comes_back(tmp_path, format):
     with HostTier(kind, 1 << 22) as host, DiskTier(tmp_path, kind, 1 << 22) as disk:
         for i, k in enumerate(keys):
             stage = kvx.allocate_buffers(kept)
-            kvx.convert(stage, cache, plan=kvx.plan(spec, kept), src_blocks=[i], dst_blocks=[0])
+            kvx.convert(cache, stage, plan=kvx.plan(spec, kept), src_blocks=[i], dst_blocks=[0])
             host.put([k], [kind.block(stage)]).result()
         disk.put(keys, [b for b in host.get(keys).result() if b is not None]).result()
         for i, got in enumerate(disk.get(keys).result()):
             stage = kvx.allocate_buffers(kept)
             for to, t in zip(kind.block(stage).buffers, got.buffers, strict=True):
                 to.copy_(t)
-            kvx.convert(back, stage, plan=kvx.plan(kept, spec), src_blocks=[0], dst_blocks=[i])
+            kvx.convert(stage, back, plan=kvx.plan(kept, spec), src_blocks=[0], dst_blocks=[i])
     assert kvx.digest(back, spec) == kvx.digest(cache, spec) != kvx.digest(kvx.allocate_buffers(spec), spec)
 
 

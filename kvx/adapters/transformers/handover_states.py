@@ -85,7 +85,7 @@ def _part(planes: tuple[PlaneSpec, ...], layers: list[tuple[int, list[Tensor]]],
     neutral = here.replaced(layout=here.block_layout)
     device = layers[0][1][0].device  # layers may be spread over several
     made = new_buffers(neutral, device)
-    convert(list(made), [t.to(device) for _, tensors in layers for t in tensors], plan=plan(here, neutral))
+    convert([t.to(device) for _, tensors in layers for t in tensors], list(made), plan=plan(here, neutral))
     host = tuple(moved(made, torch.device("cpu")))
     return Part(neutral, tuple(index for index, _ in layers), 0, 0, host).sealed(num_tokens)
 

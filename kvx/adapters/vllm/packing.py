@@ -41,7 +41,7 @@ def find_packing(group: Group, write: WriteRows) -> str:
             )
             plain = replace(spec, layout="layer kv | block token head dim")
             found = allocate_buffers(plain)
-            convert(found, [cache], plan=plan(spec, plain))
+            convert([cache], found, plan=plan(spec, plain))
         except KvxError:  # a packing whose tiles this head or block does not fill
             continue
         if all(torch.equal(a.view(dtype).view(b.shape), b) for a, b in zip(found, (k, v), strict=True)):

@@ -28,8 +28,8 @@ _plan_load, _plan_free = native.entry("kvx_plan_load"), native.entry("kvx_plan_f
 
 
 def convert(
-    dst: Buffers,  # every buffer of the destination, changed in place; shard by shard, nested as you like
-    src: Buffers,  # every buffer of the source
+    src: Buffers,  # every buffer of the source; shard by shard, nested as you like
+    dst: Buffers,  # every buffer of the destination, changed in place
     *,
     plan: Plan,
     src_blocks: Tensor | Sequence[int] | None = None,  # [n], or [num_seqs, columns]; None: plan.blocks, or all, in order
@@ -44,14 +44,14 @@ def convert(
     skipped and counted in `errors` (kvx.debug() raises).
     """
     bind(
-        plan, dst, src, src_blocks=src_blocks, dst_blocks=dst_blocks, seq_lens=seq_lens, errors=errors, backend=backend
+        plan, src, dst, src_blocks=src_blocks, dst_blocks=dst_blocks, seq_lens=seq_lens, errors=errors, backend=backend
     ).run()  # fmt: skip
 
 
 def bind(
     plan: Plan,
-    dst: Buffers,
     src: Buffers,
+    dst: Buffers,
     *,
     src_blocks: Tensor | Sequence[int] | None = None,
     dst_blocks: Tensor | Sequence[int] | None = None,
@@ -60,7 +60,7 @@ def bind(
     backend: str = "auto",
 ) -> Bound:
     """The first half of `convert`, for running often: all is checked and prepared. Ids on a device are read anew by each run."""
-    return Bound(plan, dst, src, src_blocks, dst_blocks, seq_lens, errors, backend)
+    return Bound(plan, src, dst, src_blocks, dst_blocks, seq_lens, errors, backend)
 
 
 class Bound:
@@ -69,8 +69,8 @@ class Bound:
     def __init__(
         self,
         plan: Plan,
-        dst: Buffers,
         src: Buffers,
+        dst: Buffers,
         src_blocks: Tensor | Sequence[int] | None,
         dst_blocks: Tensor | Sequence[int] | None,
         seq_lens: Tensor | None,
@@ -81,8 +81,13 @@ class Bound:
             raise BadArgument(f"convert(): plan is {type(plan).__name__}; it is a Plan, made by kvx.plan(src, dst).")
         self.plan = plan
         self.src, self.dst = list(flat("src", src)), list(flat("dst", dst))
-        check_buffers("convert", "src", self.src, plan.src)
-        check_buffers("convert", "dst", self.dst, plan.dst)
+        try:
+            check_buffers("convert", "src", self.src, plan.src)
+            check_buffers("convert", "dst", self.dst, plan.dst)
+        except BadArgument as error:
+            if _fit(self.dst, plan.src) and _fit(self.src, plan.dst):
+                raise BadArgument(f"{error} The two fit the other way round: convert(src, dst, plan=kvx.plan(src, dst)).") from None
+            raise
         if plan.blocks is not None:
             if (src_blocks is None) != (dst_blocks is None):
                 given, other = ("src_blocks", "dst_blocks") if dst_blocks is None else ("dst_blocks", "src_blocks")
@@ -152,6 +157,14 @@ class Bound:
             native.raise_status(status, call="convert()")
         self._handle = handle.value
         weakref.finalize(self, _bound_free, handle.value)
+
+
+def _fit(buffers: list[Tensor], specs: Sequence[Any]) -> bool:
+    try:
+        check_buffers("convert", "src", buffers, specs)
+    except BadArgument:
+        return False
+    return True
 
 
 def new_args(device: torch.device) -> ConvertArgs:

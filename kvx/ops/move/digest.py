@@ -94,7 +94,7 @@ def _staged(tensors: list[Tensor], spec: Spec, ids: Tensor, seq_lens: Tensor | N
         lens = None if seq_lens is None else seq_lens[s : s + 1]
         here = torch.arange(table.shape[1], dtype=ids.dtype, device=ids.device).view(1, -1)
         conversion.convert(
-            stage, tensors, plan=plan(spec, plain), src_blocks=table[s : s + 1], dst_blocks=here, seq_lens=lens, backend=backend
+            tensors, stage, plan=plan(spec, plain), src_blocks=table[s : s + 1], dst_blocks=here, seq_lens=lens, backend=backend
         )
         part = torch.full((s + 1, table.shape[1]), -1, dtype=ids.dtype, device=ids.device)  # the sequence's number counts
         part[s] = here

@@ -209,7 +209,7 @@ class MooncakePuller(Puller):
                     size += n
             finally:
                 self._store.release([t for _, t in full])
-            convert(list(into), came, plan=plan)  # the store knows whole objects only
+            convert(came, list(into), plan=plan)  # the store knows whole objects only
             at += len(places)
         return size
 
