@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _HOMES 
     from kvx.layout.plan import Plan, plan
     from kvx.layout.planes import views
     from kvx.layout.pointers import CachePointers, cache_pointers
-    from kvx.layout.storage import Storage, allocate
     from kvx.layout.views import PlaneView, layer_views
     from kvx.ops.append.amax import amax
     from kvx.ops.append.append import append_batched, qkv_norm_rope_append
@@ -56,8 +55,10 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _HOMES 
     from kvx.ops.entry.topk import topk, topk_workspace_bytes
     from kvx.ops.library import include_dir, library_path
     from kvx.ops.move.convert import bind, convert
+    from kvx.ops.move.convert_cache import ConvertedCache, convert_cache
     from kvx.ops.move.copy_blocks import copy_blocks
     from kvx.ops.move.digest import Digest, digest
+    from kvx.ops.storage import Storage, allocate
     from kvx.ops.support import Support
     from kvx.quant.row_pages import row_spec
     from kvx.quant.rows import RowCodec, RowPages
@@ -93,7 +94,6 @@ _HOMES = {
     "kvx.layout.plan": "Plan plan",
     "kvx.layout.planes": "views",
     "kvx.layout.pointers": "CachePointers cache_pointers",
-    "kvx.layout.storage": "Storage allocate",
     "kvx.layout.views": "PlaneView layer_views",
     "kvx.ops.append.amax": "amax",
     "kvx.ops.append.append": "append_batched qkv_norm_rope_append",
@@ -115,8 +115,10 @@ _HOMES = {
     "kvx.ops.entry.topk": "topk topk_workspace_bytes",
     "kvx.ops.library": "include_dir library_path",
     "kvx.ops.move.convert": "bind convert",
+    "kvx.ops.move.convert_cache": "ConvertedCache convert_cache",
     "kvx.ops.move.copy_blocks": "copy_blocks",
     "kvx.ops.move.digest": "Digest digest",
+    "kvx.ops.storage": "Storage allocate",
     "kvx.ops.support": "Support",
     "kvx.quant.row_pages": "row_spec",
     "kvx.quant.rows": "RowCodec RowPages",
@@ -156,6 +158,7 @@ __all__ = [
     "BlockAllocator",
     "CachePointers",
     "CacheSpec",
+    "ConvertedCache",
     "Damaged",
     "Digest",
     "Format",
@@ -204,6 +207,7 @@ __all__ = [
     "chosen_backend",
     "compress",
     "convert",
+    "convert_cache",
     "copy_blocks",
     "cu_seqlens",
     "debug",

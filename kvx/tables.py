@@ -238,8 +238,60 @@ def cache_table(
     return PackedTable(ids[:, None], seq_lens)
 
 
-def slot_mapping(block_table: Tensor, positions: Tensor, seq_ids: Tensor, block_size: int) -> Tensor:
-    """[num_tokens] int64 slots of tokens at `positions` of sequences `seq_ids`; a negative position gives -1 (skip)."""
+def slot_mapping(
+    block_table: Tensor | PackedTable,  # [batch, max_blocks]; a table with lengths needs no positions
+    positions: Tensor | None = None,  # [num_tokens] of each token in its sequence; a negative one gives -1 (skip)
+    seq_ids: Tensor | None = None,  # [num_tokens] the sequence of each token
+    block_size: int = 0,
+    *,
+    new: int | Tensor | None = None,  # without positions: how many last tokens of each sequence, one number or [batch]; None: all
+) -> Tensor:
+    """[num_tokens] int64 slots of tokens, sequence after sequence.
+
+    Of a table on a device, `new` as one number is found without waiting for the device.
+    """
+    if isinstance(block_table, PackedTable):
+        table, block_table = block_table, block_table.block_table
+        if positions is None and seq_ids is None:
+            positions, seq_ids = _last_positions(table, new)
+            new = None
+    if positions is None or seq_ids is None or new is not None:
+        raise BadArgument(
+            "slot_mapping(): takes a PackedTable alone (new= for its last tokens), or positions and seq_ids for each token; got "
+            f"{type(block_table).__name__}, positions {_given(positions)}, seq_ids {_given(seq_ids)}, new {_given(new)}."
+        )
+    return _slots(block_table, positions, seq_ids, block_size)
+
+
+def _given(value: object) -> str:
+    return "none" if value is None else "given"
+
+
+def _last_positions(table: PackedTable, new: int | Tensor | None) -> tuple[Tensor, Tensor]:
+    """Positions and sequence ids of the last tokens of each sequence. Where one has fewer, positions are negative: skipped."""
+    lens = table.seq_lens.to(torch.int64)
+    seqs = torch.arange(table.num_seqs, device=lens.device)
+    if isinstance(new, int):
+        if new < 0:
+            raise BadArgument(f"slot_mapping(): new is {new}; it is 0 or more.")
+        ahead = torch.arange(new, device=lens.device) - new
+        return (lens[:, None] + ahead).flatten(), seqs.repeat_interleave(new)
+    if new is None:
+        new = lens
+    _check_index("slot_mapping(): new", new, 1)
+    _check_devices("slot_mapping", seq_lens=lens, new=new)
+    if new.shape != lens.shape:
+        raise BadArgument(f"slot_mapping(): new has {new.shape[0]} numbers; the table has {lens.shape[0]} sequences.")
+    if _is_readable(new) and bool(((new < 0) | (new > lens)).any()):
+        at = int(((new < 0) | (new > lens)).nonzero()[0])
+        raise OutOfRange(f"slot_mapping(): new[{at}] is {int(new[at])}; sequence {at} has {int(lens[at])} tokens.")
+    counts = new.to(torch.int64)
+    ids = seqs.repeat_interleave(counts)
+    starts = counts.cumsum(0) - counts
+    return torch.arange(ids.shape[0], device=lens.device) - starts[ids] + (lens - counts)[ids], ids
+
+
+def _slots(block_table: Tensor, positions: Tensor, seq_ids: Tensor, block_size: int) -> Tensor:
     for name, t, ndim in (("block_table", block_table, 2), ("positions", positions, 1), ("seq_ids", seq_ids, 1)):
         _check_index(f"slot_mapping(): {name}", t, ndim)
     _check_devices("slot_mapping", block_table=block_table, positions=positions, seq_ids=seq_ids)

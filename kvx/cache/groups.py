@@ -16,9 +16,9 @@ from torch import Tensor
 from kvx.cache.kinds import GroupKind, kind_of
 from kvx.errors import BadArgument
 from kvx.layout.buffers import allocate_buffers
-from kvx.layout.storage import allocate
 from kvx.layout.views import layer_views
 from kvx.ops.move.copy_blocks import copy_blocks
+from kvx.ops.storage import allocate
 from kvx.spec.cache_spec import CacheSpec, Spec
 
 

@@ -37,7 +37,9 @@ from kvx.cache.state_table import StateTable
 from kvx.cache.tokens import token_ids
 from kvx.errors import BadArgument, OutOfBlocks
 from kvx.layout.device_memory import check_fits
+from kvx.spec.byte_size import byte_text
 from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.shown import Shown
 
 Tokens = Listing[int] | NDArray[Any] | Tensor
 
@@ -65,7 +67,7 @@ class CacheStats:
         return sum(g.num_used * g.block_bytes for g in self.groups)
 
 
-class PagedCache:
+class PagedCache(Shown):
     """The owner of blocks: one layer group or more, each with its storage."""
 
     def __init__(
@@ -675,6 +677,17 @@ class PagedCache:
         tokens = sum(s.length for s in self._admitted.live.values())
         return CacheStats(len(self._admitted.live), tokens, tuple(groups), self.prefix.stats if self.prefix else None)
 
+    def shown(self) -> dict[str, str]:
+        stats = self.stats()
+        groups = {
+            f"group {g.name!r}": f"{g.num_used} of {g.num_blocks} blocks used, {g.num_idle} kept for prefixes, {g.num_free} free, "
+            f"{byte_text(g.num_blocks * g.block_bytes)}" + f", {g.num_pinned} pinned" * bool(g.num_pinned)
+            for g in stats.groups
+        }
+        found = {} if stats.prefix is None else {"prefix cache": _hits(stats.prefix)}
+        sequences = f"{stats.num_seqs} of {self.max_seqs}, {stats.num_tokens:,} tokens, at most {self.max_seq_len:,} each"
+        return {"sequences": sequences, "block size": f"{self.block_size} tokens", **groups, **found, "device": str(self.device)}
+
     def check(self) -> None:
         """Recount every block, name and row; InternalError names the first thing that does not agree."""
         with self._guard.lock:
@@ -692,6 +705,11 @@ class PagedCache:
     def _check_length(self, call: str, seq: Sequence, end: int) -> None:
         if end > self.max_seq_len:
             raise BadArgument(f"{call}(): {seq} would have {end} tokens; max_seq_len is {self.max_seq_len}. Nothing changed.")
+
+
+def _hits(stats: PrefixStats) -> str:
+    share = f" ({stats.tokens_hit / stats.tokens_asked:.0%})" if stats.tokens_asked else ""
+    return f"{stats.tokens_hit:,} of {stats.tokens_asked:,} prompt tokens found{share}"
 
 
 class _Standing(NamedTuple):

@@ -78,12 +78,12 @@ def round_trip(
     spec = kvx.CacheSpec(base.num_blocks, base.block_size, base.num_kv_heads, base.head_dim, layout=base.layout, format=name)
     storage = kvx.allocate(spec, k.device)
     if name.endswith("per_head"):
-        storage = kvx.Storage(storage.cache, *(kvx.scale_from_amax(kvx.amax(x, "head"), name) for x in (k, v)))
-    write_us = timed(lambda: kvx.write(storage.cache, k, v, slot_mapping=slots, spec=spec, **storage.scales()))
+        storage = kvx.Storage(spec, storage.cache, *(kvx.scale_from_amax(kvx.amax(x, "head"), name) for x in (k, v)))
+    write_us = timed(lambda: storage.write(k, v, slots))
     packed = kvx.PackedTable(table, lens)
     longest = int(lens.max())
-    out = kvx.gather(storage.cache, packed, spec=spec, max_seq_len=longest, **storage.scales())
-    gather_us = timed(lambda: kvx.gather(storage.cache, packed, spec=spec, max_seq_len=longest, out=out, **storage.scales()))
+    out = storage.gather(packed, max_seq_len=longest)
+    gather_us = timed(lambda: storage.gather(packed, max_seq_len=longest, out=out))
     first = int(lens[0])
     error = max(float((a[0, :first].float() - x[:first].float()).abs().max()) for a, x in zip(out, (k, v), strict=True))
     return f"{spec.token_bytes}", f"{write_us:.0f} us", f"{gather_us:.0f} us", f"{error:.3f}", k.device.type

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from itertools import chain, product
 from math import lcm
@@ -32,12 +33,17 @@ class GridCell(NamedTuple):
 
 
 def layouts(
-    name: Annotated[str, typer.Argument(help="a row to draw, such as vllm.0.23; nothing: the table")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(
+            help='a row to draw, such as vllm.0.23, or a layout, such as "layer | block kv token head dim"; nothing: the table'
+        ),
+    ] = "",
 ) -> None:
     """List the engines' layouts, or draw one."""
     console = Console(highlight=False)
     if name:
-        for line in draw(engine(name)):
+        for line in draw(_row(name)):
             console.print(line, soft_wrap=True)
     elif console.is_terminal:
         table = Table(title=f"{len(ENGINES)} layouts; `kvx layouts NAME` draws one", title_justify="left")
@@ -53,6 +59,19 @@ def layouts(
             typer.echo(f"{row_name:{widths[0]}}  {layout:{widths[1]}}  {versions}")
 
 
+def _row(name: str) -> EngineRow:
+    """An engine's, or one made for a layout that was typed."""
+    if name.strip().upper() in ("NHD", "HND") or any(axis in name.split() for axis in AXES) or "|" in name:
+        layout = Layout.parse(name)
+        return EngineRow(layout.text, "", layout.text, "")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        row = engine(name)
+    for warning in said:
+        typer.echo(str(warning.message), err=True)
+    return row
+
+
 def tiny(row: EngineRow) -> CacheSpec:
     """Two of everything and four tokens; where axes are split, one of everything and a few packs."""
     layout = Layout.parse(row.layout)
@@ -63,7 +82,7 @@ def tiny(row: EngineRow) -> CacheSpec:
             pack, count = lcm(*packs), 1
             sizes[name] = pack if pack > 8 else 2 * pack
     return row.spec(
-        num_layers=count,
+        num_layers=count if layout.has_layer else 1,
         num_blocks=count,
         block_size=sizes["token"],
         num_kv_heads=row.num_kv_heads or count,
@@ -74,8 +93,11 @@ def tiny(row: EngineRow) -> CacheSpec:
 def draw(row: EngineRow) -> Iterator[Text]:
     spec, layout = tiny(row), Layout.parse(row.layout)
     sizes, left = buffer_bytes(spec), [axis.name for axis in layout.left]
-    yield Text.assemble((row.name, "bold"), f"  {row.engine} {row.versions}")
-    yield Text(f"  layout      {row.layout}")
+    if row.name in ENGINES:
+        yield Text.assemble((row.name, "bold"), f"  {row.engine} {row.versions}")
+        yield Text(f"  layout      {row.layout}")
+    else:
+        yield Text(row.layout, "bold")
     for field in ("block_size", "dtypes", "notes"):
         if getattr(row, field):
             yield Text(f"  {field:10}  {getattr(row, field)}")

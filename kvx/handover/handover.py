@@ -28,13 +28,15 @@ from kvx.layout.plan import plan
 from kvx.ops.move.convert import convert
 from kvx.ops.move.digest import Digest
 from kvx.spec import CacheSpec, Spec, StateSpec
+from kvx.spec.byte_size import byte_text
+from kvx.spec.shown import Shown
 
 MAX_BYTES = 16 << 30  # of a manifest's parts, unless the caller says otherwise: 50,000 tokens of a 70B model
 _REQUIRED = ("model", "num_kv_heads", "head_dim", "v_head_dim", "head_start", "format", "v_format")
 
 
-@dataclass(frozen=True, eq=False)
-class Handover:
+@dataclass(frozen=True, eq=False, repr=False)
+class Handover(Shown):
     tokens: NDArray[np.int32]  # all whose K and V are inside
     parts: tuple[Part, ...]  # one for each kind of layers
     whole: tuple[Digest, ...] = ()  # of a shard: the content of the parts of all shards together
@@ -48,11 +50,15 @@ class Handover:
             raise BadArgument(f"Handover: {len(self.parts)} parts and {len(self.whole)} digests of wholes; a part or more.")
         check_parts(self.num_tokens, self.parts)
 
-    def __repr__(self) -> str:
+    def shown(self) -> dict[str, str]:
         kinds = [f"{len(p.layers)} layers {_what(p)}" + f" window {p.window}" * bool(p.window) for p in self.parts]
-        size = f"in blocks of {self.block_size}" if self.block_size else "in states"
-        blocks = f"{size}: {'; '.join(kinds)}; {self.num_bytes:,} bytes"
-        return f"Handover({self.num_tokens} tokens of {self.model!r} {blocks})"
+        return {
+            "tokens": f"{self.num_tokens:,}" + f" in blocks of {self.block_size}" * bool(self.block_size),
+            "model": repr(self.model),
+            "layers": "; ".join(kinds),
+            "size": byte_text(self.num_bytes),
+            "device": str(self.parts[0].buffers[0].device),
+        }
 
     @property
     def num_tokens(self) -> int:

@@ -30,6 +30,7 @@ INNER = ("token", "head", "dim", *STATE_AXES)  # what a plane may have inside a 
 PLANES = ("kv", "plane")  # axes whose indices are planes
 NHD = "kv | block token head dim"
 HND = "kv | block head token dim"
+_OTHER_NAMES = {"NHD": NHD, "HND": HND}
 MOST_CHARACTERS = 1000  # the longest an engine has takes 100
 
 
@@ -127,11 +128,16 @@ class Layout:
     @staticmethod
     def parse(text: str) -> Layout:
         try:
-            return _parse(text)  # kept: the checks below cost a text once
+            return _parse(layout_text(text))  # kept: the checks below cost a text once
         except TypeError:
             if isinstance(text, str):
                 raise
             raise LayoutError(f"layout: {type(text).__name__}; it is text, such as {NHD!r}.") from None
+
+
+def layout_text(text: str) -> str:
+    """The axes of "NHD" and "HND", as engines call them; any other text as it is."""
+    return _OTHER_NAMES.get(text.strip().upper(), text) if isinstance(text, str) and len(text) < 8 else text
 
 
 @lru_cache(maxsize=256)

@@ -97,11 +97,15 @@ def _format(t: Tensor) -> str:
 
 
 _FIELDS = {"layer": "num_layers", "block": "num_blocks", "token": "block_size", "head": "num_kv_heads", "dim": "head_dim"}
+_SIZES = (*_FIELDS.values(), "v_head_dim", "layer_start", "head_start")
 
 
 def _sizes(parts: list[Tensor], layout: Layout, given: dict[str, int], formats: tuple[str, str]) -> dict[str, Any]:
     """Axes that stand alone say their size; fused ones say it when all but one are known."""
     known = dict(given)
+    wrong = next((name for name in given if name not in _SIZES), "")
+    if wrong:
+        raise BadArgument(f"describe(): {wrong}= is no size of a cache; they are {', '.join(_SIZES)}.")
 
     def learn(axis: str, size: int, where: str) -> None:
         field = _FIELDS[axis]
@@ -111,6 +115,8 @@ def _sizes(parts: list[Tensor], layout: Layout, given: dict[str, int], formats: 
     if all(axis.name != "layer" for axis in (*layout.left, *layout.first.order)):
         known.setdefault("num_layers", 1)
     for dim, size in zip(layout.first.dims, parts[0].shape, strict=True):
+        if [axis.name for axis in dim] == ["kv"] and size != 2:
+            raise BadArgument(f"describe(): dimension kv has {size}; K and V are 2. Is layout {layout.text!r} the tensors' own?")
         if len(dim) == 1 and dim[0].name != "kv" and not dim[0].part:
             learn(dim[0].name, size, f"dimension {_name(dim)} of {size}")
     split = {axis.name for axis in layout.first.order if axis.part}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,10 +37,19 @@ class EngineRow:
     block_size: str = ""  # the engine's own rule, "" where none was read. The layout's splits are checked; this is not.
     dtypes: str = ""  # as block_size
     num_kv_heads: int = 0  # 1: one latent row a token (MLA). 0: any
+    registered: str = ""  # the dimensions of the tensors the engine hands out, where they are not in the order of memory
 
     @property
     def engine(self) -> str:
         return ENGINE_NAMES[self.name.split(".")[0]]
+
+    def refuses(self, block_size: int) -> bool:
+        """Whether the engine's own rule rules this block size out. Rules in words are not read."""
+        if rule := re.fullmatch(r"multiple of (\d+)", self.block_size):
+            return block_size % int(rule[1]) != 0
+        if re.fullmatch(r"[\d, ]+", self.block_size):
+            return str(block_size) not in self.block_size.split(", ")
+        return self.block_size == "power of two" and block_size.bit_count() != 1
 
     def spec(
         self,

@@ -6,10 +6,11 @@ docs/layouts.md prints the same table, and a test compares.
 
 from __future__ import annotations
 
+import warnings
 from difflib import get_close_matches
 
-from kvx.errors import BadArgument
-from kvx.layout.engine_row import EngineRow
+from kvx.errors import BadArgument, KvxWarning
+from kvx.layout.engine_row import ENGINE_NAMES, EngineRow
 
 _X16, _X32 = "multiple of 16", "multiple of 32"
 _CELL = "A cell is K's row, then V's. Block 0 is the null block."
@@ -17,6 +18,7 @@ _CELL_TYPES = "f16, bf16, fp8; per-token-head scales as the inline formats have 
 _CPU = "The true bytes; the tensor's shape says [block, head, token, 2 dim]. One allocation since 0.28."
 _TRASH = "The first page takes padding writes."
 _LATENT = "MLA: K and V are read out of one latent row a token."
+_VIEW = "layer | block head token (kv dim)"  # what vLLM registers since 0.26, in whatever order the memory is
 
 _VLLM = (
     EngineRow("vllm.0.22.flash_attn", "<= 0.22", "layer | kv block token head dim", "FlashAttention, FlexAttention.", _X16),
@@ -29,10 +31,26 @@ _VLLM = (
     EngineRow("vllm.0.23.cross_layer", "0.23 - 0.25", "block layer kv token head dim", "Layout NHD, any backend.", _X16),
     EngineRow("vllm.0.23.cross_layer.fa_hnd", "0.23 - 0.25", "block head layer kv token dim", "FlashAttention, layout HND.", _X16),
     EngineRow("vllm.0.23.cross_layer.fi_hnd", "0.23 - 0.25", "block kv head layer token dim", "FlashInfer, layout HND.", _X16),
-    EngineRow("vllm.0.26.nhd", "0.26 - 0.27", "layer | block token head (kv dim)", _CELL, _X16, _CELL_TYPES),
-    EngineRow("vllm.0.26.hnd", "0.26 - 0.27", "layer | block head token (kv dim)", _CELL, _X16, _CELL_TYPES),
-    EngineRow("vllm.lbnhc", ">= 0.28", "layer block token head (kv dim)", f"Alias NHD, the default. {_CELL}", _X16, _CELL_TYPES),
-    EngineRow("vllm.lbhnc", ">= 0.28", "layer block head token (kv dim)", f"Alias HND, NIXL's default. {_CELL}", _X16, _CELL_TYPES),
+    EngineRow("vllm.0.26.nhd", "0.26 - 0.27", "layer | block token head (kv dim)", _CELL, _X16, _CELL_TYPES, registered=_VIEW),
+    EngineRow("vllm.0.26.hnd", "0.26 - 0.27", "layer | block head token (kv dim)", _CELL, _X16, _CELL_TYPES, registered=_VIEW),
+    EngineRow(
+        "vllm.lbnhc",
+        ">= 0.28",
+        "layer block token head (kv dim)",
+        f"Alias NHD, the default. {_CELL}",
+        _X16,
+        _CELL_TYPES,
+        registered=_VIEW,
+    ),
+    EngineRow(
+        "vllm.lbhnc",
+        ">= 0.28",
+        "layer block head token (kv dim)",
+        f"Alias HND, NIXL's default. {_CELL}",
+        _X16,
+        _CELL_TYPES,
+        registered=_VIEW,
+    ),
     EngineRow("vllm.lhbnc", ">= 0.28", "layer head block token (kv dim)", f"ROCm's own. {_CELL}", _X16, _CELL_TYPES),
     EngineRow("vllm.blhnc", ">= 0.28", "block layer head token (kv dim)", f"Cross-layer. {_CELL}", _X16, _CELL_TYPES),
     EngineRow("vllm.blnhc", ">= 0.28", "block layer token head (kv dim)", f"Cross-layer. {_CELL}", _X16, _CELL_TYPES),
@@ -44,6 +62,7 @@ _VLLM = (
         _CPU,
         _X32,
         "f32, f16; bf16 without AMX or BFMMLA",
+        registered=_VIEW,
     ),
     EngineRow(
         "vllm.cpu.amx",
@@ -52,6 +71,7 @@ _VLLM = (
         _CPU,
         _X32,
         "bf16 on x86 with AMX",
+        registered=_VIEW,
     ),
     EngineRow(
         "vllm.cpu.arm",
@@ -60,6 +80,7 @@ _VLLM = (
         _CPU,
         _X32,
         "bf16 on Arm built with BFMMLA",
+        registered=_VIEW,
     ),
     EngineRow(
         "vllm.mla",
@@ -166,11 +187,39 @@ _STORES = (
 ENGINES: dict[str, EngineRow] = {row.name: row for row in (*_VLLM, *_SGLANG, *_ENGINES, *_STORES)}
 
 
+# Of an engine with several rows, the one its newest version has unless it is told otherwise.
+_DEFAULTS = {"vllm": "vllm.lbnhc", "sglang": "sglang.nhd", "flashinfer": "flashinfer.nhd", "lmcache": "lmcache.2ltd"}
+_OTHER_NAMES = {"trtllm": "tensorrt_llm", "trt_llm": "tensorrt_llm", "tensorrt": "tensorrt_llm", "hf": "transformers"}
+_OTHER_NAMES |= {"huggingface": "transformers", "llama.cpp": "llama_cpp", "llamacpp": "llama_cpp"}
+
+
 def engine(name: str) -> EngineRow:
-    """The row of that name."""
-    if name in ENGINES:
-        return ENGINES[name]
-    part = name.strip().lower()
+    """The row of that name. An engine's name alone is the row of its newest version, and a warning says which that is."""
+    part = row_name(name)
+    if part in ENGINES:
+        return ENGINES[part]
+    if part in _DEFAULTS:
+        row = ENGINES[_DEFAULTS[part]]
+        warnings.warn(
+            f'engine "{name}" is taken as "{row.name}", the default of {row.engine} {row.versions}. Give that name to keep to it; '
+            f"`kvx layouts` lists the others.",
+            KvxWarning,
+            stacklevel=2,
+        )
+        return row
     near = [n for n in ENGINES if part and part in n] or get_close_matches(part, ENGINES, n=5, cutoff=0.5)
     hint = f"Near it: {', '.join(near)}. " if near else ""
     raise BadArgument(f'engine "{name}" does not exist. {hint}`kvx layouts` lists all {len(ENGINES)}.')
+
+
+def engine_rows(name: str) -> list[EngineRow]:
+    """The row of that name, or all rows of the engine."""
+    part = row_name(name)
+    of_engine = [row for row in ENGINES.values() if part in ENGINE_NAMES and row.name.split(".")[0] == part]
+    return of_engine or [engine(name)]
+
+
+def row_name(name: str) -> str:
+    """As rows are called: "vLLM" and "TensorRT-LLM" are vllm and tensorrt_llm."""
+    text = str(name).strip().lower().replace("-", "_")
+    return _OTHER_NAMES.get(text, text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 from typing import NamedTuple
@@ -32,8 +32,10 @@ from kvx.layout.shards import (
     union,
     without,
 )
+from kvx.spec.byte_size import byte_text
 from kvx.spec.cache_spec import Spec
 from kvx.spec.formats import Granularity
+from kvx.spec.shown import Shown
 
 _MAGIC, _VERSION = 0x5058564B, 1
 _HEADER = struct.Struct("<IIQIIIIqqqqIIII")
@@ -52,17 +54,32 @@ class ByteRun(NamedTuple):
     dst_stride: int = 0
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
     src: tuple[Spec, ...]  # one spec a shard
     dst: tuple[Spec, ...]
     unit_tokens: int  # tokens moved for one pair of blocks
-    boxes: tuple[Box, ...] = field(repr=False)
-    blocks: Pairs | None = field(default=None, repr=False)  # ids at src and at dst, moved unless others are given; None: all
-    left_out: tuple[Rectangle, ...] = field(
-        default=(), repr=False
-    )  # of the model's layers and heads, what src holds and dst does not
-    written_twice: tuple[Rectangle, ...] = field(default=(), repr=False)  # what more than one shard of dst holds
+    boxes: tuple[Box, ...]
+    blocks: Pairs | None = None  # ids at src and at dst, moved unless others are given; None: all
+    left_out: tuple[Rectangle, ...] = ()  # of the model's layers and heads, what src holds and dst does not
+    written_twice: tuple[Rectangle, ...] = ()  # what more than one shard of dst holds
+
+    def shown(self) -> dict[str, str]:
+        def side(specs: tuple[Spec, ...]) -> str:
+            s = specs[0]
+            formats = " ".join(dict.fromkeys(p.format.name for p in s.planes))
+            return f"{s.layout!r} {formats}, blocks of {s.block_size}" + f", {len(specs)} shards" * (len(specs) > 1)
+
+        runs = sorted({box.run_bytes if box.cell is None else box.cell.row_bytes for box in map(fold, self.boxes)})
+        return {
+            "from": side(self.src),
+            "to": side(self.dst),
+            "moves": f"{byte_text(self.unit_bytes)} for {self.unit_tokens} tokens",
+            "runs": f"{runs[0]} to {runs[-1]} bytes" if len(runs) > 1 else f"{runs[0]} bytes" if runs else "none",
+            "blocks": "all" if self.blocks is None else f"{len(self.blocks[0])}",
+            **({"left out": ", ".join(map(str, self.left_out[:3]))} if self.left_out else {}),
+            "more": "print(plan.explain())",
+        }
 
     @cached_property
     def unit_bytes(self) -> int:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvx.errors import BadArgument, KvxWarning
 from kvx.layout.planes import plane_maps, views
-from kvx.layout.storage import is_scale_unset
 from kvx.ops.cache_view import NO_SCALES, CacheView
 from kvx.quant.scales import finite_amax, load_scale, round_scale, scale_from_amax
 from kvx.spec.formats import Granularity
@@ -62,6 +61,17 @@ def require(call: str, view: CacheView) -> None:
         spec.__dict__["_takes_no_scales"] = True
 
 
+def mark_unset(scale: Tensor) -> None:
+    """Remember that this is how the scale was made: torch counts its changes."""
+    if not scale.is_inference():
+        scale.kvx_unset_version = scale._version  # type: ignore[attr-defined]
+
+
+def is_unset(scale: Tensor) -> bool:
+    version = getattr(scale, "kvx_unset_version", None)
+    return version is not None and version == scale._version
+
+
 def say_unset(call: str, view: CacheView) -> None:
     """At a spec's first write: that a scale it goes by was never set. A look at the values would wait for the device."""
     view.spec.__dict__["_has_written"] = True
@@ -69,7 +79,7 @@ def say_unset(call: str, view: CacheView) -> None:
         fmt, (scale, tensor_scale, _) = plane.format, view.scales.plane(i)
         if not fmt.element.is_quantised or fmt.granularity.is_stored_per_token or fmt.element.name == "fp8_e5m2":
             continue
-        if is_scale_unset(scale) if scale is not None else tensor_scale is None:
+        if is_unset(scale) if scale is not None else tensor_scale is None:
             least = "" if "fp8" in fmt.element.name else ", and all under 0.5 becomes 0"
             warnings.warn(
                 f"{call}(): the {plane.name}_scale of format {fmt} was never set: 1 is used. What is over {fmt.element.qmax:g} is "

@@ -13,9 +13,8 @@ from typing import Any
 from kvx.cache.paged import PagedCache
 from kvx.errors import BadArgument
 from kvx.handover.part import neutral
-from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.formats import FORMATS
-from kvx.tiers import BlockKind, CacheTiers, Tier, TierError, TierOption
+from kvx.tiers import BlockKind, CacheTiers, TierError, TierOption, open_tiers
 
 
 def kept_format(name: str) -> str:
@@ -42,20 +41,12 @@ class EngineTiers:
             for g in cache.groups
         ]
         with ExitStack() as stack:
-            groups = [self._open(cache, n, kept, stack) for n in range(len(kept))]
+            kinds, names = [BlockKind.of(k) for k in kept], [g.name for g in cache.groups]
+            groups = open_tiers(options, kinds, names, pin_memory=cache.device.type == "cuda")
+            for tier in (tier for mine in groups for tier in mine):
+                stack.enter_context(tier)
             self.backing = stack.enter_context(CacheTiers(cache, groups, kept=kept))
             self._opened = stack.pop_all()
-
-    def _open(self, cache: PagedCache, group: int, kept: list[CacheSpec], stack: ExitStack) -> list[Tier]:
-        """One group's tiers. Groups share a size by what their blocks take, and a directory by folders."""
-        kinds = [BlockKind.of(k) for k in kept]
-        share, whole = kinds[group].num_bytes, sum(k.num_bytes for k in kinds)
-        tiers: list[Tier] = []
-        name = cache.groups[group].name if len(kept) > 1 else ""
-        for option in self.options:
-            tiers.append(option.share(share, whole).open(kinds[group], group=name, pin_memory=cache.device.type == "cuda"))
-            stack.enter_context(tiers[-1])
-        return tiers
 
     def stats(self) -> dict[str, Any]:
         stats = asdict(self.backing.stats)

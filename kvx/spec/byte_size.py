@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them: 2GB, 74.5 GiB, 80000000000."""
+"""Numbers of bytes as people write and read them: 2GB, 74.5 GiB, 80000000000."""
 
 from __future__ import annotations
 
@@ -12,8 +12,20 @@ UNITS |= {f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", 1)}
 _LEAST = 10**6  # of a number without a unit, to be taken for bytes: nobody means a memory of 80 bytes
 
 
-def parse_bytes(text: str, what: str) -> int:
-    """`what` has this size, for the error."""
+def byte_text(count: int) -> str:
+    """With three digits: 12.6 MB."""
+    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "KB")):
+        if count >= 1000**power:
+            return f"{count / 1000**power:.3g} {unit}"
+    return f"{count} B"
+
+
+def parse_bytes(text: str | int, what: str) -> int:
+    """`what` has this size, for the error. Numbers are bytes."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        text = f"{text}B" if text >= 0 else str(text)
+    if not isinstance(text, str):
+        raise BadArgument(f'{what} is {str(text)[:100]}; it takes a number of bytes, or text like "80GB".')
     match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in UNITS:
         raise BadArgument(f'{what} is "{text}"; it takes a number and B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, like 80GB.')

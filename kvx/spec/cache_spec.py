@@ -8,8 +8,8 @@ from math import prod
 from typing import Any, NamedTuple, Self
 
 from kvx.errors import BadArgument, Unsupported
-from kvx.layout.axes import Layout
-from kvx.spec.formats import Format
+from kvx.layout.axes import Layout, layout_text
+from kvx.spec.formats import Format, format_name
 from kvx.spec.manifest import to_json
 
 
@@ -162,7 +162,8 @@ class Spec:
 class CacheSpec(Spec):
     """A paged KV cache, or a shard of one: geometry, layout and format.
 
-    `layout` is a string of axes (kvx/layout/axes.py); `format` and `v_format` are names of rows (kvx/spec/formats.py).
+    `layout` is a string of axes (kvx/layout/axes.py), "NHD" or "HND"; `format` and `v_format` are names of rows
+    (kvx/spec/formats.py), or what torch and engines call them: "fp8" becomes fp8_e4m3.
     Ops work on one layer's tensors, whose strides they honour: they read neither `num_layers`, where the shard starts, nor
     `block_bytes`. Conversions read all of it.
     """
@@ -185,6 +186,8 @@ class CacheSpec(Spec):
     def __post_init__(self) -> None:
         from kvx.spec.validate import validate  # which reads specs, so it cannot be imported above them
 
+        for name, canonical in (("layout", layout_text), ("format", format_name), ("v_format", format_name)):
+            object.__setattr__(self, name, canonical(getattr(self, name)))
         validate(self)
         object.__setattr__(self, "manifest_text", to_json(self))  # once: compiled graphs carry it as a constant
         if len(self.planes) == 2:

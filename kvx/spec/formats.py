@@ -119,7 +119,7 @@ class Format:
     @staticmethod
     def named(name: str, *, of_rows: bool = False) -> Format:
         """The format of that name that planes can have, or with of_rows that rows of pages can."""
-        known = ROW_FORMATS if of_rows else FORMATS
+        name, known = format_name(name), ROW_FORMATS if of_rows else FORMATS
         if name in known:
             return known[name]
         if name in ALL_FORMATS:
@@ -132,6 +132,22 @@ class Format:
         near = near or get_close_matches(name.lower(), known, n=4)
         found = f"Near it: {', '.join(near)}" if near else f"Known: {', '.join(known)}"
         raise BadArgument(f'format "{name}" does not exist. {found}.')
+
+
+# What engines, torch and people call them.
+_OTHER_NAMES = {
+    "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "e4m3": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2", "e5m2": "fp8_e5m2",
+    "bfloat16": "bf16", "float16": "f16", "fp16": "f16", "half": "f16",
+    "float32": "f32", "fp32": "f32", "float": "f32", "float64": "f64", "fp64": "f64", "double": "f64",
+}  # fmt: skip
+
+
+def format_name(name: str) -> str:
+    """The name of the row that is meant: "fp8" is fp8_e4m3, torch.float16 is f16. What means none comes back as it is."""
+    text = str(name).strip().lower().removeprefix("torch.").replace("-", "_")
+    text = _OTHER_NAMES.get(text, text)
+    return text if text in ALL_FORMATS else name
 
 
 def _of_planes() -> list[Format]:

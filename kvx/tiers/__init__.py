@@ -7,7 +7,7 @@ from kvx.tiers.disk import DiskTier
 from kvx.tiers.host import HostTier
 from kvx.tiers.mover import Mover
 from kvx.tiers.mover_stats import MoverEvent, MoverStats
-from kvx.tiers.option import TierOption
+from kvx.tiers.option import TierOption, open_tiers
 from kvx.tiers.tier import Tier, TierEvent, TierStats
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "TierStats",
     "block_spec",
     "kept_specs",
+    "open_tiers",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -16,29 +17,46 @@ from torch import Tensor
 from kvx.cache.blocks import BlockIds
 from kvx.cache.groups import Member
 from kvx.cache.paged import PagedCache
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, TierError
 from kvx.layout.axes import Layout
 from kvx.layout.place import num_buffers, num_cache_buffers
+from kvx.spec.byte_size import parse_bytes
 from kvx.spec.cache_spec import CacheSpec, Spec
 from kvx.spec.state_spec import StateSpec
+from kvx.tiers.block import BlockKind
 from kvx.tiers.mover import Mover
 from kvx.tiers.mover_stats import MoverEvent, MoverStats
+from kvx.tiers.option import TierOption, open_tiers
 from kvx.tiers.tier import Tier
 
 
 class CacheTiers:
-    """The backing of a cache: made, it is attached. Leaving its `with` detaches it and waits; the tiers stay open."""
+    """The backing of a cache: made, it is attached. Leaving its `with` detaches it, waits, and puts what the cache has into a tier
+    that outlives the process. Tiers that were given stay open; those it opened are closed.
+    """
 
     def __init__(
         self,
         cache: PagedCache,
-        tiers: Sequence[Sequence[Tier]],  # of each layer group, or each member of it, the fastest first
+        tiers: Sequence[Sequence[Tier]] | None = None,  # of each layer group, or each member of it, the fastest first
         *,
-        kept: Sequence[Spec],  # of its blocks in its tiers: as many tokens, layers counted from 0. kept_specs() is as it is here
-        max_in_flight_bytes: int = 256 << 20,
+        kept: Sequence[Spec] | None = None,  # of its blocks in its tiers: as many tokens, layers counted from 0. None: kept_specs()
+        host: str | int = "",  # in place of `tiers`: how much host memory, like "2GB"
+        disk: str | Path = "",  # and a directory, like "kv" or "kv:50GB"
+        model: str = "",  # the model's name, by which a directory tells its blocks from those of others
+        max_in_flight_bytes: str | int = 256 << 20,
         on_event: Callable[[MoverEvent], None] | None = None,
     ) -> None:
         members = [(n, member) for n, group in enumerate(cache.groups) for member in group.members]
+        max_in_flight_bytes = parse_bytes(max_in_flight_bytes, "CacheTiers: max_in_flight_bytes")
+        self._own: list[Tier] = []  # opened here, so closed here
+        self.cache = cache
+        if kept is None:
+            kept = kept_specs(cache, model)
+        if tiers is None:
+            tiers = self._open(kept, [cache.groups[n].name for n, _ in members], host, disk)
+        elif host or disk:
+            raise BadArgument("CacheTiers: tiers are given, and host or disk too. Give one or the other.")
         if not len(tiers) == len(kept) == len(members):
             what = f"{len(members)} groups" if len(members) == len(cache.groups) else f"{len(members)} members of groups"
             raise BadArgument(f"CacheTiers: tiers of {len(tiers)} groups and kept of {len(kept)}; the cache has {what}.")
@@ -48,7 +66,6 @@ class CacheTiers:
         for spec, (_, member) in zip(kept, members, strict=True):
             if spec.block_size != member.spec.block_size:
                 raise BadArgument(f"CacheTiers: kept blocks have {spec.block_size} tokens, the cache's {member.spec.block_size}.")
-        self.cache = cache
         self.num_lost, self.error = 0, ""  # blocks that could not even be sent, and why the last was not
         self.movers: list[Mover] = []
         self._of_group: list[list[Mover]] = [[] for _ in cache.groups]
@@ -64,6 +81,15 @@ class CacheTiers:
         except BaseException:
             self._close()
             raise
+
+    def _open(self, kept: Sequence[Spec], names: Sequence[str], host: str | int, disk: str | Path) -> list[list[Tier]]:
+        """Tiers of host memory and of a directory, for every kind of block."""
+        options = [TierOption.parse(text) for text in [f"host:{host}"] * bool(host) + [f"disk:{disk}"] * bool(disk)]
+        if not options:
+            raise BadArgument('CacheTiers: it has no tiers. Give host="2GB", disk="DIR" or both; or open tiers and give tiers=.')
+        opened = open_tiers(options, [BlockKind.of(spec) for spec in kept], names, pin_memory=self.cache.device.type == "cuda")
+        self._own = [tier for mine in opened for tier in mine]
+        return opened
 
     # --- what the cache calls ---------------------------------------------------------------------------------------------
 
@@ -103,7 +129,12 @@ class CacheTiers:
                     mover.save(names, blocks.tolist())
 
     def close(self) -> None:
-        """Detach, and wait for what is in flight."""
+        """Detach, wait for what is in flight, and close the tiers that were opened here, after they got what the cache has."""
+        try:
+            if self._own:
+                self.save()
+        except TierError as error:  # a full disk: what is computed again is no wrong answer
+            self.error = str(error)
         if self.cache.prefix is not None and self.cache.prefix.backing is self:
             self.cache.attach(None)
         self._close()
@@ -111,6 +142,11 @@ class CacheTiers:
     def _close(self) -> None:
         for mover in self.movers:
             mover.close()
+        self._close_own()
+
+    def _close_own(self) -> None:
+        for tier in self._own:
+            tier.close()
 
     def __enter__(self) -> Self:
         return self

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvx.errors import Damaged, Incompatible, TierError, Unsupported
+from kvx.spec.byte_size import parse_bytes
 from kvx.tiers.block import Block, BlockKind
 from kvx.tiers.block_file import file_bytes, open_file, read_block, write_block
 from kvx.tiers.directory import Directory, name_of, new_file, partial_name
@@ -34,7 +35,7 @@ class DiskTier(Tier):
         self,
         path: str | Path,
         kind: BlockKind,
-        capacity_bytes: int,
+        capacity_bytes: int | str,  # bytes, or "50GB"
         *,
         fsync: bool = False,  # True: a block that was put outlives a loss of power too; killed processes need none
         threads: int = 4,
@@ -46,6 +47,8 @@ class DiskTier(Tier):
         self.check(kind)
         self.path, self.file_bytes, self.fsync, self.refresh_s = Path(path), file_bytes(kind), fsync, refresh_s
         self._root = str(self.path)
+        if isinstance(capacity_bytes, str):
+            capacity_bytes = parse_bytes(capacity_bytes, "DiskTier: capacity_bytes")
         self.capacity_blocks = blocks_in("DiskTier", capacity_bytes, self.file_bytes)
         try:
             self._directory = Directory(self.path, kind, grace_s=grace_s, fsync=fsync)

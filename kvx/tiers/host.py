@@ -10,6 +10,7 @@ import torch
 
 from kvx.errors import BadArgument
 from kvx.layout.device_memory import host_bytes
+from kvx.spec.byte_size import parse_bytes
 from kvx.tiers.block import Block, BlockKind, check_kind
 from kvx.tiers.memory import SLAB_BYTES, HostMemory
 from kvx.tiers.tier import Tier, TierEvent, blocks_in
@@ -21,7 +22,7 @@ class HostTier(Tier):
     def __init__(
         self,
         kind: BlockKind,
-        capacity_bytes: int,
+        capacity_bytes: int | str,  # bytes, or "2GB"
         *,
         pin_memory: bool = False,  # where CUDA is; elsewhere memory is as ever, and `is_pinned` says so
         threads: int = 2,
@@ -29,6 +30,8 @@ class HostTier(Tier):
         on_event: Callable[[TierEvent], None] | None = None,
     ) -> None:
         check_kind("HostTier", kind)
+        if isinstance(capacity_bytes, str):
+            capacity_bytes = parse_bytes(capacity_bytes, "HostTier: capacity_bytes")
         self.capacity_blocks = blocks_in("HostTier", capacity_bytes, kind.num_bytes)
         if capacity_bytes > host_bytes():  # it grows as blocks come: the process would be ended late, and without a word
             raise BadArgument(

@@ -6,6 +6,8 @@ their own, and so never meet; engines that keep the same kind do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,6 +50,21 @@ class TierOption:
         if self.path is None:
             return HostTier(kind, self.capacity_bytes, pin_memory=pin_memory)
         return DiskTier(self.path / "-".join(filter(None, (kind.digest.hex(), group))), kind, self.capacity_bytes)
+
+
+def open_tiers(
+    options: Sequence[TierOption], kinds: Sequence[BlockKind], groups: Sequence[str], *, pin_memory: bool = False
+) -> list[list[Tier]]:
+    """The options opened for every kind of block. Kinds share a size by the bytes of their blocks, and a directory by folders."""
+    whole = sum(kind.num_bytes for kind in kinds)
+    names = groups if len(kinds) > 1 else [""]
+    with ExitStack() as stack:  # closed again where one cannot be opened
+        opened = [
+            [stack.enter_context(o.share(kind.num_bytes, whole).open(kind, group=name, pin_memory=pin_memory)) for o in options]
+            for kind, name in zip(kinds, names, strict=True)
+        ]
+        stack.pop_all()
+    return opened
 
 
 def _size(tier: str, text: str) -> int:

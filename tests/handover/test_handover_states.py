@@ -127,7 +127,9 @@ def test_a_cache_without_snapshots_and_one_of_states_alone():
     made[0].extend(seq, 9)
     made[0].planes(5, 0).planes["delta"][made[0].blocks(seq)[0]] = 3
     handover = read_sequence(made[0], seq, model=MODEL)
-    assert repr(handover) == "Handover(9 tokens of 'weights of a hybrid' in states: 2 layers a state (conv, delta); 1,792 bytes)"
+    assert repr(handover) == (
+        "Handover(tokens: 9, model: 'weights of a hybrid', layers: 2 layers a state (conv, delta), size: 1.79 KB, device: cpu)"
+    )
     there = made[1].admit(tokens())
     write_sequence(made[1], there, handover, model=MODEL)
     assert (made[1].planes(5, 0).planes["delta"][made[1].blocks(there)[0]] == 3).all()

@@ -219,7 +219,7 @@ def test_a_latent_row_has_one_head():
     ("name", "near"),
     [
         ("vlm.0.23", "vllm.0.23, vllm.0.23.hnd, "),
-        ("VLLM.0.23", "vllm.0.23, vllm.0.23.hnd, vllm.0.23.cross_layer, "),
+        ("VLLM.0.2", "vllm.0.22.flash_attn, vllm.0.22.flash_attn.hnd, "),
         ("page_head", "sglang.page_head. "),
         ("tgi", "tgi.flashinfer, tgi.flashdecoding, tgi.paged. "),
         ("dynamo.univers", "dynamo.universal, dynamo.universal.pp. "),

@@ -173,7 +173,6 @@ def test_named_finds_every_row(name):
         ("mxfp6", "Near it: mxfp4, mxfp8"),
         ("int8_per_row", f"Near it: {', '.join(n for n in ROWS if n.startswith('int8'))}"),
         ("int3", "Near it: int8"),
-        ("BF16", "Near it: bf16, f16"),
         ("gguf", f"Known: {', '.join(FORMATS)}"),
         ("", f"Known: {', '.join(FORMATS)}"),
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from kvx.adapters.transformers.states import PagedStates, uncompiled
 from kvx.errors import BadArgument, Unsupported
 from kvx.spec.formats import Format, Granularity
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 NAME = "kvx"  # of the attention implementation
 
 
@@ -34,14 +37,16 @@ class KvxCache(Cache):
 
     def __init__(
         self,
-        config: PretrainedConfig,  # the model's: model.config
+        config: PretrainedConfig | PreTrainedModel,  # a model, or its config
         *,
         format: str = "",  # of K and V, a row of kvx.FORMATS; "": the model's own type
         block_size: int = 16,
         reserve: int = 0,  # tokens a sequence room is made for at once; past them, or with 0, storage doubles when it is full
     ) -> None:
         if not isinstance(config, PretrainedConfig):
-            raise BadArgument(f"KvxCache(): config is a {type(config).__name__}; it is a model's config: KvxCache(model.config).")
+            config = getattr(config, "config", config)  # of a model, or of one that wraps it
+        if not isinstance(config, PretrainedConfig):
+            raise BadArgument(f"KvxCache(): config is a {type(config).__name__}; it is a model or its config: KvxCache(model).")
         if format:
             _check_format(Format.named(format))
         if block_size < 1 or reserve < 0:

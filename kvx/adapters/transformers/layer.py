@@ -13,10 +13,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvx.adapters.transformers.batch_blocks import BatchBlocks
 from kvx.errors import BadArgument
-from kvx.layout.storage import Storage, allocate
 from kvx.ops.append.gather import gather
 from kvx.ops.append.write import write
 from kvx.ops.move.copy_blocks import copy_blocks
+from kvx.ops.storage import Storage, allocate
 from kvx.spec.cache_spec import CacheSpec
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # as which any element is copied

@@ -199,14 +199,14 @@ def _loaded(plan: Plan) -> int:
     return int(handle)
 
 
-def flat(name: str, buffers: Buffers) -> Iterator[Tensor]:
+def flat(name: str, buffers: Buffers, call: str = "convert") -> Iterator[Tensor]:
     if isinstance(buffers, Tensor):
         yield buffers
     elif isinstance(buffers, (list, tuple)):
         for part in buffers:
-            yield from flat(name, part)
+            yield from flat(name, part, call)
     else:
-        yield backends.as_tensor("convert", name, buffers)
+        yield backends.as_tensor(call, name, buffers)
 
 
 def blocks_of(call: str, name: str, ids: Tensor | Sequence[int] | None, num_blocks: int) -> Tensor:

@@ -61,7 +61,7 @@ def digest(
     Waits for the device. Block size, layout, sharding and whether scales are inline make no difference; format and head size do.
     """
     shards = [spec] if isinstance(spec, Spec) else list(spec)
-    tensors = list(conversion.flat("cache", cache))
+    tensors = list(conversion.flat("cache", cache, "digest"))
     check_buffers("digest", "cache", tensors, shards)
     twice = held_twice(shards)
     if twice:
