@@ -116,7 +116,7 @@ def test_what_it_says_of_itself(rng):
     assert h.model == MODEL
     assert h.block_size == 4
     assert h.num_bytes == 3 * 4 * 3 * 2 * 4 * 32 * 2
-    assert "10 tokens of 'small' in blocks of 4: 3 layers bf16" in repr(h)
+    assert "tokens: 10 in blocks of 4, model: 'small', layers: 3 layers bf16" in repr(h)
     one, two = Part(**a_part()), Part(**a_part(layers=(2, 3)))
     refuse(lambda: Handover([1] * 8, (one, two)).spec, "2 parts, each with a spec")
 
