@@ -1,5 +1,6 @@
 # make demo   set up, build, and see a small model answer eight questions together on one cache
 # make test   set up, build, lint, type-check and run every test
+# make wheels   wheels in dist/, audited and tried in an empty environment; CUDA too: make wheels KVX_CUDA=ON KVX_CUDA_ARCHS=all
 # make test-fast   what runs in two minutes: no lint, no wheel, no real model, few cases of each test
 # make coverage   which lines of kvx/ the tests run: make coverage TESTS=tests/spec for some of them
 # make sanitize   host code under ASan, UBSan and TSan: the C tests and the fuzzer of the C entries
@@ -20,7 +21,7 @@ GPU_BUILD ?= build/gpu
 # cmake and ninja come from the environment, so that the machine needs neither.
 CMAKE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake
 
-.PHONY: demo test test-fast build lint format unit coverage sweep picture clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
+.PHONY: demo wheels test test-fast build lint format unit coverage sweep picture clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
 
 demo: $(VENV)/bin/kvx
 	$(COMPILE)
@@ -64,6 +65,10 @@ endef
 build: export KVX_CUDA_ARCHS := $(TEST_ARCHS)
 build: $(VENV)/bin/kvx
 	$(COMPILE)
+
+# CUDA_LIB=kvx/lib packs the CUDA library that `make test` has compiled, for one architecture, instead of compiling for hours.
+wheels: $(VENV)/ready
+	@$(PY) wheels/build.py $(if $(filter ON,$(KVX_CUDA)),--cuda-archs "$(or $(KVX_CUDA_ARCHS),all)") $(if $(CUDA_LIB),--cuda-lib "$(CUDA_LIB)")
 
 C_FILES = git ls-files -z '*.c' '*.h' '*.cpp' '*.cu' '*.cuh'
 lint:
@@ -193,4 +198,4 @@ sanitize: build/asan/libkvx.so build/tsan/libkvx.so $(FUZZ)
 	build/tsan/abi --cases 20000 --threads 4 --hang-s 60
 
 clean:
-	rm -rf build $(VENV) $(ENGINES) kvx/lib kvx/include
+	rm -rf build dist $(VENV) $(ENGINES) kvx/lib kvx/include

@@ -166,3 +166,12 @@ def test_make_build_asks_for_cuda(checkout):
     assert make(checkout, "build").stdout.startswith("libkvx: built for the CPU (native)")
     assert make(checkout, "build", KVX_CUDA_ARCHS="80").stdout.startswith("libkvx: built for the CPU (80)")
     assert make(checkout, "demo", KVX_CUDA_ARCHS="80").stdout.startswith("libkvx: built for the CPU (80)")
+
+
+def test_make_wheels_asks_for_cuda_only_when_told(checkout):
+    (checkout / "wheels").mkdir()
+    (checkout / "wheels/build.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    assert make(checkout, "wheels").stdout == "[]\n"
+    assert make(checkout, "wheels", KVX_CUDA="ON").stdout == "['--cuda-archs', 'all']\n"
+    assert make(checkout, "wheels", KVX_CUDA="ON", KVX_CUDA_ARCHS="80;90a").stdout == "['--cuda-archs', '80;90a']\n"
+    assert make(checkout, "wheels", CUDA_LIB="kvx/lib").stdout == "['--cuda-lib', 'kvx/lib']\n"

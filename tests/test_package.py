@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import fcntl
+import hashlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,31 +21,27 @@ from packaging.requirements import Requirement
 
 import kvx
 from kvx.cli.doctor import PACKAGES
+from wheels import build
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    # CUDA sources are compiled by `make build`; once is enough.
-    env = {**os.environ, "KVX_CUDA": "OFF", "KVX_STATIC": "ON"}
-    args = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--config-settings",
-        f"build-dir={folder / 'build'}",  # its own: another worker may build one at the same time
-        "--wheel-dir",
-        str(folder),
-        str(ROOT),
-    ]
-    done = subprocess.run(args, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """Built once, whichever of pytest's workers comes first, in the folder that `make wheels` goes on in."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "wheel"
+    folder.mkdir(exist_ok=True)
+    build.WORK.mkdir(parents=True, exist_ok=True)
+    with (build.WORK / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not list(folder.glob("*.whl")):
+            # CUDA sources are compiled by `make build`; once is enough.
+            env = {**os.environ, **build.CPU, "KVX_STATIC": "ON", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+            args = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--disable-pip-version-check"]
+            args += ["--config-settings", f"build-dir={build.WORK / 'cpu'}", "--wheel-dir", str(folder), str(ROOT)]
+            done = subprocess.run(args, env=env, capture_output=True, text=True, timeout=600)
+            assert done.returncode == 0, done.stdout + done.stderr
     return next(folder.glob("*.whl"))
 
 
@@ -64,7 +65,7 @@ def test_metadata_says_what_it_is(wheel):
 
 
 def test_extras_name_what_they_install(wheel):
-    extras = ["transformers", "vllm", "nixl", "mooncake", "llama-cpp", "runner", "plot", "all"]
+    extras = ["transformers", "vllm", "nixl", "mooncake", "llama-cpp", "runner", "plot", "cu13", "all"]
     said = metadata(wheel)
     assert said.get_all("Provides-Extra") == extras
     needs = [Requirement(text) for text in said.get_all("Requires-Dist")]
@@ -73,7 +74,9 @@ def test_extras_name_what_they_install(wheel):
     assert of["llama-cpp"] == {"xllamacpp"}
     assert all(of[extra] for extra in extras)
     everything = next(n for n in needs if n.name == "kvx")
-    assert everything.extras == set(extras) - {"all"}
+    assert everything.extras == set(extras) - {"all", "cu13"}
+    (cuda,) = (n for n in needs if n.name == "kvx-cu13")
+    assert str(cuda.specifier) == f"=={kvx.__version__}"  # the library and the Python that calls it are of one version
     always = {n.name for n in needs if n.marker is None}
     assert always == {"torch", "numpy", "rich", "typer"}
     # Each is one `kvx doctor` knows, so that it says whether it is there.
@@ -90,6 +93,7 @@ def test_wheel_holds_library_header_and_package(wheel):
     for name in (
         "kvx/lib/libkvx.so",
         "kvx/lib/libkvx.a",
+        "kvx/lib/libkvx.json",
         "kvx/include/kvx_abi.h",
         "kvx/__init__.py",
         "kvx/cli/main.py",
@@ -156,3 +160,31 @@ def test_library_needs_no_driver_and_no_python(installed):
     ).stdout
     for name in ("libcuda.so", "libcudart", "libpython", "libtorch"):
         assert name not in out
+
+
+def test_kvx_cu13_brings_the_library_that_is_taken(installed, tmp_path):
+    """The library for the CPU, in the clothes of one with CUDA: packed, installed by pip, found and loaded."""
+    lib = installed / "kvx" / "lib"
+    assert json.loads((lib / "libkvx.json").read_text()) == {"kvx": kvx.__version__, "cuda_archs": ""}
+    for name in ("libkvx.so", "libkvbm_kernels.so"):
+        shutil.copy(lib / name, tmp_path)
+    (tmp_path / "libkvx.json").write_text(json.dumps({"kvx": kvx.__version__, "cuda_archs": "90a,100"}))
+    raw = build.pack_cuda(tmp_path, tmp_path, is_part=True)
+    assert raw.name.startswith(f"kvx_cu13_sm90a-{kvx.__version__}-py3-none-linux_")
+    assert metadata(raw).get_all("Requires-Dist") == [f"kvx=={kvx.__version__}"]
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), str(raw)], check=True, timeout=120)
+    ask = f"import sys; sys.path.append({str(site)!r}); import kvx; from kvx.ops import library; library._gpus = lambda: [90]; "
+    out = run_installed(installed, ask + "print(kvx.library_path()); print(library.build_info().abi)").splitlines()
+    assert Path(out[0]) == site / "kvx_cu13" / "sm90a" / "libkvx.so"
+    assert out[1] == "1.2.0"
+    recorded = (site / f"kvx_cu13_sm90a-{kvx.__version__}.dist-info" / "RECORD").read_text()
+    digest = hashlib.sha256((site / "kvx_cu13/sm90a/libkvx.so").read_bytes()).digest()
+    assert f"kvx_cu13/sm90a/libkvx.so,sha256={base64.urlsafe_b64encode(digest).rstrip(b'=').decode()}," in recorded
+
+
+def test_a_long_list_of_architectures_makes_several_wheels():
+    assert build.split("native") == ["native"]
+    assert build.split("80;90a") == ["80,90a"]
+    assert build.split("all") == ["80,86", "89,90a", "100,120+PTX"]

