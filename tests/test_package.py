@@ -1,4 +1,6 @@
-"""pip install . in an isolated build: the wheel holds library and header, and a C program builds against it."""
+"""What pip builds: the wheel holds library and header, and a C program builds against it; kvx-cu13 brings a library of its own.
+
+`make wheels` builds it in isolation, audits and installs it (wheels/build.py)."""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory) -> Path:
-    """Built once, whichever of pytest's workers comes first, in the folder that `make wheels` goes on in."""
+    """Built once, by whichever of pytest's workers comes first, in a folder that is kept: the next time little is compiled."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "wheel"
     folder.mkdir(exist_ok=True)
@@ -38,8 +40,8 @@ def wheel(tmp_path_factory) -> Path:
         if not list(folder.glob("*.whl")):
             # CUDA sources are compiled by `make build`; once is enough.
             env = {**os.environ, **build.CPU, "KVX_STATIC": "ON", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-            args = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--disable-pip-version-check"]
-            args += ["--config-settings", f"build-dir={build.WORK / 'cpu'}", "--wheel-dir", str(folder), str(ROOT)]
+            args = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "--disable-pip-version-check"]
+            args += ["--config-settings", f"build-dir={build.WORK / 'test'}", "--wheel-dir", str(folder), str(ROOT)]
             done = subprocess.run(args, env=env, capture_output=True, text=True, timeout=600)
             assert done.returncode == 0, done.stdout + done.stderr
     return next(folder.glob("*.whl"))

@@ -45,7 +45,7 @@ def run(*args: object, log: str | None = None, **env: str) -> None:
 
 
 def build_cpu() -> Path:
-    """By pip, as anyone builds it. tests/test_package.py compiles in the same folder, so that after `make test` little is left."""
+    """By pip in isolation, as anyone builds it."""
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
     run(*pip, f"--config-settings=build-dir={WORK / 'cpu'}", "--wheel-dir", WORK / "raw", ROOT, log="cpu.txt", **CPU)
     return next((WORK / "raw").glob(f"kvx-{VERSION}-*.whl"))
@@ -67,6 +67,13 @@ def compile_cuda(archs: str) -> Path:
     run("cmake", "--build", build)
     run("cmake", "--install", build, log="install.txt")
     return prefix / "kvx" / "lib"
+
+
+def has_cuda(folder: Path) -> bool:
+    facts = folder / "libkvx.json"
+    if not facts.exists():
+        raise SystemExit(f"make wheels: there is no {facts}. `make build` makes kvx/lib; CUDA_LIB names a folder like it.")
+    return bool(json.loads(facts.read_text())["cuda_archs"])
 
 
 def pack_cuda(folder: Path, out: Path, *, is_part: bool) -> Path:
@@ -158,21 +165,22 @@ def main() -> None:
 
     begin = time.monotonic()
     finish(build_cpu(), begin)
-    lists = split(args.cuda_archs) if args.cuda_archs and not args.cuda_lib else []
-    if args.cuda_lib and not json.loads((args.cuda_lib / "libkvx.json").read_text())["cuda_archs"]:
-        print(f"kvx-cu13 is not built: the library in {args.cuda_lib} was compiled without CUDA.")
-    elif args.cuda_lib:
+    if args.cuda_lib:
         begin = time.monotonic()
-        finish(pack_cuda(args.cuda_lib, WORK / "raw", is_part=False), begin)
-    elif not lists:
-        print("kvx-cu13 is not built: KVX_CUDA=ON asks for it, where nvcc is.")
-    for archs in lists:
-        begin = time.monotonic()
-        finish(pack_cuda(compile_cuda(archs), WORK / "raw", is_part=len(lists) > 1), begin)
-    if len(lists) > 1:
-        parts = [wheel.name.split("-")[0].replace("_", "-") for wheel in wheels[1:]]
-        needs = [f"kvx=={VERSION}", *(f"{part}=={VERSION}" for part in parts)]
-        wheels.append(write_wheel(DIST, "kvx-cu13", "KVX's CUDA kernels, compiled with CUDA 13.", needs, {}, tag="any"))
+        if has_cuda(args.cuda_lib):
+            finish(pack_cuda(args.cuda_lib, WORK / "raw", is_part=False), begin)
+        else:
+            print(f"kvx-cu13 is not built: the library in {args.cuda_lib} was compiled without CUDA.", flush=True)
+    elif args.cuda_archs:
+        lists = split(args.cuda_archs)
+        for archs in lists:
+            begin = time.monotonic()
+            finish(pack_cuda(compile_cuda(archs), WORK / "raw", is_part=len(lists) > 1), begin)
+        if len(lists) > 1:
+            needs = [f"{wheel.name.split('-')[0].replace('_', '-')}=={VERSION}" for wheel in wheels]
+            wheels.append(write_wheel(DIST, "kvx-cu13", "KVX's CUDA kernels, compiled with CUDA 13.", needs, {}, tag="any"))
+    else:
+        print("kvx-cu13 is not built: make wheels KVX_CUDA=ON compiles it, where nvcc is.", flush=True)
 
     begin = time.monotonic()
     smoke_test(wheels)
