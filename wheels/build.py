@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "wheels"
 DIST = ROOT / "dist"
 MAX_BYTES = 100_000_000
-ARCHS_PER_WHEEL = 2  # one is 20 to 32 MB compressed, and PTX comes with the last
+ARCHS_PER_WHEEL = 2  # each is about 30 MB compressed; the last one comes with PTX, another 10
 LIBRARIES = ("libkvx.so", "libkvbm_kernels.so", "libkvx.json")
 CPU = {"KVX_CUDA": "OFF", "KVX_REQUIRE_CUDA": ""}
 VERSION = re.search(r"project\(kvx VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())[1]
@@ -86,6 +86,12 @@ def pack_cuda(folder: Path, out: Path, *, is_part: bool) -> Path:
     return write_wheel(out, name, about, [f"kvx=={VERSION}"], files, tag=f"linux_{platform.machine()}")
 
 
+def join(wheels: list[Path], out: Path) -> Path:
+    """kvx-cu13 where it is several: a wheel that holds nothing and asks for all of these."""
+    needs = [f"{wheel.name.split('-')[0].replace('_', '-')}=={VERSION}" for wheel in wheels]
+    return write_wheel(out, "kvx-cu13", "KVX's CUDA kernels, compiled with CUDA 13.", needs, {}, tag="any")
+
+
 def write_wheel(folder: Path, name: str, about: str, needs: list[str], files: dict[str, bytes], *, tag: str) -> Path:
     """A wheel of files that are made already, which no build backend is needed for. auditwheel compresses."""
     base = f"{name.replace('-', '_')}-{VERSION}"
@@ -134,7 +140,7 @@ def smoke_test(wheels: list[Path]) -> None:
     empty = WORK / "empty"
     shutil.rmtree(empty, ignore_errors=True)
     run(sys.executable, "-m", "venv", empty)
-    pip = [empty / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [empty / "bin" / "python", "-m", "pip", "install", "--no-compile", "--quiet", "--disable-pip-version-check"]
     smoke = [empty / "bin" / "python", "-I", ROOT / "wheels" / "smoke.py"]
     run(*pip, "--constraint", ROOT / "requirements-dev.txt", wheels[0], log="pip.txt")
     run(*smoke)
@@ -177,8 +183,7 @@ def main() -> None:
             begin = time.monotonic()
             finish(pack_cuda(compile_cuda(archs), WORK / "raw", is_part=len(lists) > 1), begin)
         if len(lists) > 1:
-            needs = [f"{wheel.name.split('-')[0].replace('_', '-')}=={VERSION}" for wheel in wheels]
-            wheels.append(write_wheel(DIST, "kvx-cu13", "KVX's CUDA kernels, compiled with CUDA 13.", needs, {}, tag="any"))
+            wheels.append(join(wheels, DIST))
     else:
         print("kvx-cu13 is not built: make wheels KVX_CUDA=ON compiles it, where nvcc is.", flush=True)
 
