@@ -196,3 +196,10 @@ def test_a_long_list_of_architectures_makes_several_wheels(tmp_path):
     assert metadata(joined).get_all("Requires-Dist") == [
         f"{n}=={kvx.__version__}" for n in ("kvx", "kvx-cu13-sm80", "kvx-cu13-sm89")
     ]
+
+
+def test_a_library_without_cuda_makes_no_kvx_cu13(installed, tmp_path):
+    """As in CI without nvcc, where `make wheels CUDA_LIB=kvx/lib` builds the wheel for the CPU alone."""
+    assert not build.has_cuda(installed / "kvx" / "lib")
+    with pytest.raises(SystemExit, match=r"there is no .*libkvx\.json\. `make build` makes kvx/lib"):
+        build.has_cuda(tmp_path)

@@ -64,7 +64,7 @@ def _cuda_folder(own: Path) -> Path | None:
             stacklevel=2,
         )
     gpus = _gpus()
-    # The best fit has code of the GPU's own architecture: sm_89 runs that of sm_80 too, but slower.
+    # Code of the GPU's own architecture counts twice: sm_89 also runs that of sm_80.
     served = {
         folder: sum(is_compiled_for(gpu, text) + (str(gpu) in re.findall(r"\d+", text)) for gpu in gpus)
         for folder, text in archs.items()
