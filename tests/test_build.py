@@ -50,6 +50,7 @@ def test_without_a_gpu_the_cpu_alone(folder):
     said = configure(folder)
     assert "kvx: built for the CPU, without CUDA: no GPU here. KVX_CUDA=ON asks for it all the same" in said
     assert "CUDA compiler" not in said  # nor is nvcc tried
+    assert '"cuda_archs": ""' in (folder / "build/libkvx.json").read_text()
 
 
 @needs_nvcc
@@ -61,6 +62,7 @@ def test_without_a_gpu_the_cpu_alone(folder):
 def test_a_gpu_is_compiled_for(folder, gpus, archs):
     said = configure(folder, gpus=gpus)
     assert f"kvx: built for the CPU and for CUDA {archs}" in said
+    assert f'"cuda_archs": "{archs}"' in (folder / "build/libkvx.json").read_text()  # for kvx/ops/library.py
 
 
 @needs_nvcc
