@@ -160,6 +160,20 @@ def test_some_blocks_in_another_size_and_format():
         assert not found[0, 48:].any()
 
 
+@pytest.mark.parametrize(
+    "format", ["fp8", "int8", "fp8_e4m3_per_head", "int8_per_head", "int8_per_block_head", "int4_per_token_head"]
+)
+def test_scales_are_made_of_the_data(format):
+    small = [t * 0.01 for t in NHD]  # which a scale of 1 would turn to nothing
+    got = kvx.convert_cache(small, "vllm", "tensorrt_llm", format=format, blocks=range(8))
+    back = [torch.zeros(8, 16, 8, 256, dtype=torch.bfloat16) for _ in NHD]
+    kvx.convert(got.buffers, back, plan=kvx.plan(got.spec, got.source.replaced(num_blocks=8)))
+    steps = {"fp8": 16, "int8": 127, "int4": 7}
+    step = next(n for name, n in steps.items() if format.startswith(name))
+    for want, found in zip(small, back, strict=True):
+        assert (found - want[:8]).abs().max() <= want[:8].abs().max() / step
+
+
 def test_k_and_v_in_either_nesting():
     k, v = ([torch.randn(1, 2, 32, 8) for _ in range(3)] for _ in range(2))
     by_plane, by_layer = (kvx.convert_cache(x, "hf", "sglang.hnd") for x in ([k, v], list(zip(k, v, strict=True))))

@@ -1,4 +1,4 @@
-"""All of a cache's buffers, every layer: what conversions take. `allocate` in storage.py makes one layer's for ops."""
+"""All of a cache's buffers, every layer: what conversions take. `allocate` in kvx/ops/storage.py makes one layer's."""
 
 from __future__ import annotations
 

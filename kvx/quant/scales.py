@@ -26,7 +26,7 @@ def scale_from_amax(amax: Tensor, format: Format | str, tensor_scale: Tensor | N
     return torch.where(s > floor, s, floor)
 
 
-def finite_amax(x: Tensor, dim: int) -> Tensor:
+def finite_amax(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """Largest finite |x| along `dim`, in f32. NaN and infinities do not count: they saturate or stay NaN anyway."""
     a = x.to(torch.float32).abs()
     return torch.where(a < torch.inf, a, torch.zeros_like(a)).amax(dim)

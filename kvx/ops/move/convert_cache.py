@@ -10,17 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, OutOfRange, Unsupported
 from kvx.layout.axes import Axis, Layout
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.engine_row import EngineRow
 from kvx.layout.engines import ENGINES, engine, row_name
 from kvx.layout.gate import grids
+from kvx.layout.place import num_cache_buffers
 from kvx.layout.plan import plan
 from kvx.layout.readings import Reading, read_as
+from kvx.layout.views import layer_views
 from kvx.ops.move.convert import Buffers, convert, flat
+from kvx.quant.scales import finite_amax, scale_from_amax
 from kvx.spec.byte_size import byte_text
 from kvx.spec.cache_spec import CacheSpec
+from kvx.spec.formats import Granularity
 from kvx.spec.shown import Shown
 
 _SIZES = ("num_layers", "num_blocks", "src_block_size", "num_kv_heads", "head_dim", "v_head_dim")
@@ -50,7 +54,7 @@ def convert_cache(
     src: str,  # the engine or row they are of: "vllm", "vllm.0.26.nhd"; `kvx layouts` lists the rows
     dst: str,  # the engine or row that is wanted
     *,
-    format: str = "",  # wanted; "": as it is
+    format: str = "",  # wanted; "": as it is. Its scales are made of the data
     src_format: str = "",  # where the tensors' type does not say it: uint8, scales
     block_size: int = 0,  # wanted; 0: as it is. Another one needs `blocks`
     blocks: Sequence[int] | None = None,  # blocks of one sequence, in its order; they become 0, 1, 2 ... None: all, as they lie
@@ -81,15 +85,42 @@ def convert_cache(
             f"convert_cache(): blocks have {tokens} tokens; {row.name} takes {row.block_size}. Give block_size= and blocks=."
         )
     ids = list(range(source.num_blocks)) if blocks is None else [int(i) for i in blocks]
+    bad = next((i for i in ids if not 0 <= i < source.num_blocks), None)
+    if bad is not None:
+        raise OutOfRange(f"convert_cache(): blocks has {bad}; the source has {source.num_blocks} blocks, from 0 on.")
     count = -(-len(ids) * source.block_size // tokens)
     wanted = row.spec(
         num_layers=source.num_layers, num_blocks=max(1, count), block_size=tokens, num_kv_heads=source.num_kv_heads,
         head_dim=source.head_dim, v_head_dim=source.v_head_dim, format=format or source.format,
     )  # fmt: skip
     buffers = allocate_buffers(wanted, given[0].device)
+    _set_scales(reading, ids, wanted, buffers)
     lens = torch.tensor([len(ids) * source.block_size]) if count * tokens != len(ids) * source.block_size else None
     convert(given, buffers, plan=plan(source, wanted), src_blocks=ids, dst_blocks=list(range(count)), seq_lens=lens)
     return ConvertedCache(list(_shaped(buffers, wanted)), wanted, source, " or ".join(r.name for r in reading.rows))
+
+
+def _set_scales(reading: Reading, ids: list[int], wanted: CacheSpec, buffers: list[Tensor]) -> None:
+    """Scales of a whole layer, or of its heads, made of the data that comes. convert finds those of blocks and tokens itself."""
+    at = num_cache_buffers(wanted)
+    for i, plane in enumerate(wanted.planes):
+        fmt, given = plane.format, reading.spec.plane(i).format
+        if wanted.scale_shape(i) is None:
+            continue
+        scale, at = buffers[at], at + 1
+        if fmt.granularity not in (Granularity.TENSOR, Granularity.HEAD) or not ids:
+            continue
+        if given.scale is not None:
+            raise Unsupported(
+                f"convert_cache(): {given} to {fmt}: nothing says the scales of the result. Give a format with a scale for each "
+                f"token and head, or convert with scales of your own: kvx.convert."
+            )
+        for layer, planes in enumerate(layer_views(reading.tensors, reading.spec)):
+            view = planes[i]
+            x = view.tensor[ids] if isinstance(view.tensor, Tensor) else torch.stack([view.tensor[j] for j in ids])
+            axes = ["block", *(axis for axis in view.axes if axis != "block")]
+            kept = axes.index("head") if fmt.granularity == Granularity.HEAD else -1
+            scale[layer] = scale_from_amax(finite_amax(x, tuple(n for n in range(x.dim()) if n != kept)), fmt)
 
 
 def _shaped(buffers: list[Tensor], spec: CacheSpec) -> Iterator[Tensor]:
