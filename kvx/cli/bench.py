@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvx.bench import accuracy as accuracy_bench
 from kvx.bench import amax as amax_bench
 from kvx.bench import append as append_bench
 from kvx.bench import attention as attention_bench
@@ -204,6 +205,12 @@ def generate(
     cases = {"questions after one system prompt": (QUESTIONS, SYSTEM), "questions alone": (QUESTIONS, "")}
     options = {"cases": cases, "dtype": dtype_of(dtype, device), "device": device, "repeats": repeats}
     _measure(generate_bench, device, out, as_json, **options)
+
+
+@app.command()
+def accuracy(out: Out = None, as_json: Json = False) -> None:
+    """How much a KV format changes a real model's predictions: perplexity, agreement and KL divergence."""
+    _measure(accuracy_bench, "cpu", out, as_json, say=partial(typer.echo, err=as_json))
 
 
 @app.command()
