@@ -31,7 +31,8 @@ BLOCK_SIZE = 16
 
 def measure(say: Callable[[str], object]) -> dict[str, Any]:
     engine = Engine.load(small_model(), dtype="f32")
-    assert isinstance(engine.model, Model) and engine.tokenizer is not None
+    assert isinstance(engine.model, Model)
+    assert engine.tokenizer is not None
     c = engine.model.config
     ids = torch.tensor([engine.tokenizer.encode(TEXT.replace("\n\n", "\0").replace("\n", " ").replace("\0", "\n\n"))])
     model = model_of(engine.model)

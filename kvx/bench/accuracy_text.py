@@ -31,8 +31,8 @@ Money was harder than mortar. A bank offered a loan at a rate that made the trea
 of sixty pages, in which the question about visitors appeared three times with different words. In the end the town did what it had
 done in 1862, when the first tower was paid for by a tax on coal: everybody gave a little. The bakery sold a bread in the shape of
 a lighthouse, which was popular although it fell over in the oven. The choir sang in the boat shed. A man who had left the town as
-a boy and now owned a shipping company in another country sent a cheque and a letter. In the letter he wrote that he had been lost in
-fog once, at the age of eleven, in a rowing boat without a compass, and that the sound of the fog bell had told him which way was
+a boy and now owned a shipping company in another country sent a cheque and a letter. In the letter he wrote that he had been lost
+in fog once, at the age of eleven, in a rowing boat without a compass, and that the sound of the fog bell had told him which way was
 home. He asked for one thing only: that the bell be rung again, at noon, on the first day of the year.
 
 The scaffolding came down on the last Friday in September. The new roof is copper, and for a few weeks it shone so brightly that the

@@ -220,10 +220,12 @@ def import_problem(module: str) -> str:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-    imports: Annotated[bool, typer.Option("--imports", help="also import each package, in a process of its own; slow")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    imports: Annotated[
+        bool, typer.Option("--imports", help="Also import each optional package, in its own process. Slow.")
+    ] = False,
 ) -> None:
-    """Say what this installation can do, what is missing, and how to mend it. Exit code 0 when the core works."""
+    """Check this installation: what works, what is missing, and the command that fixes it. Exit code 0 when the core works."""
     begin = time.perf_counter()
     found = facts(imports=imports)
     if as_json:

@@ -82,7 +82,7 @@ def prefill(
     requests: Annotated[int, typer.Option(help="With --listen: end after this many requests; 0: never")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line")] = False,
 ) -> None:  # fmt: skip
-    """Compute prompts, and hand their K and V over: into a folder, or to `kvx decode` in another process or machine.
+    """Prefill prompts and hand over their K and V: to a folder, or to `kvx decode` in another process or on another machine.
 
     With --listen both sides prove that they have the same --secret-file. docs/wires.md says what that protects, and what not.
     """

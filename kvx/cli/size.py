@@ -29,26 +29,36 @@ NUMBER = re.compile(r"[0-9.,]+( [KMGT]iB| B|%)?|any")  # such columns stand to t
 def size(
     model: Annotated[
         str | None,
-        typer.Argument(help="a known model's name, a Transformers config.json, or its folder; nothing: the known models"),
+        typer.Argument(
+            help="A known model's name, a Transformers config.json, or its folder. Without it the known models are listed."
+        ),
     ] = None,
-    formats: Annotated[list[str] | None, typer.Option("--format", help="repeatable; all: every one the model can take")] = None,
-    memory: Annotated[str, typer.Option(help="of one rank, for its cache: 80GB, 74.5GiB")] = "80GB",
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", help="KV cache format; repeatable. all: every format the model supports.")
+    ] = None,
+    memory: Annotated[str, typer.Option(help="Memory for the cache on one rank: 80GB, 74.5GiB.")] = "80GB",
     context: Annotated[
-        str, typer.Option(help="tokens of a request at its longest, shared prefix and answer included: 8192, 128K, 1M (of 1024)")
+        str, typer.Option(help="Maximum tokens per request, prompt and answer together: 8192, 128K, 1M (K is 1024).")
     ] = "8192",
-    requests: Annotated[int, typer.Option(help="requests held at once")] = 1,
-    shared_prefix: Annotated[int, typer.Option(help="first tokens that all requests share: their whole blocks count once")] = 0,
-    tp: Annotated[int, typer.Option(help="tensor-parallel ranks; every number is one rank's")] = 1,
-    block_size: Annotated[int, typer.Option(help="tokens in a block; 0: 16, or 128 for DeepSeek-V4")] = 0,
-    index_format: Annotated[str, typer.Option(help="of an indexer's keys (DeepSeek V3.2 and V4), where not the model's own")] = "",
-    state: Annotated[str, typer.Option(help=f"DeepSeek-V4's unfinished sums: {' or '.join(STATES)}")] = STATES[0],
-    state_format: Annotated[
-        str, typer.Option(help=f"of recurrent layers' matrices: {', '.join(STATE_FORMATS)}; unless told as Transformers keeps them")
+    requests: Annotated[int, typer.Option(help="Number of concurrent requests.")] = 1,
+    shared_prefix: Annotated[
+        int, typer.Option(help="Length of a prefix shared by all requests; its full blocks are counted once.")
+    ] = 0,
+    tp: Annotated[int, typer.Option(help="Tensor parallel size; all figures are per rank.")] = 1,
+    block_size: Annotated[int, typer.Option(help="Tokens per block; 0: 16, or 128 for DeepSeek-V4.")] = 0,
+    index_format: Annotated[
+        str, typer.Option(help="Format of the indexer's keys (DeepSeek V3.2 and V4). Default: the model's own.")
     ] = "",
-    plot: Annotated[Path | None, typer.Option(help="draw requests that fit against context, to this file")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    state: Annotated[str, typer.Option(help=f"Compressor state of DeepSeek-V4: {' or '.join(STATES)}.")] = STATES[0],
+    state_format: Annotated[
+        str, typer.Option(help=f"Format of recurrent states: {', '.join(STATE_FORMATS)}. Default: as in Transformers.")
+    ] = "",
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot the number of requests that fit against context length, to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Size a KV cache: bytes of a token and a request, requests and tokens that fit, and what engines take."""
+    """Size a KV cache: bytes per token and per request, how many requests and tokens fit, and what each engine allocates."""
     if model is None:
         return _show_models(as_json)
     memory_bytes, tokens = parse_bytes(memory), parse_tokens(context)
