@@ -39,6 +39,8 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print the result as JSON on stdout instead of saving it; progress goes to stderr.")
 ]
 
+ONE_DEVICE = ("accuracy", "call", "step", "wires")  # that have no --device
+
 
 def _run(name: str, device: str, out: Path | None, only: str, as_json: bool) -> None:
     """A bench of cases: each is a line as soon as it is measured."""
@@ -92,7 +94,7 @@ def _hand_over(result: dict[str, Any], device: str, out: Path | None, as_json: b
     made = {
         "bench": result["bench"],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"kvx bench {result['bench']} --device {device}",
+        "command": f"kvx bench {result['bench']}" + ("" if result["bench"] in ONE_DEVICE else f" --device {device}"),
     }
     text = json.dumps(made | result, indent=1)
     if as_json:
