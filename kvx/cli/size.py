@@ -128,11 +128,11 @@ def _show_layers(s: Size) -> None:
     for g in s.groups:
         kept = f"{'chunk of' if g.is_chunked else 'last'} {g.window:,}" if g.window else "all"
         if g.ring_tokens:
-            kept = f"last {g.ring_tokens:,}" + (f", 1 for {g.ratio}" if g.ratio > 1 else "")
+            kept = f"last {g.ring_tokens:,}" + (f", 1 per {g.ratio}" if g.ratio > 1 else "")
         if g.planes:  # of any number of tokens
             kept = f"{kept}, and a state" if g.block_bytes else "a state"
         rows.append((g.name, str(g.num_layers), g.stores, kept))
-    _show(f"{s.model}: what its layers store", ("layers", "of", "store", "of tokens"), rows)
+    _show(f"{s.model}: what each kind of layer stores", ("kind", "layers", "stored", "for tokens"), rows)
 
 
 def _remarks(s: Size) -> list[str]:
@@ -151,7 +151,7 @@ def _show_groups(sizes: Sequence[Size], context: int) -> None:
             request = g.private_bytes(-(-context // s.block_size))
             grows = 0 if g.max_blocks else g.token_bytes
             rows.append((s.format, g.name, _number(grows / g.num_layers), _number(grows), _human(g.fixed_bytes), _human(request)))
-    _show("by layers", ("format", "layers", "a token in one", "a token", "fixed", "a request"), rows)
+    _show("bytes by kind of layer", ("format", "kind", "per token and layer", "per token", "fixed", "per request"), rows)
 
 
 def _show_sizes(
@@ -159,8 +159,8 @@ def _show_sizes(
 ) -> None:
     first, is_many, has_index = sizes[0], requests > 1, bool(sizes[0].index_format)
     columns = (
-        *("format", *(["index"] if has_index else []), "a token", "fixed", "a request"),
-        *([f"{requests:,} of them"] if is_many else []),
+        *("format", *(["index"] if has_index else []), "per token", "fixed", "per request"),
+        *([f"{requests:,} requests"] if is_many else []),
         *("requests fit", "tokens fit", f"longest of {requests:,}" if is_many else "longest request"),
     )
     rows = [
@@ -190,10 +190,10 @@ def _show_engines(engines: Sequence[EngineSize], format: str, context: int) -> N
         for e in engines
     ]
     columns = (
-        *("engine", "with", "blocks of", "a token", *(["matrices", "states"] if has_states else [])),
-        *("a request", "over its contents"),
+        *("engine", "setting", "block size", "per token", *(["matrices", "states"] if has_states else [])),
+        *("per request", "overhead"),
     )
-    _show(f"what engines take for a request of {context:,} tokens in {format}", columns, rows)
+    _show(f"what engines allocate for a request of {context:,} tokens in {format}", columns, rows)
     for e in engines:
         if e.note:
             typer.echo(f"  {e.engine}{f', {e.setting}' if e.setting else ''}: {e.note}.")
@@ -209,7 +209,7 @@ def _show_hybrid(facts: Sequence[dict[str, Any]], context: int) -> None:
         )
         for f in facts
     ]
-    columns = ("blocks of", "a token", "allocated", "padding", "fixed", "allocated", "a request, allocated")
+    columns = ("block size", "per token", "allocated", "padding", "fixed", "allocated", "per request, allocated")
     _show(f"kvx's hybrid cache, {facts[0]['rows']} rows and mxfp4 keys, a request of {context:,} tokens", columns, rows)
 
 
@@ -233,7 +233,7 @@ def _show_models(as_json: bool) -> None:
         return
     layers = (", ".join(f"{g.num_layers} {g.name}" for g in s.groups) for s in sizes)
     rows = [(s.model, text, _number(s.token_bytes), _human(s.fixed_bytes)) for s, text in zip(sizes, layers, strict=True)]
-    _show("known models, bf16: bytes of a token, and fixed bytes of a request", ("model", "layers", "a token", "fixed"), rows)
+    _show("known models in bf16: bytes per token, and fixed bytes per request", ("model", "layers", "per token", "fixed"), rows)
 
 
 def _show(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
