@@ -261,7 +261,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         problem = f"  DOES NOT IMPORT: {p['imports']}" if p["imports"] not in ("", "yes") else ""
         out.append(f"  {name:13} {state:16} {p['use']}" + ("" if p["version"] else f": pip install {_named(name)}") + problem)
     out.append(f"  {'llama-server':13} {found['llama_server'] or '-':16} slots of llama.cpp's own server")
-    out += [f"MISSING    {m['what']}\n           mend: {m['mend']}" for m in found["missing"]] or [
+    out += [f"MISSING    {m['what']}\n           fix: {m['mend']}" for m in found["missing"]] or [
         "nothing that is needed is missing"
     ]
     return out
