@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx.adapters.transformers import KvxCache
 from kvx.bench.accuracy_text import TEXT
 from kvx.bench.generate_transformers import model_of
 from kvx.bench.harness import machine
@@ -60,6 +59,8 @@ def measure(say: Callable[[str], object]) -> dict[str, Any]:
 @torch.inference_mode()
 def _log_probs(model: Any, ids: Tensor, format: str) -> Tensor:
     """Of every next token but the last, [tokens - 1, vocabulary]."""
+    from kvx.adapters.transformers import KvxCache  # only here: other benches run without transformers
+
     logits = model(ids, past_key_values=KvxCache(model.config, format=format, block_size=BLOCK_SIZE)).logits
     log_probs: Tensor = logits[0, :-1].float().log_softmax(-1)
     return log_probs
