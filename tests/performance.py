@@ -195,11 +195,21 @@ def tiers_section() -> Iterator[str]:
         rows.append(
             [
                 r["tier"], r["way"], r["format"], str(r["block_size"]), time_text(ours["median_us"]), time_text(ours["p10_us"]),
-                f"{size / ours['median_us'] / 1e3:.1f} GB/s", f"{size / plain['median_us'] / 1e3:.1f} GB/s",
-                percent(plain["median_us"] / ours["median_us"]), percent(r["share"]),
+                f"{r['tokens'] / ours['median_us'] * 1e3:,.0f} k", f"{size / ours['median_us'] / 1e3:.1f} GB/s",
+                f"{size / plain['median_us'] / 1e3:.1f} GB/s", percent(plain["median_us"] / ours["median_us"]), percent(r["share"]),
             ]
         )  # fmt: skip
-    head = ["tier", "direction", "format in the tier", "tokens per block", "median", "best", "bandwidth", "plain copy"]
+    head = [
+        "tier",
+        "direction",
+        "format in the tier",
+        "tokens per block",
+        "median",
+        "best",
+        "tokens per second",
+        "bandwidth",
+        "plain copy",
+    ]
     yield from table([*head, "median share of the plain copy", "best share of the plain copy"], rows)
 
 

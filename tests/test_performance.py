@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import inspect
+import math
 
+import pytest
+import torch
+
+from kvx.bench import accuracy
+from kvx.cli import bench
 from tests import performance, picture_readme
 
 MAKE = "run `make picture`"
@@ -26,6 +32,23 @@ def test_every_cell_of_the_performance_page_has_one_fact():
     cells = [c for line in performance.PAGE.read_text().splitlines() if line.startswith("| ") for c in line.split("|")]
     assert len(cells) > 1000
     assert not [c for c in cells if " / " in c or ";" in c]
+
+
+def test_accuracy_compares_distributions():
+    want = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]]).log()
+    got = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.8, 0.1]]).log()
+    same, other = (accuracy.compare(x, want, torch.tensor([0, 1])) for x in (want, got))
+    assert (same["same_top_token"], same["kl_divergence"]) == (1.0, 0.0)
+    assert same["perplexity"] == pytest.approx((0.5 * 0.8) ** -0.5)
+    assert other["same_top_token"] == 0.5
+    assert other["kl_divergence"] == pytest.approx(0.25 * math.log(2) / 2)
+    assert other["perplexity"] == pytest.approx((0.25 * 0.8) ** -0.5)
+
+
+def test_saved_commands_can_be_typed():
+    """A result of a bench without --device does not name one."""
+    commands = {c.callback.__name__: inspect.signature(c.callback).parameters for c in bench.app.registered_commands}
+    assert {name for name, options in commands.items() if "device" not in options} == set(bench.ONE_DEVICE)
 
 
 def test_case_of_a_printed_line():
