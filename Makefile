@@ -103,8 +103,10 @@ sweep: build
 	$(PY) -m tests.adapters.architectures --write docs/transformers.md
 	$(PY) -m tests.adapters.served_architectures --write docs/state.md
 
-# The levels, their imports and the walks of docs/architecture.md.
+# The pictures of the docs and README, docs/performance.md and the table of docs/formats.md.
 picture: $(VENV)/ready
+	$(PY) -m tests.performance
+	$(PY) -m tests.picture_readme
 	$(PY) -m tests.picture
 	$(PY) -m tests.picture_state
 

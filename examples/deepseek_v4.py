@@ -66,7 +66,7 @@ def show_layers(cache: HybridCache, request: Sequence) -> None:
     """What the cache keeps of a request, and what that costs."""
     block = cache.schema.block_tokens
     print(f"after {request.length} tokens, in {len(cache.block_ids(request))} blocks of {block} tokens:")
-    print("layer  kind  window rows  entries  keys of the indexer  tail       bytes a token  a request")
+    print("layer  kind  window rows  entries  keys of the indexer  tail         bytes/token  a request")
     for i, store in enumerate(cache.layers):
         layer, entries = store.schema, store.schema.entries(request.length)
         rows = int((store.window.positions[cache.slot(request)] >= 0).sum())

@@ -1,4 +1,4 @@
-"""Three tiny hybrid models, each serving eight requests on one paged cache: prefixes are found again, requests are put out and
+"""Three tiny hybrid models, each serving eight requests on one paged cache: prefixes are found again, requests are preempted and
 computed again, and the tokens of every answer are compared with Transformers alone. On a CPU, without a download.
 
     make build && PYTHONPATH=. .venv/bin/python examples/serve_hybrid.py
@@ -92,7 +92,7 @@ def main() -> None:
         )
     print(
         "\nreused: prompt tokens that were in the cache already. computed: all others, what was generated, and what a request\n"
-        "that was put out for want of blocks had to compute again."
+        "that was preempted had to recompute."
     )
 
 

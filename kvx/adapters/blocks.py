@@ -62,7 +62,7 @@ def _check_tensor(call: str, name: str, x: object, like: Tensor | None) -> Tenso
     if not x.is_contiguous():
         raise BadArgument(f"{call}(): {name} is {list(x.shape)} with strides {list(x.stride())}; it is contiguous.")
     if x.element_size() not in DTYPES:
-        raise TypeError(f"{call}(): {name} is {x.dtype}, {x.element_size()} bytes an element; 1, 2, 4 and 8 are moved.")
+        raise TypeError(f"{call}(): {name} is {x.dtype}, {x.element_size()} bytes per element; 1, 2, 4 and 8 are supported.")
     if like is not None and x.dtype != like.dtype:
         raise TypeError(f"{call}(): {name} is {x.dtype} and the first whole tensor {like.dtype}; they are the same.")
     if like is not None and x.device != like.device:

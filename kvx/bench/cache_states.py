@@ -149,7 +149,7 @@ class DecodeCallsRow:
     def __str__(self) -> str:
         parts = (f"{name} {getattr(self, name).median_us:6.1f}" for name in ("admit", "extend", "plan", "commit"))
         total = sum(t.median_us for t in (self.extend, self.plan, self.commit))
-        return f" cache step {self.policy:<41} | {' | '.join(parts)} us | {total:6.1f} us a step of {SEQS}"
+        return f" cache step {self.policy:<41} | {' | '.join(parts)} us | {total:6.1f} us per step of {SEQS}"
 
 
 def run_step(policy: str, device: str, steps: int = 512) -> DecodeCallsRow:
@@ -219,7 +219,7 @@ class StateCopyRow:
         us, (alone, both) = self.ours.median_us * self.copies_per_step, self.step_us
         rate = 2 * self.state_bytes / self.ours.median_us / 1e3
         return (
-            f" cache copies {MODEL}, {self.state_bytes / 1e6:.1f} MB a state | {self.ours.median_us:.1f} us a copy "
+            f" cache copies {MODEL}, {self.state_bytes / 1e6:.1f} MB per state | {self.ours.median_us:.1f} us a copy "
             f"({self.ours.p10_us:.1f}-{self.ours.p90_us:.1f}), {rate / self.ceiling_gbps:.0%} of copy | plane by plane "
             f"{self.apart.median_us:.1f} us | host {self.host.median_us:.1f} us\n"
             f"   a step of {SEQS} at the default policy: {self.copies_per_step:.3f} copies, {us:.1f} us: {us / both:.2%} of the "

@@ -1,4 +1,4 @@
-"""kvx bench step: one decode step of a model of Qwen3-8B's shape, as a CUDA graph, beside the time its bytes need.
+"""kvx bench step: one decode step of a model of Qwen3-8B's shape, as a CUDA graph, beside the time of its memory traffic.
 
 Weights are random and the cache's numbers too: times do not hang on them. Bytes are every weight once, and K and V of every token
 once; the share is of what the device can read. GEMMs and attention are also timed alone; what is left is norms, append, activations
@@ -53,7 +53,7 @@ class StepRow:
 
         return (
             f" step KV {self.kv_format}: {self.whole.median_us:.0f} us ({self.whole.p10_us:.0f}-{self.whole.p90_us:.0f}); "
-            f"its bytes need {self.needed_us:.0f} us: {self.whole.median_us / self.needed_us - 1:.0%} over\n"
+            f"memory traffic at peak bandwidth {self.needed_us:.0f} us: {self.needed_us / self.whole.median_us:.0%} of peak\n"
             + part("GEMM", self.gemm.median_us, self.weight_bytes)
             + part("attention", self.attention.median_us, self.kv_bytes)
             + f"   {'rest':<10} {rest:8.0f} us | norms, append, activations, residuals"

@@ -144,7 +144,7 @@ class BlockTable:
             return ""
         return (
             f"at length {length} group {self.allocator.name!r} (window {self.kind.window}) sees from block "
-            f"{self.first_block(length)} on; blocks before {seq.starts[self.index]} were given back"
+            f"{self.first_block(length)} on; blocks before {seq.starts[self.index]} were freed"
         )
 
     def cut(self, seq: Sequence, length: int, num_ahead: int = 0) -> tuple[int, BlockIds]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvx.bench import accuracy as accuracy_bench
 from kvx.bench import amax as amax_bench
 from kvx.bench import append as append_bench
 from kvx.bench import attention as attention_bench
@@ -30,11 +31,15 @@ from kvx.cli.options import check_device, check_folder, check_positive, make_fol
 from kvx.errors import BadArgument
 from kvx.ops import backend as backends
 
-app = typer.Typer(no_args_is_help=True, help="Check an op against its definition, then time it beside torch and a plain copy.")
-Device = Annotated[str, typer.Option(help="cpu or cuda")]
-Out = Annotated[Path | None, typer.Option(help="folder to save the result in, as JSON; nothing is saved without it")]
-Only = Annotated[str, typer.Option(help="run only the cases whose line contains this text")]
-Json = Annotated[bool, typer.Option("--json", help="the result on stdout, in place of a file; lines go to stderr")]
+app = typer.Typer(no_args_is_help=True, help="Benchmarks: each checks results first, then measures, beside torch and a plain copy.")
+Device = Annotated[str, typer.Option(help="Device: cpu or cuda.")]
+Out = Annotated[Path | None, typer.Option(help="Folder to save the result in, as JSON. Without it nothing is saved.")]
+Only = Annotated[str, typer.Option(help="Run only the cases whose line contains this text.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the result as JSON on stdout instead of saving it; progress goes to stderr.")
+]
+
+ONE_DEVICE = ("accuracy", "call", "step", "wires")  # that have no --device
 
 
 def _run(name: str, device: str, out: Path | None, only: str, as_json: bool) -> None:
@@ -89,7 +94,7 @@ def _hand_over(result: dict[str, Any], device: str, out: Path | None, as_json: b
     made = {
         "bench": result["bench"],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"kvx bench {result['bench']} --device {device}",
+        "command": f"kvx bench {result['bench']}" + ("" if result["bench"] in ONE_DEVICE else f" --device {device}"),
     }
     text = json.dumps(made | result, indent=1)
     if as_json:
@@ -109,68 +114,68 @@ def _hand_over(result: dict[str, Any], device: str, out: Path | None, as_json: b
 
 @app.command()
 def write(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
-    """K and V of a batch into scattered blocks."""
+    """Write K and V of a batch into scattered blocks."""
     _run("write", device, out, only, as_json)
 
 
 @app.command()
 def append(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
-    """A fused QKV normed, rotated and put into scattered blocks."""
+    """Fused QK norm, rotary embedding and append into scattered blocks."""
     _run("append", device, out, only, as_json)
 
 
 @app.command()
 def attention(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
-    """Queries over keys and values in scattered blocks."""
+    """Paged attention: decode, prefill and MLA over scattered blocks."""
     _run("attention", device, out, only, as_json)
 
 
 @app.command()
 def hybrid(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
-    """The ops of DeepSeek-V4's cache: rows in, scores, selection, attention."""
+    """The ops of DeepSeek-V4's hybrid cache: append, compress, index scores, top-k, sparse attention."""
     _run("hybrid", device, out, only, as_json)
 
 
 @app.command()
 def gather(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
-    """Whole sequences out of scattered blocks."""
+    """Gather whole sequences from scattered blocks."""
     _run("gather", device, out, only, as_json)
 
 
 @app.command()
 def convert(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
-    """Whole caches from one engine's bytes to another's."""
+    """Convert whole caches from one engine's layout to another's."""
     _run("convert", device, out, only, as_json)
 
 
 @app.command()
 def digest(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
-    """The content digest of whole caches."""
+    """Compute the content digest of whole caches."""
     _run("digest", device, out, only, as_json)
 
 
 @app.command()
 def amax(device: Device = "cpu", out: Out = None, only: Only = "", as_json: Json = False) -> None:
-    """Largest magnitudes of a batch."""
+    """Compute the largest magnitude (amax) of a batch, per tensor and per head."""
     _run("amax", device, out, only, as_json)
 
 
 @app.command()
 def call(out: Out = None, as_json: Json = False) -> None:
-    """What one Python call costs over the kernel itself."""
+    """Overhead of one Python call over the kernel itself."""
     _measure(call_bench, "cpu", out, as_json)
 
 
 @app.command()
 def cache(device: Device = "cpu", out: Out = None, as_json: Json = False) -> None:
-    """What a paged cache's decisions cost on the host, beside vLLM's where it is there; what states cost, and snapshots save."""
+    """CPU time of block allocation and prefix lookup, beside vLLM's KVCacheManager where vLLM is installed."""
     check_device(device)
     _measure(cache_bench, device, out, as_json, device=device)
 
 
 @app.command()
 def step(out: Out = None, as_json: Json = False) -> None:
-    """A decode step of a model of 8 billion weights on a GPU, beside the time its bytes need."""
+    """A decode step of an 8B model on a GPU, beside the time its memory traffic takes at peak bandwidth."""
     reason = backends.reason_missing("cuda")
     if reason is not None:
         raise typer.BadParameter(reason, param_hint="kvx bench step")
@@ -180,11 +185,11 @@ def step(out: Out = None, as_json: Json = False) -> None:
 @app.command()
 def tiers(
     device: Device = "cpu",
-    folder: Annotated[Path | None, typer.Option(help="of the disk tier; default: a temporary one")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder of the disk tier. Default: a temporary one.")] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Blocks into tiers and back, converted on the way, beside the same bytes moved as they are."""
+    """Offload blocks to tiers and load them back, with and without conversion."""
     check_device(device)
     check_folder("--folder", folder)
     _measure(tiers_bench, device, out, as_json, device=device, folder=folder, say=partial(typer.echo, err=as_json))
@@ -193,12 +198,14 @@ def tiers(
 @app.command()
 def generate(
     device: Device = "cpu",
-    dtype: Annotated[str, typer.Option(help="f32, bf16, f16; auto: f32 on a CPU, else bf16")] = "auto",
-    repeats: Annotated[int, typer.Option(help="runs of each; the median counts")] = 3,
+    dtype: Annotated[
+        str, typer.Option(help="Type of weights and activations: f32, bf16, f16; auto: f32 on a CPU, else bf16.")
+    ] = "auto",
+    repeats: Annotated[int, typer.Option(help="Number of runs of each case; the median is reported.")] = 3,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Eight texts of a real model together, beside transformers' generate on the same weights."""
+    """Generate eight texts in one batch, beside transformers' generate on the same weights."""
     check_device(device)
     check_positive("--repeats", repeats)
     cases = {"questions after one system prompt": (QUESTIONS, SYSTEM), "questions alone": (QUESTIONS, "")}
@@ -207,14 +214,22 @@ def generate(
 
 
 @app.command()
+def accuracy(out: Out = None, as_json: Json = False) -> None:
+    """How much a KV format changes a real model's predictions: perplexity, agreement and KL divergence."""
+    _measure(accuracy_bench, "cpu", out, as_json, say=partial(typer.echo, err=as_json))
+
+
+@app.command()
 def wires(
-    blocks: Annotated[int, typer.Option(help="of 1 MiB that are moved; a multiple of 8")] = 128,
-    repeats: Annotated[int, typer.Option(help="turns of each; the median counts")] = 7,
-    folder: Annotated[Path | None, typer.Option(help="on the disk to measure. Default: the system's for temporary files")] = None,
+    blocks: Annotated[int, typer.Option(help="Number of 1 MiB blocks to move; a multiple of 8.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Number of runs of each case; the median is reported.")] = 7,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder on the disk to measure. Default: the system's temporary folder.")
+    ] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Blocks over NIXL, Mooncake and to disk, converted on the way, beside the same bytes as they are."""
+    """Send blocks over NIXL and Mooncake and to disk, with and without conversion."""
     check_folder("--folder", folder)
     options = {"num_blocks": blocks, "repeats": repeats, "folder": folder, "say": partial(typer.echo, err=as_json)}
     _measure(wires_bench, "cpu", out, as_json, **options)

@@ -42,20 +42,27 @@ def _layout(option: str, text: str) -> str:
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="IN", help="a file of kvx.save(); with --tp, {rank} stands for the rank")],
-    target: Annotated[str, typer.Argument(metavar="OUT", help="the file to write; with --tp, with {rank}")],
-    to: Annotated[str, typer.Option("--to", help="layout of OUT: a row of `kvx layouts`, or a layout string")] = "",
-    from_: Annotated[str, typer.Option("--from", help="layout IN must have; refused when its manifest says another")] = "",
-    tp: Annotated[str, typer.Option(help="tensor parallel ranks of IN and OUT, such as 4:8")] = "1:1",
+    source: Annotated[
+        str,
+        typer.Argument(metavar="IN", help="Input file, written by kvx.save(). With --tp, one file per rank: 'cache{rank}.kvx'."),
+    ],
+    target: Annotated[str, typer.Argument(metavar="OUT", help="Output file. With --tp, one file per rank: 'cache{rank}.kvx'.")],
+    to: Annotated[str, typer.Option("--to", help="Layout of OUT: a name from `kvx layouts`, or a layout string.")] = "",
+    from_: Annotated[str, typer.Option("--from", help="Layout that IN must have; refused when its manifest says another.")] = "",
+    tp: Annotated[str, typer.Option(help="Tensor parallel sizes of IN and OUT, such as 4:8.")] = "1:1",
     block_size: Annotated[
-        int, typer.Option(help="tokens in a block of OUT; 0: as IN. To join blocks it needs --table or --id-order")
+        int, typer.Option(help="Tokens per block of OUT; 0: as IN. Larger blocks than IN's need --table or --id-order.")
     ] = 0,
-    format: Annotated[str, typer.Option(help="format of OUT (`kvx inspect --formats`)")] = "",
+    format: Annotated[str, typer.Option(help="Format of OUT; `kvx inspect --formats` lists them.")] = "",
     table: Annotated[
-        str, typer.Option(help="the block table: '[[3, 0, 7], [5]]', a row of IN's block ids per sequence, or a JSON file with it")
+        str, typer.Option(help="Block table of IN, one list of block ids per sequence: '[[3, 0, 7], [5]]', or a JSON file with it.")
     ] = "",
-    id_order: Annotated[bool, typer.Option("--id-order", help="the blocks of IN are one sequence, by their ids")] = False,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="hold IN against its seal, and seal OUT")] = True,
+    id_order: Annotated[
+        bool, typer.Option("--id-order", help="The blocks of IN are one sequence, in the order of their ids.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Check IN against its seal (checksum), and seal OUT.")
+    ] = True,
 ) -> None:
     """Convert a cache file: layout, tensor parallel size, block size, format."""
     try:

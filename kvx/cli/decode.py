@@ -85,7 +85,7 @@ def decode(
     check: Annotated[bool, typer.Option("--check", help="Also answer without the prefill, and compare")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
 ) -> None:
-    """Answer a prompt whose K and V another process has computed."""
+    """Decode from K and V that another process has prefilled."""
     params = Params(max_tokens=max_tokens, ignore_eos=ignore_eos)
     is_folder = Path(from_).is_dir()
     secret: Secret | None = None

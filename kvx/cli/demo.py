@@ -20,9 +20,9 @@ FORMATS = ("bf16", "fp8_e4m3_per_head", "fp8_e4m3_per_token_head", "int8_per_tok
 
 
 def demo(
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if torch.cuda.is_available() else "cpu",
+    device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cuda" if torch.cuda.is_available() else "cpu",
 ) -> None:
-    """Two sequences into scattered blocks of a small cache, in several formats, and back."""
+    """Write two sequences into scattered blocks of a small cache in several formats, and gather them again."""
     check_device(device)
     console = Console()
     facts = build_facts()

@@ -220,10 +220,12 @@ def import_problem(module: str) -> str:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-    imports: Annotated[bool, typer.Option("--imports", help="also import each package, in a process of its own; slow")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    imports: Annotated[
+        bool, typer.Option("--imports", help="Also import each optional package, in its own process. Slow.")
+    ] = False,
 ) -> None:
-    """Say what this installation can do, what is missing, and how to mend it. Exit code 0 when the core works."""
+    """Check this installation: what works, what is missing, and the command that fixes it. Exit code 0 when the core works."""
     begin = time.perf_counter()
     found = facts(imports=imports)
     if as_json:
@@ -259,7 +261,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         problem = f"  DOES NOT IMPORT: {p['imports']}" if p["imports"] not in ("", "yes") else ""
         out.append(f"  {name:13} {state:16} {p['use']}" + ("" if p["version"] else f": pip install {_named(name)}") + problem)
     out.append(f"  {'llama-server':13} {found['llama_server'] or '-':16} slots of llama.cpp's own server")
-    out += [f"MISSING    {m['what']}\n           mend: {m['mend']}" for m in found["missing"]] or [
+    out += [f"MISSING    {m['what']}\n           fix: {m['mend']}" for m in found["missing"]] or [
         "nothing that is needed is missing"
     ]
     return out

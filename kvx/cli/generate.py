@@ -55,40 +55,40 @@ class GenerateRun:
 
 def generate(
     context: typer.Context,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A question; may be given several times. Default: eight short ones")
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; repeatable. Default: eight short questions.")] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Folder of safetensors, or a .gguf file. Default: SmolLM2-135M-Instruct")
+        Path | None, typer.Option(help="Folder with safetensors, or a .gguf file. Default: SmolLM2-135M-Instruct.")
     ] = None,
-    system: Annotated[str, typer.Option(help="What is said to the model before every question")] = SYSTEM,
-    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are: no chat template, no --system")] = False,
-    kv_format: Annotated[str, typer.Option(help="auto (the model's type), f32, bf16, f16, int8, fp8")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Of weights and activations: f32, bf16, f16; auto: f32 on a CPU, else bf16")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if torch.cuda.is_available() else "cpu",
-    max_tokens: Annotated[int, typer.Option(help="Of an answer")] = 48,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest that together have this share")] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the text, to --max-tokens")] = False,
-    n: Annotated[int, typer.Option("--n", help="Answers to each prompt")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the draws")] = 0,
-    blocks: Annotated[int, typer.Option(help="Of the cache, 16 tokens each. Few of them: watch requests wait")] = 512,
-    batch_tokens: Annotated[int, typer.Option(help="Of one step; longer prompts are computed in parts")] = 512,
+    system: Annotated[str, typer.Option(help="System message before every prompt.")] = SYSTEM,
+    raw: Annotated[bool, typer.Option("--raw", help="Use prompts as they are: no chat template, no --system.")] = False,
+    kv_format: Annotated[str, typer.Option(help="KV cache format: auto (the model's type), f32, bf16, f16, int8, fp8.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Type of weights and activations: f32, bf16, f16; auto: f32 on a CPU, else bf16.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cuda" if torch.cuda.is_available() else "cpu",
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 48,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy decoding.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the smallest set of tokens whose probabilities sum to this.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; repeatable.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False,
+    n: Annotated[int, typer.Option("--n", help="Number of answers per prompt.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    blocks: Annotated[int, typer.Option(help="Number of cache blocks, 16 tokens each. Give few to see requests preempted.")] = 512,
+    batch_tokens: Annotated[
+        int, typer.Option(help="Maximum number of tokens per step; longer prompts are prefilled in chunks.")
+    ] = 512,
     tier: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Where evicted blocks go: host:2GB, disk:DIR or disk:DIR:50GB; the fastest first, may be given several times"
-        ),
+        typer.Option(help="Where evicted blocks are offloaded: host:2GB, disk:DIR or disk:DIR:50GB; repeatable, fastest first."),
     ] = None,
     tier_format: Annotated[
-        str, typer.Option(help="Of blocks in tiers: auto (as in the cache), f32, bf16, f16, int8, fp8")
+        str, typer.Option(help="Format of blocks in tiers: auto (as in the cache), f32, bf16, f16, int8, fp8.")
     ] = "auto",
-    no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Do not reuse blocks of equal prefixes")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
+    no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Turn prefix caching off.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Answer prompts together, and see what the cache does meanwhile."""
+    """Generate text for several prompts in one batch, and show what the KV cache does meanwhile."""
     if not tier:
         refuse_ignored(context, "it is of a --tier", "tier_format")
     run = GenerateRun(str(model or "SmolLM2-135M-Instruct"), dtype_of(dtype, device), max_tokens, [], time.perf_counter())
@@ -193,22 +193,24 @@ def summary(run: GenerateRun) -> str:
         f"{'Stopped. ' if run.is_interrupted else ''}{done} of {len(run.answers)} answers, {s['generated_tokens']} tokens in "
         f"{s['busy_s']:.1f} s: {_rate(run):.0f} tokens/s"
         + (f"; first text {run.first_text_s:.1f} s after loading began." if run.first_text_s is not None else "."),
-        f"Prefix reuse: {s['reused_tokens']} of {s['prompt_tokens']} prompt tokens ({share:.0%}) were in the cache already: "
+        f"Prefix cache hits: {s['reused_tokens']} of {s['prompt_tokens']} prompt tokens ({share:.0%}) were in the cache already: "
         f"not computed again, and {s['reused_tokens'] * here / 1e6:.1f} MB of KV not stored twice.",
-        f"KV format {s['kv_format']}: {here:,} B a token"
+        f"KV format {s['kv_format']}: {here:,} bytes per token"
         + (
             f" instead of {plain:,} in {run.dtype}, {1 - here / plain:.0%} less"
             if here != plain
-            else "; --kv-format int8 or fp8 takes less"
+            else "; --kv-format int8 or fp8 needs less"
         )
-        + f". At most {s['peak_blocks']} of {s['num_blocks']} blocks, {peak * here / 1e6:.1f} MB"
+        + f". Peak use: {s['peak_blocks']} of {s['num_blocks']} blocks, {peak * here / 1e6:.1f} MB"
         + (f" instead of {peak * plain / 1e6:.1f} MB." if here != plain else "."),
     ]
     if s["tiers"]:
         lines += _tier_lines(s, s["tiers"])
     if s["preemptions"]:
-        again = "brought back or computed again" if s["tiers"] else "computed again"
-        lines.append(f"Blocks ran out ({s['preemptions']}): the youngest request waited, and was {again}. --blocks gives more.")
+        again = "loaded from tiers or recomputed" if s["tiers"] else "recomputed"
+        lines.append(
+            f"{s['preemptions']} preemptions: blocks ran out, and the newest request was {again} later. --blocks N gives more."
+        )
     cut = sum(a["finish"] == FULL for a in run.answers)
     if cut:
         lines.append(
@@ -221,8 +223,8 @@ def summary(run: GenerateRun) -> str:
 def _tier_lines(s: dict[str, Any], t: dict[str, Any]) -> list[str]:
     came = ", ".join(f"{n} blocks from {kind}" for kind, n in t["hits"])
     text = (
-        f"Tiers, in {t['format']}: {s['brought_tokens']} tokens brought back and not computed ({came}); {t['offloaded']} blocks "
+        f"Tiers, in {t['format']}: {s['brought_tokens']} tokens loaded instead of recomputed ({came}); {t['offloaded']} blocks "
         f"offloaded, {t['offloaded_bytes'] / 1e6:.1f} MB."
     )
     lost = t["dropped"] + t["failed"]
-    return [text, *([f"{lost} blocks could not be kept. {t['error']}".rstrip()] if lost else [])]
+    return [text, *([f"{lost} blocks were not offloaded. {t['error']}".rstrip()] if lost else [])]

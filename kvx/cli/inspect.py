@@ -157,14 +157,16 @@ def _describe(name: str, t: torch.Tensor) -> dict[str, Any]:
 def inspect(
     path: Annotated[
         Path | None,
-        typer.Argument(help=f"{TAKES}; nothing: this build"),
+        typer.Argument(help=f"What to describe: {TAKES}. Default: this build."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-    env: Annotated[bool, typer.Option("--env", help="print the environment variables KVX reads")] = False,
-    support: Annotated[bool, typer.Option("--support", help="print what each op takes on each backend, and why not")] = False,
-    formats: Annotated[bool, typer.Option("--formats", help="print every format row and its exact arithmetic")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    env: Annotated[bool, typer.Option("--env", help="List the environment variables KVX reads.")] = False,
+    support: Annotated[
+        bool, typer.Option("--support", help="List what each op supports on each backend, and why not where it does not.")
+    ] = False,
+    formats: Annotated[bool, typer.Option("--formats", help="List every format with its exact arithmetic.")] = False,
 ) -> None:
-    """Show the build, or describe a spec or a tensor file."""
+    """Show this build, or describe a cache spec or a tensor file."""
     if env:
         return _show("environment", ("variable", "meaning"), ENVIRONMENT.items(), dict(ENVIRONMENT), as_json)
     if support:

@@ -131,8 +131,10 @@ def _facts(engine: Engine, seconds: float) -> RenderableType:
     idle = min(width - used, round(group.num_idle / group.num_blocks * width))
     bar = Text.assemble(("█" * used, "cyan"), ("▒" * idle, "blue"), ("░" * (width - used - idle), "dim"))
     grid = Table.grid(padding=(0, 2))
-    grid.add_row("blocks", bar, f"{group.num_used} used, {group.num_idle} kept, {group.num_free} free")
-    grid.add_row("prefix", f"{stats['reused_tokens']} of {stats['prompt_tokens']} prompt tokens reused ({share:.0%})", "")
+    grid.add_row("blocks", bar, f"{group.num_used} used, {group.num_idle} cached, {group.num_free} free")
+    grid.add_row(
+        "prefix", f"{stats['reused_tokens']} of {stats['prompt_tokens']} prompt tokens from the prefix cache ({share:.0%})", ""
+    )
     grid.add_row("speed", f"{stats['generated_tokens'] / max(seconds, 1e-9):.1f} tokens/s", f"{stats['generated_tokens']} tokens")
     grid.add_row(
         "KV", f"{cache.used_bytes / 1e6:.1f} MB in use, {stats['kv_format']}",
@@ -141,7 +143,7 @@ def _facts(engine: Engine, seconds: float) -> RenderableType:
     if (t := stats["tiers"]) is not None:
         grid.add_row(
             "tiers",
-            f"{stats['brought_tokens']} tokens loaded",
-            f"{t['offloaded']} blocks out, {t['offloaded_bytes'] / 1e6:.1f} MB",
+            f"{stats['brought_tokens']} tokens loaded from tiers",
+            f"{t['offloaded']} blocks offloaded, {t['offloaded_bytes'] / 1e6:.1f} MB",
         )
     return grid

@@ -27,15 +27,15 @@ from kvx.errors import BadArgument, Incompatible, InternalError
 from kvx.runner.gguf_file import GgufFile
 from kvx.spec.byte_size import parse_bytes
 
-app = typer.Typer(no_args_is_help=True, help="Keep a llama-server's slots in a directory, with checkpoints along their prompts.")
+app = typer.Typer(no_args_is_help=True, help="Save and restore a llama-server's slots, with checkpoints along their prompts.")
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The server's --slot-save-path; checkpoints are kept there.")]
 Address = Annotated[str, typer.Option("--server", help="Where llama-server listens.")]
 Slot = Annotated[int, typer.Option(min=0, help="The slot's number.")]
-Prompt = Annotated[str, typer.Option(help="A file with the prompt's text, as /completion gets it; - reads it here.")]
-Messages = Annotated[str, typer.Option(help="A JSON file with messages, as /v1/chat/completions gets them.")]
+Prompt = Annotated[str, typer.Option(help="A file with the prompt's text, as sent to /completion; - reads stdin.")]
+Messages = Annotated[str, typer.Option(help="A JSON file with messages, as sent to /v1/chat/completions.")]
 TokenIds = Annotated[str, typer.Option("--tokens", help="A JSON file with token ids.")]
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer of the server.")]
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for the server to respond.")]
 _HERE = "http://127.0.0.1:8080"
 
 
@@ -50,7 +50,7 @@ def save(
     every: Annotated[int, typer.Option(min=1, help="With a prompt: tokens from one checkpoint to the next.")] = 512,
     timeout: Timeout = 600,
 ) -> None:
-    """Keep what a slot has, with the checkpoints that the server made on its way. With a prompt: compute it, step by step."""
+    """Save a slot with the checkpoints that the server made of it. With a prompt: compute it first, with checkpoints on the way."""
     llama = LlamaServer(server, timeout_s=timeout)
     model = llama.model(lambda path: GgufFile(path).metadata)
     make_folder("DIR", folder)
@@ -88,7 +88,7 @@ def list_(
     folder: Folder,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the checkpoints of a directory."""
+    """List the checkpoints in a directory."""
     entries = SlotStore(folder).entries()
     if as_json:
         rows = [
@@ -131,7 +131,7 @@ def restore(
     tokens: TokenIds = "",
     timeout: Timeout = 600,
 ) -> None:
-    """Put the deepest checkpoint that a prompt begins with into a slot. Send the prompt with this id_slot then."""
+    """Restore the longest saved prefix of a prompt into a slot. Then send the prompt with this id_slot."""
     check_folder("DIR", folder)
     store, llama = SlotStore(folder), LlamaServer(server, timeout_s=timeout)
     ids = _prompt(llama, prompt, messages, tokens)
@@ -157,11 +157,13 @@ def restore(
 @app.command()
 def prune(
     folder: Folder,
-    keep: Annotated[str, typer.Option(help="Most that is kept, such as 20GB: those used longest ago go first.")] = "",
-    older_than: Annotated[str, typer.Option(help="Remove what was not used for so long: 30m, 12h, 7d.")] = "",
-    damaged: Annotated[bool, typer.Option("--damaged", help="Remove what `kvx llama verify` finds wrong.")] = False,
+    keep: Annotated[
+        str, typer.Option(help="Maximum size to keep, such as 20GB; the least recently used checkpoints are removed first.")
+    ] = "",
+    older_than: Annotated[str, typer.Option(help="Remove checkpoints not used for this long: 30m, 12h, 7d.")] = "",
+    damaged: Annotated[bool, typer.Option("--damaged", help="Remove checkpoints that `kvx llama verify` finds damaged.")] = False,
 ) -> None:
-    """Remove checkpoints, and what killed processes left behind."""
+    """Remove checkpoints, and files that killed processes left behind."""
     keep_bytes = parse_bytes(keep, "--keep") if keep else None
     older_s = _seconds(older_than) if older_than else None
     gone = SlotStore(folder).prune(keep_bytes=keep_bytes, older_s=older_s, damaged=damaged)
@@ -177,9 +179,11 @@ def convert(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A directory of checkpoints.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
     to: Annotated[str, typer.Option("--to", help="K/V type: f32, f16, bf16, q8_0, q4_0; or K's and V's: q8_0/q4_0.")],
-    head_dim: Annotated[int, typer.Option(min=0, help="Of a model whose file was not to be read while saving.")] = 0,
+    head_dim: Annotated[
+        int, typer.Option(min=0, help="Head dimension, for a model whose file could not be read when it was saved.")
+    ] = 0,
 ) -> None:
-    """Write all checkpoints in another K/V type. `restore` converts by itself where the server has another."""
+    """Convert all checkpoints to another K/V type. `restore` converts on its own when the server uses another type."""
     k, _, v = to.partition("/")
     store = SlotStore(folder)
     if target.resolve() == folder.resolve():
@@ -192,7 +196,7 @@ def convert(
 
 @app.command()
 def verify(folder: Folder) -> None:
-    """Read every checkpoint and hold it against its digest. Exit code 1 where one is not as it was written."""
+    """Check every checkpoint against its digest. Exit code 1 when one is damaged."""
     store = SlotStore(folder)
     problems = store.problems()
     for _, problem in problems:

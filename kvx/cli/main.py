@@ -88,7 +88,7 @@ app = typer.Typer(
     cls=Verbs,
     no_args_is_help=True,
     add_completion=False,
-    help="One library for every KV cache: describe it, convert it, write it, see it.",
+    help="One library for every KV cache of LLM inference: describe it, convert it, run on it, move it, see it.",
 )
 
 

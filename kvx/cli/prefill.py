@@ -37,8 +37,8 @@ BUSY_S = 0.0001  # while somebody pulls: looking is what moves the bytes on link
 
 Model = Annotated[Path | None, typer.Option(help="Folder of safetensors, or a .gguf file. Default: SmolLM2-135M-Instruct")]
 Name = Annotated[str, typer.Option(help=(
-    "Name of the model, which must be the same for prefill and decode. Default: geometry and a digest of the weights. With a name "
-    "of your own you vouch that both sides have the same weights"))]  # fmt: skip
+    "Name of the model, which must be the same for prefill and decode. Default: geometry and a digest of the weights. If you set "
+    "a name, make sure that both sides have the same weights"))]  # fmt: skip
 Raw = Annotated[bool, typer.Option("--raw", help="Use the prompt as it is: no chat template, no --system")]
 System = Annotated[str, typer.Option(help="System message that comes before the prompt")]
 KvFormat = Annotated[str, typer.Option(help="Format of this side's cache: auto (the model's type), f32, bf16, f16, int8, fp8")]
@@ -82,7 +82,7 @@ def prefill(
     requests: Annotated[int, typer.Option(help="With --listen: end after this many requests; 0: never")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line")] = False,
 ) -> None:  # fmt: skip
-    """Compute prompts, and hand their K and V over: into a folder, or to `kvx decode` in another process or machine.
+    """Prefill prompts and hand over their K and V: to a folder, or to `kvx decode` in another process or on another machine.
 
     With --listen both sides prove that they have the same --secret-file. docs/wires.md says what that protects, and what not.
     """
@@ -167,7 +167,7 @@ class Server:
     def answer(self, offers: Offers, request: OfferRequest) -> tuple[dict[str, Any], str]:
         """What to say about it."""
         if not request.is_wanted:
-            return {"gone": True}, "whoever asked is gone: nothing was computed"
+            return {"gone": True}, "the client disconnected: nothing was computed"
         if request.about.get("ask") == "status":
             with suppress(WireError):  # who asked is gone
                 offers.answer(request, self.status(offers))

@@ -29,26 +29,36 @@ NUMBER = re.compile(r"[0-9.,]+( [KMGT]iB| B|%)?|any")  # such columns stand to t
 def size(
     model: Annotated[
         str | None,
-        typer.Argument(help="a known model's name, a Transformers config.json, or its folder; nothing: the known models"),
+        typer.Argument(
+            help="A known model's name, a Transformers config.json, or its folder. Without it the known models are listed."
+        ),
     ] = None,
-    formats: Annotated[list[str] | None, typer.Option("--format", help="repeatable; all: every one the model can take")] = None,
-    memory: Annotated[str, typer.Option(help="of one rank, for its cache: 80GB, 74.5GiB")] = "80GB",
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", help="KV cache format; repeatable. all: every format the model supports.")
+    ] = None,
+    memory: Annotated[str, typer.Option(help="Memory for the cache on one rank: 80GB, 74.5GiB.")] = "80GB",
     context: Annotated[
-        str, typer.Option(help="tokens of a request at its longest, shared prefix and answer included: 8192, 128K, 1M (of 1024)")
+        str, typer.Option(help="Maximum tokens per request, prompt and answer together: 8192, 128K, 1M (K is 1024).")
     ] = "8192",
-    requests: Annotated[int, typer.Option(help="requests held at once")] = 1,
-    shared_prefix: Annotated[int, typer.Option(help="first tokens that all requests share: their whole blocks count once")] = 0,
-    tp: Annotated[int, typer.Option(help="tensor-parallel ranks; every number is one rank's")] = 1,
-    block_size: Annotated[int, typer.Option(help="tokens in a block; 0: 16, or 128 for DeepSeek-V4")] = 0,
-    index_format: Annotated[str, typer.Option(help="of an indexer's keys (DeepSeek V3.2 and V4), where not the model's own")] = "",
-    state: Annotated[str, typer.Option(help=f"DeepSeek-V4's unfinished sums: {' or '.join(STATES)}")] = STATES[0],
-    state_format: Annotated[
-        str, typer.Option(help=f"of recurrent layers' matrices: {', '.join(STATE_FORMATS)}; unless told as Transformers keeps them")
+    requests: Annotated[int, typer.Option(help="Number of concurrent requests.")] = 1,
+    shared_prefix: Annotated[
+        int, typer.Option(help="Length of a prefix shared by all requests; its full blocks are counted once.")
+    ] = 0,
+    tp: Annotated[int, typer.Option(help="Tensor parallel size; all figures are per rank.")] = 1,
+    block_size: Annotated[int, typer.Option(help="Tokens per block; 0: 16, or 128 for DeepSeek-V4.")] = 0,
+    index_format: Annotated[
+        str, typer.Option(help="Format of the indexer's keys (DeepSeek V3.2 and V4). Default: the model's own.")
     ] = "",
-    plot: Annotated[Path | None, typer.Option(help="draw requests that fit against context, to this file")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    state: Annotated[str, typer.Option(help=f"Compressor state of DeepSeek-V4: {' or '.join(STATES)}.")] = STATES[0],
+    state_format: Annotated[
+        str, typer.Option(help=f"Format of recurrent states: {', '.join(STATE_FORMATS)}. Default: as in Transformers.")
+    ] = "",
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot the number of requests that fit against context length, to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Size a KV cache: bytes of a token and a request, requests and tokens that fit, and what engines take."""
+    """Size a KV cache: bytes per token and per request, how many requests and tokens fit, and what each engine allocates."""
     if model is None:
         return _show_models(as_json)
     memory_bytes, tokens = parse_bytes(memory), parse_tokens(context)
@@ -118,11 +128,11 @@ def _show_layers(s: Size) -> None:
     for g in s.groups:
         kept = f"{'chunk of' if g.is_chunked else 'last'} {g.window:,}" if g.window else "all"
         if g.ring_tokens:
-            kept = f"last {g.ring_tokens:,}" + (f", 1 for {g.ratio}" if g.ratio > 1 else "")
+            kept = f"last {g.ring_tokens:,}" + (f", 1 per {g.ratio}" if g.ratio > 1 else "")
         if g.planes:  # of any number of tokens
             kept = f"{kept}, and a state" if g.block_bytes else "a state"
         rows.append((g.name, str(g.num_layers), g.stores, kept))
-    _show(f"{s.model}: what its layers store", ("layers", "of", "store", "of tokens"), rows)
+    _show(f"{s.model}: what each kind of layer stores", ("kind", "layers", "stored", "for tokens"), rows)
 
 
 def _remarks(s: Size) -> list[str]:
@@ -141,7 +151,7 @@ def _show_groups(sizes: Sequence[Size], context: int) -> None:
             request = g.private_bytes(-(-context // s.block_size))
             grows = 0 if g.max_blocks else g.token_bytes
             rows.append((s.format, g.name, _number(grows / g.num_layers), _number(grows), _human(g.fixed_bytes), _human(request)))
-    _show("by layers", ("format", "layers", "a token in one", "a token", "fixed", "a request"), rows)
+    _show("bytes by kind of layer", ("format", "kind", "per token and layer", "per token", "fixed", "per request"), rows)
 
 
 def _show_sizes(
@@ -149,8 +159,8 @@ def _show_sizes(
 ) -> None:
     first, is_many, has_index = sizes[0], requests > 1, bool(sizes[0].index_format)
     columns = (
-        *("format", *(["index"] if has_index else []), "a token", "fixed", "a request"),
-        *([f"{requests:,} of them"] if is_many else []),
+        *("format", *(["index"] if has_index else []), "per token", "fixed", "per request"),
+        *([f"{requests:,} requests"] if is_many else []),
         *("requests fit", "tokens fit", f"longest of {requests:,}" if is_many else "longest request"),
     )
     rows = [
@@ -180,10 +190,10 @@ def _show_engines(engines: Sequence[EngineSize], format: str, context: int) -> N
         for e in engines
     ]
     columns = (
-        *("engine", "with", "blocks of", "a token", *(["matrices", "states"] if has_states else [])),
-        *("a request", "over its contents"),
+        *("engine", "setting", "block size", "per token", *(["matrices", "states"] if has_states else [])),
+        *("per request", "overhead"),
     )
-    _show(f"what engines take for a request of {context:,} tokens in {format}", columns, rows)
+    _show(f"what engines allocate for a request of {context:,} tokens in {format}", columns, rows)
     for e in engines:
         if e.note:
             typer.echo(f"  {e.engine}{f', {e.setting}' if e.setting else ''}: {e.note}.")
@@ -199,7 +209,7 @@ def _show_hybrid(facts: Sequence[dict[str, Any]], context: int) -> None:
         )
         for f in facts
     ]
-    columns = ("blocks of", "a token", "allocated", "padding", "fixed", "allocated", "a request, allocated")
+    columns = ("block size", "per token", "allocated", "padding", "fixed", "allocated", "per request, allocated")
     _show(f"kvx's hybrid cache, {facts[0]['rows']} rows and mxfp4 keys, a request of {context:,} tokens", columns, rows)
 
 
@@ -223,7 +233,7 @@ def _show_models(as_json: bool) -> None:
         return
     layers = (", ".join(f"{g.num_layers} {g.name}" for g in s.groups) for s in sizes)
     rows = [(s.model, text, _number(s.token_bytes), _human(s.fixed_bytes)) for s, text in zip(sizes, layers, strict=True)]
-    _show("known models, bf16: bytes of a token, and fixed bytes of a request", ("model", "layers", "a token", "fixed"), rows)
+    _show("known models in bf16: bytes per token, and fixed bytes per request", ("model", "layers", "per token", "fixed"), rows)
 
 
 def _show(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

@@ -36,7 +36,7 @@ def say(error: BaseException) -> None:
     is_absent = isinstance(error, ModuleNotFoundError) and name
     mend = f"pip install {name}" if is_absent else "reinstall kvx, or `make build` in a source checkout"
     kind = type(error).__name__
-    sys.stderr.write(f"kvx cannot start: {kind}: {error}. Mend: {mend}. `python -c 'from kvx import *'` shows where.\n")
+    sys.stderr.write(f"kvx cannot start: {kind}: {error}. Fix: {mend}. `python -c 'from kvx import *'` shows where.\n")
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

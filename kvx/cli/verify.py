@@ -17,10 +17,12 @@ from kvx.files.seal import PartDigests, part_ranges
 
 
 def verify(
-    first: Annotated[str, typer.Argument(metavar="A", help="a cache file, or one per rank: 'c{rank}.kvx'")],
-    second: Annotated[str, typer.Argument(metavar="[B]", help="another, in any layout, block size and number of ranks")] = "",
+    first: Annotated[str, typer.Argument(metavar="A", help="A cache file, or one per rank: 'cache{rank}.kvx'.")],
+    second: Annotated[
+        str, typer.Argument(metavar="[B]", help="Another cache file, in any layout, block size and number of ranks.")
+    ] = "",
 ) -> None:
-    """Compare a file with the seal it was written with, or two with each other: format, geometry and content. Exit code 1 when they
+    """Check a cache file against its seal, or compare two files: format, geometry and content. Exit code 1 when they
     differ."""
     a = Shards.open("kvx verify", find_paths("kvx verify", first))
     if not second:

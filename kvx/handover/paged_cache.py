@@ -77,7 +77,7 @@ def _require_plain(call: str, cache: PagedCache, seq: Sequence) -> None:
 def _require_whole(call: str, cache: PagedCache, seq: Sequence) -> None:
     if not seq.is_exact:
         raise Unsupported(
-            f"{call}(): {seq} was computed on a state that was replayed in part; it is nobody else's. Compute it whole."
+            f"{call}(): {seq} was computed on a state that was replayed in part; it cannot be shared. Recompute all of it."
         )
     if seq.length < max(seq.whole_from, seq.num_ahead * cache.block_size):
         raise BadArgument(

@@ -36,7 +36,7 @@ class EngineRow:
     notes: str  # what the string cannot say
     block_size: str = ""  # the engine's own rule, "" where none was read. The layout's splits are checked; this is not.
     dtypes: str = ""  # as block_size
-    num_kv_heads: int = 0  # 1: one latent row a token (MLA). 0: any
+    num_kv_heads: int = 0  # 1: one latent row per token (MLA). 0: any
     registered: str = ""  # the dimensions of the tensors the engine hands out, where they are not in the order of memory
 
     @property

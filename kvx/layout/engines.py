@@ -17,7 +17,7 @@ _CELL = "A cell is K's row, then V's. Block 0 is the null block."
 _CELL_TYPES = "f16, bf16, fp8; per-token-head scales as the inline formats have them. nvfp4 pages are another layout"
 _CPU = "The true bytes; the tensor's shape says [block, head, token, 2 dim]. One allocation since 0.28."
 _TRASH = "The first page takes padding writes."
-_LATENT = "MLA: K and V are read out of one latent row a token."
+_LATENT = "MLA: K and V are read out of one latent row per token."
 _VIEW = "layer | block head token (kv dim)"  # what vLLM registers since 0.26, in whatever order the memory is
 
 _VLLM = (
@@ -152,7 +152,7 @@ _ENGINES = (
         "With per_layer_buffers: layer | block kv token head dim.",
         "multiple of 128",
     ),
-    EngineRow("transformers", "5.22", "layer kv | block head token dim", "DynamicCache, StaticCache.", "one block a sequence"),
+    EngineRow("transformers", "5.22", "layer kv | block head token dim", "DynamicCache, StaticCache.", "one block per sequence"),
     EngineRow("transformers.paged", "5.22", "block layer kv token head dim", "Continuous batching; two leading sectors are trash."),
     EngineRow(
         "llama_cpp", "2026-08", "layer kv | block token (head dim)", "With flash attention. A block is a stream.", "its cells"
@@ -172,8 +172,8 @@ _STORES = (
     EngineRow("lmcache.mla", "0.5.6", "block | layer token head dim", f"KV_MLA_FMT. {_LATENT}", "256 by default", num_kv_heads=1),
     EngineRow("dynamo.block_stack.nhd", "1.4", "block layer kv | token head dim", "A pointer for each block, layer, K and V."),
     EngineRow("dynamo.block_stack.hnd", "1.4", "block layer kv | head token dim", "A pointer for each block, layer, K and V."),
-    EngineRow("dynamo.operational.nhd", "1.4", "block | layer kv token head dim", "A block stack's chunks in one buffer a block."),
-    EngineRow("dynamo.operational.hnd", "1.4", "block | layer kv head token dim", "A block stack's chunks in one buffer a block."),
+    EngineRow("dynamo.operational.nhd", "1.4", "block | layer kv token head dim", "A block stack's chunks, one buffer per block."),
+    EngineRow("dynamo.operational.hnd", "1.4", "block | layer kv head token dim", "A block stack's chunks, one buffer per block."),
     EngineRow("dynamo.universal", "1.4", "block | head layer kv token dim", "UniversalTP: a head's bytes are one run."),
     EngineRow("dynamo.universal.pp", "1.4", "block | layer head kv token dim", "UniversalPP: a layer's bytes are one run."),
     EngineRow("flexkv.layerfirst", "2026-08", "layer kv block token head dim", "LAYERFIRST."),

@@ -133,7 +133,7 @@ class Plan(Shown):
             f"{len(self.src)} -> {len(self.dst)} shards, {self.src[0].layout!r} -> {self.dst[0].layout!r}",
             f"blocks of {self.src[0].block_size} -> {self.dst[0].block_size} tokens, moved {self.unit_tokens} at a time; "
             f"{self.unit_bytes * num_blocks:,} bytes for {num_blocks} x {self.unit_tokens} tokens",
-            f"{'box':>4}  {'family':<12} {'run':>9}  {'runs':>9}  digits (size: bytes at source / destination)",
+            f"{'box':>4}  {'family':<12} {'run':>9}  {'runs':>9}  loops (size: source stride / destination stride, bytes)",
         ]
         for n, box in enumerate(map(fold, self.boxes)):
             runs = box.bytes // (box.run_bytes if box.cell is None else box.cell.row_bytes)

@@ -81,7 +81,7 @@ _ROWS = [
     ),
     StateRow(
         "llama_cpp", "2026-10", "layer ", "| block ", "channel tap", "head column row",
-        notes="R and S, a row a cell, f32. Of Qwen3-Next, Mamba2, Mamba and LFM2 the engine's own bytes were compared.",
+        notes="R and S, one row per cell, f32. Of Qwen3-Next, Mamba2, Mamba and LFM2 the engine's own bytes were compared.",
     ),
 ]  # fmt: skip
 STATE_ROWS: dict[str, StateRow] = {row.name: row for row in _ROWS}

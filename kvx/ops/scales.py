@@ -80,11 +80,11 @@ def say_unset(call: str, view: CacheView) -> None:
         if not fmt.element.is_quantised or fmt.granularity.is_stored_per_token or fmt.element.name == "fp8_e5m2":
             continue
         if is_unset(scale) if scale is not None else tensor_scale is None:
-            least = "" if "fp8" in fmt.element.name else ", and all under 0.5 becomes 0"
+            least = "" if "fp8" in fmt.element.name else ", and values under 0.5 become 0"
             warnings.warn(
-                f"{call}(): the {plane.name}_scale of format {fmt} was never set: 1 is used. What is over {fmt.element.qmax:g} is "
-                f'clipped{least}. Make it of data: kvx.scale_from_amax(kvx.amax({plane.name}), "{fmt}"), or take '
-                "a format whose scales are found for each token, as int8_per_token_head. Scales that are meant to be 1: fill_(1).",
+                f"{call}(): the {plane.name}_scale of format {fmt} was never set: 1 is used. Values over {fmt.element.qmax:g} are "
+                f'clipped{least}. Compute it from data: kvx.scale_from_amax(kvx.amax({plane.name}), "{fmt}"), or use '
+                "a format with a scale per token, such as int8_per_token_head. If the scale is meant to be 1: fill_(1).",
                 KvxWarning,
                 stacklevel=3,
             )

@@ -53,7 +53,7 @@ class Scheduler:
         # tokens before any attends. Not so a state: who goes on from one copies it beforehand.
         self.has_states = any(kind.has_state for kind in cache.kinds)
         self.names_early = names_early and not self.has_states
-        self.reserve_blocks = 1  # for each running sequence, when another is admitted: it would be put out again at once
+        self.reserve_blocks = 1  # for each running sequence, when another is admitted: it would be preempted again at once
         self.waiting: deque[Completion] = deque()
         self.running: list[Completion] = []  # oldest first
         self.counts = Counts()
@@ -129,7 +129,7 @@ class Scheduler:
         return True
 
     def _extend(self, c: Completion, n: int) -> int:
-        """Room for up to `n` more tokens of c: how many. 0: c was put out."""
+        """Room for up to `n` more tokens of c: how many. 0: c was preempted."""
         while c.seq is not None:
             seq = c.seq
             try:

@@ -170,18 +170,18 @@ def _vllm(layers: list[_Layers], context: int, block: int, is_latent: bool) -> l
     pages = {x: block * x.token_bytes for x in kv}
     blocks = {x: block * page // pages[x] if page % pages[x] == 0 else block for x in kv}  # longer, or padded
     places = sum(groups.values()) * size
-    sentences = [f"pages of {page:,} bytes, {size} layers in a group, {sum(groups.values())} group{'s' * (places > size)}"]
+    sentences = [f"pages of {page:,} bytes, {size} layers per group, {sum(groups.values())} group{'s' * (places > size)}"]
     if states and kv:
         sentences += [f"a state of {content:,} bytes is padded to a page"] if page > content else []
         sentences += [f"attention's block grew from {before} to {block} tokens, to hold a state"] if block > before else []
-    sentences += [f"{places - sum(counts)} of {places} places for layers are empty"] if places > sum(counts) else []
+    sentences += [f"{places - sum(counts)} of {places} layer slots are unused"] if places > sum(counts) else []
     for setting in ("prefix caching off", "prefix caching on") if states else ("",):
         copies = {x: 1 if setting.endswith("off") else 3 if x.state_name == "Mamba-2" else 2 for x in states}
         state = sum(one * groups[x] * copies[x] for x in states)
         full = [x for x in kv if not x.window]
         taken = state + sum(one * groups[x] * _window_blocks(x, blocks[x], context) for x in kv)
         grows = sum(one * groups[x] / blocks[x] for x in full)
-        note = f"{max(copies.values())} blocks of states a request" if found else "; ".join(sentences)
+        note = f"{max(copies.values())} state blocks per request" if found else "; ".join(sentences)
         found.append(EngineSize("vllm", setting, blocks[full[0]] if full else 0, grows, state, taken, tokens + state_sum, note))
     return found
 
@@ -201,7 +201,7 @@ def _sglang(layers: list[_Layers], context: int) -> list[EngineSize]:
     if not states:
         return [EngineSize("sglang", "", page, token, 0, content, content)]
     more = _SGLANG_RADIX_SLOTS
-    note = f"{more} slots of states a request: its own, and two that a prefix's end is kept in"
+    note = f"{more} state slots per request: its own, and two for the ends of cached prefixes"
     return [
         EngineSize("sglang", "radix cache off", page, token, states, content, content),
         EngineSize("sglang", "radix cache on", page, token, more * states, tokens + more * states, content, note),
@@ -213,7 +213,7 @@ def _llama_cpp(layers: list[_Layers], context: int) -> EngineSize:
     token, tokens, states = _sums(layers, context)
     cells = _pad(context)
     taken = sum(x.count * x.token_bytes * (_pad(min(cells, x.window + _LLAMA_UBATCH)) if x.window else cells) for x in layers)
-    pad, note = (_LLAMA_PAD, "cells for the whole context from the start") if tokens else (0, "")
+    pad, note = (_LLAMA_PAD, "the whole context is allocated up front") if tokens else (0, "")
     return EngineSize("llama.cpp", "", pad, token, states, taken + states, tokens + states, note)
 
 

@@ -194,7 +194,7 @@ def _types(config: ConfigFields) -> list[str]:
     if types is None:
         recurrent = next((field for field in _RECURRENT if config.get(field)), None)
         if recurrent is not None:
-            raise config.unsupported(f"has recurrent layers ({recurrent}) and does not say which; add layer_types, one a layer")
+            raise config.unsupported(f"has recurrent layers ({recurrent}) and does not say which; add layer_types, one per layer")
         count = config.num_layers
         if config.model_type == "llama4_text":
             types = _llama4_types(config, count)
@@ -279,7 +279,7 @@ def _windowed(config: ConfigFields, count: int) -> list[bool]:
     if not window_of(config) or config.get("use_sliding_window") is False:
         return [False] * count
     if isinstance(config.get("sliding_window_pattern"), str):
-        raise config.unsupported("spells sliding_window_pattern in letters; add layer_types, one a layer")
+        raise config.unsupported("spells sliding_window_pattern in letters; add layer_types, one per layer")
     pattern = config.int_of("sliding_window_pattern", _PATTERN.get(config.model_type, 0))
     if pattern:
         return [(i + 1) % pattern != 0 for i in range(count)]

@@ -145,5 +145,5 @@ class NixlServer:
     def _take_lease(self, leases: set[int], lease: object) -> None:
         """A lease is ended by whoever got it."""
         if type(lease) is not int or lease not in leases:
-            raise WireError(f"lease {lease} is not this peer's: its blocks are not kept.")
+            raise WireError(f"lease {lease} is not this peer's: its blocks were discarded.")
         leases.discard(lease)

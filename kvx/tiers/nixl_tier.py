@@ -109,7 +109,7 @@ class NixlTier(Tier):
                 new += self._put_part(keys[part], blocks[part])
             except OSError as error:
                 self._tell("failed", keys[n], str(error), errors=1)
-                raise TierError(f"put(): block {n} of {len(keys)}, {keys[n].hex()}: {error} Those before it are kept.") from error
+                raise TierError(f"put(): block {n} of {len(keys)}, {keys[n].hex()}: {error} Earlier ones were stored.") from error
         return new
 
     def _get(self, keys: list[bytes], into: list[Block | None]) -> list[Block | None]:

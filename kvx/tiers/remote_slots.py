@@ -86,7 +86,7 @@ class SlotDirectory:
         """The slots of a lease are written: their names can be read from now on. Which of them are."""
         self.expire()
         if number not in self._leases:
-            raise WireError(f"lease {number} ran out before its blocks were written: they are not kept.")
+            raise WireError(f"lease {number} ran out before its blocks were written: they were discarded.")
         kept = []
         for slot, key in self._leases[number].keys.items():
             if slot in checksums and key not in self._entries:

@@ -176,7 +176,7 @@ class Tier(ABC):
                     new.append(self._store(key, block))
                 except OSError as error:
                     self._tell("failed", key, str(error), errors=1)
-                    raise TierError(f"put(): block {n} of {len(keys)}, {key.hex()}: {error}. Those before it are kept.") from error
+                    raise TierError(f"put(): block {n} of {len(keys)}, {key.hex()}: {error}. Earlier ones were stored.") from error
                 if new[-1] and self._listeners:
                     self._tell("stored", key)
         finally:
@@ -212,7 +212,7 @@ class Tier(ABC):
         try:
             names = list(keys)
         except TypeError:
-            raise BadArgument(f"{call}(): keys is {str(keys)[:100]}; it is a list of names, one a block.") from None
+            raise BadArgument(f"{call}(): keys is {str(keys)[:100]}; it is a list of names, one per block.") from None
         for key in names:
             if not isinstance(key, bytes) or not 0 < len(key) <= MOST_KEY_BYTES:
                 raise BadArgument(f"{call}(): a key is {key!r}; the name of a block is 1 to {MOST_KEY_BYTES} bytes.")

@@ -125,7 +125,7 @@ def _greet(host: str, port: int, secret: Secret, deadline: Deadline) -> Channel:
         if _receive(link, 1, deadline) != b"\x01":
             raise WrongSecret("it has another secret. Copy its secret file here, or name the right one: --secret-file FILE.")
         if not secret.proves(_receive(link, PROOF_BYTES, deadline), "server", *said):
-            raise WrongSecret("whoever answers does not know the secret. Nothing was asked. Look who listens there.")
+            raise WrongSecret("the peer does not know the secret, so no request was sent. Check what listens there.")
         return Channel(link)
     except BaseException:
         link.close()

@@ -276,7 +276,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "version": (lambda: read(STATE, version=2), kvx.KvxError, "K of layer 0"),
     "unknown version": (lambda: read(STATE, version=3), kvx.Unsupported, "version is 3; KVX reads 2 and 4"),
     "heads": (lambda: read(STATE, model=replace(PLAIN.model, num_kv_heads=4)), kvx.Incompatible, r"\[64\]; .* \[128\]"),
-    "tokens": (lambda: export_state(STATE, [1, 2], model=PLAIN.model), kvx.BadArgument, "21 cells, one a token"),
+    "tokens": (lambda: export_state(STATE, [1, 2], model=PLAIN.model), kvx.BadArgument, "21 cells, one per token"),
     "elements": (lambda: read(edited(TURNED, TURNED_V + 8, "I", 15)), kvx.Incompatible, r"V of layer 0 in f32 has sizes \[4, 15\]"),
     "element": (lambda: read(edited(TURNED, TURNED_V + 4, "I", 2)), kvx.Incompatible, r"\[2, 16\]; this model's are \[4, 16\]"),
     "magic": (lambda: file(edited(FILE, 0, "I", 0x6767736E)), kvx.BadArgument, "begins with 0x6767736e"),

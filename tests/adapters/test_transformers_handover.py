@@ -361,7 +361,7 @@ def test_another_model_is_not_read():
     early.reset()
     with pytest.raises(Incompatible, match="num_kv_heads is 2; here it is 4"):
         import_cache(named, early, model="mine")
-    with pytest.raises(BadArgument, match="a StaticCache does not say whose it is"):
+    with pytest.raises(BadArgument, match="a StaticCache does not say which model it is of"):
         import_cache(named, empty("static", made.config))
     assert import_cache(named, empty("static", made.config), model="mine").get_seq_length() == 37
 

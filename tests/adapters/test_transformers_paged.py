@@ -49,7 +49,7 @@ def test_requests_served_together_are_as_alone(name):
 
 @pytest.mark.parametrize("name", STATES + PLAIN)
 def test_few_blocks(name):
-    """Requests are put out and computed again, from what is still there of them."""
+    """Requests are preempted and recomputed, from what is still there of them."""
     served, asked = engine(name, num_blocks=16, num_states=5, max_batch_tokens=11), prompts()
     assert tokens(served.generate(asked, GREEDY)) == [alone(name, p) for p in asked]
     assert served.scheduler.counts.preemptions > 0

@@ -140,7 +140,7 @@ def test_a_layer_that_lies_otherwise_is_refused():
 @pytest.mark.parametrize(
     ("facts", "says"),
     [
-        (replace(FULL, kind="MambaSpec"), "MambaSpec: a state is no row a token"),
+        (replace(FULL, kind="MambaSpec"), "MambaSpec: a state does not hold one row per token"),
         (replace(FULL, kind="ChunkedLocalAttentionSpec"), "is not a window"),
         (replace(FULL, kind="FutureSpec"), "FutureSpec: this adapter has not learned to read it"),
         (replace(FULL, dtype="uint8"), "holds uint8; its scales are not among what vLLM registers"),

@@ -63,7 +63,7 @@ def test_imports_in_a_process_of_their_own(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["doctor", "--imports"])
     assert done.exit_code == 0  # the core works without it
     assert "DOES NOT IMPORT: ImportError: libmissing.so.1 is not there" in done.stdout
-    assert "mend: pip install --force-reinstall raises" in done.stdout
+    assert "fix: pip install --force-reinstall raises" in done.stdout
 
 
 def test_a_core_that_does_not_work(monkeypatch):
@@ -72,7 +72,7 @@ def test_a_core_that_does_not_work(monkeypatch):
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1
     assert "DOES NOT WORK" in done.stdout
-    assert "mend: make build" in done.stdout
+    assert "fix: make build" in done.stdout
 
 
 def test_a_library_that_computes_otherwise(monkeypatch):
@@ -133,12 +133,12 @@ def test_a_command_that_cannot_start_is_a_sentence(tmp_path):
         [sys.executable, "-m", "kvx", "doctor"], capture_output=True, text=True, timeout=60, env=env, cwd=tmp_path
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("kvx cannot start: ImportError: libtorch.so: wrong ELF class. Mend: reinstall kvx")
+    assert done.stderr.startswith("kvx cannot start: ImportError: libtorch.so: wrong ELF class. Fix: reinstall kvx")
     (tmp_path / "torch.py").write_text("import torch_is_not_there\n")
     done = subprocess.run(
         [sys.executable, "-m", "kvx", "doctor"], capture_output=True, text=True, timeout=60, env=env, cwd=tmp_path
     )
-    assert "Mend: pip install torch_is_not_there" in done.stderr
+    assert "Fix: pip install torch_is_not_there" in done.stderr
     done = subprocess.run(
         [sys.executable, "-c", "from kvx import *"], capture_output=True, text=True, timeout=60, env=env, cwd=tmp_path
     )

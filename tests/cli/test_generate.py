@@ -38,7 +38,7 @@ def test_without_a_terminal_lines_are_plain():
     out = run(*SHORT, "--stop", ".")
     assert "\x1b" not in out
     assert "> What is 2+2?\n" in out
-    assert "Prefix reuse: " in out
+    assert "Prefix cache hits: " in out
     assert "KV format f32" in out
     assert "2 of 2 answers" in out
     assert "fill the context" not in out

@@ -42,15 +42,15 @@ def run(capsys, monkeypatch):
 
 
 LLAMA = """\
-Llama-3.1-70B: what its layers store
-  layers  of  store                 of tokens
-  full    80  K 8 x 128, V 8 x 128  all
+Llama-3.1-70B: what each kind of layer stores
+  kind  layers  stored                for tokens
+  full      80  K 8 x 128, V 8 x 128  all
 requests of 131,072 tokens, 4,000 of them shared, blocks of 16; 80GB for the cache; each of 8 ranks
-  format               a token  fixed  a request  64 of them  requests fit  tokens fit  longest of 64
-  bf16                  40,960      0   5.00 GiB  310.39 GiB            15   1,966,080         34,448
-  fp8_e4m3              20,480      0   2.50 GiB  155.19 GiB            30   3,932,160         64,960
-  int8_per_token_head   21,120      0   2.58 GiB  160.04 GiB            29   3,801,088         63,120
-  nvfp4                 11,520      0   1.41 GiB   87.30 GiB            54   7,077,888        112,432
+  format               per token  fixed  per request  64 requests  requests fit  tokens fit  longest of 64
+  bf16                    40,960      0     5.00 GiB   310.39 GiB            15   1,966,080         34,448
+  fp8_e4m3                20,480      0     2.50 GiB   155.19 GiB            30   3,932,160         64,960
+  int8_per_token_head     21,120      0     2.58 GiB   160.04 GiB            29   3,801,088         63,120
+  nvfp4                   11,520      0     1.41 GiB    87.30 GiB            54   7,077,888        112,432
 """
 
 
@@ -129,8 +129,8 @@ def test_what_was_not_compared_is_said(run, tmp_path):
 
 def test_what_engines_take_is_said(run):
     out = run("Qwen3-Next-80B-A3B", "--format", "fp8_e4m3", "--format", "bf16", "--context", "32K")
-    assert "  GDN     36  conv 8192 x 3, delta 32 x 128 x 128  a state\n" in out
-    assert "what engines take for a request of 32,768 tokens in fp8_e4m3\n" in out
+    assert "  GDN       36  conv 8192 x 3, delta 32 x 128 x 128  a state\n" in out
+    assert "what engines allocate for a request of 32,768 tokens in fp8_e4m3\n" in out
     assert "attention's block grew from 16 to 1072 tokens, to hold a state" in out
     sizes = json.loads(run("Qwen3-Next-80B-A3B", "--json", "--context", "32K", "--state-format", "f32"))["sizes"]
     assert [p["num_bytes"] for p in sizes[0]["groups"][0]["planes"]] == [8192 * 3 * 2, 32 * 128 * 128 * 4]

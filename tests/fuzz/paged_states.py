@@ -360,7 +360,7 @@ class Run:
         length = self.rng.choice([0, seq.length, self.rng.randint(0, seq.length)])
         if 0 < length < seq.length:
             before = self.standing()
-            with pytest.raises(kvx.BadArgument, match=r"cannot go back|were given back"):
+            with pytest.raises(kvx.BadArgument, match=r"cannot go back|were freed"):
                 self.cache.truncate(seq, length)
             assert self.standing() == before
             self.seen["truncate refused"] += 1

@@ -90,7 +90,7 @@ class Model:
         tiers = EngineTiers(cache, [TierOption.parse(t) for t in self._tiers], format="f32", model=f"{self.name}-soak")
         engine = Engine(Decoder(model.config, model.weights, cache, torch.float32), self.base.tokenizer,
                         max_batch_tokens=48, tiers=tiers)  # fmt: skip
-        engine.scheduler.reserve_blocks = 0  # requests are admitted early and put out often
+        engine.scheduler.reserve_blocks = 0  # requests are admitted early and preempted often
         return engine
 
 

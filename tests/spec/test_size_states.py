@@ -280,7 +280,7 @@ def test_vllm_groups_layers_and_pads_the_last_group():
         if e.engine == "vllm"
     ]  # fmt: skip
     assert row.request_bytes == 2 * 131_072 * (8 + 3 * 3)  # 5 layers in groups of 2: three, the last with an empty place
-    assert "1 of 8 places for layers are empty" in row.note
+    assert "1 of 8 layer slots are unused" in row.note
     # 12 and 13 layers: both in groups of 13, as vLLM has it for few more of one.
     near = {**tiny, "num_hidden_layers": 25, "layer_types": ["sliding_attention"] * 12 + ["full_attention"] * 13}
     (row,) = [e for e in engine_sizes(near, "f32", context=1024, block_size=128) if e.engine == "vllm"]

@@ -108,7 +108,7 @@ def _quantised(data: bytes | memoryview, version: int) -> list[KvKind]:
 def _export(state: SequenceState, tokens: ArrayLike, model: StateModel, block_size: int, format: str) -> Handover:
     ids = np.asarray(tokens)
     if ids.shape != (state.num_cells,):
-        raise BadArgument(f"export_state(): tokens are {list(ids.shape)}; the state has {state.num_cells} cells, one a token.")
+        raise BadArgument(f"export_state(): tokens are {list(ids.shape)}; the state has {state.num_cells} cells, one per token.")
     spec = cache_spec(model, state.kind, state.num_cells)
     source = Source([rows for layer in zip(state.k, state.v, strict=True) for rows in layer], spec, [0], rope=model.rope)
     handover = export_blocks(ids, [source], model=model.name, block_size=block_size)

@@ -104,7 +104,7 @@ def _read_stream(reader: _Reader, cells: int, model: StateModel, streams: int, v
     order = _read_cells(reader, cells)
     transposed, layers = reader.read("II", "V order and layers")
     if transposed > 1:
-        raise BadArgument(f"read_state(): V order is {transposed}; it is 0, a row a cell, or 1, transposed.")
+        raise BadArgument(f"read_state(): V order is {transposed}; it is 0 (one row per cell) or 1 (transposed).")
     if layers != model.num_layers:
         raise Incompatible(f"read_state(): {layers} layers; model {model.name!r} has {model.num_layers}. It was not read.")
     if version >= 4:

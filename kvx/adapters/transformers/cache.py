@@ -380,6 +380,6 @@ def _check_format(format: Format) -> None:
     computed = (Granularity.TOKEN_HEAD, Granularity.GROUP)  # by write; the others are given, and here are 1
     if format.scale is not None and format.granularity not in computed and format.element.name.startswith("int"):
         raise BadArgument(
-            f"KvxCache(): format {format.name!r} has scales that must be measured first, and integers are nothing without. "
+            f"KvxCache(): format {format.name!r} has scales that must be measured first, and integer formats need them. "
             "Use int8_per_token_head, or another whose scales are computed for each token."
         )

@@ -101,7 +101,7 @@ def import_cache(
     n = handover.num_tokens if tokens is None else num_usable("import_cache", handover, _ids("import_cache", tokens))
     config = _config(into, model)
     if not model and config is None:
-        raise BadArgument(f"import_cache(): a {type(into).__name__} does not say whose it is: model=, a name or a config.")
+        raise BadArgument(f"import_cache(): a {type(into).__name__} does not say which model it is of: give model=.")
     handover.require(model=name_of(model or config))
     cache = DynamicCache(config=into) if isinstance(into, PretrainedConfig) else into
     here = _layers("import_cache", cache)

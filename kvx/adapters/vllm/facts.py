@@ -149,7 +149,7 @@ def identity_of(config: Any) -> str:
         why = f"{model.model} is neither a path here nor a snapshot in Hugging Face's cache"
     if folder is None:
         raise BadArgument(
-            f"KvxConnector: whose K and V these are cannot be found out: {why}. "
+            f"KvxConnector: the model that these K and V belong to cannot be determined: {why}. "
             'Give "model" in kv_connector_extra_config: a name that only these weights have. A fine-tune needs another.'
         )
     rope = getattr(model.hf_text_config, "rope_parameters", None) or getattr(model.hf_text_config, "rope_scaling", None)

@@ -12,7 +12,7 @@ from kvx.errors import BadArgument, Unsupported
 FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _FULL, _WINDOW, _LATENT = ("FullAttentionSpec",), ("SlidingWindowSpec",), ("MLAAttentionSpec",)
 _WHY_NOT = {
-    "MambaSpec": "a state is no row a token, and a beginning cannot be cut out of it",
+    "MambaSpec": "a state does not hold one row per token, so a prefix cannot be cut out of it",
     "ChunkedLocalAttentionSpec": "which blocks a chunk still needs is not a window",
     "CircularBufferSpec": "a ring of one request has no blocks with names",
     "SlidingWindowMLASpec": "its rows are records of another format",

@@ -2,7 +2,7 @@
 
 Nothing is assumed: a shape that is not known is refused by a sentence. Plain facts in: vLLM is not imported here.
 
-    0.26, 0.27   a tensor a layer, [block, head, token, K|V], strides after NHD or HND; MLA [block, token, latent]
+    0.26, 0.27   one tensor per layer, [block, head, token, K|V], strides after NHD or HND; MLA [block, token, latent]
     0.28 - 0.32  the same shape as views of one allocation, in one of six named layouts; MLA [block, 1, token, latent]
     CPU          the shape of those, other bytes inside (packing.py finds which)
 """

@@ -136,7 +136,7 @@ def _entry_planes(schema: HybridSchema, s: LayerSchema) -> tuple[PlaneSpec, ...]
 def _plane(name: str, num_bytes: int) -> PlaneSpec:
     """So many bytes of a block, in the widest words that they are."""
     if num_bytes % 2:
-        raise Unsupported(f"HybridCache: {name} has {num_bytes} bytes a block; blocks move in words of two bytes. Use other rows.")
+        raise Unsupported(f"HybridCache: {name} has {num_bytes} bytes per block; it must be an even number. Use other rows.")
     words, size = ("f32", 4) if num_bytes % 4 == 0 else ("bf16", 2)
     return state_plane(name, words, row=1, column=num_bytes // size)
 
