@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -35,6 +36,30 @@ def test_words_are_used():
     assert len(words) > 100
     unused = [word for word in words if f" {word}" not in code and f" {word.replace(' ', '')}" not in code]
     assert not unused, f"docs/words.md has words that no code uses: {', '.join(unused)}"
+
+
+def _messages() -> list[str]:
+    """Every string of kvx/, its values left out: what errors can say."""
+    found = []
+    for path in (ROOT / "kvx").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.ClassDef):
+                found.append(node.name)
+    return found
+
+
+def test_messages_of_troubleshooting_are_those_of_the_code():
+    """Each heading that is a message, its parts between the dots in one string of the code."""
+    messages = _messages()
+    headings = re.findall(r"^### `(.*)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    assert len(headings) > 40
+    for heading in headings:
+        parts = [re.escape(part.strip()) for part in heading.split("...") if part.strip()]
+        assert any(re.search(".*".join(parts), m, re.S) for m in messages), f"troubleshooting.md: no message says {heading!r}"
 
 
 def test_header_and_spec_agree():
