@@ -10,14 +10,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = ("CONTRIBUTING.md", "SECURITY.md")  # of the repository's root
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
-# What a page would load from another host when it is read. Links that one has to click on are not meant.
-LOADED = re.compile(r"<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=[\"']?(?:https?:)?//[^\"'\s>]+")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -43,13 +40,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"]({posixpath.relpath(path.removeprefix('docs/'), posixpath.dirname(where) or '.')}"
 
     return LINK.sub(link, markdown.replace("<!-- include/kvx_abi.h -->", _header()))
-
-
-def on_post_page(output: str, page: Any, **_: Any) -> str:
-    for loaded in LOADED.findall(output):
-        if 'rel="canonical"' not in loaded:
-            raise PluginError(f"{page.file.src_uri} would load from another host: {loaded}")
-    return output
 
 
 def _outside(page: str, target: str) -> str:
