@@ -99,7 +99,7 @@ sweep: build
 	$(PY) -m tests.adapters.architectures --write docs/transformers.md
 	$(PY) -m tests.adapters.served_architectures --write docs/state.md
 
-# The levels, their imports and the walks of docs/architecture.md; the pictures of docs/state.md and docs/tutorial.md.
+# The levels, their imports and the walks of docs/architecture.md.
 picture: $(VENV)/ready
 	$(PY) -m tests.picture
 	$(PY) -m tests.picture_state

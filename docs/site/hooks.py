@@ -30,8 +30,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to files of the repository go to the site's copy. One to a file that does not exist stays, and mkdocs warns of it."""
+    """Links to files of the repository go to the site's copy, and of a folder its name is said. What does not exist stays a link, of
+    which mkdocs warns.
+    """
     where = page.file.src_uri
+
+    def folder(match: re.Match[str]) -> str:
+        path = _outside(where, match[2])
+        return f"{match[1]} (`{path}/` of the repository)" if path and (ROOT / path).is_dir() else match[0]
 
     def link(match: re.Match[str]) -> str:
         path = _outside(where, match[1])
@@ -39,6 +45,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return match[0]
         return f"]({posixpath.relpath(path.removeprefix('docs/'), posixpath.dirname(where) or '.')}"
 
+    markdown = re.sub(r"\[([^][]+)\]\(([^)#\s]+)\)", folder, markdown)
     return LINK.sub(link, markdown.replace("<!-- include/kvx_abi.h -->", _header()))
 
 
