@@ -75,7 +75,7 @@ LEFT_OUT = [b for b in BLOCKS if b.needs and not b.runs]
 @pytest.mark.parametrize("page", [p for p in PAGES if any(b.runs for b in blocks(p))], ids=lambda p: str(p.relative_to(ROOT)))
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, value in (("COLUMNS", "160"), ("TERM", "dumb"), ("PYTHONPATH", str(ROOT)), ("KVX", str(ROOT))):
+    for name, value in (("COLUMNS", "160"), ("TERM", "dumb"), ("PYTHONPATH", str(ROOT))):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     names: dict[str, Any] = {"__name__": "__main__"}

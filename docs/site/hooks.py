@@ -37,7 +37,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def folder(match: re.Match[str]) -> str:
         path = _outside(where, match[2])
-        return f"{match[1]} (`{path}/` of the repository)" if path and (ROOT / path).is_dir() else match[0]
+        if not path or not (ROOT / path).is_dir():
+            return match[0]
+        return f"`{path}/`" if match[1].strip("`/") == path else f"{match[1]} (`{path}/` of the repository)"
 
     def link(match: re.Match[str]) -> str:
         path = _outside(where, match[1])
