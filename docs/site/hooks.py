@@ -30,9 +30,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to files of the repository go to the site's copy, and of a folder its name is said. What does not exist stays a link, of
-    which mkdocs warns.
-    """
+    """Links to files of the repository go to the site's copy; of a folder the name is said. mkdocs warns of what does not exist."""
     where = page.file.src_uri
 
     def folder(match: re.Match[str]) -> str:
