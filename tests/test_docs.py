@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("path", [p for p in [*DOCS, ROOT / "CONTRIBUTING.md"] if p.exists()], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [p for p in [*DOCS, ROOT / "CONTRIBUTING.md"] if p.exists()], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_links_and_files_exist(path):
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
         assert (path.parent / target).exists(), f"{path.name} links to {target}, which does not exist"

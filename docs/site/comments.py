@@ -39,13 +39,19 @@ class Comments(griffe.Extension):
             cls.docstring = griffe.Docstring(f"{text}\n\nAttributes:\n" + "\n".join(said), parent=cls, parser="google")
 
     def _comments(self, of: Any) -> dict[int, str]:
-        """Behind code, by line; a comment that goes on over lines of its own is left at its first."""
+        """Behind code, by line. Lines of comment below one belong to it where they go on with its sentence, in lower case."""
         path = of.filepath
         if path not in self._of_file:
-            tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-            self._of_file[path] = {
-                t.start[0]: t.string.lstrip("# ").strip()
-                for t in tokens
-                if t.type == tokenize.COMMENT and t.line[: t.start[1]].strip() and "type: ignore" not in t.string
-            }
+            found: dict[int, str] = {}
+            above: int | None = None  # the line that a comment on the next line would go on with
+            for t in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+                if t.type != tokenize.COMMENT or "type: ignore" in t.string:
+                    continue
+                line, text, is_behind = t.start[0], t.string.lstrip("# ").strip(), bool(t.line[: t.start[1]].strip())
+                if is_behind:
+                    found[line] = text
+                    above = line
+                elif above is not None and line == above + 1 + found[above].count("\0") and text[:1].islower():
+                    found[above] += f"\0{text}"
+            self._of_file[path] = {line: text.replace("\0", " ") for line, text in found.items()}
         return self._of_file[path]
