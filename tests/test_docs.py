@@ -40,6 +40,14 @@ def test_words_are_used():
     assert not unused, f"docs/words.md has words that no code uses: {', '.join(unused)}"
 
 
+def test_header_and_spec_agree():
+    """Every call and struct of the header is in docs/spec.md."""
+    header, spec = (ROOT / "include" / "kvx_abi.h").read_text(), (ROOT / "docs" / "spec.md").read_text()
+    names = set(re.findall(r"\b(kvx_[a-z0-9_]+)\(", header)) | set(re.findall(r"^} (kvx_\w+_t);", header, re.M))
+    missing = sorted(n for n in names if n not in spec and not re.match(r"kvx_launch_.*_(f32|f16|bf16)$", n))
+    assert not missing, f"docs/spec.md does not mention {missing}"
+
+
 def _messages() -> list[str]:
     """Every string of kvx/, its values left out: what errors can say."""
     found = []
@@ -62,11 +70,3 @@ def test_messages_of_troubleshooting_are_those_of_the_code():
     for heading in headings:
         parts = [re.escape(part.strip()) for part in heading.split("...") if part.strip()]
         assert any(re.search(".*".join(parts), m, re.S) for m in messages), f"troubleshooting.md: no message says {heading!r}"
-
-
-def test_header_and_spec_agree():
-    """Every call and struct of the header is in docs/spec.md."""
-    header, spec = (ROOT / "include" / "kvx_abi.h").read_text(), (ROOT / "docs" / "spec.md").read_text()
-    names = set(re.findall(r"\b(kvx_[a-z0-9_]+)\(", header)) | set(re.findall(r"^} (kvx_\w+_t);", header, re.M))
-    missing = sorted(n for n in names if n not in spec and not re.match(r"kvx_launch_.*_(f32|f16|bf16)$", n))
-    assert not missing, f"docs/spec.md does not mention {missing}"
