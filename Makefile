@@ -3,6 +3,7 @@
 # make wheels   wheels in dist/, audited and tried in an empty environment; CUDA too: make wheels KVX_CUDA=ON KVX_CUDA_ARCHS=all
 # make test-fast   what runs in two minutes: no lint, no wheel, no real model, few cases of each test
 # make coverage   which lines of kvx/ the tests run: make coverage TESTS=tests/spec for some of them
+# make site   the documentation as pages of HTML in build/site; a warning or a dead link is an error
 # make sanitize   host code under ASan, UBSan and TSan: the C tests and the fuzzer of the C entries
 # make fuzz   every fuzzer for longer, C entries, conversions, files, tiers and the paged cache: make fuzz CASES=10000000 SEED=1
 # make soak   an hour of prefill and decode, a runner and a disk tier at once, all killed and interrupted: make soak SOAK_S=600
@@ -21,7 +22,7 @@ GPU_BUILD ?= build/gpu
 # cmake and ninja come from the environment, so that the machine needs neither.
 CMAKE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake
 
-.PHONY: demo wheels test test-fast build lint format unit coverage sweep picture clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
+.PHONY: demo wheels test test-fast build lint format unit coverage sweep picture site clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
 
 demo: $(VENV)/bin/kvx
 	$(COMPILE)
@@ -109,6 +110,11 @@ picture: $(VENV)/ready
 	$(PY) -m tests.picture_readme
 	$(PY) -m tests.picture
 	$(PY) -m tests.picture_state
+	$(PY) -m tests.picture_tutorial
+
+# Sources are read and not imported, so it needs no libkvx. tests/test_site.py does the same.
+site: $(VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet  # the theme's advertisement for its successor
 
 ENGINES := .venv-engines
 ENGINES_PIP = $(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check

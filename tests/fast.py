@@ -10,9 +10,10 @@ import pytest
 CASES = 3  # of one test, spread over all it has
 # Under tests/. A folder ends with a slash.
 SLOW = (
-    # Builds a wheel, or a C or CUDA program, or asks cmake what it would.
+    # Builds a wheel, the site, or a C or CUDA program, or asks cmake what it would.
     "test_build.py",
     "test_package.py",
+    "test_site.py",
     "abi/",
     "cuda/",
     # Runs a real model, or every architecture.

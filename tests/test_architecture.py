@@ -15,13 +15,14 @@ import kvx
 from kvx.ops import native
 from kvx.tiers import BlockKind, CacheTiers, DiskTier
 from kvx.tiers.cache_tiers import kept_specs
-from tests import picture, picture_state
+from tests import picture, picture_state, picture_tutorial
 from tests.test_imports import LEVELS, ROOT
 
 
 def test_the_picture_is_what_the_command_draws():
     assert picture.PICTURE.read_text() == picture.svg(), "docs/architecture.svg is of another time: run `make picture`"
     assert picture_state.PICTURE.read_text() == picture_state.svg(), "docs/state.svg is of another time: run `make picture`"
+    assert picture_tutorial.PICTURE.read_text() == picture_tutorial.svg(), "docs/tutorial.svg is old: run `make picture`"
 
 
 def test_arrows_point_down_and_leave_out_what_follows():

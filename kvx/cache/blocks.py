@@ -64,14 +64,17 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
+        """Blocks without content."""
         return self._num_free
 
     @property
     def num_idle(self) -> int:
+        """Blocks that nobody uses and whose content is kept; they are taken when no block is free."""
         return self._num_idle
 
     @property
     def num_used(self) -> int:
+        """Blocks that somebody uses."""
         return self.num_blocks - self._num_free - self._num_idle
 
     @property
@@ -297,6 +300,7 @@ class BlockAllocator:
         self._push_free(idle)
 
     def refs(self, block: int) -> int:
+        """How many use this block."""
         return int(self._refs[self._one("refs", block)])
 
     def is_kept(self, block: int) -> bool:

@@ -655,6 +655,7 @@ class PagedCache(Shown):
 
     @property
     def num_seqs(self) -> int:
+        """Sequences that are admitted and not released."""
         return len(self._admitted.live)
 
     @property
@@ -669,6 +670,7 @@ class PagedCache(Shown):
 
     @whole
     def stats(self) -> CacheStats:
+        """Blocks and bytes of each group, and what prefixes found."""
         groups = []
         for table in self._tables:
             a, total = table.allocator, sum(map(_num_bytes, table.layers.values()))

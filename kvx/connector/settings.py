@@ -14,6 +14,8 @@ _KNOWN = ("tiers", "model", "block_size", "format")
 
 @dataclass(frozen=True)
 class Settings:
+    """What an engine's connector is told, such as vLLM's `kv_connector_extra_config`."""
+
     tiers: tuple[TierOption, ...]  # fastest first
     model: str = ""  # whose KV it is; "": a name made of the weight files
     block_size: int = 0  # tokens of a block in the tiers; 0: as the engine's

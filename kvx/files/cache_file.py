@@ -33,6 +33,8 @@ _ALIGN = 4096  # tensors begin on pages, so that rows of any size are aligned
 
 
 class CacheFile(NamedTuple):
+    """A cache in a file, as `kvx.load` gives it: its spec, and its buffers mapped into memory."""
+
     spec: Spec
     buffers: list[Tensor]  # uint8, mapped: what is written into them stays in memory and never reaches the file
     content: str  # digest of the content when it was written; "" when not kept

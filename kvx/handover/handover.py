@@ -37,6 +37,8 @@ _REQUIRED = ("model", "num_kv_heads", "head_dim", "v_head_dim", "head_start", "f
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Handover(Shown):
+    """A sequence on its way from one engine to another: its tokens, and K, V and states in neutral blocks, with digests."""
+
     tokens: NDArray[np.int32]  # all whose K and V are inside
     parts: tuple[Part, ...]  # one for each kind of layers
     whole: tuple[Digest, ...] = ()  # of a shard: the content of the parts of all shards together

@@ -77,6 +77,8 @@ class PlaneLayout:
 
 @dataclass(frozen=True)
 class Layout:
+    """A layout string, read: the order of axes in memory and where allocations end. `Layout.parse(text)` makes one."""
+
     text: str
     planes: Mapping[str, PlaneLayout] = field(hash=False)  # by name: k and v, k alone, or those of plane[...]
 
@@ -127,6 +129,7 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> Layout:
+        """Read a layout string such as `layer | block token head (kv dim)`. LayoutError points at the character that is wrong."""
         try:
             return _parse(layout_text(text))  # kept: the checks below cost a text once
         except TypeError:

@@ -56,6 +56,8 @@ class ByteRun(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
+    """What turns one spec into another, made once by `kvx.plan` and run many times. It holds no address."""
+
     src: tuple[Spec, ...]  # one spec a shard
     dst: tuple[Spec, ...]
     unit_tokens: int  # tokens moved for one pair of blocks

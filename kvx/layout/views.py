@@ -42,7 +42,7 @@ class PlaneView(NamedTuple):
 
 
 def layer_views(buffers: Tensor | Sequence[Tensor], spec: Spec) -> list[tuple[PlaneView, ...]]:
-    """K and V of every layer, [layer][plane], as views of the buffers: those of `allocate_buffers`, or an engine's own tensors.
+    """K and V of every layer, `[layer][plane]`, as views of the buffers: those of `allocate_buffers`, or an engine's own tensors.
 
     Dimensions are always block, then the plane's axes (token, head, dim), and a split axis is its two parts, outer first; so
     `reshape` gives [block, token, head, dim]. Elements that are not whole bytes, and rows with inline scales, are views of bytes.

@@ -252,6 +252,7 @@ class CacheSpec(Spec):
 
     @property
     def num_slots(self) -> int:
+        """Tokens that all blocks hold together."""
         return self.num_blocks * self.block_size
 
     @property

@@ -22,6 +22,7 @@ def digest(spec: Described) -> str:
 
 
 def to_json(spec: Described, *, indent: int | None = None) -> str:
+    """A spec as JSON with its digest, as it travels with bytes. `from_json` reads it."""
     return json.dumps({"kvx_manifest": VERSION, "digest": digest(spec), **spec.manifest_fields()}, indent=indent)
 
 

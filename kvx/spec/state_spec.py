@@ -24,6 +24,8 @@ _LIMIT = 2**30
 
 @dataclass(frozen=True)
 class StateSpec(Spec):
+    """Blocks of states, each of one sequence at one position: what recurrent and convolution layers keep in place of K and V."""
+
     num_blocks: int
     planes: tuple[PlaneSpec, ...]
     layout: str = ""  # "": every plane apart, `plain_layout`

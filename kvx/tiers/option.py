@@ -23,6 +23,8 @@ DISK_BYTES = 32 * 1000**3  # of a directory whose size is not said
 
 @dataclass(frozen=True)
 class TierOption:
+    """A tier as people write it: `host:2GB`, `disk:DIR`, `disk:DIR:50GB`."""
+
     kind: str  # "host" or "disk"
     capacity_bytes: int
     path: Path | None = None  # of a disk

@@ -48,6 +48,11 @@ class PagedConfig:
 
 
 class PagedModel:
+    """A model of transformers that runs on a `kvx.PagedCache`, many requests at once. `kvx.runner.Engine` serves it.
+
+    The tokens are those of `generate()`. `layer_groups(model.config, ...)` makes the groups of the cache.
+    """
+
     is_one_pass = False  # a step may be several forwards: nobody reads what another writes in the same step
 
     def __init__(self, model: Any, cache: PagedCache) -> None:
