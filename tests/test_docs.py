@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ UNCLEAR = (  # private idiom that readers stumbled over, and what the field says
 )
 
 
+@cache
 def texts_people_read() -> list[tuple[str, str]]:
     """Pages, and every string of kvx that is no docstring: help, errors, tables. Docstrings of commands are help too."""
     found = [
