@@ -22,11 +22,11 @@ class Settings:
     format: str = ""  # of blocks in the tiers; "": as the engine's
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any], *, foreign: Collection[str] = ()) -> Settings:
-        """`foreign`: names that are the engine's own and stand in the same dict."""
-        unknown = [name for name in extra if name not in _KNOWN and name not in foreign]
+    def read(cls, extra: Mapping[str, Any], *, foreign: Collection[str] = (), ours: Collection[str] = ()) -> Settings:
+        """`foreign`: names that are the engine's own and stand in the same dict. `ours`: those that its adapter reads."""
+        unknown = [name for name in extra if name not in (*_KNOWN, *foreign, *ours)]
         if unknown:
-            raise BadArgument(f"extra config: {unknown[0]!r} is not known; there are {', '.join(_KNOWN)}.")
+            raise BadArgument(f"extra config: {unknown[0]!r} is not known; there are {', '.join((*_KNOWN, *ours))}.")
         tiers = extra.get("tiers") or ()
         if isinstance(tiers, str) or not tiers:
             raise BadArgument(f'extra config: tiers is {tiers!r}; it is a list of them: "tiers": ["host:1GB", "disk:/var/kv"].')

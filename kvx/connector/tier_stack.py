@@ -34,19 +34,25 @@ class TierStack:
         found = [tier.has(names).result() for tier in self.tiers]
         return [all(answers) for answers in zip(*found, strict=True)]
 
+    def has_any(self, names: Sequence[bytes]) -> list[bool]:
+        """Which are in some tier, without waiting behind what is in flight."""
+        found = [tier.has_now(names) for tier in self.tiers]
+        return [any(answers) for answers in zip(*found, strict=True)]
+
     def put(self, names: Sequence[bytes], blocks: Sequence[Block]) -> None:
         for wait in [tier.put(names, blocks) for tier in self.tiers]:
             wait.result()
 
-    def get(self, names: Sequence[bytes]) -> list[Block | None]:
-        """Read and checked; None is a miss. Read only."""
+    def get(self, names: Sequence[bytes], into: Sequence[Block] | None = None) -> list[Block | None]:
+        """Read and checked; None is a miss. Read only. `into` is memory for those that do not lie in memory already."""
         found: list[Block | None] = [None] * len(names)
         for n, tier in enumerate(self.tiers):
             missing = [i for i, block in enumerate(found) if block is None]
             if not missing:
                 break
             came = []
-            for i, block in zip(missing, tier.get([names[i] for i in missing]).result(), strict=True):
+            room = None if into is None or isinstance(tier, HostTier) else [into[i] for i in missing]
+            for i, block in zip(missing, tier.get([names[i] for i in missing], room).result(), strict=True):
                 found[i] = block
                 if block is not None:
                     came.append((names[i], block))

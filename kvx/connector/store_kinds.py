@@ -1,0 +1,141 @@
+"""What else a store has of the same tokens: blocks of other layouts, formats, shards and block sizes, which a reader converts.
+
+A directory has a folder for each kind of block. Those of one model whose planes are the reader's, and whose shards together hold
+its layers and heads, are a family: any of them will do.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvx.connector.store_names import NAMES, Alias, Scheme, alias_schemes, read_alias, spec_of
+from kvx.errors import KvxError
+from kvx.handover.memory import has_scales
+from kvx.layout.plan import Plan, plan
+from kvx.spec import CacheSpec
+from kvx.tiers import Block, BlockKind, DiskTier, Tier, TierOption
+from kvx.tiers.directory import read_manifest
+
+REFRESH_S = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Shards that together hold what the reader wants, each in a tier."""
+
+    scheme: Scheme
+    specs: tuple[CacheSpec, ...]  # of one block
+    tiers: tuple[Tier, ...]
+    _plans: dict[tuple[int, CacheSpec], Plan] = field(default_factory=dict, repr=False)
+
+    def has(self, names: Sequence[bytes]) -> list[bool]:
+        return [all(found) for found in zip(*(tier.has_now(names) for tier in self.tiers), strict=True)]
+
+    def get(self, names: Sequence[bytes]) -> list[tuple[Block, ...] | None]:
+        """Of each name a block of every shard."""
+        found = [tier.get(names).result() for tier in self.tiers]
+        return [None if None in blocks else tuple(b for b in blocks if b is not None) for blocks in zip(*found, strict=True)]
+
+    def plan(self, count: int, dst: CacheSpec) -> Plan:
+        """From so many blocks of every shard, shard after shard."""
+        if (count, dst) not in self._plans:
+            self._plans[count, dst] = plan([s.replaced(num_blocks=count) for s in self.specs], dst, partial=True)
+        return self._plans[count, dst]
+
+
+class OtherKinds:
+    """Looked for in directories, at most once a second."""
+
+    def __init__(self, options: Sequence[TierOption], mine: BlockKind, spec: CacheSpec, own: Scheme) -> None:
+        self._options = [option for option in options if option.path is not None]
+        self._mine, self._spec, self._own = mine, spec, own
+        self._beside = _beside(mine)
+        self._lock = threading.Lock()
+        self._tiers: dict[Path, tuple[BlockKind, Tier] | None] = {}  # folder -> its blocks; None: not for this reader
+        self._families: list[Family] = []
+        self._aliases: list[tuple[Scheme, Tier]] = []  # records for the reader's pages, and the blocks that they lead to
+        self._looked_s = -REFRESH_S
+
+    def families(self, scheme: Scheme) -> list[Family]:
+        self._look()
+        return [f for f in self._families if f.scheme == scheme]
+
+    def alias(self, name: bytes) -> list[tuple[Alias, Family]]:
+        """Blocks of other schemes that have the tokens of this page, as far as records say."""
+        self._look()
+        found = []
+        for scheme, tier in self._aliases:
+            (block,) = tier.get_now([name])
+            if block is not None:
+                found += [(read_alias(block), family) for family in self.families(scheme)]
+        return found
+
+    def _look(self) -> None:
+        with self._lock:
+            if time.monotonic() - self._looked_s < REFRESH_S:
+                return
+            for option in self._options:
+                assert option.path is not None
+                for folder in sorted(option.path.iterdir()) if option.path.is_dir() else ():
+                    if folder not in self._tiers and folder.is_dir():
+                        self._open(folder, option)
+            self._sort()
+            self._looked_s = time.monotonic()
+
+    def _open(self, folder: Path, option: TierOption) -> None:
+        try:
+            kind = read_manifest(folder)
+            if kind is None:  # being made
+                return
+            self._tiers[folder] = (kind, DiskTier(folder, kind, option.capacity_bytes, threads=2)) if self._may_read(kind) else None
+        except (KvxError, OSError):  # another's, damaged or not to be read: not this reader's to mend
+            self._tiers[folder] = None
+
+    def _may_read(self, kind: BlockKind) -> bool:
+        if kind.text == self._mine.text or kind.manifest.get("model") != self._mine.manifest.get("model"):
+            return False
+        schemes = alias_schemes(kind)
+        if schemes is not None:
+            return schemes[0] == self._own
+        found = spec_of(kind)
+        return found is not None and _beside(kind) == self._beside and _matches(found[0], self._spec)
+
+    def _sort(self) -> None:
+        kept = [found for found in self._tiers.values() if found is not None]
+        self._aliases = [(schemes[1], tier) for kind, tier in kept if (schemes := alias_schemes(kind)) is not None]
+        alike: dict[tuple[object, ...], list[tuple[CacheSpec, Tier]]] = {}
+        for kind, tier in kept:
+            found = spec_of(kind)
+            if found is not None:
+                spec, scheme = found[0], Scheme(str(kind.manifest.get(NAMES, "")), found[0].block_size)
+                alike.setdefault((scheme, spec.replaced(head_start=0)), []).append((spec, tier))
+        self._families = []
+        for key, shards in alike.items():
+            shards = [*{spec.head_start: (spec, tier) for spec, tier in shards}.values()]  # two directories may have the same
+            shards = sorted(shards, key=lambda s: s[0].head_start)
+            held = {h for spec, _ in shards for h in range(spec.head_start, spec.head_start + spec.num_kv_heads)}
+            if held >= set(range(self._spec.head_start, self._spec.head_start + self._spec.num_kv_heads)):
+                assert isinstance(key[0], Scheme)
+                self._families.append(Family(key[0], tuple(s for s, _ in shards), tuple(t for _, t in shards)))
+
+    def close(self) -> None:
+        for found in self._tiers.values():
+            if found is not None:
+                found[1].close()
+
+
+def _beside(kind: BlockKind) -> dict[str, str | int]:
+    found = spec_of(kind)
+    return {} if found is None else {name: value for name, value in found[1].items() if name != NAMES}
+
+
+def _matches(theirs: CacheSpec, mine: CacheSpec) -> bool:
+    """Whether blocks of theirs hold what mine wants, or some of its heads."""
+    rows = [(p.name, p.head_dim) for p in theirs.planes] == [(p.name, p.head_dim) for p in mine.planes]
+    layers = theirs.layer_start <= mine.layer_start and mine.layer_start + mine.num_layers <= theirs.layer_start + theirs.num_layers
+    heads = theirs.head_start < mine.head_start + mine.num_kv_heads and mine.head_start < theirs.head_start + theirs.num_kv_heads
+    return rows and layers and heads and not has_scales(theirs)

@@ -1,0 +1,94 @@
+"""SGLang's own pools, factory and keys on a CPU. Importing this imports SGLang, as far as it goes without a GPU.
+
+Of what SGLang 0.5.23 imports torchvision alone is replaced; neither sgl_kernel nor flashinfer is needed. What needs a GPU is not
+run here: the copies between device and host pools (sgl_kernel's transfer_kv_*, or Triton's), and whatever computes.
+"""
+
+# ruff: noqa: E402 - torchvision is replaced before sglang is imported
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from transformers import AutoImageProcessor, AutoProcessor  # noqa: F401 - before torchvision is replaced, which they look for
+
+for _name in ("torchvision", "torchvision.io", "torchvision.transforms", "torchvision.transforms.functional"):
+    _module = MagicMock(name=_name, __path__=[], __version__="0.0", __spec__=importlib.machinery.ModuleSpec(_name, None))
+    sys.modules.setdefault(_name, _module)
+
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
+
+LAYERS, HEADS, DIM = 3, 4, 16
+MODEL = "tiny-test-weights"
+
+
+def mha_pool(
+    layout: str, *, page_size: int = 4, tokens: int = 128, heads: int = HEADS, v_dim: int = DIM, dtype=torch.bfloat16, **more
+):
+    device = memory_pool.MHATokenToKVPool(
+        size=tokens, page_size=page_size, dtype=dtype, head_num=heads, head_dim=DIM, v_head_dim=v_dim, layer_num=LAYERS,
+        device="cpu", enable_memory_saver=False, enable_alt_stream=False,
+    )  # fmt: skip
+    info = device._mha_buffer_info()
+    return get_mha_host_pool_cls(info)(
+        info, 2.0, 0, page_size, layout, pin_memory=False, device="cpu", device_capacity_tokens=tokens, start_layer=0,
+        end_layer=LAYERS - 1, **more,
+    )  # fmt: skip
+
+
+def mla_pool(layout: str, *, page_size: int = 4, tokens: int = 128, dtype=torch.bfloat16):
+    device = memory_pool.MLATokenToKVPool(
+        size=tokens, page_size=page_size, dtype=dtype, kv_lora_rank=32, qk_rope_head_dim=16, layer_num=LAYERS, device="cpu",
+        enable_memory_saver=False,
+    )  # fmt: skip
+    return MLATokenToKVPoolHost(
+        device._mla_buffer_info(), 2.0, 0, page_size, layout, pin_memory=False, device="cpu", device_capacity_tokens=tokens,
+        start_layer=0, end_layer=LAYERS - 1,
+    )  # fmt: skip
+
+
+def mamba_pool(layout: str = "page_first", *, temporal=torch.float32):
+    shape = Mamba2StateShape.create(
+        tp_world_size=1, intermediate_size=128, n_groups=1, num_heads=8, head_dim=16, state_size=24, conv_kernel=4
+    )
+    params = Mamba2CacheParams(shape=shape, layers=[0, 2], dtype=Mamba2StateDType(conv=torch.bfloat16, temporal=temporal))
+    state = memory_pool.MambaPool(
+        size=8, spec_state_size=0, cache_params=params, mamba_layer_ids=[0, 2], device="cpu"
+    ).mamba_cache  # fmt: skip
+    info = MambaStateBufferInfo(temporal=state.temporal, conv=tuple(state.conv))
+    return MambaPoolHost(info, 2.0, 0, device_capacity=8, pin_memory=False, layout=layout)
+
+
+def config(folder, *, tp: tuple[int, int] = (0, 1), is_mla: bool = False, **extra: Any) -> HiCacheStorageConfig:
+    told = {
+        "backend_name": "kvx", "module_path": "kvx.adapters.sglang.storage", "class_name": "KvxStorage", "interface_v1": 1,
+        "tiers": [f"disk:{folder}:1GB"], "model": MODEL, **extra,
+    }  # fmt: skip
+    return HiCacheStorageConfig(
+        tp_rank=tp[0], tp_size=tp[1], pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=is_mla,
+        enable_storage_metrics=False, is_page_first_layout=False, model_name="tiny", extra_config=told,
+    )  # fmt: skip
+
+
+def backend(folder, pool, *, name: str = "dynamic", **told: Any):
+    """By SGLang's own factory, and registered as its controller does."""
+    made = StorageBackendFactory.create_backend(name, config(folder, **told), pool)
+    made.register_mem_pool_host(pool)
+    made.on_host_pools_registered()
+    return made
+
+
+def keys(tokens, page_size: int, extra_key: str | None = None, cache_salt: str | None = None) -> list[str]:
+    return get_hash_str(list(tokens), storage_namespace_seed(extra_key, cache_salt), page_size=page_size)
