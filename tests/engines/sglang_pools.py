@@ -44,7 +44,7 @@ def mha_pool(
     info = device._mha_buffer_info()
     return get_mha_host_pool_cls(info)(
         info, 2.0, 0, page_size, layout, pin_memory=False, device="cpu", device_capacity_tokens=tokens, start_layer=0,
-        end_layer=LAYERS - 1, **more,
+        end_layer=LAYERS - 1,
     )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def mla_pool(layout: str, *, page_size: int = 4, tokens: int = 128, dtype=torch.
     )  # fmt: skip
     return MLATokenToKVPoolHost(
         device._mla_buffer_info(), 2.0, 0, page_size, layout, pin_memory=False, device="cpu", device_capacity_tokens=tokens,
-        start_layer=0, end_layer=LAYERS - 1,
+        start_layer=0, end_layer=LAYERS - 1, target_layer_num=LAYERS,
     )  # fmt: skip
 
 

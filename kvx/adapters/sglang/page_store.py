@@ -25,6 +25,7 @@ from kvx.tiers import Block, BlockKind, HostTier, TierOption
 from kvx.tiers.memory import HostMemory
 
 CANONICAL = "canonical"
+NEUTRAL_APART = "block | head layer token (kv dim)"  # of K and V with rows of two widths
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,10 @@ def _kept_spec(pool: HostPool, layout: str, format: str) -> CacheSpec | None:
         return None
     spec = pool.page_spec
     if layout == CANONICAL or format:
-        spec = spec.replaced(layout=NEUTRAL if len(spec.planes) == 2 else NEUTRAL_LATENT, format=format or spec.format)
+        layout = NEUTRAL if len(spec.planes) == 2 else NEUTRAL_LATENT
+        if spec.v_head_dim:
+            layout = NEUTRAL_APART
+        spec = spec.replaced(layout=layout, format=format or spec.format)
     if has_scales(spec):
         raise BadArgument(
             f"extra config: format {format!r} has scales apart from the rows; a block is one run in the store. Use one with inline "

@@ -36,6 +36,7 @@ _NUMBERS = (
     "kv_cache_dim",
 )
 _STATES = "MambaPoolHost"
+_BY_LAYER = "_layer_shard_enabled"  # of a pool whose ranks have layers each
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def read_pool(name: str, pool: Any, *, model: str, ranks: Ranks) -> HostPool:
             "conv": f"{[list(shape) for shape in pool.conv_state_shapes]} {pool.conv_dtype}",
             "beside": len(getattr(pool, "slot_state_buffers", ())),
         }
-    if kind == _STATES or not ranks.is_replicated:
+    if kind == _STATES or not ranks.is_replicated or getattr(pool, _BY_LAYER, False):
         facts |= _rank("tp", ranks.tp_rank, ranks.tp_size)
     page_size = getattr(pool, "page_size", 1) or 1
     return HostPool(name, pool, page_size, page_size * pool.size_per_token, facts | _rank("cp", ranks.cp_rank, ranks.cp_size))
@@ -109,7 +110,9 @@ def read_pool(name: str, pool: Any, *, model: str, ranks: Ranks) -> HostPool:
 def _has_more(pool: Any) -> bool:
     """Memory beside K and V, or none of its own."""
     more = ("index_k_buffer", "index_k_scale_buffer", "shared_allocation_domain")
-    return any(getattr(pool, name, None) is not None for name in more) or bool(getattr(pool, "stores_page_envelope", False))
+    return any(getattr(pool, name, None) is not None for name in more) or any(
+        getattr(pool, name, False) for name in ("stores_page_envelope", _BY_LAYER)
+    )
 
 
 def _of_kv(name: str, pool: Any, model: str, ranks: Ranks) -> HostPool:
@@ -159,7 +162,9 @@ def _of_kv(name: str, pool: Any, model: str, ranks: Ranks) -> HostPool:
 
 def page_layout(layout: str) -> str:
     """A page of a pool in one run: its axes in the pool's order, the block outside."""
-    inner = layout.replace("(block token)", "token").replace("|", " ")
+    inner = layout.replace("(block token)", "token")
+    if "|" in inner:  # K and V have memory of their own, and rows of two widths: in one run they stand side by side
+        inner = inner.replace("kv |", "").replace("dim", "(kv dim)")
     return "block | " + " ".join(re.sub(r"\bblock\b", "", inner).split())
 
 
