@@ -37,7 +37,7 @@ class Family:
 
     def get(self, names: Sequence[bytes]) -> list[tuple[Block, ...] | None]:
         """Of each name a block of every shard."""
-        found = [tier.get(names).result() for tier in self.tiers]
+        found = [tier.get_now(names) for tier in self.tiers]
         return [None if None in blocks else tuple(b for b in blocks if b is not None) for blocks in zip(*found, strict=True)]
 
     def plan(self, count: int, dst: CacheSpec) -> Plan:

@@ -31,11 +31,11 @@ class TierStack:
 
     def has(self, names: Sequence[bytes]) -> list[bool]:
         """Which are in every tier."""
-        found = [tier.has(names).result() for tier in self.tiers]
+        found = [tier.has_now(names) for tier in self.tiers]
         return [all(answers) for answers in zip(*found, strict=True)]
 
     def has_any(self, names: Sequence[bytes]) -> list[bool]:
-        """Which are in some tier, without waiting behind what is in flight."""
+        """Which are in some tier."""
         found = [tier.has_now(names) for tier in self.tiers]
         return [any(answers) for answers in zip(*found, strict=True)]
 
@@ -52,13 +52,13 @@ class TierStack:
                 break
             came = []
             room = None if into is None or isinstance(tier, HostTier) else [into[i] for i in missing]
-            for i, block in zip(missing, tier.get([names[i] for i in missing], room).result(), strict=True):
+            for i, block in zip(missing, tier.get_now([names[i] for i in missing], room), strict=True):
                 found[i] = block
                 if block is not None:
                     came.append((names[i], block))
             for faster in self.tiers[:n] if came else []:
                 with suppress(TierError):  # one that is full has less, and is asked again next time
-                    faster.put([name for name, _ in came], [block for _, block in came]).result()
+                    faster.put_now([name for name, _ in came], [block for _, block in came])
         return found
 
     def beginning(self, names: Sequence[bytes]) -> int:

@@ -120,9 +120,9 @@ class Tier(ABC):
         """put() on the caller's thread, of blocks that are surely of this kind: for those that need no copying."""
         return self._put(self._checked("put_now", keys), list(blocks))
 
-    def get_now(self, keys: Sequence[bytes]) -> list[Block | None]:
-        """get() on the caller's thread."""
-        return self._get(self._checked("get_now", keys), [None] * len(keys))
+    def get_now(self, keys: Sequence[bytes], into: Sequence[Block] | None = None) -> list[Block | None]:
+        """get() on the caller's thread. `into` has blocks that are surely of this kind."""
+        return self._get(self._checked("get_now", keys), [None] * len(keys) if into is None else list(into))
 
     def drop(self, keys: Sequence[bytes]) -> Future[list[bool]]:
         """Forget these blocks. False where there was none."""

@@ -112,7 +112,9 @@ class PageStore:
         convert(list(buffers), into, plan=self._plan(len(ids), spec, False), src_blocks=ids, dst_blocks=list(range(len(ids))))
 
     def put(self, names: Sequence[bytes], blocks: Sequence[Block]) -> list[bool]:
-        self.stack.put(names, blocks)
+        """On this thread: those of the tiers may all wait for a disk that hangs."""
+        for tier in self.stack.tiers:
+            tier.put_now(names, blocks)
         return [True] * len(names)
 
     # --- out of the store into the pool ------------------------------------------------------------------------------------

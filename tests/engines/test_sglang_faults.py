@@ -1,0 +1,181 @@
+"""KvxStorage while processes are killed and disks are full or slow: SGLang reads nothing wrong, waits a bounded time, goes on."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+import kvx.tiers.disk as disk
+
+sgl = pytest.importorskip(
+    "tests.engines.sglang_pools",
+    reason="the package sglang is not installed here; `make engines` makes an environment that has it",
+)
+
+PAGES = 16
+
+
+def key_of(n: int) -> str:
+    return hashlib.sha256(str(n).encode()).hexdigest()
+
+
+def fill(pool, n: int, page: int) -> None:
+    """What page `n` holds, and nothing else does."""
+    pool.kv_buffer[:, page] = torch.arange(pool.kv_buffer[:, page].numel()).reshape(pool.kv_buffer[:, page].shape) % 31 + n % 97
+
+
+def write_on(folder: str, first: int, tell) -> None:
+    """Pages from `first` on, until it is killed. Each batch that was kept is told."""
+    torch.set_num_threads(1)
+    pool = sgl.mha_pool("page_first_direct")
+    store, where, n = sgl.backend(folder, pool), pool.alloc(PAGES * 4), first
+    while True:
+        for page in range(PAGES):
+            fill(pool, n + page, int(where[page * 4]) // 4)
+        if all(store.batch_set_v1([key_of(n + page) for page in range(PAGES)], where)):
+            tell.send(n)
+        n += PAGES
+
+
+def test_killed_while_it_writes(tmp_path):
+    """20 times: nothing that was told is lost, and every page that is found has its own content."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.engines.sglang_pools"])
+    rng, told, firsts = random.Random(7), [], []
+    for trial in range(20):
+        ours, theirs = context.Pipe(duplex=False)
+        firsts.append(trial * 100_000)
+        child = context.Process(target=write_on, args=(str(tmp_path), firsts[-1], theirs))
+        child.start()
+        theirs.close()
+        assert ours.poll(60), "the writer wrote nothing"
+        time.sleep(rng.random() * 0.15)
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        while ours.poll():
+            try:
+                told.append(ours.recv())
+            except EOFError:
+                break
+    assert len(told) >= 20
+    pool = sgl.mha_pool("page_head")
+    store, where = sgl.backend(tmp_path, pool), pool.alloc(PAGES * 4)
+    want = sgl.mha_pool("page_first_direct")
+    seen = 0
+    begun = [max(n for n in told if n < first + 100_000) + PAGES for first in firsts]  # which it was killed in
+    for n in (*told, *begun):
+        found = store.batch_get_v1([key_of(n + page) for page in range(PAGES)], where)
+        assert n in begun or found == [True] * PAGES
+        for page, ok in enumerate(found):
+            if ok:
+                fill(want, n + page, 0)
+                here = pool.kv_buffer[:, int(where[page * 4]) // 4]  # kv, head, token, layer, dim
+                assert torch.equal(here.permute(0, 3, 2, 1, 4), want.kv_buffer[:, 0]), (n, page)
+                seen += 1
+    assert seen >= len(told) * PAGES
+    assert store.batch_exists([key_of(999_999_999)]) == 0
+
+
+def test_a_full_disk(tmp_path, monkeypatch, caplog):
+    """What does not fit is not kept and said; what was kept before is found; with room again it goes on."""
+    pool = sgl.mha_pool("page_first")
+    pool.kv_buffer.normal_()
+    store, where = sgl.backend(tmp_path, pool), pool.alloc(32)
+    keys = sgl.keys(range(32), 4)
+    assert store.batch_set_v1(keys[:2], where[:8]) == [True, True]
+    write = disk.write_block
+
+    def full(file, key, block):
+        file.write(b"x" * 100)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(disk, "write_block", full)
+    assert store.batch_set_v1(keys, where) == [True, True] + [False] * 6
+    assert "No space left on device" in caplog.text
+    assert store.batch_exists(keys) == 2
+    assert store.batch_get_v1(keys[:3], pool.alloc(12)) == [True, True, False]
+    assert not [p for p in tmp_path.rglob("*") if p.name.endswith(".partial")]
+    monkeypatch.setattr(disk, "write_block", write)
+    assert store.batch_set_v1(keys, where) == [True] * 8
+    assert store.batch_exists(keys) == 8
+
+
+@pytest.mark.parametrize("call", ["_store", "_fetch", "_holds"])
+def test_a_slow_disk(tmp_path, monkeypatch, caplog, call):
+    """A call takes as long as it may and is a miss. Pages that the engine has taken back by then are not touched."""
+    pool = sgl.mha_pool("page_first")
+    pool.kv_buffer.normal_()
+    keys, where = sgl.keys(range(32), 4), pool.alloc(32)
+    store = sgl.backend(tmp_path, pool, timeout_s=0.3)
+    assert all(store.batch_set_v1(keys[:4], where[:16]))
+    fast, is_slow = getattr(disk.DiskTier, call), True
+
+    def slow(self, *args):
+        if is_slow:
+            time.sleep(1.5)
+        return fast(self, *args)
+
+    monkeypatch.setattr(disk.DiskTier, call, slow)
+    here = pool.alloc(16)
+    before = pool.kv_buffer.clone()
+    began = time.monotonic()
+    if call == "_fetch":
+        assert store.batch_get_v1(keys[:4], here) == [False] * 4
+    elif call == "_holds":
+        assert store.batch_exists(keys) == 0
+    else:
+        assert store.batch_set_v1(keys[4:], where[16:]) == [False] * 4
+    assert time.monotonic() - began < 1.0
+    assert "did not answer in 0.3 s" in caplog.text
+    began = time.monotonic()
+    if call != "_holds":  # others do not wait behind it
+        for _ in range(3):
+            assert store.batch_get_v1(keys[:4], here) == ([False] * 4 if call == "_fetch" else [True] * 4)
+            pool.kv_buffer.copy_(before)
+            assert store.batch_set_v1(keys[4:], where[16:]) == ([False] * 4 if call == "_store" else [True] * 4)
+        assert time.monotonic() - began < 1.0
+    pool.kv_buffer.copy_(before)
+    is_slow = False
+    time.sleep(2.2)
+    assert torch.equal(pool.kv_buffer, before)
+    assert all(store.batch_set_v1(keys[4:], where[16:]))
+    assert store.batch_exists(keys) == 8
+    assert store.batch_get_v1(keys[:4], here) == [True] * 4
+
+
+def test_a_page_that_was_damaged(tmp_path):
+    pool = sgl.mha_pool("page_first")
+    pool.kv_buffer.normal_()
+    keys, where = sgl.keys(range(16), 4), pool.alloc(16)
+    store = sgl.backend(tmp_path, pool)
+    assert all(store.batch_set_v1(keys, where))
+    (path,) = tmp_path.rglob(f"{keys[1]}.kvx")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert store.batch_get_v1(keys, pool.alloc(16)) == [True, False, True, True]
+    assert store.batch_exists(keys) == 1
+    assert all(store.batch_set_v1(keys, where))  # it is written anew
+    assert store.batch_exists(keys) == 4
+
+
+def test_less_room_than_pages(tmp_path):
+    """The oldest leave; those that are found are whole."""
+    pool = sgl.mha_pool("page_first")
+    pool.kv_buffer.normal_()
+    keys, where = sgl.keys(range(128), 4), pool.alloc(128)
+    store = sgl.backend(tmp_path, pool, tiers=[f"disk:{tmp_path}:100KB"])
+    for n in range(0, 32, 4):
+        assert all(store.batch_set_v1(keys[n : n + 4], where[4 * n : 4 * n + 16]))
+    found = [store.exists(key) for key in keys]
+    assert found[-4:] == [True] * 4
+    assert not any(found[:8])
+    assert store.batch_get_v1(keys[-4:], pool.alloc(16)) == [True] * 4
