@@ -22,6 +22,7 @@ from kvx.bench import gather as gather_bench
 from kvx.bench import generate as generate_bench
 from kvx.bench import harness
 from kvx.bench import hybrid as hybrid_bench
+from kvx.bench import sglang as sglang_bench
 from kvx.bench import step as step_bench
 from kvx.bench import tiers as tiers_bench
 from kvx.bench import wires as wires_bench
@@ -193,6 +194,19 @@ def tiers(
     check_device(device)
     check_folder("--folder", folder)
     _measure(tiers_bench, device, out, as_json, device=device, folder=folder, say=partial(typer.echo, err=as_json))
+
+
+@app.command()
+def sglang(
+    folder: Annotated[Path | None, typer.Option(help="on the disk that is measured; default: a temporary one")] = None,
+    repeats: Annotated[int, typer.Option(help="runs of each; the median counts")] = 7,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Pages of SGLang's host pools to a disk and back, beside SGLang's own file backend. Needs SGLang."""
+    check_folder("--folder", folder)
+    check_positive("--repeats", repeats)
+    _measure(sglang_bench, "cpu", out, as_json, folder=folder, repeats=repeats, say=partial(typer.echo, err=as_json))
 
 
 @app.command()
