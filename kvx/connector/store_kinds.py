@@ -91,7 +91,8 @@ class OtherKinds:
             kind = read_manifest(folder)
             if kind is None:  # being made
                 return
-            self._tiers[folder] = (kind, DiskTier(folder, kind, option.capacity_bytes, threads=2)) if self._may_read(kind) else None
+            is_mine = is_plain(folder, kind) and self._may_read(kind)
+            self._tiers[folder] = (kind, DiskTier(folder, kind, option.capacity_bytes, threads=2)) if is_mine else None
         except (KvxError, OSError):  # another's, damaged or not to be read: not this reader's to mend
             self._tiers[folder] = None
 
@@ -126,6 +127,11 @@ class OtherKinds:
         for found in self._tiers.values():
             if found is not None:
                 found[1].close()
+
+
+def is_plain(folder: Path, kind: BlockKind) -> bool:
+    """Whether its kind says all. A folder with a group behind the digest has layers that look like another group's."""
+    return folder.name == kind.digest.hex()
 
 
 def _beside(kind: BlockKind) -> dict[str, str | int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from numpy.typing import ArrayLike
 
 from kvx.adapters.sglang.names import SGLANG, page_names
+from kvx.connector.store_kinds import is_plain
 from kvx.connector.store_names import NAMES, Scheme, alias_kind, aliases, spec_of, write_alias
 from kvx.errors import BadArgument
 from kvx.handover import names as rule_names
@@ -59,7 +60,9 @@ def _schemes(folder: Path, model: str) -> dict[Scheme, list[DiskTier]]:
     for each in sorted(path for path in folder.iterdir() if path.is_dir()):
         kind = read_manifest(each)
         spec = None if kind is None else spec_of(kind)
-        if kind is None or spec is None or spec[0].model != model or kind.manifest.get(NAMES, "") not in ("", SGLANG):
+        if kind is None or spec is None or not is_plain(each, kind):
+            continue
+        if spec[0].model != model or kind.manifest.get(NAMES, "") not in ("", SGLANG):
             continue
         tier = DiskTier(each, kind, DISK_BYTES, threads=1)
         found.setdefault(Scheme(str(kind.manifest.get(NAMES, "")), spec[0].block_size), []).append(tier)

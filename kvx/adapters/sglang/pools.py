@@ -8,6 +8,7 @@ only the same pool has.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +50,7 @@ class Ranks:
     cp_size: int = 1
     is_replicated: bool = False  # MLA: every rank has all of K and V
     num_kv_heads: int = 0  # of the model; 0: not said
+    has_groups: bool = False  # the model has several pools: one alone does not hold all its layers
 
     @classmethod
     def of(cls, config: Any, num_kv_heads: int = 0) -> Ranks:
@@ -86,14 +88,17 @@ def read_pool(name: str, pool: Any, *, model: str, ranks: Ranks) -> HostPool:
     """What a pool of this name is. Unsupported where it has no memory of its own."""
     kind = type(pool).__name__
     tag = getattr(pool, "storage_format_tag", None)
-    if kind in _OF_KV and pool.dtype in FORMATS and tag is None and not _has_more(pool):
+    if kind in _OF_KV and pool.dtype in FORMATS and tag is None and not _more(pool):
         return _of_kv(name, pool, model, ranks)
     if getattr(pool, "kv_buffer", None) is None and not hasattr(pool, "get_data_page"):
         raise Unsupported(f"KvxStorage: the pool {name!r} ({kind}) has no pages in this process; it was not read.")
     facts: dict[str, str | int] = {"pool": kind, "group": name, "dtype": str(pool.dtype).removeprefix("torch.")}
     facts |= {n: v for n in _NUMBERS if type(v := getattr(pool, n, None)) in (int, str)}
+    facts["version"] = str(getattr(sys.modules.get("sglang"), "__version__", ""))  # whose pages they are, to the byte
     if tag is not None:
         facts["storage_format"] = str(tag)
+    if more := _more(pool):
+        facts["more"] = " ".join(more)
     if kind == _STATES:  # both its layouts have the same pages
         del facts["layout"]
         facts |= {
@@ -107,12 +112,11 @@ def read_pool(name: str, pool: Any, *, model: str, ranks: Ranks) -> HostPool:
     return HostPool(name, pool, page_size, page_size * pool.size_per_token, facts | _rank("cp", ranks.cp_rank, ranks.cp_size))
 
 
-def _has_more(pool: Any) -> bool:
-    """Memory beside K and V, or none of its own."""
+def _more(pool: Any) -> list[str]:
+    """What a pool has beside K and V, or has otherwise."""
     more = ("index_k_buffer", "index_k_scale_buffer", "shared_allocation_domain")
-    return any(getattr(pool, name, None) is not None for name in more) or any(
-        getattr(pool, name, False) for name in ("stores_page_envelope", _BY_LAYER)
-    )
+    found = [name for name in more if getattr(pool, name, None) is not None]
+    return found + [name for name in ("stores_page_envelope", _BY_LAYER) if getattr(pool, name, False)]
 
 
 def _of_kv(name: str, pool: Any, model: str, ranks: Ranks) -> HostPool:
@@ -146,7 +150,7 @@ def _of_kv(name: str, pool: Any, model: str, ranks: Ranks) -> HostPool:
         else:
             head_start = ranks.tp_rank * total // ranks.tp_size
     facts |= _rank("cp", ranks.cp_rank, ranks.cp_size)
-    if name != "kv":
+    if name != "kv" or ranks.has_groups:
         facts["group"] = name
     if drafts := pool.layer_num - getattr(pool, "target_layer_num", pool.layer_num):
         facts["draft_layers"] = drafts

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
@@ -87,7 +88,8 @@ class KvxStorage(HiCacheStorage):
         if key not in self._stores:
             if key not in self._pools:
                 raise BadArgument(f"the pool {key!r} was not registered; there are {', '.join(self._pools) or 'none'}.")
-            pool = read_pool(key, self._pools[key], model=self.settings.model, ranks=self._ranks)
+            ranks = replace(self._ranks, has_groups=len(self._pools) > 1)
+            pool = read_pool(key, self._pools[key], model=self.settings.model, ranks=ranks)
             parts = len(self._pools) * (1 if self._ranks.is_replicated else self._ranks.tp_size)
             options = [option.share(1, parts) for option in self.settings.tiers]
             self._stores[key] = PageStore(
