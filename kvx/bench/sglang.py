@@ -105,8 +105,8 @@ def _pool(layout: str, num_pages: int) -> Any:
         enable_memory_saver=False, enable_alt_stream=False,
     )  # fmt: skip
     made = MHATokenToKVPoolHost(
-        device._mha_buffer_info(), 1.0, 0, PAGE, layout, pin_memory=False, device="cpu", device_capacity_tokens=PAGE,
-        start_layer=0, end_layer=LAYERS - 1, host_token_capacity=(2 * num_pages + 1) * PAGE,
+        device.get_device_pool_infos()[0].buffer_info, 1.0, 0, PAGE, layout, pin_memory=False, device="cpu",
+        device_capacity_tokens=PAGE, start_layer=0, end_layer=LAYERS - 1, host_token_capacity=(2 * num_pages + 1) * PAGE,
     )  # fmt: skip
     made.kv_buffer.view(torch.int16).random_(0, 1 << 14)
     return made

@@ -4,31 +4,39 @@ Of what SGLang 0.5.23 imports torchvision alone is replaced; neither sgl_kernel 
 run here: the copies between device and host pools (sgl_kernel's transfer_kv_*, or Triton's), and whatever computes.
 """
 
-# ruff: noqa: E402 - torchvision is replaced before sglang is imported
+# ruff: noqa: E402, F401 - torchvision is replaced before sglang is imported; tests take from here what they use of it
 
 from __future__ import annotations
 
 import importlib.machinery
 import sys
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
 import torch
-from transformers import AutoImageProcessor, AutoProcessor  # noqa: F401 - before torchvision is replaced, which they look for
+from transformers import AutoImageProcessor, AutoProcessor  # before torchvision is replaced, which they look for
+
+if find_spec("sglang") is None:  # of another package that is missing the import below fails
+    why = "the package sglang is not installed here; `make engines` makes an environment that has it, .venv-sglang"
+    pytest.skip(why, allow_module_level=True)
 
 for _name in ("torchvision", "torchvision.io", "torchvision.transforms", "torchvision.transforms.functional"):
     _module = MagicMock(name=_name, __path__=[], __version__="0.0", __spec__=importlib.machinery.ModuleSpec(_name, None))
     sys.modules.setdefault(_name, _module)
 
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
-from sglang.srt.mem_cache import memory_pool
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache import allocator, memory_pool
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
+from sglang.srt.runtime_context import get_parallel
 
 LAYERS, HEADS, DIM = 3, 4, 16
 MODEL = "tiny-test-weights"

@@ -18,15 +18,16 @@ from kvx.adapters.sglang.pools import Ranks, read_pool
 from kvx.errors import BadArgument, KvxError
 from kvx.handover import NEUTRAL, names
 from kvx.tiers import BlockKind, TierOption
-
-sgl = pytest.importorskip(
-    "tests.engines.sglang_pools",
-    reason="the package sglang is not installed here; `make engines` makes an environment that has it",
+from tests.engines import sglang_pools as sgl
+from tests.engines.sglang_pools import (
+    HiCacheController,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    allocator,
+    get_parallel,
+    memory_pool,
 )
-from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
-from sglang.srt.mem_cache import allocator, memory_pool  # noqa: E402
-from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer  # noqa: E402
-from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified")
 TOKENS = [(n * 37 + n // 7) % 256 for n in range(64)]

@@ -14,11 +14,7 @@ import pytest
 import torch
 
 import kvx.tiers.disk as disk
-
-sgl = pytest.importorskip(
-    "tests.engines.sglang_pools",
-    reason="the package sglang is not installed here; `make engines` makes an environment that has it",
-)
+from tests.engines import sglang_pools as sgl
 
 PAGES = 16
 

@@ -29,7 +29,7 @@ NEUTRAL_APART = "block | head layer token (kv dim)"  # of K and V with rows of t
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredPage:
     """A page out of the store, in memory of the store's."""
 
     blocks: tuple[tuple[Block, ...], ...]  # of each shard the blocks that it lies in: one, or those of an alias
@@ -119,28 +119,28 @@ class PageStore:
 
     # --- out of the store into the pool ------------------------------------------------------------------------------------
 
-    def fetch(self, names: Sequence[bytes]) -> list[Found | None]:
+    def fetch(self, names: Sequence[bytes]) -> list[StoredPage | None]:
         """Read and checked, into memory of the store's."""
-        found: list[Found | None] = [
-            None if block is None else Found(((block,),)) for block in self.stack.get(names, self._memory.take(len(names)))
+        found: list[StoredPage | None] = [
+            None if block is None else StoredPage(((block,),)) for block in self.stack.get(names, self._memory.take(len(names)))
         ]
         if self._others is None or None not in found:
             return found
         for family in self._others.families(self._scheme):
             missing = [n for n, page in enumerate(found) if page is None]
             for n, blocks in zip(missing, family.get([names[n] for n in missing]) if missing else (), strict=True):
-                found[n] = None if blocks is None else Found(tuple((block,) for block in blocks), family)
+                found[n] = None if blocks is None else StoredPage(tuple((block,) for block in blocks), family)
         return [self._fetch_alias(name) if page is None else page for name, page in zip(names, found, strict=True)]
 
-    def _fetch_alias(self, name: bytes) -> Found | None:
+    def _fetch_alias(self, name: bytes) -> StoredPage | None:
         assert self._others is not None
         for alias, family in self._others.alias(name):
             found = family.get(alias.names)
             if None not in found:
-                return Found(tuple(zip(*(blocks for blocks in found if blocks is not None), strict=True)), family, alias)
+                return StoredPage(tuple(zip(*(blocks for blocks in found if blocks is not None), strict=True)), family, alias)
         return None
 
-    def load(self, found: Sequence[Found | None], pages: Sequence[int]) -> list[bool]:
+    def load(self, found: Sequence[StoredPage | None], pages: Sequence[int]) -> list[bool]:
         """Into these pages of the pool."""
         if self.pool.spec is None:
             for page, here in zip(pages, found, strict=True):
@@ -150,7 +150,7 @@ class PageStore:
             self._into(self.pool.spec, self.pool.buffers, self.pool.blocks(pages), found)
         return [here is not None for here in found]
 
-    def load_flat(self, found: Found, page: Tensor) -> None:
+    def load_flat(self, found: StoredPage, page: Tensor) -> None:
         """Into a page as SGLang's own `set_from_flat_data_page` takes it."""
         flat = _flat(page, is_written=True)
         if flat.numel() != self.pool.page_bytes:
@@ -160,9 +160,9 @@ class PageStore:
         else:
             self._into(self.pool.page_spec, [flat], [0], [found])
 
-    def _into(self, spec: CacheSpec, buffers: Sequence[Tensor], ids: Sequence[int], found: Sequence[Found | None]) -> None:
+    def _into(self, spec: CacheSpec, buffers: Sequence[Tensor], ids: Sequence[int], found: Sequence[StoredPage | None]) -> None:
         """Those of one kind go together."""
-        together: dict[Family | None, list[tuple[Found, int]]] = {}
+        together: dict[Family | None, list[tuple[StoredPage, int]]] = {}
         for here, n in zip(found, ids, strict=True):
             if here is not None and here.alias is None:
                 together.setdefault(here.family, []).append((here, n))

@@ -93,7 +93,7 @@ def read_pool(name: str, pool: Any, *, model: str, ranks: Ranks) -> HostPool:
     if getattr(pool, "kv_buffer", None) is None and not hasattr(pool, "get_data_page"):
         raise Unsupported(f"KvxStorage: the pool {name!r} ({kind}) has no pages in this process; it was not read.")
     facts: dict[str, str | int] = {"pool": kind, "group": name, "dtype": str(pool.dtype).removeprefix("torch.")}
-    facts |= {n: v for n in _NUMBERS if type(v := getattr(pool, n, None)) in (int, str)}
+    facts |= {n: getattr(pool, n) for n in _NUMBERS if type(getattr(pool, n, None)) in (int, str)}
     facts["version"] = str(getattr(sys.modules.get("sglang"), "__version__", ""))  # whose pages they are, to the byte
     if tag is not None:
         facts["storage_format"] = str(tag)

@@ -12,13 +12,14 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 from torch import Tensor
 
 from kvx.adapters.sglang.names import name_of
-from kvx.adapters.sglang.page_store import Found, PageStore
+from kvx.adapters.sglang.page_store import PageStore, StoredPage
 from kvx.adapters.sglang.pools import Ranks, read_pool
 from kvx.connector.bounded import Bounded
 from kvx.connector.settings import Settings
@@ -114,11 +115,11 @@ class KvxStorage(HiCacheStorage):
 
         return self._safely("exists", look, [False] * len(keys)) if keys else []
 
-    def _fetch(self, store: PageStore, keys: Sequence[str]) -> list[Found | None]:
+    def _fetch(self, store: PageStore, keys: Sequence[str]) -> list[StoredPage | None]:
         names = list(map(name_of, keys))
-        parts = _parts(len(names))
-        came = self._reads.run([lambda part=part: store.fetch(names[part]) for part in parts])  # type: ignore[misc]
-        return [page for part, found in zip(parts, came, strict=True) for page in found or [None] * len(names[part])]
+        parts = [names[part] for part in _parts(len(names))]
+        came = self._reads.run([partial(store.fetch, part) for part in parts])
+        return [page for part, found in zip(parts, came, strict=True) for page in found or [None] * len(part)]
 
     def _get(self, pool: Any, keys: Sequence[str], host_indices: Tensor) -> list[bool]:
         def load() -> list[bool]:
@@ -145,10 +146,8 @@ class KvxStorage(HiCacheStorage):
         wanted = [n for n, has in enumerate(there) if not has]
         blocks = stage(wanted)
         parts = _parts(len(wanted))
-        wrote = self._writes.run(
-            [lambda part=part: store.put([names[n] for n in wanted[part]], blocks[part]) for part in parts]  # type: ignore[misc]
-        )
-        for part, ok in zip(parts, wrote, strict=True):
+        jobs = [partial(store.put, [names[n] for n in wanted[part]], blocks[part]) for part in parts]
+        for part, ok in zip(parts, self._writes.run(jobs), strict=True):
             for n in wanted[part]:
                 there[n] = ok is not None
         return there
