@@ -355,3 +355,19 @@ def test_a_wrong_config_is_said_at_the_start(tmp_path, extra, message):
 def test_a_class_that_is_not_there(tmp_path):
     with pytest.raises((ImportError, AttributeError, ValueError), match="KvxStrage"):
         sgl.backend(tmp_path, sgl.mha_pool("page_first"), class_name="KvxStrage")
+
+
+def test_many_pages_take_little_memory(tmp_path, monkeypatch):
+    """The store has few of them in memory at once, however many SGLang hands over."""
+    monkeypatch.setattr("kvx.adapters.sglang.storage._MOST_BYTES", 5 * 3072)
+    pool = filled(sgl.mha_pool("page_first"))
+    there, keys = pool.alloc(128), sgl.keys([*TOKENS, *TOKENS], 4)
+    store = sgl.backend(tmp_path, pool)
+    memory = store._store("kv")._memory
+    took, take = [], memory.take
+    monkeypatch.setattr(memory, "take", lambda n: took.append(memory.num_held + n) or take(n))
+    assert store.batch_set_v1(keys, there) == [True] * 32
+    other = pool.alloc(128)
+    assert store.batch_get_v1(keys, other) == [True] * 32
+    assert 5 <= max(took) <= 10  # of one step, and what the one before still holds
+    assert content([pool], [other]) == content([pool], [there])

@@ -28,6 +28,7 @@ from kvx.errors import BadArgument
 R = TypeVar("R")
 LOGGER = logging.getLogger("kvx")
 _THREADS = 4
+_MOST_BYTES = 128 << 20
 # Names in the same dict that are SGLang's, and those that are read here.
 _SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path", "tp_lcm_size")
 _OURS = ("timeout_s", "layout", "num_kv_heads")
@@ -124,16 +125,20 @@ class KvxStorage(HiCacheStorage):
     def _get(self, pool: Any, keys: Sequence[str], host_indices: Tensor) -> list[bool]:
         def load() -> list[bool]:
             store = self._store(pool)
-            pages = store.pool.pages(host_indices, len(keys))
-            return store.load(self._fetch(store, keys), pages)
+            pages, done = store.pool.pages(host_indices, len(keys)), []
+            for few in _steps(store, len(keys)):
+                done += store.load(self._fetch(store, keys[few]), pages[few])
+            return done
 
         return self._safely("get", load, [False] * len(keys))
 
     def _set(self, pool: Any, keys: Sequence[str], host_indices: Tensor) -> list[bool]:
         def save() -> list[bool]:
             store = self._store(pool)
-            pages = store.pool.pages(host_indices, len(keys))
-            return self._put(store, keys, lambda wanted: store.stage([pages[n] for n in wanted]))
+            pages, done = store.pool.pages(host_indices, len(keys)), []
+            for few in _steps(store, len(keys)):
+                done += self._put(store, keys[few], partial(_stage, store, pages[few]))
+            return done
 
         return self._safely("set", save, [False] * len(keys))
 
@@ -234,6 +239,16 @@ class KvxStorage(HiCacheStorage):
             self._writes.run([store.close])
         for calls in (self._reads, self._looks, self._writes):
             calls.close()
+
+
+def _steps(store: PageStore, count: int) -> list[slice]:
+    """What is in memory of the store's at once: SGLang hands over up to 128 pages, of megabytes each."""
+    size = max(_THREADS, _MOST_BYTES // max(store.kind.num_bytes, store.pool.page_bytes))
+    return [slice(n, n + size) for n in range(0, count, size)]
+
+
+def _stage(store: PageStore, pages: list[int], wanted: list[int]) -> Any:
+    return store.stage([pages[n] for n in wanted])
 
 
 def _parts(count: int) -> list[slice]:
