@@ -40,7 +40,7 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print the result as JSON on stdout instead of saving it; progress goes to stderr.")
 ]
 
-ONE_DEVICE = ("accuracy", "call", "step", "wires")  # that have no --device
+ONE_DEVICE = ("accuracy", "call", "sglang", "step", "wires")  # that have no --device
 
 
 def _run(name: str, device: str, out: Path | None, only: str, as_json: bool) -> None:
