@@ -480,7 +480,8 @@ class PagedCache(Shown):
             first = len(hashes) * bs
             hashes += prefix.chain(seq.token_row[first : full * bs].tobytes(), parent, seq.extras, first)
         if self._only_group is not None and full == done + 1 and not first_tokens:  # what a decode step does
-            prefix.put_one(0, hashes[done], int(self._only_group.table[seq.row, done]))
+            stretch = prefix.stretch(seq, done, full) if prefix.has_listeners else None
+            prefix.put_one(0, hashes[done], int(self._only_group.table[seq.row, done]), stretch)
             seq.num_stored = full * bs
             return
         if not seq.is_exact:
@@ -488,10 +489,11 @@ class PagedCache(Shown):
         for table in self._tables:
             least = max(done, -(-first_tokens[table.index] // bs)) if first_tokens else done
             first, ids = table.nameable(seq, least)
+            stretch = prefix.stretch(seq, first, first + len(ids)) if prefix.has_listeners and len(ids) else None
             if len(ids) == 1:
-                prefix.put_one(table.index, hashes[first], int(ids[0]))
+                prefix.put_one(table.index, hashes[first], int(ids[0]), stretch)
             elif len(ids):
-                prefix.put_checked(table.index, hashes[first : first + len(ids)], ids)
+                prefix.put_checked(table.index, hashes[first : first + len(ids)], ids, stretch)
         seq.num_stored = max(seq.num_stored, full * bs)
 
     def fork(self, seq: Sequence) -> Sequence:

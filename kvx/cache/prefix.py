@@ -26,6 +26,7 @@ from kvx.cache.blocks import BlockAllocator, BlockIds
 from kvx.cache.guard import Guard, whole
 from kvx.cache.kinds import GroupKind, kind_of
 from kvx.cache.names import BlockHash, naming
+from kvx.cache.sequence import Sequence as Request
 from kvx.errors import BadArgument, InternalError
 
 Kinds = Sequence[GroupKind | int]  # of each group; a number is the window of one, 0: none
@@ -35,10 +36,24 @@ Extras = Sequence[tuple[int, bytes]]  # (position of the first token, what it is
 class Event(NamedTuple):
     """What happened to the content of some blocks in one call: for an index kept elsewhere, as a router does."""
 
-    kind: str  # "stored", "removed" (by clear) or "evicted"
+    kind: str  # "stored", "removed" (by clear) or "evicted"; to listeners also "mended"
     group: int
     hashes: Sequence[BlockHash]
     blocks: Sequence[int]  # one a hash
+
+
+class Stretch(NamedTuple):
+    """Of a sequence: the blocks among which some were stored, and what their names are made of."""
+
+    names: Sequence[BlockHash]  # one after the other
+    tokens: bytes  # of all of them, as they are hashed
+    parent: BlockHash  # the name before the first; b"": it begins the sequence
+    first: int  # the position of the first token
+    extra: bytes
+    extras: Extras
+
+
+Listener = Callable[[Event, Stretch | None], None]
 
 
 @dataclass
@@ -69,6 +84,8 @@ class PrefixCache:
         self.salt = salt
         self.stats = PrefixStats()
         self.events: deque[Event] = deque(maxlen=max_events)  # the oldest are dropped; take them with popleft()
+        self.has_listeners = False  # whether it is worth while to say of what stretch stored blocks are
+        self._listeners: tuple[Listener, ...] = (self._keep_event,) if max_events else ()
         self.backing: Backing | None = None  # is offered what is evicted
         self._allocators = tuple(allocators)
         self._naming = naming(hash_name)
@@ -212,6 +229,7 @@ class PrefixCache:
         """A group's block of each name; -1 where it has none."""
         return np.fromiter(map(self._block_of[group].get, hashes, repeat(-1)), np.int32, len(hashes))
 
+    @whole
     def named(self, group: int) -> tuple[list[BlockHash], BlockIds]:
         """Every name of a group, and its block."""
         index = self._block_of[group]
@@ -244,7 +262,7 @@ class PrefixCache:
             )
         return [kind if isinstance(kind, GroupKind) else kind_of(kind) for kind in kinds]
 
-    def put_checked(self, group: int, hashes: Sequence[BlockHash], ids: BlockIds) -> None:
+    def put_checked(self, group: int, hashes: Sequence[BlockHash], ids: BlockIds, stretch: Stretch | None = None) -> None:
         """put for an owner, which holds the guard's lock."""
         index, blocks, allocator = self._block_of[group], ids.tolist(), self._allocators[group]
         settled = list(map(index.setdefault, hashes, blocks))
@@ -261,17 +279,17 @@ class PrefixCache:
             for b, h in zip(blocks, hashes, strict=True):
                 names[b] = h
             self.stats.stored += len(blocks)
-            if self.events.maxlen:
-                self.events.append(Event("stored", group, hashes, blocks))
+            if self._listeners:
+                self._tell(Event("stored", group, hashes, blocks), stretch)
 
-    def put_one(self, group: int, h: BlockHash, block: int) -> None:
+    def put_one(self, group: int, h: BlockHash, block: int, stretch: Stretch | None = None) -> None:
         """put_checked of one block: what a sequence does every block_size tokens."""
         allocator = self._allocators[group]
         if self._block_of[group].setdefault(h, block) == block and allocator.keep_one(block):
             self._names[group][block] = h
             self.stats.stored += 1
-            if self.events.maxlen:
-                self.events.append(Event("stored", group, (h,), (block,)))
+            if self._listeners:
+                self._tell(Event("stored", group, (h,), (block,)), stretch)
 
     def _evicted(self, group: int) -> Callable[[BlockIds], None]:
         def forget(ids: BlockIds) -> None:
@@ -285,12 +303,40 @@ class PrefixCache:
     def _drop(self, kind: str, group: int, ids: BlockIds) -> None:
         index, names, blocks = self._block_of[group], self._names[group], ids.tolist()
         hashes = [names[b] for b in blocks]
-        if self.events.maxlen:
-            self.events.append(Event(kind, group, hashes, blocks))
+        if self._listeners:
+            self._tell(Event(kind, group, hashes, blocks))
         if len(hashes) == 1:
             del index[hashes[0]]
         else:
             deque(map(index.pop, hashes), maxlen=0)  # in one call, so that Ctrl-C comes before or after
+
+    @whole
+    def listen(self, on_event: Listener) -> None:
+        """Call this too from now on, with every event and of what stretch the stored are, where that is known.
+
+        It is called under the cache's lock: it must not wait, nor call the cache. "mended" says that a call was broken off, and
+        that events of it may be missing; it has no blocks.
+        """
+        self._listeners, self.has_listeners = (*self._listeners, on_event), True
+
+    @whole
+    def unlisten(self, on_event: Listener) -> None:
+        self._listeners = tuple(call for call in self._listeners if call != on_event)
+        self.has_listeners = any(call != self._keep_event for call in self._listeners)
+
+    def stretch(self, seq: Request, first: int, end: int) -> Stretch:
+        """Blocks `first` to `end` of a sequence, whose names are known."""
+        bs = self.block_size
+        tokens = np.ascontiguousarray(seq.token_row[first * bs : end * bs], "<i4").tobytes()
+        return Stretch(seq.hashes[first:end], tokens, seq.hashes[first - 1] if first else b"", first * bs, seq.extra, tuple(seq.extras))
+
+    def _tell(self, event: Event, stretch: Stretch | None = None) -> None:
+        for call in self._listeners:
+            call(event, stretch)
+
+    def _keep_event(self, event: Event, stretch: Stretch | None) -> None:
+        if event.kind != "mended":
+            self.events.append(event)
 
     @whole
     def pin(self, hashes: Sequence[BlockHash]) -> int:
@@ -351,6 +397,8 @@ class PrefixCache:
             for h, block in index.items():
                 names[block] = h
             allocator.num_pinned = len(pins)
+        if self._listeners:
+            self._tell(Event("mended", 0, (), ()))
 
     def pinned(self, group: int) -> dict[int, int]:
         """Block -> how often it is pinned."""

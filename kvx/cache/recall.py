@@ -16,7 +16,7 @@ from kvx.cache.backing import Backing
 from kvx.cache.blocks import BlockAllocator, BlockIds
 from kvx.cache.group_table import GroupTable
 from kvx.cache.names import BlockHash
-from kvx.cache.prefix import PrefixCache
+from kvx.cache.prefix import PrefixCache, Stretch
 
 
 class Recalled(NamedTuple):
@@ -39,6 +39,7 @@ class Recall:
     backing: Backing
     names: list[BlockHash]  # of blocks after the first `done`
     done: int
+    stretch: Stretch | None = None  # of the names, where somebody listens
     lost: list[set[BlockHash]] = field(init=False)  # of each group: the backing has them, and could not load them
     parts: list[Recalled] = field(default_factory=list)  # one a group
     held: list[tuple[BlockAllocator, BlockIds]] = field(default_factory=list)  # until they are a sequence's
@@ -97,7 +98,7 @@ class Recall:
         self.held.append((allocator, allocator.allocate_checked(len(absent))))
         part.ids[~part.is_here] = new = self.held[-1][1]
         came = self.backing.load(group, absent, new)
-        self.prefix.put_checked(group, absent[:came], new[:came])
+        self.prefix.put_checked(group, absent[:came], new[:came], self.stretch)
         self.lost[group].update(absent[came : came + 1])
         return came == len(absent)
 

@@ -51,7 +51,9 @@ class Resuming:
     def bring_back(self, seq: Sequence, prefix: PrefixCache, backing: Backing) -> int:
         """Blocks more than the sequence has, as far as the cache and its backing have them together."""
         bs, done = self.block_size, seq.length // self.block_size
-        recall = Recall(self._tables, prefix, backing, seq.hashes[done : max(0, seq.num_tokens - 1) // bs], done)
+        end = max(0, seq.num_tokens - 1) // bs
+        stretch = prefix.stretch(seq, done, end) if prefix.has_listeners and done < end else None
+        recall = Recall(self._tables, prefix, backing, seq.hashes[done:end], done, stretch)
         try:
             count = recall.run()
             if count:

@@ -118,6 +118,10 @@ class CacheTiers:
         first, *others = (mover.stats for mover in self.movers)
         return sum(others, first)
 
+    def tiers_of(self, group: int) -> list[tuple[Tier, ...]]:
+        """Of each member of a group, the fastest first."""
+        return [mover.tiers for mover in self._of_group[group]]
+
     def save(self) -> None:
         """Put what the cache and the faster tiers have into the last tier, where that outlives the process."""
         prefix = self.cache.prefix

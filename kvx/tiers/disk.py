@@ -69,6 +69,10 @@ class DiskTier(Tier):
         with self._lock:
             return len(self._directory.recency)
 
+    def names(self) -> list[bytes]:
+        with self._lock:
+            return list(self._directory.recency)
+
     def _store(self, key: bytes, block: Block) -> bool:
         if self._holds(key) and self._touch(key):
             return False

@@ -19,6 +19,8 @@ from kvx.tiers.tier import Tier, TierEvent, blocks_in
 class HostTier(Tier):
     """At most `capacity_bytes` of blocks. A block that was handed out lives as long as its reader holds it, evicted or not."""
 
+    medium = "CPU"
+
     def __init__(
         self,
         kind: BlockKind,

@@ -23,7 +23,7 @@ _TAIL = 17  # the checksum's number, and the checksum
 class MooncakeTier(Tier):
     """The store is the caller's: it stays open when the tier closes."""
 
-    is_shared = True
+    is_shared = is_remote = True
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ class _Link:
 
 class NixlTier(Tier):
     is_lasting = is_shared = True  # in the peer
+    is_remote = True
 
     def __init__(
         self,

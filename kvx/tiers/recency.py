@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 _SLACK = 1024  # entries of the past that the heap may have before it is made anew
 
@@ -19,6 +19,9 @@ class Recency:
 
     def __len__(self) -> int:
         return len(self._used_ns)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._used_ns)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._used_ns

@@ -50,6 +50,8 @@ class Tier(ABC):
     """Blocks of one kind by their names. Thread-safe. Use it in a `with`: leaving waits for what is in flight."""
 
     is_lasting = False  # what it keeps is found again by the next process
+    medium = "STORAGE"  # as vLLM's KV events call it: "CPU" is host memory, "STORAGE" all that is slower
+    is_remote = False  # asking it goes over a network
     is_shared = False  # others find what it keeps, at once or later: its kind has to name the weights, not only the geometry
 
     def __init__(
@@ -140,6 +142,10 @@ class Tier(ABC):
         """A copy."""
         with self._stats_lock:
             return replace(self._stats)
+
+    def names(self) -> list[bytes]:
+        """Of all its blocks, as far as this process knows; none where it cannot list them."""
+        return []
 
     @property
     @abstractmethod
