@@ -67,7 +67,7 @@ def test_metadata_says_what_it_is(wheel):
 
 
 def test_extras_name_what_they_install(wheel):
-    extras = ["transformers", "vllm", "nixl", "mooncake", "llama-cpp", "runner", "plot", "cu13", "all"]
+    extras = ["transformers", "vllm", "nixl", "mooncake", "llama-cpp", "events", "runner", "plot", "cu13", "all"]
     said = metadata(wheel)
     assert said.get_all("Provides-Extra") == extras
     needs = [Requirement(text) for text in said.get_all("Requires-Dist")]

@@ -328,7 +328,8 @@ class PrefixCache:
         """Blocks `first` to `end` of a sequence, whose names are known."""
         bs = self.block_size
         tokens = np.ascontiguousarray(seq.token_row[first * bs : end * bs], "<i4").tobytes()
-        return Stretch(seq.hashes[first:end], tokens, seq.hashes[first - 1] if first else b"", first * bs, seq.extra, tuple(seq.extras))
+        parent = seq.hashes[first - 1] if first else b""
+        return Stretch(seq.hashes[first:end], tokens, parent, first * bs, seq.extra, tuple(seq.extras))
 
     def _tell(self, event: Event, stretch: Stretch | None = None) -> None:
         for call in self._listeners:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,12 +86,22 @@ def generate(
     tier_format: Annotated[
         str, typer.Option(help="Format of blocks in tiers: auto (as in the cache), f32, bf16, f16, int8, fp8.")
     ] = "auto",
+    events: Annotated[
+        str, typer.Option(help="Publish which blocks the cache has, as vLLM's KV events over ZMQ, like tcp://127.0.0.1:5557.")
+    ] = "",
+    events_replay: Annotated[
+        str, typer.Option(help="Where subscribers ask for events they missed, like tcp://127.0.0.1:5558.")
+    ] = "",
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Turn prefix caching off.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Generate text for several prompts in one batch, and show what the KV cache does meanwhile."""
     if not tier:
         refuse_ignored(context, "it is of a --tier", "tier_format")
+    if not events:
+        refuse_ignored(context, "it is of --events", "events_replay")
+    elif no_prefix:
+        raise BadArgument("--events tells of blocks by their names, which --no-prefix leaves out. Give one of the two.")
     run = GenerateRun(str(model or "SmolLM2-135M-Instruct"), dtype_of(dtype, device), max_tokens, [], time.perf_counter())
     params = Params(max_tokens, temperature, top_k, top_p, tuple(stop or ()), seed, n, ignore_eos)
     questions = list(prompt) if prompt else list(QUESTIONS)
@@ -103,7 +114,7 @@ def generate(
             model or small_model(), dtype=run.dtype, kv_format=kv_format, device=device, num_blocks=blocks,
             max_batch_tokens=batch_tokens, prefix=not no_prefix, tiers=tier or (), tier_format=tier_format, progress=view.loading,
         )  # fmt: skip
-        with engine:
+        with engine, _told(engine, events, events_replay):
             run.load_s = time.perf_counter() - run.begin
             ids = [_encode(engine, q, system, raw) for q in questions]
             run.answers = [{"prompt": q, "index": i, "text": "", "tokens": [], "finish": ""} for q in questions for i in range(n)]
@@ -118,6 +129,16 @@ def generate(
         console.print("\n" + summary(run), soft_wrap=True)
     if run.is_interrupted:
         raise typer.Exit(130)
+
+
+def _told(engine: Engine, events: str, replay: str) -> AbstractContextManager[object]:
+    """What routers are told while it lasts, if anything."""
+    if not events:
+        return nullcontext()
+    from kvx.wires.events import publish
+
+    tiers = None if engine.tiers is None else engine.tiers.backing
+    return publish(engine.cache, events, replay=replay, tiers=tiers)
 
 
 def dtype_of(dtype: str, device: str) -> str:

@@ -18,6 +18,11 @@ from kvx.wires.events.residency import CLEARED, Residency, _kind_fields
 BS = 4
 SPEC = kvx.CacheSpec(num_blocks=12, block_size=BS, num_kv_heads=1, head_dim=16, model="small")
 
+FULL = Full()
+KINDS = pytest.mark.parametrize(
+    "kinds", [(Full(),), (Full(), Sliding(6)), (Full(), State(snapshot_every=1))], ids=["full", "window", "state"]
+)
+
 
 class Follower:
     """A router: what it believes after these records."""
@@ -46,7 +51,7 @@ class Follower:
         return {key: set(names) for key, names in self.blocks.items() if names}
 
 
-def make(kinds=(Full(),), num_blocks=12, **options) -> kvx.PagedCache:
+def make(kinds=(FULL,), num_blocks=12, **options) -> kvx.PagedCache:
     groups = []
     for i, kind in enumerate(kinds):
         spec = SPEC.replaced(num_blocks=num_blocks)
@@ -80,7 +85,7 @@ class Told:
                 out += r.look_everywhere(is_clear=True)
                 continue
             out += [] if stretch is None else r.learn(stretch)
-            out += r.look(r.device_place(event.group), event.hashes)
+            out += r.look(r.cache_holder(event.group), event.hashes)
         self.records += out
         return out
 
@@ -138,7 +143,7 @@ def test_an_eviction_is_a_removal_and_clear_is_all_of_it():
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kinds", [(Full(),), (Full(), Sliding(6)), (Full(), State(snapshot_every=1))], ids=["full", "window", "state"])
+@KINDS
 def test_random_calls_lead_a_follower_to_what_the_cache_has(kinds, seed):
     rng, cache = random.Random(seed), make(kinds)
     told, follower = Told(cache), Follower()
@@ -205,11 +210,41 @@ def test_a_block_with_members_is_there_when_all_of_them_are():
             return self.tiers
 
     r = Residency(cache, Tiers())
-    _, one, two = r.places
+    _, one, two = r.holders
     assert r.look(one, [b"a"], True) == []
     assert [x["type"] for x in r.look(two, [b"a"], True)] == ["BlockStored"]
     assert [x["type"] for x in r.look(one, [b"a"], False)] == ["BlockRemoved"]
     assert r.look(two, [b"a"], False) == []
+
+
+def test_a_tier_that_cannot_be_asked_changes_nothing_and_is_said():
+    class Gone:
+        medium, is_remote, is_gone = "STORAGE", False, False
+
+        def names(self):
+            return [b"a"]
+
+        def has_now(self, names):
+            if self.is_gone:
+                raise OSError("the disk is gone")
+            return [True] * len(names)
+
+    cache, gone = make(), Gone()
+
+    class Tiers:
+        def __init__(self):
+            self.cache = cache
+
+        def tiers_of(self, group):
+            return [[gone]]
+
+    r = Residency(cache, Tiers())
+    assert len(r.look_everywhere()) == 1
+    gone.is_gone = True
+    answered(cache, list(range(5)))
+    assert [x["medium"] for x in r.look_everywhere()] == ["GPU"], "the others are looked at all the same"
+    assert r.error == "Gone cannot be asked: the disk is gone"
+    assert r.resident()[0, "STORAGE"] == {b"a"}
 
 
 def test_a_call_that_was_broken_off_is_looked_at_again():

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvx.wires.events.residency import CLEARED, Record
 
 
-class Batch(NamedTuple):
+class EventBatch(NamedTuple):
     sequence: int
     records: list[Record]
     num_blocks: int
@@ -21,12 +21,12 @@ class History:
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks, self._num_blocks = max_blocks, 0
-        self._batches: deque[Batch] = deque()
+        self._batches: deque[EventBatch] = deque()
         self._base = -1  # the number of the last batch that is in the sum
         self._sum: dict[tuple[int, str, str | None, bytes], tuple[Record, int]] = {}  # each block: its record, and where in it
 
     def append(self, sequence: int, records: list[Record]) -> None:
-        batch = Batch(sequence, records, sum(len(r.get("block_hashes", ())) for r in records))
+        batch = EventBatch(sequence, records, sum(len(r.get("block_hashes", ())) for r in records))
         self._batches.append(batch)
         self._num_blocks += batch.num_blocks
         while self._num_blocks > self._max_blocks and len(self._batches) > 1:

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple, Self
 
 from kvx.cache.paged import PagedCache
 from kvx.cache.prefix import Event, Stretch
-from kvx.errors import BadArgument, KvxError
+from kvx.errors import BadArgument
 from kvx.wires.events.history import History
-from kvx.wires.events.residency import CLEARED, KnownTiers, Place, Record, Residency
+from kvx.wires.events.residency import CLEARED, Holder, KnownTiers, Record, Residency
 from kvx.wires.wire import WireError, need
 
 END = (-1).to_bytes(8, "big", signed=True)
@@ -39,7 +39,7 @@ _LINGER_MS = 500  # how long closing waits for subscribers that still read
 
 
 class _FromTier(NamedTuple):
-    place: Place
+    holder: Holder
     key: bytes
     is_there: bool | None  # None: to be asked
 
@@ -76,17 +76,20 @@ class Publisher:
         self._is_behind = True  # events are missing: all blocks are to be looked at
         self.num_batches = 0  # published; the number of the next one
         self.num_overflows = 0  # how often events were lost
-        self.error = ""  # of the last batch that could not be told; the next look makes up for it
+        self.error = ""  # why something could not be looked at or told, the last time; the next look makes up for it
         self._context = zmq.Context()
         try:
             self._pub, self.address = self._open(zmq.PUB, address, connect)
-            self._replay, self.replay = self._open(zmq.ROUTER, replay) if replay else (None, "")
+            self._replay: Any = None
+            self.replay = ""
+            if replay:
+                self._replay, self.replay = self._open(zmq.ROUTER, replay)
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             weakref.finalize(self, os.close, self._wake)  # not by close(): a tier's thread may be about to write to it
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._listening = [(p.tier, partial(self._told_by_tier, p)) for p in self._residency.places if p.tier is not None]
+        self._listening = [(p.tier, partial(self._told_by_tier, p)) for p in self._residency.holders if p.tier is not None]
         for tier, listener in self._listening:
             tier.listen(listener)
         self._prefix.listen(self._told_by_cache)
@@ -112,11 +115,11 @@ class Publisher:
     def _told_by_cache(self, event: Event, stretch: Stretch | None) -> None:
         self._put((event, stretch))
 
-    def _told_by_tier(self, place: Place, event: Any) -> None:
+    def _told_by_tier(self, holder: Holder, event: Any) -> None:
         """A TierEvent. A remote tier is not asked again: that would take a network's time."""
         if event.kind != "failed":
-            is_remote = place.tier is not None and place.tier.is_remote
-            self._put(_FromTier(place, event.key, event.kind == "stored" if is_remote else None))
+            is_remote = holder.tier is not None and holder.tier.is_remote
+            self._put(_FromTier(holder, event.key, event.kind == "stored" if is_remote else None))
 
     def _put(self, item: tuple[Event, Stretch | None] | _FromTier) -> None:
         if len(self._pending) < self._max_pending:
@@ -140,13 +143,17 @@ class Publisher:
         self._step([CLEARED])  # what was told from here before this process is no longer so
         while not self._is_closed:
             ready = dict(poller.poll(_AGAIN_S * 1000))
-            if self._replay in ready:
-                self._answer()
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-                time.sleep(GATHER_S)
-            self._is_awake = False
-            self._step()
+            try:
+                if self._replay in ready:
+                    self._answer()
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                    time.sleep(GATHER_S)
+                self._is_awake = False
+                self._step()
+            except Exception as error:  # without this thread nobody would be told anything more
+                self.error, self._is_behind = f"{type(error).__name__}: {error}", True
+                time.sleep(_AGAIN_S)
         self._step()
 
     def _learn_sequences(self) -> None:
@@ -158,28 +165,27 @@ class Publisher:
     def _step(self, records: Sequence[Record] = ()) -> None:
         """Tell what changed."""
         told = list(records)
-        try:
-            items = [self._pending.popleft() for _ in range(len(self._pending))]
-            if self._is_behind:
-                self._is_behind = False
-                for item in items:
-                    if not isinstance(item, _FromTier) and item[1] is not None:
-                        told += self._residency.learn(item[1])
-                told += self._residency.look_everywhere()
-            else:
-                told += self._looked_at(items)
-        except (KvxError, OSError, RuntimeError) as error:  # a tier that cannot be asked
-            self.error, self._is_behind = str(error), True
+        items = [self._pending.popleft() for _ in range(len(self._pending))]
+        if self._is_behind:
+            self._is_behind = False
+            for item in items:
+                if not isinstance(item, _FromTier) and item[1] is not None:
+                    told += self._residency.learn(item[1])
+            told += self._residency.look_everywhere()
+        else:
+            told += self._looked_at(items)
+        if self._residency.error:  # a second from now it is asked again
+            self.error, self._residency.error, self._is_behind = self._residency.error, "", True
         if told:
             self._send(told)
 
     def _looked_at(self, items: Sequence[tuple[Event, Stretch | None] | _FromTier]) -> list[Record]:
         records: list[Record] = []
         look = self._residency.look
-        for of, some in groupby(items, lambda i: (i.place.group, i.place.bit, i.is_there) if isinstance(i, _FromTier) else None):
+        for of, some in groupby(items, lambda i: (i.holder.group, i.holder.bit, i.is_there) if isinstance(i, _FromTier) else None):
             if of is not None:
                 keys = [i for i in some if isinstance(i, _FromTier)]
-                records += look(keys[0].place, list(dict.fromkeys(i.key for i in keys)), keys[0].is_there)
+                records += look(keys[0].holder, list(dict.fromkeys(i.key for i in keys)), keys[0].is_there)
                 continue
             for item in some:
                 assert not isinstance(item, _FromTier)
@@ -189,7 +195,7 @@ class Publisher:
                     continue
                 if stretch is not None:
                     records += self._residency.learn(stretch)
-                records += look(self._residency.device_place(event.group), event.hashes)
+                records += look(self._residency.cache_holder(event.group), event.hashes)
         return records
 
     def _send(self, records: list[Record]) -> None:

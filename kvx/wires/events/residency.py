@@ -16,7 +16,7 @@ from kvx.cache.kinds import Chunked, Full, GroupKind, Latent, Sliding, State
 from kvx.cache.names import BlockHash
 from kvx.cache.paged import PagedCache
 from kvx.cache.prefix import Stretch
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, KvxError
 
 Record = dict[str, Any]  # a BlockStored, BlockRemoved or AllBlocksCleared, as vLLM encodes it
 CLEARED: Record = {"type": "AllBlocksCleared"}
@@ -54,7 +54,7 @@ class Origin(NamedTuple):
     extra_keys: tuple[Any, ...] | None
 
 
-class Place(NamedTuple):
+class Holder(NamedTuple):
     """One of the stores that have blocks of a group: the cache, or a tier of a member of the group."""
 
     group: int
@@ -65,13 +65,13 @@ class Place(NamedTuple):
 class _Medium(NamedTuple):
     name: str
     locality: str | None
-    masks: tuple[int, ...]  # of each member the bits of its places: a block is there when each has one
+    masks: tuple[int, ...]  # of each member the bits of its holders: a block is there when each has one
 
 
 class _Group(NamedTuple):
     fields: Record  # that say what its blocks are
     media: tuple[_Medium, ...]
-    bits: dict[BlockHash, int]  # the places that have a block, by its name
+    bits: dict[BlockHash, int]  # the holders that have a block, by its name
 
 
 class Residency:
@@ -85,24 +85,25 @@ class Residency:
         self._prefix, self._block_size = cache.prefix, cache.block_size
         self._origins: dict[BlockHash, Origin] = {}  # of what is anywhere; names are of tokens, so groups share them
         self._departed: OrderedDict[BlockHash, Origin] = OrderedDict()  # of what is nowhere now
+        self.error = ""  # why a tier could not be looked at; who looks again clears it
         self._groups: list[_Group] = []
-        self._device: list[Place] = []
-        self.places: list[Place] = []
+        self._device: list[Holder] = []
+        self.holders: list[Holder] = []
         for n, kind in enumerate(cache.kinds):
             found: dict[tuple[str, str | None], list[int]] = {(DEVICE, None): [1]}
-            self._device.append(Place(n, 1, None))
-            self.places.append(self._device[-1])
+            self._device.append(Holder(n, 1, None))
+            self.holders.append(self._device[-1])
             members = [] if tiers is None else tiers.tiers_of(n)
             for m, member in enumerate(members):
                 for tier in member:
-                    bit = 1 << sum(place.group == n for place in self.places)
-                    self.places.append(Place(n, bit, tier))
+                    bit = 1 << sum(holder.group == n for holder in self.holders)
+                    self.holders.append(Holder(n, bit, tier))
                     key = tier.medium, "REMOTE" if tier.is_remote else "LOCAL"
                     found.setdefault(key, [0] * len(members))[m] |= bit
             media = tuple(_Medium(name, locality, tuple(masks)) for (name, locality), masks in found.items())
             self._groups.append(_Group(_kind_fields(n, kind), media, {}))
 
-    def device_place(self, group: int) -> Place:
+    def cache_holder(self, group: int) -> Holder:
         """The cache's own blocks."""
         return self._device[group]
 
@@ -129,32 +130,36 @@ class Residency:
                         self._tell_stored(records, n, medium, name)
         return records.all
 
-    def look(self, place: Place, names: Sequence[BlockHash], now: bool | None = None) -> list[Record]:
-        """What changed of these blocks. `now` says whether the place has them, where that is known; else it is asked."""
+    def look(self, holder: Holder, names: Sequence[BlockHash], now: bool | None = None) -> list[Record]:
+        """What changed of these blocks. `now` says whether the holder has them, where that is known; else it is asked."""
         if now is not None:
             there: Iterable[bool] = [now] * len(names)
-        elif place.tier is not None:
-            there = place.tier.has_now(names)
+        elif holder.tier is not None:
+            try:
+                there = holder.tier.has_now(names)
+            except (KvxError, OSError, RuntimeError) as error:
+                self.error = f"{type(holder.tier).__name__} cannot be asked: {error}"
+                return []
         else:
-            there = (self._prefix.ids(place.group, names) >= 0).tolist()
-        records, group = _Records(), self._groups[place.group]
+            there = (self._prefix.ids(holder.group, names) >= 0).tolist()
+        records, group = _Records(), self._groups[holder.group]
         for name, is_there in zip(names, there, strict=True):
             before = group.bits.get(name, 0)
-            after = before | place.bit if is_there else before & ~place.bit
+            after = before | holder.bit if is_there else before & ~holder.bit
             if before != after:
-                self._move(place.group, name, before, after, records)
+                self._move(holder.group, name, before, after, records)
         return records.all
 
     def look_everywhere(self, *, is_clear: bool = False) -> list[Record]:
         """What changed of all blocks. `is_clear`: the cache forgot its names, and tiers were not touched."""
         records: list[Record] = []
-        for place in self.places:
-            if is_clear and place.tier is not None:
+        for holder in self.holders:
+            if is_clear and holder.tier is not None:
                 continue
-            names = self._prefix.named(place.group)[0] if place.tier is None else place.tier.names()
-            bits = self._groups[place.group].bits
-            known = [name for name, at in bits.items() if at & place.bit]
-            records += self.look(place, list(dict.fromkeys([*known[::-1], *names])))
+            names = self._prefix.named(holder.group)[0] if holder.tier is None else holder.tier.names()
+            bits = self._groups[holder.group].bits
+            known = [name for name, at in bits.items() if at & holder.bit]
+            records += self.look(holder, list(dict.fromkeys([*known[::-1], *names])))
         if is_clear and records and not any(group.bits for group in self._groups):
             return [CLEARED]
         return records
