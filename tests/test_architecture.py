@@ -28,9 +28,10 @@ def test_the_picture_is_what_the_command_draws():
 def test_arrows_point_down_and_leave_out_what_follows():
     found = picture.arrows()
     assert all(top > low for top, low in found)
-    tiers, cache, errors = (1 + LEVELS.index(f"kvx.{name}") for name in ("tiers", "cache", "errors"))
-    assert (tiers, cache) in found
-    assert (tiers, errors) not in found  # tiers import errors, and so does what they import
+    tiers, wires, cache = (1 + LEVELS.index(f"kvx.{name}") for name in ("tiers", "wires", "cache"))
+    assert (tiers, wires) in found
+    assert (wires, cache) in found
+    assert (tiers, cache) not in found  # tiers import the cache, and so do the wires that they import
 
 
 def test_walks_name_what_is_there():

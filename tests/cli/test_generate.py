@@ -132,6 +132,13 @@ def test_a_format_of_tiers_needs_a_tier(monkeypatch, capsys):
     assert "it is of a --tier. Leave it out" in " ".join(refused(monkeypatch, capsys, "--tier-format", "int8").split())
 
 
+def test_events_are_of_names_and_a_replay_is_of_events(monkeypatch, capsys):
+    error = " ".join(refused(monkeypatch, capsys, "--events-replay", "tcp://127.0.0.1:5558").split())
+    assert "it is of --events. Leave it out" in error
+    error = " ".join(refused(monkeypatch, capsys, "--events", "tcp://127.0.0.1:5557", "--no-prefix").split())
+    assert "--events tells of blocks by their names, which --no-prefix leaves out" in error
+
+
 @smollm.needs_weights
 def test_a_prompt_longer_than_the_context_is_refused(monkeypatch, capsys):
     error = refused(monkeypatch, capsys, "--prompt", "word " * 200, "--blocks", "8", "--device", "cpu")

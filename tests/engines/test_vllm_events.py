@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -311,6 +314,41 @@ def test_addresses_are_refused_in_words():
     with publish(cache, ANY) as publisher, pytest.raises(WireError, match=f"cannot listen at {publisher.address}"):
         publish(cache, publisher.address)
     assert not cache.prefix.has_listeners
+
+
+def test_generate_tells_what_its_cache_has(small_model_copies):
+    from vllm.distributed.kv_events import KVEventBatch
+
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        address, replay = (f"tcp://127.0.0.1:{s.getsockname()[1]}" for s in (one, two))
+    context, decoder, batches = zmq.Context(), msgspec.msgpack.Decoder(KVEventBatch), {}
+    sub, dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+    sub.setsockopt(zmq.SUBSCRIBE, b"")
+    sub.connect(address)
+    dealer.connect(replay)
+    command = [sys.executable, "-m", "kvx", "generate", "--events", address, "--events-replay", replay, "--json"]
+    with subprocess.Popen([*command, "--prompt", "Why?", "--max-tokens", "48", "--ignore-eos"], stdout=subprocess.PIPE) as process:
+        while process.poll() is None:  # it joins when something is told already, and asks for what was before
+            if sub.poll(100):
+                number, payload = sub.recv_multipart()[1:]
+                batches[number] = payload
+                dealer.send_multipart([b"", (0).to_bytes(8, "big")])
+            while dealer.poll(0):
+                _, _, number, payload = dealer.recv_multipart()
+                batches[number] = payload
+        assert process.returncode == 0
+        said = json.loads(process.stdout.read())
+    while sub.poll(200):
+        number, payload = sub.recv_multipart()[1:]
+        batches[number] = payload
+    context.destroy(linger=0)
+    batches.pop(END)
+    assert sorted(batches) == [n.to_bytes(8, "big") for n in range(len(batches))]
+    events = [event for _, payload in sorted(batches.items()) for event in decoder.decode(payload).events]
+    assert type(events[0]).__name__ == "AllBlocksCleared"
+    tokens = [token for event in events[1:] for token in event.token_ids]
+    assert len(tokens) == (said["stats"]["prompt_tokens"] + 47) // 16 * 16, "all but the last token are in the cache"
+    assert tokens[-16:] == said["answers"][0]["tokens"][-16 - (said["stats"]["prompt_tokens"] + 47) % 16 - 1 :][:16]
 
 
 def test_the_code_of_the_docs_runs():
