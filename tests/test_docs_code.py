@@ -19,6 +19,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "a download": lambda: False,
     "a peer with NIXL": lambda: False,
     "vLLM": lambda: False,
+    "kvx[events]": lambda: bool(find_spec("zmq") and find_spec("msgspec")),  # tests/engines/test_vllm_events.py runs it
 }
 
 

@@ -30,7 +30,7 @@ from kvx.cache.group_table import GroupTable
 from kvx.cache.groups import AnyLayer, Layer, LayerGroup, PlanesLayer, check_groups
 from kvx.cache.guard import Guard, whole
 from kvx.cache.kinds import Full, Latent, State
-from kvx.cache.prefix import Extras, PrefixCache, PrefixStats, check_extra, checked_extras
+from kvx.cache.prefix import Extras, PrefixCache, PrefixStats, Stretch, check_extra, checked_extras
 from kvx.cache.resuming import Resuming
 from kvx.cache.sequence import Sequence
 from kvx.cache.state_table import StateTable
@@ -664,6 +664,11 @@ class PagedCache(Shown):
     def sequences(self) -> tuple[Sequence, ...]:
         """Those admitted and not released, oldest first."""
         return tuple(self._admitted.live.values())
+
+    @whole
+    def stretches(self) -> list[Stretch]:
+        """Of each sequence that has names of blocks, what they are made of."""
+        return [self.prefix.stretch(s, 0, len(s.hashes)) for s in self._admitted.live.values() if self.prefix and s.hashes]
 
     @property
     def memory_bytes(self) -> int:

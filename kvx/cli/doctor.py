@@ -51,6 +51,8 @@ PACKAGES = (
     Package("nixl", ("nixl", "nixl-cu13", "nixl-cu12"), "kvx prefill and decode over NIXL"),
     Package("mooncake", ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"), "the Mooncake wire and tier"),
     Package("xllamacpp", ("xllamacpp",), "llama.cpp in this process"),
+    Package("zmq", ("pyzmq",), "KV events for routers, kvx generate --events"),
+    Package("msgspec", ("msgspec",), "the same"),
 )
 
 

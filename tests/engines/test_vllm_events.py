@@ -353,5 +353,5 @@ def test_generate_tells_what_its_cache_has(small_model_copies):
 
 def test_the_code_of_the_docs_runs():
     text = (Path(__file__).resolve().parents[2] / "docs/cache.md").read_text()
-    (code,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "kvx.wires.events" in b]
+    (code,) = [b for b in re.findall(r"```python[^\n]*\n(.*?)```", text, re.S) if "kvx.wires.events" in b]
     exec(compile(code, "docs/cache.md", "exec"), {})

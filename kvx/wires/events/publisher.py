@@ -139,7 +139,8 @@ class Publisher:
         poller.register(self._wake, zmq.POLLIN)
         if self._replay is not None:
             poller.register(self._replay, zmq.POLLIN)
-        self._learn_sequences()
+        for stretch in self._cache.stretches():  # of blocks stored before anyone listened, what sequences still know
+            self._residency.learn(stretch)
         self._step([CLEARED])  # what was told from here before this process is no longer so
         while not self._is_closed:
             ready = dict(poller.poll(_AGAIN_S * 1000))
@@ -155,12 +156,6 @@ class Publisher:
                 self.error, self._is_behind = f"{type(error).__name__}: {error}", True
                 time.sleep(_AGAIN_S)
         self._step()
-
-    def _learn_sequences(self) -> None:
-        """Tokens of blocks that were stored before anyone listened are known where a sequence has them still."""
-        for seq in self._cache.sequences:
-            if seq.hashes:
-                self._residency.learn(self._prefix.stretch(seq, 0, len(seq.hashes)))
 
     def _step(self, records: Sequence[Record] = ()) -> None:
         """Tell what changed."""
