@@ -29,8 +29,8 @@ NAMES = {
     "selected": "selected rows", "ratio": "tokens per entry", "tail": "compressor",
 }  # fmt: skip
 PEERS = {
-    "torch": "torch", "gather": "torch: gathering the cache", "flash": "torch SDPA (flash), gathered",
-    "cudnn": "torch SDPA (cuDNN), gathered", "sdpa": "torch SDPA, gathered", "flashinfer": "FlashInfer 0.7.2",
+    "torch": "torch", "gather": "torch: gathering the cache", "flash": "torch SDPA (flash), on contiguous KV",
+    "cudnn": "torch SDPA (cuDNN), on contiguous KV", "sdpa": "torch SDPA, on contiguous KV", "flashinfer": "FlashInfer 0.7.2",
     "flashinfer 0.7.2.post1 append_paged_kv_cache, us": "FlashInfer 0.7.2",
 }  # fmt: skip
 VALUES = {"to": {"same": "same device", "host": "pinned host memory"}, "norm": {True: "yes", False: "no"}}
@@ -225,7 +225,14 @@ def step_section() -> Iterator[str]:
         shares = dict(re.findall(r"^ +(\w+) .*?(\d+)% of read", parts, re.M))
         ms = [f"{int(x) / 1e3:.2f} ms" for x in (total, times["GEMM"], times["attention"], times["rest"], least)]
         rows.append([name, *ms, f"{shares['GEMM']}%", f"{shares['attention']}%", percent(int(least) / int(total))])
-    head = ["KV format", "step", "GEMMs", "attention", "norms, append, activations", "time of its memory traffic at peak bandwidth"]
+    head = [
+        "KV format",
+        "step",
+        "GEMMs",
+        "attention",
+        "norms, append, activations",
+        "lower bound: its memory traffic at peak bandwidth",
+    ]
     yield from table([*head, "GEMMs: share of peak", "attention: share of peak", "step: share of peak"], rows)
 
 
@@ -246,7 +253,7 @@ def x86_section() -> Iterator[str]:
         assert found is not None, f"{path.name}: {line!r}"
         peer = re.search(r"'sdpa': '([\d.]+) ms", found[6])
         rows.append([found[1], found[2], f"{found[3]} ms", f"{found[4]} GB/s", f"{found[5]}%", f"{peer[1]} ms" if peer else ""])
-    yield from table(["format", "layout", "kvx", "bandwidth", "share of peak read bandwidth", "torch SDPA, gathered"], rows)
+    yield from table(["format", "layout", "kvx", "bandwidth", "share of peak read bandwidth", "torch SDPA, on contiguous KV"], rows)
 
 
 def generate_section() -> Iterator[str]:
@@ -257,9 +264,7 @@ def generate_section() -> Iterator[str]:
     for r in result.data["rows"]:
         rates = [f"{r['new_tokens'] / r[who]['median_us'] * 1e6:.0f} tokens/s" for who in ("ours", "transformers")]
         rows.append([r["case"], str(r["prompt_tokens"]), str(r["reused_tokens"]), *rates, f"{r['ratio']:.2f}x"])
-    yield from table(
-        ["prompts", "prompt tokens", "of them from the prefix cache", "kvx", "transformers' generate", "speed-up"], rows
-    )
+    yield from table(["prompts", "prompt tokens", "found in the prefix cache", "kvx", "transformers' generate", "speed-up"], rows)
 
 
 def cache_section() -> Iterator[str]:
@@ -275,13 +280,13 @@ def cache_section() -> Iterator[str]:
 
 def call_section() -> Iterator[str]:
     result = read("call-cpu.json")
-    yield from ["## One Python call", "", *source(result, "`kvx.write` of one token, all checks included.")]
+    yield from ["## One Python call", "", *source(result, "`kvx.write` of one token, including all checks.")]
     d = result.data
     rows = [
         ["`kvx.write` from Python", time_text(d["python_call"]["median_us"])],
         ["the same C call through ctypes", time_text(d["c_call_through_ctypes"]["median_us"])],
         ["an empty ctypes call", time_text(d["empty_ctypes_call"]["median_us"])],
-        ["`kvx.write` over the kernel", time_text(d["overhead_us"])],
+        ["`kvx.write` minus the kernel itself", time_text(d["overhead_us"])],
     ]
     yield from table(["call", "median"], rows)
 
@@ -308,37 +313,38 @@ def wires_section() -> Iterator[str]:
 
 _CACHE_CASES = {
     "request of 2048 tokens + 64": "a request: prompt of 2,048 tokens, 64 decode steps",
-    "one of its tokens": "one decode step of it",
+    "one of its tokens": "one decode step of this request",
     "lookup of 4096 tokens": "prefix lookup of 4,096 tokens",
-    "the same, its hashes known": "the same with the hashes known",
+    "the same, its hashes known": "the same, with the block hashes already computed",
 }
 CONVERT = "kvx bench convert --device cuda"
 _CONVERT = (
-    "Blocks are scattered; 128 blocks of 16 tokens in 80 layers of bf16 are 671 MB. `stack` and `universal` are Dynamo's layouts; "
-    "`packed` has K in packs of 8 elements and V transposed."
+    "The blocks are scattered; 128 blocks of 16 tokens in 80 layers of bf16 are 671 MB. `stack` and `universal` are layouts of "
+    "Dynamo; `packed` stores K in packs of 8 elements and V transposed."
 )
-_TIERS = "KV of 32 layers, 8 heads x 128, converted to another layout on the way; 4.3 GB to pinned host memory, 0.5 GB to disk."
+_TIERS = "KV of 32 layers, 8 heads x 128, converted to another layout as it is moved: 4.3 GB to pinned host memory, 0.5 GB to disk."
 _STEP = (
-    "Qwen3-8B's shapes with bf16 weights, 64 sequences of 2,048 tokens, the whole step one CUDA graph. "
-    "int8 and fp8 have scales per token and head."
+    "The shapes of Qwen3-8B with bf16 weights, 64 sequences of 2,048 tokens; the whole step is one CUDA graph. "
+    "int8 and fp8 have one scale per token and head."
 )
-_WIRES = "Two processes on one machine, 2,048 tokens of KV, converted on two cores while they are sent."
+_WIRES = "Two processes on one machine send 2,048 tokens of KV, which are converted on two cores during the transfer."
 _INTRO = """\
 # Performance
 
 <!-- Written by `make picture` (tests/performance.py) from bench/results/; edit those, not this page. -->
 
-Every figure here is read from a result file in [bench/results](../bench/results), which names its machine, versions and commit.
-Every benchmark checks its results against the reference implementation in torch before it measures.
+Every number on this page comes from a result file in [bench/results](../bench/results), which records the machine,
+the versions and the commit. Every benchmark compares its results with the reference implementation in torch before it measures.
 
-- Times are medians. On a GPU, L2 is cold and launches are not counted: calls run in CUDA graphs over rotating buffers.
-- "Share of peak bandwidth" compares the bytes a call reads and writes per second with a plain copy (or a plain read) of a large
-  buffer, measured in the same run. Above 100 % means faster than that copy.
-- "heads 64/8" is 64 query heads and 8 KV heads. NHD and HND are the order of tokens and heads in a block; "fused" has K and V side
-  by side.
-- torch SDPA reads contiguous K and V, so a paged cache has to be gathered first: "torch: gathering the cache" is that time, which
-  comes on top.
-- Plans (ours and FlashInfer's) are made before what is timed.
+- Times are medians. On a GPU, the L2 cache is cold and launch overhead is not included: calls run in CUDA graphs over
+  rotating buffers.
+- "Share of peak bandwidth" is the bytes that a call reads and writes per second, divided by the bandwidth of a plain copy
+  (or a plain read) of a large buffer, measured in the same run. A share above 100 % is faster than this copy.
+- "heads 64/8" means 64 query heads and 8 KV heads. NHD and HND are the order of tokens and heads in a block; "fused" means that
+  the K and V of a token and head are stored side by side.
+- torch SDPA needs contiguous K and V, so a paged cache has to be gathered first. The SDPA columns do not include this time; it
+  is in the column "torch: gathering the cache".
+- `plan()` calls, of KVX and of FlashInfer, are not included in the times.
 """
 
 
@@ -347,14 +353,14 @@ def performance_page() -> str:
     gpu = [
         ops_section("Convert on an H200", read("convert-cuda.json"), _CONVERT),
         ops_section("Convert recurrent states on an H200", read_text("convert-states-cuda.txt", f"{CONVERT} --only states=")),
-        ops_section("Write on an H200", read("write-cuda.json"), "torch is a pair of `index_copy_`."),
-        ops_section("Gather on an H200", read("gather-cuda.json"), "torch is `index_select`."),
-        ops_section("Norm, rotary embedding and append on an H200", read("append-cuda.json"), "torch runs eagerly."),
+        ops_section("Write on an H200", read("write-cuda.json"), "The torch column is two `index_copy_` calls."),
+        ops_section("Gather on an H200", read("gather-cuda.json"), "The torch column is `index_select`."),
+        ops_section("Norm, rotary embedding and append on an H200", read("append-cuda.json"), "The torch column is eager torch."),
         ops_section("Attention on an H200", read("attention-cuda.json"), by="kind"),
         ops_section(
-            "Attention beside FlashInfer, an earlier run",
+            "Attention compared with FlashInfer, an earlier run",
             read_text("attention-flashinfer-cuda.txt", "kvx bench attention --device cuda"),
-            "It is the one with FlashInfer's prefill.", by="kind",
+            "This run includes FlashInfer's prefill.", by="kind",
         ),
         ops_section("Digest on an H200", read_text("digest-cuda.txt", "kvx bench digest --device cuda", after="now:")),
         ops_section("amax on an H200", read("amax-cuda.json")),
@@ -364,8 +370,8 @@ def performance_page() -> str:
     ]  # fmt: skip
     cpu = [
         ops_section("Convert on a CPU", read("convert-cpu.json")),
-        ops_section("Write on a CPU", read("write-cpu.json"), "torch is a pair of `index_copy_`."),
-        ops_section("Gather on a CPU", read("gather-cpu.json"), "torch is `index_select`."),
+        ops_section("Write on a CPU", read("write-cpu.json"), "The torch column is two `index_copy_` calls."),
+        ops_section("Gather on a CPU", read("gather-cpu.json"), "The torch column is `index_select`."),
         ops_section("Attention on an Arm CPU", read("attention-cpu.json"), by="kind"),
         x86_section(),
         ops_section("Digest on a CPU", read("digest-cpu.json")),
