@@ -268,6 +268,12 @@ def entries(backend: str) -> dict[str, list[Entry]]:
             )
         ],
         "describe": [plain(lambda tensors: str(kvx.describe(tensors, WHOLE.layout)), tensors=whole())],
+        "convert_cache": [
+            plain(
+                lambda tensors: kvx.convert_cache(tensors, "flashinfer.stacked.nhd", "flashinfer.stacked.hnd").buffers,
+                tensors=[randn(5, 2, 4, 2, 16) for _ in range(2)],
+            )
+        ],
         "cache_pointers": [plain(lambda caches: kvx.cache_pointers(caches).spec.manifest_text, caches=pointers)],
         "cache_table": [
             plain(

@@ -193,6 +193,10 @@ class CacheSpec(Spec):
         if len(self.planes) == 2:
             self.kv  # noqa: B018 - found now: torch.compile does not trace a cached property's lock (Python 3.11)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle: its fields, without what ops keep on it."""
+        return _with_fields, ({f.name: getattr(self, f.name) for f in fields(self) if f.init},)
+
     def manifest_fields(self) -> dict[str, str | int]:
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         if not self.block_bytes:  # younger than manifests that travel: absent where it says nothing, so their digests hold
@@ -278,3 +282,7 @@ class CacheSpec(Spec):
             return None
         b, n, h, g = self.num_blocks, self.block_size, self.num_kv_heads, plane.format.num_groups(plane.head_dim)
         return ((), (), (b,), (h,), (b, h), (b, n, h), (b, n, h, g))[plane.format.granularity]
+
+
+def _with_fields(values: dict[str, Any]) -> CacheSpec:
+    return CacheSpec(**values)

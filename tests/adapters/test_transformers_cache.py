@@ -523,8 +523,9 @@ def test_masks_are_few_numbers_or_whole():
 
 
 def test_not_a_config():
-    with pytest.raises(BadArgument, match=r"config is a LlamaForCausalLM; .*KvxCache\(model.config\)"):
-        KvxCache(model("Llama"))
+    with pytest.raises(BadArgument, match=r"config is a str; it is a model or its config: KvxCache\(model\)"):
+        KvxCache("Llama")
+    assert KvxCache(model("Llama")).config is model("Llama").config
 
 
 def test_unknown_format():

@@ -170,4 +170,4 @@ def test_describe_tells_padding_from_other_holes():
     two = torch.zeros(2, 4, 6, 2, 8)[:, :, :5]
     assert kvx.describe([two], "layer block token head dim").block_bytes == 384
     with pytest.raises(kvx.Unsupported, match="dimension block"):
-        kvx.describe([torch.zeros(3, 4, 6, 2, 8)[:, :, :5]], "kv block token head dim", num_layers=1)
+        kvx.describe([torch.zeros(2, 4, 6, 2, 8)[:, :, :5]], "kv block token head dim", num_layers=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,17 +41,6 @@ class KvxLayer(CacheLayerMixin):
         self.window = blocks.window
         self.is_sliding = self.window > 0
         self.waiting: tuple[Tensor, Tensor] | None = None  # K and V whose padding is not known yet
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle: the spec's fields, without what ops keep on it."""
-        spec = {f.name: getattr(self.spec, f.name) for f in fields(self.spec) if f.init} if self.is_initialized else None
-        return {**vars(self), "spec": spec}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        spec = state.pop("spec")
-        self.__dict__.update(state)
-        if spec is not None:
-            self.spec = CacheSpec(**spec)
 
     # ---- what KvxCache and attention call
 
