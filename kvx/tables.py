@@ -32,10 +32,12 @@ def _check_devices(call: str, **tensors: Tensor) -> None:
 
 
 def _check_index(name: str, t: Tensor, ndim: int) -> None:
+    if not isinstance(t, Tensor):
+        raise BadArgument(f"{name} is a {type(t).__name__}; it takes a torch tensor of int32 or int64: torch.tensor(...).")
     if t.dtype not in (torch.int32, torch.int64):
         raise BadArgument(f"{name} is {t.dtype}; it is int32 or int64.")
     if t.dim() != ndim:
-        raise BadArgument(f"{name} is {list(t.shape)}; it has {ndim} dimension{'s' if ndim > 1 else ''}.")
+        raise BadArgument(f"{name} is {list(t.shape)}; it takes {ndim} dimension{'s' if ndim > 1 else ''}.")
     if t.is_meta:
         raise BadArgument(f"{name} is on the meta device and has no memory. Make it on the cache's device.")
 
@@ -54,10 +56,12 @@ class PackedTable:
     code: ClassVar[int] = 1  # kvx_block_table_format_t
 
     def __post_init__(self) -> None:
-        _check_index("block_table", self.block_table, 2)
-        _check_index("seq_lens", self.seq_lens, 1)
+        _check_index("PackedTable: block_table", self.block_table, 2)
+        _check_index("PackedTable: seq_lens", self.seq_lens, 1)
         if self.seq_lens.shape[0] != self.block_table.shape[0]:
-            raise BadArgument(f"seq_lens has {self.seq_lens.shape[0]} sequences; block_table has {self.block_table.shape[0]}.")
+            raise BadArgument(
+                f"PackedTable: seq_lens has {self.seq_lens.shape[0]} sequences; block_table has {self.block_table.shape[0]}."
+            )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -89,11 +93,13 @@ class RaggedTable:
     code: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        _check_index("indices", self.indices, 1)
-        _check_index("indptr", self.indptr, 1)
-        _check_index("seq_lens", self.seq_lens, 1)
+        _check_index("RaggedTable: indices", self.indices, 1)
+        _check_index("RaggedTable: indptr", self.indptr, 1)
+        _check_index("RaggedTable: seq_lens", self.seq_lens, 1)
         if self.indptr.shape[0] != self.seq_lens.shape[0] + 1:
-            raise BadArgument(f"indptr has {self.indptr.shape[0]} entries; {self.seq_lens.shape[0]} sequences make it one more.")
+            raise BadArgument(
+                f"RaggedTable: indptr has {self.indptr.shape[0]} entries; {self.seq_lens.shape[0]} sequences make it one more."
+            )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -120,12 +126,13 @@ class PageCsrTable:
     code: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
-        _check_index("indices", self.indices, 1)
-        _check_index("indptr", self.indptr, 1)
-        _check_index("last_page_len", self.last_page_len, 1)
+        _check_index("PageCsrTable: indices", self.indices, 1)
+        _check_index("PageCsrTable: indptr", self.indptr, 1)
+        _check_index("PageCsrTable: last_page_len", self.last_page_len, 1)
         if self.indptr.shape[0] != self.last_page_len.shape[0] + 1:
             raise BadArgument(
-                f"indptr has {self.indptr.shape[0]} entries; {self.last_page_len.shape[0]} sequences make it one more."
+                f"PageCsrTable: indptr has {self.indptr.shape[0]} entries; {self.last_page_len.shape[0]} sequences "
+                "make it one more."
             )
 
     @property
@@ -161,15 +168,17 @@ class KvOffsetsTable:
 
     def __post_init__(self) -> None:
         if self.offsets.dtype != torch.int32:
-            raise BadArgument(f"offsets is {self.offsets.dtype}; KVCacheIndex is int32.")
-        _check_index("offsets", self.offsets, 4)
-        _check_index("seq_lens", self.seq_lens, 1)
+            raise BadArgument(f"KvOffsetsTable: offsets is {self.offsets.dtype}; KVCacheIndex is int32.")
+        _check_index("KvOffsetsTable: offsets", self.offsets, 4)
+        _check_index("KvOffsetsTable: seq_lens", self.seq_lens, 1)
         if self.offsets.shape[2] != 2:
-            raise BadArgument(f"offsets is {list(self.offsets.shape)}; its third dimension is K and V.")
+            raise BadArgument(f"KvOffsetsTable: offsets is {list(self.offsets.shape)}; its third dimension is K and V.")
         if self.offsets.shape[1] < 1:
-            raise BadArgument(f"offsets is {list(self.offsets.shape)}; there is one beam or more.")
+            raise BadArgument(f"KvOffsetsTable: offsets is {list(self.offsets.shape)}; there is one beam or more.")
         if self.seq_lens.shape[0] != self.offsets.shape[0]:
-            raise BadArgument(f"seq_lens has {self.seq_lens.shape[0]} sequences; offsets has {self.offsets.shape[0]}.")
+            raise BadArgument(
+                f"KvOffsetsTable: seq_lens has {self.seq_lens.shape[0]} sequences; offsets has {self.offsets.shape[0]}."
+            )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -239,16 +248,19 @@ def cache_table(
 
 
 def slot_mapping(
-    block_table: Tensor | PackedTable,  # [batch, max_blocks]; a table with lengths needs no positions
-    positions: Tensor | None = None,  # [num_tokens] of each token in its sequence; a negative one gives -1 (skip)
-    seq_ids: Tensor | None = None,  # [num_tokens] the sequence of each token
-    block_size: int = 0,
+    block_table: Tensor | PackedTable,  # [batch, max_blocks] block ids, or a table, which knows its lengths and needs no positions
+    positions: Tensor | None = None,  # [num_tokens] position of each token in its sequence; a negative one gives slot -1 (skipped)
+    seq_ids: Tensor | None = None,  # [num_tokens] row of block_table of each token
+    block_size: int = 0,  # tokens per block; required
     *,
-    new: int | Tensor | None = None,  # without positions: how many last tokens of each sequence, one number or [batch]; None: all
+    new: int
+    | Tensor
+    | None = None,  # with a table alone: only the last `new` tokens of each sequence, or [batch] of them; None: all
 ) -> Tensor:
-    """[num_tokens] int64 slots of tokens, sequence after sequence.
+    """The slot of each token, block * block_size + offset, as [num_tokens] int64: what `write` takes.
 
-    Of a table on a device, `new` as one number is found without waiting for the device.
+    Give a PackedTable, for all tokens of its sequences or the last `new` of each, one sequence after the other; or a block table
+    with a position and a sequence for each token. For a table on a GPU, `new` as one int does not synchronise with the device.
     """
     if isinstance(block_table, PackedTable):
         table, block_table = block_table, block_table.block_table
@@ -257,8 +269,8 @@ def slot_mapping(
             new = None
     if positions is None or seq_ids is None or new is not None:
         raise BadArgument(
-            "slot_mapping(): takes a PackedTable alone (new= for its last tokens), or positions and seq_ids for each token; got "
-            f"{type(block_table).__name__}, positions {_given(positions)}, seq_ids {_given(seq_ids)}, new {_given(new)}."
+            "slot_mapping(): it takes a PackedTable alone (new= for its last tokens), or positions and seq_ids for each token; it "
+            f"got {type(block_table).__name__}, positions {_given(positions)}, seq_ids {_given(seq_ids)}, new {_given(new)}."
         )
     return _slots(block_table, positions, seq_ids, block_size)
 
@@ -300,7 +312,9 @@ def _slots(block_table: Tensor, positions: Tensor, seq_ids: Tensor, block_size: 
             f"slot_mapping(): {positions.shape[0]} positions and {seq_ids.shape[0]} seq_ids; each token has one of both."
         )
     if block_size < 1:
-        raise BadArgument(f"slot_mapping(): block_size is {block_size}; it is 1 or more.")
+        raise BadArgument(
+            f"slot_mapping(): block_size is {block_size}; it takes the tokens per block, 1 or more: block_size=spec.block_size."
+        )
     if _is_readable(seq_ids) and not (int(seq_ids.min()) >= 0 and int(seq_ids.max()) < block_table.shape[0]):
         token = int(((seq_ids < 0) | (seq_ids >= block_table.shape[0])).nonzero()[0])
         raise OutOfRange(

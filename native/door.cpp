@@ -120,8 +120,10 @@ struct Door {
     KVX_NEED(t.dl.ndim <= KVX_MAX_TENSOR_DIMS, "%s has %d dimensions; at most %d.", name, t.dl.ndim,
              KVX_MAX_TENSOR_DIMS);
     a->dtype = dtype_of(t.dl);
-    KVX_NEED(a->dtype != KVX_DTYPE_INVALID, "%s has an element type (DLPack %d, %d bits) that no cache op takes.", name,
-             t.dl.type_code, t.dl.type_bits);
+    KVX_NEED(a->dtype != KVX_DTYPE_INVALID,
+             "%s has an element type (DLPack code %d, %d bits) that KVX does not take. Convert K, V and q to f16, bf16 "
+             "or f32, indices to int32 or int64.",
+             name, t.dl.type_code, t.dl.type_bits);
     a->ndim = uint32_t(t.dl.ndim);
     for (int i = 0; i < t.dl.ndim; i++) a->shape[i] = t.dl.shape[i], a->stride[i] = t.stride(i);
     a->data = t.data();

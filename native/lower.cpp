@@ -343,10 +343,10 @@ kvx_status_t lower_write(const kvx_cache_t& c, const kvx_write_args_t& w, WriteP
   KVX_TRY(check_planes_apart(c, out->plane));
   KVX_NEED(w.slots.dtype == KVX_DTYPE_S32 || w.slots.dtype == KVX_DTYPE_S64,
            "slot_mapping is %s; it is int32 or int64.", dtype_name(w.slots.dtype));
-  KVX_NEED(w.slots.ndim == 1, "slot_mapping has %u dimensions; it has one.", w.slots.ndim);
+  KVX_NEED(w.slots.ndim == 1, "slot_mapping has %u dimensions; it takes 1.", w.slots.ndim);
   const int64_t tokens = w.slots.shape[0];
   KVX_NEED(w.k.ndim == 3 && w.v.ndim == 3,
-           "k has %u dimensions and v %u; they are [num_tokens, num_kv_heads, head_dim].", w.k.ndim, w.v.ndim);
+           "k has %u dimensions and v %u; they take 3: [num_tokens, num_kv_heads, head_dim].", w.k.ndim, w.v.ndim);
   KVX_NEED(w.k.shape[0] == tokens && w.v.shape[0] == tokens,
            "k has %lld tokens, v %lld, slot_mapping %lld; they must agree.", (long long)w.k.shape[0],
            (long long)w.v.shape[0], (long long)tokens);

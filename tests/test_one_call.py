@@ -194,11 +194,14 @@ def test_latents_become_latents():
         ((64, 8, 32, 256), {}, "vllm.cpu"),  # what vLLM's CPU backend packs has the same shape
         ((2, 2, 16, 8, 128), {}, "vllm.0.22.flash_attn.*\n.*vllm.0.22.triton or vllm.0.23"),
         ((64, 5), {}, 'no layout of "vllm" fits 2 tensors of .64, 5. bfloat16'),
-        ((64, 16, 8, 256), {"block_size": 64}, "Give blocks=, those of one sequence"),
-        ((64, 16, 8, 256), {"heads": 8}, "heads= is none of its arguments. Sizes of the source are num_layers"),
+        ((64, 16, 8, 256), {"block_size": 64}, "Give blocks=, the block table of one sequence"),
+        ((64, 16, 8, 256), {"heads": 8}, "there is no argument heads=. It takes format, .* sizes of the source: num_layers"),
         ((64, 16, 8, 256), {"num_kv_heads": 7}, "no layout"),
+        ((64, 16, 8, 256), {"blocks": 3}, r"blocks is \[\] torch.int64; it is \[n\]"),
+        ((64, 16, 8, 256), {"blocks": [1.5]}, r"blocks is \[1.5\]; it is a row of block ids, whole numbers"),
+        ((64, 16, 8, 256), {"block_size": -16}, "block_size is -16; it takes the tokens per block"),
         ((64, 16, 8, 256), {"format": "fp9"}, 'format "fp9" does not exist'),
-        ((64, 48, 8, 256), {}, "tensorrt_llm takes power of two"),
+        ((64, 48, 8, 256), {}, "tensorrt_llm does not take blocks of 48 tokens; it takes: power of two"),
     ],
 )
 def test_what_it_refuses(shape, options, said):
@@ -251,7 +254,7 @@ def test_an_engine_is_its_newest_row_said_aloud():
         assert kvx.engine("vllm").name == "vllm.lbnhc"
     assert kvx.engine("TensorRT-LLM") is kvx.engine("trtllm") is kvx.engine("tensorrt_llm")
     assert kvx.engine("llama.cpp").name == "llama_cpp"
-    with pytest.raises(kvx.BadArgument, match=r"Near it: .*dynamo\.universal"):
+    with pytest.raises(kvx.BadArgument, match=r"Similar names: .*dynamo\.universal"):
         kvx.engine("dynamo")
 
 
@@ -326,8 +329,41 @@ def test_tiers_of_a_cache_that_are_refused(tmp_path):
         ({"host": "2"}, "2 GB. Write 2GB"),
         ({"host": "10B"}, "one block takes 256"),
         ({"tiers": [[]], "host": "2MB"}, "Give one or the other"),
+        ({"tiers": "host:1GB"}, 'tiers is host:1GB; it takes a list of opened tiers.*give host="2GB"'),
+        ({"tiers": ["host:1GB"]}, "it takes a list of opened tiers for each layer group"),
     ):
         with pytest.raises(kvx.BadArgument, match=said):
             CacheTiers(cache, **wrong)
+    with pytest.raises(kvx.BadArgument, match=r"cache is a Storage; it takes a kvx\.PagedCache"):
+        CacheTiers(kvx.allocate(spec), host="2MB", model="my-weights")  # type: ignore[arg-type]
     assert cache.prefix is not None
     assert cache.prefix.backing is None
+
+
+# ---- what newcomers pass by mistake
+
+
+def test_arrays_are_converted_too():
+    tensors = [torch.randn(8, 16, 2, 128) for _ in range(2)]
+    got, want = (kvx.convert_cache(x, "vllm.0.26.nhd", "tensorrt_llm") for x in ([t.numpy() for t in tensors], tensors))
+    assert all(torch.equal(a, b) for a, b in zip(got.buffers, want.buffers, strict=True))
+    with pytest.raises(kvx.BadArgument, match=r"convert_cache\(\): tensors is a str; it takes a torch tensor"):
+        kvx.convert_cache("cache.kvx", "vllm", "tensorrt_llm")  # type: ignore[arg-type]
+
+
+def test_a_reason_that_layouts_share_is_said_once():
+    with pytest.raises(kvx.BadArgument, match=r"\n  vllm.0.26.nhd, vllm.0.26.hnd, .*: tensor 1 is \[8, 16, 4, 256\]") as refused:
+        kvx.convert_cache([torch.zeros(8, 16, 2, 256), torch.zeros(8, 16, 4, 256)], "vllm", "tensorrt_llm")
+    assert len(str(refused.value).splitlines()) <= 6
+
+
+@pytest.mark.parametrize("wrong", [[[7, 3]], torch.tensor([[7, 3]])], ids=["list", "tensor"])
+def test_a_table_without_lengths_is_refused(wrong):
+    store = kvx.allocate(kvx.CacheSpec(8, 16, 2, 64))
+    for call in (lambda: store.gather(wrong), lambda: store.attend(torch.zeros(1, 4, 64), wrong)):
+        with pytest.raises(kvx.BadArgument, match=r"table is a (list|Tensor); it takes .*kvx.PackedTable\(block_table, seq_lens\)"):
+            call()
+    with pytest.raises(kvx.BadArgument, match=r"slot_mapping is a list; it takes a torch tensor.*kvx.slot_mapping makes it"):
+        store.write(torch.zeros(1, 2, 64), torch.zeros(1, 2, 64), [112])  # type: ignore[arg-type]
+    with pytest.raises(kvx.BadArgument, match=r"slot_mapping\(\): positions is a list; it takes a torch tensor"):
+        kvx.slot_mapping(torch.tensor([[7, 3]]), [0], torch.tensor([0]), 16)  # type: ignore[arg-type]

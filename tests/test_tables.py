@@ -208,22 +208,23 @@ def test_codes_are_the_headers():
 I32 = torch.zeros(3, dtype=torch.int32)
 OFFSETS = torch.zeros(3, 1, 2, 4, dtype=torch.int32)
 REFUSED = [
-    (kvx.PackedTable, (I32, I32), "block_table is [3]; it has 2 dimensions."),
+    (kvx.PackedTable, ([[7, 3]], I32), "block_table is a list; it takes a torch tensor of int32 or int64: torch.tensor(...)."),
+    (kvx.PackedTable, (I32, I32), "block_table is [3]; it takes 2 dimensions."),
     (kvx.PackedTable, (torch.zeros(3, 2), I32), "block_table is torch.float32; it is int32 or int64."),
-    (kvx.PackedTable, (I32[:, None], I32[:, None]), "seq_lens is [3, 1]; it has 1 dimension."),
+    (kvx.PackedTable, (I32[:, None], I32[:, None]), "seq_lens is [3, 1]; it takes 1 dimension."),
     (kvx.PackedTable, (I32[:, None], I32.to(torch.int16)), "seq_lens is torch.int16; it is int32 or int64."),
     (kvx.PackedTable, (I32[:2, None], I32), "seq_lens has 3 sequences; block_table has 2."),
-    (kvx.RaggedTable, (I32[None], I32, I32[:2]), "indices is [1, 3]; it has 1 dimension."),
+    (kvx.RaggedTable, (I32[None], I32, I32[:2]), "indices is [1, 3]; it takes 1 dimension."),
     (kvx.RaggedTable, (I32.float(), I32, I32[:2]), "indices is torch.float32; it is int32 or int64."),
-    (kvx.RaggedTable, (I32, I32[None], I32[:2]), "indptr is [1, 3]; it has 1 dimension."),
+    (kvx.RaggedTable, (I32, I32[None], I32[:2]), "indptr is [1, 3]; it takes 1 dimension."),
     (kvx.RaggedTable, (I32, I32, I32[:2].bool()), "seq_lens is torch.bool; it is int32 or int64."),
     (kvx.RaggedTable, (I32, I32, I32), "indptr has 3 entries; 3 sequences make it one more."),
-    (kvx.PageCsrTable, (I32[None], I32, I32[:2]), "indices is [1, 3]; it has 1 dimension."),
+    (kvx.PageCsrTable, (I32[None], I32, I32[:2]), "indices is [1, 3]; it takes 1 dimension."),
     (kvx.PageCsrTable, (I32, I32.to(torch.uint8), I32), "indptr is torch.uint8; it is int32 or int64."),
-    (kvx.PageCsrTable, (I32, I32, I32[0]), "last_page_len is []; it has 1 dimension."),
+    (kvx.PageCsrTable, (I32, I32, I32[0]), "last_page_len is []; it takes 1 dimension."),
     (kvx.PageCsrTable, (I32, I32, I32), "indptr has 3 entries; 3 sequences make it one more."),
     (kvx.KvOffsetsTable, (OFFSETS.long(), I32), "offsets is torch.int64; KVCacheIndex is int32."),
-    (kvx.KvOffsetsTable, (OFFSETS[0], I32), "offsets is [1, 2, 4]; it has 4 dimensions."),
+    (kvx.KvOffsetsTable, (OFFSETS[0], I32), "offsets is [1, 2, 4]; it takes 4 dimensions."),
     (kvx.KvOffsetsTable, (OFFSETS[:, :, :1], I32), "offsets is [3, 1, 1, 4]; its third dimension is K and V."),
     (kvx.KvOffsetsTable, (OFFSETS[:, :0], I32), "offsets is [3, 0, 2, 4]; there is one beam or more."),
     (kvx.KvOffsetsTable, (OFFSETS, I32[:2]), "seq_lens has 2 sequences; offsets has 3."),
@@ -235,7 +236,7 @@ REFUSED = [
 def test_malformed_tables_are_refused(table, args, message):
     with pytest.raises(kvx.BadArgument) as refused:
         table(*args)
-    assert str(refused.value) == message
+    assert str(refused.value) == f"{table.__name__}: {message}"
 
 
 # ---- the encodings against each other

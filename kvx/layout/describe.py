@@ -30,15 +30,21 @@ _TYPES = {
 
 
 def describe(
-    tensors: Tensor | Sequence[Tensor] | Sequence[Sequence[PlaneView]],  # every allocation, in the order of the axes left of the
-    # bar, last fastest; or what layer_views gives, whose axes are named and whose addresses say the rest
-    layout: str = "",  # the tensors' dimensions in their own order: "layer | block head token (kv dim)"; none for views
+    tensors: Tensor
+    | Sequence[Tensor]
+    | Sequence[Sequence[PlaneView]],  # one tensor per allocation, in the order of the axes left of
+    # `|` in `layout`, the last axis changing fastest; or what kvx.layer_views returns
+    layout: str = "",  # the dimensions of the tensors, such as "layer | block head token (kv dim)"; not given for views
     *,
-    format: str = "",  # "": what the dtype says
-    v_format: str = "",  # "": as K; views: what the dtype says, or `format`
-    **sizes: int,  # what shapes cannot tell: block_size=, num_kv_heads=, head_dim=, v_head_dim=, num_layers= ...
+    format: str = "",  # of K; "": that of the tensors' dtype
+    v_format: str = "",  # of V; "": as K, or for views that of their dtype
+    **sizes: int,  # sizes that do not follow from the shapes: block_size=, num_kv_heads=, head_dim=, v_head_dim=, num_layers= ...
 ) -> CacheSpec:
-    """The spec of a cache that exists. `spec.layout` has the order of the bytes, which may differ from `layout`."""
+    """Make the CacheSpec of an existing cache from its tensors: sizes from the shapes, the order of axes from the strides.
+
+    `layout` names the dimensions as the tensors show them. `spec.layout` is their order in memory, which differs for a
+    transposed view.
+    """
     parts = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if parts and all(isinstance(layer, (tuple, list)) and layer and isinstance(layer[0], PlaneView) for layer in parts):
         views = cast("list[Sequence[PlaneView]]", parts)
@@ -48,7 +54,7 @@ def describe(
         return spec_of_views(views, (k, v), **sizes)
     if not layout:
         raise BadArgument(
-            "describe(): layout is missing; it names the tensors' dimensions, such as layer | block head token (kv dim)."
+            "describe(): layout is missing; it names the tensors' dimensions, such as layout='layer | block head token (kv dim)'."
         )
     read = Layout.parse(layout)
     if "[" in layout:
@@ -73,14 +79,16 @@ def _require_alike(parts: list[Tensor], layout: Layout) -> None:
     if first.dim() != len(layout.first.dims):
         names = " ".join(_name(dim) for dim in layout.first.dims)
         raise BadArgument(
-            f"describe(): tensors are {list(first.shape)}; layout {layout.text!r} names {len(layout.first.dims)}: {names}."
+            f"describe(): tensors are {list(first.shape)}; layout {layout.text!r} names {len(layout.first.dims)} dimensions: "
+            f"{names}."
         )
     for i, t in enumerate(parts):
         same = (t.shape, t.stride(), t.dtype, t.device) == (first.shape, first.stride(), first.dtype, first.device)
         if not same:
             raise BadArgument(
                 f"describe(): tensor {i} is {list(t.shape)} {t.dtype} with strides {list(t.stride())}, tensor 0 "
-                f"{list(first.shape)} {first.dtype} with {list(first.stride())}. Describe groups of layers one by one."
+                f"{list(first.shape)} {first.dtype} with {list(first.stride())}. "
+                "Layers that differ need a call for each group of equal ones."
             )
 
 
@@ -92,7 +100,7 @@ def _name(dim: tuple[Axis, ...]) -> str:
 def _format(t: Tensor) -> str:
     name = str(t.dtype).removeprefix("torch.")
     if name not in _TYPES:
-        raise BadArgument(f"describe(): {t.dtype} does not say the format; give format=.")
+        raise BadArgument(f"describe(): the tensors are {t.dtype}, a type from which no format follows; give format=.")
     return _TYPES[name]
 
 
@@ -110,7 +118,7 @@ def _sizes(parts: list[Tensor], layout: Layout, given: dict[str, int], formats: 
     def learn(axis: str, size: int, where: str) -> None:
         field = _FIELDS[axis]
         if known.setdefault(field, size) != size:
-            raise BadArgument(f"describe(): {where} makes {field} {size}; it is given or found elsewhere as {known[field]}.")
+            raise BadArgument(f"describe(): {where} makes {field} {size}, but it was given or found elsewhere as {known[field]}.")
 
     if all(axis.name != "layer" for axis in (*layout.left, *layout.first.order)):
         known.setdefault("num_layers", 1)

@@ -194,21 +194,27 @@ _OTHER_NAMES |= {"huggingface": "transformers", "llama.cpp": "llama_cpp", "llama
 
 
 def engine(name: str) -> EngineRow:
-    """The row of that name. An engine's name alone is the row of its newest version, and a warning says which that is."""
+    """The engine layout of that name, such as "vllm.0.26.nhd"; `kvx layouts` lists them. Its `spec(...)` makes a CacheSpec.
+
+    The name of an engine alone, such as "vllm", means the default layout of its newest version; a warning says which that is.
+    """
     part = row_name(name)
     if part in ENGINES:
         return ENGINES[part]
     if part in _DEFAULTS:
         row = ENGINES[_DEFAULTS[part]]
         warnings.warn(
-            f'engine "{name}" is taken as "{row.name}", the default of {row.engine} {row.versions}. Give that name to keep to it; '
-            f"`kvx layouts` lists the others.",
+            f'engine "{name}" is taken as "{row.name}", the default of {row.engine} {row.versions}. Give that name to '
+            "avoid this warning; `kvx layouts` lists the others.",
             KvxWarning,
             stacklevel=2,
         )
         return row
-    near = [n for n in ENGINES if part and part in n] or get_close_matches(part, ENGINES, n=5, cutoff=0.5)
-    hint = f"Near it: {', '.join(near)}. " if near else ""
+    near = [n for n in ENGINES if part and part in n] or [
+        *get_close_matches(part, ENGINE_NAMES, n=1, cutoff=0.7),
+        *get_close_matches(part, ENGINES, n=5, cutoff=0.5),
+    ]
+    hint = f"Similar names: {', '.join(near)}. " if near else ""
     raise BadArgument(f'engine "{name}" does not exist. {hint}`kvx layouts` lists all {len(ENGINES)}.')
 
 

@@ -51,8 +51,13 @@ def read_as(call: str, tensors: Nested, engine: str, *, format: str = "", **size
         nearest = sorted(
             why.items(), key=lambda reason: reason[1].startswith("tensors are [")
         )  # another number of dimensions: last
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in nearest[:4])
-        reasons += f"\n  and {len(nearest) - 4} more do not." if len(nearest) > 4 else ""
+        names: dict[str, list[str]] = {}
+        for name, reason in nearest:
+            names.setdefault(reason, []).append(name)
+        shown = list(names.items())[:4]
+        rest = len(nearest) - sum(len(same) for _, same in shown)
+        reasons = "".join(f"\n  {', '.join(same)}: {reason}" for reason, same in shown)
+        reasons += f"\n  and {rest} more layouts do not fit." if rest else ""
         raise BadArgument(f'{call}(): no layout of "{engine}" fits {what}.{reasons}')
     if len(readings) > 1:
         lines = "".join(f"\n  {reading}" for reading in readings)

@@ -131,7 +131,8 @@ def as_tensor(call: str, name: str, x: object) -> Tensor:
         return x
     if hasattr(x, "__dlpack__"):
         return torch.utils.dlpack.from_dlpack(x)
-    raise BadArgument(f"{call}(): {name} is {type(x).__name__}; it is a torch tensor or has __dlpack__.")
+    hint = " kvx.slot_mapping makes it of a block table." if name == "slot_mapping" else ""
+    raise BadArgument(f"{call}(): {name} is a {type(x).__name__}; it takes a torch tensor, or an array with __dlpack__.{hint}")
 
 
 class ErrorCounter:

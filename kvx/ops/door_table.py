@@ -26,7 +26,10 @@ def check(call: str, view: CacheView, table: Table) -> None:
     """The table is one, and the cache has the tensors it needs."""
     spec, pointers = view.spec, view.pointers
     if not isinstance(table, Table):
-        raise BadArgument(f"{call}(): table is {type(table).__name__}; it is a kvx.PackedTable or another of kvx.tables.")
+        raise BadArgument(
+            f"{call}(): table is a {type(table).__name__}; it takes a block table with its lengths: "
+            "kvx.PackedTable(block_table, seq_lens), or another of kvx.tables."
+        )
     if pointers is not None:
         if spec is not pointers.spec and spec != pointers.spec:
             raise BadArgument(f"{call}(): spec is not that of the pointers; pass `spec=pointers.spec`.")

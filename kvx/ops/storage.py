@@ -1,4 +1,4 @@
-"""Storage: one layer's cache tensors with the spec and scales they were made by, so that ops on them need neither named again."""
+"""Storage: the cache tensors of one layer together with their spec and scales, so that calls need not pass those again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from kvx.tables import PackedTable, Table, slot_mapping
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Storage(Shown):
-    """One layer's cache tensors and, where the format has them apart, its scales."""
+    """The cache tensors of one layer with their spec and, if the format stores them separately, their scales.
+
+    kvx.allocate makes one. Its methods call the op of the same name with the spec and the scales.
+    """
 
     spec: CacheSpec
     cache: Tensor | tuple[Tensor, Tensor]
@@ -31,23 +34,29 @@ class Storage(Shown):
     v_scale: Tensor | None = None
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor, **options: Any) -> None:
-        """Put each token's K and V into its slot: kvx.write, whose other arguments are `options`."""
+        """Write the K and V of each token, [num_tokens, num_kv_heads, head_dim], to its slot.
+
+        `slots(table)` computes the slots; a token with slot -1 is skipped. `options` are further arguments of kvx.write.
+        """
         write(self.cache, k, v, slot_mapping=slots, spec=self.spec, **{**self.scales(), **options})
 
     def slots(self, table: PackedTable, new: int | Tensor | None = None) -> Tensor:
-        """The slots of the last `new` tokens of each sequence, or of all: kvx.slot_mapping."""
+        """The slots of all tokens of each sequence, or of the last `new`, one sequence after the other (kvx.slot_mapping)."""
         return slot_mapping(table, block_size=self.spec.block_size, new=new)
 
     def gather(self, table: Table, **options: Any) -> tuple[Tensor, Tensor]:
-        """K and V of every sequence, [batch, longest, heads, dim]: kvx.gather, whose other arguments are `options`."""
+        """Read K and V of every sequence, [batch, max_seq_len, num_kv_heads, head_dim], zero past its length.
+
+        `options` are further arguments of kvx.gather. On a GPU pass `max_seq_len`.
+        """
         return gather(self.cache, table, spec=self.spec, **{**self.scales(), **options})
 
     def attend(self, q: Tensor, table: Table, *, cu_seqlens: Tensor | None = None, **options: Any) -> Tensor:
-        """The attention of `q` [num_tokens, num_heads, head_dim] over the sequences of `table`, causal.
+        """Causal attention of `q` [num_tokens, num_heads, head_dim] over the sequences of `table`; returns the output.
 
-        Without `cu_seqlens` every sequence has as many queries, its last tokens: kvx.attention_decode. With it, sequence s has
-        rows cu_seqlens[s] to cu_seqlens[s + 1]: kvx.attention_varlen. `options` are their other arguments; both also give the
-        log-sum-exp.
+        The queries of a sequence are its last tokens. Without `cu_seqlens` all sequences have the same number of queries
+        (kvx.attention_decode). With it, sequence s has rows cu_seqlens[s] to cu_seqlens[s + 1] of `q` (kvx.attention_varlen).
+        `options` are further arguments of these two, which also return the log-sum-exp.
         """
         options = {**self.scales(), **options}
         if cu_seqlens is None:
@@ -55,7 +64,7 @@ class Storage(Shown):
         return attention_varlen(q, self.cache, table, cu_seqlens=cu_seqlens, spec=self.spec, **options)[0]
 
     def scales(self) -> dict[str, Any]:
-        """The keyword arguments of `write` and `gather`."""
+        """The scales, as keyword arguments of kvx.write, kvx.gather and attention."""
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
     def tensors(self) -> list[Tensor]:
@@ -77,7 +86,10 @@ class Storage(Shown):
 
 
 def allocate(spec: CacheSpec, device: str | torch.device = "cpu") -> Storage:
-    """Zeroed cache tensors and scales of one. BadArgument where they take more than the device has."""
+    """Allocate the cache tensors of one layer, filled with zeros, and its scales, filled with ones.
+
+    Raises BadArgument if they need more memory than the device has.
+    """
     check_fits("allocate()", spec.num_blocks, spec.cache_bytes // spec.num_layers, device)
     tensors = []
     shared = len(cache_shapes(spec)) == 1 and spec.plane(0).format.element != spec.kv[1].format.element

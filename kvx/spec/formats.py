@@ -130,8 +130,8 @@ class Format:
             )
         near = [n for n in known if name and n.startswith(name[:4])]
         near = near or get_close_matches(name.lower(), known, n=4)
-        found = f"Near it: {', '.join(near)}" if near else f"Known: {', '.join(known)}"
-        raise BadArgument(f'format "{name}" does not exist. {found}.')
+        found = f"Similar names: {', '.join(near)}" if near else f"Known: {', '.join(known)}"
+        raise BadArgument(f'format "{name}" does not exist. {found}. `kvx inspect --formats` explains each.')
 
 
 # What engines, torch and people call them.

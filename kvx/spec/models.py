@@ -288,7 +288,7 @@ def known(name: str) -> str:
     if lower in _BY_LOWER:
         return _BY_LOWER[lower]
     near = [_BY_LOWER[match] for match in get_close_matches(lower, _BY_LOWER, n=4, cutoff=0.5)]
-    found = f"Near it: {', '.join(near)}" if near else f"Known: {', '.join(MODELS)}"
+    found = f"Similar names: {', '.join(near)}" if near else f"Known: {', '.join(MODELS)}"
     raise BadArgument(
         f'size(): "{name}" is neither a file or folder here nor a known model. {found}. '
         "Any other model: give its config.json, or the folder that has it."

@@ -1,4 +1,4 @@
-"""CacheTiers: a PagedCache on tiers. What it evicts is offloaded; what a prefix has more of is brought back.
+"""CacheTiers: host memory and disk behind a PagedCache. Evicted blocks are offloaded, and loaded again when a prefix has them.
 
 Each layer group has a mover and tiers of its own, whose blocks are the group's, by the cache's names. Where layers of a group store
 different planes, each kind of them (a member) has one; a block is there when all of its members' are.
@@ -31,22 +31,34 @@ from kvx.tiers.tier import Tier
 
 
 class CacheTiers:
-    """The backing of a cache: made, it is attached. Leaving its `with` detaches it, waits, and puts what the cache has into a tier
-    that outlives the process. Tiers that were given stay open; those it opened are closed.
+    """Keep the blocks that a PagedCache evicts in host memory and on disk; `cache.admit` then loads them again.
+
+        with CacheTiers(cache, host="2GB", disk="kv:50GB", model="my-model"): ...
+
+    Constructing it attaches it to the cache. At the end of the `with` block, or in `close()`, it is detached and pending transfers
+    finish. Tiers that it opened are then closed, after a directory among them got the blocks still in the cache; tiers passed as
+    `tiers` stay open.
     """
 
     def __init__(
         self,
         cache: PagedCache,
-        tiers: Sequence[Sequence[Tier]] | None = None,  # of each layer group, or each member of it, the fastest first
+        tiers: Sequence[Sequence[Tier]] | None = None,  # for each layer group (or member of one), fastest first
         *,
-        kept: Sequence[Spec] | None = None,  # of its blocks in its tiers: as many tokens, layers counted from 0. None: kept_specs()
-        host: str | int = "",  # in place of `tiers`: how much host memory, like "2GB"
-        disk: str | Path = "",  # and a directory, like "kv" or "kv:50GB"
-        model: str = "",  # the model's name, by which a directory tells its blocks from those of others
+        kept: Sequence[Spec] | None = None,  # specs of the blocks in the tiers: same block size, layers from 0. None: kept_specs()
+        host: str | int = "",  # instead of `tiers`: size of the host memory tier, such as "2GB"
+        disk: str | Path = "",  # instead of `tiers`: a directory, with or without a size: "kv", "kv:50GB"
+        model: str = "",  # a name that no other weights have; a directory needs one. kvx.weights_identity computes it
         max_in_flight_bytes: str | int = 256 << 20,
         on_event: Callable[[MoverEvent], None] | None = None,
     ) -> None:
+        if not isinstance(cache, PagedCache):
+            raise BadArgument(f"CacheTiers: cache is a {type(cache).__name__}; it takes a kvx.PagedCache.")
+        if tiers is not None and (isinstance(tiers, str) or any(isinstance(mine, str | Tier) for mine in tiers)):
+            raise BadArgument(
+                f"CacheTiers: tiers is {str(tiers)[:100]}; it takes a list of opened tiers for each layer group. For host memory "
+                'and a directory give host="2GB", disk="DIR".'
+            )
         members = [(n, member) for n, group in enumerate(cache.groups) for member in group.members]
         max_in_flight_bytes = parse_bytes(max_in_flight_bytes, "CacheTiers: max_in_flight_bytes")
         self._own: list[Tier] = []  # opened here, so closed here

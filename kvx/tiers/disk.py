@@ -54,7 +54,7 @@ class DiskTier(Tier):
             self._directory = Directory(self.path, kind, grace_s=grace_s, fsync=fsync)
             self._directory.refresh()
         except OSError as error:
-            raise TierError(f"DiskTier: {path} cannot be used: {error}.") from error
+            raise TierError(f"DiskTier: {path} cannot be used: {error}. Give a directory that this user can write to.") from error
         # A thread holds room for one file while it writes: more threads than blocks would pass the capacity.
         super().__init__(kind, threads=min(threads, self.capacity_blocks), max_pending=max_pending, on_event=on_event)
         self._lock = threading.Lock()

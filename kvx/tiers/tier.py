@@ -252,5 +252,5 @@ def blocks_in(tier: str, capacity_bytes: int, block_bytes: int) -> int:
     if not isinstance(capacity_bytes, int):
         raise BadArgument(f"{tier}: capacity_bytes is {capacity_bytes!r}; it is a whole number of bytes, like {2 * 10**9}.")
     if capacity_bytes < block_bytes:
-        raise BadArgument(f"{tier}: capacity_bytes is {capacity_bytes}; one block takes {block_bytes}.")
+        raise BadArgument(f"{tier}: capacity_bytes is {capacity_bytes}; one block takes {block_bytes}. Give more, such as 2GB.")
     return capacity_bytes // block_bytes

@@ -129,6 +129,6 @@ def test_each_cell_is_where_it_is_drawn(name):
 def test_an_unknown_name_names_those_near_it():
     error = run("sglang.page", code=2)
     assert error.startswith(
-        'BadArgument: engine "sglang.page" does not exist. Near it: sglang.page_first, sglang.page_first_direct, '
+        'BadArgument: engine "sglang.page" does not exist. Similar names: sglang.page_first, sglang.page_first_direct, '
     )
     assert "Traceback" not in error

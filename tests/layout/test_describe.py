@@ -57,7 +57,7 @@ def test_sizes(shape, layout, sizes, field, value):
             kvx.BadArgument,
             "block from token; give num_blocks=",
         ),
-        ([torch.zeros(5, 16, 4)], "layer | block token head dim", {}, kvx.BadArgument, "names 4: block token head dim"),
+        ([torch.zeros(5, 16, 4)], "layer | block token head dim", {}, kvx.BadArgument, "names 4 dimensions: block token head dim"),
         ([torch.zeros(5, 16, 4, 8)] * 3, "layer kv | block token head dim", {}, kvx.BadArgument, "3 tensors"),
         (
             [torch.zeros(5, 16, 4, 8)[:, ::2]],
@@ -72,7 +72,7 @@ def test_sizes(shape, layout, sizes, field, value):
             "layer | block token head dim",
             {"head_dim": 9},
             kvx.BadArgument,
-            "makes head_dim 8; it is given .* as 9",
+            "makes head_dim 8, but it was given .* as 9",
         ),
         ([torch.zeros(5, 2, 4, 8), torch.zeros(5, 3, 4, 8)], "layer | block token head dim", {}, kvx.BadArgument, "tensor 1 is"),
         ([], "layer | block token head dim", {}, kvx.BadArgument, "empty"),

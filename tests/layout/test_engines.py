@@ -220,6 +220,7 @@ def test_a_latent_row_has_one_head():
     [
         ("vlm.0.23", "vllm.0.23, vllm.0.23.hnd, "),
         ("VLLM.0.2", "vllm.0.22.flash_attn, vllm.0.22.flash_attn.hnd, "),
+        ("vlm", "vllm, "),
         ("page_head", "sglang.page_head. "),
         ("tgi", "tgi.flashinfer, tgi.flashdecoding, tgi.paged. "),
         ("dynamo.univers", "dynamo.universal, dynamo.universal.pp. "),
@@ -228,7 +229,7 @@ def test_a_latent_row_has_one_head():
 def test_a_wrong_name_names_those_near_it(name, near):
     with pytest.raises(kvx.BadArgument) as refused:
         engine(name)
-    assert str(refused.value).startswith(f'engine "{name}" does not exist. Near it: {near}')
+    assert str(refused.value).startswith(f'engine "{name}" does not exist. Similar names: {near}')
     assert str(refused.value).endswith(f"`kvx layouts` lists all {len(ENGINES)}.")
 
 

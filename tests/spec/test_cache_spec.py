@@ -72,15 +72,20 @@ BROKEN = [
     ),
     broken(
         "formats_exist",
-        'format "int4" does not exist. Near it: int4_per_token_head, int4_per_token_head_inline, int4_per_group.',
+        'format "int4" does not exist. Similar names: int4_per_token_head, int4_per_token_head_inline, int4_per_group. '
+        "`kvx inspect --formats` explains each.",
         format="int4",
     ),
     broken(
         "formats_exist",
-        'format "nvfp5" does not exist. Near it: nvfp4.',
+        'format "nvfp5" does not exist. Similar names: nvfp4. `kvx inspect --formats` explains each.',
         v_format="nvfp5",
     ),
-    broken("formats_exist", f'format "q8_0" does not exist. Known: {", ".join(kvx.FORMATS)}.', format="q8_0"),
+    broken(
+        "formats_exist",
+        f'format "q8_0" does not exist. Known: {", ".join(kvx.FORMATS)}. `kvx inspect --formats` explains each.',
+        format="q8_0",
+    ),
     broken(
         "layout_reads",
         'layout: unknown axis "page"\n'

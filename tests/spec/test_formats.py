@@ -170,9 +170,9 @@ def test_named_finds_every_row(name):
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("mxfp6", "Near it: mxfp4, mxfp8"),
-        ("int8_per_row", f"Near it: {', '.join(n for n in ROWS if n.startswith('int8'))}"),
-        ("int3", "Near it: int8"),
+        ("mxfp6", "Similar names: mxfp4, mxfp8"),
+        ("int8_per_row", f"Similar names: {', '.join(n for n in ROWS if n.startswith('int8'))}"),
+        ("int3", "Similar names: int8"),
         ("gguf", f"Known: {', '.join(FORMATS)}"),
         ("", f"Known: {', '.join(FORMATS)}"),
     ],
@@ -180,7 +180,7 @@ def test_named_finds_every_row(name):
 def test_an_unknown_name_is_answered_with_near_ones(name, found):
     with pytest.raises(kvx.BadArgument) as refused:
         kvx.Format.named(name)
-    assert str(refused.value) == f'format "{name}" does not exist. {found}.'
+    assert str(refused.value) == f'format "{name}" does not exist. {found}. `kvx inspect --formats` explains each.'
 
 
 # ---- rows of pages; their bytes are in tests/hybrid/test_rows.py
@@ -209,7 +209,7 @@ def test_row_formats_are_found_by_the_same_lookup(name):
     ("name", "message"),
     [
         ("int8", f'format "int8" is one of planes; kvx.CacheSpec takes it. Rows in pages have {", ".join(ROW_FORMATS)}.'),
-        ("fp8_v5", 'format "fp8_v5" does not exist. Near it: fp8_v4, '),
+        ("fp8_v5", 'format "fp8_v5" does not exist. Similar names: fp8_v4, '),
         ("q8_0", f'format "q8_0" does not exist. Known: {", ".join(ROW_FORMATS)}.'),
         (None, f"RowCodec: format None has no RowRule; rows in pages have {', '.join(ROW_FORMATS)}."),
         (FORMATS["int8"], f"RowCodec: format int8 has no RowRule; rows in pages have {', '.join(ROW_FORMATS)}."),

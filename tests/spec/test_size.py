@@ -333,7 +333,7 @@ def test_formats_that_rows_can_take():
 
 
 ERRORS = {
-    "unknown name": (("Llama-3.1-9B",), {}, r"Near it: Llama-3.1-8B"),
+    "unknown name": (("Llama-3.1-9B",), {}, r"Similar names: Llama-3.1-8B"),
     "no file": (("x/config.json",), {}, r"x/config.json does not exist"),
     "not a model": ((7,), {}, r"model is 7; it takes"),
     "no layers": (

@@ -33,24 +33,30 @@ NAME = "kvx"  # of the attention implementation
 
 
 class KvxCache(Cache):
-    """`past_key_values` of any generate() or forward() of a decoder whose layers attend to all tokens or to a window of them."""
+    """A paged and optionally quantised KV cache for Transformers: `model.generate(..., past_key_values=KvxCache(model))`.
+
+    It works with generate() and forward() of decoders with full or sliding-window attention, and of hybrid models with recurrent
+    layers. A cache belongs to one model; `reset()` empties it.
+    """
 
     def __init__(
         self,
         config: PretrainedConfig | PreTrainedModel,  # a model, or its config
         *,
-        format: str = "",  # of K and V, a row of kvx.FORMATS; "": the model's own type
-        block_size: int = 16,
-        reserve: int = 0,  # tokens a sequence room is made for at once; past them, or with 0, storage doubles when it is full
+        format: str = "",  # format of K and V, such as "int8_per_token_head"; "": the model's dtype
+        block_size: int = 16,  # tokens per block
+        reserve: int = 0,  # tokens per sequence to allocate memory for at the start; the memory doubles whenever it is full
     ) -> None:
         if not isinstance(config, PretrainedConfig):
             config = getattr(config, "config", config)  # of a model, or of one that wraps it
         if not isinstance(config, PretrainedConfig):
-            raise BadArgument(f"KvxCache(): config is a {type(config).__name__}; it is a model or its config: KvxCache(model).")
+            raise BadArgument(f"KvxCache(): config is a {type(config).__name__}; it takes a model or its config: KvxCache(model).")
         if format:
             _check_format(Format.named(format))
         if block_size < 1 or reserve < 0:
-            raise BadArgument(f"KvxCache(): block_size is {block_size} and reserve {reserve}; they are 1 or more, and 0 or more.")
+            raise BadArgument(
+                f"KvxCache(): block_size is {block_size} and reserve is {reserve}; block_size must be 1 or more, reserve 0 or more."
+            )
         try:
             self.config = config.get_text_config(decoder=True)
         except ValueError as error:  # several, of which it does not know the decoder's

@@ -43,7 +43,10 @@ def gather(
     raises OutOfRange on the host before anything is read; on a device its rows are zero and are counted in `errors`.
     """
     if not isinstance(table, Table):
-        raise BadArgument(f"gather(): table is {type(table).__name__}; it is a kvx.PackedTable or another of kvx.tables.")
+        raise BadArgument(
+            f"gather(): table is a {type(table).__name__}; it takes a block table with its lengths: "
+            "kvx.PackedTable(block_table, seq_lens), or another of kvx.tables."
+        )
     if torch.compiler.is_compiling():
         if max_seq_len is None:
             raise BadArgument("gather(): max_seq_len is None; under torch.compile give it, since lengths are not known then.")

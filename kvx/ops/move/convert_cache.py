@@ -1,4 +1,4 @@
-"""convert_cache: an engine's tensors in, another engine's out. The long way is describe, plan, allocate_buffers, convert."""
+"""convert_cache: from one engine's tensors to another's in one call, made of describe, plan, allocate_buffers and convert."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from kvx.layout.place import num_cache_buffers
 from kvx.layout.plan import plan
 from kvx.layout.readings import Reading, read_as
 from kvx.layout.views import layer_views
-from kvx.ops.move.convert import Buffers, convert, flat
+from kvx.ops.backend import as_tensor
+from kvx.ops.move.convert import Buffers, blocks_of, convert, flat
 from kvx.quant.scales import finite_amax, scale_from_amax
 from kvx.spec.byte_size import byte_text
 from kvx.spec.cache_spec import CacheSpec
@@ -32,10 +33,12 @@ _SIZES = ("num_layers", "num_blocks", "src_block_size", "num_kv_heads", "head_di
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ConvertedCache(Shown):
-    buffers: list[Tensor]  # the destination's, in the order of `spec`: cache tensors, then scales that stand apart
-    spec: CacheSpec
-    source: CacheSpec
-    taken_as: str  # the source's row or rows
+    """What convert_cache returns: the new tensors and the specs of both sides."""
+
+    buffers: list[Tensor]  # the new cache tensors, then its scales if they are separate tensors
+    spec: CacheSpec  # of `buffers`
+    source: CacheSpec  # of the tensors that were given
+    taken_as: str  # the engine layout, or layouts, of the tensors that were given
 
     def shown(self) -> dict[str, str]:
         a, b = self.source, self.spec
@@ -49,27 +52,34 @@ class ConvertedCache(Shown):
 
 
 def convert_cache(
-    tensors: Buffers | Mapping[str, Buffers],  # what the engine registers: a tensor, one for each layer, K and V of each; a list
-    # of lists, vLLM's dictionary, a DynamicCache
-    src: str,  # the engine or row they are of: "vllm", "vllm.0.26.nhd"; `kvx layouts` lists the rows
-    dst: str,  # the engine or row that is wanted
+    tensors: Buffers
+    | Mapping[str, Buffers],  # what the engine registers: one tensor, one per layer, or K and V of each layer, as a
+    # list, a list of lists, vLLM's dictionary or a DynamicCache
+    src: str,  # the engine they come from, or its exact layout: "vllm", "vllm.0.26.nhd". `kvx layouts` lists them
+    dst: str,  # the engine or layout to convert to
     *,
-    format: str = "",  # wanted; "": as it is. Its scales are made of the data
-    src_format: str = "",  # where the tensors' type does not say it: uint8, scales
-    block_size: int = 0,  # wanted; 0: as it is. Another one needs `blocks`
-    blocks: Sequence[int] | None = None,  # blocks of one sequence, in its order; they become 0, 1, 2 ... None: all, as they lie
-    **sizes: int,  # of the source, which shapes cannot tell: num_kv_heads=, head_dim=, src_block_size= ...
+    format: str = "",  # of the result; "": that of the source. Scales are computed from the data
+    src_format: str = "",  # of the source, if the dtype of the tensors does not determine it (uint8, int8 with scales)
+    block_size: int = 0,  # of the result; 0: that of the source. A different one needs `blocks`
+    blocks: Sequence[int] | None = None,  # the block table of one sequence; its blocks become 0, 1, 2 ... None: all blocks
+    **sizes: int,  # sizes of the source that do not follow from the shapes: num_kv_heads=, head_dim=, src_block_size= ...
 ) -> ConvertedCache:
-    """The same K and V as another engine keeps them, on the same device. Printed, the result says what the tensors were taken for.
+    """Convert the KV cache tensors of one engine to the layout of another, on the same device.
 
-    Tensors that fit two layouts of `src` are refused with both named.
+    The layout and the sizes of the source are found from the tensors; print the result to see them. If the tensors fit more than
+    one layout of `src`, the call raises BadArgument and lists these.
     """
     nested = _nested(tensors)
     if not list(flat("tensors", nested, "convert_cache")):
-        raise BadArgument("convert_cache(): there are no tensors. Give what the engine registers, a tensor or more.")
+        raise BadArgument("convert_cache(): there are no tensors. Give the KV cache tensors that the engine registers.")
     wrong = next((name for name in sizes if name not in _SIZES), "")
     if wrong:
-        raise BadArgument(f"convert_cache(): {wrong}= is none of its arguments. Sizes of the source are {', '.join(_SIZES)}.")
+        raise BadArgument(
+            f"convert_cache(): there is no argument {wrong}=. It takes format, src_format, block_size, blocks, and sizes of the "
+            f"source: {', '.join(_SIZES)}. The result is on the device of the tensors."
+        )
+    if block_size < 0:
+        raise BadArgument(f"convert_cache(): block_size is {block_size}; it takes the tokens per block, or 0 for the source's.")
     if "src_block_size" in sizes:
         sizes["block_size"] = sizes.pop("src_block_size")
     reading = read_as("convert_cache", nested, src, format=src_format, **sizes)
@@ -78,16 +88,22 @@ def convert_cache(
     if blocks is None and tokens != source.block_size:
         raise BadArgument(
             f"convert_cache(): block_size is {tokens} and the source's blocks have {source.block_size} tokens. Which blocks follow "
-            "each other? Give blocks=, those of one sequence in its order."
+            "each other? Give blocks=, the block table of one sequence."
         )
     if row.refuses(tokens):
         raise BadArgument(
-            f"convert_cache(): blocks have {tokens} tokens; {row.name} takes {row.block_size}. Give block_size= and blocks=."
+            f"convert_cache(): {row.name} does not take blocks of {tokens} tokens; it takes: {row.block_size}. Give block_size= "
+            "and blocks=, the block table of one sequence."
         )
-    ids = list(range(source.num_blocks)) if blocks is None else [int(i) for i in blocks]
+    table = blocks_of("convert_cache", "blocks", blocks, source.num_blocks)
+    if table.dim() != 1:
+        raise BadArgument(
+            f"convert_cache(): blocks is {list(table.shape)}; it takes the block table of one sequence, such as [7, 3]."
+        )
+    ids: list[int] = table.tolist()
     bad = next((i for i in ids if not 0 <= i < source.num_blocks), None)
     if bad is not None:
-        raise OutOfRange(f"convert_cache(): blocks has {bad}; the source has {source.num_blocks} blocks, from 0 on.")
+        raise OutOfRange(f"convert_cache(): blocks has {bad}; the source has blocks 0 to {source.num_blocks - 1}.")
     count = -(-len(ids) * source.block_size // tokens)
     wanted = row.spec(
         num_layers=source.num_layers, num_blocks=max(1, count), block_size=tokens, num_kv_heads=source.num_kv_heads,
@@ -112,8 +128,8 @@ def _set_scales(reading: Reading, ids: list[int], wanted: CacheSpec, buffers: li
             continue
         if given.scale is not None:
             raise Unsupported(
-                f"convert_cache(): {given} to {fmt}: nothing says the scales of the result. Give a format with a scale for each "
-                f"token and head, or convert with scales of your own: kvx.convert."
+                f"convert_cache(): scales of {fmt} cannot be computed from a source in {given}. Give a format with a scale for "
+                f"each token and head, or set scales yourself and call kvx.convert."
             )
         for layer, planes in enumerate(layer_views(reading.tensors, reading.spec)):
             view = planes[i]
@@ -147,11 +163,15 @@ def _dims(spec: CacheSpec) -> list[int]:
 
 
 def _nested(tensors: Any) -> Any:
-    """vLLM registers a dictionary by layer; a cache of Transformers has layers with keys and values."""
+    """Lists of tensors: of vLLM's dictionary by layer, of a Transformers cache, of arrays that share their memory by DLPack."""
     if isinstance(tensors, Mapping):
-        return list(tensors.values())
+        tensors = list(tensors.values())
+    if isinstance(tensors, list | tuple):
+        return [_nested(part) for part in tensors]
     layers = getattr(tensors, "layers", None)
-    return tensors if layers is None else [t for layer in layers for t in (layer.keys, layer.values)]
+    if layers is not None:
+        return [t for layer in layers for t in (layer.keys, layer.values)]
+    return as_tensor("convert_cache", "tensors", tensors)
 
 
 def _wanted(dst: str, reading: Reading) -> EngineRow:
