@@ -523,7 +523,7 @@ def test_masks_are_few_numbers_or_whole():
 
 
 def test_not_a_config():
-    with pytest.raises(BadArgument, match=r"config is a str; it is a model or its config: KvxCache\(model\)"):
+    with pytest.raises(BadArgument, match=r"config is a str; it takes a model or its config: KvxCache\(model\)"):
         KvxCache("Llama")
     assert KvxCache(model("Llama")).config is model("Llama").config
 
