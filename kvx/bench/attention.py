@@ -115,9 +115,18 @@ def cases(device: str) -> Iterator[AttentionCase]:
     yield AttentionCase((8192,) * 4, 32, 8, "NHD", block=8192, is_prefill=True)  # contiguous: what paging costs
     for fmt in ("fp8_e4m3", "fp8_e4m3_per_token_head", "int8_per_token_head"):
         yield AttentionCase((8192,) * 4, 32, 8, "NHD", fmt, is_prefill=True)
+    yield from _prompts()
     for heads in (16, 128):
         for fmt in ("bf16", _RECORD):
             yield _latent((4096,) * 128, heads, fmt)
+
+
+def _prompts() -> Iterator[AttentionCase]:
+    """Prefill of one long prompt, of many short ones, and of other widths of a head."""
+    for lens, heads in (((32768,), 32), ((2048,) * 16, 32), ((512,) * 32, 32), ((1024,) * 8, 64)):
+        yield AttentionCase(lens, heads, 8, is_prefill=True)
+    for dim, v_dim, heads, kv_heads in ((64, 0, 32, 8), (256, 0, 16, 4), (192, 0, 16, 4), (192, 128, 32, 32), (512, 0, 8, 1)):
+        yield AttentionCase((4096,) * 4, heads, kv_heads, dim=dim, v_dim=v_dim, is_prefill=True)
 
 
 def _wide() -> Iterator[AttentionCase]:

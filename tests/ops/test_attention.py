@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvx
+from kvx.ops import backend as backends
 from tests import compare
 from tests.ops import attention_cases, mla_cases
 from tests.ops.attention_cases import Case
@@ -203,6 +204,25 @@ def test_bf16_queries_of_any_size(backend, dim, fmt, size, generator):
     made.q[::3] /= 64
     made.q[1::3, :, : dim // 2] /= 1024
     made.check(*made.run(backend.name))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 100])
+@pytest.mark.parametrize(("fmt", "code"), [("fp8_e5m2", 0x7C), ("fp8_e5m2", 0xFF), ("fp8_e4m3", 0x7F), ("fp8_e5m2", 0x7B)])
+def test_infinities_and_nan_of_fp8_values_stay(fmt, code, dim, generator):
+    """The host's loops take every code for a number, and look for others first. 0x7c is infinity, 0x7b the largest number."""
+    if (why := backends.reason_missing("cpu")) is not None:
+        pytest.skip(f"backend cpu: {why}")
+    made = Case(lens=(70,), format=fmt, io="bf16", dim=dim).make("cpu", generator)
+    made.cache.scales["v_scale"].fill_(1.0)
+    block, value = int(made.table.block_table[0, 2]), made.cache.cache[1]
+    value.view(torch.uint8)[block, 3, 0, 7] = code
+    out, _ = made.run("cpu")
+    want, _ = made.run("torch")
+    is_number = code == 0x7B
+    assert torch.isfinite(want[0, :4, 7]).all() == is_number
+    compare.bitwise(torch.isnan(out), torch.isnan(want))
+    compare.bitwise(torch.isinf(out), torch.isinf(want))
+    torch.testing.assert_close(out, want, atol=0.05, rtol=0.02, equal_nan=True)
 
 
 def test_strided_queries_and_outputs(backend, generator):

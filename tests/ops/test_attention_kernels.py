@@ -124,7 +124,7 @@ def test_what_is_not_fast_says_why(fmt):
         (spec("nvfp4", 80), "", "no multiples of 32"),
         (spec("int4_per_token_head", 48), "", "no multiples of 32"),
         (kvx.CacheSpec(4, 16, 2, 128, format="nvfp4", v_format="mxfp4"), "", "elements are e2m1"),
-        (spec("bf16", layout="kv | block head dim/x token dim%x"), "", "lie apart"),
+        (spec("bf16", layout="kv | block head dim/x token dim%x"), "", "not contiguous"),
         (spec("bf16", 576), "", "over 512"),
         (kvx.CacheSpec(4, 16, 2, 128, format="fp8_e4m3", v_format="int8"), "", "K is fp8_e4m3 and V int8"),
     ],

@@ -121,7 +121,7 @@ def _why_not_fast(spec: CacheSpec, kind: str, queries: str, arch: int) -> str:
     if any(p.head_dim % unit for p in (k, v)):
         return f"rows of {k.head_dim} and {v.head_dim} elements, no multiples of {unit}"
     if any(m.axes[-1] != "dim" or m.dim[-1] != len(m.shape) - 1 for m in plane_maps(spec)):
-        return "elements of a row lie apart"
+        return "the elements of a row are not contiguous"
     if any(p.format.row_bytes(p.head_dim) % 16 for p in (k, v)) or spec.block_bytes % 16:
         return "rows do not begin at multiples of 16 bytes"
     return "" if is_small else _why_not_scales(k.format, v.format, k.head_dim, v.head_dim)
@@ -130,12 +130,12 @@ def _why_not_fast(spec: CacheSpec, kind: str, queries: str, arch: int) -> str:
 def _why_not_scales(k: Format, v: Format, k_dim: int, v_dim: int) -> str:
     for f, dim in ((k, k_dim), (v, v_dim)):
         if f.num_groups(dim) > 1:
-            return f"a scale for {f.group_size} elements"
+            return f"one scale per {f.group_size} elements"
         if f.scale is not None and f.scale.name != "f32":
             return f"scales in {f.scale.name}"
     by_row = [f.granularity not in (Granularity.NONE, Granularity.TENSOR, Granularity.HEAD) for f in (k, v)]
     if by_row[0] != by_row[1]:
-        return "scales of rows in one of K and V alone"
+        return "per-row scales in only one of K and V"
     if k.element.name == "fp8_e5m2" and by_row[0]:
-        return "e5m2 with scales of rows or blocks"
+        return "e5m2 with per-row or per-block scales"
     return ""

@@ -151,6 +151,14 @@ struct E4M3
   }
   static Vec part(const Raw& raw, int i) { return place<2>(raw, i); }
 };
+struct E5M2 : Bytes {  // the same, times 2^-112. Infinities and NaN come out as numbers from 65536 on
+  static constexpr float kLiftIn = 0x1p56f, kLiftOut = 0x1p56f;
+  static Raw read(const char* p) {
+    const int8x16_t c = load<int8x16_t>(p);
+    return {{vreinterpretq_u8_s8(vshlq_n_s8(c, 5)), vandq_u8(vreinterpretq_u8_s8(vshrq_n_s8(c, 3)), vdupq_n_u8(0x8f))}};
+  }
+  static Vec part(const Raw& raw, int i) { return place<2>(raw, i); }
+};
 #else
 struct F32 : Exact {
   static constexpr int kParts = 1, kBytes = 4;
@@ -543,33 +551,96 @@ void widen_s8(float* to, const char* row, int64_t n, float scale) {
   });
 }
 
-// e4m3's NaN, which Raw passes over, in a row.
-bool has_nan(const char* row, int64_t n) {
+// e4m3's NaN and e5m2's, with its infinities, which Raw passes over, in a row: codes from there on, whatever the sign.
+bool has_nan(int dtype, const char* row, int64_t n) {
   uint8_t most = 0;
-  for (int64_t d = 0; d < n; d++) {
-    const uint8_t twice = uint8_t(uint8_t(row[d]) << 1);
-    most = most > twice ? most : twice;
+  int64_t d = 0;
+#if defined(__aarch64__)
+  uint8x16_t mosts[4] = {};  // four: each step waits for the one before
+  for (; d + 64 <= n; d += 64)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+      mosts[i] = vmaxq_u8(mosts[i], vorrq_u8(load<uint8x16_t>(row + d + 16 * i), vdupq_n_u8(0x80)));
+  for (; d + 16 <= n; d += 16) mosts[0] = vmaxq_u8(mosts[0], vorrq_u8(load<uint8x16_t>(row + d), vdupq_n_u8(0x80)));
+  most = vmaxvq_u8(vmaxq_u8(vmaxq_u8(mosts[0], mosts[1]), vmaxq_u8(mosts[2], mosts[3])));
+#endif
+  for (; d < n; d++) {
+    const uint8_t code = uint8_t(row[d]) | 0x80;
+    most = most > code ? most : code;
   }
-  return most == 0xfe;
+  return most >= (dtype == KVX_DTYPE_F8_E4M3 ? 0xff : 0xfc);
 }
 
 #if defined(__aarch64__)
-// e4m3 moved into f16's places is the number times 2^-8, subnormal or not; only its NaN has to be seen to.
-void widen_e4m3(float* to, const char* row, int64_t n, float scale) {
+// fp8 by way of f16: e4m3 moved into its places is the number times 2^-8, subnormal or not, but for NaN, and e5m2 is
+// its upper byte.
+template <class T>
+inline float16x8_t as_f16(uint8x8_t c) {
+  if constexpr (std::is_same_v<T, E5M2>) return vreinterpretq_f16_u16(vshll_n_u8(c, 8));
+  const int16x8_t wide =
+      vshll_n_s8(vreinterpret_s8_u8(c), 7);  // the sign stays above: bit 15, and 14, which is cleared
+  const uint16x8_t half = vbicq_u16(vreinterpretq_u16_s16(wide), vdupq_n_u16(0x4000));
+  const uint16x8_t nan = vceqq_u16(vandq_u16(half, vdupq_n_u16(0x3f80)), vdupq_n_u16(0x3f80));
+  return vreinterpretq_f16_u16(vorrq_u16(half, vandq_u16(nan, vdupq_n_u16(0x7fff))));
+}
+
+// The scale takes the lift in, unless there is NaN in the row or the lifted scale is too large for f32.
+template <class T, int kDtype>
+void widen_fp8(float* to, const char* row, int64_t n, float scale) {
+  const float by = scale * T::kLiftIn * T::kLiftOut;
+  if (isfinite(by) && !has_nan(kDtype, row, n))
+    return widen_bytes(to, row, n, [by](float* out, const char* in) {
+      const typename T::Raw raw = T::read(in);
+#pragma GCC unroll 4
+      for (int part = 0; part < 4; part++) store(out + part * W, T::part(raw, part) * by);
+    });
   widen_bytes(to, row, n, [scale](float* out, const char* in) {
-    const uint8x16_t c = vld1q_u8(reinterpret_cast<const uint8_t*>(in));
-    const auto eight = [&](uint8x8_t x, float* at) {
-      const int16x8_t wide =
-          vshll_n_s8(vreinterpret_s8_u8(x), 7);  // the sign stays above: bit 15, and 14, which is cleared
-      const uint16x8_t half = vbicq_u16(vreinterpretq_u16_s16(wide), vdupq_n_u16(0x4000));
-      const uint16x8_t nan = vceqq_u16(vandq_u16(half, vdupq_n_u16(0x3f80)), vdupq_n_u16(0x3f80));
-      const float16x8_t f = vreinterpretq_f16_u16(vorrq_u16(half, vandq_u16(nan, vdupq_n_u16(0x7fff))));
-      const float by = scale * 256;
-      vst1q_f32(at, vmulq_n_f32(vcvt_f32_f16(vget_low_f16(f)), by)),
-          vst1q_f32(at + 4, vmulq_n_f32(vcvt_high_f32_f16(f), by));
-    };
-    eight(vget_low_u8(c), out), eight(vget_high_u8(c), out + 8);
+    const float by = std::is_same_v<T, E4M3> ? scale * 256 : scale;
+    for (int i = 0; i < 16; i += 8) {
+      const float16x8_t f = as_f16<T>(vld1_u8(reinterpret_cast<const uint8_t*>(in) + i));
+      vst1q_f32(out + i, vmulq_n_f32(vcvt_f32_f16(vget_low_f16(f)), by)),
+          vst1q_f32(out + i + 4, vmulq_n_f32(vcvt_high_f32_f16(f), by));
+    }
   });
+}
+
+// Numbers of four bits are exact in bf16: its lower and its upper byte, by code. 0 to 7 and -8 to -1; 0 .5 1 1.5 2 3 4
+// 6 with either sign.
+struct Nibbles {
+  uint8_t low[16], high[16];
+};
+constexpr Nibbles kS4 = {{0, 0x80, 0, 0x40, 0x80, 0xa0, 0xc0, 0xe0, 0, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0, 0x80},
+                         {0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf}};
+constexpr Nibbles kE2M1 = {
+    {0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0},
+    {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0}};
+
+template <const Nibbles& kCodes>
+void widen_nibbles(float* to, const char* row, int64_t n, float scale) {
+  const uint8x16_t low_of = vld1q_u8(kCodes.low), high_of = vld1q_u8(kCodes.high);
+  const auto sixteen = [&](float* out, uint8x16_t c) {
+    const uint8x16_t low = vqtbl1q_u8(low_of, c), high = vqtbl1q_u8(high_of, c);
+    const auto eight = [&](uint8x16_t half, float* at) {
+      for (int i = 0; i < 2; i++) store(at + 4 * i, BF16::part(vreinterpretq_u16_u8(half), i) * scale);
+    };
+    eight(vzip1q_u8(low, high), out), eight(vzip2q_u8(low, high), out + 8);
+  };
+  int64_t d = 0;
+  for (; d + 32 <= n; d += 32) {
+    const uint8x16_t c = load<uint8x16_t>(row + d / 2), even = vandq_u8(c, vdupq_n_u8(15)), odd = vshrq_n_u8(c, 4);
+    sixteen(to + d, vzip1q_u8(even, odd)), sixteen(to + d + 16, vzip2q_u8(even, odd));
+  }
+  const auto codes = [](uint8x8_t c) {
+    const uint8x8_t even = vand_u8(c, vdup_n_u8(15)), odd = vshr_n_u8(c, 4);
+    return vcombine_u8(vzip1_u8(even, odd), vzip2_u8(even, odd));
+  };
+  if (d + 16 <= n) sixteen(to + d, codes(load<uint8x8_t>(row + d / 2))), d += 16;
+  if (d == n) return;
+  uint8_t rest[8] = {};
+  float last[16];
+  memcpy(rest, row + d / 2, size_t(n - d + 1) / 2);
+  sixteen(last, codes(vld1_u8(rest)));
+  memcpy(to + d, last, size_t(n - d) * 4);
 }
 #endif
 
@@ -659,15 +730,16 @@ using namespace KVX_ISA;
 
 const AttendTable KVX_JOIN(attend_, KVX_ISA) = {
 #if defined(__aarch64__)
-    {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, &scores<E4M3>, nullptr, nullptr, nullptr, nullptr, nullptr,
-     nullptr, &scores<S8>},
-    {nullptr, &sums_of<F16>, &sums_of<BF16>, &sums_of<F32>, &sums_of<E4M3>, nullptr, nullptr, nullptr, nullptr, nullptr,
-     nullptr, &sums_of<S8>},
-    {1, 2 * W, 2 * W, 2 * W, 4 * W, 1, 1, 1, 1, 1, 1, 4 * W},
-    {1, 1, 1, 1, E4M3::kLiftIn, 1, 1, 1, 1, 1, 1, S8::kLiftIn},
-    {1, 1, 1, 1, E4M3::kLiftOut, 1, 1, 1, 1, 1, 1, S8::kLiftOut},
-    {nullptr, &widen<F16>, &widen<BF16>, &widen_f32, &widen_e4m3, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
-     &widen_s8},
+    {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, &scores<E4M3>, &scores<E5M2>, nullptr, nullptr, nullptr,
+     nullptr, nullptr, &scores<S8>},
+    {nullptr, &sums_of<F16>, &sums_of<BF16>, &sums_of<F32>, &sums_of<E4M3>, &sums_of<E5M2>, nullptr, nullptr, nullptr,
+     nullptr, nullptr, &sums_of<S8>},
+    {1, 2 * W, 2 * W, 2 * W, 4 * W, 4 * W, 1, 1, 1, 1, 1, 4 * W},
+    {1, 1, 1, 1, E4M3::kLiftIn, E5M2::kLiftIn, 1, 1, 1, 1, 1, S8::kLiftIn},
+    {1, 1, 1, 1, E4M3::kLiftOut, E5M2::kLiftOut, 1, 1, 1, 1, 1, S8::kLiftOut},
+    {nullptr, &widen<F16>, &widen<BF16>, &widen_f32, &widen_fp8<E4M3, KVX_DTYPE_F8_E4M3>,
+     &widen_fp8<E5M2, KVX_DTYPE_F8_E5M2>, nullptr, nullptr, nullptr, nullptr, nullptr, &widen_s8, &widen_nibbles<kS4>,
+     &widen_nibbles<kE2M1>},
 #elif defined(__AVX2__)
     {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
      &scores<S8>},

@@ -62,8 +62,8 @@ struct AttendTable {
   // Numbers of a type are read lift_in * lift_out times too small. Queries, or weights by their scale, are multiplied
   // by the first; scores by their scale, or sums in the end, by the second.
   float lift_in[14], lift_out[14];
-  WidenRow widen[14];                           // by kvx_dtype_t; NULL: row.h's way
-  bool (*has_nan)(const char* row, int64_t n);  // of e4m3: `scores` and `sums` do not see it
+  WidenRow widen[14];                                      // by kvx_dtype_t; NULL: row.h's way
+  bool (*has_nan)(int dtype, const char* row, int64_t n);  // of fp8, infinities too: `scores` and `sums` see neither
   void (*weigh)(Softmax* softmax, float* scores, int64_t first, int64_t count,
                 const ScoreRule& rule);  // scores become weights
   float (*exp2)(float x);

@@ -180,14 +180,15 @@ struct Reader {
     dim = padded(plane->head_dim, loops.step(dtype));
     lift = i == 0 ? loops.lift_out[dtype] : loops.lift_in[dtype];
     lower = 1 / loops.lift_in[dtype] / loops.lift_out[dtype];
-    widen = plane->is_dense && plane->scale.num_groups <= 1 ? loops.widen[d] : nullptr;
+    widen = plane->is_dense ? loops.widen[d] : nullptr;
     if (is_scaled()) scales.resize(size_t(heads * kTile));
-    if (is_direct && d != KVX_DTYPE_F8_E4M3) return;
+    if (is_direct && !is_fp8()) return;
     made.assign(size_t(kTile * dim), 0.0f);
     for (int64_t t = 0; t < kTile + kRoom; t++)
       made_at[t] = reinterpret_cast<const char*>(made.data() + least(t, kTile - 1) * dim);
   }
 
+  bool is_fp8() const { return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2; }
   bool is_scaled() const { return is_direct && is_quantised(dtype); }
 
   TileRows lie(const Tile& tile, int64_t num_heads) const {
@@ -210,8 +211,10 @@ struct Reader {
                 ? read_scale(plane->scale, ScaleAt{tile.id[index][t], tile.offset[t], tile.head + h, 0}, 0) * lift
                 : 0.0f;
     bool is_odd = false;
-    for (int64_t t = 0; t < tile.count && dtype == KVX_DTYPE_F8_E4M3; t++)
-      for (int64_t h = 0; h < num_heads; h++) is_odd |= loops.has_nan(tile.at[index][t] + h * plane->head, dim);
+    const bool is_close = plane->head == dim;  // heads without anything between them are one row
+    for (int64_t t = 0; t < tile.count && is_fp8(); t++)
+      for (int64_t h = 0; h < (is_close ? 1 : num_heads); h++)
+        is_odd |= loops.has_nan(dtype, tile.at[index][t] + h * plane->head, is_close ? num_heads * dim : dim);
     return !is_odd;
   }
 
@@ -222,9 +225,17 @@ struct Reader {
       float* row = made.data() + t * dim;
       char* cell = const_cast<char*>(tile.at[index][t]) + h * plane->head;
       const ScaleAt scale{tile.id[index][t], tile.offset[t], tile.head + h, 0};
+      const int64_t size = plane->scale.group_size;
       if (!tile.there[t]) memset(row, 0, size_t(plane->head_dim) * 4);
-      else if (widen) widen(row, cell, plane->head_dim, is_direct ? lower : read_scale(plane->scale, scale, 0));
-      else gather_row(ops, *plane, f32, reinterpret_cast<char*>(row), cell, scale);
+      else if (widen && plane->scale.num_groups <= 1)
+        widen(row, cell, plane->head_dim, is_direct ? lower : read_scale(plane->scale, scale, 0));
+      else if (widen && plane->scale.data) {
+        const ScaleParams& s = plane->scale;
+        const float tensor = s.tensor_scale ? *s.tensor_scale : 1.0f;
+        const char* of = scale_at(s, scale, 0);
+        for (int64_t g = 0; g < s.num_groups; g++, of += s.group)
+          widen(row + g * size, cell + span_bytes(plane->dtype, g * size), size, load_scale(of, s.dtype) * tensor);
+      } else gather_row(ops, *plane, f32, reinterpret_cast<char*>(row), cell, scale);
     }
     return TileRows{made_at, tile.count, dim, 1, 0, true, is_scaled() ? scales.data() + h * kTile : nullptr};
   }

@@ -73,7 +73,7 @@ kvx_status_t run_prefill(const AttentionParams& p, void* stream) {
   a.max_seq_len = int32_t(p.max_seq_len);
   a.skip_rows = int32_t(p.skip_rows), a.group = make_fast_divider(p.group);
   a.window = p.window, a.num_tokens = p.num_tokens, a.scale = p.scale, a.soft_cap = p.soft_cap,
-  a.is_causal = p.is_causal;
+  a.is_causal = p.is_causal, a.stores_16 = fits_rows(p.out, true);
   // No sequence has more blocks of rows than its own, rounded up: a bound that needs no lengths. Those we take have
   // more than skip_rows.
   const int64_t rows = p.num_tokens * p.group, of_block = tile_queries(p),

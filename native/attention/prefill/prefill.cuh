@@ -42,6 +42,7 @@ struct PrefillArgs {
   float scale, soft_cap;
   int32_t is_causal;
   ScaleParams scales[2];
+  int32_t stores_16;  // results begin on multiples of 16 bytes
 };
 
 // Widths of a tile's rows, in elements, and how many keys it has: what two stages of it leave room for, and registers
@@ -96,11 +97,13 @@ template <class C> __device__ __forceinline__ PrefillWork find_work(const Prefil
     const int32_t seq = from + lane;
     uint32_t mine = 0;
     int32_t queries = 0;
+    int64_t begins = 0, length = 0;  // of every lane's sequence: one wait for memory, not two
     if (seq < a.num_seqs) {
       queries = query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
-      const int64_t first =
+      length = sequence_length(a.rows.kv.table, seq, a.rows.kv.block_size);
+      begins =
           a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(seq) * a.cu_bytes, a.cu_bytes) : int64_t(seq) * a.query_len;
-      if (queries < 0 || first < 0 || queries > a.num_tokens - first || int64_t(queries) * a.group.d <= a.skip_rows)
+      if (queries < 0 || begins < 0 || queries > a.num_tokens - begins || int64_t(queries) * a.group.d <= a.skip_rows)
         queries = 0;
       mine = uint32_t((int64_t(queries) * a.group.d + C::kRows - 1) / C::kRows) * a.num_kv_heads;
     }
@@ -121,10 +124,8 @@ template <class C> __device__ __forceinline__ PrefillWork find_work(const Prefil
     w.head = int32_t(inside % a.num_kv_heads);
     w.first_row = int32_t(blocks - 1 - inside / a.num_kv_heads) * C::kRows;
     w.rows = w.queries * int32_t(a.group.d);
-    w.first_query =
-        a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(w.seq) * a.cu_bytes, a.cu_bytes) : int64_t(w.seq) * a.query_len;
-    int64_t length = sequence_length(a.rows.kv.table, w.seq, a.rows.kv.block_size);
-    w.length = int32_t(length < 0 ? 0 : length > a.max_seq_len ? a.max_seq_len : length);
+    w.first_query = __shfl_sync(0xffffffffu, begins, at);
+    w.length = __shfl_sync(0xffffffffu, int32_t(length < 0 ? 0 : length > a.max_seq_len ? a.max_seq_len : length), at);
     const int32_t last_row = min(w.first_row + C::kRows, w.rows) - 1;
     int32_t end = w.length, first = 0;
     if (a.is_causal) end = w.length - w.queries + 1 + int32_t(a.group.divide(last_row));
@@ -159,6 +160,31 @@ template <class C> struct Prefill {
   __device__ __forceinline__ const char* query_row(uint32_t row) const {
     const uint32_t token = a.group.divide(row), head = w.head * a.group.d + row - token * a.group.d;
     return a.q.data + (w.first_query + token) * a.q.token + int64_t(head) * a.q.head;
+  }
+
+  // Half h of this thread's results, to a row of 16-bit elements. Four lanes have two of every eight elements each;
+  // they exchange them so that one store of each is eight, and of all lanes whole sectors: a quarter of the stores.
+  __device__ __forceinline__ void store_16(const float (&out)[C::kOutDims / 2], int h, float inverse, int t,
+                                           int dims_from, char* row) const {
+#pragma unroll
+    for (int m = 0; m < C::kOutDims / 32; m++) {
+      uint32_t x[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float lo = out[16 * m + 4 * i + 2 * h] * inverse, hi = out[16 * m + 4 * i + 2 * h + 1] * inverse;
+        x[i] = a.out.dtype == KVX_DTYPE_BF16 ? tiles::Bf16Numbers::pack(lo, hi) : tiles::F16Numbers::pack(lo, hi);
+      }
+#pragma unroll
+      for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          if (i & bit) continue;
+          const uint32_t got = __shfl_xor_sync(0xffffffffu, t & bit ? x[i] : x[i | bit], bit);
+          (t & bit ? x[i] : x[i | bit]) = got;
+        }
+      const int dim = dims_from + 32 * m + 8 * t;
+      if (row && dim < a.dims[1]) *reinterpret_cast<uint4*>(row + dim * 2) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
   }
 
   // The loading warpgroup; where the copy engine does the work, as many of its warps as ask for it.
@@ -417,19 +443,24 @@ template <class C> struct Prefill {
       sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
       sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
       const int32_t row = first_row + 8 * h;
-      if (row >= w.rows) continue;
+      const bool is_there = row < w.rows;
       const int32_t token = int32_t(a.group.divide(row)),
                     head = w.head * int32_t(a.group.d) + row - token * int32_t(a.group.d);
       const int64_t query_token = w.first_query + token;
       float total = sum[h];
       const float largest = C::kScales == ROW_SCALES ? most[h] : most[h] * factor[h];
-      if (t == 0 && dims_from == 0 && a.lse)
+      if (t == 0 && dims_from == 0 && a.lse && is_there)
         *reinterpret_cast<float*>(a.lse + query_token * a.lse_token + head * a.lse_head) =
             total > 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
       if (a.sinks && total > 0.f) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - largest);
       const float inverse =
           total > 0.f ? (C::kIsBytes ? scale_of(a.scales[1], w.head, C::kScales == ONE_SCALE) : 1.f) / total : 0.f;
       char* to = a.out.data + query_token * a.out.token + int64_t(head) * a.out.head;
+      if (a.stores_16 && a.out.dtype != KVX_DTYPE_F32) {
+        store_16(out, h, inverse, t, dims_from, is_there ? to : nullptr);
+        continue;
+      }
+      if (!is_there) continue;
 #pragma unroll
       for (int n = 0; n < C::kOutDims / 8; n++) {
         if (dims_from + 8 * n >= a.dims[1]) break;
