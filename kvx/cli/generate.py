@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,9 @@ from kvx.cli.options import refuse_ignored
 from kvx.errors import BadArgument
 from kvx.runner import Engine, Params, small_model
 from kvx.runner.open import has_tokenizer
+from kvx.view import BrowserView, Recording, attach
+from kvx.view import record as record_to
+from kvx.view.server import PORT
 
 SYSTEM = (
     "You are a helpful assistant in a museum of science. Visitors of all ages ask you short questions. Answer in one or two plain "
@@ -92,16 +96,25 @@ def generate(
     events_replay: Annotated[
         str, typer.Option(help="Where subscribers ask for events they missed, like tcp://127.0.0.1:5558.")
     ] = "",
+    record: Annotated[
+        Path | None, typer.Option(help="Write what the cache does to this file, which `kvx view FILE` replays.")
+    ] = None,
+    in_browser: Annotated[
+        bool, typer.Option("--view", help="Show what the cache does in a browser: serve a page, and /metrics for Prometheus.")
+    ] = False,
+    view_port: Annotated[int, typer.Option(help="Port of --view; 0: any that is free.")] = PORT,
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Turn prefix caching off.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Generate text for several prompts in one batch, and show what the KV cache does meanwhile."""
+    """Generate text for several prompts in one batch, and show the state of the KV cache while it runs."""
     if not tier:
-        refuse_ignored(context, "it is of a --tier", "tier_format")
+        refuse_ignored(context, "it applies only to a --tier", "tier_format")
+    if not in_browser:
+        refuse_ignored(context, "it applies only to --view", "view_port")
     if not events:
-        refuse_ignored(context, "it is of --events", "events_replay")
+        refuse_ignored(context, "it applies only to --events", "events_replay")
     elif no_prefix:
-        raise BadArgument("--events tells of blocks by their names, which --no-prefix leaves out. Give one of the two.")
+        raise BadArgument("--events reports blocks by their hashes, which --no-prefix turns off. Give only one of the two.")
     run = GenerateRun(str(model or "SmolLM2-135M-Instruct"), dtype_of(dtype, device), max_tokens, [], time.perf_counter())
     params = Params(max_tokens, temperature, top_k, top_p, tuple(stop or ()), seed, n, ignore_eos)
     questions = list(prompt) if prompt else list(QUESTIONS)
@@ -109,26 +122,57 @@ def generate(
         raise BadArgument(f"--model: {model} has no tokenizer (tokenizer.json or the like). kvx.runner.Engine takes token ids.")
     console = Console(highlight=False)
     view: View = JsonView() if as_json else LiveView(console) if console.is_terminal else PlainView(console)
-    with view:
-        engine = Engine.load(
-            model or small_model(), dtype=run.dtype, kv_format=kv_format, device=device, num_blocks=blocks,
-            max_batch_tokens=batch_tokens, prefix=not no_prefix, tiers=tier or (), tier_format=tier_format, progress=view.loading,
-        )  # fmt: skip
-        with engine, _told(engine, events, events_replay):
-            run.load_s = time.perf_counter() - run.begin
-            ids = [_encode(engine, q, system, raw) for q in questions]
-            run.answers = [{"prompt": q, "index": i, "text": "", "tokens": [], "finish": ""} for q in questions for i in range(n)]
-            run.note = _room(engine, ids, max_tokens)
-            view.start(engine, run.answers, run.note)
-            _answer(engine, ids, params, run, view)
-    run.stats = engine.stats()
-    view.finish(run.answers)
-    if as_json:
-        typer.echo(json.dumps(_as_json(run), indent=2))
-    else:
-        console.print("\n" + summary(run), soft_wrap=True)
+    with ExitStack() as stack:
+        with view:
+            engine = Engine.load(
+                model or small_model(), dtype=run.dtype, kv_format=kv_format, device=device, num_blocks=blocks,
+                max_batch_tokens=batch_tokens, prefix=not no_prefix, tiers=tier or (), tier_format=tier_format,
+                progress=view.loading,
+            )  # fmt: skip
+            with engine, _told(engine, events, events_replay):
+                seen = _see(engine, record, view_port if in_browser else None, Path(run.model).name, stack)
+                url = f"{seen.url}#live" if isinstance(seen, BrowserView) else ""
+                run.load_s = time.perf_counter() - run.begin
+                ids = [_encode(engine, q, system, raw) for q in questions]
+                run.answers = [
+                    {"prompt": q, "index": i, "text": "", "tokens": [], "finish": ""} for q in questions for i in range(n)
+                ]
+                run.note = _room(engine, ids, max_tokens)
+                if url:
+                    (Console(stderr=True) if as_json else console).print(f"See the cache at {url}", highlight=False, soft_wrap=True)
+                view.start(engine, run.answers, run.note)
+                _answer(engine, ids, params, run, view)
+        run.stats = engine.stats()
+        view.finish(run.answers)
+        if as_json:
+            typer.echo(json.dumps(_as_json(run), indent=2))
+        else:
+            console.print("\n" + summary(run), soft_wrap=True)
+        if seen is not None and seen.error:
+            typer.echo(f"The cache was not looked at to the end: {seen.error}", err=True)
+        if url and console.is_terminal and not run.is_interrupted:
+            _stay(url)
     if run.is_interrupted:
         raise typer.Exit(130)
+
+
+def _see(engine: Engine, record: Path | None, port: int | None, title: str, stack: ExitStack) -> BrowserView | Recording | None:
+    """What --view (at a port) and --record want, until the stack is left."""
+    if port is None:
+        return None if record is None else stack.enter_context(record_to(engine.cache, record, title=title))
+    view = stack.enter_context(attach(engine.cache, port=port, title=title))
+    if record is not None:
+        view.record(record)
+    return view
+
+
+def _stay(url: str) -> None:
+    """The page is served until Ctrl-C: whoever opened it late sees how it ended."""
+    typer.echo(f"The page stays at {url} until Ctrl-C.")
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        typer.echo()
 
 
 def _told(engine: Engine, events: str, replay: str) -> AbstractContextManager[object]:
@@ -159,11 +203,11 @@ def _room(engine: Engine, ids: list[list[int]], max_tokens: int) -> str:
     more = (
         f"--blocks {-(-min(own, engine.max_seq_len - room + max_tokens) // s['block_size'])} gives more"
         if engine.max_seq_len < own
-        else "that is all the model has"
+        else "that is the model's maximum"
     )
     return (
         f"--max-tokens {max_tokens} does not fit: the context is {engine.max_seq_len} tokens ({s['num_blocks']} blocks of "
-        f"{s['block_size']}), and the longest prompt leaves {max(0, room)}. Answers end there ({FULL}); {more}."
+        f"{s['block_size']}), and the longest prompt leaves room for {max(0, room)}. Answers end there ({FULL}); {more}."
     )
 
 
@@ -215,7 +259,7 @@ def summary(run: GenerateRun) -> str:
         f"{s['busy_s']:.1f} s: {_rate(run):.0f} tokens/s"
         + (f"; first text {run.first_text_s:.1f} s after loading began." if run.first_text_s is not None else "."),
         f"Prefix cache hits: {s['reused_tokens']} of {s['prompt_tokens']} prompt tokens ({share:.0%}) were in the cache already: "
-        f"not computed again, and {s['reused_tokens'] * here / 1e6:.1f} MB of KV not stored twice.",
+        f"they were not recomputed, and {s['reused_tokens'] * here / 1e6:.1f} MB of KV were not stored twice.",
         f"KV format {s['kv_format']}: {here:,} bytes per token"
         + (
             f" instead of {plain:,} in {run.dtype}, {1 - here / plain:.0%} less"
@@ -228,9 +272,10 @@ def summary(run: GenerateRun) -> str:
     if s["tiers"]:
         lines += _tier_lines(s, s["tiers"])
     if s["preemptions"]:
-        again = "loaded from tiers or recomputed" if s["tiers"] else "recomputed"
+        again = "its KV loaded from tiers or recomputed" if s["tiers"] else "its KV recomputed"
         lines.append(
-            f"{s['preemptions']} preemptions: blocks ran out, and the newest request was {again} later. --blocks N gives more."
+            f"{s['preemptions']} preemptions: the cache ran out of blocks, so the newest request was stopped and {again} later. "
+            "A larger --blocks avoids this."
         )
     cut = sum(a["finish"] == FULL for a in run.answers)
     if cut:

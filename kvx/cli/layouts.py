@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from itertools import chain, product
 from math import lcm
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
@@ -13,7 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvx.errors import BadArgument
 from kvx.layout import ENGINES, EngineRow, Layout, PlaneLayout, engine
+from kvx.layout.engines import engine_rows
 from kvx.layout.place import Place, buffer_bytes, places
 from kvx.spec.cache_spec import CacheSpec
 
@@ -36,11 +40,23 @@ def layouts(
     name: Annotated[
         str,
         typer.Argument(
-            help='a row to draw, such as vllm.0.23, or a layout, such as "layer | block kv token head dim"; nothing: the table'
+            help="The layout to draw: a name from the list, such as vllm.0.23, or a layout string, such as "
+            '"layer | block kv token head dim". Without it all layouts are listed.'
         ),
     ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="The registry as JSON: all rows, or those of NAME.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="The JSON Schema of the registry.")] = False,
+    vectors: Annotated[
+        bool, typer.Option("--vectors", help="Conformance vectors for other implementations, as JSON, into the file NAME if given.")
+    ] = False,
 ) -> None:
-    """List the engines' layouts, or draw one."""
+    """List the KV cache layouts of engines, or draw one of them byte by byte. With --json, the registry for other tools."""
+    if as_json + schema + vectors > 1:
+        raise BadArgument("layouts(): --json, --schema and --vectors are three files; ask for one of them.")
+    if vectors:
+        return _write_vectors(name)
+    if as_json or schema:
+        return _print_registry(name, schema)
     console = Console(highlight=False)
     if name:
         for line in draw(_row(name)):
@@ -57,6 +73,30 @@ def layouts(
         widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
         for row_name, layout, versions in rows:
             typer.echo(f"{row_name:{widths[0]}}  {layout:{widths[1]}}  {versions}")
+
+
+def _write_vectors(file: str) -> None:
+    from kvx.layout.vectors import to_text
+    from kvx.layout.vectors import vectors as make
+
+    found = make()
+    if not file or file == "-":
+        return typer.echo(to_text(found), nl=False)
+    Path(file).write_text(to_text(found), encoding="utf-8")
+    kinds = ", ".join(f"{len(cases):,} {kind}" for kind, cases in found.items() if isinstance(cases, list))
+    typer.echo(f"Wrote {file}: {kinds}.")
+
+
+def _print_registry(name: str, only_schema: bool) -> None:
+    from kvx.layout import registry
+
+    if only_schema:
+        return typer.echo(registry.SCHEMA.read_text(encoding="utf-8"), nl=False)
+    found = registry.registry()
+    if name:
+        wanted = {row.name for row in engine_rows(name)}
+        found["engines"] = [row for row in found["engines"] if row["name"] in wanted]
+    typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
 
 
 def _row(name: str) -> EngineRow:
@@ -102,7 +142,7 @@ def draw(row: EngineRow) -> Iterator[Text]:
         if getattr(row, field):
             yield Text(f"  {field:10}  {getattr(row, field)}")
     yield Text(
-        f"\ndrawn: {_count(spec.num_layers, 'layer')}, {_count(spec.num_blocks, 'block')} of {spec.block_size} tokens, "
+        f"\nexample: {_count(spec.num_layers, 'layer')}, {_count(spec.num_blocks, 'block')} of {spec.block_size} tokens, "
         f"{_count(spec.num_kv_heads, 'head')}, head_dim {spec.head_dim}, {spec.format}: "
         f"{_count(len(sizes), 'allocation')}, {sum(sizes)} bytes"
     )

@@ -52,7 +52,7 @@ class PlainView(View):
     def start(self, engine: Engine, answers: Answers, note: str = "") -> None:
         spec = engine.cache.groups[0].spec.of_kv
         blocks = f"{_count(spec.num_blocks, 'block')} of {spec.block_size} tokens"
-        self._console.print(f"{_count(len(answers), 'answer')} on {blocks}, KV in {spec.format}.")
+        self._console.print(f"{_count(len(answers), 'answer')}, a cache of {blocks}, KV format {spec.format}.")
         self._console.print(f"{note}\n" if note else "", markup=False, soft_wrap=True)
 
     def show(self, answer: dict[str, Any]) -> None:

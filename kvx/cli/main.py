@@ -26,6 +26,8 @@ VERBS = (
     "convert",
     "inspect",
     "layouts",
+    "page",
+    "view",
     "size",
     "verify",
     "llama",

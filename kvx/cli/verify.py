@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from math import lcm
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -15,61 +17,77 @@ from kvx.cli.shards import Shards, find_paths
 from kvx.errors import BadArgument
 from kvx.files.seal import PartDigests, part_ranges
 
+FORM = 1  # of what --json prints
+
 
 def verify(
     first: Annotated[str, typer.Argument(metavar="A", help="A cache file, or one per rank: 'cache{rank}.kvx'.")],
     second: Annotated[
         str, typer.Argument(metavar="[B]", help="Another cache file, in any layout, block size and number of ranks.")
     ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with digests by part; the page shows it.")] = False,
 ) -> None:
-    """Check a cache file against its seal, or compare two files: format, geometry and content. Exit code 1 when they
+    """Check a cache file against its seal (checksum), or compare two files: format, geometry and content. Exit code 1 when they
     differ."""
     a = Shards.open("kvx verify", find_paths("kvx verify", first))
     if not second:
         a.require_seals("kvx verify", "Give a second file to compare with.")
-    mine, is_whole = _content(a, first)
+    say = _silent if as_json else typer.echo
+    found = [_content(a, first, say)]
     if not second:
-        if not is_whole:
-            raise typer.Exit(1)
-        typer.echo("as it was written")
+        verdict = "as it was written" if found[0]["is_whole"] else "not as it was written"
+        _finish(found, verdict, None, as_json, is_said=found[0]["is_whole"])
         return
     b = Shards.open("kvx verify", find_paths("kvx verify", second))
-    theirs, is_other_whole = _content(b, second)
+    found.append(_content(b, second, say))
     difference = field_difference(a.whole, b.whole)
-    if not difference and mine != theirs:
+    if not difference and found[0]["digest"] != found[1]["digest"]:
         difference = first_difference(a, b)
-    if difference:
-        typer.echo(f"differ: {difference}")
-        raise typer.Exit(1)
-    if not (is_whole and is_other_whole):
-        typer.echo("the same KV, and not as it was written")
-        raise typer.Exit(1)
-    typer.echo("the same KV")
+    is_whole = all(one["is_whole"] for one in found)
+    verdict = f"differ: {difference}" if difference else "the same KV" + ("" if is_whole else ", and not as it was written")
+    _finish(found, verdict, not difference, as_json)
 
 
-def _content(shards: Shards, name: str) -> tuple[str, bool]:
-    """The digest of all, and whether each file is what its seal says. Ranks that hold the same heads count once."""
+def _finish(found: list[dict[str, Any]], verdict: str, is_same: bool | None, as_json: bool, is_said: bool = True) -> None:
+    if as_json:
+        typer.echo(json.dumps({"kvx_verify": FORM, "files": found, "is_same": is_same, "verdict": verdict}, indent=1))
+    elif is_said:
+        typer.echo(verdict)
+    if is_same is False or not all(one["is_whole"] for one in found):
+        raise typer.Exit(1)
+
+
+def _silent(text: str) -> None:
+    """What --json has as fields is not said beside it."""
+
+
+def _content(shards: Shards, name: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """The digest of all and of each part, and whether each file is what its seal says. Ranks with the same heads count once."""
     total, is_whole, seen = kvx.Digest(), True, dict[tuple[int, int], tuple[str, str]]()
+    parts: list[dict[str, Any]] = []
     for file in shards.files:
         if file.parts:
             check = files.SealCheck(file).read_all()
             found = check.found
             if str(found.total) != file.content or [str(d) for d in found.sums] != file.parts:
-                typer.echo(check.words())
+                say(check.words())
                 is_whole = False
         else:
             found = PartDigests(file.spec)
             for part in part_ranges(file.spec):
                 found.add(file.buffers, part.start, part.stop)
+        for n, (part, mine) in enumerate(zip(part_ranges(file.spec), found.sums, strict=True)):
+            parts.append({"path": file.path, "first_block": part.start, "end_block": part.stop, "digest": str(mine),
+                          "kept": file.parts[n] if file.parts else None})  # fmt: skip
         here = (file.spec.layer_start, file.spec.of_kv.head_start)
         path, held = seen.setdefault(here, (file.path, str(found.total)))
         if held != str(found.total):
             raise BadArgument(f"kvx verify: {path} and {file.path} hold the same heads, with different content.")
         if path == file.path:
             total += found.total
-    sealed = "" if all(f.parts for f in shards.files) else " (no seal)"
-    typer.echo(f"{name}: {total}{sealed}")
-    return str(total), is_whole
+    is_sealed = all(f.parts for f in shards.files)
+    say(f"{name}: {total}{'' if is_sealed else ' (no seal)'}")
+    return {"name": name, "digest": str(total), "is_sealed": is_sealed, "is_whole": is_whole, "parts": parts}
 
 
 def field_difference(a: kvx.CacheSpec, b: kvx.CacheSpec) -> str:

@@ -20,6 +20,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib import import_module
 from typing import NoReturn
 
 from kvx.errors import LayoutError
@@ -126,6 +127,19 @@ class Layout:
             if plane.split_of("dim") and [a.part for a in plane.order if a.name == "dim"] != ["/", "%"]:
                 return "has dim%x outside dim/x"
         return ""
+
+    def to_svg(self, *, colour_by: str = "", format: str = "", **sizes: int) -> str:
+        """A small cache of this layout as SVG, byte by byte, coloured by an axis: head, kv, layer, block, token or dim.
+
+        `sizes` are num_layers, num_blocks, block_size, num_kv_heads and head_dim, raised to what the layout's splits divide.
+        """
+        # What draws knows specs, which read layouts: it stands above this file, and is imported by whoever asks for a picture.
+        drawing = import_module("kvx.layout.drawing")
+        return str(drawing.layout_svg(self, colour_by=colour_by, format=format, **sizes))
+
+    def _repr_svg_(self) -> str:
+        """What a notebook shows."""
+        return self.to_svg()
 
     @staticmethod
     def parse(text: str) -> Layout:

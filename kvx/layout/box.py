@@ -66,6 +66,11 @@ class Cell(NamedTuple):
         """Of the elements of one row at the destination."""
         return self.head_dim * _BITS[self.dst.dtype] // 8
 
+    @property
+    def src_bytes(self) -> int:
+        """Of the elements of one row at the source."""
+        return self.head_dim * _BITS[self.src.dtype] // 8
+
 
 class Box(NamedTuple):
     src: Side

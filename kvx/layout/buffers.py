@@ -27,9 +27,28 @@ def allocate_buffers(spec: Spec, device: str | torch.device = "cpu", *, pin_memo
             (1, getattr(torch, scale.torch_name)) if scale.bits > 8 else (0x38 if scale.name == "fp8_e4m3" else 127, torch.uint8)
         )
         scales.append(torch.full((spec.num_layers, *shape), one, dtype=dtype, device=device, pin_memory=pin_memory))
+        if not spec.plane(i).format.granularity.is_stored_per_token:
+            mark_unset(scales[-1])
     count = sum(plane.format.has_tensor_scale for plane in spec.planes)
     scales += [torch.ones(spec.num_layers, dtype=torch.float32, device=device, pin_memory=pin_memory) for _ in range(count)]
     return [*caches, *scales]
+
+
+def mark_unset(scale: Tensor) -> None:
+    """Remember that this is how the scale was made: torch counts its changes."""
+    if not scale.is_inference():
+        scale.kvx_unset_version = scale._version  # type: ignore[attr-defined]
+
+
+def mark_set(scale: Tensor) -> None:
+    """Of one that the library fills: torch does not see that."""
+    if hasattr(scale, "kvx_unset_version"):
+        del scale.kvx_unset_version
+
+
+def is_unset(scale: Tensor) -> bool:
+    version = getattr(scale, "kvx_unset_version", None)
+    return version is not None and version == scale._version
 
 
 def _whole_blocks(spec: Spec, size: int) -> int:

@@ -18,6 +18,7 @@ from kvx.layout.box import Box, BoxDigit, family, fold, pack_box, pack_cell, wal
 from kvx.layout.match import RopeReorder, boxes, join, plane_matches, reorder_of
 from kvx.layout.pairs import Pairs, pairs_of
 from kvx.layout.place import buffer_bytes, buffer_sizes, num_buffers, places
+from kvx.layout.plan_svg import plan_svg
 from kvx.layout.shards import (
     Rectangle,
     as_shards,
@@ -154,6 +155,13 @@ class Plan(Shown):
             lines.append(f"{src} -> {dst}: {self.unit_bytes * planned:,} bytes, {count}")
         return "\n".join(lines)
 
+    def to_svg(self) -> str:
+        """A picture of the first blocks' runs, from where they lie to where they go: an <svg> element for notebooks and docs."""
+        return plan_svg(self)
+
+    def _repr_html_(self) -> str:
+        return self.to_svg() + super()._repr_html_()
+
     def to_bytes(self, *, destination: tuple[tuple[int, int], ...] = (), content: int = 0) -> bytes:
         """The flat form of include/kvx_abi.h: header, boxes, cells, buffer sizes (`destination` instead of those of dst).
 
@@ -181,7 +189,7 @@ def plan(
     src: Spec | Sequence[Spec],  # what there is; several specs are shards of one cache
     dst: Spec | Sequence[Spec],  # what is wanted
     *,
-    blocks: tuple[Sequence[int], Sequence[int]] | None = None,  # (ids at src, ids at dst), what moves unless told otherwise
+    blocks: tuple[Sequence[int], Sequence[int]] | None = None,  # (ids at src, ids at dst): the blocks to move, by default
     layers: tuple[int, int] | None = None,  # first and end, of the model's layers; None = all the destination holds
     rope: tuple[str, str] = ("half", "half"),  # how K's rotated pairs lie at either side: "half" apart, or "interleaved"
     rotary_dim: int = 0,  # elements of a K row that are rotated, the first ones; 0 = all

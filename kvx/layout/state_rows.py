@@ -33,10 +33,11 @@ class StateRow:
         if self.is_matrix_first:
             names.sort(key=lambda name: name.startswith("conv"))  # several convolutions keep their order
         axes = {p.name: p.sizes for p in planes}
-        parts = "; ".join(f"{name}: {self.inside}{self._order(name, axes[name])}" for name in names)
+        parts = "; ".join(f"{name}: {self.inside}{self.order(name, axes[name])}" for name in names)
         return f"{self.outside}plane[{parts}]"
 
-    def _order(self, name: str, axes: dict[str, int]) -> str:
+    def order(self, name: str, axes: dict[str, int]) -> str:
+        """A plane's own axes in this engine, outermost first."""
         kind = name.rstrip("0123456789")
         orders = {"conv": self.conv, "delta": self.delta, "ssm": self.ssm}
         if kind not in orders:

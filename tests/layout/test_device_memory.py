@@ -63,3 +63,42 @@ def test_devices():
     assert kvx.allocate_buffers(HUGE, "meta")[0].numel() == 10**9 * 16 * 4 * 64 * 2
     if torch.cuda.is_available():
         assert device_bytes("cuda") == torch.cuda.mem_get_info()[1]
+
+
+SMALL = kvx.CacheSpec(num_blocks=4, block_size=16, num_kv_heads=2, head_dim=64)
+CALLS = {
+    "allocate": lambda device: kvx.allocate(SMALL, device),
+    "allocate_buffers": lambda device: kvx.allocate_buffers(SMALL, device),
+    "PagedCache": lambda device: kvx.PagedCache([kvx.LayerGroup("a", (0,), SMALL)], max_seqs=1, max_seq_len=32, device=device),
+    "Engine.load": lambda device: kvx.runner.Engine.load("no-such-model", device=device),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")])
+def test_a_gpu_that_torch_does_not_see(call, device, monkeypatch):
+    """torch's own words are "Torch not compiled with CUDA enabled", of no call in particular."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for cuda, advice in ((None, "built without CUDA: install a build with it"), ("13.0", "`nvidia-smi`, and CUDA_VISIBLE_DEVICES")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        words = rf'^{call}\(\): device is "cuda.*", and torch sees no CUDA device\. .*{advice}.*, or use device="cpu"\.$'
+        with pytest.raises(kvx.Unsupported, match=words):
+            CALLS[call](str(device) if call == "Engine.load" else device)
+
+
+def test_a_gpu_past_the_last(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(
+        kvx.Unsupported, match=r'^allocate\(\): device is "cuda:2", and torch sees 2 CUDA devices, cuda:0 to cuda:1'
+    ):
+        kvx.allocate(SMALL, "cuda:2")
+
+
+@pytest.mark.parametrize("call", ["allocate", "allocate_buffers", "PagedCache"])
+def test_a_device_that_is_none(call):
+    with pytest.raises(kvx.BadArgument, match=rf"^{call}\(\): device is 'gpu'; it takes \"cpu\", \"cuda\""):
+        CALLS[call]("gpu")
+    if not torch.xpu.is_available():
+        with pytest.raises(kvx.Unsupported, match=rf'^{call}\(\): device is "xpu", which torch cannot use here'):
+            CALLS[call]("xpu")
