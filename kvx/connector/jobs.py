@@ -19,6 +19,7 @@ class Job:
     names: tuple[bytes, ...]  # of the tiers' blocks from first // block_size on, to the one that holds end - 1
     blocks: tuple[tuple[int, ...], ...]  # for each group its table, from token 0 on
     computed: int = 0  # tokens before the step: what is behind a window by then has no memory any more, whatever the table says
+    reached: int = 0  # tokens after the step, where states stand then
 
     def first_name(self, block_size: int) -> int:
         """The place of names[0] in the sequence."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvx.connector.groups import PartGroups
 from kvx.connector.jobs import Job
 from kvx.connector.lost import WrongBlocks
+from kvx.connector.neighbours import Neighbours
 from kvx.connector.tier_stack import TierStack
 from kvx.handover import names as names_of
 
@@ -45,13 +46,16 @@ class SchedulerSide:
         *,
         block_size: int,  # of the tiers
         model: str,
+        neighbours: Sequence[Sequence[Neighbours]] = (),  # as the stacks; (): what others wrote is left alone
         is_decode_only: bool = False,  # several new tokens are computed without those before them: load only where one is left
     ) -> None:
         self.parts, self.stacks, self.block_size, self.model = list(parts), stacks, block_size, model
-        self.is_decode_only = is_decode_only
-        self.align = lcm(*(g.block_size for part in parts for g in part.groups))
+        self.is_decode_only, self.neighbours = is_decode_only, neighbours
+        self.align = lcm(*(g.block_size for part in parts for g in part.groups if not g.planes or g.keeps_states))
+        if any(part.is_state for part in parts):  # a state has the name of a block that ends where it stands
+            self.align = lcm(self.align, block_size)
         self._requests: dict[str, _Request] = {}
-        self._wrong = WrongBlocks(parts[0].groups[0].block_size)
+        self._wrong = WrongBlocks(next(g.block_size for part in parts for g in part.groups if g.index == 0))
         self._heard: set[int] = set()
         self._step = 0
         self._ended: list[tuple[int, list[int]]] = []  # the step before, and the first group's table, of requests that ended lately
@@ -62,6 +66,9 @@ class SchedulerSide:
 
     def drop(self, request: str) -> None:
         ended = self._requests.pop(request, None)
+        if ended is not None and ended.names:  # what it computed is in the tiers by now
+            for every in self.neighbours:
+                every[0].lead(ended.tokens, ended.names)  # records are of tokens, for all ranks
         if ended is not None and ended.blocks:
             self._ended.append((self._step, ended.blocks[0]))
 
@@ -90,22 +97,28 @@ class SchedulerSide:
 
     def _look_up(self, r: _Request) -> int:
         self._name(r, len(r.tokens))
+        for one in (one for every in self.neighbours for one in every):
+            one.take_over(r.tokens, r.names)
         end = (len(r.tokens) - 1) // self.align * self.align
         while end:
-            there = min(
-                self._first(part, end) + stack.beginning(r.names[self._first(part, end) : -(-end // self.block_size)])
-                for part, ranks in zip(self.parts, self.stacks, strict=True)
-                for stack in ranks
-            )
-            if there * self.block_size >= end:
+            there = end
+            for part, ranks in zip(self.parts, self.stacks, strict=True):
+                for stack in ranks:
+                    there = min(there, self._reach(part, stack, r.names, there))
+            if there == end:
                 return end
-            end = there * self.block_size // self.align * self.align
+            end = there // self.align * self.align
         return 0
 
-    def _first(self, part: PartGroups, end: int) -> int:
-        """The first block with memory in the engine when the token after `end` is the next: windows keep whole blocks of its."""
-        size = part.groups[0].block_size
-        return max(0, end + 1 - part.window) // size * size // self.block_size if part.window else 0
+    def _reach(self, part: PartGroups, stack: TierStack, names: Sequence[bytes], end: int) -> int:
+        """How many of these tokens the part can go on after, as far as this rank's tiers have them."""
+        size = self.block_size
+        if not part.is_state:
+            first = part.groups[0].first_seen(end) // size
+            return min(end, (first + stack.beginning(names[first : -(-end // size)])) * size)
+        ends = range(end // self.align * self.align, 0, -self.align)
+        there = stack.has_any([names[n // size - 1] for n in ends])
+        return next((n for n, has in zip(ends, there, strict=True) if has and stack.beginning([names[n // size - 1]])), 0)
 
     def _name(self, r: _Request, num_tokens: int) -> None:
         if len(r.names) < num_tokens // self.block_size:
@@ -140,9 +153,10 @@ class SchedulerSide:
             save = max(save[0], load[1] // self.block_size * self.block_size), save[1]
         self._name(r, max(load[1], save[1]))
         r.saved = max(r.saved, save[1])
-        first, second = (self._job(request, r, *span, num_computed) if span[0] < span[1] else None for span in (load, save))
+        steps = num_computed, num_computed + num_new
+        first, second = (self._job(request, r, *span, *steps) if span[0] < span[1] else None for span in (load, save))
         return StepJobs(first, second if is_right else None)
 
-    def _job(self, request: str, r: _Request, first: int, end: int, computed: int) -> Job:
+    def _job(self, request: str, r: _Request, first: int, end: int, computed: int, reached: int) -> Job:
         names = r.names[first // self.block_size : -(-end // self.block_size)]
-        return Job(request, first, end, tuple(names), tuple(map(tuple, r.blocks)), computed)
+        return Job(request, first, end, tuple(names), tuple(map(tuple, r.blocks)), computed, reached)

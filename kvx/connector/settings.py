@@ -17,7 +17,7 @@ class Settings:
     """What an engine's connector is told, such as vLLM's `kv_connector_extra_config`."""
 
     tiers: tuple[TierOption, ...]  # fastest first
-    model: str = ""  # whose KV it is; "": a name made of the weight files
+    model: str = ""  # the model that K and V belong to; "": a name computed from the weight files
     block_size: int = 0  # tokens of a block in the tiers; 0: as the engine's
     format: str = ""  # of blocks in the tiers; "": as the engine's
 

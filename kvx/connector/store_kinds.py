@@ -61,8 +61,22 @@ class OtherKinds:
         self._looked_s = -REFRESH_S
 
     def families(self, scheme: Scheme) -> list[Family]:
+        return [f for f in self.every_family() if f.scheme == scheme]
+
+    def every_family(self) -> list[Family]:
         self._look()
-        return [f for f in self._families if f.scheme == scheme]
+        return self._families
+
+    def schemes(self) -> dict[Scheme, dict[Path, list[Tier]]]:
+        """Whose blocks there are, and how large, whether they are all of the reader's heads or not: by directory, their tiers."""
+        self._look()
+        found: dict[Scheme, dict[Path, list[Tier]]] = {}
+        for folder, kept in self._tiers.items():
+            spec = None if kept is None else spec_of(kept[0])
+            if kept is not None and spec is not None:
+                scheme = Scheme(str(kept[0].manifest.get(NAMES, "")), spec[0].block_size)
+                found.setdefault(scheme, {}).setdefault(folder.parent, []).append(kept[1])
+        return found
 
     def alias(self, name: bytes) -> list[tuple[Alias, Family]]:
         """Blocks of other schemes that have the tokens of this page, as far as records say."""

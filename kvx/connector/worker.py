@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kvx.connector.groups import PartGroups, Segment
@@ -44,8 +45,7 @@ class PartMover:
         """Blocks that are new in the tiers."""
         whole = self._places(job, complete, all)
         if self.part.window:  # the engine gave back what this step's tokens do not see
-            size = self.part.groups[0].block_size
-            seen = max(0, job.computed + 1 - self.part.window) // size * size
+            seen = self.part.groups[0].first_seen(job.computed)
             whole = [ok and (job.first_name(self.spec.block_size) + n) * self.spec.block_size >= seen for n, ok in enumerate(whole)]
         wanted = [n for n, ok in enumerate(whole) if ok]
         there = self.stack.has([job.names[n] for n in wanted])
@@ -104,19 +104,27 @@ class PartMover:
         if key not in self._plans:
             tier, engine = replace(self.spec, num_blocks=num_blocks), self.runs[run].segment.spec
             # Heads are counted as the rank has them on both sides; layers as the part has them.
-            engine = replace(engine, head_start=tier.head_start)
+            engine = engine.replaced(head_start=tier.head_start)
             here = engine.layer_start, engine.layer_start + engine.num_layers
             self._plans[key] = plan(tier, engine, partial=True) if is_load else plan(engine, tier, layers=here)
         return self._plans[key]
 
 
-def runs_of(segments: Sequence[Segment], caches: Mapping[str, Tensor]) -> list[LayerRun]:
+def runs_of(
+    segments: Sequence[Segment],
+    caches: Mapping[str, Tensor],
+    scales: Mapping[str, tuple[float, float]] | None = None,  # of K and V, in a format with a scale for each tensor
+) -> list[LayerRun]:
     """With the tensors that the engine registered, by the names of their layers."""
     found = []
     for s in segments:
         names = s.group.layer_names[s.first : s.first + len(s.layers)]
         tensors = [caches[name] for name in names]
-        found.append(LayerRun(s, [_from_first_to_last(tensors)] if s.is_whole else [_in_memory_order(t) for t in tensors]))
+        buffers = [_from_first_to_last(tensors)] if s.is_whole else [_in_memory_order(t) for t in tensors]
+        if scales is not None:
+            device = tensors[0].device
+            buffers += [torch.tensor([scales[name][plane] for name in names], dtype=torch.float32).to(device) for plane in range(2)]
+        found.append(LayerRun(s, buffers))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from kvx.handover.facts import NEUTRAL, NEUTRAL_LATENT
 from kvx.handover.handover import Handover, from_manifest
-from kvx.handover.in_tiers import find, keep, names
+from kvx.handover.in_tiers import find, keep, names, part_kind
 from kvx.handover.joined import join
 from kvx.handover.part import Part
 from kvx.handover.saved import load, save
@@ -23,5 +23,6 @@ __all__ = [
     "load",
     "model_name",
     "names",
+    "part_kind",
     "save",
 ]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvx.cache.tokens import token_ids
-from kvx.errors import BadArgument, Damaged, Incompatible, OutOfRange, Unsupported
+from kvx.errors import BadArgument, Damaged, Incompatible, OutOfRange, Unsupported, a_type
 from kvx.handover.facts import check_parts, few, first_seen, is_state_part, tokens_of
 from kvx.handover.manifest import read_manifest, write_manifest
 from kvx.handover.memory import moved, new_buffers
@@ -185,7 +185,7 @@ class Handover(Shown):
         """
         here = self._part("write_planes", part)
         if not isinstance(here.spec, StateSpec) or not isinstance(spec, StateSpec):
-            raise BadArgument(f"write_planes(): part {part} is {_what(here)} and spec a {type(spec).__name__}; both are of planes.")
+            raise BadArgument(f"write_planes(): part {part} is {_what(here)} and spec {a_type(spec)}; both are of planes.")
         if spec.model and spec.model != self.model:
             raise Incompatible(
                 f"write_planes(): the handover is of model {self.model!r}; here it is {spec.model!r}. It was not read."

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from kvx.cache.names import naming
 from kvx.cache.tokens import token_ids
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, a_type
 from kvx.handover.facts import few, first_seen, is_state_part
 from kvx.handover.handover import Handover
 from kvx.handover.memory import has_scales, new_buffers
@@ -34,13 +34,20 @@ def names(tokens: ArrayLike, block_size: int, model: str) -> list[bytes]:
     return by.chain(token_ids("names()", tokens).astype("<i4").tobytes(), by.root(model.encode()), block_size)
 
 
+def part_kind(spec: Spec, layers: Sequence[int], window: int = 0) -> BlockKind:
+    """Of a part's blocks where the model has several parts, whose blocks may look alike: the manifest says which one it is."""
+    kind = BlockKind.of(spec)
+    return BlockKind({**kind.manifest, "layers": ",".join(map(str, layers)), "window": window}, kind.buffer_bytes)
+
+
 def keep(handover: Handover, tiers: Sequence[Tier], *, block_size: int = 0) -> int:
     """Put its full blocks into a tier for each part. How many there are. Its content is checked first.
 
-    A handover with states stands where a block ends, or nobody could find them. `block_size` is for one of states alone.
+    A handover with states stands where a block ends, or nobody could find them. `block_size` is for one of states alone. A tier's
+    kind is `BlockKind.of(part.spec)`, or that of `part_kind`, by which engines that share a store tell parts apart.
     """
     if not isinstance(handover, Handover):
-        raise BadArgument(f"keep(): handover is a {type(handover).__name__}; it is a kvx.handover.Handover.")
+        raise BadArgument(f"keep(): handover is {a_type(handover)}; it is a kvx.handover.Handover.")
     _check_tiers("keep", tiers, len(handover.parts))
     for part in handover.parts:
         _require_whole_blocks("keep", part.spec)
@@ -57,6 +64,8 @@ def keep(handover: Handover, tiers: Sequence[Tier], *, block_size: int = 0) -> i
     waits = []
     for part, tier in zip(handover.parts, tiers, strict=True):
         kind = BlockKind.of(part.spec)
+        if (told := part_kind(part.spec, part.layers, part.window)).text == tier.kind.text:
+            kind = told
         if is_state_part(part):
             waits.append(tier.put(keys[full - 1 : full], [kind.block(part.buffers)]))
             continue
@@ -182,12 +191,12 @@ def _require_whole_blocks(call: str, spec: Spec) -> None:
 
 
 def _spec(kind: BlockKind) -> Spec:
-    return spec_from_json(json.dumps(dict(kind.manifest)))
+    return spec_from_json(json.dumps({name: value for name, value in kind.manifest.items() if name not in ("layers", "window")}))
 
 
 def _check_tiers(call: str, tiers: Sequence[Tier], parts: int) -> None:
     if not isinstance(tiers, Sequence):
-        raise BadArgument(f"{call}(): tiers is a {type(tiers).__name__}; it is a list, a Tier for each part.")
+        raise BadArgument(f"{call}(): tiers is {a_type(tiers)}; it is a list, a Tier for each part.")
     if not tiers or len(tiers) != parts:
         raise BadArgument(f"{call}(): {len(tiers)} tiers for {parts} parts; each part has a tier of its own.")
     for t in tiers:

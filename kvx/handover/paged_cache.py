@@ -18,7 +18,7 @@ from kvx.cache.groups import LayerGroup, Member
 from kvx.cache.kinds import State
 from kvx.cache.paged import PagedCache
 from kvx.cache.sequence import Sequence
-from kvx.errors import BadArgument, Incompatible, Unsupported
+from kvx.errors import BadArgument, Incompatible, Unsupported, a_type
 from kvx.handover.facts import few, is_state_part
 from kvx.handover.handover import Handover
 from kvx.handover.layer_blocks import (
@@ -132,7 +132,7 @@ def write_sequence(
     """
     call = "write_sequence"
     if not isinstance(handover, Handover):
-        raise BadArgument(f"{call}(): handover is a {type(handover).__name__}; it is a kvx.handover.Handover.")
+        raise BadArgument(f"{call}(): handover is {a_type(handover)}; it is a kvx.handover.Handover.")
     _require_plain(call, cache, seq)
     handover.check()
     _require_geometry(call, cache, handover, model)

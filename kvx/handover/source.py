@@ -67,7 +67,7 @@ def export_blocks(
     tokens: ArrayLike,  # ids whose K and V are in the blocks
     sources: Sequence[Source],  # ranks and stages of one kind of layers are joined, and groups with tables of their own
     *,
-    model: str = "",  # whose KV it is; "": as the specs say
+    model: str = "",  # the model that K and V belong to; "": as the specs say
     block_size: int = 16,
     format: str = "",  # "": as it is
 ) -> Handover:

@@ -386,7 +386,7 @@ def test_a_cache_that_was_reset_is_empty(kind):
 
 def test_what_is_no_handover_and_no_padding():
     made, ids = model("lfm2"), prompt()
-    with pytest.raises(BadArgument, match=r"import_cache\(\): handover is a NoneType"):
+    with pytest.raises(BadArgument, match=r"import_cache\(\): handover is None"):
         import_cache(None, made.config)
     with pytest.raises(BadArgument, match=r"export_cache\(\): padding is '4'"):
         export_cache(prefilled("lfm2"), ids[0], model=made.config, padding="4")

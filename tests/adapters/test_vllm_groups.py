@@ -25,8 +25,9 @@ def test_block_sizes_fit_into_each_other():
 
 
 def test_heads_of_ranks():
-    assert [head_start(r, 2, 4) for r in range(2)] == [0, 2]
-    assert [head_start(r, 4, 2) for r in range(4)] == [0, 0, 1, 1]
+    assert [head_start(r, 2, 4, 2) for r in range(2)] == [0, 2]
+    assert [head_start(r, 4, 2, 1) for r in range(4)] == [0, 0, 1, 1]
+    assert [head_start(r, 2, 16, 2) for r in range(2)] == [0, 2]  # Gemma 4's full layers have 4 of 16
 
 
 @pytest.mark.parametrize("row", ["vllm.cpu", "vllm.cpu.amx", "vllm.cpu.arm"])

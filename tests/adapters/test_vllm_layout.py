@@ -140,10 +140,11 @@ def test_a_layer_that_lies_otherwise_is_refused():
 @pytest.mark.parametrize(
     ("facts", "says"),
     [
-        (replace(FULL, kind="MambaSpec"), "MambaSpec: a state does not hold one row per token"),
-        (replace(FULL, kind="ChunkedLocalAttentionSpec"), "is not a window"),
+        (replace(FULL, kind="CircularBufferSpec"), "CircularBufferSpec: a ring of one request has no blocks with names"),
+        (replace(FULL, kind="ChunkedLocalAttentionSpec"), "a ChunkedLocalAttentionSpec with a window of 0 tokens"),
         (replace(FULL, kind="FutureSpec"), "FutureSpec: this adapter has not learned to read it"),
-        (replace(FULL, dtype="uint8"), "holds uint8; its scales are not among what vLLM registers"),
+        (replace(FULL, dtype="uint8"), "holds uint8; it reads float32, float16, bfloat16 and, of K and V, fp8_e4m3 and fp8_e5m2"),
+        (replace(LATENT, dtype="fp8_e4m3"), "holds fp8_e4m3 latents"),
         (replace(FULL, unusual={"kv_quant_mode": "4"}), "kv_quant_mode=4, which changes what its bytes mean"),
         (replace(FULL, layer_names=("draft",)), "has 0 numbers in its name"),
         (replace(LATENT, num_kv_heads=2), "latent rows of 2 heads"),
@@ -165,6 +166,17 @@ def test_a_part_is_all_layers_that_see_the_same():
     assert kinds[1].manifest["window"] == 48
     alone = parts[0].kind(parts[0].tier_spec(block_size=16, model="m"), 1)
     assert "window" not in alone.manifest  # as kvx.handover.keep names it
+
+
+def test_chunks_are_no_windows():
+    """Llama 4: after the end of a chunk nothing before is seen; inside one, all of it."""
+    (part,) = parts_of(read_groups([replace(FULL, kind="ChunkedLocalAttentionSpec", window=64, block_size=16)]))
+    (group,) = part.groups
+    assert [group.first_seen(n) for n in (0, 63, 64, 65, 127, 128)] == [0, 0, 64, 64, 64, 128]
+    (window,) = read_groups([replace(FULL, kind="SlidingWindowSpec", window=64, block_size=16)])
+    assert [window.first_seen(n) for n in (0, 63, 64, 78, 79, 128)] == [0, 0, 0, 0, 16, 64]
+    spec = part.tier_spec(block_size=16, model="m")
+    assert part.kind(spec, 2).digest != parts_of([replace(window, layers=group.layers)])[0].kind(spec, 2).digest
 
 
 def test_ranks_have_kinds_of_their_own():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,10 @@ import pytest
 import torch
 
 import kvx
+from kvx.adapters.vllm.groups import GroupFacts, ModelFacts, read_groups, require_block_size
+from kvx.adapters.vllm.layout import TensorFacts
+from kvx.adapters.vllm.states import read_states, state_planes
+from kvx.connector.groups import parts_of
 from kvx.layout.buffers import allocate_buffers
 from kvx.layout.state_rows import state_row
 from kvx.spec import PlaneSpec, StateSpec, state_plane
@@ -139,6 +144,67 @@ def test_pages_of_qwen3_next_beside_attention(order):
     kvx.convert([memory], between, plan=kvx.plan(spec, there, blocks=([1], [0])))
     kvx.convert(between, [as_registered(target, 137216)], plan=kvx.plan(there, spec, blocks=([0], [1])))
     assert torch.equal(target, storage)
+
+
+def falcon_h1(**more: object) -> dict:
+    return {
+        "model_type": "falcon_h1", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4,
+        **more,
+    }  # fmt: skip
+
+
+STATES = GroupFacts(
+    "MambaSpec", ("model.2.mixer", "model.3.mixer"), 1024, 0, 0, "", states=(((3, 64), "float32"), ((4, 8, 16), "float32"))
+)
+
+
+def test_a_connector_reads_groups_of_states():
+    """Falcon-H1's layers are counted after those of attention. Shapes are a rank's: B and C are on both."""
+    (group,) = read_groups([STATES], ModelFacts(2, planes=state_planes(falcon_h1())))
+    assert (group.layers, group.keeps_states) == ((0, 1), False)
+    assert [(p.name, p.sizes) for p in group.planes] == [
+        ("conv", {"channel": 64, "tap": 3}),
+        ("ssm", {"head": 4, "row": 8, "column": 16}),
+    ]
+    kv = GroupFacts("FullAttentionSpec", ("model.0.attn", "model.1.attn"), 32, 1, 32, "float32")
+    parts = parts_of(read_groups([STATES, kv], ModelFacts(2, planes=state_planes(falcon_h1()))))
+    assert [(part.is_state, part.layers) for part in parts] == [(False, (0, 1)), (True, (0, 1))]
+    rank = replace(STATES, states=(((3, 48), "float32"), ((2, 8, 16), "float32")))
+    (half,) = read_groups([rank], ModelFacts(2, planes=state_planes(falcon_h1()), num_ranks=2))
+    assert half.planes == group.planes
+    require_block_size(32, [group])  # its one block is as long as a request
+    kind = parts_of([group])[0].state_spec(model="m")
+    neutral = StateSpec(1, group.planes, num_layers=2, model="m")
+    assert kind == neutral.replaced(layout=neutral.block_layout)  # as kvx.adapters.transformers hands them over
+
+
+def test_a_connectors_pages():
+    (group,) = read_groups([STATES], ModelFacts(2, planes=state_planes(falcon_h1())))
+    (part,) = parts_of([group])
+    spec = part.state_spec(model="m")
+    content = StateSpec(1, group.planes).block_content_bytes
+    page = TensorFacts((3, 1, 1, content), (4096, content, content, 1), 1, 0)
+    made = read_states(group, [page, page], part, spec, num_blocks=3, order="vllm.sd")
+    assert [(s.layers, s.spec.layer_start, s.spec.block_bytes) for s in made] == [((0,), 0, 4096), ((1,), 1, 4096)]
+    for other in (replace(page, shape=(3, 1, 1, content + 4)), replace(page, element_bytes=4), replace(page, shape=(3, content))):
+        with pytest.raises(kvx.Unsupported, match=r"the states of model\.2\.mixer are .* it reads pages"):
+            read_states(group, [other, page], part, spec, num_blocks=3, order="vllm.sd")
+
+
+@pytest.mark.parametrize(
+    ("facts", "config", "says"),
+    [
+        (replace(STATES, states=(((3, 60), "float32"), ((4, 8, 16), "float32"))), falcon_h1(), "shapes \\[\\[3, 60\\], "),
+        (replace(STATES, states=STATES.states[:1]), falcon_h1(), "by the model's config it has conv 64 x 3 and ssm 4 x 8 x 16"),
+        (replace(STATES, states=(((3, 64), "float8_e4m3fn"), STATES.states[1])), falcon_h1(), "keeps states in float8_e4m3fn"),
+        (replace(STATES, unusual={"num_speculative_blocks": "2"}), falcon_h1(), "num_speculative_blocks=2"),
+        (STATES, {"model_type": "rwkv9", "num_hidden_layers": 2, "layer_types": ["rwkv"] * 2}, "does not say what they hold"),
+    ],
+)
+def test_states_that_a_connector_does_not_read(facts, config, says):
+    with pytest.raises(kvx.Unsupported, match=says):
+        read_groups([facts], ModelFacts(2, planes=state_planes(config)))
 
 
 def test_what_is_not_such_a_page_is_refused():

@@ -30,6 +30,15 @@ def test_one_screen():
         assert words in done.stdout
 
 
+def test_an_optional_package_that_is_not_installed_is_no_problem(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda package: "")
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 0, done.output
+    assert "nixl          not installed    kvx prefill and decode over NIXL: pip install nixl\n" in done.stdout
+    assert "MISSING" not in done.stdout
+    assert "no problems found\n" in done.stdout
+
+
 def test_for_machines():
     done = CliRunner().invoke(app, ["doctor", "--json"])
     facts = json.loads(done.stdout)
@@ -63,6 +72,7 @@ def test_imports_in_a_process_of_their_own(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["doctor", "--imports"])
     assert done.exit_code == 0  # the core works without it
     assert "DOES NOT IMPORT: ImportError: libmissing.so.1 is not there" in done.stdout
+    assert "WARNING    raises does not import: ImportError" in done.stdout
     assert "fix: pip install --force-reinstall raises" in done.stdout
 
 
@@ -72,6 +82,7 @@ def test_a_core_that_does_not_work(monkeypatch):
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1
     assert "DOES NOT WORK" in done.stdout
+    assert "ERROR      the core: libkvx is not built" in done.stdout
     assert "fix: make build" in done.stdout
 
 
@@ -86,7 +97,7 @@ def test_a_header_of_another_abi(monkeypatch, tmp_path):
         "#define KVX_ABI_VERSION_MAJOR 1u\n#define KVX_ABI_VERSION_MINOR 3u\n#define KVX_ABI_VERSION_PATCH 0u\n"
     )
     monkeypatch.setattr(doctor.library, "include_dir", lambda: str(tmp_path))
-    assert {"what": "libkvx has ABI 1.2.0, its header 1.3.0", "mend": "make build"} in doctor.facts()["missing"]
+    assert {"what": "libkvx has ABI 1.2.0, but its header has 1.3.0", "fix": "make build"} in doctor.facts()["problems"]
 
 
 @pytest.mark.parametrize(
@@ -105,24 +116,24 @@ def test_a_gpu_without_kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: gpu)
     info = SimpleNamespace(has_cuda=True, cuda_archs="90a", cuda_devices=1, cuda_runtime=13000, cuda_driver=13010)
     monkeypatch.setattr(doctor.library, "build_info", lambda: info)
-    missing: list[dict[str, str]] = []
-    found = doctor._cuda(missing)
+    problems: list[dict[str, str]] = []
+    found = doctor._cuda(problems)
     assert (found["runtime"], found["driver"], found["gpus"][0]["sm"]) == ("13.0", "13.1", "80")
-    assert missing[0]["what"] == "kernels for A100 (sm_80); libkvx has 90a"
-    assert "KVX_CUDA_ARCHS=80 make build" in missing[0]["mend"]
+    assert problems[0]["what"] == "libkvx has no kernels for A100 (sm_80); it was compiled for 90a"
+    assert "KVX_CUDA_ARCHS=80 make build" in problems[0]["fix"]
     info.has_cuda = False
-    doctor._cuda(missing)
-    assert missing[1]["what"] == "CUDA in libkvx: torch sees a GPU"
+    doctor._cuda(problems)
+    assert problems[1]["what"] == "torch sees a GPU, but libkvx was compiled without CUDA"
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
-    missing: list[dict[str, str]] = []
-    doctor._folders(missing)
-    assert missing[0] == {
-        "what": f"the folder of temporary files {tmp_path} cannot be written into",
-        "mend": "TMPDIR=FOLDER kvx ...",
+    problems: list[dict[str, str]] = []
+    doctor._folders(problems)
+    assert problems[0] == {
+        "what": f"the folder for temporary files, {tmp_path}, is not writable",
+        "fix": "TMPDIR=FOLDER kvx ...",
     }
 
 

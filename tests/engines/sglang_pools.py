@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
+import threading
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import MagicMock
@@ -42,17 +43,21 @@ LAYERS, HEADS, DIM = 3, 4, 16
 MODEL = "tiny-test-weights"
 
 
-def mha_pool(
-    layout: str, *, page_size: int = 4, tokens: int = 128, heads: int = HEADS, v_dim: int = DIM, dtype=torch.bfloat16, **more
-):
-    device = memory_pool.MHATokenToKVPool(
-        size=tokens, page_size=page_size, dtype=dtype, head_num=heads, head_dim=DIM, v_head_dim=v_dim, layer_num=LAYERS,
+def mha_device_pool(
+    *, page_size: int = 4, tokens: int = 128, heads: int = HEADS, dim: int = DIM, v_dim: int = 0, layers: int = LAYERS,
+    dtype=torch.bfloat16,
+):  # fmt: skip
+    return memory_pool.MHATokenToKVPool(
+        size=tokens, page_size=page_size, dtype=dtype, head_num=heads, head_dim=dim, v_head_dim=v_dim or dim, layer_num=layers,
         device="cpu", enable_memory_saver=False, enable_alt_stream=False,
     )  # fmt: skip
-    info = device._mha_buffer_info()
+
+
+def mha_pool(layout: str, *, page_size: int = 4, tokens: int = 128, layers: int = LAYERS, **more: Any):
+    info = mha_device_pool(page_size=page_size, tokens=tokens, layers=layers, **more)._mha_buffer_info()
     return get_mha_host_pool_cls(info)(
         info, 2.0, 0, page_size, layout, pin_memory=False, device="cpu", device_capacity_tokens=tokens, start_layer=0,
-        end_layer=LAYERS - 1,
+        end_layer=layers - 1,
     )  # fmt: skip
 
 
@@ -96,6 +101,23 @@ def backend(folder, pool, *, name: str = "dynamic", **told: Any):
     made.register_mem_pool_host(pool)
     made.on_host_pools_registered()
     return made
+
+
+def controller(folder, pool, page_size: int = 4, *, device: Any = None, **extra: Any):
+    """SGLang's own, with its threads; within `parallel()`. `device` is the pool whose pages go to the host's."""
+    device = device or mha_device_pool(page_size=page_size)
+    slots = allocator.PagedTokenToKVPoolAllocator(
+        device.size, page_size=page_size, dtype=device.dtype, device="cpu", kvcache=device, need_sort=False
+    )
+    return HiCacheController(
+        slots, pool, page_size, None, threading.Event(), io_backend="kernel", storage_backend="dynamic", model_name="tiny",
+        storage_backend_extra_config=config(folder, **extra).extra_config,
+    )  # fmt: skip
+
+
+def parallel():
+    """What a controller asks of the process that it runs in."""
+    return get_parallel().override(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0)
 
 
 def keys(tokens, page_size: int, extra_key: str | None = None, cache_salt: str | None = None) -> list[str]:

@@ -168,7 +168,7 @@ def test_another_secret_and_other_weights_are_refused_in_a_sentence(tmp_path):
         assert done.stderr.splitlines()[-1].startswith(
             f"Incompatible: the other side refuses: prefill: its model is '{p.model}'; asked for"
         )
-        assert "They have other weights" in done.stderr
+        assert "Their weights differ" in done.stderr
         assert p.status() == {"used_blocks": 0, "offers": 0, "done": 1}
         assert decode(p)["is_same"]
 
@@ -275,5 +275,5 @@ def test_the_cli_says_it_in_a_sentence(tmp_path):
     assert done.stdout == ""
     loading, asking, error = done.stderr.splitlines()  # what it does meanwhile, and how it ended
     assert loading.startswith("loading ")
-    assert asking == f"asking the prefill at {address}, for 1 s at most"
+    assert asking == f"requesting K and V from the prefill server at {address}, waiting 1 s at most"
     assert error == f"WireError: no `kvx prefill --listen` answered at {address} within 1 s. Is it running, on the same --wire?"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import queue
-import threading
 import time
 from dataclasses import replace
 
@@ -19,15 +18,7 @@ from kvx.errors import BadArgument, KvxError
 from kvx.handover import NEUTRAL, names
 from kvx.tiers import BlockKind, TierOption
 from tests.engines import sglang_pools as sgl
-from tests.engines.sglang_pools import (
-    HiCacheController,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-    allocator,
-    get_parallel,
-    memory_pool,
-)
+from tests.engines.sglang_pools import PoolHitPolicy, PoolName, PoolTransfer
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified")
 TOKENS = [(n * 37 + n // 7) % 256 for n in range(64)]
@@ -269,22 +260,8 @@ def test_states_are_found_where_they_stand(tmp_path):
 
 @pytest.fixture
 def parallel():
-    with get_parallel().override(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0):
+    with sgl.parallel():
         yield
-
-
-def controller(folder, pool, page_size: int = 4, **extra):
-    device = memory_pool.MHATokenToKVPool(
-        size=128, page_size=page_size, dtype=torch.bfloat16, head_num=sgl.HEADS, head_dim=sgl.DIM, layer_num=sgl.LAYERS,
-        device="cpu", enable_memory_saver=False, enable_alt_stream=False,
-    )  # fmt: skip
-    slots = allocator.PagedTokenToKVPoolAllocator(
-        128, page_size=page_size, dtype=torch.bfloat16, device="cpu", kvcache=device, need_sort=False
-    )
-    return HiCacheController(
-        slots, pool, page_size, None, threading.Event(), io_backend="kernel", storage_backend="dynamic", model_name="tiny",
-        storage_backend_extra_config=sgl.config(folder, **extra).extra_config,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("interface", [0, 1])
@@ -292,11 +269,11 @@ def test_sglangs_controller_backs_up_and_prefetches(tmp_path, parallel, interfac
     """Its own threads: what it wrote with one layout another of its controllers finds, and loads as far as it is there."""
     pool = filled(sgl.mha_pool("page_first"))
     there = elsewhere(pool, 48)
-    writer = controller(tmp_path, pool, interface_v1=interface)
+    writer = sgl.controller(tmp_path, pool, interface_v1=interface)
     writer.write_storage(there, TOKENS[:48], hash_value=sgl.keys(TOKENS[:48], 4))
     assert writer.ack_backup_queue.get(timeout=20).completed_tokens == 48
     other = sgl.mha_pool("page_first_direct")
-    reader = controller(tmp_path, other, interface_v1=interface)
+    reader = sgl.controller(tmp_path, other, interface_v1=interface)
     reader.prefetch("request", TOKENS[:56])
     operation = reader.prefetch_hit_queue.get(timeout=20)
     assert operation.storage_hit_count == 48
@@ -312,7 +289,7 @@ def test_sglangs_controller_backs_up_and_prefetches(tmp_path, parallel, interfac
 def test_the_engine_goes_on_when_the_store_is_gone(tmp_path, parallel, monkeypatch):
     """Every call fails: the controller's threads live, and count it as nothing found."""
     pool = filled(sgl.mha_pool("page_first"))
-    one = controller(tmp_path, pool)
+    one = sgl.controller(tmp_path, pool)
     for call in ("_store", "_fetch", "_holds"):
         monkeypatch.setattr("kvx.tiers.disk.DiskTier." + call, _broken)
     one.write_storage(pool.alloc(16), TOKENS[:16], hash_value=sgl.keys(TOKENS[:16], 4))

@@ -290,15 +290,20 @@ def test_latents(tmp_path):
     assert lost.tokens[0] == alone.tokens[2][:32]
 
 
-def test_ranks_read_their_own_heads(tmp_path):
-    """Two ranks keep a head each, in folders of their own; one rank's blocks, which have both, are not theirs to read."""
+def test_ranks_take_over_each_others_heads(tmp_path):
+    """Two ranks keep a head each, in folders of their own: out of one rank's blocks, which have both, and the other way round."""
     folder, prompt = make_plain(tmp_path / "model"), numbers(203)
     connector = kvx_connector([f"disk:{tmp_path / 'tiers'}"], block_size=16)
     one = generate(folder, [prompt], max_tokens=32, connector=connector)
     two = [generate(folder, [prompt], max_tokens=32, connector=connector, env=TWO_RANKS, tensor_parallel_size=2) for _ in range(2)]
-    assert [one.cached, two[0].cached, two[1].cached] == [[0], [0], [192]]
+    assert [one.cached, two[0].cached, two[1].cached] == [[0], [192], [192]]
     assert two[0].tokens == two[1].tokens
-    assert len(list((tmp_path / "tiers").iterdir())) == 3
+    kinds = list((tmp_path / "tiers").iterdir())
+    assert len(kinds) == 3
+    (alone,) = (kind for kind in kinds if '"num_kv_heads":2' in (kind / "manifest.json").read_text())
+    shutil.rmtree(alone)
+    back = generate(folder, [prompt], max_tokens=32, connector=connector)
+    assert (back.cached, back.tokens) == ([192], one.tokens)
 
 
 def test_what_one_rank_lost_is_lost_to_all(tmp_path):

@@ -38,6 +38,7 @@ def generate(
     max_tokens: int = 64,
     connector: dict[str, Any] | None = None,  # arguments of KVTransferConfig
     env: dict[str, str] | None = None,
+    python: str | Path = sys.executable,  # of the environment that has vLLM
     **engine: Any,  # arguments of LLM
 ) -> Answer:
     """Greedy, one prompt after the other. RuntimeError with what vLLM said where it did not answer."""
@@ -45,7 +46,7 @@ def generate(
     ask |= {"connector": connector, "engine": engine}
     env = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(ROOT), **(env or {})}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.vllm_process"], input=json.dumps(ask), env=env, cwd=ROOT, capture_output=True,
+        [str(python), "-m", "tests.engines.vllm_process"], input=json.dumps(ask), env=env, cwd=ROOT, capture_output=True,
         text=True, timeout=600, check=False,
     )  # fmt: skip
     log = done.stdout + done.stderr

@@ -67,7 +67,7 @@ class SlotStore:
         except FileNotFoundError:
             what = "has no " + MARK if self.folder.is_dir() else "is no folder"
             raise BadArgument(
-                f"{self.folder} {what}: it is no directory of `kvx llama save`. Name the "
+                f"{self.folder} {what}: `kvx llama save` has not written to it. Name the "
                 "server's --slot-save-path that was saved into."
             ) from None
         except (ValueError, AttributeError, OSError) as error:

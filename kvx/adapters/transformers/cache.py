@@ -23,7 +23,7 @@ from kvx.adapters.transformers.kinds import CHUNKS_WRONG, CachedLayer, cached_la
 from kvx.adapters.transformers.layer import KvxLayer
 from kvx.adapters.transformers.state_layer import KvxHybridLayer, KvxStateLayer
 from kvx.adapters.transformers.states import PagedStates, uncompiled
-from kvx.errors import BadArgument, Unsupported
+from kvx.errors import BadArgument, Unsupported, a_type
 from kvx.spec.formats import Format, Granularity
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class KvxCache(Cache):
         if not isinstance(config, PretrainedConfig):
             config = getattr(config, "config", config)  # of a model, or of one that wraps it
         if not isinstance(config, PretrainedConfig):
-            raise BadArgument(f"KvxCache(): config is a {type(config).__name__}; it takes a model or its config: KvxCache(model).")
+            raise BadArgument(f"KvxCache(): config is {a_type(config)}; it takes a model or its config: KvxCache(model).")
         if format:
             _check_format(Format.named(format))
         if block_size < 1 or reserve < 0:

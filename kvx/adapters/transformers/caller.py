@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from kvx.errors import BadArgument, Unsupported
+from kvx.errors import BadArgument, Unsupported, a_type
 
 TWO_CACHES = (
     "An encoder-decoder model keeps two caches, of the decoder's own tokens and of the encoder's: give it "
@@ -53,7 +53,7 @@ class Caller:
         if self._module is not None and num_tokens:  # maker is None where that model is gone
             if is_twice or getattr(module, "config", None) is getattr(maker, "config", self):
                 raise Unsupported(
-                    f"KvxCache.update(): layer {layer} gets K and V of two modules of one model, a {type(maker).__name__} and a "
+                    f"KvxCache.update(): layer {layer} gets K and V of two modules of one model, {a_type(maker)} and a "
                     f"{name}. {TWO_CACHES}"
                 )
             raise BadArgument(

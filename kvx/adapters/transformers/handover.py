@@ -31,11 +31,12 @@ from kvx.adapters.transformers.handover_states import fill_states, has_state_of_
 from kvx.adapters.transformers.layer import FORMATS
 from kvx.adapters.transformers.wanted import Wanted
 from kvx.cache.tokens import token_ids
-from kvx.errors import BadArgument, Unsupported
+from kvx.errors import BadArgument, Unsupported, a_type
 from kvx.handover import Handover, Part, model_name
 from kvx.handover.facts import few
 from kvx.handover.layer_blocks import num_usable, places, require_layers
 from kvx.handover.source import export_parts
+from kvx.layout.device_memory import check_device
 from kvx.spec import CacheSpec
 
 Tokens = Sequence[int] | NDArray[Any] | Tensor
@@ -64,7 +65,7 @@ def export_cache(
     if any(map(is_state_filled, here)) and not any(keeps_kv(layer) for layer in here):
         raise Unsupported("export_cache(): the model keeps states alone, and no K and V; handovers of such caches are not made.")
     if not any(map(is_filled, here)):
-        raise BadArgument(f"export_cache(): a {type(cache).__name__} without K and V; it is a cache that a model has filled.")
+        raise BadArgument(f"export_cache(): {a_type(cache)} without K and V; it is a cache that a model has filled.")
     if isinstance(cache, KvxCache):
         padding = _padding(cache, sequence, padding)
     wanted, name = Wanted(len(ids), sequence, padding, block_size), name_of(model)
@@ -90,7 +91,7 @@ def import_cache(
     Without `tokens` all of the handover's are there, and the next forward takes those that follow.
     """
     if not isinstance(handover, Handover):
-        raise BadArgument(f"import_cache(): handover is a {type(handover).__name__}; it is a kvx.handover.Handover.")
+        raise BadArgument(f"import_cache(): handover is {a_type(handover)}; it is a kvx.handover.Handover.")
     entries = next((p for p in handover.parts if p.block_tokens), None)
     if entries is not None:
         raise Unsupported(
@@ -101,12 +102,12 @@ def import_cache(
     n = handover.num_tokens if tokens is None else num_usable("import_cache", handover, _ids("import_cache", tokens))
     config = _config(into, model)
     if not model and config is None:
-        raise BadArgument(f"import_cache(): a {type(into).__name__} does not say which model it is of: give model=.")
+        raise BadArgument(f"import_cache(): {a_type(into)} does not say which model it is of: give model=.")
     handover.require(model=name_of(model or config))
     cache = DynamicCache(config=into) if isinstance(into, PretrainedConfig) else into
     here = _layers("import_cache", cache)
     if any(map(has_state_of_tokens, here)) or any(int(layer.get_seq_length()) for layer in here if keeps_kv(layer)):
-        raise BadArgument(f"import_cache(): into is a {type(into).__name__} with tokens in it. Give an empty one.")
+        raise BadArgument(f"import_cache(): into is {a_type(into)} with tokens in it. Give an empty one.")
     count = config.get_text_config(decoder=True).num_hidden_layers if config is not None else 0
     if cache.layers or count:
         require_layers(
@@ -115,7 +116,9 @@ def import_cache(
     _require_geometry(handover, config, cache)
     there = next((layer for layer in cache.layers if is_filled(layer)), None)
     dtype = dtype or (there.dtype if there is not None else _dtype(handover, config))
-    device = torch.device(device or (there.device if there is not None else "cpu"))
+    device = device or (there.device if there is not None else "cpu")
+    check_device("import_cache()", device)
+    device = torch.device(device)
     if dtype not in FORMATS:
         raise BadArgument(f"import_cache(): dtype is {dtype}; it is {', '.join(map(str, FORMATS))}.")
     latent_dim = _latent_dim(handover, config)
@@ -146,7 +149,7 @@ def name_of(model: str | PretrainedConfig) -> str:
 def _layers(call: str, cache: Any) -> list[Any]:
     layers = getattr(cache, "layers", None)  # a cache of an encoder and a decoder has two caches instead
     if not isinstance(cache, Cache) or not isinstance(layers, list):
-        raise BadArgument(f"{call}(): got a {type(cache).__name__}; it takes a DynamicCache, a StaticCache or a KvxCache.")
+        raise BadArgument(f"{call}(): got {a_type(cache)}; it takes a DynamicCache, a StaticCache or a KvxCache.")
     return layers
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kvx.adapters.transformers.layer import KvxLayer
 from kvx.adapters.transformers.states import PagedStates
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, a_type
 from kvx.ops.attention.mla import attention_mla
 
 # More queries than these are a prompt: scores over latents then cost more than expanding does (DeepSeek: 576 + 512 for 192 + 128).
@@ -48,7 +48,7 @@ def read_latents(model: nn.Module) -> int:
     A layer qualifies by what its `expand_kv` computes, which is tried on random numbers.
     """
     if not isinstance(model, nn.Module):
-        raise BadArgument(f"read_latents(): model is a {type(model).__name__}; it is a torch module.")
+        raise BadArgument(f"read_latents(): model is {a_type(model)}; it is a torch module.")
     count = 0
     for module in model.modules():
         if isinstance(vars(module).get("expand_kv"), Latents):

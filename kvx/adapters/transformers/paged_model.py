@@ -24,7 +24,7 @@ from kvx.adapters.transformers.layer_plan import MAKE_GROUPS, USE_GENERATE, Laye
 from kvx.adapters.transformers.paged_step import PagedRows, PagedStep
 from kvx.cache.batch import Batch
 from kvx.cache.paged import PagedCache
-from kvx.errors import BadArgument, Unsupported
+from kvx.errors import BadArgument, Unsupported, a_type
 
 # Model types that count positions by themselves, padding too.
 _COUNTS_PADDING = {
@@ -58,7 +58,7 @@ class PagedModel:
     def __init__(self, model: Any, cache: PagedCache) -> None:
         takes = _check_model(model)
         if not isinstance(cache, PagedCache):
-            raise BadArgument(f"PagedModel(): cache is a {type(cache).__name__}; it is a kvx.PagedCache. {MAKE_GROUPS}")
+            raise BadArgument(f"PagedModel(): cache is {a_type(cache)}; it is a kvx.PagedCache. {MAKE_GROUPS}")
         self.model, self.cache, self.dtype = model, cache, model.dtype
         where = {p.device for p in model.parameters()}
         if where != {cache.device} and not (len(where) == 1 and _is_same(next(iter(where)), cache.device)):

@@ -20,20 +20,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+from kvx.adapters.sglang.names import SGLANG, page_names
 from kvx.adapters.vllm import facts
-from kvx.adapters.vllm.groups import read_groups, require_block_size
+from kvx.adapters.vllm.groups import FP8, read_groups, require_block_size
 from kvx.adapters.vllm.layout import read_group
 from kvx.adapters.vllm.packing import find_packing
+from kvx.adapters.vllm.states import ORDERS, read_states
 from kvx.connector.groups import Group, PartGroups, parts_of
 from kvx.connector.jobs import NULL, Job
 from kvx.connector.lost import Lost, LostLoads
+from kvx.connector.neighbours import Neighbours
 from kvx.connector.scheduler import SchedulerSide
 from kvx.connector.settings import Settings
+from kvx.connector.shared_host import SharedHost
+from kvx.connector.states import StateMover
 from kvx.connector.tier_stack import TierStack, open_tier
 from kvx.connector.worker import PartMover, runs_of
 from kvx.errors import InternalError, Unsupported
-from kvx.spec import CacheSpec
-from kvx.tiers import BlockKind, TierError
+from kvx.spec import CacheSpec, Spec, StateSpec
+from kvx.tiers import BlockKind, TierError, TierOption
 
 logger = init_logger("vllm.kvx")
 
@@ -52,16 +57,21 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         facts.require_known(vllm_config)
         transfer = vllm_config.kv_transfer_config
         self.settings = Settings.read(transfer.kv_connector_extra_config, foreign=facts.EXTRA_CONFIG)
-        self.groups: list[Group] = read_groups([facts.group_facts(g) for g in kv_cache_config.kv_cache_groups])
+        cache_dtype = str(vllm_config.cache_config.cache_dtype)
+        found = [facts.group_facts(g, cache_dtype) for g in kv_cache_config.kv_cache_groups]
+        self.groups: list[Group] = read_groups(found, facts.model_facts(vllm_config, found))
         self.parts: list[PartGroups] = parts_of(self.groups)
-        self.block_size = self.settings.block_size or self.groups[0].block_size
+        self._has_states = any(part.is_state for part in self.parts)
+        self.block_size = self.settings.block_size or self._own_block_size()
         require_block_size(self.block_size, self.groups)
         # Host memory too: this process may have had another model in it, whose blocks are still there.
         self.model = self.settings.model or facts.identity_of(vllm_config)
+        self._shared: SharedHost | None = None
+        self._tiers = self._shared_tiers()
         self._loads, self._saves = transfer.is_kv_consumer, transfer.is_kv_producer
         ranks = vllm_config.parallel_config.tensor_parallel_size
         self._scheduler: SchedulerSide | None = None
-        self._movers: list[PartMover] = []
+        self._movers: list[PartMover | StateMover] = []
         self._lost = LostLoads(
             engine_size=self.groups[0].block_size,
             tier_size=self.block_size,
@@ -70,11 +80,15 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
             logger=logger,
         )
         if role == KVConnectorRole.SCHEDULER:
-            self._require_one_process()
             stacks = [[self._stack(p, self._tier_spec(p, r)) for r in range(ranks)] for p in self.parts]
             self._scheduler = SchedulerSide(
-                self.parts, stacks, block_size=self.block_size, model=self.model, is_decode_only=self._is_decode_only()
-            )
+                self.parts, stacks, block_size=self.block_size, model=self.model, is_decode_only=self._is_decode_only(),
+                neighbours=[
+                    [self._neighbours(stack, self._tier_spec(p, r)) for r, stack in enumerate(ranks_of)]
+                    for p, ranks_of in zip(self.parts, stacks, strict=True)
+                    if not p.is_state
+                ],
+            )  # fmt: skip
             if self._is_decode_only():
                 logger.warning(
                     "KVX loads latents only where one token of a prompt is left to compute: vLLM has turned chunked prefill off "
@@ -85,24 +99,47 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM 0.32 turns chunked prefill and prefix caching off for an MLA backend that cannot go on after a cache: no AMX."""
         return any(g.is_latent for g in self.groups) and not self._vllm_config.scheduler_config.enable_chunked_prefill
 
-    def _tier_spec(self, part: PartGroups, rank: int) -> CacheSpec:
+    def _own_block_size(self) -> int:
+        """vLLM's smallest block of tokens; where it has states alone, without prefix caching, the one it was given."""
+        sizes = [g.block_size for g in self.groups if not g.planes or g.keeps_states]
+        return min(sizes) if sizes else int(self._vllm_config.cache_config.block_size)
+
+    def _tier_spec(self, part: PartGroups, rank: int) -> Spec:
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        if part.is_state:
+            return part.state_spec(model=self.model, num_ranks=ranks, rank=rank)
         heads = self._vllm_config.model_config.get_total_num_kv_heads()
-        start = facts.head_start(rank, self._vllm_config.parallel_config.tensor_parallel_size, heads)
+        start = facts.head_start(rank, ranks, heads, part.groups[0].num_kv_heads)
         return part.tier_spec(block_size=self.block_size, model=self.model, format=self.settings.format, head_start=start)
 
-    def _stack(self, part: PartGroups, spec: CacheSpec) -> TierStack:
+    def _stack(self, part: PartGroups, spec: Spec) -> TierStack:
         kind = part.kind(spec, len(self.parts))
         whole = sum(BlockKind.of(self._tier_spec(p, 0)).num_bytes for p in self.parts)
-        return TierStack(kind, [open_tier(t.share(kind.num_bytes, whole), kind) for t in self.settings.tiers])
+        return TierStack(kind, [open_tier(t.share(kind.num_bytes, whole), kind) for t in self._tiers])
 
-    def _require_one_process(self) -> None:
-        """Host memory is a process's own: where the scheduler is in another, it cannot see what is there."""
-        backend = self._vllm_config.parallel_config.distributed_executor_backend
-        if backend != "uni" and any(t.path is None for t in self.settings.tiers):
+    def _neighbours(self, stack: TierStack, spec: Spec) -> Neighbours:
+        """What SGLang wrote, and vLLM with other blocks and ranks. A folder of another kind shares no capacity."""
+        assert isinstance(spec, CacheSpec)
+        return Neighbours(self._tiers, stack, spec, namers={SGLANG: page_names}, logger=logger)
+
+    def _shared_tiers(self) -> list[TierOption]:
+        """As the user gave them. Host memory is a process's own: where workers are in others, all share a directory in memory."""
+        tiers, parallel = list(self.settings.tiers), self._vllm_config.parallel_config
+        backend = parallel.distributed_executor_backend
+        if backend == "uni" or all(t.path is not None for t in tiers):
+            return tiers
+        if backend != "mp" or getattr(parallel, "nnodes", 1) > 1:
             raise Unsupported(
-                f"KvxConnector: a host tier, and workers in processes of their own ({backend}): the scheduler does not see their "
-                "memory. Give a directory in memory, disk:/dev/shm/NAME, or run in one process (VLLM_ENABLE_V1_MULTIPROCESSING=0)."
+                f"KvxConnector: a host tier, and workers that may be on other machines ({backend}): the scheduler does not see "
+                "their memory. Give a directory that all of them see: disk:DIR."
             )
+        room = sum(t.capacity_bytes for t in tiers if t.path is None)
+        self._shared = SharedHost(str(self._vllm_config.kv_transfer_config.engine_id), room)
+        return [t if t.path is not None else self._shared.option(t.capacity_bytes) for t in tiers]
+
+    def shutdown(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -113,18 +150,45 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         rank = get_tensor_model_parallel_rank()
         for part in self.parts:
-            segments = [s for g in part.groups for s in self._segments(g, part, kv_caches)]
             spec = self._tier_spec(part, rank)
-            self._movers.append(PartMover(part, spec, self._stack(part, spec), runs_of(segments, kv_caches)))
+            if isinstance(spec, StateSpec):
+                self._movers.append(self._state_mover(part, spec, kv_caches))
+                continue
+            assert isinstance(spec, CacheSpec)
+            segments = [s for g in part.groups for s in self._segments(g, part, kv_caches)]
+            runs = runs_of(segments, kv_caches, self._scales(part))
+            self._movers.append(PartMover(part, spec, self._stack(part, spec), runs))
             one = segments[0].spec
             logger.info(
                 "KVX reads %d layers, window %d, as %r in blocks of %d; keeps them in blocks of %d %s as model %r",
                 len(part.layers), part.window, one.layout, one.block_size, spec.block_size, spec.format, self.model,
             )  # fmt: skip
 
+    def _scales(self, part: PartGroups) -> dict[str, tuple[float, float]] | None:
+        if part.groups[0].format not in FP8:
+            return None
+        return {name: scales for g in part.groups for name, scales in facts.layer_scales(g, self._vllm_config).items()}
+
+    def _state_mover(self, part: PartGroups, spec: StateSpec, caches: dict[str, Tensor]) -> StateMover:
+        order = ORDERS[_is_channel_first()]
+        segments = []
+        for g in part.groups:
+            tensors = [facts.tensor_facts(t) for t in facts.layer_tensors(g, caches)]
+            segments += read_states(g, tensors, part, spec, num_blocks=self._kv_cache_config.num_blocks, order=order)
+        logger.info(
+            "KVX reads states of %d layers as %r; keeps them where a step ends at the end of %d tokens, as model %r",
+            len(part.layers), segments[0].spec.layout, self.block_size, self.model,
+        )  # fmt: skip
+        return StateMover(part, spec, self._stack(part, spec), runs_of(segments, caches))
+
     def _segments(self, group: Group, part: PartGroups, caches: dict[str, Tensor]) -> list[Any]:
         tensors = facts.layer_tensors(group, caches)
         is_cpu = tensors[0].device.type == "cpu"
+        if is_cpu and group.format in FP8:
+            raise Unsupported(
+                f"KvxConnector: {group.format} on a CPU: how vLLM's CPU backend packs its blocks was not checked. It was not read. "
+                "kv_cache_dtype=auto was, and fp8 on a GPU by its shapes."
+            )
         chosen = getattr(getattr(self._vllm_config, "attention_config", None), "backend", None)
         has_amx_rows = torch.cpu._is_amx_tile_supported() and getattr(chosen, "name", "") != "CPU_MLA"
         if is_cpu and group.is_latent and has_amx_rows:
@@ -163,7 +227,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
     def _require_recovery(self, lost: Lost) -> None:
         """InternalError where vLLM would go on with wrong K and V."""
         why = ""
-        if len(self.groups) > 1:
+        if len(self.groups) > 1 or self._has_states:
             why = "cannot be told of them in a model of several groups"
         elif facts.computes_again(self._vllm_config) and NULL in lost.job.blocks[0]:
             why = "cannot compute them again: what they see is behind the window"
@@ -213,16 +277,20 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         made = KvxMetadata(heard=side.begin_step())
         new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
         entries = [(r.req_id, r.block_ids, True, r.num_computed_tokens) for r in new]
+        # Blocks of states change places in a table; from 0.32 on vLLM tells it whole.
+        now = getattr(scheduler_output, "kv_connector_block_state", None) if self._has_states else None
         for n, request in enumerate(cached.req_ids):
-            is_whole = request in cached.resumed_req_ids
-            entries.append((request, cached.new_block_ids[n], is_whole, cached.num_computed_tokens[n]))
+            whole = None if now is None else now.get_block_ids(request)
+            blocks, is_whole = whole or cached.new_block_ids[n], whole is not None or request in cached.resumed_req_ids
+            entries.append((request, blocks, is_whole, cached.num_computed_tokens[n]))
         for request, blocks, is_whole, computed in entries:
             count = scheduler_output.num_scheduled_tokens[request]
             work = side.scheduled(request, blocks, is_whole=is_whole, num_computed=computed, num_new=count)
             made.loads += [work.load] if work.load else []
             made.saves += [work.save] if work.save and self._saves else []
         if made.loads:
-            made.begun = [list(blocks[0]) for _, blocks, is_whole, _ in entries if is_whole]
+            begun = {r.req_id for r in new} | cached.resumed_req_ids
+            made.begun = [list(blocks[0]) for request, blocks, _, _ in entries if request in begun]
         return made
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -246,6 +314,13 @@ def _least_of_ranks(numbers: list[int]) -> list[int]:
     found = torch.tensor(numbers, dtype=torch.int64)
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
     return [int(n) for n in found]
+
+
+def _is_channel_first() -> bool:
+    """Of a convolution's state: VLLM_SSM_CONV_STATE_LAYOUT=DS."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    return bool(is_conv_state_dim_first())
 
 
 def _cpu_writer(config: Any, group: Group) -> Any:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from kvx.adapters.vllm.groups import FORMATS, GroupFacts
+from kvx.adapters.vllm.groups import CHUNKED, FORMATS, STATES, GroupFacts, ModelFacts
 from kvx.adapters.vllm.layout import TensorFacts
+from kvx.adapters.vllm.states import state_planes
 from kvx.connector.groups import Group
-from kvx.errors import BadArgument, Unsupported
+from kvx.errors import BadArgument, Unsupported, a_type
 from kvx.identity import model_name, weights_identity
 
 # Fields of an AttentionSpec that change what its bytes mean, with the value that does not.
@@ -24,10 +25,12 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "num_head_slots": (None,),
     "cache_dtype_str": (None, "auto", "float16", "bfloat16", "float32"),
     "extra_retained_tokens": (None, 0),
-    "attention_chunk_size": (None,),
     "rswa_window": (None,),
     "sink_len": (None, 0),
 }
+_FP8_PER_TENSOR = 1  # of vLLM's KVQuantMode: a scale for each layer's K and V, which the layer has
+# The same of a MambaSpec.
+_PLAIN_STATES: dict[str, tuple[Any, ...]] = {"num_speculative_blocks": (None, 0), "tp_replicated": (None, False)}
 # vLLM's loaders that read the weight files of the model's folder, all of them.
 _READS_FILES = ("auto", "hf", "bitsandbytes", "fastsafetensors", "gguf", "instanttensor", "mistral", "npcache", "pt", "safetensors")
 
@@ -42,8 +45,8 @@ EXTRA_CONFIG = (
 )
 
 
-def group_facts(group: Any) -> GroupFacts:
-    """Of a KVCacheGroupSpec."""
+def group_facts(group: Any, cache_dtype: str = "auto") -> GroupFacts:
+    """Of a KVCacheGroupSpec. `cache_dtype` is the --kv-cache-dtype, which says which fp8 it is."""
     spec = group.kv_cache_spec
     by_layer = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: one a layer
     if by_layer:
@@ -51,20 +54,66 @@ def group_facts(group: Any) -> GroupFacts:
         if any(other != first for other in others):
             raise Unsupported("KvxConnector: layers of one group differ in their heads or their size. It was not read.")
         spec = first
-    unusual = {name: getattr(spec, name, None) for name in _PLAIN}
-    latent = type(spec).__name__ == "MLAAttentionSpec"
+    kind = type(spec).__name__
+    plain = _PLAIN_STATES if kind == STATES else _PLAIN
+    unusual = {name: getattr(spec, name, None) for name in plain}
+    is_fp8 = kind != STATES and unusual["kv_quant_mode"] == _FP8_PER_TENSOR
+    if is_fp8:
+        del unusual["kv_quant_mode"]
+    latent = kind == "MLAAttentionSpec"
+    # A full view keeps all tokens, whatever its layers attend to.
+    window = {"SlidingWindow": "sliding_window", CHUNKED: "attention_chunk_size"}
+    field = next((field for beginning, field in window.items() if kind.startswith(beginning)), "")
     return GroupFacts(
-        kind=type(spec).__name__,
+        kind=kind,
         layer_names=tuple(group.layer_names),
         block_size=spec.block_size,
         num_kv_heads=getattr(spec, "num_kv_heads", 0),
         head_size=getattr(spec, "head_size", 0),
         head_size_v=0 if latent else getattr(spec, "head_size_v", None) or 0,
-        dtype=str(getattr(spec, "dtype", "")).removeprefix("torch."),
-        # A full view keeps all tokens, whatever its layers attend to.
-        window=(getattr(spec, "sliding_window", None) or 0) if type(spec).__name__.startswith("SlidingWindow") else 0,
-        unusual={name: str(value) for name, value in unusual.items() if value not in _PLAIN[name]},
+        dtype=_fp8(cache_dtype) if is_fp8 else str(getattr(spec, "dtype", "")).removeprefix("torch."),
+        window=(getattr(spec, field, None) or 0) if field else 0,
+        unusual={name: str(value) for name, value in unusual.items() if value not in plain[name]},
+        states=tuple(
+            (tuple(shape), str(dtype).removeprefix("torch."))
+            for shape, dtype in zip(getattr(spec, "shapes", ()), getattr(spec, "dtypes", ()), strict=True)
+        ),
+        keeps_states=getattr(spec, "mamba_cache_mode", "none") != "none",
     )
+
+
+def model_facts(config: Any, groups: Sequence[GroupFacts]) -> ModelFacts:
+    """Of a VllmConfig. What states hold is asked for only where there are some."""
+    text = config.model_config.hf_text_config
+    has_states = any(g.kind == STATES for g in groups)
+    return ModelFacts(
+        num_layers=text.num_hidden_layers,
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        planes=state_planes(text) if has_states else {},
+        num_ranks=config.parallel_config.tensor_parallel_size,
+    )
+
+
+def _fp8(cache_dtype: str) -> str:
+    return {"fp8": "fp8_e4m3"}.get(cache_dtype, cache_dtype)
+
+
+def layer_scales(group: Group, config: Any) -> dict[str, tuple[float, float]]:
+    """Of each layer's K and V, as its attention has them. Unsupported where they are not known when vLLM starts."""
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise Unsupported(
+            "KvxConnector: calculate_kv_scales makes scales of the first prompt; blocks need them before. Run without it."
+        )
+    layers = config.compilation_config.static_forward_context
+    found = {}
+    for name in group.layer_names:
+        scales = [getattr(layers.get(name), f"_{plane}_scale_float", None) for plane in "kv"]
+        if not all(isinstance(scale, float) and scale > 0 for scale in scales):
+            raise Unsupported(
+                f"KvxConnector: the scales of K and V of {name} are {scales}; each is a number above 0. It was not read."
+            )
+        found[name] = (float(scales[0] or 0), float(scales[1] or 0))
+    return found
 
 
 def tensor_facts(t: Tensor) -> TensorFacts:
@@ -78,15 +127,17 @@ def layer_tensors(group: Group, caches: Mapping[str, Any]) -> list[Tensor]:
         t = caches.get(name)
         if not isinstance(t, Tensor):
             raise Unsupported(
-                f"KvxConnector: the cache of {name} is {'missing' if t is None else f'a {type(t).__name__}'}; it is one tensor in "
+                f"KvxConnector: the cache of {name} is {'missing' if t is None else a_type(t)}; it is one tensor in "
                 "vLLM 0.26 to 0.32. It was not read."
             )
         found.append(t)
     return found
 
 
-def head_start(rank: int, ranks: int, heads: int) -> int:
-    """A rank's first KV head. With more ranks than heads, heads are held by several ranks in a row."""
+def head_start(rank: int, ranks: int, heads: int, held: int) -> int:
+    """The first KV head of a rank that has `held` of them. With more ranks than heads, heads are held by several ranks in a row."""
+    if held > 1:  # layers may have another number than the model says
+        return rank * held
     return rank * heads // ranks
 
 
@@ -120,11 +171,19 @@ def name_of(config: Any) -> str:
     return model_name(
         c.model_type,
         num_layers=c.num_hidden_layers,
-        num_kv_heads=getattr(c, "num_key_value_heads", None) or heads,
-        head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
+        num_kv_heads=_of_model(c, "num_key_value_heads") or heads,
+        head_dim=_of_model(c, "head_dim") or c.hidden_size // heads,
         hidden_size=c.hidden_size,
         vocab_size=c.vocab_size,
     )
+
+
+def _of_model(config: Any, field: str) -> Any:
+    """What a config says of all layers. Transformers refuses to, where layers have their own (Gemma 4)."""
+    try:
+        return getattr(config, field, None)
+    except RuntimeError:
+        return vars(config).get(field)
 
 
 def identity_of(config: Any) -> str:

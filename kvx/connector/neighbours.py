@@ -1,0 +1,113 @@
+"""Blocks that others wrote of the same tokens: under another engine's names, in other sizes, of other ranks.
+
+An engine that has the tokens can make every name that a store has for them. So it takes over what it lacks, converted into blocks
+of its own kind, and leaves a record (an alias) where an engine that has no tokens will look. docs/store.md has both.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from kvx.connector.store_kinds import Family, OtherKinds
+from kvx.connector.store_names import Alias, Scheme, alias_kind, aliases, write_alias
+from kvx.connector.tier_stack import TierStack
+from kvx.errors import KvxError
+from kvx.handover import names as rule_names
+from kvx.layout.buffers import allocate_buffers
+from kvx.ops.move.convert import convert
+from kvx.spec import CacheSpec
+from kvx.tiers import Block, DiskTier, TierOption
+
+# The names that an engine gives a sequence's full blocks of so many tokens.
+Namer = Callable[[Sequence[int], int], list[bytes]]
+_LOGGER = logging.getLogger("kvx")
+_AT_ONCE = 64  # blocks that are in memory together
+
+
+class Neighbours:
+    """Of one part and one rank. What fails is logged, and as if it was not there."""
+
+    def __init__(
+        self,
+        options: Sequence[TierOption],  # those that the stack was opened from
+        stack: TierStack,
+        spec: CacheSpec,  # of one of its blocks
+        *,
+        namers: Mapping[str, Namer],  # of engines that have hashes of their own, by what their kinds say
+        logger: logging.Logger = _LOGGER,
+    ) -> None:
+        self._stack, self._spec, self._logger = stack, spec, logger
+        self._namers: dict[str, Namer] = {**namers, "": lambda tokens, size: rule_names(tokens, size, spec.model)}
+        self._kinds = OtherKinds(options, stack.kind, spec, Scheme("", spec.block_size))
+        self._records: dict[object, DiskTier] = {}
+
+    def take_over(self, tokens: Sequence[int], names: Sequence[bytes]) -> int:
+        """How many of a sequence's blocks, which have these names here, came to the stack from others."""
+        try:
+            return sum(self._take(family, tokens, names) for family in self._kinds.every_family())
+        except (KvxError, OSError) as error:
+            self._logger.warning("KVX did not take over blocks that another engine wrote: %s", error)
+            return 0
+
+    def _take(self, family: Family, tokens: Sequence[int], names: Sequence[bytes]) -> int:
+        # A block that was rounded must not come under a name of blocks that were not.
+        if family.scheme.names not in self._namers or any(s.of_kv.format != self._spec.of_kv.format for s in family.specs):
+            return 0
+        missing = [name for name, has in zip(names, self._stack.has_any(names), strict=True) if not has]
+        theirs = self._namers[family.scheme.names](tokens, family.scheme.block_size) if missing else []
+        there = dict(zip(theirs, family.has(theirs), strict=True)) if theirs else {}
+        lead = aliases(names, self._spec.block_size, theirs, family.scheme.block_size)
+        wanted = [(name, lead[name]) for name in missing if name in lead and all(there[n] for n in lead[name].names)]
+        for start in range(0, len(wanted), _AT_ONCE):
+            made = dict(self._converted(family, wanted[start : start + _AT_ONCE]))
+            self._stack.put(list(made), list(made.values()))
+        return len(wanted)
+
+    def _converted(self, family: Family, wanted: Sequence[tuple[bytes, Alias]]) -> Iterator[tuple[bytes, Block]]:
+        for name, alias in wanted:
+            found = family.get(alias.names)
+            if None in found:  # it left, or is damaged
+                continue
+            shards = zip(*(blocks for blocks in found if blocks is not None), strict=True)
+            into = allocate_buffers(self._spec)
+            src, dst = alias.tables(self._spec.block_size, family.scheme.block_size)
+            p = family.plan(len(alias.names), self._spec)
+            convert([b.buffers[0] for shard in shards for b in shard], into, plan=p, src_blocks=src, dst_blocks=dst)
+            yield name, self._stack.kind.block(into)
+
+    def lead(self, tokens: Sequence[int], names: Sequence[bytes]) -> int:
+        """How many records were written that lead from other engines' names of these tokens to blocks that are here."""
+        try:
+            return sum(self._lead(scheme, tokens, names) for scheme in self._kinds.schemes() if scheme.names)
+        except (KvxError, OSError) as error:
+            self._logger.warning("KVX did not write the names under which another engine would find its blocks: %s", error)
+            return 0
+
+    def _lead(self, scheme: Scheme, tokens: Sequence[int], names: Sequence[bytes]) -> int:
+        if scheme.names not in self._namers:
+            return 0
+        there = self._stack.has_any(names)
+        names = names[: there.index(False)] if False in there else names
+        pages = self._namers[scheme.names](tokens[: len(names) * self._spec.block_size], scheme.block_size)
+        found = aliases(pages, scheme.block_size, names, self._spec.block_size)
+        written = 0
+        for folder, tiers in self._kinds.schemes()[scheme].items():
+            has = zip(*(tier.has_now(list(found)) for tier in tiers), strict=True)
+            wanted = [page for page, own in zip(found, has, strict=True) if not all(own)]  # their own pages, of every rank
+            kind = alias_kind(self._spec.model, scheme, Scheme("", self._spec.block_size))
+            if (folder, scheme) not in self._records:
+                self._records[folder, scheme] = DiskTier(folder / kind.digest.hex(), kind, _RECORDS_BYTES, threads=1)
+            tier = self._records[folder, scheme]
+            new = [page for page, old in zip(wanted, tier.has_now(wanted), strict=True) if not old]
+            tier.put_now(new, [write_alias(kind, found[page]) for page in new])
+            written += len(new)
+        return written
+
+    def close(self) -> None:
+        self._kinds.close()
+        for tier in self._records.values():
+            tier.close()
+
+
+_RECORDS_BYTES = 1000**3  # of a folder of records: a quarter of a million pages
