@@ -2,6 +2,7 @@
 # make test   set up, build, lint, type-check and run every test
 # make wheels   wheels in dist/, audited and tried in an empty environment; CUDA too: make wheels KVX_CUDA=ON KVX_CUDA_ARCHS=all
 # make test-fast   what runs in two minutes: no lint, no wheel, no real model, few cases of each test
+# make test-page   the page of `kvx page` and `kvx view` in a real browser (Chromium), with screenshots in build/page
 # make coverage   which lines of kvx/ the tests run: make coverage TESTS=tests/spec for some of them
 # make site   the documentation as pages of HTML in build/site; a warning or a dead link is an error
 # make sanitize   host code under ASan, UBSan and TSan: the C tests and the fuzzer of the C entries
@@ -22,7 +23,7 @@ GPU_BUILD ?= build/gpu
 # cmake and ninja come from the environment, so that the machine needs neither.
 CMAKE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake
 
-.PHONY: demo wheels test test-fast build lint format unit coverage sweep picture site clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
+.PHONY: demo wheels test test-fast test-page build lint format unit coverage sweep picture site clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
 
 demo: $(VENV)/bin/kvx
 	$(COMPILE)
@@ -87,6 +88,10 @@ format:
 test-fast: build
 	KVX_TEST_EXAMPLES=10 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -q --fast
 
+# Part of `make unit` too. Without a Chromium the tests in a browser are skipped, and say so.
+test-page: build
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -q tests/page
+
 unit:
 	$(PY) -m pytest -n 2
 
@@ -111,6 +116,7 @@ picture: $(VENV)/ready
 	$(PY) -m tests.picture
 	$(PY) -m tests.picture_state
 	$(PY) -m tests.picture_tutorial
+	$(PY) -m tests.picture_page
 
 # Sources are read and not imported, so it needs no libkvx. tests/test_site.py does the same.
 site: $(VENV)/ready
@@ -143,7 +149,7 @@ engines: $(ENGINES)/ready $(SGLANG)/ready build
 
 test-engines: engines
 	$(ENGINES)/bin/python -m pytest tests/engines
-	$(SGLANG)/bin/python -m pytest tests/engines/test_sglang.py tests/engines/test_sglang_faults.py
+	$(SGLANG)/bin/python -m pytest tests/engines/test_sglang.py tests/engines/test_sglang_faults.py tests/engines/test_sglang_vllm.py
 
 build-gpu:
 	KVX_REQUIRE_CUDA=1 KVX_CUDA_ARCHS="$(TEST_ARCHS)" cmake -S . -B $(GPU_BUILD) -G Ninja -DCMAKE_INSTALL_PREFIX="$(CURDIR)" >/dev/null

@@ -132,7 +132,7 @@ _MODULES = {name: module for module, names in _HOMES.items() for name in names.s
 # Found after `import kvx` alone: kvx.spec.
 _PARTS = (
     "adapters", "cache", "connector", "errors", "files", "handover", "identity", "layout", "ops", "quant", "runner", "spec",
-    "tables", "tiers", "wires",
+    "tables", "tiers", "view", "wires",
 )  # fmt: skip
 
 if not TYPE_CHECKING:  # a checker that sees a __getattr__ takes every name for one that exists

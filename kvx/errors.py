@@ -1,6 +1,12 @@
 """What KVX raises. Every message says which call, what it got, what it takes and what to do next."""
 
 
+def a_type(value: object) -> str:
+    """Its type with an article, for a message: "an int", "a str", "None"."""
+    name = type(value).__name__
+    return "None" if value is None else f"an {name}" if name[0] in "aeioAEIO" or name.startswith("nd") else f"a {name}"
+
+
 class KvxError(Exception):
     """The root of every error KVX raises on purpose."""
 

@@ -1,4 +1,4 @@
-"""Whose K and V they are: names of models, and which of them tell two checkpoints apart.
+"""Which model K and V belong to: names of models, and which of them tell two checkpoints apart.
 
 K and V follow from every weight, from the config, and from the type that computes. What others find again, in a directory or at a
 peer, is named by all of it: `weights_identity`. A name of the geometry (`model_name`) is enough between two engines that a person

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument, OutOfRange
+from kvx.errors import BadArgument, OutOfRange, a_type
 from kvx.layout.pointers import CachePointers
 
 
@@ -33,7 +33,7 @@ def _check_devices(call: str, **tensors: Tensor) -> None:
 
 def _check_index(name: str, t: Tensor, ndim: int) -> None:
     if not isinstance(t, Tensor):
-        raise BadArgument(f"{name} is a {type(t).__name__}; it takes a torch tensor of int32 or int64: torch.tensor(...).")
+        raise BadArgument(f"{name} is {a_type(t)}; it takes a torch tensor of int32 or int64: torch.tensor(...).")
     if t.dtype not in (torch.int32, torch.int64):
         raise BadArgument(f"{name} is {t.dtype}; it is int32 or int64.")
     if t.dim() != ndim:

@@ -31,10 +31,11 @@ SLOW = (
     "runner/test_kv_formats.py",
     "runner/test_quantised.py",
     "runner/test_tiers.py",
-    # Seconds for each case: commands that start a Python each, sizes of real models, latents of 512 in torch.
+    # Seconds for each case: commands that start a Python each, a browser, sizes of real models, latents of 512 in torch.
     "cli/test_cli.py",
     "cli/test_layouts.py",
     "hybrid/test_real_sizes.py",
+    "page/",
     "ops/test_attention_mla.py",
     # Long by design: random cases, processes that are killed, an interrupt at every point, torch.compile.
     "fuzz/",

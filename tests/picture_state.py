@@ -43,10 +43,12 @@ def rows() -> list[Row]:
     prompt = list(range(PROMPT))
     other = [*prompt[:54], *range(100, 118)]
     return [
-        _run(cache, prompt, "A: a prompt of 72 tokens", "nothing is found; a step ends at 64, and its state stays there"),
-        _run(cache, prompt, "B: the same prompt", "found at 64: K and V of 4 blocks, and a state exactly there"),
-        _run(cache, other, "C: 54 tokens of it, then others", "K and V of 48 are there, but no state: computed from 0", (48,)),
-        _run(cache, [*other[:54], *range(200, 218)], "D: the same 54 tokens", "found at 48: C was admitted with snapshot_at=(48,)"),
+        _run(cache, prompt, "A: a prompt of 72 tokens", "no hit; a step ends at 64 and takes a snapshot there"),
+        _run(cache, prompt, "B: the same prompt", "hit at 64: K and V of 4 blocks, and a snapshot at that position"),
+        _run(
+            cache, other, "C: its first 54, then others", "K and V of 48 tokens are cached, but no snapshot: computed from 0", (48,)
+        ),
+        _run(cache, [*other[:54], *range(200, 218)], "D: the same 54 tokens", "hit at 48: C was admitted with snapshot_at=(48,)"),
     ]
 
 
@@ -124,8 +126,8 @@ def _legend(y: int) -> list[str]:
     words = (
         (12, "number: a block's id", INK),
         (150, "blue: computed and written here", KV),
-        (350, "green: found, computed by another", FOUND),
-        (570, "square: a snapshot; circle: the state a request runs in", STATE),
+        (350, "green: cached by another request", FOUND),
+        (570, "square: snapshot; circle: the state a request updates", STATE),
     )
     return [f'<text x="{x}" y="{y}" font-size="11" fill="{colour}">{escape(text)}</text>' for x, text, colour in words]
 

@@ -39,6 +39,8 @@ LEVELS = (
     "kvx.connector",
     "kvx.adapters",
     "kvx.runner",
+    "kvx.page",
+    "kvx.view",
     "kvx.bench",
     "kvx.cli",
 )

@@ -67,7 +67,7 @@ def test_metadata_says_what_it_is(wheel):
 
 
 def test_extras_name_what_they_install(wheel):
-    extras = ["transformers", "vllm", "nixl", "mooncake", "llama-cpp", "events", "runner", "plot", "cu13", "all"]
+    extras = ["transformers", "vllm", "nixl", "mooncake", "llama-cpp", "events", "runner", "plot", "view", "cu13", "all"]
     said = metadata(wheel)
     assert said.get_all("Provides-Extra") == extras
     needs = [Requirement(text) for text in said.get_all("Requires-Dist")]
@@ -99,6 +99,10 @@ def test_wheel_holds_library_header_and_package(wheel):
         "kvx/include/kvx_abi.h",
         "kvx/__init__.py",
         "kvx/cli/main.py",
+        "kvx/page/static/page.html",
+        "kvx/page/static/page.css",
+        "kvx/page/static/page.js",
+        "kvx/layout/registry.schema.json",
     ):
         assert name in names, f"{name} is not in the wheel"
     assert not [n for n in names if n.startswith(("tests/", "native/", "bench/"))]

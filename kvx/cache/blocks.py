@@ -319,6 +319,10 @@ class BlockAllocator:
         """Which of these nobody uses; an id of -1 is none."""
         return (ids >= 0) & (self._place[ids] >= 0)
 
+    def idle(self) -> NDArray[np.bool_]:
+        """Of every block: whether nobody uses it and its content is kept."""
+        return self._place >= 0
+
     def num_single(self, ids: BlockIds) -> int:
         """How many of these would be given back by release."""
         return int(np.count_nonzero(self._refs[ids] == 1))

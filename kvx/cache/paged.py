@@ -36,7 +36,7 @@ from kvx.cache.sequence import Sequence
 from kvx.cache.state_table import StateTable
 from kvx.cache.tokens import token_ids
 from kvx.errors import BadArgument, OutOfBlocks
-from kvx.layout.device_memory import check_fits
+from kvx.layout.device_memory import check_device, check_fits
 from kvx.spec.byte_size import byte_text
 from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.shown import Shown
@@ -104,6 +104,7 @@ class PagedCache(Shown):
         self.max_seqs, self.max_seq_len = max_seqs, max_seq_len
         self.max_tokens = max_tokens or max(max_seq_len, max_seqs)
         self.max_blocks = -(-max_seq_len // self.block_size)  # of a sequence
+        check_device("PagedCache()", device)
         self.device = torch.device(device)
         if self.device.type == "meta":
             raise BadArgument('PagedCache(): device is "meta", which holds no bytes; kvx.size() tells what a cache takes.')
@@ -116,6 +117,7 @@ class PagedCache(Shown):
         ]
         self.allocators: tuple[BlockAllocator, ...] = tuple(t.allocator for t in self._tables)
         self.kinds = tuple(t.kind for t in self._tables)
+        self.taker: Sequence | None = None  # whose call takes blocks now, or did last: for whom others are evicted
         self._admitted = Admitted(self, max_seqs, max_seq_len, self._tables)
         self._resuming = Resuming(self._tables, max_seqs, self._guard)
         self._late = [t for t in self._tables if t.kind.is_ahead]  # their blocks come with entries, not with tokens
@@ -168,12 +170,15 @@ class PagedCache(Shown):
                 seq.token_row[:n] = ids
                 seq.num_tokens = n
                 if self.prefix is not None:
+                    self.taker = seq
                     self._resuming.find(seq, self.prefix, root)
                     if self.prefix.backing is None:
                         self._resuming.run_ahead(seq, self.prefix)
                     elif is_brought_back:
                         self._resuming.bring_back(seq, self.prefix, self.prefix.backing)
                         self._resuming.run_ahead(seq, self.prefix)
+                    if self.prefix.hears_requests:
+                        self.prefix.tell_request("admitted", seq)
             return seq
         except BaseException:  # nobody has the sequence
             if seq is not None:
@@ -204,8 +209,11 @@ class PagedCache(Shown):
             raise BadArgument(f"bring_back(): {seq} has tokens of its own; it is called after admit(), before extend().")
         if self.prefix is None or self.prefix.backing is None:
             return 0
+        self.taker = seq
         count = self._resuming.bring_back(seq, self.prefix, self.prefix.backing)
         self._resuming.run_ahead(seq, self.prefix)
+        if self.prefix.hears_requests:
+            self.prefix.tell_request("brought", seq)
         return count * self.block_size
 
     @whole
@@ -330,6 +338,7 @@ class PagedCache(Shown):
             if guard.is_torn:
                 guard.mend()
             try:
+                self.taker = seq
                 seq.token_row[length] = token
                 group.table[seq.row, length // self.block_size] = group.allocator.allocate_one("extend")
                 seq.num_tokens, seq.length, seq.limit = end, end, limit
@@ -396,6 +405,7 @@ class PagedCache(Shown):
                 raise allocator.out_of_blocks(growth.need, "extend")
             growths.append(growth)
         limit, num_tokens = self._limit(seq, end), max(seq.num_tokens, end)
+        self.taker = seq
         for table, growth in zip(self._tables, growths, strict=True):
             table.grow(seq, growth)
         seq.num_tokens, seq.length, seq.limit = num_tokens, end, limit
@@ -427,6 +437,7 @@ class PagedCache(Shown):
                     table.leave_behind(seq, min(table.num_blocks(seq, seq.length), table.first_block(seq.length)))
             for (seq, _), growth in zip(ends, mine, strict=True):
                 need -= growth.need
+                self.taker = seq
                 table.grow(seq, growth, need)
         for seq, end in ends:
             limit, num_tokens = self._limit(seq, end), max(seq.num_tokens, end)
@@ -506,6 +517,8 @@ class PagedCache(Shown):
                 self._check_live("fork", seq)
                 other = self._admitted.new("fork")
                 self._share(seq, other)
+                if self.prefix is not None and self.prefix.hears_requests:
+                    self.prefix.tell_request("forked", other)
             return other
         except BaseException:  # nobody has the sequence
             if other is not None:
@@ -573,9 +586,14 @@ class PagedCache(Shown):
         seq.num_tokens = max(seq.num_tokens, num_tokens)
 
     @whole
-    def release(self, seq: Sequence) -> None:
-        """Give back its blocks and its place. Blocks with names stay to be found until their room is needed."""
+    def release(self, seq: Sequence, *, is_preempted: bool = False) -> None:
+        """Give back its blocks and its place. Blocks with names stay to be found until their room is needed.
+
+        `is_preempted` says to who looks that it did not end by itself: others needed the blocks.
+        """
         self._check_live("release", seq)
+        if self.prefix is not None and self.prefix.hears_requests:
+            self.prefix.tell_request("preempted" if is_preempted else "released", seq)
         seq.cache = None
         for table in self._tables:
             table.allocator.release_checked(table.held(seq))

@@ -36,7 +36,7 @@ Extras = Sequence[tuple[int, bytes]]  # (position of the first token, what it is
 class Event(NamedTuple):
     """What happened to the content of some blocks in one call: for an index kept elsewhere, as a router does."""
 
-    kind: str  # "stored", "removed" (by clear) or "evicted"; to listeners also "mended"
+    kind: str  # "stored", "removed" (by clear) or "evicted"; to listeners also "mended", and "loading" to those of requests
     group: int
     hashes: Sequence[BlockHash]
     blocks: Sequence[int]  # one a hash
@@ -54,6 +54,8 @@ class Stretch(NamedTuple):
 
 
 Listener = Callable[[Event, Stretch | None], None]
+# Of a sequence: "admitted", "brought" (it has what its backing had), "forked", "released" or "preempted".
+RequestListener = Callable[[str, Request], None]
 
 
 @dataclass
@@ -86,6 +88,8 @@ class PrefixCache:
         self.events: deque[Event] = deque(maxlen=max_events)  # the oldest are dropped; take them with popleft()
         self.has_listeners = False  # whether it is worth while to say of what stretch stored blocks are
         self._listeners: tuple[Listener, ...] = (self._keep_event,) if max_events else ()
+        self.hears_requests = False  # whether anyone listens to what becomes of sequences
+        self._request_listeners: tuple[tuple[Listener, RequestListener], ...] = ()
         self.backing: Backing | None = None  # is offered what is evicted
         self._allocators = tuple(allocators)
         self._naming = naming(hash_name)
@@ -311,18 +315,23 @@ class PrefixCache:
             deque(map(index.pop, hashes), maxlen=0)  # in one call, so that Ctrl-C comes before or after
 
     @whole
-    def listen(self, on_event: Listener) -> None:
+    def listen(self, on_event: Listener, on_request: RequestListener | None = None) -> None:
         """Call this too from now on, with every event and of what stretch the stored are, where that is known.
 
         It is called under the cache's lock: it must not wait, nor call the cache. "mended" says that a call was broken off, and
-        that events of it may be missing; it has no blocks.
+        that events of it may be missing; it has no blocks. `on_request` is called with what becomes of sequences; who gives it also
+        hears of blocks that a backing is about to fill, "loading".
         """
         self._listeners, self.has_listeners = (*self._listeners, on_event), True
+        if on_request is not None:
+            self._request_listeners, self.hears_requests = (*self._request_listeners, (on_event, on_request)), True
 
     @whole
     def unlisten(self, on_event: Listener) -> None:
         self._listeners = tuple(call for call in self._listeners if call != on_event)
+        self._request_listeners = tuple(both for both in self._request_listeners if both[0] != on_event)
         self.has_listeners = any(call != self._keep_event for call in self._listeners)
+        self.hears_requests = bool(self._request_listeners)
 
     def stretch(self, seq: Request, first: int, end: int) -> Stretch:
         """Blocks `first` to `end` of a sequence, whose names are known."""
@@ -334,6 +343,16 @@ class PrefixCache:
     def _tell(self, event: Event, stretch: Stretch | None = None) -> None:
         for call in self._listeners:
             call(event, stretch)
+
+    def tell_request(self, kind: str, seq: Request) -> None:
+        """For its owner, where hears_requests says that somebody listens."""
+        for _, call in self._request_listeners:
+            call(kind, seq)
+
+    def tell_loading(self, group: int, hashes: Sequence[BlockHash], ids: BlockIds) -> None:
+        """For its owner, likewise: a backing fills these blocks now."""
+        for call, _ in self._request_listeners:
+            call(Event("loading", group, hashes, ids.tolist()), None)
 
     def _keep_event(self, event: Event, stretch: Stretch | None) -> None:
         if event.kind != "mended":

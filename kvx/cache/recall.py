@@ -97,6 +97,8 @@ class Recall:
             return True
         self.held.append((allocator, allocator.allocate_checked(len(absent))))
         part.ids[~part.is_here] = new = self.held[-1][1]
+        if self.prefix.hears_requests:
+            self.prefix.tell_loading(group, absent, new)
         came = self.backing.load(group, absent, new)
         self.prefix.put_checked(group, absent[:came], new[:came], self.stretch)
         self.lost[group].update(absent[came : came + 1])

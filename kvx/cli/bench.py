@@ -32,7 +32,10 @@ from kvx.cli.options import check_device, check_folder, check_positive, make_fol
 from kvx.errors import BadArgument
 from kvx.ops import backend as backends
 
-app = typer.Typer(no_args_is_help=True, help="Benchmarks: each checks results first, then measures, beside torch and a plain copy.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Benchmarks: each one checks its results first, then measures, and compares with torch and a plain copy.",
+)
 Device = Annotated[str, typer.Option(help="Device: cpu or cuda.")]
 Out = Annotated[Path | None, typer.Option(help="Folder to save the result in, as JSON. Without it nothing is saved.")]
 Only = Annotated[str, typer.Option(help="Run only the cases whose line contains this text.")]

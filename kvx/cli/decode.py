@@ -63,9 +63,9 @@ class Moved:
 def decode(
     context: typer.Context,
     from_: Annotated[
-        str, typer.Option("--from", help="HOST:PORT of a `kvx prefill --listen`, or the folder that `kvx prefill --out` wrote")
+        str, typer.Option("--from", help="HOST:PORT of a `kvx prefill --listen`, or the folder that `kvx prefill --out` wrote.")
     ],
-    prompt: Annotated[str, typer.Option(help="The prompt. Of a folder: by default the one that it was made of")] = "",
+    prompt: Annotated[str, typer.Option(help="The prompt. Default with a folder: the prompt that it was made from.")] = "",
     model: Model = None,
     name: Name = "",
     system: System = "",
@@ -79,20 +79,20 @@ def decode(
     blocks: Blocks = 256,
     wire: WireName = "nixl",
     secret_file: SecretFile = HOME,
-    timeout_s: Annotated[float, typer.Option(help="Seconds from the request until all of the K and V is here")] = 30.0,
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the answer")] = 48,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the text, to --max-tokens")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Also answer without the prefill, and compare")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+    timeout_s: Annotated[float, typer.Option(help="Maximum seconds from the request until all K and V have arrived.")] = 30.0,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in the answer.")] = 48,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Also prefill the prompt here, and compare the two answers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Decode from K and V that another process has prefilled."""
     params = Params(max_tokens=max_tokens, ignore_eos=ignore_eos)
     is_folder = Path(from_).is_dir()
     secret: Secret | None = None
     if is_folder:
-        refuse_ignored(context, "it is of a prefill at HOST:PORT", "wire", "timeout_s", "secret_file")
+        refuse_ignored(context, "it applies only to a prefill server at HOST:PORT", "wire", "timeout_s", "secret_file")
         if not prompt:
-            refuse_ignored(context, "it is of a --prompt", "system", "raw")
+            refuse_ignored(context, "it applies only to a --prompt", "system", "raw")
     else:
         check_peer(from_, prompt, wire, timeout_s)
         secret = read_secret(secret_file)
@@ -107,7 +107,7 @@ def decode(
     else:
         assert ids is not None
         assert secret is not None
-        typer.echo(f"asking the prefill at {from_}, for {timeout_s:g} s at most", err=True)
+        typer.echo(f"requesting K and V from the prefill server at {from_}, waiting {timeout_s:g} s at most", err=True)
         handover, moved = fetch(wire, from_, secret, ids, name, timeout_s)
     # As this side holds it; its engine computes in one process, so the ranks are gathered again, and checked again.
     mine = handover.convert(block_size=block_size, format=engine.cache.groups[0].spec.of_kv.format)
@@ -128,11 +128,12 @@ def check_peer(address: str, prompt: str, wire: str, timeout_s: float) -> None:
     except BadArgument:
         what = "is a file" if Path(address).exists() else "does not exist"
         raise typer.BadParameter(
-            f"{address} {what}, and is no HOST:PORT, like 127.0.0.1:5600. Name a folder of `kvx prefill --out`, or who listens",
+            f"{address} {what}, and is not HOST:PORT, like 127.0.0.1:5600. Give a folder of `kvx prefill --out`, or the address "
+            "of a `kvx prefill --listen`",
             param_hint="--from",
         ) from None
     if not prompt:
-        raise typer.BadParameter(f"{address} is a prefill, which must be asked something", param_hint="--prompt")
+        raise typer.BadParameter(f"the prefill server at {address} needs a prompt", param_hint="--prompt")
     check_positive("--timeout-s", timeout_s)
     check_wire(wire, address, is_listening=False)
 
@@ -196,10 +197,10 @@ def _text(report: dict[str, Any]) -> str:
         report["text"],
         "",
         f"{report['handed_over']} of {report['prompt_tokens']} prompt tokens were not computed here: "
-        f"{m['bytes'] / 1e6:.2f} MB came in {m['pull_ms']:.1f} ms, {m['GB/s']:.2f} GB/s.",
+        f"{m['bytes'] / 1e6:.2f} MB of K and V arrived in {m['pull_ms']:.1f} ms, {m['GB/s']:.2f} GB/s.",
     ]
     if "is_same" in report:
         n, of = report["same_tokens"], len(report["alone"])
-        lines.append(f"All {of} tokens are what the model says alone." if report["is_same"] else
-                     f"The first {n} of {of} tokens are what the model says alone; then they part.")  # fmt: skip
+        lines.append(f"All {of} tokens equal those of a local prefill." if report["is_same"] else
+                     f"The first {n} of {of} tokens equal those of a local prefill; then they differ.")  # fmt: skip
     return "\n".join(lines)

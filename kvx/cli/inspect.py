@@ -36,8 +36,8 @@ ENVIRONMENT = {
     "KVX_CUDA_ARCHS": "build: architectures, e.g. 90a or 80;90a;120+PTX",
     "KVX_STATIC": "build: ON = also libkvx.a",
     "CUDA_HOME, CUDA_PATH": "build: where the CUDA toolkit is",
-    "KVX_SIMD": "debug: plain, avx2 or avx512 takes wider instruction sets away (x86); plain also those for SHA-256",
-    "OMP_NUM_THREADS": "run: threads a host call may use",
+    "KVX_SIMD": "debug: plain, avx2 or avx512 disables wider instruction sets (x86); plain also disables those for SHA-256",
+    "OMP_NUM_THREADS": "run: maximum number of CPU threads per call",
 }
 
 
@@ -162,7 +162,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     env: Annotated[bool, typer.Option("--env", help="List the environment variables KVX reads.")] = False,
     support: Annotated[
-        bool, typer.Option("--support", help="List what each op supports on each backend, and why not where it does not.")
+        bool, typer.Option("--support", help="List which backends run each op, which specs it takes, and why others are refused.")
     ] = False,
     formats: Annotated[bool, typer.Option("--formats", help="List every format with its exact arithmetic.")] = False,
 ) -> None:
@@ -184,7 +184,7 @@ def inspect(
         ]
         return _show(
             "formats",
-            ("format", "element x scale per", "scale", "where", "writing x"),
+            ("format", "element x scale per", "scale type", "scales stored", "how an element x is written"),
             rows,
             [list(r) for r in rows],
             as_json,
@@ -248,11 +248,12 @@ def _show_support(as_json: bool) -> None:
         )
         return
     _show("ops", ("op", *BACKENDS, "specs"), rows, None, False)
-    _show("attention on cuda, head_dim 128, Hopper", ("format", "decode", "prefill"), _kernels(), None, False)
+    title = "attention on cuda, head_dim 128, Hopper; % of read: share of the bandwidth of reading the same bytes"
+    _show(title, ("format", "decode", "prefill"), _kernels(), None, False)
     sizes = " ".join(_size(k, v) for k, v in HEAD_SIZES)
-    title = f"attention on cuda, Hopper: which of head_dim {sizes} have a fast kernel; others run on the general one"
-    _show(title, ("formats (queries)", "decode", "prefill"), _by_head_size(), None, False)
-    _show("refused", ("what", "ops", "why, and what to do"), _joined(refused), None, False)
+    title = f"attention on cuda, Hopper: which head_dim of {sizes} have a fast kernel; the others run on the general kernel"
+    _show(title, ("KV formats (query dtypes)", "decode", "prefill"), _by_head_size(), None, False)
+    _show("not supported on any backend", ("what", "ops", "why, and what to do"), _joined(refused), None, False)
     for name in BACKENDS:
         if (why := backends.reason_missing(name)) is not None:
             typer.echo(f"{name}: {why}.")

@@ -13,7 +13,7 @@ from kvx.ops import backend as backends
 
 def check_positive(option: str, value: float) -> None:
     if not value > 0:  # nor NaN
-        raise typer.BadParameter(f"{value:g}; it is more than 0", param_hint=option)
+        raise typer.BadParameter(f"{value:g}; it must be more than 0", param_hint=option)
 
 
 def check_device(device: str, option: str = "--device") -> None:

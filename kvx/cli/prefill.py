@@ -35,34 +35,34 @@ from kvx.wires.wire import WireError
 IDLE_S = 0.002  # between two looks for questions
 BUSY_S = 0.0001  # while somebody pulls: looking is what moves the bytes on links that need both sides
 
-Model = Annotated[Path | None, typer.Option(help="Folder of safetensors, or a .gguf file. Default: SmolLM2-135M-Instruct")]
+Model = Annotated[Path | None, typer.Option(help="Folder with safetensors, or a .gguf file. Default: SmolLM2-135M-Instruct.")]
 Name = Annotated[str, typer.Option(help=(
     "Name of the model, which must be the same for prefill and decode. Default: geometry and a digest of the weights. If you set "
-    "a name, make sure that both sides have the same weights"))]  # fmt: skip
-Raw = Annotated[bool, typer.Option("--raw", help="Use the prompt as it is: no chat template, no --system")]
-System = Annotated[str, typer.Option(help="System message that comes before the prompt")]
-KvFormat = Annotated[str, typer.Option(help="Format of this side's cache: auto (the model's type), f32, bf16, f16, int8, fp8")]
-Dtype = Annotated[str, typer.Option(help="Type of weights and activations: f32, bf16, f16; auto: f32 on a CPU, else bf16")]
-Device = Annotated[str, typer.Option(help="cpu or cuda")]
+    "a name, make sure that both sides have the same weights."))]  # fmt: skip
+Raw = Annotated[bool, typer.Option("--raw", help="Use the prompt as it is: no chat template, no --system.")]
+System = Annotated[str, typer.Option(help="System message before the prompt.")]
+KvFormat = Annotated[str, typer.Option(help="Format of this side's cache: auto (the model's type), f32, bf16, f16, int8, fp8.")]
+Dtype = Annotated[str, typer.Option(help="Type of weights and activations: f32, bf16, f16; auto: f32 on a CPU, else bf16.")]
+Device = Annotated[str, typer.Option(help="Device: cpu or cuda.")]
 Layout = Annotated[
-    str, typer.Option(help="Layout of this side's blocks: a row of `kvx layouts` or a layout string. Default: neutral")
+    str, typer.Option(help="Layout of this side's blocks: a name from `kvx layouts`, or a layout string. Default: KVX's own.")
 ]
-Tp = Annotated[int, typer.Option(help="Number of ranks that hold this side's blocks, each some of the heads")]
-BlockSize = Annotated[int, typer.Option(help="Tokens per block on this side")]
-Blocks = Annotated[int, typer.Option(help="Number of blocks in this side's cache")]
-WireName = Annotated[str, typer.Option(help="Library that moves the bytes: nixl or mooncake")]
+Tp = Annotated[int, typer.Option(help="Tensor parallel size: number of ranks that this side's blocks are sharded over, by heads.")]
+BlockSize = Annotated[int, typer.Option(help="Tokens per block on this side.")]
+Blocks = Annotated[int, typer.Option(help="Number of blocks in this side's cache.")]
+WireName = Annotated[str, typer.Option(help="Library that moves the bytes: nixl or mooncake.")]
 SecretFile = Annotated[Path, typer.Option(help=(
-    "File with the secret that prefill and decode share, readable by its owner alone. `kvx prefill --listen` makes it where it is "
-    "missing; copy it to the other machine"))]  # fmt: skip
+    "File with the secret that prefill and decode share, readable only by its owner. `kvx prefill --listen` creates it if it is "
+    "missing; copy it to the other machine."))]  # fmt: skip
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def prefill(
     context: typer.Context,
-    listen: Annotated[str, typer.Option(help="HOST:PORT to listen at, and nowhere else, for `kvx decode --from HOST:PORT`, until "
-                                             "Ctrl-C. With --wire mooncake: that of its master")] = "",
-    out: Annotated[Path | None, typer.Option(help="Write the handover of --prompt to this new folder, and end")] = None,
-    prompt: Annotated[str, typer.Option(help="With --out: the prompt")] = "",
+    listen: Annotated[str, typer.Option(help="Serve `kvx decode --from HOST:PORT` on this HOST:PORT only, until Ctrl-C. With "
+                                             "--wire mooncake: the HOST:PORT of its master.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Write the K and V of --prompt to this new folder, and exit.")] = None,
+    prompt: Annotated[str, typer.Option(help="With --out: the prompt.")] = "",
     model: Model = None,
     name: Name = "",
     system: System = "",
@@ -76,31 +76,34 @@ def prefill(
     blocks: Blocks = 512,
     wire: WireName = "nixl",
     secret_file: SecretFile = HOME,
-    lease_s: Annotated[float, typer.Option(help="With --listen: an offer not pulled after so many seconds is taken back")] = 30.0,
-    offer_gb: Annotated[float, typer.Option(show_default=False, help="With --listen: GB that may be offered at a time; a client "
-                                            "beyond it is refused. Default: 4 over NIXL, 0.5 over Mooncake")] = 0.0,
-    requests: Annotated[int, typer.Option(help="With --listen: end after this many requests; 0: never")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line")] = False,
+    lease_s: Annotated[float, typer.Option(help="With --listen: seconds that a client has to fetch K and V until they are "
+                                                "freed.")] = 30.0,
+    offer_gb: Annotated[float, typer.Option(show_default=False, help="With --listen: maximum GB of K and V waiting to be fetched; "
+                                            "requests beyond it are refused. Default: 4 over NIXL, 0.5 over Mooncake.")] = 0.0,
+    requests: Annotated[int, typer.Option(help="With --listen: exit after this many requests; 0: never.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:  # fmt: skip
     """Prefill prompts and hand over their K and V: to a folder, or to `kvx decode` in another process or on another machine.
 
-    With --listen both sides prove that they have the same --secret-file. docs/wires.md says what that protects, and what not.
+    With --listen both sides prove that they have the same --secret-file.
+    docs/wires.md says what this protects, and what it does not.
     """
     if bool(listen) == bool(out):
         raise typer.BadParameter("give one of --listen HOST:PORT and --out FOLDER", param_hint="--listen / --out")
     if out is not None:
         if not prompt:
-            raise typer.BadParameter("--out needs the question", param_hint="--prompt")
-        refuse_ignored(context, "it is of --listen: a folder holds neutral blocks of one rank", "layout", "tp")
-        refuse_ignored(context, "it is of --listen", "wire", "secret_file", "lease_s", "offer_gb", "requests")
+            raise typer.BadParameter("--out needs a prompt", param_hint="--prompt")
+        refuse_ignored(context, "it applies only to --listen: a folder holds neutral blocks of one rank", "layout", "tp")
+        refuse_ignored(context, "it applies only to --listen", "wire", "secret_file", "lease_s", "offer_gb", "requests")
         check_new_folder("--out", out)
     else:
-        refuse_ignored(context, "it is of --out: over a wire `kvx decode` asks", "prompt", "system", "raw")
+        why = "it applies only to --out: with --listen the prompts come from `kvx decode`"
+        refuse_ignored(context, why, "prompt", "system", "raw")
         check_positive("--lease-s", lease_s)
         if offer_gb < 0 or not math.isfinite(offer_gb):
-            raise typer.BadParameter(f"{offer_gb:g}; it is more than 0, or 0 for the default", param_hint="--offer-gb")
+            raise typer.BadParameter(f"{offer_gb:g}; it must be more than 0, or 0 for the default", param_hint="--offer-gb")
         if requests < 0:
-            raise typer.BadParameter(f"{requests}; it is 0 or more", param_hint="--requests")
+            raise typer.BadParameter(f"{requests}; it must be 0 or more", param_hint="--requests")
         check_wire(wire, listen, is_listening=True)
     model, dtype, layout = model or small_model(), dtype_of(dtype, device), layout_of(layout)
     least = LEAST_PIECE_BYTES if listen and wire == "nixl" else 0
@@ -122,7 +125,7 @@ def prefill(
     server = Server(engine, name, layout=layout, tp_size=tp)
     with offers_at(wire, listen, secret, lease_s=lease_s, max_bytes=int(offer_gb * 1e9)) as offers:
         say(as_json, {"listening": listen, "model": name, "secret_file": str(secret_file.expanduser())},
-            f"{name} listens at {listen}, {wire}, for those who have {secret_file.expanduser()}")  # fmt: skip
+            f"serving {name} on {listen} over {wire}; clients need the secret in {secret_file.expanduser()}")  # fmt: skip
         while not requests or server.num_done < requests or offers.num_offers:
             for fields, text in server.look(offers):
                 say(as_json, fields, text)
@@ -171,7 +174,7 @@ class Server:
         if request.about.get("ask") == "status":
             with suppress(WireError):  # who asked is gone
                 offers.answer(request, self.status(offers))
-            return {"status": True}, "asked how it is"
+            return {"status": True}, "answered a status request"
         self.num_done += 1
         begin = time.perf_counter()
         try:
@@ -198,8 +201,8 @@ class Server:
     def _handover(self, about: dict[str, Any]) -> Any:
         if about.get("model") != self.name:
             raise Incompatible(
-                f"prefill: its model is {self.name!r}; asked for was {str(about.get('model'))[:200]!r}. "
-                "They have other weights, or one was given a --name. Nothing was computed."
+                f"prefill: this server's model is {self.name!r}; the request was for {str(about.get('model'))[:200]!r}. "
+                "Their weights differ, or only one side was given a --name. Nothing was computed."
             )
         return export_sequence(self.engine, _tokens(about.get("tokens")), model=self.name)
 

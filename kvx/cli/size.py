@@ -34,7 +34,8 @@ def size(
         ),
     ] = None,
     formats: Annotated[
-        list[str] | None, typer.Option("--format", help="KV cache format; repeatable. all: every format the model supports.")
+        list[str] | None,
+        typer.Option("--format", help='KV cache format; repeatable. "all" shows every format that the model supports.'),
     ] = None,
     memory: Annotated[str, typer.Option(help="Memory for the cache on one rank: 80GB, 74.5GiB.")] = "80GB",
     context: Annotated[
@@ -45,11 +46,17 @@ def size(
         int, typer.Option(help="Length of a prefix shared by all requests; its full blocks are counted once.")
     ] = 0,
     tp: Annotated[int, typer.Option(help="Tensor parallel size; all figures are per rank.")] = 1,
-    block_size: Annotated[int, typer.Option(help="Tokens per block; 0: 16, or 128 for DeepSeek-V4.")] = 0,
+    block_size: Annotated[int, typer.Option(help="Tokens per block. 0 means 16, or 128 for DeepSeek-V4.")] = 0,
     index_format: Annotated[
         str, typer.Option(help="Format of the indexer's keys (DeepSeek V3.2 and V4). Default: the model's own.")
     ] = "",
-    state: Annotated[str, typer.Option(help=f"Compressor state of DeepSeek-V4: {' or '.join(STATES)}.")] = STATES[0],
+    state: Annotated[
+        str,
+        typer.Option(
+            help="How the compressors of DeepSeek-V4 keep unfinished entries. ring: every token of the entry, as engines do. "
+            "tight: the minimum, running sums."
+        ),
+    ] = STATES[0],
     state_format: Annotated[
         str, typer.Option(help=f"Format of recurrent states: {', '.join(STATE_FORMATS)}. Default: as in Transformers.")
     ] = "",
@@ -126,32 +133,34 @@ def _facts(s: Size, memory_bytes: int, context: int, requests: int, shared_prefi
 def _show_layers(s: Size) -> None:
     rows = []
     for g in s.groups:
-        kept = f"{'chunk of' if g.is_chunked else 'last'} {g.window:,}" if g.window else "all"
+        kept = f"{'chunk of' if g.is_chunked else 'last'} {g.window:,} tokens" if g.window else "all tokens"
         if g.ring_tokens:
-            kept = f"last {g.ring_tokens:,}" + (f", 1 per {g.ratio}" if g.ratio > 1 else "")
+            kept = f"last {g.ring_tokens:,} tokens" + (f", 1 entry per {g.ratio}" if g.ratio > 1 else "")
         if g.planes:  # of any number of tokens
-            kept = f"{kept}, and a state" if g.block_bytes else "a state"
+            kept = f"{kept}, and one state" if g.block_bytes else "one state"
         rows.append((g.name, str(g.num_layers), g.stores, kept))
-    _show(f"{s.model}: what each kind of layer stores", ("kind", "layers", "stored", "for tokens"), rows)
+    _show(f"{s.model}: what each kind of layer stores", ("kind", "layers", "stored", "kept per request"), rows)
 
 
 def _remarks(s: Size) -> list[str]:
     """What a reader must know before trusting the numbers."""
     unchecked = (
-        f"unchecked: model_type {s.model_type} was not compared with a real cache; it is read like any decoder with these fields"
+        f"unchecked: model_type {s.model_type} was not compared with a real cache; its config is read like that of any decoder "
+        "with these fields"
     )
     return [f"  {line}." for line in (*([] if s.is_checked else [unchecked]), *s.notes)]
 
 
 def _show_groups(sizes: Sequence[Size], context: int) -> None:
-    """A line a format and kind of layer. What a long request pays for each more token is 0 where a window is kept."""
+    """A line for each format and kind of layer. With a window, each further token of a long request takes 0 bytes."""
     rows = []
     for s in sizes:
         for g in s.groups:
             request = g.private_bytes(-(-context // s.block_size))
             grows = 0 if g.max_blocks else g.token_bytes
             rows.append((s.format, g.name, _number(grows / g.num_layers), _number(grows), _human(g.fixed_bytes), _human(request)))
-    _show("bytes by kind of layer", ("format", "kind", "per token and layer", "per token", "fixed", "per request"), rows)
+    columns = ("format", "kind", "bytes/token per layer", "bytes/token", "fixed", "per request")
+    _show("memory by kind of layer", columns, rows)
 
 
 def _show_sizes(
@@ -159,9 +168,9 @@ def _show_sizes(
 ) -> None:
     first, is_many, has_index = sizes[0], requests > 1, bool(sizes[0].index_format)
     columns = (
-        *("format", *(["index"] if has_index else []), "per token", "fixed", "per request"),
+        *("format", *(["index keys"] if has_index else []), "bytes/token", "fixed", "per request"),
         *([f"{requests:,} requests"] if is_many else []),
-        *("requests fit", "tokens fit", f"longest of {requests:,}" if is_many else "longest request"),
+        *("requests fit", "tokens fit", f"longest of {requests:,} requests" if is_many else "longest request"),
     )
     rows = [
         (
@@ -173,13 +182,13 @@ def _show_sizes(
         )
         for s, f in zip(sizes, facts, strict=True)
     ]
-    shared = f", {shared_prefix:,} of them shared" if shared_prefix else ""
-    ranks = f"; each of {first.tp} ranks" if first.tp > 1 else ""
-    _show(f"requests of {context:,} tokens{shared}, blocks of {first.block_size}; {memory}{ranks}", columns, rows)
+    shared = f" ({shared_prefix:,} of them shared)" if shared_prefix else ""
+    ranks = f" on each of {first.tp} ranks" if first.tp > 1 else ""
+    _show(f"requests of {context:,} tokens{shared} in blocks of {first.block_size}, with {memory}{ranks}", columns, rows)
 
 
 def _show_engines(engines: Sequence[EngineSize], format: str, context: int) -> None:
-    """A line an engine and setting; under them, what each does."""
+    """A line for each engine and setting; under them, what each does."""
     has_states = any(e.state_bytes for e in engines)
     rows = [
         (
@@ -190,7 +199,7 @@ def _show_engines(engines: Sequence[EngineSize], format: str, context: int) -> N
         for e in engines
     ]
     columns = (
-        *("engine", "setting", "block size", "per token", *(["matrices", "states"] if has_states else [])),
+        *("engine", "setting", "block size", "bytes/token", *(["state format", "states"] if has_states else [])),
         *("per request", "overhead"),
     )
     _show(f"what engines allocate for a request of {context:,} tokens in {format}", columns, rows)
@@ -209,8 +218,8 @@ def _show_hybrid(facts: Sequence[dict[str, Any]], context: int) -> None:
         )
         for f in facts
     ]
-    columns = ("block size", "per token", "allocated", "padding", "fixed", "allocated", "per request, allocated")
-    _show(f"kvx's hybrid cache, {facts[0]['rows']} rows and mxfp4 keys, a request of {context:,} tokens", columns, rows)
+    columns = ("block size", "bytes/token", "allocated/token", "padding", "fixed", "fixed, allocated", "per request, allocated")
+    _show(f"kvx.cache.hybrid with {facts[0]['rows']} rows and mxfp4 index keys, a request of {context:,} tokens", columns, rows)
 
 
 def _number(n: float) -> str:
@@ -233,7 +242,8 @@ def _show_models(as_json: bool) -> None:
         return
     layers = (", ".join(f"{g.num_layers} {g.name}" for g in s.groups) for s in sizes)
     rows = [(s.model, text, _number(s.token_bytes), _human(s.fixed_bytes)) for s, text in zip(sizes, layers, strict=True)]
-    _show("known models in bf16: bytes per token, and fixed bytes per request", ("model", "layers", "per token", "fixed"), rows)
+    columns = ("model", "layers", "bytes/token", "fixed")
+    _show("known models in bf16: bytes per token, and the fixed size per request (windows, states)", columns, rows)
 
 
 def _show(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument, KvxWarning, OutOfRange, Unsupported
+from kvx.errors import BadArgument, KvxWarning, OutOfRange, Unsupported, a_type
 from kvx.ops import native
 from kvx.ops.registry import OPS
 from kvx.ops.support import BACKENDS, Support, kernels_of
@@ -27,7 +27,7 @@ if not native.HAS_CPU:
 elif torch.cuda.is_available() and not native.HAS_CUDA:
     warnings.warn(
         "libkvx was built without CUDA and torch sees a GPU: ops on it run on the torch backend. "
-        "Install kvx-cu13, or rebuild with nvcc on PATH.",
+        "Install kvx-cu13; in a source checkout run `KVX_CUDA=ON make build` with nvcc on PATH.",
         KvxWarning,
         stacklevel=2,
     )
@@ -57,7 +57,7 @@ def reason_missing(backend: str) -> str | None:
     if not native.HAS_CPU:
         return "libkvx is not built; run `make build`"
     if native.INFO is not None and not native.INFO.has_cuda:
-        return "libkvx was built without CUDA; install kvx-cu13, or rebuild with nvcc on PATH or CUDA_HOME set"
+        return "libkvx was built without CUDA; install kvx-cu13, or run `KVX_CUDA=ON make build` with nvcc on PATH or CUDA_HOME set"
     return "no CUDA device or driver on this machine"
 
 
@@ -132,7 +132,7 @@ def as_tensor(call: str, name: str, x: object) -> Tensor:
     if hasattr(x, "__dlpack__"):
         return torch.utils.dlpack.from_dlpack(x)
     hint = " kvx.slot_mapping makes it of a block table." if name == "slot_mapping" else ""
-    raise BadArgument(f"{call}(): {name} is a {type(x).__name__}; it takes a torch tensor, or an array with __dlpack__.{hint}")
+    raise BadArgument(f"{call}(): {name} is {a_type(x)}; it takes a torch tensor, or an array with __dlpack__.{hint}")
 
 
 class ErrorCounter:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kvx.errors import BadArgument, Unsupported
+from kvx.errors import BadArgument, Unsupported, a_type
 from kvx.ops import native
 from kvx.ops.cache_view import CacheView
 from kvx.ops.cells import block_bytes
@@ -27,7 +27,7 @@ def check(call: str, view: CacheView, table: Table) -> None:
     spec, pointers = view.spec, view.pointers
     if not isinstance(table, Table):
         raise BadArgument(
-            f"{call}(): table is a {type(table).__name__}; it takes a block table with its lengths: "
+            f"{call}(): table is {a_type(table)}; it takes a block table with its lengths: "
             "kvx.PackedTable(block_table, seq_lens), or another of kvx.tables."
         )
     if pointers is not None:

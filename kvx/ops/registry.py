@@ -37,10 +37,10 @@ class Op:
     backends: tuple[str, ...] = BACKENDS
 
 
-_CELLS = "layouts with a kv axis, whole tokens and heads; every format but those that only convert"
+_CELLS = "layouts with a kv axis that do not split tokens or heads; all formats but those that only convert"
 _LATENTS = "one KV head, its K the latent, its V the rotary part; otherwise as attention_decode"
 _ANY = "any"
-_NONE = "no spec"
+_NONE = "takes no spec"
 
 _PLAN = (Entry("kvx_plan_load", (_TEXT, _U64, _P)), Entry("kvx_plan_free", (_P,), None))
 _ATTENTION = (Entry("kvx_door_attention", (_P,) * 7),)

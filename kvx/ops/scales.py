@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from kvx.errors import BadArgument, KvxWarning
+from kvx.layout.buffers import is_unset
 from kvx.layout.planes import plane_maps, views
 from kvx.ops.cache_view import NO_SCALES, CacheView
 from kvx.quant.scales import finite_amax, load_scale, round_scale, scale_from_amax
+from kvx.spec.cache_spec import PlaneSpec
 from kvx.spec.formats import Granularity
 
 _SHAPE_OF = {
@@ -61,17 +63,6 @@ def require(call: str, view: CacheView) -> None:
         spec.__dict__["_takes_no_scales"] = True
 
 
-def mark_unset(scale: Tensor) -> None:
-    """Remember that this is how the scale was made: torch counts its changes."""
-    if not scale.is_inference():
-        scale.kvx_unset_version = scale._version  # type: ignore[attr-defined]
-
-
-def is_unset(scale: Tensor) -> bool:
-    version = getattr(scale, "kvx_unset_version", None)
-    return version is not None and version == scale._version
-
-
 def say_unset(call: str, view: CacheView) -> None:
     """At a spec's first write: that a scale it goes by was never set. A look at the values would wait for the device."""
     view.spec.__dict__["_has_written"] = True
@@ -80,15 +71,18 @@ def say_unset(call: str, view: CacheView) -> None:
         if not fmt.element.is_quantised or fmt.granularity.is_stored_per_token or fmt.element.name == "fp8_e5m2":
             continue
         if is_unset(scale) if scale is not None else tensor_scale is None:
-            least = "" if "fp8" in fmt.element.name else ", and values under 0.5 become 0"
-            warnings.warn(
-                f"{call}(): the {plane.name}_scale of format {fmt} was never set: 1 is used. Values over {fmt.element.qmax:g} are "
-                f'clipped{least}. Compute it from data: kvx.scale_from_amax(kvx.amax({plane.name}), "{fmt}"), or use '
-                "a format with a scale per token, such as int8_per_token_head. If the scale is meant to be 1: fill_(1).",
-                KvxWarning,
-                stacklevel=3,
-            )
+            warnings.warn(unset_words(call, plane), KvxWarning, stacklevel=3)
             return
+
+
+def unset_words(call: str, plane: PlaneSpec) -> str:
+    fmt = plane.format
+    least = "" if "fp8" in fmt.element.name else ", and values under 0.5 become 0"
+    return (
+        f"{call}(): the {plane.name}_scale of format {fmt} was never set: 1 is used. Values over {fmt.element.qmax:g} are "
+        f'clipped{least}. Compute it from data: kvx.scale_from_amax(kvx.amax({plane.name}), "{fmt}"), or use '
+        "a format with a scale per token, such as int8_per_token_head. If the scale is meant to be 1: fill_(1)."
+    )
 
 
 def settle(view: CacheView, index: int, x: Tensor, block: Tensor, offset: Tensor, given: Tensor | None) -> Tensor | None:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvx.layout.buffers import mark_unset
 from kvx.layout.device_memory import check_fits
 from kvx.layout.planes import cache_shapes
 from kvx.ops.append.gather import gather
 from kvx.ops.append.write import write
 from kvx.ops.attention.attention import attention_decode, attention_varlen
-from kvx.ops.scales import mark_unset
 from kvx.spec.byte_size import byte_text
 from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.shown import Shown

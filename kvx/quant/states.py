@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, a_type
 from kvx.quant.numbers import decode, encode
 from kvx.quant.scales import finite_amax, scale_from_amax
 from kvx.spec.formats import Format
@@ -51,4 +51,4 @@ def decode_with_rest(rows: Tensor, rest: Tensor) -> Tensor:
 
 
 def _what(x: object) -> str:
-    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else a_type(x)

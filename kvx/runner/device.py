@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from kvx.cache.groups import LayerGroup
 from kvx.errors import BadArgument
 from kvx.layout import device_memory
@@ -15,8 +13,7 @@ def check_device(device: str) -> None:
     kind = device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise BadArgument(f'Engine.load(): device is "{device}"; it is cpu or cuda.')
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise BadArgument(f'Engine.load(): device is "{device}", and torch {torch.__version__} finds no GPU here. "cpu" runs.')
+    device_memory.check_device("Engine.load()", device)
 
 
 def check_fits(groups: Sequence[LayerGroup], device: str) -> None:

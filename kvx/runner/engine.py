@@ -20,7 +20,7 @@ import torch
 from kvx.cache.guard import Guard, whole
 from kvx.cache.paged import PagedCache
 from kvx.cache.tokens import token_ids
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, a_type
 from kvx.runner.decoder import Decoder
 from kvx.runner.device import check_device, check_fits
 from kvx.runner.gemm import gemm_dtype
@@ -66,7 +66,7 @@ class Engine:
     ) -> None:
         if not isinstance(getattr(model, "cache", None), PagedCache):
             raise BadArgument(
-                f"Engine(): model is a {type(model).__name__} without a PagedCache; it is a Decoder, which runs over one. A "
+                f"Engine(): model is {a_type(model)} without a PagedCache; it is a Decoder, which runs over one. A "
                 "transformers model becomes one by kvx.adapters.transformers.PagedModel(model, cache); Engine.load(path) makes one."
             )
         self.model, self.cache, self.tokenizer, self.tiers = model, model.cache, tokenizer, tiers

@@ -149,7 +149,7 @@ class Scheduler:
         return 0
 
     def _preempt(self, c: Completion) -> None:
-        self._release(c)
+        self._release(c, is_preempted=True)
         self.running.remove(c)
         self.waiting.appendleft(c)
         self.counts.preemptions += 1
@@ -192,9 +192,9 @@ class Scheduler:
         self.waiting = deque(c for c in self.waiting if not c.finish)
         return len(dropped)
 
-    def _release(self, c: Completion) -> None:
+    def _release(self, c: Completion, *, is_preempted: bool = False) -> None:
         if c.seq is not None and not c.seq.is_released:
-            self.cache.release(c.seq)
+            self.cache.release(c.seq, is_preempted=is_preempted)
         c.seq = None
 
     def _count(self, work: list[Work]) -> None:

@@ -179,7 +179,7 @@ class CacheSpec(Spec):
     num_layers: int = 1
     layer_start: int = 0  # this cache's first layer in the model: pipeline stages
     head_start: int = 0  # this cache's first KV head in the model: tensor parallel ranks
-    model: str = ""  # whose KV it is; "" says nothing
+    model: str = ""  # the model that K and V belong to; "": not named
     block_bytes: int = 0  # from block to block where an engine pads its blocks; 0: as large as their content
     manifest_text: str = field(init=False, repr=False, compare=False)
 

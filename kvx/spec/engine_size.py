@@ -24,7 +24,7 @@ _OF_BLOCKS = (Granularity.BLOCK, Granularity.BLOCK_HEAD)
 _VLLM_BLOCK = 16  # on CUDA; the CPU platform has 128
 _VLLM_MLA_BLOCK = 128  # the least of a latent beside states
 _LLAMA_PAD = 256  # cells of a context, and of a window
-_LLAMA_UBATCH = 512  # tokens a window holds besides, unless told
+_LLAMA_UBATCH = 512  # tokens a window holds besides, by default
 _SGLANG_RADIX_SLOTS = 3  # a request's own and two that its prefix is copied to; the pool has 3 to 5 a running request
 
 
@@ -71,7 +71,7 @@ def engine_sizes(
     context: int,  # tokens of a request
     tp: int = 1,
     block_size: int = 0,  # vLLM's, before it grows; 0: 16
-    state_format: str = "",  # of recurrent matrices in vLLM and SGLang, which let one choose; "": what they take unless told
+    state_format: str = "",  # of recurrent matrices in vLLM and SGLang, which let one choose; "": their default
 ) -> tuple[EngineSize, ...]:
     """What Transformers, vLLM, SGLang and llama.cpp take for one request, on each of `tp` ranks.
 

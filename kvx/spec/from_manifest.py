@@ -8,7 +8,7 @@ from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
-from kvx.errors import BadArgument, Incompatible
+from kvx.errors import BadArgument, Incompatible, a_type
 from kvx.spec.cache_spec import CacheSpec, PlaneSpec, Share, Spec
 from kvx.spec.formats import Format
 from kvx.spec.manifest import VERSION, digest, unique_fields
@@ -119,7 +119,7 @@ def _short(value: object) -> str:
 def require_same(mine: Spec, theirs: Spec) -> None:
     """Raise Incompatible with the first field that differs."""
     if type(mine) is not type(theirs):
-        raise Incompatible(f"manifests differ: a {type(mine).__name__} here, a {type(theirs).__name__} there.")
+        raise Incompatible(f"manifests differ: {a_type(mine)} here, {a_type(theirs)} there.")
     for name in _STATE_FIELDS if isinstance(mine, StateSpec) else _FIELDS:
         a, b = getattr(mine, name), getattr(theirs, name)
         if a != b and (name != "positions" or a):  # who says no positions takes any

@@ -69,24 +69,24 @@ def notes(config: ConfigFields, kept: list[ModelLayer]) -> tuple[str, ...]:
     states = [layer.also for layer in kept if layer.also and layer.also != "cross_attention"]
     if states:
         said.append(
-            f"not counted: {len(states)} layers ({_counts(states)}) keep a state of fixed size for each request, whose sizes the "
-            "config does not say in words known here"
+            f"not counted: {len(states)} layers ({_counts(states)}) keep a state of fixed size for each request, and the "
+            "config does not give its size in a field that KVX knows"
         )
     cross = sum(layer.also == "cross_attention" for layer in kept)
     if cross:
         row = f"{_kv_heads(config)} x {_head_dim(config)}"
         said.append(
-            f"not counted: {cross} layers of cross attention keep K and V of image or encoder tokens, K {row} and V {row} of each "
-            "in every one of them"
+            f"not counted: {cross} cross-attention layers keep K and V of image or encoder tokens, K {row} and V {row} per token "
+            "and layer"
         )
     if config.get("ple_layer_ids"):
-        said.append("not counted: what the layers of ple_layer_ids keep of their last tokens")
+        said.append("not counted: what the layers in ple_layer_ids keep of the last tokens")
     if "index_head_dim" in config and "kv_lora_rank" not in config and config.model_type != "deepseek_v4":
-        said.append("not counted: keys of an indexer (index_head_dim)")
+        said.append("not counted: the index keys (index_head_dim)")
     # Where every layer is listed, rules it was once made from say nothing new.
     unknown = [n for n in config.fields if _is_suspect(n, config.get(n)) and not ("layer_types" in config and _RULE.search(n))]
     if unknown:
-        said.append(f"not understood: {', '.join(sorted(unknown)[:8])}. They look like attention; the numbers may be wrong")
+        said.append(f"not understood: {', '.join(sorted(unknown)[:8])}. If they concern attention, the numbers are wrong")
     return tuple(said)
 
 

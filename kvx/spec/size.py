@@ -20,7 +20,7 @@ from kvx.spec.layer_kinds import RECORDS, LayerKind, StoredRow, described, layer
 from kvx.spec.models import CHECKED_TYPES
 from kvx.spec.state_spec import StateSpec
 
-BLOCK_SIZE = 16  # unless told; compressed layers need a multiple of the tokens an entry stands for
+BLOCK_SIZE = 16  # by default; compressed layers need a multiple of the tokens an entry stands for
 STATES = ("ring", "tight")
 STATE_FORMATS = ("bf16", "f16", "f32")
 _FIRST = ("bf16", "fp8_e4m3", "int8_per_token_head", "fp8_ds_mla", "nvfp4")
@@ -188,7 +188,7 @@ def size(
     tp: int = 1,
     block_size: int = 0,  # tokens; 0: 16, or 128 with layers that compress 128 tokens into one
     index_format: str = "",  # of an indexer's keys; "": the model's own, or `format` where that is not quantised
-    state: str = "ring",  # DeepSeek-V4's unfinished sums: "ring" as engines keep them, "tight" the least that is needed
+    state: str = "ring",  # DeepSeek-V4's unfinished entries: "ring", every token as engines keep it, or "tight", the minimum
     state_format: str = "",  # of recurrent matrices: bf16, f16 or f32; "": as Transformers keeps them, mostly f32
 ) -> Size:
     """What the model's KV cache costs on each of `tp` ranks.

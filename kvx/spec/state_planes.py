@@ -30,7 +30,7 @@ class StatePlane:
         return self.name.startswith("conv")
 
     def format(self, model_format: str, state_format: str = "") -> str:
-        """Its dtype: of convolutions the model's, of the others `state_format`, or unless told that of Transformers."""
+        """Its dtype: of convolutions the model's, of the others `state_format`, or by default that of Transformers."""
         return ("" if self.is_conv else state_format) or ("f32" if self.is_f32 else model_format)
 
     def spec(self, model_format: str, state_format: str = "") -> PlaneSpec:
@@ -95,7 +95,7 @@ def _conv(
 
 def _gdn(config: ConfigFields) -> tuple[StatePlane, ...]:
     """Gated delta net: a convolution over q, k and v, and a matrix of key by value a value head."""
-    attention_heads = config.int_of("num_attention_heads", 0)  # Olmo-Hybrid: as many, unless told
+    attention_heads = config.int_of("num_attention_heads", 0)  # Olmo-Hybrid: as many, by default
     k_heads, v_heads = (config.int_of(f"linear_num_{x}_heads", attention_heads) for x in ("key", "value"))
     k_dim, v_dim = config.int_of("linear_key_head_dim"), config.int_of("linear_value_head_dim")
     shares = ((k_heads * k_dim, k_dim), (k_heads * k_dim, k_dim), (v_heads * v_dim, v_dim))

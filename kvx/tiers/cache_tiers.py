@@ -17,11 +17,12 @@ from torch import Tensor
 from kvx.cache.blocks import BlockIds
 from kvx.cache.groups import Member
 from kvx.cache.paged import PagedCache
-from kvx.errors import BadArgument, TierError
+from kvx.errors import BadArgument, TierError, a_type
 from kvx.layout.axes import Layout
 from kvx.layout.place import num_buffers, num_cache_buffers
-from kvx.spec.byte_size import parse_bytes
+from kvx.spec.byte_size import byte_text, parse_bytes
 from kvx.spec.cache_spec import CacheSpec, Spec
+from kvx.spec.shown import Shown
 from kvx.spec.state_spec import StateSpec
 from kvx.tiers.block import BlockKind
 from kvx.tiers.mover import Mover
@@ -30,14 +31,14 @@ from kvx.tiers.option import TierOption, open_tiers
 from kvx.tiers.tier import Tier
 
 
-class CacheTiers:
+class CacheTiers(Shown):
     """Keep the blocks that a PagedCache evicts in host memory and on disk; `cache.admit` then loads them again.
 
         with CacheTiers(cache, host="2GB", disk="kv:50GB", model="my-model"): ...
 
     Constructing it attaches it to the cache. At the end of the `with` block, or in `close()`, it is detached and pending transfers
     finish. Tiers that it opened are then closed, after a directory among them got the blocks still in the cache; tiers passed as
-    `tiers` stay open.
+    `tiers` stay open. A cache has one CacheTiers at a time, and keeps it alive until it is closed.
     """
 
     def __init__(
@@ -53,11 +54,17 @@ class CacheTiers:
         on_event: Callable[[MoverEvent], None] | None = None,
     ) -> None:
         if not isinstance(cache, PagedCache):
-            raise BadArgument(f"CacheTiers: cache is a {type(cache).__name__}; it takes a kvx.PagedCache.")
+            raise BadArgument(f"CacheTiers: cache is {a_type(cache)}; it takes a kvx.PagedCache.")
         if tiers is not None and (isinstance(tiers, str) or any(isinstance(mine, str | Tier) for mine in tiers)):
             raise BadArgument(
                 f"CacheTiers: tiers is {str(tiers)[:100]}; it takes a list of opened tiers for each layer group. For host memory "
                 'and a directory give host="2GB", disk="DIR".'
+            )
+        before = None if cache.prefix is None else cache.prefix.backing
+        if before is not None:
+            end = "cache.prefix.backing.close()" if isinstance(before, CacheTiers) else "cache.attach(None)"
+            raise BadArgument(
+                f"CacheTiers: the cache already has {before!r}. A cache has one: close that first ({end}), or give all tiers to it."
             )
         members = [(n, member) for n, group in enumerate(cache.groups) for member in group.members]
         max_in_flight_bytes = parse_bytes(max_in_flight_bytes, "CacheTiers: max_in_flight_bytes")
@@ -130,6 +137,23 @@ class CacheTiers:
         first, *others = (mover.stats for mover in self.movers)
         return sum(others, first)
 
+    def shown(self) -> dict[str, str]:
+        shown: dict[str, str] = {}
+        for n, movers in enumerate(self._of_group):
+            for i, mover in enumerate(movers):
+                member = f" member {i}" * (len(movers) > 1)
+                shown[f"group {self.cache.groups[n].name!r}{member}"] = (
+                    ", then ".join(_tier_text(t) for t in mover.tiers) or "no tiers"
+                )
+        stats = self.stats
+        shown["offloaded"] = f"{stats.offloaded} blocks, {byte_text(stats.offloaded_bytes)}"
+        shown["loaded"] = f"{stats.onboarded} blocks, {byte_text(stats.onboarded_bytes)}"
+        lost = self.num_lost + stats.dropped + stats.failed
+        if lost:
+            shown["lost"] = f"{lost} blocks" + f" ({self.error[:100]})" * bool(self.error)
+        is_attached = self.cache.prefix is not None and self.cache.prefix.backing is self
+        return {**shown, "state": "attached" if is_attached else "closed"}
+
     def tiers_of(self, group: int) -> list[tuple[Tier, ...]]:
         """Of each member of a group, the fastest first."""
         return [mover.tiers for mover in self._of_group[group]]
@@ -169,6 +193,17 @@ class CacheTiers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _tier_text(tier: Tier) -> str:
+    """Which tier, where, and how full. A remote one is not asked: it may not answer."""
+    path, capacity = getattr(tier, "path", None), getattr(tier, "capacity_blocks", None)
+    name = type(tier).__name__ if path is None else f"{type(tier).__name__} {path}"
+    if tier.is_remote:
+        return name
+    blocks = tier.num_blocks
+    full = f"{blocks} blocks" if capacity is None else f"{blocks} of {capacity} blocks"
+    return f"{name}, {full}, {byte_text(blocks * tier.kind.num_bytes)}"
 
 
 def buffers_of(cache: PagedCache, group: int, member: Member) -> tuple[list[Tensor], list[Spec]]:

@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from kvx.errors import BadArgument, Unsupported
+from kvx.errors import BadArgument, Unsupported, a_type
 from kvx.wires.secret import PROOF_BYTES, Secret
 from kvx.wires.wire import Deadline, WireError
 
@@ -69,7 +69,7 @@ class Channel:
         except (ValueError, RecursionError) as error:
             raise WireError(f"a message is no JSON: {type(error).__name__}.") from None
         if not isinstance(body, dict):
-            raise WireError(f"a message is a {type(body).__name__}, and no object.")
+            raise WireError(f"a message is {a_type(body)}, and no object.")
         return body
 
     def ask(self, body: dict[str, Any], deadline: Deadline, who: str = "the other side") -> dict[str, Any]:

@@ -122,7 +122,7 @@ def test_what_a_person_guesses(tmp_path, monkeypatch):
     assert "empty is empty" in invoke("inspect", str(tmp_path / "empty"))
     torch.save([1, 2], tmp_path / "l.pt")
     assert "there are no tensors in" in invoke("inspect", str(tmp_path / "l.pt"))
-    assert "for --repeats: 0; it is more than 0" in invoke("bench", "generate", "--repeats", "0")
+    assert "for --repeats: 0; it must be more than 0" in invoke("bench", "generate", "--repeats", "0")
     assert "for --device: tpu" in invoke("bench", "generate", "--device", "tpu")
 
 

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from kvx.cli import main
+from kvx.view import RecordingReader
 from tests.runner import smollm
 
 SHORT = ("--prompt", "What is 2+2?", "--prompt", "Name a fruit.", "--max-tokens", "8", "--blocks", "64", "--device", "cpu")
@@ -45,10 +46,28 @@ def test_without_a_terminal_lines_are_plain():
 
 
 @smollm.needs_weights
+def test_what_the_cache_does_is_shown_and_recorded(tmp_path):
+    path = tmp_path / "run.jsonl"
+    command = [sys.executable, "-m", "kvx", "generate", *SHORT, "--json", "--view", "--view-port", "0", "--record", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "See the cache at http://127.0.0.1:" in done.stderr
+    stats = json.loads(done.stdout)["stats"]  # on stdout there is the object alone
+    with RecordingReader(path) as reader:
+        records = list(reader.records())
+    assert reader.is_over
+    assert records[0]["title"] == "SmolLM2-135M-Instruct"
+    rows = {row["seq"]: row for record in records for row in record.get("admitted", ())}
+    assert sum(row["cached"] for row in rows.values()) == stats["reused_tokens"]
+    assert sum(row["tokens"] for row in rows.values()) == stats["prompt_tokens"]
+    assert [row["reason"]["kind"] for row in rows.values()] == ["never", "differs"]
+
+
+@smollm.needs_weights
 def test_answers_that_fill_the_blocks_are_named():
     out = run("--raw", "--prompt", "One, two, three,", "--blocks", "1", "--device", "cpu", "--ignore-eos")
-    assert "1 answer on 1 block of 16 tokens" in out
-    assert "--max-tokens 48 does not fit: the context is 16 tokens (1 blocks of 16), and the longest prompt leaves " in out
+    assert "1 answer, a cache of 1 block of 16 tokens" in out
+    assert "--max-tokens 48 does not fit: the context is 16 tokens (1 blocks of 16), and the longest prompt leaves room for " in out
     assert "Answers end there (length: the cache is full); --blocks 4 gives more." in out
     assert "1 of the answers ended before --max-tokens 48" in out
 
@@ -89,7 +108,7 @@ def test_interrupt_ends_with_the_summary():
         signal.signal(signal.SIGINT, before)
         assert process.stdout is not None
         for line in process.stdout:
-            if "answer on" in line:  # loaded
+            if "answer, a cache of" in line:  # loaded
                 break
         time.sleep(1.0)
         process.send_signal(signal.SIGINT)
@@ -129,14 +148,14 @@ def test_wrong_input_is_one_sentence(name, monkeypatch, capsys):
 
 
 def test_a_format_of_tiers_needs_a_tier(monkeypatch, capsys):
-    assert "it is of a --tier. Leave it out" in " ".join(refused(monkeypatch, capsys, "--tier-format", "int8").split())
+    assert "it applies only to a --tier. Leave it out" in " ".join(refused(monkeypatch, capsys, "--tier-format", "int8").split())
 
 
 def test_events_are_of_names_and_a_replay_is_of_events(monkeypatch, capsys):
     error = " ".join(refused(monkeypatch, capsys, "--events-replay", "tcp://127.0.0.1:5558").split())
-    assert "it is of --events. Leave it out" in error
+    assert "it applies only to --events. Leave it out" in error
     error = " ".join(refused(monkeypatch, capsys, "--events", "tcp://127.0.0.1:5557", "--no-prefix").split())
-    assert "--events tells of blocks by their names, which --no-prefix leaves out" in error
+    assert "--events reports blocks by their hashes, which --no-prefix turns off" in error
 
 
 @smollm.needs_weights

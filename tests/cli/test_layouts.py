@@ -50,7 +50,7 @@ dynamo.universal  Dynamo 1.4
   layout      block | head layer kv token dim
   notes       UniversalTP: a head's bytes are one run.
 
-drawn: 2 layers, 2 blocks of 4 tokens, 2 heads, head_dim 4, bf16: 2 allocations, 512 bytes
+example: 2 layers, 2 blocks of 4 tokens, 2 heads, head_dim 4, bf16: 2 allocations, 512 bytes
   K  [head, layer, token, dim] shape [2, 2, 4, 4] strides [128, 64, 8, 2] bytes, from byte 0
   V  [head, layer, token, dim] shape [2, 2, 4, 4] strides [128, 64, 8, 2] bytes, from byte 32
 

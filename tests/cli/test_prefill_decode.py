@@ -64,7 +64,7 @@ def test_through_fp8_where_it_parts_is_said(folder):
     assert said["is_same"] == (said["same_tokens"] == 24)
     text = run("decode", "--from", str(folder), *args)
     assert f"{said['handed_over']} of {said['prompt_tokens']} prompt tokens were not computed here" in text
-    assert "what the model says alone" in text
+    assert "tokens equal those of a local prefill" in text
 
 
 @smollm.needs_weights
@@ -113,35 +113,35 @@ LISTEN, OUT, FROM = ("prefill", "--listen", "127.0.0.1:5600"), ("prefill", "--ou
 WRONG = {
     "neither": (("prefill",), "give one of --listen"),
     "both": (("prefill", "--out", "x", "--listen", "a:1"), "give one of --listen"),
-    "no question": (("prefill", "--out", "x"), "--out needs the question"),
+    "no question": (("prefill", "--out", "x"), "--out needs a prompt"),
     "a folder of no folder": (("prefill", "--out", "no/where/x", "--prompt", "y"), "for --out: there is no folder no/where"),
-    "layout of a folder": ((*OUT, "--layout", "nope"), "for --layout: it is of --listen"),
-    "ranks of a folder": ((*OUT, "--tp", "99"), "for --tp: it is of --listen"),
-    "wire of a folder": ((*OUT, "--wire", "junk"), "for --wire: it is of --listen"),
-    "secret of a folder": ((*OUT, "--secret-file", "x"), "for --secret-file: it is of --listen"),
-    "limit of a folder": ((*OUT, "--offer-gb", "3"), "for --offer-gb: it is of --listen"),
-    "less than nothing offered": ((*LISTEN, "--offer-gb", "-1"), "for --offer-gb: -1; it is more than 0"),
-    "no number offered": ((*LISTEN, "--offer-gb", "nan"), "for --offer-gb: nan; it is more than 0"),
-    "secret of a folder read": ((*FROM, ".", "--secret-file", "x"), "for --secret-file: it is of a prefill at HOST:PORT"),
+    "layout of a folder": ((*OUT, "--layout", "nope"), "for --layout: it applies only to --listen"),
+    "ranks of a folder": ((*OUT, "--tp", "99"), "for --tp: it applies only to --listen"),
+    "wire of a folder": ((*OUT, "--wire", "junk"), "for --wire: it applies only to --listen"),
+    "secret of a folder": ((*OUT, "--secret-file", "x"), "for --secret-file: it applies only to --listen"),
+    "limit of a folder": ((*OUT, "--offer-gb", "3"), "for --offer-gb: it applies only to --listen"),
+    "less than nothing offered": ((*LISTEN, "--offer-gb", "-1"), "for --offer-gb: -1; it must be more than 0"),
+    "no number offered": ((*LISTEN, "--offer-gb", "nan"), "for --offer-gb: nan; it must be more than 0"),
+    "secret of a folder read": ((*FROM, ".", "--secret-file", "x"), "for --secret-file: it applies only to a prefill server"),
     "no secret": ((*FROM, "127.0.0.1:1", "--prompt", "y", "--secret-file", "x"), "there is no secret at x. `kvx prefill --listen`"),
-    "lease of a folder": ((*OUT, "--lease-s", "3"), "for --lease-s: it is of --listen"),
-    "requests of a folder": ((*OUT, "--requests", "3"), "for --requests: it is of --listen"),
-    "listening with a question": ((*LISTEN, "--prompt", "y"), "for --prompt: it is of --out: over a wire `kvx decode` asks"),
-    "a lease that is over": ((*LISTEN, "--lease-s", "-1"), "for --lease-s: -1; it is more than 0"),
-    "no lease": ((*LISTEN, "--lease-s", "nan"), "for --lease-s: nan; it is more than 0"),
-    "fewer requests than none": ((*LISTEN, "--requests", "-1"), "for --requests: -1; it is 0 or more"),
+    "lease of a folder": ((*OUT, "--lease-s", "3"), "for --lease-s: it applies only to --listen"),
+    "requests of a folder": ((*OUT, "--requests", "3"), "for --requests: it applies only to --listen"),
+    "listening with a question": ((*LISTEN, "--prompt", "y"), "for --prompt: it applies only to --out"),
+    "a lease that is over": ((*LISTEN, "--lease-s", "-1"), "for --lease-s: -1; it must be more than 0"),
+    "no lease": ((*LISTEN, "--lease-s", "nan"), "for --lease-s: nan; it must be more than 0"),
+    "fewer requests than none": ((*LISTEN, "--requests", "-1"), "for --requests: -1; it must be 0 or more"),
     "nobody's name": (("prefill", "--listen", "nobody.invalid:5600"), "no machine called 'nobody.invalid'"),
     "another's address": (("prefill", "--listen", "192.0.2.1:5600"), "192.0.2.1 is no address of this machine"),
-    "a folder that is none": ((*FROM, "/nope", "--prompt", "y"), "for --from: /nope does not exist, and is no HOST:PORT"),
-    "from nowhere, unasked": ((*FROM, "/nope"), "for --from: /nope does not exist, and is no HOST:PORT"),
-    "a file": ((*FROM, __file__, "--prompt", "y"), "is a file, and is no HOST:PORT"),
-    "a prefill unasked": ((*FROM, "a:1"), "for --prompt: a:1 is a prefill, which must be asked something"),
-    "no time": ((*FROM, "127.0.0.1:1", "--prompt", "y", "--timeout-s", "-3"), "for --timeout-s: -3; it is more than 0"),
+    "a folder that is none": ((*FROM, "/nope", "--prompt", "y"), "for --from: /nope does not exist, and is not HOST:PORT"),
+    "from nowhere, unasked": ((*FROM, "/nope"), "for --from: /nope does not exist, and is not HOST:PORT"),
+    "a file": ((*FROM, __file__, "--prompt", "y"), "is a file, and is not HOST:PORT"),
+    "a prefill unasked": ((*FROM, "a:1"), "for --prompt: the prefill server at a:1 needs a prompt"),
+    "no time": ((*FROM, "127.0.0.1:1", "--prompt", "y", "--timeout-s", "-3"), "for --timeout-s: -3; it must be more than 0"),
     "asking nobody": ((*FROM, "nobody.invalid:1", "--prompt", "y"), "no machine called 'nobody.invalid'"),
     "no tokens": ((*FROM, "127.0.0.1:1", "--prompt", "y", "--max-tokens", "0"), "max_tokens is 0"),
-    "time of a folder": ((*FROM, ".", "--timeout-s", "-5"), "for --timeout-s: it is of a prefill at HOST:PORT"),
-    "wire of a folder read": ((*FROM, ".", "--wire", "nixl"), "for --wire: it is of a prefill at HOST:PORT"),
-    "system without a question": ((*FROM, ".", "--system", "x"), "for --system: it is of a --prompt"),
+    "time of a folder": ((*FROM, ".", "--timeout-s", "-5"), "for --timeout-s: it applies only to a prefill server at HOST:PORT"),
+    "wire of a folder read": ((*FROM, ".", "--wire", "nixl"), "for --wire: it applies only to a prefill server at HOST:PORT"),
+    "system without a question": ((*FROM, ".", "--system", "x"), "for --system: it applies only to a --prompt"),
 }  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def test_other_weights_are_refused_before_anything_is_computed(monkeypatch):
             said, OfferRequest("1", {"model": model, "tokens": [1]})
         )
         assert said.bodies[0]["is_other_kind"]
-        assert "They have other weights, or one was given a --name. Nothing was computed." in said.bodies[0]["error"]
+        assert "Their weights differ, or only one side was given a --name. Nothing was computed." in said.bodies[0]["error"]
 
 
 @smollm.needs_weights

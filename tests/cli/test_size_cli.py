@@ -43,14 +43,14 @@ def run(capsys, monkeypatch):
 
 LLAMA = """\
 Llama-3.1-70B: what each kind of layer stores
-  kind  layers  stored                for tokens
-  full      80  K 8 x 128, V 8 x 128  all
-requests of 131,072 tokens, 4,000 of them shared, blocks of 16; 80GB for the cache; each of 8 ranks
-  format               per token  fixed  per request  64 requests  requests fit  tokens fit  longest of 64
-  bf16                    40,960      0     5.00 GiB   310.39 GiB            15   1,966,080         34,448
-  fp8_e4m3                20,480      0     2.50 GiB   155.19 GiB            30   3,932,160         64,960
-  int8_per_token_head     21,120      0     2.58 GiB   160.04 GiB            29   3,801,088         63,120
-  nvfp4                   11,520      0     1.41 GiB    87.30 GiB            54   7,077,888        112,432
+  kind  layers  stored                kept per request
+  full      80  K 8 x 128, V 8 x 128  all tokens
+requests of 131,072 tokens (4,000 of them shared) in blocks of 16, with 80GB for the cache on each of 8 ranks
+  format               bytes/token  fixed  per request  64 requests  requests fit  tokens fit  longest of 64 requests
+  bf16                      40,960      0     5.00 GiB   310.39 GiB            15   1,966,080                  34,448
+  fp8_e4m3                  20,480      0     2.50 GiB   155.19 GiB            30   3,932,160                  64,960
+  int8_per_token_head       21,120      0     2.58 GiB   160.04 GiB            29   3,801,088                  63,120
+  nvfp4                     11,520      0     1.41 GiB    87.30 GiB            54   7,077,888                 112,432
 """
 
 
@@ -62,7 +62,7 @@ def test_a_terminal_gets_tables(run):
     out = run("DeepSeek-V4-Flash", "--state", "tight", FORCE_COLOR="1", COLUMNS="160")
     assert "\x1b[" in out
     plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
-    assert re.search(r"│ fp8_ds_mla +│ mxfp4 │ +3,514.25 │ 4.41 MiB │", plain)
+    assert re.search(r"│ fp8_ds_mla +│ mxfp4 +│ +3,514.25 │ 4.41 MiB │", plain)
 
 
 def test_no_model_lists_the_known_ones(run):
@@ -105,6 +105,33 @@ def test_plot(run, tmp_path):
     assert "not supported" in run("Llama-3.1-8B", "--plot", str(tmp_path / "x.foo"), code=2)
 
 
+def test_plot_of_all_formats_is_legible(run, tmp_path, monkeypatch):
+    """Formats of the same bytes are one line, and the legend stands beside the axes and inside the picture."""
+    figures = pytest.importorskip("matplotlib.figure")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    drawn = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    run("Llama-3.1-8B", "--format", "all", "--plot", str(tmp_path / "x.png"))
+    figure = drawn[0]
+    FigureCanvasAgg(figure).draw()
+    axes, legend = figure.axes[0], figure.legends[0]
+    names = [name for text in legend.get_texts() for name in text.get_text().replace("\n", " ").split(", ")]
+    assert sorted(names) == sorted(kvx.spec.size.size_formats("Llama-3.1-8B", every=True))
+    lines = [tuple(line.get_ydata()) for line in axes.get_lines()]
+    assert len(set(lines)) == len(lines) < len(names)
+    looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.get_lines()}
+    assert len(looks) == len(lines)
+    box, plot = legend.get_window_extent(), axes.get_window_extent()
+    assert box.x0 >= plot.x1
+    assert box.x1 <= figure.bbox.x1
+    assert box.y0 >= figure.bbox.y0
+    assert box.y1 <= figure.bbox.y1
+    run("Llama-3.1-8B", "--plot", str(tmp_path / "x.png"))
+    few = drawn[1].axes[0].get_legend()
+    assert [text.get_text() for text in few.get_texts()] == ["nvfp4", "fp8_e4m3", "int8_per_token_head", "bf16"]
+
+
 def test_plot_without_matplotlib_says_so(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said = run("Llama-3.1-8B", "--plot", "x.png", code=2)
@@ -129,7 +156,7 @@ def test_what_was_not_compared_is_said(run, tmp_path):
 
 def test_what_engines_take_is_said(run):
     out = run("Qwen3-Next-80B-A3B", "--format", "fp8_e4m3", "--format", "bf16", "--context", "32K")
-    assert "  GDN       36  conv 8192 x 3, delta 32 x 128 x 128  a state\n" in out
+    assert "  GDN       36  conv 8192 x 3, delta 32 x 128 x 128  one state\n" in out
     assert "what engines allocate for a request of 32,768 tokens in fp8_e4m3\n" in out
     assert "attention's block grew from 16 to 1072 tokens, to hold a state" in out
     sizes = json.loads(run("Qwen3-Next-80B-A3B", "--json", "--context", "32K", "--state-format", "f32"))["sizes"]
@@ -194,7 +221,7 @@ def test_deepseek_v4_is_what_a_cache_allocates(run, name, token, fixed_mib):
         assert sum(group.num_bytes for group in groups) == facts["request_bytes_allocated"]
     padding = [f["padding"] for f in lines["hybrid"]]
     assert padding == sorted(padding, reverse=True)
-    assert "kvx's hybrid cache" in run(f"deepseek-v4-{name}", "--context", "1M")
+    assert "kvx.cache.hybrid with fp8_v4 rows" in run(f"deepseek-v4-{name}", "--context", "1M")
     assert "hybrid" not in json.loads(run("Llama-3.1-8B", "--json"))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvx
-from kvx.handover import Handover, find, join, keep, names
+from kvx.handover import Handover, find, join, keep, names, part_kind
 from kvx.handover.paged_cache import read_sequence, write_sequence
 from kvx.spec import StateSpec
 from kvx.tiers import BlockKind, DiskTier, HostTier
@@ -39,8 +39,8 @@ def handed_over(n: int, ids: list[int] | None = None) -> Handover:
     return read_sequence(*begun(n, None, ids or ()), model=MODEL, block_size=BS)
 
 
-def tiers_of(handover: Handover, folder: Path | None = None) -> list[HostTier | DiskTier]:
-    kinds = [BlockKind.of(p.spec) for p in handover.parts]
+def tiers_of(handover: Handover, folder: Path | None = None, *, is_told: bool = False) -> list[HostTier | DiskTier]:
+    kinds = [part_kind(p.spec, p.layers, p.window) if is_told else BlockKind.of(p.spec) for p in handover.parts]
     if folder is None:
         return [HostTier(kind, 40 * kind.num_bytes) for kind in kinds]
     return [DiskTier(folder / str(n), kind, 1 << 22) for n, kind in enumerate(kinds)]
@@ -51,9 +51,10 @@ def refuse(call, words, kind=kvx.BadArgument):
         call()
 
 
-@pytest.mark.parametrize("kind", ["host", "disk"])
+@pytest.mark.parametrize("kind", ["host", "disk", "told"])
 def test_the_deepest_position_at_which_every_part_goes_on(kind, tmp_path):
-    tiers = tiers_of(handed_over(16), tmp_path if kind == "disk" else None)
+    """Told: kinds say which part they are of, as those of vLLM's connector."""
+    tiers = tiers_of(handed_over(16), None if kind == "host" else tmp_path, is_told=kind == "told")
     assert find(tokens(), tiers, parts=PARTS) is None
     assert [keep(handed_over(n), tiers) for n in (16, 32)] == [2, 4]
     assert [t.num_blocks for t in tiers] == [4, 2, 2], "of the window one block of each, of the state one"
@@ -218,8 +219,8 @@ def test_what_is_no_part_no_tier_and_no_handover():
             lambda wrong=wrong: find(tokens(), tiers, parts=wrong),
             r"find\(\): parts has .*; of each tier it has \(layers, window\)",
         )
-    refuse(lambda: find(tokens(), None, parts=PARTS), r"find\(\): tiers is a NoneType")
-    refuse(lambda: keep(None, tiers), r"keep\(\): handover is a NoneType")
+    refuse(lambda: find(tokens(), None, parts=PARTS), r"find\(\): tiers is None")
+    refuse(lambda: keep(None, tiers), r"keep\(\): handover is None")
 
 
 def test_converting_states_alone():

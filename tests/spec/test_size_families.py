@@ -246,7 +246,7 @@ FAMILIES = {
         plain("mllama_text_model", 40, cross_attention_layers=[3, 8, 13, 18, 23, 28, 33, 38]),
         32 * ROW,
         0,
-        "8 layers of cross attention keep K and V of image or encoder tokens, K 8 x 128 and V 8 x 128 of each",
+        "8 cross-attention layers keep K and V of image or encoder tokens, K 8 x 128 and V 8 x 128 per token and layer",
     ),
     "Jamba": (
         plain("jamba", 32, attn_layer_period=8, attn_layer_offset=4, mamba_d_state=16),
@@ -352,7 +352,7 @@ def test_what_is_not_known_is_said():
     odd = kvx.size(plain("brand_new", 4, sparse_attention_block=64, kv_share_group=2, attention_dropout=0.1))
     assert not odd.is_checked
     assert odd.notes == (
-        "not understood: kv_share_group, sparse_attention_block. They look like attention; the numbers may be wrong",
+        "not understood: kv_share_group, sparse_attention_block. If they concern attention, the numbers are wrong",
     )
     assert odd.to_dict()["is_checked"] is False
     assert odd.to_dict()["notes"] == odd.notes

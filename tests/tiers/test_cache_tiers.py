@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import kvx
+from kvx.errors import TierError
 from kvx.tiers import BlockKind, CacheTiers, DiskTier, HostTier, block_spec
 from kvx.tiers.block_file import file_bytes
 from tests.cache.test_paged import BS, admitted, assert_content, make, random_calls, snapshot
@@ -289,3 +291,61 @@ def test_one_tier_for_two_groups_is_refused():
     kind = BlockKind.of(kept_of(cache)[0])
     with HostTier(kind, 64 * kind.num_bytes) as tier, pytest.raises(kvx.BadArgument, match="one tier is given for two groups"):
         CacheTiers(cache, [[tier], [tier]], kept=kept_of(cache))
+
+
+def test_a_second_one_on_a_cache_is_refused(tmp_path):
+    """It would replace the first silently: what that keeps would never be found again."""
+    cache = make(12)
+    CacheTiers(cache, host="1MB", model="small")  # nobody holds it, but the cache
+    gc.collect()
+    first = cache.prefix.backing
+    with pytest.raises(kvx.BadArgument, match=r"^CacheTiers: the cache already has CacheTiers\(.*cache\.prefix\.backing\.close"):
+        CacheTiers(cache, disk=str(tmp_path / "kv"), model="small")
+    assert cache.prefix.backing is first
+    assert not (tmp_path / "kv").exists()  # refused before anything is opened
+    cache.prefix.backing.close()
+    first.close()  # twice is once
+    with CacheTiers(cache, disk=str(tmp_path / "kv"), model="small") as second:
+        assert cache.prefix.backing is second
+        first.close()
+        assert cache.prefix.backing is second
+    assert cache.prefix.backing is None
+
+
+def test_after_one_that_could_not_be_made_comes_another(tmp_path):
+    cache = make(12)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierError):
+        CacheTiers(cache, disk=str(tmp_path / "file"), model="small")
+    with CacheTiers(cache, host="1MB", model="small"):
+        pass
+
+
+def test_a_backing_of_ones_own_is_named_too():
+    cache = make(12)
+
+    class Mine:
+        def __repr__(self) -> str:
+            return "Mine()"
+
+    cache.attach(Mine())  # type: ignore[arg-type]
+    with pytest.raises(kvx.BadArgument, match=r"the cache already has Mine\(\).*cache\.attach\(None\)"):
+        CacheTiers(cache, host="1MB", model="small")
+
+
+def test_repr_says_sizes_use_and_where(tmp_path):
+    cache = make(8)
+    with CacheTiers(cache, host="1MB", disk=f"{tmp_path}/kv:1MB", model="small") as tiers:
+        for start in (0, 100):  # the second evicts the first
+            cache.release(admitted(cache, list(range(start, start + 29))))
+        for mover in tiers.movers:
+            mover.settle()
+        text, offloaded = repr(tiers), tiers.stats.offloaded
+        assert offloaded > 0
+        assert "CacheTiers(group 'full': HostTier, " in text
+        assert f"then DiskTier {tmp_path}/kv" in text
+        assert f"offloaded: {offloaded} blocks, " in text
+        assert "state: attached)" in text
+        assert "tensor(" not in text
+        assert "<th>loaded</th><td>0 blocks, 0 B</td>" in tiers._repr_html_()
+    assert "state: closed)" in repr(tiers)

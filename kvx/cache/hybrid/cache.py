@@ -169,8 +169,8 @@ class HybridCache(PagedCache):
         self._step_ints.copy_(self._host_step, non_blocking=True)
 
     @whole
-    def release(self, seq: Sequence) -> None:
-        super().release(seq)
+    def release(self, seq: Sequence, *, is_preempted: bool = False) -> None:
+        super().release(seq, is_preempted=is_preempted)
         self._draft_steps.pop(seq.id, None)
 
     # --- drafts -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 A sequence has one running block, which every step changes. A block that ends where a block of tokens does may be left behind as a
 snapshot, under the name of those tokens: whoever is found there goes on from a copy of it. A snapshot is a block like any other: it
-is evicted by its age, offered to tiers, and brought back.
+is evicted in LRU order, offered to tiers, and loaded again.
 
 A snapshot costs a copy and a block, so not every block of tokens has one. They stand every `snapshot_every` blocks; where the last
 full block before a prompt's end ends, since that is where the same prompt is found again; and where the caller of admit() says.

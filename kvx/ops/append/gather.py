@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument, OutOfRange
+from kvx.errors import BadArgument, OutOfRange, a_type
 from kvx.layout.gate import check_apart, check_memory
 from kvx.ops import backend as backends
 from kvx.ops import cells, compiled, door_table, native, scales
@@ -44,7 +44,7 @@ def gather(
     """
     if not isinstance(table, Table):
         raise BadArgument(
-            f"gather(): table is a {type(table).__name__}; it takes a block table with its lengths: "
+            f"gather(): table is {a_type(table)}; it takes a block table with its lengths: "
             "kvx.PackedTable(block_table, seq_lens), or another of kvx.tables."
         )
     if torch.compiler.is_compiling():

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument, OutOfRange
+from kvx.errors import BadArgument, KvxWarning, OutOfRange
 from kvx.layout.box import Box
-from kvx.layout.buffers import bytes_of, memory_bytes
+from kvx.layout.buffers import bytes_of, is_unset, mark_set, memory_bytes
 from kvx.layout.gate import check_buffers, check_memory
+from kvx.layout.place import num_buffers, num_cache_buffers
 from kvx.layout.plan import Plan
 from kvx.ops import backend as backends
 from kvx.ops import native
 from kvx.ops.move.transcode import BY_BLOCK, Rows
+from kvx.ops.scales import unset_words
 from kvx.ops.structs import ABI_VERSION, ConvertArgs
+from kvx.spec.cache_spec import PlaneSpec
+from kvx.spec.formats import Granularity
 
 Buffers = Tensor | Sequence["Buffers"]
 _run, _run_unlocked = native.entry("kvx_run"), native.entry("kvx_run", keeps_lock=False)
@@ -43,9 +49,9 @@ def convert(
     Ids given as host tensors or lists are checked before anything moves; ids on a device are checked there, and bad ones are
     skipped and counted in `errors` (kvx.debug() raises).
     """
-    bind(
-        plan, src, dst, src_blocks=src_blocks, dst_blocks=dst_blocks, seq_lens=seq_lens, errors=errors, backend=backend
-    ).run()  # fmt: skip
+    bound = Bound(plan, src, dst, src_blocks, dst_blocks, seq_lens, errors, backend)
+    _say_unset(bound)
+    bound.run()
 
 
 def bind(
@@ -60,7 +66,9 @@ def bind(
     backend: str = "auto",
 ) -> Bound:
     """The first half of `convert`, for running often: all is checked and prepared. Ids on a device are read anew by each run."""
-    return Bound(plan, src, dst, src_blocks, dst_blocks, seq_lens, errors, backend)
+    bound = Bound(plan, src, dst, src_blocks, dst_blocks, seq_lens, errors, backend)
+    _say_unset(bound)
+    return bound
 
 
 class Bound:
@@ -157,6 +165,44 @@ class Bound:
             native.raise_status(status, call="convert()")
         self._handle = handle.value
         weakref.finalize(self, _bound_free, handle.value)
+
+
+def _say_unset(bound: Bound) -> None:
+    """That rows are encoded under a scale that nobody set. What convert itself fills counts as set from now on."""
+    read, filled = _dst_scales(bound.plan)
+    for at in filled:
+        mark_set(bound.dst[at])
+    for at, plane in read:
+        if is_unset(bound.dst[at]):
+            warnings.warn(unset_words("convert", plane), KvxWarning, stacklevel=3)
+            return
+
+
+def _dst_scales(plan: Plan) -> tuple[list[tuple[int, PlaneSpec]], list[int]]:
+    """Which scale buffers of the destination the plan reads, with their planes, and which it fills. Kept with the plan."""
+    kept: tuple[list[tuple[int, PlaneSpec]], list[int]] | None = plan.__dict__.get("_dst_scales")
+    if kept is not None:
+        return kept
+    used, made = set[int](), set[int]()
+    for box in plan.boxes:
+        if box.cell is None:  # bytes as they are, and scales among them
+            steps = (range(0, d.size * d.dst_step, d.dst_step) for d in box.digits if d.dst_step)
+            made |= {box.dst.buffer + sum(at) for at in product(*steps)}
+        elif Granularity(box.cell.dst.granularity) in BY_BLOCK:
+            made.add(box.cell.dst.scale_buffer)
+        elif Granularity(box.cell.dst.granularity) in (Granularity.TENSOR, Granularity.HEAD):
+            used.add(box.cell.dst.scale_buffer)
+    kept, first = ([], []), 0
+    for spec in plan.dst:
+        scaled = [p for i, p in enumerate(spec.planes) if spec.scale_shape(i) is not None and p.format.scale is not None]
+        for at, plane in enumerate(scaled, first + num_cache_buffers(spec)):
+            if at in used and plane.format.element.name != "fp8_e5m2":
+                kept[0].append((at, plane))
+            elif at in made:
+                kept[1].append(at)
+        first += num_buffers(spec)
+    plan.__dict__["_dst_scales"] = kept
+    return kept
 
 
 def _fit(buffers: list[Tensor], specs: Sequence[Any]) -> bool:
