@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _HOMES 
         LayoutError,
         OutOfBlocks,
         OutOfRange,
+        TierError,
         Unsupported,
     )
     from kvx.files import load, save
@@ -84,7 +85,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "kvx.cache": "BlockAllocator LayerGroup PagedCache PrefixCache",
     "kvx.errors": "BadArgument Damaged Incompatible InternalError KvxError KvxWarning LayoutError OutOfBlocks "
-    "OutOfRange Unsupported",
+    "OutOfRange TierError Unsupported",
     "kvx.files": "load save",
     "kvx.identity": "weights_identity",
     "kvx.layout.axes": "HND NHD Layout hnd_packed",
@@ -187,6 +188,7 @@ __all__ = [
     "Storage",
     "Support",
     "Table",
+    "TierError",
     "Unsupported",
     "allocate",
     "allocate_buffers",

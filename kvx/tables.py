@@ -35,7 +35,7 @@ def _check_index(name: str, t: Tensor, ndim: int) -> None:
     if not isinstance(t, Tensor):
         raise BadArgument(f"{name} is {a_type(t)}; it takes a torch tensor of int32 or int64: torch.tensor(...).")
     if t.dtype not in (torch.int32, torch.int64):
-        raise BadArgument(f"{name} is {t.dtype}; it is int32 or int64.")
+        raise BadArgument(f"{name} is {t.dtype}; it must be int32 or int64.")
     if t.dim() != ndim:
         raise BadArgument(f"{name} is {list(t.shape)}; it takes {ndim} dimension{'s' if ndim > 1 else ''}.")
     if t.is_meta:
@@ -172,7 +172,7 @@ class KvOffsetsTable:
         _check_index("KvOffsetsTable: offsets", self.offsets, 4)
         _check_index("KvOffsetsTable: seq_lens", self.seq_lens, 1)
         if self.offsets.shape[2] != 2:
-            raise BadArgument(f"KvOffsetsTable: offsets is {list(self.offsets.shape)}; its third dimension is K and V.")
+            raise BadArgument(f"KvOffsetsTable: offsets is {list(self.offsets.shape)}; its third dimension must be K and V.")
         if self.offsets.shape[1] < 1:
             raise BadArgument(f"KvOffsetsTable: offsets is {list(self.offsets.shape)}; there is one beam or more.")
         if self.seq_lens.shape[0] != self.offsets.shape[0]:
@@ -285,7 +285,7 @@ def _last_positions(table: PackedTable, new: int | Tensor | None) -> tuple[Tenso
     seqs = torch.arange(table.num_seqs, device=lens.device)
     if isinstance(new, int):
         if new < 0:
-            raise BadArgument(f"slot_mapping(): new is {new}; it is 0 or more.")
+            raise BadArgument(f"slot_mapping(): new is {new}; it must be 0 or more.")
         ahead = torch.arange(new, device=lens.device) - new
         return (lens[:, None] + ahead).flatten(), seqs.repeat_interleave(new)
     if new is None:

@@ -134,7 +134,7 @@ int index_bytes(int dtype) { return dtype == KVX_DTYPE_S64 ? 8 : 4; }
 
 kvx_status_t check_index_vector(const char* what, const kvx_array_t& a, int64_t count) {
   KVX_NEED(a.data != nullptr, "%s is missing.", what);
-  KVX_NEED(is_index(a.dtype), "%s is %s; it is int32 or int64.", what, dtype_name(a.dtype));
+  KVX_NEED(is_index(a.dtype), "%s is %s; it must be int32 or int64.", what, dtype_name(a.dtype));
   KVX_NEED(a.ndim == 1 && a.shape[0] == count && (a.stride[0] == 1 || count == 1),
            "%s must be a dense [%lld]; it is [%lld] with %u dimensions.", what, (long long)count, (long long)a.shape[0],
            a.ndim);
@@ -148,7 +148,7 @@ kvx_status_t lower_table(const kvx_cache_t& c, const kvx_table_t& t, GatherParam
   const kvx_array_t& ids = t.indices;
   KVX_NEED(t.struct_bytes >= sizeof(kvx_table_t), "table.struct_bytes is %u; this version has %zu.", t.struct_bytes,
            sizeof(kvx_table_t));
-  KVX_NEED(is_index(ids.dtype), "block_table is %s; it is int32 or int64.", dtype_name(ids.dtype));
+  KVX_NEED(is_index(ids.dtype), "block_table is %s; it must be int32 or int64.", dtype_name(ids.dtype));
   p.format = t.format;
   p.beam_width = 1;
   p.indices = ids.data;
@@ -197,7 +197,7 @@ kvx_status_t lower_table(const kvx_cache_t& c, const kvx_table_t& t, GatherParam
       p.index_stride = ids.stride[0] * p.index_bytes;
       break;
     case KVX_BLOCK_TABLE_KV_OFFSETS: {
-      KVX_NEED(ids.dtype == KVX_DTYPE_S32, "KV_OFFSETS indices are %s; they are int32.", dtype_name(ids.dtype));
+      KVX_NEED(ids.dtype == KVX_DTYPE_S32, "KV_OFFSETS indices are %s; they must be int32.", dtype_name(ids.dtype));
       const int64_t w = t.beam_width;
       KVX_NEED(w >= 1 && w < (1 << 20), "beam_width is %lld; KV_OFFSETS needs 1 or more.", (long long)w);
       KVX_NEED((c.block_size & (c.block_size - 1)) == 0, "block_size is %lld; KV_OFFSETS needs a power of two.",
@@ -261,7 +261,7 @@ kvx_status_t lower_table(const kvx_cache_t& c, const kvx_table_t& t, GatherParam
     p.last_page_len = t.last_page_len.data;
     p.last_bytes = index_bytes(t.last_page_len.dtype);
   } else {
-    KVX_NEED(is_index(t.seq_lens.dtype), "seq_lens is %s; it is int32 or int64.", dtype_name(t.seq_lens.dtype));
+    KVX_NEED(is_index(t.seq_lens.dtype), "seq_lens is %s; it must be int32 or int64.", dtype_name(t.seq_lens.dtype));
     KVX_NEED(t.seq_lens.ndim == 1 && t.seq_lens.shape[0] == p.num_seqs,
              "seq_lens has %lld sequences; the table has %lld.",
              (long long)(t.seq_lens.ndim == 1 ? t.seq_lens.shape[0] : -1), (long long)p.num_seqs);

@@ -295,7 +295,7 @@ kvx_status_t open_pointers(Door& door, const char* name, void* object, int64_t n
   kvx_array_t a{};
   KVX_TRY(door.array(name, object, &a));
   KVX_NEED(a.dtype == KVX_DTYPE_S64 && a.ndim == 1 && a.shape[0] == num_blocks && (num_blocks == 1 || a.stride[0] == 1),
-           "%s is [%lld] %s with %u dimensions; it is an adjacent [num_blocks] = [%lld] int64.", name,
+           "%s is [%lld] %s with %u dimensions; it must be an adjacent [num_blocks] = [%lld] int64.", name,
            (long long)(a.ndim ? a.shape[0] : 0), dtype_name(a.dtype), a.ndim, (long long)num_blocks);
   *pointers = static_cast<const int64_t*>(a.data);
   return KVX_STATUS_OK;

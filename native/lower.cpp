@@ -246,7 +246,7 @@ kvx_status_t lower_rows(const char* name, const char* what, const kvx_array_t& a
                         bool needs_data, RowsParams* out) {
   KVX_NEED(is_float(a.dtype), "%s is %s; IO is f16, bf16 or f32.", what, dtype_name(a.dtype));
   const int n = int(a.ndim);
-  KVX_NEED(n == 3 || n == 4, "%s has %d dimensions; it is [num_tokens, num_kv_heads, head_dim].", what, n);
+  KVX_NEED(n == 3 || n == 4, "%s has %d dimensions; it must be [num_tokens, num_kv_heads, head_dim].", what, n);
   KVX_NEED(a.shape[n - 2] == heads && a.shape[n - 1] == dim,
            "%s ends in [%lld, %lld]; the cache's num_kv_heads and head_dim make it [%lld, %lld].", what,
            (long long)a.shape[n - 2], (long long)a.shape[n - 1], (long long)heads, (long long)dim);
@@ -272,7 +272,7 @@ kvx_status_t lower_token_scale(const char* what, const kvx_array_t& a, int64_t t
   const bool groups = s.num_groups > 1 || a.ndim == 3;
   KVX_NEED(a.ndim == (groups ? 3u : 2u) && a.shape[0] == tokens && a.shape[1] == heads &&
                (!groups || a.shape[2] == s.num_groups),
-           "%s has the wrong shape; it is [%lld, %lld%s%.0d].", what, (long long)tokens, (long long)heads,
+           "%s has the wrong shape; it must be [%lld, %lld%s%.0d].", what, (long long)tokens, (long long)heads,
            groups ? ", groups] = groups " : "", groups ? s.num_groups : 0);
   KVX_TRY(check_array(what, "scales", a, true));
   s.given = static_cast<const char*>(a.data);
@@ -342,7 +342,7 @@ kvx_status_t lower_write(const kvx_cache_t& c, const kvx_write_args_t& w, WriteP
            "the cache has no data pointers; writes go to k.data and v.data, not to pools.");
   KVX_TRY(check_planes_apart(c, out->plane));
   KVX_NEED(w.slots.dtype == KVX_DTYPE_S32 || w.slots.dtype == KVX_DTYPE_S64,
-           "slot_mapping is %s; it is int32 or int64.", dtype_name(w.slots.dtype));
+           "slot_mapping is %s; it must be int32 or int64.", dtype_name(w.slots.dtype));
   KVX_NEED(w.slots.ndim == 1, "slot_mapping has %u dimensions; it takes 1.", w.slots.ndim);
   const int64_t tokens = w.slots.shape[0];
   KVX_NEED(w.k.ndim == 3 && w.v.ndim == 3,
@@ -378,13 +378,13 @@ kvx_status_t lower_amax(const kvx_amax_args_t& a, AmaxParams* out) {
   const int gran = a.granularity;
   KVX_NEED(gran >= KVX_SCALE_GRANULARITY_PER_TENSOR && gran <= KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD,
            "granularity is %d; 1 (tensor), 2 (block), 3 (head) and 4 (block-head) exist.", gran);
-  KVX_NEED(a.x.ndim == 3, "x has %u dimensions; it is [num_tokens, num_kv_heads, head_dim].", a.x.ndim);
+  KVX_NEED(a.x.ndim == 3, "x has %u dimensions; it must be [num_tokens, num_kv_heads, head_dim].", a.x.ndim);
   const int64_t tokens = a.x.shape[0];
   KVX_TRY(lower_rows("amax", "x", a.x, a.x.shape[1], a.x.shape[2], tokens > 0, &out->rows));
   KVX_TRY(check_repeats("amax", "x", a.x));
   const bool by_block = gran == KVX_SCALE_GRANULARITY_PER_BLOCK || gran == KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD;
   const bool by_head = gran == KVX_SCALE_GRANULARITY_PER_HEAD || gran == KVX_SCALE_GRANULARITY_PER_BLOCK_HEAD;
-  KVX_NEED(a.amax.dtype == KVX_DTYPE_F32, "amax is %s; it is f32.", dtype_name(a.amax.dtype));
+  KVX_NEED(a.amax.dtype == KVX_DTYPE_F32, "amax is %s; it must be f32.", dtype_name(a.amax.dtype));
   const uint32_t n = uint32_t(by_block) + uint32_t(by_head);
   KVX_NEED(a.amax.ndim == n || (n == 0 && a.amax.ndim == 1 && a.amax.shape[0] == 1),
            "amax has %u dimensions; granularity %d has %u.", a.amax.ndim, gran, n);
@@ -395,7 +395,7 @@ kvx_status_t lower_amax(const kvx_amax_args_t& a, AmaxParams* out) {
   if (by_block) {
     KVX_NEED(a.block_size > 0, "block_size is %lld; it must be 1 or more.", (long long)a.block_size);
     KVX_NEED(a.slots.dtype == KVX_DTYPE_S32 || a.slots.dtype == KVX_DTYPE_S64,
-             "slot_mapping is %s; it is int32 or int64.", dtype_name(a.slots.dtype));
+             "slot_mapping is %s; it must be int32 or int64.", dtype_name(a.slots.dtype));
     KVX_NEED(a.slots.ndim == 1 && a.slots.shape[0] == tokens, "slot_mapping must be [%lld], one slot a token.",
              (long long)tokens);
     KVX_TRY(check_array("amax", "slot_mapping", a.slots, tokens > 0));
@@ -450,7 +450,7 @@ kvx_status_t lower_gather(const kvx_cache_t& c, const kvx_gather_args_t& g, Gath
                (long long)g.max_seq_len);
       KVX_NEED(
           (a.ndim == 3 && a.shape[0] == want) || (a.ndim == 4 && a.shape[0] == seqs && a.shape[1] == g.max_seq_len),
-          "%s is [%lld, %lld, ...] with %u dimensions; it is [%lld, num_kv_heads, head_dim] or [%lld, %lld, "
+          "%s is [%lld, %lld, ...] with %u dimensions; it must be [%lld, num_kv_heads, head_dim] or [%lld, %lld, "
           "num_kv_heads, head_dim].",
           what, (long long)a.shape[0], (long long)a.shape[1], a.ndim, (long long)want, (long long)seqs,
           (long long)g.max_seq_len);
@@ -464,7 +464,7 @@ kvx_status_t lower_gather(const kvx_cache_t& c, const kvx_gather_args_t& g, Gath
   }
   if (g.cu_seqlens.data != nullptr) {
     const kvx_array_t& cu = g.cu_seqlens;
-    KVX_NEED(cu.dtype == KVX_DTYPE_S32 || cu.dtype == KVX_DTYPE_S64, "cu_seqlens is %s; it is int32 or int64.",
+    KVX_NEED(cu.dtype == KVX_DTYPE_S32 || cu.dtype == KVX_DTYPE_S64, "cu_seqlens is %s; it must be int32 or int64.",
              dtype_name(cu.dtype));
     KVX_NEED(cu.ndim == 1 && cu.shape[0] == seqs + 1 && cu.stride[0] == 1,
              "cu_seqlens must be a dense [%lld], one more than the sequences.", (long long)(seqs + 1));

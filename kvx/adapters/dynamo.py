@@ -76,7 +76,7 @@ def operational_to_block(
 def _permute(call: str, blocks: Blocks, universals: Wholes, layout: str, *, to_universal: bool) -> None:
     name = layout.upper() if isinstance(layout, str) else layout
     if name not in kvbm.BlockLayout.__members__:
-        raise BadArgument(f"{call}(): layout is {layout!r}; it is NHD or HND.")
+        raise BadArgument(f"{call}(): layout is {layout!r}; it must be NHD or HND.")
     wholes = check_wholes(call, "universals", universals, "[nh, nl, no, nt, hd]", 5)
     if not wholes:
         return
@@ -102,7 +102,7 @@ def _permute(call: str, blocks: Blocks, universals: Wholes, layout: str, *, to_u
 def _copy(call: str, blocks: Blocks, operationals: Wholes, backend: str | None, *, to_operational: bool) -> None:
     word = "auto" if backend is None else backend.strip().lower() if isinstance(backend, str) else backend
     if word not in _BACKENDS:
-        raise BadArgument(f"{call}(): backend is {backend!r}; it is one of {', '.join(_BACKENDS)}.")
+        raise BadArgument(f"{call}(): backend is {backend!r}; it must be one of {', '.join(_BACKENDS)}.")
     wholes = check_wholes(call, "operationals", operationals, "[nl, no, inner]", 3)
     if not wholes:
         return

@@ -322,7 +322,9 @@ def measure(
     say: Callable[[str], object] = lambda line: None,  # rows, as soon as they are measured
 ) -> dict[str, Any]:
     if num_blocks < CHUNK or num_blocks % CHUNK or repeats < 1:
-        raise BadArgument(f"kvx bench wires: {num_blocks} blocks, {repeats} turns; it is a multiple of {CHUNK}, and 1 or more.")
+        raise BadArgument(
+            f"kvx bench wires: {num_blocks} blocks, {repeats} turns; it must be a multiple of {CHUNK}, and 1 or more."
+        )
     formats = ("bf16", "fp8_e4m3_per_token_head_inline")
     rows: list[WireRow] = []
 

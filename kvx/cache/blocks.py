@@ -38,7 +38,7 @@ class BlockAllocator:
         guard: Guard | None = None,  # of the cache that it is part of
     ) -> None:
         if not isinstance(num_blocks, int | np.integer) or not 0 <= num_blocks < 2**31:
-            raise BadArgument(f"BlockAllocator(): num_blocks is {num_blocks!r}; it is 0 to {2**31 - 1}.")
+            raise BadArgument(f"BlockAllocator(): num_blocks is {num_blocks!r}; it must be 0 to {2**31 - 1}.")
         self._guard = guard or Guard()
         self._guard.mended_by(self._mend)
         # Who knows better, when a call was broken off: an owner its references, a PrefixCache which blocks have names.
@@ -85,7 +85,7 @@ class BlockAllocator:
     def allocate(self, n: int) -> BlockIds:
         """`n` blocks with one reference each: free ones first, then idle ones, oldest first. OutOfBlocks changes nothing."""
         if not isinstance(n, int | np.integer) or n < 0:
-            raise BadArgument(f"allocate(): n is {n!r}; it is 0 or more.")
+            raise BadArgument(f"allocate(): n is {n!r}; it must be 0 or more.")
         guard, ids = self._guard, None
         try:
             with guard.lock:
@@ -352,9 +352,9 @@ class BlockAllocator:
         try:
             given = np.asarray(ids)
         except (TypeError, ValueError) as error:
-            raise BadArgument(f"{call}(): ids are {ids!r}; they are a list of block ids.") from error
+            raise BadArgument(f"{call}(): ids are {ids!r}; they must be a list of block ids.") from error
         if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
-            raise BadArgument(f"{call}(): ids are {given.dtype} of shape {list(given.shape)}; they are a list of block ids.")
+            raise BadArgument(f"{call}(): ids are {given.dtype} of shape {list(given.shape)}; they must be a list of block ids.")
         if given.size and not (given.min() >= 0 and given.max() < self.num_blocks):
             bad = given[(given < 0) | (given >= self.num_blocks)]
             raise BadArgument(f"{call}(): block {int(bad[0])} is foreign; there are {self.num_blocks}, from 0 on. Nothing changed.")

@@ -50,7 +50,7 @@ class LayerGroup:
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "others", tuple(self.others))
         if self.window < 0:
-            raise BadArgument(f"LayerGroup {self.name!r}: window is {self.window}; it is 0 (all) or more.")
+            raise BadArgument(f"LayerGroup {self.name!r}: window is {self.window}; it must be 0 (all) or more.")
         if self.kind is None:
             object.__setattr__(self, "kind", kind_of(self.window, self.is_latent))
         elif self.window or self.is_latent:
@@ -61,9 +61,11 @@ class LayerGroup:
         for member in self.members:
             layers, spec = member.layers, member.spec
             if not layers or len(set(layers)) != len(layers):
-                raise BadArgument(f"LayerGroup {self.name!r}: layers are {layers}; they are one or more, each once.")
+                raise BadArgument(f"LayerGroup {self.name!r}: layers are {layers}; they must be one or more, each once.")
             if spec.num_layers != 1:
-                raise BadArgument(f"LayerGroup {self.name!r}: spec.num_layers is {spec.num_layers}; it is the spec of one layer.")
+                raise BadArgument(
+                    f"LayerGroup {self.name!r}: spec.num_layers is {spec.num_layers}; it must be the spec of one layer."
+                )
             if spec.num_blocks != self.spec.num_blocks:
                 raise BadArgument(
                     f"LayerGroup {self.name!r}: specs have {self.spec.num_blocks} and {spec.num_blocks} blocks; a group has one "

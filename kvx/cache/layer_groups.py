@@ -33,7 +33,9 @@ def layer_groups(
 ) -> list[LayerGroup]:
     """Groups with K and V, in the order of their first layers; then that of states."""
     if type(num_states) is not int or num_states < 0:
-        raise BadArgument(f"layer_groups(): num_states is {num_states!r}; it is a number of blocks, 0 for a model without states.")
+        raise BadArgument(
+            f"layer_groups(): num_states is {num_states!r}; it must be a number of blocks, 0 for a model without states."
+        )
     try:
         layers = layer_specs(
             model, format, state_format=state_format, num_blocks=num_blocks, block_size=block_size, num_states=max(1, num_states)

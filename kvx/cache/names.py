@@ -35,7 +35,7 @@ class Naming(NamedTuple):
 def naming(hash_name: str) -> Naming:
     known = {"blake2b": (_blake2b, 1, 16), "sha256": (_sha256, 2, 32), "xxh3_128": (None, 3, 16)}  # kvx_hash_t, bytes
     if hash_name not in known:
-        raise BadArgument(f'hash_name is {hash_name!r}; it is "blake2b", "sha256" or "xxh3_128".')
+        raise BadArgument(f'hash_name is {hash_name!r}; it must be "blake2b", "sha256" or "xxh3_128".')
     function, code, digest_bytes = known[hash_name]
     hash_ = function or _xxh3_128()
     return Naming(hash_, _native_chain(code, digest_bytes) if native.LIB else python_chain(hash_), digest_bytes)

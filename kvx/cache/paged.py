@@ -88,13 +88,13 @@ class PagedCache(Shown):
         self.groups = check_groups(groups)
         for name, value, least in (("max_seqs", max_seqs, 1), ("max_seq_len", max_seq_len, 1), ("max_tokens", max_tokens, 0)):
             if not isinstance(value, int) or value < least:
-                raise BadArgument(f"PagedCache(): {name} is {value!r}; it is {least} or more.")
+                raise BadArgument(f"PagedCache(): {name} is {value!r}; it must be {least} or more.")
         self.block_size = block_size or next((g.block_size for g in self.groups if g.block_size), 0)
         if type(self.block_size) is not int or self.block_size < 1:
             raise BadArgument(
-                f"PagedCache(): block_size is {block_size!r}, and no group says how many tokens a block has; it is 1 or more."
+                f"PagedCache(): block_size is {block_size!r}, and no group says how many tokens a block has; it must be 1 or more."
                 if not self.block_size
-                else f"PagedCache(): block_size is {block_size!r}; it is 1 or more."
+                else f"PagedCache(): block_size is {block_size!r}; it must be 1 or more."
             )
         other = next((g for g in self.groups if g.block_size not in (0, self.block_size)), None)
         if other is not None:
@@ -206,7 +206,7 @@ class PagedCache(Shown):
         if seq.num_ahead and seq.length == seq.num_cached:  # brought back when it was admitted
             return 0
         if seq.length != seq.num_stored:
-            raise BadArgument(f"bring_back(): {seq} has tokens of its own; it is called after admit(), before extend().")
+            raise BadArgument(f"bring_back(): {seq} has tokens of its own; call it after admit() and before extend().")
         if self.prefix is None or self.prefix.backing is None:
             return 0
         self.taker = seq
@@ -235,7 +235,7 @@ class PagedCache(Shown):
         """
         self._check_live("until_snapshot", seq)
         if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 0:
-            raise BadArgument(f"until_snapshot(): n is {n!r}; it is a number of tokens, 0 or more.")
+            raise BadArgument(f"until_snapshot(): n is {n!r}; it must be a number of tokens, 0 or more.")
         n = int(n)
         if self.prefix is None or not seq.is_exact:
             return n
@@ -249,7 +249,7 @@ class PagedCache(Shown):
         try:
             snapshot_at = list(snapshot_at)
         except TypeError:
-            raise BadArgument(f"{call}(): snapshot_at is {snapshot_at!r}; it is a list of numbers of tokens.") from None
+            raise BadArgument(f"{call}(): snapshot_at is {snapshot_at!r}; it must be a list of numbers of tokens.") from None
         for at in snapshot_at:
             if isinstance(at, bool) or not isinstance(at, int | np.integer) or not 0 <= at <= self.max_seq_len:
                 raise BadArgument(f"{call}(): snapshot_at has {at!r}; it has numbers of tokens, 0 to {self.max_seq_len}.")
@@ -297,12 +297,12 @@ class PagedCache(Shown):
     def _extend(self, seq: Sequence, n: int | Tokens, extra: bytes = b"") -> None:
         self._check_live("extend", seq)
         if isinstance(n, bool):
-            raise BadArgument(f"extend(): n is {n}; it is a count, or token ids.")
+            raise BadArgument(f"extend(): n is {n}; it must be a count, or token ids.")
         if isinstance(n, int | np.integer):
             if extra != b"":
                 raise BadArgument("extend(): extra belongs to new tokens; n is a count. Give their ids, or give it to append().")
             if n < 0:
-                raise BadArgument(f"extend(): n is {n}; it is 0 or more. truncate() makes a sequence shorter.")
+                raise BadArgument(f"extend(): n is {n}; it must be 0 or more. truncate() makes a sequence shorter.")
             end = seq.length + int(n)
             self._check_length("extend", seq, end)
             if end > seq.num_tokens and self.prefix is not None:
@@ -619,7 +619,7 @@ class PagedCache(Shown):
             if type(seq) is not Sequence or seq.cache is not self:
                 self._check_live("plan", seq)
             if not isinstance(n, int | np.integer) or not 0 < n <= seq.length:
-                raise BadArgument(f"plan(): {n!r} queries of {seq}; they are 1 to its length. extend() comes first.")
+                raise BadArgument(f"plan(): {n!r} queries of {seq}; they must be 1 to its length. extend() comes first.")
             if n > 1 and self._only_group is None:
                 self._check_queries(seq, n)
         return self._buffers.fill(work, self._admitted.tokens, pad_seqs, pad_tokens)

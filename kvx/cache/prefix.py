@@ -27,7 +27,7 @@ from kvx.cache.guard import Guard, whole
 from kvx.cache.kinds import GroupKind, kind_of
 from kvx.cache.names import BlockHash, naming
 from kvx.cache.sequence import Sequence as Request
-from kvx.errors import BadArgument, InternalError
+from kvx.errors import BadArgument, InternalError, a_type
 
 Kinds = Sequence[GroupKind | int]  # of each group; a number is the window of one, 0: none
 Extras = Sequence[tuple[int, bytes]]  # (position of the first token, what it is), in order
@@ -452,7 +452,7 @@ def _hex(name: object) -> str:
 def check_extra(call: str, extra: object) -> None:
     if not isinstance(extra, bytes):
         raise BadArgument(
-            f"{call}(): extra is {str(extra)[:100]!r}, {type(extra).__name__}; it is bytes: a LoRA's id, the hash of an image."
+            f"{call}(): extra is {str(extra)[:100]!r}, {a_type(extra)}; it must be bytes: a LoRA's id, the hash of an image."
         )
 
 
@@ -461,7 +461,7 @@ def checked_extras(call: str, extras: Extras, num_tokens: int, first: int = 0) -
     found = []
     for entry in extras:
         if not isinstance(entry, tuple) or len(entry) != 2 or type(entry[0]) is not int:
-            raise BadArgument(f"{call}(): extras has {str(entry)[:100]}; it is (position of a token, bytes) for each.")
+            raise BadArgument(f"{call}(): extras has {str(entry)[:100]}; it must be (position of a token, bytes) for each.")
         check_extra(call, entry[1])
         if not first <= entry[0] < num_tokens:
             raise BadArgument(f"{call}(): extras has one at token {entry[0]}; tokens {first} to {num_tokens - 1} can have one.")

@@ -45,7 +45,7 @@ def _int32_of(call: str, tokens: ArrayLike | Tensor) -> NDArray[np.int32]:
         raise BadArgument(f"{call}: tokens cannot be read as one row of int32 ids: {str(error)[:100]}.") from error
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
         raise BadArgument(
-            f"{call}: tokens are {ids.dtype} of shape {list(ids.shape)}; they are one row of int32 ids, of 0 to {_MOST}."
+            f"{call}: tokens are {ids.dtype} of shape {list(ids.shape)}; they must be one row of int32 ids, of 0 to {_MOST}."
         )
     if ids.dtype == np.int32:
         return ids

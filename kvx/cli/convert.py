@@ -70,9 +70,9 @@ def convert(
         assert len(ranks) == 2
         assert 0 < min(ranks) <= max(ranks) <= 1 << 16
     except (ValueError, AssertionError):
-        raise typer.BadParameter(f"{tp!r}; it is ranks of IN and of OUT, such as 4:8", param_hint="--tp") from None
+        raise typer.BadParameter(f"{tp!r}; it must be ranks of IN and of OUT, such as 4:8", param_hint="--tp") from None
     if block_size < 0:
-        raise typer.BadParameter(f"{block_size}; it is 1 or more, or 0 for blocks as IN has them", param_hint="--block-size")
+        raise typer.BadParameter(f"{block_size}; it must be 1 or more, or 0 for blocks as IN has them", param_hint="--block-size")
     if table and id_order:
         raise typer.BadParameter(
             "a table says the order of blocks, and so does --id-order. Give one of the two", param_hint="--table"
@@ -185,7 +185,7 @@ def _table(text: str, spec: kvx.CacheSpec) -> list[list[int]]:
         or not rows
         or not all(isinstance(r, list) and r and all(type(n) is int for n in r) for r in rows)
     ):
-        raise BadArgument(f"{where} is {json.dumps(rows)[:100]}; it is a row of block ids per sequence: [[3, 0, 7], [5]].")
+        raise BadArgument(f"{where} is {json.dumps(rows)[:100]}; it must be a row of block ids per sequence: [[3, 0, 7], [5]].")
     seen: set[int] = set()
     for n in (n for row in rows for n in row):
         if not 0 <= n < spec.num_blocks:

@@ -73,7 +73,9 @@ def read(path: str) -> KeptBlocks:
     if len(found) == 1:
         return next(iter(found.values()))
     if not found:
-        raise BadArgument(f"kvx doctor: {path} has no blocks of K and V; it is the folder of a kind in a store, DIR/<32 digits>.")
+        raise BadArgument(
+            f"kvx doctor: {path} has no blocks of K and V; it must be the folder of a kind in a store, DIR/<32 digits>."
+        )
     several = "\n".join(f"  {at}: {each.said()}" for at, each in found.items())
     raise BadArgument(f"kvx doctor: {path} has blocks of {len(found)} kinds; name one of them:\n{several}")
 

@@ -278,7 +278,7 @@ def _say_none(entries: list[SavedSlot], identity: str, name: str, count: int) ->
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw])", text.strip().lower())
     if match is None:
-        raise typer.BadParameter(f"{text!r}; it is a number and s, m, h, d or w, like 12h or 7d", param_hint="--older-than")
+        raise typer.BadParameter(f"{text!r}; it must be a number and s, m, h, d or w, like 12h or 7d", param_hint="--older-than")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
 
 

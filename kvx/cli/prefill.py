@@ -210,7 +210,7 @@ class Server:
 def _tokens(tokens: object) -> list[int]:
     """As they came: what only looks like ids (1.0, true, [1]) is refused, since int() would make another prompt of it."""
     if not isinstance(tokens, list):
-        raise BadArgument(f"prefill: tokens is {_shown(tokens)}; it is a list of token ids.")
+        raise BadArgument(f"prefill: tokens is {_shown(tokens)}; it must be a list of token ids.")
     for n, token in enumerate(tokens):
         if type(token) is not int:
             raise BadArgument(f"prefill: tokens[{n}] is {_shown(token)}; token ids are whole numbers.")

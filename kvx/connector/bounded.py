@@ -20,7 +20,7 @@ R = TypeVar("R")
 class Bounded:
     def __init__(self, what: str, *, timeout_s: float, threads: int, logger: logging.Logger) -> None:
         if type(timeout_s) not in (int, float) or not 0 < timeout_s < 1e6:
-            raise BadArgument(f"timeout_s is {timeout_s!r}; it is the seconds that a call of the store may take, like 5.")
+            raise BadArgument(f"timeout_s is {timeout_s!r}; it must be the seconds that a call of the store may take, like 5.")
         self._what, self._timeout_s, self._logger = what, timeout_s, logger
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"kvx-{what}")
         self._lock = threading.Lock()

@@ -29,9 +29,11 @@ class Settings:
             raise BadArgument(f"extra config: {unknown[0]!r} is not known; there are {', '.join((*_KNOWN, *ours))}.")
         tiers = extra.get("tiers") or ()
         if isinstance(tiers, str) or not tiers:
-            raise BadArgument(f'extra config: tiers is {tiers!r}; it is a list of them: "tiers": ["host:1GB", "disk:/var/kv"].')
+            raise BadArgument(
+                f'extra config: tiers is {tiers!r}; it must be a list of them: "tiers": ["host:1GB", "disk:/var/kv"].'
+            )
         block_size = extra.get("block_size") or 0
         if type(block_size) is not int or block_size < 0:
-            raise BadArgument(f"extra config: block_size is {block_size!r}; it is a number of tokens.")
+            raise BadArgument(f"extra config: block_size is {block_size!r}; it must be a number of tokens.")
         parsed = tuple(TierOption.parse(str(t)) for t in tiers)
         return cls(parsed, str(extra.get("model") or ""), block_size, str(extra.get("format") or ""))

@@ -50,7 +50,9 @@ def check_facts(part: Facts) -> None:
         or any(type(n) is not int or not 0 <= n < 2**31 for n in layers)
         or list(layers) != sorted(set(layers))
     ):
-        raise BadArgument(f"Part: layers are {str(layers)[:100]}; they are numbers of the model's layers, from 0 up, in a tuple.")
+        raise BadArgument(
+            f"Part: layers are {str(layers)[:100]}; they must be numbers of the model's layers, from 0 up, in a tuple."
+        )
     if spec.num_layers != len(layers) or spec.layer_start:
         raise BadArgument(
             f"Part: spec has layers {spec.layer_start} to {spec.layer_start + spec.num_layers - 1} for {len(layers)} layers of the "
@@ -59,7 +61,7 @@ def check_facts(part: Facts) -> None:
     for name in ("window", "first_block", "first_token", "block_tokens"):
         value = getattr(part, name)
         if type(value) is not int or not 0 <= value < 2**31:
-            raise BadArgument(f"Part: {name} is {value!r}; it is a whole number of 0 to {2**31 - 1}.")
+            raise BadArgument(f"Part: {name} is {value!r}; it must be a whole number of 0 to {2**31 - 1}.")
     if isinstance(spec, StateSpec):
         if part.window or part.first_block or part.first_token:
             raise BadArgument(

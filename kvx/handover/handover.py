@@ -114,7 +114,7 @@ class Handover(Shown):
         }
         for name, want in fields.items():
             if name not in known:
-                raise BadArgument(f"require(): {name!r} is no field of a handover; they are {', '.join(known)}.")
+                raise BadArgument(f"require(): {name!r} is no field of a handover; the fields are {', '.join(known)}.")
             if known[name] != want:
                 raise Incompatible(f"handover: {name} is {known[name]!r}; here it is {want!r}. It was not read.")
 
@@ -142,7 +142,7 @@ class Handover(Shown):
         if not isinstance(mine, CacheSpec):
             raise Unsupported(f"write(): part {part} is {_what(here)}, not K and V; write_planes() puts it into blocks.")
         if not isinstance(spec, CacheSpec):
-            raise BadArgument(f"write(): spec is {type(spec).__name__}; it is the CacheSpec of the engine's cache.")
+            raise BadArgument(f"write(): spec is {a_type(spec)}; it must be the CacheSpec of the engine's cache.")
         end = self.num_tokens if num_tokens is None else num_tokens
         if not 0 <= first_token <= end <= self.num_tokens or first_token % spec.block_size or first_token % mine.block_size:
             raise BadArgument(
@@ -196,7 +196,7 @@ class Handover(Shown):
         if not isinstance(blocks, Sequence) or len(blocks) < count:
             raise BadArgument(f"write_planes(): blocks are {str(blocks)[:80]}; part {part} has {count}, each with a number there.")
         if not buffers:
-            raise BadArgument("write_planes(): buffers are empty; they are the engine's tensors, as spec says.")
+            raise BadArgument("write_planes(): buffers are empty; they must be the engine's tensors, as spec says.")
         check_ids("write_planes()", "blocks", blocks[:count], spec.num_blocks)
         said = {spec.positions[int(n)] for n in blocks[:count] if spec.positions and int(n) >= 0}
         if is_state_part(here) and said - {self.num_tokens}:
@@ -251,7 +251,7 @@ class Handover(Shown):
             block_size = self.block_size
         elif not isinstance(block_size, int) or block_size < 1:
             kept = f"blocks of {self.block_size}" if self.block_size else "all as it is"
-            raise BadArgument(f"convert(): block_size is {block_size!r}; it is 1 or more. Leave it out to keep {kept}.")
+            raise BadArgument(f"convert(): block_size is {block_size!r}; it must be 1 or more. Leave it out to keep {kept}.")
         entries = next((p for p in self.parts if isinstance(p.spec, StateSpec) and p.block_tokens), None)
         if entries is not None:
             self._refuse("convert", entries, "rows stay as they are")
@@ -327,7 +327,9 @@ def check_ids(call: str, name: str, ids: Sequence[int], num_blocks: int) -> None
     try:
         last = max(map(int, ids), default=-1)
     except (ValueError, TypeError) as error:
-        raise BadArgument(f"{call}: {name} is {str(ids)[:100]}; they are whole numbers, block ids: {str(error)[:100]}.") from None
+        raise BadArgument(
+            f"{call}: {name} is {str(ids)[:100]}; they must be whole numbers, block ids: {str(error)[:100]}."
+        ) from None
     if last >= num_blocks:
         raise OutOfRange(f"{call}: {name} has {last}; the cache has {num_blocks} blocks, counted from 0. Nothing was moved.")
 

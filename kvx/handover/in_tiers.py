@@ -29,7 +29,7 @@ def names(tokens: ArrayLike, block_size: int, model: str) -> list[bytes]:
     if not isinstance(block_size, int) or block_size < 1:
         raise BadArgument(f"names(): block_size is {block_size!r}; a block has a token or more.")
     if not isinstance(model, str):
-        raise BadArgument(f"names(): model is {model!r}; it is the model's name.")
+        raise BadArgument(f"names(): model is {model!r}; it must be the model's name.")
     by = naming("blake2b")
     return by.chain(token_ids("names()", tokens).astype("<i4").tobytes(), by.root(model.encode()), block_size)
 
@@ -47,7 +47,7 @@ def keep(handover: Handover, tiers: Sequence[Tier], *, block_size: int = 0) -> i
     kind is `BlockKind.of(part.spec)`, or that of `part_kind`, by which engines that share a store tell parts apart.
     """
     if not isinstance(handover, Handover):
-        raise BadArgument(f"keep(): handover is {a_type(handover)}; it is a kvx.handover.Handover.")
+        raise BadArgument(f"keep(): handover is {a_type(handover)}; it must be a kvx.handover.Handover.")
     _check_tiers("keep", tiers, len(handover.parts))
     for part in handover.parts:
         _require_whole_blocks("keep", part.spec)
@@ -196,11 +196,11 @@ def _spec(kind: BlockKind) -> Spec:
 
 def _check_tiers(call: str, tiers: Sequence[Tier], parts: int) -> None:
     if not isinstance(tiers, Sequence):
-        raise BadArgument(f"{call}(): tiers is {a_type(tiers)}; it is a list, a Tier for each part.")
+        raise BadArgument(f"{call}(): tiers is {a_type(tiers)}; it must be a list, a Tier for each part.")
     if not tiers or len(tiers) != parts:
         raise BadArgument(f"{call}(): {len(tiers)} tiers for {parts} parts; each part has a tier of its own.")
     for t in tiers:
         if not isinstance(t, Tier):
-            raise BadArgument(f"{call}(): a tier is {type(t).__name__}; it is a Tier, such as a HostTier.")
+            raise BadArgument(f"{call}(): a tier is {a_type(t)}; it must be a Tier, such as a HostTier.")
     if len({id(t) for t in tiers}) != len(tiers):  # names are of tokens: two parts' blocks have the same
         raise BadArgument(f"{call}(): one tier is given for two parts; each part has a tier of its own.")

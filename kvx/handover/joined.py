@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from kvx.errors import BadArgument, Damaged, Incompatible
+from kvx.errors import BadArgument, Damaged, Incompatible, a_type
 from kvx.handover.handover import Handover
 from kvx.handover.memory import new_buffers
 from kvx.handover.part import Part
@@ -34,7 +34,7 @@ def join(shards: Sequence[Handover]) -> Handover:
     first = shards[0]
     for n, s in enumerate(shards):
         if not isinstance(s, Handover):
-            raise BadArgument(f"join(): shard {n} is {type(s).__name__}; it is a Handover, as shard() makes.")
+            raise BadArgument(f"join(): shard {n} is {a_type(s)}; it must be a Handover, as shard() makes.")
         s.check()
         if not np.array_equal(s.tokens, first.tokens) or s.whole != first.whole or len(s.parts) != len(first.parts):
             raise Incompatible(f"join(): shard {n} is of other tokens or of another handover than shard 0. It was not read.")

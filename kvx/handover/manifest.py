@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvx.cache.tokens import token_ids
-from kvx.errors import BadArgument, Damaged, Incompatible
+from kvx.errors import BadArgument, Damaged, Incompatible, a_type
 from kvx.handover.facts import Facts, PartFacts, check_facts, check_parts, negative
 from kvx.ops.move.digest import Digest
 from kvx.spec import StateSpec, spec_from_json, to_json
@@ -61,7 +61,7 @@ def _part_fields(p: Facts) -> dict[str, Any]:
 def read_manifest(text: str) -> Manifest:
     """Its fields, checked against each other. No memory is taken for the bytes it speaks of."""
     if not isinstance(text, str):
-        raise BadArgument(f"handover: the manifest is {type(text).__name__}; it is JSON text, as to_json() writes it.")
+        raise BadArgument(f"handover: the manifest is {a_type(text)}; it must be JSON text, as to_json() writes it.")
     if len(text) > MOST_CHARACTERS or text.count("{") + text.count("[") > 8 * _MOST_PARTS:
         raise BadArgument(
             f"handover: the manifest has {len(text):,} characters and {text.count('{') + text.count('['):,} brackets; one of up to "
@@ -99,7 +99,7 @@ def _part(told: Any, content: Digest) -> PartFacts:
     younger = {"block_tokens"} & set(told) if isinstance(told, dict) else set()
     _require_fields("a part of the manifest", told, _PART_FIELDS | younger)
     if not isinstance(told["manifest"], str):
-        raise BadArgument(f"handover: a part's manifest is {type(told['manifest']).__name__}; it is text.")
+        raise BadArgument(f"handover: a part's manifest is {a_type(told['manifest'])}; it must be text.")
     layers = _list_of(told, "layers")
     where = (told["window"], told["first_block"], told["first_token"])
     facts = PartFacts(spec_from_json(told["manifest"]), tuple(layers), *where, content, told.get("block_tokens", 0))
@@ -115,7 +115,7 @@ def _require_fields(what: str, body: Any, names: set[str]) -> None:
 
 def _list_of(body: dict[str, Any], name: str) -> list[Any]:
     if not isinstance(body[name], list):
-        raise BadArgument(f"handover: {name} of the manifest is {type(body[name]).__name__}; it is a list.")
+        raise BadArgument(f"handover: {name} of the manifest is {a_type(body[name])}; it must be a list.")
     return list(body[name])
 
 

@@ -132,7 +132,7 @@ def write_sequence(
     """
     call = "write_sequence"
     if not isinstance(handover, Handover):
-        raise BadArgument(f"{call}(): handover is {a_type(handover)}; it is a kvx.handover.Handover.")
+        raise BadArgument(f"{call}(): handover is {a_type(handover)}; it must be a kvx.handover.Handover.")
     _require_plain(call, cache, seq)
     handover.check()
     _require_geometry(call, cache, handover, model)

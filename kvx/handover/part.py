@@ -45,7 +45,7 @@ class Part:
         except TypeError:
             raise BadArgument(
                 f"Part: layers {str(self.layers)[:100]}, window {self.window!r}, first_block {self.first_block!r}, first_token "
-                f"{self.first_token!r}; they are whole numbers."
+                f"{self.first_token!r}; they must be whole numbers."
             ) from None
         if fields["first_token"] == -1:
             fields["first_token"] = numbers["first_block"] * self.spec.block_size
@@ -120,7 +120,7 @@ def _check_buffers(part: Part) -> None:
 def rank_specs(whole: Spec, tp_size: int) -> tuple[Spec, ...]:
     """One a rank. Where heads do not divide, the first ranks have one more; more ranks than heads share them."""
     if not isinstance(tp_size, int) or tp_size < 1:
-        raise BadArgument(f"shard(): tp_size is {tp_size!r}; it is 1 or more.")
+        raise BadArgument(f"shard(): tp_size is {tp_size!r}; it must be 1 or more.")
     if isinstance(whole, StateSpec):
         return tuple(whole.shard(tp_size, r) for r in range(tp_size))
     spec = whole.of_kv

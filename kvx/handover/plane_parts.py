@@ -62,7 +62,8 @@ def check_state_format(call: str, parts: tuple[Part, ...], format: str | Mapping
     known = sorted({plane.name for p in parts if isinstance(p.spec, StateSpec) for plane in p.spec.planes})
     if not isinstance(format, str | Mapping) or (isinstance(format, Mapping) and set(format) - set(known)):
         raise BadArgument(
-            f"{call}(): state_format is {str(format)[:200]}; it is a format, or formats by planes: {', '.join(known) or 'none'}."
+            f"{call}(): state_format is {str(format)[:200]}; "
+            f"it must be a format, or formats by planes: {', '.join(known) or 'none'}."
         )
     if format and not known:
         raise BadArgument(f"{call}(): state_format is {str(format)[:100]}; the handover has no states.")

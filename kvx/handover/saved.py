@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from kvx.errors import BadArgument, Damaged, Incompatible, KvxError
+from kvx.errors import BadArgument, Damaged, Incompatible, KvxError, a_type
 from kvx.files import load as load_cache
 from kvx.files import save as save_cache
 from kvx.files import sync_folder
@@ -32,7 +32,7 @@ def save(path: str | Path, handover: Handover) -> None:
     """Write it to a folder that is not there yet. Its content is checked first."""
     path = _path("save", path)
     if not isinstance(handover, Handover):
-        raise BadArgument(f"save(): handover is {type(handover).__name__}; it is a Handover, such as export_blocks() makes.")
+        raise BadArgument(f"save(): handover is {a_type(handover)}; it must be a Handover, such as export_blocks() makes.")
     try:
         is_there = path.exists() or path.is_symlink()
     except OSError as error:

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from kvx.cache.tokens import token_ids
-from kvx.errors import BadArgument, Incompatible
+from kvx.errors import BadArgument, Incompatible, a_type
 from kvx.handover.handover import Handover, block_table, check_ids
 from kvx.handover.memory import moved, new_buffers
 from kvx.handover.part import Part, neutral
@@ -81,7 +81,7 @@ def export_parts(tokens: ArrayLike, sources: Sequence[Source], *, model: str, bl
     ids = token_ids("export_blocks()", tokens, least=1)
     for s in sources or ():
         if not isinstance(s, Source):
-            raise BadArgument(f"export_blocks(): a source is {type(s).__name__}; it is a Source(buffers, spec, blocks).")
+            raise BadArgument(f"export_blocks(): a source is {a_type(s)}; it must be a Source(buffers, spec, blocks).")
     model = model or _one_model(sources)
     if not sources:
         raise BadArgument("export_blocks(): 0 sources; there is one or more: Source(buffers, spec, blocks).")

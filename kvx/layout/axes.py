@@ -23,7 +23,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import NoReturn
 
-from kvx.errors import LayoutError
+from kvx.errors import LayoutError, a_type
 
 AXES = ("layer", "block", "kv", "token", "head", "dim")
 STATE_AXES = ("channel", "tap", "row", "column")
@@ -149,7 +149,7 @@ class Layout:
         except TypeError:
             if isinstance(text, str):
                 raise
-            raise LayoutError(f"layout: {type(text).__name__}; it is text, such as {NHD!r}.") from None
+            raise LayoutError(f"layout: {a_type(text)}; it must be text, such as {NHD!r}.") from None
 
 
 def layout_text(text: str) -> str:

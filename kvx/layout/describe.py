@@ -113,7 +113,7 @@ def _sizes(parts: list[Tensor], layout: Layout, given: dict[str, int], formats: 
     known = dict(given)
     wrong = next((name for name in given if name not in _SIZES), "")
     if wrong:
-        raise BadArgument(f"describe(): {wrong}= is no size of a cache; they are {', '.join(_SIZES)}.")
+        raise BadArgument(f"describe(): {wrong}= is no size of a cache; the sizes are {', '.join(_SIZES)}.")
 
     def learn(axis: str, size: int, where: str) -> None:
         field = _FIELDS[axis]

@@ -39,11 +39,11 @@ class RopeReorder(NamedTuple):
 def reorder_of(src: Spec, dst: Spec, rope: tuple[str, str], rotary_dim: int) -> RopeReorder | None:
     size = rotary_dim or src.plane(0).row_elements
     if len(rope) != 2 or any(r not in ("half", "interleaved") for r in rope):
-        raise BadArgument(f'plan(): rope is {rope!r}; it is ("half" or "interleaved" of src, the same of dst).')
+        raise BadArgument(f'plan(): rope is {rope!r}; it must be ("half" or "interleaved" of src, the same of dst).')
     if rope[0] == rope[1]:
         return None
     if not 0 < size <= src.plane(0).row_elements or size % 2:
-        raise BadArgument(f"plan(): rotary_dim is {size}; it is even and at most head_dim {src.plane(0).row_elements}.")
+        raise BadArgument(f"plan(): rotary_dim is {size}; it must be even and at most head_dim {src.plane(0).row_elements}.")
     for spec in (src, dst):
         fmt = spec.plane(0).format
         if (

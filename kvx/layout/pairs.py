@@ -19,7 +19,8 @@ def pairs_of(blocks: tuple[Sequence[int], Sequence[int]] | None, src: Spec, dst:
         a, b = (tuple(map(index, ids)) for ids in blocks)
     except (TypeError, ValueError):
         raise BadArgument(
-            f"plan(): blocks is {str(blocks)[:60]}; it is (ids at src, ids at dst), two sequences of ints: blocks=([7, 3], [0, 1])."
+            f"plan(): blocks is {str(blocks)[:60]}; "
+            "it must be (ids at src, ids at dst), two sequences of ints: blocks=([7, 3], [0, 1])."
         ) from None
     tokens = len(a) * src.block_size, len(b) * dst.block_size
     if tokens[0] != tokens[1]:

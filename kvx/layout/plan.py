@@ -264,7 +264,7 @@ def _check_layers(layers: tuple[int, int]) -> None:
     except (TypeError, ValueError):
         is_range = False
     if not is_range:
-        raise BadArgument(f"plan(): layers is {layers}; it is (first, end) of the model's layers, first before end.")
+        raise BadArgument(f"plan(): layers is {layers}; it must be (first, end) of the model's layers, first before end.")
 
 
 def _strided(box: Box) -> BoxDigit | None:

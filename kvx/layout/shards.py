@@ -25,7 +25,7 @@ class Rectangle(NamedTuple):
 def as_shards(name: str, specs: Spec | Sequence[Spec]) -> tuple[Spec, ...]:
     shards = (specs,) if isinstance(specs, Spec) else tuple(specs) if isinstance(specs, Iterable) else ()
     if not shards or not all(isinstance(s, Spec) for s in shards):
-        raise BadArgument(f"plan(): {name} is {specs!r}; it is a CacheSpec or a list of them, one a shard.")
+        raise BadArgument(f"plan(): {name} is {specs!r}; it must be a CacheSpec or a list of them, one a shard.")
     for other in shards[1:]:
         for what, a, b in _facts(shards[0], other):
             if a != b:

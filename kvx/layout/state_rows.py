@@ -42,7 +42,7 @@ class StateRow:
         orders = {"conv": self.conv, "delta": self.delta, "ssm": self.ssm}
         if kind not in orders:
             raise BadArgument(
-                f"state row {self.name!r}: plane {name!r} is not known; they are conv, ssm and delta, or conv2 and so on."
+                f"state row {self.name!r}: plane {name!r} is not known; the planes are conv, ssm and delta, or conv2 and so on."
             )
         return orders[kind] if kind == "conv" or "head" in axes else " ".join(axes)
 
@@ -92,4 +92,4 @@ def state_row(name: str) -> StateRow:
     try:
         return STATE_ROWS[name]
     except (KeyError, TypeError):
-        raise BadArgument(f"state_row(): {name!r} is not known; they are {', '.join(STATE_ROWS)}.") from None
+        raise BadArgument(f"state_row(): {name!r} is not known; the rows are {', '.join(STATE_ROWS)}.") from None

@@ -70,7 +70,7 @@ def supports(op: str, spec: CacheSpec | None = None, backend: str = "torch") -> 
     if op not in OPS:
         raise BadArgument(f'supports(): there is no op "{op}"; there are {", ".join(OPS)}.')
     if backend not in BACKENDS:
-        raise BadArgument(f'supports(): backend is "{backend}"; it is torch, cpu or cuda.')
+        raise BadArgument(f'supports(): backend is "{backend}"; it must be torch, cpu or cuda.')
     takes = OPS[op]
     if backend not in takes.backends:
         have = "have" if len(takes.backends) > 1 else "has"
@@ -100,7 +100,7 @@ def choose(call: str, backend: str, tensor: Tensor, spec: CacheSpec | None = Non
             return "torch"
         return device if spec is None or _is_taken(call, spec, device) else "torch"
     if backend not in BACKENDS:
-        raise BadArgument(f'{call}(): backend is "{backend}"; it is auto, torch, cpu or cuda.')
+        raise BadArgument(f'{call}(): backend is "{backend}"; it must be auto, torch, cpu or cuda.')
     reason = reason_missing(backend)
     if reason is not None:
         raise Unsupported(f'{call}(): backend "{backend}" is not there: {reason}. backend="torch" runs anywhere.')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, a_type
 from kvx.layout.planes import plane_maps, pooled_strides
 from kvx.layout.pointers import CachePointers
 from kvx.ops.structs import ABI_VERSION, CacheArgs, DoorSpec, PlaneArgs
@@ -20,7 +20,7 @@ def door_spec(spec: CacheSpec) -> int:
         return address
     except (KeyError, AttributeError):
         if not isinstance(spec, CacheSpec):
-            raise BadArgument(f"spec is {type(spec).__name__}; it is a kvx.CacheSpec.") from None
+            raise BadArgument(f"spec is {a_type(spec)}; it must be a kvx.CacheSpec.") from None
         struct = _make(spec)
         spec.__dict__["_door_struct"] = struct
         spec.__dict__["_door_address"] = address = ctypes.addressof(struct)

@@ -17,7 +17,9 @@ def scale_from_amax(amax: Tensor, format: Format | str, tensor_scale: Tensor | N
     if fmt.scale is None:
         raise BadArgument(f"scale_from_amax(): format {fmt} takes no scale.")
     if not amax.is_floating_point():
-        raise BadArgument(f"scale_from_amax(): amax is {amax.dtype}; it is of floating point numbers, as kvx.amax() gives them.")
+        raise BadArgument(
+            f"scale_from_amax(): amax is {amax.dtype}; it must be of floating point numbers, as kvx.amax() gives them."
+        )
     # A tensor, not a Python number: torch divides a CUDA tensor by a number through its reciprocal, which is not IEEE.
     s = amax.to(torch.float32) / torch.tensor(fmt.element.qmax, dtype=torch.float32, device=amax.device)
     if tensor_scale is not None:

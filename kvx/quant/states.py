@@ -20,7 +20,9 @@ INT8_ROWS = "int8_per_token_head_inline"  # of a state's plane: the last axis is
 def encode_rows(x: Tensor) -> Tensor:
     """[..., n] floats as rows of bytes [..., n + 4]: codes, then their scale. What convert() makes of them, bit for bit."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 1 or x.shape[-1] < 1:
-        raise BadArgument(f"encode_rows(): x is {_what(x)}; it is a tensor of floats, and its last axis the elements of a row.")
+        raise BadArgument(
+            f"encode_rows(): x is {_what(x)}; it must be a tensor of floats, and its last axis the elements of a row."
+        )
     if not x.numel():
         return torch.empty(*x.shape[:-1], x.shape[-1] + 4, dtype=torch.uint8, device=x.device)
     fmt, values = Format.named(INT8_ROWS), x.to(torch.float32)
@@ -31,7 +33,7 @@ def encode_rows(x: Tensor) -> Tensor:
 def decode_rows(rows: Tensor) -> Tensor:
     """Of encode_rows: f32."""
     if not isinstance(rows, Tensor) or rows.dtype != torch.uint8 or rows.dim() < 1 or rows.shape[-1] < 5:
-        raise BadArgument(f"decode_rows(): rows are {_what(rows)}; they are a tensor of bytes, n elements and 4 of a scale.")
+        raise BadArgument(f"decode_rows(): rows are {_what(rows)}; they must be a tensor of bytes, n elements and 4 of a scale.")
     if not rows.numel():
         return torch.empty(*rows.shape[:-1], rows.shape[-1] - 4, device=rows.device)
     scale = rows[..., -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)

@@ -213,7 +213,7 @@ class GgufWeights:
         if "rope_freqs.weight" in self._file.tensors:
             divisors = torch.from_numpy(self._file.read("rope_freqs.weight"))
             if divisors.shape != freq.shape:
-                raise BadArgument(f"{self._file.path}: rope_freqs.weight is {list(divisors.shape)}; it is {list(freq.shape)}.")
+                raise BadArgument(f"{self._file.path}: rope_freqs.weight is {list(divisors.shape)}; it must be {list(freq.shape)}.")
             freq = freq / divisors
         return freq
 

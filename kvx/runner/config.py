@@ -84,7 +84,7 @@ class ModelConfig:
         ):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise BadArgument(f"the model's {name} is {value!r}; it is a whole number of 1 or more.")
+                raise BadArgument(f"the model's {name} is {value!r}; it must be a whole number of 1 or more.")
         if self.num_heads % self.num_kv_heads:
             raise BadArgument(
                 f"the model has {self.num_heads} query heads and {self.num_kv_heads} KV heads "
@@ -98,7 +98,7 @@ class ModelConfig:
             )
         bad = [i for i in self.eos_ids if type(i) is not int]
         if bad:
-            raise BadArgument(f"eos_token_id has {bad[0]!r}; it is a token's number, a list of them, or null.")
+            raise BadArgument(f"eos_token_id has {bad[0]!r}; it must be a token's number, a list of them, or null.")
 
     def inverse_frequencies(self) -> Tensor:
         """[head_dim / 2] f32, as Transformers computes them."""

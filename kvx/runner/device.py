@@ -12,7 +12,7 @@ from kvx.layout import device_memory
 def check_device(device: str) -> None:
     kind = device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
-        raise BadArgument(f'Engine.load(): device is "{device}"; it is cpu or cuda.')
+        raise BadArgument(f'Engine.load(): device is "{device}"; it must be cpu or cuda.')
     device_memory.check_device("Engine.load()", device)
 
 

@@ -66,7 +66,7 @@ class Engine:
     ) -> None:
         if not isinstance(getattr(model, "cache", None), PagedCache):
             raise BadArgument(
-                f"Engine(): model is {a_type(model)} without a PagedCache; it is a Decoder, which runs over one. A "
+                f"Engine(): model is {a_type(model)} without a PagedCache; it must be a Decoder, which runs over one. A "
                 "transformers model becomes one by kvx.adapters.transformers.PagedModel(model, cache); Engine.load(path) makes one."
             )
         self.model, self.cache, self.tokenizer, self.tiers = model, model.cache, tokenizer, tiers
@@ -107,13 +107,13 @@ class Engine:
     ) -> Engine:
         if not isinstance(path, str | Path):
             raise BadArgument(
-                f"Engine.load(): path is {path!r}; it is that of a folder with config.json and *.safetensors, or of a .gguf file."
+                f"Engine.load(): path is {path!r}; it must be a folder with config.json and *.safetensors, or a .gguf file."
             )
         if dtype not in DTYPES:
-            raise BadArgument(f'Engine.load(): dtype is "{dtype}"; it is {", ".join(DTYPES)}.')
+            raise BadArgument(f'Engine.load(): dtype is "{dtype}"; it must be {", ".join(DTYPES)}.')
         for name, value in (("num_blocks", num_blocks), ("max_seqs", max_seqs), ("max_batch_tokens", max_batch_tokens)):
             if not isinstance(value, int) or value < 1:
-                raise BadArgument(f"Engine.load(): {name} is {value!r}; it is 1 or more.")
+                raise BadArgument(f"Engine.load(): {name} is {value!r}; it must be 1 or more.")
         check_device(device)
         options = [t if isinstance(t, TierOption) else TierOption.parse(t) for t in tiers]
         if options and not prefix:

@@ -55,7 +55,7 @@ def quantised_of(fields: Mapping[str, Any] | None) -> Quantised | None:
     if not fields:
         return None
     if not isinstance(fields, Mapping):
-        raise BadArgument(f"quantization_config is {fields!r}; it is an object.")
+        raise BadArgument(f"quantization_config is {fields!r}; it must be an object.")
     method = str(fields.get("quant_method", "")).lower()
     if method == "fp8":
         return _fp8(fields)
@@ -111,7 +111,7 @@ def _block(value: Any, name: str) -> tuple[int, int] | None:
         return None
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
         return value[0], value[1]
-    raise BadArgument(f"quantization_config: {name} is {value!r}; it is two whole numbers, like [128, 128].")
+    raise BadArgument(f"quantization_config: {name} is {value!r}; it must be two whole numbers, like [128, 128].")
 
 
 def is_code(dtype: torch.dtype) -> bool:

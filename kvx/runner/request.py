@@ -36,7 +36,7 @@ class Params:
         )
         for name, is_right, takes in rules:
             if not is_right:
-                raise BadArgument(f"Params(): {name} is {getattr(self, name)!r}; it is {takes}.")
+                raise BadArgument(f"Params(): {name} is {getattr(self, name)!r}; it must be {takes}.")
 
 
 @dataclass(frozen=True)

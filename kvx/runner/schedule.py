@@ -47,7 +47,9 @@ class Counts:
 class Scheduler:
     def __init__(self, cache: PagedCache, max_batch_tokens: int, *, names_early: bool = True) -> None:
         if not 1 <= max_batch_tokens <= cache.max_tokens:
-            raise BadArgument(f"Scheduler(): max_batch_tokens is {max_batch_tokens}; it is 1 to the cache's {cache.max_tokens}.")
+            raise BadArgument(
+                f"Scheduler(): max_batch_tokens is {max_batch_tokens}; it must be 1 to the cache's {cache.max_tokens}."
+            )
         self.cache, self.max_batch_tokens = cache, max_batch_tokens
         # Blocks are named before they are written: a sequence of the same step may read them, because every layer writes all
         # tokens before any attends. Not so a state: who goes on from one copies it beforehand.

@@ -34,7 +34,7 @@ def from_json(text: str) -> CacheSpec:
 def spec_from_json(text: str) -> Spec:
     """The spec that a manifest says, of K and V or of states."""
     if not isinstance(text, str):
-        raise BadArgument(f"from_json(): text is {type(text).__name__}; it is JSON, as to_json() writes it.")
+        raise BadArgument(f"from_json(): text is {a_type(text)}; it must be JSON, as to_json() writes it.")
     if len(text) > _MOST_CHARACTERS:
         raise BadArgument(f"from_json(): not a manifest: {len(text):,} characters; one has at most {_MOST_CHARACTERS:,}.")
     try:
@@ -68,7 +68,9 @@ def spec_from_json(text: str) -> Spec:
 def _positions(text: object) -> tuple[int, ...]:
     """Of a manifest's text: numbers with spaces between them."""
     if not isinstance(text, str) or not re.fullmatch(r"[0-9]{1,18}( [0-9]{1,18})*", text):
-        raise BadArgument(f"from_json(): positions are {_short(text)}; they are numbers of tokens with spaces between, as text.")
+        raise BadArgument(
+            f"from_json(): positions are {_short(text)}; they must be numbers of tokens with spaces between, as text."
+        )
     return tuple(map(int, text.split()))
 
 
@@ -83,7 +85,7 @@ def _planes(text: object) -> tuple[PlaneSpec, ...]:
         or not told
         or not all(isinstance(p, dict) and set(p) == set(_PLANE_FIELDS) for p in told[: _MOST_PLANES + 1])
     ):
-        raise BadArgument(f"from_json(): planes are {_short(text)}; they are a list of {', '.join(_PLANE_FIELDS)}, as text.")
+        raise BadArgument(f"from_json(): planes are {_short(text)}; they must be a list of {', '.join(_PLANE_FIELDS)}, as text.")
     if len(told) > _MOST_PLANES:
         raise BadArgument(f"from_json(): {len(told):,} planes; a spec has at most {_MOST_PLANES}.")
     return tuple(map(_plane, told))

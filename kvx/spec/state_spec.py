@@ -146,7 +146,7 @@ def _shard(plane: PlaneSpec, tp_size: int, tp_rank: int) -> PlaneSpec:
 
 def _planes_are_planes(spec: StateSpec) -> str | None:
     if not spec.planes or not all(isinstance(p, PlaneSpec) for p in spec.planes):
-        return f"planes is {str(spec.planes)[:200]}; it is one PlaneSpec or more: kvx.spec.state_plane() makes them."
+        return f"planes is {str(spec.planes)[:200]}; it must be one PlaneSpec or more: kvx.spec.state_plane() makes them."
     names = [p.name for p in spec.planes]
     if len(set(names)) < len(names):
         return f"planes are named {', '.join(names)}; each has a name of its own."
@@ -169,7 +169,7 @@ def _sizes_are_positive(spec: StateSpec) -> str | None:
 def _positions_are_of_blocks(spec: StateSpec) -> str | None:
     said = spec.positions
     if not isinstance(said, tuple) or any(type(n) is not int or not 0 <= n < 2**62 for n in said):
-        return f"positions is {str(said)[:100]}; it is the number of tokens that each block's state has seen, in a tuple."
+        return f"positions is {str(said)[:100]}; it must be the number of tokens that each block's state has seen, in a tuple."
     if said and len(said) != spec.num_blocks:
         return f"positions has {len(said)} of {spec.num_blocks} blocks; it has one for each, or () says nothing."
     return None
@@ -179,7 +179,7 @@ def _names_are_strings(spec: StateSpec) -> str | None:
     for name in ("layout", "model"):
         value = getattr(spec, name)
         if not isinstance(value, str) or len(value) > 4096:
-            return f"{name} is {str(value)[:100]!r}; it is a string of at most 4,096 characters."
+            return f"{name} is {str(value)[:100]!r}; it must be a string of at most 4,096 characters."
     return None
 
 

@@ -22,7 +22,7 @@ def fields_are_ints(spec: CacheSpec) -> str | None:
     for name in (*sizes, "layer_start", "head_start", "block_bytes"):
         value = getattr(spec, name)
         if type(value) is not int:
-            return f"{name} is {repr(value)[:200]}; it is an int."
+            return f"{name} is {repr(value)[:200]}; it must be an int."
         if abs(value) > _MOST:
             return f"{name} is a number of {value.bit_length()} bits; addresses end at 2**60."
     return None
@@ -32,13 +32,13 @@ def names_are_strings(spec: CacheSpec) -> str | None:
     for name in ("layout", "format", "v_format", "model"):
         value = getattr(spec, name)
         if not isinstance(value, str):
-            return f"{name} is {repr(value)[:200]}; it is a string."
+            return f"{name} is {repr(value)[:200]}; it must be a string."
         if len(value) > _MOST_CHARACTERS:
             return f"{name} has {len(value):,} characters; it has at most {_MOST_CHARACTERS:,}."
         try:
             value.encode()
         except UnicodeEncodeError:
-            return f"{name} is {value[:200]!r}, with half a character; it is text that UTF-8 can hold."
+            return f"{name} is {value[:200]!r}, with half a character; it must be text that UTF-8 can hold."
     return None
 
 
@@ -106,7 +106,7 @@ def padding_holds_a_block(spec: CacheSpec) -> str | None:
         scale = plane.format.scale.bits // 8 if plane.format.is_inline and plane.format.scale is not None else 1
         unit = max(plane.unit_bytes, scale)
         if spec.block_bytes % unit:
-            return f"block_bytes is {spec.block_bytes}; it is a multiple of the {unit} bytes of {plane.format}."
+            return f"block_bytes is {spec.block_bytes}; it must be a multiple of the {unit} bytes of {plane.format}."
     return None
 
 

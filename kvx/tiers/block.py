@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument, Incompatible
+from kvx.errors import BadArgument, Incompatible, a_type
 from kvx.layout.buffers import bytes_of
 from kvx.layout.place import buffer_bytes
 from kvx.spec import Spec, to_json
@@ -102,13 +102,13 @@ def kind_from_text(text: str) -> BlockKind:
 
 def check_kind(tier: str, kind: BlockKind) -> None:
     if not isinstance(kind, BlockKind):
-        raise BadArgument(f"{tier}: kind is {str(kind)[:100]}; it is a BlockKind. BlockKind.of(spec) makes one of a spec.")
+        raise BadArgument(f"{tier}: kind is {str(kind)[:100]}; it must be a BlockKind. BlockKind.of(spec) makes one of a spec.")
 
 
 def check_block(call: str, kind: BlockKind, block: Block) -> None:
     """Raise unless this is a block of this kind, in host memory."""
     if not isinstance(block, Block):
-        raise BadArgument(f"{call}(): a block is {type(block).__name__}; it is a Block: tier.kind.block(buffers) makes one.")
+        raise BadArgument(f"{call}(): a block is {a_type(block)}; it must be a Block: tier.kind.block(buffers) makes one.")
     kind.require_same(block.kind, call)
     if len(block.buffers) != len(kind.buffer_bytes):
         raise BadArgument(f"{call}(): a block has {len(block.buffers)} buffers; its kind has {len(kind.buffer_bytes)}.")

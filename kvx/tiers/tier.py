@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import NamedTuple, ParamSpec, Self, TypeVar
 
-from kvx.errors import BadArgument, TierError
+from kvx.errors import BadArgument, TierError, a_type
 from kvx.identity import has_identity, require_identity
 from kvx.tiers.block import Block, BlockKind, check_block, check_kind
 
@@ -218,7 +218,7 @@ class Tier(ABC):
         try:
             names = list(keys)
         except TypeError:
-            raise BadArgument(f"{call}(): keys is {str(keys)[:100]}; it is a list of names, one per block.") from None
+            raise BadArgument(f"{call}(): keys is {str(keys)[:100]}; it must be a list of names, one per block.") from None
         for key in names:
             if not isinstance(key, bytes) or not 0 < len(key) <= MOST_KEY_BYTES:
                 raise BadArgument(f"{call}(): a key is {key!r}; the name of a block is 1 to {MOST_KEY_BYTES} bytes.")
@@ -228,7 +228,7 @@ class Tier(ABC):
         try:
             count = len(blocks)
         except TypeError:
-            raise BadArgument(f"{call}(): blocks is {type(blocks).__name__}; it is a list of them, one a key.") from None
+            raise BadArgument(f"{call}(): blocks is {a_type(blocks)}; it must be a list of them, one a key.") from None
         if len(keys) != count:
             raise BadArgument(f"{call}(): {len(keys)} keys and {count} blocks; there is one block a key.")
         for block in blocks:
@@ -250,7 +250,7 @@ class Tier(ABC):
 def blocks_in(tier: str, capacity_bytes: int, block_bytes: int) -> int:
     """How many blocks a capacity has room for; at least one."""
     if not isinstance(capacity_bytes, int):
-        raise BadArgument(f"{tier}: capacity_bytes is {capacity_bytes!r}; it is a whole number of bytes, like {2 * 10**9}.")
+        raise BadArgument(f"{tier}: capacity_bytes is {capacity_bytes!r}; it must be a whole number of bytes, like {2 * 10**9}.")
     if capacity_bytes < block_bytes:
         raise BadArgument(f"{tier}: capacity_bytes is {capacity_bytes}; one block takes {block_bytes}. Give more, such as 2GB.")
     return capacity_bytes // block_bytes

@@ -112,7 +112,7 @@ class PageServer:
 
     def __init__(self, source: RecordSource, page: str, *, host: str = "127.0.0.1", port: int = PORT) -> None:
         if type(port) is not int or not 0 <= port < 65536:
-            raise BadArgument(f"kvx view: port is {port!r}; it is 0 (any) to 65535.")
+            raise BadArgument(f"kvx view: port is {port!r}; it must be 0 (any) to 65535.")
         self._source, self._page, self._stop = source, page.encode(), threading.Event()
         self.token = "" if is_loopback(host) else secrets.token_urlsafe(16)
         try:

@@ -21,7 +21,7 @@ import kvx
 from kvx.cache.paged import PagedCache
 from kvx.cache.prefix import Event, Stretch
 from kvx.cache.sequence import Sequence
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, a_type
 from kvx.view.picture import STATES, TIER_COUNTS, ContentEvent, Picture, Record, RequestEvent, Seen
 from kvx.view.reasons import Asked
 
@@ -40,7 +40,7 @@ class Watcher:
 
     def __init__(self, cache: PagedCache, *, title: str = "", interval_s: float = INTERVAL_S) -> None:
         if not isinstance(cache, PagedCache):
-            raise BadArgument(f"kvx.view: cache is a {type(cache).__name__}; it is a kvx.PagedCache. An engine's is engine.cache.")
+            raise BadArgument(f"kvx.view: cache is {a_type(cache)}; it must be a kvx.PagedCache. An engine's is engine.cache.")
         self._cache, self._prefix, self._title, self._interval_s = cache, cache.prefix, title, interval_s
         self._began, self._zero = time.time(), time.perf_counter()
         self._pending: deque[ContentEvent | RequestEvent] = deque()
@@ -246,7 +246,7 @@ def header_of(record: Any) -> Record:
         raise BadArgument("its first line does not say that it is a recording of kvx")
     version = record.get("version")
     if type(version) is not int or version < 1:
-        raise BadArgument(f"its version is {version!r}; it is a whole number")
+        raise BadArgument(f"its version is {version!r}; it must be a whole number")
     if version > VERSION:
         raise BadArgument(f"it is of version {version}, and this kvx reads up to {VERSION}. A newer kvx reads it")
     return record

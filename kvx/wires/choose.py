@@ -59,5 +59,5 @@ def puller_from(wire: str, address: str, secret: Secret, deadline: Deadline) -> 
 
 def _known(wire: str) -> str:
     if wire not in NAMES:
-        raise BadArgument(f"--wire is {wire!r}; it is {' or '.join(NAMES)}.")
+        raise BadArgument(f"--wire is {wire!r}; it must be {' or '.join(NAMES)}.")
     return wire

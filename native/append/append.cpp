@@ -20,7 +20,7 @@ kvx_status_t lower_weight(const char* what, const kvx_array_t& a, int64_t dim, c
   if (a.ndim == 0) return KVX_STATUS_OK;
   KVX_NEED(is_float(a.dtype), "%s is %s; weights are f16, bf16 or f32.", what, dtype_name(a.dtype));
   KVX_NEED(a.ndim == 1 && a.shape[0] == dim && (dim == 1 || a.stride[0] == 1),
-           "%s has %u dimensions and %lld elements; it is an adjacent [head_dim] = [%lld].", what, a.ndim,
+           "%s has %u dimensions and %lld elements; it must be an adjacent [head_dim] = [%lld].", what, a.ndim,
            (long long)a.shape[0], (long long)dim);
   KVX_TRY(check_array(what, "weight", a, true));
   *data = static_cast<const char*>(a.data), *dtype = a.dtype;
@@ -28,10 +28,10 @@ kvx_status_t lower_weight(const char* what, const kvx_array_t& a, int64_t dim, c
 }
 
 kvx_status_t lower_table(const char* what, const kvx_array_t& a, int io, int64_t dim, const char** data, int64_t* row) {
-  KVX_NEED(a.dtype == KVX_DTYPE_F32 || a.dtype == io, "%s is %s; it is f32 or the type of the rows, %s.", what,
+  KVX_NEED(a.dtype == KVX_DTYPE_F32 || a.dtype == io, "%s is %s; it must be f32 or the type of the rows, %s.", what,
            dtype_name(a.dtype), dtype_name(io));
   KVX_NEED(a.ndim == 2 && a.shape[0] > 0 && a.shape[1] > 0,
-           "%s has %u dimensions; it is [max_positions, rotary_dim / 2], neither 0.", what, a.ndim);
+           "%s has %u dimensions; it must be [max_positions, rotary_dim / 2], neither 0.", what, a.ndim);
   KVX_NEED(a.shape[1] <= dim / 2, "%s has %lld columns, and twice as many elements rotate; a row has %lld.", what,
            (long long)a.shape[1], (long long)dim);
   KVX_NEED(a.shape[1] == 1 || a.stride[1] == 1,
@@ -56,7 +56,7 @@ kvx_status_t lower_norm_rope(const kvx_norm_rope_t& n, int io, int64_t tokens, i
   out->eps = n.eps;
   out->weight_offset = n.weight_offset;
   out->inverse_dim = float(1.0 / double(dim));
-  KVX_NEED(n.eps >= 0 && n.eps < 1e30f, "eps is %g; it is 0 or more.", double(n.eps));
+  KVX_NEED(n.eps >= 0 && n.eps < 1e30f, "eps is %g; it must be 0 or more.", double(n.eps));
   if (n.style == KVX_ROPE_NONE) {
     KVX_NEED(n.cos.ndim == 0 && n.sin.ndim == 0 && n.positions.ndim == 0,
              "cos, sin or positions are given, but the rope style is none.");
@@ -69,10 +69,10 @@ kvx_status_t lower_norm_rope(const kvx_norm_rope_t& n, int io, int64_t tokens, i
            (long long)n.cos.shape[1], dtype_name(n.cos.dtype), (long long)n.sin.shape[0], (long long)n.sin.shape[1],
            dtype_name(n.sin.dtype));
   const kvx_array_t& at = n.positions;
-  KVX_NEED(at.dtype == KVX_DTYPE_S32 || at.dtype == KVX_DTYPE_S64, "positions is %s; it is int32 or int64.",
+  KVX_NEED(at.dtype == KVX_DTYPE_S32 || at.dtype == KVX_DTYPE_S64, "positions is %s; it must be int32 or int64.",
            dtype_name(at.dtype));
   KVX_NEED(at.ndim == 1 && at.shape[0] == tokens,
-           "positions has %u dimensions and %lld entries; it is [num_tokens] = [%lld].", at.ndim,
+           "positions has %u dimensions and %lld entries; it must be [num_tokens] = [%lld].", at.ndim,
            (long long)at.shape[0], (long long)tokens);
   KVX_TRY(check_array("positions", "array", at, tokens > 0));
   out->table_dtype = n.cos.dtype;
@@ -87,7 +87,7 @@ kvx_status_t lower_norm_rope(const kvx_norm_rope_t& n, int io, int64_t tokens, i
 // One kind of rows in, and rows out where `to` is given. `first` is the kind that sets tokens and type.
 kvx_status_t lower_kind(const char* what, const char* what_out, const kvx_array_t& from, const kvx_array_t* to,
                         int64_t tokens, int io, int kind, AppendParams* out) {
-  KVX_NEED(from.ndim == 3, "%s has %u dimensions; it is [num_tokens, heads, head_dim].", what, from.ndim);
+  KVX_NEED(from.ndim == 3, "%s has %u dimensions; it must be [num_tokens, heads, head_dim].", what, from.ndim);
   KVX_NEED(from.shape[0] == tokens, "%s has %lld tokens; the others have %lld.", what, (long long)from.shape[0],
            (long long)tokens);
   KVX_NEED(from.dtype == io, "%s is %s; the others are %s.", what, dtype_name(from.dtype), dtype_name(io));
@@ -99,7 +99,7 @@ kvx_status_t lower_kind(const char* what, const char* what_out, const kvx_array_
   out->dim[kind] = dim;
   if (to == nullptr) return KVX_STATUS_OK;
   KVX_NEED(to->ndim == 3 && to->shape[0] == tokens,
-           "%s has %u dimensions and %lld tokens; it is shaped like %s, [%lld, %lld, %lld].", what_out, to->ndim,
+           "%s has %u dimensions and %lld tokens; it must be shaped like %s, [%lld, %lld, %lld].", what_out, to->ndim,
            (long long)to->shape[0], what, (long long)tokens, (long long)heads, (long long)dim);
   KVX_NEED(to->dtype == io, "%s is %s; it has %s's type, %s.", what_out, dtype_name(to->dtype), what, dtype_name(io));
   KVX_TRY(lower_rows(what_out, what_out, *to, heads, dim, tokens > 0, &out->rows_out[kind]));
@@ -139,7 +139,7 @@ kvx_status_t with_pointers(const kvx_append_args_t& a, kvx_cache_t* c, AppendPar
              "%s has %u dimensions of %s; k_pointers and v_pointers are [num_blocks] int64, both or neither.", names[i],
              p.ndim, dtype_name(p.dtype));
     KVX_NEED(p.shape[0] == c->num_blocks && (c->num_blocks == 1 || p.stride[0] == 1),
-             "%s has %lld addresses; it is an adjacent [num_blocks] = [%lld].", names[i], (long long)p.shape[0],
+             "%s has %lld addresses; it must be an adjacent [num_blocks] = [%lld].", names[i], (long long)p.shape[0],
              (long long)c->num_blocks);
     KVX_TRY(check_array(names[i], "table", p, true));
     KVX_TRY(lower_pointers(names[i], i, planes[i]));

@@ -32,7 +32,7 @@ kvx_status_t lower_attention(const kvx_cache_t& cache, const kvx_attention_args_
   KVX_TRY(lower_table(c, a.table, &out->kv));
   const int64_t seqs = out->kv.table.num_seqs * out->kv.table.beam_width, tokens = a.q.ndim == 3 ? a.q.shape[0] : 0;
   KVX_NEED(a.q.ndim == 3 && a.out.ndim == 3,
-           "q has %u dimensions and out %u; they are [num_tokens, num_heads, head_dim].", a.q.ndim, a.out.ndim);
+           "q has %u dimensions and out %u; they must be [num_tokens, num_heads, head_dim].", a.q.ndim, a.out.ndim);
   const int64_t heads = a.q.shape[1];
   const bool is_latent = a.flags & KVX_ATTENTION_LATENT;
   KVX_NEED(!is_latent || c.num_kv_heads == 1, "the cache has %lld KV heads; a latent cache has one.",
@@ -58,7 +58,7 @@ kvx_status_t lower_attention(const kvx_cache_t& cache, const kvx_attention_args_
   }
   if (a.cu_seqlens.data != nullptr) {
     const kvx_array_t& cu = a.cu_seqlens;
-    KVX_NEED(cu.dtype == KVX_DTYPE_S32 || cu.dtype == KVX_DTYPE_S64, "cu_seqlens is %s; it is int32 or int64.",
+    KVX_NEED(cu.dtype == KVX_DTYPE_S32 || cu.dtype == KVX_DTYPE_S64, "cu_seqlens is %s; it must be int32 or int64.",
              dtype_name(cu.dtype));
     KVX_NEED(cu.ndim == 1 && cu.shape[0] == seqs + 1 && cu.stride[0] == 1,
              "cu_seqlens must be a dense [%lld], one more than the sequences.", (long long)(seqs + 1));
@@ -76,9 +76,10 @@ kvx_status_t lower_attention(const kvx_cache_t& cache, const kvx_attention_args_
     KVX_TRY(check_array("attention", "sinks", a.sinks, true));
     out->sinks = static_cast<const float*>(a.sinks.data);
   }
-  KVX_NEED(isfinite(a.softmax_scale) && a.softmax_scale != 0, "softmax_scale is %g; it is finite and not 0.",
+  KVX_NEED(isfinite(a.softmax_scale) && a.softmax_scale != 0, "softmax_scale is %g; it must be finite and not 0.",
            double(a.softmax_scale));
-  KVX_NEED(isfinite(a.soft_cap) && a.soft_cap >= 0, "soft_cap is %g; it is finite, 0 for none.", double(a.soft_cap));
+  KVX_NEED(isfinite(a.soft_cap) && a.soft_cap >= 0, "soft_cap is %g; it must be finite, 0 for none.",
+           double(a.soft_cap));
   KVX_NEED(a.window >= 0 && a.max_query_len >= 0 && a.max_seq_len >= 0,
            "window %lld, max_query_len %lld, max_seq_len %lld: none is negative.", (long long)a.window,
            (long long)a.max_query_len, (long long)a.max_seq_len);

@@ -17,7 +17,7 @@ kvx_status_t lower_merge(const kvx_merge_args_t& a, MergeParams* out) {
   KVX_TRY(check_header("args", a.version, a.struct_bytes, sizeof a));
   KVX_NEED(a.flags == 0, "args.flags is %llu; no flag is known.", (unsigned long long)a.flags);
   for (uint64_t word : a.reserved) KVX_NEED(word == 0, "args.reserved is not 0.");
-  KVX_NEED(a.outs.ndim == 4, "outs has %u dimensions; it is [parts, num_tokens, heads, head_dim].", a.outs.ndim);
+  KVX_NEED(a.outs.ndim == 4, "outs has %u dimensions; it must be [parts, num_tokens, heads, head_dim].", a.outs.ndim);
   const int64_t parts = a.outs.shape[0], tokens = a.outs.shape[1], heads = a.outs.shape[2], dim = a.outs.shape[3];
   KVX_NEED(parts > 0 && heads > 0 && dim > 0,
            "outs is [%lld, %lld, %lld, %lld]; parts, heads and head_dim must be 1 or more.", (long long)parts,
@@ -26,14 +26,14 @@ kvx_status_t lower_merge(const kvx_merge_args_t& a, MergeParams* out) {
   KVX_TRY(lower_rows("outs", "outs", a.outs, heads, dim, needs, &out->parts));
   KVX_TRY(check_repeats("outs", "array", a.outs));
   out->part = a.outs.stride[0] * dtype_bits(a.outs.dtype) / 8;
-  KVX_NEED(a.lses.dtype == KVX_DTYPE_F32, "lses is %s; it is f32.", dtype_name(a.lses.dtype));
+  KVX_NEED(a.lses.dtype == KVX_DTYPE_F32, "lses is %s; it must be f32.", dtype_name(a.lses.dtype));
   KVX_NEED(a.lses.ndim == 3 && a.lses.shape[0] == parts && a.lses.shape[1] == tokens && a.lses.shape[2] == heads,
            "lses has the wrong shape; outs makes it [%lld, %lld, %lld].", (long long)parts, (long long)tokens,
            (long long)heads);
   KVX_TRY(check_array("lses", "array", a.lses, needs));
   KVX_NEED(a.out.ndim == 3 && a.out.shape[0] == tokens,
-           "out has %u dimensions and %lld tokens; it is [%lld, %lld, %lld].", a.out.ndim, (long long)a.out.shape[0],
-           (long long)tokens, (long long)heads, (long long)dim);
+           "out has %u dimensions and %lld tokens; it must be [%lld, %lld, %lld].", a.out.ndim,
+           (long long)a.out.shape[0], (long long)tokens, (long long)heads, (long long)dim);
   KVX_TRY(lower_rows("out", "out", a.out, heads, dim, needs, &out->out));
   KVX_NEED(!overlaps_itself(a.out), "out strides make two elements share an address.");
   if (a.lse.ndim) {

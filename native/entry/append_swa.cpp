@@ -16,13 +16,13 @@ kvx_status_t lower(const kvx_append_swa_args_t& a, AppendSwaParams* out) {
   for (uint64_t word : a.reserved) KVX_NEED(word == 0, "args.reserved is not 0.");
   KVX_TRY(lower_row_pages("window", a.window, &out->window));
   const RowPages& w = out->window;
-  KVX_NEED(a.x.dtype != KVX_DTYPE_F8_E4M3, "x is f8_e4m3; it is f16, bf16 or f32.");
+  KVX_NEED(a.x.dtype != KVX_DTYPE_F8_E4M3, "x is f8_e4m3; it must be f16, bf16 or f32.");
   KVX_TRY(lower_tokens("x", a.x, 1, w.dim, &out->x));
   if (a.positions.ndim) {
     KVX_NEED(a.positions.dtype == KVX_DTYPE_S32 && a.positions.ndim == 2 && a.positions.shape[0] == w.num_pages &&
                  a.positions.shape[1] == w.rows && (w.rows == 1 || a.positions.stride[1] == 1) &&
                  (w.num_pages <= 1 || a.positions.stride[0] == w.rows),
-             "positions are %s with %u dimensions; they are adjacent int32 [num_pages, rows] = [%lld, %d].",
+             "positions are %s with %u dimensions; they must be adjacent int32 [num_pages, rows] = [%lld, %d].",
              dtype_name(a.positions.dtype), a.positions.ndim, (long long)w.num_pages, w.rows);
     KVX_TRY(check_array("positions", "array", a.positions, w.num_pages > 0));
     out->positions = static_cast<int32_t*>(a.positions.data);

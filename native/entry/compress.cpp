@@ -24,7 +24,7 @@ kvx_status_t lower_state(const kvx_compress_args_t& a, int64_t dim, CompressPara
   const uint32_t n = out->is_running ? 2 : 4;
   bool is_so = a.state.dtype == KVX_DTYPE_F32 && a.state.ndim == n + 1 && is_adjacent(a.state);
   for (uint32_t i = 0; is_so && i < n; i++) is_so = a.state.shape[i + 1] == want[i];
-  KVX_NEED(is_so, "state is %s with %u dimensions; it is adjacent f32 %s of ratio %lld and dim %lld.",
+  KVX_NEED(is_so, "state is %s with %u dimensions; it must be adjacent f32 %s of ratio %lld and dim %lld.",
            dtype_name(a.state.dtype), a.state.ndim,
            out->has_overlap  ? "[slots, 3, ratio, 2, dim]"
            : out->is_running ? "[slots, 3, dim]"
@@ -42,7 +42,7 @@ kvx_status_t lower(const kvx_compress_args_t& a, CompressParams* out) {
   KVX_NEED(a.flags <= 7 && (a.flags & 3) != 3, "args.flags is %llu: OVERLAP or RUNNING, and HADAMARD.",
            (unsigned long long)a.flags);
   for (uint64_t word : a.reserved) KVX_NEED(word == 0, "args.reserved is not 0.");
-  KVX_NEED(a.ratio >= 1 && a.ratio <= 4096, "ratio is %lld; it is 1 to 4096.", (long long)a.ratio);
+  KVX_NEED(a.ratio >= 1 && a.ratio <= 4096, "ratio is %lld; it must be 1 to 4096.", (long long)a.ratio);
   out->has_overlap = a.flags & KVX_COMPRESS_OVERLAP, out->is_running = a.flags & KVX_COMPRESS_RUNNING,
   out->has_hadamard = a.flags & KVX_COMPRESS_HADAMARD;
   KVX_TRY(lower_row_pages("entries", a.entries, &out->entries));

@@ -18,7 +18,7 @@ bool is_float(int dtype) { return dtype == KVX_DTYPE_F16 || dtype == KVX_DTYPE_B
 
 kvx_status_t check_ints(const char* what, const kvx_array_t& a, int64_t count) {
   KVX_NEED(a.dtype == KVX_DTYPE_S32 && a.ndim == 1 && a.shape[0] == count && (count <= 1 || a.stride[0] == 1),
-           "%s is [%lld] %s with %u dimensions; it is an adjacent [%lld] int32.", what,
+           "%s is [%lld] %s with %u dimensions; it must be an adjacent [%lld] int32.", what,
            (long long)(a.ndim ? a.shape[0] : 0), dtype_name(a.dtype), a.ndim, (long long)count);
   return check_array(what, "array", a, count > 0);
 }
@@ -28,8 +28,8 @@ kvx_status_t check_ints(const char* what, const kvx_array_t& a, int64_t count) {
 kvx_status_t lower_row_pages(const char* what, const kvx_rows_t& r, RowPages* out) {
   const kvx_array_t& a = r.pages;
   KVX_NEED(a.dtype == KVX_DTYPE_U8 && a.ndim == 2,
-           "%s: pages are %s with %u dimensions; they are uint8 [num_pages, page_bytes].", what, dtype_name(a.dtype),
-           a.ndim);
+           "%s: pages are %s with %u dimensions; they must be uint8 [num_pages, page_bytes].", what,
+           dtype_name(a.dtype), a.ndim);
   KVX_TRY(check_array(what, "pages", a, a.shape[0] > 0));
   KVX_NEED(a.shape[1] <= 1 || a.stride[1] == 1, "%s: bytes of a page are not adjacent.", what);
   KVX_NEED(r.rows > 0 && r.rows <= INT32_MAX && r.dim > 0 && r.dim <= 65536 && r.rope_dim >= 0 && r.rope_dim < r.dim,
@@ -38,7 +38,7 @@ kvx_status_t lower_row_pages(const char* what, const kvx_rows_t& r, RowPages* ou
   const int64_t coded = r.dim - r.rope_dim, bits = dtype_bits(r.dtype);
   KVX_NEED(r.dtype == KVX_DTYPE_F32 || r.dtype == KVX_DTYPE_BF16 || r.dtype == KVX_DTYPE_F8_E4M3 ||
                r.dtype == KVX_DTYPE_E2M1,
-           "%s: rows are %s; they are f32, bf16, f8_e4m3 or e2m1.", what, dtype_name(r.dtype));
+           "%s: rows are %s; they must be f32, bf16, f8_e4m3 or e2m1.", what, dtype_name(r.dtype));
   KVX_NEED(coded % 2 == 0 && r.rope_dim % 2 == 0 && r.group >= 0 &&
                (r.group == 0 ? bits >= 16 : bits <= 8 && coded % r.group == 0 && r.group % 2 == 0),
            "%s: %lld coded elements in groups of %lld; they and the rotary part are even, a group divides them, and "
@@ -46,7 +46,7 @@ kvx_status_t lower_row_pages(const char* what, const kvx_rows_t& r, RowPages* ou
            what, (long long)coded, (long long)r.group);
   const bool has_scale =
       r.scale_dtype == KVX_DTYPE_E8M0 || r.scale_dtype == KVX_DTYPE_F8_E4M3 || r.scale_dtype == KVX_DTYPE_F32;
-  KVX_NEED(r.group == 0 || has_scale, "%s: scales are %s; they are e8m0, f8_e4m3 or f32.", what,
+  KVX_NEED(r.group == 0 || has_scale, "%s: scales are %s; they must be e8m0, f8_e4m3 or f32.", what,
            dtype_name(r.scale_dtype));
   const int64_t scales = r.group ? coded / r.group * dtype_bits(r.scale_dtype) / 8 : 0,
                 data = coded * bits / 8 + 2 * r.rope_dim;
@@ -148,20 +148,21 @@ kvx_status_t lower_finish(const kvx_finish_t& f, int64_t dim, FinishParams* out)
   if (f.weight.ndim == 0) return KVX_STATUS_OK;
   KVX_NEED(is_float(f.weight.dtype) && f.weight.ndim == 1 && f.weight.shape[0] == dim &&
                (dim == 1 || f.weight.stride[0] == 1),
-           "weight is [%lld] %s; it is an adjacent [%lld] f16, bf16 or f32.", (long long)f.weight.shape[0],
+           "weight is [%lld] %s; it must be an adjacent [%lld] f16, bf16 or f32.", (long long)f.weight.shape[0],
            dtype_name(f.weight.dtype), (long long)dim);
   KVX_TRY(check_array("weight", "array", f.weight, true));
-  KVX_NEED(f.eps >= 0, "eps is %g; it is 0 or more.", double(f.eps));
+  KVX_NEED(f.eps >= 0, "eps is %g; it must be 0 or more.", double(f.eps));
   out->weight = static_cast<const char*>(f.weight.data), out->weight_dtype = f.weight.dtype;
   return KVX_STATUS_OK;
 }
 
 kvx_status_t lower_entry_table(const kvx_array_t& t, int64_t num_slots, EntryTable* out) {
-  KVX_NEED(t.dtype == KVX_DTYPE_S32 && t.ndim == 2 && t.shape[0] >= num_slots && t.shape[1] <= INT32_MAX &&
-               (t.shape[1] <= 1 || t.stride[1] == 1),
-           "block_table is %s with %u dimensions and %lld rows; it is int32 [slots, columns] with %lld rows or more, "
-           "columns adjacent.",
-           dtype_name(t.dtype), t.ndim, (long long)(t.ndim ? t.shape[0] : 0), (long long)num_slots);
+  KVX_NEED(
+      t.dtype == KVX_DTYPE_S32 && t.ndim == 2 && t.shape[0] >= num_slots && t.shape[1] <= INT32_MAX &&
+          (t.shape[1] <= 1 || t.stride[1] == 1),
+      "block_table is %s with %u dimensions and %lld rows; it must be int32 [slots, columns] with %lld rows or more, "
+      "columns adjacent.",
+      dtype_name(t.dtype), t.ndim, (long long)(t.ndim ? t.shape[0] : 0), (long long)num_slots);
   KVX_TRY(check_array("block_table", "array", t, num_slots > 0));
   out->pages = static_cast<const int32_t*>(t.data), out->row = t.stride[0] * 4, out->columns = int32_t(t.shape[1]);
   return KVX_STATUS_OK;
@@ -171,10 +172,10 @@ kvx_status_t lower_tokens(const char* what, const kvx_array_t& a, int64_t heads,
   KVX_NEED(a.ndim <= KVX_MAX_TENSOR_DIMS, "%s has %u dimensions; at most %d.", what, a.ndim, KVX_MAX_TENSOR_DIMS);
   const int n = int(a.ndim);
   KVX_NEED((n == 2 && heads == 1 && a.shape[1] == dim) || (n == 3 && a.shape[1] == heads && a.shape[2] == dim),
-           "%s has %d dimensions and ends in %lld; it is [num_tokens, %lld%s%.0lld].", what, n,
+           "%s has %d dimensions and ends in %lld; it must be [num_tokens, %lld%s%.0lld].", what, n,
            (long long)(n ? a.shape[n - 1] : 0), (long long)(n == 2 || heads == 1 ? dim : heads), n == 3 ? ", " : "",
            (long long)(n == 3 ? dim : 0));
-  KVX_NEED(is_float(a.dtype) || a.dtype == KVX_DTYPE_F8_E4M3, "%s is %s; it is f16, bf16 or f32.", what,
+  KVX_NEED(is_float(a.dtype) || a.dtype == KVX_DTYPE_F8_E4M3, "%s is %s; it must be f16, bf16 or f32.", what,
            dtype_name(a.dtype));
   KVX_TRY(check_array(what, "array", a, a.shape[0] > 0));
   const int64_t size = dtype_bits(a.dtype) / 8;

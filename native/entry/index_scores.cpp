@@ -14,9 +14,9 @@ kvx_status_t lower(const kvx_index_scores_args_t& a, IndexScoresParams* out) {
   KVX_TRY(check_header("args", a.version, a.struct_bytes, sizeof a));
   KVX_NEED(a.flags == 0, "args.flags is %llu; no flag is known.", (unsigned long long)a.flags);
   for (uint64_t word : a.reserved) KVX_NEED(word == 0, "args.reserved is not 0.");
-  KVX_NEED(a.ratio >= 1 && a.ratio <= INT32_MAX, "ratio is %lld; it is 1 or more.", (long long)a.ratio);
+  KVX_NEED(a.ratio >= 1 && a.ratio <= INT32_MAX, "ratio is %lld; it must be 1 or more.", (long long)a.ratio);
   KVX_TRY(lower_row_pages("keys", a.keys, &out->keys));
-  KVX_NEED(a.q.ndim == 3, "q has %u dimensions; it is [num_tokens, heads, dim].", a.q.ndim);
+  KVX_NEED(a.q.ndim == 3, "q has %u dimensions; it must be [num_tokens, heads, dim].", a.q.ndim);
   const int64_t tokens = a.q.shape[0], heads = a.q.shape[1];
   KVX_NEED(heads >= 1 && heads <= INT32_MAX, "q has %lld heads; it has 1 or more.", (long long)heads);
   KVX_TRY(lower_tokens("q", a.q, heads, out->keys.dim, &out->q));
@@ -53,7 +53,7 @@ kvx_status_t lower(const kvx_topk_args_t& a, TopkParams* out) {
   KVX_NEED(a.scores.dtype == KVX_DTYPE_F32 && a.scores.ndim == 2 &&
                (a.scores.shape[1] <= 1 || a.scores.stride[1] == 1) && a.scores.shape[0] <= INT32_MAX &&
                a.scores.shape[1] <= INT32_MAX,
-           "scores are %s with %u dimensions; they are f32 [num_tokens, entries], columns adjacent.",
+           "scores are %s with %u dimensions; they must be f32 [num_tokens, entries], columns adjacent.",
            dtype_name(a.scores.dtype), a.scores.ndim);
   const int64_t tokens = a.scores.shape[0];
   KVX_TRY(check_array("scores", "array", a.scores, tokens > 0 && a.scores.shape[1] > 0));

@@ -31,9 +31,9 @@ extern "C" kvx_status_t kvx_hash_blocks(int32_t hash, const void* parent, const 
   using namespace kvx;
   return entry("kvx_hash_blocks()", [&]() -> kvx_status_t {
     const Hash h = hash_of(hash);
-    KVX_NEED(h.function != nullptr, "hash is %d; it is 1 (blake2b), 2 (sha256) or 3 (xxh3_128).", hash);
-    KVX_NEED(num_blocks >= 0, "num_blocks is %lld; it is 0 or more.", (long long)num_blocks);
-    KVX_NEED(block_size > 0, "block_size is %lld; it is 1 or more.", (long long)block_size);
+    KVX_NEED(h.function != nullptr, "hash is %d; it must be 1 (blake2b), 2 (sha256) or 3 (xxh3_128).", hash);
+    KVX_NEED(num_blocks >= 0, "num_blocks is %lld; it must be 0 or more.", (long long)num_blocks);
+    KVX_NEED(block_size > 0, "block_size is %lld; it must be 1 or more.", (long long)block_size);
     int64_t block_bytes, total;
     KVX_NEED(mul_fits(block_size, 4, &block_bytes) && mul_fits(block_bytes, num_blocks, &total),
              "%lld blocks of %lld tokens are more than an address can count.", (long long)num_blocks,

@@ -244,8 +244,9 @@ kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, bool 
   int64_t seqs[2], tokens[2];
   for (int w = 0; w < 2; w++) {
     const kvx_array_t& a = *arrays[w];
-    KVX_NEED(a.ndim == 1 || a.ndim == 2, "%s has %u dimensions; it is [n] or [num_seqs, columns].", names[w], a.ndim);
-    KVX_NEED(a.dtype == KVX_DTYPE_S32 || a.dtype == KVX_DTYPE_S64, "%s is %s; it is S32 or S64.", names[w],
+    KVX_NEED(a.ndim == 1 || a.ndim == 2, "%s has %u dimensions; it must be [n] or [num_seqs, columns].", names[w],
+             a.ndim);
+    KVX_NEED(a.dtype == KVX_DTYPE_S32 || a.dtype == KVX_DTYPE_S64, "%s is %s; it must be S32 or S64.", names[w],
              dtype_name(a.dtype));
     KVX_TRY(check_array("", names[w], a, true));
     // Each id is some work, and is copied. Sequences may share a row of the source.

@@ -52,10 +52,10 @@ kvx_status_t lower_copy_blocks(const kvx_cache_t& c, const kvx_copy_blocks_args_
   KVX_NEED(c.k.data.data && c.v.data.data,
            "the cache has no data pointers; blocks are copied in k.data and v.data, not in pools.");
   const kvx_array_t& pairs = a.pairs;
-  KVX_NEED(pairs.dtype == KVX_DTYPE_S32 || pairs.dtype == KVX_DTYPE_S64, "pairs is %s; it is int32 or int64.",
+  KVX_NEED(pairs.dtype == KVX_DTYPE_S32 || pairs.dtype == KVX_DTYPE_S64, "pairs is %s; it must be int32 or int64.",
            dtype_name(pairs.dtype));
   KVX_NEED(pairs.ndim == 2 && pairs.shape[1] == 2,
-           "pairs has %u dimensions; it is [num_pairs, 2]: source, destination.", pairs.ndim);
+           "pairs has %u dimensions; it must be [num_pairs, 2]: source, destination.", pairs.ndim);
   KVX_TRY(check_array("pairs", "array", pairs, pairs.shape[0] > 0));
   KVX_NEED(!overlaps_itself(pairs), "pairs strides make two ids share an address.");
   KVX_TRY(check_apart_from_cache(c, {{"pairs", pairs}}));

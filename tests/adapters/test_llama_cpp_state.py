@@ -255,7 +255,7 @@ STATE = PLAIN.state(StateKind("f32"))
 AFTER_CELLS = 16 + 12 * CELLS
 FIRST_ROW = AFTER_CELLS + 16
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "no bytes": (lambda: read("slot0.bin"), kvx.BadArgument, "data is str; it is a state's bytes"),
+    "no bytes": (lambda: read("slot0.bin"), kvx.BadArgument, "data is a str; it must be a state's bytes"),
     "no file": (lambda: file("no-such.bin"), kvx.BadArgument, "no-such.bin cannot be read: No such file or directory"),
     "a folder": (lambda: file(Path(__file__).parent), kvx.BadArgument, "cannot be read: Is a directory"),
     "a number": (lambda: file(5), kvx.BadArgument, "it got int; it takes a slot file's bytes, or its path"),
@@ -271,7 +271,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "type": (lambda: read(edited(STATE, FIRST_ROW, "i", 77)), kvx.BadArgument, "K of layer 0 has ggml type 77"),
     "row": (lambda: read(edited(STATE, FIRST_ROW + 4, "Q", 65)), kvx.Incompatible, r"K of layer 0 in f32 has sizes \[65\]"),
     "smaller type": (lambda: read(edited(STATE, FIRST_ROW, "i", 1)), kvx.Incompatible, r"f16 has sizes \[64\]; .* are \[32\]"),
-    "mixed types": (lambda: read(mixed()), kvx.Unsupported, "K and V are f16 and f32; they are of one type"),
+    "mixed types": (lambda: read(mixed()), kvx.Unsupported, "K and V are f16 and f32; they must be of one type"),
     "more": (lambda: read(STATE + b"1234"), kvx.Unsupported, "4 bytes are left after 3 layers"),
     "version": (lambda: read(STATE, version=2), kvx.KvxError, "K of layer 0"),
     "unknown version": (lambda: read(STATE, version=3), kvx.Unsupported, "version is 3; KVX reads 2 and 4"),

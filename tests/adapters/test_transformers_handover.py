@@ -290,7 +290,7 @@ def test_types_are_converted():
     plain = import_cache(prefilled("Llama", "dynamic", 37), made.config)
     assert torch.equal(cache.layers[2].keys, plain.layers[2].keys.bfloat16())
     assert export_cache(cache, ids, model=made.config).spec.format == "bf16"
-    with pytest.raises(BadArgument, match=r"dtype is torch\.float64; it is torch\.float32"):
+    with pytest.raises(BadArgument, match=r"dtype is torch\.float64; it must be torch\.float32"):
         import_cache(prefilled("Llama", "dynamic", 37), made.config, dtype=torch.float64)
     coded = prefilled("Llama", "dynamic", 37).convert(format="fp8_e4m3_per_token_head")
     with pytest.raises(BadArgument, match="nothing says what the model computes in: dtype="):
@@ -397,7 +397,7 @@ def test_other_tokens_are_refused():
     assert int(import_cache(handover, made.config, tokens=wrong[:30]).get_seq_length()) == 29
     with pytest.raises(BadArgument, match="tokens are 1; the last is computed"):
         import_cache(handover, made.config, tokens=ids[:1])
-    with pytest.raises(BadArgument, match=r"tokens are int64 \[1, 37\]; they are a row of ids"):
+    with pytest.raises(BadArgument, match=r"tokens are int64 \[1, 37\]; they must be a row of ids"):
         import_cache(handover, made.config, tokens=ids[None])
 
 

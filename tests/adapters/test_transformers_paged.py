@@ -236,9 +236,9 @@ def test_a_cache_of_another_model_is_refused():
 def test_a_wrong_model_is_refused():
     llama = transformers.LlamaForCausalLM(tiny("llama").config).eval()
     cache = cache_of(llama.config)
-    with pytest.raises(BadArgument, match="model is a str; it is a transformers model"):
+    with pytest.raises(BadArgument, match="model is a str; it must be a transformers model"):
         PagedModel("llama", cache)
-    with pytest.raises(BadArgument, match="cache is a DynamicCache; it is a kvx"):
+    with pytest.raises(BadArgument, match="cache is a DynamicCache; it must be a kvx"):
         PagedModel(llama, transformers.DynamicCache())
     with pytest.raises(BadArgument, match=r"in training mode.*model\.eval\(\)"):
         PagedModel(llama.train(), cache)
@@ -290,7 +290,7 @@ def test_a_state_is_found_only_where_a_snapshot_is():
         served.cache.check()
     with pytest.raises(BadArgument, match=r"add\(\): snapshot_at is \(30,\), and the prompt has 26 tokens"):
         served.add(asked[0], Params(snapshot_at=(30,)))
-    with pytest.raises(BadArgument, match="snapshot_at is 20; it is a tuple of numbers of tokens"):
+    with pytest.raises(BadArgument, match="snapshot_at is 20; it must be a tuple of numbers of tokens"):
         Params(snapshot_at=20)
 
 

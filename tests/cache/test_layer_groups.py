@@ -59,7 +59,7 @@ def test_sizes_and_formats():
 def test_states_need_blocks():
     with pytest.raises(BadArgument, match=r"2 layers of this model keep a state of each sequence, from layer 0 on, and num_states"):
         layer_groups(LFM2, num_blocks=8)
-    with pytest.raises(BadArgument, match="num_states is -1; it is a number of blocks"):
+    with pytest.raises(BadArgument, match="num_states is -1; it must be a number of blocks"):
         layer_groups(LFM2, num_blocks=8, num_states=-1)
     assert len(layer_groups(LLAMA, num_blocks=8)) == 1
 

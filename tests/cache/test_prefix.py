@@ -174,7 +174,7 @@ def test_lookup_with_windows_is_what_a_loop_finds(seed):
 
 
 def test_unknown_hashes_are_refused():
-    with pytest.raises(kvx.BadArgument, match="hash_name is 'md5'; it is \"blake2b\""):
+    with pytest.raises(kvx.BadArgument, match="hash_name is 'md5'; it must be \"blake2b\""):
         make(hash_name="md5")
 
 

@@ -55,7 +55,7 @@ def test_no_ids(tokens):
         (np.array([1, 2**31]), r"tokens\[1\] is 2147483648; "),
         (np.array([-(2**40), 3]), r"tokens\[0\] is -1099511627776; "),
         (torch.tensor([2, -7, -8], dtype=torch.int32), r"tokens\[1\] is -7; "),
-        (np.zeros((2, 2), int), r"tokens are int64 of shape \[2, 2\]; they are one row of int32 ids"),
+        (np.zeros((2, 2), int), r"tokens are int64 of shape \[2, 2\]; they must be one row of int32 ids"),
         (np.array([0.5]), r"tokens are float64 of shape \[1\]"),
         (None, r"tokens are object of shape \[\]"),
         ("ab", r"tokens are <U2 of shape \[\]"),

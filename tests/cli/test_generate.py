@@ -123,10 +123,10 @@ WRONG = {
     "not_a_model_folder": (("--model", "tests"), "has no config.json"),
     "not_a_model_file": (("--model", "README.md"), "not .gguf"),
     "unknown_format": (("--kv-format", "int7", "--model", "README.md"), 'KV format "int7" does not exist'),
-    "unknown_device": (("--device", "tpu", "--model", "README.md"), 'device is "tpu"; it is cpu or cuda'),
-    "no_blocks": (("--blocks", "0", "--model", "README.md"), "num_blocks is 0; it is 1 or more"),
-    "no_batch": (("--batch-tokens", "0", "--model", "README.md"), "max_batch_tokens is 0; it is 1 or more"),
-    "negative_tokens": (("--max-tokens", "-4"), "max_tokens is -4; it is 1 or more"),
+    "unknown_device": (("--device", "tpu", "--model", "README.md"), 'device is "tpu"; it must be cpu or cuda'),
+    "no_blocks": (("--blocks", "0", "--model", "README.md"), "num_blocks is 0; it must be 1 or more"),
+    "no_batch": (("--batch-tokens", "0", "--model", "README.md"), "max_batch_tokens is 0; it must be 1 or more"),
+    "negative_tokens": (("--max-tokens", "-4"), "max_tokens is -4; it must be 1 or more"),
 }
 
 

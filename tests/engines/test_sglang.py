@@ -308,7 +308,7 @@ def _broken(*_):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"tiers": []}, r"tiers is \(\); it is a list"),
+        ({"tiers": []}, r"tiers is \(\); it must be a list"),
         ({"tiers": ["tape:1GB"]}, 'tier "tape:1GB" is none'),
         ({"model": ""}, '"model" is not given'),
         ({"model": "llama-2x64-kv2x32-v128"}, "the geometry alone"),
@@ -316,7 +316,7 @@ def _broken(*_):
         ({"block_size": 16}, "block_size is SGLang's own, --page-size"),
         ({"timeout_s": "soon"}, "timeout_s is 'soon'"),
         ({"timeout_s": 0}, "timeout_s is 0"),
-        ({"layout": "page_first"}, "layout is 'page_first'; it is \"canonical\""),
+        ({"layout": "page_first"}, "layout is 'page_first'; it must be \"canonical\""),
         ({"format": "fp7"}, 'format "fp7" does not exist'),
         ({"format": "fp8_e4m3"}, "has scales apart from the rows"),
         ({"num_kv_heads": "4"}, "num_kv_heads is '4'"),

@@ -115,7 +115,7 @@ def pools(params: Any) -> tuple[MambaPool, MambaPoolHost]:
 
 
 def write(pool: MambaPool, is_kda: bool, matrix: str, groups: int, kernels: bool, taps_first: bool) -> dict[str, torch.Tensor]:
-    """Random numbers into the slots; they are [layer, sequence, ...]: channel by tap, head dim by state size, key by value."""
+    """Random numbers into the slots; they must be [layer, sequence, ...]: channel by tap, head dim by state size, key by value."""
     written: dict[str, torch.Tensor] = {}
     for n, tensor in enumerate(pool.mamba_cache.conv):
         shape = tensor.shape[:1:-1] if taps_first else tensor.shape[2:]

@@ -47,7 +47,7 @@ def test_names_of_what_is_no_token(tokens):
     refuse(lambda: names(tokens, 2, "m"), "row of int32 ids")
     refuse(lambda: names([1, 2], 0, "m"), "block_size is 0")
     refuse(lambda: names([1, 2], "2", "m"), "block_size is '2'")
-    refuse(lambda: names([1, 2], 2, None), "model is None; it is the model's name")
+    refuse(lambda: names([1, 2], 2, None), "model is None; it must be the model's name")
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
@@ -132,7 +132,7 @@ def test_wrong_tiers():
     other = small(random.Random(0), num_tokens=22, block_size=8)
     with tier_of(h.parts[0]) as tier, tier_of(other.parts[0]) as larger:
         refuse(lambda: keep(h, []), "0 tiers for 1 parts")
-        refuse(lambda: keep(h, [None]), "a tier is NoneType; it is a Tier")
+        refuse(lambda: keep(h, [None]), "a tier is None; it must be a Tier")
         refuse(lambda: keep(h, [tier, larger]), "2 tiers for 1 parts")
         refuse(lambda: keep(h, [larger]), "block_size", kvx.Incompatible)
         refuse(lambda: find([1], [], parts=[]), "0 tiers")

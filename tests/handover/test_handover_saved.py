@@ -49,7 +49,7 @@ def test_what_is_no_folder_and_no_handover(tmp_path, handover):
     (tmp_path / "file").write_text("x")
     refuse(lambda: save(tmp_path / "file" / "a", handover), "cannot be made: Not a directory")
     refuse(lambda: save(tmp_path / ("a" * 300), handover), "cannot be made: File name too long")
-    refuse(lambda: save(tmp_path / "a", {}), "handover is dict; it is a Handover")
+    refuse(lambda: save(tmp_path / "a", {}), "handover is a dict; it must be a Handover")
     refuse(lambda: save(None, handover), r"save\(\): path is None; it names a folder")
     refuse(lambda: load(None), r"load\(\): path is None; it names a folder")
     assert os.listdir(tmp_path) == ["file"]

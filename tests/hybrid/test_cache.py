@@ -147,7 +147,7 @@ def test_wrong_calls_are_refused():
     for call in (cache.release, lambda r: cache.prepare_forward([(r, 1)])):
         with pytest.raises(BadArgument, match="was released"):
             call(request)
-    with pytest.raises(BadArgument, match="max_seqs is 0; it is 1 or more"):
+    with pytest.raises(BadArgument, match="max_seqs is 0; it must be 1 or more"):
         HybridCache(HybridSchema((LayerSchema(),)), num_blocks=1, max_seqs=0, max_seq_len=5)
 
 

@@ -92,9 +92,9 @@ def test_layouts_that_can_be_padded(backend, layout, content, sizes):
     ("changes", "said"),
     [
         ({"block_bytes": 14}, "block_bytes is 14; a block of this cache has 16. Set 0 where blocks are not padded."),
-        ({"block_bytes": 17}, "block_bytes is 17; it is a multiple of the 2 bytes of bf16."),
+        ({"block_bytes": 17}, "block_bytes is 17; it must be a multiple of the 2 bytes of bf16."),
         ({"block_bytes": -20}, "block_bytes is -20; it must be 0 or more."),
-        ({"block_bytes": 20.0}, "block_bytes is 20.0; it is an int."),
+        ({"block_bytes": 20.0}, "block_bytes is 20.0; it must be an int."),
         ({"block_bytes": 2**60}, "the cache would have 4611686018427387904 bytes; addresses end at 2**60."),
         ({"layout": "layer | kv block token head dim"}, "has no blocks to pad"),
         ({"layout": "layer | (block token) head (kv dim)"}, "has no blocks to pad"),
@@ -102,7 +102,7 @@ def test_layouts_that_can_be_padded(backend, layout, content, sizes):
         ({"layout": "head layer block token (kv dim)"}, "has no blocks to pad"),
         (
             {"format": "int8_per_token_head_inline", "head_dim": 4, "block_bytes": 34},
-            "block_bytes is 34; it is a multiple of the 4 bytes of int8_per_token_head_inline.",
+            "block_bytes is 34; it must be a multiple of the 4 bytes of int8_per_token_head_inline.",
         ),
     ],
 )

@@ -99,9 +99,13 @@ def test_ids_of_any_integer_kind():
             kvx.BadArgument,
             "plan(): blocks has 3 at dst twice, at 0 and 2; a block is written once. Drop one pair.",
         ),
-        ([1, 2, 3], kvx.BadArgument, "plan(): blocks is [1, 2, 3]; it is (ids at src, ids at dst), two sequences of ints"),
-        (([1.5], [0]), kvx.BadArgument, "plan(): blocks is ([1.5], [0]); it is (ids at src, ids at dst), two sequences of ints"),
-        (7, kvx.BadArgument, "plan(): blocks is 7; it is (ids at src, ids at dst), two sequences of ints"),
+        ([1, 2, 3], kvx.BadArgument, "plan(): blocks is [1, 2, 3]; it must be (ids at src, ids at dst), two sequences of ints"),
+        (
+            ([1.5], [0]),
+            kvx.BadArgument,
+            "plan(): blocks is ([1.5], [0]); it must be (ids at src, ids at dst), two sequences of ints",
+        ),
+        (7, kvx.BadArgument, "plan(): blocks is 7; it must be (ids at src, ids at dst), two sequences of ints"),
     ],
 )
 def test_refused_when_planned(blocks, error, said):
@@ -112,7 +116,9 @@ def test_refused_when_planned(blocks, error, said):
 @pytest.mark.parametrize("specs", [None, 5, "ab", [], [SRC, None]], ids=["none", "number", "text", "empty", "one_is_none"])
 def test_what_is_no_spec_is_refused(specs):
     for name, pair in (("src", (specs, DST)), ("dst", (SRC, specs))):
-        with pytest.raises(kvx.BadArgument, match=re.escape(f"plan(): {name} is {specs!r}; it is a CacheSpec or a list of them")):
+        with pytest.raises(
+            kvx.BadArgument, match=re.escape(f"plan(): {name} is {specs!r}; it must be a CacheSpec or a list of them")
+        ):
             kvx.plan(*pair)
 
 

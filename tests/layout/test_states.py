@@ -187,7 +187,7 @@ CONV, SSM = state_plane("conv", "f32", channel=8, tap=3), state_plane("ssm", "f3
         (lambda: StateSpec(4, (SSM,)).shard(4, 0), "6 units of 1 heads over 4 ranks"),
         (lambda: StateSpec(4, (CONV,), block_bytes=8), "a block of these states has 96"),
         (lambda: StateSpec(2, (CONV,), positions=(5,)), "positions has 1 of 2 blocks"),
-        (lambda: StateSpec(1, (CONV,), positions=(-1,)), "positions is (-1,); it is the number of tokens"),
+        (lambda: StateSpec(1, (CONV,), positions=(-1,)), "positions is (-1,); it must be the number of tokens"),
         (lambda: StateSpec(1, (CONV,), positions=("5",)), "positions is ('5',)"),
         (
             lambda: state_row("vllm.sd").spec((state_plane("conv", "bf16", channel=3, tap=3), SSM), num_blocks=2),
@@ -234,7 +234,7 @@ def test_positions_travel_with_them(tmp_path):
     assert "positions" not in kvx.spec.to_json(plain)
     for text in ("20 x 7", "", "20  0 7", 20):
         said = kvx.spec.to_json(spec).replace('"positions": "20 0 7"', f'"positions": {json.dumps(text)}')
-        with pytest.raises(kvx.BadArgument, match=r"positions are .*; they are numbers of tokens"):
+        with pytest.raises(kvx.BadArgument, match=r"positions are .*; they must be numbers of tokens"):
             kvx.spec.spec_from_json(said)
     with pytest.raises(kvx.Incompatible, match="a field was changed after it was written"):
         kvx.spec.spec_from_json(kvx.spec.to_json(spec).replace("20 0 7", "21 0 7"))

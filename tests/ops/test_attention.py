@@ -78,7 +78,7 @@ def test_a_window_without_causal_is_refused(backend, generator):
             call(causal=False, window=5, backend=backend.name)
         call(causal=True, window=5, backend=backend.name)
         call(causal=False, window=0, backend=backend.name)
-        with pytest.raises(kvx.BadArgument, match=rf"{name}\(\): window is \(4, 0\); it is one number"):
+        with pytest.raises(kvx.BadArgument, match=rf"{name}\(\): window is \(4, 0\); it must be one number"):
             call(window=(4, 0), backend=backend.name)
     with pytest.raises(kvx.BadArgument, match=r"attention_plan\(\): causal is False and window 5"):
         kvx.attention_plan(q, cache, table, workspace=None, spec=spec, causal=False, window=5, backend=backend.name)

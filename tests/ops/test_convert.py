@@ -217,7 +217,7 @@ def test_rope_pairs_are_turned(backend, rotary, fmt):
 
 def test_rope_pairs_that_cannot_be_turned():
     a, b = spec_pair()
-    with pytest.raises(kvx.BadArgument, match="rotary_dim is 5; it is even and at most head_dim 8"):
+    with pytest.raises(kvx.BadArgument, match="rotary_dim is 5; it must be even and at most head_dim 8"):
         kvx.plan(a, b, rope=("half", "interleaved"), rotary_dim=5)
     with pytest.raises(kvx.BadArgument, match="rope is"):
         kvx.plan(a, b, rope=("half", "neox"))
@@ -280,14 +280,22 @@ def test_shards_of_different_caches():
         ({"src_blocks": [0], "dst_blocks": [3], "seq_lens": torch.tensor([5])}, kvx.OutOfRange, r"seq_lens\[0\] is 5"),
         ({"src_blocks": torch.zeros(2, 1, dtype=torch.int64), "dst_blocks": [3]}, kvx.BadArgument, "2 sequences|sequences"),
         ({"src_blocks": torch.zeros(1), "dst_blocks": [3]}, kvx.BadArgument, "int32 or int64"),
-        ({"src_blocks": ["a"], "dst_blocks": [3]}, kvx.BadArgument, r"src_blocks is \['a'\]; it is a row of block ids"),
-        ({"src_blocks": [1.0], "dst_blocks": [3]}, kvx.BadArgument, r"src_blocks is \[1.0\]; it is a row of block ids"),
-        ({"src_blocks": [[1.0]], "dst_blocks": [[3]]}, kvx.BadArgument, r"src_blocks is \[\[1.0\]\]; it is a row of block ids"),
-        ({"src_blocks": np.ones(1), "dst_blocks": [3]}, kvx.BadArgument, r"src_blocks is \[1.\]; it is a row of block ids"),
-        ({"src_blocks": [0], "dst_blocks": [2**64]}, kvx.BadArgument, r"dst_blocks is \[18446744073709551616\]; it is a row of"),
-        ({"src_blocks": [0], "dst_blocks": [3], "seq_lens": [4]}, kvx.BadArgument, r"seq_lens is \[4\]; it is a tensor"),
+        ({"src_blocks": ["a"], "dst_blocks": [3]}, kvx.BadArgument, r"src_blocks is \['a'\]; it must be a row of block ids"),
+        ({"src_blocks": [1.0], "dst_blocks": [3]}, kvx.BadArgument, r"src_blocks is \[1.0\]; it must be a row of block ids"),
+        (
+            {"src_blocks": [[1.0]], "dst_blocks": [[3]]},
+            kvx.BadArgument,
+            r"src_blocks is \[\[1.0\]\]; it must be a row of block ids",
+        ),
+        ({"src_blocks": np.ones(1), "dst_blocks": [3]}, kvx.BadArgument, r"src_blocks is \[1.\]; it must be a row of block ids"),
+        (
+            {"src_blocks": [0], "dst_blocks": [2**64]},
+            kvx.BadArgument,
+            r"dst_blocks is \[18446744073709551616\]; it must be a row of",
+        ),
+        ({"src_blocks": [0], "dst_blocks": [3], "seq_lens": [4]}, kvx.BadArgument, r"seq_lens is \[4\]; it must be a tensor"),
         ({"src_blocks": [0], "dst_blocks": [3], "seq_lens": torch.tensor([4.0])}, kvx.BadArgument, "seq_lens is .* int32 or int64"),
-        ({"plan": None}, kvx.BadArgument, r"plan is NoneType; it is a Plan, made by kvx.plan\(src, dst\)"),
+        ({"plan": None}, kvx.BadArgument, r"plan is None; it must be a Plan, made by kvx.plan\(src, dst\)"),
     ],
 )
 def test_bad_tables_are_refused_before_anything_moves(backend, kwargs, error, said):

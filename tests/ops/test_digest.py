@@ -101,7 +101,7 @@ def test_bad_input_is_refused(backend):
     buffers = [t.to(backend.device) for t in layouts.random_buffers(SPEC, 0)]
     with pytest.raises(kvx.OutOfRange, match=r"^digest\(\): .*6 blocks"):
         kvx.digest(buffers, SPEC, blocks=[6], backend=backend.name)
-    with pytest.raises(kvx.BadArgument, match=r"digest\(\): blocks is \['a'\]; it is a row of block ids"):
+    with pytest.raises(kvx.BadArgument, match=r"digest\(\): blocks is \['a'\]; it must be a row of block ids"):
         kvx.digest(buffers, SPEC, blocks=["a"], backend=backend.name)
     with pytest.raises(kvx.BadArgument, match=r"digest\(\): cache has 1 buffers; the specs make 2"):
         kvx.digest(buffers[:1], SPEC, backend=backend.name)

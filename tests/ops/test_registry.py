@@ -185,7 +185,7 @@ TOY_CHECKS = """
 extern "C" KVX_API kvx_status_t kvx_toy(const kvx_toy_args_t* args, void* stream) {
   using namespace kvx;
   return entry("toy()", [&]() -> kvx_status_t {
-    KVX_NEED(args->count >= 0, "count is %lld; it is 0 or more.", (long long)args->count);
+    KVX_NEED(args->count >= 0, "count is %lld; it must be 0 or more.", (long long)args->count);
     const ToyParams p{args->x, args->out, args->count};
     return args->memory == KVX_MEMORY_DEVICE ? cuda::toy(p, stream) : cpu::toy(p);
   });

@@ -194,9 +194,9 @@ def test_unknown_families_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("args", "fields", "words"),
     [
-        ((None,), {}, r"Engine\.load\(\): path is None; it is that of a folder with config\.json"),
+        ((None,), {}, r"Engine\.load\(\): path is None; it must be a folder with config\.json"),
         ((7,), {}, "path is 7"),
-        (("model",), {"num_blocks": "many"}, "num_blocks is 'many'; it is 1 or more"),
+        (("model",), {"num_blocks": "many"}, "num_blocks is 'many'; it must be 1 or more"),
         (("model",), {"tiers": [5]}, 'tier "5" is none'),
     ],
     ids=["no_path", "number", "no_count", "no_tier"],

@@ -48,7 +48,7 @@ def broken(rule: str, message: str, **changes: object) -> Broken:
 
 BROKEN = [
     *(
-        broken("fields_are_ints", f"{name} is {value!r}; it is an int.", **{name: value})
+        broken("fields_are_ints", f"{name} is {value!r}; it must be an int.", **{name: value})
         for name in (
             *("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim"),
             *("num_layers", "layer_start", "head_start", "block_bytes"),
@@ -209,9 +209,9 @@ BROKEN = [
         v_format="bf16",
         layout=FUSED,
     ),
-    broken("names_are_strings", "layout is 5; it is a string.", layout=5),
-    broken("names_are_strings", "v_format is None; it is a string.", v_format=None),
-    broken("names_are_strings", "model is 70; it is a string.", model=70),
+    broken("names_are_strings", "layout is 5; it must be a string.", layout=5),
+    broken("names_are_strings", "v_format is None; it must be a string.", v_format=None),
+    broken("names_are_strings", "model is 70; it must be a string.", model=70),
     broken(
         "shared_tensors_have_one_row_size",
         f"layout {STACKED!r} gives K and V rows of one size; K's has 128 units and V's 32. "
@@ -246,7 +246,7 @@ BROKEN = [
         layout=FUSED,
         block_bytes=8190,
     ),
-    broken("padding_holds_a_block", "block_bytes is 8193; it is a multiple of the 2 bytes of bf16.", block_bytes=8193),
+    broken("padding_holds_a_block", "block_bytes is 8193; it must be a multiple of the 2 bytes of bf16.", block_bytes=8193),
     broken(
         "cache_fits_addresses",
         "the cache would have 1152921504606846976 bytes; addresses end at 2**60.",
@@ -261,7 +261,7 @@ BROKEN = [
     ),
     broken("fields_are_ints", "num_blocks is a number of 71 bits; addresses end at 2**60.", num_blocks=2**70),
     broken("names_are_strings", "model has 5,000 characters; it has at most 4,096.", model="m" * 5000),
-    broken("names_are_strings", "model is '\\ud800', with half a character; it is text that UTF-8 can hold.", model="\ud800"),
+    broken("names_are_strings", "model is '\\ud800', with half a character; it must be text that UTF-8 can hold.", model="\ud800"),
 ]
 
 

@@ -174,9 +174,9 @@ def test_not_a_manifest(text):
     ("name", "value", "sentence"),
     [
         ("num_blocks", 0, "num_blocks is 0; it must be 1 or more."),
-        ("num_blocks", "64", "num_blocks is '64'; it is an int."),
-        ("head_dim", 128.0, "head_dim is 128.0; it is an int."),
-        ("block_size", None, "block_size is None; it is an int."),
+        ("num_blocks", "64", "num_blocks is '64'; it must be an int."),
+        ("head_dim", 128.0, "head_dim is 128.0; it must be an int."),
+        ("block_size", None, "block_size is None; it must be an int."),
         ("v_head_dim", 8, "v head_dim 8 is not a multiple of nvfp4's group of 16."),
     ],
 )

@@ -130,9 +130,9 @@ def test_malformed_arguments(make):
     ]:
         with pytest.raises(kvx.BadArgument):
             tier.put(keys, blocks)
-    with pytest.raises(kvx.BadArgument, match="a block is bytes; it is a Block"):
+    with pytest.raises(kvx.BadArgument, match="a block is a bytes; it must be a Block"):
         tier.put([key(1)], [b"xx"])
-    with pytest.raises(kvx.BadArgument, match="keys is 7; it is a list of names"):
+    with pytest.raises(kvx.BadArgument, match="keys is 7; it must be a list of names"):
         tier.has(7)
     with pytest.raises(kvx.BadArgument, match="capacity_bytes"):
         make(0)
@@ -140,10 +140,12 @@ def test_malformed_arguments(make):
 
 def test_what_is_no_kind_and_no_capacity():
     for kind in (None, kvx.CacheSpec(1, 4, 2, 8), "small"):
-        with pytest.raises(kvx.BadArgument, match=r"HostTier: kind is .*; it is a BlockKind\. BlockKind\.of\(spec\) makes one"):
+        with pytest.raises(
+            kvx.BadArgument, match=r"HostTier: kind is .*; it must be a BlockKind\. BlockKind\.of\(spec\) makes one"
+        ):
             HostTier(kind, 1 << 20)
     for capacity in (None, 2e9):
-        with pytest.raises(kvx.BadArgument, match=f"HostTier: capacity_bytes is {capacity!r}; it is a whole number of bytes"):
+        with pytest.raises(kvx.BadArgument, match=f"HostTier: capacity_bytes is {capacity!r}; it must be a whole number of bytes"):
             HostTier(KIND, capacity)
 
 

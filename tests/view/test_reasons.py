@@ -277,5 +277,5 @@ def test_nobody_is_told_when_nobody_looks():
 
 
 def test_what_is_no_cache_is_refused():
-    with pytest.raises(BadArgument, match=r"kvx\.view: cache is a str; it is a kvx\.PagedCache"):
+    with pytest.raises(BadArgument, match=r"kvx\.view: cache is a str; it must be a kvx\.PagedCache"):
         Watcher("cache")  # type: ignore[arg-type]

@@ -96,7 +96,7 @@ def test_a_port_that_is_taken_is_told():
         with pytest.raises(BadArgument, match=rf"port {port} of 127\.0\.0\.1 is taken\. Give another with --port"):
             kvx.view.attach(cache, port=port)
         assert not cache.prefix.has_listeners
-    with pytest.raises(BadArgument, match="port is 99999; it is 0"):
+    with pytest.raises(BadArgument, match="port is 99999; it must be 0"):
         kvx.view.attach(make(), port=99999)
 
 

@@ -28,7 +28,7 @@ def test_a_missing_package_says_how_to_get_it(wire, how):
 
 
 def test_a_wire_that_does_not_exist():
-    with pytest.raises(kvx.BadArgument, match="--wire is 'string'; it is nixl or mooncake"):
+    with pytest.raises(kvx.BadArgument, match="--wire is 'string'; it must be nixl or mooncake"):
         offers_at("string", "127.0.0.1:9", SECRET, lease_s=1.0)
 
 

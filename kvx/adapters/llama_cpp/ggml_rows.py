@@ -108,7 +108,7 @@ def rotate(values: Floats, size: int) -> Floats:
         return values
     n, elements = values.shape
     if size & (size - 1) or elements % size:
-        raise Unsupported(f"a rotation of {size} in rows of {elements} elements; it is a power of two that divides them.")
+        raise Unsupported(f"a rotation of {size} in rows of {elements} elements; it must be a power of two that divides them.")
     out, half = values.reshape(n, -1, size).copy(), 1
     while half < size:
         pairs = out.reshape(n, -1, 2, half)

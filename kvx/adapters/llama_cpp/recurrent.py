@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvx.adapters.llama_cpp.state import MAGIC
-from kvx.errors import BadArgument, Incompatible, Unsupported
+from kvx.errors import BadArgument, Incompatible, Unsupported, a_type
 from kvx.layout.buffers import bytes_of
 from kvx.layout.place import buffer_bytes
 from kvx.layout.state_rows import state_row
@@ -95,7 +95,7 @@ def write_recurrent(
 def _sizes(call: str, spec: StateSpec) -> list[int]:
     """Bytes of R of every layer, then of S; S of no bytes where the model has no matrix."""
     if not isinstance(spec, StateSpec):
-        raise BadArgument(f"{call}(): spec is {type(spec).__name__}; it is the StateSpec of state_row('llama_cpp').")
+        raise BadArgument(f"{call}(): spec is {a_type(spec)}; it must be the StateSpec of state_row('llama_cpp').")
     names = [p.name for p in spec.planes]
     if names[0] != "conv" or len(names) > 2 or any(str(p.format) != "f32" for p in spec.planes):
         planes = ", ".join(f"{p.name} {p.format}" for p in spec.planes)

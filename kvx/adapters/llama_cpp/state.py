@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvx.adapters.llama_cpp.kinds import ITEM_BYTES, VERSIONS, StateKind, StateModel, format_of, type_of
-from kvx.errors import BadArgument, Incompatible, Unsupported
+from kvx.errors import BadArgument, Incompatible, Unsupported, a_type
 
 MAGIC = 0xAF143CD8
 
@@ -45,7 +45,7 @@ def read_state(data: bytes | memoryview, *, model: StateModel, version: int = VE
     if version not in VERSIONS:
         raise Unsupported(f"read_state(): version is {version}; KVX reads {' and '.join(map(str, VERSIONS))}.")
     if not isinstance(data, bytes | bytearray | memoryview):
-        raise BadArgument(f"read_state(): data is {type(data).__name__}; it is a state's bytes, of llama_state_seq_get_data.")
+        raise BadArgument(f"read_state(): data is {a_type(data)}; it must be a state's bytes, of llama_state_seq_get_data.")
     reader = _Reader(data)
     if reader.peek() == MAGIC:
         reader.read("Ii", "magic and sequence")
@@ -104,7 +104,7 @@ def _read_stream(reader: _Reader, cells: int, model: StateModel, streams: int, v
     order = _read_cells(reader, cells)
     transposed, layers = reader.read("II", "V order and layers")
     if transposed > 1:
-        raise BadArgument(f"read_state(): V order is {transposed}; it is 0 (one row per cell) or 1 (transposed).")
+        raise BadArgument(f"read_state(): V order is {transposed}; it must be 0 (one row per cell) or 1 (transposed).")
     if layers != model.num_layers:
         raise Incompatible(f"read_state(): {layers} layers; model {model.name!r} has {model.num_layers}. It was not read.")
     if version >= 4:
@@ -119,7 +119,7 @@ def _read_stream(reader: _Reader, cells: int, model: StateModel, streams: int, v
     formats = {format for format, _ in k + v}
     if len(formats) > 1:
         raise Unsupported(
-            f"read_state(): K and V are {' and '.join(sorted(formats))}; they are of one type. "
+            f"read_state(): K and V are {' and '.join(sorted(formats))}; they must be of one type. "
             "Run the engine with cache_type_k the same as cache_type_v."
         )
     kind = StateKind(formats.pop(), bool(transposed), streams, version)
@@ -146,7 +146,7 @@ def _read_cells(reader: _Reader, cells: int) -> Tensor | None:
     order = np.argsort(positions, kind="stable")
     if (positions[order] != np.arange(cells)).any():
         raise Unsupported(
-            f"read_state(): {cells} cells have positions {positions.min()} to {positions.max()}; they are each of 0 to "
+            f"read_state(): {cells} cells have positions {positions.min()} to {positions.max()}; they must be each of 0 to "
             f"{cells - 1}. A beginning that was shifted out cannot be handed over."
         )
     return torch.from_numpy(order)

@@ -31,7 +31,7 @@ def link(
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise BadArgument(f"link(): {folder} is no folder; it is the directory of a store, as in disk:DIR.")
+        raise BadArgument(f"link(): {folder} is no folder; it must be the directory of a store, as in disk:DIR.")
     pages = page_names(tokens, page_size, extra_key=extra_key, cache_salt=cache_salt)
     mine, covered = Scheme(SGLANG, page_size), set()
     for scheme, tiers in _schemes(folder, model).items():

@@ -200,7 +200,7 @@ class PageStore:
 def _kept_spec(pool: HostPool, layout: str, format: str) -> CacheSpec | None:
     """Of one block in the store; None of pages that go whole."""
     if layout not in ("", CANONICAL):
-        raise BadArgument(f'extra config: layout is {layout!r}; it is "canonical", or "" for pages as the pool has them.')
+        raise BadArgument(f'extra config: layout is {layout!r}; it must be "canonical", or "" for pages as the pool has them.')
     if pool.page_spec is None:
         return None
     spec = pool.page_spec
@@ -219,5 +219,5 @@ def _kept_spec(pool: HostPool, layout: str, format: str) -> CacheSpec | None:
 
 def _flat(page: Tensor, *, is_written: bool = False) -> Tensor:
     if is_written and not page.is_contiguous():
-        raise BadArgument(f"a page to be written is {list(page.shape)} with strides {list(page.stride())}; it is contiguous.")
+        raise BadArgument(f"a page to be written is {list(page.shape)} with strides {list(page.stride())}; it must be contiguous.")
     return page.contiguous().view(torch.uint8).reshape(-1)

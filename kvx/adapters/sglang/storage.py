@@ -40,14 +40,15 @@ class KvxStorage(HiCacheStorage):
         self.settings = Settings.read(extra, foreign=_SGLANG, ours=_OURS)
         if not self.settings.model:
             raise BadArgument(
-                'extra config: "model" is not given; it is a name that only these weights have, since others find their K and V by '
+                'extra config: "model" is not given; '
+                "it must be a name that only these weights have, since others find their K and V by "
                 'it: kvx.weights_identity(folder, dtype="bf16") makes one of the weight files.'
             )
         if self.settings.block_size:
             raise BadArgument("extra config: block_size is SGLang's own, --page-size; it keeps whole pages.")
         heads = extra.get("num_kv_heads", 0)
         if type(heads) is not int or heads < 0:
-            raise BadArgument(f"extra config: num_kv_heads is {heads!r}; it is the KV heads of the whole model.")
+            raise BadArgument(f"extra config: num_kv_heads is {heads!r}; it must be the KV heads of the whole model.")
         self._layout, self._ranks = str(extra.get("layout") or ""), Ranks.of(storage_config, heads)
         timeout_s = extra.get("timeout_s", 5.0)
         self._reads, self._looks, self._writes = (

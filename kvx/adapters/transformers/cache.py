@@ -352,7 +352,9 @@ class KvxCache(Cache):
         if self._pads is None or np.array_equal(rows, np.arange(count)):
             return
         if rows.size == 0 or rows.min() < 0 or rows.max() >= count:
-            raise BadArgument(f"KvxCache: sequences {rows.tolist()} are chosen of {count}; they are 0 to {count - 1}, one or more.")
+            raise BadArgument(
+                f"KvxCache: sequences {rows.tolist()} are chosen of {count}; they must be 0 to {count - 1}, one or more."
+            )
         for blocks in self._kinds:
             if blocks.is_started:
                 blocks.select(rows)

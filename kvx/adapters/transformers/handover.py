@@ -60,12 +60,12 @@ def export_cache(
     """
     ids = _ids("export_cache", tokens)
     if padding is not None and (type(padding) is not int or padding < 0):
-        raise BadArgument(f"export_cache(): padding is {padding!r}; it is a number of columns, 0 or more, or None.")
+        raise BadArgument(f"export_cache(): padding is {padding!r}; it must be a number of columns, 0 or more, or None.")
     here = _layers("export_cache", cache)
     if any(map(is_state_filled, here)) and not any(keeps_kv(layer) for layer in here):
         raise Unsupported("export_cache(): the model keeps states alone, and no K and V; handovers of such caches are not made.")
     if not any(map(is_filled, here)):
-        raise BadArgument(f"export_cache(): {a_type(cache)} without K and V; it is a cache that a model has filled.")
+        raise BadArgument(f"export_cache(): {a_type(cache)} without K and V; it must be a cache that a model has filled.")
     if isinstance(cache, KvxCache):
         padding = _padding(cache, sequence, padding)
     wanted, name = Wanted(len(ids), sequence, padding, block_size), name_of(model)
@@ -91,7 +91,7 @@ def import_cache(
     Without `tokens` all of the handover's are there, and the next forward takes those that follow.
     """
     if not isinstance(handover, Handover):
-        raise BadArgument(f"import_cache(): handover is {a_type(handover)}; it is a kvx.handover.Handover.")
+        raise BadArgument(f"import_cache(): handover is {a_type(handover)}; it must be a kvx.handover.Handover.")
     entries = next((p for p in handover.parts if p.block_tokens), None)
     if entries is not None:
         raise Unsupported(
@@ -120,7 +120,7 @@ def import_cache(
     check_device("import_cache()", device)
     device = torch.device(device)
     if dtype not in FORMATS:
-        raise BadArgument(f"import_cache(): dtype is {dtype}; it is {', '.join(map(str, FORMATS))}.")
+        raise BadArgument(f"import_cache(): dtype is {dtype}; it must be {', '.join(map(str, FORMATS))}.")
     latent_dim = _latent_dim(handover, config)
     require_states(handover, here, config, n, dtype)
     try:
@@ -240,5 +240,5 @@ def _near(sizes: set[int], near: int) -> int:
 def _ids(call: str, tokens: Tokens) -> NDArray[np.int64]:
     ids = np.asarray(tokens.numpy(force=True) if isinstance(tokens, Tensor) else tokens)
     if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-        raise BadArgument(f"{call}(): tokens are {ids.dtype} {list(ids.shape)}; they are a row of ids, one sequence's.")
+        raise BadArgument(f"{call}(): tokens are {ids.dtype} {list(ids.shape)}; they must be a row of ids, one sequence's.")
     return ids.astype(np.int64)

@@ -90,7 +90,7 @@ def _read(handover: Handover, part: Part, layer: int, n: int, dtype: torch.dtype
 def _planes(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """[heads, tokens, dim] of K and of V, or of both in one row where they are parts of a latent."""
     if k.dtype not in FORMATS:
-        raise BadArgument(f"export_cache(): keys of layer {layer} are {k.dtype}; they are {', '.join(map(str, FORMATS))}.")
+        raise BadArgument(f"export_cache(): keys of layer {layer} are {k.dtype}; they must be {', '.join(map(str, FORMATS))}.")
     if k.shape[0] != 1 or k.shape[2] == v.shape[2]:
         return k, v
     return (torch.cat((k, v), dim=2),)

@@ -199,5 +199,5 @@ def _row(held: _Held, sequence: int) -> Tensor:
 
 def _format(index: int, t: Tensor) -> str:
     if t.dtype not in FORMATS:
-        raise BadArgument(f"export_cache(): a state of layer {index} is {t.dtype}; it is {', '.join(map(str, FORMATS))}.")
+        raise BadArgument(f"export_cache(): a state of layer {index} is {t.dtype}; it must be {', '.join(map(str, FORMATS))}.")
     return FORMATS[t.dtype]

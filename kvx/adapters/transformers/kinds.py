@@ -70,7 +70,7 @@ def cached_layers(config: PretrainedConfig, call: str = "KvxCache()", instead: s
         attends = _HYBRID.get(kind, kind)
         if attends in _WINDOWS and (not isinstance(window, int) or window < 1):
             field = _WINDOWS[attends]
-            raise BadArgument(f"{call}: layer {i} is {kind!r}, and the config's {field} is {window}; it is 1 or more.")
+            raise BadArgument(f"{call}: layer {i} is {kind!r}, and the config's {field} is {window}; it must be 1 or more.")
         has_kv = kind not in _STATES
         made.append(CachedLayer(has_kv, window if attends in _WINDOWS else 0, 0 if has_kv and kind not in _HYBRID else num_states))
     if not any(layer.has_kv for layer in made):

@@ -48,7 +48,7 @@ def read_latents(model: nn.Module) -> int:
     A layer qualifies by what its `expand_kv` computes, which is tried on random numbers.
     """
     if not isinstance(model, nn.Module):
-        raise BadArgument(f"read_latents(): model is {a_type(model)}; it is a torch module.")
+        raise BadArgument(f"read_latents(): model is {a_type(model)}; it must be a torch module.")
     count = 0
     for module in model.modules():
         if isinstance(vars(module).get("expand_kv"), Latents):

@@ -48,7 +48,7 @@ class KvxLayer(CacheLayerMixin):
         """Storage for rows like these."""
         values = key_states if value_states is None else value_states
         if key_states.dtype not in FORMATS:
-            raise BadArgument(f"KvxCache.update(): keys are {key_states.dtype}; they are float32, bfloat16 or float16.")
+            raise BadArgument(f"KvxCache.update(): keys are {key_states.dtype}; they must be float32, bfloat16 or float16.")
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.max_batch_size = key_states.shape[0], key_states.shape[0]
         self.spec = CacheSpec(

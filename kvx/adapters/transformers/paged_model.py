@@ -58,7 +58,7 @@ class PagedModel:
     def __init__(self, model: Any, cache: PagedCache) -> None:
         takes = _check_model(model)
         if not isinstance(cache, PagedCache):
-            raise BadArgument(f"PagedModel(): cache is {a_type(cache)}; it is a kvx.PagedCache. {MAKE_GROUPS}")
+            raise BadArgument(f"PagedModel(): cache is {a_type(cache)}; it must be a kvx.PagedCache. {MAKE_GROUPS}")
         self.model, self.cache, self.dtype = model, cache, model.dtype
         where = {p.device for p in model.parameters()}
         if where != {cache.device} and not (len(where) == 1 and _is_same(next(iter(where)), cache.device)):
@@ -111,7 +111,7 @@ def _check_model(model: Any) -> frozenset[str]:
     """The names that its forward takes."""
     name, config = type(model).__name__, getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig) or not callable(getattr(model, "forward", None)):
-        raise BadArgument(f"PagedModel(): model is a {name}; it is a transformers model, such as an AutoModelForCausalLM.")
+        raise BadArgument(f"PagedModel(): model is a {name}; it must be a transformers model, such as an AutoModelForCausalLM.")
     takes = frozenset(inspect.signature(model.forward).parameters)
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(f"PagedModel(): a {name} is an encoder and a decoder, with a cache for each. {USE_GENERATE}")
@@ -122,7 +122,7 @@ def _check_model(model: Any) -> frozenset[str]:
         )
     kind = model.dtype
     if kind not in FORMATS:
-        raise Unsupported(f"PagedModel(): the model is {kind}; it is float32, bfloat16 or float16: model.float().")
+        raise Unsupported(f"PagedModel(): the model is {kind}; it must be float32, bfloat16 or float16: model.float().")
     if model.training:
         raise BadArgument("PagedModel(): the model is in training mode, where dropout changes answers; call model.eval().")
     return takes

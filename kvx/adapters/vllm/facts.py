@@ -110,7 +110,7 @@ def layer_scales(group: Group, config: Any) -> dict[str, tuple[float, float]]:
         scales = [getattr(layers.get(name), f"_{plane}_scale_float", None) for plane in "kv"]
         if not all(isinstance(scale, float) and scale > 0 for scale in scales):
             raise Unsupported(
-                f"KvxConnector: the scales of K and V of {name} are {scales}; each is a number above 0. It was not read."
+                f"KvxConnector: the scales of K and V of {name} are {scales}; each must be a number above 0. It was not read."
             )
         found[name] = (float(scales[0] or 0), float(scales[1] or 0))
     return found
@@ -127,7 +127,7 @@ def layer_tensors(group: Group, caches: Mapping[str, Any]) -> list[Tensor]:
         t = caches.get(name)
         if not isinstance(t, Tensor):
             raise Unsupported(
-                f"KvxConnector: the cache of {name} is {'missing' if t is None else a_type(t)}; it is one tensor in "
+                f"KvxConnector: the cache of {name} is {'missing' if t is None else a_type(t)}; it must be one tensor in "
                 "vLLM 0.26 to 0.32. It was not read."
             )
         found.append(t)

@@ -56,10 +56,10 @@ class HybridCache(PagedCache):
         model: str = "",  # whose cache it is, for tiers and handovers
     ) -> None:
         if replay not in ("exact", "bounded"):
-            raise BadArgument(f'HybridCache: replay is {replay!r}; it is "exact" or "bounded".')
+            raise BadArgument(f'HybridCache: replay is {replay!r}; it must be "exact" or "bounded".')
         for name, value, least in (("max_seqs", max_seqs, 1), ("max_seq_len", max_seq_len, 1), ("num_snapshots", num_snapshots, 0)):
             if not isinstance(value, int) or value < least:
-                raise BadArgument(f"HybridCache: {name} is {value!r}; it is {least} or more.")
+                raise BadArgument(f"HybridCache: {name} is {value!r}; it must be {least} or more.")
         self.schema = schema
         is_exact = replay == "exact"
         reach = schema.reach if is_exact else max(layer.window for layer in schema.layers)

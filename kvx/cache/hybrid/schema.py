@@ -58,7 +58,7 @@ class LayerSchema:
                 f"ratio is 0 or more, up to {MAX_RATIO}, a window 1 or more, and the rotary part even and within the row."
             )
         if self.tail not in TAILS:
-            raise BadArgument(f'LayerSchema: tail is "{self.tail}"; it is {" or ".join(TAILS)}.')
+            raise BadArgument(f'LayerSchema: tail is "{self.tail}"; it must be {" or ".join(TAILS)}.')
         if not self.ratio and (self.overlap or self.index_dim):
             raise BadArgument("LayerSchema: overlap and index_dim are of entries; ratio 0 has none.")
 
@@ -134,11 +134,11 @@ class HybridSchema:
                 f"need a multiple of {unit}."
             )
         if self.max_drafts < 0:
-            raise BadArgument(f"HybridSchema: max_drafts is {self.max_drafts}; it is 0 or more.")
+            raise BadArgument(f"HybridSchema: max_drafts is {self.max_drafts}; it must be 0 or more.")
         for i, layer in enumerate(self.layers):
             if layer.owner >= i or (layer.owner >= 0 and not self.layers[layer.owner].has_entries):
                 raise BadArgument(
-                    f"HybridSchema: layer {i} reads entries of layer {layer.owner}; it is an earlier one that has its own."
+                    f"HybridSchema: layer {i} reads entries of layer {layer.owner}; it must be an earlier one that has its own."
                 )
             if layer.owner >= 0:
                 self._check_owner(i, layer, self.layers[layer.owner])

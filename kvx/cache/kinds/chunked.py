@@ -16,7 +16,7 @@ class Chunked(GroupKind):
 
     def __post_init__(self) -> None:
         if not isinstance(self.chunk, int) or self.chunk < 1:
-            raise BadArgument(f"Chunked: chunk is {self.chunk!r}; it is 1 token or more.")
+            raise BadArgument(f"Chunked: chunk is {self.chunk!r}; it must be 1 token or more.")
 
     def first_block(self, length: Blocks, block_size: int) -> Blocks:
         return length // self.chunk * self.chunk // block_size

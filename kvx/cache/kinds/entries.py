@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvx.cache.kinds.kind import GroupKind
+from kvx.errors import a_type
 from kvx.spec.cache_spec import Spec
 from kvx.spec.state_spec import StateSpec
 
@@ -25,4 +26,4 @@ class Entries(GroupKind):
     def check(self, spec: Spec) -> str | None:
         if isinstance(spec, StateSpec):
             return None
-        return f"kind is Entries, whose blocks hold pages of rows; the spec is a {type(spec).__name__}, and it is a StateSpec."
+        return f"kind is Entries, whose blocks hold pages of rows; the spec is {a_type(spec)}, and it must be a StateSpec."

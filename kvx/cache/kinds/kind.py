@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvx.errors import a_type
 from kvx.spec.cache_spec import CacheSpec, Spec
 
 Blocks = TypeVar("Blocks", int, NDArray[np.int64])  # a number of blocks or tokens, or many of them
@@ -55,4 +56,4 @@ class GroupKind:
         """What is wrong with such a spec, as a sentence."""
         if isinstance(spec, CacheSpec):
             return None
-        return f"kind is {self}, whose blocks hold K and V of tokens; the spec is a {type(spec).__name__}. State() takes those."
+        return f"kind is {self}, whose blocks hold K and V of tokens; the spec is {a_type(spec)}. State() takes those."

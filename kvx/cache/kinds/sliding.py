@@ -18,7 +18,9 @@ class Sliding(GroupKind):
 
     def __post_init__(self) -> None:
         if not isinstance(self.window, int) or self.window < 1:
-            raise BadArgument(f"Sliding: window is {self.window!r}; it is 1 or more. Full() is the kind of layers that see all.")
+            raise BadArgument(
+                f"Sliding: window is {self.window!r}; it must be 1 or more. Full() is the kind of layers that see all."
+            )
 
     def first_block(self, length: Blocks, block_size: int) -> Blocks:
         return first_seen(length, self.window) // block_size

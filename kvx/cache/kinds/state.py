@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvx.cache.kinds.kind import Blocks, GroupKind
-from kvx.errors import BadArgument
+from kvx.errors import BadArgument, a_type
 from kvx.spec.cache_spec import Spec
 from kvx.spec.state_spec import StateSpec
 
@@ -37,14 +37,15 @@ class State(GroupKind):
     def __post_init__(self) -> None:
         if type(self.snapshot_every) is not int or self.snapshot_every < 0:
             raise BadArgument(
-                f"State: snapshot_every is {self.snapshot_every!r}; it is a number of blocks from one snapshot to the next, or 0."
+                f"State: snapshot_every is {self.snapshot_every!r}; "
+                "it must be a number of blocks from one snapshot to the next, or 0."
             )
         if type(self.snapshot_at_end) is not bool:
-            raise BadArgument(f"State: snapshot_at_end is {self.snapshot_at_end!r}; it is True or False.")
+            raise BadArgument(f"State: snapshot_at_end is {self.snapshot_at_end!r}; it must be True or False.")
         for name, least in (("replay", -1), ("max_cut", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise BadArgument(f"State: {name} is {value!r}; it is a number of tokens, {least} or more.")
+                raise BadArgument(f"State: {name} is {value!r}; it must be a number of tokens, {least} or more.")
 
     def num_blocks(self, length: int, block_size: int) -> int:
         return 1 if length else 0
@@ -74,4 +75,4 @@ class State(GroupKind):
     def check(self, spec: Spec) -> str | None:
         if isinstance(spec, StateSpec):
             return None
-        return f"kind is State, whose blocks hold one position each; the spec is a {type(spec).__name__}, and it is a StateSpec."
+        return f"kind is State, whose blocks hold one position each; the spec is {a_type(spec)}, and it must be a StateSpec."

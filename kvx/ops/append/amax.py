@@ -39,9 +39,11 @@ def amax(
     """
     x = backends.as_tensor("amax", "x", x)
     if per not in _NAMES:
-        raise BadArgument(f'amax(): per is "{per}"; it is one of {", ".join(_NAMES)}.')
+        raise BadArgument(f'amax(): per is "{per}"; it must be one of {", ".join(_NAMES)}.')
     if x.dim() != 3 or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise BadArgument(f"amax(): x is {list(x.shape)} {x.dtype}; it is [num_tokens, num_kv_heads, head_dim] f16, bf16 or f32.")
+        raise BadArgument(
+            f"amax(): x is {list(x.shape)} {x.dtype}; it must be [num_tokens, num_kv_heads, head_dim] f16, bf16 or f32."
+        )
     by_block = "block" in per
     if by_block and (slot_mapping is None or num_blocks < 1 or block_size < 1):
         raise BadArgument(f'amax(): per="{per}" needs slot_mapping, num_blocks and block_size.')
@@ -51,13 +53,13 @@ def amax(
         tuple(slot_mapping.shape) != (len(x),) or slot_mapping.dtype not in (torch.int32, torch.int64)
     ):
         raise BadArgument(
-            f"amax(): slot_mapping is {list(slot_mapping.shape)} {slot_mapping.dtype}; it is [{len(x)}] int32 or int64."
+            f"amax(): slot_mapping is {list(slot_mapping.shape)} {slot_mapping.dtype}; it must be [{len(x)}] int32 or int64."
         )
     shape = {"tensor": (), "head": (x.shape[1],), "block": (num_blocks,), "block_head": (num_blocks, x.shape[1])}[per]
     if out is None:
         out = torch.zeros(shape, dtype=torch.float32, device=x.device)
     elif tuple(out.shape) != shape or out.dtype != torch.float32:
-        raise BadArgument(f"amax(): out is {list(out.shape)} {out.dtype}; it is {list(shape)} float32.")
+        raise BadArgument(f"amax(): out is {list(out.shape)} {out.dtype}; it must be {list(shape)} float32.")
     if torch.compiler.is_compiling():
         torch.ops.kvx.amax(out, x, per, slot_mapping, num_blocks, block_size, errors, backend)
         return out

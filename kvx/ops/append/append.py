@@ -181,7 +181,8 @@ def append_batched(
     k, v = backends.as_tensor("append_batched", "k", k), backends.as_tensor("append_batched", "v", v)
     if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int32, torch.int64):
         raise BadArgument(
-            f"append_batched(): slot_mapping is {list(slot_mapping.shape)} {slot_mapping.dtype}; it is [num_tokens] int32 or int64."
+            f"append_batched(): slot_mapping is {list(slot_mapping.shape)} {slot_mapping.dtype}; "
+            "it must be [num_tokens] int32 or int64."
         )
     if torch.is_grad_enabled() or backend == "torch":
         check_memory("append_batched", backend, k=k, v=v, slot_mapping=slot_mapping, scales=view.optional)
@@ -284,11 +285,11 @@ def _append_torch(
     check_apart(_CALL, q_out=q_out)
     tokens = rows[0].shape[0]
     if tuple(slots.shape) != (tokens,) or slots.dtype not in (torch.int32, torch.int64):
-        raise BadArgument(f"{_CALL}(): slot_mapping is {list(slots.shape)} {slots.dtype}; it is [{tokens}] int32 or int64.")
+        raise BadArgument(f"{_CALL}(): slot_mapping is {list(slots.shape)} {slots.dtype}; it must be [{tokens}] int32 or int64.")
     kept = keep_positions(_CALL, how, rows[0], view.errors)
     q, k, v = (change(x[kept], how, kind, kept) for kind, x in enumerate(rows))
     if q_out.shape != rows[0].shape or q_out.dtype != q.dtype:
-        raise BadArgument(f"{_CALL}(): q_out is {list(q_out.shape)} {q_out.dtype}; it is {list(rows[0].shape)} {q.dtype}.")
+        raise BadArgument(f"{_CALL}(): q_out is {list(q_out.shape)} {q_out.dtype}; it must be {list(rows[0].shape)} {q.dtype}.")
     k_token, v_token = (None if x is None else x[kept] for x in (view.scales.k_token_scale, view.scales.v_token_scale))
     given = view.scales._replace(k_token_scale=k_token, v_token_scale=v_token)
     if view.pointers is not None:

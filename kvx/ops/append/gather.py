@@ -103,7 +103,7 @@ def _outputs(
     element = spec.plane(0).format.element
     dtype = dtype or (torch.bfloat16 if element.is_quantised else torch_dtype(element))
     if dtype not in _IO:
-        raise BadArgument(f"gather(): dtype is {dtype}; it is float16, bfloat16 or float32.")
+        raise BadArgument(f"gather(): dtype is {dtype}; it must be float16, bfloat16 or float32.")
     if cu is not None and not torch.compiler.is_compiling():
         if not cu.is_cpu:
             raise BadArgument("gather(): cu_seqlens is on a device, so the number of rows is not known here; give `out`.")
@@ -150,7 +150,7 @@ def _positions(
     for out, plane in zip((k, v), spec.kv, strict=True):
         want = {(table.num_seqs * max_seq_len,), (table.num_seqs, max_seq_len)}
         if out.dtype not in _IO:
-            raise BadArgument(f"gather(): {plane.name} is {out.dtype}; it is float16, bfloat16 or float32.")
+            raise BadArgument(f"gather(): {plane.name} is {out.dtype}; it must be float16, bfloat16 or float32.")
         if list(out.shape[-2:]) != [spec.num_kv_heads, plane.head_dim] or (cu is None and tuple(out.shape[:-2]) not in want):
             raise BadArgument(
                 f"gather(): {plane.name} is {list(out.shape)}; {table.num_seqs} sequences of {max_seq_len} do not fit."

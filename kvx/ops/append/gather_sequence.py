@@ -30,7 +30,9 @@ def gather_sequence(
 ) -> tuple[Tensor, Tensor]:
     """(k, v), each [num_tokens, num_kv_heads, dim], dequantised; a bad block id is what it is in gather."""
     if blocks.dim() != 1 or blocks.dtype not in (torch.int32, torch.int64):
-        raise BadArgument(f"gather_sequence(): blocks is {list(blocks.shape)} {blocks.dtype}; it is [max_blocks] int32 or int64.")
+        raise BadArgument(
+            f"gather_sequence(): blocks is {list(blocks.shape)} {blocks.dtype}; it must be [max_blocks] int32 or int64."
+        )
     if num_tokens < 1 or num_tokens > blocks.shape[0] * spec.block_size:
         raise BadArgument(
             f"gather_sequence(): num_tokens is {num_tokens}; {blocks.shape[0]} blocks of {spec.block_size} hold 1 to "

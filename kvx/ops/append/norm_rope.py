@@ -42,7 +42,7 @@ class NormRope(NamedTuple):
     def checked(self, call: str) -> NormRope:
         """As given by a caller, refused or made plain: without tables nothing rotates, and without rotation there are none."""
         if self.style not in STYLES:
-            raise BadArgument(f'{call}(): rope is "{self.style}"; it is half, interleaved or none.')
+            raise BadArgument(f'{call}(): rope is "{self.style}"; it must be half, interleaved or none.')
         given = [x is not None for x in (self.cos, self.sin, self.positions)]
         if any(given) and not all(given):
             raise BadArgument(f"{call}(): cos, sin and positions come together; give all three, or none for no rotation.")
@@ -161,7 +161,7 @@ def split(
     """Views [num_tokens, heads, dim] of Q, K and V."""
     if isinstance(qkv, (tuple, list)):
         if len(qkv) != 3:
-            raise BadArgument(f"{call}(): qkv is a tuple of {len(qkv)}; it is (q, k, v), or one fused tensor.")
+            raise BadArgument(f"{call}(): qkv is a tuple of {len(qkv)}; it must be (q, k, v), or one fused tensor.")
         q, k, v = (backends.as_tensor(call, name, x) for name, x in zip("qkv", qkv, strict=True))
         return q, k, v
     qkv = backends.as_tensor(call, "qkv", qkv)
@@ -184,7 +184,7 @@ def norm_rope(
         return
     for name, out, x in zip(("q_out", "k_out", "v_out"), outs, rows, strict=False):
         if out.shape != x.shape or out.dtype != x.dtype:
-            raise BadArgument(f"{call}(): {name} is {list(out.shape)} {out.dtype}; it is {list(x.shape)} {x.dtype}.")
+            raise BadArgument(f"{call}(): {name} is {list(out.shape)} {out.dtype}; it must be {list(x.shape)} {x.dtype}.")
     if torch.is_grad_enabled() or backend == "torch":
         check_memory(call, backend, rows=rows, out=outs, norm_and_rope=how[:5], errors=errors)
     if backends.choose(call, backend, rows[0]) == "torch":
@@ -231,7 +231,7 @@ def check(call: str, rows: tuple[Tensor, ...], how: NormRope) -> None:
         raise BadArgument(f"{call}(): k has head_dim {rows[1].shape[2]} and q {dim}; they must agree.")
     for name, w in (("q_weight", how.q_weight), ("k_weight", how.k_weight)):
         if w is not None and (tuple(w.shape) != (dim,) or w.dtype not in _IO):
-            raise BadArgument(f"{call}(): {name} is {list(w.shape)} {w.dtype}; it is [head_dim] = [{dim}] f16, bf16 or f32.")
+            raise BadArgument(f"{call}(): {name} is {list(w.shape)} {w.dtype}; it must be [head_dim] = [{dim}] f16, bf16 or f32.")
     if how.cos is None or how.sin is None or how.positions is None:
         return
     for name, t in (("cos", how.cos), ("sin", how.sin)):
@@ -247,7 +247,7 @@ def check(call: str, rows: tuple[Tensor, ...], how: NormRope) -> None:
             )
     if tuple(how.positions.shape) != (tokens,) or how.positions.dtype not in (torch.int32, torch.int64):
         raise BadArgument(
-            f"{call}(): positions is {list(how.positions.shape)} {how.positions.dtype}; it is [{tokens}] int32 or int64."
+            f"{call}(): positions is {list(how.positions.shape)} {how.positions.dtype}; it must be [{tokens}] int32 or int64."
         )
 
 

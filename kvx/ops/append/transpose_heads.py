@@ -21,12 +21,14 @@ def transpose_heads(
     call = "transpose_heads"
     x = backends.as_tensor(call, "x", x)
     if x.dim() != 3:
-        raise BadArgument(f"{call}(): x is {list(x.shape)}; it is [num_tokens, heads, head_dim] or [heads, num_tokens, head_dim].")
+        raise BadArgument(
+            f"{call}(): x is {list(x.shape)}; it must be [num_tokens, heads, head_dim] or [heads, num_tokens, head_dim]."
+        )
     shape = (x.shape[1], x.shape[0], x.shape[2])
     if out is None:
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
     if tuple(out.shape) != shape or out.dtype != x.dtype:
-        raise BadArgument(f"{call}(): out is {list(out.shape)} {out.dtype}; it is {list(shape)} {x.dtype}.")
+        raise BadArgument(f"{call}(): out is {list(out.shape)} {out.dtype}; it must be {list(shape)} {x.dtype}.")
     check_memory(call, backend, x=x, out=out)
     if backends.choose(call, backend, x) == "torch":
         check_apart(call, out=out)

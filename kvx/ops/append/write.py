@@ -172,7 +172,7 @@ def _write_torch(view: CacheView, k: Tensor, v: Tensor, slots: Tensor) -> None:
 def _check_io(k: Tensor, v: Tensor, slots: Tensor, spec: CacheSpec) -> None:
     tokens = slots.shape[0] if slots.dim() == 1 else -1
     if slots.dtype not in (torch.int32, torch.int64) or tokens < 0:
-        raise BadArgument(f"write(): slot_mapping is {list(slots.shape)} {slots.dtype}; it is [num_tokens] int32 or int64.")
+        raise BadArgument(f"write(): slot_mapping is {list(slots.shape)} {slots.dtype}; it must be [num_tokens] int32 or int64.")
     for x, plane in zip((k, v), spec.kv, strict=True):
         want = [tokens, spec.num_kv_heads, plane.head_dim]
         if list(x.shape) != want:

@@ -69,7 +69,7 @@ def check_cache(call: str, q: Tensor, view: CacheView, table: Table, options: Op
     """What every backend asks of cache, table, q and mask."""
     if isinstance(options.window, tuple | list):
         raise BadArgument(
-            f"{call}(): window is {options.window}; it is one number: how many positions a query sees, its own included. "
+            f"{call}(): window is {options.window}; it must be one number: how many positions a query sees, its own included. "
             "FlashAttention's window_size=(left, 0) is window=left + 1 here; there is no window to the right."
         )
     if options.window and not options.causal:
@@ -82,13 +82,15 @@ def check_cache(call: str, q: Tensor, view: CacheView, table: Table, options: Op
         backends.require("attention_mla", view.spec)
     door_table.check(call, view, table)
     if q.dim() != 3 or q.dtype not in _IO:
-        raise BadArgument(f"{call}(): q is {list(q.shape)} {q.dtype}; it is [num_tokens, num_heads, head_dim] f16, bf16 or f32.")
+        raise BadArgument(
+            f"{call}(): q is {list(q.shape)} {q.dtype}; it must be [num_tokens, num_heads, head_dim] f16, bf16 or f32."
+        )
 
 
 def check_shapes(call: str, q: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, dim: int) -> None:
     """Sizes the library cannot tell from absent ones, and what the torch body would stretch."""
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
-        raise BadArgument(f"{call}(): sinks is {list(sinks.shape)}; it is [num_heads] = [{q.shape[1]}].")
+        raise BadArgument(f"{call}(): sinks is {list(sinks.shape)}; it must be [num_heads] = [{q.shape[1]}].")
     if lse.shape != q.shape[:2] or out.shape[:2] != q.shape[:2] or out.shape[-1] != dim:
         raise BadArgument(
             f"{call}(): out is {list(out.shape)} and lse {list(lse.shape)}; q and the cache make them {[*q.shape[:2], dim]} and "
@@ -279,19 +281,19 @@ def _check(call: str, queries: Queries, spec: CacheSpec, num_seqs: int, o: Optio
     if list(out.shape) != want or out.dtype not in _IO:
         raise BadArgument(f"{call}(): out is {list(out.shape)} {out.dtype}; q and the spec make it {want} f16, bf16 or f32.")
     if list(lse.shape) != want[:2] or lse.dtype != torch.float32:
-        raise BadArgument(f"{call}(): lse is {list(lse.shape)} {lse.dtype}; it is {want[:2]} float32.")
+        raise BadArgument(f"{call}(): lse is {list(lse.shape)} {lse.dtype}; it must be {want[:2]} float32.")
     if sinks is not None and (list(sinks.shape) != [heads] or sinks.dtype != torch.float32):
-        raise BadArgument(f"{call}(): sinks is {list(sinks.shape)} {sinks.dtype}; it is [{heads}] float32.")
+        raise BadArgument(f"{call}(): sinks is {list(sinks.shape)} {sinks.dtype}; it must be [{heads}] float32.")
     if cu is not None and (cu.dtype not in (torch.int32, torch.int64) or list(cu.shape) != [num_seqs + 1]):
         raise BadArgument(
-            f"{call}(): cu_seqlens is {list(cu.shape)} {cu.dtype}; it is int32 or int64 [{num_seqs + 1}], one more than the "
+            f"{call}(): cu_seqlens is {list(cu.shape)} {cu.dtype}; it must be int32 or int64 [{num_seqs + 1}], one more than the "
             "sequences."
         )
     if cu is None and (tokens % num_seqs if num_seqs else tokens):
         other = "With cu_seqlens they may differ." if o.latent else "attention_varlen takes different numbers."
         raise BadArgument(f"{call}(): q has {tokens} tokens for {num_seqs} sequences; every sequence has as many. {other}")
     if not math.isfinite(o.scale) or o.scale == 0:
-        raise BadArgument(f"{call}(): scale is {o.scale}; it is finite and not 0.")
+        raise BadArgument(f"{call}(): scale is {o.scale}; it must be finite and not 0.")
     if not math.isfinite(o.soft_cap) or o.soft_cap < 0 or min(o.window, o.max_query_len, o.max_seq_len) < 0:
         raise BadArgument(
             f"{call}(): soft_cap is {o.soft_cap}, window {o.window}, max_query_len {o.max_query_len}, max_seq_len {o.max_seq_len}; "

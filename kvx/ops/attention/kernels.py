@@ -54,11 +54,11 @@ def attention_kernel(spec: CacheSpec, kind: str = "decode", *, queries: str = ""
     arch     the device's compute capability as a number: 80, 90, 120
     """
     if kind not in ("decode", "prefill"):
-        raise BadArgument(f'attention_kernel(): kind is "{kind}"; it is decode or prefill.')
+        raise BadArgument(f'attention_kernel(): kind is "{kind}"; it must be decode or prefill.')
     element = spec.plane(0).format.element.name
     queries = queries or (element if element in QUERIES else "bf16")
     if queries not in QUERIES:
-        raise BadArgument(f'attention_kernel(): queries is "{queries}"; it is {", ".join(QUERIES)}.')
+        raise BadArgument(f'attention_kernel(): queries is "{queries}"; it must be {", ".join(QUERIES)}.')
     why = _why_not_fast(spec, kind, queries, arch)
     if not why:
         small = _SMALL_SHARE[spec.plane(0).format.element.bits] if _is_small(spec) else _DECODE_SHARE

@@ -35,12 +35,15 @@ def merge_attention(
     outs, lses = backends.as_tensor(call, "outs", outs), backends.as_tensor(call, "lses", lses)
     if outs.dim() != 4 or outs.dtype not in _IO or outs.shape[0] < 1:
         raise BadArgument(
-            f"{call}(): outs is {list(outs.shape)} {outs.dtype}; it is [parts, num_tokens, num_heads, head_dim] f16, bf16 or f32."
+            f"{call}(): outs is {list(outs.shape)} {outs.dtype}; "
+            "it must be [parts, num_tokens, num_heads, head_dim] f16, bf16 or f32."
         )
     if lses.shape != outs.shape[:3] or lses.dtype != torch.float32:
         raise BadArgument(f"{call}(): lses is {list(lses.shape)} {lses.dtype}; outs makes it {list(outs.shape[:3])} float32.")
     if sinks is not None and (tuple(sinks.shape) != (outs.shape[2],) or sinks.dtype != torch.float32):
-        raise BadArgument(f"{call}(): sinks is {list(sinks.shape)} {sinks.dtype}; it is [num_heads] = [{outs.shape[2]}] float32.")
+        raise BadArgument(
+            f"{call}(): sinks is {list(sinks.shape)} {sinks.dtype}; it must be [num_heads] = [{outs.shape[2]}] float32."
+        )
     if out is None:
         out = (
             torch.empty(outs.shape[1:], dtype=dtype or outs.dtype, device=outs.device),
@@ -49,7 +52,8 @@ def merge_attention(
     merged, lse = out
     if merged.shape != outs.shape[1:] or lse.shape != outs.shape[1:3] or merged.dtype not in _IO or lse.dtype != torch.float32:
         raise BadArgument(
-            f"{call}(): out is {list(merged.shape)} {merged.dtype} and {list(lse.shape)} {lse.dtype}; it is {list(outs.shape[1:])} "
+            f"{call}(): out is {list(merged.shape)} {merged.dtype} and {list(lse.shape)} {lse.dtype}; "
+            f"it must be {list(outs.shape[1:])} "
             f"f16, bf16 or f32 and {list(outs.shape[1:3])} float32."
         )
     if torch.compiler.is_compiling():

@@ -214,16 +214,16 @@ def _check(call: str, q: Tensor, reads: Reads) -> None:
     window, positions, _, fresh, entries, block_table, selected, *_ = reads
     dim = window.codec.dim
     if q.dim() != 3 or q.shape[2] != dim or q.dtype not in FLOATS:
-        raise BadArgument(f"{call}(): q is {list(q.shape)} {q.dtype}; it is [num_tokens, heads, {dim}] f16, bf16 or f32.")
+        raise BadArgument(f"{call}(): q is {list(q.shape)} {q.dtype}; it must be [num_tokens, heads, {dim}] f16, bf16 or f32.")
     want = [len(window.pages), window.rows]
     if list(positions.shape) != want or positions.dtype != torch.int32:
-        raise BadArgument(f"{call}(): positions are {list(positions.shape)} {positions.dtype}; they are {want} int32.")
+        raise BadArgument(f"{call}(): positions are {list(positions.shape)} {positions.dtype}; they must be {want} int32.")
     if fresh is not None and (fresh.codec.dim != dim or fresh.num_rows < len(q)):
         raise BadArgument(f"{call}(): fresh has {fresh.num_rows} rows of {fresh.codec.dim}; {len(q)} tokens of {dim} need them.")
     if (entries is None) != (block_table is None) or (entries is None and selected is not None):
         raise BadArgument(f"{call}(): entries and block_table are given together, and selected with them.")
     if selected is not None and (selected.dim() != 2 or len(selected) != len(q) or selected.dtype != torch.int32):
-        raise BadArgument(f"{call}(): selected is {list(selected.shape)} {selected.dtype}; it is [{len(q)}, k] int32.")
+        raise BadArgument(f"{call}(): selected is {list(selected.shape)} {selected.dtype}; it must be [{len(q)}, k] int32.")
 
 
 def _check_numbers(call: str, q: Tensor, reads: Reads, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
@@ -231,15 +231,17 @@ def _check_numbers(call: str, q: Tensor, reads: Reads, sinks: Tensor | None, out
     window, window_tokens, fresh, entries, ratio = reads.window, reads.window_tokens, reads.fresh, reads.entries, reads.ratio
     dim, (tokens, heads) = window.codec.dim, q.shape[:2]
     if not 1 <= window_tokens <= INT32_MAX:
-        raise BadArgument(f"{call}(): window_tokens is {window_tokens}; it is 1 or more.")
+        raise BadArgument(f"{call}(): window_tokens is {window_tokens}; it must be 1 or more.")
     if window.rows < window_tokens - (fresh is not None):
         raise BadArgument(f"{call}(): a window of {window_tokens} tokens in pages of {window.rows} rows.")
     if entries is not None and entries.codec.dim != dim:
         raise BadArgument(f"{call}(): entries have {entries.codec.dim} elements and rows of the window {dim}.")
     if entries is not None and not 1 <= ratio <= INT32_MAX:
-        raise BadArgument(f"{call}(): ratio is {ratio}; it is 1 or more.")
+        raise BadArgument(f"{call}(): ratio is {ratio}; it must be 1 or more.")
     if list(out.shape) != [tokens, heads, dim] or out.dtype not in FLOATS:
-        raise BadArgument(f"{call}(): out has {list(out.shape)} {out.dtype}; it is [{tokens}, {heads}, {dim}] f16, bf16 or f32.")
+        raise BadArgument(
+            f"{call}(): out has {list(out.shape)} {out.dtype}; it must be [{tokens}, {heads}, {dim}] f16, bf16 or f32."
+        )
     if list(lse.shape) != [tokens, heads] or lse.dtype != torch.float32:
         raise BadArgument(f"{call}(): lse is {list(lse.shape)} {lse.dtype}; lse must be [{tokens}, {heads}] float32.")
     if sinks is not None and (list(sinks.shape) != [heads] or sinks.dtype != torch.float32):

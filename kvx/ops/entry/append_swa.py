@@ -85,9 +85,9 @@ def append_swa(
 def _check(call: str, window: RowPages, positions: Tensor | None, x: Tensor) -> None:
     dim = window.codec.dim
     if x.dim() != 2 or x.shape[1] != dim or x.dtype not in FLOATS:
-        raise BadArgument(f"{call}(): x is {list(x.shape)} {x.dtype}; it is [num_tokens, {dim}] f16, bf16 or f32.")
+        raise BadArgument(f"{call}(): x is {list(x.shape)} {x.dtype}; it must be [num_tokens, {dim}] f16, bf16 or f32.")
     want = [len(window.pages), window.rows]
     if positions is not None and (list(positions.shape) != want or positions.dtype != torch.int32):
-        raise BadArgument(f"{call}(): positions are {list(positions.shape)} {positions.dtype}; they are {want} int32.")
+        raise BadArgument(f"{call}(): positions are {list(positions.shape)} {positions.dtype}; they must be {want} int32.")
     if positions is None and len(x) > window.num_rows:
         raise BadArgument(f"{call}(): {len(x)} tokens for {window.num_rows} rows. With positions, pages are windows of slots.")

@@ -117,7 +117,7 @@ def entry_slots(blocks: Tensor, entries: RowPages, numbers: Tensor) -> Tensor:
 def _check(call: str, tail: Tail, kv: Tensor, score: Tensor, entries: RowPages, bias: Tensor | None, *, has_hadamard: bool) -> None:
     width = tail.num_parts * tail.dim
     if not 1 <= tail.ratio <= 4096:
-        raise BadArgument(f"{call}(): ratio is {tail.ratio}; it is 1 to 4096.")
+        raise BadArgument(f"{call}(): ratio is {tail.ratio}; it must be 1 to 4096.")
     if kv.dim() != 2 or kv.shape[1] != width or kv.shape != score.shape:
         raise BadArgument(f"{call}(): kv is {list(kv.shape)}, score {list(score.shape)}; both are [num_tokens, {width}].")
     if kv.dtype not in FLOATS or score.dtype not in FLOATS:
@@ -125,7 +125,7 @@ def _check(call: str, tail: Tail, kv: Tensor, score: Tensor, entries: RowPages, 
     if entries.codec.dim != tail.dim:
         raise BadArgument(f"{call}(): entries have {entries.codec.dim} elements; the tail makes {tail.dim}.")
     if bias is not None and (list(bias.shape) != [tail.ratio, width] or bias.dtype != torch.float32):
-        raise BadArgument(f"{call}(): bias is {list(bias.shape)} {bias.dtype}; it is [{tail.ratio}, {width}] float32.")
+        raise BadArgument(f"{call}(): bias is {list(bias.shape)} {bias.dtype}; it must be [{tail.ratio}, {width}] float32.")
     if has_hadamard and tail.dim & (tail.dim - 1):
         raise BadArgument(f"{call}(): dim is {tail.dim}; a Hadamard rotation takes a power of two.")
 
@@ -134,4 +134,4 @@ def _check_shared(call: str, num_shared: Tensor | None, num_slots: int) -> None:
     if num_shared is None:
         return
     if num_shared.dim() != 1 or len(num_shared) < num_slots or num_shared.dtype != torch.int32:
-        raise BadArgument(f"{call}(): num_shared is {list(num_shared.shape)} {num_shared.dtype}; it is [{num_slots}] int32.")
+        raise BadArgument(f"{call}(): num_shared is {list(num_shared.shape)} {num_shared.dtype}; it must be [{num_slots}] int32.")

@@ -83,7 +83,7 @@ def check_workspace(call: str, workspace: Tensor | None, like: Tensor) -> None:
     if workspace.dtype != torch.uint8 or not workspace.is_contiguous() or workspace.device != like.device:
         raise BadArgument(
             f"{call}(): workspace is {list(workspace.shape)} {workspace.dtype} on {workspace.device}, strides "
-            f"{list(workspace.stride())}; it is adjacent uint8 on {like.device}, as many as {call}_workspace_bytes() says."
+            f"{list(workspace.stride())}; it must be adjacent uint8 on {like.device}, as many as {call}_workspace_bytes() says."
         )
 
 

@@ -73,6 +73,6 @@ def check_finish(call: str, dim: int, weight: Tensor | None, cos: Tensor | None,
     if weight is None:
         return
     if list(weight.shape) != [dim] or weight.dtype not in FLOATS:
-        raise BadArgument(f"{call}(): weight is {list(weight.shape)} {weight.dtype}; it is [{dim}] f16, bf16 or f32.")
+        raise BadArgument(f"{call}(): weight is {list(weight.shape)} {weight.dtype}; it must be [{dim}] f16, bf16 or f32.")
     if not eps >= 0:
-        raise BadArgument(f"{call}(): eps is {eps}; it is 0 or more.")
+        raise BadArgument(f"{call}(): eps is {eps}; it must be 0 or more.")

@@ -56,12 +56,12 @@ def index_scores(
         )
     if q.dim() != 3 or q.shape[2] != dim or q.dtype not in (*FLOATS, torch.float8_e4m3fn):
         raise BadArgument(
-            f"{call}(): q is {list(q.shape)} {q.dtype}; it is [num_tokens, heads, {dim}] f16, bf16, f32 or float8_e4m3fn."
+            f"{call}(): q is {list(q.shape)} {q.dtype}; it must be [num_tokens, heads, {dim}] f16, bf16, f32 or float8_e4m3fn."
         )
     if weights.shape != q.shape[:2] or weights.dtype != torch.float32:
         raise BadArgument(f"{call}(): weights are {list(weights.shape)} {weights.dtype}; q makes them {list(q.shape[:2])} float32.")
     if ratio < 1:
-        raise BadArgument(f"{call}(): ratio is {ratio}; it is 1 or more.")
+        raise BadArgument(f"{call}(): ratio is {ratio}; it must be 1 or more.")
     check_table(call, block_table, 0)
     if out is None:
         out = q.new_empty(len(q), max_entries or block_table.shape[1] * keys.rows, dtype=torch.float32)
@@ -81,7 +81,7 @@ def index_scores(
     is_wide = out.dim() == 2 and len(out) == len(q) and (out.shape[1] <= 1 or out.stride(1) == 1)
     if not is_wide or out.dtype != torch.float32:
         raise BadArgument(
-            f"{call}(): scores are {list(out.shape)} {out.dtype}, strides {list(out.stride())}; they are [{len(q)}, entries] "
+            f"{call}(): scores are {list(out.shape)} {out.dtype}, strides {list(out.stride())}; they must be [{len(q)}, entries] "
             "float32, columns adjacent."
         )
     check_apart(call, out=out)

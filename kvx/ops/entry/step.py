@@ -81,7 +81,7 @@ def check_step(call: str, step: Step, num_tokens: int, num_slots: int) -> None:
     num_seqs = len(step.slots) if step.slots.dim() == 1 else 0
     for name, x, count in zip(Step._fields, step, (num_seqs, num_seqs + 1, num_seqs), strict=True):
         if list(x.shape) != [count] or x.dtype != torch.int32:
-            raise BadArgument(f"{call}(): step.{name} is {list(x.shape)} {x.dtype}; it is [{count}] int32.")
+            raise BadArgument(f"{call}(): step.{name} is {list(x.shape)} {x.dtype}; it must be [{count}] int32.")
     seen: set[int] = set()
     spans = pairwise(step.cu_seqlens.tolist())
     for seq, (slot, start, (begin, end)) in enumerate(zip(step.slots.tolist(), step.starts.tolist(), spans, strict=True)):
@@ -101,7 +101,7 @@ def check_step(call: str, step: Step, num_tokens: int, num_slots: int) -> None:
 def check_table(call: str, block_table: Tensor, num_slots: int) -> None:
     if block_table.dim() != 2 or len(block_table) < num_slots or block_table.dtype != torch.int32:
         raise BadArgument(
-            f"{call}(): block_table is {list(block_table.shape)} {block_table.dtype}; it is int32 [slots, columns] with "
+            f"{call}(): block_table is {list(block_table.shape)} {block_table.dtype}; it must be int32 [slots, columns] with "
             f"{num_slots} rows or more."
         )
 

@@ -45,7 +45,7 @@ def topk(
     if out is None:
         out = torch.empty(len(scores), k, dtype=torch.int32, device=scores.device)
     if list(out.shape) != [len(scores), k] or out.dtype != torch.int32:
-        raise BadArgument(f"{call}(): out is {list(out.shape)} {out.dtype}; it is [{len(scores)}, {k}] int32.")
+        raise BadArgument(f"{call}(): out is {list(out.shape)} {out.dtype}; it must be [{len(scores)}, {k}] int32.")
     check_memory(call, backend, scores=scores, lengths=lengths, out=out, workspace=workspace)
     fill.check_workspace(call, workspace, scores)
     chosen = backends.choose(call, backend, scores)
@@ -60,10 +60,10 @@ def topk(
         return out
     if scores.shape[1] > 1 and scores.stride(1) != 1:
         raise BadArgument(
-            f"{call}(): scores have strides {list(scores.stride())}; they are [num_tokens, entries], columns adjacent."
+            f"{call}(): scores have strides {list(scores.stride())}; they must be [num_tokens, entries], columns adjacent."
         )
     if lengths is not None and (list(lengths.shape) != [len(scores)] or lengths.dtype != torch.int32):
-        raise BadArgument(f"{call}(): lengths are {list(lengths.shape)} {lengths.dtype}; they are [{len(scores)}] int32.")
+        raise BadArgument(f"{call}(): lengths are {list(lengths.shape)} {lengths.dtype}; they must be [{len(scores)}] int32.")
     check_apart(call, out=out)
     live = scores.masked_fill(torch.isnan(scores), -torch.inf)
     if lengths is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument, KvxWarning, OutOfRange
+from kvx.errors import BadArgument, KvxWarning, OutOfRange, a_type
 from kvx.layout.box import Box
 from kvx.layout.buffers import bytes_of, is_unset, mark_set, memory_bytes
 from kvx.layout.gate import check_buffers, check_memory
@@ -86,7 +86,7 @@ class Bound:
         backend: str,
     ):
         if not isinstance(plan, Plan):
-            raise BadArgument(f"convert(): plan is {type(plan).__name__}; it is a Plan, made by kvx.plan(src, dst).")
+            raise BadArgument(f"convert(): plan is {a_type(plan)}; it must be a Plan, made by kvx.plan(src, dst).")
         self.plan = plan
         self.src, self.dst = list(flat("src", src)), list(flat("dst", dst))
         try:
@@ -107,7 +107,7 @@ class Bound:
         self.src_blocks = blocks_of("convert", "src_blocks", src_blocks, plan.src[0].num_blocks)
         self.dst_blocks = blocks_of("convert", "dst_blocks", dst_blocks, plan.dst[0].num_blocks)
         if seq_lens is not None and (not isinstance(seq_lens, Tensor) or seq_lens.dtype not in (torch.int32, torch.int64)):
-            raise BadArgument(f"convert(): seq_lens is {str(seq_lens)[:100]}; it is a tensor [num_seqs], int32 or int64.")
+            raise BadArgument(f"convert(): seq_lens is {str(seq_lens)[:100]}; it must be a tensor [num_seqs], int32 or int64.")
         if seq_lens is not None:
             check_memory("convert", seq_lens=seq_lens)
         if seq_lens is not None and tuple(seq_lens.shape) != tuple(as_table(self.src_blocks).shape[:1]):
@@ -263,12 +263,14 @@ def blocks_of(call: str, name: str, ids: Tensor | Sequence[int] | None, num_bloc
             ids = _ids_of(ids)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise BadArgument(
-                f"{call}(): {name} is {str(ids)[:100]}; it is a row of block ids, whole numbers: {str(error)[:100]}."
+                f"{call}(): {name} is {str(ids)[:100]}; it must be a row of block ids, whole numbers: {str(error)[:100]}."
             ) from None
     if ids.is_meta:
         raise BadArgument(f"{call}(): {name} is on the meta device and has no memory. Make it on the host or the caches' device.")
     if ids.dtype not in (torch.int32, torch.int64) or ids.dim() not in (1, 2):
-        raise BadArgument(f"{call}(): {name} is {list(ids.shape)} {ids.dtype}; it is [n] or [num_seqs, columns], int32 or int64.")
+        raise BadArgument(
+            f"{call}(): {name} is {list(ids.shape)} {ids.dtype}; it must be [n] or [num_seqs, columns], int32 or int64."
+        )
     return ids
 
 

@@ -45,7 +45,7 @@ def copy_blocks(
         pairs = torch.tensor(list(pairs), dtype=torch.int64).reshape(-1, 2)
     if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype not in (torch.int32, torch.int64):
         raise BadArgument(
-            f"{_CALL}(): pairs is {list(pairs.shape)} {pairs.dtype}; it is [num_pairs, 2] int32 or int64: source, destination."
+            f"{_CALL}(): pairs is {list(pairs.shape)} {pairs.dtype}; it must be [num_pairs, 2] int32 or int64: source, destination."
         )
     view = CacheView(tensors, spec, scales_of(k_scale, v_scale), errors)
     scales.require(_CALL, view)

@@ -24,7 +24,7 @@ function parseObject(text, what) {
 
 // { fields, cache, isState, digest }: what a manifest says, held against its own digest.
 export function readManifest(text, formats) {
-  if (typeof text !== "string" || text.length > MOST_MANIFEST) throw new FileMistake(`The manifest is ${typeof text === "string" ? `${text.length} characters long` : typeof text}; it is text of at most ${MOST_MANIFEST} characters.`);
+  if (typeof text !== "string" || text.length > MOST_MANIFEST) throw new FileMistake(`The manifest is ${typeof text === "string" ? `${text.length} characters long` : typeof text}; it must be text of at most ${MOST_MANIFEST} characters.`);
   const told = parseObject(text, "The manifest");
   if (told.kvx_manifest !== 1) throw new FileMistake(`The manifest's version is ${brief(told.kvx_manifest)}; this page reads 1.`);
   const isState = Object.hasOwn(told, "planes"), names = isState ? OF_STATES : OF_CACHES;
@@ -34,7 +34,7 @@ export function readManifest(text, formats) {
   const whole = isState ? { layer_start: 0, num_layers: 1, model: "", block_bytes: 0, ...fields } : { ...CACHE_DEFAULTS, ...fields };
   for (const [name, value] of Object.entries(whole)) {
     const isText = ["layout", "format", "v_format", "model", "planes", "positions"].includes(name);
-    if (isText ? typeof value !== "string" || value.length > MOST_MANIFEST : !Number.isSafeInteger(value) || value < 0) throw new FileMistake(`${name} of the manifest is ${brief(value)}; it is ${isText ? "text" : "a whole number"}.`);
+    if (isText ? typeof value !== "string" || value.length > MOST_MANIFEST : !Number.isSafeInteger(value) || value < 0) throw new FileMistake(`${name} of the manifest is ${brief(value)}; it must be ${isText ? "text" : "a whole number"}.`);
   }
   const cache = withMistakes(() => isState ? statesOf(whole, formats) : makeCache(whole, formats));
   cache.layerStart = whole.layer_start;
@@ -57,7 +57,7 @@ function statesOf(whole, formats) {
   let planes;
   try { planes = JSON.parse(whole.planes); } catch { planes = null; }
   const isPlane = (p) => typeof p === "object" && p !== null && typeof p.name === "string" && formats.has(p.format) && Array.isArray(p.axes) && p.axes.length > 1 && p.axes.every((a) => Array.isArray(a) && a.length === 2 && typeof a[0] === "string" && Number.isSafeInteger(a[1]));
-  if (!Array.isArray(planes) || !planes.length || planes.length > 64 || !planes.every(isPlane)) throw new FileMistake(`planes of the manifest are ${brief(whole.planes)}; they are a list of planes with axes, as text.`);
+  if (!Array.isArray(planes) || !planes.length || planes.length > 64 || !planes.every(isPlane)) throw new FileMistake(`planes of the manifest are ${brief(whole.planes)}; they must be a list of planes with axes, as text.`);
   const cache = makeStates({ layout: whole.layout, planes, numLayers: whole.num_layers, numBlocks: whole.num_blocks, blockBytes: whole.block_bytes }, formats);
   if (cache.planes.some((p) => !cache.layout.planes.has(p.name))) throw new FileMistake("planes of the manifest are not those that its layout names.");
   return cache;

@@ -214,7 +214,7 @@ class LiveTab {
   makeTable() {
     this.body = make("tbody");
     this.tableNote = make("span", { class: "note" });
-    this.reasonSelect = make("select", { onchange: () => { this.reason = this.reasonSelect.value; this.page.link.set({ why: this.reason }); this.drawn.table = null; this.redraw(); } },
+    this.reasonSelect = make("select", { onchange: () => { this.reason = this.reasonSelect.value; this.page.link.set({ why: this.reason }); this.drawn.table = null; this.redraw(true); } },
       make("option", { value: "" }, "all"), Object.entries(LIVE_REASONS).map(([value, text]) => make("option", { value }, text)));
     const heads = [["Sequence", "number"], ["Admitted", "number"], ["Prompt", "number"], ["Found", "number"], ["From tiers", "number"], ["Ended", ""], ["Why its prefix ended there", ""]];
     return make("section", { class: "card" }, make("div", { class: "live-head" }, make("h2", {}, "Requests"), this.tableNote, labelled("Why", this.reasonSelect)),
@@ -239,7 +239,7 @@ class LiveTab {
     this.group = group;
     this.map.cursor = -1;
     this.page.link.set({ group: group || null });
-    this.redraw();
+    this.redraw(true);
   }
 
   seek(t) {
@@ -269,7 +269,7 @@ class LiveTab {
     this.isFollowing = true;
     this.state = this.timeline.head;
     this.page.link.set({ t: null });
-    this.redraw();
+    this.redraw(true);
   }
 
   togglePlay() {
@@ -277,12 +277,13 @@ class LiveTab {
     if (this.isFollowing || this.now >= this.timeline.end) this.seek(this.timeline.begin);
     Object.assign(this, { isPlaying: true, began: performance.now(), beganAt: this.now });
     this.playOn();
-    this.redraw();
+    this.redraw(true);
   }
 
   pause() {
     this.isPlaying = false;
     clearTimeout(this.later);
+    this.redraw(true);
   }
 
   // Four pictures a second would do; twelve look smooth.
@@ -302,11 +303,13 @@ class LiveTab {
 
   readTheme() {
     this.map?.readColours();
+    this.theme = null;
     this.drawn = {};
-    this.redraw();
+    this.redraw(true);
   }
 
-  redraw() {
+  redraw(isAll = false) { // isAll: a person did something, and sees all of it at once
+    if (isAll) this.drawnAt?.clear();
     if (!this.timeline || !this.map || this.frame) return;
     this.frame = requestAnimationFrame(() => {
       this.frame = 0;
@@ -326,36 +329,40 @@ class LiveTab {
     return this.isPlaying || (this.isFollowing && liveSession.isLive && !this.timeline.isOver);
   }
 
-  // Whether a part is to be drawn now: what is out of sight is drawn once a second, or when all stands still.
-  isDue(section, wait = this.inView.get(section) === false ? 1000 : 0) {
+  // Whether a part is to be drawn now. While a large cache is watched, its map is drawn at every update and the rest once a second:
+  // a browser composes anew one rectangle around all that changed. So is what is out of sight. When all stands still, all is drawn.
+  isDue(section, wait = this.isLargeLive || this.inView.get(section) === false ? 990 : 0) {
     const now = performance.now();
     if (this.isMoving && now - (this.drawnAt.get(section) ?? -1e9) < wait) {
-      this.owing ??= setTimeout(() => {
-        this.owing = null;
-        this.redraw();
-      }, wait);
+      this.owing ??= setTimeout(() => this.redraw(), 1000); // where no update comes before
       return false;
     }
     this.drawnAt.set(section, now);
     return true;
   }
 
+  get isLargeLive() {
+    return this.isFollowing && this.state.blocks[this.group].length > 20000;
+  }
+
   draw() {
+    clearTimeout(this.owing);
+    this.owing = null;
     const { state, timeline, group } = this, counts = state.stateCounts[group];
     const now = this.isFollowing ? timeline.end : this.now;
     if (this.trafficCard.hidden === Object.keys(timeline.head.tiers).length > 0) {
       this.trafficCard.hidden = !this.trafficCard.hidden;
       this.measure();
     }
-    this.drawBar(now);
-    this.drawNumbers();
-    const theme = liveTheme();
-    this.legend.childNodes.forEach((entry, i) => {
+    if (this.isDue(this.bar)) this.drawBar(now);
+    if (this.isDue(this.numbers)) this.drawNumbers();
+    const theme = (this.theme ??= liveTheme());
+    if (this.isDue(this.legend)) this.legend.childNodes.forEach((entry, i) => {
       entry.firstChild.style.background = theme[LIVE_COLOURS[i]];
       entry.lastChild.data = `${liveCount(counts[i])} ${LIVE_STATES[i]}${LIVE_LETTERS[i] ? ` (${LIVE_LETTERS[i]})` : ""}`;
     });
     this.map.draw(state.blocks[group]);
-    this.map.canvas.setAttribute("aria-label", `${livePlural(state.blocks[group].length, "block")}: ${stateWords(counts)}. Arrow keys go from block to block.`);
+    if (this.isDue(this.map)) this.map.canvas.setAttribute("aria-label", `${livePlural(state.blocks[group].length, "block")}: ${stateWords(counts)}. Arrow keys go from block to block.`);
     if (this.isDue(this.sequenceCard)) {
       const rows = drawSequences(this.sequenceChart, this.widths[0], timeline, state, theme);
       this.sequenceChart.setAttribute("aria-label", `${livePlural(state.sequences.size, "sequence")} in the cache; the newest ${rows} over time. The table of requests has the same.`);
@@ -366,7 +373,7 @@ class LiveTab {
     }
     if (!this.trafficCard.hidden && this.isDue(this.trafficCard)) this.drawTiers(this.widths[2], theme);
     if (this.isDue(this.tableCard)) this.drawTable();
-    if (this.isDue(this.treeCard, state.held[group].size > 20000 ? 2000 : this.inView.get(this.treeCard) === false ? 1000 : 400)) this.drawTree();
+    if (this.isDue(this.treeCard, this.isLargeLive ? 1990 : this.inView.get(this.treeCard) === false ? 990 : 400)) this.drawTree();
   }
 
   drawBar(now) {

@@ -51,6 +51,7 @@ export class BlockMap {
     };
     this.words = new Uint32Array(LIVE_COLOURS.map(word));
     this.inkWord = word("ink");
+    this.cardWord = word("card");
     this.ink = themeColour("ink");
     this.card = themeColour("card");
   }
@@ -85,12 +86,12 @@ export class BlockMap {
       sheet.width = at.columns;
       sheet.height = rows;
     }
-    const paper = sheet.getContext("2d");
+    const paper = sheet.getContext("2d", { alpha: false });
     if (this.image?.width !== at.columns || this.image?.height !== rows) this.image = paper.createImageData(at.columns, rows);
     const pixels = new Uint32Array(this.image.data.buffer), words = this.words;
     const from = first * at.columns, count = Math.min(states.length - from, at.columns * rows);
     for (let i = 0; i < count; i++) pixels[i] = words[states[from + i]];
-    pixels.fill(0, count);
+    pixels.fill(this.cardWord, count);
     if (isFine && this.cursor >= from && this.cursor < from + count) pixels[this.cursor - from] = this.inkWord;
     paper.putImageData(this.image, 0, 0);
     if (isFine) return;

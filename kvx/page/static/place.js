@@ -231,7 +231,7 @@ function paddingHoldsABlock(cache) {
     const content = contentBytes(cache, i);
     if (bytes < content) return `block_bytes is ${bytes}; a block of this cache has ${content}. Set 0 where blocks are not padded.`;
     const unit = Math.max(plane.unitBytes, plane.format.is_inline ? plane.format.scale_bits / 8 : 1);
-    if (bytes % unit) return `block_bytes is ${bytes}; it is a multiple of the ${unit} bytes of ${plane.format.name}.`;
+    if (bytes % unit) return `block_bytes is ${bytes}; it must be a multiple of the ${unit} bytes of ${plane.format.name}.`;
   }
 }
 

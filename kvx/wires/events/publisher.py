@@ -63,9 +63,9 @@ class Publisher:
         self._msgpack = need("msgspec.msgpack", "msgspec", _HOW)
         for what, given in (("address", address), ("replay", replay or "tcp://127.0.0.1:0")):
             if not isinstance(given, str) or not _ADDRESS.fullmatch(given):
-                raise BadArgument(f'publish(): {what} is {given!r}; it is like "tcp://127.0.0.1:5557" or "ipc:///tmp/events".')
+                raise BadArgument(f'publish(): {what} is {given!r}; it must be like "tcp://127.0.0.1:5557" or "ipc:///tmp/events".')
         if max_pending < 1:
-            raise BadArgument(f"publish(): max_pending is {max_pending}; it is 1 or more.")
+            raise BadArgument(f"publish(): max_pending is {max_pending}; it must be 1 or more.")
         self._residency = Residency(cache, tiers)
         assert cache.prefix is not None  # Residency has looked
         self._cache, self._prefix, self._max_pending = cache, cache.prefix, max_pending

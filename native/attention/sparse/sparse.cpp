@@ -20,7 +20,7 @@ kvx_status_t lower_places(const kvx_attention_sparse_args_t& a, int64_t tokens, 
            "positions are adjacent int32 [num_pages, rows] = [%lld, %d].", (long long)w.num_pages, w.rows);
   KVX_TRY(check_array("positions", "array", a.positions, w.num_pages > 0));
   out->positions = static_cast<const int32_t*>(a.positions.data);
-  KVX_NEED(a.window_tokens >= 1 && a.window_tokens <= INT32_MAX, "window_tokens is %lld; it is 1 or more.",
+  KVX_NEED(a.window_tokens >= 1 && a.window_tokens <= INT32_MAX, "window_tokens is %lld; it must be 1 or more.",
            (long long)a.window_tokens);
   out->window_tokens = int32_t(a.window_tokens);
   // A ring of rows holds so many positions and no more; what lies further back would be
@@ -44,7 +44,7 @@ kvx_status_t lower_places(const kvx_attention_sparse_args_t& a, int64_t tokens, 
   }
   KVX_TRY(lower_row_pages("entries", a.entries, &out->entries));
   KVX_NEED(out->entries.dim == w.dim, "entries have %d elements and rows of the window %d.", out->entries.dim, w.dim);
-  KVX_NEED(a.ratio >= 1 && a.ratio <= INT32_MAX, "ratio is %lld; it is 1 or more.", (long long)a.ratio);
+  KVX_NEED(a.ratio >= 1 && a.ratio <= INT32_MAX, "ratio is %lld; it must be 1 or more.", (long long)a.ratio);
   out->ratio = int32_t(a.ratio);
   KVX_TRY(lower_entry_table(a.block_table, w.num_pages, &out->table));
   const int64_t room = int64_t(out->table.columns) * out->entries.rows;
@@ -68,14 +68,14 @@ kvx_status_t lower(const kvx_attention_sparse_args_t& a, SparseParams* out) {
   KVX_NEED(a.flags == 0, "args.flags is %llu; no flag is known.", (unsigned long long)a.flags);
   for (uint64_t word : a.reserved) KVX_NEED(word == 0, "args.reserved is not 0.");
   KVX_NEED(a.q.ndim == 3 && a.q.shape[1] >= 1 && a.q.shape[1] <= INT32_MAX,
-           "q has %u dimensions; it is [num_tokens, heads, dim].", a.q.ndim);
+           "q has %u dimensions; it must be [num_tokens, heads, dim].", a.q.ndim);
   const int64_t tokens = a.q.shape[0], heads = a.q.shape[1];
   KVX_TRY(lower_places(a, tokens, out));
   const int64_t dim = out->window.dim;
   KVX_NEED(a.q.dtype != KVX_DTYPE_F8_E4M3 && a.out.dtype != KVX_DTYPE_F8_E4M3, "q and out are f16, bf16 or f32.");
   KVX_TRY(lower_tokens("q", a.q, heads, dim, &out->q));
-  KVX_NEED(a.out.ndim == 3 && a.out.shape[0] == tokens, "out has %u dimensions; it is [%lld, %lld, %lld].", a.out.ndim,
-           (long long)tokens, (long long)heads, (long long)dim);
+  KVX_NEED(a.out.ndim == 3 && a.out.shape[0] == tokens, "out has %u dimensions; it must be [%lld, %lld, %lld].",
+           a.out.ndim, (long long)tokens, (long long)heads, (long long)dim);
   KVX_TRY(lower_tokens("out", a.out, heads, dim, &out->out));
   KVX_NEED(!overlaps_itself(a.out), "out strides make two elements share an address.");
   if (a.lse.ndim) {
