@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,10 @@ import kvx
 from kvx.cli.main import app
 from kvx.handover import Source, export_blocks, save
 from kvx.layout.registry import registry
+from kvx.layout.state_rows import STATE_ROWS, state_row
 from kvx.layout.vector_cases import random_spec
 from kvx.page.bundle import STATIC
+from kvx.spec import StateSpec, state_plane
 from kvx.view import record
 
 HERE = Path(__file__).parent
@@ -60,6 +63,49 @@ def test_digests_of_every_format_and_random_layouts_are_the_librarys(tmp_path):
     for path, found in zip(paths, in_node(tmp_path, paths), strict=True):
         file = kvx.load(path)
         assert found == {"content": file.content, "parts": file.parts, "kept": file.content, "keptParts": file.parts}, file.spec
+
+
+def states(r: random.Random, row: str) -> StateSpec:
+    """A convolution, and a matrix for each head or none, of a model whose ranks are one, two or four."""
+    heads, groups, dim, size = r.choice([4, 8]), r.choice([1, 2]), r.choice([2, 4, 6, 16]), r.choice([4, 8, 16])
+    shares = ((heads * dim, dim), (groups * size, size), (groups * size, size))
+    conv = state_plane("conv", r.choice(["f32", "bf16"]), channel=sum(n for n, _ in shares), tap=r.choice([1, 2, 3]), shares=shares)
+    kind, form = r.choice(["ssm", "delta", ""]), r.choice(["f32", "f32", "int8_per_token_head_inline"])
+    planes = (conv, *([state_plane(kind, form, head=heads, row=dim, column=size)] if kind else []))
+    spec, ranks = state_row(row).spec(planes, num_blocks=r.choice([1, 3, 70]), num_layers=2), r.choice([1, 2, 4])
+    return replace(spec.shard(ranks, r.randrange(ranks)), layer_start=r.choice([0, 5]))
+
+
+def test_digests_of_states_are_the_librarys(tmp_path):
+    chance, paths = random.Random(7), []
+    for i, row in enumerate([*STATE_ROWS] * 3):
+        spec = states(chance, row)
+        paths.append(tmp_path / f"{i}.kvx")
+        kvx.save(paths[-1], filled(spec, i), spec)
+    for path, found in zip(paths, in_node(tmp_path, paths), strict=True):
+        file = kvx.load(path)
+        assert found == {"content": file.content, "parts": file.parts, "kept": file.content, "keptParts": file.parts}, file.spec
+
+
+def test_two_files_of_states_and_where_they_differ(visit, tmp_path):
+    planes = (state_plane("conv", "f32", channel=8, tap=3), state_plane("ssm", "f32", head=4, row=2, column=4))
+    a, b = (state_row(row).spec(planes, num_blocks=3, num_layers=2) for row in ("vllm.ds", "sglang"))
+    here, there = filled(a), kvx.allocate_buffers(b)
+    kvx.convert(here, there, plan=kvx.plan(a, b))
+    kvx.save(tmp_path / "a.kvx", here, a)
+    kvx.save(tmp_path / "b.kvx", there, b)
+    view = next(v for v in kvx.layer_views(there, b)[1] if v.plane == "ssm")
+    view.tensor[2, 3, 1, 0] = 1.5
+    kvx.save(tmp_path / "c.kvx", there, b)
+    page = visit("#files")
+    drop(page, tmp_path / "a.kvx", tmp_path / "b.kvx")
+    page.get_by_text("The same states, element by element").first.wait_for()
+    drop(page, tmp_path / "a.kvx", tmp_path / "c.kvx")
+    sentence = "They differ: ssm of layer 1, state 2, index 3 of what ranks share, and in 1 rows of 1 states in all."
+    page.get_by_text(sentence).first.wait_for()
+    make(tmp_path / "kv.kvx")
+    drop(page, tmp_path / "a.kvx", tmp_path / "kv.kvx")
+    page.get_by_text('They differ: num_kv_heads is "none" in one and 2 in the other.').first.wait_for()
 
 
 def test_files_that_lie_are_refused(tmp_path):

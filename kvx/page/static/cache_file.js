@@ -56,10 +56,12 @@ function withMistakes(make) {
 function statesOf(whole, formats) {
   let planes;
   try { planes = JSON.parse(whole.planes); } catch { planes = null; }
-  const isPlane = (p) => typeof p === "object" && p !== null && typeof p.name === "string" && formats.has(p.format) && Array.isArray(p.axes) && p.axes.length > 1 && p.axes.every((a) => Array.isArray(a) && a.length === 2 && typeof a[0] === "string" && Number.isSafeInteger(a[1]));
+  const isShare = (s) => Array.isArray(s) && s.length === 3 && s.every(Number.isSafeInteger);
+  const isPlane = (p) => typeof p === "object" && p !== null && typeof p.name === "string" && formats.has(p.format) && Array.isArray(p.axes) && p.axes.length > 1 && p.axes.every((a) => Array.isArray(a) && a.length === 2 && typeof a[0] === "string" && Number.isSafeInteger(a[1])) && Array.isArray(p.shares) && p.shares.every(isShare) && p.shares.reduce((n, s) => n + s[1], 0) === p.axes.find(([axis]) => axis === p.shard_axis)?.[1];
   if (!Array.isArray(planes) || !planes.length || planes.length > 64 || !planes.every(isPlane)) throw new FileMistake(`planes of the manifest are ${brief(whole.planes)}; they must be a list of planes with axes, as text.`);
   const cache = makeStates({ layout: whole.layout, planes, numLayers: whole.num_layers, numBlocks: whole.num_blocks, blockBytes: whole.block_bytes }, formats);
   if (cache.planes.some((p) => !cache.layout.planes.has(p.name))) throw new FileMistake("planes of the manifest are not those that its layout names.");
+  for (const plane of cache.planes) ({ shares: plane.shares, shard_axis: plane.shardAxis } = planes.find((p) => p.name === plane.name));
   return cache;
 }
 

@@ -1,5 +1,5 @@
 // content_digest.js: the digest of a cache's content, block by block, equal in every layout: the definition in kvx/ops/move/digest.py,
-// row by row. And where two caches differ. Of K and V; a cache is place.js's, its bytes one Uint8Array for each buffer.
+// row by row. And where two caches differ. A cache is place.js's, its bytes one Uint8Array for each buffer.
 import { locateUnit } from "./place.js"
 import { hashOfText } from "./blake2b.js"
 
@@ -14,9 +14,29 @@ function mix64(x) {
   return x ^ x >> 31n;
 }
 
+// Axes of a state's plane whose rows stand one behind the other under one key.
+const numberedAxes = (plane) => plane.axes.slice(0, -1).filter(([axis]) => axis !== plane.shardAxis);
+
+// Rows of a plane in a layer of a block: where each lies, what ranks share out (a head), and which of those behind one another it is.
+function planeRows(cache, plane) {
+  if (!cache.isState) return Array.from({ length: cache.spec.num_kv_heads }, (_, head) => [{ head }, head + cache.headStart, 0]);
+  const numbered = numberedAxes(plane).reverse(), count = numbered.reduce((n, [, size]) => n * size, 1), out = [];
+  let local = 0;
+  for (const [first, size] of plane.shares) for (let s = 0; s < size; s += 1, local += 1) for (let n = 0; n < count; n += 1) {
+    const index = { [plane.shardAxis]: local };
+    let rest = n;
+    for (const [axis, many] of numbered) {
+      index[axis] = rest % many;
+      rest = Math.floor(rest / many);
+    }
+    out.push([index, first + s, n]);
+  }
+  return out;
+}
+
 // 32 bits of what rows hold: head size and format of each plane, whatever the layout.
 function contentNumber(cache) {
-  const text = cache.planes.map((p) => `${p.name},${p.rowElements},${p.format.element},${GRANULARITIES.indexOf(p.format.granularity)},${p.format.scale || "-"},${p.format.group_size}`).join(";");
+  const text = cache.planes.map((p) => `${p.name},${p.rowElements},${p.format.element},${GRANULARITIES.indexOf(p.format.granularity)},${p.format.scale || "-"},${p.format.group_size}${cache.isState ? numberedAxes(p).map(([axis, size]) => `,${axis} ${size}`).join("") : ""}`).join(";");
   return BigInt(new DataView(hashOfText(text, 4).buffer, 0, 4).getUint32(0, true));
 }
 
@@ -97,17 +117,17 @@ function asWords(bytes) {
 
 // What one block adds to the digest of all. `firstBlock`: of a handover, blocks that stand before; `from` and `end`: positions that count.
 export function blockDigest(cache, buffers, block, { firstBlock = 0, from = 0, end = Infinity } = {}) {
-  const sum = new DigestSum(), content = contentNumber(cache), heads = cache.spec.num_kv_heads;
+  const sum = new DigestSum(), content = contentNumber(cache);
   for (const [p, plane] of cache.planes.entries()) {
     for (let layer = 0; layer < cache.numLayers; layer += 1) {
-      for (let head = 0; head < heads; head += 1) {
-        const where = (BigInt(layer + cache.layerStart) << 17n) + (BigInt(p) << 16n) + BigInt(head + cache.headStart);
+      for (const [row, shard, n] of planeRows(cache, plane)) {
+        const where = (BigInt(layer + cache.layerStart) << 17n) + (BigInt(p & 1) << 16n) + (BigInt(p >> 1) << 29n) + BigInt(shard);
         for (let token = 0; token < cache.blockSize; token += 1) {
           const position = (firstBlock + block) * cache.blockSize + token;
           if (position < from || position >= end) continue;
-          const index = { layer, block, token, head }, keys = rowKeys(where, BigInt(position), content);
-          sum.addWords(asWords(contentRow(cache, buffers, plane, index)), 0, keys);
-          for (const [word, bytes] of rowScales(cache, buffers, plane, index)) sum.addWords(asWords(bytes), word, keys);
+          const index = { layer, block, token, ...row }, keys = rowKeys(where, BigInt(position), content), words = asWords(contentRow(cache, buffers, plane, index));
+          sum.addWords(words, n * words.length / 4, keys);
+          for (const [word, bytes] of rowScales(cache, buffers, plane, index)) sum.addWords(asWords(bytes), word + n * plane.numGroups, keys);
         }
       }
     }
@@ -119,9 +139,9 @@ export const newDigest = () => new DigestSum();
 
 // The first field of format and geometry that differs; "" where none does. As `kvx verify` says it.
 export function fieldDifference(a, b) {
-  const facts = (m) => ({ model: m.fields.model, num_layers: m.cache.numLayers, layer_start: m.fields.layer_start, num_kv_heads: m.fields.num_kv_heads, head_start: m.fields.head_start, "number of planes (2: K and V, 1: a latent)": m.cache.planes.length, "number of tokens": m.cache.numBlocks * m.cache.blockSize });
+  const facts = (m) => ({ model: m.fields.model, num_layers: m.cache.numLayers, layer_start: m.fields.layer_start, num_kv_heads: m.fields.num_kv_heads, head_start: m.fields.head_start, "number of planes (2: K and V, 1: a latent)": m.cache.planes.length, planes: m.fields.planes, "number of tokens": m.cache.numBlocks * m.cache.blockSize });
   const x = facts(a), y = facts(b);
-  for (const name of Object.keys(x)) if (x[name] !== y[name] && (name !== "model" || (x[name] && y[name]))) return `${name} is ${JSON.stringify(x[name])} in one and ${JSON.stringify(y[name])} in the other`;
+  for (const name of Object.keys(x)) if (x[name] !== y[name] && (name !== "model" || (x[name] && y[name]))) return `${name} is ${JSON.stringify(x[name] ?? "none")} in one and ${JSON.stringify(y[name] ?? "none")} in the other`;
   for (const [i, p] of a.cache.planes.entries()) {
     const q = b.cache.planes[i], v = i ? "v_" : "";
     if (["element", "granularity", "scale", "group_size", "has_tensor_scale"].some((n) => p.format[n] !== q.format[n])) return `${v}format is ${p.format.name} in one and ${q.format.name} in the other`;
@@ -137,10 +157,10 @@ export function tokenDifferences(a, aBuffers, b, bBuffers, slot) {
   const out = [], at = (cache) => ({ block: Math.floor(slot / cache.blockSize), token: slot % cache.blockSize });
   for (const [p, plane] of a.planes.entries()) {
     for (let layer = 0; layer < a.numLayers; layer += 1) {
-      for (let head = 0; head < a.spec.num_kv_heads; head += 1) {
-        const x = { layer, head, ...at(a) }, y = { layer, head, ...at(b) }, other = b.planes[p];
+      for (const [row, head] of planeRows(a, plane)) {
+        const x = { layer, ...row, ...at(a) }, y = { layer, ...row, ...at(b) }, other = b.planes[p];
         const xs = rowScales(a, aBuffers, plane, x), ys = rowScales(b, bBuffers, other, y);
-        if (!sameBytes(contentRow(a, aBuffers, plane, x), contentRow(b, bBuffers, other, y)) || xs.some(([, bytes], i) => !sameBytes(bytes, ys[i][1]))) out.push({ plane: plane.name, layer: layer + a.layerStart, head: head + a.headStart });
+        if (!sameBytes(contentRow(a, aBuffers, plane, x), contentRow(b, bBuffers, other, y)) || xs.some(([, bytes], i) => !sameBytes(bytes, ys[i][1]))) out.push({ plane: plane.name, layer: layer + a.layerStart, head });
       }
     }
   }

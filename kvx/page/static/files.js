@@ -181,7 +181,6 @@ class FilesView {
   }
 
   whyNotCounted(read) {
-    if (read.manifest.isState) return "Digests of states are counted by kvx.load(path), not by this page.";
     if (read.size > MOST_COUNTED) return `The file has ${bytesText(read.size)}; this page counts digests of up to ${bytesText(MOST_COUNTED)}. Run kvx verify --json, and drop what it prints here.`;
     return "";
   }
@@ -244,7 +243,7 @@ class FilesView {
     const [a, b] = reads, card = make("section", { class: "card", "aria-label": "Comparison" }, make("h2", {}, "Where they differ"));
     this.output.append(card, make("div", { class: "files-pair" }, reads.map((read) => this.cacheCard(read))));
     const why = this.whyNotCounted(a) || this.whyNotCounted(b);
-    const fields = a.manifest.isState || b.manifest.isState ? "" : fieldDifference(a.manifest, b.manifest);
+    const fields = fieldDifference(a.manifest, b.manifest), { isState } = a.manifest;
     const tell = (kind, text) => { card.append(this.verdict(kind, text)); this.page.say(text, kind === "bad" ? "error" : "info"); };
     if (fields) return tell("bad", `They differ: ${fields}.`);
     if (why) return tell("unknown", why);
@@ -254,9 +253,9 @@ class FilesView {
     if (isOld()) return;
     said.remove();
     const slots = [...found.keys()], { cache } = a.manifest;
-    if (!slots.length) return tell("good", "The same KV, element by element, whatever their layouts.");
-    const first = found.get(slots[0])[0], place = (slot, row) => `${row.plane} of layer ${row.layer}, block ${Math.floor(slot / cache.blockSize)}, token ${slot % cache.blockSize} (slot ${slot}), head ${row.head}`;
-    tell("bad", `They differ: ${place(slots[0], first)}, and in ${withCommas([...found.values()].reduce((n, rows) => n + rows.length, 0))} rows of ${withCommas(slots.length)} tokens in all.`);
+    if (!slots.length) return tell("good", `The same ${isState ? "states" : "KV"}, element by element, whatever their layouts.`);
+    const first = found.get(slots[0])[0], place = (slot, row) => `${row.plane} of layer ${row.layer}, ${isState ? `state ${slot}, index ${row.head} of what ranks share` : `block ${Math.floor(slot / cache.blockSize)}, token ${slot % cache.blockSize} (slot ${slot}), head ${row.head}`}`;
+    tell("bad", `They differ: ${place(slots[0], first)}, and in ${withCommas([...found.values()].reduce((n, rows) => n + rows.length, 0))} rows of ${withCommas(slots.length)} ${isState ? "states" : "tokens"} in all.`);
     card.append(this.differenceMap(a.manifest, found), make("details", {}, make("summary", {}, "The first of them"), make("ul", { class: "files-blocks" }, slots.flatMap((slot) => found.get(slot).map((row) => place(slot, row))).slice(0, 200).map((text) => make("li", {}, text)))));
   }
 
@@ -278,8 +277,8 @@ class FilesView {
 
   // Tokens from left to right, K and V of each layer from top to bottom; what differs is coloured.
   differenceMap({ cache }, found) {
-    const names = cache.planes.map((p) => p.name), rows = cache.numLayers * names.length, tokens = cache.numBlocks * cache.blockSize, height = Math.max(rows * 3, Math.min(rows * 14, 320));
-    const canvas = make("canvas", { class: "files-map", role: "img", "aria-label": `A map of ${withCommas(tokens)} tokens by ${rows} planes of layers: ${withCommas(found.size)} tokens differ, the first at slot ${[...found.keys()][0]}.` });
+    const what = cache.isState ? "states" : "tokens", names = cache.planes.map((p) => p.name), rows = cache.numLayers * names.length, tokens = cache.numBlocks * cache.blockSize, height = Math.max(rows * 3, Math.min(rows * 14, 320));
+    const canvas = make("canvas", { class: "files-map", role: "img", "aria-label": `A map of ${withCommas(tokens)} ${what} by ${rows} planes of layers: ${withCommas(found.size)} ${what} differ, the first at slot ${[...found.keys()][0]}.` });
     const paint = () => {
       const width = canvas.clientWidth, ratio = devicePixelRatio || 1;
       if (!width) return;
@@ -297,7 +296,7 @@ class FilesView {
     };
     this.painters.add(paint);
     requestAnimationFrame(paint);
-    return make("div", {}, make("p", { class: "note" }, "Tokens from left to right, K and V of each layer from top to bottom."), canvas);
+    return make("div", {}, make("p", { class: "note" }, `From left to right ${what}, from top to bottom ${cache.isState ? "planes" : "K and V"} of each layer.`), canvas);
   }
 
   // ---- a handover
@@ -316,7 +315,7 @@ class FilesView {
       const why = part.problem || this.whyNotCounted(part.file);
       if (part.problem) { bad += 1; verdict.className = "files-verdict files-bad"; }
       if (why) { verdict.textContent = why; continue; }
-      const sum = newDigest(), where = { firstBlock: part.fields.first_block, from: part.fields.first_token, end: part.numTokens };
+      const sum = newDigest(), where = part.file.manifest.isState ? {} : { firstBlock: part.fields.first_block, from: part.fields.first_token, end: part.numTokens };
       for (const one of await this.blockDigests(part.file, await this.buffersOf(part.file), verdict, isOld, where)) sum.add(one);
       if (isOld()) return;
       const isGood = String(sum) === part.content;
