@@ -162,6 +162,7 @@ test-gpu: build-gpu
 bench-gpu: build-gpu
 	for op in write append attention gather convert digest amax hybrid tiers cache; do $(GPU_PY) -m kvx bench $$op --device cuda --out bench/results || exit 1; done
 	$(GPU_PY) -m kvx bench step --out bench/results
+	$(GPU_PY) -m kvx bench table bench/results/$$(date -u +%F)-*-cuda.json
 
 # racecheck follows each thread's own arrivals at barriers: for it all threads arrive, not one of those that have met (tiles/barrier.cuh).
 SANITIZE = compute-sanitizer --error-exitcode 9 --kernel-name-exclude regex=at::

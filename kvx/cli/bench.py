@@ -1,4 +1,7 @@
-"""kvx bench write, append, ..., wires (`kvx bench --help` lists them): each checks, times, and saves where it is told."""
+"""kvx bench write, append, ..., wires (`kvx bench --help` lists them): each checks, times, and saves where it is told.
+
+`kvx bench compare` and `kvx bench table` read what was saved (bench_tables.py).
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ from kvx.bench import step as step_bench
 from kvx.bench import tiers as tiers_bench
 from kvx.bench import wires as wires_bench
 from kvx.bench import write as write_bench
+from kvx.cli import bench_tables
 from kvx.cli.generate import QUESTIONS, SYSTEM, dtype_of
 from kvx.cli.options import check_device, check_folder, check_positive, make_folder
 from kvx.errors import BadArgument
@@ -36,6 +40,8 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Benchmarks: each one checks its results first, then measures, and compares with torch and a plain copy.",
 )
+app.command()(bench_tables.compare)
+app.command()(bench_tables.table)
 Device = Annotated[str, typer.Option(help="Device: cpu or cuda.")]
 Out = Annotated[Path | None, typer.Option(help="Folder to save the result in, as JSON. Without it nothing is saved.")]
 Only = Annotated[str, typer.Option(help="Run only the cases whose line contains this text.")]
