@@ -7,6 +7,7 @@ before, and no thread was started. A session is one object in such a process; it
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _START_S = 300.0
+_PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
@@ -128,6 +130,7 @@ def fork_server(python: str | Path, preload: Sequence[str], env: Mapping[str, st
 
 def _child(ask: dict[str, Any]) -> None:
     os.setsid()  # Session.close() ends the group
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # and a test that is killed leaves none behind
     os.environ.update(ask["env"])
     out = os.open(ask["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
