@@ -166,19 +166,21 @@ class TransformersOnStore(_ByHandover):
         return [int(t) for t in out[0, len(prompt) :]]
 
     def reference(self, prompts: list[list[int]], count: int, path: str) -> None:
-        """K and V of the first `count` tokens in float32 and in float64, [layer, kv, head, token, dim], in a file for each."""
+        """K and V of the first `count` tokens of every prompt in float32, and of the first prompt in float64, each in a file.
+
+        [prompt, layer, kv, head, token, dim].
+        """
         import torch
         from transformers import DynamicCache
 
-        for name, dtype in (("f32", torch.float32), ("f64", torch.float64)):
+        for name, dtype, asked in (("f32", torch.float32, prompts), ("f64", torch.float64, prompts[:1])):
             self.model.to(dtype)
             found = []
-            for prompt in prompts:
+            for prompt in asked:
                 cache = DynamicCache(config=self.model.config)
                 with torch.no_grad():
-                    self.model(torch.tensor([prompt]), past_key_values=cache)
-                rows = [torch.stack([layer.keys[0, :, :count], layer.values[0, :, :count]]) for layer in cache.layers]
-                found.append(torch.stack(rows))
+                    self.model(torch.tensor([prompt[:count]]), past_key_values=cache)
+                found.append(torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]))
             torch.save(torch.stack(found), f"{path}/{name}.pt")
         self.model.to(torch.float32)
 
