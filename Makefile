@@ -7,7 +7,7 @@
 # make site   the documentation as pages of HTML in build/site; a warning or a dead link is an error
 # make sanitize   host code under ASan, UBSan and TSan: the C tests and the fuzzer of the C entries
 # make fuzz   every fuzzer for longer, C entries, conversions, files, tiers and the paged cache: make fuzz CASES=10000000 SEED=1
-# make soak   an hour of prefill and decode, a runner and a disk tier at once, all killed and interrupted: make soak SOAK_S=600
+# make soak   an hour of prefill and decode, a runner, a disk tier, and two engines on one store, killed and interrupted: make soak SOAK_S=600
 # make test-engines   other engines and wires in environments of their own: vLLM, llama.cpp, NIXL, Mooncake, SGLang (several GB)
 # On a GPU machine without network: make test-gpu, make bench-gpu (the system's python3 and its torch).
 SHELL := /bin/bash
@@ -23,7 +23,7 @@ GPU_BUILD ?= build/gpu
 # cmake and ninja come from the environment, so that the machine needs neither.
 CMAKE = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake
 
-.PHONY: demo wheels test test-fast test-page build lint format unit coverage sweep picture site clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-disk-tier
+.PHONY: demo wheels test test-fast test-page build lint format unit coverage sweep picture site clean engines test-engines test-gpu bench-gpu build-gpu sanitize-gpu sanitize fuzz fuzz-abi fuzz-python soak soak-wires soak-runner soak-two-engines soak-disk-tier
 
 demo: $(VENV)/bin/kvx
 	$(COMPILE)
@@ -196,14 +196,16 @@ fuzz-python: build
 	$(FUZZ_PY).tier_blocks --cases $$(($(CASES) / 100)) --seed $(SEED)
 	$(FUZZ_PY).paged_states --cases $$(($(CASES) / 10)) --seed $(SEED)
 
-# Three programs at once. Each is told to end by Ctrl-C, and goes on where another fails.
+# Four programs at once. Each is told to end by Ctrl-C, and goes on where another fails.
 SOAK_S ?= 3600
 soak: engines
-	$(MAKE) --no-print-directory -k -j3 soak-wires soak-runner soak-disk-tier
+	$(MAKE) --no-print-directory -k -j4 soak-wires soak-runner soak-disk-tier soak-two-engines
 soak-wires:
 	$(ENGINES)/bin/python -m tests.soak.wires --seconds $(SOAK_S)
 soak-runner:
 	OMP_NUM_THREADS=1 $(PY) -m tests.soak.runner --seconds $(SOAK_S)
+soak-two-engines:
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m tests.soak.two_engines --seconds $(SOAK_S)
 soak-disk-tier:
 	OMP_NUM_THREADS=1 $(PY) -m tests.soak.disk_tier --seconds $(SOAK_S)
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvx.cache.admitted import Admitted
-from kvx.cache.backing import Backing
+from kvx.cache.backing import Backing, Finder
 from kvx.cache.batch import Batch, BatchBuffers
 from kvx.cache.blocks import BlockAllocator
 from kvx.cache.group_table import GroupTable
@@ -190,11 +190,14 @@ class PagedCache(Shown):
         with self._guard.lock:
             self._guard.mend()
 
-    def attach(self, backing: Backing | None) -> None:
-        """Offer it what is evicted from now on, and ask it for more of every prefix. None: no more."""
+    def attach(self, backing: Backing | None, *, finder: Finder | None = None) -> None:
+        """Offer it what is evicted from now on, and ask it for more of every prefix. None: no more.
+
+        `finder` is told of every prefix before, so that it can get what the backing lacks.
+        """
         if self.prefix is None:
             raise BadArgument("attach(): this cache has no names for its blocks. Make it with prefix=True.")
-        self.prefix.backing = backing
+        self.prefix.backing, self.prefix.finder = backing, finder
 
     @whole
     def bring_back(self, seq: Sequence) -> int:

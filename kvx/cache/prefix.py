@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvx.cache.backing import Backing
+from kvx.cache.backing import Backing, Finder
 from kvx.cache.blocks import BlockAllocator, BlockIds
 from kvx.cache.guard import Guard, whole
 from kvx.cache.kinds import GroupKind, kind_of
@@ -91,6 +91,7 @@ class PrefixCache:
         self.hears_requests = False  # whether anyone listens to what becomes of sequences
         self._request_listeners: tuple[tuple[Listener, RequestListener], ...] = ()
         self.backing: Backing | None = None  # is offered what is evicted
+        self.finder: Finder | None = None  # is told what will be looked for there
         self._allocators = tuple(allocators)
         self._naming = naming(hash_name)
         self._block_of: list[dict[BlockHash, int]] = [{} for _ in allocators]

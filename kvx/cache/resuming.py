@@ -52,6 +52,8 @@ class Resuming:
         """Blocks more than the sequence has, as far as the cache and its backing have them together."""
         bs, done = self.block_size, seq.length // self.block_size
         end = max(0, seq.num_tokens - 1) // bs
+        if prefix.finder is not None and done < end and not seq.extra and not seq.extras:
+            prefix.finder.look(seq.token_row[: end * bs], seq.hashes[:end], done)
         stretch = prefix.stretch(seq, done, end) if prefix.has_listeners and done < end else None
         recall = Recall(self._tables, prefix, backing, seq.hashes[done:end], done, stretch)
         try:

@@ -90,6 +90,9 @@ def generate(
     tier_format: Annotated[
         str, typer.Option(help="Format of blocks in tiers: auto (as in the cache), f32, bf16, f16, int8, fp8.")
     ] = "auto",
+    tier_model: Annotated[
+        str, typer.Option(help="Name of these weights in tiers, shared with other engines. Default: computed from the files.")
+    ] = "",
     events: Annotated[
         str, typer.Option(help="Publish which blocks the cache has, as vLLM's KV events over ZMQ, like tcp://127.0.0.1:5557.")
     ] = "",
@@ -108,7 +111,7 @@ def generate(
 ) -> None:
     """Generate text for several prompts in one batch, and show the state of the KV cache while it runs."""
     if not tier:
-        refuse_ignored(context, "it applies only to a --tier", "tier_format")
+        refuse_ignored(context, "it applies only to a --tier", "tier_format", "tier_model")
     if not in_browser:
         refuse_ignored(context, "it applies only to --view", "view_port")
     if not events:
@@ -127,7 +130,7 @@ def generate(
             engine = Engine.load(
                 model or small_model(), dtype=run.dtype, kv_format=kv_format, device=device, num_blocks=blocks,
                 max_batch_tokens=batch_tokens, prefix=not no_prefix, tiers=tier or (), tier_format=tier_format,
-                progress=view.loading,
+                tier_model=tier_model, progress=view.loading,
             )  # fmt: skip
             with engine, _told(engine, events, events_replay):
                 seen = _see(engine, record, view_port if in_browser else None, Path(run.model).name, stack)

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self
 
-from kvx.connector.store_kinds import Family, OtherKinds
+import numpy as np
+from numpy.typing import NDArray
+
+from kvx.connector.store_kinds import Family, OtherKinds, is_plain
 from kvx.connector.store_names import Alias, Scheme, alias_kind, aliases, write_alias
 from kvx.connector.tier_stack import TierStack
 from kvx.errors import KvxError
@@ -17,7 +22,8 @@ from kvx.handover import names as rule_names
 from kvx.layout.buffers import allocate_buffers
 from kvx.ops.move.convert import convert
 from kvx.spec import CacheSpec
-from kvx.tiers import Block, DiskTier, TierOption
+from kvx.tiers import Block, CacheTiers, DiskTier, TierOption
+from kvx.tiers.option import DISK_BYTES
 
 # The names that an engine gives a sequence's full blocks of so many tokens.
 Namer = Callable[[Sequence[int], int], list[bytes]]
@@ -42,19 +48,20 @@ class Neighbours:
         self._kinds = OtherKinds(options, stack.kind, spec, Scheme("", spec.block_size))
         self._records: dict[object, DiskTier] = {}
 
-    def take_over(self, tokens: Sequence[int], names: Sequence[bytes]) -> int:
-        """How many of a sequence's blocks, which have these names here, came to the stack from others."""
+    def take_over(self, tokens: Sequence[int], names: Sequence[bytes], first: int = 0) -> int:
+        """How many of a sequence's blocks, which have these names here, came to the stack from others; of those from `first` on."""
         try:
-            return sum(self._take(family, tokens, names) for family in self._kinds.every_family())
+            return sum(self._take(family, tokens, names, first) for family in self._kinds.every_family())
         except (KvxError, OSError) as error:
             self._logger.warning("KVX did not take over blocks that another engine wrote: %s", error)
             return 0
 
-    def _take(self, family: Family, tokens: Sequence[int], names: Sequence[bytes]) -> int:
+    def _take(self, family: Family, tokens: Sequence[int], names: Sequence[bytes], first: int) -> int:
         # A block that was rounded must not come under a name of blocks that were not.
         if family.scheme.names not in self._namers or any(s.of_kv.format != self._spec.of_kv.format for s in family.specs):
             return 0
-        missing = [name for name, has in zip(names, self._stack.has_any(names), strict=True) if not has]
+        wanted_here = names[first:]
+        missing = [name for name, has in zip(wanted_here, self._stack.has_any(wanted_here), strict=True) if not has]
         theirs = self._namers[family.scheme.names](tokens, family.scheme.block_size) if missing else []
         there = dict(zip(theirs, family.has(theirs), strict=True)) if theirs else {}
         lead = aliases(names, self._spec.block_size, theirs, family.scheme.block_size)
@@ -76,18 +83,21 @@ class Neighbours:
             convert([b.buffers[0] for shard in shards for b in shard], into, plan=p, src_blocks=src, dst_blocks=dst)
             yield name, self._stack.kind.block(into)
 
-    def lead(self, tokens: Sequence[int], names: Sequence[bytes]) -> int:
-        """How many records were written that lead from other engines' names of these tokens to blocks that are here."""
+    def lead(self, tokens: Sequence[int], names: Sequence[bytes], *, are_coming: bool = False) -> int:
+        """How many records were written that lead from other engines' names of these tokens to blocks that are here.
+
+        With `are_coming` to all of them: who writes blocks on eviction has no tokens then. One that never came is a miss.
+        """
         try:
-            return sum(self._lead(scheme, tokens, names) for scheme in self._kinds.schemes() if scheme.names)
+            return sum(self._lead(scheme, tokens, names, are_coming) for scheme in self._kinds.schemes() if scheme.names)
         except (KvxError, OSError) as error:
             self._logger.warning("KVX did not write the names under which another engine would find its blocks: %s", error)
             return 0
 
-    def _lead(self, scheme: Scheme, tokens: Sequence[int], names: Sequence[bytes]) -> int:
+    def _lead(self, scheme: Scheme, tokens: Sequence[int], names: Sequence[bytes], are_coming: bool) -> int:
         if scheme.names not in self._namers:
             return 0
-        there = self._stack.has_any(names)
+        there = [] if are_coming else self._stack.has_any(names)
         names = names[: there.index(False)] if False in there else names
         pages = self._namers[scheme.names](tokens[: len(names) * self._spec.block_size], scheme.block_size)
         found = aliases(pages, scheme.block_size, names, self._spec.block_size)
@@ -108,6 +118,46 @@ class Neighbours:
         self._kinds.close()
         for tier in self._records.values():
             tier.close()
+
+
+class CacheNeighbours:
+    """What others wrote, for a PagedCache on CacheTiers: a Finder of the cache's, by the tiers that are directories of a store.
+
+    Of a cache with one group, whose folder says all by its digest. Of one with several nothing is found: their folders are named by
+    the cache's groups, which no other engine has.
+    """
+
+    def __init__(self, tiers: CacheTiers, *, namers: Mapping[str, Namer], logger: logging.Logger = _LOGGER) -> None:
+        self._tiers, self._one = tiers, None
+        mover, folders = tiers.movers[0], [t for t in tiers.movers[0].tiers if isinstance(t, DiskTier)]
+        options = [TierOption("disk", DISK_BYTES, t.path.parent) for t in folders if is_plain(t.path, t.kind)]
+        if len(tiers.movers) == 1 and options and isinstance(mover.kept, CacheSpec):
+            stack = TierStack(mover.kind, mover.tiers)
+            self._one, self._spec = Neighbours(options, stack, mover.kept, namers=namers, logger=logger), mover.kept
+            tiers.cache.attach(tiers, finder=self)
+
+    def look(self, tokens: NDArray[np.int32], hashes: Sequence[bytes], first: int) -> None:
+        if self._one is None:
+            return
+        ids, names = tokens.tolist(), list(hashes)
+        self._one.take_over(ids, names, first)
+        # Records name blocks by the rule: a cache whose names begin with another salt than the model has none of those.
+        if rule_names(ids[: self._spec.block_size], self._spec.block_size, self._spec.model) == names[:1]:
+            self._one.lead(ids, names, are_coming=True)
+
+    def close(self) -> None:
+        """The cache goes on without it."""
+        prefix = self._tiers.cache.prefix
+        if prefix is not None and prefix.finder is self:
+            prefix.finder = None
+        if self._one is not None:
+            self._one.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
 
 
 _RECORDS_BYTES = 1000**3  # of a folder of records: a quarter of a million pages

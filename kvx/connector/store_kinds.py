@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -122,25 +122,39 @@ class OtherKinds:
     def _sort(self) -> None:
         kept = [found for found in self._tiers.values() if found is not None]
         self._aliases = [(schemes[1], tier) for kind, tier in kept if (schemes := alias_schemes(kind)) is not None]
-        alike: dict[tuple[object, ...], list[tuple[CacheSpec, Tier]]] = {}
+        alike: dict[tuple[Scheme, CacheSpec], list[tuple[CacheSpec, Tier]]] = {}
         for kind, tier in kept:
             found = spec_of(kind)
             if found is not None:
                 spec, scheme = found[0], Scheme(str(kind.manifest.get(NAMES, "")), found[0].block_size)
-                alike.setdefault((scheme, spec.replaced(head_start=0)), []).append((spec, tier))
+                alike.setdefault((scheme, spec.replaced(head_start=0, num_kv_heads=1)), []).append((spec, tier))
         self._families = []
-        for key, shards in alike.items():
-            shards = [*{spec.head_start: (spec, tier) for spec, tier in shards}.values()]  # two directories may have the same
-            shards = sorted(shards, key=lambda s: s[0].head_start)
-            held = {h for spec, _ in shards for h in range(spec.head_start, spec.head_start + spec.num_kv_heads)}
-            if held >= set(range(self._spec.head_start, self._spec.head_start + self._spec.num_kv_heads)):
-                assert isinstance(key[0], Scheme)
-                self._families.append(Family(key[0], tuple(s for s, _ in shards), tuple(t for _, t in shards)))
+        end = self._spec.head_start + self._spec.num_kv_heads
+        for (scheme, _), shards in alike.items():
+            # Two directories may have the same. Ranks may have unequal shares: two of three heads have two and one.
+            each = {(spec.head_start, spec.num_kv_heads): (spec, tier) for spec, tier in shards}
+            for chain in _chains([*each.values()], self._spec.head_start, end):
+                self._families.append(Family(scheme, tuple(s for s, _ in chain), tuple(t for _, t in chain)))
 
     def close(self) -> None:
         for found in self._tiers.values():
             if found is not None:
                 found[1].close()
+
+
+def _chains(shards: Sequence[tuple[CacheSpec, Tier]], first: int, end: int) -> Iterator[list[tuple[CacheSpec, Tier]]]:
+    """Every way to have heads from `first` to `end` of shards that follow each other without a gap or an overlap."""
+
+    def after(at: int) -> Iterator[list[tuple[CacheSpec, Tier]]]:
+        if at >= end:
+            yield []
+            return
+        for spec, tier in shards:
+            stop = spec.head_start + spec.num_kv_heads
+            if spec.head_start == at or (at == first and spec.head_start < at < stop):
+                yield from ([(spec, tier), *rest] for rest in after(stop))
+
+    return after(first)
 
 
 def is_plain(folder: Path, kind: BlockKind) -> bool:

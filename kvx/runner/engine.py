@@ -103,6 +103,7 @@ class Engine:
         use_graphs: bool = True,
         tiers: Sequence[str | TierOption] = (),  # host:SIZE, disk:DIR[:SIZE], fastest first: where evicted blocks go
         tier_format: str = "auto",  # of blocks there; auto: the cache's, so that what comes back is what went
+        tier_model: str = "",  # these weights' name in the tiers, shared with other engines; "": made of the weight files
         progress: Progress = lambda done, total: None,
     ) -> Engine:
         if not isinstance(path, str | Path):
@@ -126,8 +127,8 @@ class Engine:
                 f"Engine.load(): max_seq_len is {max_seq_len}; the model's own context is {source.config.max_seq_len} tokens."
             )
         tokenizer = source.tokenizer()
-        name = identity(source.path, source.config, dtype) if options else ""
-        if options and tier_kv != kv:  # what went through another format is not what a cache of the tiers' own has
+        name = (tier_model or identity(source.path, source.config, dtype)) if options else ""
+        if options and kv != dtype:  # computed over rounded K and V: not what engines with the model's own type have
             name += f"-{kv}"
         groups = layer_groups(source.config, num_blocks=num_blocks, block_size=block_size, kv_format=kv)
         check_fits(groups, device)

@@ -1,6 +1,7 @@
 """An engine's tiers: what --tier says, opened on the engine's cache.
 
-Blocks are kept in the neutral layout, by names that begin with the model: what kvx.handover.find reads.
+Blocks are kept in the neutral layout, by names that begin with the model: what kvx.handover.find reads. A directory is a store that
+other engines share: what they wrote of a prompt, in whatever blocks, is found as well.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
+from kvx.adapters.store import share
 from kvx.cache.paged import PagedCache
 from kvx.errors import BadArgument
 from kvx.handover.part import neutral
@@ -46,6 +48,7 @@ class EngineTiers:
             for tier in (tier for mine in groups for tier in mine):
                 stack.enter_context(tier)
             self.backing = stack.enter_context(CacheTiers(cache, groups, kept=kept))
+            stack.enter_context(share(self.backing))
             self._opened = stack.pop_all()
 
     def stats(self) -> dict[str, Any]:

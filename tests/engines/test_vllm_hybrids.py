@@ -70,6 +70,18 @@ def test_a_conversation_goes_on_where_decoding_ended_a_block(tmp_path):
     assert second.tokens == alone.tokens
 
 
+def test_a_conversation_goes_on_where_prefix_caching_keeps_states(tmp_path):
+    """LFM2 with prefix caching: the states at the ends of blocks are there, those of the answer too."""
+    folder, prompt = small_models.make_lfm2(tmp_path / "model"), numbers(300)
+    engine, connector = {"async_scheduling": False}, kept_in(tmp_path / "tiers")
+    first = generate(folder, [prompt], max_tokens=40, connector=connector, **engine)
+    longer = [*prompt, *first.tokens[0], 7, 8, 9]
+    alone = generate(folder, [longer], max_tokens=24, **engine)
+    second = generate(folder, [longer], max_tokens=24, connector=connector, **engine)
+    assert second.cached == [320]
+    assert second.tokens == alone.tokens
+
+
 def test_a_state_that_is_missing_is_computed_up_to(tmp_path):
     """K and V of all the prompt are there, and the state only after 128 tokens: vLLM goes on there."""
     folder, prompt = small_models.make_lfm2(tmp_path / "model"), numbers(300)

@@ -1,27 +1,26 @@
-"""vLLM in a process of its own, as a function: what to run goes in as JSON, what came out comes back.
+"""vLLM in a process of its own, as a function: what to run goes in, what came out comes back.
 
 A fresh process is a fresh engine: nothing of the one before can be what makes a test pass.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-_MARK = "KVX-ANSWER "
+from tests.engines.forked import ROOT, Session, fork_server
+
+__all__ = ["ROOT", "Answer", "ServedLlm", "generate", "kvx_connector", "session"]
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+_PRELOAD = ("vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "kvx.adapters.vllm.connector")
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,22 @@ def generate(
     **engine: Any,  # arguments of LLM
 ) -> Answer:
     """Greedy, one prompt after the other. RuntimeError with what vLLM said where it did not answer."""
-    ask = {"model": str(model), "prompts": [list(map(int, p)) for p in prompts], "max_tokens": max_tokens}
-    ask |= {"connector": connector, "engine": engine}
-    env = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(ROOT), **(env or {})}
-    done = subprocess.run(
-        [str(python), "-m", "tests.engines.vllm_process"], input=json.dumps(ask), env=env, cwd=ROOT, capture_output=True,
-        text=True, timeout=600, check=False,
-    )  # fmt: skip
-    log = done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    if not lines:
-        raise RuntimeError(log)
-    return Answer(**json.loads(lines[-1].removeprefix(_MARK)), log=log)
+    with session(model, connector=connector, env=env, python=python, **engine) as one:
+        answer = one.ask("answer", prompts=[list(map(int, p)) for p in prompts], max_tokens=max_tokens)
+        return Answer(**answer, log=one.log)
+
+
+def session(
+    model: Path,
+    *,
+    connector: dict[str, Any] | None = None,
+    env: dict[str, str] | None = None,
+    python: str | Path = sys.executable,
+    **engine: Any,
+) -> Session:
+    """A ServedLlm that waits for calls."""
+    server = fork_server(python, _PRELOAD, _ENVIRONMENT)
+    return server.session("tests.engines.vllm_process:ServedLlm", env=env, model=str(model), connector=connector, engine=engine)
 
 
 def kvx_connector(tiers: Sequence[str], **extra: Any) -> dict[str, Any]:
@@ -65,22 +68,34 @@ def kvx_connector(tiers: Sequence[str], **extra: Any) -> dict[str, Any]:
     }
 
 
-def _answer(ask: dict[str, Any]) -> dict[str, Any]:
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
+class ServedLlm:
+    """Of the process that session() starts."""
 
-    transfer = KVTransferConfig(**ask["connector"]) if ask["connector"] else None
-    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "block_size": 32, "skip_tokenizer_init": True}
-    llm = LLM(ask["model"], kv_transfer_config=transfer, **{**settings, **ask["engine"]})
-    how = SamplingParams(temperature=0, max_tokens=ask["max_tokens"], ignore_eos=True, detokenize=False)
-    tokens, cached = [], []
-    for prompt in ask["prompts"]:
-        out = llm.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)[0]
-        tokens.append(list(out.outputs[0].token_ids))
-        cached.append(int(out.num_cached_tokens or 0))
-    return {"tokens": tokens, "cached": cached}
+    def __init__(self, model: str, connector: dict[str, Any] | None, engine: dict[str, Any]) -> None:
+        import multiprocessing
+        import os
 
+        import torch
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
 
-if __name__ == "__main__":
-    print(_MARK + json.dumps(_answer(json.loads(sys.stdin.read()))), flush=True)
-    os._exit(0)  # engines with wires in them may fall over at exit, long after the answer
+        if "OMP_NUM_THREADS" in os.environ:  # which was read when the library was loaded
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        if engine.get("tensor_parallel_size", 1) > 1:  # vLLM spawns its workers on CPUs: each would import it all again
+            from vllm.v1.executor import multiproc_executor
+
+            multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+        transfer = KVTransferConfig(**connector) if connector else None
+        settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "block_size": 32, "skip_tokenizer_init": True}
+        self._llm = LLM(model, kv_transfer_config=transfer, **{**settings, **engine})
+
+    def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        how = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        tokens, cached = [], []
+        for prompt in prompts:
+            out = self._llm.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)[0]
+            tokens.append(list(out.outputs[0].token_ids))
+            cached.append(int(out.num_cached_tokens or 0))
+        return {"tokens": tokens, "cached": cached}

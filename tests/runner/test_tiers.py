@@ -11,10 +11,11 @@ import pytest
 
 import kvx
 from kvx.cli import main
-from kvx.runner import Params
+from kvx.runner import Engine, Params
 from kvx.runner.identity import identity
 from kvx.runner.tiers import EngineTiers, kept_format
 from kvx.tiers import TierOption
+from tests.engines.small_models import make_plain
 from tests.runner import smollm
 
 PROMPTS, TOKENS = 4, 20
@@ -211,3 +212,44 @@ def test_models_that_differ_in_one_tensor_have_other_names(tmp_path):
         (tmp_path / str(n) / "model.safetensors").write_bytes(data)
         names.append(identity(tmp_path / str(n), config, "f32"))
     assert names[0] != names[1]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    pytest.importorskip("transformers", reason="makes the tiny model")
+    return make_plain(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def kinds_in(folder) -> list[dict]:
+    return [json.loads(path.read_text())["manifest"] for path in sorted(folder.glob("*/manifest.json"))]
+
+
+def test_engines_with_other_blocks_find_each_other(tiny, tmp_path):
+    """Blocks of 16 and of 48 tokens on one directory, by a name that both are given; a third, of another name, finds none."""
+    prompt, params = [n * 7 % 250 + 3 for n in range(150)], Params(max_tokens=8, ignore_eos=True)
+    said, cached = [], []
+    for size, name in ((16, "mine"), (48, "mine"), (32, "another")):
+        with Engine.load(tiny, block_size=size, num_blocks=16, tiers=[f"disk:{tmp_path}"], tier_model=name) as one:
+            ((answer,),) = one.generate([prompt], params)
+        said.append(answer.tokens)
+        cached.append(answer.num_cached)
+    assert cached == [0, 144, 0]
+    assert said[0] == said[1] == said[2]
+    assert {kind["model"] for kind in kinds_in(tmp_path)} == {"mine", "another"}
+
+
+@pytest.mark.parametrize(
+    ("kv", "tier", "model"),
+    [
+        ("auto", "auto", "mine"),
+        ("auto", "fp8", "mine"),
+        ("fp8", "auto", "mine-fp8_e4m3_per_token_head"),
+        ("bf16", "bf16", "mine-bf16"),
+    ],
+)
+def test_rounded_caches_have_a_name_of_their_own(tiny, tmp_path, kv, tier, model):
+    """What is rounded on its way to the tiers is what any engine keeps in that format; what a rounded cache computed is not."""
+    with Engine.load(tiny, kv_format=kv, tiers=[f"disk:{tmp_path}"], tier_format=tier, tier_model="mine", num_blocks=16) as one:
+        one.generate([[*range(3, 40)]], Params(max_tokens=1))
+    (kind,) = kinds_in(tmp_path)
+    assert kind["model"] == model
