@@ -38,12 +38,13 @@ def generate(
     max_tokens: int = 64,
     connector: dict[str, Any] | None = None,  # arguments of KVTransferConfig
     env: dict[str, str] | None = None,
+    reset_before: Sequence[int] = (),  # prompts before which vLLM forgets its own prefix cache
     python: str | Path = sys.executable,  # of the environment that has vLLM
     **engine: Any,  # arguments of LLM
 ) -> Answer:
     """Greedy, one prompt after the other. RuntimeError with what vLLM said where it did not answer."""
     ask = {"model": str(model), "prompts": [list(map(int, p)) for p in prompts], "max_tokens": max_tokens}
-    ask |= {"connector": connector, "engine": engine}
+    ask |= {"connector": connector, "engine": engine, "reset_before": list(reset_before)}
     env = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(ROOT), **(env or {})}
     done = subprocess.run(
         [str(python), "-m", "tests.engines.vllm_process"], input=json.dumps(ask), env=env, cwd=ROOT, capture_output=True,
@@ -74,7 +75,9 @@ def _answer(ask: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(ask["model"], kv_transfer_config=transfer, **{**settings, **ask["engine"]})
     how = SamplingParams(temperature=0, max_tokens=ask["max_tokens"], ignore_eos=True, detokenize=False)
     tokens, cached = [], []
-    for prompt in ask["prompts"]:
+    for n, prompt in enumerate(ask["prompts"]):
+        if n in ask["reset_before"]:
+            assert llm.reset_prefix_cache()
         out = llm.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)[0]
         tokens.append(list(out.outputs[0].token_ids))
         cached.append(int(out.num_cached_tokens or 0))
