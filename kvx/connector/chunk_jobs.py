@@ -8,6 +8,7 @@ handed that memory: bytes go through a buffer of the thread's own.
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 import time
 from collections import deque
@@ -165,7 +166,7 @@ class ChunkJobs:
     def _work(self, number: int) -> None:
         # The first takes no stores: who waits for an answer does not wait behind a slow disk.
         queues = [self._loads] if number == 0 else [self._loads, self._stores]
-        buffer = torch.empty(0, dtype=torch.uint8)
+        buffer = _pages(0)
         while True:
             with self._change:
                 self._change.wait_for(lambda: self._is_closed or self._looks or any(queues))
@@ -191,9 +192,10 @@ class ChunkJobs:
     def _run(self, piece: _Piece, buffer: torch.Tensor) -> torch.Tensor:
         """Gives the buffer, which may have grown."""
         job, begin, kind = piece.job, time.monotonic(), self._store.groups[piece.group].kind
-        if buffer.numel() < kind.num_bytes * len(piece.keys):
-            buffer = torch.empty(kind.num_bytes * len(piece.keys), dtype=torch.uint8)
-        parts = buffer[: kind.num_bytes * len(piece.keys)].split(kind.num_bytes)
+        stride = -(-kind.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE  # each begins on a page, so that it can go past the cache
+        if buffer.numel() < stride * len(piece.keys):
+            buffer = _pages(stride * len(piece.keys))
+        parts = [buffer[n * stride : n * stride + kind.num_bytes] for n in range(len(piece.keys))]
         blocks = [Block(kind, (part,)) for part in parts]
         moved = [] if job.is_over else (self._load if job.is_load else self._save)(piece, blocks)
         with self._change:
@@ -232,6 +234,10 @@ class ChunkJobs:
                 group.write(self._rows[piece.rows[n]], block.buffers[0].numpy())
 
         return [piece.keys[n] for n in there] if piece.job.touch(copy) else []
+
+
+def _pages(num_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)
 
 
 def _group(key: bytes) -> int:

@@ -44,9 +44,9 @@ class ChunkStore:
         tiers: Sequence[TierOption],
         *,
         logger: logging.Logger,
-        open_tier: Callable[[TierOption, BlockKind], Tier] = TierOption.open,
+        open_tier: Callable[[TierOption, BlockKind], Tier] | None = None,  # default: TierOption.open
     ) -> None:
-        self.groups, self._logger, self._open_tier = dict(groups), logger, open_tier
+        self.groups, self._logger, self._open_tier = dict(groups), logger, open_tier or _open_direct
         whole = sum(group.kind.num_bytes for group in groups.values())
         self._options = {n: [tier.share(group.kind.num_bytes, whole) for tier in tiers] for n, group in groups.items()}
         self._stacks: dict[int, TierStack] = {}
@@ -153,6 +153,11 @@ class ChunkStore:
             count, self._num_silent, self._failed_s = self._num_silent, 0, time.monotonic()
         more = f" ({count} failures since the last of these lines)" if count > 1 else ""
         self._logger.warning("KVX: %s failed, which counts as a miss: %s: %s%s", what, type(error).__name__, error, more)
+
+
+def _open_direct(option: TierOption, kind: BlockKind) -> Tier:
+    """Past the system's cache: an engine that has chunks in host memory is one itself."""
+    return option.open(kind, direct=True)
 
 
 def _put(tier: Tier, keys: Sequence[bytes], blocks: Sequence[Block]) -> TierError | None:

@@ -39,12 +39,13 @@ def generate(
     connector: dict[str, Any] | None = None,  # arguments of KVTransferConfig
     env: dict[str, str] | None = None,
     reset_before: Sequence[int] = (),  # prompts before which vLLM forgets its own prefix cache
+    is_shut_down: bool = False,  # the engine ends in order, rather than with its process
     python: str | Path = sys.executable,  # of the environment that has vLLM
     **engine: Any,  # arguments of LLM
 ) -> Answer:
     """Greedy, one prompt after the other. RuntimeError with what vLLM said where it did not answer."""
     ask = {"model": str(model), "prompts": [list(map(int, p)) for p in prompts], "max_tokens": max_tokens}
-    ask |= {"connector": connector, "engine": engine, "reset_before": list(reset_before)}
+    ask |= {"connector": connector, "engine": engine, "reset_before": list(reset_before), "is_shut_down": is_shut_down}
     env = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(ROOT), **(env or {})}
     done = subprocess.run(
         [str(python), "-m", "tests.engines.vllm_process"], input=json.dumps(ask), env=env, cwd=ROOT, capture_output=True,
@@ -81,6 +82,8 @@ def _answer(ask: dict[str, Any]) -> dict[str, Any]:
         out = llm.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)[0]
         tokens.append(list(out.outputs[0].token_ids))
         cached.append(int(out.num_cached_tokens or 0))
+    if ask["is_shut_down"]:
+        llm.llm_engine.engine_core.shutdown()
     return {"tokens": tokens, "cached": cached}
 
 

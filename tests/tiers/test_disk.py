@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 import kvx
-from kvx.tiers import TierError, block_file, disk
+from kvx.tiers import TierError, block_file, block_io, disk
 from tests.tiers.blocks import KIND, block, files, found, key, open_tier, put
 
 
@@ -95,7 +95,7 @@ def test_capacity_holds_at_every_moment(tmp_path, monkeypatch):
         real(*args)
         counts.append(len(files(tmp_path)))  # unfinished ones too
 
-    monkeypatch.setattr(disk, "write_block", count)
+    monkeypatch.setattr(block_io, "write_block", count)
     with open_tier("disk", tmp_path, 4) as tier:
         for f in [tier.put([key(n)], [block(key(n))]) for n in range(60)]:
             f.result()
@@ -153,7 +153,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path, monkeypatch):
     events = []
     with open_tier("disk", tmp_path, 4, on_event=events.append) as tier:
         put(tier, 1)
-        monkeypatch.setattr(disk, "write_block", full)
+        monkeypatch.setattr(block_io, "write_block", full)
         with pytest.raises(TierError, match=rf"block 1 of 2, {key(2).hex()}: .*No space left"):
             put(tier, 1, 2)
         monkeypatch.undo()
