@@ -44,11 +44,10 @@ def generate(
     **engine: Any,  # arguments of LLM
 ) -> Answer:
     """Greedy, one prompt after the other. RuntimeError with what vLLM said where it did not answer."""
-    ask = {"model": str(model), "prompts": [list(map(int, p)) for p in prompts], "max_tokens": max_tokens}
+    ask: dict[str, Any] = {"model": str(model), "prompts": [list(map(int, p)) for p in prompts], "max_tokens": max_tokens}
     ask |= {"connector": connector, "engine": engine, "reset_before": list(reset_before), "is_shut_down": is_shut_down}
-    env = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(ROOT), **(env or {})}
     done = subprocess.run(
-        [str(python), "-m", "tests.engines.vllm_process"], input=json.dumps(ask), env=env, cwd=ROOT, capture_output=True,
+        [str(python), "-m", "tests.engines.vllm_process"], input=json.dumps(ask), env=environment(env), cwd=ROOT, capture_output=True,
         text=True, timeout=600, check=False,
     )  # fmt: skip
     log = done.stdout + done.stderr
@@ -56,6 +55,10 @@ def generate(
     if not lines:
         raise RuntimeError(log)
     return Answer(**json.loads(lines[-1].removeprefix(_MARK)), log=log)
+
+
+def environment(more: dict[str, str] | None = None) -> dict[str, str]:
+    return {**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(ROOT), **(more or {})}
 
 
 def kvx_connector(tiers: Sequence[str], **extra: Any) -> dict[str, Any]:
