@@ -84,7 +84,9 @@ def _samples(folder: Path | None, repeats: int, size: int, num_chunks: int, prom
     samples: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory(dir=folder) as path, _region(2 * num_chunks, size) as rows:
         rows[:num_chunks] = np.random.default_rng(7).integers(0, 256, (num_chunks, size), np.uint8)
-        tiers = {name: _tier(name, rows, Path(path) / name) for name in ("fs", "kvx")}
+        kvx = {"type": "KvxTier", "module_path": "kvx.adapters.vllm.secondary_tier", "model": "bench-vllm", "timeout_s": 600}
+        told = {"fs": {"type": "fs", "root_dir": f"{path}/fs"}, "kvx": {**kvx, "tiers": [f"disk:{path}/kvx"]}}
+        tiers = {name: make_tier(tier, rows) for name, tier in told.items()}
         for turn in range(repeats + 1):
             for name, tier in tiers.items():
                 for way, us in _once(tier, rows, Path(path) / name, prompts).items():
@@ -105,29 +107,31 @@ def _region(num_chunks: int, size: int) -> Iterator[np.ndarray]:
     yield rows
 
 
-def _tier(name: str, rows: np.ndarray, path: Path) -> Any:
+def make_tier(tier: dict[str, Any], rows: np.ndarray) -> Any:
+    """What vLLM's factory makes of a member of `secondary_tiers`."""
     try:
-        from vllm.v1.kv_offload import config as told
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
         from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
     except ImportError as error:
         raise Unsupported(f"kvx bench vllm needs vLLM 0.32: {error}. Run it where vLLM is installed.") from error
+    spec = TieringOffloadingSpec(offloading_config(rows.shape[1]))
+    return SecondaryTierFactory.create_secondary_tier(tier, memoryview(rows.view(np.int8).data), spec)
+
+
+def offloading_config(chunk_bytes: int) -> Any:
+    """As vLLM tells its tiers of a model with 32 layers, on one rank."""
+    from vllm.v1.kv_offload import config as told
+
     parallel = told.OffloadingParallelConfig(
         rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0, data_parallel_size=1,
         data_parallel_rank_local=None, is_parallelism_agnostic=False,
     )  # fmt: skip
-    config = told.OffloadingConfig(
+    return told.OffloadingConfig(
         groups=(told.OffloadingGroupConfig(16, tuple(f"model.layers.{n}.self_attn.attn" for n in range(32)), 0),),
-        worker_kv_bytes_per_block=rows.shape[1], enable_kv_cache_events=False, extra_config={"cpu_bytes_to_use": rows.nbytes},
+        worker_kv_bytes_per_block=chunk_bytes, enable_kv_cache_events=False, extra_config={"cpu_bytes_to_use": 1 << 30},
         engine_id="kvx-bench", model=told.OffloadingModelConfig("bench", "bfloat16"), cache=told.OffloadingCacheConfig(16, 1),
         parallel=parallel, kv_cache_layout="LBHNC",
     )  # fmt: skip
-    tier: dict[str, Any] = {"type": "fs", "root_dir": str(path)}
-    if name == "kvx":
-        tier = {"type": "KvxTier", "module_path": "kvx.adapters.vllm.secondary_tier", "model": "bench-vllm"}
-        tier |= {"tiers": [f"disk:{path}"], "timeout_s": 600}
-    path.mkdir()
-    return SecondaryTierFactory.create_secondary_tier(tier, memoryview(rows.view(np.int8).data), TieringOffloadingSpec(config))
 
 
 def _once(tier: Any, rows: np.ndarray, path: Path, prompts: int) -> dict[str, float]:

@@ -47,8 +47,8 @@ def generate(
     ask: dict[str, Any] = {"model": str(model), "prompts": [list(map(int, p)) for p in prompts], "max_tokens": max_tokens}
     ask |= {"connector": connector, "engine": engine, "reset_before": list(reset_before), "is_shut_down": is_shut_down}
     done = subprocess.run(
-        [str(python), "-m", "tests.engines.vllm_process"], input=json.dumps(ask), env=environment(env), cwd=ROOT, capture_output=True,
-        text=True, timeout=600, check=False,
+        [str(python), "-m", "tests.engines.vllm_process"], input=json.dumps(ask), env=environment(env), cwd=ROOT,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     log = done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]

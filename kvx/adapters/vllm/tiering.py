@@ -57,7 +57,11 @@ class KvxTieringSpec(TieringOffloadingSpec):
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        return HostWorker(kv_caches, region, self.blocks_per_chunk)
+        try:
+            return HostWorker(kv_caches, region, self.blocks_per_chunk)
+        except Exception:
+            region.cleanup()
+            raise
 
 
 class HostWorker(OffloadingWorker):
