@@ -23,7 +23,7 @@ import numpy as np
 from kvx.bench.harness import Timing, machine, summarise
 from kvx.errors import Unsupported
 
-TOTAL_BYTES = 256 << 20
+TOTAL_BYTES = 128 << 20
 CHUNKS = {"128 KiB": 128 << 10, "2 MiB": 2 << 20, "8 MiB": 8 << 20}  # 2 MiB: 16 tokens of a model of 8B in 16 bits
 PROMPTS = (1, 8)
 WAYS = ("store", "load")
@@ -84,8 +84,16 @@ def _samples(folder: Path | None, repeats: int, size: int, num_chunks: int, prom
     samples: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory(dir=folder) as path, _region(2 * num_chunks, size) as rows:
         rows[:num_chunks] = np.random.default_rng(7).integers(0, 256, (num_chunks, size), np.uint8)
-        kvx = {"type": "KvxTier", "module_path": "kvx.adapters.vllm.secondary_tier", "model": "bench-vllm", "timeout_s": 600}
-        told = {"fs": {"type": "fs", "root_dir": f"{path}/fs"}, "kvx": {**kvx, "tiers": [f"disk:{path}/kvx"]}}
+        kvx: dict[str, Any] = {
+            "type": "KvxTier",
+            "module_path": "kvx.adapters.vllm.secondary_tier",
+            "model": "bench-vllm",
+            "timeout_s": 600,
+        }
+        told: dict[str, dict[str, Any]] = {
+            "fs": {"type": "fs", "root_dir": f"{path}/fs"},
+            "kvx": {**kvx, "tiers": [f"disk:{path}/kvx"]},
+        }
         tiers = {name: make_tier(tier, rows) for name, tier in told.items()}
         for turn in range(repeats + 1):
             for name, tier in tiers.items():
