@@ -84,17 +84,7 @@ def _samples(folder: Path | None, repeats: int, size: int, num_chunks: int, prom
     samples: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory(dir=folder) as path, _region(2 * num_chunks, size) as rows:
         rows[:num_chunks] = np.random.default_rng(7).integers(0, 256, (num_chunks, size), np.uint8)
-        kvx: dict[str, Any] = {
-            "type": "KvxTier",
-            "module_path": "kvx.adapters.vllm.secondary_tier",
-            "model": "bench-vllm",
-            "timeout_s": 600,
-        }
-        told: dict[str, dict[str, Any]] = {
-            "fs": {"type": "fs", "root_dir": f"{path}/fs"},
-            "kvx": {**kvx, "tiers": [f"disk:{path}/kvx"]},
-        }
-        tiers = {name: make_tier(tier, rows) for name, tier in told.items()}
+        tiers = {name: make_tier(told, rows) for name, told in _settings(Path(path)).items()}
         for turn in range(repeats + 1):
             for name, tier in tiers.items():
                 for way, us in _once(tier, rows, Path(path) / name, prompts).items():
@@ -104,6 +94,14 @@ def _samples(folder: Path | None, repeats: int, size: int, num_chunks: int, prom
             tier.shutdown()
         tiers.clear()
     return samples
+
+
+def _settings(path: Path) -> dict[str, dict[str, Any]]:
+    kvx = {"type": "KvxTier", "module_path": "kvx.adapters.vllm.secondary_tier", "model": "bench-vllm"}
+    return {
+        "fs": {"type": "fs", "root_dir": f"{path}/fs"},
+        "kvx": {**kvx, "tiers": [f"disk:{path}/kvx"], "timeout_s": 600},
+    }
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def test_without_a_store_vllm_goes_on(tmp_path, what):
         connector, said = tiering(kv, 400_000, module="tests.engines.vllm_full_disk"), "No space left on device"
     answer = run(folder, connector, **AGAIN)
     assert answer.tokens[5] == answer.tokens[0]
-    assert answer.cached[5] == 0
+    assert answer.cached[5] == 32  # which the prompt before it left in host memory
     assert said in answer.log
     assert not [*kv.rglob("*.kvx"), *kv.rglob("*.partial")]
 
