@@ -28,6 +28,7 @@ from kvx.bench import hybrid as hybrid_bench
 from kvx.bench import sglang as sglang_bench
 from kvx.bench import step as step_bench
 from kvx.bench import tiers as tiers_bench
+from kvx.bench import vllm as vllm_bench
 from kvx.bench import wires as wires_bench
 from kvx.bench import write as write_bench
 from kvx.cli import bench_tables
@@ -49,7 +50,7 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print the result as JSON on stdout instead of saving it; progress goes to stderr.")
 ]
 
-ONE_DEVICE = ("accuracy", "call", "sglang", "step", "wires")  # that have no --device
+ONE_DEVICE = ("accuracy", "call", "sglang", "step", "vllm", "wires")  # that have no --device
 
 
 def _run(name: str, device: str, out: Path | None, only: str, as_json: bool) -> None:
@@ -216,6 +217,19 @@ def sglang(
     check_folder("--folder", folder)
     check_positive("--repeats", repeats)
     _measure(sglang_bench, "cpu", out, as_json, folder=folder, repeats=repeats, say=partial(typer.echo, err=as_json))
+
+
+@app.command()
+def vllm(
+    folder: Annotated[Path | None, typer.Option(help="on the disk that is measured; default: a temporary one")] = None,
+    repeats: Annotated[int, typer.Option(help="runs of each; the median counts")] = 7,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Chunks of vLLM's host memory to a disk and back, beside vLLM's own fs tier. Needs vLLM."""
+    check_folder("--folder", folder)
+    check_positive("--repeats", repeats)
+    _measure(vllm_bench, "cpu", out, as_json, folder=folder, repeats=repeats, say=partial(typer.echo, err=as_json))
 
 
 @app.command()

@@ -58,10 +58,10 @@ def file_bytes(kind: BlockKind) -> int:
     return header_bytes(kind) + kind.num_bytes
 
 
-def open_file(path: str | Path, dir_fd: int | None = None) -> int:
+def open_file(path: str | Path, dir_fd: int | None = None, flags: int = 0) -> int:
     """A descriptor to read a file by. Damaged where something else has its name: a link is not followed, a pipe not waited for."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=dir_fd)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | flags, dir_fd=dir_fd)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket or a device without a driver
             raise Damaged("it is a symbolic link or a socket, no file.") from None
@@ -76,31 +76,81 @@ def open_file(path: str | Path, dir_fd: int | None = None) -> int:
 
 
 def write_block(file: BinaryIO, key: bytes, block: Block) -> None:
-    kind, number = block.kind, max(CHECKSUMS)
-    text, size = kind.text.encode(), header_bytes(kind)
-    payload = [t.numpy().data for t in block.buffers if t.numel()]
-    head = _HEAD.pack(
-        MAGIC, VERSION, number, size, len(text), kind.num_bytes, kind.digest, checksum(number, payload), len(key), key
-    )
-    head = (head + text).ljust(size - _CHECK_BYTES, b"\0")
-    file.write(head + checksum(number, [head]))
+    payload = _payload(block)
+    file.write(_head(key, block.kind, payload))
     for part in payload:
         file.write(part)
 
 
+def write_direct(fd: int, key: bytes, block: Block, room: Any) -> None:
+    """The same in one call, past the system's cache. `room` is header_bytes() of memory for the header, on a page."""
+    payload = _payload(block)
+    room[:] = _head(key, block.kind, payload)
+    size = file_bytes(block.kind)
+    wrote = os.writev(fd, [room, *payload])
+    if wrote != size:
+        raise OSError(errno.ENOSPC, f"{wrote} of {size} bytes were written")
+
+
+def is_aligned(block: Block) -> bool:
+    """Whether it can be written and read past the system's cache: every buffer begins and ends on a page."""
+    return all(t.data_ptr() % _ALIGN == 0 and t.numel() % _ALIGN == 0 for t in block.buffers)
+
+
 def read_block(file: BinaryIO, key: bytes, into: Block) -> None:
     """Fill `into`, and raise unless every byte is the one that was written, for this key and this kind."""
-    kind, size = into.kind, os.fstat(file.fileno()).st_size
+    size = os.fstat(file.fileno()).st_size
     start = file.read(_HEAD.size)
+    length = _header_length(start, size)
+    number, want = _check_head(start + file.read(length - _HEAD.size), key, into.kind)
+    payload = _payload(into)
+    for part in payload:
+        _fill(file, part)
+    if checksum(number, payload) != want:
+        raise Damaged("its bytes are not those that were written: the checksum differs.")
+
+
+def read_direct(fd: int, key: bytes, into: Block, room: Any) -> None:
+    """As read_block(), in one call past the system's cache. `room` as in write_direct()."""
+    size, payload = os.fstat(fd).st_size, _payload(into)
+    came = os.readv(fd, [room, *payload])
+    head = bytes(room[: min(came, len(room))])
+    if _header_length(head, size) != len(room) or came != size:
+        raise Damaged(f"it has {size} bytes, of which {came} came; its kind makes {file_bytes(into.kind)}.")
+    number, want = _check_head(head, key, into.kind)
+    if checksum(number, payload) != want:
+        raise Damaged("its bytes are not those that were written: the checksum differs.")
+
+
+def _payload(block: Block) -> list[Any]:
+    return [t.numpy().data for t in block.buffers if t.numel()]
+
+
+def _head(key: bytes, kind: BlockKind, payload: Iterable[Any]) -> bytes:
+    text, size, number = kind.text.encode(), header_bytes(kind), max(CHECKSUMS)
+    head = _HEAD.pack(
+        MAGIC, VERSION, number, size, len(text), kind.num_bytes, kind.digest, checksum(number, payload), len(key), key
+    )
+    head = (head + text).ljust(size - _CHECK_BYTES, b"\0")
+    return head + checksum(number, [head])
+
+
+def _header_length(start: bytes, size: int) -> int:
+    """What a file of `size` bytes says of its header."""
     if len(start) < _HEAD.size or not start.startswith(MAGIC):
         raise Damaged(f"it has {size} bytes and begins with {start[:8]!r}; a block file begins with {MAGIC!r}.")
-    _, version, number, length, text_bytes, payload_bytes, digest, want, key_bytes, name = _HEAD.unpack(start)
+    _, version, _, length, text_bytes, payload_bytes, *_ = _HEAD.unpack_from(start)
     if version != VERSION:
         raise Damaged(f"its version is {version}; this library reads {VERSION}.")
     if not _HEAD.size + text_bytes + _CHECK_BYTES <= length <= min(size, _MOST_HEADER_BYTES) or length + payload_bytes != size:
         raise Damaged(f"it has {size} bytes; its header makes {length} + {payload_bytes}. It is cut short or changed.")
-    rest = file.read(length - _HEAD.size)
-    head, check = start + rest[:-_CHECK_BYTES], rest[-_CHECK_BYTES:]
+    return int(length)
+
+
+def _check_head(data: bytes, key: bytes, kind: BlockKind) -> tuple[int, bytes]:
+    """Raise unless this header is of this key and this kind. Gives the payload's checksum: its number, and itself."""
+    _, _, number, _, text_bytes, payload_bytes, digest, want, key_bytes, name = _HEAD.unpack_from(data)
+    head, check = data[:-_CHECK_BYTES], data[-_CHECK_BYTES:]
     if number not in (1, 3) or checksum(number, [head]) != check:
         raise Damaged("its header is not the one that was written: the checksum differs.")
     if name[:key_bytes] != key or len(key) != key_bytes:
@@ -113,11 +163,7 @@ def read_block(file: BinaryIO, key: bytes, into: Block) -> None:
         kind.require_same(theirs, "get")
     if payload_bytes != kind.num_bytes:
         raise Damaged(f"its payload has {payload_bytes} bytes; its kind has {kind.num_bytes}.")
-    parts = [t.numpy().data for t in into.buffers if t.numel()]
-    for part in parts:
-        _fill(file, part)
-    if checksum(number, parts) != want:
-        raise Damaged("its bytes are not those that were written: the checksum differs.")
+    return number, want
 
 
 def _fill(file: BinaryIO, part: memoryview) -> None:

@@ -259,9 +259,9 @@ def _sync(fd: int, is_needed: bool) -> None:
             raise
 
 
-def new_file(path: str | Path, dir_fd: int | None = None) -> int:
+def new_file(path: str | Path, dir_fd: int | None = None, flags: int = 0) -> int:
     """A file that is new, and its owner's alone whatever the umask: K and V tell what was asked."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600, dir_fd=dir_fd)
     with suppress(OSError):  # a file system without modes; the umask can only have taken bits away
         os.fchmod(fd, 0o600)
     return fd

@@ -18,8 +18,9 @@ from pathlib import Path
 from kvx.errors import Damaged, Incompatible, TierError, Unsupported
 from kvx.spec.byte_size import parse_bytes
 from kvx.tiers.block import Block, BlockKind
-from kvx.tiers.block_file import file_bytes, open_file, read_block, write_block
-from kvx.tiers.directory import Directory, name_of, new_file, partial_name
+from kvx.tiers.block_file import file_bytes, open_file
+from kvx.tiers.block_io import BlockIo
+from kvx.tiers.directory import Directory, name_of, partial_name
 from kvx.tiers.tier import Tier, TierEvent, blocks_in
 
 
@@ -43,10 +44,11 @@ class DiskTier(Tier):
         on_event: Callable[[TierEvent], None] | None = None,
         refresh_s: float = 1.0,
         grace_s: float = 600.0,  # an unfinished file this old has no writer any more
+        direct: bool = False,  # past the system's cache, where it can: for those whose blocks lie in memory elsewhere already
     ) -> None:
         self.check(kind)
         self.path, self.file_bytes, self.fsync, self.refresh_s = Path(path), file_bytes(kind), fsync, refresh_s
-        self._root = str(self.path)
+        self._root, self._files = str(self.path), BlockIo(kind, direct=direct)
         if isinstance(capacity_bytes, str):
             capacity_bytes = parse_bytes(capacity_bytes, "DiskTier: capacity_bytes")
         self.capacity_blocks = blocks_in("DiskTier", capacity_bytes, self.file_bytes)
@@ -117,14 +119,12 @@ class DiskTier(Tier):
         partial = partial_name(name)
         with self._directory.folder(key, is_made=True) as folder:
             try:
-                with open(new_file(partial, folder), "wb") as file:
-                    write_block(file, key, block)
-                    file.flush()
+                with self._files.write(partial, folder, key, block) as file:
                     if self.fsync:
-                        os.fsync(file.fileno())
+                        os.fsync(file)
                     with self._lock:
                         used_ns = self._directory.recency.now_ns()
-                    os.utime(file.fileno(), ns=(used_ns, used_ns))
+                    os.utime(file, ns=(used_ns, used_ns))
                 os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with suppress(OSError):
@@ -138,9 +138,8 @@ class DiskTier(Tier):
     def _fetch(self, key: bytes, into: Block | None) -> Block | None:
         block = into or self.kind.empty()
         try:
-            with self._directory.folder(key) as folder, open(open_file(name_of(key), folder), "rb", buffering=0) as file:
-                read_block(file, key, block)
-                self._used(key, file.fileno())
+            with self._directory.folder(key) as folder, self._files.read(name_of(key), folder, key, block) as file:
+                self._used(key, file)
         except FileNotFoundError:
             return None
         except (Damaged, Incompatible) as error:

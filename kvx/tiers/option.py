@@ -47,11 +47,11 @@ class TierOption:
         """What one of several kinds has of it, by the bytes of their blocks."""
         return replace(self, capacity_bytes=self.capacity_bytes * part // whole)
 
-    def open(self, kind: BlockKind, *, group: str = "", pin_memory: bool = False) -> Tier:
-        """`group` tells layer groups apart whose blocks look alike."""
+    def open(self, kind: BlockKind, *, group: str = "", pin_memory: bool = False, direct: bool = False) -> Tier:
+        """`group` tells layer groups apart whose blocks look alike; `direct` is a DiskTier's."""
         if self.path is None:
             return HostTier(kind, self.capacity_bytes, pin_memory=pin_memory)
-        return DiskTier(self.path / "-".join(filter(None, (kind.digest.hex(), group))), kind, self.capacity_bytes)
+        return DiskTier(self.path / "-".join(filter(None, (kind.digest.hex(), group))), kind, self.capacity_bytes, direct=direct)
 
 
 def open_tiers(

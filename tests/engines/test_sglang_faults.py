@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+import kvx.tiers.block_io as block_io
 import kvx.tiers.disk as disk
 from tests.engines import sglang_pools as sgl
 
@@ -23,19 +24,19 @@ def test_a_full_disk(tmp_path, monkeypatch, caplog):
     store, where = sgl.backend(tmp_path, pool), pool.alloc(32)
     keys = sgl.keys(range(32), 4)
     assert store.batch_set_v1(keys[:2], where[:8]) == [True, True]
-    write = disk.write_block
+    write = block_io.write_block
 
     def full(file, key, block):
         file.write(b"x" * 100)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(disk, "write_block", full)
+    monkeypatch.setattr(block_io, "write_block", full)
     assert store.batch_set_v1(keys, where) == [True, True] + [False] * 6
     assert "No space left on device" in caplog.text
     assert store.batch_exists(keys) == 2
     assert store.batch_get_v1(keys[:3], pool.alloc(12)) == [True, True, False]
     assert not [p for p in tmp_path.rglob("*") if p.name.endswith(".partial")]
-    monkeypatch.setattr(disk, "write_block", write)
+    monkeypatch.setattr(block_io, "write_block", write)
     assert store.batch_set_v1(keys, where) == [True] * 8
     assert store.batch_exists(keys) == 8
 

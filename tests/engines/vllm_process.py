@@ -38,11 +38,16 @@ def generate(
     connector: dict[str, Any] | None = None,  # arguments of KVTransferConfig
     env: dict[str, str] | None = None,
     python: str | Path = sys.executable,  # of the environment that has vLLM
+    reset_before: Sequence[int] = (),  # of these prompts the prefix cache is emptied first
+    is_shut_down: bool = False,  # at the end, as a server is
     **engine: Any,  # arguments of LLM
 ) -> Answer:
     """Greedy, one prompt after the other. RuntimeError with what vLLM said where it did not answer."""
     with session(model, connector=connector, env=env, python=python, **engine) as one:
-        answer = one.ask("answer", prompts=[list(map(int, p)) for p in prompts], max_tokens=max_tokens)
+        asked = [list(map(int, p)) for p in prompts]
+        answer = one.ask("answer", prompts=asked, max_tokens=max_tokens, reset_before=list(reset_before))
+        if is_shut_down:
+            one.ask("shut_down")
         return Answer(**answer, log=one.log)
 
 
@@ -89,13 +94,18 @@ class ServedLlm:
         settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "block_size": 32, "skip_tokenizer_init": True}
         self._llm = LLM(model, kv_transfer_config=transfer, **{**settings, **engine})
 
-    def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    def answer(self, prompts: list[list[int]], max_tokens: int, reset_before: list[int]) -> dict[str, Any]:
         from vllm import SamplingParams
 
         how = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         tokens, cached = [], []
-        for prompt in prompts:
+        for n, prompt in enumerate(prompts):
+            if n in reset_before:
+                assert self._llm.reset_prefix_cache()
             out = self._llm.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)[0]
             tokens.append(list(out.outputs[0].token_ids))
             cached.append(int(out.num_cached_tokens or 0))
         return {"tokens": tokens, "cached": cached}
+
+    def shut_down(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()

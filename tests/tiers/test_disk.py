@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 import kvx
-from kvx.tiers import TierError, block_file, disk
+from kvx.tiers import Block, BlockKind, DiskTier, TierError, block_file, block_io, disk
 from tests.tiers.blocks import KIND, block, files, found, key, open_tier, put
 
 
@@ -95,7 +97,7 @@ def test_capacity_holds_at_every_moment(tmp_path, monkeypatch):
         real(*args)
         counts.append(len(files(tmp_path)))  # unfinished ones too
 
-    monkeypatch.setattr(disk, "write_block", count)
+    monkeypatch.setattr(block_io, "write_block", count)
     with open_tier("disk", tmp_path, 4) as tier:
         for f in [tier.put([key(n)], [block(key(n))]) for n in range(60)]:
             f.result()
@@ -153,7 +155,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path, monkeypatch):
     events = []
     with open_tier("disk", tmp_path, 4, on_event=events.append) as tier:
         put(tier, 1)
-        monkeypatch.setattr(disk, "write_block", full)
+        monkeypatch.setattr(block_io, "write_block", full)
         with pytest.raises(TierError, match=rf"block 1 of 2, {key(2).hex()}: .*No space left"):
             put(tier, 1, 2)
         monkeypatch.undo()
@@ -202,3 +204,42 @@ def test_a_spec_is_no_kind_of_block(tmp_path):
     spec = kvx.CacheSpec(4, 8, 2, 16)
     with pytest.raises(kvx.BadArgument, match="DiskTier"):
         disk.DiskTier(tmp_path, spec, 1 << 20)
+
+
+ALIGNED = BlockKind({"model": "small", "layout": "pages"}, (8192, 4096))
+
+
+def _aligned(content: bytes = b"\0") -> Block:
+    memory = torch.frombuffer(mmap.mmap(-1, ALIGNED.num_bytes), dtype=torch.uint8)
+    memory.fill_(content[0])
+    return Block(ALIGNED, (memory[:8192], memory[8192:]))
+
+
+@pytest.mark.parametrize("ways", [(True, True), (True, False), (False, True)], ids=str)
+def test_past_the_system_s_cache_the_files_are_the_same(tmp_path, ways):
+    """What one way wrote the other reads, and damage is found by both."""
+    with DiskTier(tmp_path, ALIGNED, "1MB", direct=ways[0]) as tier:
+        tier.put([key(1), key(2)], [_aligned(b"a"), _aligned(b"b")]).result()
+    with DiskTier(tmp_path, ALIGNED, "1MB", direct=ways[1]) as tier:
+        into = _aligned()
+        assert tier.get([key(1)], [into]).result()[0] is not None
+        assert bool((into.buffers[1] == ord("a")).all())
+        assert tier.get([key(2)]).result()[0] is not None  # into memory that does not begin on a page
+        (path,) = (p for p in files(tmp_path) if key(1).hex() in p.name)
+        data = path.read_bytes()
+        for wrong in (data[:-4096], data[:-1] + b"x", b"y" + data[1:], data + bytes(4096), data[:100]):
+            path.write_bytes(wrong)
+            assert tier.get([key(1)], [into]).result() == [None]
+            assert not path.exists()
+
+
+def test_a_file_system_that_cannot_go_past_its_cache(tmp_path, monkeypatch):
+    def cannot(*_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(block_io, "write_direct", cannot)
+    monkeypatch.setattr(block_io, "read_direct", cannot)
+    with DiskTier(tmp_path, ALIGNED, "1MB", direct=True) as tier:
+        assert tier.put([key(1), key(2)], [_aligned(b"a"), _aligned(b"b")]).result() == [True, True]
+        assert tier.get([key(1)], [_aligned()]).result()[0] is not None
+    assert len(files(tmp_path)) == 2

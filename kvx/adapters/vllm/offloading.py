@@ -9,12 +9,10 @@ Whoever wants other engines to find them takes the connector.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -32,10 +30,10 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvx.adapters.vllm import facts
+from kvx.adapters.vllm.page_facts import page_facts, require_model
 from kvx.connector.pages import Pages, PageTiers
 from kvx.connector.settings import Settings
-from kvx.errors import BadArgument, InternalError, Unsupported
-from kvx.identity import has_identity
+from kvx.errors import InternalError, Unsupported
 from kvx.tiers import TierError
 
 
@@ -56,24 +54,11 @@ class KvxOffloadingSpec(OffloadingSpec):
                 "A block of vLLM's is a block in the tiers, as it lies: leave both out."
             )
         settings = Settings.read({k: v for k, v in config.extra_config.items() if k != "block_size"}, foreign=facts.EXTRA_CONFIG)
-        if not has_identity(settings.model):
-            got = f"is {settings.model!r}, a geometry" if settings.model else "is not given"
-            raise BadArgument(
-                f'KvxOffloadingSpec: "model" {got}. vLLM tells this spec neither revision nor quantisation nor overrides of '
-                f'{config.model.name}, so give "model" in kv_connector_extra_config: a name that only these weights have. '
-                "kvx.weights_identity(folder) makes one of the files."
-            )
+        require_model("KvxOffloadingSpec", settings.model, config)
         p = config.parallel
         self.stacks = PageTiers(
             settings.tiers,
-            {
-                "bytes": f"vLLM pages, {config.kv_cache_layout}, {platform.machine()}{_cpu_packing()}",
-                "model": settings.model,
-                "dtype": config.model.dtype,
-                "block_size": ",".join(str(g.tokens_per_block) for g in config.groups),
-                "layers": ";".join(",".join(g.layer_names) for g in config.groups),
-                "ranks": f"tp{p.tp_size} pp{p.pp_size} pcp{p.pcp_size} dcp{p.dcp_size}",
-            },
+            page_facts(config, settings.model),
             num_ranks=p.world_size,
             group_ids=[g.group_id for g in config.groups],
         )
@@ -155,9 +140,3 @@ class _Worker(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """None is ever under way."""
-
-
-def _cpu_packing() -> str:
-    """vLLM's CPU backend packs rows by what the processor has."""
-    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    return f" {torch.backends.cpu.get_cpu_capability()}{' amx' if has_amx else ''}"

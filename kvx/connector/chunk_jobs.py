@@ -1,0 +1,244 @@
+"""Jobs of an engine's scheduler on threads: chunks of its host memory to a store and back. Handing over and asking never wait.
+
+A store that hangs is found out after `timeout_s`: what it has and what waits behind it ends as failed, and it is left alone until
+it answers. By then the engine's memory is another request's, and a call of the store may still be running. So the store is never
+handed that memory: bytes go through a buffer of the thread's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvx.connector.chunk_job import ChunkJob, JobDone
+from kvx.connector.chunk_lookups import ChunkLookups
+from kvx.connector.chunk_store import ChunkStore
+from kvx.errors import BadArgument
+from kvx.tiers import Block
+
+_PIECE_BYTES = 8 << 20  # that a thread moves at a time
+
+
+class _Piece(NamedTuple):
+    """Chunks of one group."""
+
+    job: ChunkJob
+    group: int
+    keys: Sequence[bytes]
+    rows: Sequence[int]
+
+
+class ChunkJobs:
+    """The group of a chunk is in its key's last four bytes, as vLLM writes it."""
+
+    def __init__(
+        self,
+        rows: np.ndarray,  # uint8 [chunks, bytes]: the engine's
+        store: ChunkStore,
+        *,
+        timeout_s: float = 5.0,
+        threads: int = 4,
+        logger: logging.Logger,
+    ) -> None:
+        if type(timeout_s) not in (int, float) or not 0 < timeout_s < 1e6:
+            raise BadArgument(f"timeout_s is {timeout_s!r}; it is the seconds that a call of the store may take, like 5.")
+        if type(threads) is not int or not 2 <= threads <= 64:
+            raise BadArgument(f"threads is {threads!r}; there are 2 to 64, the first of which only reads.")
+        self._rows: np.ndarray | None = rows
+        self._store, self._timeout_s, self._logger = store, timeout_s, logger
+        self._change = threading.Condition()
+        self._looks: deque[bytes] = deque()
+        self._loads: deque[_Piece] = deque()
+        self._stores: deque[_Piece] = deque()
+        self._busy: dict[int, tuple[float, _Piece | None]] = {}  # thread -> since when, and with what of a job
+        self._running: set[ChunkJob] = set()
+        self._done: deque[JobDone] = deque()
+        self._is_closed = self._is_hanging = False
+        self.lookups = ChunkLookups(self._look, timeout_s=timeout_s)
+        self._threads = [
+            threading.Thread(target=self._work, args=(n,), name=f"kvx-chunks-{n}", daemon=True) for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # --- the scheduler's side ----------------------------------------------------------------------------------------------
+
+    def submit(self, job_id: int, keys: Collection[bytes], rows: Iterable[int], *, is_load: bool) -> None:
+        job = ChunkJob(job_id, is_load, list(keys))
+        by_group: dict[int, list[tuple[bytes, int]]] = {}
+        for key, row in zip(keys, rows, strict=True):
+            by_group.setdefault(_group(key), []).append((key, int(row)))
+        pieces = []
+        for group in by_group.keys() & self._store.groups.keys():
+            moved = by_group[group]
+            most = max(1, _PIECE_BYTES // self._store.groups[group].kind.num_bytes)
+            most = min(most, -(-len(moved) // len(self._threads)))  # so that every thread has some of it
+            for start in range(0, len(moved), most):
+                few = moved[start : start + most]
+                pieces.append(_Piece(job, group, [key for key, _ in few], [row for _, row in few]))
+        job.pieces = len(pieces)
+        with self._change:
+            if not pieces or self._is_hanging or self._is_closed:
+                self._done.append(job.end())
+                return
+            self._running.add(job)
+            (self._loads if is_load else self._stores).extend(pieces)
+            self._change.notify_all()
+
+    def finished(self) -> list[JobDone]:
+        """Jobs that ended since the last call, in whatever way."""
+        self._watch()
+        done = [self._done.popleft() for _ in range(len(self._done))]
+        for job in done:
+            if job.is_load:  # or the engine would ask for it for ever
+                self.lookups.miss(set(job.keys) - job.moved)
+        return done
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Wait until every job ended; a store that hangs ends them."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self._watch()
+            with self._change:
+                if not self._running or (end_s is not None and time.monotonic() >= end_s):
+                    return
+                self._change.wait(0.05)
+
+    def close(self) -> None:
+        """What was handed over is moved, for at most `timeout_s`. Then the engine's memory is not touched any more."""
+        self.drain(self._timeout_s)
+        with self._change:
+            self._is_closed = True
+            left = list(self._running)
+            self._forget_waiting()
+            self._running.clear()
+            self._change.notify_all()
+        self._done.extend(job.end() for job in left)
+        self._rows = None
+        for thread in self._threads:
+            thread.join(0.0 if self._is_hanging else self._timeout_s)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._store.close()
+
+    def _look(self, key: bytes) -> bool:
+        """False: it is not asked for, and a miss."""
+        if self._is_hanging or self._is_closed or _group(key) not in self._store.groups:
+            return False
+        with self._change:
+            self._looks.append(key)
+            self._change.notify_all()
+        return True
+
+    def _watch(self) -> None:
+        """End what hangs, and what waits behind it."""
+        now = time.monotonic()
+        with self._change:
+            late = [piece for since, piece in self._busy.values() if now - since > self._timeout_s]
+            was_hanging, self._is_hanging = self._is_hanging, bool(late)
+            over: set[ChunkJob] = set()
+            if late:
+                over = {piece.job for piece in (*late, *self._loads, *self._stores) if piece is not None} & self._running
+                self._forget_waiting()
+                self._running -= over
+        self._done.extend(job.end() for job in over)
+        if self._is_hanging and not was_hanging:
+            self._logger.warning(
+                "KVX: the store did not answer in %g s. It is left alone until it does; until then nothing is found or kept.",
+                self._timeout_s,
+            )
+        elif was_hanging and not self._is_hanging:
+            self._logger.warning("KVX: the store answers again.")
+
+    def _forget_waiting(self) -> None:
+        for queue in (self._looks, self._loads, self._stores):
+            queue.clear()
+
+    # --- the threads' side -------------------------------------------------------------------------------------------------
+
+    def _work(self, number: int) -> None:
+        # The first takes no stores: who waits for an answer does not wait behind a slow disk.
+        queues = [self._loads] if number == 0 else [self._loads, self._stores]
+        buffer = _pages(0)
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._is_closed or self._looks or any(queues))
+                if self._is_closed:
+                    return
+                keys = list(self._looks)
+                self._looks.clear()
+                piece = None if keys else next(queue for queue in queues if queue).popleft()
+                self._busy[number] = time.monotonic(), piece
+            if piece is None:
+                self._answer(keys)
+            else:
+                buffer = self._run(piece, buffer)
+            with self._change:
+                del self._busy[number]
+                self._change.notify_all()
+
+    def _answer(self, keys: Sequence[bytes]) -> None:
+        for group in {_group(key) for key in keys}:
+            names = [key for key in keys if _group(key) == group]
+            self.lookups.answers.extend(zip(names, self._store.has(group, names), strict=True))
+
+    def _run(self, piece: _Piece, buffer: torch.Tensor) -> torch.Tensor:
+        """Gives the buffer, which may have grown."""
+        job, begin, kind = piece.job, time.monotonic(), self._store.groups[piece.group].kind
+        stride = -(-kind.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE  # each begins on a page, so that it can go past the cache
+        if buffer.numel() < stride * len(piece.keys):
+            buffer = _pages(stride * len(piece.keys))
+        parts = [buffer[n * stride : n * stride + kind.num_bytes] for n in range(len(piece.keys))]
+        blocks = [Block(kind, (part,)) for part in parts]
+        moved = [] if job.is_over else (self._load if job.is_load else self._save)(piece, blocks)
+        with self._change:
+            job.moved.update(moved)
+            job.num_bytes += kind.num_bytes * len(moved)
+            job.seconds += time.monotonic() - begin
+            job.pieces -= 1
+            if not job.pieces and job in self._running:
+                self._running.discard(job)
+                self._done.append(job.end())
+        return buffer
+
+    def _save(self, piece: _Piece, blocks: Sequence[Block]) -> Sequence[bytes]:
+        group = self._store.groups[piece.group]
+
+        def stage(new: Sequence[int]) -> Sequence[Block]:
+            def copy() -> None:
+                assert self._rows is not None
+                for n in new:
+                    group.read(self._rows[piece.rows[n]], blocks[n].buffers[0].numpy())
+
+            return [blocks[n] for n in new] if piece.job.touch(copy) else []
+
+        return self._store.put(piece.group, piece.keys, stage)
+
+    def _load(self, piece: _Piece, blocks: Sequence[Block]) -> Sequence[bytes]:
+        group = self._store.groups[piece.group]
+        found = self._store.get(piece.group, piece.keys, blocks)
+        there = [n for n, block in enumerate(found) if block is not None]
+
+        def copy() -> None:
+            assert self._rows is not None
+            for n in there:
+                block = found[n]
+                assert block is not None
+                group.write(self._rows[piece.rows[n]], block.buffers[0].numpy())
+
+        return [piece.keys[n] for n in there] if piece.job.touch(copy) else []
+
+
+def _pages(num_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)
+
+
+def _group(key: bytes) -> int:
+    return int.from_bytes(key[-4:], "big")
