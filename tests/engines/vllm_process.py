@@ -94,7 +94,7 @@ class ServedLlm:
         settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "block_size": 32, "skip_tokenizer_init": True}
         self._llm = LLM(model, kv_transfer_config=transfer, **{**settings, **engine})
 
-    def answer(self, prompts: list[list[int]], max_tokens: int, reset_before: list[int]) -> dict[str, Any]:
+    def answer(self, prompts: list[list[int]], max_tokens: int, reset_before: Sequence[int] = ()) -> dict[str, Any]:
         from vllm import SamplingParams
 
         how = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
