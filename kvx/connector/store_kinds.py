@@ -122,20 +122,19 @@ class OtherKinds:
     def _sort(self) -> None:
         kept = [found for found in self._tiers.values() if found is not None]
         self._aliases = [(schemes[1], tier) for kind, tier in kept if (schemes := alias_schemes(kind)) is not None]
-        alike: dict[tuple[object, ...], list[tuple[CacheSpec, Tier]]] = {}
+        alike: dict[tuple[Scheme, CacheSpec], dict[tuple[int, int], tuple[CacheSpec, Tier]]] = {}
         for kind, tier in kept:
             found = spec_of(kind)
             if found is not None:
                 spec, scheme = found[0], Scheme(str(kind.manifest.get(NAMES, "")), found[0].block_size)
-                alike.setdefault((scheme, spec.replaced(head_start=0)), []).append((spec, tier))
+                place = spec.layer_start, spec.head_start  # two directories may have the same
+                alike.setdefault((scheme, spec.replaced(layer_start=0, head_start=0)), {})[place] = (spec, tier)
         self._families = []
-        for key, shards in alike.items():
-            shards = [*{spec.head_start: (spec, tier) for spec, tier in shards}.values()]  # two directories may have the same
-            shards = sorted(shards, key=lambda s: s[0].head_start)
-            held = {h for spec, _ in shards for h in range(spec.head_start, spec.head_start + spec.num_kv_heads)}
-            if held >= set(range(self._spec.head_start, self._spec.head_start + self._spec.num_kv_heads)):
-                assert isinstance(key[0], Scheme)
-                self._families.append(Family(key[0], tuple(s for s, _ in shards), tuple(t for _, t in shards)))
+        for (scheme, _), by_place in alike.items():
+            shards = [by_place[place] for place in sorted(by_place)]
+            cells = [cell for spec, _ in shards for cell in _cells(spec)]
+            if len(set(cells)) == len(cells) and set(cells) >= set(_cells(self._spec)):
+                self._families.append(Family(scheme, tuple(s for s, _ in shards), tuple(t for _, t in shards)))
 
     def close(self) -> None:
         for found in self._tiers.values():
@@ -154,8 +153,12 @@ def _beside(kind: BlockKind) -> dict[str, str | int]:
 
 
 def _matches(theirs: CacheSpec, mine: CacheSpec) -> bool:
-    """Whether blocks of theirs hold what mine wants, or some of its heads."""
+    """Whether blocks of theirs hold what mine wants, or some of its layers and heads."""
     rows = [(p.name, p.head_dim) for p in theirs.planes] == [(p.name, p.head_dim) for p in mine.planes]
-    layers = theirs.layer_start <= mine.layer_start and mine.layer_start + mine.num_layers <= theirs.layer_start + theirs.num_layers
-    heads = theirs.head_start < mine.head_start + mine.num_kv_heads and mine.head_start < theirs.head_start + theirs.num_kv_heads
-    return rows and layers and heads and not has_scales(theirs)
+    return rows and not set(_cells(theirs)).isdisjoint(_cells(mine)) and not has_scales(theirs)
+
+
+def _cells(spec: CacheSpec) -> list[tuple[int, int]]:
+    """The layers and heads that a block has."""
+    layers = range(spec.layer_start, spec.layer_start + spec.num_layers)
+    return [(layer, head) for layer in layers for head in range(spec.head_start, spec.head_start + spec.num_kv_heads)]

@@ -9,6 +9,7 @@ import torch
 
 import kvx
 from kvx import CacheSpec
+from kvx.adapters.engine_names import namer_of
 from kvx.adapters.sglang.names import SGLANG, page_names
 from kvx.connector.groups import parts_of
 from kvx.connector.neighbours import Neighbours
@@ -63,7 +64,7 @@ class Reader:
         self.spec, options = spec, [TierOption.parse(f"disk:{folder}")]
         kind = BlockKind.of(spec)
         self.stack = TierStack(kind, [open_tier(o, kind) for o in options])
-        self.one = Neighbours(options, self.stack, spec, namers={SGLANG: page_names})
+        self.one = Neighbours(options, self.stack, spec, namer_of=namer_of)
         self.names = names(TOKENS, spec.block_size, MODEL)
 
     def take_over(self) -> int:
