@@ -95,11 +95,11 @@ class BlockStore:
 
     # --- out of the store into the engine's memory -------------------------------------------------------------------------
 
-    def fetch(self, names: Sequence[bytes]) -> list[StoredBlock | None]:
-        """Read and checked, into memory of the store's."""
+    def fetch(self, names: Sequence[bytes], into: Sequence[Block] | None = None) -> list[StoredBlock | None]:
+        """Read and checked, into memory of the store's; blocks of the reader's own kind into what it lends, where it does."""
         found: list[StoredBlock | None] = [
             None if block is None else StoredBlock(((block,),))
-            for block in self.stack.get(names, self._memory.take(len(names)))
+            for block in self.stack.get(names, into or self._memory.take(len(names)))
         ]  # fmt: skip
         if self._others is None or None not in found:
             return found

@@ -133,6 +133,12 @@ class ChunkStore(BlockStore):
         size = 1 if self.chunk_spec is None else self.chunk_spec.block_size
         super().__init__(options, named_kind(kind, names, **facts), Scheme(names, size), spec=spec, wanted=self.chunk_spec)
 
+    def lent(self, memory: Sequence[Tensor]) -> list[Block] | None:
+        """Chunks as they lie in LMCache's memory, for who holds it; None where the store keeps them otherwise."""
+        for each in memory:
+            self._require(each)
+        return [self.kind.block([each]) for each in memory] if self.spec == self.chunk_spec else None
+
     def stage(self, memory: Sequence[Tensor]) -> list[Block]:
         """Copies of chunks, each a run of bytes, as the store keeps them."""
         for each in memory:
@@ -144,22 +150,32 @@ class ChunkStore(BlockStore):
             block.buffers[0].copy_(each)
         return blocks
 
-    def stager(self, memory: Sequence[Tensor]) -> Callable[[list[int]], list[Block]]:
-        return lambda wanted: self.stage([memory[n] for n in wanted])
+    def stager(self, memory: Sequence[Tensor], *, is_lent: bool = False) -> Callable[[list[int]], list[Block]]:
+        def stage(wanted: list[int]) -> list[Block]:
+            some = [memory[n] for n in wanted]
+            return self.lent(some) or self.stage(some) if is_lent else self.stage(some)
+
+        return stage
 
     def load(self, found: Sequence[StoredBlock], memory: Sequence[Tensor]) -> None:
-        """Into chunks of LMCache's, each a run of bytes."""
-        for each in memory:
+        """Into chunks of LMCache's, each a run of bytes, unless they were read there."""
+        elsewhere = [(here, each) for here, each in zip(found, memory, strict=True) if not _is_there(here, each)]
+        for _, each in elsewhere:
             self._require(each)
         if self.chunk_spec is None:
-            for here, each in zip(found, memory, strict=True):
+            for here, each in elsewhere:
                 each.copy_(here.blocks[0][0].buffers[0])
-        elif memory:
-            self.copy_into(self.chunk_spec.replaced(num_blocks=len(memory)), memory, range(len(memory)), found)
+        elif elsewhere:
+            spec, into = self.chunk_spec.replaced(num_blocks=len(elsewhere)), [each for _, each in elsewhere]
+            self.copy_into(spec, into, range(len(into)), [here for here, _ in elsewhere])
 
     def _require(self, memory: Tensor) -> None:
         if memory.dtype != torch.uint8 or memory.numel() != self.form.num_bytes:
             raise BadArgument(f"a chunk has {memory.numel()} bytes; one of {list(self.form.shapes[0])} has {self.form.num_bytes}.")
+
+
+def _is_there(found: StoredBlock, memory: Tensor) -> bool:
+    return found.family is None and found.blocks[0][0].buffers[0].data_ptr() == memory.data_ptr()
 
 
 def memory_of(obj: Any) -> Tensor:

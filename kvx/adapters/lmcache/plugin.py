@@ -175,21 +175,27 @@ class KvxStoragePlugin(StoragePluginInterface):
         return is_same
 
     def _put(self, wanted: list[tuple[Any, Any]], on_complete: Callable[[Any], None] | None) -> None:
-        done = self._calls.safely("put", partial(self._put_now, wanted), [False] * len(wanted))
-        self._release(wanted)
-        for (key, _), is_kept in zip(wanted, done, strict=True):
-            if is_kept and on_complete is not None:
-                self._calls.safely("put's callback", partial(on_complete, key), None)
-
-    def _put_now(self, wanted: list[tuple[Any, Any]]) -> list[bool]:
-        done = [False] * len(wanted)
-        for store, at, names in self._by_form([key for key, _ in wanted]):
+        """What the store still reads, since it did not answer in time, is released when it has."""
+        groups = self._calls.safely("put", partial(self._by_form, [key for key, _ in wanted]), None)
+        if groups is None:
+            self._release(wanted)
+        for store, at, names in groups or ():
             for few in steps(store, len(at), store.form.num_bytes):
-                memory = [memory_of(wanted[n][1]) for n in at[few]]
-                kept = self._calls.put(store, names[few], store.stager(memory))
-                for n, is_kept in zip(at[few], kept, strict=True):
-                    done[n] = is_kept
-        return done
+                some = [wanted[n] for n in at[few]]
+                stage = store.stager([memory_of(obj) for _, obj in some], is_lent=True)
+
+                def release(which: Sequence[int], some: list[tuple[Any, Any]] = some) -> None:
+                    self._release([some[n] for n in which])
+
+                put = partial(self._calls.put, store, names[few], stage, release)
+                done = self._calls.safely("put", put, None)
+                if done is None:
+                    release(range(len(some)))
+                    continue
+                release([n for n, is_kept in enumerate(done) if is_kept])
+                for (key, _), is_kept in zip(some, done, strict=True):
+                    if is_kept and on_complete is not None:
+                        self._calls.safely("put's callback", partial(on_complete, key), None)
 
     def _release(self, wanted: list[tuple[Any, Any]]) -> None:
         for _, obj in wanted:
@@ -200,38 +206,50 @@ class KvxStoragePlugin(StoragePluginInterface):
     # --- get ---------------------------------------------------------------------------------------------------------------
 
     def batched_get_blocking(self, keys: list[Any]) -> list[Any]:
-        if self.local_cpu_backend is None:  # the scheduler's: it only looks
-            return [None] * len(keys)
         found: list[Any] = [None] * len(keys)
 
         def load() -> None:
             for store, at, names in self._by_form(keys):
                 for few in steps(store, len(at), store.form.num_bytes):
-                    here = [(n, block) for n, block in zip(at[few], self._calls.fetch(store, names[few]), strict=True) if block]
-                    made = [(n, block, obj) for n, block in here if (obj := self._allocate(store.form)) is not None]
-                    found_here = {n: obj for n, _, obj in made}
-                    try:
-                        store.load([block for _, block, _ in made], [memory_of(obj) for obj in found_here.values()])
-                    except Exception:
-                        for obj in found_here.values():
-                            obj.ref_count_down()
-                        raise
-                    for n, obj in found_here.items():
+                    for n, obj in zip(at[few], self._get(store, names[few]), strict=True):
                         found[n] = obj
 
-        self._calls.safely("get", load, None)
+        if self.local_cpu_backend is not None:  # the scheduler's: it only looks
+            self._calls.safely("get", load, None)
         return found
 
-    def _allocate(self, form: ChunkForm) -> Any:
-        """Memory of LMCache's. None where it has none in time; its own way is to wait without end."""
-        until = time.monotonic() + self._store_config.timeout_s
+    def _get(self, store: ChunkStore, names: Sequence[bytes]) -> list[Any]:
+        """Objects of LMCache's, which the store reads into where it keeps chunks as they are."""
+        objects = self._allocate(store.form, len(names))
+        memory = [memory_of(obj) for obj in objects]
+
+        def release(which: Sequence[int]) -> None:
+            for n in which:
+                objects[n].ref_count_down()
+
+        found = self._calls.fetch(store, names[: len(objects)], store.lent(memory), release)
+        here = {n: block for n, block in enumerate(found) if block is not None}
+        try:
+            store.load(list(here.values()), [memory[n] for n in here])
+        except Exception:
+            release(list(here))
+            raise
+        return [objects[n] if n in here else None for n in range(len(names))]
+
+    def _allocate(self, form: ChunkForm, count: int) -> list[Any]:
+        """Memory of LMCache's: less where it has less in time. Its own way is to wait without end."""
+        until, made = time.monotonic() + self._store_config.timeout_s, list[Any]()
         shapes, format_ = [torch.Size(s) for s in form.shapes], MemoryFormat[form.format]
-        while (obj := self.local_cpu_backend.allocate(shapes, list(form.dtypes), fmt=format_, busy_loop=False)) is None:
-            if time.monotonic() > until:
-                LOGGER.warning("KVX get: LMCache has no memory for %s, which counts as a miss.", list(form.shapes[0]))
-                return None
-            time.sleep(0.01)
-        return obj
+        while len(made) < count:
+            obj = self.local_cpu_backend.allocate(shapes, list(form.dtypes), fmt=format_, busy_loop=False)
+            if obj is not None:
+                made.append(obj)
+            elif time.monotonic() > until:
+                LOGGER.warning("KVX get: LMCache has memory for %d of %d chunks, and the others count as misses.", len(made), count)
+                break
+            else:
+                time.sleep(0.01)
+        return made
 
     def get_blocking(self, key: Any) -> Any:
         return self.batched_get_blocking([key])[0]
