@@ -62,7 +62,7 @@ class StoreCalls:
         stage: Callable[[list[int]], list[Block]],
         release: Release = lambda which: None,  # of what was lent, for every answer that is False
     ) -> list[bool]:
-        """`stage` gives those that it is told, on this thread: copies, or what is lent. What is there already is not written again."""
+        """`stage` gives those that it is told, on this thread: copies, or what is lent. What is there already is not put again."""
         (there,) = self._writes.run([lambda: store.stack.has(names)])
         if there is None:
             release(list(range(len(names))))

@@ -45,18 +45,20 @@ class Lmcache:
 
     def __init__(
         self, folder: str | Path, loop: Any, *, heads: int = HEADS, dtype: torch.dtype = torch.bfloat16,
-        worker: tuple[int, int] = (0, 1), mla: bool = False, extra: dict[str, Any] | None = None, **config: Any,
+        worker: tuple[int, int] = (0, 1), mla: bool = False, extra: dict[str, Any] | None = None,
+        kv_shape: tuple[int, ...] | None = None, **config: Any,
     ) -> None:  # fmt: skip
+        shape = (LAYERS, 1, CHUNK, 1, DIM * HEADS) if mla else (LAYERS, 2, CHUNK, heads, DIM)
+        shape = kv_shape or shape  # layers, K and V, tokens of a chunk, heads, dim
         told = {"kvx.tiers": [f"disk:{folder}"], "kvx.model": MODEL, **PLUGIN, **(extra or {})}
         self.config = LMCacheEngineConfig.from_defaults(**{
-            "chunk_size": CHUNK, "local_cpu": False, "max_local_cpu_size": 0.02, "storage_plugins": ["kvx"],
+            "chunk_size": shape[2], "local_cpu": False, "max_local_cpu_size": 0.02, "storage_plugins": ["kvx"],
             "extra_config": {k: v for k, v in told.items() if v is not None}, **config,
         })  # fmt: skip
         rank, size = worker
-        shape = (LAYERS, 1, CHUNK, 1, DIM * HEADS) if mla else (LAYERS, 2, CHUNK, heads, DIM)
         self.metadata = LMCacheMetadata(
             model_name="tiny", world_size=size, local_world_size=size, worker_id=rank, local_worker_id=rank, kv_dtype=dtype,
-            kv_shape=shape, use_mla=mla, chunk_size=CHUNK,
+            kv_shape=shape, use_mla=mla, chunk_size=shape[2],
         )  # fmt: skip
         self.loop = loop
         self.backends = CreateStorageBackends(self.config, self.metadata, loop, "cpu")
@@ -73,13 +75,13 @@ class Lmcache:
         made = [key for _, _, key in found]
         return [k for key in made for k in key.split_layers(LAYERS)] if self.config.use_layerwise else made
 
-    def shape(self, tokens: int = CHUNK) -> tuple[int, ...]:
+    def shape(self, tokens: int | None = None) -> tuple[int, ...]:
         (one,) = self.metadata.get_shapes(tokens)
         _, _, t, row = one
         by_layer = {MemoryFormat.KV_T2D: (t, 2, row), MemoryFormat.KV_2TD: (2, t, row), MemoryFormat.KV_MLA_FMT: (t, row)}
         return by_layer[self.format] if self.config.use_layerwise else tuple(one)
 
-    def objects(self, count: int, tokens: int = CHUNK) -> list[Any]:
+    def objects(self, count: int, tokens: int | None = None) -> list[Any]:
         """Memory of LMCache's, with numbers in it."""
         made = [self.cpu.allocate(torch.Size(self.shape(tokens)), self.metadata.kv_dtype, fmt=self.format) for _ in range(count)]
         for obj in made:

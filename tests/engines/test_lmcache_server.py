@@ -1,4 +1,4 @@
-"""KvxL2Adapter behind the storage manager of LMCache's server, with its controllers, memory and factory, on a CPU."""
+"""KvxL2Adapter behind the storage manager of LMCache's server and behind `lmcache server` itself, on a CPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import zmq
 
 pytest.importorskip("lmcache", reason="the package lmcache is not installed here; `make engines` makes .venv-lmcache, which has it")
+from lmcache.integration.vllm.vllm_multi_process_adapter import (
+    LMCacheMPSchedulerAdapter,
+    LMCacheMPWorkerAdapter,
+    LoadStoreOp,
+    ParallelStrategy,
+)
 from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
 from lmcache.v1.distributed.config import add_storage_manager_args, parse_args_to_config
 from lmcache.v1.distributed.storage_manager import StorageManager
@@ -33,6 +40,7 @@ from kvx.spec import CacheSpec
 from kvx.tiers import BlockKind, DiskTier, TierOption
 from tests.engines.lmcache_parts import CHUNK, DIM, HEADS, LAYERS, MODEL, some_tokens
 
+BLOCK = 8  # of an engine
 KV = MemoryLayoutDesc([torch.Size([2, LAYERS, CHUNK, HEADS * DIM])], [torch.bfloat16])
 LATENT = MemoryLayoutDesc([torch.Size([1, LAYERS, CHUNK, HEADS * DIM])], [torch.bfloat16])
 
@@ -293,7 +301,7 @@ def test_a_wrong_config_says_what_to_do(tmp_path, params, want):
     assert want in str(error.value)
 
 
-# --- the server itself -------------------------------------------------------------------------------------------------------
+# --- the server itself, and an engine's side of it ---------------------------------------------------------------------------
 
 
 def free_port() -> int:
@@ -302,28 +310,89 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def test_lmcache_server_starts_with_it_and_stops(tmp_path):
-    """The command of docs/lmcache.md. An engine is not attached: that takes one with LMCache's connector."""
-    port, http = free_port(), free_port()
-    log = tmp_path / "log"
-    command = [
-        str(Path(sys.executable).parent / "lmcache"), "server", "--l1-size-gb", "0.05", "--eviction-policy", "LRU",
-        "--port", str(port), "--http-port", str(http), "--l2-adapter", json.dumps(adapter(tmp_path / "kv")),
-    ]  # fmt: skip
-    root = str(Path(__file__).resolve().parents[2])
-    with log.open("wb") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": root})
-    try:
-        until, status = time.monotonic() + 90, ""
-        while not status and time.monotonic() < until and server.poll() is None:
+class Server:
+    """`lmcache server` as docs/lmcache.md types it, in a process of its own. On a CPU an engine copies K and V itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url, http, self.log = f"tcp://127.0.0.1:{(port := free_port())}", free_port(), folder / f"log-{free_port()}"
+        command = [
+            str(Path(sys.executable).parent / "lmcache"), "server", "--l1-size-gb", "0.05", "--eviction-policy", "LRU",
+            "--chunk-size", str(CHUNK), "--supported-transfer-mode", "engine_driven", "--port", str(port), "--http-port", str(http),
+            "--l2-adapter", json.dumps(adapter(folder / "kv")),
+        ]  # fmt: skip
+        root = str(Path(__file__).resolve().parents[2])
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": root}
+            )  # fmt: skip
+        self.http = f"http://127.0.0.1:{http}"
+
+    def wait(self) -> str:
+        """Until it answers; what it says of itself."""
+        until = time.monotonic() + 120
+        while time.monotonic() < until and self.process.poll() is None:
             try:
-                status = urllib.request.urlopen(f"http://127.0.0.1:{http}/status", timeout=5).read().decode()
+                return urllib.request.urlopen(f"{self.http}/status", timeout=5).read().decode()
             except OSError:
                 time.sleep(0.3)
-        assert "KvxL2Adapter" in status, log.read_text()[-3000:]
-        server.send_signal(signal.SIGINT)
-        assert server.wait(60) in (0, -signal.SIGINT, 130)
+        raise AssertionError(self.log.read_text()[-3000:])
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(60)
+
+
+class Engine:
+    """The side of vLLM's `LMCacheMPConnector` that talks to a server, with caches of its own and no vLLM."""
+
+    def __init__(self, url: str, context: zmq.Context) -> None:
+        alone = ParallelStrategy(mla_only=False, vllm_world_size=1, vllm_worker_id=0, tp_size=1, pp_size=1, n_servers=1)
+        self.worker = LMCacheMPWorkerAdapter(url, context, "tiny", BLOCK, alone, mq_timeout=60)
+        self.scheduler = LMCacheMPSchedulerAdapter([url], context, "tiny", BLOCK, alone, mq_timeout=60)
+        self.caches = {f"layer.{n}": torch.randn(2, 32, BLOCK, HEADS, DIM).bfloat16() for n in range(LAYERS)}
+        self.worker.register_kv_caches(self.caches, layout_hints={"kv_layout": "NHD"})
+
+    def store(self, tokens: list[int], blocks: list[int]) -> None:
+        self.worker.submit_store_request("a", LoadStoreOp(tokens, [blocks], 0, len(tokens)), None)
+
+    def retrieve(self, tokens: list[int], blocks: list[int]) -> int:
+        """How many tokens the server has of the text; they are copied into these blocks."""
+        self.scheduler.maybe_submit_lookup_request("b", tokens)
+        hit, until = None, time.monotonic() + 60
+        while (hit := self.scheduler.check_lookup_result("b")) is None and time.monotonic() < until:
+            time.sleep(0.02)
+        if hit:
+            self.worker.submit_retrieve_request("b", LoadStoreOp(tokens, [blocks[: hit // BLOCK]], 0, hit), None)
+            while not self.worker.get_finished(set())[1] and time.monotonic() < until:
+                time.sleep(0.02)
+        return hit
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+
+def test_two_servers_on_one_directory(tmp_path):
+    """An engine's blocks go to the first server; another's come from the second, which finds them in the store."""
+    tokens, here, there = some_tokens(4 * CHUNK), list(range(4, 12)), list(range(20, 28))
+    servers, context = [Server(tmp_path), Server(tmp_path)], zmq.Context()
+    try:
+        assert all("KvxL2Adapter" in server.wait() for server in servers)
+        a, b = (Engine(server.url, context) for server in servers)
+        a.store(tokens, here)
+        until = time.monotonic() + 30
+        while len(list((tmp_path / "kv").rglob("*.kvx"))) < 4 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert {path.stem for path in (tmp_path / "kv").rglob("*.kvx")} == {name.hex() for name in chunk_names(tokens, CHUNK)}
+        assert b.retrieve(tokens, there) == 4 * CHUNK
+        for name, cache in b.caches.items():
+            assert torch.equal(cache[:, there], a.caches[name][:, here])
+        for engine in (a, b):
+            engine.close()
+        assert all(server.stop() in (0, -signal.SIGINT, 130) for server in servers)
     finally:
-        if server.poll() is None:
-            server.kill()
-            server.wait()
+        for server in servers:
+            if server.process.poll() is None:
+                server.process.kill()
+                server.process.wait()
+        context.destroy(linger=0)
