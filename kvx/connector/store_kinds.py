@@ -131,10 +131,14 @@ class OtherKinds:
                 alike.setdefault((scheme, spec.replaced(layer_start=0, head_start=0)), {})[place] = (spec, tier)
         self._families = []
         for (scheme, _), by_place in alike.items():
-            shards = [by_place[place] for place in sorted(by_place)]
-            cells = [cell for spec, _ in shards for cell in _cells(spec)]
-            if len(set(cells)) == len(cells) and set(cells) >= set(_cells(self._spec)):
-                self._families.append(Family(scheme, tuple(s for s, _ in shards), tuple(t for _, t in shards)))
+            starts = sorted({layer for layer, _ in by_place})
+            # The ranks of one range of layers, or else ranges that together are what the reader wants: stages, single layers.
+            for some in (*([start] for start in starts), starts):
+                shards = [by_place[place] for place in sorted(by_place) if place[0] in some]
+                cells = [cell for spec, _ in shards for cell in _cells(spec)]
+                if len(set(cells)) == len(cells) and set(cells) >= set(_cells(self._spec)):
+                    self._families.append(Family(scheme, tuple(s for s, _ in shards), tuple(t for _, t in shards)))
+                    break
 
     def close(self) -> None:
         for found in self._tiers.values():

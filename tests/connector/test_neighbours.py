@@ -110,6 +110,25 @@ def test_ranks(tmp_path):
         rank.check(3)
 
 
+def test_layers_that_lie_apart(tmp_path):
+    """As LMCache writes layer by layer, and stages of a pipeline theirs: all of them together are the block."""
+    for layer in range(L):
+        spec = a_spec(16).replaced(num_layers=1, layer_start=layer)
+        kind = BlockKind.of(spec)
+        whole, made = a_spec(16), names(TOKENS, 16, MODEL)
+        blocks = []
+        for n in range(len(made)):
+            out = kvx.allocate_buffers(spec)
+            kvx.convert(truth(whole, n * 16), out, plan=kvx.plan(whole, spec, partial=True))
+            blocks.append(kind.block(out))
+        assert Reader(tmp_path, a_spec(32)).take_over() == 0  # one of them alone is not
+        with TierOption.parse(f"disk:{tmp_path}").open(kind) as tier:
+            tier.put(made, blocks).result()
+    reader = Reader(tmp_path, a_spec(32))
+    assert reader.take_over() == 3
+    reader.check(3)
+
+
 def test_a_rank_that_is_missing_is_a_miss(tmp_path):
     write(tmp_path, a_spec(16, heads=(0, 2)))
     assert Reader(tmp_path, a_spec(16)).take_over() == 0
