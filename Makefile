@@ -8,7 +8,7 @@
 # make sanitize   host code under ASan, UBSan and TSan: the C tests and the fuzzer of the C entries
 # make fuzz   every fuzzer for longer, C entries, conversions, files, tiers and the paged cache: make fuzz CASES=10000000 SEED=1
 # make soak   an hour of prefill and decode, a runner, a disk tier, and two engines on one store, killed and interrupted: make soak SOAK_S=600
-# make test-engines   other engines and wires in environments of their own: vLLM, llama.cpp, NIXL, Mooncake, SGLang (several GB)
+# make test-engines   other engines and wires in environments of their own: vLLM, llama.cpp, NIXL, Mooncake, SGLang, LMCache (several GB)
 # On a GPU machine without network: make test-gpu, make bench-gpu (the system's python3 and its torch).
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -145,11 +145,20 @@ $(SGLANG)/ready: requirements-sglang.txt $(VENV)/ready
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvx-venv.pth"
 	touch $@
 
-engines: $(ENGINES)/ready $(SGLANG)/ready build
+# Likewise. LMCache and SGLang ask for different versions of some packages.
+LMCACHE := .venv-lmcache
+$(LMCACHE)/ready: requirements-lmcache.txt $(VENV)/ready
+	$(PYTHON) -m venv $(LMCACHE)
+	$(LMCACHE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-lmcache.txt
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$$($(LMCACHE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvx-venv.pth"
+	touch $@
+
+engines: $(ENGINES)/ready $(SGLANG)/ready $(LMCACHE)/ready build
 
 test-engines: engines
 	$(ENGINES)/bin/python -m pytest tests/engines
 	$(SGLANG)/bin/python -m pytest tests/engines/test_sglang.py tests/engines/test_sglang_faults.py tests/engines/test_sglang_vllm.py
+	$(LMCACHE)/bin/python -m pytest tests/engines/test_lmcache.py tests/engines/test_lmcache_faults.py tests/engines/test_lmcache_server.py tests/engines/test_lmcache_vllm.py
 
 build-gpu:
 	KVX_REQUIRE_CUDA=1 KVX_CUDA_ARCHS="$(TEST_ARCHS)" cmake -S . -B $(GPU_BUILD) -G Ninja -DCMAKE_INSTALL_PREFIX="$(CURDIR)" >/dev/null
@@ -224,4 +233,4 @@ sanitize: build/asan/libkvx.so build/tsan/libkvx.so $(FUZZ)
 	build/tsan/abi --cases 20000 --threads 4 --hang-s 60
 
 clean:
-	rm -rf build dist $(VENV) $(ENGINES) $(SGLANG) kvx/lib kvx/include
+	rm -rf build dist $(VENV) $(ENGINES) $(SGLANG) $(LMCACHE) kvx/lib kvx/include

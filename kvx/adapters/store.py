@@ -9,15 +9,15 @@ with CacheTiers(cache, disk="/var/kv", model=name) as tiers, share(tiers): ...  
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from numpy.typing import ArrayLike
 
-from kvx.adapters.sglang.names import SGLANG, page_names
+from kvx.adapters.engine_names import namer_of
 from kvx.cache.tokens import token_ids
-from kvx.connector.neighbours import CacheNeighbours, Namer, Neighbours
+from kvx.connector.neighbours import CacheNeighbours, Neighbours
 from kvx.connector.tier_stack import TierStack
 from kvx.errors import BadArgument, a_type
 from kvx.handover import Handover, find, keep, names, part_kind
@@ -25,16 +25,13 @@ from kvx.handover.part import neutral
 from kvx.spec import CacheSpec, Spec, StateSpec
 from kvx.tiers import BlockKind, CacheTiers, TierOption
 
-# Engines that have hashes of their own, by what their kinds say: how they name the full blocks of a text. A row for each.
-NAMERS: Mapping[str, Namer] = {SGLANG: page_names}
-
 
 def share(tiers: CacheTiers) -> CacheNeighbours:
     """From now on the cache also finds blocks that other engines wrote: of other sizes, ranks and names. Close it before the tiers.
 
     The cache needs the model as its salt, or nobody finds what it writes: PagedCache(..., salt=model.encode()).
     """
-    return CacheNeighbours(tiers, namers=NAMERS)
+    return CacheNeighbours(tiers, namer_of=namer_of)
 
 
 class StorePart(NamedTuple):
@@ -64,7 +61,7 @@ class HandoverStore:
         whole = sum(kind.num_bytes for kind in kinds)
         self._tiers = [option.share(kind.num_bytes, whole).open(kind) for kind in kinds]
         self._neighbours = [
-            Neighbours([option], TierStack(kind, [tier]), part.spec, namers=NAMERS)
+            Neighbours([option], TierStack(kind, [tier]), part.spec, namer_of=namer_of)
             for kind, tier, part in zip(kinds, self._tiers, self._parts, strict=True)
             if isinstance(part.spec, CacheSpec)
         ]
@@ -84,7 +81,7 @@ class HandoverStore:
     def keep(self, handover: Handover) -> int:
         """Keep its full blocks, converted to the store's size and format: how many there are. Other engines find them."""
         if not isinstance(handover, Handover):
-            raise BadArgument(f"HandoverStore.keep(): handover is {a_type(handover)}; it is a kvx.handover.Handover.")
+            raise BadArgument(f"HandoverStore.keep(): handover is {a_type(handover)}; it must be a kvx.handover.Handover.")
         format = next(p.spec.of_kv.format for p in self._parts if isinstance(p.spec, CacheSpec))
         of_kv = [p.spec.of_kv for p in handover.parts if isinstance(p.spec, CacheSpec)]
         if any(spec.block_size != self.block_size or (spec.format, spec.v_format) != (format, "") for spec in of_kv):

@@ -25,6 +25,7 @@ from kvx.bench import gather as gather_bench
 from kvx.bench import generate as generate_bench
 from kvx.bench import harness
 from kvx.bench import hybrid as hybrid_bench
+from kvx.bench import lmcache as lmcache_bench
 from kvx.bench import sglang as sglang_bench
 from kvx.bench import step as step_bench
 from kvx.bench import tiers as tiers_bench
@@ -50,7 +51,7 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print the result as JSON on stdout instead of saving it; progress goes to stderr.")
 ]
 
-ONE_DEVICE = ("accuracy", "call", "sglang", "step", "vllm", "wires")  # that have no --device
+ONE_DEVICE = ("accuracy", "call", "lmcache", "sglang", "step", "vllm", "wires")  # that have no --device
 
 
 def _run(name: str, device: str, out: Path | None, only: str, as_json: bool) -> None:
@@ -230,6 +231,19 @@ def vllm(
     check_folder("--folder", folder)
     check_positive("--repeats", repeats)
     _measure(vllm_bench, "cpu", out, as_json, folder=folder, repeats=repeats, say=partial(typer.echo, err=as_json))
+
+
+@app.command()
+def lmcache(
+    folder: Annotated[Path | None, typer.Option(help="on the disk that is measured; default: a temporary one")] = None,
+    repeats: Annotated[int, typer.Option(help="runs of each; the median counts")] = 7,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """LMCache's chunks to a disk and back, beside LMCache's own local disk backend. Needs LMCache."""
+    check_folder("--folder", folder)
+    check_positive("--repeats", repeats)
+    _measure(lmcache_bench, "cpu", out, as_json, folder=folder, repeats=repeats, say=partial(typer.echo, err=as_json))
 
 
 @app.command()

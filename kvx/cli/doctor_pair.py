@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import kvx
-from kvx.adapters.sglang.names import SGLANG, page_names
+from kvx.adapters.engine_names import namer_of, said
 from kvx.connector.store_names import NAMES, spec_of
 from kvx.errors import BadArgument
 from kvx.handover import names as rule_names
@@ -28,7 +28,6 @@ from kvx.tiers.directory import read_manifest
 
 _ROUNDED = 2.0**-3  # of a number, between two formats: a step of fp8
 _MUST = ("model", "head_dim", "v_head_dim", "num_layers", "layer_start")
-_WORDS = {"": "the rule's", SGLANG: "SGLang's"}
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,12 @@ class KeptBlocks:
         heads = f"heads {self.heads[0]} to {self.heads[-1]}"
         per_token = byte_text(self.kind.num_bytes // s.block_size)
         rows = f"{s.num_layers} layers, {heads}, blocks of {s.block_size} {s.format}, {per_token} a token"
-        return f"{rows}, {s.layout!r}, {_WORDS[self.names]} names"
+        return f"{rows}, {s.layout!r}, {said(self.names)} names"
 
     def blocks(self, tokens: Sequence[int]) -> list[Block | None]:
         size = self.spec.block_size
-        found = page_names(tokens, size) if self.names == SGLANG else rule_names(tokens, size, self.spec.model)
+        namer = namer_of(self.names)
+        found = rule_names(tokens, size, self.spec.model) if namer is None else namer(tokens, size)
         with DiskTier(self.folder, self.kind, 1 << 62, threads=1) as tier:
             return tier.get_now(found)
 
@@ -68,7 +68,7 @@ def read(path: str) -> KeptBlocks:
     found = {}
     for at, kind in kinds.items():
         spec = spec_of(kind)
-        if spec is not None and spec[1].get(NAMES, "") in _WORDS:
+        if spec is not None and (not spec[1].get(NAMES) or namer_of(str(spec[1][NAMES])) is not None):
             found[at] = KeptBlocks(at, kind, *spec)
     if len(found) == 1:
         return next(iter(found.values()))
@@ -98,7 +98,7 @@ def compare(a: KeptBlocks, b: KeptBlocks) -> dict[str, Any]:
         if getattr(a.spec, name) != getattr(b.spec, name)
     ]
     if a.names != b.names:
-        converted.append(f"names: {_WORDS[a.names]} and {_WORDS[b.names]}")
+        converted.append(f"names: {said(a.names)} and {said(b.names)}")
     shares = "nothing" if against else "blocks" if converted else "bytes"
     return {"a": a.said(), "b": b.said(), "shares": shares, "against": against, "converted": converted}
 

@@ -1,7 +1,8 @@
 """Calls of a store in bounded time. What fails or takes too long is logged and counts as a miss: an engine goes on without it.
 
 A call that took too long may still be running. Until it ends nothing else is asked of the store, so that calls do not pile up
-behind a disk that hangs; so what it was given must be nobody else's: memory of an engine is not handed to it.
+behind a disk that hangs; so what it was given must be nobody else's: memory of an engine is not handed to it, unless the engine
+counts references and waits for ours (`Lease`).
 """
 
 from __future__ import annotations
@@ -65,3 +66,30 @@ class Bounded:
     def close(self) -> None:
         """Without waiting for what is late."""
         self._pool.shutdown(wait=not self._is_waiting(), cancel_futures=True)
+
+
+class Lease:
+    """What one call was lent. Given up, it is released when the call has ended, and at once where the call never began."""
+
+    def __init__(self, release: Callable[[], object]) -> None:
+        self._release, self._lock = release, threading.Lock()
+        self._is_running = self._is_given_up = False
+
+    def run(self, call: Callable[[], R]) -> R | None:
+        with self._lock:
+            if self._is_given_up:
+                return None
+            self._is_running = True
+        try:
+            return call()
+        finally:
+            with self._lock:
+                self._is_running, is_late = False, self._is_given_up
+            if is_late:
+                self._release()
+
+    def give_up(self) -> None:
+        with self._lock:
+            self._is_given_up, is_running = True, self._is_running
+        if not is_running:
+            self._release()

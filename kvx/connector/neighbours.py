@@ -7,12 +7,12 @@ of its own kind, and leaves a record (an alias) where an engine that has no toke
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from kvx.connector.store_kinds import Family, OtherKinds, is_plain
 from kvx.connector.store_names import Alias, Scheme, alias_kind, aliases, write_alias
@@ -26,7 +26,8 @@ from kvx.tiers import Block, CacheTiers, DiskTier, TierOption
 from kvx.tiers.option import DISK_BYTES
 
 # The names that an engine gives a sequence's full blocks of so many tokens.
-Namer = Callable[[Sequence[int], int], list[bytes]]
+Namer = Callable[[ArrayLike, int], list[bytes]]
+NamerOf = Callable[[str], Namer | None]
 _LOGGER = logging.getLogger("kvx")
 _AT_ONCE = 64  # blocks that are in memory together
 
@@ -40,11 +41,11 @@ class Neighbours:
         stack: TierStack,
         spec: CacheSpec,  # of one of its blocks
         *,
-        namers: Mapping[str, Namer],  # of engines that have hashes of their own, by what their kinds say
+        namer_of: NamerOf,  # of engines that have hashes of their own, by what their kinds say
         logger: logging.Logger = _LOGGER,
     ) -> None:
         self._stack, self._spec, self._logger = stack, spec, logger
-        self._namers: dict[str, Namer] = {**namers, "": lambda tokens, size: rule_names(tokens, size, spec.model)}
+        self._namer_of = namer_of
         self._kinds = OtherKinds(options, stack.kind, spec, Scheme("", spec.block_size))
         self._records: dict[object, DiskTier] = {}
 
@@ -58,11 +59,11 @@ class Neighbours:
 
     def _take(self, family: Family, tokens: Sequence[int], names: Sequence[bytes], first: int) -> int:
         # A block that was rounded must not come under a name of blocks that were not.
-        if family.scheme.names not in self._namers or any(s.of_kv.format != self._spec.of_kv.format for s in family.specs):
+        if any(s.of_kv.format != self._spec.of_kv.format for s in family.specs):
             return 0
         wanted_here = names[first:]
         missing = [name for name, has in zip(wanted_here, self._stack.has_any(wanted_here), strict=True) if not has]
-        theirs = self._namers[family.scheme.names](tokens, family.scheme.block_size) if missing else []
+        theirs = self._names(family.scheme, tokens) if missing else []
         there = dict(zip(theirs, family.has(theirs), strict=True)) if theirs else {}
         lead = aliases(names, self._spec.block_size, theirs, family.scheme.block_size)
         wanted = [(name, lead[name]) for name in missing if name in lead and all(there[n] for n in lead[name].names)]
@@ -70,6 +71,13 @@ class Neighbours:
             made = dict(self._converted(family, wanted[start : start + _AT_ONCE]))
             self._stack.put(list(made), list(made.values()))
         return len(wanted)
+
+    def _names(self, scheme: Scheme, tokens: Sequence[int]) -> list[bytes]:
+        """None of a scheme that nobody here can make."""
+        if not scheme.names:
+            return rule_names(tokens, scheme.block_size, self._spec.model)
+        namer = self._namer_of(scheme.names)
+        return [] if namer is None else namer(tokens, scheme.block_size)
 
     def _converted(self, family: Family, wanted: Sequence[tuple[bytes, Alias]]) -> Iterator[tuple[bytes, Block]]:
         for name, alias in wanted:
@@ -95,11 +103,9 @@ class Neighbours:
             return 0
 
     def _lead(self, scheme: Scheme, tokens: Sequence[int], names: Sequence[bytes], are_coming: bool) -> int:
-        if scheme.names not in self._namers:
-            return 0
         there = [] if are_coming else self._stack.has_any(names)
         names = names[: there.index(False)] if False in there else names
-        pages = self._namers[scheme.names](tokens[: len(names) * self._spec.block_size], scheme.block_size)
+        pages = self._names(scheme, tokens[: len(names) * self._spec.block_size])
         found = aliases(pages, scheme.block_size, names, self._spec.block_size)
         written = 0
         for folder, tiers in self._kinds.schemes()[scheme].items():
@@ -127,13 +133,13 @@ class CacheNeighbours:
     the cache's groups, which no other engine has.
     """
 
-    def __init__(self, tiers: CacheTiers, *, namers: Mapping[str, Namer], logger: logging.Logger = _LOGGER) -> None:
+    def __init__(self, tiers: CacheTiers, *, namer_of: NamerOf, logger: logging.Logger = _LOGGER) -> None:
         self._tiers, self._one = tiers, None
         mover, folders = tiers.movers[0], [t for t in tiers.movers[0].tiers if isinstance(t, DiskTier)]
         options = [TierOption("disk", DISK_BYTES, t.path.parent) for t in folders if is_plain(t.path, t.kind)]
         if len(tiers.movers) == 1 and options and isinstance(mover.kept, CacheSpec):
             stack = TierStack(mover.kind, mover.tiers)
-            self._one, self._spec = Neighbours(options, stack, mover.kept, namers=namers, logger=logger), mover.kept
+            self._one, self._spec = Neighbours(options, stack, mover.kept, namer_of=namer_of, logger=logger), mover.kept
             tiers.cache.attach(tiers, finder=self)
 
     def look(self, tokens: NDArray[np.int32], hashes: Sequence[bytes], first: int) -> None:

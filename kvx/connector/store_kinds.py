@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from kvx.tiers import Block, BlockKind, DiskTier, Tier, TierOption
 from kvx.tiers.directory import read_manifest
 
 REFRESH_S = 1.0
+Span = tuple[int, int]  # of layers or heads: the first, and one past the last
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,19 +123,21 @@ class OtherKinds:
     def _sort(self) -> None:
         kept = [found for found in self._tiers.values() if found is not None]
         self._aliases = [(schemes[1], tier) for kind, tier in kept if (schemes := alias_schemes(kind)) is not None]
-        alike: dict[tuple[Scheme, CacheSpec], list[tuple[CacheSpec, Tier]]] = {}
+        # Of blocks that differ in their layers and heads alone: by both, since two directories may have the same.
+        alike: dict[tuple[Scheme, CacheSpec], dict[Span, dict[Span, tuple[CacheSpec, Tier]]]] = {}
         for kind, tier in kept:
             found = spec_of(kind)
             if found is not None:
                 spec, scheme = found[0], Scheme(str(kind.manifest.get(NAMES, "")), found[0].block_size)
-                alike.setdefault((scheme, spec.replaced(head_start=0, num_kv_heads=1)), []).append((spec, tier))
+                one = spec.replaced(layer_start=0, num_layers=1, head_start=0, num_kv_heads=1)
+                alike.setdefault((scheme, one), {}).setdefault(_layers(spec), {})[_heads(spec)] = (spec, tier)
         self._families = []
-        end = self._spec.head_start + self._spec.num_kv_heads
-        for (scheme, _), shards in alike.items():
-            # Two directories may have the same. Ranks may have unequal shares: two of three heads have two and one.
-            each = {(spec.head_start, spec.num_kv_heads): (spec, tier) for spec, tier in shards}
-            for chain in _chains([*each.values()], self._spec.head_start, end):
-                self._families.append(Family(scheme, tuple(s for s, _ in chain), tuple(t for _, t in chain)))
+        for (scheme, _), by_layers in alike.items():
+            ranks = {layers: _chains(by_heads, _heads(self._spec)) for layers, by_heads in by_layers.items()}
+            for stages in _chains([layers for layers, found in ranks.items() if found], _layers(self._spec)):
+                for choice in zip(*(ranks[layers] for layers in stages), strict=False):  # of one stage each of its chains
+                    shards = [by_layers[layers][heads] for layers, chain in zip(stages, choice, strict=True) for heads in chain]
+                    self._families.append(Family(scheme, tuple(s for s, _ in shards), tuple(t for _, t in shards)))
 
     def close(self) -> None:
         for found in self._tiers.values():
@@ -142,19 +145,33 @@ class OtherKinds:
                 found[1].close()
 
 
-def _chains(shards: Sequence[tuple[CacheSpec, Tier]], first: int, end: int) -> Iterator[list[tuple[CacheSpec, Tier]]]:
-    """Every way to have heads from `first` to `end` of shards that follow each other without a gap or an overlap."""
+def _layers(spec: CacheSpec) -> Span:
+    return spec.layer_start, spec.layer_start + spec.num_layers
 
-    def after(at: int) -> Iterator[list[tuple[CacheSpec, Tier]]]:
-        if at >= end:
-            yield []
-            return
-        for spec, tier in shards:
-            stop = spec.head_start + spec.num_kv_heads
-            if spec.head_start == at or (at == first and spec.head_start < at < stop):
-                yield from ([(spec, tier), *rest] for rest in after(stop))
 
-    return after(first)
+def _heads(spec: CacheSpec) -> Span:
+    return spec.head_start, spec.head_start + spec.num_kv_heads
+
+
+def _chains(spans: Collection[Span], wanted: Span) -> list[list[Span]]:
+    """Spans that follow each other without gap or overlap and hold the wanted one: a chain for each width, of spans no wider.
+
+    Ranks may have unequal shares: two of three heads have two and one. Ways to mix several numbers of ranks are not listed: there
+    are hundreds of thousands of them where a directory has blocks of 1, 2, 4, ... 32 ranks.
+    """
+    found: list[list[Span]] = []
+    for most in sorted({end - start for start, end in spans}, reverse=True):
+        chain, at = list[Span](), wanted[0]
+        while at < wanted[1]:
+            fitting = [s for s in spans if s[1] - s[0] <= most and (s[0] == at or (not chain and s[0] < at < s[1]))]
+            if not fitting:
+                break
+            chain.append(max(fitting, key=lambda s: s[1] - s[0]))
+            at = chain[-1][1]
+        else:
+            if chain not in found:
+                found.append(chain)
+    return found
 
 
 def is_plain(folder: Path, kind: BlockKind) -> bool:
@@ -168,8 +185,7 @@ def _beside(kind: BlockKind) -> dict[str, str | int]:
 
 
 def _matches(theirs: CacheSpec, mine: CacheSpec) -> bool:
-    """Whether blocks of theirs hold what mine wants, or some of its heads."""
+    """Whether blocks of theirs hold what mine wants, or some of its layers and heads."""
     rows = [(p.name, p.head_dim) for p in theirs.planes] == [(p.name, p.head_dim) for p in mine.planes]
-    layers = theirs.layer_start <= mine.layer_start and mine.layer_start + mine.num_layers <= theirs.layer_start + theirs.num_layers
-    heads = theirs.head_start < mine.head_start + mine.num_kv_heads and mine.head_start < theirs.head_start + theirs.num_kv_heads
-    return rows and layers and heads and not has_scales(theirs)
+    pairs = ((_layers(theirs), _layers(mine)), (_heads(theirs), _heads(mine)))
+    return rows and all(a[0] < b[1] and b[0] < a[1] for a, b in pairs) and not has_scales(theirs)

@@ -180,7 +180,7 @@ def test_errors_have_their_kinds(device):
         (ValueError, "2 groups for 1", lambda: dynamo.block_to_universal(blocks * 2, universal, "NHD")),
         (ValueError, r"blocks\[0\] has 3 chunks", lambda: dynamo.block_to_universal([blocks[0][:3]], universal, "NHD")),
         (ValueError, "contiguous", lambda: dynamo.universal_to_block(universal.transpose(0, 3), blocks, "NHD")),
-        (ValueError, "they are the same", lambda: dynamo.universal_to_block([universal, universal[:2]], blocks, "NHD")),
+        (ValueError, "they must be the same", lambda: dynamo.universal_to_block([universal, universal[:2]], blocks, "NHD")),
         (ValueError, "backend is 'fast'", lambda: dynamo.block_to_operational(blocks, whole, "fast")),
         (ValueError, "inner is 61", lambda: dynamo.block_to_operational(blocks, torch.zeros(2, 2, 61, device=device))),
         (TypeError, "float16", lambda: dynamo.block_to_universal(blocks, universal.half(), "NHD")),

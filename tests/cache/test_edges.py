@@ -40,8 +40,8 @@ def test_sizes_of_blocks(block_size):
 @pytest.mark.parametrize(
     ("kind", "of", "says"),
     [
-        (State(), spec(4), "it is a StateSpec"),
-        (Entries((4,)), spec(4), "it is a StateSpec"),
+        (State(), spec(4), "it must be a StateSpec"),
+        (Entries((4,)), spec(4), "it must be a StateSpec"),
         (Full(), STATES, r"State\(\) takes those"),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 
 import kvx
 from kvx import CacheSpec
+from kvx.adapters.engine_names import namer_of
 from kvx.adapters.sglang.names import SGLANG, page_names
 from kvx.connector.groups import parts_of
 from kvx.connector.neighbours import Neighbours
@@ -63,7 +64,7 @@ class Reader:
         self.spec, options = spec, [TierOption.parse(f"disk:{folder}")]
         kind = BlockKind.of(spec)
         self.stack = TierStack(kind, [open_tier(o, kind) for o in options])
-        self.one = Neighbours(options, self.stack, spec, namers={SGLANG: page_names})
+        self.one = Neighbours(options, self.stack, spec, namer_of=namer_of)
         self.names = names(TOKENS, spec.block_size, MODEL)
 
     def take_over(self) -> int:
@@ -107,6 +108,25 @@ def test_ranks(tmp_path):
         rank = Reader(tmp_path / "one", a_spec(32, heads=heads))
         assert rank.take_over() == 3
         rank.check(3)
+
+
+def test_layers_that_lie_apart(tmp_path):
+    """As LMCache writes layer by layer, and stages of a pipeline theirs: all of them together are the block."""
+    for layer in range(L):
+        spec = a_spec(16).replaced(num_layers=1, layer_start=layer)
+        kind = BlockKind.of(spec)
+        whole, made = a_spec(16), names(TOKENS, 16, MODEL)
+        blocks = []
+        for n in range(len(made)):
+            out = kvx.allocate_buffers(spec)
+            kvx.convert(truth(whole, n * 16), out, plan=kvx.plan(whole, spec, partial=True))
+            blocks.append(kind.block(out))
+        assert Reader(tmp_path, a_spec(32)).take_over() == 0  # one of them alone is not
+        with TierOption.parse(f"disk:{tmp_path}").open(kind) as tier:
+            tier.put(made, blocks).result()
+    reader = Reader(tmp_path, a_spec(32))
+    assert reader.take_over() == 3
+    reader.check(3)
 
 
 def test_a_rank_that_is_missing_is_a_miss(tmp_path):

@@ -240,8 +240,8 @@ def test_settings():
     for wrong, says in (
         ({"tiers": ["host"]}, "it is host:SIZE, disk:DIR"),
         ({"tiers": ["ram:1GB"]}, 'tier "ram:1GB" is none'),
-        ({"tiers": []}, "it is a list of them"),
-        ({"tiers": "host:1GB"}, "it is a list of them"),
+        ({"tiers": []}, "it must be a list of them"),
+        ({"tiers": "host:1GB"}, "it must be a list of them"),
         ({"tiers": ["host:1GB"], "blocksize": 3}, "'blocksize' is not known"),
         ({"tiers": ["host:1GB"], "block_size": "32"}, "block_size is '32'"),
     ):

@@ -169,7 +169,7 @@ def test_hashes_that_begin_with_a_random_number(tmp_path):
     [
         ({"model": ""}, 'KvxTier: "model" is not given'),
         ({"model": "llama-2x64-kv2x32-v256"}, "a geometry"),
-        ({"tiers": []}, "it is a list of them"),
+        ({"tiers": []}, "it must be a list of them"),
         ({"tiers": ["disk:{kv}:1KB"]}, "one block takes"),
         ({"format": "bf16"}, "format and block_size are vLLM's own"),
         ({"fsync": True}, "'fsync' is not known"),

@@ -100,11 +100,11 @@ def test_what_is_no_extra_is_refused(cache, backend):
     seq = cache.admit(TOKENS)
     run_step(cache, backend, seq, 24)
     cache.commit(seq)
-    with pytest.raises(BadArgument, match="it is bytes"):
+    with pytest.raises(BadArgument, match="it must be bytes"):
         cache.append(seq, [1], extra="cat")
     cache.release(seq)
     for wrong in ({"extra": "cat"}, {"extras": [(10, "cat")]}):
-        with pytest.raises(BadArgument, match="it is bytes"):
+        with pytest.raises(BadArgument, match="it must be bytes"):
             cache.admit(TOKENS, **wrong)
     with pytest.raises(BadArgument, match=r"extras has one at token 30; tokens 0 to 29 can have one"):
         cache.admit(TOKENS, extras=[(30, b"cat")])

@@ -183,7 +183,7 @@ CONV, SSM = state_plane("conv", "f32", channel=8, tap=3), state_plane("ssm", "f3
         (lambda: state_plane("conv", "f32", channel=8, tap=3, shares=((4, 2), (2, 1))), "its shares have 6 channels"),
         (lambda: state_plane("conv", "f32"), "has no axes"),
         (lambda: state_plane("conv", "q8", channel=8, tap=3), 'format "q8" does not exist'),
-        (lambda: state_row("vllm"), "they are transformers, vllm.sd"),
+        (lambda: state_row("vllm"), "the rows are transformers, vllm.sd"),
         (lambda: StateSpec(4, (SSM,)).shard(4, 0), "6 units of 1 heads over 4 ranks"),
         (lambda: StateSpec(4, (CONV,), block_bytes=8), "a block of these states has 96"),
         (lambda: StateSpec(2, (CONV,), positions=(5,)), "positions has 1 of 2 blocks"),

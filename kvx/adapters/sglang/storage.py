@@ -10,25 +10,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 from torch import Tensor
 
 from kvx.adapters.sglang.names import name_of
-from kvx.adapters.sglang.page_store import PageStore, StoredPage
+from kvx.adapters.sglang.page_store import PageStore
 from kvx.adapters.sglang.pools import Ranks, read_pool
-from kvx.connector.bounded import Bounded
 from kvx.connector.settings import Settings
+from kvx.connector.store_calls import StoreCalls, steps
 from kvx.errors import BadArgument
 
-R = TypeVar("R")
 LOGGER = logging.getLogger("kvx")
-_THREADS = 4
-_MOST_BYTES = 128 << 20
 # Names in the same dict that are SGLang's, and those that are read here.
 _SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path", "tp_lcm_size")
 _OURS = ("timeout_s", "layout", "num_kv_heads")
@@ -50,11 +47,7 @@ class KvxStorage(HiCacheStorage):
         if type(heads) is not int or heads < 0:
             raise BadArgument(f"extra config: num_kv_heads is {heads!r}; it must be the KV heads of the whole model.")
         self._layout, self._ranks = str(extra.get("layout") or ""), Ranks.of(storage_config, heads)
-        timeout_s = extra.get("timeout_s", 5.0)
-        self._reads, self._looks, self._writes = (
-            Bounded(what, timeout_s=timeout_s, threads=threads, logger=LOGGER)
-            for what, threads in (("get", _THREADS), ("exists", 1), ("set", _THREADS))
-        )
+        self._calls = StoreCalls(timeout_s=extra.get("timeout_s", 5.0), logger=LOGGER)
         self._pools: dict[str, Any] = {}
         self._stores: dict[str, PageStore] = {}
         self._lock = threading.Lock()  # SGLang looks, reads and writes on a thread each
@@ -100,63 +93,33 @@ class KvxStorage(HiCacheStorage):
             )  # fmt: skip
         return self._stores[key]
 
-    def _safely(self, what: str, call: Callable[[], R], miss: R) -> R:
-        try:
-            return call()
-        except Exception as error:  # an engine goes on without its store, whatever happens there
-            LOGGER.warning("KVX %s failed, which counts as a miss: %s: %s", what, type(error).__name__, error)
-            return miss
-
     # --- several pages of one pool -----------------------------------------------------------------------------------------
 
     def _has(self, pool: Any, keys: Sequence[str]) -> list[bool]:
         def look() -> list[bool]:
-            store, names = self._store(pool), list(map(name_of, keys))
-            (found,) = self._looks.run([lambda: store.has(names)])
-            return found or [False] * len(keys)
+            return self._calls.has(self._store(pool), list(map(name_of, keys)))
 
-        return self._safely("exists", look, [False] * len(keys)) if keys else []
-
-    def _fetch(self, store: PageStore, keys: Sequence[str]) -> list[StoredPage | None]:
-        names = list(map(name_of, keys))
-        parts = [names[part] for part in _parts(len(names))]
-        came = self._reads.run([partial(store.fetch, part) for part in parts])
-        return [page for part, found in zip(parts, came, strict=True) for page in found or [None] * len(part)]
+        return self._calls.safely("exists", look, [False] * len(keys)) if keys else []
 
     def _get(self, pool: Any, keys: Sequence[str], host_indices: Tensor) -> list[bool]:
         def load() -> list[bool]:
-            store = self._store(pool)
+            store, names = self._store(pool), list(map(name_of, keys))
             pages, done = store.pool.pages(host_indices, len(keys)), []
-            for few in _steps(store, len(keys)):
-                done += store.load(self._fetch(store, keys[few]), pages[few])
+            for few in steps(store, len(keys), store.pool.page_bytes):
+                done += store.load(self._calls.fetch(store, names[few]), pages[few])
             return done
 
-        return self._safely("get", load, [False] * len(keys))
+        return self._calls.safely("get", load, [False] * len(keys))
 
     def _set(self, pool: Any, keys: Sequence[str], host_indices: Tensor) -> list[bool]:
         def save() -> list[bool]:
-            store = self._store(pool)
+            store, names = self._store(pool), list(map(name_of, keys))
             pages, done = store.pool.pages(host_indices, len(keys)), []
-            for few in _steps(store, len(keys)):
-                done += self._put(store, keys[few], partial(_stage, store, pages[few]))
+            for few in steps(store, len(keys), store.pool.page_bytes):
+                done += self._calls.put(store, names[few], partial(_stage, store, pages[few]))
             return done
 
-        return self._safely("set", save, [False] * len(keys))
-
-    def _put(self, store: PageStore, keys: Sequence[str], stage: Callable[[list[int]], Any]) -> list[bool]:
-        """Those that are there already are not written again."""
-        names = list(map(name_of, keys))
-        (there,) = self._writes.run([lambda: store.stack.has(names)])
-        if there is None:
-            return [False] * len(keys)
-        wanted = [n for n, has in enumerate(there) if not has]
-        blocks = stage(wanted)
-        parts = _parts(len(wanted))
-        jobs = [partial(store.put, [names[n] for n in wanted[part]], blocks[part]) for part in parts]
-        for part, ok in zip(parts, self._writes.run(jobs), strict=True):
-            for n in wanted[part]:
-                there[n] = ok is not None
-        return there
+        return self._calls.safely("set", save, [False] * len(keys))
 
     # --- v1: pages of the one pool of K and V ------------------------------------------------------------------------------
 
@@ -205,20 +168,21 @@ class KvxStorage(HiCacheStorage):
             store = self._store(PoolName.KV)
             places = target_locations or [store.pool.pool.get_dummy_flat_data_page() for _ in keys]
             found: list[Tensor | None] = []
-            for page, place in zip(self._fetch(store, keys), places, strict=True):
+            for page, place in zip(self._calls.fetch(store, list(map(name_of, keys))), places, strict=True):
                 if page is not None:
                     store.load_flat(page, place)
                 found.append(None if page is None else place)
             return found
 
-        return self._safely("get", load, [None] * len(keys))
+        return self._calls.safely("get", load, [None] * len(keys))
 
     def batch_set(self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
         def save() -> bool:
             store = self._store(PoolName.KV)
-            return all(self._put(store, keys, lambda wanted: store.stage_flat([values[n] for n in wanted])))
+            names = list(map(name_of, keys))
+            return all(self._calls.put(store, names, lambda wanted: store.stage_flat([values[n] for n in wanted])))
 
-        return self._safely("set", save, False)
+        return self._calls.safely("set", save, False)
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
         return self.batch_get([key], None if target_location is None else [target_location])[0]
@@ -236,26 +200,11 @@ class KvxStorage(HiCacheStorage):
         LOGGER.warning("KVX: clear() removes nothing, the store is shared. Remove its directory, or let it evict.")
 
     def close(self) -> None:
-        for store in self._stores.values():
-            self._writes.run([store.close])
-        for calls in (self._reads, self._looks, self._writes):
-            calls.close()
-
-
-def _steps(store: PageStore, count: int) -> list[slice]:
-    """What is in memory of the store's at once: SGLang hands over up to 128 pages, of megabytes each."""
-    size = max(_THREADS, _MOST_BYTES // max(store.kind.num_bytes, store.pool.page_bytes))
-    return [slice(n, n + size) for n in range(0, count, size)]
+        self._calls.close(self._stores.values())
 
 
 def _stage(store: PageStore, pages: list[int], wanted: list[int]) -> Any:
     return store.stage([pages[n] for n in wanted])
-
-
-def _parts(count: int) -> list[slice]:
-    """Runs of about the same length, one a thread."""
-    size = -(-count // _THREADS) or 1
-    return [slice(n, n + size) for n in range(0, count, size)]
 
 
 def _groups(has: Sequence[bool], transfer: Any) -> int:

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from kvx.adapters.store import NAMERS
+from kvx.adapters.engine_names import namer_of
 from kvx.adapters.vllm import facts
 from kvx.adapters.vllm.groups import FP8, read_groups, require_block_size
 from kvx.adapters.vllm.layout import read_group
@@ -118,9 +118,9 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         return TierStack(kind, [open_tier(t.share(kind.num_bytes, whole), kind) for t in self._tiers])
 
     def _neighbours(self, stack: TierStack, spec: Spec) -> Neighbours:
-        """What SGLang wrote, and vLLM with other blocks and ranks. A folder of another kind shares no capacity."""
+        """What SGLang and LMCache wrote, and vLLM with other blocks and ranks. A folder of another kind shares no capacity."""
         assert isinstance(spec, CacheSpec)
-        return Neighbours(self._tiers, stack, spec, namers=NAMERS, logger=logger)
+        return Neighbours(self._tiers, stack, spec, namer_of=namer_of, logger=logger)
 
     def _shared_tiers(self) -> list[TierOption]:
         """As the user gave them. Host memory is a process's own: where workers are in others, all share a directory in memory."""

@@ -1,0 +1,184 @@
+"""LMCache's memory objects as caches of KVX: the one place that knows their formats. LMCache is not imported.
+
+A chunk of K and V lies in the store as LMCache has it, in one run. Objects whose bytes KVX has no words for (several groups of
+layers in one, fp8 without scales, states) go whole, with a manifest that only the same object has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvx.connector.block_store import BlockStore, StoredBlock, kept_spec
+from kvx.connector.store_names import Scheme, named_kind
+from kvx.errors import BadArgument
+from kvx.layout.engines import ENGINES
+from kvx.spec import CacheSpec
+from kvx.tiers import Block, BlockKind, TierOption
+
+FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+WHOLE = -1  # in place of a layer: the chunk has all of them
+# LMCache's MemoryFormat to a row of docs/layouts.md.
+_ROWS = {"KV_2LTD": "lmcache.2ltd", "KV_T2D": "lmcache.t2d", "KV_2TD": "lmcache.2td", "KV_MLA_FMT": "lmcache.mla"}
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Where a process stands among those that share a model out. LMCache does not say whether they share layers or heads."""
+
+    rank: int = 0
+    size: int = 1
+    num_kv_heads: int = 0  # of the whole model: they share heads. 0: not said
+
+
+@dataclass(frozen=True)
+class ChunkForm:
+    """What LMCache says of an object's memory."""
+
+    shapes: tuple[tuple[int, ...], ...]  # of each group of layers in it
+    dtypes: tuple[torch.dtype, ...]
+    format: str  # the name of its MemoryFormat
+    layer: int = WHOLE  # layer by layer: which
+
+    @property
+    def num_bytes(self) -> int:
+        sizes = (torch.Size(s).numel() * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True))
+        return sum(sizes)
+
+    def axes(self) -> tuple[int, int, int] | None:
+        """Layers, tokens, and elements of a row; None of several groups, and of a shape that is not its format's."""
+        shape = self.shapes[0] if len(self.shapes) == 1 else ()
+        match self.format, len(shape):
+            case ("KV_2LTD", 4) if shape[0] == 2:
+                return shape[1], shape[2], shape[3]
+            case ("KV_MLA_FMT", 4) if shape[0] == 1:
+                return shape[1], shape[2], shape[3]
+            case "KV_MLA_FMT", 3:
+                return shape[0], shape[1], shape[2]
+            case ("KV_T2D", 3) if shape[1] == 2:
+                return 1, shape[0], shape[2]
+            case ("KV_2TD", 3) if shape[0] == 2:
+                return 1, shape[1], shape[2]
+            case "KV_MLA_FMT", 2:
+                return 1, shape[0], shape[1]
+        return None
+
+
+def read_chunk(
+    form: ChunkForm, *, model: str, chunk_size: int, head_dim: int, worker: Worker
+) -> tuple[CacheSpec | None, dict[str, str | int]]:
+    """The spec of one such chunk, None where it goes whole, and what else must be equal to read it."""
+    axes, dtype, is_latent = form.axes(), form.dtypes[0], form.format == "KV_MLA_FMT"
+    is_known = axes is not None and dtype in FORMATS and axes[1] == chunk_size and head_dim > 0
+    if not is_known or axes is None or axes[2] % head_dim or (is_latent and axes[2] != head_dim):
+        text = " ".join(f"{list(s)} {d}".replace("torch.", "") for s, d in zip(form.shapes, form.dtypes, strict=True))
+        whole: dict[str, str | int] = {"object": text, "memory_format": form.format}
+        if form.layer != WHOLE:
+            whole["layer"] = form.layer
+        return None, whole | _of_rank(worker)
+    layers, tokens, row = axes
+    heads = row // head_dim
+    facts, head_start = _heads(heads, is_latent, worker)
+    layout = ENGINES[_ROWS[form.format]].layout.replace("(head dim)", "head dim")
+    layout = "block | " + layout.replace("layer block |", "layer").removeprefix("block | ")
+    spec = CacheSpec(
+        num_blocks=1, block_size=tokens, num_kv_heads=heads, head_dim=head_dim, layout=layout, format=FORMATS[dtype],
+        num_layers=layers, layer_start=max(form.layer, 0), head_start=head_start, model=model,
+    )  # fmt: skip
+    return spec, facts
+
+
+def _heads(heads: int, is_latent: bool, worker: Worker) -> tuple[dict[str, str | int], int]:
+    total = worker.num_kv_heads
+    if worker.size == 1:
+        return {}, 0
+    if not total:
+        return _of_rank(worker), 0
+    if is_latent:  # every rank has all of it
+        return {}, 0
+    if heads != max(1, total // worker.size):
+        raise BadArgument(
+            f"extra config: num_kv_heads is {total}; worker {worker.rank} of {worker.size} has {heads} of them. It is the KV heads "
+            "of the whole model, where workers share heads (tensor parallel). Leave it out where they share layers: chunks are "
+            "then found by the same worker alone."
+        )
+    return {}, worker.rank * total // worker.size
+
+
+def _of_rank(worker: Worker) -> dict[str, str | int]:
+    return {"worker": f"{worker.rank}/{worker.size}"} if worker.size > 1 else {}
+
+
+class ChunkStore(BlockStore):
+    """Chunks of one form in the store."""
+
+    def __init__(
+        self,
+        form: ChunkForm,
+        options: Sequence[TierOption],
+        described: tuple[CacheSpec | None, dict[str, str | int]],  # by `read_chunk`
+        *,
+        model: str,
+        names: str,  # what the kind says of LMCache's names
+        layout: str = "",  # "canonical", or "" as LMCache has a chunk
+        format: str = "",  # "": as LMCache's
+    ) -> None:
+        self.form, (self.chunk_spec, facts) = form, described
+        spec = kept_spec(self.chunk_spec, layout, format)
+        kind = BlockKind({"model": model}, (form.num_bytes,)) if spec is None else BlockKind.of(spec)
+        size = 1 if self.chunk_spec is None else self.chunk_spec.block_size
+        super().__init__(options, named_kind(kind, names, **facts), Scheme(names, size), spec=spec, wanted=self.chunk_spec)
+
+    def lent(self, memory: Sequence[Tensor]) -> list[Block] | None:
+        """Chunks as they lie in LMCache's memory, for who holds it; None where the store keeps them otherwise."""
+        for each in memory:
+            self._require(each)
+        return [self.kind.block([each]) for each in memory] if self.spec == self.chunk_spec else None
+
+    def stage(self, memory: Sequence[Tensor]) -> list[Block]:
+        """Copies of chunks, each a run of bytes, as the store keeps them."""
+        for each in memory:
+            self._require(each)
+        if self.chunk_spec is not None:
+            return self.copy_from(self.chunk_spec.replaced(num_blocks=max(1, len(memory))), memory, range(len(memory)))
+        blocks = self._memory.take(len(memory))
+        for block, each in zip(blocks, memory, strict=True):
+            block.buffers[0].copy_(each)
+        return blocks
+
+    def stager(self, memory: Sequence[Tensor], *, is_lent: bool = False) -> Callable[[list[int]], list[Block]]:
+        def stage(wanted: list[int]) -> list[Block]:
+            some = [memory[n] for n in wanted]
+            return self.lent(some) or self.stage(some) if is_lent else self.stage(some)
+
+        return stage
+
+    def load(self, found: Sequence[StoredBlock], memory: Sequence[Tensor]) -> None:
+        """Into chunks of LMCache's, each a run of bytes, unless they were read there."""
+        elsewhere = [(here, each) for here, each in zip(found, memory, strict=True) if not _is_there(here, each)]
+        for _, each in elsewhere:
+            self._require(each)
+        if self.chunk_spec is None:
+            for here, each in elsewhere:
+                each.copy_(here.blocks[0][0].buffers[0])
+        elif elsewhere:
+            spec, into = self.chunk_spec.replaced(num_blocks=len(elsewhere)), [each for _, each in elsewhere]
+            self.copy_into(spec, into, range(len(into)), [here for here, _ in elsewhere])
+
+    def _require(self, memory: Tensor) -> None:
+        if memory.dtype != torch.uint8 or memory.numel() != self.form.num_bytes:
+            raise BadArgument(f"a chunk has {memory.numel()} bytes; one of {list(self.form.shapes[0])} has {self.form.num_bytes}.")
+
+
+def _is_there(found: StoredBlock, memory: Tensor) -> bool:
+    return found.family is None and found.blocks[0][0].buffers[0].data_ptr() == memory.data_ptr()
+
+
+def memory_of(obj: Any) -> Tensor:
+    """The bytes of an object of LMCache's, all of its groups."""
+    flat: Tensor = obj.raw_data[: obj.get_size()].view(torch.uint8)
+    return flat
