@@ -24,7 +24,7 @@ def link_pages(
     """Lead these names to blocks that the store has of the same tokens. How many pages from the first on can now be found."""
     folder, covered = Path(folder), set[bytes]()
     if not folder.is_dir():
-        raise BadArgument(f"link(): {folder} is no folder; it is the directory of a store, as in disk:DIR.")
+        raise BadArgument(f"link(): {folder} is no folder; it must be the directory of a store, as in disk:DIR.")
     for scheme, tiers in _schemes(folder, model).items():
         names = None if scheme == mine else names_of(scheme)
         if names is None:

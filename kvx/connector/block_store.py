@@ -155,7 +155,7 @@ class BlockStore:
 def kept_spec(spec: CacheSpec | None, layout: str, format: str) -> CacheSpec | None:
     """How the store keeps what the engine has as `spec`, by the user's `layout` and `format`; None of blocks that go whole."""
     if layout not in ("", CANONICAL):
-        raise BadArgument(f'extra config: layout is {layout!r}; it is "canonical", or "" for blocks as the engine has them.')
+        raise BadArgument(f'extra config: layout is {layout!r}; it must be "canonical", or "" for blocks as the engine has them.')
     if spec is None:
         return None
     if layout == CANONICAL or format:

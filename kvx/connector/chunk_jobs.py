@@ -49,7 +49,7 @@ class ChunkJobs:
         logger: logging.Logger,
     ) -> None:
         if type(timeout_s) not in (int, float) or not 0 < timeout_s < 1e6:
-            raise BadArgument(f"timeout_s is {timeout_s!r}; it is the seconds that a call of the store may take, like 5.")
+            raise BadArgument(f"timeout_s is {timeout_s!r}; it must be the seconds that a call of the store may take, like 5.")
         if type(threads) is not int or not 2 <= threads <= 64:
             raise BadArgument(f"threads is {threads!r}; there are 2 to 64, the first of which only reads.")
         self._rows: np.ndarray | None = rows

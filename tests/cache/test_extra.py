@@ -162,7 +162,7 @@ def test_an_extra_that_is_no_bytes_is_refused_and_leaves_nothing(wrong):
         lambda: cache.append(seq, [4], extra=wrong),
         lambda: cache.extend(seq, [4], extra=wrong),
     ):
-        with pytest.raises(kvx.BadArgument, match=r"extra is .*it is bytes"):
+        with pytest.raises(kvx.BadArgument, match=r"extra is .*it must be bytes"):
             call()
         assert cache.num_seqs == 1
         assert (seq.num_tokens, seq.length, seq.extras) == (3, 3, [])

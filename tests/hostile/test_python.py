@@ -93,7 +93,7 @@ def test_not_tensors():
     refuse(lambda: kvx.write(cache, k, k, slot_mapping=[0], spec=spec), "slot_mapping is a list")
     refuse(lambda: kvx.write("cache", k, k, slot_mapping=slots, spec=spec), "cache")
     refuse(lambda: kvx.write((cache[0], 5), k, k, slot_mapping=slots, spec=spec), "v_cache is an int")
-    refuse(lambda: kvx.write(cache, k, k, slot_mapping=slots, spec="bf16"), "spec is str")
+    refuse(lambda: kvx.write(cache, k, k, slot_mapping=slots, spec="bf16"), "spec is a str")
     refuse(lambda: kvx.gather(cache, torch.zeros(1, 2), spec=spec), "table is a Tensor")
     refuse(lambda: kvx.write(cache, k, k.to("meta"), slot_mapping=slots, spec=spec), "v has no memory .* it is on the meta device")
 

@@ -49,5 +49,5 @@ class StoreConfig:
 def number(extra: Mapping[str, Any], name: str, default: int = 0) -> int:
     value = extra.get(name, default)
     if type(value) is not int or value < 0:
-        raise BadArgument(f"extra config: {name} is {value!r}; it is a whole number.")
+        raise BadArgument(f"extra config: {name} is {value!r}; it must be a whole number.")
     return value
