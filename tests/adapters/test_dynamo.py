@@ -186,8 +186,8 @@ def test_errors_have_their_kinds(device):
         (TypeError, "float16", lambda: dynamo.block_to_universal(blocks, universal.half(), "NHD")),
         (TypeError, "16 bytes", lambda: dynamo.operational_to_block(whole.to(torch.complex128), blocks)),
         (TypeError, "is an ndarray", lambda: dynamo.operational_to_block([whole.cpu().numpy()], blocks)),
-        (TypeError, "blocks is Tensor", lambda: dynamo.operational_to_block(whole, whole)),
-        (TypeError, "blocks\\[0\\] is Tensor", lambda: dynamo.operational_to_block(whole, [whole])),
+        (TypeError, "blocks is a Tensor", lambda: dynamo.operational_to_block(whole, whole)),
+        (TypeError, "blocks\\[0\\] is a Tensor", lambda: dynamo.operational_to_block(whole, [whole])),
     ):
         with pytest.raises(error, match=text):
             call()

@@ -174,7 +174,7 @@ def test_an_extra_that_is_no_bytes_is_refused_and_leaves_nothing(wrong):
     [
         ([(3, b"x")], "at token 3; tokens 0 to 2"),
         ([(-1, b"x")], "at token -1"),
-        ([b"x"], "it is .position"),
+        ([b"x"], "it must be .position"),
         ([(1.0, b"x")], "position"),
     ],
 )
