@@ -93,18 +93,29 @@ def run(model: Path, connector: dict | None, *, prompts, **options):
     return generate(model, prompts, connector=connector, is_shut_down=True, max_num_seqs=4, **options)
 
 
+TWO_RANKS = {
+    "tensor_parallel_size": 2,
+    "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+}
+
+
 @pytest.mark.parametrize(
-    ("make", "host_bytes", "extra"),
-    [(make_plain, 400_000, {}), (make_plain, 800_000, {"blocks_per_chunk": 2}), (make_lfm2, 200_000, {})],
-    ids=["one group", "chunks of two blocks", "states"],
+    ("make", "host_bytes", "extra", "engine"),
+    [
+        (make_plain, 400_000, {}, {}),
+        (make_plain, 800_000, {"blocks_per_chunk": 2}, {}),
+        (make_plain, 400_000, {}, TWO_RANKS),
+        (make_lfm2, 200_000, {}, {}),
+    ],
+    ids=["one group", "chunks of two blocks", "two ranks", "states"],
 )
-def test_what_left_host_memory_comes_back_from_the_tier(tmp_path, make, host_bytes, extra):
+def test_what_left_host_memory_comes_back_from_the_tier(tmp_path, make, host_bytes, extra, engine):
     folder, connector = make(tmp_path / "model"), tiering(tmp_path / "kv", host_bytes, **extra)
-    first = run(folder, connector, **AGAIN)
+    first = run(folder, connector, **AGAIN, **engine)
     assert first.cached[:4] == [0, 0, 0, 0]  # so the first answers are vLLM's own
     assert len(set(first.tokens[0])) > 5
     assert (first.tokens[5], first.cached[5]) == (first.tokens[0], 192)
-    second = run(folder, connector, prompts=PROMPTS[:2], max_tokens=12)  # another process
+    second = run(folder, connector, prompts=PROMPTS[:2], max_tokens=12, **engine)  # another process
     assert second.tokens == first.tokens[:2]
     assert second.cached == [192, 192]
     sizes = {p.stat().st_size for p in (tmp_path / "kv").rglob("*.kvx")}
