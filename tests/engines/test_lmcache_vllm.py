@@ -135,7 +135,8 @@ for algorithm in ("sha256_cbor", "sha256", "builtin"):
         print("FOUND", algorithm, "refused", "PYTHONHASHSEED=0" in str(error))
         continue
     made = [h for _, _, h in ChunkedTokenDatabase(config, None).process_tokens(list(range(64)), make_key=False)]
-    print("FOUND", algorithm, names.split(":")[1], [h % 2**64 for h in made] == [int(n.hex(), 16) for n in namer_of(names)(range(64), 16)])
+    ours = [int(name.hex(), 16) for name in namer_of(names)(range(64), 16)]
+    print("FOUND", algorithm, names.split(":")[1], [h % 2**64 for h in made] == ours)
 """
 
 
