@@ -207,7 +207,7 @@ def test_names_are_lmcaches(started):
     made = [(key.chunk_hash % 2**64).to_bytes(8, "big") for key in a.keys(tokens)]
     assert made[:6] == chunk_names(tokens, CHUNK, algorithm="builtin", root=0)
     assert len(made) == 7  # the last is not full
-    assert a.kvx._names == BUILTIN
+    assert a.kvx._chunks.names == BUILTIN
     assert (
         TokenHasher(CHUNK).compute_chunk_hashes(tokens) == chunk_names(tokens, CHUNK) == namer_of("lmcache:blake3")(tokens, CHUNK)
     )
@@ -280,7 +280,7 @@ class Vllm:
 
 
 def digest_of(one: Lmcache, objects) -> kvx.Digest:
-    (store,) = (s for s in one.kvx._stores.values() if s.chunk_spec is not None)
+    (store,) = (s for s in one.kvx._chunks.stores.values() if s.chunk_spec is not None)
     memory = [obj.tensor.contiguous().view(torch.uint8).reshape(-1) for obj in objects]
     return kvx.digest(memory, store.chunk_spec.replaced(num_blocks=len(memory)), blocks=[list(range(len(memory)))])
 

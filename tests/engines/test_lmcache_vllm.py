@@ -6,13 +6,17 @@ needs a GPU, so the chunks that LMCache writes here hold K and V of Transformers
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("lmcache", reason="the package lmcache is not installed here; `make engines` makes .venv-lmcache, which has it")
+import lmcache as lmcache_package
+
 import kvx
 from kvx.handover import NEUTRAL, names
 from kvx.spec import CacheSpec
@@ -113,3 +117,35 @@ def test_lmcache_finds_what_vllm_wrote(folder, prompt, alone, tmp_path, lmcache,
     keys = lmcache.keys(prompt[:COUNT])
     assert lmcache.kvx.batched_contains(keys) == COUNT // CHUNK
     assert content_of(lmcache.kvx.batched_get_blocking(keys)) == content_in(tmp_path, prompt, block_size)
+
+
+BESIDE = """
+import sys
+sys.path[:0], sys.path[len(sys.path):] = [sys.argv[1]], sys.argv[2:]
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.token_database import ChunkedTokenDatabase
+from kvx.adapters.lmcache.engine_hash import names_made_here
+from kvx.adapters.engine_names import namer_of
+from kvx.errors import BadArgument
+for algorithm in ("sha256_cbor", "sha256", "builtin"):
+    config = LMCacheEngineConfig.from_defaults(chunk_size=16, pre_caching_hash_algorithm=algorithm)
+    try:
+        names = names_made_here(config, None)
+    except BadArgument as error:
+        print("FOUND", algorithm, "refused", "PYTHONHASHSEED=0" in str(error))
+        continue
+    made = [h for _, _, h in ChunkedTokenDatabase(config, None).process_tokens(list(range(64)), make_key=False)]
+    ours = [int(name.hex(), 16) for name in namer_of(names)(range(64), 16)]
+    print("FOUND", algorithm, names.split(":")[1], [h % 2**64 for h in made] == ours)
+"""
+
+
+@pytest.mark.parametrize("seed", [None, "0"])
+def test_names_beside_vllm(seed):
+    """LMCache with vLLM's hashes, both in one process: the names are its own, or refused where they are random."""
+    packages = Path(lmcache_package.__file__).parents[1]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"} | ({} if seed is None else {"PYTHONHASHSEED": seed})
+    run = subprocess.run([VLLM, "-W", "ignore", "-c", BESIDE, ROOT, packages], env=env, capture_output=True, text=True, timeout=300)
+    found = [line.split()[1:] for line in run.stdout.splitlines() if line.startswith("FOUND")]
+    builtin = ["builtin", "refused", "True"] if seed is None else ["builtin", "builtin", "True"]
+    assert found == [["sha256_cbor", "sha256_cbor", "True"], ["sha256", "sha256", "True"], builtin], run.stderr[-2000:]

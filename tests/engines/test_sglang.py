@@ -336,7 +336,7 @@ def test_a_class_that_is_not_there(tmp_path):
 
 def test_many_pages_take_little_memory(tmp_path, monkeypatch):
     """The store has few of them in memory at once, however many SGLang hands over."""
-    monkeypatch.setattr("kvx.adapters.sglang.storage._MOST_BYTES", 5 * 3072)
+    monkeypatch.setattr("kvx.connector.store_calls._MOST_BYTES", 5 * 3072)
     pool = filled(sgl.mha_pool("page_first"))
     there, keys = pool.alloc(128), sgl.keys([*TOKENS, *TOKENS], 4)
     store = sgl.backend(tmp_path, pool)

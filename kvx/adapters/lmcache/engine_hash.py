@@ -21,17 +21,17 @@ def names_made_here(config: Any, metadata: Any) -> str:
     algorithm = config.pre_caching_hash_algorithm
     if config.enable_blending:  # names of segments, wherever they stand in a text
         return names_field("segments")
-    is_drawn = find_spec("vllm") is not None and os.environ.get("PYTHONHASHSEED") is None
+    is_drawn = find_spec("vllm") is not None and os.environ.get("PYTHONHASHSEED", "random") == "random"
     if is_drawn and algorithm not in _CRYPTO:
         raise _random(algorithm)
     theirs = token_database.ChunkedTokenDatabase(config, metadata)
-    root, tokens = token_database.NONE_HASH, list(range(7))
+    root, tokens = token_database.NONE_HASH, list(range(config.chunk_size))
     if is_drawn and root != none_hash("sha256" if algorithm == "sha256" else "sha256_cbor"):
         raise _random(algorithm)  # of an older vLLM, which draws the root for every hash
-    first = name_of(theirs._hash_tokens(tokens, None))
+    ((_, _, first),) = theirs.process_tokens(tokens, make_key=False)
     for known in ("builtin", "sha256_cbor", "sha256"):
         namer = chunk_namer(names := names_field(known, root))
-        if namer is not None and namer(tokens, len(tokens)) == [first]:
+        if namer is not None and namer(tokens, len(tokens)) == [name_of(first)]:
             return names
     LOGGER.warning(
         "KVX keeps LMCache's chunks under hashes by %r, which other engines cannot make. sha256_cbor is one that they can.",

@@ -22,10 +22,9 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
-from kvx.adapters.lmcache.chunks import WHOLE, ChunkForm, ChunkStore, Worker, memory_of
+from kvx.adapters.lmcache.chunks import WHOLE, ChunkForm, ChunkStore, memory_of
 from kvx.adapters.lmcache.config import StoreConfig
-from kvx.adapters.lmcache.engine_hash import names_made_here
-from kvx.adapters.lmcache.names import name_of
+from kvx.adapters.lmcache.engine_chunks import EngineChunks
 from kvx.connector.store_calls import StoreCalls, steps
 
 LOGGER = logging.getLogger("kvx")
@@ -37,67 +36,21 @@ class KvxStoragePlugin(StoragePluginInterface):
         super().__init__(**given)
         extra = {k.removeprefix(_OURS): v for k, v in (self.config.extra_config or {}).items() if k.startswith(_OURS)}
         self._store_config = StoreConfig.read(extra)
-        self._names = names_made_here(self.config, self.metadata)
+        self._chunks = EngineChunks(self.config, self.metadata, self._store_config)
         self._calls = StoreCalls(timeout_s=self._store_config.timeout_s, logger=LOGGER)
-        self._stores: dict[ChunkForm, ChunkStore] = {}
         self._lock = threading.Lock()
         self._putting: set[Any] = set()
         self._puts, self._gets = (ThreadPoolExecutor(1, thread_name_prefix=f"kvx-lmcache-{what}") for what in ("put", "get"))
         self._is_silent = False  # that a chunk was not kept was said
         if self.metadata.role != "scheduler":
-            self._store(self._form(WHOLE))  # what cannot work is said now, while LMCache starts
-
-    # --- what a chunk is ---------------------------------------------------------------------------------------------------
-
-    def _format(self) -> Any:
-        """As LMCache's engine chooses it."""
-        if self.metadata.use_mla:
-            return MemoryFormat.KV_MLA_FMT
-        if self.config.use_layerwise:
-            return MemoryFormat.KV_2TD if self.config.enable_blending else MemoryFormat.KV_T2D
-        return MemoryFormat.KV_2LTD
-
-    def _form(self, layer: int) -> ChunkForm:
-        """Of full chunks. Asked anew each time: LMCache learns of an engine's groups of layers after it has made its backends."""
-        format_ = self._format()
-        shapes, dtypes = self.metadata.get_shapes(self.config.chunk_size), self.metadata.get_dtypes()
-        if self.config.use_layerwise:
-            _, _, tokens, row = shapes[0]
-            shapes = [{"KV_T2D": (tokens, 2, row), "KV_2TD": (2, tokens, row), "KV_MLA_FMT": (tokens, row)}[format_.name]]
-        return ChunkForm(
-            tuple(tuple(s) for s in shapes), tuple(dtypes), format_.name, max(layer, 0) if self.config.use_layerwise else WHOLE
-        )
-
-    def _store(self, form: ChunkForm) -> ChunkStore:
-        with self._lock:
-            if form not in self._stores:
-                m, told = self.metadata, self._store_config
-                worker = Worker(m.worker_id, m.world_size, told.num_kv_heads)
-                is_shared = m.use_mla and m.world_size > 1 and self._saves_first_rank_only()
-                if is_shared:  # LMCache's first rank writes for all of them
-                    worker = Worker()
-                parts = (1 if m.use_mla else m.world_size) * (m.kv_shape[0] if self.config.use_layerwise else 1)
-                self._stores[form] = told.open(
-                    form, names=self._names, chunk_size=self.config.chunk_size, head_dim=m.kv_shape[4], worker=worker, parts=parts
-                )  # fmt: skip
-            return self._stores[form]
-
-    def _saves_first_rank_only(self) -> bool:
-        return bool(self.config.get_extra_config_value("save_only_first_rank", self.metadata.use_mla))
-
-    def _by_form(self, keys: Sequence[Any]) -> list[tuple[ChunkStore, list[int], list[bytes]]]:
-        """Stores, and which of the keys are theirs: one, or one a layer."""
-        layers: dict[int, list[int]] = {}
-        for n, key in enumerate(keys):
-            layers.setdefault(getattr(key, "layer_id", WHOLE), []).append(n)
-        return [(self._store(self._form(layer)), at, [_name(keys[n]) for n in at]) for layer, at in layers.items()]
+            self._chunks.store(self._chunks.form(WHOLE))  # what cannot work is said now, while LMCache starts
 
     # --- which are there ---------------------------------------------------------------------------------------------------
 
     def _has(self, keys: Sequence[Any]) -> list[bool]:
         def look() -> list[bool]:
             found = [False] * len(keys)
-            for store, at, names in self._by_form(keys):
+            for store, at, names in self._chunks.by_form(keys):
                 for n, has in zip(at, self._calls.has(store, names), strict=True):
                     found[n] = has
             return found
@@ -162,7 +115,7 @@ class KvxStoragePlugin(StoragePluginInterface):
             await asyncio.wrap_future(future)
 
     def _is_kept(self, key: Any, obj: Any) -> bool:
-        form = self._form(getattr(key, "layer_id", WHOLE))
+        form = self._chunks.form(getattr(key, "layer_id", WHOLE))
         meta = obj.metadata
         shapes = [tuple(s) for s in (meta.shapes or [meta.shape])]
         is_same = (shapes, meta.fmt.name, obj.get_size()) == ([*form.shapes], form.format, form.num_bytes)
@@ -176,7 +129,7 @@ class KvxStoragePlugin(StoragePluginInterface):
 
     def _put(self, wanted: list[tuple[Any, Any]], on_complete: Callable[[Any], None] | None) -> None:
         """What the store still reads, since it did not answer in time, is released when it has."""
-        groups = self._calls.safely("put", partial(self._by_form, [key for key, _ in wanted]), None)
+        groups = self._calls.safely("put", partial(self._chunks.by_form, [key for key, _ in wanted]), None)
         if groups is None:
             self._release(wanted)
         for store, at, names in groups or ():
@@ -209,7 +162,7 @@ class KvxStoragePlugin(StoragePluginInterface):
         found: list[Any] = [None] * len(keys)
 
         def load() -> None:
-            for store, at, names in self._by_form(keys):
+            for store, at, names in self._chunks.by_form(keys):
                 for few in steps(store, len(at), store.form.num_bytes):
                     for n, obj in zip(at[few], self._get(store, names[few]), strict=True):
                         found[n] = obj
@@ -275,7 +228,7 @@ class KvxStoragePlugin(StoragePluginInterface):
         """Chunks that LMCache wrote in this form. What other engines wrote of the same tokens stays."""
 
         def drop() -> int:
-            return sum(sum(self._calls.drop(store, names)) for store, _, names in self._by_form(keys))
+            return sum(sum(self._calls.drop(store, names)) for store, _, names in self._chunks.by_form(keys))
 
         return self._calls.safely("remove", drop, 0)
 
@@ -293,9 +246,4 @@ class KvxStoragePlugin(StoragePluginInterface):
     def close(self) -> None:
         self._puts.shutdown(wait=True)  # each of its calls is bounded
         self._gets.shutdown(wait=True)
-        self._calls.close(self._stores.values())
-
-
-def _name(key: Any) -> bytes:
-    """Model, dtype and worker are in the kind; what a request was tagged with is not."""
-    return name_of(key.chunk_hash, *(f"{k}%{v}" for k, v in key.tags or ()))
+        self._calls.close(self._chunks.stores.values())
