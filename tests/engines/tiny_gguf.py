@@ -88,6 +88,11 @@ def byte_symbols() -> list[str]:
     return [chr(b) if b in plain else chr(next(others)) for b in range(256)]
 
 
+def add_value(writer: gguf.GGUFWriter, name: str, value: int | float | list[Any]) -> None:
+    add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
+    add(name, value)  # type: ignore[operator]
+
+
 def _write(path: Path, architecture: str, shapes: dict[str, list[int]]) -> None:
     writer, rng = gguf.GGUFWriter(path, architecture), np.random.default_rng(0)
     symbols = byte_symbols()
@@ -99,8 +104,7 @@ def _write(path: Path, architecture: str, shapes: dict[str, list[int]]) -> None:
     writer.add_eos_token_id(256)
     writer.add_add_bos_token(False)
     for name, value in METADATA[architecture].items():
-        add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
-        add(f"{architecture}.{name}", value)  # type: ignore[operator]
+        add_value(writer, f"{architecture}.{name}", value)
     for name, sizes in shapes.items():
         shape = tuple(reversed(sizes))
         if "norm" in name:
