@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvx.adapters.llama_cpp.kinds import ITEM_BYTES, VERSIONS, StateKind, StateModel, format_of, type_of
+from kvx.adapters.llama_cpp.kinds import ITEM_BYTES, VERSIONS, StateKind, format_of, type_of
+from kvx.adapters.llama_cpp.model import StateModel
 from kvx.errors import BadArgument, Incompatible, Unsupported
 
 MAGIC = 0xAF143CD8
