@@ -1,0 +1,98 @@
+"""Every ordered pair of four engines for hybrid models: the second goes on from what the first computed, token for token.
+
+LFM2 keeps convolutions beside K and V, Falcon-H1 matrices beside them in each layer, and Gemma 4 windows, heads of two widths and
+layers that read others' K and V. Each engine computes a prompt of its own; handovers go through a folder, and to and from vLLM
+through the directory of its connector.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vllm: make engines")
+pytest.importorskip("xllamacpp", reason="needs xllamacpp: make engines")
+
+from kvx.handover import Handover, load, save
+from tests.engines import small_models
+from tests.engines.hybrid_engines import MODEL, HybridLlama, HybridPaged, HybridTransformers, HybridVllm, Said
+from tests.engines.hybrid_gguf import write_hybrid
+
+ENGINES = ("transformers", "kvx", "llama_cpp", "vllm")
+NUM_TOKENS, PROMPT, HANDED = 24, 300, 256
+# vLLM's CPU kernels have Mamba-2 states at the end of a step alone: prefix caching is off, and steps end where blocks do.
+_STEPS = {"enable_prefix_caching": False, "enable_chunked_prefill": True, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+MODELS: dict[str, dict[str, Any]] = {"lfm2": {}, "falcon_h1": _STEPS, "gemma4": {}}
+# Largest difference of log-probabilities between llama.cpp and Transformers that was seen: 6.8e-6, 4.6e-5 and 1.3e-4.
+CLOSE = 1e-3
+
+
+class Copies(NamedTuple):
+    """One model's weights in each engine, and what each says alone to the prompt of each."""
+
+    engines: dict[str, Any]
+    prompts: dict[str, list[int]]  # by the engine that computes it
+    handovers: dict[str, Handover]
+    said: dict[tuple[str, str], Said]  # (from, to)
+    alone: dict[tuple[str, str], Said]  # (prompt of, engine)
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Copies:
+    path, name = tmp_path_factory.mktemp(request.param), request.param
+    folder = getattr(small_models, f"make_{name}")(path / "model")
+    hf, vllm = HybridTransformers(folder), HybridVllm(folder, path / "store", **MODELS[name])
+    (path / "slots").mkdir()
+    llama = HybridLlama(write_hybrid(folder, path / "model.gguf"), path / "slots")
+    engines = {"transformers": hf, "kvx": HybridPaged(hf.model), "llama_cpp": llama, "vllm": vllm}
+    rng = random.Random(5)
+    prompts = {e: [rng.randrange(3, 256) for _ in range(PROMPT)] for e in ENGINES}
+
+    # It keeps the state at the last end of a block in a prompt, and computes a token after it.
+    vllm.compute([prompts["vllm"][: HANDED + 1]])
+    handovers = {e: _through_folder(engines[e].prefill(prompts[e][:HANDED]), path / f"handover-{e}") for e in ENGINES}
+    alone = {(p, e): engines[e].decode(prompts[p], NUM_TOKENS) for p in ENGINES for e in ENGINES if e != "vllm"}
+    said = {
+        (a, b): engines[b].decode(prompts[a], NUM_TOKENS, handovers[a]) for a in ENGINES for b in ENGINES if b != "vllm"
+    }  # fmt: skip
+    for a in ENGINES[:3]:
+        vllm.put(handovers[a])
+    every = [prompts[e] for e in ENGINES]
+    for found, is_alone in ((said, False), (alone, True)):
+        for a, one in zip(ENGINES, vllm.decode(every, NUM_TOKENS, alone=is_alone), strict=True):
+            found[a, "vllm"] = one
+    return Copies(engines, prompts, handovers, said, alone)
+
+
+def _through_folder(handover: Handover, path: Path) -> Handover:
+    save(path, handover)
+    return load(path, model=MODEL)
+
+
+@pytest.mark.parametrize("b", ENGINES)
+@pytest.mark.parametrize("a", ENGINES)
+def test_the_second_goes_on_as_it_would_alone(copies: Copies, a: str, b: str) -> None:
+    assert copies.handovers[a].num_tokens == HANDED
+    got, want = copies.said[a, b], copies.alone[a, b]
+    assert got.tokens == want.tokens
+    assert len(set(want.tokens)) > 5  # a text, in which a wrong cache would show
+    assert (got.computed, want.computed) == (PROMPT - HANDED, PROMPT)
+
+
+def test_every_engine_says_the_same_alone(copies: Copies) -> None:
+    """That the weights are the same in all of them."""
+    for p in ENGINES:
+        assert {tuple(copies.alone[p, e].tokens) for e in ENGINES} == {tuple(copies.alone[p, "transformers"].tokens)}
+
+
+def test_logits_of_llama_cpp_are_those_of_transformers(copies: Copies) -> None:
+    import torch
+
+    ids = copies.prompts["llama_cpp"]
+    with torch.no_grad():
+        want = copies.engines["transformers"].model(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
+    got = copies.engines["llama_cpp"].llama.logprobs(ids)
+    assert (got - want).abs().max() < CLOSE
