@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 import kvx
-from kvx.adapters.transformers import PagedModel, layer_groups
+from kvx.adapters.transformers import KvxCache, PagedModel, layer_groups
 from kvx.adapters.transformers.handover import export_cache, import_cache
 from kvx.handover import NEUTRAL, Handover, find, keep, part_kind
 from kvx.runner import Engine, Params
@@ -21,9 +21,14 @@ from kvx.runner.handover import export_sequence, resume
 from kvx.spec import CacheSpec, Spec, StateSpec
 from kvx.spec.layer_specs import layer_specs
 from kvx.tiers import DiskTier
+from tests.engines.llama_cpp import LlamaCpp
 from tests.engines.vllm_process import generate, kvx_connector
 
 MODEL, BLOCK = "weights-made-by-the-test", 32
+
+
+# Of the largest logit. llama.cpp's Gemma 4 is off by 6e-4: it looks up GELU in a table of 16 bits.
+NEAR = 5e-3
 
 
 class Said(NamedTuple):
@@ -49,12 +54,30 @@ class HybridTransformers:
         return export_cache(cache, ids, model=MODEL)
 
     @torch.no_grad()
+    def prefill_blocks(self, ids: Sequence[int]) -> Handover:
+        """For a store: transformers' own cache drops a window's tokens one by one, and a block that lacks some has no name."""
+        cache = KvxCache(self.model.config, block_size=BLOCK)
+        self.model(torch.tensor([ids]), past_key_values=cache)
+        return export_cache(cache, ids, model=MODEL, block_size=BLOCK)
+
+    @torch.no_grad()
     def decode(self, ids: Sequence[int], num_tokens: int, handover: Handover | None = None) -> Said:
         cache = None if handover is None else import_cache(handover, self.model.config, model=MODEL, tokens=ids)
-        how = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False, "eos_token_id": None}
         self._seen.clear()
-        out = self.model.generate(torch.tensor([ids]), past_key_values=cache, **how)
+        out = self.model.generate(torch.tensor([ids]), past_key_values=cache, **_greedy(num_tokens))
         return Said(out[0, len(ids) :].tolist(), self._seen[0])
+
+    @torch.no_grad()
+    def is_clear(self, ids: Sequence[int], num_tokens: int) -> bool:
+        """Whether no two tokens are so near at any step of the answer that another engine's rounding may decide."""
+        how = _greedy(num_tokens) | {"return_dict_in_generate": True, "output_logits": True}
+        logits = torch.cat(self.model.generate(torch.tensor([ids]), **how).logits)
+        top = logits.topk(2).values
+        return bool(((top[:, 0] - top[:, 1]) > NEAR * logits.abs().max()).all())
+
+
+def _greedy(num_tokens: int) -> dict[str, Any]:
+    return {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False, "eos_token_id": None}
 
 
 class HybridPaged:
@@ -67,6 +90,8 @@ class HybridPaged:
 
     def prefill(self, ids: Sequence[int]) -> Handover:
         return export_sequence(self.engine, list(ids), model=MODEL)
+
+    prefill_blocks = prefill  # its window's blocks are whole until none of it is seen
 
     def decode(self, ids: Sequence[int], num_tokens: int, handover: Handover | None = None) -> Said:
         params, counts = Params(max_tokens=num_tokens, ignore_eos=True), self.engine.scheduler.counts
@@ -81,12 +106,15 @@ class HybridPaged:
 
 class HybridLlama:
     def __init__(self, gguf: Path, folder: Path) -> None:
-        from tests.engines.llama_cpp import LlamaCpp
-
         self.llama = LlamaCpp(gguf, folder, name=MODEL)
+        self._of_whole_windows = LlamaCpp(gguf, folder, name=MODEL, keeps_windows=True)
 
     def prefill(self, ids: Sequence[int]) -> Handover:
         return self.llama.prefill(ids)
+
+    def prefill_blocks(self, ids: Sequence[int]) -> Handover:
+        """For a store, from a server with --swa-full."""
+        return self._of_whole_windows.prefill(ids)
 
     def decode(self, ids: Sequence[int], num_tokens: int, handover: Handover | None = None) -> Said:
         answer = self.llama.answer(ids, num_tokens, handover)
@@ -106,10 +134,13 @@ class HybridVllm:
 
     def prefill(self, ids: Sequence[int]) -> Handover:
         """Of a prompt that was computed: what the store has of it, as far as these tokens go."""
-        tiers = [self._tier(spec, layers, window) for spec, layers, window in self._parts]
-        found = find(ids, tiers, parts=[(layers, window) for _, layers, window in self._parts])
+        found = self.found(ids)
         assert found is not None, "the connector kept nothing"
         return found
+
+    def found(self, ids: Sequence[int]) -> Handover | None:
+        tiers = [self._tier(spec, layers, window) for spec, layers, window in self._parts]
+        return find(ids, tiers, parts=[(layers, window) for _, layers, window in self._parts])
 
     def put(self, handover: Handover) -> None:
         """Into the store, in blocks of the connector's size."""
