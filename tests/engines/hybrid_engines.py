@@ -55,7 +55,7 @@ class HybridTransformers:
 
     @torch.no_grad()
     def prefill_blocks(self, ids: Sequence[int]) -> Handover:
-        """For a store: transformers' own cache drops a window's tokens one by one, and a block that lacks some has no name."""
+        """For a store: transformers' own cache has one token less than a window, and a block that lacks one has no name."""
         cache = KvxCache(self.model.config, block_size=BLOCK)
         self.model(torch.tensor([ids]), past_key_values=cache)
         return export_cache(cache, ids, model=MODEL, block_size=BLOCK)
@@ -107,14 +107,11 @@ class HybridPaged:
 class HybridLlama:
     def __init__(self, gguf: Path, folder: Path) -> None:
         self.llama = LlamaCpp(gguf, folder, name=MODEL)
-        self._of_whole_windows = LlamaCpp(gguf, folder, name=MODEL, keeps_windows=True)
 
     def prefill(self, ids: Sequence[int]) -> Handover:
         return self.llama.prefill(ids)
 
-    def prefill_blocks(self, ids: Sequence[int]) -> Handover:
-        """For a store, from a server with --swa-full."""
-        return self._of_whole_windows.prefill(ids)
+    prefill_blocks = prefill  # it keeps as many tokens as the window has, which are whole blocks
 
     def decode(self, ids: Sequence[int], num_tokens: int, handover: Handover | None = None) -> Said:
         answer = self.llama.answer(ids, num_tokens, handover)

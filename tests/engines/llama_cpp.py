@@ -25,7 +25,6 @@ class LlamaCpp:
         flash: bool = False,  # K and V in rows; without it V is transposed, and attention computes in float32 throughout
         num_slots: int = 1,
         name: str = "",  # the model's in handovers; "": made of its geometry
-        keeps_windows: bool = False,  # all tokens of layers with a window: --swa-full
     ) -> None:
         p = xllamacpp.CommonParams()
         p.model.path, p.slot_save_path, p.endpoint_slots = str(gguf), f"{folder}/", True
@@ -34,7 +33,6 @@ class LlamaCpp:
         on, off = (getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{x}ABLED") for x in ("EN", "DIS"))
         p.flash_attn_type = on if flash else off
         p.cpuparams.n_threads = p.cpuparams_batch.n_threads = torch.get_num_threads()
-        p.swa_full = keeps_windows
         p.cache_ram_mib = 0  # else it keeps prompts outside of its slots, and brings them back unasked
         self._server = xllamacpp.Server(p)
         self.model = StateModel.of_gguf(GgufFile(gguf).metadata, name)
