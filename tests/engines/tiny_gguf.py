@@ -34,6 +34,12 @@ _GDN = {
     "attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 8, "full_attention_interval": 4,
     "rope.dimension_sections": [2, 1, 1, 0],
 }  # fmt: skip
+_LATENT = {
+    "attention.q_lora_rank": 48, "attention.kv_lora_rank": 64, "attention.key_length": 96, "attention.value_length": 64,
+    "attention.key_length_mla": 64, "attention.value_length_mla": 32, "rope.dimension_count": 32, "leading_dense_block_count": 2,
+    "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "expert_shared_count": 1,
+    "expert_weights_scale": 1.0, "expert_gating_func": 2,
+}  # fmt: skip
 _SSM = {"ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 32, "ssm.time_step_rank": 8, "ssm.group_count": 1}
 METADATA: dict[str, dict[str, Any]] = {
     "llama": _common(2) | _HEADS_64,
@@ -41,6 +47,7 @@ METADATA: dict[str, dict[str, Any]] = {
     "lfm2": _common(3, kv=[0, 1, 0]) | {"shortconv.l_cache": 3},  # convolutions, and attention in the middle
     "falcon-h1": _common(2) | _HEADS_64 | _SSM,  # attention and a matrix in every layer
     "qwen35": _common(4) | _GDN,  # linear attention, and one layer of attention with positions of several axes
+    "deepseek2": _common(2) | _LATENT,  # a latent row in place of K, and no V
     "mamba2": _common(2, kv=0) | _SSM | {"attention.head_count": 0, "feed_forward_length": 0},  # no attention
 }
 # Tensors that the loader takes for optional, and that its graph then needs.

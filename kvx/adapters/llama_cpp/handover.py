@@ -132,6 +132,12 @@ def _quantised(data: bytes | memoryview, version: int) -> list[KvKind]:
         caches = read_memory(data, version=version)[0].caches
     except (BadArgument, Incompatible, Unsupported):  # read_state says what is wrong with it
         return []
+    latent = next((c for c in caches if not c.v), None)
+    if latent is not None:
+        raise Unsupported(
+            f"export_state(): the state has K of {len(latent.k)} layers and no V: latents (MLA), which are not handed over, or it "
+            "was cut off. `kvx llama` saves and restores latents."
+        )
     types = {t for c in caches for t in (c.kind.k, c.kind.v)}
     return [c.kind for c in caches] if types & set(QUANTISED) and types <= set(CONVERTED) else []
 

@@ -10,8 +10,9 @@ from kvx.errors import BadArgument, Unsupported
 FORMATS = {0: "f32", 1: "f16", 30: "bf16"}
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 _QUANTISED = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 20: "iq4_nl"}
-# 2: llama.cpp of 2026-08, by its source. 4: of 2026-10, which says whether K and V were rotated. 3 was not seen.
-VERSIONS = (2, 4)
+# 2: llama.cpp of 2026-06 to 2026-08. 3: of 2026-09, with a token in cells of several axes. 4: of 2026-10, which says whether K and
+# V were rotated.
+VERSIONS = (2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class StateKind:
         if self.version not in VERSIONS or self.num_streams < 1:
             raise Unsupported(
                 f"StateKind: version is {self.version} with {self.num_streams} streams; KVX writes versions "
-                f"{' and '.join(map(str, VERSIONS))}, and there is a stream or more."
+                f"{', '.join(map(str, VERSIONS))}, and there is a stream or more."
             )
 
 

@@ -44,7 +44,7 @@ class SequenceState:
 def read_state(data: bytes | memoryview, *, model: StateModel, version: int = VERSIONS[-1]) -> SequenceState:
     """`version`: of the files that the engine writes; bytes do not say it themselves. With or without the leading magic."""
     if version not in VERSIONS:
-        raise Unsupported(f"read_state(): version is {version}; KVX reads {' and '.join(map(str, VERSIONS))}.")
+        raise Unsupported(f"read_state(): version is {version}; KVX reads {', '.join(map(str, VERSIONS))}.")
     if not isinstance(data, bytes | bytearray | memoryview):
         raise BadArgument(f"read_state(): data is {type(data).__name__}; it is a state's bytes, of llama_state_seq_get_data.")
     reader = _Reader(data)
