@@ -21,6 +21,7 @@ from kvx.runner.handover import export_sequence, resume
 from kvx.spec import CacheSpec, Spec, StateSpec
 from kvx.spec.layer_specs import layer_specs
 from kvx.tiers import DiskTier
+from tests.engines.hybrid_gguf import END
 from tests.engines.llama_cpp import LlamaCpp
 from tests.engines.vllm_process import generate, kvx_connector
 
@@ -72,8 +73,9 @@ class HybridTransformers:
         """Whether no two tokens are so near at any step of the answer that another engine's rounding may decide."""
         how = _greedy(num_tokens) | {"return_dict_in_generate": True, "output_logits": True}
         logits = torch.cat(self.model.generate(torch.tensor([ids]), **how).logits)
-        top = logits.topk(2).values
-        return bool(((top[:, 0] - top[:, 1]) > NEAR * logits.abs().max()).all())
+        top, best = logits.topk(2)
+        is_ended = bool((best[:, 0] == END).any())  # llama.cpp never says it where it is asked not to end
+        return not is_ended and bool(((top[:, 0] - top[:, 1]) > NEAR * logits.abs().max()).all())
 
 
 def _greedy(num_tokens: int) -> dict[str, Any]:

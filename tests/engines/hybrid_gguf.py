@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from tests.engines.tiny_gguf import add_value
 
 _ARCHITECTURES = {"lfm2": gguf.MODEL_ARCH.LFM2, "falcon_h1": gguf.MODEL_ARCH.FALCON_H1, "gemma4_text": gguf.MODEL_ARCH.GEMMA4}
+END = 0  # the token that ends a text
 _NO_TURN = 1e30  # a frequency divided by it is none
 
 
@@ -115,11 +116,11 @@ def _frequencies(config: dict[str, Any]) -> NDArray[np.float32]:
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, num_tokens: int) -> None:
-    """Tests give ids: these are words to print. The first is the end of a text."""
+    """Tests give ids: these are words to print."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list([f"t{i}" for i in range(num_tokens)])
     writer.add_token_types([3] + [1] * (num_tokens - 1))
     writer.add_token_merges(["t h"])  # a file without one is refused
-    writer.add_eos_token_id(0)
+    writer.add_eos_token_id(END)
     writer.add_add_bos_token(False)
