@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ import pytest
 
 import kvx
 from kvx.adapters.llama_cpp import Slots, StateKind, StateModel, export_slot_file
+from kvx.adapters.llama_cpp.ggml_rows import decode_rows, rotate
+from kvx.adapters.llama_cpp.memory import UNSAID, read_memory, write_memory
+from kvx.adapters.llama_cpp.slot_file import read_slot_file
 
 MODEL = StateModel("m", num_layers=2, num_kv_heads=2, head_dim=8)
 
@@ -151,3 +156,32 @@ def test_another_models_handover_never_reaches_the_server(server: FakeServer, ki
     with pytest.raises(kvx.Incompatible, match="model is 'other'"):
         Slots(server.address, server.folder, model=MODEL, kind=kind).import_slot(handover)
     assert server.calls == []
+
+
+VERSIONS = json.loads((Path(__file__).parents[1] / "golden" / "slot_versions.json").read_text())
+
+
+@pytest.mark.parametrize("case", VERSIONS["cases"], ids=lambda c: f"{c['model']} {c['type']} of {c['wheel']}")
+def test_files_of_older_servers(case):
+    """Of the engines of August and September 2026: read, written byte for byte, and converted where the bytes say enough."""
+    file = read_slot_file(base64.b64decode(case["data"]))
+    assert (file.version, file.tokens.tolist()) == (2 if case["wheel"].startswith("2026.8") else 3, VERSIONS["tokens"])
+    memory, taken = read_memory(file.state, version=file.version)
+    assert write_memory(memory) == bytes(file.state)
+    assert (taken, memory.num_tokens, memory.kind.name) == (len(file.state), 5, case["type"])
+    (cache,) = memory.caches
+    assert cache.extra.shape[1] == (0 if case["model"] != "qwen35" else file.version)
+    wide = [replace(cache.kind, k="f32", v="f32", k_rotation=0, v_rotation=0)]
+    if case["type"] == "f16":
+        assert memory.to(wide).num_tokens == 5
+        return
+    assert (cache.kind.k_rotation, cache.kind.v_rotation) == (UNSAID, UNSAID)
+    # As those servers rotate them, which their files do not say: the f16 file of the same tokens has the numbers.
+    (exact,) = (c for c in VERSIONS["cases"] if (c["model"], c["type"], c["wheel"]) == ("llama", "f16", case["wheel"]))
+    told = read_memory(read_slot_file(base64.b64decode(exact["data"])).state, version=file.version)[0].caches[0].k[0]
+    want, got = decode_rows(told.data, "f16"), decode_rows(cache.k[0].data, "q8_0")
+    assert abs(rotate(want, 64) - got).max() < 0.02 * abs(want).max() < abs(want - got).max()
+    with pytest.raises(kvx.Unsupported, match="rotates K and V before it quantises them, and its files do not say how"):
+        memory.to(wide)
+    with pytest.raises(kvx.Unsupported, match="do not say how"):
+        export_slot_file(base64.b64decode(case["data"]), model=StateModel("m", 2, 1, 64))

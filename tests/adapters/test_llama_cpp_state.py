@@ -274,13 +274,13 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "mixed types": (lambda: read(mixed()), kvx.Unsupported, "K and V are f16 and f32; they must be of one type"),
     "more": (lambda: read(STATE + b"1234"), kvx.Unsupported, "4 bytes are left after 3 layers"),
     "version": (lambda: read(STATE, version=2), kvx.KvxError, "K of layer 0"),
-    "unknown version": (lambda: read(STATE, version=3), kvx.Unsupported, "version is 3; KVX reads 2 and 4"),
+    "unknown version": (lambda: read(STATE, version=5), kvx.Unsupported, "version is 5; KVX reads 2, 3, 4"),
     "heads": (lambda: read(STATE, model=replace(PLAIN.model, num_kv_heads=4)), kvx.Incompatible, r"\[64\]; .* \[128\]"),
     "tokens": (lambda: export_state(STATE, [1, 2], model=PLAIN.model), kvx.BadArgument, "21 cells, one per token"),
     "elements": (lambda: read(edited(TURNED, TURNED_V + 8, "I", 15)), kvx.Incompatible, r"V of layer 0 in f32 has sizes \[4, 15\]"),
     "element": (lambda: read(edited(TURNED, TURNED_V + 4, "I", 2)), kvx.Incompatible, r"\[2, 16\]; this model's are \[4, 16\]"),
     "magic": (lambda: file(edited(FILE, 0, "I", 0x6767736E)), kvx.BadArgument, "begins with 0x6767736e"),
-    "file version": (lambda: file(edited(FILE, 4, "I", 3)), kvx.Incompatible, "version is 3; KVX reads 2 and 4"),
+    "file version": (lambda: file(edited(FILE, 4, "I", 5)), kvx.Incompatible, "version is 5; KVX reads 2, 3, 4"),
     "words": (lambda: file(edited(FILE, 8, "I", 2**30)), kvx.BadArgument, "1073741824 words of tokens"),
     "packed version": (lambda: file(edited(FILE, 16, "i", 2)), kvx.Incompatible, "packed in version 2"),
     "packed count": (lambda: file(edited(FILE, 20, "i", 400)), kvx.BadArgument, "400 tokens in 21 words"),
@@ -368,8 +368,8 @@ def test_a_damaged_handover_is_refused() -> None:
 def test_kinds_and_models_check_themselves() -> None:
     with pytest.raises(kvx.Unsupported, match="format is 'q8_0'"):
         StateKind("q8_0")
-    with pytest.raises(kvx.Unsupported, match="version is 3"):
-        StateKind(version=3)
+    with pytest.raises(kvx.Unsupported, match="version is 5"):
+        StateKind(version=5)
     with pytest.raises(kvx.BadArgument, match="rope"):
         StateModel("m", 1, 1, 8, rope="neox")
 

@@ -303,7 +303,7 @@ def test_another_model_and_other_versions(llama: FakeLlama) -> None:
 def test_a_newer_slot_file_is_named(llama: FakeLlama) -> None:
     data = bytearray(write_slot_file(IDS, write_memory(memory_of(IDS))))
     data[4] = 5
-    with pytest.raises(kvx.Incompatible, match="version is 5; KVX reads 2 and 4"):
+    with pytest.raises(kvx.Incompatible, match="version is 5; KVX reads 2, 3, 4"):
         read_slot_file(bytes(data))
     points = bytearray(write_checkpoints([Checkpoint(3, memory_of(IDS[:3]))]))
     points[4] = 2

@@ -24,6 +24,7 @@ class LlamaCpp:
         format: str = "f32",  # of K and V
         flash: bool = False,  # K and V in rows; without it V is transposed, and attention computes in float32 throughout
         num_slots: int = 1,
+        name: str = "",  # the model's in handovers; "": made of its geometry
     ) -> None:
         p = xllamacpp.CommonParams()
         p.model.path, p.slot_save_path, p.endpoint_slots = str(gguf), f"{folder}/", True
@@ -34,7 +35,7 @@ class LlamaCpp:
         p.cpuparams.n_threads = p.cpuparams_batch.n_threads = torch.get_num_threads()
         p.cache_ram_mib = 0  # else it keeps prompts outside of its slots, and brings them back unasked
         self._server = xllamacpp.Server(p)
-        self.model = StateModel.of_gguf(GgufFile(gguf).metadata)
+        self.model = StateModel.of_gguf(GgufFile(gguf).metadata, name)
         self.address, self.folder = self._server.listening_address, folder
         self.slots = Slots(self.address, folder, model=self.model, timeout_s=300)
 
@@ -46,7 +47,11 @@ class LlamaCpp:
 
     def decode(self, ids: Sequence[int], num_tokens: int, handover: Handover | None = None, *, slot: int = 0) -> list[int]:
         """Greedy, from nothing or from a handover; the last token of the prompt is always computed here."""
-        return [int(t) for t in self._continue(ids, handover, slot, n_predict=num_tokens)["tokens"]]
+        return [int(t) for t in self.answer(ids, num_tokens, handover, slot=slot)["tokens"]]
+
+    def answer(self, ids: Sequence[int], num_tokens: int, handover: Handover | None = None, *, slot: int = 0) -> dict[str, Any]:
+        """All that the server says of it."""
+        return self._continue(ids, handover, slot, n_predict=num_tokens)
 
     def logprobs(self, ids: Sequence[int], handover: Handover | None = None, *, slot: int = 0) -> Tensor:
         """Of the token after these, over the whole vocabulary."""

@@ -86,14 +86,17 @@ def make_nemotron_h(path: Path) -> Path:
     return _save(NemotronHForCausalLM, config, path)
 
 
-def make_gemma4(path: Path) -> Path:
-    """Gemma 4 of six layers, windows and full views in turns with heads of two widths; the last two read others' K and V."""
+def make_gemma4(path: Path, window: int = 48, k_is_v: bool = False) -> Path:
+    """Gemma 4 of six layers, windows and full views in turns with heads of two widths; the last two read others' K and V.
+
+    `k_is_v`: layers with full views have one projection for both, which are normed and turned apart.
+    """
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     config = Gemma4TextConfig(
-        **_SIZES, num_hidden_layers=6, head_dim=32, global_head_dim=64, sliding_window=48, vocab_size_per_layer_input=256,
+        **_SIZES, num_hidden_layers=6, head_dim=32, global_head_dim=64, sliding_window=window, vocab_size_per_layer_input=256,
         num_kv_shared_layers=2, hidden_size_per_layer_input=16, layer_types=["sliding_attention", "full_attention"] * 3,
-        tie_word_embeddings=True,
+        tie_word_embeddings=True, attention_k_eq_v=k_is_v,
     )  # fmt: skip
     return _save(Gemma4ForCausalLM, config, path)
 

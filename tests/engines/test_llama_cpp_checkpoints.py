@@ -21,7 +21,8 @@ pytest.importorskip("gguf")
 
 import xllamacpp
 
-from kvx.adapters.llama_cpp import Slots, StateModel
+import kvx
+from kvx.adapters.llama_cpp import Slots, StateModel, export_slot_file
 from kvx.adapters.llama_cpp.checkpoints import read_checkpoints, write_checkpoints
 from kvx.adapters.llama_cpp.ggml_rows import decode_rows
 from kvx.adapters.llama_cpp.memory import read_memory, write_memory
@@ -34,6 +35,7 @@ from tests.engines.tiny_gguf import CONTEXT, METADATA, make_gguf
 RNG = np.random.default_rng(5)
 IDS = [int(t) for t in RNG.integers(0, 256, 2400)]
 ARCHITECTURES = list(METADATA)
+PLAIN = ("llama", "deepseek2")  # all layers keep every token
 KINDS = [  # K, V, flash attention; quantised V needs it
     ("f16", "f16", True),
     ("f32", "f32", True),
@@ -91,8 +93,10 @@ def saved(llama: Llama, folder: Path, ids: list[int]) -> Any:
     return read_slot_file(llama.save_slot(0, folder / "x"))
 
 
-@pytest.mark.parametrize(("k", "v", "flash"), KINDS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "k", "v", "flash"),
+    [(a, *kind) for a in ARCHITECTURES for kind in KINDS if a != "deepseek2" or kind[0] == kind[1]],  # a latent has one type
+)
 def test_files_are_read_and_written_byte_for_byte(
     gguf: Callable[[str], Path], tmp_path: Path, architecture: str, k: str, v: str, flash: bool
 ) -> None:
@@ -102,7 +106,8 @@ def test_files_are_read_and_written_byte_for_byte(
     points = read_checkpoints(file.state[taken:], version=file.version)
     assert write_checkpoints(points) == bytes(file.state[taken:])
     assert memory.num_tokens == 100
-    assert bool(points) == (architecture != "llama")
+    assert bool(points) == (architecture not in PLAIN)
+    assert all(bool(c.v) == (architecture != "deepseek2") for c in memory.caches)
     if memory.kind:
         assert (memory.kind.k, memory.kind.v, memory.kind.is_v_transposed) == (k, v, not flash)
     has = METADATA[architecture]
@@ -140,7 +145,7 @@ def test_a_restart_computes_what_follows_the_last_checkpoint(
     out = run("save", folder, "--server", first.address, "--tokens", prompt, "--every", 500)
     assert "4 new checkpoints" in out
     del first
-    is_plain = architecture == "llama"
+    is_plain = architecture in PLAIN
     for ids, file, at, want in (
         (IDS[:2000], prompt, 1999, alone[0]),
         (IDS[:2050], None, 1999, alone[1]),
@@ -234,6 +239,16 @@ def test_converted_directories_are_taken_as_they_are(
     out = run("restore", target, "--server", small.address, "--tokens", asked)
     assert "converted" not in out
     assert small.ask(IDS[:300])[0] == 299
+
+
+def test_latents_are_kept_and_not_handed_over(gguf: Callable[[str], Path], tmp_path: Path) -> None:
+    file = (llama := Llama(gguf("deepseek2"), tmp_path)).save_slot
+    llama.compute(IDS[:50], 0)
+    data = file(0, tmp_path / "x")
+    with pytest.raises(kvx.Unsupported, match="is 'deepseek2'; known are"):
+        StateModel.of_gguf({"general.architecture": "deepseek2"})
+    with pytest.raises(kvx.Unsupported, match=r"K of 2 layers and no V: latents \(MLA\)"):
+        export_slot_file(data, model=StateModel("tiny", 2, 1, 96))
 
 
 def test_another_models_server_and_one_without_a_folder(gguf: Callable[[str], Path], tmp_path: Path) -> None:

@@ -34,6 +34,12 @@ _GDN = {
     "attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 8, "full_attention_interval": 4,
     "rope.dimension_sections": [2, 1, 1, 0],
 }  # fmt: skip
+_LATENT = {
+    "attention.q_lora_rank": 48, "attention.kv_lora_rank": 64, "attention.key_length": 96, "attention.value_length": 64,
+    "attention.key_length_mla": 64, "attention.value_length_mla": 32, "rope.dimension_count": 32, "leading_dense_block_count": 2,
+    "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "expert_shared_count": 1,
+    "expert_weights_scale": 1.0, "expert_gating_func": 2,
+}  # fmt: skip
 _SSM = {"ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 32, "ssm.time_step_rank": 8, "ssm.group_count": 1}
 METADATA: dict[str, dict[str, Any]] = {
     "llama": _common(2) | _HEADS_64,
@@ -41,6 +47,7 @@ METADATA: dict[str, dict[str, Any]] = {
     "lfm2": _common(3, kv=[0, 1, 0]) | {"shortconv.l_cache": 3},  # convolutions, and attention in the middle
     "falcon-h1": _common(2) | _HEADS_64 | _SSM,  # attention and a matrix in every layer
     "qwen35": _common(4) | _GDN,  # linear attention, and one layer of attention with positions of several axes
+    "deepseek2": _common(2) | _LATENT,  # a latent row in place of K, and no V
     "mamba2": _common(2, kv=0) | _SSM | {"attention.head_count": 0, "feed_forward_length": 0},  # no attention
 }
 # Tensors that the loader takes for optional, and that its graph then needs.
@@ -88,6 +95,11 @@ def byte_symbols() -> list[str]:
     return [chr(b) if b in plain else chr(next(others)) for b in range(256)]
 
 
+def add_value(writer: gguf.GGUFWriter, name: str, value: int | float | list[Any]) -> None:
+    add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
+    add(name, value)  # type: ignore[operator]
+
+
 def _write(path: Path, architecture: str, shapes: dict[str, list[int]]) -> None:
     writer, rng = gguf.GGUFWriter(path, architecture), np.random.default_rng(0)
     symbols = byte_symbols()
@@ -99,8 +111,7 @@ def _write(path: Path, architecture: str, shapes: dict[str, list[int]]) -> None:
     writer.add_eos_token_id(256)
     writer.add_add_bos_token(False)
     for name, value in METADATA[architecture].items():
-        add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
-        add(f"{architecture}.{name}", value)  # type: ignore[operator]
+        add_value(writer, f"{architecture}.{name}", value)
     for name, sizes in shapes.items():
         shape = tuple(reversed(sizes))
         if "norm" in name:

@@ -180,6 +180,25 @@ def test_many_buffers_and_ids(backend):
     run(backend, a, b, [list(range(700))], [ids])
 
 
+def test_buffers_that_are_pieces_of_one_allocation(backend):
+    """A handover's blocks are: each begins somewhere inside."""
+    src, dst = (
+        kvx.CacheSpec(**GEOMETRY, layout=layout)
+        for layout in ("layer kv | block head token dim", "block | head layer kv token dim")
+    )
+    a, b = layouts.random_buffers(src, 0), kvx.allocate_buffers(dst)
+    convert(
+        [t.to(backend.device) for t in a], to := [t.to(backend.device) for t in b], plan=kvx.plan(src, dst), backend=backend.name
+    )
+    pieces = [torch.zeros(sum(t.numel() for t in side), dtype=torch.uint8, device=backend.device) for side in (a, b)]
+    here, there = (list(whole.split([t.numel() for t in side])) for whole, side in zip(pieces, (a, b), strict=True))
+    for piece, t in zip(here, a, strict=True):
+        piece.copy_(t)
+    convert(here, there, plan=kvx.plan(src, dst), backend=backend.name)
+    for got, want in zip(there, to, strict=True):
+        compare.bitwise(got.cpu(), want.cpu())
+
+
 def test_a_bound_plan_runs_again(backend):
     spec = kvx.CacheSpec(4, 4, 2, 8, layout="layer | block token head (kv dim)")
     other = replace(spec, layout="block layer kv head token dim")

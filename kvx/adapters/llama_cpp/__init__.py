@@ -7,13 +7,15 @@ docs/handover.md has the path between engines.
 """
 
 from kvx.adapters.llama_cpp.handover import export_slot_file, export_state, import_slot_file, import_state
-from kvx.adapters.llama_cpp.kinds import StateKind, StateModel
+from kvx.adapters.llama_cpp.kinds import StateKind
+from kvx.adapters.llama_cpp.model import LayerRows, StateModel
 from kvx.adapters.llama_cpp.recurrent import RecurrentState, read_recurrent, write_recurrent
 from kvx.adapters.llama_cpp.slots import Slots
 
 Model = StateModel  # the name that callers before it imported
 
 __all__ = [
+    "LayerRows",
     "Model",
     "RecurrentState",
     "Slots",

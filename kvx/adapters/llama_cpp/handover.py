@@ -1,4 +1,7 @@
-"""llama.cpp's states and slot files to and from handovers. The pairs of rotated K change their order on the way, no number does."""
+"""llama.cpp's states and slot files to and from handovers. The pairs of rotated K change their order on the way, no number does.
+
+Plain models, whose layers all keep K and V of every token, are converted here; hybrid models in hybrid.py.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvx.adapters.llama_cpp.checkpoints import read_checkpoints, write_checkpoints
 from kvx.adapters.llama_cpp.ggml_rows import CONVERTED, QUANTISED
-from kvx.adapters.llama_cpp.kinds import VERSIONS, StateKind, StateModel
+from kvx.adapters.llama_cpp.hybrid import export_memory, import_memory, require_hybrid
+from kvx.adapters.llama_cpp.kinds import VERSIONS, StateKind
 from kvx.adapters.llama_cpp.memory import KvKind, read_memory, write_memory
+from kvx.adapters.llama_cpp.model import StateModel
 from kvx.adapters.llama_cpp.slot_file import SlotFile, read_slot_file, write_slot_file
 from kvx.adapters.llama_cpp.state import SequenceState, read_state, write_state
 from kvx.errors import BadArgument, Incompatible, Unsupported
@@ -29,6 +35,11 @@ def export_state(
     block_size: int = 16,
     format: str = "",  # "": as it is
 ) -> Handover:
+    if not model.is_plain:
+        memory, taken = read_memory(data, version=version)
+        if taken != len(data):
+            raise BadArgument(f"export_state(): {len(data) - taken} bytes stand behind the state. It is of another model.")
+        return export_memory(memory, tokens, model, block_size=block_size, format=format)
     return _export(read_state(_exact(data, version), model=model, version=version), tokens, model, block_size, format)
 
 
@@ -40,6 +51,9 @@ def import_state(
     version: int = VERSIONS[-1],  # as export_state; with a StateKind, that one's
 ) -> bytes:
     """For llama_state_seq_set_data."""
+    if not model.is_plain:
+        version = like.version if isinstance(like, StateKind) else version
+        return write_memory(import_memory(handover, model, _kinds(like, model, version), version)[0], is_file=False)
     if isinstance(like, StateKind):
         return _import(handover, model, like, is_file=False)
     kind = read_state(_exact(like, version), model=model, version=version).kind
@@ -54,6 +68,10 @@ def export_slot_file(
     format: str = "",  # "": as it is
 ) -> Handover:
     read = read_slot_file(file)
+    if not model.is_plain:
+        memory, taken = read_memory(read.state, version=read.version)
+        read_checkpoints(read.state[taken:], version=read.version)  # what stands behind is nothing else
+        return export_memory(memory, read.tokens, model, block_size=block_size, format=format)
     state = read_state(_exact(read.state, read.version), model=model, version=read.version)
     return _export(state, read.tokens, model, block_size, format)
 
@@ -67,12 +85,25 @@ def import_slot_file(
     """For `POST /slots/N?action=restore`. With a StateKind, tokens are packed as llama-server does since 2026-08."""
     if isinstance(like, StateKind):
         file = SlotFile(like.version, handover.tokens, memoryview(b""), True)
-        state = _import(handover, model, like, is_file=True)
     else:
         file = read_slot_file(like)
+    if not model.is_plain:
+        kinds = _kinds(like if isinstance(like, StateKind) else file.state, model, file.version)
+        memory, points = import_memory(handover, model, kinds, file.version)
+        state = write_memory(memory) + write_checkpoints(points)
+    elif isinstance(like, StateKind):
+        state = _import(handover, model, like, is_file=True)
+    else:
         kind = read_state(_exact(file.state, file.version), model=model, version=file.version).kind
         state = _as(_import(handover, model, kind, is_file=True), file.state, file.version, is_file=True)
     return write_slot_file(handover.tokens, state, version=file.version, is_packed=file.is_packed)
+
+
+def _kinds(like: bytes | memoryview | StateKind, model: StateModel, version: int) -> list[KvKind]:
+    """How an engine keeps each of a hybrid's K/V caches."""
+    if isinstance(like, StateKind):
+        return [KvKind(like.format, like.format, like.is_v_transposed, num_streams=like.num_streams)] * len(model.rows)
+    return [cache.kind for cache in read_memory(like, version=version)[0].caches]
 
 
 def _exact(data: bytes | memoryview, version: int) -> bytes | memoryview:
@@ -101,6 +132,12 @@ def _quantised(data: bytes | memoryview, version: int) -> list[KvKind]:
         caches = read_memory(data, version=version)[0].caches
     except (BadArgument, Incompatible, Unsupported):  # read_state says what is wrong with it
         return []
+    latent = next((c for c in caches if not c.v), None)
+    if latent is not None:
+        raise Unsupported(
+            f"export_state(): the state has K of {len(latent.k)} layers and no V: latents (MLA), which are not handed over, or it "
+            "was cut off. `kvx llama` saves and restores latents."
+        )
     types = {t for c in caches for t in (c.kind.k, c.kind.v)}
     return [c.kind for c in caches] if types & set(QUANTISED) and types <= set(CONVERTED) else []
 
@@ -118,6 +155,9 @@ def _export(state: SequenceState, tokens: ArrayLike, model: StateModel, block_si
 
 def require_fit(handover: Handover, model: StateModel) -> None:
     """Whole, and of this model: raises before anything is read."""
+    if not model.is_plain:
+        require_hybrid(handover, model)
+        return
     handover.require_kv(
         "import_state", "import K and V alone, Handover(tokens, parts), and write_recurrent(before=...) puts a state behind"
     )

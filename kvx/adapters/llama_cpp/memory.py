@@ -7,7 +7,7 @@
 
 `state.py` has the bytes of K/V and `recurrent.py` those of a state; here they are read without knowing the model, because the
 bytes say types and sizes themselves. Cells have 12 bytes, and more in models whose positions have several axes (M-RoPE): three
-words since version 4, two before.
+words since version 3, two before. Quantised rows are rotated in every version, and only since version 4 the bytes say by how much.
 """
 
 from __future__ import annotations
@@ -20,12 +20,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvx.adapters.llama_cpp.ggml_rows import decode_rows, encode_rows, rotate, row_bytes, row_elements, type_name, type_number
+from kvx.adapters.llama_cpp.ggml_rows import (
+    QUANTISED,
+    decode_rows,
+    encode_rows,
+    rotate,
+    row_bytes,
+    row_elements,
+    type_name,
+    type_number,
+)
 from kvx.adapters.llama_cpp.kinds import VERSIONS
 from kvx.errors import BadArgument, Incompatible, Unsupported
 
 MAGIC = 0xAF143CD8
-_EXTRA_WORDS = {2: (0, 2), 4: (0, 3)}  # of a cell, by version
+UNSAID = -1  # a rotation of quantised rows, in a version that does not say it
+_EXTRA_WORDS = {2: (0, 2), 3: (0, 3), 4: (0, 3)}  # of a cell, by version
 _MOST_STREAMS, _MOST_LAYERS = 4096, 4096
 
 
@@ -40,6 +50,12 @@ class GgmlRows:
         """In another type, and rotated by `turn` where they were by `turned`."""
         if (type, turn) == (self.type, turned):
             return self
+        if UNSAID in (turn, turned):
+            raise Unsupported(
+                f"a state of {self.type} and one of {type}: before version 4 (2026-10) llama.cpp rotates K and V before it "
+                "quantises them, and its files do not say how. It is restored as it is; to convert it, run a newer server, or one "
+                "with f16."
+            )
         values = (
             rotate(rotate(decode_rows(self.data, self.type), turned), turn) if turned != turn else decode_rows(self.data, self.type)
         )
@@ -54,7 +70,7 @@ class KvKind:
     k: str = "f16"  # cache_type_k
     v: str = "f16"
     is_v_transposed: bool = False  # it runs without flash attention
-    k_rotation: int = 0  # elements that are rotated together before they are quantised
+    k_rotation: int = 0  # elements that are rotated together before they are quantised; UNSAID where a file does not say it
     v_rotation: int = 0
     num_streams: int = 1  # slots, or 1 with a unified cache
 
@@ -171,7 +187,7 @@ def join_rows(pieces: Sequence[Memory]) -> Memory:
 def read_memory(data: bytes | memoryview, *, version: int = VERSIONS[-1]) -> tuple[Memory, int]:
     """With the bytes that it took. Files hold more behind it, a state nothing."""
     if version not in _EXTRA_WORDS:
-        raise Incompatible(f"read_memory(): version is {version}; KVX reads {' and '.join(map(str, VERSIONS))}. It was not read.")
+        raise Incompatible(f"read_memory(): version is {version}; KVX reads {', '.join(map(str, VERSIONS))}. It was not read.")
     view = memoryview(data)
     begin = 8 if len(view) >= 8 and struct.unpack_from("<I", view)[0] == MAGIC else 0
     problems: list[Exception] = []
@@ -236,13 +252,15 @@ def _read_stream(reader: _Reader, cells: int, streams: int, version: int, extra_
     transposed, layers = reader.read("II", "V order and layers")
     if transposed > 1 or not 1 <= layers <= _MOST_LAYERS:
         raise BadArgument(f"read_memory(): V order is {transposed} and there are {layers} layers; V order is 0 or 1.")
-    turns = reader.read("II", "rotations") if version >= 4 else (0, 0)
+    turns = reader.read("II", "rotations") if version >= 4 else None
     k = tuple(_read_rows(reader, cells, f"K of layer {i}") for i in range(layers))
     v: tuple[GgmlRows, ...] = ()
     if not _is_latent(reader):
         v = tuple(_read_rows(reader, cells, f"V of layer {i}", bool(transposed)) for i in range(layers))
     positions, order = raw[:, 0], np.argsort(raw[:, 0], kind="stable")
-    kind = KvKind(k[0].type, v[0].type if v else k[0].type, bool(transposed), int(turns[0]), int(turns[1]), streams)
+    types = k[0].type, v[0].type if v else k[0].type
+    k_turn, v_turn = turns or (UNSAID if type in QUANTISED else 0 for type in types)
+    kind = KvKind(*types, bool(transposed), int(k_turn), int(v_turn), streams)
     found = KvCache(kind, positions.astype(np.int32), raw[:, 2:-1].astype(np.int32), k, v)
     ordered = found if (np.diff(positions) > 0).all() else found.take(order)
     at = ordered.positions

@@ -38,9 +38,7 @@ def read_slot_file(
     if magic != MAGIC:
         raise BadArgument(f"read_slot_file(): begins with {magic:#010x}; a slot file begins with {MAGIC:#010x}, 'ggsq'.")
     if version not in VERSIONS:
-        raise Incompatible(
-            f"read_slot_file(): version is {version}; KVX reads {' and '.join(map(str, VERSIONS))}. It was not read."
-        )
+        raise Incompatible(f"read_slot_file(): version is {version}; KVX reads {', '.join(map(str, VERSIONS))}. It was not read.")
     if words * 4 > len(data) - 12:
         raise BadArgument(f"read_slot_file(): {words} words of tokens in {len(data) - 12} bytes. It was cut off.")
     ids = np.frombuffer(data, "<i4", words, 12)

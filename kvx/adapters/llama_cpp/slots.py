@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvx.adapters.llama_cpp.handover import export_slot_file, import_slot_file, require_fit
-from kvx.adapters.llama_cpp.kinds import StateKind, StateModel
+from kvx.adapters.llama_cpp.kinds import StateKind
+from kvx.adapters.llama_cpp.model import StateModel
 from kvx.adapters.llama_cpp.server import LlamaServer
 from kvx.errors import InternalError
 from kvx.handover import Handover

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvx.adapters.llama_cpp.kinds import ITEM_BYTES, VERSIONS, StateKind, StateModel, format_of, type_of
+from kvx.adapters.llama_cpp.kinds import ITEM_BYTES, VERSIONS, StateKind, format_of, type_of
+from kvx.adapters.llama_cpp.model import StateModel
 from kvx.errors import BadArgument, Incompatible, Unsupported, a_type
 
 MAGIC = 0xAF143CD8
@@ -43,7 +44,7 @@ class SequenceState:
 def read_state(data: bytes | memoryview, *, model: StateModel, version: int = VERSIONS[-1]) -> SequenceState:
     """`version`: of the files that the engine writes; bytes do not say it themselves. With or without the leading magic."""
     if version not in VERSIONS:
-        raise Unsupported(f"read_state(): version is {version}; KVX reads {' and '.join(map(str, VERSIONS))}.")
+        raise Unsupported(f"read_state(): version is {version}; KVX reads {', '.join(map(str, VERSIONS))}.")
     if not isinstance(data, bytes | bytearray | memoryview):
         raise BadArgument(f"read_state(): data is {a_type(data)}; it must be a state's bytes, of llama_state_seq_get_data.")
     reader = _Reader(data)

@@ -385,5 +385,6 @@ def _move(box: Box, src: list[Tensor], dst: list[Tensor], a: int, b: int, a_toke
             start = side.offset + block * side.block + token // side.token_split * side.token_outer
             start += token % side.token_split * side.token_inner
             start += sum(i * getattr(d, stride) for i, d in zip(index, steps, strict=True))
+            start += buffers[buffer].storage_offset()  # it may be a piece of a larger allocation, as a handover's are
             views.append(buffers[buffer].as_strided(shape, [getattr(d, stride) for d in even] + [1], start))
         views[1].copy_(torch.where(kept, views[0], views[1]))
