@@ -163,9 +163,8 @@ def within(rows: torch.Tensor, text: Text, writer: str, format: str) -> None:
     room = {"f32": 0.0, "bf16": 2.0**-8, FP8: 2.0**-4}[format] * want.abs()  # of a significand of 8 bits, and of 4
     if format == FP8:  # below the smallest normal number of a row's scale, half a step of 2**-9
         room = room + want.abs().amax(dim=-1, keepdim=True) / 448 * 2.0**-10
-    # llama.cpp makes the angle of K's pair i by i multiplications, each rounded to 24 bits: at position p it is off by
-    # p * i * f(i), with frequencies f(i) = theta ** (-2 i / dim), which is most at i = dim / (2 ln theta). No theta is below
-    # 10000 here.
+    # llama.cpp makes the angle of K's pair i by i multiplications, each rounded to 24 bits: at position p it is off by p i f(i),
+    # with frequencies f(i) = theta ** (-2 i / dim), which is most at i = dim / (2 ln theta). No theta is below 10000 here.
     turn = CACHED * text.case.dim / (2 * math.e * math.log(10_000)) * 2.0**-24
     room = room + torch.tensor([turn, 0.0]).view(2, 1, 1, 1) * want.abs().amax(dim=-1, keepdim=True)
     # What is rounded is the engine's number, which may be the bound larger.
