@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import kvx
-from kvx.adapters.store import NAMERS
+from kvx.adapters.engine_names import namer_of
 from kvx.connector.store_names import NAMES, spec_of
 from kvx.handover import names
 from kvx.tiers import DiskTier
@@ -126,7 +126,8 @@ def contents(store: Path, tokens: list[int]) -> Iterator[tuple[str, list[tuple[t
         if kind is None or found is None:
             continue
         spec, scheme = found[0], str(kind.manifest.get(NAMES, ""))
-        keys = NAMERS[scheme](tokens, spec.block_size) if scheme else names(tokens, spec.block_size, spec.model)
+        namer = namer_of(scheme)
+        keys = names(tokens, spec.block_size, spec.model) if namer is None else namer(tokens, spec.block_size)
         with DiskTier(folder, kind, 10**10, threads=1) as tier:
             blocks = tier.get(keys).result()
         if None in blocks:

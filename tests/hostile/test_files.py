@@ -188,7 +188,7 @@ def test_layouts_without_end(text):
 
 def test_layouts_that_are_none():
     for text in (None, 5, ["kv"], b"kv"):
-        refuse(lambda: Layout.parse(text), "it is text", kvx.LayoutError)  # noqa: B023
+        refuse(lambda: Layout.parse(text), "it must be text", kvx.LayoutError)  # noqa: B023
     refuse(lambda: Layout.parse("kv | block token head dim/9999999999 dim%9999999999"), "more than nine digits", kvx.LayoutError)
     refuse(lambda: Layout.parse("kv | block token head dim/٨ dim%٨"), "unknown axis", kvx.LayoutError)
 
