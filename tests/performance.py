@@ -345,7 +345,7 @@ the versions and the commit. Every benchmark compares its results with the refer
 - torch SDPA needs contiguous K and V, so a paged cache has to be gathered first. The SDPA columns do not include this time; it
   is in the column "torch: gathering the cache".
 - `plan()` calls, of KVX and of FlashInfer, are not included in the times.
-- `kvx bench NAME --out FOLDER` saves a result of your machine, `kvx bench table FOLDER` shows it beside the peers that were
+- `kvx bench attention --out FOLDER` saves a result of your machine, `kvx bench table FOLDER` shows it beside the peers that were
   measured with it, and `kvx bench compare OLD NEW` says what became faster or slower.
 """
 

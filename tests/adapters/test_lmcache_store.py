@@ -8,7 +8,7 @@ import torch
 import kvx
 from kvx.adapters.engine_names import namer_of, said
 from kvx.adapters.lmcache import chunk_names, link
-from kvx.adapters.lmcache.chunks import WHOLE, ChunkForm, ChunkStore, Worker, read_chunk
+from kvx.adapters.lmcache.chunks import WHOLE, ChunkForm, LmcacheStore, Worker, read_chunk
 from kvx.adapters.lmcache.config import StoreConfig
 from kvx.adapters.lmcache.names import chunk_namer, name_of, names_field, none_hash
 from kvx.errors import BadArgument, Unsupported
@@ -70,7 +70,7 @@ def test_what_has_no_words_goes_whole(form, tmp_path):
     assert spec is None
     assert facts["memory_format"] == form.format
     assert facts["worker"] == "1/2"
-    store = ChunkStore(form, [TierOption.parse(f"disk:{tmp_path}")], (spec, facts), model=MODEL, names="lmcache:blake3")
+    store = LmcacheStore(form, [TierOption.parse(f"disk:{tmp_path}")], (spec, facts), model=MODEL, names="lmcache:blake3")
     chunk, back = torch.randint(0, 255, (form.num_bytes,), dtype=torch.uint8), torch.empty(form.num_bytes, dtype=torch.uint8)
     store.put([b"a"], store.stage([chunk]))
     store.load(store.fetch([b"a"]), [back])
@@ -91,7 +91,7 @@ def test_workers_share_heads_where_the_user_says_so():
 
 def test_memory_of_another_size_is_refused(tmp_path):
     form = FORMS["KV_2LTD"]
-    store = ChunkStore(form, [TierOption.parse(f"disk:{tmp_path}")], described(form), model=MODEL, names="lmcache:blake3")
+    store = LmcacheStore(form, [TierOption.parse(f"disk:{tmp_path}")], described(form), model=MODEL, names="lmcache:blake3")
     with pytest.raises(BadArgument, match=rf"has 7 bytes; one of \[2, 3, 16, 32\] has {form.num_bytes}"):
         store.stage([torch.zeros(7, dtype=torch.uint8)])
     store.close()
@@ -149,7 +149,7 @@ def test_links_of_blocks_that_are_there(tmp_path):
     mine = names_field("builtin", 0)
     assert link(tokens, tmp_path, model=MODEL, chunk_size=16, names=mine) == 3
     form = FORMS["KV_2LTD"]
-    store = ChunkStore(form, [TierOption.parse(f"disk:{tmp_path}")], described(form), model=MODEL, names=mine)
+    store = LmcacheStore(form, [TierOption.parse(f"disk:{tmp_path}")], described(form), model=MODEL, names=mine)
     assert store.has(chunk_names(tokens, 16, algorithm="builtin", root=0)) == [True] * 3 + [False]
     store.close()
 

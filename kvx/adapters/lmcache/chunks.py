@@ -113,7 +113,7 @@ def _of_rank(worker: Worker) -> dict[str, str | int]:
     return {"worker": f"{worker.rank}/{worker.size}"} if worker.size > 1 else {}
 
 
-class ChunkStore(BlockStore):
+class LmcacheStore(BlockStore):
     """Chunks of one form in the store."""
 
     def __init__(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvx.adapters.lmcache.chunks import ChunkForm, ChunkStore, Worker, read_chunk
+from kvx.adapters.lmcache.chunks import ChunkForm, LmcacheStore, Worker, read_chunk
 from kvx.connector.settings import Settings
 from kvx.errors import BadArgument
 
@@ -32,10 +32,10 @@ class StoreConfig:
             raise BadArgument("extra config: block_size is LMCache's own, chunk_size; it keeps whole chunks.")
         return cls(settings, extra.get("timeout_s", 5.0), str(extra.get("layout") or ""), number(extra, "num_kv_heads"))
 
-    def open(self, form: ChunkForm, *, names: str, chunk_size: int, head_dim: int, worker: Worker, parts: int = 1) -> ChunkStore:
+    def open(self, form: ChunkForm, *, names: str, chunk_size: int, head_dim: int, worker: Worker, parts: int = 1) -> LmcacheStore:
         """`parts`: into how many the capacity is shared out, for workers and layers have a folder each."""
         model = self.settings.model
-        return ChunkStore(
+        return LmcacheStore(
             form,
             [option.share(1, parts) for option in self.settings.tiers],
             read_chunk(form, model=model, chunk_size=chunk_size, head_dim=head_dim, worker=worker),

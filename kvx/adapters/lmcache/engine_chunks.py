@@ -8,7 +8,7 @@ from typing import Any
 
 from lmcache.v1.memory_management import MemoryFormat
 
-from kvx.adapters.lmcache.chunks import WHOLE, ChunkForm, ChunkStore, Worker
+from kvx.adapters.lmcache.chunks import WHOLE, ChunkForm, LmcacheStore, Worker
 from kvx.adapters.lmcache.config import StoreConfig
 from kvx.adapters.lmcache.engine_hash import names_made_here
 from kvx.adapters.lmcache.names import name_of
@@ -18,7 +18,7 @@ class EngineChunks:
     def __init__(self, config: Any, metadata: Any, told: StoreConfig) -> None:
         self._config, self._metadata, self._told = config, metadata, told
         self.names = names_made_here(config, metadata)
-        self.stores: dict[ChunkForm, ChunkStore] = {}
+        self.stores: dict[ChunkForm, LmcacheStore] = {}
         self._lock = threading.Lock()
 
     def format(self) -> Any:
@@ -43,7 +43,7 @@ class EngineChunks:
             tuple(tuple(s) for s in shapes), tuple(dtypes), format_.name, max(layer, 0) if self._config.use_layerwise else WHOLE
         )
 
-    def store(self, form: ChunkForm) -> ChunkStore:
+    def store(self, form: ChunkForm) -> LmcacheStore:
         with self._lock:
             if form not in self.stores:
                 m, told = self._metadata, self._told
@@ -60,7 +60,7 @@ class EngineChunks:
     def _saves_first_rank_only(self) -> bool:
         return bool(self._config.get_extra_config_value("save_only_first_rank", self._metadata.use_mla))
 
-    def by_form(self, keys: Sequence[Any]) -> list[tuple[ChunkStore, list[int], list[bytes]]]:
+    def by_form(self, keys: Sequence[Any]) -> list[tuple[LmcacheStore, list[int], list[bytes]]]:
         """Stores, and which of the keys are theirs: one, or one a layer."""
         layers: dict[int, list[int]] = {}
         for n, key in enumerate(keys):

@@ -23,7 +23,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from kvx.adapters.lmcache.chunks import ChunkForm, ChunkStore, Worker, memory_of
+from kvx.adapters.lmcache.chunks import ChunkForm, LmcacheStore, Worker, memory_of
 from kvx.adapters.lmcache.config import StoreConfig, number
 from kvx.adapters.lmcache.names import BLAKE3, CHUNK_SIZE, name_of, names_field
 from kvx.connector.store_calls import StoreCalls, steps
@@ -46,7 +46,7 @@ class KvxL2Adapter(L2AdapterInterface):
         self._calls = StoreCalls(timeout_s=self._config.timeout_s, logger=LOGGER)
         self._lock = threading.Lock()
         self._model = ""  # LMCache's name of the model whose weights `model` names
-        self._stores: dict[tuple[_Place, ChunkForm], ChunkStore] = {}
+        self._stores: dict[tuple[_Place, ChunkForm], LmcacheStore] = {}
         self._next, self._answers = 0, {what: dict[int, Any]() for what in (_STORE, _LOOKUP, _LOAD)}
         self._events = {what: create_event_notifier() for what in self._answers}
         self._threads = {what: ThreadPoolExecutor(1, thread_name_prefix=f"kvx-l2-{what}") for what in self._answers}
@@ -86,7 +86,7 @@ class KvxL2Adapter(L2AdapterInterface):
 
     # --- what an object is -------------------------------------------------------------------------------------------------
 
-    def _store(self, place: _Place, form: ChunkForm) -> ChunkStore:
+    def _store(self, place: _Place, form: ChunkForm) -> LmcacheStore:
         model, kv_rank, group = place
         with self._lock:
             self._model = self._model or model
@@ -106,7 +106,7 @@ class KvxL2Adapter(L2AdapterInterface):
                 )
             return self._stores[place, form]
 
-    def _by_store(self, keys: Sequence[Any], forms: Sequence[ChunkForm]) -> list[tuple[ChunkStore, list[int], list[bytes]]]:
+    def _by_store(self, keys: Sequence[Any], forms: Sequence[ChunkForm]) -> list[tuple[LmcacheStore, list[int], list[bytes]]]:
         places: dict[tuple[_Place, ChunkForm], list[int]] = {}
         for n, (key, form) in enumerate(zip(keys, forms, strict=True)):
             places.setdefault((_place(key), form), []).append(n)

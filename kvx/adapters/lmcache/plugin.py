@@ -22,7 +22,7 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
-from kvx.adapters.lmcache.chunks import WHOLE, ChunkForm, ChunkStore, memory_of
+from kvx.adapters.lmcache.chunks import WHOLE, ChunkForm, LmcacheStore, memory_of
 from kvx.adapters.lmcache.config import StoreConfig
 from kvx.adapters.lmcache.engine_chunks import EngineChunks
 from kvx.connector.store_calls import StoreCalls, steps
@@ -171,7 +171,7 @@ class KvxStoragePlugin(StoragePluginInterface):
             self._calls.safely("get", load, None)
         return found
 
-    def _get(self, store: ChunkStore, names: Sequence[bytes]) -> list[Any]:
+    def _get(self, store: LmcacheStore, names: Sequence[bytes]) -> list[Any]:
         """Objects of LMCache's, which the store reads into where it keeps chunks as they are."""
         objects = self._allocate(store.form, len(names))
         memory = [memory_of(obj) for obj in objects]
