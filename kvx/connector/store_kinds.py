@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from kvx.connector.store_names import NAMES, Alias, Scheme, alias_schemes, read_alias, spec_of
@@ -21,6 +21,7 @@ from kvx.tiers import Block, BlockKind, DiskTier, Tier, TierOption
 from kvx.tiers.directory import read_manifest
 
 REFRESH_S = 1.0
+_OF_A_SHARD = ("layer_start", "num_layers", "head_start", "num_kv_heads")
 Span = tuple[int, int]  # of layers or heads: the first, and one past the last
 
 
@@ -124,13 +125,13 @@ class OtherKinds:
         kept = [found for found in self._tiers.values() if found is not None]
         self._aliases = [(schemes[1], tier) for kind, tier in kept if (schemes := alias_schemes(kind)) is not None]
         # Of blocks that differ in their layers and heads alone: by both, since two directories may have the same.
-        alike: dict[tuple[Scheme, CacheSpec], dict[Span, dict[Span, tuple[CacheSpec, Tier]]]] = {}
+        alike: dict[tuple[Scheme, tuple[object, ...]], dict[Span, dict[Span, tuple[CacheSpec, Tier]]]] = {}
         for kind, tier in kept:
             found = spec_of(kind)
             if found is not None:
                 spec, scheme = found[0], Scheme(str(kind.manifest.get(NAMES, "")), found[0].block_size)
-                one = spec.replaced(layer_start=0, num_layers=1, head_start=0, num_kv_heads=1)
-                alike.setdefault((scheme, one), {}).setdefault(_layers(spec), {})[_heads(spec)] = (spec, tier)
+                rest = tuple(getattr(spec, f.name) for f in fields(spec) if f.compare and f.name not in _OF_A_SHARD)
+                alike.setdefault((scheme, rest), {}).setdefault(_layers(spec), {})[_heads(spec)] = (spec, tier)
         self._families = []
         for (scheme, _), by_layers in alike.items():
             ranks = {layers: _chains(by_heads, _heads(self._spec)) for layers, by_heads in by_layers.items()}

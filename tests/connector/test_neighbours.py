@@ -14,7 +14,7 @@ from kvx.adapters.sglang.names import SGLANG, page_names
 from kvx.connector.groups import parts_of
 from kvx.connector.neighbours import Neighbours
 from kvx.connector.scheduler import SchedulerSide
-from kvx.connector.store_kinds import REFRESH_S
+from kvx.connector.store_kinds import REFRESH_S, _chains
 from kvx.connector.store_names import Scheme, alias_kind, named_kind, read_alias
 from kvx.connector.tier_stack import TierStack, open_tier
 from kvx.handover import NEUTRAL, names
@@ -193,3 +193,12 @@ def test_a_store_that_fails_is_no_error(tmp_path, monkeypatch, caplog):
     assert reader.take_over() == 0
     assert reader.one.lead(TOKENS, reader.names) == 0
     assert "did not take over blocks" in caplog.text
+
+
+def test_a_directory_of_many_numbers_of_ranks_has_few_families():
+    """Of 1, 2, 4, ... 32 ranks there are half a million ways to mix them; one for each is enough. Unequal shares go together."""
+    spans = {(first, first + width) for width in (1, 2, 4, 8, 16, 32) for first in range(0, 32, width)}
+    assert [len(chain) for chain in _chains(spans, (0, 32))] == [1, 2, 4, 8, 16, 32]
+    assert _chains(spans, (5, 7))[:2] == [[(0, 32)], [(0, 16)]]
+    assert _chains([(0, 2), (2, 3)], (0, 3)) == [[(0, 2), (2, 3)]]
+    assert _chains([(0, 2), (3, 4)], (0, 4)) == []

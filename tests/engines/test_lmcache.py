@@ -366,7 +366,7 @@ def said(loop, folder, monkeypatch, **how) -> str:
         ({"extra": {"kvx.block_size": 16}}, "LMCache's own, chunk_size"),
         ({"extra": {"kvx.tier": ["disk:/x"]}}, "'tier' is not known"),
         ({"extra": {"kvx.timeout_s": "soon"}}, "timeout_s is 'soon'"),
-        ({"extra": {"kvx.layout": "mine"}}, 'it is "canonical"'),
+        ({"extra": {"kvx.layout": "mine"}}, 'it must be "canonical"'),
         ({"extra": {"kvx.format": "fp8_e4m3_per_tensor"}}, "inline"),
         ({"extra": {"kvx.num_kv_heads": -1}}, "num_kv_heads is -1"),
         ({"extra": {"kvx.num_kv_heads": 6}, "worker": (0, 2)}, "worker 0 of 2 has 4 of them"),

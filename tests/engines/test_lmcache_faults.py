@@ -13,6 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("lmcache", reason="the package lmcache is not installed here; `make engines` makes .venv-lmcache, which has it")
+import kvx.tiers.block_io as block_io
 import kvx.tiers.disk as disk
 from tests.engines import lmcache_parts as lmc
 from tests.engines.lmcache_parts import CHUNK, Lmcache, some_tokens
@@ -103,13 +104,13 @@ def test_a_full_disk(started, tmp_path, monkeypatch, caplog):
     one = started()
     keys, objects = one.keys(some_tokens(6 * CHUNK)), one.objects(6)
     one.put(keys[:2], objects[:2])
-    write = disk.write_block
+    write = block_io.write_block
 
     def full(file, key, block):
         file.write(b"x" * 100)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(disk, "write_block", full)
+    monkeypatch.setattr(block_io, "write_block", full)
     done = []
     one.kvx.batched_submit_put_task(keys, objects, on_complete_callback=done.append)[0].result(20)
     assert done == keys[:2]
@@ -118,7 +119,7 @@ def test_a_full_disk(started, tmp_path, monkeypatch, caplog):
     assert [obj is None for obj in one.kvx.batched_get_blocking(keys[:3])] == [False, False, True]
     assert not [p for p in tmp_path.rglob("*") if p.name.endswith(".partial")]
     assert {obj.get_ref_count() for obj in objects} == {1}
-    monkeypatch.setattr(disk, "write_block", write)
+    monkeypatch.setattr(block_io, "write_block", write)
     one.put(keys, objects)
     assert one.kvx.batched_contains(keys) == 6
 
