@@ -104,7 +104,7 @@ def test_pieces_of_few_bytes_and_too_few_buffers_are_refused(server):
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_a_second_client_cannot_touch_the_first_s_offer(server, src, op):
     port, _ = server
-    run = [kvx.layout.plan.Run(0, 0, 0, 0, 64)]
+    run = [kvx.layout.plan.ByteRun(0, 0, 0, 0, 64)]
     with puller_at(port) as first, puller_at(port) as second:
         mine, theirs = first.ask({"from": 1}, Deadline(5)), second.ask({"from": 2}, Deadline(5))
         assert set(mine.places).isdisjoint(theirs.places)
@@ -124,7 +124,7 @@ def test_a_second_client_cannot_touch_the_first_s_offer(server, src, op):
 def test_what_a_client_writes_into_its_own_offer_reaches_nobody_else(server, src):
     """UCX cannot offer memory for reading alone: so each client's is a copy."""
     port, _ = server
-    run = [kvx.layout.plan.Run(0, 0, 0, 0, 64)]
+    run = [kvx.layout.plan.ByteRun(0, 0, 0, 0, 64)]
     with puller_at(port) as first, puller_at(port) as second:
         mine, _ = first.ask({"from": 1}, Deadline(5)), second.ask({"from": 2}, Deadline(5))
         ones = torch.full((64,), 255, dtype=torch.uint8)
