@@ -114,6 +114,8 @@ def small_cases() -> int:
 
 
 def prefill_cases() -> int:
+    for case in test_attention_prefill.MANY[::3]:
+        test_attention_prefill.check_each_as_alone(case, window=50, count=20)
     return attend(test_attention_prefill.CASES[::3] + test_attention_prefill.WIDE[::4] + test_attention_prefill.CODES[::4])
 
 

@@ -27,7 +27,6 @@ template <class Rings> struct MapFiller {
   const CUtensorMap (&maps)[2];                                          // K, V
   const RowFinder& finder;
   const char* const (&data)[2];
-  const TileRange& range;
   uint32_t box;        // tokens: a power of two, 8..kRows, that divides blocks or is one
   uint32_t chunks[2];  // of 16 bytes that a row has, of K and of V: the tile's others are zeros
   char* rings;
@@ -38,19 +37,26 @@ template <class Rings> struct MapFiller {
   uint32_t shift = 0;  // box is 1 << shift
   Ring<Rings::kStages, 0> ring{at + (plane ? Rings::kValuesAt : Rings::kKeysAt),
                                (plane ? Rings::values(at).barriers : Rings::keys(at).barriers)};
-  RowAsked asked = {-1, 0};  // of the next tile
+  const TileRange* range = nullptr;
+  uint32_t tile = 0;         // of the range: the next one
+  RowAsked asked = {-1, 0};  // of it
 
-  __device__ __forceinline__ void ask(uint32_t tile) {
+  __device__ __forceinline__ void ask() {
     const uint32_t row = threadIdx.x % 32 * box;
-    const bool is_there = row < Rings::kRows && int32_t(tile) < range.num_tiles;
-    asked = ask_row(finder, range.seq, (range.first_tile + tile) * Rings::kRows + row,
-                    max(range.begin - int32_t(box) + 1, 0), is_there ? range.length : 0);
+    const bool is_there = row < Rings::kRows && int32_t(tile) < range->num_tiles;
+    asked = ask_row(finder, range->seq, (range->first_tile + tile) * Rings::kRows + row,
+                    max(range->begin - int32_t(box) + 1, 0), is_there ? range->length : 0);
   }
 
   __device__ __forceinline__ void begin() {
     shift = __ffs(box) - 1;
     if (is_elected()) prefetch_map(maps[plane]);
-    ask(0);
+  }
+
+  // The tiles that are filled next. `of` is read until its last one is.
+  __device__ __forceinline__ void start(const TileRange& of) {
+    range = &of, tile = 0;
+    ask();
   }
 
   __device__ __forceinline__ uint32_t tile_at() const {
@@ -73,7 +79,7 @@ template <class Rings> struct MapFiller {
   __device__ __forceinline__ void copy_rows(uint32_t to, uint32_t block, uint32_t token, uint32_t rows) const {
     const uint32_t lane = threadIdx.x % 32;
     const uint64_t first = uint64_t(block) * finder.block[plane] + uint64_t(token) * finder.token[plane] +
-                           uint64_t(range.head) * finder.head[plane];
+                           uint64_t(range->head) * finder.head[plane];
 #pragma unroll 1
     for (uint32_t column = first_column; column < columns; column += kWarpsEach) {
       const uint32_t chunk = column * 8 + lane % 8;
@@ -93,9 +99,9 @@ template <class Rings> struct MapFiller {
 
   // The next tile, on its way when this returns.
   __device__ __forceinline__ void fill_next() {
-    const uint32_t lane = threadIdx.x % 32, tile = ring.step, num_boxes = Rings::kRows >> shift;
-    const uint32_t rows = min(Rings::kRows, range.length - int32_t(range.first_tile + tile) * Rings::kRows);
-    const int32_t block = asked.id >= 0 && asked.id < finder.kv.num_blocks ? asked.id : -1, head = range.head;
+    const uint32_t lane = threadIdx.x % 32, num_boxes = Rings::kRows >> shift;
+    const uint32_t rows = min(Rings::kRows, max(0, range->length - int32_t(range->first_tile + tile) * Rings::kRows));
+    const int32_t block = asked.id >= 0 && asked.id < finder.kv.num_blocks ? asked.id : -1, head = range->head;
     const int32_t token =
         __shfl_sync(0xffffffffu, asked.inside, 0);  // of every box: where a tile has several, each is a block
     const uint32_t blocks = __ballot_sync(0xffffffffu, block >= 0), left = rows & (box - 1);
@@ -105,12 +111,13 @@ template <class Rings> struct MapFiller {
       valid = valid_rows(blocks, rows);
       if (left && (blocks >> (rows >> shift) & 1)) cut = rows >> shift;
     }
-    int32_t* of_box = reinterpret_cast<int32_t*>(Rings::offsets(rings, tile)) + warp * 32;  // for the thread that asks
+    int32_t* of_box =
+        reinterpret_cast<int32_t*>(Rings::offsets(rings, ring.step)) + warp * 32;  // for the thread that asks
     of_box[lane] = block;
     __syncwarp();
     ring.wait_free();
     if (is_elected()) {
-      if (warp == 0) *Rings::valid(rings, tile) = valid;
+      if (warp == 0) *Rings::valid(rings, ring.step) = valid;
       expect_bytes(ring.full(), (columns - first_column + kWarpsEach - 1) / kWarpsEach *
                                     (num_boxes - (cut < num_boxes)) * box * 128);
 #pragma unroll 1
@@ -133,7 +140,8 @@ template <class Rings> struct MapFiller {
     if (cut < num_boxes) copy_rows(tile_at() + cut * box * 128, __shfl_sync(0xffffffffu, block, cut), token, left);
     if (is_elected()) ring.arrive_full();
     ring.next();
-    ask(tile + 1);
+    tile++;
+    ask();
   }
 };
 

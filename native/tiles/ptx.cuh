@@ -36,6 +36,15 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
                : "memory");
   return x;
 }
+// Four 8 x 8 matrices of 16-bit elements, as multiplications leave them; lane 8 i + j says where row j of matrix i
+// goes.
+__device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+#endif
+}
 __device__ __forceinline__ void store_shared_16(uint32_t to, const uint4& x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }

@@ -23,25 +23,29 @@ template <class Rings> struct RowFiller {
                 "a thread's rows are alike to the swizzle, and offsets are read by four");
   const RowFinder& finder;
   const char* const (&data)[2];  // K, V
-  const TileRange& range;
-  uint32_t chunks[2];  // of 16 bytes that a row has, of K and of V: the tile's others are zeros
+  uint32_t chunks[2];            // of 16 bytes that a row has, of K and of V: the tile's others are zeros
   char* rings;
   uint32_t at;  // of the rings, as a shared address
   int meeting;  // where the threads meet: 1..15
   typename Rings::Ring keys = Rings::keys(at);
   typename Rings::ValueRing values = Rings::values(at);
-  RowAsked asked = {-1, 0};  // of the next tile
+  const TileRange* range = nullptr;
+  uint32_t tile = 0;         // of the range: the next one
+  RowAsked asked = {-1, 0};  // of it
 
   static __device__ __forceinline__ uint32_t own_thread() { return threadIdx.x % kThreads; }
-  __device__ __forceinline__ void ask(uint32_t tile) {
-    const bool is_there = int32_t(tile) < range.num_tiles && own_thread() < uint32_t(Rings::kRows);
-    asked = ask_row(finder, range.seq, (range.first_tile + tile) * Rings::kRows + own_thread(), range.begin,
-                    is_there ? range.length : 0);
+  __device__ __forceinline__ void ask() {
+    const bool is_there = int32_t(tile) < range->num_tiles && own_thread() < uint32_t(Rings::kRows);
+    asked = ask_row(finder, range->seq, (range->first_tile + tile) * Rings::kRows + own_thread(), range->begin,
+                    is_there ? range->length : 0);
   }
 
-  __device__ __forceinline__ void begin() {
-    clear<0>(keys), clear<1>(values);
-    ask(0);
+  __device__ __forceinline__ void begin() { clear<0>(keys), clear<1>(values); }
+
+  // The tiles that are filled next. `of` is read until its last one is.
+  __device__ __forceinline__ void start(const TileRange& of) {
+    range = &of, tile = 0;
+    ask();
   }
 
   // Chunks past the end of rows: zeros once, in every stage, where no row is copied later. They are copies, so that the
@@ -77,12 +81,12 @@ template <class Rings> struct RowFiller {
 
   // The next tile: its rows are found and on their way when this returns.
   __device__ __forceinline__ void fill_next() {
-    const uint32_t thread = own_thread(), tile = keys.step;
+    const uint32_t thread = own_thread();
     const uint32_t place =
         thread % kRowsAtOnce * kMine + thread / kRowsAtOnce;  // where the thread that copies this row looks
-    uint32_t* offsets = Rings::offsets(rings, tile);
-    uint4* valid = Rings::valid(rings, tile);
-    const RowPlace row = place_row(finder, asked, range.head);
+    uint32_t* offsets = Rings::offsets(rings, keys.step);
+    uint4* valid = Rings::valid(rings, keys.step);
+    const RowPlace row = place_row(finder, asked, range->head);
     const uint32_t there = __ballot_sync(0xffffffffu, row.block >= 0);
     if (thread < uint32_t(Rings::kRows))
       offsets[place] = row.block >= 0 ? row.offset[0] : Rings::kNoRow,
@@ -90,7 +94,8 @@ template <class Rings> struct RowFiller {
     if (thread % 32 == 0)
       reinterpret_cast<uint32_t*>(valid)[thread / 32] = thread < uint32_t(Rings::kRows) ? there : ~0u;
     meet(meeting, kThreads);
-    ask(tile + 1);
+    tile++;
+    ask();
     const bool is_full = Rings::is_full(*valid);
     fill<0>(keys, offsets, is_full), fill<1>(values, offsets, is_full);
   }

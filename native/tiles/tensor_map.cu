@@ -37,51 +37,74 @@ kvx_status_t find_encode(Encode* encode) {
 // stride will do, and 0 would be refused.
 int64_t stride_of(int64_t bytes, int64_t count, int64_t row_bytes) { return count > 1 ? bytes : row_bytes; }
 
-}  // namespace
+// [last][token][head][dim] of 16-bit elements, in bytes and counts, and the box.
+struct Shape {
+  const void* data;
+  int64_t dims, counts[3], strides[3];  // of head, token, last
+  int64_t box_heads, box_tokens;
+};
 
-bool fits_tensor_map(const MappedPlane& p) {
+bool fits(const Shape& s) {
   constexpr int64_t kMostBytes = int64_t(1) << 40, kMostCount = 0x7fffffff;  // coordinates have 31 bits
-  const PlaneParams& plane = *p.plane;
-  if (!plane.is_dense || plane.head_dim % 8 || reinterpret_cast<uintptr_t>(plane.data) % 16 ||
-      box_tokens(p.block_size, p.tile_rows) == 0)
-    return false;
-  const int64_t counts[3] = {p.num_heads, p.block_size, p.num_blocks},
-                strides[3] = {plane.head, plane.token, plane.block};
+  if (s.dims % 8 || reinterpret_cast<uintptr_t>(s.data) % 16 || s.box_tokens == 0) return false;
   for (int i = 0; i < 3; i++) {
-    const int64_t stride = stride_of(strides[i], counts[i], plane.head_dim * 2);
-    if (counts[i] < 1 || counts[i] > kMostCount || stride <= 0 || stride % 16 || stride >= kMostBytes) return false;
+    const int64_t stride = stride_of(s.strides[i], s.counts[i], s.dims * 2);
+    if (s.counts[i] < 1 || s.counts[i] > kMostCount || stride <= 0 || stride % 16 || stride >= kMostBytes) return false;
   }
   return true;
 }
 
-kvx_status_t make_tensor_map(CUtensorMap* map, const MappedPlane& p) {
+kvx_status_t make(CUtensorMap* map, const Shape& s) {
   static std::atomic<Encode> found{nullptr};
   Encode encode = found.load(std::memory_order_relaxed);
   if (!encode) {
     KVX_TRY(find_encode(&encode));
     found.store(encode, std::memory_order_relaxed);
   }
-  const PlaneParams& plane = *p.plane;
-  const int64_t row_bytes = plane.head_dim * 2;
-  const cuuint64_t counts[4] = {cuuint64_t(plane.head_dim), cuuint64_t(p.num_heads), cuuint64_t(p.block_size),
-                                cuuint64_t(p.num_blocks)};
-  const cuuint64_t strides[3] = {cuuint64_t(stride_of(plane.head, p.num_heads, row_bytes)),
-                                 cuuint64_t(stride_of(plane.token, p.block_size, row_bytes)),
-                                 cuuint64_t(stride_of(plane.block, p.num_blocks, row_bytes))};
-  const cuuint32_t box[4] = {64, 1, cuuint32_t(box_tokens(p.block_size, p.tile_rows)), 1}, steps[4] = {1, 1, 1, 1};
+  const int64_t row_bytes = s.dims * 2;
+  const cuuint64_t counts[4] = {cuuint64_t(s.dims), cuuint64_t(s.counts[0]), cuuint64_t(s.counts[1]),
+                                cuuint64_t(s.counts[2])};
+  cuuint64_t strides[3];
+  for (int i = 0; i < 3; i++) strides[i] = cuuint64_t(stride_of(s.strides[i], s.counts[i], row_bytes));
+  const cuuint32_t box[4] = {64, cuuint32_t(s.box_heads), cuuint32_t(s.box_tokens), 1}, steps[4] = {1, 1, 1, 1};
   // A row's other half is asked for right after the first: both come with one request to memory.
   const CUtensorMapL2promotion fetch =
       row_bytes % 256 == 0 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, plane.data, counts, strides, box, steps,
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(s.data), counts, strides, box, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, fetch, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return KVX_STATUS_OK;
   return fail(KVX_STATUS_INTERNAL_ERROR,
-              "cuTensorMapEncodeTiled returned %d for a plane of %lld blocks x %lld tokens x %lld heads x %d elements, "
+              "cuTensorMapEncodeTiled returned %d for %lld x %lld tokens x %lld heads x %lld elements, "
               "strides %lld, %lld, %lld bytes.",
-              int(result), (long long)p.num_blocks, (long long)p.block_size, (long long)p.num_heads, plane.head_dim,
+              int(result), (long long)s.counts[2], (long long)s.counts[1], (long long)s.counts[0], (long long)s.dims,
               (long long)strides[2], (long long)strides[1], (long long)strides[0]);
 }
+
+Shape shape_of(const MappedPlane& p) {
+  return {p.plane->data,
+          p.plane->head_dim,
+          {p.num_heads, p.block_size, p.num_blocks},
+          {p.plane->head, p.plane->token, p.plane->block},
+          1,
+          box_tokens(p.block_size, p.tile_rows)};
+}
+Shape shape_of(const MappedQueries& q) {
+  return {q.rows->data,
+          q.head_dim,
+          {q.num_heads, q.num_tokens, 1},
+          {q.rows->head, q.rows->token, 0},
+          q.group,
+          q.group <= 64 && 64 % q.group == 0 ? 64 / q.group : 0};
+}
+
+}  // namespace
+
+bool fits_tensor_map(const MappedPlane& p) { return p.plane->is_dense && fits(shape_of(p)); }
+kvx_status_t make_tensor_map(CUtensorMap* map, const MappedPlane& p) { return make(map, shape_of(p)); }
+
+bool fits_tensor_map(const MappedQueries& q) { return q.rows->is_dense && fits(shape_of(q)); }
+kvx_status_t make_tensor_map(CUtensorMap* map, const MappedQueries& q) { return make(map, shape_of(q)); }
 
 }  // namespace cuda
 }  // namespace kvx

@@ -17,6 +17,12 @@ struct MappedPlane {
   int64_t tile_rows = 128;  // of tiles that are whole boxes: 128 or 64
 };
 
+// Query rows of 16-bit elements, [token][head][dim]: a box is `group` heads, of as many tokens as make 64 rows.
+struct MappedQueries {
+  const RowsParams* rows;
+  int64_t head_dim, num_heads, num_tokens, group;
+};
+
 // Tokens of a box: whole blocks, or a tile's tokens of larger ones; tiles are then whole boxes. 0 = blocks that do not
 // divide so, or that are smaller than the eight rows a swizzle repeats after.
 inline int64_t box_tokens(int64_t block_size, int64_t tile_rows = 128) {
@@ -31,6 +37,10 @@ bool fits_tensor_map(const MappedPlane& p);
 // [block][token][head][dim] with a box of 64 elements, one head, box_tokens, one block; swizzled over 128 bytes, zeros
 // outside: also past the end of rows, where they are no whole 64s.
 kvx_status_t make_tensor_map(CUtensorMap* map, const MappedPlane& p);
+
+// Likewise, a box of 64 elements of group heads; what 64 rows are no multiple of does not fit.
+bool fits_tensor_map(const MappedQueries& p);
+kvx_status_t make_tensor_map(CUtensorMap* map, const MappedQueries& p);
 
 }  // namespace cuda
 }  // namespace kvx

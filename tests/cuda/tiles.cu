@@ -343,17 +343,18 @@ template <int kRowBytes> __global__ void fill_kernel(const __grid_constant__ Fil
   if (side == 2) return watch.until_done();
   if (side == 0 && a.box) {
     if (thread < MapFiller<Rings>::kWarps * 32) {
-      MapFiller<Rings> filler{
-          a.maps, a.finder, a.data, a.range, a.box, {a.chunks, a.chunks}, shared, at, uint32_t(thread) / 32};
+      MapFiller<Rings> filler{a.maps, a.finder, a.data, a.box, {a.chunks, a.chunks}, shared, at, uint32_t(thread) / 32};
       filler.begin();
+      filler.start(a.range);
       for (int i = 0; i < a.range.num_tiles; i++) {
         if (i / 4 % 2 == 0) __nanosleep(5000);
         filler.fill_next();
       }
     }
   } else if (side == 0) {
-    RowFiller<Rings> filler{a.finder, a.data, a.range, {a.chunks, a.chunks}, shared, at, 1};
+    RowFiller<Rings> filler{a.finder, a.data, {a.chunks, a.chunks}, shared, at, 1};
     filler.begin();
+    filler.start(a.range);
     for (int i = 0; i < a.range.num_tiles; i++) {
       if (i / 4 % 2 == 0) __nanosleep(5000);
       filler.fill_next();

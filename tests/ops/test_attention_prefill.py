@@ -6,11 +6,15 @@ after the end is NaN. They are 64, 128, 192 or 256 columns wide: rows in between
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 import kvx
+from kvx.bench.attention import AttentionCase, make
+from kvx.ops import backend as backends
 from tests.ops import attention_cases
 from tests.ops.attention_cases import EPS, Case, close, error, magnitude
 
@@ -85,6 +89,41 @@ CODES = [
 def test_prompts_over_blocks(backend, case, generator):
     made = case.make(backend.device, generator)
     made.check(*made.run(backend.name))
+
+
+# On a device a block of threads goes from item to item (a sequence's rows for a KV head) without a pause, where there are many.
+MANY = [
+    *(AttentionCase((), 32, 16, dim=d, v_dim=v, format=f, io=io) for d, v, io in _WIDTHS for f in (io,)),
+    *(AttentionCase((), 32, 16, dim=d, format=f) for d in (64, 128, 256) for f in ("fp8_e4m3", "int8_per_token_head")),
+    AttentionCase((), 32, 16, format="f16"),
+    AttentionCase((), 48, 16, dim=80, block=24),  # 64 rows are no whole tokens, and blocks no whole boxes
+    AttentionCase((), 112, 16, "HND", block=128),
+]
+
+
+@pytest.mark.skipif(backends.reason_missing("cuda") is not None, reason=f"cuda: {backends.reason_missing('cuda')}")
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("case", MANY, ids=lambda c: f"{c.dim}-{c.v_dim}-{c.format}-{c.io}-{c.heads}")
+def test_many_prompts_are_each_as_alone(case, window):
+    check_each_as_alone(case, window, count=90)
+
+
+def check_each_as_alone(case: AttentionCase, window: int, count: int) -> None:
+    """Bit for bit: an item's numbers do not depend on those before it in its block of threads."""
+    lens = [40 + 37 * i % 311 for i in range(count)]  # not so few rows that they are the kernel's for decode
+    case = replace(case, lens=tuple(lens), is_prefill=True)
+    b = make(case, "cuda", 0)
+    given = {"spec": case.spec, "window": window, **b.storage.scales()}
+    out, lse = kvx.attention_varlen(b.q, b.storage.cache, b.table, cu_seqlens=b.cu, max_query_len=max(lens), **given)
+    first = 0
+    for i, n in enumerate(lens):
+        table = kvx.PackedTable(b.table.block_table[i : i + 1], b.table.seq_lens[i : i + 1])
+        cu = torch.tensor([0, n], dtype=torch.int32, device="cuda")
+        rows = slice(first, first + n)
+        alone, alone_lse = kvx.attention_varlen(b.q[rows], b.storage.cache, table, cu_seqlens=cu, max_query_len=max(lens), **given)
+        assert torch.equal(out[rows], alone), (i, n)
+        assert torch.equal(lse[rows], alone_lse), (i, n)
+        first += n
 
 
 def widen(x: Tensor, width: int, fill: float) -> tuple[Tensor, Tensor]:

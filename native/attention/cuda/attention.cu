@@ -156,7 +156,7 @@ kvx_status_t attention(const AttentionParams& p, void* stream) {
     default: break;
   }
   if (which == DECODE_ALL) return KVX_STATUS_OK;
-  if (takes_prefill(rest)) return run_prefill(rest, stream);
+  if (takes_prefill(rest)) return run_prefill(rest, guard.num_sms(), stream);
   return takes_any(rest) ? run_any(rest, stream) : run_row(rest, stream);
 }
 

@@ -19,7 +19,7 @@ kvx_status_t run_decode(const AttentionParams& p, int num_sms, void* stream);
 
 // Many queries a sequence, on Hopper: attention/prefill/prefill.cu.
 bool takes_prefill(const AttentionParams& p);
-kvx_status_t run_prefill(const AttentionParams& p, void* stream);
+kvx_status_t run_prefill(const AttentionParams& p, int num_sms, void* stream);
 bool has_warpgroups();  // the current device is Hopper and the library has code for it
 
 // Any format, layout and table, rows of up to 512 elements: attention/any/any.cu. The first four are of few query rows,

@@ -4,10 +4,9 @@
 // With scales a row, the tile's 128 keys have theirs in shared memory: K's multiply scores; V's join the exponent as
 // logarithms, and the sum of weights divides by them again (attention/decode/decode.cuh does the same).
 #pragma once
-#include "attention/cuda/scales.cuh"
+#include "attention/prefill/items.cuh"
 #include "tiles/block_rows.cuh"
 #include "tiles/elements.cuh"
-#include "tiles/kv_rings.cuh"
 
 namespace kvx {
 namespace cuda {
@@ -52,10 +51,23 @@ template <class P> struct PrefillBytes {
     return kInPlace ? wide(thread, tile_at) : p.at + C::kRawAt + plane * C::kRawBytes + thread * 16;
   }
 
-  // Tile `tile`'s rows, for all: a thread finds one. Then the next is asked for.
-  __device__ __forceinline__ void find(tiles::RowAsked* asked, uint32_t tile) const {
+  // Which tile is found next, and its row of this thread's, asked for.
+  struct Cursor {
+    const PrefillItem *item, *end;
+    int32_t tile;  // of the item
+    tiles::RowAsked asked;
+  };
+  __device__ __forceinline__ void ask(Cursor* c) const {
+    if (c->item == c->end) return;
+    c->asked = tiles::ask_row(p.a.rows, c->item->seq, uint32_t(c->item->first_tile + c->tile) * C::kKeys + own_thread(),
+                              c->item->begin, C::kKeys == 128 || own_thread() < C::kKeys ? c->item->length : 0);
+  }
+
+  // A tile's rows, for all: a thread finds one. Then the next is asked for. `tile` counts those of all items.
+  __device__ __forceinline__ void find(Cursor* c, uint32_t tile) const {
     const uint32_t thread = own_thread();
-    const tiles::RowPlace row = tiles::place_row(p.a.rows, *asked, p.w.head);
+    const int32_t head = c->item->head;
+    const tiles::RowPlace row = tiles::place_row(p.a.rows, c->asked, head);
     const bool is_there = row.block >= 0;
     uint32_t* offsets = Rings::offsets(p.rings(), tile) + thread % kRowsAtOnce * kMine +
                         thread / kRowsAtOnce;  // where the threads that copy it look
@@ -67,8 +79,7 @@ template <class P> struct PrefillBytes {
 #pragma unroll
       for (int plane = 0; plane < 2; plane++) {
         const ScaleParams& s = p.a.scales[plane];
-        const char* from =
-            is_there ? s.data + row.block * s.block + asked->inside * s.token + p.w.head * s.head : s.data;
+        const char* from = is_there ? s.data + row.block * s.block + c->asked.inside * s.token + head * s.head : s.data;
         tiles::copy_4(p.at + C::kScalesAt + tile % 4 * C::kScaleBytes + thread / 2 * 16 + plane * 8 + thread % 2 * 4,
                       from, is_there ? 4 : 0);
       }
@@ -77,8 +88,8 @@ template <class P> struct PrefillBytes {
     if (thread % 32 == 0)
       reinterpret_cast<uint32_t*>(Rings::valid(p.rings(), tile))[thread / 32] = has_row ? there : ~0u;
     tiles::meet(1, 128);
-    *asked = tiles::ask_row(p.a.rows, p.w.seq, (p.w.first_tile + tile + 1) * C::kKeys + thread, p.w.begin,
-                            int32_t(tile) + 1 < p.w.num_tiles && has_row ? p.w.length : 0);
+    if (++c->tile == c->item->num_tiles) c->item++, c->tile = 0;
+    ask(c);
   }
 
   template <bool kIsFull> __device__ __forceinline__ void copy_rows(uint32_t tile, int plane, uint32_t tile_at) const {
@@ -144,14 +155,15 @@ template <class P> struct PrefillBytes {
   // valid rows and scales have four places, since the multiplying warps read them after they gave the keys back, and no
   // later than the values.
   __device__ __forceinline__ void load() const {
-    tiles::RowAsked asked =
-        tiles::ask_row(p.a.rows, p.w.seq, uint32_t(p.w.first_tile * C::kKeys) + own_thread(), p.w.begin, p.w.length);
-    const uint32_t num_tiles = max(p.w.num_tiles, 0);
+    Cursor cursor = {p.items, p.items + p.num_items, 0, {-1, 0}};
+    ask(&cursor);
     typename Rings::Ring keys = Rings::keys(p.at + C::kRingsAt);
-    typename Rings::Ring values = Rings::values(p.at + C::kRingsAt);    // of the same type: both planes are as wide
-    if (num_tiles > 0) clear(0, keys.stages), clear(1, values.stages);  // without tiles nobody would wait for it
-    for (uint32_t next = 0; next <= num_tiles; next++) {  // tile `next` is copied, the one before it widened
-      if (next < num_tiles) find(&asked, next);
+    typename Rings::Ring values = Rings::values(p.at + C::kRingsAt);  // of the same type: both planes are as wide
+    clear(0, keys.stages), clear(1, values.stages);
+    bool copies_next = true;
+    for (uint32_t next = 0; copies_next; next++) {  // tile `next` is copied, the one before it widened
+      copies_next = cursor.item != cursor.end;
+      if (copies_next) find(&cursor, next);
 #pragma unroll
       for (int plane = 0; plane < 2; plane++) {
         typename Rings::Ring& ring = plane ? values : keys;
@@ -163,7 +175,7 @@ template <class P> struct PrefillBytes {
             widen(plane, ring.tile()), tiles::show_to_multiplications(), ring.arrive_full(), ring.next();
           else ring.fill([&](uint32_t tile) { widen(plane, tile); });
         }
-        if (next < num_tiles) {
+        if (copies_next) {
           if constexpr (kInPlace) ring.wait_free();
           copy(next, plane, ring.tile());
         }
@@ -173,45 +185,37 @@ template <class P> struct PrefillBytes {
   }
 };
 
-// Queries as f16, by the threads that multiply: for eight-bit caches, and for f16 ones under bf16 queries. bf16 has the
-// digits but not the range: a row is divided by a power of two, which is exact, and what undoes it is left beside.
-// `flips`: K's one scale is negative; scores are compared before they are multiplied by it.
-template <class P> __device__ __forceinline__ void load_f16_queries(const P& p, bool flips) {
-  using C = typename P::Config;
-  constexpr int kChunks = C::kKeyDims / 8, kLanes = kChunks == 24 ? 32 : kChunks, kRowsAtOnce = 256 / kLanes,
-                kMine = C::kRows / kRowsAtOnce;  // lanes of a row: a power of two
-  const uint32_t thread = threadIdx.x - 128, chunk = thread % kLanes, sub = thread / kLanes,
-                 flip = flips ? 0x80008000u : 0u;
+// Queries as f16, by the threads that multiply, in place: for eight-bit caches, and for f16 ones under bf16 queries.
+// bf16 has the digits but not the range: a row is divided by a power of two, which is exact, and what undoes it is left
+// beside. `flips`: K's one scale is negative; scores are compared before they are multiplied by it. A thread has the
+// chunks that it copied itself (Prefill::ask_queries).
+template <class P> __device__ __forceinline__ void fit_queries(const P& p, bool flips) {
+  using Queries = typename P::Queries;
+  const uint32_t chunk = Queries::chunk(), flip = flips ? 0x80008000u : 0u;
   const bool is_bf16 = p.a.q.dtype == KVX_DTYPE_BF16;
   const auto low = [](uint32_t x) { return __uint_as_float(x << 16); };
   const auto high = [](uint32_t x) { return __uint_as_float(x & 0xffff0000u); };
   const auto power_of_two = [](int e) { return __uint_as_float(uint32_t(e + 127) << 23); };
-  uint4 x[kMine];
-#pragma unroll
-  for (int j = 0; j < kMine; j++) {
-    const uint32_t row = p.w.first_row + j * kRowsAtOnce + sub;
-    x[j] = int32_t(row) < p.w.rows && int32_t(chunk * 8) < p.a.dims[0]
-               ? __ldg(reinterpret_cast<const uint4*>(p.query_row(row) + chunk * 16))
-               : make_uint4(0, 0, 0, 0);
-  }
-#pragma unroll
-  for (int j = 0; j < kMine; j++) {
-    const uint32_t r = j * kRowsAtOnce + sub;
-    uint32_t words[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+#pragma unroll 2
+  for (int j = 0; j < Queries::kMine; j++) {
+    const uint32_t r = Queries::row(j), at = p.at + P::query_at(r, chunk);
+    const bool has_chunk = Queries::kLanes == Queries::kChunks || chunk < uint32_t(Queries::kChunks);
+    const uint4 x = has_chunk ? tiles::load_shared_16(at) : make_uint4(0, 0, 0, 0);
+    uint32_t words[4] = {x.x, x.y, x.z, x.w};
     int exponent = 0;
     if (is_bf16) {
       float largest = 0.f;
       for (uint32_t word : words) largest = fmaxf(largest, fmaxf(fabsf(low(word)), fabsf(high(word))));
-      for (int hop = 1; hop < kLanes; hop *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, hop));
+      for (int hop = 1; hop < Queries::kLanes; hop *= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, hop));
       const int biased = int(__float_as_uint(largest) >> 23);  // 255: an infinity
       exponent = biased == 255 ? 0 : max(biased - 127 - 8, -100);
       const float shrink = power_of_two(-exponent);
       for (uint32_t& word : words) word = tiles::F16Numbers::pack(low(word) * shrink, high(word) * shrink);
     }
-    if (kLanes == kChunks || chunk < kChunks)
-      tiles::store_shared_16(p.at + P::query_at(r, chunk),
-                             make_uint4(words[0] ^ flip, words[1] ^ flip, words[2] ^ flip, words[3] ^ flip));
-    if (chunk == 0) reinterpret_cast<float*>(p.shared + C::kGrowAt)[r] = power_of_two(exponent);
+    if (has_chunk)
+      tiles::store_shared_16(at, make_uint4(words[0] ^ flip, words[1] ^ flip, words[2] ^ flip, words[3] ^ flip));
+    if (chunk == 0) reinterpret_cast<float*>(p.shared + P::Config::kGrowAt)[r] = power_of_two(exponent);
   }
 }
 

@@ -43,6 +43,12 @@ void make_maps(const AttentionParams& p, PrefillArgs* a) {
   a->box = int32_t(box_tokens(p.kv.block_size, tile_keys(p)));
 }
 
+// Where 64 rows are whole tokens of a group's heads; others are copied 16 bytes at a time.
+void make_query_map(const AttentionParams& p, PrefillArgs* a) {
+  const MappedQueries queries{&p.q, p.head_dim, p.num_heads, p.num_tokens, p.group};
+  a->has_query_map = fits_tensor_map(queries) && make_tensor_map(&a->query_map, queries) == KVX_STATUS_OK;
+}
+
 }  // namespace
 
 bool takes_prefill(const AttentionParams& p) {
@@ -60,10 +66,11 @@ bool takes_prefill(const AttentionParams& p) {
   return true;
 }
 
-kvx_status_t run_prefill(const AttentionParams& p, void* stream) {
+kvx_status_t run_prefill(const AttentionParams& p, int num_sms, void* stream) {
   PrefillArgs a = {};
   a.rows = make_row_finder(p);
   make_maps(p, &a);
+  make_query_map(p, &a);
   for (int i = 0; i < 2; i++) a.data[i] = p.kv.plane[i].data, a.scales[i] = p.kv.plane[i].scale;
   a.dims[0] = int32_t(p.head_dim), a.dims[1] = int32_t(p.v_head_dim);
   for (int i = 0; i < 2; i++) a.row_chunks[i] = a.dims[i] * dtype_bits(p.kv.plane[i].dtype) / 128;
@@ -80,9 +87,11 @@ kvx_status_t run_prefill(const AttentionParams& p, void* stream) {
                 seqs = std::min(p.num_seqs, rows / (p.skip_rows + 1));
   const int64_t most =
       p.cu_seqlens ? rows / of_block + seqs : p.num_seqs * ((p.query_len * p.group + of_block - 1) / of_block);
-  const int64_t blocks = most * p.num_kv_heads;
-  if (blocks > kMaxCount)
-    return fail(KVX_STATUS_UNSUPPORTED, "%lld blocks of query rows are more than one launch takes.", (long long)blocks);
+  const int64_t items = most * p.num_kv_heads;
+  if (items > kMaxCount)
+    return fail(KVX_STATUS_UNSUPPORTED, "%lld blocks of query rows are more than one launch takes.", (long long)items);
+  a.waves = ItemWaves{uint32_t(items), uint32_t(num_sms)};
+  const int64_t blocks = a.waves.share_out();
   const bool is_wide = most_dims(p) > kMostPrefillDims;
   switch (p.kv.plane[0].dtype) {
     case KVX_DTYPE_BF16:

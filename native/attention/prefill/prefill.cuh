@@ -1,20 +1,21 @@
-// Attention of many queries a sequence, on Hopper: blocks of 128 query rows against tiles of 128 keys, or of 64 where
+// Attention of many queries a sequence, on Hopper: items of 128 query rows against tiles of 128 keys, or of 64 where
 // values are wider than 128.
 //
-// A query row is one head of one token; rows of all heads that share a KV head stand in one block (GQA packed), so that
+// A query row is one head of one token; rows of all heads that share a KV head stand in one item (GQA packed), so that
 // its keys and values are loaded once for all of them. One warpgroup loads (rows through the block table, zeros where
 // nothing stands), two multiply, 64 rows each: while the tensor cores add a tile's values, the softmax of the next
-// tile's scores is computed. Whole blocks go through the copy engine where tensor maps can tell of them
-// (tiles/map_filler.cuh), else rows are copied (tiles/row_filler.cuh); eight-bit rows become f16 on their way
-// (attention/prefill/bytes.cuh). Rows that are no tile's width run in the next tile: columns of Q, K and V past them
-// are zeros, and those of the result are not stored. Of 512 elements a warpgroup has registers for half the values of
-// 64 rows: blocks are 64 query rows then, both warpgroups multiply all of their keys, and
-// each adds up one half of the values.
+// tile's scores is computed. A block of threads has several items (items.cuh), and goes from one to the next without a
+// pause: keys of the next are loaded and multiplied before the results of the last are stored. Whole blocks go through
+// the copy engine where tensor maps can tell of them (tiles/map_filler.cuh), else rows are copied
+// (tiles/row_filler.cuh); eight-bit rows become f16 on their way (attention/prefill/bytes.cuh). Rows that are no tile's
+// width run in the next tile: columns of Q, K and V past them are zeros, and those of the result are not stored. Of 512
+// elements a warpgroup has registers for half the values of 64 rows: items are 64 query rows then, both warpgroups
+// multiply all of their keys, and each adds up one half of the values.
 #pragma once
 #include <type_traits>
 
-#include "attention/cuda/plan.cuh"
 #include "attention/prefill/bytes.cuh"
+#include "attention/prefill/items.cuh"
 #include "tiles/elements.cuh"
 #include "tiles/map_filler.cuh"
 #include "tiles/row_filler.cuh"
@@ -22,28 +23,6 @@
 
 namespace kvx {
 namespace cuda {
-
-struct PrefillArgs {
-  CUtensorMap maps[2];  // K, V; the copy engine wants them on multiples of 64 bytes
-  int32_t box;          // tokens of a map's box; 0 = there are no maps, rows are copied
-  tiles::RowFinder rows;
-  const char* data[2];
-  int32_t dims[2],
-      row_chunks[2];  // of K (and Q) and of V (and results); chunks of 16 bytes that a row of the cache has
-  RowsParams q, out;
-  char* lse;
-  int64_t lse_token, lse_head;
-  const float* sinks;
-  const void* cu_seqlens;
-  int32_t cu_bytes;
-  int32_t num_seqs, num_kv_heads, query_len, max_seq_len, skip_rows;
-  FastDivider group;
-  int64_t window, num_tokens;
-  float scale, soft_cap;
-  int32_t is_causal;
-  ScaleParams scales[2];
-  int32_t stores_16;  // results begin on multiples of 16 bytes
-};
 
 // Widths of a tile's rows, in elements, and how many keys it has: what two stages of it leave room for, and registers
 // for their scores.
@@ -68,11 +47,13 @@ template <class Rows_, class Tile, bool kCaps_, ScaleKind kScales_> struct Prefi
   using Rings = tiles::KvRings<kKeyDims * 2, kStages, kKeys, kValueDims * 2>;
   static constexpr int kColumnBytes = Rings::kColumnBytes,
                        kQueryColumnBytes = kRows * 128;  // of K or V, and of Q: 64 elements of a tile's rows
-  static constexpr int kQueryAt = 0, kRingsAt = kRows * kKeyDims * 2, kWorkAt = kRingsAt + Rings::kBytes;
+  static constexpr int kQueryAt = 0, kRingsAt = kRows * kKeyDims * 2, kItemsAt = kRingsAt + Rings::kBytes,
+                       kWorkAt = kItemsAt + ItemWaves::kMost * int(sizeof(PrefillItem));
   // Where f16 is multiplied: what a query row was divided by. Eight-bit rows alone: [4 tiles] of scales, a pair of
   // keys' K and logarithms of V together, then the inverses of V; raw bytes of K and V, which of wide rows lie in the
   // stages themselves.
-  static constexpr int kGrowAt = kWorkAt + 64, kScalesAt = kGrowAt + (kIsF16 ? kRows * 4 : 0),
+  static constexpr int kQueryBarriersAt = kWorkAt + 16, kStagingAt = kQueryBarriersAt + 16,
+                       kGrowAt = kStagingAt + 8 * 1024, kScalesAt = kGrowAt + (kIsF16 ? kRows * 4 : 0),
                        kScaleBytes = kScales == ROW_SCALES ? kKeys * 12 : 0;
   static constexpr int kRawAt = kScalesAt + 4 * kScaleBytes,
                        kRawBytes = kIsBytes && kKeyDims <= 128 ? kKeys * kKeyDims : 0;
@@ -82,72 +63,16 @@ template <class Rows_, class Tile, bool kCaps_, ScaleKind kScales_> struct Prefi
   static constexpr int kThreads = 384, kLoadRegisters = 40, kMultiplyRegisters = 232;
 };
 
-// Which rows of which sequence a block of threads has.
-struct PrefillWork : tiles::TileRange {
-  int32_t first_row, rows, queries;  // rows: of the sequence
-  int64_t first_query;
-};
-
-// Sequences in order; in each, the rows that see most come first, so that what is left at the end is short.
-template <class C> __device__ __forceinline__ PrefillWork find_work(const PrefillArgs& a, uint32_t index) {
-  PrefillWork w = {};
-  w.seq = -1;
-  const int lane = threadIdx.x % 32;
-  for (int32_t from = 0; from < a.num_seqs; from += 32) {
-    const int32_t seq = from + lane;
-    uint32_t mine = 0;
-    int32_t queries = 0;
-    int64_t begins = 0, length = 0;  // of every lane's sequence: one wait for memory, not two
-    if (seq < a.num_seqs) {
-      queries = query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
-      length = sequence_length(a.rows.kv.table, seq, a.rows.kv.block_size);
-      begins =
-          a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(seq) * a.cu_bytes, a.cu_bytes) : int64_t(seq) * a.query_len;
-      if (queries < 0 || begins < 0 || queries > a.num_tokens - begins || int64_t(queries) * a.group.d <= a.skip_rows)
-        queries = 0;
-      mine = uint32_t((int64_t(queries) * a.group.d + C::kRows - 1) / C::kRows) * a.num_kv_heads;
-    }
-    uint32_t sum = mine;
-    for (int hop = 1; hop < 32; hop *= 2) {
-      const uint32_t other = __shfl_up_sync(0xffffffffu, sum, hop);
-      if (lane >= hop) sum += other;
-    }
-    const uint32_t found = __ballot_sync(0xffffffffu, index < sum);
-    if (found == 0) {
-      index -= __shfl_sync(0xffffffffu, sum, 31);
-      continue;
-    }
-    const int at = __ffs(int(found)) - 1;
-    const uint32_t inside = index - (__shfl_sync(0xffffffffu, sum, at) - __shfl_sync(0xffffffffu, mine, at)),
-                   blocks = __shfl_sync(0xffffffffu, mine, at) / a.num_kv_heads;
-    w.seq = from + at, w.queries = __shfl_sync(0xffffffffu, queries, at);
-    w.head = int32_t(inside % a.num_kv_heads);
-    w.first_row = int32_t(blocks - 1 - inside / a.num_kv_heads) * C::kRows;
-    w.rows = w.queries * int32_t(a.group.d);
-    w.first_query = __shfl_sync(0xffffffffu, begins, at);
-    w.length = __shfl_sync(0xffffffffu, int32_t(length < 0 ? 0 : length > a.max_seq_len ? a.max_seq_len : length), at);
-    const int32_t last_row = min(w.first_row + C::kRows, w.rows) - 1;
-    int32_t end = w.length, first = 0;
-    if (a.is_causal) end = w.length - w.queries + 1 + int32_t(a.group.divide(last_row));
-    if (a.window > 0)
-      first = int32_t(max(int64_t(0), (a.is_causal ? int64_t(w.length) - w.queries + 1 + a.group.divide(w.first_row)
-                                                   : int64_t(w.length)) -
-                                          a.window));
-    w.begin = first, w.first_tile = first / C::kKeys;
-    w.num_tiles = end > 0 ? (end + C::kKeys - 1) / C::kKeys - w.first_tile : 0;
-    return w;
-  }
-  return w;
-}
-
 template <class C> struct Prefill {
   using Config = C;
   using Numbers = typename C::Numbers;
   using Rings = typename C::Rings;
+  static constexpr int kOut = C::kOutDims / 2;  // results of a thread
   const PrefillArgs& a;
-  const PrefillWork& w;
   char* shared;
   uint32_t at;
+  const PrefillItem* items;  // of this block of threads
+  uint32_t num_items;
 
   __device__ __forceinline__ char* rings() const { return shared + C::kRingsAt; }
   static __device__ __forceinline__ uint32_t chunk_at(uint32_t row, uint32_t chunk) {
@@ -157,111 +82,241 @@ template <class C> struct Prefill {
     return C::kQueryAt + (chunk / 8) * C::kQueryColumnBytes + row * 128 + (((chunk % 8) ^ (row % 8)) << 4);
   }
 
-  __device__ __forceinline__ const char* query_row(uint32_t row) const {
-    const uint32_t token = a.group.divide(row), head = w.head * a.group.d + row - token * a.group.d;
-    return a.q.data + (w.first_query + token) * a.q.token + int64_t(head) * a.q.head;
+  // How threads that multiply share out the 16-byte chunks of query rows: a warp has those that it multiplies, or half
+  // of them where both warpgroups multiply the same.
+  struct Queries {
+    static constexpr int kChunks = C::kKeyDims / 8, kLanes = kChunks == 24 || kChunks > 32 ? 32 : kChunks,
+                         kParts = (kChunks + kLanes - 1) / kLanes, kRowsAtOnce = 32 / kLanes,
+                         kMine = (C::kSplitsValues ? 8 : 16) / kRowsAtOnce;
+    static __device__ __forceinline__ uint32_t chunk() { return threadIdx.x % kLanes; }
+    static __device__ __forceinline__ uint32_t row(int j) {
+      return (threadIdx.x / 32 - 4) * (C::kSplitsValues ? 8 : 16) + j * kRowsAtOnce + threadIdx.x % 32 / kLanes;
+    }
+  };
+  // Where a warpgroup's queries arrive, by the copy engine.
+  __device__ __forceinline__ uint32_t query_barrier(int group) const {
+    return at + C::kQueryBarriersAt + (C::kSplitsValues ? 0 : group * 8);
+  }
+  __device__ __forceinline__ bool fits_queries() const {
+    return C::kIsBytes || (C::kIsF16 && !C::kSplitsValues && a.q.dtype == KVX_DTYPE_BF16);
   }
 
-  // Half h of this thread's results, to a row of 16-bit elements. Four lanes have two of every eight elements each;
-  // they exchange them so that one store of each is eight, and of all lanes whole sectors: a quarter of the stores.
-  __device__ __forceinline__ void store_16(const float (&out)[C::kOutDims / 2], int h, float inverse, int t,
-                                           int dims_from, char* row) const {
+  // An item's queries, on their way when this returns. The multiplications that read the last ones are over.
+  __device__ __forceinline__ void ask_queries(const PrefillItem& w) const {
+    if (C::kSplitsValues) tiles::meet(2, 256);
+    if (a.has_query_map) {
+      const uint32_t thread = threadIdx.x - 128;
+      if (thread % (C::kSplitsValues ? 256 : 128) < 32 && tiles::is_elected()) {
+        const int group = thread / 128;
+        const uint32_t from = C::kSplitsValues ? 0 : group * 64, barrier = query_barrier(group);
+        const int32_t token = int32_t(w.first_query + a.group.divide(w.first_row + from));
+        tiles::arrive_and_expect(barrier, 64 * C::kKeyDims * 2);
+#pragma unroll
+        for (int column = 0; column < C::kKeyDims / 64; column++)
+          tiles::copy_box(at + C::kQueryAt + column * C::kQueryColumnBytes + from * 128, a.query_map, column * 64,
+                          w.head * int32_t(a.group.d), token, 0, barrier);
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int j = 0; j < Queries::kMine; j++) {
+      const uint32_t r = Queries::row(j), row = w.first_row + r, token = a.group.divide(row),
+                     head = w.head * a.group.d + row - token * a.group.d;
+      const char* from = a.q.data + (w.first_query + token) * a.q.token + int64_t(head) * a.q.head;
+#pragma unroll
+      for (int part = 0; part < Queries::kParts; part++) {
+        const uint32_t chunk = part * Queries::kLanes + Queries::chunk();
+        const bool is_there = int32_t(row) < w.rows && int32_t(chunk * 8) < a.dims[0];
+        if (Queries::kChunks % Queries::kLanes == 0 || chunk < uint32_t(Queries::kChunks))
+          tiles::copy_16(at + query_at(r, chunk), is_there ? from + chunk * 16 : a.q.data, is_there ? 16 : 0);
+      }
+    }
+    tiles::commit_copies();
+  }
+  // They are there, and as they are multiplied. `of_head`: K's scale. `item`: counts those of this block of threads.
+  __device__ __forceinline__ void finish_queries(int group, float of_head, uint32_t item) const {
+    if (a.has_query_map) tiles::wait(query_barrier(group), item & 1);
+    else tiles::wait_copies<0>();
+    if constexpr (C::kIsF16 && !C::kSplitsValues)
+      if (fits_queries()) fit_queries(*this, C::kScales == ONE_SCALE && of_head < 0.f);
+    if (a.has_query_map && !fits_queries()) return;
+    tiles::show_to_multiplications();
+    if (C::kSplitsValues) tiles::meet(2, 256);
+    else tiles::meet(5 + group, 128);
+  }
+
+  // A warp's 16 rows of results, 32 elements at a time: through shared memory, so that four lanes store 64 bytes of a
+  // row. `rows`: of the two rows of 16-bit elements that this lane stores to, null where there is none.
+  template <class To> __device__ __forceinline__ void store_16(const float (&out)[kOut], const float (&inverse)[2],
+                                                               int dims_from, char* const (&rows)[2]) const {
+    const uint32_t lane = threadIdx.x % 32, staging = at + C::kStagingAt + (threadIdx.x / 32 - 4) * 1024,
+                   row = lane % 16, of_row = staging + row * 64, turn = row / 2 % 4;
 #pragma unroll
     for (int m = 0; m < C::kOutDims / 32; m++) {
-      uint32_t x[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float lo = out[16 * m + 4 * i + 2 * h] * inverse, hi = out[16 * m + 4 * i + 2 * h + 1] * inverse;
-        x[i] = a.out.dtype == KVX_DTYPE_BF16 ? tiles::Bf16Numbers::pack(lo, hi) : tiles::F16Numbers::pack(lo, hi);
-      }
-#pragma unroll
-      for (int bit = 1; bit < 4; bit *= 2)
+      for (int k = 0; k < 2; k++) {  // 16 elements: of rows 0-7 and 8-15, first and last eight
+        uint32_t x[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          if (i & bit) continue;
-          const uint32_t got = __shfl_xor_sync(0xffffffffu, t & bit ? x[i] : x[i | bit], bit);
-          (t & bit ? x[i] : x[i | bit]) = got;
+          const float* pair = out + 16 * m + 8 * k + 4 * (i / 2) + 2 * (i % 2);
+          x[i] = To::pack(pair[0] * inverse[i % 2], pair[1] * inverse[i % 2]);
         }
-      const int dim = dims_from + 32 * m + 8 * t;
-      if (row && dim < a.dims[1]) *reinterpret_cast<uint4*>(row + dim * 2) = make_uint4(x[0], x[1], x[2], x[3]);
+        tiles::store_matrices(of_row + (((2 * k + lane / 16) ^ turn) << 4), x);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const uint32_t r = lane / 4 + 8 * h, chunk = lane % 4;
+        const uint4 eight = tiles::load_shared_16(staging + r * 64 + ((chunk ^ (r / 2 % 4)) << 4));
+        const int dim = dims_from + 32 * m + 8 * int(chunk);
+        if (rows[h] && dim < a.dims[1]) *reinterpret_cast<uint4*>(rows[h] + dim * 2) = eight;
+      }
+      __syncwarp();
+    }
+  }
+
+  // What is added up of a row's weights: sums of this thread's keys. A weight is 2 to the power of score * factor -
+  // base.
+  struct Softened {
+    static constexpr float kNoBase = -1e30f;  // nothing was seen yet. Finite: infinity less infinity is no number
+    float base[2], sum[2], factor[2];         // factor: of what is softened, log2(e) included
+  };
+
+  // This thread's rows of an item are over: their log-sum-exps are stored, and what their results are multiplied by
+  // returned. `first_row`: of the item's sequence, this thread's first; the other is eight on.
+  __device__ __forceinline__ void finish_sums(const PrefillItem& w, const Softened& x, int32_t first_row, int dims_from,
+                                              float (&inverse)[2]) const {
+    const float of_values = C::kIsBytes ? scale_of(a.scales[1], w.head, C::kScales == ONE_SCALE) : 1.f;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float total = x.sum[h];
+      total += __shfl_xor_sync(0xffffffffu, total, 1);
+      total += __shfl_xor_sync(0xffffffffu, total, 2);
+      const int32_t row = first_row + 8 * h, token = int32_t(a.group.divide(row)),
+                    head = w.head * int32_t(a.group.d) + row - token * int32_t(a.group.d);
+      const bool is_there = row < w.rows;
+      if (threadIdx.x % 4 == 0 && dims_from == 0 && a.lse && is_there)
+        *reinterpret_cast<float*>(a.lse + (w.first_query + token) * a.lse_token + head * a.lse_head) =
+            total > 0.f ? (x.base[h] + log2f(total)) * 0.69314718f : -INFINITY;
+      if (a.sinks && is_there && total > 0.f) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - x.base[h]);
+      inverse[h] = total > 0.f ? of_values / total : 0.f;
+    }
+  }
+
+  __device__ __forceinline__ void store_results(const PrefillItem& w, const float (&out)[kOut],
+                                                const float (&inverse)[2], int32_t first_row, int dims_from) const {
+    const int t = threadIdx.x % 4;
+    char* to[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int32_t row = first_row + 8 * h, token = int32_t(a.group.divide(row)),
+                    head = w.head * int32_t(a.group.d) + row - token * int32_t(a.group.d);
+      to[h] = row < w.rows ? a.out.data + (w.first_query + token) * a.out.token + int64_t(head) * a.out.head : nullptr;
+    }
+    if (a.stores_16 && a.out.dtype != KVX_DTYPE_F32) {
+      // A lane's row of results, in the order they are stored in, is that of its scores too: lane / 4 and eight on.
+      if (a.out.dtype == KVX_DTYPE_BF16) store_16<tiles::Bf16Numbers>(out, inverse, dims_from, to);
+      else store_16<tiles::F16Numbers>(out, inverse, dims_from, to);
+      return;
+    }
+#pragma unroll 1  // seldom, and both rows at once would not leave registers for the rest
+    for (int h = 0; h < 2; h++) {
+      if (!to[h]) continue;
+#pragma unroll
+      for (int n = 0; n < C::kOutDims / 8; n++) {
+        if (dims_from + 8 * n >= a.dims[1]) break;
+        const float lo = (h ? out[4 * n + 2] : out[4 * n]) * inverse[h],
+                    hi = (h ? out[4 * n + 3] : out[4 * n + 1]) * inverse[h];
+        const int dim = dims_from + 8 * n + 2 * t;
+        if (a.out.dtype == KVX_DTYPE_F32)
+          reinterpret_cast<float*>(to[h])[dim] = lo, reinterpret_cast<float*>(to[h])[dim + 1] = hi;
+        else
+          *reinterpret_cast<uint32_t*>(to[h] + dim * 2) =
+              a.out.dtype == KVX_DTYPE_BF16 ? tiles::Bf16Numbers::pack(lo, hi) : tiles::F16Numbers::pack(lo, hi);
+      }
     }
   }
 
   // The loading warpgroup; where the copy engine does the work, as many of its warps as ask for it.
-  __device__ __forceinline__ void load() {
-    if (a.box > 0) {
+  template <class Filler> __device__ __forceinline__ void fill(Filler& filler) const {
+    filler.begin();
+    for (uint32_t item = 0; item < num_items; item++) {
+      filler.start(items[item]);
+      for (int i = 0; i < items[item].num_tiles; i++) filler.fill_next();
+    }
+  }
+  __device__ __forceinline__ void load() const {
+    if constexpr (C::kIsBytes) {
+      PrefillBytes<Prefill<C>>{*this}.load();
+    } else if (a.box > 0) {
       if (threadIdx.x >= tiles::MapFiller<Rings>::kWarps * 32) return;
-      tiles::MapFiller<Rings> filler{a.maps,  a.rows,           a.data,
-                                     w,       uint32_t(a.box),  {uint32_t(a.row_chunks[0]), uint32_t(a.row_chunks[1])},
-                                     rings(), at + C::kRingsAt, threadIdx.x / 32};
-      filler.begin();
-      for (int i = 0; i < w.num_tiles; i++) filler.fill_next();
+      tiles::MapFiller<Rings> filler{a.maps,
+                                     a.rows,
+                                     a.data,
+                                     uint32_t(a.box),
+                                     {uint32_t(a.row_chunks[0]), uint32_t(a.row_chunks[1])},
+                                     rings(),
+                                     at + C::kRingsAt,
+                                     threadIdx.x / 32};
+      fill(filler);
     } else {
-      tiles::RowFiller<Rings> filler{
-          a.rows, a.data, w, {uint32_t(a.row_chunks[0]), uint32_t(a.row_chunks[1])}, rings(), at + C::kRingsAt, 1};
-      filler.begin();
-      for (int i = 0; i < w.num_tiles; i++) filler.fill_next();
+      tiles::RowFiller<Rings> filler{a.rows,  a.data,           {uint32_t(a.row_chunks[0]), uint32_t(a.row_chunks[1])},
+                                     rings(), at + C::kRingsAt, 1};
+      fill(filler);
       filler.finish();
     }
   }
 
   // Rows of this thread's scores: r0 = 16 * warp + g and r0 + 8 of its warpgroup's 64.
+  //
+  // Items are one stream of tiles: while a tile's values are added, the next tile's scores are softened, whichever item
+  // it is of.
   __device__ __forceinline__ void multiply() {
-    constexpr int kSteps = C::kKeyDims / 16, kKeySteps = C::kKeys / 16, kOut = C::kOutDims / 2;
+    constexpr int kSteps = C::kKeyDims / 16, kKeySteps = C::kKeys / 16;
     using Scores = tiles::Warpgroup<Numbers, C::kKeys>;
     using Out = tiles::Warpgroup<Numbers, C::kOutDims>;
     const int thread = threadIdx.x - 128, group = thread / 128, warp = thread % 128 / 32, lane = thread % 32,
               g = lane / 4, t = lane % 4;
     const int rows_from = C::kSplitsValues ? 0 : group * 64,
-              dims_from = C::kSplitsValues ? group * C::kOutDims : 0;  // of this warpgroup
-    float of_head = 1.f;                                               // K's one scale
-    if constexpr (C::kIsBytes) of_head = scale_of(a.scales[0], w.head, C::kScales == ONE_SCALE);
-    const bool fits_queries = C::kIsBytes || (C::kIsF16 && !C::kSplitsValues && a.q.dtype == KVX_DTYPE_BF16);
-    if (fits_queries) {
-      if constexpr (C::kIsF16 && !C::kSplitsValues) load_f16_queries(*this, C::kScales == ONE_SCALE && of_head < 0.f);
-    } else if constexpr (!C::kIsBytes) {
-      constexpr int kChunks = C::kKeyDims / 8;
-#pragma unroll 4
-      for (int j = 0; j < C::kRows * kChunks / 256; j++) {
-        const uint32_t i = j * 256 + thread, r = i / kChunks, chunk = i % kChunks, row = w.first_row + r;
-        const bool is_there = int32_t(row) < w.rows && int32_t(chunk * 8) < a.dims[0];
-        const char* from = is_there ? query_row(row) + chunk * 16 : a.q.data;
-        tiles::copy_16(at + query_at(r, chunk), from, is_there ? 16 : 0);
-      }
-      tiles::commit_copies();
-      tiles::wait_copies<0>();
-    }
-    tiles::show_to_multiplications();
-    tiles::meet(2, 256);
-    const int first_row = w.first_row + rows_from + warp * 16 + g;
-    int32_t limit[2], low[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int32_t row = first_row + 8 * h;
-      limit[h] = row >= w.rows ? 0 : a.is_causal ? w.length - w.queries + 1 + int32_t(a.group.divide(row)) : w.length;
-      low[h] = a.window > 0 ? int32_t(limit[h] - a.window) : 0;
-    }
-    // The warpgroup's least limit and largest low: tiles between them need no mask.
-    const int32_t group_first = w.first_row + rows_from, group_last = min(group_first + 63, w.rows - 1);
-    const int32_t least_limit =
-        a.is_causal ? w.length - w.queries + 1 + int32_t(a.group.divide(group_first)) : w.length;
-    const int32_t most_low =
-        a.window > 0 ? int32_t((a.is_causal ? w.length - w.queries + 1 + int32_t(a.group.divide(max(group_last, 0)))
-                                            : w.length) -
-                               a.window)
-                     : 0;
-    float scale[2] = {a.scale, a.scale}, factor[2];  // of a row's scores; factor: of what is softened, log2(e) included
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      if (C::kIsF16 && fits_queries) {
-        const float grow = reinterpret_cast<const float*>(shared + C::kGrowAt)[rows_from + warp * 16 + g + 8 * h];
-        scale[h] *= (C::kScales == ONE_SCALE ? fabsf(of_head) : of_head) * grow;
-      }
-      factor[h] = C::kCaps ? 1.44269504f : scale[h] * 1.44269504f;
-      if (C::kIsBytes && factor[h] == 0.f) factor[h] = 1e-37f;  // a head of zeros: not 0 * infinity
-    }
+              dims_from = C::kSplitsValues ? group * C::kOutDims : 0;   // of this warpgroup
+    const int row_from = rows_from + warp * 16 + g;                     // of this thread, in an item
+    const PrefillItem *w = items, *const last = items + num_items - 1;  // w: whose scores are softened
 
-    float out[kOut], s[C::kKeys / 2], most[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
+    int32_t limit[2], low[2], least_limit, most_low;  // of rows; least and most: tiles between them need no mask
+    int32_t left, first;                              // tiles of the item from this one on; its first key
+    float scale[2];                                   // of a row's scores
+    Softened x;
+    const auto scale_of_keys = [&](const PrefillItem& item) {
+      return C::kIsBytes ? scale_of(a.scales[0], item.head, C::kScales == ONE_SCALE) : 1.f;
+    };
+    const auto begin_item = [&](const PrefillItem& item) {
+      const int32_t from = item.length - item.queries + 1;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int32_t row = item.first_row + row_from + 8 * h;
+        limit[h] = row >= item.rows ? 0 : a.is_causal ? from + int32_t(a.group.divide(row)) : item.length;
+        low[h] = a.window > 0 ? int32_t(limit[h] - a.window) : 0;
+      }
+      const int32_t group_first = item.first_row + rows_from, group_last = min(group_first + 63, item.rows - 1);
+      least_limit = a.is_causal ? from + int32_t(a.group.divide(group_first)) : item.length;
+      most_low =
+          a.window > 0
+              ? int32_t((a.is_causal ? from + int32_t(a.group.divide(max(group_last, 0))) : item.length) - a.window)
+              : 0;
+      left = item.num_tiles, first = item.first_tile * C::kKeys;
+      const float of_head = scale_of_keys(item);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        scale[h] = a.scale;
+        if (C::kIsF16 && fits_queries())
+          scale[h] *= (C::kScales == ONE_SCALE ? fabsf(of_head) : of_head) *
+                      reinterpret_cast<const float*>(shared + C::kGrowAt)[row_from + 8 * h];
+        x.factor[h] = C::kCaps ? 1.44269504f : scale[h] * 1.44269504f;
+        if (C::kIsBytes && x.factor[h] == 0.f) x.factor[h] = 1e-37f;  // a head of zeros: not 0 * infinity
+        x.base[h] = Softened::kNoBase, x.sum[h] = 0.f;
+      }
+    };
+    float out[kOut], s[C::kKeys / 2];
     uint32_t p[kKeySteps][4];
 #pragma unroll
     for (int i = 0; i < kOut; i++) out[i] = 0.f;
@@ -282,11 +337,13 @@ template <class C> struct Prefill {
         tiles::matrix_descriptor(values.stages + dims_from / 64 * C::kColumnBytes, C::kColumnBytes, 1024);
     const auto multiply_keys = [&]() {
       const uint64_t from = key_matrix + keys.stage() * uint32_t(Rings::kTileBytes >> 4);
-#pragma unroll(kSteps <= 16 ? kSteps : 8)  // more would all have their descriptors in registers
+      uint64_t of_queries = query_matrix;
+      if (kSteps > 8) asm volatile("" : "+l"(of_queries));  // added to here, and not kept for all steps
+#pragma unroll(kSteps <= 16 ? kSteps : 8)                   // more would all have their descriptors in registers
       for (int k = 0; k < kSteps; k++) {
         const uint32_t of_query = ((k / 4) * C::kQueryColumnBytes + (k % 4) * 32) >> 4,
                        of_key = ((k / 4) * C::kColumnBytes + (k % 4) * 32) >> 4;
-        Scores::multiply(s, query_matrix + of_query, from + of_key, k > 0);
+        Scores::multiply(s, of_queries + of_query, from + of_key, k > 0);
       }
       tiles::commit_multiplications();
     };
@@ -296,9 +353,11 @@ template <class C> struct Prefill {
       for (int k = 0; k < kKeySteps; k++) Out::multiply_turned(out, p[k], from + uint32_t(k * 16 * 128 >> 4));
       tiles::commit_multiplications();
     };
-    // Scores to weights in place; returns what earlier sums are multiplied by.
-    const auto soften = [&](int i, float(&shrink)[2]) {
-      const int32_t first = (w.first_tile + i) * C::kKeys;
+    // Scores of the tile whose keys were given back last to weights, in place: powers of two, relative to the row's
+    // base. That is the largest score there was when it was set: as long as none is 256 times its weight it stays, and
+    // so do earlier sums. Otherwise they have to be multiplied by `shrink`, and this returns true.
+    const auto soften = [&](bool is_whole, float(&shrink)[2]) {
+      const uint32_t i = keys.step - 1;
       const float* scales = reinterpret_cast<const float*>(shared + C::kScalesAt + i % 4 * C::kScaleBytes);
       if constexpr (C::kCaps && C::kScales != ROW_SCALES) {
         const float in = scale[0] / a.soft_cap, in_8 = C::kIsF16 ? scale[1] / a.soft_cap : in;  // of row r0 + 8
@@ -314,20 +373,20 @@ template <class C> struct Prefill {
           for (int h = 0; h < 2; h++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-              float& x = s[4 * n + 2 * h + e];
-              x *= e ? pair.y : pair.x;
-              if (C::kCaps) x = a.soft_cap * tanhf(x * (scale[h] / a.soft_cap));
-              x = __fmaf_rn(x, factor[h], e ? pair.w : pair.z);
+              float& y = s[4 * n + 2 * h + e];
+              y *= e ? pair.y : pair.x;
+              if (C::kCaps) y = a.soft_cap * tanhf(y * (scale[h] / a.soft_cap));
+              y = __fmaf_rn(y, x.factor[h], e ? pair.w : pair.z);
             }
         }
       }
-      const uint4 valid = *Rings::valid(rings(), i);
-      if (first + C::kKeys > least_limit || first < most_low || !Rings::is_full(valid)) {
+      if (first < most_low || !is_whole) {
+        const uint4 valid = *Rings::valid(rings(), i);
         const uint32_t words[4] = {valid.x, valid.y, valid.z, valid.w};
-        if (a.rows.kv.errors && w.head == 0 && thread == 0) {  // positions whose block is none
+        if (a.rows.kv.errors && w->head == 0 && thread == 0) {  // positions whose block is none
           uint32_t missing = 0;
           for (int k = 0; k < C::kKeys / 32; k++)
-            missing += __popc(tiles::rows_within(first + 32 * k, w.begin, w.length) & ~words[k]);
+            missing += __popc(tiles::rows_within(first + 32 * k, w->begin, w->length) & ~words[k]);
           if (missing) atomicAdd(a.rows.kv.errors, (unsigned long long)missing);
         }
 #pragma unroll
@@ -340,6 +399,16 @@ template <class C> struct Prefill {
             for (int h = 0; h < 2; h++)
               if (!is_valid || first + key >= limit[h] || first + key < low[h]) s[4 * n + 2 * h + e] = -INFINITY;
           }
+      } else if (first + C::kKeys > least_limit) {  // the usual one: a limit, and nothing missing
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int32_t of_row = limit[h] - first - 2 * t;
+#pragma unroll
+          for (int n = 0; n < C::kKeys / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+              if (8 * n + e >= of_row) s[4 * n + 2 * h + e] = -INFINITY;
+        }
       }
       // Four chains a row: one of 32 dependent steps would take longer than the multiplications it hides behind.
       float tops[2][4], totals[2][4];
@@ -352,16 +421,23 @@ template <class C> struct Prefill {
 #pragma unroll
         for (int h = 0; h < 2; h++)
           tops[h][n % 4] = fmaxf(tops[h][n % 4], fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1]));
-      float base[2];
+      bool rises = false;
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        float largest = fmaxf(fmaxf(fmaxf(tops[h][0], tops[h][1]), fmaxf(tops[h][2], tops[h][3])), most[h]);
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-        base[h] = largest == -INFINITY ? 0.f : C::kScales == ROW_SCALES ? largest : largest * factor[h];
-        shrink[h] =
-            tiles::exp2_fast(C::kScales == ROW_SCALES ? most[h] - base[h] : __fmaf_rn(most[h], factor[h], -base[h]));
-        most[h] = largest;
+        tops[h][0] = fmaxf(fmaxf(tops[h][0], tops[h][1]), fmaxf(tops[h][2], tops[h][3]));
+        if (C::kScales != ROW_SCALES) tops[h][0] *= x.factor[h];
+        rises |= tops[h][0] > x.base[h] + 8.f;
+      }
+      rises = __any_sync(0xffffffffu, rises);
+      if (rises) {  // seldom, once the largest scores were met
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          float largest = fmaxf(tops[h][0], x.base[h]);
+          largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+          largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+          shrink[h] = tiles::exp2_fast(x.base[h] - largest), x.base[h] = largest;
+          x.sum[h] *= shrink[h];
+        }
       }
 #pragma unroll
       for (int n = 0; n < C::kKeys / 8; n++) {
@@ -372,20 +448,20 @@ template <class C> struct Prefill {
         for (int h = 0; h < 2; h++)
 #pragma unroll
           for (int e = 0; e < 2; e++) {
-            float& x = s[4 * n + 2 * h + e];
+            float& y = s[4 * n + 2 * h + e];
             float& total = totals[h][n % 2 * 2 + e];
             if constexpr (C::kScales == ROW_SCALES) {
-              x = tiles::exp2_fast(x - base[h]);
-              total = __fmaf_rn(x, e ? without.y : without.x, total);
+              y = tiles::exp2_fast(y - x.base[h]);
+              total = __fmaf_rn(y, e ? without.y : without.x, total);
             } else {
-              x = tiles::exp2_fast(__fmaf_rn(x, factor[h], -base[h]));
-              total += x;
+              y = tiles::exp2_fast(__fmaf_rn(y, x.factor[h], -x.base[h]));
+              total += y;
             }
           }
       }
 #pragma unroll
-      for (int h = 0; h < 2; h++)
-        sum[h] = __fmaf_rn(sum[h], shrink[h], (totals[h][0] + totals[h][1]) + (totals[h][2] + totals[h][3]));
+      for (int h = 0; h < 2; h++) x.sum[h] += (totals[h][0] + totals[h][1]) + (totals[h][2] + totals[h][3]);
+      return rises;
     };
     const auto pack = [&]() {
 #pragma unroll
@@ -394,85 +470,74 @@ template <class C> struct Prefill {
         for (int i = 0; i < 4; i++) p[k][i] = Numbers::pack(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
     };
 
-    if (w.num_tiles > 0) {
-      float shrink[2];
+    ask_queries(*w);
+    finish_queries(group, scale_of_keys(*w), 0);
+    begin_item(*w);
+    wait_full(keys);
+    tiles::begin_multiplications();
+    multiply_keys();
+    tiles::wait_multiplications<0>();
+    tiles::hold(s);
+    bool is_whole = Rings::is_full(*Rings::valid(rings(), keys.step));
+    keys.give_back(arrives);
+    if (left == 1 && w != last) ask_queries(w[1]);
+    float shrink[2];
+    soften(is_whole, shrink);
+    pack();
+    if (group == 1) tiles::pass(3, 256);
+    for (;;) {  // keys are a tile ahead of values
+      const bool ends = left == 1;
+      if (ends) {
+        if (w == last) break;
+        finish_queries(group, scale_of_keys(w[1]), uint32_t(w + 1 - items));
+      }
       wait_full(keys);
+      tiles::hold(s), tiles::hold(out);
+      tiles::meet(3 + group, 256);  // the two take turns: one multiplies while the other softens
       tiles::begin_multiplications();
       multiply_keys();
-      tiles::wait_multiplications<0>();
+      wait_full(values);
+      multiply_values();
+      tiles::pass(4 - group, 256);
+      is_whole = Rings::is_full(*Rings::valid(rings(), keys.step));
+      float inverse[2];
+      if (ends) {
+        finish_sums(*w, x, w->first_row + row_from, dims_from, inverse);
+        begin_item(*++w);
+      } else {
+        left--, first += C::kKeys;
+      }
+      tiles::wait_multiplications<1>();
       tiles::hold(s);
       keys.give_back(arrives);
-      soften(0, shrink);
-      pack();
-      if (group == 1) tiles::pass(3, 256);
-      for (int i = 1; i < w.num_tiles; i++) {  // keys are a tile ahead of values
-        wait_full(keys);
-        tiles::hold(s), tiles::hold(out);
-        tiles::meet(3 + group, 256);  // the two take turns: one multiplies while the other softens
-        tiles::begin_multiplications();
-        multiply_keys();
-        wait_full(values);
-        multiply_values();
-        if (group == 0 || i + 1 < w.num_tiles) tiles::pass(4 - group, 256);
-        tiles::wait_multiplications<1>();
-        tiles::hold(s);
-        keys.give_back(arrives);
-        soften(i, shrink);
-        // Softened before the wait, not after: that is the overlap. A sum is never negative; that it might be, and be
-        // stored, keeps the assembler from waiting first (13.0 moves the wait up to where registers suit it).
-        tiles::store_if_negative(at + C::kWorkAt, sum[0] + sum[1]);
-        tiles::wait_multiplications<0>();
-        tiles::hold(out);
-        values.give_back(arrives);
-        if (__any_sync(0xffffffffu,
-                       shrink[0] != 1.f || shrink[1] != 1.f)) {  // seldom, once the largest scores were met
-#pragma unroll
-          for (int k = 0; k < kOut; k++) out[k] *= shrink[k / 2 % 2];
-        }
-        pack();
-      }
-      wait_full(values);
-      tiles::hold(out);
-      tiles::begin_multiplications();
-      multiply_values();
+      if (left == 1 && w != last) ask_queries(w[1]);
+      const bool shrinks = soften(is_whole, shrink);
+      // Softened before the wait, not after: that is the overlap. A sum is never negative; that it might be, and be
+      // stored, keeps the assembler from waiting first (13.0 moves the wait up to where registers suit it).
+      tiles::store_if_negative(at + C::kWorkAt, x.sum[0] + x.sum[1]);
       tiles::wait_multiplications<0>();
       tiles::hold(out);
-    }
+      values.give_back(arrives);
+      if (ends) {
+        store_results(w[-1], out, inverse, w[-1].first_row + row_from, dims_from);
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
-      sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
-      const int32_t row = first_row + 8 * h;
-      const bool is_there = row < w.rows;
-      const int32_t token = int32_t(a.group.divide(row)),
-                    head = w.head * int32_t(a.group.d) + row - token * int32_t(a.group.d);
-      const int64_t query_token = w.first_query + token;
-      float total = sum[h];
-      const float largest = C::kScales == ROW_SCALES ? most[h] : most[h] * factor[h];
-      if (t == 0 && dims_from == 0 && a.lse && is_there)
-        *reinterpret_cast<float*>(a.lse + query_token * a.lse_token + head * a.lse_head) =
-            total > 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
-      if (a.sinks && total > 0.f) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - largest);
-      const float inverse =
-          total > 0.f ? (C::kIsBytes ? scale_of(a.scales[1], w.head, C::kScales == ONE_SCALE) : 1.f) / total : 0.f;
-      char* to = a.out.data + query_token * a.out.token + int64_t(head) * a.out.head;
-      if (a.stores_16 && a.out.dtype != KVX_DTYPE_F32) {
-        store_16(out, h, inverse, t, dims_from, is_there ? to : nullptr);
-        continue;
-      }
-      if (!is_there) continue;
+        for (int k = 0; k < kOut; k++) out[k] = 0.f;
+      } else if (shrinks) {
 #pragma unroll
-      for (int n = 0; n < C::kOutDims / 8; n++) {
-        if (dims_from + 8 * n >= a.dims[1]) break;
-        const float x = out[4 * n + 2 * h] * inverse, y = out[4 * n + 2 * h + 1] * inverse;
-        const int dim = dims_from + 8 * n + 2 * t;
-        if (a.out.dtype == KVX_DTYPE_F32)
-          reinterpret_cast<float*>(to)[dim] = x, reinterpret_cast<float*>(to)[dim + 1] = y;
-        else
-          *reinterpret_cast<uint32_t*>(to + dim * 2) =
-              a.out.dtype == KVX_DTYPE_BF16 ? tiles::Bf16Numbers::pack(x, y) : tiles::F16Numbers::pack(x, y);
+        for (int k = 0; k < kOut; k++) out[k] *= shrink[k / 2 % 2];
       }
+      pack();
     }
+    if (group == 0) tiles::meet(3, 256);  // the other's last word
+    wait_full(values);
+    tiles::hold(out);
+    tiles::begin_multiplications();
+    multiply_values();
+    tiles::wait_multiplications<0>();
+    tiles::hold(out);
+    float inverse[2];
+    finish_sums(*w, x, w->first_row + row_from, dims_from, inverse);
+    store_results(*w, out, inverse, w->first_row + row_from, dims_from);
   }
 };
 
@@ -482,25 +547,26 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill(const __grid_constant_
   extern __shared__ char raw[];
   char* shared = raw + (1024 - (tiles::shared_address(raw) & 1023)) % 1024;
   const uint32_t at = tiles::shared_address(shared);
-  __shared__ PrefillWork work;
   wait_for_previous();
+  PrefillItem* items = reinterpret_cast<PrefillItem*>(shared + C::kItemsAt);
+  __shared__ uint32_t num_items;
   if (threadIdx.x < 32) {
-    const PrefillWork found = find_work<C>(a, blockIdx.x);
-    if (threadIdx.x == 0) work = found;
+    const uint32_t found = find_items<C::kRows, C::kKeys>(a, items);
+    if (threadIdx.x == 0) num_items = found;
   }
   if (threadIdx.x == 32) {
     const int fills = !C::kIsBytes && a.box > 0 ? tiles::MapFiller<typename C::Rings>::kArrivals : 128;
     C::Rings::keys(at + C::kRingsAt).init(fills, 2 * tiles::arrivals_of(128));
     C::Rings::values(at + C::kRingsAt).init(fills, 2 * tiles::arrivals_of(128));
+    for (int group = 0; group < 2; group++) tiles::init_barrier(at + C::kQueryBarriersAt + group * 8, 1);
     tiles::show_barriers();
   }
   __syncthreads();
-  if (work.seq < 0) return;
-  Prefill<C> p{a, work, shared, at};
+  if (num_items == 0) return;
+  Prefill<C> p{a, shared, at, items, num_items};
   if (threadIdx.x < 128) {
     tiles::give_registers<C::kLoadRegisters>();
-    if constexpr (C::kIsBytes) PrefillBytes<Prefill<C>>{p}.load();
-    else p.load();
+    p.load();
   } else {
     tiles::take_registers<C::kMultiplyRegisters>();
     p.multiply();
