@@ -85,7 +85,10 @@ def generate(
     ] = 512,
     tier: Annotated[
         list[str] | None,
-        typer.Option(help="Where evicted blocks are offloaded: host:2GB, disk:DIR or disk:DIR:50GB; repeatable, fastest first."),
+        typer.Option(
+            help="Where evicted blocks are offloaded: host:2GB, disk:DIR:50GB, nixl:HOST:PORT:20GB or "
+            "mooncake:HOST:PORT; repeatable, fastest first."
+        ),
     ] = None,
     tier_format: Annotated[
         str, typer.Option(help="Format of blocks in tiers: auto (as in the cache), f32, bf16, f16, int8, fp8.")

@@ -23,6 +23,7 @@ VERBS = (
     "generate",
     "prefill",
     "decode",
+    "store",
     "convert",
     "inspect",
     "layouts",

@@ -101,7 +101,7 @@ class Engine:
         max_batch_tokens: int = 512,  # of a step: longer prompts are computed in parts
         prefix: bool = True,
         use_graphs: bool = True,
-        tiers: Sequence[str | TierOption] = (),  # host:SIZE, disk:DIR[:SIZE], fastest first: where evicted blocks go
+        tiers: Sequence[str | TierOption] = (),  # TierOption.parse: host:2GB, disk:DIR, ...; fastest first: where evicted blocks go
         tier_format: str = "auto",  # of blocks there; auto: the cache's, so that what comes back is what went
         tier_model: str = "",  # these weights' name in the tiers, shared with other engines; "": made of the weight files
         progress: Progress = lambda done, total: None,

@@ -8,6 +8,7 @@ from kvx.tiers.host import HostTier
 from kvx.tiers.mover import Mover
 from kvx.tiers.mover_stats import MoverEvent, MoverStats
 from kvx.tiers.option import TierOption, open_tiers
+from kvx.tiers.packs import PackTier
 from kvx.tiers.tier import Tier, TierEvent, TierStats
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Mover",
     "MoverEvent",
     "MoverStats",
+    "PackTier",
     "Tier",
     "TierError",
     "TierEvent",

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument, Incompatible, a_type
+from kvx.errors import BadArgument, Incompatible, TierError, a_type
 from kvx.layout.buffers import bytes_of
 from kvx.layout.place import buffer_bytes
 from kvx.spec import Spec, to_json
@@ -80,6 +80,12 @@ class Block(NamedTuple):
 
     kind: BlockKind
     buffers: tuple[Tensor, ...]  # uint8, flat
+    is_held: Callable[[], bool] | None = None  # of memory that its owner may take back while a tier reads it: not yet?
+
+    def require_held(self) -> None:
+        """A tier asks when it has taken the bytes, before anybody can find them: they may be another's by now."""
+        if self.is_held is not None and not self.is_held():
+            raise TierError("put(): the memory of a block was taken back before its bytes were stored. Nothing was kept of it.")
 
 
 def block_spec(spec: Spec) -> Spec:

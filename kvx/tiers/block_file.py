@@ -10,7 +10,7 @@ import hashlib
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,14 +22,15 @@ MAGIC, VERSION = b"KVXBLOCK", 1
 _HEAD = struct.Struct("<8sHHIIQ16s16sI64s")
 _CHECK_BYTES = 16  # the header's checksum, its last bytes
 _MOST_HEADER_BYTES = 1 << 20  # a file that claims more is not read
+_READ_BYTES = 2 << 20  # past the system's cache, in one call
 _ALIGN = 4096  # the payload begins on a page, so that it can be mapped or read past the page cache
 
 
-def _blake2b() -> Any:
-    return hashlib.blake2b(digest_size=16)
+def _blake2b(data: Any = b"") -> Any:
+    return hashlib.blake2b(data, digest_size=16)
 
 
-CHECKSUMS: dict[int, Callable[[], Any]] = {1: _blake2b}  # the number is in the file; those of kvx_hash_t
+CHECKSUMS: dict[int, Callable[..., Any]] = {1: _blake2b}  # the number is in the file; those of kvx_hash_t
 try:  # faster, and optional
     from xxhash import xxh3_128
 
@@ -38,11 +39,15 @@ except ImportError:
     pass
 
 
-def checksum(number: int, parts: Iterable[Any]) -> bytes:
+def hasher(number: int, data: Any = b"") -> Any:
     if number not in CHECKSUMS:
         raise Unsupported(f"its checksum is number {number}, which needs the package xxhash. pip install xxhash reads it.")
-    state = CHECKSUMS[number]()
-    for part in parts:
+    return CHECKSUMS[number](data)
+
+
+def checksum(number: int, parts: Sequence[Any]) -> bytes:
+    state = hasher(number, *parts[:1])
+    for part in parts[1:]:
         state.update(part)
     digest: bytes = state.digest()
     return digest
@@ -110,23 +115,55 @@ def read_block(file: BinaryIO, key: bytes, into: Block) -> None:
         raise Damaged("its bytes are not those that were written: the checksum differs.")
 
 
+def read_cached(fd: int, into: Block) -> bool:
+    """Fill `into` without a check, from a file that was checked and is as it was then. False unless all of it is in the system's
+    cache: what comes from the disk is checked.
+    """
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    try:
+        came = os.preadv(fd, _payload(into), header_bytes(into.kind), os.RWF_NOWAIT)
+    except OSError:  # it would have to wait, or this file system cannot say so
+        return False
+    return came == into.kind.num_bytes
+
+
 def read_direct(fd: int, key: bytes, into: Block, room: Any) -> None:
-    """As read_block(), in one call past the system's cache. `room` as in write_direct()."""
+    """As read_block(), past the system's cache. `room` as in write_direct()."""
     size, payload = os.fstat(fd).st_size, _payload(into)
-    came = os.readv(fd, [room, *payload])
-    head = bytes(room[: min(came, len(room))])
-    if _header_length(head, size) != len(room) or came != size:
+    came, state, number, want = 0, None, 0, b""
+    # In pieces, each checked while other threads' reads are under way: neither the disk nor the processor waits long.
+    for parts in _pieces([room, *payload]):
+        read = os.preadv(fd, parts, came)
+        came += read
+        if state is None:
+            head = bytes(room[: min(read, len(room))])
+            if _header_length(head, size) != len(room):
+                break
+            number, want = _check_head(head, key, into.kind)
+            state, parts = hasher(number), parts[1:]
+        for part in parts:
+            state.update(part)
+    if came != size or state is None:
         raise Damaged(f"it has {size} bytes, of which {came} came; its kind makes {file_bytes(into.kind)}.")
-    number, want = _check_head(head, key, into.kind)
-    if checksum(number, payload) != want:
+    if state.digest() != want:
         raise Damaged("its bytes are not those that were written: the checksum differs.")
+
+
+def _pieces(parts: Sequence[Any]) -> Iterator[list[Any]]:
+    """The first with the first of `parts`, which is a header; then the rest, none across two of them."""
+    head, *rest = parts
+    for n, part in enumerate(rest):
+        for start in range(0, len(part), _READ_BYTES):
+            piece = part[start : start + _READ_BYTES]
+            yield [head, piece] if not n and not start else [piece]
 
 
 def _payload(block: Block) -> list[Any]:
     return [t.numpy().data for t in block.buffers if t.numel()]
 
 
-def _head(key: bytes, kind: BlockKind, payload: Iterable[Any]) -> bytes:
+def _head(key: bytes, kind: BlockKind, payload: Sequence[Any]) -> bytes:
     text, size, number = kind.text.encode(), header_bytes(kind), max(CHECKSUMS)
     head = _HEAD.pack(
         MAGIC, VERSION, number, size, len(text), kind.num_bytes, kind.digest, checksum(number, payload), len(key), key
@@ -150,20 +187,31 @@ def _header_length(start: bytes, size: int) -> int:
 def _check_head(data: bytes, key: bytes, kind: BlockKind) -> tuple[int, bytes]:
     """Raise unless this header is of this key and this kind. Gives the payload's checksum: its number, and itself."""
     _, _, number, _, text_bytes, payload_bytes, digest, want, key_bytes, name = _HEAD.unpack_from(data)
-    head, check = data[:-_CHECK_BYTES], data[-_CHECK_BYTES:]
-    if number not in (1, 3) or checksum(number, [head]) != check:
-        raise Damaged("its header is not the one that was written: the checksum differs.")
+    head = checked_header(data, number)
     if name[:key_bytes] != key or len(key) != key_bytes:
         raise Damaged(f"it is the block {name[:key_bytes].hex()} under another's name.")
     if digest != kind.digest:
-        try:
-            theirs = kind_from_text(head[_HEAD.size : _HEAD.size + text_bytes].decode())
-        except (BadArgument, UnicodeDecodeError) as error:
-            raise Damaged(f"it is of another kind, which cannot be read: {error}") from None
-        kind.require_same(theirs, "get")
+        require_kind(head[_HEAD.size : _HEAD.size + text_bytes], kind)
     if payload_bytes != kind.num_bytes:
         raise Damaged(f"its payload has {payload_bytes} bytes; its kind has {kind.num_bytes}.")
     return number, want
+
+
+def checked_header(data: bytes, number: int) -> bytes:
+    """A header less its checksum, which is its last bytes. Damaged unless that is right."""
+    head, check = data[:-_CHECK_BYTES], data[-_CHECK_BYTES:]
+    if number not in (1, 3) or checksum(number, [head]) != check:
+        raise Damaged("its header is not the one that was written: the checksum differs.")
+    return head
+
+
+def require_kind(manifest: bytes, kind: BlockKind) -> None:
+    """Incompatible, and how, where a header's manifest is of another kind; Damaged where it cannot be read."""
+    try:
+        theirs = kind_from_text(manifest.decode())
+    except (BadArgument, UnicodeDecodeError) as error:
+        raise Damaged(f"it is of another kind, which cannot be read: {error}") from None
+    kind.require_same(theirs, "get")
 
 
 def _fill(file: BinaryIO, part: memoryview) -> None:

@@ -13,29 +13,74 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from kvx.tiers.block import Block, BlockKind
-from kvx.tiers.block_file import header_bytes, is_aligned, open_file, read_block, read_direct, write_block, write_direct
+from kvx.tiers.block_file import (
+    header_bytes,
+    is_aligned,
+    open_file,
+    read_block,
+    read_cached,
+    read_direct,
+    write_block,
+    write_direct,
+)
 from kvx.tiers.directory import new_file
 
+_MOST_CHECKED = 1 << 16
 
-class BlockIo:
+
+class DirectIo:
     """Thread-safe."""
 
-    def __init__(self, kind: BlockKind, *, direct: bool) -> None:
-        self._kind, self._is_direct = kind, direct and hasattr(os, "O_DIRECT")
+    def __init__(self, *, direct: bool) -> None:
+        self._is_direct = direct and hasattr(os, "O_DIRECT")
         self._mine = threading.local()
+
+    def run(
+        self,
+        open_it: Callable[[int], int],  # with these flags
+        move: Callable[[int, bool], None],  # whether the descriptor goes past the cache
+        is_aligned: bool,  # the memory can
+        undo: Callable[[], None],
+    ) -> int:
+        """A descriptor that was used."""
+        if self._is_direct and is_aligned:
+            try:
+                return _opened(lambda: open_it(os.O_DIRECT), lambda fd: move(fd, True))
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._is_direct = False  # this file system cannot
+                with suppress(FileNotFoundError):
+                    undo()
+        return _opened(lambda: open_it(0), lambda fd: move(fd, False))
+
+    def room(self, num_bytes: int) -> memoryview:
+        """For a header: memory of this thread's that begins on a page."""
+        if len(getattr(self._mine, "room", ())) < num_bytes:
+            self._mine.room = memoryview(mmap.mmap(-1, num_bytes))
+        room: memoryview = self._mine.room
+        return room[:num_bytes]
+
+
+class BlockIo(DirectIo):
+    def __init__(self, kind: BlockKind, *, direct: bool) -> None:
+        super().__init__(direct=direct)
+        self._kind = kind
+        # Block -> its file as it was when this process had checked it: out of the system's cache it is not checked again.
+        self._checked: dict[bytes, tuple[int, ...]] = {}
 
     @contextmanager
     def write(self, name: str, folder: int, key: bytes, block: Block) -> Iterator[int]:
         """A new file with the block in it."""
 
-        def write(fd: int, room: memoryview | None) -> None:
-            if room is not None:
-                write_direct(fd, key, block, room)
+        def write(fd: int, is_direct: bool) -> None:
+            if is_direct:
+                write_direct(fd, key, block, self.room(header_bytes(self._kind)))
                 return
             with open(fd, "wb", closefd=False) as file:
                 write_block(file, key, block)
 
-        fd = self._run(lambda flags: new_file(name, folder, flags), write, block, lambda: os.unlink(name, dir_fd=folder))
+        fd = self.run(lambda flags: new_file(name, folder, flags), write, is_aligned(block), lambda: os.unlink(name, dir_fd=folder))
         try:
             yield fd
         finally:
@@ -45,43 +90,29 @@ class BlockIo:
     def read(self, name: str, folder: int, key: bytes, into: Block) -> Iterator[int]:
         """The file that `into` was filled from. Damaged or Incompatible where it is not as it was written."""
 
-        def read(fd: int, room: memoryview | None) -> None:
-            if room is not None:
-                read_direct(fd, key, into, room)
+        def read(fd: int, is_direct: bool) -> None:
+            if is_direct:
+                read_direct(fd, key, into, self.room(header_bytes(self._kind)))
+                return
+            if self._checked.get(key) == _stamp(fd) and read_cached(fd, into):
                 return
             with open(fd, "rb", buffering=0, closefd=False) as file:
                 read_block(file, key, into)
 
-        fd = self._run(lambda flags: open_file(name, folder, flags), read, into, lambda: None)
+        fd = self.run(lambda flags: open_file(name, folder, flags), read, is_aligned(into), lambda: None)
         try:
             yield fd
+            if len(self._checked) >= _MOST_CHECKED:
+                self._checked.clear()
+            self._checked[key] = _stamp(fd)  # after its reader noted the use in the file's times
         finally:
             os.close(fd)
 
-    def _run(
-        self,
-        open_it: Callable[[int], int],  # with these flags
-        move: Callable[[int, memoryview | None], None],
-        block: Block,
-        undo: Callable[[], None],
-    ) -> int:
-        if self._is_direct and is_aligned(block):
-            try:
-                return _opened(lambda: open_it(os.O_DIRECT), lambda fd: move(fd, self._room()))
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._is_direct = False  # this file system cannot
-                with suppress(FileNotFoundError):
-                    undo()
-        return _opened(lambda: open_it(0), lambda fd: move(fd, None))
 
-    def _room(self) -> memoryview:
-        """For a header: memory of this thread's that begins on a page."""
-        if not hasattr(self._mine, "room"):
-            self._mine.room = memoryview(mmap.mmap(-1, header_bytes(self._kind)))
-        room: memoryview = self._mine.room
-        return room
+def _stamp(fd: int) -> tuple[int, ...]:
+    """Another one when a file was changed, or replaced, or used by another process."""
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _opened(open_it: Callable[[], int], use: Callable[[int], None]) -> int:

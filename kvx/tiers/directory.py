@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import stat
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ _numbers = itertools.count(int.from_bytes(os.urandom(6), "big"))
 
 
 class Directory:
-    """Not thread-safe but for path_of, folder and claim: its owner has the lock."""
+    """Not thread-safe but for path_of, folder, claim and mark_used: its owner has the lock."""
 
     def __init__(self, root: Path, kind: BlockKind, *, grace_s: float, fsync: bool) -> None:
         self.root, self.kind, self.grace_s, self.fsync = root, kind, grace_s, fsync
@@ -98,6 +99,16 @@ class Directory:
         """This process wrote or read the block."""
         self.recency.use(key, at_ns)
         self._known.setdefault(f"{key[0]:02x}", set()).add(key)
+
+    def mark_used(self, key: bytes, file: int, lock: threading.Lock) -> None:
+        """This process read the block, from this open file. `lock` is the owner's, who does not hold it now."""
+        with lock:
+            used_ns = self.recency.now_ns()
+        with suppress(OSError):  # a directory that can only be read: the order is then of this process
+            os.utime(file, ns=(used_ns, used_ns))
+        with lock:
+            if os.fstat(file).st_nlink:  # an open file may have been evicted since: it is not to be counted again
+                self.use(key, used_ns)
 
     def refresh(self) -> None:
         """Learn what other processes wrote and removed, and clear away what killed writers left."""
@@ -176,9 +187,7 @@ class Directory:
                         self.recency.use(key, found.st_mtime_ns)
                         continue
                     os.unlink(name, dir_fd=fd)
-            except FileNotFoundError:
-                continue  # another process evicted it
-            except OSError as error:
+            except OSError as error:  # FileNotFoundError: another process evicted it
                 yield key, error
                 continue
             yield key, None

@@ -101,6 +101,8 @@ class DiskTier(Tier):
             evicted = list(self._directory.evict_to(self.capacity_blocks - coming))
         self._tell_unreadable()
         for key, error in evicted:
+            if isinstance(error, FileNotFoundError):  # another process evicted it
+                continue
             if error is None:
                 self._tell("evicted", key, evicted=1)
             else:
@@ -122,6 +124,7 @@ class DiskTier(Tier):
                 with self._files.write(partial, folder, key, block) as file:
                     if self.fsync:
                         os.fsync(file)
+                    block.require_held()
                     with self._lock:
                         used_ns = self._directory.recency.now_ns()
                     os.utime(file, ns=(used_ns, used_ns))
@@ -161,13 +164,7 @@ class DiskTier(Tier):
         return True
 
     def _used(self, key: bytes, file: int) -> None:
-        with self._lock:
-            used_ns = self._directory.recency.now_ns()
-        with suppress(OSError):  # a directory that can only be read: the order is then of this process
-            os.utime(file, ns=(used_ns, used_ns))
-        with self._lock:
-            if os.fstat(file).st_nlink:  # an open file may have been evicted since: it is not to be counted again
-                self._directory.use(key, used_ns)
+        self._directory.mark_used(key, file, self._lock)
 
     def _holds(self, key: bytes) -> bool:
         try:

@@ -77,6 +77,7 @@ class HostTier(Tier):
             if not needs_copy:
                 return True
             kept = _copy(block, self.memory.take(1)[0])
+            block.require_held()
             with self._lock:
                 return self._blocks.setdefault(key, kept) is kept
         finally:

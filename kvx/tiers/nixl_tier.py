@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,14 @@ from kvx.wires.secret import Secret
 from kvx.wires.wire import Deadline, WireError
 
 WHO = "NixlServer"
+AGAIN_S = 10.0  # an engine that lost its peer asks for it again after so long
+
+
+class ArenaAsk(NamedTuple):
+    """Of a server that takes blocks of any kind: how much memory for this one, and whose blocks where some look alike."""
+
+    num_bytes: int
+    group: str = ""
 
 
 @dataclass
@@ -56,6 +64,7 @@ class NixlTier(Tier):
         kind: BlockKind,
         *,
         secret: Secret,  # that the peer has, too
+        ask: ArenaAsk | None = None,  # None: the peer has memory for this kind
         timeout_s: float = 5.0,  # of a call's part that moves at most `staging_blocks`
         retry_s: float = 1.0,  # after a failure, calls fail at once for so long
         staging_blocks: int = 16,
@@ -66,7 +75,7 @@ class NixlTier(Tier):
             raise BadArgument(f"NixlTier: timeout_s is {timeout_s}, staging_blocks {staging_blocks}; both are more than 0.")
         # One thread: the staging memory is its own.
         super().__init__(kind, threads=1, max_pending=max_pending, on_event=on_event)
-        self.host, self.port, self._secret = host, port, secret
+        self.host, self.port, self._secret, self._ask = host, port, secret, ask
         self.timeout_s, self.retry_s, self.staging_blocks = timeout_s, retry_s, staging_blocks
         self._link: _Link | None = None
         self._down_until_s = 0.0
@@ -235,7 +244,7 @@ class NixlTier(Tier):
                 staging = torch.zeros(self.staging_blocks, self.kind.num_bytes, dtype=torch.uint8)
                 agent.register([staging])
                 link = _Link(channel, agent, staging, Remote("", ()))
-                answer = link.ask({"op": "open", "kind": self.kind.text}, deadline)
+                answer = link.ask({"op": "open", "kind": self.kind.text, **(self._ask or ArenaAsk(0))._asdict()}, deadline)
                 link.remote = Remote(agent.add_peer(b64decode(answer["metadata"], validate=True)), (int(answer["address"]),))
             except BaseException:
                 if agent is not None:

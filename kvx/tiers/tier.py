@@ -112,11 +112,11 @@ class Tier(ABC):
 
     def has(self, keys: Sequence[bytes]) -> Future[list[bool]]:
         """Which are there, without reading them: get() may still refuse one."""
-        return self._submit("has", lambda keys: [self._holds(k) for k in keys], self._checked("has", keys))
+        return self._submit("has", self._has, self._checked("has", keys))
 
     def has_now(self, keys: Sequence[bytes]) -> list[bool]:
         """has() on the caller's thread: it does not wait behind what is in flight."""
-        return [self._holds(k) for k in self._checked("has_now", keys)]
+        return self._has(self._checked("has_now", keys))
 
     def put_now(self, keys: Sequence[bytes], blocks: Sequence[Block]) -> list[bool]:
         """put() on the caller's thread, of blocks that are surely of this kind: for those that need no copying."""
@@ -173,6 +173,9 @@ class Tier(ABC):
 
     @abstractmethod
     def _remove(self, key: bytes) -> bool: ...
+
+    def _has(self, keys: list[bytes]) -> list[bool]:
+        return [self._holds(k) for k in keys]
 
     def _put(self, keys: list[bytes], blocks: list[Block]) -> list[bool]:
         new: list[bool] = []

@@ -140,12 +140,18 @@ def test_parse_tier():
     assert TierOption.parse("disk:/a:b/").path == TierOption.parse("disk:/a:b:2GB").path == Path("/a:b")
     assert TierOption.parse("disk:/a:b/c") == TierOption("disk", 32 * 10**9, Path("/a:b/c"))
     assert TierOption.parse("disk:here").path == Path("here")
+    assert TierOption.parse("nixl:10.0.0.7:5700:2GB") == TierOption("nixl", 2 * 10**9, address="10.0.0.7:5700")
+    assert TierOption.parse("mooncake:store.lan:50051") == TierOption("mooncake", 0, address="store.lan:50051")
+    assert TierOption.parse("mooncake:fe80::7:50051:1GB") == TierOption("mooncake", 10**9, address="fe80::7:50051")
+    assert TierOption.parse("nixl:h:5700:2GB").share(1, 4).capacity_bytes == 5 * 10**8
+    assert TierOption.parse("mooncake:h:5700:2GB").share(1, 4).capacity_bytes == 2 * 10**9  # of a process, whatever it keeps
+    assert [TierOption.parse(t).is_host for t in ("host:1GB", "disk:/a", "nixl:h:1:1GB", "mooncake:h:1")] == [True] + [False] * 3
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, 'tier "None" is none: it is host:SIZE, disk:DIR or disk:DIR:SIZE'),
+        (None, 'tier "None" is none: it is host:SIZE, disk:DIR, disk:DIR:SIZE'),
         (5, 'tier "5" is none'),
         ("disk::5GB", 'tier "disk::5GB" is none'),
         ("disk:/x:y", 'the size is "y"; .* A folder with a colon in its name ends in a slash: disk:/x:y/\\.$'),
@@ -153,6 +159,13 @@ def test_parse_tier():
         ("disk:/x:5kilo", r'the size is "5kilo"; .* like 80GB\.$'),
         ("host:0.1B", 'the size is "0.1B", less than a byte'),
         ("disk:/x:0", 'the size is "0", less than a byte'),
+        ("nixl:10.0.0.7:5700", "how much of that memory it takes is not said; it is nixl:10.0.0.7:5700:SIZE"),
+        ("nixl:10.0.0.7:5700:20", "20 reads as a port; a size has a unit, like 20GB"),
+        ("nixl:10.0.0.7:5700:2GX", 'the size is "2GX"'),
+        ("mooncake:here", "tier \"mooncake:here\": 'here' is no HOST:PORT"),
+        ("mooncake:5700", "'5700' is no HOST:PORT"),
+        ("mooncake:here:99999", "'here:99999' is no HOST:PORT"),
+        ("mooncake:here:1GB", "'here' is no HOST:PORT"),
     ],
 )
 def test_what_is_no_tier(text, words):
@@ -161,7 +174,7 @@ def test_what_is_no_tier(text, words):
 
 
 WRONG = {
-    "unknown": (("--tier", "tape:2GB"), 'tier "tape:2GB" is none: it is host:SIZE, disk:DIR or disk:DIR:SIZE'),
+    "unknown": (("--tier", "tape:2GB"), 'tier "tape:2GB" is none: it is host:SIZE, disk:DIR, disk:DIR:SIZE'),
     "no_size": (("--tier", "host:"), 'tier "host:" is none'),
     "bad_size": (("--tier", "host:2 apples"), 'tier "host:2 apples": the size is "2 apples"'),
     "bad_disk_size": (("--tier", "disk:/x:5kilo"), 'the size is "5kilo"'),

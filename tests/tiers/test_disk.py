@@ -243,3 +243,41 @@ def test_a_file_system_that_cannot_go_past_its_cache(tmp_path, monkeypatch):
         assert tier.put([key(1), key(2)], [_aligned(b"a"), _aligned(b"b")]).result() == [True, True]
         assert tier.get([key(1)], [_aligned()]).result()[0] is not None
     assert len(files(tmp_path)) == 2
+
+
+def test_a_file_is_checked_again_unless_it_is_cached_and_as_it_was(tmp_path, monkeypatch):
+    checked: list[int] = []
+
+    def count(number, parts, real=block_file.checksum):
+        checked.append(number)
+        return real(number, parts)
+
+    def is_checked(tier):
+        checked.clear()
+        assert found(tier, 1) == [True]
+        return bool(checked)
+
+    def not_cached(*_):
+        raise BlockingIOError
+
+    with open_tier("disk", tmp_path, 8) as tier, open_tier("disk", tmp_path, 8) as other:
+        put(tier, 1)
+        monkeypatch.setattr(block_file, "checksum", count)
+        assert is_checked(tier)  # the first read, though it wrote it
+        can_skip = not is_checked(tier)
+        assert is_checked(other)
+        assert is_checked(tier)  # another used it
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", not_cached)
+            assert is_checked(tier)
+        assert is_checked(tier) is not can_skip
+        (file,) = files(tmp_path)
+        before, data = file.stat(), bytearray(file.read_bytes())
+        data[-1] ^= 1
+        with open(file, "r+b") as changed:  # the same inode
+            changed.write(data)
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert found(tier, 1) == [False]
+        assert tier.stats.refused == 1
+    if not can_skip:
+        pytest.skip("this file system cannot say what is cached (RWF_NOWAIT)")

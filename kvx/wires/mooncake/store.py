@@ -19,8 +19,14 @@ INSTALL = (
     "it wants libibverbs of the system, also for tcp: apt install libibverbs1."
 )
 MASTER, MASTER_TIMEOUT_S = "mooncake_master", 5.0
-NO_ROOM, OWNER_GONE = -200, -800
-_CODES = {NO_ROOM: "the store is full", -704: "no such object", OWNER_GONE: "its owner is gone", -900: "the master does not answer"}
+NO_ROOM, OWNER_GONE, NO_ANSWER = -200, -800, (-900, -901)
+_CODES = {
+    NO_ROOM: "the store is full, or nobody who is in it gave it memory",
+    -704: "no such object",
+    OWNER_GONE: "its owner is gone",
+    -900: "the master does not answer",
+    -901: "the master did not answer in time",
+}
 
 
 class StoreError(WireError):
@@ -32,6 +38,9 @@ class StoreError(WireError):
 def load(module: str) -> Any:
     os.environ.setdefault("GLOG_minloglevel", "3")  # what goes wrong is raised here as a sentence
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    # A master that hangs is waited for 30 s at every call, and one that is none for minutes, if Mooncake 0.3.13 is not told.
+    os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(MASTER_TIMEOUT_S * 1000)))
+    os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
     return need(module, "mooncake", INSTALL)
 
 
@@ -49,11 +58,11 @@ class MooncakeStore:
     ) -> None:
         module = load("mooncake.store")
         here = connect(master, MASTER, timeout_s)  # setup() itself tries for a minute and a half
-        self.host = host = host or here
+        self.host, self.segment_bytes = host or here, segment_bytes
         self._store: Any = module.MooncakeDistributedStore()
-        code = self._store.setup(host, "P2PHANDSHAKE", segment_bytes, buffer_bytes, protocol, devices, master)
+        code = self._store.setup(self.host, "P2PHANDSHAKE", segment_bytes, buffer_bytes, protocol, devices, master)
         if code:
-            raise WireError(f"the store of {master} cannot be joined: {_reason(code)}.")
+            raise WireError(f"the store of {master} cannot be joined: {_reason(code)}. Is it a {MASTER} of the same version?")
         self._registered: list[int] = []
 
     def register(self, buffers: Sequence[Tensor]) -> None:
