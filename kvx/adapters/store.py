@@ -49,8 +49,9 @@ class HandoverStore:
         option = TierOption.parse(tier) if isinstance(tier, str) else tier
         if isinstance(parts, CacheSpec):
             parts = [StorePart(parts, range(parts.num_layers))]
-        if option.path is None or not parts:
-            raise BadArgument(f"HandoverStore: tier is {tier!r} for {len(parts)} parts; it takes disk:DIR, and a part or more.")
+        if option.is_host or not parts:
+            takes = "disk:DIR, nixl:HOST:PORT:SIZE or mooncake:HOST:PORT, and a part or more"
+            raise BadArgument(f"HandoverStore: tier is {tier!r} for {len(parts)} parts; it takes {takes}.")
         self._parts = [StorePart(_kept(p.spec), tuple(p.layers), p.window) for p in parts]
         specs = [p.spec for p in self._parts]
         sizes = {spec.block_size for spec in specs if isinstance(spec, CacheSpec)}

@@ -48,6 +48,11 @@ class ChunkJob:
                 self.changed.notify_all()
         return True
 
+    def is_held(self) -> bool:
+        """Whether its rows are still its own: what was read from them until now is what was handed over."""
+        with self.changed:
+            return not self.is_over
+
     def end(self) -> JobDone:
         with self.changed:
             self.is_over = True

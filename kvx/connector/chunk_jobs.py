@@ -1,8 +1,9 @@
 """Jobs of an engine's scheduler on threads: chunks of its host memory to a store and back. Handing over and asking never wait.
 
 A store that hangs is found out after `timeout_s`: what it has and what waits behind it ends as failed, and it is left alone until
-it answers. By then the engine's memory is another request's, and a call of the store may still be running. So the store is never
-handed that memory: bytes go through a buffer of the thread's own.
+it answers. By then the engine's memory is another request's, and a call of the store may still be running. So what is loaded goes
+through a buffer of the thread's own. What is stored is read where it lies, and a tier asks before it keeps it whether it was still
+the job's until then (`Block.is_held`); where padding is between, it goes through the buffer too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ from kvx.errors import BadArgument
 from kvx.tiers import Block
 
 _PIECE_BYTES = 8 << 20  # that a thread moves at a time
+_LEAST_BYTES = 1 << 20  # less than this is not shared out to threads: small chunks go faster together
 
 
 class _Piece(NamedTuple):
@@ -45,7 +48,7 @@ class ChunkJobs:
         store: ChunkStore,
         *,
         timeout_s: float = 5.0,
-        threads: int = 4,
+        threads: int = 8,
         logger: logging.Logger,
     ) -> None:
         if type(timeout_s) not in (int, float) or not 0 < timeout_s < 1e6:
@@ -79,8 +82,9 @@ class ChunkJobs:
         pieces = []
         for group in by_group.keys() & self._store.groups.keys():
             moved = by_group[group]
-            most = max(1, _PIECE_BYTES // self._store.groups[group].kind.num_bytes)
-            most = min(most, -(-len(moved) // len(self._threads)))  # so that every thread has some of it
+            size = self._store.groups[group].kind.num_bytes
+            share = -(-len(moved) // len(self._threads))  # so that every thread has some of it
+            most = max(1, min(_PIECE_BYTES // size, max(share, _LEAST_BYTES // size)))
             for start in range(0, len(moved), most):
                 few = moved[start : start + most]
                 pieces.append(_Piece(job, group, [key for key, _ in few], [row for _, row in few]))
@@ -195,9 +199,8 @@ class ChunkJobs:
         stride = -(-kind.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE  # each begins on a page, so that it can go past the cache
         if buffer.numel() < stride * len(piece.keys):
             buffer = _pages(stride * len(piece.keys))
-        parts = [buffer[n * stride : n * stride + kind.num_bytes] for n in range(len(piece.keys))]
-        blocks = [Block(kind, (part,)) for part in parts]
-        moved = [] if job.is_over else (self._load if job.is_load else self._save)(piece, blocks)
+        rows = buffer[: stride * len(piece.keys)].view(-1, stride)[:, : kind.num_bytes]
+        moved = [] if job.is_over else (self._load if job.is_load else self._save)(piece, rows)
         with self._change:
             job.moved.update(moved)
             job.num_bytes += kind.num_bytes * len(moved)
@@ -208,22 +211,29 @@ class ChunkJobs:
                 self._done.append(job.end())
         return buffer
 
-    def _save(self, piece: _Piece, blocks: Sequence[Block]) -> Sequence[bytes]:
-        group = self._store.groups[piece.group]
+    def _save(self, piece: _Piece, room: torch.Tensor) -> Sequence[bytes]:
+        group, job = self._store.groups[piece.group], piece.job
 
         def stage(new: Sequence[int]) -> Sequence[Block]:
-            def copy() -> None:
+            blocks: list[Block] = []
+
+            def take() -> None:
                 assert self._rows is not None
                 for n in new:
-                    group.read(self._rows[piece.rows[n]], blocks[n].buffers[0].numpy())
+                    row = self._rows[piece.rows[n]]
+                    if (run := group.run(row)) is not None:
+                        blocks.append(Block(group.kind, (torch.from_numpy(run),), job.is_held))
+                    else:
+                        blocks.append(Block(group.kind, (room[n],)))
+                        group.read(row, room[n].numpy())
 
-            return [blocks[n] for n in new] if piece.job.touch(copy) else []
+            return blocks if job.touch(take) else []
 
         return self._store.put(piece.group, piece.keys, stage)
 
-    def _load(self, piece: _Piece, blocks: Sequence[Block]) -> Sequence[bytes]:
+    def _load(self, piece: _Piece, room: torch.Tensor) -> Sequence[bytes]:
         group = self._store.groups[piece.group]
-        found = self._store.get(piece.group, piece.keys, blocks)
+        found = self._store.get(piece.group, piece.keys, [Block(group.kind, (part,)) for part in room.unbind()])
         there = [n for n, block in enumerate(found) if block is not None]
 
         def copy() -> None:
@@ -237,7 +247,12 @@ class ChunkJobs:
 
 
 def _pages(num_bytes: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)
+    """Memory that begins on a page, on large ones where the system has them: a disk's reads into them cost far less of its time."""
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _group(key: bytes) -> int:

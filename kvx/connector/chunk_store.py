@@ -23,11 +23,21 @@ class ChunkGroup(NamedTuple):
     kind: BlockKind
     spans: tuple[tuple[int, int], ...]  # (first byte, how many) of a chunk's row that are the group's: the rest is padding
 
+    def run(self, row: np.ndarray) -> np.ndarray | None:
+        """The group's bytes where they lie; None where padding is between them."""
+        if len(self.spans) != 1:
+            return None
+        ((start, size),) = self.spans
+        return row[start : start + size]
+
     def read(self, row: np.ndarray, into: np.ndarray) -> None:
         for part, (start, size) in zip(self._parts(into), self.spans, strict=True):
             np.copyto(part, row[start : start + size])
 
     def write(self, row: np.ndarray, data: np.ndarray) -> None:
+        if (run := self.run(row)) is not None:
+            np.copyto(run, data)
+            return
         for part, (start, size) in zip(self._parts(data), self.spans, strict=True):
             np.copyto(row[start : start + size], part)
 
@@ -156,8 +166,8 @@ class ChunkStore:
 
 
 def _open_direct(option: TierOption, kind: BlockKind) -> Tier:
-    """Past the system's cache: an engine that has chunks in host memory is one itself."""
-    return option.open(kind, direct=True)
+    """Past the system's cache: an engine that has chunks in host memory is one itself. A job's small chunks go into one file."""
+    return option.open(kind, direct=True, packed=True)
 
 
 def _put(tier: Tier, keys: Sequence[bytes], blocks: Sequence[Block]) -> TierError | None:

@@ -7,7 +7,7 @@ that keep the same states. An engine may spread a part's layers over several gro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvx.errors import Unsupported
 from kvx.handover import NEUTRAL, NEUTRAL_LATENT, part_kind
@@ -50,10 +50,15 @@ class PartGroups:
     groups: tuple[Group, ...]
     layers: tuple[int, ...]  # of the model, in order
     window: int
+    layer_start: int = 0  # of a pipeline's stage: its first layer
 
     @property
     def is_state(self) -> bool:
         return bool(self.groups[0].planes)
+
+    def stage(self, first: int, end: int) -> PartGroups:
+        """What a stage of a pipeline has of a part with all layers of the model: those from `first` to before `end`."""
+        return replace(self, layers=tuple(range(first, end)), layer_start=first)
 
     def state_spec(self, *, model: str, num_ranks: int = 1, rank: int = 0) -> StateSpec:
         """A rank's state in a tier: its planes as engines that have the tokens keep them, layer after layer."""
@@ -72,6 +77,7 @@ class PartGroups:
             layout=NEUTRAL_LATENT if one.is_latent else NEUTRAL,
             format=format or one.tier_format or one.format,
             num_layers=len(self.layers),
+            layer_start=self.layer_start,
             head_start=0 if one.is_latent else head_start,  # every rank has the whole latent row
             model=model,
         )

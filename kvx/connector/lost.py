@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvx.connector.jobs import NULL, Job
 
 _LOGGER = logging.getLogger("kvx")
-# For each number the least that any rank gave. All ranks call it with as many, or wait for ever.
+# For each number the least of all ranks whose loss makes this one's K and V wrong. All call it with as many, or wait for ever.
 Agree = Callable[[list[int]], list[int]]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvx.connector.tier_stack import TierStack
+from kvx.errors import BadArgument
 from kvx.tiers import BlockKind, DiskTier, HostTier, Tier, TierOption
 from kvx.tiers.directory import read_manifest
 
@@ -38,6 +39,11 @@ class PageTiers:
     """The tiers of every rank and group. Workers make them, since they know how large a page is; the manager finds them."""
 
     def __init__(self, tiers: Sequence[TierOption], facts: Mapping[str, str], *, num_ranks: int, group_ids: Sequence[int]) -> None:
+        if remote := next((option for option in tiers if option.address), None):
+            raise BadArgument(
+                f"tier {remote.kind}:{remote.address}: pages are found by the folder that a worker made, so they go to host:SIZE "
+                "or disk:DIR. vLLM's connector (KvxConnector) and KvxTier take other stores."
+            )
         self._tiers, self._facts, self._num_ranks = list(tiers), dict(facts), num_ranks
         self._group_ids = list(group_ids)  # the engine's numbers of the groups that are offloaded
         self._found: dict[tuple[int, int], TierStack] = {}

@@ -42,7 +42,7 @@ class SchedulerSide:
     def __init__(
         self,
         parts: Sequence[PartGroups],
-        stacks: Sequence[Sequence[TierStack]],  # for each part, one a tensor parallel rank
+        stacks: Sequence[Sequence[TierStack]],  # for each part, one for each tensor parallel rank and each stage
         *,
         block_size: int,  # of the tiers
         model: str,

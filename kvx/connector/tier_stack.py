@@ -17,7 +17,7 @@ _HOST: weakref.WeakValueDictionary[tuple[int, bytes], HostTier] = weakref.WeakVa
 
 
 def open_tier(setting: TierOption, kind: BlockKind) -> Tier:
-    if setting.path is not None:
+    if not setting.is_host:
         return setting.open(kind)
     tier = _HOST.get((setting.capacity_bytes, kind.digest))
     if tier is None:

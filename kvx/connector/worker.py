@@ -103,8 +103,8 @@ class PartMover:
         key = run, num_blocks, is_load
         if key not in self._plans:
             tier, engine = replace(self.spec, num_blocks=num_blocks), self.runs[run].segment.spec
-            # Heads are counted as the rank has them on both sides; layers as the part has them.
-            engine = engine.replaced(head_start=tier.head_start)
+            # Heads are counted as the rank has them on both sides; layers as the part has them, or the pipeline's stage.
+            engine = engine.replaced(head_start=tier.head_start, layer_start=tier.layer_start + engine.layer_start)
             here = engine.layer_start, engine.layer_start + engine.num_layers
             self._plans[key] = plan(tier, engine, partial=True) if is_load else plan(engine, tier, layers=here)
         return self._plans[key]

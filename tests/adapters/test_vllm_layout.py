@@ -186,3 +186,14 @@ def test_ranks_have_kinds_of_their_own():
     assert part.kind(part.tier_spec(block_size=32, model="m"), 1).digest != a.digest
     with pytest.raises(Unsupported, match="scales apart"):
         part.tier_spec(block_size=16, model="m", format="fp8_e4m3_per_token_head")
+
+
+def test_stages_of_a_pipeline_have_kinds_of_their_own():
+    """The whole model's kind stays as it was, and a stage's says which layers it has."""
+    names = tuple(f"model.layers.{n}.attn" for n in range(3))
+    (part,) = parts_of(read_groups([replace(FULL, layer_names=names)]))
+    stages = [part.stage(0, 2), part.stage(2, 3)]
+    specs = [p.tier_spec(block_size=16, model="m") for p in stages]
+    assert [(p.layers, s.layer_start, s.num_layers) for p, s in zip(stages, specs, strict=True)] == [((0, 1), 0, 2), ((2,), 2, 1)]
+    digests = {p.kind(p.tier_spec(block_size=16, model="m"), 1).digest for p in [part, *stages, part.stage(0, 3)]}
+    assert len(digests) == 3

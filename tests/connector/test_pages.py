@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kvx.connector.pages import Pages, PageTiers
+from kvx.errors import BadArgument
 from kvx.tiers import TierOption
 
 
@@ -66,3 +68,9 @@ def test_host_memory_is_shared_in_a_process():
     assert not manager.is_whole(0, b"key")
     stack.put([b"key"], [stack.kind.block([torch.zeros(64, dtype=torch.uint8)])])
     assert manager.is_whole(0, b"key")
+
+
+@pytest.mark.parametrize("tier", ["nixl:10.0.0.7:5700:1GB", "mooncake:10.0.0.7:50051"])
+def test_a_store_without_folders_is_refused(tier):
+    with pytest.raises(BadArgument, match=f"tier {tier.removesuffix(':1GB')}: pages .* go to host:SIZE or disk:DIR"):
+        PageTiers([TierOption.parse(tier)], {"model": "m"}, num_ranks=1, group_ids=[0])

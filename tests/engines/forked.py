@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -38,20 +39,22 @@ class ForkServer:
         command = [str(python), "-m", "tests.engines.forked", *preload]
         with (self.folder / "server.log").open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env, cwd=ROOT)
-        self._count = 0
+        self._count, self._lock = 0, threading.Lock()
 
     def session(self, target: str, *, env: Mapping[str, str] | None = None, **given: Any) -> Session:
-        """`target` is "module:Class", made with `given` in a new process whose environment has `env` too."""
-        self._count += 1
-        name, log = self.folder / f"{self._count}.sock", self.folder / f"{self._count}.log"
+        """`target` is "module:Class", made with `given` in a new process whose environment has `env` too. From any thread."""
+        with self._lock:
+            self._count += 1
+            name, log = self.folder / f"{self._count}.sock", self.folder / f"{self._count}.log"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(name))
             listener.listen(1)
             listener.settimeout(1.0)
             ask = {"target": target, "given": given, "env": dict(env or {}), "socket": str(name), "log": str(log)}
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(ask).encode() + b"\n")
-            self._process.stdin.flush()
+            with self._lock:
+                self._process.stdin.write(json.dumps(ask).encode() + b"\n")
+                self._process.stdin.flush()
             for _ in range(int(_START_S)):
                 with suppress(TimeoutError):
                     return Session(listener.accept()[0], log)
@@ -117,15 +120,17 @@ class Session:
 
 
 _servers: dict[tuple[str, tuple[str, ...]], ForkServer] = {}
+_lock = threading.Lock()
 
 
 def fork_server(python: str | Path, preload: Sequence[str], env: Mapping[str, str] | None = None) -> ForkServer:
     """The one of this environment and these modules; it ends with this process."""
     key = str(python), tuple(preload)
-    if key not in _servers:
-        _servers[key] = ForkServer(python, preload, env or {})
-        atexit.register(_servers[key].close)
-    return _servers[key]
+    with _lock:
+        if key not in _servers:
+            _servers[key] = ForkServer(python, preload, env or {})
+            atexit.register(_servers[key].close)
+        return _servers[key]
 
 
 def _child(ask: dict[str, Any]) -> None:

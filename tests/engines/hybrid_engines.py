@@ -69,13 +69,14 @@ class HybridTransformers:
         return Said(out[0, len(ids) :].tolist(), self._seen[0])
 
     @torch.no_grad()
-    def is_clear(self, ids: Sequence[int], num_tokens: int) -> bool:
-        """Whether no two tokens are so near at any step of the answer that another engine's rounding may decide."""
+    def clear(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[bool]:
+        """Of prompts of one length: no two tokens are so near at any step of the answer that another's rounding may decide."""
         how = _greedy(num_tokens) | {"return_dict_in_generate": True, "output_logits": True}
-        logits = torch.cat(self.model.generate(torch.tensor([ids]), **how).logits)
+        logits = torch.stack(self.model.generate(torch.tensor(prompts), **how).logits, dim=1)  # [prompt, step, token]
         top, best = logits.topk(2)
-        is_ended = bool((best[:, 0] == END).any())  # llama.cpp never says it where it is asked not to end
-        return not is_ended and bool(((top[:, 0] - top[:, 1]) > NEAR * logits.abs().max()).all())
+        is_ended = (best[..., 0] == END).any(dim=1)  # llama.cpp never says it where it is asked not to end
+        is_apart = ((top[..., 0] - top[..., 1]) > NEAR * logits.abs().amax(dim=(1, 2))[:, None]).all(dim=1)
+        return [bool(ok) for ok in is_apart & ~is_ended]
 
 
 def _greedy(num_tokens: int) -> dict[str, Any]:

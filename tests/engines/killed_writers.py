@@ -49,13 +49,15 @@ class TierWriter:
         """Of what was told: lost. Of all that is there: wrong, and right."""
         from tests.tiers.blocks import block, key
 
-        lost = sum(found is None for n in told for found in self._tier.get([key(n + i) for i in range(BATCH)]).result())
+        kept = self._tier.names()
+        lost = len({key(n + i) for n in told for i in range(BATCH)} - set(kept))
         wrong = right = 0
-        for name in self._tier.names():
-            (found,) = self._tier.get([name]).result()
-            want = block(name, self._kind)
-            same = found is not None and all((a == b).all() for a, b in zip(found.buffers, want.buffers, strict=True))
-            right, wrong = right + same, wrong + (not same)
+        for start in range(0, len(kept), 64):
+            some = kept[start : start + 64]
+            for name, found in zip(some, self._tier.get(some).result(), strict=True):
+                want = block(name, self._kind)
+                same = found is not None and all((a == b).all() for a, b in zip(found.buffers, want.buffers, strict=True))
+                right, wrong = right + same, wrong + (not same)
         return {"lost": lost, "wrong": wrong + self._tier.stats.refused, "right": right}
 
 

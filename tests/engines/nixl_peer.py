@@ -1,36 +1,60 @@
-"""A process that serves a NIXL arena, for tests that kill, stop or corrupt it: nixl_peer.py PORT BLOCKS LEASE_S.
-
-Lines on stdin: `flip SLOT BYTE` changes a byte of the arena, `leases` prints how many there are, `quit` ends it.
-"""
+"""A NIXL arena in a process of its own, for tests that kill, stop or corrupt it. Each is forked from one that imported it all."""
 
 from __future__ import annotations
 
-import subprocess
+import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from kvx.tiers.nixl_server import NixlServer
+from tests.engines.forked import fork_server
 from tests.engines.wires import SECRET, free_port
 from tests.tiers.blocks import KIND
+
+_PRELOAD = ("torch", "kvx.tiers.nixl_server", "tests.engines.nixl_peer")
+
+
+class ServedArena:
+    """In that process."""
+
+    def __init__(self, port: int, num_blocks: int, lease_s: float) -> None:
+        from kvx.tiers.nixl_server import NixlServer
+
+        self._server = NixlServer("127.0.0.1", port, KIND, num_blocks * KIND.num_bytes, secret=SECRET, lease_s=lease_s)
+        (self._arena,) = self._server.arenas.values()
+
+    def flip(self, slot: int, byte: int) -> None:
+        """One bit of the arena."""
+        self._arena.memory[slot, byte] ^= 1
+
+    def leases(self) -> int:
+        self._arena.slots.check()
+        return self._server.num_leases
 
 
 class Peer:
     def __init__(self, port: int, num_blocks: int, lease_s: float) -> None:
-        command = [sys.executable, "-m", "tests.engines.nixl_peer", str(port), str(num_blocks), str(lease_s)]
-        self.port = port
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._line() == "ready"
+        server = fork_server(sys.executable, _PRELOAD)
+        self._session = server.session(f"{__name__}:ServedArena", port=port, num_blocks=num_blocks, lease_s=lease_s)
+        self.port, self.pid = port, self._session.pid
 
-    def say(self, line: str) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return self._line()
+    def flip(self, slot: int, byte: int) -> None:
+        self._session.ask("flip", slot=slot, byte=byte)
 
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+    def leases(self) -> int:
+        return int(self._session.ask("leases"))
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        """Until it is gone, and its port free."""
+        self._session.close()
+        while Path(f"/proc/{self.pid}").exists():
+            time.sleep(0.005)
 
 
 @contextmanager
@@ -39,24 +63,4 @@ def peer(num_blocks: int = 8, lease_s: float = 5.0, port: int = 0) -> Iterator[P
     try:
         yield one
     finally:
-        one.process.kill()
-        one.process.wait()
-
-
-def main(port: int, num_blocks: int, lease_s: float) -> None:
-    with NixlServer("127.0.0.1", port, KIND, num_blocks * KIND.num_bytes, secret=SECRET, lease_s=lease_s) as server:
-        print("ready", flush=True)
-        for line in sys.stdin:
-            match line.split():
-                case ["flip", slot, byte]:
-                    server.arena[int(slot), int(byte)] ^= 1
-                    print("done", flush=True)
-                case ["leases"]:
-                    server.slots.check()
-                    print(server.num_leases, flush=True)
-                case _:
-                    break
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+        one.kill()

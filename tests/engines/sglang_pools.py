@@ -84,6 +84,23 @@ def mamba_pool(layout: str = "page_first", *, temporal=torch.float32):
     return MambaPoolHost(info, 2.0, 0, device_capacity=8, pin_memory=False, layout=layout)
 
 
+def state_pool(config: Any, layers: list[int], ranks: int):
+    """A rank's states in float32, in the shapes that SGLang's own configs of Falcon-H1 and LFM2 make of these numbers."""
+    if config.model_type == "lfm2":
+        sizes = {"intermediate_size": config.hidden_size, "n_groups": 1, "num_heads": ranks, "head_dim": config.hidden_size}
+        sizes |= {"state_size": 0, "conv_kernel": config.conv_L_cache}
+    else:
+        sizes = {"intermediate_size": config.mamba_d_ssm, "n_groups": config.mamba_n_groups, "num_heads": config.mamba_n_heads}
+        sizes |= {"head_dim": config.mamba_d_head, "state_size": config.mamba_d_state, "conv_kernel": config.mamba_d_conv}
+    shape = Mamba2StateShape.create(tp_world_size=ranks, **sizes)
+    params = Mamba2CacheParams(shape=shape, layers=layers, dtype=Mamba2StateDType(conv=torch.float32, temporal=torch.float32))
+    state = memory_pool.MambaPool(
+        size=8, spec_state_size=0, cache_params=params, mamba_layer_ids=layers, device="cpu"
+    ).mamba_cache  # fmt: skip
+    info = MambaStateBufferInfo(temporal=state.temporal, conv=tuple(state.conv))
+    return MambaPoolHost(info, 2.0, 0, device_capacity=8, pin_memory=False, layout="page_first")
+
+
 def config(folder, *, tp: tuple[int, int] = (0, 1), is_mla: bool = False, **extra: Any) -> HiCacheStorageConfig:
     told = {
         "backend_name": "kvx", "module_path": "kvx.adapters.sglang.storage", "class_name": "KvxStorage", "interface_v1": 1,

@@ -24,13 +24,13 @@ def make_hybrid(path: Path) -> Path:
     return _save(Gemma3ForCausalLM, config, path)
 
 
-def make_plain(path: Path) -> Path:
-    """Llama of two layers with two KV heads, which two ranks can share."""
+def make_plain(path: Path, num_layers: int = 2) -> Path:
+    """Llama with two KV heads, which two ranks can share."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=1024, initializer_range=0.3, tie_word_embeddings=False,
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=num_layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, initializer_range=0.3, tie_word_embeddings=False,
     )  # fmt: skip
     return _save(LlamaForCausalLM, config, path)
 

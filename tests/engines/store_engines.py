@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ class EngineRow(NamedTuple):
     environment: str
     name: str  # of the class
     preload: tuple[str, ...]
-    decodes: bool = True  # SGLang's kernels need a GPU: of it the pools and the storage run here
+    decodes: bool = True  # SGLang's kernels need a GPU: of it the pools and the storage run here; LMCache computes nothing
 
 
 _OURS = ("torch", "kvx.adapters.store", "kvx.runner")
@@ -47,13 +48,15 @@ ENGINES = {
     "runner": EngineRow(".venv", "RunnerOnStore", _OURS),
     "paged": EngineRow(".venv", "PagedOnStore", (*_OURS, "transformers")),
     "sglang": EngineRow(".venv-sglang", "SglangOnStore", ("tests.engines.sglang_pools", "kvx.adapters.sglang.storage"), False),
+    "lmcache": EngineRow(".venv-lmcache", "LmcacheOnStore", ("tests.engines.lmcache_parts", "kvx.adapters.lmcache"), False),
 }
 _VLLM_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
-def missing_environment() -> str:
-    """The first that is not here; "": all are."""
-    return next((row.environment for row in ENGINES.values() if not (ROOT / row.environment / "bin" / "python").exists()), "")
+def missing_environment(*names: str) -> str:
+    """The first of these engines' that is not here; "": all are."""
+    environments = [ENGINES[name].environment for name in names]
+    return next((e for e in environments if not (ROOT / e / "bin" / "python").exists()), "")
 
 
 def open_engine(name: str, case: StoreCase) -> Session:
@@ -311,3 +314,72 @@ class SglangOnStore(_OnStore):
             total += kvx.digest(list(found.buffers), found.spec, blocks=[found.blocks(found.pages(here, count))])
             pool.free(where)
         return {"cached": count * self.case.block_size, "content": str(total)}
+
+
+class LmcacheOnStore(_OnStore):
+    """LMCache's memory, keys and storage plugin, a worker for each rank. It computes nothing: K and V are Transformers'."""
+
+    def open(self) -> None:
+        import torch
+
+        from kvx import CacheSpec
+        from tests.engines import lmcache_parts as lmc
+
+        c = self.case
+        self._running = lmc.running_loop()
+        loop, heads, self._model = self._running.__enter__(), c.heads // c.ranks, None
+        told = {"kvx.model": c.model, "kvx.num_kv_heads": c.heads} | ({} if c.format == "f32" else {"kvx.format": c.format})
+        self._workers = [
+            lmc.Lmcache(
+                c.store, loop, kv_shape=(c.layers, 2, c.block_size, heads, c.dim), dtype=torch.float32, worker=(rank, c.ranks),
+                extra=told, max_local_cpu_size=0.2,
+            )
+            for rank in range(c.ranks)
+        ]  # fmt: skip
+        chunk = CacheSpec(
+            1, c.block_size, heads, c.dim, layout="block | kv layer token head dim", format="f32", num_layers=c.layers
+        )  # fmt: skip
+        self._specs = [chunk.replaced(head_start=rank * heads, model=c.model) for rank in range(c.ranks)]
+
+    def _keys(self, worker: Any, prompt: Sequence[int]) -> list[Any]:
+        return worker.keys(list(prompt[: len(prompt) // self.case.block_size * self.case.block_size]))
+
+    def write(self, prompt: list[int]) -> None:
+        if self._model is None:
+            self._model = TransformersOnStore(**{**vars(self.case), "store": "", "ranks": 1})
+        handover = self._model.prefill(prompt)
+        for worker, spec in zip(self._workers, self._specs, strict=True):
+            keys = self._keys(worker, prompt)
+            objects = worker.objects(len(keys))
+            whole = handover.cut(len(keys) * self.case.block_size)
+            memory = [_bytes(obj) for obj in objects]
+            whole.write(0, memory, spec.replaced(num_blocks=len(keys)), blocks=range(len(keys)))
+            worker.put(keys, objects)
+            assert worker.kvx.batched_contains(keys) == len(keys)
+            for obj in objects:
+                obj.ref_count_down()
+
+    def read(self, prompts: list[list[int]], num_tokens: int) -> list[dict[str, Any]]:
+        time.sleep(1.1)  # folders are looked for once a second, and it may have looked before the others wrote
+        return super().read(prompts, num_tokens)
+
+    def answer(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
+        """What it would find, and the content of the chunks that it then has."""
+        import kvx
+
+        keys = [self._keys(worker, prompt[:-1]) for worker in self._workers]
+        count = min(worker.kvx.batched_contains(mine) for worker, mine in zip(self._workers, keys, strict=True))
+        total = kvx.Digest()
+        for worker, mine, spec in zip(self._workers, keys, self._specs, strict=True):
+            found = worker.kvx.batched_get_blocking(mine[:count])
+            assert None not in found
+            total += kvx.digest([_bytes(obj) for obj in found], spec.replaced(num_blocks=count), blocks=[list(range(count))])
+            for obj in found:
+                obj.ref_count_down()
+        return {"cached": count * self.case.block_size, "content": str(total)}
+
+
+def _bytes(obj: Any) -> Any:
+    import torch
+
+    return obj.tensor.view(-1).view(torch.uint8)

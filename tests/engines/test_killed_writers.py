@@ -51,7 +51,7 @@ def kill_often(server: ForkServer, target: str, count: int, told: Path, *, toget
 
 def test_disk_tiers(tmp_path):
     server, store = server_of("runner"), str(tmp_path / "store")
-    kill_often(server, "TierWriter", KILLS["tier"], tmp_path, together=3, life_s=0.2, folder=store)
+    kill_often(server, "TierWriter", KILLS["tier"], tmp_path, together=3, life_s=0.05, folder=store)
     told = told_by(tmp_path)
     with server.session(f"{MODULE}:TierWriter", folder=store) as reader:
         found = reader.ask("verify", told=told)
@@ -62,7 +62,7 @@ def test_disk_tiers(tmp_path):
 
 def test_sglang(tmp_path):
     server, store = server_of("sglang"), str(tmp_path / "store")
-    kill_often(server, "SglangWriter", KILLS["sglang"], tmp_path, together=2, life_s=0.2, folder=store)
+    kill_often(server, "SglangWriter", KILLS["sglang"], tmp_path, together=2, life_s=0.05, folder=store)
     told = told_by(tmp_path)
     with server.session(f"{MODULE}:SglangWriter", folder=store, layout="page_head") as reader:
         found = reader.ask("verify", told=told)

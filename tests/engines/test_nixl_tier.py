@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 
 from kvx import Incompatible
-from kvx.tiers import BlockKind, TierError
+from kvx.tiers import BlockKind, TierError, TierOption
 from kvx.tiers.nixl_server import MAX_LEASES
 from kvx.tiers.nixl_tier import NixlTier
-from tests.engines.nixl_peer import peer
-from tests.engines.wires import SECRET
+from tests.engines.nixl_peer import Peer, peer
+from tests.engines.wires import SECRET, store_server
 from tests.tiers.blocks import KIND, found, key, put
 from tests.wires.peers import OTHER, eventually
 
@@ -57,7 +56,7 @@ def test_random_sequences_match_a_dict(capacity):
             else:
                 assert getattr(tier, what)([key(n) for n in numbers]).result() == want
             assert tier.num_blocks == len(model)
-        assert p.say("leases") == "0"
+        assert p.leases() == 0
         stats = tier.stats
     assert (stats.hits, stats.evicted, stats.errors, stats.refused) == (hits, evicted, 0, 0)
     assert sum(e.kind == "stored" for e in events) == stats.stored
@@ -76,20 +75,20 @@ def test_a_wrong_byte_is_refused_and_forgotten():
     with peer(1) as p, open_tier(p, on_event=events.append) as tier:
         for byte in (0, 299, 316):  # of either buffer
             put(tier, 1)
-            assert p.say(f"flip 0 {byte}") == "done"
+            p.flip(0, byte)
             assert found(tier, 1) == [False]
-            assert (tier.num_blocks, p.say("leases")) == (0, "0")
+            assert (tier.num_blocks, p.leases()) == (0, 0)
         assert (tier.stats.refused, tier.stats.hits) == (3, 0)
         assert [e.key for e in events if e.kind == "refused"] == [key(1)] * 3
         put(tier, 1)
         assert found(tier, 1) == [True]
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("blow", [Peer.kill, Peer.stop], ids=["killed", "stopped"])
 def test_a_peer_that_is_gone_is_a_miss_in_time_and_the_next_one_works(blow):
     with peer() as p, open_tier(p) as tier:
         put(tier, 1)
-        os.kill(p.process.pid, blow)
+        blow(p)
         for call in ("get", "put", "has"):
             begin = time.monotonic()
             if call == "put":
@@ -99,8 +98,7 @@ def test_a_peer_that_is_gone_is_a_miss_in_time_and_the_next_one_works(blow):
                 assert (found(tier, 1) if call == "get" else tier.has([key(1)]).result()) == [False]
             assert time.monotonic() - begin < TIMEOUT_S + 1
         assert tier.stats.errors == 3
-        p.process.kill()
-        p.process.wait()
+        p.kill()
         with peer(port=p.port):
             assert put(tier, 1, 2) == [True, True]
             assert found(tier, 1, 2) == [True, True]
@@ -108,8 +106,7 @@ def test_a_peer_that_is_gone_is_a_miss_in_time_and_the_next_one_works(blow):
 
 def test_after_a_failure_calls_fail_at_once_for_a_while():
     with peer() as p, NixlTier("127.0.0.1", p.port, KIND, secret=SECRET, timeout_s=TIMEOUT_S, retry_s=60.0) as tier:
-        p.process.kill()
-        p.process.wait()
+        p.kill()
         assert found(tier, 1) == [False]
         begin = time.monotonic()
         assert found(tier, 1) == [False]
@@ -120,14 +117,14 @@ def test_a_client_that_never_writes_gives_its_slots_back():
     with peer(2, lease_s=0.5) as p, open_tier(p) as tier, open_tier(p) as other:
         with other._talk() as (link, deadline):
             lease = link.ask({"op": "put", "keys": [key(8).hex(), key(9).hex()]}, deadline)["lease"]  # and never writes
-        assert p.say("leases") == "1"
+        assert p.leases() == 1
         with pytest.raises(TierError, match="no room"):
             put(tier, 1)
         with tier._talk() as (link, deadline), pytest.raises(TierError, match=f"lease {lease} is not this peer's"):
             link.ask({"op": "end", "lease": lease}, deadline)
-        assert p.say("leases") == "1"
+        assert p.leases() == 1
         time.sleep(0.6)
-        assert p.say("leases") == "0"
+        assert p.leases() == 0
         assert put(tier, 1, 2) == [True, True]
 
 
@@ -135,8 +132,8 @@ def test_a_client_that_goes_gives_its_slots_back_at_once():
     with peer(2, lease_s=60) as p, open_tier(p) as tier:
         with open_tier(p) as other, other._talk() as (link, deadline):
             link.ask({"op": "put", "keys": [key(8).hex(), key(9).hex()]}, deadline)  # and never writes
-            assert p.say("leases") == "1"
-        eventually(lambda: p.say("leases") == "0")
+            assert p.leases() == 1
+        eventually(lambda: p.leases() == 0)
         assert put(tier, 1, 2) == [True, True]
 
 
@@ -181,3 +178,15 @@ def test_nobody_there():
     with pytest.raises(TierError, match=r"no NixlServer answered at 127\.0\.0\.1:9 within 1 s"):
         NixlTier("127.0.0.1", 9, KIND, secret=SECRET, timeout_s=1.0)
     assert time.monotonic() - begin < 2
+
+
+def test_a_server_for_any_kind(tmp_path, monkeypatch):
+    """`kvx store`: kinds and groups of layers have memory of their own, until none is left."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # where the secret is
+    with store_server("nixl", tmp_path) as store:
+        option, other = TierOption.parse(store.tier), BlockKind({**KIND.manifest, "model": "large"}, KIND.buffer_bytes)
+        with option.open(KIND) as one, option.open(KIND, group="windows") as two, option.open(other) as three:
+            put(one, 1)
+            assert [found(tier, 1) for tier in (one, two, three)] == [[True], [False], [False]]
+        with pytest.raises(TierError, match=r"a block takes 1000 bytes; 10 were asked for, and 4\d* of 64000000 are left"):
+            replace(option, capacity_bytes=10).open(BlockKind({"model": "third"}, (1000,)))

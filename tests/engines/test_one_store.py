@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -27,12 +28,13 @@ from kvx.connector.store_names import NAMES, spec_of
 from kvx.handover import names
 from kvx.tiers import DiskTier
 from kvx.tiers.directory import read_manifest
+from tests.engines.forked import Session
 from tests.engines.small_models import make_plain
 from tests.engines.store_engines import ENGINES, StoreCase, missing_environment, open_engine
 
-pytestmark = pytest.mark.skipif(
-    bool(missing_environment()), reason=f"`make engines` makes {missing_environment()}, which is not here"
-)
+OTHERS = [name for name in ENGINES if name != "lmcache"]
+MISSING, NO_LMCACHE = missing_environment(*OTHERS), missing_environment("lmcache")
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"`make engines` makes {MISSING}, which is not here")
 FP8 = "fp8_e4m3_per_token_head_inline"
 CACHED, PROMPT, ANSWER = 128, 140, 10  # whole blocks of a prompt in every block size
 PLAIN = {"heads": 2, "dim": 32, "layers": 2}
@@ -67,6 +69,12 @@ RANKS = {
         "f32", {"vllm": 128, "sglang": 16, "runner": 16, "transformers": 32, "paged": 32}, {"sglang": 2}, "page_first_direct"
     ),
 }
+# LMCache beside the others, on the same model: one worker and two. Not with SGLang: neither tells its tokens, so what one wrote the
+# other finds once an engine that has them was asked.
+LMCACHE = {
+    "f32": Round("f32", {"lmcache": 32, "vllm": 16, "runner": 128, "transformers": 16, "paged": 32}),
+    "bf16_tp2": Round("bf16", {"lmcache": 128, "runner": 16, "transformers": 32, "paged": 16}, {"lmcache": 2}),
+}
 
 
 class Text(NamedTuple):
@@ -79,17 +87,25 @@ class Text(NamedTuple):
     rows: torch.Tensor  # [prompt, layer, kv, head, token, dim], Transformers' own
 
 
+def open_engines(stack: ExitStack, cases: Mapping[str, StoreCase]) -> dict[str, Session]:
+    """Two at once: much of a start is one thread's work."""
+    with ThreadPoolExecutor(2) as threads:
+        return {
+            name: stack.enter_context(e) for name, e in zip(cases, threads.map(open_engine, cases, cases.values()), strict=True)
+        }
+
+
 def make_text(case: StoreCase, ids: list[int], path: Path, engines: list[str]) -> Text:
     prompts = {name: (ids[11 * n :] + ids[: 11 * n])[:PROMPT] for n, name in enumerate(engines)}
     assert all(len(p) == PROMPT for p in prompts.values())
     assert all(a[:16] != b[:16] for a, b in pairwise(prompts.values()))
     alone: dict[str, dict[str, list[int]]] = {}
-    for name in engines:
-        if ENGINES[name].decodes:
-            with open_engine(name, case) as engine:
-                said = engine.ask("read", prompts=list(prompts.values()), num_tokens=ANSWER)
-                if name == "transformers":
-                    engine.ask("reference", prompts=list(prompts.values()), count=CACHED, path=str(path))
+    with ExitStack() as stack:
+        for name, engine in open_engines(stack, {name: case for name in engines if ENGINES[name].decodes}).items():
+            said = engine.ask("read", prompts=list(prompts.values()), num_tokens=ANSWER)
+            if name == "transformers":
+                engine.ask("reference", prompts=list(prompts.values()), count=CACHED, path=str(path))
+            engine.close()
             alone[name] = {of: answer["tokens"] for of, answer in zip(prompts, said, strict=True)}
             assert [answer["cached"] for answer in said] == [0] * len(said)
     single, double = torch.load(path / "f32.pt").double(), torch.load(path / "f64.pt")
@@ -107,7 +123,7 @@ def smollm2(small_model_copies, tmp_path_factory) -> Text:
 
     ids = list(AutoTokenizer.from_pretrained(small_model_copies.folder)(TEXT)["input_ids"])
     case = StoreCase(str(small_model_copies.folder), str(small_model_copies.gguf), "smollm2-in-one-store")
-    return make_text(case, ids, tmp_path_factory.mktemp("reference"), list(ENGINES))
+    return make_text(case, ids, tmp_path_factory.mktemp("reference"), OTHERS)
 
 
 @pytest.fixture(scope="module")
@@ -175,14 +191,12 @@ def within(rows: torch.Tensor, text: Text, writer: str, format: str) -> None:
 
 def run(text: Text, one: Round, path: Path, report: list[str]) -> None:
     store, before = path / "store", path / "before"
-    engines = {}
+    here = replace(text.case, store=str(store), format=one.format, layout=one.layout)
+    cases = {name: replace(here, block_size=size, ranks=one.ranks.get(name, 1)) for name, size in one.block_sizes.items()}
     with ExitStack() as stack:
-        for name in sorted(one.block_sizes, key=lambda n: n != "sglang"):  # SGLang first: others see that it is there
-            size, ranks = one.block_sizes[name], one.ranks.get(name, 1)
-            case = replace(
-                text.case, store=str(store), block_size=size, format=one.format, ranks=ranks, layout=one.layout
-            )  # fmt: skip
-            engines[name] = stack.enter_context(open_engine(name, case))
+        # SGLang and LMCache first: others see that they are there.
+        engines = open_engines(stack, {name: cases.pop(name) for name in ("sglang", "lmcache") if name in cases})
+        engines |= open_engines(stack, cases)
         for name, engine in engines.items():
             engine.ask("write", prompt=text.prompts[name])
         shutil.copytree(store, before)
@@ -237,3 +251,9 @@ def test_smollm2(smollm2, name, tmp_path, capsys):
 @pytest.mark.parametrize("name", RANKS)
 def test_ranks(plain, name, tmp_path):
     run(plain, RANKS[name], tmp_path, [])
+
+
+@pytest.mark.skipif(bool(NO_LMCACHE), reason=f"`make engines` makes {NO_LMCACHE}, which is not here")
+@pytest.mark.parametrize("name", LMCACHE)
+def test_lmcache(plain, name, tmp_path):
+    run(plain, LMCACHE[name], tmp_path, [])

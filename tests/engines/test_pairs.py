@@ -11,7 +11,7 @@ for needed in ("vllm", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: make engines")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "handover.py"
-TOKENS = 64
+TOKENS = 32
 
 
 def test_every_pair(small_model_copies, capsys):

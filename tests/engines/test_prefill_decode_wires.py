@@ -137,7 +137,7 @@ def test_another_model_and_bad_tokens_are_refused_and_the_next_request_works(eng
     with prefill_at() as p:
         with pytest.raises(kvx.Incompatible, match=f"this server's model is '{name}'; the request was for 'another'"):
             fetch("nixl", p.address, p.secret, ids, "another", TIMEOUT_S)
-        for bad, what in (([], "has 0 tokens"), ([10**9], "1000000000"), ([1] * 9000, "9000")):
+        for bad, what in (([], "there are 0 tokens"), ([10**9], "1000000000"), ([1] * 9000, "9000")):
             with pytest.raises(WireError, match=what):
                 fetch("nixl", p.address, p.secret, bad, name, TIMEOUT_S)
         assert p.status()["used_blocks"] == 0
@@ -200,7 +200,7 @@ def test_what_only_looks_like_token_ids_is_refused_and_the_next_request_works(en
 
 def test_it_listens_where_it_is_told_and_nowhere_else():
     with prefill_at() as p:
-        files = Path(f"/proc/{p.process.pid}/fd")
+        files = Path(f"/proc/{p.pid}/fd")
         links = {os.readlink(f) for f in files.iterdir()}
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         rows += [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
@@ -211,12 +211,12 @@ def test_it_listens_where_it_is_told_and_nowhere_else():
 def test_a_late_answer_is_an_error_in_time_and_the_next_request_works(engine, ids, name, alone):
     with prefill_at("--lease-s", "2") as p:
         p.status()
-        os.kill(p.process.pid, signal.SIGSTOP)
+        os.kill(p.pid, signal.SIGSTOP)
         begin = time.monotonic()
         with pytest.raises(WireError):
             fetch("nixl", p.address, p.secret, ids, name, 1.5)
         assert time.monotonic() - begin < 3
-        os.kill(p.process.pid, signal.SIGCONT)
+        os.kill(p.pid, signal.SIGCONT)
         handover, _ = fetch("nixl", p.address, p.secret, ids, name, TIMEOUT_S)
         assert goes_on(engine, handover, ids, alone)
         end = time.monotonic() + 10
@@ -238,11 +238,10 @@ def test_a_prefill_that_is_killed_is_an_error_in_time_and_the_next_one_works(eng
             handover = from_manifest(offer.about["handover"])
             specs = [[from_json(text) for text in part] for part in offer.about["specs"]]
             parts = [(part.buffers, way) for part, way in zip(handover.parts, plans(handover, specs), strict=True)]
-            killer = threading.Timer(0.02 if when == "during" else 0.0, p.process.kill)
+            killer = threading.Timer(0.02 if when == "during" else 0.0, p.kill)
             killer.start()
             if when == "before":
                 killer.join()
-                p.process.wait()
             begin = time.monotonic()
             with pytest.raises(WireError, match="READ"):
                 puller.pull(offer, parts, Deadline(5))

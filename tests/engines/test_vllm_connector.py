@@ -82,11 +82,11 @@ def tier(path: Path, spec: CacheSpec = KEPT) -> DiskTier:
 
 
 def continued(folder: Path, prompt: list[int], cache) -> list[int]:
-    """64 tokens of Transformers."""
+    """32 tokens of Transformers."""
     model = load(folder)
     ids = torch.tensor([prompt])
     with torch.no_grad():
-        out = model.generate(ids, past_key_values=cache, do_sample=False, min_new_tokens=64, max_new_tokens=64, pad_token_id=0)
+        out = model.generate(ids, past_key_values=cache, do_sample=False, min_new_tokens=32, max_new_tokens=32, pad_token_id=0)
     return out[0, len(prompt) :].tolist()
 
 

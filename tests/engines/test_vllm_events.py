@@ -26,7 +26,7 @@ from tests.wires.test_events import KINDS, SPEC, Follower, answered, make, names
 msgspec = pytest.importorskip("msgspec", reason="the package msgspec is not installed here; `make engines` installs it with vLLM")
 zmq = pytest.importorskip("zmq", reason="the package pyzmq is not installed here; `make engines` installs it with vLLM")
 ANY = "tcp://127.0.0.1:0"
-WAIT_S = 20.0
+WAIT_S = 120.0  # a busy machine takes long; what never comes is told from what comes late by no shorter time
 
 
 class Subscriber:
@@ -247,13 +247,17 @@ def test_a_subscriber_that_died_or_never_reads_stops_nobody():
         host, port = publisher.address.removeprefix("tcp://").split(":")
         with socket.create_connection((host, int(port))):  # connects, and says nothing
             stuck = Subscriber(publisher)
-            begin = time.monotonic()
-            for n in range(300):
-                answered(cache, list(range(n, n + 30)))
-            assert time.monotonic() - begin < 10
-            begin = time.monotonic()
-            publisher.close()
-            assert time.monotonic() - begin < 5
+
+            def go_on():
+                for n in range(300):
+                    answered(cache, list(range(n, n + 30)))
+                publisher.close()
+
+            # On a thread, since who waits for such a subscriber waits for ever.
+            writer = threading.Thread(target=go_on, daemon=True)
+            writer.start()
+            writer.join(WAIT_S)
+            assert not writer.is_alive()
             stuck.__exit__()
     publisher.close()  # once more is nothing
     answered(cache, list(range(30)))
@@ -295,10 +299,11 @@ def test_a_publisher_may_connect_to_a_router_that_listens():
     port = sub.bind_to_random_port("tcp://127.0.0.1")
     with publish(cache, f"tcp://127.0.0.1:{port}", connect=True) as publisher:
         assert publisher.address == f"tcp://127.0.0.1:{port}"
-        for n in range(200):
+        end, n = time.monotonic() + WAIT_S, 0
+        while not sub.poll(50):  # what is told before it is connected is lost
+            assert time.monotonic() < end, "nothing came"
             answered(cache, [n] * 9)
-            if sub.poll(50):
-                break
+            n += 1
         _, _, payload = sub.recv_multipart()
         assert msgspec.msgpack.Decoder(KVEventBatch).decode(payload).events
     context.destroy(linger=0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 
 from kvx.adapters.vllm.secondary_tier import KvxTier
-from kvx.tiers import block_io
+from kvx.tiers import block_io, packs
 
 
 def _full(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-block_io.write_direct = block_io.write_block = _full
+block_io.write_direct = block_io.write_block = packs.write_pack = _full
 __all__ = ["KvxTier"]

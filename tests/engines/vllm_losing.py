@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_world_group
 
 from kvx.adapters.vllm.connector import KvxConnector
 
@@ -14,7 +14,7 @@ _RANK = "KVX_TEST_LOSING_RANK"  # which one loses
 
 class LosingConnector(KvxConnector):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if get_tensor_model_parallel_rank() == int(os.environ[_RANK]):
+        if get_world_group().rank_in_group == int(os.environ[_RANK]):
             for job in self._metadata().loads:
                 for mover in self._movers:
                     (was_there,) = mover.stack.tiers[0].drop([job.names[2]]).result()

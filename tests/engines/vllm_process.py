@@ -34,7 +34,7 @@ def generate(
     model: Path,
     prompts: Sequence[Sequence[int]],
     *,
-    max_tokens: int = 64,
+    max_tokens: int = 32,
     connector: dict[str, Any] | None = None,  # arguments of KVTransferConfig
     env: dict[str, str] | None = None,
     python: str | Path = sys.executable,  # of the environment that has vLLM
@@ -86,7 +86,8 @@ class ServedLlm:
 
         if "OMP_NUM_THREADS" in os.environ:  # which was read when the library was loaded
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        if engine.get("tensor_parallel_size", 1) > 1:  # vLLM spawns its workers on CPUs: each would import it all again
+        # vLLM spawns its workers on CPUs: each would import it all again.
+        if any(engine.get(f"{kind}_parallel_size", 1) > 1 for kind in ("tensor", "pipeline")):
             from vllm.v1.executor import multiproc_executor
 
             multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -25,6 +25,7 @@ from kvx.adapters.vllm import facts
 from kvx.adapters.vllm.groups import FP8, read_groups, require_block_size
 from kvx.adapters.vllm.layout import read_group
 from kvx.adapters.vllm.packing import find_packing
+from kvx.adapters.vllm.stages import Stages, agreement
 from kvx.adapters.vllm.states import ORDERS, read_states
 from kvx.connector.groups import Group, PartGroups, parts_of
 from kvx.connector.jobs import NULL, Job
@@ -61,6 +62,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         found = [facts.group_facts(g, cache_dtype) for g in kv_cache_config.kv_cache_groups]
         self.groups: list[Group] = read_groups(found, facts.model_facts(vllm_config, found))
         self.parts: list[PartGroups] = parts_of(self.groups)
+        self._stages = Stages(vllm_config, self.parts)
         self._has_states = any(part.is_state for part in self.parts)
         self.block_size = self.settings.block_size or self._own_block_size()
         require_block_size(self.block_size, self.groups)
@@ -75,18 +77,19 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         self._lost = LostLoads(
             engine_size=self.groups[0].block_size,
             tier_size=self.block_size,
-            agree=_least_of_ranks if ranks > 1 else list,
+            agree=agreement(vllm_config),
             is_all_or_none=self._is_decode_only(),
             logger=logger,
         )
         if role == KVConnectorRole.SCHEDULER:
-            stacks = [[self._stack(p, self._tier_spec(p, r)) for r in range(ranks)] for p in self.parts]
+            shards = [[(p, self._tier_spec(p, r)) for p in self._stages.of(part) for r in range(ranks)] for part in self.parts]
+            stacks = [[self._stack(p, spec) for p, spec in every] for every in shards]
             self._scheduler = SchedulerSide(
                 self.parts, stacks, block_size=self.block_size, model=self.model, is_decode_only=self._is_decode_only(),
                 neighbours=[
-                    [self._neighbours(stack, self._tier_spec(p, r)) for r, stack in enumerate(ranks_of)]
-                    for p, ranks_of in zip(self.parts, stacks, strict=True)
-                    if not p.is_state
+                    [self._neighbours(stack, spec) for stack, (_, spec) in zip(stacks[n], every, strict=True)]
+                    for n, every in enumerate(shards)
+                    if not self.parts[n].is_state
                 ],
             )  # fmt: skip
             if self._is_decode_only():
@@ -114,7 +117,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _stack(self, part: PartGroups, spec: Spec) -> TierStack:
         kind = part.kind(spec, len(self.parts))
-        whole = sum(BlockKind.of(self._tier_spec(p, 0)).num_bytes for p in self.parts)
+        whole = sum(BlockKind.of(self._tier_spec(p, 0)).num_bytes for every in self.parts for p in self._stages.of(every))
         return TierStack(kind, [open_tier(t.share(kind.num_bytes, whole), kind) for t in self._tiers])
 
     def _neighbours(self, stack: TierStack, spec: Spec) -> Neighbours:
@@ -126,16 +129,16 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         """As the user gave them. Host memory is a process's own: where workers are in others, all share a directory in memory."""
         tiers, parallel = list(self.settings.tiers), self._vllm_config.parallel_config
         backend = parallel.distributed_executor_backend
-        if backend == "uni" or all(t.path is not None for t in tiers):
+        if backend == "uni" or not any(t.is_host for t in tiers):
             return tiers
         if backend != "mp" or getattr(parallel, "nnodes", 1) > 1:
             raise Unsupported(
                 f"KvxConnector: a host tier, and workers that may be on other machines ({backend}): the scheduler does not see "
                 "their memory. Give a directory that all of them see: disk:DIR."
             )
-        room = sum(t.capacity_bytes for t in tiers if t.path is None)
+        room = sum(t.capacity_bytes for t in tiers if t.is_host)
         self._shared = SharedHost(str(self._vllm_config.kv_transfer_config.engine_id), room)
-        return [t if t.path is not None else self._shared.option(t.capacity_bytes) for t in tiers]
+        return [t if not t.is_host else self._shared.option(t.capacity_bytes) for t in tiers]
 
     def shutdown(self) -> None:
         if self._shared is not None:
@@ -149,7 +152,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         rank = get_tensor_model_parallel_rank()
-        for part in self.parts:
+        for part in map(self._stages.here, self.parts):
             spec = self._tier_spec(part, rank)
             if isinstance(spec, StateSpec):
                 self._movers.append(self._state_mover(part, spec, kv_caches))
@@ -307,13 +310,6 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
     def _side(self) -> SchedulerSide:
         assert self._scheduler is not None, "the scheduler's calls come to the scheduler's connector"
         return self._scheduler
-
-
-def _least_of_ranks(numbers: list[int]) -> list[int]:
-    """For each, the least that any tensor parallel rank has. They are on the host, and nobody waits for a device."""
-    found = torch.tensor(numbers, dtype=torch.int64)
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
-    return [int(n) for n in found]
 
 
 def _is_channel_first() -> bool:

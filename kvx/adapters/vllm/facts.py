@@ -144,10 +144,10 @@ def head_start(rank: int, ranks: int, heads: int, held: int) -> int:
 def require_known(config: Any) -> None:
     """Unsupported where a whole feature of this VllmConfig makes blocks that are not a rank's own."""
     parallel = config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1) or 1
         if size > 1:
-            raise Unsupported(f"KvxConnector: {name} is {size}; blocks are then parts of several stages or ranks. It works with 1.")
+            raise Unsupported(f"KvxConnector: {name} is {size}; a block's tokens are then spread over ranks. It works with 1.")
     if getattr(config, "speculative_config", None) is not None:
         raise Unsupported("KvxConnector: speculative decoding has layers of its own, one token behind. Run without it.")
     is_async = getattr(config.scheduler_config, "async_scheduling", False)

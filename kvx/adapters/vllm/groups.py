@@ -50,7 +50,10 @@ class ModelFacts:
     num_ranks: int = 1
 
 
-def read_groups(facts: Sequence[GroupFacts], model: ModelFacts = ModelFacts()) -> list[Group]:  # noqa: B008 - it is frozen
+_NOTHING_KNOWN = ModelFacts()
+
+
+def read_groups(facts: Sequence[GroupFacts], model: ModelFacts = _NOTHING_KNOWN) -> list[Group]:
     """Every group, or Unsupported with the first that cannot be read."""
     return [_read_states(n, f, model) if f.kind == STATES else _read(n, f, model) for n, f in enumerate(facts)]
 

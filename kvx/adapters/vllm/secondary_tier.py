@@ -66,9 +66,9 @@ class KvxTier(SecondaryTierManager):
         groups = _groups(offloading_spec, settings.model, rows.shape[1])
         timeout_s = told.get("timeout_s", 5.0)
         store = ChunkStore(groups, settings.tiers, logger=LOGGER)
-        self._jobs = ChunkJobs(rows, store, timeout_s=timeout_s, threads=told.get("threads", 4), logger=LOGGER)
+        self._jobs = ChunkJobs(rows, store, timeout_s=timeout_s, threads=told.get("threads", 8), logger=LOGGER)
         store.open(timeout_s)
-        self._is_lasting = any(option.path is not None for option in settings.tiers)
+        self._is_lasting = any(not option.is_host for option in settings.tiers)
         self._is_seed_checked = False
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
