@@ -157,8 +157,8 @@ engines: $(ENGINES)/ready $(SGLANG)/ready $(LMCACHE)/ready build
 
 test-engines: engines
 	$(ENGINES)/bin/python -m pytest tests/engines
-	$(SGLANG)/bin/python -m pytest tests/engines/test_sglang.py tests/engines/test_sglang_faults.py tests/engines/test_sglang_vllm.py
-	$(LMCACHE)/bin/python -m pytest tests/engines/test_lmcache.py tests/engines/test_lmcache_faults.py tests/engines/test_lmcache_server.py tests/engines/test_lmcache_vllm.py
+	$(SGLANG)/bin/python -m pytest tests/engines/test_sglang.py tests/engines/test_sglang_faults.py tests/engines/test_sglang_hybrids.py tests/engines/test_sglang_remote.py tests/engines/test_sglang_vllm.py
+	$(LMCACHE)/bin/python -m pytest tests/engines/test_lmcache.py tests/engines/test_lmcache_faults.py tests/engines/test_lmcache_hybrids.py tests/engines/test_lmcache_remote.py tests/engines/test_lmcache_server.py tests/engines/test_lmcache_vllm.py
 
 build-gpu:
 	KVX_REQUIRE_CUDA=1 KVX_CUDA_ARCHS="$(TEST_ARCHS)" cmake -S . -B $(GPU_BUILD) -G Ninja -DCMAKE_INSTALL_PREFIX="$(CURDIR)" >/dev/null
