@@ -30,7 +30,7 @@ def own(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def parts(tmp_path, own) -> dict[str, Path]:
-    archs = {"sm80": "80,86", "sm89": "89,90a", "sm100": "100,120+PTX"}
+    archs = {"sm80": "80,89", "sm90a": "90a,100", "sm120": "120+PTX"}
     return {name: put(tmp_path / "site" / "kvx_cu13" / name, text) for name, text in archs.items()}
 
 
@@ -48,11 +48,13 @@ def test_without_kvx_cu13_its_own(own, monkeypatch):
     [
         ((80,), "sm80"),
         ((86,), "sm80"),
-        ((89,), "sm89"),
-        ((90, 90), "sm89"),
-        ((120,), "sm100"),
-        ((121,), "sm100"),
-        ((80, 90, 90), "sm89"),
+        ((89,), "sm80"),
+        ((90, 90), "sm90a"),
+        ((100,), "sm90a"),
+        ((103,), "sm90a"),
+        ((120,), "sm120"),
+        ((121,), "sm120"),
+        ((80, 90, 90), "sm90a"),
     ],
 )
 def test_the_one_for_this_gpu(parts, monkeypatch, gpus, name):
@@ -69,7 +71,7 @@ def test_wheels_in_two_places_are_one_package(parts, tmp_path, monkeypatch):
     volta = put(tmp_path / "user" / "kvx_cu13" / "sm70", "70")
     assert taken(monkeypatch, 70) == volta
     library.library_path.cache_clear()
-    assert taken(monkeypatch, 90) == parts["sm89"]
+    assert taken(monkeypatch, 90) == parts["sm90a"]
 
 
 def test_what_was_compiled_here_comes_first(parts, own, monkeypatch):
@@ -89,14 +91,14 @@ def test_another_version_is_refused_and_said(own, tmp_path, monkeypatch):
 
 def test_a_gpu_that_no_wheel_has_kernels_for_is_said(parts, own, monkeypatch):
     with pytest.warns(
-        KvxWarning, match=r"kernels for 100,120\+PTX, 80,86, 89,90a and this machine's GPU is sm_75: they are not used"
+        KvxWarning, match=r"kernels for 120\+PTX, 80,89, 90a,100 and this machine's GPU is sm_75: they are not used"
     ):
         assert taken(monkeypatch, 75) == own
 
 
 def test_a_wheel_without_its_library_is_said(parts, monkeypatch):
-    (parts["sm89"] / "libkvx.so").unlink()
-    with pytest.raises(Unsupported, match=r"no libkvx\.so in .*sm89"):
+    (parts["sm90a"] / "libkvx.so").unlink()
+    with pytest.raises(Unsupported, match=r"no libkvx\.so in .*sm90a"):
         taken(monkeypatch, 90)
 
 
