@@ -120,6 +120,8 @@ class Format:
     def named(name: str, *, of_rows: bool = False) -> Format:
         """The format of that name that planes can have, or with of_rows that rows of pages can."""
         name, known = format_name(name), ROW_FORMATS if of_rows else FORMATS
+        if not isinstance(name, str):
+            raise BadArgument(f'format is {name!r}; it must be the name of one, such as "bf16" or "fp8", or a torch dtype.')
         if name in known:
             return known[name]
         if name in ALL_FORMATS:

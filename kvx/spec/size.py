@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kvx.errors import BadArgument
 from kvx.spec.cache_spec import CacheSpec
 from kvx.spec.config_fields import ConfigFields
-from kvx.spec.formats import FORMATS, Format, Granularity
+from kvx.spec.formats import FORMATS, Format, Granularity, format_name
 from kvx.spec.layer_kinds import RECORDS, LayerKind, StoredRow, described, layer_kinds
 from kvx.spec.models import CHECKED_TYPES
 from kvx.spec.state_spec import StateSpec
@@ -199,6 +199,7 @@ def size(
     """
     config = ConfigFields.load(model)
     name, (kinds, notes) = config.name, described(config)
+    format = format_name(format)
     _require("tp", tp, 1)
     _require("block_size", block_size, 0)
     if state not in STATES:

@@ -14,8 +14,9 @@ transformers = pytest.importorskip("transformers", minversion="4.56", reason="th
 from transformers import DynamicCache, EncoderDecoderCache  # noqa: E402
 
 from kvx import BadArgument, Unsupported  # noqa: E402
-from kvx.adapters.transformers import KvxCache, attend  # noqa: E402
+from kvx.adapters.transformers import KvxCache, attend, export_cache  # noqa: E402
 from kvx.adapters.transformers.mask import CausalMask, MaskStates  # noqa: E402
+from tests.adapters.paged_models import tiny  # noqa: E402
 from tests.adapters.test_transformers_cache import SIZES, VOCAB, cache_of, check_blocks, generate, model, prompts  # noqa: E402
 
 IS_5 = int(transformers.__version__.split(".")[0]) >= 5
@@ -299,6 +300,25 @@ def test_a_forward_that_was_interrupted(implementation, seen, monkeypatch):
 def test_layers_that_keep_more_or_less_than_k_and_v(name, options, says):
     with pytest.raises(Unsupported, match=rf"KvxCache\(\): .*{name}Config.*{says}.*Leave past_key_values out"):
         KvxCache(getattr(transformers, f"{name}Config")(**options))
+
+
+@pytest.mark.parametrize(
+    ("name", "empty", "keeps"), [("gemma4_text", 2, "K and V of 2"), ("NemotronH", 1, "K and V of 1, states of 2")]
+)
+def test_layers_that_keep_nothing(name, empty, keeps):
+    """Those that read the K and V of an earlier layer, and those without attention: transformers 5.23 lists them."""
+    if not hasattr(transformers.cache_utils, "DummyLayer"):
+        pytest.skip("transformers before 5.23 has no layers that keep nothing")
+    here = tiny(name)
+    cache = KvxCache(here)
+    with pytest.raises(BadArgument, match=rf"layer {empty} keeps nothing by its config, and now K and V come of it"):
+        cache.update(torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8), empty)
+    for filled in (cache, DynamicCache(config=here.config)):
+        with pytest.raises(BadArgument, match="it must be a cache that a model has filled"):
+            export_cache(filled, [1, 2, 3], model=here.config)
+    with torch.no_grad():
+        here(torch.arange(1, 30)[None].repeat(3, 1), past_key_values=cache)
+    assert f"sequences: 3 of 29 tokens, layers: 4, {keeps}, format: the model's dtype" in repr(cache)
 
 
 # ---- what else generate() and callers do

@@ -90,9 +90,7 @@ def test_another_version_is_refused_and_said(own, tmp_path, monkeypatch):
 
 
 def test_a_gpu_that_no_wheel_has_kernels_for_is_said(parts, own, monkeypatch):
-    with pytest.warns(
-        KvxWarning, match=r"kernels for 120\+PTX, 80,89, 90a,100 and this machine's GPU is sm_75: they are not used"
-    ):
+    with pytest.warns(KvxWarning, match=r"kernels for 120\+PTX, 80,89, 90a,100 and this machine's GPU is sm_75: they are not used"):
         assert taken(monkeypatch, 75) == own
 
 

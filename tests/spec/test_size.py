@@ -351,6 +351,11 @@ ERRORS = {
     "too many layers": (({**LLAMA, "num_hidden_layers": 10**9},), {}, r"it takes 1 to 10000"),
     "all shared": (({**LLAMA, "num_kv_shared_layers": 32},), {}, r"leaves no layer"),
     "format": (("Llama-3.1-8B", "fp9"), {}, r'format "fp9" does not exist'),
+    "format of another type": (
+        ("Llama-3.1-8B", 4096),
+        {},
+        r"Llama-3.1-8B in 4096: format is 4096; it must be the name of one, such as",
+    ),
     "record": (("Llama-3.1-8B", "fp8_ds_mla"), {}, r"in fp8_ds_mla: K 8 x 128 has no record of that name. Llama-3.1-8B takes bf16"),
     "head_dim": (
         ({**LLAMA, "head_dim": 72}, "nvfp4"),

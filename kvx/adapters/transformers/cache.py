@@ -21,10 +21,12 @@ from kvx.adapters.transformers.batch_blocks import BatchBlocks
 from kvx.adapters.transformers.caller import TWO_CACHES, Caller
 from kvx.adapters.transformers.kinds import CHUNKS_WRONG, CachedLayer, cached_layers
 from kvx.adapters.transformers.layer import KvxLayer
-from kvx.adapters.transformers.state_layer import KvxHybridLayer, KvxStateLayer
+from kvx.adapters.transformers.state_layer import KvxHybridLayer, KvxStateLayer, empty_layer
 from kvx.adapters.transformers.states import PagedStates, uncompiled
 from kvx.errors import BadArgument, Unsupported, a_type
+from kvx.spec.byte_size import byte_text
 from kvx.spec.formats import Format, Granularity
+from kvx.spec.shown import Shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 NAME = "kvx"  # of the attention implementation
 
 
-class KvxCache(Cache):
+class KvxCache(Shown, Cache):
     """A paged and optionally quantised KV cache for Transformers: `model.generate(..., past_key_values=KvxCache(model))`.
 
     It works with generate() and forward() of decoders with full or sliding-window attention, and of hybrid models with recurrent
@@ -101,7 +103,8 @@ class KvxCache(Cache):
             )
         layer = self.layers[layer_idx]
         if not isinstance(layer, KvxLayer):
-            raise BadArgument(f"KvxCache.update(): layer {layer_idx} keeps a state by its config, and now K and V come of it.")
+            keeps = "a state" if isinstance(layer, KvxStateLayer) else "nothing"
+            raise BadArgument(f"KvxCache.update(): layer {layer_idx} keeps {keeps} by its config, and now K and V come of it.")
         if layer_idx <= self._last_layer or self._last_layer < 0:  # a forward begins
             is_twice = layer_idx == self._last_layer and len(self.kv_layers) > 1  # no other layer in between
             self._caller.check(layer_idx, layer.length, is_twice=is_twice)
@@ -272,6 +275,25 @@ class KvxCache(Cache):
         held: int = sum(t.numel() * t.element_size() for t in states if t is not None)
         return held + sum(layer.spec.cache_bytes for layer in self.kv_layers if layer.is_initialized)
 
+    def shown(self) -> dict[str, str]:
+        counts = {
+            "K and V": sum(isinstance(layer, KvxLayer) for layer in self.layers),
+            "states": sum(isinstance(layer, KvxStateLayer) for layer in self.layers),
+        }
+        tokens = max((layer.length for layer in self.kv_layers), default=0)
+        waiting = [len(layer.waiting[0]) for layer in self.kv_layers if layer.waiting is not None]
+        sequences = len(self._pads) if self._pads is not None else max(waiting, default=0)
+        where = sorted({str(layer.device) for layer in self.kv_layers if layer.is_initialized})
+        return {
+            "model": self.config.model_type,
+            "sequences": f"{sequences} of {tokens:,} tokens",
+            "layers": f"{len(self.layers)}, " + ", ".join(f"{what} of {n}" for what, n in counts.items() if n),
+            "format": self.kv_layers[0].format or "the model's dtype",
+            "block size": f"{self._kinds[0].block_size} tokens",
+            "allocated": byte_text(self.memory_bytes),
+            **({"device": ", ".join(where)} if where else {}),
+        }
+
     def __deepcopy__(self, memo: dict[int, Any]) -> KvxCache:
         """A cache that goes its own way, for the same model: what is frozen or the model's is shared."""
         memo.update((id(config), config) for config in (self.config, self._caller.runs_by))
@@ -376,7 +398,9 @@ class KvxCache(Cache):
             self.settle(layer)
 
 
-def _layer(index: int, layer: CachedLayer, kinds: dict[int, BatchBlocks], format: str) -> KvxLayer | KvxStateLayer:
+def _layer(index: int, layer: CachedLayer, kinds: dict[int, BatchBlocks], format: str) -> Any:
+    if layer.is_empty:
+        return empty_layer()
     if not layer.has_kv:
         return KvxStateLayer(index, layer.num_states)
     if layer.num_states:

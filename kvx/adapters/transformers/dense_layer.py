@@ -47,12 +47,14 @@ def dense_layer(call: str, index: int, layer: Any) -> DenseLayer:
 
 
 def keeps_kv(layer: Any) -> bool:
-    """Layers of states alone have no length."""
+    """Layers of states alone have no length, nor have those that keep nothing."""
     return hasattr(layer, "get_seq_length")
 
 
 def is_filled(layer: Any) -> bool:
-    """Whether it has tensors. transformers 4.56 knows by them alone."""
+    """Whether it has tensors of K and V. transformers 4.56 knows by them alone."""
+    if not keeps_kv(layer):
+        return False
     if hasattr(layer, "is_initialized"):
         return bool(layer.is_initialized)
     return getattr(layer, "keys", None) is not None

@@ -1,5 +1,5 @@
-"""What a config says of each layer that has a cache: K and V of all tokens or of a window of them, states, or both. Any other is
-refused by its name."""
+"""What a config says of each layer that has a cache: K and V of all tokens or of a window of them, states, both, or nothing. Any
+other is refused by its name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from kvx.errors import BadArgument, Unsupported
 _FULL = "full_attention"
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # -> the config's field
 # What a layer of another kind keeps, in transformers' words for kinds. "mamba" and "attention" are those of older configs.
-_STATES = ("linear_attention", "conv", "mamba", "moe", "mlp")  # the last two keep nothing: a state that stays empty
+_STATES = ("linear_attention", "conv", "mamba")
+# Nothing: no attention at all, or the K and V of an earlier layer. Before transformers 5.23 the latter were not in its list.
+_NOTHING = ("moe", "mlp", "dummy")
 _HYBRID = {"hybrid": _FULL, "hybrid_sliding": "sliding_attention"}  # a state beside K and V: of which kind
 _STATE = "keeps a recurrent or convolution state that its cache does not hold"
 _OWN_CACHES = ("minimax",)  # model types
+_OWN_STATES = ("recurrent_gemma",)  # model types whose modules hold the states, which since 5.23 they call linear_attention
 CHUNKS_WRONG = ("jamba",)  # transformers' scan of several tokens gets no initial state
 _ENTRIES = "keeps entries that each stand for several tokens beside its K and V"
 _KEEPS = {
@@ -35,6 +38,10 @@ class CachedLayer(NamedTuple):
     window: int  # of K and V; 0: all tokens
     num_states: int  # 0: none
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.has_kv and not self.num_states
+
 
 _LEAVE_OUT = "Leave past_key_values out: generate() makes the cache that the model takes."
 
@@ -53,7 +60,7 @@ def cached_layers(config: PretrainedConfig, call: str = "KvxCache()", instead: s
         )
     found = _layers(config)
     has_states = hasattr(cache_utils, "LinearAttentionLayer")  # before transformers 5.x models had classes of their own for it
-    taken = {_FULL, *_WINDOWS, *(_STATES if has_states else ()), *(_HYBRID if has_states else ())}
+    taken = {_FULL, *_WINDOWS, *((*_STATES, *_NOTHING, *_HYBRID) if has_states else ())}
     others = dict.fromkeys(kind for kind, _ in found if kind not in taken)
     if others:
         where = "; ".join(
@@ -71,8 +78,8 @@ def cached_layers(config: PretrainedConfig, call: str = "KvxCache()", instead: s
         if attends in _WINDOWS and (not isinstance(window, int) or window < 1):
             field = _WINDOWS[attends]
             raise BadArgument(f"{call}: layer {i} is {kind!r}, and the config's {field} is {window}; it must be 1 or more.")
-        has_kv = kind not in _STATES
-        made.append(CachedLayer(has_kv, window if attends in _WINDOWS else 0, 0 if has_kv and kind not in _HYBRID else num_states))
+        has_kv, has_state = kind not in (*_STATES, *_NOTHING), kind in (*_STATES, *_HYBRID)
+        made.append(CachedLayer(has_kv, window if attends in _WINDOWS else 0, num_states if has_state else 0))
     if not any(layer.has_kv for layer in made):
         raise Unsupported(f"{call}: a {name} has states alone, and nothing that says how many tokens they stand after. {instead}")
     return made
@@ -90,6 +97,8 @@ def _layers(config: PretrainedConfig) -> list[tuple[str, Any]]:
     if read is not None:  # transformers 5, where layers may differ in their windows
         types, options = read(config)
         each = [options] * len(types) if isinstance(options, dict) else options  # one for all layers up to 5.17
+        if config.model_type in _OWN_STATES:
+            types = ["recurrent" if kind == "linear_attention" else kind for kind in types]
         return [(kind, option.get("sliding_window")) for kind, option in zip(types, each, strict=True)]
     types = getattr(config, "layer_types", None)
     if types is None:

@@ -61,10 +61,10 @@ def layer_plans(config: PretrainedConfig, cache: PagedCache, dtype: torch.dtype)
 
 
 def _plan(cache: PagedCache, i: int, layer: CachedLayer, spec: LayerSpecs, dtype: torch.dtype) -> LayerPlan:
-    if layer.has_kv != (spec.kv is not None) or (spec.state is not None and not layer.num_states):
+    theirs, ours = (layer.has_kv, layer.num_states > 0), (spec.kv is not None, spec.state is not None)
+    if theirs != ours:
         raise Unsupported(
-            f"PagedModel(): of layer {i} transformers keeps {'K and V' if layer.has_kv else 'no K and V'}, by the config "
-            f"{'K and V' if spec.kv else 'none'}. {USE_GENERATE}"
+            f"PagedModel(): of layer {i} transformers keeps {_keeps(*theirs)}, by the config {_keeps(*ours)}. {USE_GENERATE}"
         )
     kv = kind = None
     if spec.kv is not None:
@@ -83,6 +83,10 @@ def _plan(cache: PagedCache, i: int, layer: CachedLayer, spec: LayerSpecs, dtype
     states = None if spec.state is None else _states(cache, i, spec)
     planes = tuple((p, _DTYPES[p.format(FORMATS[dtype])]) for p in spec.planes) if states is not None else ()
     return LayerPlan(i, layer.window, kv, kind, states, planes)
+
+
+def _keeps(has_kv: bool, has_state: bool) -> str:
+    return " and ".join((*(("K and V",) if has_kv else ()), *(("a state",) if has_state else ()))) or "nothing"
 
 
 def _what_is_missing(kind: GroupKind, spec: LayerSpecs) -> str:

@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvx.adapters.transformers.layer_plan import LayerPlan
-from kvx.adapters.transformers.state_layer import LINEAR
+from kvx.adapters.transformers.state_layer import LINEAR, empty_layer
 from kvx.cache.batch import Batch
-from kvx.cache.groups import PlanesLayer
 from kvx.errors import BadArgument
 from kvx.ops.append.gather import gather
 from kvx.ops.append.write import write
@@ -122,7 +121,7 @@ class PagedKvLayer(CacheLayerMixin):
 
 
 class PagedStateLayer(LINEAR):
-    """States of one layer; of layers that keep nothing, none."""
+    """States of one layer."""
 
     device: Any
     dtype: Any
@@ -131,11 +130,14 @@ class PagedStateLayer(LINEAR):
         convs = [(i, p) for i, p in enumerate(plan.planes) if p[0].is_conv]
         LINEAR.__init__(self, number_of_states=max(1, len(convs), len(plan.planes) - len(convs)))
         self.plan, self.rows = plan, rows
-        if plan.states is not None and rows.has_past:
-            self._load(plan.states)
+        assert plan.states is not None
+        self.states = plan.states
+        if rows.has_past:
+            self._load()
 
-    def _load(self, states: PlanesLayer) -> None:
+    def _load(self) -> None:
         """As they stand after the tokens before this forward's."""
+        states = self.states
         blocks = self.rows.state_blocks(states.group)
         for plane, dtype, index, kept, begun in self._places():
             sizes = [size for axis, size in plane.axes if (axis, size) != ("column", 1)]  # as transformers has it
@@ -151,9 +153,7 @@ class PagedStateLayer(LINEAR):
 
     def finish(self) -> None:
         """Into each sequence's block."""
-        states = self.plan.states
-        if states is None:
-            return
+        states = self.states
         blocks = self.rows.state_blocks(states.group)
         for plane, _, index, kept, _ in self._places():
             held, place = kept[index], states.planes[plane.name]
@@ -210,5 +210,5 @@ class PagedStep(Cache):
 
 def _layer(plan: LayerPlan, rows: PagedRows) -> Any:
     if plan.kv is None:
-        return PagedStateLayer(plan, rows)
+        return empty_layer() if plan.states is None else PagedStateLayer(plan, rows)
     return PagedKvLayer(plan, rows) if plan.states is None else PagedBothLayer(plan, rows)

@@ -31,8 +31,14 @@ class Aside(NamedTuple):
     has_previous: dict[int, bool]
 
 
+def empty_layer() -> Any:
+    """Of a layer that keeps nothing. Before transformers 5.23 that is a state which stays empty."""
+    made = getattr(cache_utils, "DummyLayer", LINEAR)
+    return made()
+
+
 class KvxStateLayer(LINEAR):
-    """States alone: of a recurrent layer, or of a convolution. Layers that keep nothing (a MoE's) have one that stays empty."""
+    """States alone: of a recurrent layer, or of a convolution."""
 
     device: Any  # None before the first state, as transformers has it
     dtype: Any
