@@ -24,8 +24,8 @@ from kvx.files.header import MANIFEST, entries, header_bytes, read_header, requi
 from kvx.files.seal import PartDigests, SealCheck, part_ranges
 from kvx.layout.buffers import bytes_of
 from kvx.layout.gate import check_buffers
-from kvx.ops.move.convert import Buffers, flat
 from kvx.ops.move.digest import Digest
+from kvx.ops.move.sides import Buffers, flat
 from kvx.spec import Spec
 
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE, which mmap names from Python 3.13 on

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvx.errors import BadArgument, Unsupported
 from kvx.layout.box import Box, BoxDigit, family, fold, pack_box, pack_cell, walk
@@ -66,6 +66,10 @@ class Plan(Shown):
     blocks: Pairs | None = None  # ids at src and at dst, moved unless others are given; None: all
     left_out: tuple[Rectangle, ...] = ()  # of the model's layers and heads, what src holds and dst does not
     written_twice: tuple[Rectangle, ...] = ()  # what more than one shard of dst holds
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy. What ops keep with a plan are addresses, good for this object in this process alone."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def shown(self) -> dict[str, str]:
         def side(specs: tuple[Spec, ...]) -> str:

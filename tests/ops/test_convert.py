@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from dataclasses import replace
 
@@ -212,6 +214,46 @@ def test_a_bound_plan_runs_again(backend):
     back = [torch.zeros_like(a[0])]
     convert(b, back, plan=kvx.plan(other, spec), backend=backend.name)
     compare.bitwise(back[0].cpu(), a[0].cpu())
+
+
+def test_the_same_tensors_again_are_known_by_what_they_are_now(backend):
+    """A plan keeps the buffers it has checked: by the objects, and by all that may change of these."""
+    spec = kvx.CacheSpec(num_blocks=4, block_size=16, num_kv_heads=2, head_dim=32)
+    other = replace(spec, layout="block kv head token dim")
+    src, dst = (kvx.allocate_buffers(s, device=backend.device) for s in (spec, other))
+    plan = kvx.plan(spec, other)
+    for fill in (1, 2):
+        src[0].fill_(fill)
+        convert(src, dst, plan=plan, src_blocks=[1], dst_blocks=[fill], backend=backend.name)
+        assert dst[0].view(4, -1)[fill].max() == fill
+    assert len(plan.__dict__["_sides"]) == 1
+    for n in range(20):  # memory that is gone is not held, and few are remembered
+        convert(src, [t.clone() for t in dst], plan=plan, src_blocks=[0], dst_blocks=[n % 4], backend=backend.name)
+    assert len(plan.__dict__["_sides"]) <= 8
+    moved = torch.zeros_like(src[0])
+    src[0].set_(moved)  # the same object, elsewhere
+    moved.fill_(7)
+    convert(src, dst, plan=plan, src_blocks=[0], dst_blocks=[0], backend=backend.name)
+    assert dst[0].view(4, -1)[0].max() == 7
+    src[0].resize_(64)
+    with pytest.raises(kvx.BadArgument, match=r"convert\(\): src buffer 0 is \[64\] uint8, 64 bytes of memory; the spec makes"):
+        convert(src, dst, plan=plan, backend=backend.name)
+
+
+def test_a_plan_is_copied_and_pickled_without_its_addresses():
+    spec = kvx.CacheSpec(num_blocks=4, block_size=16, num_kv_heads=2, head_dim=32)
+    other = replace(spec, layout="block kv head token dim")
+    src, dst = (kvx.allocate_buffers(s) for s in (spec, other))
+    plan = kvx.plan(spec, other)
+    bound = bind(plan, src, dst)
+    for again in (copy.copy(plan), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert again == plan
+        assert not [name for name in vars(again) if name.startswith("_")]
+    del plan
+    convert(src, dst, plan=again)
+    for take in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(kvx.BadArgument, match=r"Bound: it holds addresses, .* call kvx\.bind\(\) there"):
+            take(bound)
 
 
 @pytest.mark.parametrize("rotary", [0, 16])

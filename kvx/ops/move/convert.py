@@ -6,9 +6,8 @@ import ctypes
 import warnings
 import weakref
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,18 +15,18 @@ from torch import Tensor
 from kvx.errors import BadArgument, KvxWarning, OutOfRange, a_type
 from kvx.layout.box import Box
 from kvx.layout.buffers import bytes_of, is_unset, mark_set, memory_bytes
-from kvx.layout.gate import check_buffers, check_memory
+from kvx.layout.gate import check_memory
 from kvx.layout.place import num_buffers, num_cache_buffers
 from kvx.layout.plan import Plan
 from kvx.ops import backend as backends
 from kvx.ops import native
+from kvx.ops.move.sides import Buffers, Sides, flat, memory_of, sides_of
 from kvx.ops.move.transcode import BY_BLOCK, Rows
 from kvx.ops.scales import unset_words
 from kvx.ops.structs import ABI_VERSION, ConvertArgs
 from kvx.spec.cache_spec import PlaneSpec
 from kvx.spec.formats import Granularity
 
-Buffers = Tensor | Sequence["Buffers"]
 _run, _run_unlocked = native.entry("kvx_run"), native.entry("kvx_run", keeps_lock=False)
 _bind, _bound_free = native.entry("kvx_bind"), native.entry("kvx_bound_free")
 _plan_load, _plan_free = native.entry("kvx_plan_load"), native.entry("kvx_plan_free")
@@ -89,13 +88,7 @@ class Bound:
             raise BadArgument(f"convert(): plan is {a_type(plan)}; it must be a Plan, made by kvx.plan(src, dst).")
         self.plan = plan
         self.src, self.dst = list(flat("src", src)), list(flat("dst", dst))
-        try:
-            check_buffers("convert", "src", self.src, plan.src)
-            check_buffers("convert", "dst", self.dst, plan.dst)
-        except BadArgument as error:
-            if _fit(self.dst, plan.src) and _fit(self.src, plan.dst):
-                raise BadArgument(f"{error} The two fit the other way round: convert(src, dst, plan=kvx.plan(src, dst)).") from None
-            raise
+        sides = sides_of(plan, self.src, self.dst)
         if plan.blocks is not None:
             if (src_blocks is None) != (dst_blocks is None):
                 given, other = ("src_blocks", "dst_blocks") if dst_blocks is None else ("dst_blocks", "src_blocks")
@@ -116,17 +109,19 @@ class Bound:
                 "each has a length."
             )
         self.seq_lens, self.errors = seq_lens, errors
-        where = next((t for t in (*self.src, *self.dst) if not t.is_cpu), self.src[0])
-        self.backend = backends.choose("convert", backend, where)
-        self.device = where.device
+        self.device = sides.device
+        self.backend = backends.choose("convert", backend, self.src[0] if self.src[0].device == self.device else self.dst[0])
         self._handle: int | None = None
         if self.backend == "torch":
             check_memory("convert", "torch", src=self.src, dst=self.dst)
             _check_ids(self)
             return
-        if self.errors is None and where.is_cuda and backends.is_debug():
-            self.errors = torch.zeros((), dtype=torch.int64, device=where.device)
-        self._bind()
+        if self.errors is None and self.device.type == "cuda" and backends.is_debug():
+            self.errors = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._bind(sides)
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        raise BadArgument("Bound: it holds addresses, and is neither copied nor pickled. Send the plan and call kvx.bind() there.")
 
     def run(self) -> None:
         """On the current stream of the caches' device."""
@@ -144,7 +139,7 @@ class Bound:
                 self.errors.zero_()
                 raise OutOfRange(f"convert(): {bad} block ids are outside the caches; those blocks were not converted.")
 
-    def _bind(self) -> None:
+    def _bind(self, sides: Sides) -> None:
         args = new_args(self.device)
         ids = [self.src_blocks, self.dst_blocks] + ([] if self.seq_lens is None else [self.seq_lens])
         if len({t.device for t in ids}) > 1:
@@ -152,7 +147,8 @@ class Bound:
                 f"convert(): block ids and seq_lens are on {', '.join(str(t.device) for t in ids)}; keep them together."
             )
         args.table_memory = memory_of(ids)
-        keep = [fill_side(args, "src", self.src), fill_side(args, "dst", self.dst)]
+        sides.src.fill(args, "src")
+        sides.dst.fill(args, "dst")
         native.fill_array(args.src_blocks, self.src_blocks)
         native.fill_array(args.dst_blocks, self.dst_blocks)
         if self.seq_lens is not None:
@@ -160,7 +156,6 @@ class Bound:
         args.errors = None if self.errors is None else self.errors.data_ptr()
         handle = ctypes.c_void_p()
         status = _bind(_loaded(self.plan), ctypes.addressof(args), ctypes.addressof(handle))
-        del keep
         if status:
             native.raise_status(status, call="convert()")
         self._handle = handle.value
@@ -205,30 +200,12 @@ def _dst_scales(plan: Plan) -> tuple[list[tuple[int, PlaneSpec]], list[int]]:
     return kept
 
 
-def _fit(buffers: list[Tensor], specs: Sequence[Any]) -> bool:
-    try:
-        check_buffers("convert", "src", buffers, specs)
-    except BadArgument:
-        return False
-    return True
-
-
 def new_args(device: torch.device) -> ConvertArgs:
     return ConvertArgs(
         version=ABI_VERSION,
         struct_bytes=ctypes.sizeof(ConvertArgs),
         device=device.index if device.type == "cuda" else -1,
     )
-
-
-def fill_side(args: ConvertArgs, side: str, tensors: list[Tensor]) -> Any:
-    """Addresses and sizes of src or dst. What comes back must live as long as the call."""
-    pointers = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
-    sizes = (ctypes.c_uint64 * len(tensors))(*(memory_bytes(t) for t in tensors))
-    setattr(args, f"{side}_memory", memory_of(tensors))
-    setattr(args, f"{side}_buffers", ctypes.addressof(pointers))
-    setattr(args, f"{side}_bytes", ctypes.addressof(sizes))
-    return pointers, sizes
 
 
 def _loaded(plan: Plan) -> int:
@@ -243,16 +220,6 @@ def _loaded(plan: Plan) -> int:
         weakref.finalize(plan, _plan_free, out.value)
     assert handle is not None
     return int(handle)
-
-
-def flat(name: str, buffers: Buffers, call: str = "convert") -> Iterator[Tensor]:
-    if isinstance(buffers, Tensor):
-        yield buffers
-    elif isinstance(buffers, (list, tuple)):
-        for part in buffers:
-            yield from flat(name, part, call)
-    else:
-        yield backends.as_tensor(call, name, buffers)
 
 
 def blocks_of(call: str, name: str, ids: Tensor | Sequence[int] | None, num_blocks: int) -> Tensor:
@@ -290,10 +257,6 @@ def _ids_of(ids: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
 def as_table(ids: Tensor) -> Tensor:
     """[num_seqs, columns]: a list is one sequence."""
     return ids if ids.dim() == 2 else ids.unsqueeze(0)
-
-
-def memory_of(tensors: Iterable[Tensor]) -> int:
-    return 2 if next(iter(tensors)).is_cuda else 1
 
 
 # ---- the definition

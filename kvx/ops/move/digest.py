@@ -27,6 +27,7 @@ from kvx.layout.shards import held_twice
 from kvx.ops import backend as backends
 from kvx.ops import native
 from kvx.ops.move import convert as conversion
+from kvx.ops.move.sides import Buffers, SideArrays, flat, memory_of
 from kvx.spec.cache_spec import Spec
 
 _plan_load, _plan_free = native.entry("kvx_plan_load"), native.entry("kvx_plan_free")
@@ -49,7 +50,7 @@ class Digest:
 
 
 def digest(
-    cache: conversion.Buffers,  # every buffer, shard by shard
+    cache: Buffers,  # every buffer, shard by shard
     spec: Spec | Sequence[Spec],  # one a shard; shards must not hold the same heads twice
     *,
     blocks: Tensor | Sequence[int] | None = None,  # [n], or [num_seqs, columns]; None: all of them, in order
@@ -61,7 +62,7 @@ def digest(
     Waits for the device. Block size, layout, sharding and whether scales are inline make no difference; format and head size do.
     """
     shards = [spec] if isinstance(spec, Spec) else list(spec)
-    tensors = list(conversion.flat("cache", cache, "digest"))
+    tensors = list(flat("cache", cache, "digest"))
     check_buffers("digest", "cache", tensors, shards)
     twice = held_twice(shards)
     if twice:
@@ -115,8 +116,9 @@ def _digest_native(tensors: list[Tensor], spec: Spec, ids: Tensor, seq_lens: Ten
 def add_digest(out: Tensor, tensors: list[Tensor], spec: Spec, ids: Tensor, seq_lens: Tensor | None) -> None:
     """Add one shard's two sums to `out` [2] int64, on the current stream of its device, without waiting."""
     args = conversion.new_args(tensors[0].device)
-    args.dst_memory, args.table_memory = conversion.memory_of(tensors), conversion.memory_of([ids])
-    keep = conversion.fill_side(args, "src", tensors)
+    args.dst_memory, args.table_memory = memory_of(tensors), memory_of([ids])
+    source = SideArrays(tensors)
+    source.fill(args, "src")
     native.fill_array(args.src_blocks, ids)
     if seq_lens is not None:
         native.fill_array(args.seq_lens, seq_lens)
@@ -127,7 +129,7 @@ def add_digest(out: Tensor, tensors: list[Tensor], spec: Spec, ids: Tensor, seq_
     status = _digest(plan_handle, ctypes.addressof(args), out.data_ptr(), native.stream_of(out))
     message = native.last_error()  # before the next call changes it
     _plan_free(plan_handle)
-    del keep
+    del source  # it must live as long as the call
     if status:
         native.raise_status(status, message, call="digest()")
 
