@@ -67,7 +67,7 @@ def _differences(old: BenchResult, new: BenchResult) -> list[str]:
 def _show_movements(rows: list[dict[str, Any]]) -> None:
     if not rows:
         return
-    table = Table("case", "old", "new", "share of ceiling", "times as fast", "", box=None, pad_edge=False)
+    table = Table("case", "old", "new", "share of peak", "times as fast", "", box=None, pad_edge=False)
     for row in rows:
         shares = "" if row["old_share"] is None or row["new_share"] is None else f"{row['old_share']:.0%} -> {row['new_share']:.0%}"
         ratio = "" if row["times_as_fast"] is None else f"{row['times_as_fast']:.2f}"
@@ -88,7 +88,7 @@ def table(
     only: Annotated[str, typer.Option(help="List only the cases whose line contains this text.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Show saved results in one table: each case, its share of the ceiling, its fastest peer, and which of them is ahead."""
+    """Show saved results in one table: each case, its share of the measured peak, the fastest peer, and which of the two is ahead."""
     results = [result for path in where for result in read_results(path)]
     cases = [(r, m) for r in results for m in r.cases.values() if only in f"{r.bench} {m.case}"]
     counts = Counter(m.verdict for _, m in cases)
@@ -96,7 +96,7 @@ def table(
         rows = [{"file": r.path.name, "machine": r.machine, **_row(m)} for r, m in cases]
         typer.echo(json.dumps({"counts": counts, "rows": rows}, indent=1))
         return
-    shown = Table("case", "kvx", "share of ceiling", "fastest peer", "its time", "times as fast", "", box=None, pad_edge=False)
+    shown = Table("case", "kvx", "share of peak", "fastest peer", "its time", "times as fast", "", box=None, pad_edge=False)
     last = None
     for result, m in cases:
         if result is not last:

@@ -132,7 +132,7 @@ def _cuda(problems: list[dict[str, str]]) -> dict[str, Any]:
         problems.append(
             {
                 "what": "torch sees a GPU, but libkvx was compiled without CUDA",
-                "fix": "pip install kvx-cu13, or KVX_CUDA=ON make build with nvcc on PATH",
+                "fix": "install the wheel kvx-cu13 (docs/install.md), or KVX_CUDA=ON make build with nvcc on PATH",
             }
         )
     for gpu in gpus if archs else ():
@@ -229,13 +229,23 @@ def import_problem(module: str) -> str:
 
 
 def doctor(
-    first: Annotated[str, typer.Argument(metavar="[A]", help="Blocks of one engine in a store: DIR/<32 digits>.")] = "",
-    second: Annotated[str, typer.Argument(metavar="[B]", help="Those of another: can the two share them?")] = "",
+    first: Annotated[
+        str, typer.Argument(metavar="[A]", help="Folder of one engine's blocks in a store: DIR/<32 hex digits>.")
+    ] = "",
+    second: Annotated[
+        str, typer.Argument(metavar="[B]", help="Folder of another engine's blocks. Reports whether the two can share them.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     imports: Annotated[
         bool, typer.Option("--imports", help="Also import each optional package, in its own process. Slow.")
     ] = False,
-    probe: Annotated[str, typer.Option("--probe", help="A prompt both engines had, JSON of token ids: where do they differ?")] = "",
+    probe: Annotated[
+        str,
+        typer.Option(
+            "--probe",
+            help="JSON file of token ids, a prompt that both processed. Reports the first token, layer and head that differ.",
+        ),
+    ] = "",
 ) -> None:
     """Check this installation: what works, what does not, and the command that fixes it. Exit code 0 when the core works.
     With A and B: whether two engines can share blocks, and what differs. Exit code 1 when they cannot, or differ."""

@@ -25,7 +25,9 @@ def verify(
     second: Annotated[
         str, typer.Argument(metavar="[B]", help="Another cache file, in any layout, block size and number of ranks.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with digests by part; the page shows it.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON with the digest of each part of the cache; `kvx page` can show it.")
+    ] = False,
 ) -> None:
     """Check a cache file against its seal (checksum), or compare two files: format, geometry and content. Exit code 1 when they
     differ."""

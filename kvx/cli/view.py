@@ -16,7 +16,9 @@ def view(
     recording: Annotated[
         Path | None, typer.Argument(help="File of `kvx generate --record` or kvx.view.record(); one that still grows is followed.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at. Another than this machine's own wants a token.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. If others can reach it, an access token is made and printed with the URL.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0: any that is free.")] = PORT,
 ) -> None:
     """Serve the page that shows KV caches in a browser, with a recording to replay, and /metrics for Prometheus."""
