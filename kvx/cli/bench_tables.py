@@ -88,7 +88,7 @@ def table(
     only: Annotated[str, typer.Option(help="List only the cases whose line contains this text.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Show saved results in one table: each case, its share of the measured peak, the fastest peer, and which of the two is ahead."""
+    """Show saved results in one table: each case, its share of the measured peak, the fastest peer, and which one is ahead."""
     results = [result for path in where for result in read_results(path)]
     cases = [(r, m) for r in results for m in r.cases.values() if only in f"{r.bench} {m.case}"]
     counts = Counter(m.verdict for _, m in cases)
