@@ -22,7 +22,6 @@ from kvx.spec import CacheSpec, Spec, StateSpec
 from kvx.spec.layer_specs import layer_specs
 from kvx.tiers import DiskTier
 from tests.engines.hybrid_gguf import END
-from tests.engines.llama_cpp import LlamaCpp
 from tests.engines.vllm_process import generate, kvx_connector
 
 MODEL, BLOCK = "weights-made-by-the-test", 32
@@ -109,6 +108,8 @@ class HybridPaged:
 
 class HybridLlama:
     def __init__(self, gguf: Path, folder: Path) -> None:
+        from tests.engines.llama_cpp import LlamaCpp  # which other environments do not have
+
         self.llama = LlamaCpp(gguf, folder, name=MODEL)
 
     def prefill(self, ids: Sequence[int]) -> Handover:
