@@ -170,7 +170,7 @@ def kept_spec(spec: Spec | None, layout: str, format: str) -> Spec | None:
     if layout not in ("", CANONICAL):
         raise BadArgument(f'extra config: layout is {layout!r}; it must be "canonical", or "" for blocks as the engine has them.')
     if isinstance(spec, StateSpec):
-        return spec.replaced(layout=spec.block_layout) if layout == CANONICAL else spec
+        return spec.replaced(layout=spec.block_layout, block_bytes=0) if layout == CANONICAL else spec
     if not isinstance(spec, CacheSpec):
         return None
     if layout == CANONICAL or format:

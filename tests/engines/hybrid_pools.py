@@ -6,6 +6,7 @@ SGLang's kernels need a GPU, so what the pools hold comes from a handover. Impor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ import torch
 
 import kvx
 from kvx.adapters.sglang.pools import Ranks, read_pool
-from kvx.adapters.transformers import KvxCache
-from kvx.adapters.transformers.handover import export_cache
-from kvx.handover import Handover
+from kvx.handover import Handover, from_manifest
 from kvx.handover.model_parts import model_parts
 from kvx.handover.part import Part
 from kvx.layout.state_rows import state_row
 from kvx.spec import StateSpec
 from tests.engines import sglang_pools as sgl
+from tests.engines.hybrid_engines import contents, prefilled
 from tests.engines.sglang_pools import PoolHitPolicy, PoolName, PoolTransfer
 
 
@@ -112,6 +112,34 @@ class SglangRank:
         self.store.close()
 
 
+class HybridSglang:
+    """Of the process of a session: SGLang over a store, for prompts of whole pages. K and V are Transformers'."""
+
+    def __init__(self, folder: str, store: str, model: str, page: int, num_tokens: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._store, self._name, self._page = Path(store), model, page
+        self._like = prefilled(self._model, [3] * num_tokens, page, model)
+        self._open().close()  # others see in the directory that it is there
+
+    def _open(self) -> SglangRank:
+        return SglangRank(self._store, self._name, self._model.config, self._like, page=self._page)
+
+    def write(self, ids: list[int]) -> None:
+        with closing(self._open()) as one:
+            one.write(prefilled(self._model, ids, self._page, self._name), sgl.keys(ids, self._page))
+
+    def read(self, ids: list[int]) -> dict[str, Any]:
+        """How many tokens it finds, as far as it could go on, and the content of its pools after it read them."""
+        keys, got = sgl.keys(ids, self._page), from_manifest(self._like.to_json())
+        with closing(self._open()) as one:
+            count = one.found(got, keys, len(keys)).kv_hit_pages
+            if count == len(keys):
+                one.load(got, keys)
+        return {"cached": count * self._page, "contents": [str(each) for each in contents(got)]}
+
+
 def _pool_name(part: Part) -> Any:
     return PoolName.MAMBA if isinstance(part.spec, StateSpec) else PoolName.SWA if part.window else PoolName.KV
 
@@ -120,11 +148,3 @@ def _page_spec(part: Part) -> StateSpec:
     assert isinstance(part.spec, StateSpec)
     layout = state_row("sglang.host").layout(part.spec.planes)
     return part.spec.replaced(layout=layout, positions=())
-
-
-def prefilled(model: Any, ids: list[int], block_size: int, name: str) -> Handover:
-    """By Transformers, in whole blocks."""
-    cache = KvxCache(model.config, block_size=block_size)
-    with torch.no_grad():
-        model(torch.tensor([ids]), past_key_values=cache)
-    return export_cache(cache, ids, model=name, block_size=block_size)

@@ -25,8 +25,8 @@ from kvx.handover.part import Part
 from kvx.spec import StateSpec
 from tests.engines import sglang_pools as sgl
 from tests.engines import small_models
-from tests.engines.hybrid_engines import MODEL, HybridPaged
-from tests.engines.hybrid_pools import SglangRank, prefilled
+from tests.engines.hybrid_engines import MODEL, HybridPaged, contents, prefilled
+from tests.engines.hybrid_pools import SglangRank
 
 KEPT, PROMPT, ANSWER, WINDOW = 256, 300, 16, 64
 FP8 = "fp8_e4m3_per_token_head_inline"
@@ -172,13 +172,7 @@ def test_others_find_what_it_wrote_and_it_finds_theirs(models, case, block, tmp_
 
 def _digests(handover: Handover, ranks: int) -> list[list[kvx.Digest]]:
     """Of each rank's part of it, as it is now."""
-    return [_contents(mine) for mine in handover.shard(ranks)]
-
-
-def _contents(handover: Handover) -> list[kvx.Digest]:
-    """In one order of parts, which engines do not share."""
-    parts = sorted(handover.parts, key=lambda p: (isinstance(p.spec, StateSpec), p.layers))
-    return [part.digest(handover.num_tokens) for part in parts]
+    return [contents(mine) for mine in handover.shard(ranks)]
 
 
 def _read(path: Any, model: Any, like: Handover, case: Case, keys: Sequence[str]) -> list[list[kvx.Digest]]:
@@ -189,7 +183,7 @@ def _read(path: Any, model: Any, like: Handover, case: Case, keys: Sequence[str]
             assert reader.found(mine, keys, len(keys)).kv_hit_pages == len(keys)
             got = from_manifest(mine.to_json())
             reader.load(got, keys)
-            found.append(_contents(got))
+            found.append(contents(got))
     return found
 
 
