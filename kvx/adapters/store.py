@@ -9,9 +9,12 @@ with CacheTiers(cache, disk="/var/kv", model=name) as tiers, share(tiers): ...  
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from numpy.typing import ArrayLike
 
@@ -20,7 +23,8 @@ from kvx.cache.tokens import token_ids
 from kvx.connector.neighbours import CacheNeighbours, Neighbours
 from kvx.connector.tier_stack import TierStack
 from kvx.errors import BadArgument, a_type
-from kvx.handover import Handover, find, keep, names, part_kind
+from kvx.handover import NEUTRAL, NEUTRAL_LATENT, Handover, find, keep, names, part_kind
+from kvx.handover.model_parts import ModelPart, model_parts
 from kvx.handover.part import neutral
 from kvx.spec import CacheSpec, Spec, StateSpec
 from kvx.tiers import BlockKind, CacheTiers, TierOption
@@ -40,6 +44,29 @@ class StorePart(NamedTuple):
     spec: Spec  # of its blocks in the store: block size, format, heads of this rank, model. Its layout is not looked at
     layers: Sequence[int]  # of the model
     window: int = 0
+
+
+def store_parts(
+    config: str | Path | Mapping[str, Any],  # of the model: its folder, config.json, fields or Transformers config
+    *,
+    model: str,  # a name that only these weights have
+    block_size: int,
+    dtype: str = "bf16",  # in which the engine has its K and V, and its convolutions
+    format: str = "",  # of K and V in the store; "": the same
+    state_format: str = "",  # of recurrent matrices; "": as Transformers keeps them, mostly f32
+) -> list[StorePart]:
+    """The parts of a model as engines keep them: what a HandoverStore takes of one with windows or states."""
+
+    def spec(part: ModelPart) -> Spec:
+        count = len(part.layers)
+        if part.planes:
+            return StateSpec(1, tuple(p.spec(dtype, state_format) for p in part.planes), num_layers=count, model=model)
+        return CacheSpec(
+            1, block_size, part.num_kv_heads, part.head_dim, v_head_dim=part.v_head_dim, format=format or dtype, num_layers=count,
+            layout=NEUTRAL_LATENT if part.is_latent else NEUTRAL, model=model,
+        )  # fmt: skip
+
+    return [StorePart(spec(part), part.layers, part.window) for part in model_parts(config)]
 
 
 class HandoverStore:
@@ -62,9 +89,8 @@ class HandoverStore:
         whole = sum(kind.num_bytes for kind in kinds)
         self._tiers = [option.share(kind.num_bytes, whole).open(kind) for kind in kinds]
         self._neighbours = [
-            Neighbours([option], TierStack(kind, [tier]), part.spec, namer_of=namer_of)
+            Neighbours([option], TierStack(kind, [tier]), part.spec, namer_of=namer_of, block_size=self.block_size)
             for kind, tier, part in zip(kinds, self._tiers, self._parts, strict=True)
-            if isinstance(part.spec, CacheSpec)
         ]
 
     def find(self, tokens: ArrayLike) -> Handover | None:
@@ -87,11 +113,19 @@ class HandoverStore:
         of_kv = [p.spec.of_kv for p in handover.parts if isinstance(p.spec, CacheSpec)]
         if any(spec.block_size != self.block_size or (spec.format, spec.v_format) != (format, "") for spec in of_kv):
             handover = handover.convert(block_size=self.block_size, format=format)
-        count = keep(handover, self._tiers)
+        count = keep(self._in_order(handover), self._tiers)
         ids = handover.tokens.tolist()
         for one in self._neighbours:
             one.lead(ids, names(ids, self.block_size, self.model))
         return count
+
+    def _in_order(self, handover: Handover) -> Handover:
+        """With its parts in the store's order: engines have different ones."""
+        order = {(p.layers, isinstance(p.spec, StateSpec)): n for n, p in enumerate(self._parts)}
+        places = [order.get((p.layers, isinstance(p.spec, StateSpec)), -1) for p in handover.parts]
+        if sorted(places) != list(range(len(order))) or places == sorted(places):
+            return handover  # keep() says what differs
+        return replace(handover, parts=tuple(p for _, p in sorted(zip(places, handover.parts, strict=True), key=itemgetter(0))))
 
     def close(self) -> None:
         for one in self._neighbours:

@@ -19,7 +19,7 @@ from kvx.handover import NEUTRAL, NEUTRAL_LATENT
 from kvx.handover.memory import has_scales
 from kvx.layout.plan import Plan, plan
 from kvx.ops.move.convert import convert
-from kvx.spec import CacheSpec
+from kvx.spec import CacheSpec, Spec, StateSpec
 from kvx.tiers import Block, BlockKind, HostTier, TierOption
 from kvx.tiers.memory import HostMemory
 
@@ -43,8 +43,8 @@ class BlockStore:
         kind: BlockKind,
         scheme: Scheme,
         *,
-        spec: CacheSpec | None = None,  # of a block as it is kept; None: blocks go whole
-        wanted: CacheSpec | None = None,  # what the engine has; None: blocks of other kinds are not looked for
+        spec: Spec | None = None,  # of a block as it is kept; None: blocks go whole
+        wanted: Spec | None = None,  # what the engine has; None: blocks of other kinds are not looked for
     ) -> None:
         self.kind, self.spec = kind, spec
         self.stack = TierStack(kind, [open_tier(option, kind) for option in options])
@@ -52,7 +52,7 @@ class BlockStore:
         self._memory = HostMemory(kind) if host is None else host.memory
         self._scheme = scheme
         self._others = None if wanted is None else OtherKinds(options, kind, wanted, scheme)
-        self._plans: dict[tuple[int, CacheSpec, bool], Plan] = {}
+        self._plans: dict[tuple[int, Spec, bool], Plan] = {}
 
     # --- which are there ---------------------------------------------------------------------------------------------------
 
@@ -71,19 +71,30 @@ class BlockStore:
         return [*(f.has for f in self._others.families(self._scheme)), self._has_alias]
 
     def _has_alias(self, names: list[bytes]) -> list[bool]:
+        return [any(all(f.has(there)) for there, _, f in self._led(name)) for name in names]
+
+    def _led(self, name: bytes) -> list[tuple[tuple[bytes, ...], Alias, Family]]:
+        """Names of blocks that hold what is wanted under this one, as far as records say: of a state the one that it ends with."""
         assert self._others is not None
-        return [any(all(f.has(alias.names)) for alias, f in self._others.alias(name)) for name in names]
+        found = []
+        for alias, scheme, family in self._others.alias(name):
+            names: tuple[bytes | None, ...] = alias.names
+            if isinstance(self.spec, StateSpec):
+                names = (alias.end_name(self._scheme.block_size, scheme.block_size),)
+            if None not in names:
+                found.append((tuple(n for n in names if n is not None), alias, family))
+        return found
 
     # --- out of the engine's memory into the store -------------------------------------------------------------------------
 
-    def copy_from(self, spec: CacheSpec, buffers: Sequence[Tensor], ids: Sequence[int]) -> list[Block]:
+    def copy_from(self, spec: Spec, buffers: Sequence[Tensor], ids: Sequence[int]) -> list[Block]:
         """Blocks of the engine's memory, which this spec describes, as the store keeps them."""
         blocks = self._memory.take(len(ids))
         if ids:
             self._convert_into(blocks, spec, buffers, ids)
         return blocks
 
-    def _convert_into(self, blocks: Sequence[Block], spec: CacheSpec, buffers: Sequence[Tensor], ids: Sequence[int]) -> None:
+    def _convert_into(self, blocks: Sequence[Block], spec: Spec, buffers: Sequence[Tensor], ids: Sequence[int]) -> None:
         into = [block.buffers[0] for block in blocks]
         convert(list(buffers), into, plan=self._plan(len(ids), spec, False), src_blocks=ids, dst_blocks=list(range(len(ids))))
 
@@ -110,16 +121,14 @@ class BlockStore:
         return [self._fetch_alias(name) if block is None else block for name, block in zip(names, found, strict=True)]
 
     def _fetch_alias(self, name: bytes) -> StoredBlock | None:
-        assert self._others is not None
-        for alias, family in self._others.alias(name):
-            found = family.get(alias.names)
+        for names, alias, family in self._led(name):
+            found = family.get(names)
             if None not in found:
-                return StoredBlock(tuple(zip(*(blocks for blocks in found if blocks is not None), strict=True)), family, alias)
+                shards = tuple(zip(*(blocks for blocks in found if blocks is not None), strict=True))
+                return StoredBlock(shards, family, None if isinstance(self.spec, StateSpec) else alias)
         return None
 
-    def copy_into(
-        self, spec: CacheSpec, buffers: Sequence[Tensor], ids: Sequence[int], found: Sequence[StoredBlock | None]
-    ) -> None:
+    def copy_into(self, spec: Spec, buffers: Sequence[Tensor], ids: Sequence[int], found: Sequence[StoredBlock | None]) -> None:
         """Into blocks of the engine's memory, which this spec describes. Those of one kind go together."""
         together: dict[Family | None, list[tuple[StoredBlock, int]]] = {}
         for here, n in zip(found, ids, strict=True):
@@ -136,12 +145,13 @@ class BlockStore:
             p = self._plan(len(several), spec, True) if family is None else family.plan(len(several), spec)
             convert(blocks, list(buffers), plan=p, src_blocks=list(range(len(several))), dst_blocks=[n for _, n in several])
 
-    def _plan(self, count: int, spec: CacheSpec, is_load: bool) -> Plan:
+    def _plan(self, count: int, spec: Spec, is_load: bool) -> Plan:
         key = count, spec, is_load
         if key not in self._plans:
             assert self.spec is not None
             kept = self.spec.replaced(num_blocks=count)
-            self._plans[key] = plan(kept, spec) if is_load else plan(spec, kept)
+            layers = kept.layer_start, kept.layer_start + kept.num_layers  # the engine's memory may have more, not filled
+            self._plans[key] = plan(kept, spec, layers=layers) if is_load else plan(spec, kept, layers=layers)
         return self._plans[key]
 
     def close(self) -> None:
@@ -152,11 +162,16 @@ class BlockStore:
             self._others.close()
 
 
-def kept_spec(spec: CacheSpec | None, layout: str, format: str) -> CacheSpec | None:
-    """How the store keeps what the engine has as `spec`, by the user's `layout` and `format`; None of blocks that go whole."""
+def kept_spec(spec: Spec | None, layout: str, format: str) -> Spec | None:
+    """How the store keeps what the engine has as `spec`, by the user's `layout` and `format`; None of blocks that go whole.
+
+    States have the engine's numbers, whatever the format.
+    """
     if layout not in ("", CANONICAL):
         raise BadArgument(f'extra config: layout is {layout!r}; it must be "canonical", or "" for blocks as the engine has them.')
-    if spec is None:
+    if isinstance(spec, StateSpec):
+        return spec.replaced(layout=spec.block_layout, block_bytes=0) if layout == CANONICAL else spec
+    if not isinstance(spec, CacheSpec):
         return None
     if layout == CANONICAL or format:
         layout = NEUTRAL if len(spec.planes) == 2 else NEUTRAL_LATENT

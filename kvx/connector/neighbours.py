@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvx.connector.store_kinds import Family, OtherKinds, is_plain
-from kvx.connector.store_names import Alias, Scheme, alias_kind, aliases, write_alias
+from kvx.connector.store_names import Alias, Scheme, alias_kind, aliases, state_names, write_alias
 from kvx.connector.tier_stack import TierStack
 from kvx.errors import KvxError
 from kvx.handover import names as rule_names
 from kvx.layout.buffers import allocate_buffers
 from kvx.ops.move.convert import convert
-from kvx.spec import CacheSpec
+from kvx.spec import CacheSpec, Spec, StateSpec
 from kvx.tiers import Block, CacheTiers, DiskTier, TierOption
 from kvx.tiers.option import DISK_BYTES
 
@@ -39,14 +39,15 @@ class Neighbours:
         self,
         options: Sequence[TierOption],  # those that the stack was opened from
         stack: TierStack,
-        spec: CacheSpec,  # of one of its blocks
+        spec: Spec,  # of one of its blocks
         *,
         namer_of: NamerOf,  # of engines that have hashes of their own, by what their kinds say
+        block_size: int = 0,  # of states, whose spec does not say it: tokens between their names
         logger: logging.Logger = _LOGGER,
     ) -> None:
         self._stack, self._spec, self._logger = stack, spec, logger
-        self._namer_of = namer_of
-        self._kinds = OtherKinds(options, stack.kind, spec, Scheme("", spec.block_size))
+        self._namer_of, self._size = namer_of, block_size or spec.block_size
+        self._kinds = OtherKinds(options, stack.kind, spec, Scheme("", self._size))
         self._records: dict[object, DiskTier] = {}
 
     def take_over(self, tokens: Sequence[int], names: Sequence[bytes], first: int = 0) -> int:
@@ -59,18 +60,36 @@ class Neighbours:
 
     def _take(self, family: Family, tokens: Sequence[int], names: Sequence[bytes], first: int) -> int:
         # A block that was rounded must not come under a name of blocks that were not.
-        if any(s.of_kv.format != self._spec.of_kv.format for s in family.specs):
+        if any([p.format for p in s.planes] != [p.format for p in self._spec.planes] for s in family.specs):
             return 0
         wanted_here = names[first:]
         missing = [name for name, has in zip(wanted_here, self._stack.has_any(wanted_here), strict=True) if not has]
+        if isinstance(self._spec, StateSpec):
+            return self._take_states(family, tokens, names, set(missing)) if missing else 0
         theirs = self._names(family.scheme, tokens) if missing else []
         there = dict(zip(theirs, family.has(theirs), strict=True)) if theirs else {}
-        lead = aliases(names, self._spec.block_size, theirs, family.scheme.block_size)
+        lead = aliases(names, self._size, theirs, family.scheme.block_size)
         wanted = [(name, lead[name]) for name in missing if name in lead and all(there[n] for n in lead[name].names)]
         for start in range(0, len(wanted), _AT_ONCE):
             made = dict(self._converted(family, wanted[start : start + _AT_ONCE]))
             self._stack.put(list(made), list(made.values()))
         return len(wanted)
+
+    def _take_states(self, family: Family, tokens: Sequence[int], names: Sequence[bytes], missing: set[bytes]) -> int:
+        """States that stand where a block ends here and there. By the rule, blocks of any size may have named them."""
+        taken, is_own = 0, family.tiers[0].kind.text == self._stack.kind.text
+        sizes = [family.scheme.block_size] if family.scheme.block_size else self._kinds.rule_sizes()
+        for size in (size for size in sizes if not (is_own and size == self._size)):
+            theirs = state_names(self._names(Scheme(family.scheme.names, size), tokens), size, self._size)
+            mine = state_names(names, self._size, size)
+            both = [(mine[end], theirs[end]) for end in mine if end in theirs and mine[end] in missing]
+            has = family.has([there for _, there in both])
+            wanted = [(name, Alias(0, (there,))) for (name, there), ok in zip(both, has, strict=True) if ok]
+            made = dict(self._converted(family, wanted))
+            self._stack.put(list(made), list(made.values()))
+            missing -= set(made)
+            taken += len(made)
+        return taken
 
     def _names(self, scheme: Scheme, tokens: Sequence[int]) -> list[bytes]:
         """None of a scheme that nobody here can make."""
@@ -86,7 +105,7 @@ class Neighbours:
                 continue
             shards = zip(*(blocks for blocks in found if blocks is not None), strict=True)
             into = allocate_buffers(self._spec)
-            src, dst = alias.tables(self._spec.block_size, family.scheme.block_size)
+            src, dst = ([0], [0]) if isinstance(self._spec, StateSpec) else alias.tables(self._size, family.scheme.block_size)
             p = family.plan(len(alias.names), self._spec)
             convert([b.buffers[0] for shard in shards for b in shard], into, plan=p, src_blocks=src, dst_blocks=dst)
             yield name, self._stack.kind.block(into)
@@ -104,14 +123,19 @@ class Neighbours:
 
     def _lead(self, scheme: Scheme, tokens: Sequence[int], names: Sequence[bytes], are_coming: bool) -> int:
         there = [] if are_coming else self._stack.has_any(names)
-        names = names[: there.index(False)] if False in there else names
-        pages = self._names(scheme, tokens[: len(names) * self._spec.block_size])
-        found = aliases(pages, scheme.block_size, names, self._spec.block_size)
+        is_state = isinstance(self._spec, StateSpec)
+        names = names[: there.index(False)] if False in there and not is_state else names
+        pages = self._names(scheme, tokens[: len(names) * self._size])
+        found = aliases(pages, scheme.block_size, names, self._size)
+        if is_state:  # of pages that end where one stands
+            here = dict(zip(names, there, strict=True))
+            ends = {page: alias.end_name(scheme.block_size, self._size) for page, alias in found.items()}
+            found = {page: found[page] for page, end in ends.items() if end is not None and here.get(end)}
         written = 0
         for folder, tiers in self._kinds.schemes()[scheme].items():
             has = zip(*(tier.has_now(list(found)) for tier in tiers), strict=True)
             wanted = [page for page, own in zip(found, has, strict=True) if not all(own)]  # their own pages, of every rank
-            kind = alias_kind(self._spec.model, scheme, Scheme("", self._spec.block_size))
+            kind = alias_kind(self._spec.model, scheme, Scheme("", self._size))
             if (folder, scheme) not in self._records:
                 self._records[folder, scheme] = DiskTier(folder / kind.digest.hex(), kind, _RECORDS_BYTES, threads=1)
             tier = self._records[folder, scheme]

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
+from dataclasses import fields
 from math import lcm
 from typing import NamedTuple
 
 import torch
 
 from kvx.errors import BadArgument, Damaged, KvxError
-from kvx.spec import CacheSpec, spec_from_json
+from kvx.spec import CacheSpec, Spec, StateSpec, spec_from_json
 from kvx.tiers import Block, BlockKind
 
 SKIP = -1
@@ -24,14 +25,21 @@ NAMES = "names"  # of a kind's manifest
 ALIAS = "kvx_alias"
 _VERSION = 1
 _HEAD = struct.Struct("<QII")  # the first token of the page in its sequence, how many names, bytes of a name
+BLOCK_SIZE = "block_size"  # tokens between names: of K and V a field of the spec, of states under an engine's own names beside it
 _SPEC_FIELDS = {"kvx_manifest", *CacheSpec.__dataclass_fields__}
+_STATE_FIELDS = {"kvx_manifest", *(f.name for f in fields(StateSpec) if f.init)}
 
 
 class Scheme(NamedTuple):
     """Blocks of so many tokens, by names of this engine; "" is the rule."""
 
     names: str
-    block_size: int
+    block_size: int  # 0: a state by the rule, which any block that ends where it stands may name
+
+    @classmethod
+    def of(cls, kind: BlockKind) -> Scheme:
+        size = kind.manifest.get(BLOCK_SIZE, 0)
+        return cls(str(kind.manifest.get(NAMES, "")), size if isinstance(size, int) else 0)
 
 
 def named_kind(kind: BlockKind, names: str, **facts: str | int) -> BlockKind:
@@ -41,13 +49,19 @@ def named_kind(kind: BlockKind, names: str, **facts: str | int) -> BlockKind:
 
 def spec_of(kind: BlockKind) -> tuple[CacheSpec, dict[str, str | int]] | None:
     """The spec that a kind says, and what it says beside it; None where it is no cache of K and V."""
-    inner = {name: value for name, value in kind.manifest.items() if name in _SPEC_FIELDS}
+    found = any_spec_of(kind)
+    return (found[0], found[1]) if found is not None and isinstance(found[0], CacheSpec) else None
+
+
+def any_spec_of(kind: BlockKind) -> tuple[Spec, dict[str, str | int]] | None:
+    """The same of states too; None where a kind says no spec."""
+    known = _STATE_FIELDS if "planes" in kind.manifest else _SPEC_FIELDS
+    inner = {name: value for name, value in kind.manifest.items() if name in known}
     try:
         spec = spec_from_json(json.dumps(inner))
     except KvxError:
         return None
-    beside = {name: value for name, value in kind.manifest.items() if name not in _SPEC_FIELDS}
-    return (spec, beside) if isinstance(spec, CacheSpec) else None
+    return spec, {name: value for name, value in kind.manifest.items() if name not in known}
 
 
 class Alias(NamedTuple):
@@ -55,6 +69,10 @@ class Alias(NamedTuple):
 
     first_token: int  # of the page, in its sequence
     names: tuple[bytes, ...]
+
+    def end_name(self, page_size: int, block_size: int) -> bytes | None:
+        """The name of the block that ends with the page, which a state has that stands there; None where none does."""
+        return None if (self.first_token + page_size) % block_size else self.names[-1]
 
     def tables(self, page_size: int, block_size: int) -> tuple[list[int], list[int]]:
         """Places among the names, and 0 where the page is, over the same tokens; SKIP elsewhere. For `kvx.convert`."""
@@ -108,6 +126,11 @@ def read_alias(block: Block) -> Alias:
         raise Damaged(f"an alias has {count} names of {width} bytes from token {first} on; its kind has room for fewer.")
     at = _HEAD.size
     return Alias(first, tuple(data[at + n * width : at + (n + 1) * width] for n in range(count)))
+
+
+def state_names(names: Sequence[bytes], size: int, other: int) -> dict[int, bytes]:
+    """Of names of blocks of so many tokens, those under which a state may be that blocks of another size end with too."""
+    return {end: names[end // size - 1] for end in range(lcm(size, other), len(names) * size + 1, lcm(size, other))}
 
 
 def aliases(page_names: Sequence[bytes], page_size: int, names: Sequence[bytes], block_size: int) -> dict[bytes, Alias]:

@@ -37,7 +37,11 @@ def names(tokens: ArrayLike, block_size: int, model: str) -> list[bytes]:
 def part_kind(spec: Spec, layers: Sequence[int], window: int = 0) -> BlockKind:
     """Of a part's blocks where the model has several parts, whose blocks may look alike: the manifest says which one it is."""
     kind = BlockKind.of(spec)
-    return BlockKind({**kind.manifest, "layers": ",".join(map(str, layers)), "window": window}, kind.buffer_bytes)
+    return BlockKind({**kind.manifest, **part_fields(layers, window)}, kind.buffer_bytes)
+
+
+def part_fields(layers: Sequence[int], window: int) -> dict[str, str | int]:
+    return {"layers": ",".join(map(str, layers)), "window": window}
 
 
 def keep(handover: Handover, tiers: Sequence[Tier], *, block_size: int = 0) -> int:

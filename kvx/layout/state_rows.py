@@ -29,12 +29,23 @@ class StateRow:
 
     def layout(self, planes: Sequence[PlaneSpec]) -> str:
         """The layout of these planes in this engine."""
+        names, axes = self._names(planes), {p.name: p.sizes for p in planes}
+        parts = "; ".join(f"{name}: {self.inside}{self.order(name, axes[name])}" for name in names)
+        return f"{self.outside}plane[{parts}]"
+
+    def shapes(self, planes: Sequence[PlaneSpec]) -> list[tuple[int, ...]]:
+        """Of each plane as the engine says it, in its order; a vector is no matrix of one column there."""
+        axes = {p.name: p.sizes for p in planes}
+        return [
+            tuple(size for a in self.order(name, axes[name]).split() if (size := axes[name][a]) and (a, size) != ("column", 1))
+            for name in self._names(planes)
+        ]
+
+    def _names(self, planes: Sequence[PlaneSpec]) -> list[str]:
         names = sorted(p.name for p in planes)
         if self.is_matrix_first:
             names.sort(key=lambda name: name.startswith("conv"))  # several convolutions keep their order
-        axes = {p.name: p.sizes for p in planes}
-        parts = "; ".join(f"{name}: {self.inside}{self.order(name, axes[name])}" for name in names)
-        return f"{self.outside}plane[{parts}]"
+        return names
 
     def order(self, name: str, axes: dict[str, int]) -> str:
         """A plane's own axes in this engine, outermost first."""

@@ -70,7 +70,9 @@ def test_what_has_no_words_goes_whole(form, tmp_path):
     assert spec is None
     assert facts["memory_format"] == form.format
     assert facts["worker"] == "1/2"
-    store = LmcacheStore(form, [TierOption.parse(f"disk:{tmp_path}")], (spec, facts), model=MODEL, names="lmcache:blake3")
+    store = LmcacheStore(
+        form, [TierOption.parse(f"disk:{tmp_path}")], (spec, facts), model=MODEL, names="lmcache:blake3", chunk_size=C
+    )
     chunk, back = torch.randint(0, 255, (form.num_bytes,), dtype=torch.uint8), torch.empty(form.num_bytes, dtype=torch.uint8)
     store.put([b"a"], store.stage([chunk]))
     store.load(store.fetch([b"a"]), [back])
@@ -91,7 +93,9 @@ def test_workers_share_heads_where_the_user_says_so():
 
 def test_memory_of_another_size_is_refused(tmp_path):
     form = FORMS["KV_2LTD"]
-    store = LmcacheStore(form, [TierOption.parse(f"disk:{tmp_path}")], described(form), model=MODEL, names="lmcache:blake3")
+    store = LmcacheStore(
+        form, [TierOption.parse(f"disk:{tmp_path}")], described(form), model=MODEL, names="lmcache:blake3", chunk_size=C
+    )
     with pytest.raises(BadArgument, match=rf"has 7 bytes; one of \[2, 3, 16, 32\] has {form.num_bytes}"):
         store.stage([torch.zeros(7, dtype=torch.uint8)])
     store.close()
@@ -149,7 +153,7 @@ def test_links_of_blocks_that_are_there(tmp_path):
     mine = names_field("builtin", 0)
     assert link(tokens, tmp_path, model=MODEL, chunk_size=16, names=mine) == 3
     form = FORMS["KV_2LTD"]
-    store = LmcacheStore(form, [TierOption.parse(f"disk:{tmp_path}")], described(form), model=MODEL, names=mine)
+    store = LmcacheStore(form, [TierOption.parse(f"disk:{tmp_path}")], described(form), model=MODEL, names=mine, chunk_size=C)
     assert store.has(chunk_names(tokens, 16, algorithm="builtin", root=0)) == [True] * 3 + [False]
     store.close()
 

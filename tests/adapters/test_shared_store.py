@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from kvx.errors import BadArgument
 from kvx.handover import NEUTRAL, Handover, Source, export_blocks, join, names
 from kvx.handover.paged_cache import read_sequence, write_sequence
 from kvx.handover.part import rank_specs
-from kvx.spec import CacheSpec, StateSpec, state_plane
+from kvx.spec import CacheSpec, PlaneSpec, StateSpec, state_plane
+from kvx.spec.formats import Format
 from kvx.tiers import BlockKind, CacheTiers, DiskTier
 
 MODEL, TOKENS = "weights-of-a-store", [(n * 29 + n // 5) % 241 for n in range(133)]
@@ -113,6 +115,65 @@ def test_states_beside(tmp_path):
         found = one.find(TOKENS)
     assert found is not None
     assert [p.content for p in found.parts] == [p.content for p in handover.parts]
+
+
+def hybrid(size: int, planes: tuple[PlaneSpec, ...], *, ranks: int = 1, rank: int = 0) -> list[StorePart]:
+    """K and V of layer 1, states of layers 0 and 2."""
+    states = StateSpec(1, planes, num_layers=2, model=MODEL).shard(ranks, rank)
+    return [StorePart(kept(size).replaced(num_layers=1), (1,)), StorePart(states, (0, 2))]
+
+
+def a_hybrid(planes: tuple[PlaneSpec, ...], num_tokens: int) -> Handover:
+    groups = [
+        kvx.LayerGroup("attention", (1,), CacheSpec(16, 16, HEADS, DIM, format="f32")),
+        kvx.LayerGroup("states", (0, 2), StateSpec(4, planes), kind=kvx.cache.kinds.State()),
+    ]
+    paged = kvx.PagedCache(groups, max_seqs=2, max_seq_len=256)
+    seq = paged.admit(TOKENS)
+    paged.extend(seq, num_tokens)
+    made = read_sequence(paged, seq, model=MODEL)
+    parts = [part for part in made.parts if isinstance(part.spec, StateSpec)]
+    for n, t in enumerate(parts[0].buffers):
+        t.view(torch.float32).copy_(torch.arange(t.numel() // 4) * 3.0 + n)
+    return replace(made, parts=tuple(part.sealed(num_tokens) for part in made.parts))
+
+
+@pytest.mark.parametrize(("theirs", "mine", "num_tokens"), [(32, 16, 128), (16, 64, 128), (16, 32, 112), (16, 16, 112)])
+def test_a_state_under_names_of_other_blocks(tmp_path, theirs, mine, num_tokens):
+    """It is found where a block of the reader's ends too, and nowhere else; parts may come in any order."""
+    planes = (state_plane("conv", "f32", channel=8, tap=3), state_plane("ssm", "f32", head=4, row=2, column=2))
+    handover, store = a_hybrid(planes, num_tokens), f"disk:{tmp_path}"
+    with HandoverStore(store, hybrid(theirs, planes)) as one, HandoverStore(store, hybrid(mine, planes)) as two:
+        one.keep(replace(handover, parts=handover.parts[::-1]))
+        found = two.find(TOKENS)
+        cut = two.find(TOKENS[: num_tokens - 1])
+    assert cut is None
+    if num_tokens % mine:
+        assert found is None
+        return
+    assert found is not None
+    assert found.num_tokens == num_tokens
+    assert [p.content for p in found.parts] == [p.content for p in handover.parts]
+
+
+def test_states_of_other_ranks_and_types(tmp_path):
+    planes = (state_plane("conv", "f32", channel=8, tap=3), state_plane("ssm", "f32", head=4, row=2, column=2))
+    handover, store = a_hybrid(planes, 128), f"disk:{tmp_path}"
+    one, two = handover.shard(2)
+    for rank, shard in enumerate((one, two)):
+        with HandoverStore(store, hybrid(16, planes)) as whole:
+            assert whole.find(TOKENS) is None  # a rank's state is missing
+        parts = hybrid(16, planes, ranks=2, rank=rank)
+        heads = shard.parts[0].kv
+        parts[0] = StorePart(kept(16).replaced(num_layers=1, num_kv_heads=heads.num_kv_heads, head_start=heads.head_start), (1,))
+        with HandoverStore(store, parts) as mine:
+            mine.keep(shard)
+    with HandoverStore(store, hybrid(16, planes)) as whole:
+        found = whole.find(TOKENS)
+    assert found is not None
+    assert [p.content for p in found.parts] == [p.content for p in handover.parts]
+    with HandoverStore(store, hybrid(16, tuple(replace(p, format=Format.named("bf16")) for p in planes))) as other:
+        assert other.find(TOKENS) is None
 
 
 def test_a_cache_and_handovers(tmp_path):

@@ -6,23 +6,20 @@ All have the same float32 weights. `computed` counts the tokens of the prompt th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import kvx
+from kvx.adapters.store import HandoverStore, store_parts
 from kvx.adapters.transformers import KvxCache, PagedModel, layer_groups
 from kvx.adapters.transformers.handover import export_cache, import_cache
-from kvx.handover import NEUTRAL, Handover, find, keep, part_kind
+from kvx.handover import Handover
 from kvx.runner import Engine, Params
 from kvx.runner.handover import export_sequence, resume
-from kvx.spec import CacheSpec, Spec, StateSpec
-from kvx.spec.layer_specs import layer_specs
-from kvx.tiers import DiskTier
+from kvx.spec import StateSpec
 from tests.engines.hybrid_gguf import END
-from tests.engines.llama_cpp import LlamaCpp
 from tests.engines.vllm_process import generate, kvx_connector
 
 MODEL, BLOCK = "weights-made-by-the-test", 32
@@ -35,6 +32,20 @@ NEAR = 5e-3
 class Said(NamedTuple):
     tokens: list[int]
     computed: int  # tokens of the prompt
+
+
+def contents(handover: Handover) -> list[kvx.Digest]:
+    """What its parts hold now, in one order of them: engines have different ones."""
+    parts = sorted(handover.parts, key=lambda p: (isinstance(p.spec, StateSpec), p.layers))
+    return [part.digest(handover.num_tokens) for part in parts]
+
+
+def prefilled(model: Any, ids: list[int], block_size: int, name: str) -> Handover:
+    """By Transformers, in whole blocks."""
+    cache = KvxCache(model.config, block_size=block_size)
+    with torch.no_grad():
+        model(torch.tensor([ids]), past_key_values=cache)
+    return export_cache(cache, ids, model=name, block_size=block_size)
 
 
 class HybridTransformers:
@@ -109,6 +120,8 @@ class HybridPaged:
 
 class HybridLlama:
     def __init__(self, gguf: Path, folder: Path) -> None:
+        from tests.engines.llama_cpp import LlamaCpp  # which other environments do not have
+
         self.llama = LlamaCpp(gguf, folder, name=MODEL)
 
     def prefill(self, ids: Sequence[int]) -> Handover:
@@ -139,13 +152,13 @@ class HybridVllm:
         return found
 
     def found(self, ids: Sequence[int]) -> Handover | None:
-        tiers = [self._tier(spec, layers, window) for spec, layers, window in self._parts]
-        return find(ids, tiers, parts=[(layers, window) for _, layers, window in self._parts])
+        with self._shared() as store:
+            return store.find(ids)
 
     def put(self, handover: Handover) -> None:
         """Into the store, in blocks of the connector's size."""
-        whole = handover.convert(block_size=BLOCK)
-        keep(whole, [self._tier(part.spec.replaced(num_blocks=1), part.layers, part.window) for part in whole.parts])
+        with self._shared() as store:
+            store.keep(handover)
 
     def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int, *, alone: bool = False) -> list[Said]:
         connector = None if alone else self._connector
@@ -156,27 +169,6 @@ class HybridVllm:
     def _connector(self) -> dict[str, Any]:
         return kvx_connector([f"disk:{self.store}"], model=MODEL, block_size=BLOCK)
 
-    @cached_property
-    def _parts(self) -> list[tuple[Spec, tuple[int, ...], int]]:
-        """As the connector has them: K and V by window, then states."""
-        kinds: dict[tuple[Any, ...], list[int]] = {}
-        layers = layer_specs(self.folder, "f32", state_format="f32")
-        for n, layer in enumerate(layers):
-            if layer.kv is not None:
-                kinds.setdefault((layer.window, layer.kv.num_kv_heads, layer.kv.head_dim), []).append(n)
-        found: list[tuple[Spec, tuple[int, ...], int]] = [
-            (CacheSpec(1, BLOCK, heads, dim, layout=NEUTRAL, format="f32", num_layers=len(same), model=MODEL), tuple(same), window)
-            for (window, heads, dim), same in sorted(kinds.items())
-        ]
-        states = tuple(n for n, layer in enumerate(layers) if layer.state is not None)
-        if states:
-            one = layers[states[0]].state
-            assert one is not None
-            spec = StateSpec(1, one.planes, num_layers=len(states), model=MODEL)
-            found.append((spec.replaced(layout=spec.block_layout), states, 0))
-        return found
-
-    def _tier(self, spec: Spec, layers: Sequence[int], window: int) -> DiskTier:
-        is_state = isinstance(spec, StateSpec)
-        kind = part_kind(spec.replaced(positions=()) if is_state else spec, layers, window)
-        return DiskTier(self.store / kind.digest.hex(), kind, 10**9)
+    def _shared(self) -> HandoverStore:
+        """The connector's directory, for who has handovers."""
+        return HandoverStore(f"disk:{self.store}", store_parts(self.folder, model=MODEL, block_size=BLOCK, dtype="f32"))

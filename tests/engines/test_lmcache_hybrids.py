@@ -7,27 +7,28 @@ engines on a CPU refuses such models itself.
 from __future__ import annotations
 
 import random
-import time
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("lmcache", reason="the package lmcache is not installed here; `make engines` makes .venv-lmcache, which has it")
-from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
-from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from lmcache.v1.multiprocess.transfer_context import worker_transfer
 
 import kvx
-from kvx.adapters.transformers import KvxCache
-from kvx.adapters.transformers.handover import export_cache, import_cache
+from kvx.adapters.store import HandoverStore, store_parts
+from kvx.adapters.transformers.handover import import_cache
+from kvx.errors import BadArgument
 from kvx.handover import Handover, from_manifest, join
-from kvx.handover.part import Part
 from kvx.spec import StateSpec
 from tests.engines import small_models
+from tests.engines.hybrid_engines import MODEL, HybridPaged, contents, prefilled
+from tests.engines.hybrid_objects import STATES, manager, objects_of
 from tests.engines.test_lmcache_server import Manager
 
-KEPT, PROMPT, ANSWER, NAME = 256, 300, 16, "weights-of-a-hybrid"
+KEPT, PROMPT, ANSWER = 256, 300, 16
+FP8 = "fp8_e4m3_per_token_head_inline"
 CASES = [("lfm2", 16, 1), ("lfm2", 128, 2), ("falcon_h1", 32, 1), ("falcon_h1", 128, 2), ("gemma4", 32, 1), ("gemma4", 16, 2)]
 
 
@@ -43,74 +44,119 @@ def models(tmp_path_factory) -> dict[str, Any]:
     return made
 
 
-class Objects:
-    """A part of a model as LMCache has it: a group's objects, one a chunk; of a window its last ones, of a state one."""
-
-    def __init__(self, part: Part, group: int, chunk: int, hashes: list[bytes], rank: tuple[int, int]) -> None:
-        self.part, is_state = part, isinstance(part.spec, StateSpec)
-        kv_rank = ObjectKey.ComputeKVRank(rank[1], rank[0], rank[1], rank[0])
-        mine = hashes[-1:] if is_state else hashes[part.first_block :]
-        self.keys = [ObjectKey(h, "tiny", kv_rank, object_group_id=group) for h in mine]
-        if is_state:  # bytes that LMCache does not look into
-            self.spec, shape = part.spec, (1, 1, sum(t.numel() for t in part.buffers) // 4)
-        else:
-            sizes = part.kv
-            shape = (2, sizes.num_layers, chunk, sizes.num_kv_heads * sizes.head_dim)
-            self.spec = sizes.replaced(layout="block | kv layer token head dim")
-        self.layout = MemoryLayoutDesc([torch.Size(shape)], [torch.float32])
-
-    def store(self, server: Manager) -> None:
-        objects = server.one.reserve_write(self.keys, self.layout)
-        assert list(objects) == self.keys
-        memory = [obj.tensor.view(-1).view(torch.uint8) for obj in objects.values()]
-        kvx.convert(list(self.part.buffers), memory, plan=kvx.plan(self.part.spec, self.spec))
-        before = server.adapter.get_usage().total_bytes_used
-        server.one.finish_write(self.keys)
-        until = time.monotonic() + 30
-        while server.adapter.get_usage().total_bytes_used < before + sum(t.numel() for t in memory):
-            assert time.monotonic() < until
-            time.sleep(0.01)
-
-    def load(self, server: Manager, into: Part) -> None:
-        assert server.prefetch(self.keys, self.layout) == len(self.keys)
-        memory = [t.reshape(-1).view(torch.uint8) for t in server.read(self.keys)]
-        kvx.convert(memory, list(into.buffers), plan=kvx.plan(self.spec, into.spec))
-
-
 def _answer(model: Any, ids: list[int], cache: Any = None) -> list[int]:
     how = {"do_sample": False, "min_new_tokens": ANSWER, "max_new_tokens": ANSWER, "pad_token_id": 0, "eos_token_id": None}
     with torch.no_grad():
         return model.generate(torch.tensor([ids]), past_key_values=cache, **how)[0, len(ids) :].tolist()
 
 
+@pytest.mark.parametrize("is_told", [False, True], ids=["whole", "by config"])
 @pytest.mark.parametrize(("name", "chunk", "ranks"), CASES, ids=lambda x: str(x))
-def test_another_server_goes_on_from_what_one_kept(models, name, chunk, ranks, tmp_path):
+def test_another_server_goes_on_from_what_one_kept(models, name, chunk, ranks, is_told, tmp_path):
     model, rng = models[name], random.Random(11)
     ids = [rng.randrange(3, 256) for _ in range(PROMPT)]
-    cache = KvxCache(model.config, block_size=chunk)
-    with torch.no_grad():
-        model(torch.tensor([ids[:KEPT]]), past_key_values=cache)
-    written = export_cache(cache, ids[:KEPT], model=NAME, block_size=chunk)
-    hashes, found = TokenHasher(chunk).compute_chunk_hashes(ids[:KEPT]), list[Handover]()
-    told = {"model": NAME, "chunk_size": chunk, "num_kv_heads": model.config.num_key_value_heads, "head_dim": 32}
+    written, found = prefilled(model, ids[:KEPT], chunk, MODEL), list[Handover]()
     for rank, mine in enumerate(written.shard(ranks)):
-        groups = [Objects(part, n, chunk, hashes, (rank, ranks)) for n, part in enumerate(mine.parts)]
-        writer, got = Manager(tmp_path, **told), from_manifest(mine.to_json())
-        for each in groups:
-            each.store(writer)
-        writer.close()
-        reader = Manager(tmp_path, **told)  # another server: nothing is known but the directory
-        for each, into in zip(groups, got.parts, strict=True):
-            each.load(reader, into)
-        if isinstance(mine.parts[-1].spec, StateSpec):  # it is found where it stands
-            elsewhere = Objects(mine.parts[-1], len(groups) - 1, chunk, hashes[:-1], (rank, ranks))
-            assert reader.prefetch(elsewhere.keys, elsewhere.layout) == 0
-        reader.close()
+        groups, got = objects_of(mine, ids[:KEPT], chunk, (rank, ranks)), from_manifest(mine.to_json())
+        with closing(manager(tmp_path, MODEL, model.config, chunk, is_told=is_told)) as writer:
+            for each in groups:
+                each.store(writer)
+        # Another server: nothing is known but the directory.
+        with closing(manager(tmp_path, MODEL, model.config, chunk, is_told=is_told)) as reader:
+            for each, into in zip(groups, got.parts, strict=True):
+                assert each.found(reader) == len(each.keys)
+                each.load(reader, into)
+            if isinstance(mine.parts[-1].spec, StateSpec):  # it is found where it stands
+                assert objects_of(mine, ids[: KEPT - chunk], chunk, (rank, ranks))[-1].found(reader) == 0
         got.check()  # every byte is the writer's
         found.append(got)
     alone = _answer(model, ids)
     assert len(set(alone)) > 5  # a text, in which a wrong cache would show
-    assert _answer(model, ids, import_cache(join(found), model.config, model=NAME, tokens=ids)) == alone
+    assert _answer(model, ids, import_cache(join(found), model.config, model=MODEL, tokens=ids)) == alone
+
+
+# Chunks, ranks of LMCache, and blocks in the store of an engine with one rank.
+OTHERS = [
+    ("lfm2", 16, 1, "", 32), ("lfm2", 128, 2, "bf16", 16), ("falcon_h1", 32, 1, FP8, 16), ("falcon_h1", 128, 2, "", 32),
+    ("gemma4", 32, 1, "", 16), ("gemma4", 16, 2, FP8, 32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "chunk", "ranks", "format", "block"), OTHERS, ids=lambda x: str(x)[:4])
+def test_others_find_what_it_wrote_and_it_finds_theirs(models, name, chunk, ranks, format, block, tmp_path):
+    """Transformers and the KVX runner through a HandoverStore, on the directory of LMCache's server."""
+    model, rng, told = models[name], random.Random(13), {"format": format} if format else {}
+    texts = [[rng.randrange(3, 256) for _ in range(PROMPT)] for _ in range(2)]
+    written, theirs = (prefilled(model, ids[:KEPT], chunk, MODEL) for ids in texts)
+
+    def server() -> Manager:
+        return manager(tmp_path, MODEL, model.config, chunk, **told)
+
+    kept = store_parts(model.config, model=MODEL, block_size=block, dtype="f32", format=format)
+    with HandoverStore(f"disk:{tmp_path}", kept) as store:
+        for rank, mine in enumerate(written.shard(ranks)):
+            with closing(server()) as one:
+                for each in objects_of(mine, texts[0][:KEPT], chunk, (rank, ranks)):
+                    each.store(one)
+        found = store.find(texts[0][:-1])
+        assert found is not None
+        assert found.num_tokens == KEPT
+        assert _digests(found.convert(format="f32"), ranks) == _read(server, written, texts[0][:KEPT], chunk, ranks)
+        store.keep(theirs)
+        rounded = theirs.convert(format=format).convert(format="f32") if format else theirs
+        assert _digests(rounded, ranks) == _read(server, theirs, texts[1][:KEPT], chunk, ranks)
+    if format:
+        return
+    alone, runner = _answer(model, texts[0]), HybridPaged(model)
+    assert len(set(alone)) > 5
+    assert _answer(model, texts[0], import_cache(found, model.config, model=MODEL, tokens=texts[0])) == alone
+    for handover in (None, found):
+        assert runner.decode(texts[0], ANSWER, handover).tokens == alone
+
+
+def _digests(handover: Handover, ranks: int) -> list[list[kvx.Digest]]:
+    return [contents(mine) for mine in handover.shard(ranks)]
+
+
+def _read(server: Any, like: Handover, ids: list[int], chunk: int, ranks: int) -> list[list[kvx.Digest]]:
+    """What LMCache's memory has of these chunks after they were read out of the store."""
+    found = []
+    for rank, mine in enumerate(like.shard(ranks)):
+        got = from_manifest(mine.to_json())
+        with closing(server()) as one:
+            for each, into in zip(objects_of(mine, ids, chunk, (rank, ranks)), got.parts, strict=True):
+                assert each.found(one) == len(each.keys)
+                each.load(one, into)
+        found.append(contents(got))
+    return found
+
+
+def test_states_are_found_by_lmcache_alone_where_the_engines_order_is_not_told(models, tmp_path, caplog):
+    """Pages of bytes: LMCache says neither their planes nor their types."""
+    model, ids = models["falcon_h1"], [n % 251 + 3 for n in range(64)]
+    written = prefilled(model, ids, 16, MODEL)
+    with closing(manager(tmp_path, MODEL, model.config, 16, states=None)) as one:
+        for each in objects_of(written, ids, 16):
+            each.store(one)
+        assert "of the group 1 are found by LMCache alone" in caplog.text
+    with closing(manager(tmp_path, MODEL, model.config, 16, states=None)) as one:
+        assert [each.found(one) for each in objects_of(written, ids, 16)] == [4, 1]
+    kept = store_parts(model.config, model=MODEL, block_size=16, dtype="f32")
+    with HandoverStore(f"disk:{tmp_path}", kept) as store:
+        assert store.find(ids) is None
+
+
+@pytest.mark.parametrize(
+    ("states", "says"),
+    [
+        ({"row": "vllm.sd"}, "it must say how the engine keeps them"),
+        ({**STATES, "row": "llama_cpp"}, "Rows are vllm.sd, vllm.ds"),
+        ({**STATES, "matrix": "fp8"}, "formats are bf16, f16, f32"),
+    ],
+)
+def test_what_is_wrong_with_states_is_said(models, states, says, tmp_path):
+    with pytest.raises(BadArgument, match=says):
+        manager(tmp_path, MODEL, models["lfm2"].config, 16, states=states)
 
 
 def test_lmcache_itself_takes_no_hybrids_from_an_engine_on_a_cpu():

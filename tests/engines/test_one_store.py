@@ -69,11 +69,14 @@ RANKS = {
         "f32", {"vllm": 128, "sglang": 16, "runner": 16, "transformers": 32, "paged": 32}, {"sglang": 2}, "page_first_direct"
     ),
 }
-# LMCache beside the others, on the same model: one worker and two. Not with SGLang: neither tells its tokens, so what one wrote the
-# other finds once an engine that has them was asked.
+# LMCache beside the others: SmolLM2 by one worker, and two that share two heads. Not with SGLang: neither tells its tokens, so what
+# one wrote the other finds once an engine that has them was asked.
 LMCACHE = {
-    "f32": Round("f32", {"lmcache": 32, "vllm": 16, "runner": 128, "transformers": 16, "paged": 32}),
-    "bf16_tp2": Round("bf16", {"lmcache": 128, "runner": 16, "transformers": 32, "paged": 16}, {"lmcache": 2}),
+    "smollm2_f32": Round("f32", {"lmcache": 32, "vllm": 16, "runner": 128, "transformers": 16, "llama_cpp": 128}),
+    "smollm2_bf16": Round("bf16", {"lmcache": 128, "runner": 32, "paged": 16}),
+    "smollm2_fp8": Round(FP8, {"lmcache": 16, "vllm": 32, "transformers": 128, "llama_cpp": 32}),
+    "plain_f32_tp2": Round("f32", {"lmcache": 16, "vllm": 128, "transformers": 32}, {"lmcache": 2}),
+    "plain_bf16_tp2": Round("bf16", {"lmcache": 128, "runner": 16, "transformers": 32, "paged": 16}, {"lmcache": 2}),
 }
 
 
@@ -123,7 +126,7 @@ def smollm2(small_model_copies, tmp_path_factory) -> Text:
 
     ids = list(AutoTokenizer.from_pretrained(small_model_copies.folder)(TEXT)["input_ids"])
     case = StoreCase(str(small_model_copies.folder), str(small_model_copies.gguf), "smollm2-in-one-store")
-    return make_text(case, ids, tmp_path_factory.mktemp("reference"), OTHERS)
+    return make_text(case, ids, tmp_path_factory.mktemp("reference"), list(ENGINES))
 
 
 @pytest.fixture(scope="module")
@@ -255,5 +258,5 @@ def test_ranks(plain, name, tmp_path):
 
 @pytest.mark.skipif(bool(NO_LMCACHE), reason=f"`make engines` makes {NO_LMCACHE}, which is not here")
 @pytest.mark.parametrize("name", LMCACHE)
-def test_lmcache(plain, name, tmp_path):
-    run(plain, LMCACHE[name], tmp_path, [])
+def test_lmcache(request, name, tmp_path):
+    run(request.getfixturevalue(name.split("_")[0]), LMCACHE[name], tmp_path, [])

@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import closing
+from copy import copy, deepcopy
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import kvx
-from kvx.adapters.sglang.pools import Ranks, read_pool
-from kvx.adapters.transformers import KvxCache
-from kvx.adapters.transformers.handover import export_cache, import_cache
+from kvx.adapters.store import HandoverStore, store_parts
+from kvx.adapters.transformers.handover import import_cache
+from kvx.errors import BadArgument
 from kvx.handover import Handover, from_manifest, join
 from kvx.handover.part import Part
-from kvx.layout.state_rows import state_row
-from kvx.spec import CacheSpec, StateSpec
+from kvx.spec import StateSpec
 from tests.engines import sglang_pools as sgl
 from tests.engines import small_models
-from tests.engines.sglang_pools import PoolHitPolicy, PoolName, PoolTransfer
+from tests.engines.hybrid_engines import MODEL, HybridPaged, contents, prefilled
+from tests.engines.hybrid_pools import SglangRank
 
-MODEL, KEPT, PROMPT, ANSWER, WINDOW = "hybrid-weights-of-a-test", 256, 300, 16, 64
+KEPT, PROMPT, ANSWER, WINDOW = 256, 300, 16, 64
 FP8 = "fp8_e4m3_per_token_head_inline"
 ROUNDING = {"": 0.0, "bf16": 2.0**-8, FP8: 2.0**-4}  # of one number
 
@@ -65,85 +67,9 @@ def models(tmp_path_factory) -> dict[str, Any]:
     return made
 
 
-class Instance:
-    """One rank of an SGLang: a host pool for each part of a model, as SGLang has them, and its storage backend."""
-
-    def __init__(self, folder: Any, config: Any, handover: Handover, case: Case, rank: int, layout: str = "page_first") -> None:
-        self.pools, self.read, self.case = {}, {}, case
-        for part in handover.parts:
-            self.pools[_pool_name(part)] = _pool(part, config, case, layout)
-        told = {"model": MODEL, "num_kv_heads": config.num_key_value_heads, "tp": (rank, case.ranks)}
-        if case.format:
-            told["format"] = case.format
-        self.store = sgl.StorageBackendFactory.create_backend("dynamic", sgl.config(folder, **told), self.pools[PoolName.KV])
-        self.store.register_mem_pool_host(self.pools[PoolName.KV])
-        ranks = Ranks(rank, case.ranks, num_kv_heads=told["num_kv_heads"], has_groups=len(self.pools) > 1)
-        for name, pool in self.pools.items():
-            self.store.register_mem_host_pool_v2(pool, name)
-            self.read[name] = read_pool(name, pool, model=MODEL, ranks=ranks)
-        self.store.on_host_pools_registered()
-
-    def transfer(self, part: Part, keys: Sequence[str]) -> PoolTransfer:
-        """Of the pages that a pool has: all, the last of a window, or that of a state."""
-        name = _pool_name(part)
-        size = 1 if isinstance(part.spec, StateSpec) else self.case.page
-        mine = list(keys[-1:] if isinstance(part.spec, StateSpec) else keys[part.first_block :])
-        self.pools[name].alloc(size)  # not the same places in every instance
-        where = self.pools[name].alloc(len(mine) * size)
-        policy = PoolHitPolicy.ALL_PAGES if name == PoolName.KV else PoolHitPolicy.TRAILING_PAGES
-        return PoolTransfer(name=name, host_indices=where, keys=mine, hit_policy=policy)
-
-    def fill(self, handover: Handover, number: int, told: PoolTransfer) -> None:
-        """What SGLang would have copied from its device."""
-        part, pool = handover.parts[number], self.pools[told.name]
-        if isinstance(part.spec, StateSpec):
-            page = torch.zeros(self.read[told.name].page_bytes, dtype=torch.uint8)
-            handover.write_planes(number, [page], _page_spec(part), [0])
-            pool.set_from_flat_data_page(int(told.host_indices[0]), page.view(pool.get_dummy_flat_data_page().dtype))
-            return
-        here = self.read[told.name]
-        pages = [-1] * part.first_block + here.blocks(here.pages(told.host_indices, len(told.keys)))
-        handover.write(number, list(here.buffers), _counted(here.spec), blocks=pages)
-
-    def take(self, part: Part, told: PoolTransfer) -> None:
-        """What the pool has, into a part of a handover."""
-        if isinstance(part.spec, StateSpec):
-            flat = self.pools[told.name].get_data_page(int(told.host_indices[0]), flat=True).contiguous().view(torch.uint8)
-            kvx.convert([flat], list(part.buffers), plan=kvx.plan(_page_spec(part), part.spec))
-            return
-        here = self.read[told.name]
-        pages = here.blocks(here.pages(told.host_indices, len(told.keys)))
-        plan = kvx.plan(_counted(here.spec), part.spec)
-        kvx.convert(list(here.buffers), list(part.buffers), plan=plan, src_blocks=pages, dst_blocks=list(range(len(pages))))
-
-
-def _pool_name(part: Part) -> Any:
-    return PoolName.MAMBA if isinstance(part.spec, StateSpec) else PoolName.SWA if part.window else PoolName.KV
-
-
-def _pool(part: Part, config: Any, case: Case, layout: str) -> Any:
-    if isinstance(part.spec, StateSpec):
-        return sgl.state_pool(config, list(part.layers), case.ranks)
-    sizes = {"layers": part.spec.num_layers, "heads": part.kv.num_kv_heads, "dim": part.kv.head_dim, "tokens": 1024}
-    return sgl.mha_pool(layout, page_size=case.page, dtype=torch.float32, **sizes)
-
-
-def _page_spec(part: Part) -> StateSpec:
-    assert isinstance(part.spec, StateSpec)
-    layout = state_row("sglang.host").layout(part.spec.planes)
-    return part.spec.replaced(layout=layout, positions=())
-
-
-def _counted(spec: CacheSpec) -> CacheSpec:
-    """Layers counted within the part, as a handover's are."""
-    return spec.replaced(layer_start=0)
-
-
-def _prefilled(model: Any, ids: list[int], page: int) -> Handover:
-    cache = KvxCache(model.config, block_size=page)
-    with torch.no_grad():
-        model(torch.tensor([ids]), past_key_values=cache)
-    return export_cache(cache, ids, model=MODEL, block_size=page)
+def _open(path: Any, model: Any, handover: Handover, case: Case, rank: int, layout: str = "page_first", **more: Any) -> SglangRank:
+    told = {"page": case.page, "rank": (rank, case.ranks), "format": case.format, "layout": layout, **more}
+    return SglangRank(path, MODEL, model.config, handover, **told)
 
 
 def _answer(model: Any, ids: list[int], cache: Any = None) -> list[int]:
@@ -152,35 +78,31 @@ def _answer(model: Any, ids: list[int], cache: Any = None) -> list[int]:
         return model.generate(torch.tensor([ids]), past_key_values=cache, **how)[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.model}-{c.page}-tp{c.ranks}-{(c.format or 'f32')[:4]}")
+def _said(case: Case) -> str:
+    return f"{case.model}-{case.page}-tp{case.ranks}-{(case.format or 'f32')[:4]}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=_said)
 def test_another_instance_goes_on_from_what_one_wrote(models, case, tmp_path):
     model, rng = models[case.model], random.Random(11)
     ids = [rng.randrange(3, 256) for _ in range(PROMPT)]
-    written = _prefilled(model, ids[:KEPT], case.page)
+    written = prefilled(model, ids[:KEPT], case.page, MODEL)
     keys, found = sgl.keys(ids[:PROMPT], case.page)[: PROMPT // case.page], []
     num_kept = KEPT // case.page
     for rank, mine in enumerate(written.shard(case.ranks)):
-        writer = Instance(tmp_path, model.config, mine, case, rank, case.layout)
-        told = [writer.transfer(part, keys[:num_kept]) for part in mine.parts]
-        for n, transfer in enumerate(told):
-            writer.fill(mine, n, transfer)
-        assert all(all(done) for done in writer.store.batch_set_v2(told).values())
-        writer.store.close()
+        writer = _open(tmp_path, model, mine, case, rank, case.layout)
+        writer.write(mine, keys[:num_kept])
+        writer.close()
 
-        reader = Instance(tmp_path, model.config, mine, case, rank, "layer_first")
-        # As SGLang asks: with the pages that each pool needs at the end of the prompt.
-        wanted = [reader.transfer(part, keys[:num_kept]) for part in mine.parts]
-        told = [PoolTransfer(name=t.name, keys=t.keys, hit_policy=t.hit_policy) for t in wanted if t.name != PoolName.KV]
-        hit = reader.store.batch_exists_v2(keys, told)
+        reader = _open(tmp_path, model, mine, case, rank, "layer_first")
+        hit = reader.found(mine, keys, num_kept)
         assert (hit.kv_hit_pages, hit.restorable_prefix_pages[-1]) == (num_kept, num_kept)
-        if len(mine.parts) > 1 and not mine.parts[-1].window:  # a state stands at one place
+        if isinstance(mine.parts[-1].spec, StateSpec):  # it stands at one place
             assert hit.restorable_prefix_pages == [num_kept]
-            assert reader.store.batch_exists_v2(keys[: num_kept - 1], told).kv_hit_pages == 0
-        assert all(all(done) for done in reader.store.batch_get_v2(wanted).values())
+            assert reader.found(mine, keys[: num_kept - 1], num_kept).kv_hit_pages == 0
         got = from_manifest(mine.to_json())
-        for part, transfer in zip(got.parts, wanted, strict=True):
-            reader.take(part, transfer)
-        reader.store.close()
+        reader.load(got, keys[:num_kept])
+        reader.close()
         if not case.format:
             got.check()  # every byte is the writer's
         for a, b in zip(got.parts, mine.parts, strict=True):
@@ -205,19 +127,86 @@ def _compare(got: Part, want: Part, rounding: float) -> None:
         assert ((x.view_as(rows) - rows).abs() <= room).all()
 
 
-def test_states_of_other_ranks_are_misses(models, tmp_path):
-    """Falcon-H1 by one rank and by two: of states each finds its own alone, so nothing can be gone on from."""
-    ids = [n % 251 + 3 for n in range(64)]
-    written, keys = _prefilled(models["falcon_h1"], ids, 16), sgl.keys(ids, 16)
-    config = models["falcon_h1"].config
-    one = Instance(tmp_path, config, written, Case("falcon_h1", 16), 0)
-    told = [one.transfer(part, keys) for part in written.parts]
-    for n, transfer in enumerate(told):
-        one.fill(written, n, transfer)
-    assert all(all(done) for done in one.store.batch_set_v2(told).values())
-    half = Instance(tmp_path, config, written.shard(2)[0], Case("falcon_h1", 16, ranks=2), 0)
-    wanted = [PoolTransfer(name=PoolName.MAMBA, keys=keys[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES)]
-    assert half.store.batch_exists(keys) == 4  # K and V of any ranks
-    assert half.store.batch_exists_v2(keys, wanted).kv_hit_pages == 0
-    for each in (one, half):
-        each.store.close()
+# With blocks of another size in the store than SGLang's pages, and SGLang by one rank and two while the others have one.
+OTHERS = [
+    (Case("lfm2", 16), 32),
+    (Case("lfm2", 32, ranks=2), 16),
+    (Case("lfm2", 128, format="bf16", layout="page_head"), 32),
+    (Case("falcon_h1", 128), 32),
+    (Case("falcon_h1", 16, ranks=2, layout="page_first_direct"), 128),
+    (Case("falcon_h1", 32, format=FP8), 16),
+    (Case("gemma4", 32), 16),
+    (Case("gemma4", 16, ranks=2, layout="page_head"), 32),
+    (Case("gemma4", 16, format=FP8), 32),
+]
+
+
+@pytest.mark.parametrize(("case", "block"), OTHERS, ids=lambda c: _said(c) if isinstance(c, Case) else str(c))
+def test_others_find_what_it_wrote_and_it_finds_theirs(models, case, block, tmp_path):
+    """Transformers and the KVX runner through a HandoverStore, on the directory of SGLang's pools."""
+    model, rng = models[case.model], random.Random(13)
+    texts = [[rng.randrange(3, 256) for _ in range(PROMPT)] for _ in range(2)]
+    written, theirs = (prefilled(model, ids[:KEPT], case.page, MODEL) for ids in texts)
+    keys = [sgl.keys(ids[:KEPT], case.page) for ids in texts]
+    kept = store_parts(model.config, model=MODEL, block_size=block, dtype="f32", format=case.format)
+    with HandoverStore(f"disk:{tmp_path}", kept) as store:
+        for rank, mine in enumerate(written.shard(case.ranks)):
+            with closing(_open(tmp_path, model, mine, case, rank, case.layout)) as one:
+                one.write(mine, keys[0])
+        found = store.find(texts[0][:-1])
+        assert found is not None
+        assert found.num_tokens == KEPT
+        # The same as SGLang itself has there, which of another prompt has what the store has.
+        assert _digests(found.convert(format="f32"), case.ranks) == _read(tmp_path, model, written, case, keys[0])
+        store.keep(theirs)
+        rounded = theirs.convert(format=case.format).convert(format="f32") if case.format else theirs
+        assert _digests(rounded, case.ranks) == _read(tmp_path, model, theirs, case, keys[1])
+    if case.format:
+        return
+    alone, runner = _answer(model, texts[0]), HybridPaged(model)
+    assert len(set(alone)) > 5  # a text, in which a wrong cache would show
+    assert _answer(model, texts[0], import_cache(found, model.config, model=MODEL, tokens=texts[0])) == alone
+    for handover in (None, found):
+        assert runner.decode(texts[0], ANSWER, handover).tokens == alone
+
+
+def _digests(handover: Handover, ranks: int) -> list[list[kvx.Digest]]:
+    """Of each rank's part of it, as it is now."""
+    return [contents(mine) for mine in handover.shard(ranks)]
+
+
+def _read(path: Any, model: Any, like: Handover, case: Case, keys: Sequence[str]) -> list[list[kvx.Digest]]:
+    """What SGLang's pools have of these pages after it was read out of the store."""
+    found = []
+    for rank, mine in enumerate(like.shard(case.ranks)):
+        with closing(_open(path, model, mine, case, rank, "layer_first")) as reader:
+            assert reader.found(mine, keys, len(keys)).kv_hit_pages == len(keys)
+            got = from_manifest(mine.to_json())
+            reader.load(got, keys)
+            found.append(contents(got))
+    return found
+
+
+def test_without_the_models_config_it_finds_its_own_alone(models, tmp_path, caplog):
+    """Which layers a pool has SGLang does not say, so nothing is guessed; states are found by the same ranks."""
+    ids, model = [n % 251 + 3 for n in range(64)], models["falcon_h1"]
+    written, keys = prefilled(model, ids, 16, MODEL), sgl.keys(ids, 16)
+    with closing(_open(tmp_path, model, written, Case("falcon_h1", 16), 0, is_told=False)) as one:
+        assert "found by SGLang alone" in caplog.text
+        one.write(written, keys)
+        assert one.found(written, keys, 4).kv_hit_pages == 4
+    with closing(_open(tmp_path, model, written.shard(2)[0], Case("falcon_h1", 16, ranks=2), 0, is_told=False)) as half:
+        assert half.store.batch_exists(keys) == 4  # K and V of any ranks
+        assert half.found(written.shard(2)[0], keys, 4).kv_hit_pages == 0
+    kept = store_parts(model.config, model=MODEL, block_size=16, dtype="f32")
+    with HandoverStore(f"disk:{tmp_path}", kept) as store:
+        assert store.find(ids) is None
+
+
+def test_a_config_of_another_model_is_refused(models, tmp_path):
+    written = prefilled(models["falcon_h1"], [n % 251 + 3 for n in range(64)], 16, MODEL)
+    model = copy(models["falcon_h1"])
+    model.config = deepcopy(model.config)
+    model.config._name_or_path = models["lfm2"].config._name_or_path
+    with pytest.raises(BadArgument, match=r"config says that the pool 'kv' has 1 of 1 heads.*SGLang's has 2 layers of 2 heads"):
+        _open(tmp_path, model, written, Case("falcon_h1", 16), 0)

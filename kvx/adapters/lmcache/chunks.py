@@ -1,28 +1,31 @@
 """LMCache's memory objects as caches of KVX: the one place that knows their formats. LMCache is not imported.
 
 A chunk of K and V lies in the store as LMCache has it, in one run. Objects whose bytes KVX has no words for (several groups of
-layers in one, fp8 without scales, states) go whole, with a manifest that only the same object has.
+layers in one, fp8 without scales, states of an engine that is not told) go whole, with a manifest that only the same object has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvx.connector.block_store import BlockStore, StoredBlock, kept_spec
-from kvx.connector.store_names import Scheme, named_kind
+from kvx.connector.block_store import CANONICAL, BlockStore, StoredBlock, kept_spec
+from kvx.connector.store_names import BLOCK_SIZE, Scheme, named_kind
 from kvx.errors import BadArgument
+from kvx.handover.model_parts import ModelPart
 from kvx.layout.engines import ENGINES
-from kvx.spec import CacheSpec
+from kvx.layout.state_rows import state_row
+from kvx.spec import CacheSpec, Spec, StateSpec
 from kvx.tiers import Block, BlockKind, TierOption
 
 FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 WHOLE = -1  # in place of a layer: the chunk has all of them
 # LMCache's MemoryFormat to a row of docs/layouts.md.
+STATE_ROWS_OF_PAGES = ("vllm.sd", "vllm.ds")
 _ROWS = {"KV_2LTD": "lmcache.2ltd", "KV_T2D": "lmcache.t2d", "KV_2TD": "lmcache.2td", "KV_MLA_FMT": "lmcache.mla"}
 
 
@@ -92,6 +95,62 @@ def read_chunk(
     return spec, facts
 
 
+def part_of(form: ChunkForm, parts: Sequence[ModelPart], num_ranks: int) -> ModelPart | None:
+    """The part of a model whose K and V such chunks hold; None where none has these sizes, or several have, or they are states."""
+    axes, is_latent = form.axes(), form.format == "KV_MLA_FMT"
+    if axes is None:
+        return None
+    layers, _, row = axes
+    found = [
+        p
+        for p in parts
+        if not p.planes and p.is_latent == is_latent and not p.v_head_dim and len(p.layers) == layers
+        and row == p.head_dim * (1 if is_latent else max(1, p.num_kv_heads // num_ranks))
+    ]  # fmt: skip
+    return found[0] if len(found) == 1 else None
+
+
+@dataclass(frozen=True)
+class EngineStates:
+    """How the engine before LMCache keeps states: LMCache sees pages of bytes."""
+
+    row: str  # of docs/layouts.md: the order of axes
+    conv: str  # the format of convolutions
+    matrix: str  # of recurrent matrices
+
+    @classmethod
+    def read(cls, told: Any) -> EngineStates:
+        known = {f.name for f in fields(cls)}
+        if not isinstance(told, Mapping) or set(told) != known or told["row"] not in STATE_ROWS_OF_PAGES:
+            raise BadArgument(
+                f"extra config: states is {told!r}; it must say how the engine keeps them, such as "
+                f'{{"row": "vllm.sd", "conv": "bf16", "matrix": "f32"}}. Rows are {", ".join(STATE_ROWS_OF_PAGES)}.'
+            )
+        wrong = next((told[name] for name in ("conv", "matrix") if told[name] not in FORMATS.values()), None)
+        if wrong is not None:
+            raise BadArgument(f"extra config: states says {wrong!r}; formats are {', '.join(FORMATS.values())}.")
+        return cls(**told)
+
+
+def read_states(
+    form: ChunkForm, parts: Sequence[ModelPart], told: EngineStates, *, model: str, worker: Worker
+) -> tuple[StateSpec, ModelPart] | None:
+    """The spec of an object that holds one state: of each layer a page, whose end is padding. None where it is no such object."""
+    found, shape = [p for p in parts if p.planes], form.shapes[0]
+    if len(form.shapes) != 1 or len(shape) != 4 or shape[0] != 1 or len(found) != 1 or shape[1] != len(found[0].layers):
+        return None
+    planes = tuple(p.spec(told.conv, told.matrix) for p in found[0].planes)
+    mine = StateSpec(1, planes, num_layers=shape[1], model=model).shard(worker.size, worker.rank)
+    page, content = form.num_bytes // shape[1], mine.block_content_bytes // shape[1]
+    if page < content:
+        raise BadArgument(
+            f"extra config: by config and states a layer's state has {content} bytes; LMCache's objects {list(shape)} have {page}. "
+            "Leave states out, and they are found by LMCache alone."
+        )
+    layout = state_row(told.row).layout(mine.planes).replace("layer | block", "layer block")
+    return mine.replaced(layout=layout, block_bytes=page if page > content else 0), found[0]
+
+
 def _heads(heads: int, is_latent: bool, worker: Worker) -> tuple[dict[str, str | int], int]:
     total = worker.num_kv_heads
     if worker.size == 1:
@@ -120,18 +179,21 @@ class LmcacheStore(BlockStore):
         self,
         form: ChunkForm,
         options: Sequence[TierOption],
-        described: tuple[CacheSpec | None, dict[str, str | int]],  # by `read_chunk`
+        described: tuple[Spec | None, dict[str, str | int]],  # by `read_chunk` or `read_states`
         *,
         model: str,
         names: str,  # what the kind says of LMCache's names
+        chunk_size: int,
         layout: str = "",  # "canonical", or "" as LMCache has a chunk
         format: str = "",  # "": as LMCache's
     ) -> None:
         self.form, (self.chunk_spec, facts) = form, described
-        spec = kept_spec(self.chunk_spec, layout, format)
+        self._is_state = isinstance(self.chunk_spec, StateSpec)  # kept without the padding of the engine's pages
+        spec = kept_spec(self.chunk_spec, CANONICAL if self._is_state else layout, format)
         kind = BlockKind({"model": model}, (form.num_bytes,)) if spec is None else BlockKind.of(spec)
-        size = 1 if self.chunk_spec is None else self.chunk_spec.block_size
-        super().__init__(options, named_kind(kind, names, **facts), Scheme(names, size), spec=spec, wanted=self.chunk_spec)
+        facts = facts | ({BLOCK_SIZE: chunk_size} if self._is_state else {})
+        scheme = Scheme(names, 1 if self.chunk_spec is None else chunk_size)
+        super().__init__(options, named_kind(kind, names, **facts), scheme, spec=spec, wanted=self.chunk_spec)
 
     def lent(self, memory: Sequence[Tensor]) -> list[Block] | None:
         """Chunks as they lie in LMCache's memory, for who holds it; None where the store keeps them otherwise."""
@@ -143,6 +205,9 @@ class LmcacheStore(BlockStore):
         """Copies of chunks, each a run of bytes, as the store keeps them."""
         for each in memory:
             self._require(each)
+        if self._is_state:
+            assert self.chunk_spec is not None
+            return [block for each in memory for block in self.copy_from(self.chunk_spec, [each], [0])]
         if self.chunk_spec is not None:
             return self.copy_from(self.chunk_spec.replaced(num_blocks=max(1, len(memory))), memory, range(len(memory)))
         blocks = self._memory.take(len(memory))
@@ -165,6 +230,9 @@ class LmcacheStore(BlockStore):
         if self.chunk_spec is None:
             for here, each in elsewhere:
                 each.copy_(here.blocks[0][0].buffers[0])
+        elif self._is_state:
+            for here, each in elsewhere:
+                self.copy_into(self.chunk_spec, [each], [0], [here])
         elif elsewhere:
             spec, into = self.chunk_spec.replaced(num_blocks=len(elsewhere)), [each for _, each in elsewhere]
             self.copy_into(spec, into, range(len(into)), [here for here, _ in elsewhere])

@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvx.adapters.lmcache.chunks import ChunkForm, LmcacheStore, Worker, read_chunk
+from kvx.adapters.lmcache.chunks import ChunkForm, LmcacheStore
 from kvx.connector.settings import Settings
 from kvx.errors import BadArgument
+from kvx.spec import Spec
 
 _OURS = ("timeout_s", "layout", "num_kv_heads")
 
@@ -32,18 +33,18 @@ class StoreConfig:
             raise BadArgument("extra config: block_size is LMCache's own, chunk_size; it keeps whole chunks.")
         return cls(settings, extra.get("timeout_s", 5.0), str(extra.get("layout") or ""), number(extra, "num_kv_heads"))
 
-    def open(self, form: ChunkForm, *, names: str, chunk_size: int, head_dim: int, worker: Worker, parts: int = 1) -> LmcacheStore:
-        """`parts`: into how many the capacity is shared out, for workers and layers have a folder each."""
-        model = self.settings.model
-        return LmcacheStore(
-            form,
-            [option.share(1, parts) for option in self.settings.tiers],
-            read_chunk(form, model=model, chunk_size=chunk_size, head_dim=head_dim, worker=worker),
-            model=model,
-            names=names,
-            layout=self.layout,
-            format=self.settings.format,
-        )
+    def open(
+        self,
+        form: ChunkForm,
+        described: tuple[Spec | None, dict[str, str | int]],  # by `read_chunk` or `read_states`
+        *,
+        names: str,
+        chunk_size: int,
+        shares: int = 1,  # into how many the capacity is shared out, for workers and layers have a folder each
+    ) -> LmcacheStore:
+        tiers = [option.share(1, shares) for option in self.settings.tiers]
+        how = {"layout": self.layout, "format": self.settings.format}
+        return LmcacheStore(form, tiers, described, model=self.settings.model, names=names, chunk_size=chunk_size, **how)
 
 
 def number(extra: Mapping[str, Any], name: str, default: int = 0) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmcache.v1.memory_management import MemoryFormat
 
-from kvx.adapters.lmcache.chunks import WHOLE, ChunkForm, LmcacheStore, Worker
+from kvx.adapters.lmcache.chunks import WHOLE, ChunkForm, LmcacheStore, Worker, read_chunk
 from kvx.adapters.lmcache.config import StoreConfig
 from kvx.adapters.lmcache.engine_hash import names_made_here
 from kvx.adapters.lmcache.names import name_of
@@ -51,10 +51,10 @@ class EngineChunks:
                 is_shared = m.use_mla and m.world_size > 1 and self._saves_first_rank_only()
                 if is_shared:  # LMCache's first rank writes for all of them
                     worker = Worker()
-                parts = (1 if m.use_mla else m.world_size) * (m.kv_shape[0] if self._config.use_layerwise else 1)
-                self.stores[form] = told.open(
-                    form, names=self.names, chunk_size=self._config.chunk_size, head_dim=m.kv_shape[4], worker=worker, parts=parts
-                )  # fmt: skip
+                shares = (1 if m.use_mla else m.world_size) * (m.kv_shape[0] if self._config.use_layerwise else 1)
+                size = self._config.chunk_size
+                spec = read_chunk(form, model=told.settings.model, chunk_size=size, head_dim=m.kv_shape[4], worker=worker)
+                self.stores[form] = told.open(form, spec, names=self.names, chunk_size=size, shares=shares)
             return self.stores[form]
 
     def _saves_first_rank_only(self) -> bool:

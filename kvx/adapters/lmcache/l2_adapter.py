@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,14 +24,16 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from kvx.adapters.lmcache.chunks import ChunkForm, LmcacheStore, Worker, memory_of
+from kvx.adapters.lmcache.chunks import ChunkForm, EngineStates, LmcacheStore, Worker, memory_of, part_of, read_chunk, read_states
 from kvx.adapters.lmcache.config import StoreConfig, number
 from kvx.adapters.lmcache.names import BLAKE3, CHUNK_SIZE, name_of, names_field
 from kvx.connector.store_calls import StoreCalls, steps
 from kvx.errors import BadArgument
+from kvx.handover.model_parts import ModelPart, model_parts
+from kvx.spec import Spec
 
 LOGGER = logging.getLogger("kvx")
-_OURS = ("head_dim", "chunk_size", "hash_algorithm")
+_OURS = ("head_dim", "chunk_size", "hash_algorithm", "config", "states")
 _STORE, _LOOKUP, _LOAD = "store", "lookup", "load"
 _Place = tuple[str, int, int]  # whose objects have a kind of their own: LMCache's model, rank and group
 
@@ -46,11 +49,16 @@ class KvxL2Adapter(L2AdapterInterface):
         self._calls = StoreCalls(timeout_s=self._config.timeout_s, logger=LOGGER)
         self._lock = threading.Lock()
         self._model = ""  # LMCache's name of the model whose weights `model` names
+        self._parts = model_parts(config["config"]) if config.get("config") else ()
+        self._states = EngineStates.read(config["states"]) if config.get("states") else None
+        if self._states is not None and len(self._parts) < 2:
+            raise BadArgument("extra config: states is for a model whose config has layers with states; give its folder as config.")
+        self._groups: dict[ModelPart, int] = {}  # LMCache's number of the group that holds a part
         self._stores: dict[tuple[_Place, ChunkForm], LmcacheStore] = {}
         self._next, self._answers = 0, {what: dict[int, Any]() for what in (_STORE, _LOOKUP, _LOAD)}
         self._events = {what: create_event_notifier() for what in self._answers}
         self._threads = {what: ThreadPoolExecutor(1, thread_name_prefix=f"kvx-l2-{what}") for what in self._answers}
-        if not self._head_dim:
+        if not self._head_dim and len(self._parts) < 2:
             LOGGER.warning(
                 "KVX: adapter_params has no head_dim, and LMCache does not say it. Chunks are kept whole, for LMCache alone; "
                 "with the head_dim of the model other engines find them too."
@@ -98,13 +106,38 @@ class KvxL2Adapter(L2AdapterInterface):
             if (place, form) not in self._stores:
                 size = kv_rank >> 24 & 0xFF or 1
                 worker = Worker(kv_rank >> 16 & 0xFF, size, self._config.num_kv_heads)
-                names, head_dim = self._names, self._head_dim
-                if group:  # some of the layers, not said which: they go whole
-                    names, head_dim = f"{names}:group{group}", 0
+                names, described = self._described(form, worker, group)
                 self._stores[place, form] = self._config.open(
-                    form, names=names, chunk_size=self._chunk_size, head_dim=head_dim, worker=worker, parts=size
-                )
+                    form, described, names=names, chunk_size=self._chunk_size, shares=size
+                )  # fmt: skip
             return self._stores[place, form]
+
+    def _described(self, form: ChunkForm, worker: Worker, group: int) -> tuple[str, tuple[Spec | None, dict[str, str | int]]]:
+        """Under which names such objects are kept, and as what. Which layers a group has LMCache does not say."""
+        told: dict[str, Any] = {"model": self._config.settings.model, "chunk_size": self._chunk_size}
+        if len(self._parts) < 2 and not group:
+            return self._names, read_chunk(form, head_dim=self._head_dim, worker=worker, **told)
+        part = part_of(form, self._parts, worker.size)
+        if part is not None and self._groups.setdefault(part, group) == group:
+            worker = replace(worker, num_kv_heads=part.num_kv_heads)
+            spec, facts = read_chunk(form, head_dim=part.head_dim, worker=worker, **told)
+            return self._names, (spec, facts | part.fields())
+        if self._states is not None:
+            state = read_states(form, self._parts, self._states, model=told["model"], worker=worker)
+            if state is not None and self._groups.setdefault(state[1], group) == group:
+                return self._names, (state[0], state[1].fields())
+        self._note(form, group)
+        return f"{self._names}:group{group}", read_chunk(form, head_dim=0, worker=worker, **told)
+
+    def _note(self, form: ChunkForm, group: int) -> None:
+        why = 'give the folder of the model as "config" in adapter_params'
+        if self._parts:
+            why = 'they are not one part\'s K and V by the config, nor its states by "states" in adapter_params'
+        shapes = " ".join(str(list(shape)) for shape in form.shapes)
+        LOGGER.warning(
+            "KVX: objects %s of the group %d are found by LMCache alone, which does not say the layers of a group: %s.",
+            shapes, group, why,
+        )  # fmt: skip
 
     def _by_store(self, keys: Sequence[Any], forms: Sequence[ChunkForm]) -> list[tuple[LmcacheStore, list[int], list[bytes]]]:
         places: dict[tuple[_Place, ChunkForm], list[int]] = {}

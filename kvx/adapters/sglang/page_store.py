@@ -10,8 +10,9 @@ from torch import Tensor
 from kvx.adapters.sglang.names import SGLANG
 from kvx.adapters.sglang.pools import HostPool
 from kvx.connector.block_store import BlockStore, StoredBlock, kept_spec
-from kvx.connector.store_names import Scheme, named_kind
+from kvx.connector.store_names import BLOCK_SIZE, Scheme, named_kind
 from kvx.errors import BadArgument
+from kvx.spec import StateSpec
 from kvx.tiers import Block, BlockKind, TierOption
 
 
@@ -26,10 +27,10 @@ class PageStore(BlockStore):
         format: str = "",  # "": as the pool's
     ) -> None:
         self.pool = pool
-        spec = kept_spec(pool.page_spec, layout, format)
+        spec = kept_spec(pool.kept_spec, layout, format)
         kind = BlockKind({"model": model}, (pool.page_bytes,)) if spec is None else BlockKind.of(spec)
-        kind = named_kind(kind, SGLANG, **pool.facts)
-        super().__init__(options, kind, Scheme(SGLANG, pool.page_size), spec=spec, wanted=pool.spec)
+        facts = pool.facts | ({BLOCK_SIZE: pool.tokens} if isinstance(spec, StateSpec) else {})
+        super().__init__(options, named_kind(kind, SGLANG, **facts), Scheme(SGLANG, pool.tokens), spec=spec, wanted=pool.kept_spec)
 
     # --- out of the pool into the store ------------------------------------------------------------------------------------
 
@@ -37,10 +38,7 @@ class PageStore(BlockStore):
         """Copies of these pages as the store keeps them."""
         if self.pool.spec is not None:
             return self.copy_from(self.pool.spec, self.pool.buffers, self.pool.blocks(pages))
-        blocks = self._memory.take(len(pages))
-        for block, page in zip(blocks, pages, strict=True):
-            block.buffers[0].copy_(_flat(self.pool.pool.get_data_page(page, flat=True)))
-        return blocks
+        return self.stage_flat([self.pool.pool.get_data_page(page, flat=True) for page in pages])
 
     def stage_flat(self, pages: Sequence[Tensor]) -> list[Block]:
         """Of pages as SGLang's own `get_data_page` gives them."""
@@ -61,12 +59,16 @@ class PageStore(BlockStore):
 
     def load(self, found: Sequence[StoredBlock | None], pages: Sequence[int]) -> list[bool]:
         """Into these pages of the pool."""
-        if self.pool.spec is None:
-            for page, here in zip(pages, found, strict=True):
-                if here is not None:
-                    self.pool.pool.set_from_flat_data_page(page, here.blocks[0][0].buffers[0].view(self._page_dtype()))
-        else:
+        if self.pool.spec is not None:
             self.copy_into(self.pool.spec, self.pool.buffers, self.pool.blocks(pages), found)
+            return [here is not None for here in found]
+        for page, here in zip(pages, found, strict=True):
+            if here is not None:
+                flat = here.blocks[0][0].buffers[0]
+                if here.family is not None or self.spec != self.pool.page_spec:
+                    flat = torch.empty(self.pool.page_bytes, dtype=torch.uint8)
+                    self.load_flat(here, flat)
+                self.pool.pool.set_from_flat_data_page(page, flat.view(self._page_dtype()))
         return [here is not None for here in found]
 
     def load_flat(self, found: StoredBlock, page: Tensor) -> None:

@@ -24,11 +24,12 @@ from kvx.adapters.sglang.pools import Ranks, read_pool
 from kvx.connector.settings import Settings
 from kvx.connector.store_calls import StoreCalls, steps
 from kvx.errors import BadArgument
+from kvx.handover.model_parts import model_parts
 
 LOGGER = logging.getLogger("kvx")
 # Names in the same dict that are SGLang's, and those that are read here.
 _SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path", "tp_lcm_size")
-_OURS = ("timeout_s", "layout", "num_kv_heads")
+_OURS = ("timeout_s", "layout", "num_kv_heads", "config")
 
 
 class KvxStorage(HiCacheStorage):
@@ -47,6 +48,7 @@ class KvxStorage(HiCacheStorage):
         if type(heads) is not int or heads < 0:
             raise BadArgument(f"extra config: num_kv_heads is {heads!r}; it must be the KV heads of the whole model.")
         self._layout, self._ranks = str(extra.get("layout") or ""), Ranks.of(storage_config, heads)
+        self._parts = model_parts(extra["config"]) if extra.get("config") else ()
         self._calls = StoreCalls(timeout_s=extra.get("timeout_s", 5.0), logger=LOGGER)
         self._pools: dict[str, Any] = {}
         self._stores: dict[str, PageStore] = {}
@@ -66,6 +68,11 @@ class KvxStorage(HiCacheStorage):
         """What cannot work is said now, while SGLang starts."""
         for name in self._pools:
             self._store(name)
+        if len(self._pools) > 1 and (not self._parts or self._ranks.pp_size > 1):
+            why = 'give the folder of the model as "config" in the extra config, since SGLang does not say which layers a pool has'
+            if self._parts:
+                why = "with a pipeline's stages KVX does not tell their layers apart"
+            LOGGER.warning("KVX: pages of the pools %s are found by SGLang alone: %s.", ", ".join(self._pools), why)
 
     def _register(self, name: Any, pool: Any) -> None:
         if self._pools.get(str(name)) is not pool:
@@ -85,7 +92,10 @@ class KvxStorage(HiCacheStorage):
             if key not in self._pools:
                 raise BadArgument(f"the pool {key!r} was not registered; there are {', '.join(self._pools) or 'none'}.")
             ranks = replace(self._ranks, has_groups=len(self._pools) > 1)
-            pool = read_pool(key, self._pools[key], model=self.settings.model, ranks=ranks)
+            size = int(getattr(self._pools.get(PoolName.KV.value), "page_size", 0) or 0)
+            pool = read_pool(
+                key, self._pools[key], model=self.settings.model, ranks=ranks, parts=self._parts, page_size=size
+            )  # fmt: skip
             parts = len(self._pools) * (1 if self._ranks.is_replicated else self._ranks.tp_size)
             options = [option.share(1, parts) for option in self.settings.tiers]
             self._stores[key] = PageStore(

@@ -89,7 +89,6 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
                 neighbours=[
                     [self._neighbours(stack, spec) for stack, (_, spec) in zip(stacks[n], every, strict=True)]
                     for n, every in enumerate(shards)
-                    if not self.parts[n].is_state
                 ],
             )  # fmt: skip
             if self._is_decode_only():
@@ -122,8 +121,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _neighbours(self, stack: TierStack, spec: Spec) -> Neighbours:
         """What SGLang and LMCache wrote, and vLLM with other blocks and ranks. A folder of another kind shares no capacity."""
-        assert isinstance(spec, CacheSpec)
-        return Neighbours(self._tiers, stack, spec, namer_of=namer_of, logger=logger)
+        return Neighbours(self._tiers, stack, spec, namer_of=namer_of, block_size=self.block_size, logger=logger)
 
     def _shared_tiers(self) -> list[TierOption]:
         """As the user gave them. Host memory is a process's own: where workers are in others, all share a directory in memory."""

@@ -38,7 +38,11 @@ def read_planes(
     """All ranks' planes of these layers. Unsupported where a rank's have not vLLM's shapes."""
     found = {_specs(planes.get(n, ()), shapes) for n in layers}
     for whole in found:
-        orders = [order for order in ORDERS if whole and _shapes(_shard(name, whole, num_ranks), order) == [s for s, _ in shapes]]
+        orders = [
+            order
+            for order in ORDERS
+            if whole and state_row(order).shapes(_shard(name, whole, num_ranks).planes) == [s for s, _ in shapes]
+        ]
         if len(found) == 1 and orders:
             return whole
     said = "; ".join(" and ".join(map(str, planes.get(n, ()))) or f"layer {n} none" for n in layers[:2])
@@ -60,13 +64,6 @@ def _shard(name: str, planes: tuple[PlaneSpec, ...], num_ranks: int) -> StateSpe
         return StateSpec(1, planes).shard(num_ranks, 0)
     except KvxError as error:
         raise Unsupported(f"KvxConnector: the state of {name}: {error} It was not read.") from None
-
-
-def _shapes(spec: StateSpec, order: str) -> list[tuple[int, ...]]:
-    """Of each plane as vLLM says it, in a page's order."""
-    row = state_row(order)
-    axes = {p.name: p.sizes for p in spec.planes}
-    return [tuple(size for a in row.order(n, axes[n]).split() if (size := axes[n][a]) and (a, size) != ("column", 1)) for n in axes]
 
 
 def read_states(
