@@ -17,5 +17,5 @@ def namer_of(names: str) -> Namer | None:
 def said(names: str) -> str:
     """Whose names they are, for a person to read."""
     engine, _, algorithm = names.partition(":")
-    owner = {"": "the rule's", SGLANG: "SGLang's", LMCACHE: "LMCache's"}.get(engine, f"{engine!r}'s")
+    owner = {"": "KVX's", SGLANG: "SGLang's", LMCACHE: "LMCache's"}.get(engine, f"{engine!r}'s")
     return f"{owner} ({algorithm})" if algorithm else owner

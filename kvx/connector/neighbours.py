@@ -76,7 +76,7 @@ class Neighbours:
         return len(wanted)
 
     def _take_states(self, family: Family, tokens: Sequence[int], names: Sequence[bytes], missing: set[bytes]) -> int:
-        """States that stand where a block ends here and there. By the rule, blocks of any size may have named them."""
+        """States that stand where a block ends here and there. Under KVX's names, blocks of any size may have named them."""
         taken, is_own = 0, family.tiers[0].kind.text == self._stack.kind.text
         sizes = [family.scheme.block_size] if family.scheme.block_size else self._kinds.rule_sizes()
         for size in (size for size in sizes if not (is_own and size == self._size)):
@@ -171,7 +171,7 @@ class CacheNeighbours:
             return
         ids, names = tokens.tolist(), list(hashes)
         self._one.take_over(ids, names, first)
-        # Records name blocks by the rule: a cache whose names begin with another salt than the model has none of those.
+        # Records lead to KVX's names: a cache whose names begin with another salt than the model has none of those.
         if rule_names(ids[: self._spec.block_size], self._spec.block_size, self._spec.model) == names[:1]:
             self._one.lead(ids, names, are_coming=True)
 

@@ -62,7 +62,7 @@ class OtherKinds:
         self._tiers: dict[Path, tuple[BlockKind, Tier] | None] = {}  # folder -> its blocks; None: not for this reader
         self._families: list[Family] = []
         self._aliases: list[tuple[Scheme, Tier]] = []  # records for the reader's pages, and the blocks that they lead to
-        self._sizes: set[int] = set()  # of blocks of the same model's K and V by the rule
+        self._sizes: set[int] = set()  # of blocks of the same model's K and V by KVX's names
         self._looked_s = -REFRESH_S
 
     def families(self, scheme: Scheme) -> list[Family]:
@@ -73,7 +73,7 @@ class OtherKinds:
         return self._families
 
     def rule_sizes(self) -> list[int]:
-        """Tokens of the blocks that the same model's K and V have by the rule: the names under which states may be."""
+        """Tokens of the blocks that the same model's K and V have by KVX's names: the names under which states may be."""
         self._look()
         return sorted(self._sizes)
 

@@ -1,6 +1,6 @@
 """Whose names a store's blocks have, and records that lead from one engine's names to another's blocks. docs/store.md has it all.
 
-A kind without the field `names` has blocks by the rule: `kvx.handover.names`. An engine that hands out only hashes of its own keeps
+A kind without the field `names` has blocks by KVX's names: `kvx.handover.names`. An engine that hands out only hashes of its own keeps
 its blocks under those, in a kind that says so: `names` is the engine. Who has the tokens can make either, and so write an alias:
 a record under the one name that lists the others for the same tokens.
 """
@@ -31,10 +31,10 @@ _STATE_FIELDS = {"kvx_manifest", *(f.name for f in fields(StateSpec) if f.init)}
 
 
 class Scheme(NamedTuple):
-    """Blocks of so many tokens, by names of this engine; "" is the rule."""
+    """Blocks of so many tokens, by names of this engine; "": KVX's names."""
 
     names: str
-    block_size: int  # 0: a state by the rule, which any block that ends where it stands may name
+    block_size: int  # 0: a state by KVX's names, which any block that ends where it stands may name
 
     @classmethod
     def of(cls, kind: BlockKind) -> Scheme:

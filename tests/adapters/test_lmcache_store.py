@@ -126,7 +126,7 @@ def test_names_by_pythons_hash_are_fixed():
 def test_names_that_nobody_here_makes():
     for names_ in ("lmcache:segments", "lmcache:server:sha256_cbor", "lmcache:xxhash:0011223344556677", "other"):
         assert namer_of(names_) is None
-    assert (said(""), said("sglang"), said("lmcache:blake3")) == ("the rule's", "SGLang's", "LMCache's (blake3)")
+    assert (said(""), said("sglang"), said("lmcache:blake3")) == ("KVX's", "SGLang's", "LMCache's (blake3)")
 
 
 def test_without_blake3(monkeypatch):

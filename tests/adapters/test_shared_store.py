@@ -231,7 +231,7 @@ def test_sglang_is_led_to_both(tmp_path):
 
 
 def test_a_cache_of_another_salt_leaves_no_records(tmp_path):
-    """Its blocks have other names than the rule's: a record would lead nowhere."""
+    """Its blocks have other names than KVX's: a record would lead nowhere."""
     one = cache(64, salt="another")
     with sglang_pages(tmp_path, 32), CacheTiers(one, disk=tmp_path, model=MODEL) as tiers, share(tiers):
         one.release(one.admit(TOKENS))

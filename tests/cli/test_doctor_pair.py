@@ -66,7 +66,7 @@ def test_what_would_be_converted(tmp_path):
     assert code == 0
     assert "They share blocks, converted by whoever reads" in text
     assert "block_size: 16 and 32" in text
-    assert "names: the rule's and SGLang's" in text
+    assert "names: KVX's and SGLang's" in text
     assert "They share bytes" in doctor(one, one)[1]
     found = json.loads(doctor(one, other, "--json")[1])
     assert found["shares"] == "blocks"

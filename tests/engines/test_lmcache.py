@@ -262,7 +262,7 @@ def test_random_names_are_refused(loop, tmp_path, monkeypatch, caplog):
 
 
 class Vllm:
-    """A store as vLLM's connector has it: blocks by the rule's names, canonical, and what neighbours wrote."""
+    """A store as vLLM's connector has it: blocks by KVX's names, canonical, and what neighbours wrote."""
 
     def __init__(self, folder, block_size: int, *, is_latent: bool = False, heads: int = HEADS) -> None:
         row = (1, DIM * HEADS, NEUTRAL_LATENT) if is_latent else (heads, DIM, NEUTRAL)

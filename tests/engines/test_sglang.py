@@ -150,7 +150,7 @@ def test_page_sizes(tmp_path, page_size, other_size):
 
 
 def test_blocks_that_another_engine_wrote(tmp_path):
-    """By the rule's names, neutral, in blocks of another size: as vLLM's connector and handovers keep them."""
+    """By KVX's names, neutral, in blocks of another size: as vLLM's connector and handovers keep them."""
     spec = kvx.CacheSpec(4, 16, sgl.HEADS, sgl.DIM, layout=NEUTRAL, num_layers=sgl.LAYERS, model=sgl.MODEL)
     blocks = kvx.allocate_buffers(spec)
     for t in blocks:

@@ -24,8 +24,8 @@ from kvx.tiers import Block, BlockKind, TierOption
 
 FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 WHOLE = -1  # in place of a layer: the chunk has all of them
-# LMCache's MemoryFormat to a row of docs/layouts.md.
 STATE_ROWS_OF_PAGES = ("vllm.sd", "vllm.ds")
+# LMCache's MemoryFormat to a row of docs/layouts.md.
 _ROWS = {"KV_2LTD": "lmcache.2ltd", "KV_T2D": "lmcache.t2d", "KV_2TD": "lmcache.2td", "KV_MLA_FMT": "lmcache.mla"}
 
 

@@ -32,7 +32,7 @@ def link(
         if scheme.names == SGLANG:
             return page_names(tokens, scheme.block_size, extra_key=extra_key, cache_salt=cache_salt)
         if scheme.names or extra_key is not None or cache_salt is not None:
-            return None  # the rule's names of a text under a key or a salt are those of its writer, who says them
+            return None  # KVX's names of a text under a key or a salt are those of its writer, who says them
         return rule_names(tokens, scheme.block_size, model)
 
     return link_pages(folder, Scheme(SGLANG, page_size), pages, model=model, names_of=names_of)
