@@ -1,8 +1,8 @@
 """Whose names a store's blocks have, and records that lead from one engine's names to another's blocks. docs/store.md has it all.
 
-A kind without the field `names` has blocks by KVX's names: `kvx.handover.names`. An engine that hands out only hashes of its own keeps
-its blocks under those, in a kind that says so: `names` is the engine. Who has the tokens can make either, and so write an alias:
-a record under the one name that lists the others for the same tokens.
+A kind without the field `names` has blocks by KVX's names: `kvx.handover.names`. An engine that hands out only hashes of its own
+keeps its blocks under those, in a kind that says so: `names` is the engine. Who has the tokens can make either, and so write an
+alias: a record under the one name that lists the others for the same tokens.
 """
 
 from __future__ import annotations
