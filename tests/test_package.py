@@ -194,11 +194,11 @@ def test_a_long_list_of_architectures_makes_several_wheels(tmp_path):
     assert build.split("native") == ["native"]
     assert build.split("80;90a") == ["80,90a"]
     assert build.split("all") == ["80,89", "90a,100", "120+PTX"]
-    names = ["kvx-0.1.0-py3-none-any.whl", "kvx_cu13_sm80-0.1.0-py3-none-any.whl", "kvx_cu13_sm89-0.1.0-py3-none-any.whl"]
+    names = ["kvx-0.1.0-py3-none-any.whl", "kvx_cu13_sm80-0.1.0-py3-none-any.whl", "kvx_cu13_sm90a-0.1.0-py3-none-any.whl"]
     joined = build.join([tmp_path / name for name in names], tmp_path)
     assert joined.name == f"kvx_cu13-{kvx.__version__}-py3-none-any.whl"
     assert metadata(joined).get_all("Requires-Dist") == [
-        f"{n}=={kvx.__version__}" for n in ("kvx", "kvx-cu13-sm80", "kvx-cu13-sm89")
+        f"{n}=={kvx.__version__}" for n in ("kvx", "kvx-cu13-sm80", "kvx-cu13-sm90a")
     ]
 
 
