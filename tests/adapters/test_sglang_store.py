@@ -25,6 +25,7 @@ from kvx.connector.bounded import Bounded
 from kvx.connector.store_names import Alias, Scheme, alias_kind, alias_schemes, aliases, named_kind, read_alias, write_alias
 from kvx.errors import BadArgument, Damaged, Unsupported
 from kvx.handover import NEUTRAL, names
+from kvx.handover.model_parts import ModelPart
 from kvx.tiers import BlockKind, TierOption
 
 LAYERS, HEADS, DIM, PAGE, PAGES = 3, 4, 16, 4, 16
@@ -348,3 +349,31 @@ class TestBounded:
     def test_a_time_that_is_none(self, wrong):
         with pytest.raises(BadArgument, match="timeout_s is"):
             self.bounded(timeout_s=wrong)
+
+
+PARTS = (ModelPart((1, 3, 5), num_kv_heads=HEADS, head_dim=DIM), ModelPart((0, 2), window=64, num_kv_heads=HEADS, head_dim=DIM))
+
+
+def test_a_pool_of_several_says_its_layers_by_the_models_config():
+    pool = MHATokenToKVPoolHost("page_first")
+    several = Ranks(has_groups=True)
+    told = read_pool("kv", pool, model=MODEL, ranks=several, parts=PARTS)
+    assert told.facts == {"layers": "1,3,5", "window": 0}
+    assert read_pool("kv", pool, model=MODEL, ranks=several).facts == {"group": "kv"}
+    with pytest.raises(BadArgument, match=r"config says that the pool 'swa' has 2 of 4 heads.*SGLang's has 3 layers of 4 heads"):
+        read_pool("swa", pool, model=MODEL, ranks=several, parts=PARTS)
+
+
+def test_stages_and_drafts_keep_pools_of_their_own():
+    """Each stage counts the layers of such a pool from 0, and a draft's layers are in no config."""
+    stages = [Ranks(pp_rank=n, pp_size=2, has_groups=True) for n in range(2)]
+    facts = [read_pool("kv", MHATokenToKVPoolHost("page_first"), model=MODEL, ranks=r, parts=PARTS).facts for r in stages]
+    assert facts == [{"group": "kv", "pp": "0/2"}, {"group": "kv", "pp": "1/2"}]
+    states = [read_pool("mamba", MambaPoolHost(), model=MODEL, ranks=r).facts["pp"] for r in stages]
+    assert states == ["0/2", "1/2"]
+    drafted = MHATokenToKVPoolHost("page_first")
+    drafted.target_layer_num = LAYERS - 1
+    assert read_pool("kv", drafted, model=MODEL, ranks=Ranks(has_groups=True), parts=PARTS).facts == {
+        "group": "kv",
+        "draft_layers": 1,
+    }

@@ -66,6 +66,16 @@ def same(a, b) -> bool:
 # --- LMCache alone -----------------------------------------------------------------------------------------------------------
 
 
+def test_several_groups_of_layers_in_one_object_are_found_by_lmcache_alone(started, monkeypatch, caplog):
+    """As LMCache's engine has a hybrid model: its groups' shapes one after the other."""
+    a = started(dtype=torch.float32)
+    shapes = [torch.Size([2, 2, CHUNK, 8]), torch.Size([2, 1, CHUNK, 24])]
+    monkeypatch.setattr(a.metadata, "get_shapes", lambda tokens=None: shapes)
+    monkeypatch.setattr(a.metadata, "get_dtypes", lambda: [torch.float32] * 2)
+    assert a.kvx.batched_contains(a.keys(some_tokens(2 * CHUNK))) == 0
+    assert "2 groups of layers in one object" in caplog.text
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("kept", ["", "canonical"])
 def test_chunks_come_back_as_they_were(started, format, kept):

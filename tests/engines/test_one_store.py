@@ -73,9 +73,7 @@ RANKS = {
 # one wrote the other finds once an engine that has them was asked.
 LMCACHE = {
     "smollm2_f32": Round("f32", {"lmcache": 32, "vllm": 16, "runner": 128, "transformers": 16, "llama_cpp": 128}),
-    "smollm2_bf16": Round("bf16", {"lmcache": 128, "runner": 32, "paged": 16}),
-    "smollm2_fp8": Round(FP8, {"lmcache": 16, "vllm": 32, "transformers": 128, "llama_cpp": 32}),
-    "plain_f32_tp2": Round("f32", {"lmcache": 16, "vllm": 128, "transformers": 32}, {"lmcache": 2}),
+    "smollm2_fp8": Round(FP8, {"lmcache": 16, "vllm": 32, "transformers": 128, "llama_cpp": 32, "paged": 16}),
     "plain_bf16_tp2": Round("bf16", {"lmcache": 128, "runner": 16, "transformers": 32, "paged": 16}, {"lmcache": 2}),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from kvx.adapters.lmcache.chunks import WHOLE, ChunkForm, LmcacheStore, Worker, 
 from kvx.adapters.lmcache.config import StoreConfig
 from kvx.adapters.lmcache.engine_hash import names_made_here
 from kvx.adapters.lmcache.names import name_of
+
+LOGGER = logging.getLogger("kvx")
 
 
 class EngineChunks:
@@ -54,6 +57,12 @@ class EngineChunks:
                 shares = (1 if m.use_mla else m.world_size) * (m.kv_shape[0] if self._config.use_layerwise else 1)
                 size = self._config.chunk_size
                 spec = read_chunk(form, model=told.settings.model, chunk_size=size, head_dim=m.kv_shape[4], worker=worker)
+                if len(form.shapes) > 1:
+                    LOGGER.warning(
+                        "KVX: chunks have %d groups of layers in one object, and LMCache does not say which layers those are: they "
+                        "are found by LMCache alone. Its server takes groups apart, with --separate-object-groups.",
+                        len(form.shapes),
+                    )
                 self.stores[form] = told.open(form, spec, names=self.names, chunk_size=size, shares=shares)
             return self.stores[form]
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvx.errors import BadArgument, Unsupported
+from kvx.errors import BadArgument, KvxError, Unsupported
 from kvx.handover.model_parts import ModelPart
 from kvx.layout.buffers import bytes_of
 from kvx.layout.engines import ENGINES
@@ -108,7 +109,8 @@ def read_pool(
     """What a pool of this name is. Unsupported where it has no memory of its own."""
     kind = type(pool).__name__
     tag = getattr(pool, "storage_format_tag", None)
-    part = None if len(parts) < 2 or not ranks.has_groups or ranks.pp_size > 1 else _part_of(name, kind, parts)
+    is_told = len(parts) > 1 and ranks.has_groups and ranks.pp_size == 1 and not _drafts(pool)
+    part = _part_of(name, kind, parts) if is_told else None
     if kind in _OF_KV and pool.dtype in FORMATS and tag is None and not _more(pool):
         return _of_kv(name, pool, model, ranks, part)
     if part is not None and kind == _STATES and not getattr(pool, "slot_state_buffers", ()):
@@ -136,6 +138,14 @@ def read_pool(
     return HostPool(name, pool, size, size * pool.size_per_token, facts)
 
 
+def _drafts(pool: Any) -> int:
+    """Layers of a draft model in the same pages."""
+    if hasattr(pool, "mtp_draft_buffer_infos"):
+        return len(pool.mtp_draft_buffer_infos)
+    layers = getattr(pool, "layer_num", 0)
+    return int(layers - getattr(pool, "target_layer_num", layers))
+
+
 def _part_of(name: str, kind: str, parts: Sequence[ModelPart]) -> ModelPart | None:
     """SGLang has one pool for layers that see all tokens, one for those of a window, and one for states."""
     found = {
@@ -155,7 +165,9 @@ def _of_states(name: str, pool: Any, model: str, ranks: Ranks, part: ModelPart, 
     if matrix and conv and pool.num_mamba_layers == len(part.layers):
         planes = tuple(p.spec(conv if p.is_conv else matrix, matrix) for p in part.planes)
         whole = StateSpec(1, planes, num_layers=len(part.layers), model=model)
-        mine = whole.shard(ranks.tp_size, ranks.tp_rank)
+        mine = whole
+        with suppress(KvxError):  # shares that ranks cannot have: these are then not the pool's
+            mine = whole.shard(ranks.tp_size, ranks.tp_rank)
         for row in map(state_row, _STATE_ROWS):
             if row.shapes(mine.planes) == shapes:
                 page = mine.replaced(layout=row.layout(mine.planes).replace("block ", "block | ", 1))
@@ -221,7 +233,7 @@ def _of_kv(name: str, pool: Any, model: str, ranks: Ranks, part: ModelPart | Non
     elif name != "kv" or ranks.has_groups:
         facts["group"] = name
         facts |= _rank("pp", ranks.pp_rank, ranks.pp_size)  # such pools count their layers from 0 in every stage
-    if drafts := pool.layer_num - getattr(pool, "target_layer_num", pool.layer_num):
+    if drafts := _drafts(pool):
         facts["draft_layers"] = drafts
     spec = CacheSpec(
         num_blocks=pool.page_num, block_size=pool.page_size, num_kv_heads=heads, head_dim=dims[0], v_head_dim=dims[1],

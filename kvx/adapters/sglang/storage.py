@@ -68,11 +68,12 @@ class KvxStorage(HiCacheStorage):
         """What cannot work is said now, while SGLang starts."""
         for name in self._pools:
             self._store(name)
-        if len(self._pools) > 1 and (not self._parts or self._ranks.pp_size > 1):
+        alone = [name for name, store in self._stores.items() if "group" in store.kind.manifest]
+        if alone and len(self._pools) > 1:
             why = 'give the folder of the model as "config" in the extra config, since SGLang does not say which layers a pool has'
             if self._parts:
-                why = "with a pipeline's stages KVX does not tell their layers apart"
-            LOGGER.warning("KVX: pages of the pools %s are found by SGLang alone: %s.", ", ".join(self._pools), why)
+                why = "a pipeline's stage, a draft model's layers, or memory that the model's config does not say"
+            LOGGER.warning("KVX: pages of the pools %s are found by SGLang alone: %s.", ", ".join(alone), why)
 
     def _register(self, name: Any, pool: Any) -> None:
         if self._pools.get(str(name)) is not pool:
