@@ -166,10 +166,10 @@ class Hanging(DiskTier):
         self.gate.wait()
         return super()._store(key, block)
 
-    def _fetch(self, key, into):
+    def _read(self, key, into):
         self.is_in.set()
         self.gate.wait()
-        return super()._fetch(key, into)
+        return super()._read(key, into)
 
 
 @pytest.fixture
