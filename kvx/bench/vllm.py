@@ -2,7 +2,7 @@
 
 Both are made by vLLM's factory and handed the jobs that its scheduler hands them, a job for each prompt, on the same bytes; they
 take turns. Both write and read past the system's cache where the file system can (O_DIRECT), without a sync. KvxTier keeps a
-checksum of every chunk and checks it, moves chunks by way of memory of its own, and evicts; `fs` does none of these.
+checksum of every chunk and checks it, loads by way of memory of its own, and evicts; `fs` does none of these.
 """
 
 from __future__ import annotations

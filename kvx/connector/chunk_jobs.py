@@ -2,8 +2,8 @@
 
 A store that hangs is found out after `timeout_s`: what it has and what waits behind it ends as failed, and it is left alone until
 it answers. By then the engine's memory is another request's, and a call of the store may still be running. So what is loaded goes
-through a buffer of the thread's own. What is stored is read where it lies, and a tier asks before it keeps it whether it was still
-the job's until then (`Block.is_held`); where padding is between, it goes through the buffer too.
+through memory of the tier's, a piece at a time. What is stored is read where it lies, and a tier asks before it keeps it whether it
+was still the job's until then (`Block.is_held`); where padding is between, it goes through memory of the thread's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -25,9 +24,10 @@ from kvx.connector.chunk_lookups import ChunkLookups
 from kvx.connector.chunk_store import ChunkStore
 from kvx.errors import BadArgument
 from kvx.tiers import Block
+from kvx.tiers.staging import Staging
 
 _PIECE_BYTES = 8 << 20  # that a thread moves at a time
-_LEAST_BYTES = 1 << 20  # less than this is not shared out to threads: small chunks go faster together
+_LEAST_BYTES = 4 << 20  # less than this is not shared out to threads: a file and a job cost more than they save
 
 
 class _Piece(NamedTuple):
@@ -57,6 +57,7 @@ class ChunkJobs:
             raise BadArgument(f"threads is {threads!r}; there are 2 to 64, the first of which only reads.")
         self._rows: np.ndarray | None = rows
         self._store, self._timeout_s, self._logger = store, timeout_s, logger
+        self._staging = Staging()
         self._change = threading.Condition()
         self._looks: deque[bytes] = deque()
         self._loads: deque[_Piece] = deque()
@@ -170,7 +171,6 @@ class ChunkJobs:
     def _work(self, number: int) -> None:
         # The first takes no stores: who waits for an answer does not wait behind a slow disk.
         queues = [self._loads] if number == 0 else [self._loads, self._stores]
-        buffer = _pages(0)
         while True:
             with self._change:
                 self._change.wait_for(lambda: self._is_closed or self._looks or any(queues))
@@ -183,7 +183,7 @@ class ChunkJobs:
             if piece is None:
                 self._answer(keys)
             else:
-                buffer = self._run(piece, buffer)
+                self._run(piece)
             with self._change:
                 del self._busy[number]
                 self._change.notify_all()
@@ -193,14 +193,9 @@ class ChunkJobs:
             names = [key for key in keys if _group(key) == group]
             self.lookups.answers.extend(zip(names, self._store.has(group, names), strict=True))
 
-    def _run(self, piece: _Piece, buffer: torch.Tensor) -> torch.Tensor:
-        """Gives the buffer, which may have grown."""
+    def _run(self, piece: _Piece) -> None:
         job, begin, kind = piece.job, time.monotonic(), self._store.groups[piece.group].kind
-        stride = -(-kind.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE  # each begins on a page, so that it can go past the cache
-        if buffer.numel() < stride * len(piece.keys):
-            buffer = _pages(stride * len(piece.keys))
-        rows = buffer[: stride * len(piece.keys)].view(-1, stride)[:, : kind.num_bytes]
-        moved = [] if job.is_over else (self._load if job.is_load else self._save)(piece, rows)
+        moved = [] if job.is_over else (self._load if job.is_load else self._save)(piece)
         with self._change:
             job.moved.update(moved)
             job.num_bytes += kind.num_bytes * len(moved)
@@ -209,9 +204,8 @@ class ChunkJobs:
             if not job.pieces and job in self._running:
                 self._running.discard(job)
                 self._done.append(job.end())
-        return buffer
 
-    def _save(self, piece: _Piece, room: torch.Tensor) -> Sequence[bytes]:
+    def _save(self, piece: _Piece) -> Sequence[bytes]:
         group, job = self._store.groups[piece.group], piece.job
 
         def stage(new: Sequence[int]) -> Sequence[Block]:
@@ -219,40 +213,32 @@ class ChunkJobs:
 
             def take() -> None:
                 assert self._rows is not None
-                for n in new:
-                    row = self._rows[piece.rows[n]]
-                    if (run := group.run(row)) is not None:
-                        blocks.append(Block(group.kind, (torch.from_numpy(run),), job.is_held))
-                    else:
-                        blocks.append(Block(group.kind, (room[n],)))
-                        group.read(row, room[n].numpy())
+                if group.is_run:
+                    for n in new:
+                        blocks.append(Block(group.kind, (torch.from_numpy(group.run(self._rows[piece.rows[n]])),), job.is_held))
+                    return
+                stride = -(-group.kind.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE  # each on a page, to go past the cache
+                for n, room in zip(new, self._staging.room(len(new) * stride).reshape(-1, stride), strict=True):
+                    group.read(self._rows[piece.rows[n]], room[: group.kind.num_bytes])
+                    blocks.append(Block(group.kind, (torch.from_numpy(room[: group.kind.num_bytes]),)))
 
             return blocks if job.touch(take) else []
 
         return self._store.put(piece.group, piece.keys, stage)
 
-    def _load(self, piece: _Piece, room: torch.Tensor) -> Sequence[bytes]:
-        group = self._store.groups[piece.group]
-        found = self._store.get(piece.group, piece.keys, [Block(group.kind, (part,)) for part in room.unbind()])
-        there = [n for n, block in enumerate(found) if block is not None]
+    def _load(self, piece: _Piece) -> Sequence[bytes]:
+        """By way of memory of the tier's. What is read of a job that has ended goes nowhere."""
+        group, job = self._store.groups[piece.group], piece.job
 
-        def copy() -> None:
-            assert self._rows is not None
-            for n in there:
-                block = found[n]
-                assert block is not None
-                group.write(self._rows[piece.rows[n]], block.buffers[0].numpy())
+        def take(which: Sequence[int], start: int, data: np.ndarray) -> None:
+            def copy() -> None:
+                assert self._rows is not None
+                group.write(self._rows, [piece.rows[n] for n in which], start, data)
 
-        return [piece.keys[n] for n in there] if piece.job.touch(copy) else []
+            job.touch(copy)
 
-
-def _pages(num_bytes: int) -> torch.Tensor:
-    """Memory that begins on a page, on large ones where the system has them: a disk's reads into them cost far less of its time."""
-    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a system without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+        found = self._store.read(piece.group, piece.keys, take)
+        return [key for key, is_there in zip(piece.keys, found, strict=True) if is_there] if job.is_held() else []
 
 
 def _group(key: bytes) -> int:

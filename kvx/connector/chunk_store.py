@@ -15,6 +15,7 @@ import numpy as np
 from kvx.connector.tier_stack import TierStack
 from kvx.errors import KvxError, TierError
 from kvx.tiers import Block, BlockKind, Tier, TierOption
+from kvx.tiers.block import Take
 
 _AGAIN_S = 30.0  # a directory that cannot be opened is tried again, and a failure that goes on is logged again
 
@@ -23,10 +24,13 @@ class ChunkGroup(NamedTuple):
     kind: BlockKind
     spans: tuple[tuple[int, int], ...]  # (first byte, how many) of a chunk's row that are the group's: the rest is padding
 
-    def run(self, row: np.ndarray) -> np.ndarray | None:
-        """The group's bytes where they lie; None where padding is between them."""
-        if len(self.spans) != 1:
-            return None
+    @property
+    def is_run(self) -> bool:
+        """Without padding between its bytes."""
+        return len(self.spans) == 1
+
+    def run(self, row: np.ndarray) -> np.ndarray:
+        """The group's bytes where they lie."""
         ((start, size),) = self.spans
         return row[start : start + size]
 
@@ -34,12 +38,17 @@ class ChunkGroup(NamedTuple):
         for part, (start, size) in zip(self._parts(into), self.spans, strict=True):
             np.copyto(part, row[start : start + size])
 
-    def write(self, row: np.ndarray, data: np.ndarray) -> None:
-        if (run := self.run(row)) is not None:
-            np.copyto(run, data)
-            return
-        for part, (start, size) in zip(self._parts(data), self.spans, strict=True):
-            np.copyto(row[start : start + size], part)
+    def write(self, rows: np.ndarray, which: Sequence[int], start: int, data: np.ndarray) -> None:
+        """Bytes of the group into these rows, a row of `data` each, from the group's byte `start` on."""
+        # Rows that follow each other are one run of memory each way, which is copied faster.
+        is_run = list(which) == list(range(which[0], which[0] + len(which)))
+        index = slice(which[0], which[0] + len(which)) if is_run else list(which)
+        at = -start  # of a span's first byte, in `data`
+        for first, size in self.spans:
+            begin, end = max(at, 0), min(at + size, data.shape[1])
+            if begin < end:
+                rows[index, first + begin - at : first + end - at] = data[:, begin:end]
+            at += size
 
     def _parts(self, data: np.ndarray) -> list[np.ndarray]:
         return np.split(data, np.cumsum([size for _, size in self.spans])[:-1])
@@ -113,14 +122,14 @@ class ChunkStore:
             self._fail("storing blocks", error)
             return []
 
-    def get(self, group: int, keys: Sequence[bytes], into: Sequence[Block]) -> list[Block | None]:
-        """Checked. A block is read only: one of `into`, or memory of a tier's."""
+    def read(self, group: int, keys: Sequence[bytes], take: Take) -> list[bool]:
+        """Which were found, and are as they were written. `take` is given their bytes, and of others any."""
         try:
             stack = self._stack(group)
-            return [None] * len(keys) if stack is None else stack.get(keys, into)
+            return [False] * len(keys) if stack is None else stack.read(keys, take)
         except Exception as error:
             self._fail("loading blocks", error)
-            return [None] * len(keys)
+            return [False] * len(keys)
 
     def close(self) -> None:
         for stack in self._stacks.values():

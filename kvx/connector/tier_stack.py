@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvx.tiers import Block, BlockKind, HostTier, Tier, TierError, TierOption
+from kvx.tiers.block import Take, hand_on
 
 # Host memory by size and kind: an engine's scheduler and worker are two objects, and see one tier where they share a process.
 _HOST: weakref.WeakValueDictionary[tuple[int, bytes], HostTier] = weakref.WeakValueDictionary()
@@ -60,6 +61,16 @@ class TierStack:
                 with suppress(TierError):  # one that is full has less, and is asked again next time
                     faster.put_now([name for name, _ in came], [block for _, block in came])
         return found
+
+    def read(self, names: Sequence[bytes], take: Take) -> list[bool]:
+        """get() piece by piece (`Tier.read_now`). False is a miss."""
+        if len(self.tiers) == 1:
+            return self.tiers[0].read_now(names, take)
+        found = self.get(names)
+        for n, block in enumerate(found):
+            if block is not None:
+                hand_on(n, block, take)
+        return [block is not None for block in found]
 
     def beginning(self, names: Sequence[bytes]) -> int:
         """How many of the first are there and whole. They are read, so that a damaged one is a miss before anybody counts on it."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from kvx.spec import Spec, to_json
 from kvx.spec.manifest import unique_fields
 
 Field = str | int
+# Which of the keys of a call, from which of a block's bytes on, and those bytes, a row each: another's as soon as it returns.
+Take = Callable[[Sequence[int], int, np.ndarray], None]
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,27 @@ class Block(NamedTuple):
         """A tier asks when it has taken the bytes, before anybody can find them: they may be another's by now."""
         if self.is_held is not None and not self.is_held():
             raise TierError("put(): the memory of a block was taken back before its bytes were stored. Nothing was kept of it.")
+
+
+def hand_on(n: int, block: Block, take: Take) -> None:
+    start = 0
+    for buffer in block.buffers:
+        take([n], start, buffer.numpy()[None])
+        start += buffer.numel()
+
+
+def fill(block: Block) -> Callable[[int, memoryview], None]:
+    """Puts bytes into a block, from a first one on."""
+
+    def put(start: int, piece: memoryview) -> None:
+        row, at = np.frombuffer(piece, np.uint8), -start  # `at`: where a buffer begins in `row`
+        for buffer in block.buffers:
+            begin, end = max(at, 0), min(at + buffer.numel(), len(row))
+            if begin < end:
+                buffer.numpy()[begin - at : end - at] = row[begin:end]
+            at += buffer.numel()
+
+    return put
 
 
 def block_spec(spec: Spec) -> Spec:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +22,6 @@ MAGIC, VERSION = b"KVXBLOCK", 1
 _HEAD = struct.Struct("<8sHHIIQ16s16sI64s")
 _CHECK_BYTES = 16  # the header's checksum, its last bytes
 _MOST_HEADER_BYTES = 1 << 20  # a file that claims more is not read
-_READ_BYTES = 2 << 20  # past the system's cache, in one call
 _ALIGN = 4096  # the payload begins on a page, so that it can be mapped or read past the page cache
 
 
@@ -30,6 +29,7 @@ def _blake2b(data: Any = b"") -> Any:
     return hashlib.blake2b(data, digest_size=16)
 
 
+TakePiece = Callable[[int, Any], None]  # from which of the block's bytes on, and those bytes: another's when it returns
 CHECKSUMS: dict[int, Callable[..., Any]] = {1: _blake2b}  # the number is in the file; those of kvx_hash_t
 try:  # faster, and optional
     from xxhash import xxh3_128
@@ -98,8 +98,12 @@ def write_direct(fd: int, key: bytes, block: Block, room: Any) -> None:
 
 
 def is_aligned(block: Block) -> bool:
-    """Whether it can be written and read past the system's cache: every buffer begins and ends on a page."""
-    return all(t.data_ptr() % _ALIGN == 0 and t.numel() % _ALIGN == 0 for t in block.buffers)
+    """Whether it can be written past the system's cache: every buffer begins and ends on a page."""
+    return has_whole_pages(block.kind) and all(t.data_ptr() % _ALIGN == 0 for t in block.buffers)
+
+
+def has_whole_pages(kind: BlockKind) -> bool:
+    return all(size % _ALIGN == 0 for size in kind.buffer_bytes)
 
 
 def read_block(file: BinaryIO, key: bytes, into: Block) -> None:
@@ -119,44 +123,52 @@ def read_cached(fd: int, into: Block) -> bool:
     """Fill `into` without a check, from a file that was checked and is as it was then. False unless all of it is in the system's
     cache: what comes from the disk is checked.
     """
-    if not hasattr(os, "RWF_NOWAIT"):
-        return False
+    return _read_cached(fd, _payload(into), header_bytes(into.kind)) == into.kind.num_bytes
+
+
+def read_cached_pieces(fd: int, kind: BlockKind, room: Any, take: TakePiece) -> bool:
+    """The same in pieces of `room`. False: what was handed on is to be handed on again."""
+    at = 0
+    while at < kind.num_bytes:
+        came = _read_cached(fd, [room[: kind.num_bytes - at]], header_bytes(kind) + at)
+        if not came:
+            return False
+        take(at, room[:came])
+        at += came
+    return True
+
+
+def _read_cached(fd: int, into: Sequence[Any], start: int) -> int:
     try:
-        came = os.preadv(fd, _payload(into), header_bytes(into.kind), os.RWF_NOWAIT)
+        return os.preadv(fd, into, start, os.RWF_NOWAIT) if hasattr(os, "RWF_NOWAIT") else 0
     except OSError:  # it would have to wait, or this file system cannot say so
-        return False
-    return came == into.kind.num_bytes
+        return 0
 
 
-def read_direct(fd: int, key: bytes, into: Block, room: Any) -> None:
-    """As read_block(), past the system's cache. `room` as in write_direct()."""
-    size, payload = os.fstat(fd).st_size, _payload(into)
-    came, state, number, want = 0, None, 0, b""
-    # In pieces, each checked while other threads' reads are under way: neither the disk nor the processor waits long.
-    for parts in _pieces([room, *payload]):
-        read = os.preadv(fd, parts, came)
-        came += read
-        if state is None:
-            head = bytes(room[: min(read, len(room))])
-            if _header_length(head, size) != len(room):
-                break
-            number, want = _check_head(head, key, into.kind)
-            state, parts = hasher(number), parts[1:]
-        for part in parts:
-            state.update(part)
-    if came != size or state is None:
-        raise Damaged(f"it has {size} bytes, of which {came} came; its kind makes {file_bytes(into.kind)}.")
+def read_pieces(fd: int, key: bytes, kind: BlockKind, room: Any, take: TakePiece) -> None:
+    """Hand a block on in pieces of `room`, memory with space for a header and more, which begins on a page where `fd` goes past the
+    system's cache. Each is checked while other threads' reads are under way: neither the disk nor the processor waits long.
+
+    Damaged or Incompatible, at the latest after the last piece, unless every byte is the one that was written.
+    """
+    size, length = os.fstat(fd).st_size, header_bytes(kind)
+    came = os.preadv(fd, [room], 0)
+    head = bytes(room[: min(came, length)])
+    if _header_length(head, size) != length:
+        raise Damaged(f"it has {size} bytes; its kind makes {file_bytes(kind)}.")
+    number, want = _check_head(head, key, kind)
+    state, at, piece = hasher(number), 0, room[length:came]
+    while at < kind.num_bytes and len(piece):
+        piece = piece[: kind.num_bytes - at]
+        state.update(piece)
+        take(at, piece)
+        at += len(piece)
+        if at < kind.num_bytes:
+            piece = room[: os.preadv(fd, [room[: len(room) - length]], length + at)]
+    if at != kind.num_bytes:
+        raise Damaged(f"it ends {kind.num_bytes - at} bytes early.")
     if state.digest() != want:
         raise Damaged("its bytes are not those that were written: the checksum differs.")
-
-
-def _pieces(parts: Sequence[Any]) -> Iterator[list[Any]]:
-    """The first with the first of `parts`, which is a header; then the rest, none across two of them."""
-    head, *rest = parts
-    for n, part in enumerate(rest):
-        for start in range(0, len(part), _READ_BYTES):
-            piece = part[start : start + _READ_BYTES]
-            yield [head, piece] if not n and not start else [piece]
 
 
 def _payload(block: Block) -> list[Any]:

@@ -6,26 +6,30 @@ Past it a block is not copied once more, and costs no memory beside the one it l
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from kvx.tiers.block import Block, BlockKind
+from kvx.tiers.block import Block, BlockKind, fill
 from kvx.tiers.block_file import (
+    TakePiece,
+    has_whole_pages,
     header_bytes,
     is_aligned,
     open_file,
     read_block,
     read_cached,
-    read_direct,
+    read_cached_pieces,
+    read_pieces,
     write_block,
     write_direct,
 )
 from kvx.tiers.directory import new_file
+from kvx.tiers.staging import Staging
 
 _MOST_CHECKED = 1 << 16
+READ_BYTES = 2 << 20  # in one call from a disk, by way of memory of the thread's own
+_CACHED_BYTES = 256 << 10  # in one call from the system's cache: it is used while it is in the processor's
 
 
 class DirectIo:
@@ -33,7 +37,7 @@ class DirectIo:
 
     def __init__(self, *, direct: bool) -> None:
         self._is_direct = direct and hasattr(os, "O_DIRECT")
-        self._mine = threading.local()
+        self._staging = Staging()
 
     def run(
         self,
@@ -55,11 +59,8 @@ class DirectIo:
         return _opened(lambda: open_it(0), lambda fd: move(fd, False))
 
     def room(self, num_bytes: int) -> memoryview:
-        """For a header: memory of this thread's that begins on a page."""
-        if len(getattr(self._mine, "room", ())) < num_bytes:
-            self._mine.room = memoryview(mmap.mmap(-1, num_bytes))
-        room: memoryview = self._mine.room
-        return room[:num_bytes]
+        """Memory of this thread's that begins on a page."""
+        return self._staging.room(num_bytes).data
 
 
 class BlockIo(DirectIo):
@@ -87,19 +88,18 @@ class BlockIo(DirectIo):
             os.close(fd)
 
     @contextmanager
-    def read(self, name: str, folder: int, key: bytes, into: Block) -> Iterator[int]:
-        """The file that `into` was filled from. Damaged or Incompatible where it is not as it was written."""
+    def read(self, name: str, folder: int, key: bytes, into: Block | TakePiece) -> Iterator[int]:
+        """The file that `into` was filled from, or given pieces of. Damaged or Incompatible where it is not as it was written."""
 
         def read(fd: int, is_direct: bool) -> None:
-            if is_direct:
-                read_direct(fd, key, into, self.room(header_bytes(self._kind)))
-                return
-            if self._checked.get(key) == _stamp(fd) and read_cached(fd, into):
-                return
-            with open(fd, "rb", buffering=0, closefd=False) as file:
-                read_block(file, key, into)
+            is_known = not is_direct and self._checked.get(key) == _stamp(fd)
+            if not isinstance(into, Block) or is_direct:
+                self._hand_on(fd, key, into, is_direct=is_direct, is_known=is_known)
+            elif not is_known or not read_cached(fd, into):
+                with open(fd, "rb", buffering=0, closefd=False) as file:
+                    read_block(file, key, into)
 
-        fd = self.run(lambda flags: open_file(name, folder, flags), read, is_aligned(into), lambda: None)
+        fd = self.run(lambda flags: open_file(name, folder, flags), read, has_whole_pages(self._kind), lambda: None)
         try:
             yield fd
             if len(self._checked) >= _MOST_CHECKED:
@@ -107,6 +107,12 @@ class BlockIo(DirectIo):
             self._checked[key] = _stamp(fd)  # after its reader noted the use in the file's times
         finally:
             os.close(fd)
+
+    def _hand_on(self, fd: int, key: bytes, into: Block | TakePiece, *, is_direct: bool, is_known: bool) -> None:
+        take = fill(into) if isinstance(into, Block) else into
+        room = self.room(header_bytes(self._kind) + (READ_BYTES if is_direct else _CACHED_BYTES))
+        if not is_known or not read_cached_pieces(fd, self._kind, room, take):
+            read_pieces(fd, key, self._kind, room, take)
 
 
 def _stamp(fd: int) -> tuple[int, ...]:

@@ -13,12 +13,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from kvx.errors import Damaged, Incompatible, TierError, Unsupported
 from kvx.spec.byte_size import parse_bytes
-from kvx.tiers.block import Block, BlockKind
-from kvx.tiers.block_file import file_bytes, open_file
+from kvx.tiers.block import Block, BlockKind, Take
+from kvx.tiers.block_file import TakePiece, file_bytes, open_file
 from kvx.tiers.block_io import BlockIo
 from kvx.tiers.directory import Directory, name_of, partial_name
 from kvx.tiers.tier import Tier, TierEvent, blocks_in
@@ -118,20 +121,20 @@ class DiskTier(Tier):
 
     def _write(self, key: bytes, block: Block) -> None:
         name = name_of(key)
-        partial = partial_name(name)
+        unfinished = partial_name(name)
         with self._directory.folder(key, is_made=True) as folder:
             try:
-                with self._files.write(partial, folder, key, block) as file:
+                with self._files.write(unfinished, folder, key, block) as file:
                     if self.fsync:
                         os.fsync(file)
                     block.require_held()
                     with self._lock:
                         used_ns = self._directory.recency.now_ns()
                     os.utime(file, ns=(used_ns, used_ns))
-                os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+                os.replace(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with suppress(OSError):
-                    os.unlink(partial, dir_fd=folder)
+                    os.unlink(unfinished, dir_fd=folder)
                 raise
             with self._lock:
                 self._directory.use(key, used_ns)
@@ -140,19 +143,30 @@ class DiskTier(Tier):
 
     def _fetch(self, key: bytes, into: Block | None) -> Block | None:
         block = into or self.kind.empty()
+        return block if self._read(key, block) else None
+
+    def _read_to(self, keys: list[bytes], take: Take) -> list[bool]:
+        def hand_on(n: int, start: int, piece: memoryview) -> None:
+            take([n], start, np.frombuffer(piece, np.uint8)[None])
+
+        found = [self._read(key, partial(hand_on, n)) for n, key in enumerate(keys)]
+        self._count_read(sum(found), len(keys))
+        return found
+
+    def _read(self, key: bytes, into: Block | TakePiece) -> bool:
         try:
-            with self._directory.folder(key) as folder, self._files.read(name_of(key), folder, key, block) as file:
+            with self._directory.folder(key) as folder, self._files.read(name_of(key), folder, key, into) as file:
                 self._used(key, file)
         except FileNotFoundError:
-            return None
+            return False
         except (Damaged, Incompatible) as error:
             self._remove(key)
             self._tell("refused", key, f"{self._directory.path_of(key)}: {error}", refused=1)
-            return None
+            return False
         except (OSError, Unsupported) as error:
             self._tell("failed", key, f"{self._directory.path_of(key)}: {error}", errors=1)
-            return None
-        return block
+            return False
+        return True
 
     def _touch(self, key: bytes) -> bool:
         """Used now. False where it is gone, or no file of a tier's."""

@@ -11,11 +11,12 @@ import errno
 import os
 import struct
 from collections.abc import Iterable, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvx.errors import Damaged
-from kvx.tiers.block import Block, BlockKind
+from kvx.tiers.block import Block, BlockKind, Take
 from kvx.tiers.block_file import CHECKSUMS, checked_header, checksum, require_kind
 
 PACK_BYTES = 8 << 20  # of a pack's blocks: by then its file costs little beside its bytes
@@ -28,8 +29,6 @@ _MOST_HEADER_BYTES = 1 << 20  # a file that claims more is not read
 _FIRST_READ = 16384  # as long as nearly every header
 _ALIGN = 4096
 _MOST_PIECES = 1000  # of memory in one call of the system, which takes 1024
-# Read in one call: what is checked while other threads' reads are under way, so that neither the disk nor the processor waits long.
-_READ_BYTES = 2 << 20
 _ZEROS = bytes(_ALIGN)
 
 
@@ -102,31 +101,30 @@ def read_table(fd: int, kind: BlockKind) -> PackTable:
     return PackTable(names, tuple(want for *_, want in entries), number, length, stride)
 
 
-def read_blocks(fd: int, table: PackTable, wanted: Sequence[tuple[int, Block]]) -> None:
-    """Fill each block from its place in the pack, neighbours in one call. Damaged unless every byte is the one that was written."""
-    rest = table.stride - wanted[0][1].kind.num_bytes if wanted else 0
-    fill = [bytearray(rest)] if rest else []
-    for run in _runs(wanted):
-        payloads = [_payload(block) for _, block in run]
-        parts = [part for payload in payloads for part in (*payload, *fill)]
-        came = os.preadv(fd, parts, table.start + run[0][0] * table.stride)
-        if came != len(run) * table.stride:
-            raise Damaged(f"it ends {len(run) * table.stride - came} bytes early.")
-        for (place, _), payload in zip(run, payloads, strict=True):
-            if checksum(table.number, payload) != table.checks[place]:
+def read_blocks(fd: int, table: PackTable, kind: BlockKind, wanted: Sequence[tuple[int, int]], room: Any, take: Take) -> None:
+    """Hand on blocks by their places in the pack and their numbers in the caller's list. They come by way of `room`, as many
+    neighbours in one call as it has space for. Damaged unless every byte is the one that was written.
+    """
+    for run in _runs(wanted, max(1, len(room) // table.stride)):
+        size = len(run) * table.stride
+        came = os.preadv(fd, [room[:size]], table.start + run[0][0] * table.stride)
+        if came != size:
+            raise Damaged(f"it ends {size - came} bytes early.")
+        for n, (place, _) in enumerate(run):
+            block = room[n * table.stride : n * table.stride + kind.num_bytes]
+            if checksum(table.number, [block]) != table.checks[place]:
                 raise Damaged("its bytes are not those that were written: the checksum differs.")
+        take([n for _, n in run], 0, np.frombuffer(room[:size], np.uint8).reshape(-1, table.stride)[:, : kind.num_bytes])
 
 
-def _runs(wanted: Sequence[tuple[int, Block]]) -> Iterable[list[tuple[int, Block]]]:
+def _runs(wanted: Sequence[tuple[int, int]], most: int) -> Iterable[list[tuple[int, int]]]:
     """Those whose places follow each other, as far as one call takes them."""
-    run: list[tuple[int, Block]] = []
-    kind = wanted[0][1].kind
-    most = min(_READ_BYTES // kind.num_bytes, _MOST_PIECES // (len(kind.buffer_bytes) + 1))
-    for place, block in sorted(wanted, key=itemgetter(0)):
+    run: list[tuple[int, int]] = []
+    for place, n in sorted(wanted):
         if run and (place != run[-1][0] + 1 or len(run) >= most):
             yield run
             run = []
-        run.append((place, block))
+        run.append((place, n))
     if run:
         yield run
 

@@ -15,17 +15,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
+
 from kvx.errors import Damaged, Incompatible, TierError
 from kvx.spec.byte_size import parse_bytes
-from kvx.tiers.block import Block, BlockKind
-from kvx.tiers.block_file import is_aligned, open_file
-from kvx.tiers.block_io import DirectIo
+from kvx.tiers.block import Block, BlockKind, Take, fill
+from kvx.tiers.block_file import has_whole_pages, is_aligned, open_file
+from kvx.tiers.block_io import READ_BYTES, DirectIo
 from kvx.tiers.directory import Directory, name_of, new_file, partial_name
 from kvx.tiers.pack_file import PackTable, most_blocks, pack_bytes, read_blocks, read_table, stride_bytes, write_pack
 from kvx.tiers.tier import Tier, TierEvent, blocks_in
 
-_NAME_BYTES = 16  # of a pack, random: no two processes write the same
+_NAME_BYTES = 16  # of a pack
 _COUNTS = {"refused": "refused", "failed": "errors", "evicted": "evicted"}  # event -> field of TierStats
+
+
+def _new_name() -> bytes:
+    """Of a pack, random: no two processes write the same. Packs are few, so they are in 16 folders, and not in 256."""
+    first, *rest = os.urandom(_NAME_BYTES)
+    return bytes([first % 16, *rest])
 
 
 def pack_kind(kind: BlockKind) -> BlockKind:
@@ -205,7 +213,7 @@ class PackTier(Tier):
         return [not is_there for is_there in there]
 
     def _write(self, keys: list[bytes], blocks: list[Block]) -> None:
-        pack, size = os.urandom(_NAME_BYTES), pack_bytes(self.kind, len(keys))
+        pack, size = _new_name(), pack_bytes(self.kind, len(keys))
         with self._lock:
             self._coming += size
         try:
@@ -259,34 +267,43 @@ class PackTier(Tier):
         return self._get([key], [into])[0]
 
     def _get(self, keys: list[bytes], into: list[Block | None]) -> list[Block | None]:
-        found: list[Block | None] = [None] * len(keys)
+        blocks = [block or self.kind.empty() for block in into]
+        fillers = [fill(block) for block in blocks]
+
+        def take(which: Sequence[int], start: int, rows: np.ndarray) -> None:
+            for n, row in zip(which, rows, strict=True):
+                fillers[n](start, row)
+
+        return [block if is_there else None for block, is_there in zip(blocks, self._read_to(keys, take), strict=True)]
+
+    def _read_to(self, keys: list[bytes], take: Take) -> list[bool]:
+        found = [False] * len(keys)
         by_pack: dict[bytes, list[int]] = {}
         for n, pack in enumerate(self._find(keys)):
             if pack is not None:
                 by_pack.setdefault(pack, []).append(n)
         for pack, some in by_pack.items():
-            blocks = [into[n] or self.kind.empty() for n in some]
-            if self._read(pack, [keys[n] for n in some], blocks):
-                for n, block in zip(some, blocks, strict=True):
-                    found[n] = block
-        hits = sum(block is not None for block in found)
-        self._count(hits=hits, misses=len(keys) - hits, bytes_out=hits * self.kind.num_bytes)
+            if self._read(pack, keys, some, take):
+                for n in some:
+                    found[n] = True
+        self._count_read(sum(found), len(keys))
         return found
 
-    def _read(self, pack: bytes, keys: list[bytes], blocks: list[Block]) -> bool:
+    def _read(self, pack: bytes, keys: list[bytes], some: list[int], take: Take) -> bool:
         """All of them, or none: one that is damaged takes its pack along."""
         with self._lock:
             table = self._packs.get(pack)
         if table is None:  # evicted since
             return False
         places = {name: n for n, name in enumerate(table.names)}
-        wanted = [(places[key], block) for key, block in zip(keys, blocks, strict=True)]
+        wanted = [(places[keys[n]], n) for n in some]
+        room = self._files.room(max(READ_BYTES, table.stride))
         try:
             with self._directory.folder(pack) as folder:
                 fd = self._files.run(
                     lambda flags: open_file(name_of(pack), folder, flags),
-                    lambda fd, _: read_blocks(fd, table, wanted),
-                    all(map(is_aligned, blocks)),
+                    lambda fd, _: read_blocks(fd, table, self.kind, wanted, room, take),
+                    has_whole_pages(self.kind),
                     lambda: None,
                 )
             try:
@@ -298,9 +315,9 @@ class PackTier(Tier):
         except Damaged as error:
             with self._lock:
                 self._unlink(pack)
-            self._tell("refused", keys[0], f"{self._directory.path_of(pack)}: {error}", refused=1)
+            self._tell("refused", keys[some[0]], f"{self._directory.path_of(pack)}: {error}", refused=1)
         except OSError as error:
-            self._tell("failed", keys[0], f"{self._directory.path_of(pack)}: {error}", errors=1)
+            self._tell("failed", keys[some[0]], f"{self._directory.path_of(pack)}: {error}", errors=1)
         else:
             return True
         return False

@@ -16,7 +16,7 @@ from typing import NamedTuple, ParamSpec, Self, TypeVar
 
 from kvx.errors import BadArgument, TierError, a_type
 from kvx.identity import has_identity, require_identity
-from kvx.tiers.block import Block, BlockKind, check_block, check_kind
+from kvx.tiers.block import Block, BlockKind, Take, check_block, check_kind, hand_on
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -126,6 +126,12 @@ class Tier(ABC):
         """get() on the caller's thread. `into` has blocks that are surely of this kind."""
         return self._get(self._checked("get_now", keys), [None] * len(keys) if into is None else list(into))
 
+    def read_now(self, keys: Sequence[bytes], take: Take) -> list[bool]:
+        """Hand blocks on piece by piece, as they come, on the caller's thread. False where there is none, or a damaged one, of
+        which `take` may have been given something already.
+        """
+        return self._read_to(self._checked("read_now", keys), take)
+
     def drop(self, keys: Sequence[bytes]) -> Future[list[bool]]:
         """Forget these blocks. False where there was none."""
         return self._submit("drop", self._drop, self._checked("drop", keys))
@@ -194,9 +200,15 @@ class Tier(ABC):
 
     def _get(self, keys: list[bytes], into: list[Block | None]) -> list[Block | None]:
         found = [self._fetch(key, to) for key, to in zip(keys, into, strict=True)]
-        hits = sum(b is not None for b in found)
-        self._count(hits=hits, misses=len(keys) - hits, bytes_out=hits * self.kind.num_bytes)
+        self._count_read(sum(b is not None for b in found), len(keys))
         return found
+
+    def _read_to(self, keys: list[bytes], take: Take) -> list[bool]:
+        found = self._get(keys, [None] * len(keys))
+        for n, block in enumerate(found):
+            if block is not None:
+                hand_on(n, block, take)
+        return [block is not None for block in found]
 
     def _drop(self, keys: list[bytes]) -> list[bool]:
         out = []
@@ -205,6 +217,9 @@ class Tier(ABC):
             if out[-1]:
                 self._tell("dropped", key)
         return out
+
+    def _count_read(self, hits: int, asked: int) -> None:
+        self._count(hits=hits, misses=asked - hits, bytes_out=hits * self.kind.num_bytes)
 
     def _count(self, **counts: int) -> None:
         with self._stats_lock:

@@ -74,6 +74,29 @@ def test_what_goes_out_comes_back(tmp_path, tiers):
     jobs.close()
 
 
+def test_rows_in_any_order(tmp_path):
+    jobs, rows = open_jobs(tmp_path)
+    keys, want = [name(n) for n in range(6)], rows[:6].copy()
+    run(jobs, keys, range(6), is_load=False)
+    where = [9, 3, 15, 4, 5, 0]
+    assert run(jobs, keys, where, is_load=True).is_whole
+    assert np.array_equal(rows[where], want)
+    jobs.close()
+
+
+@pytest.mark.parametrize("where", [[1, 2, 3], [3, 0, 2]], ids=str)
+def test_bytes_of_a_group_go_into_their_spans_wherever_a_piece_ends(where):
+    group = ChunkGroup(kind(7), SPANS[7])
+    data = np.random.default_rng(2).integers(1, 256, (3, 612), np.uint8)
+    for size in (612, 512, 500, 7):
+        rows = np.zeros((4, 12288), np.uint8)
+        for start in range(0, 612, size):
+            group.write(rows, where, start, data[:, start : start + size])
+        assert np.array_equal(rows[where, :512], data[:, :512])
+        assert np.array_equal(rows[where, 8192:8292], data[:, 512:])
+        assert np.count_nonzero(rows) == data.size
+
+
 def test_another_process_finds_them(tmp_path):
     jobs, rows = open_jobs(tmp_path)
     run(jobs, [name(1)], [3], is_load=False)
@@ -166,10 +189,10 @@ class Hanging(DiskTier):
         self.gate.wait()
         return super()._store(key, block)
 
-    def _fetch(self, key, into):
+    def _read(self, key, into):
         self.is_in.set()
         self.gate.wait()
-        return super()._fetch(key, into)
+        return super()._read(key, into)
 
 
 @pytest.fixture

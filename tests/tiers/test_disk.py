@@ -9,6 +9,7 @@ import random
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -233,14 +234,47 @@ def test_past_the_system_s_cache_the_files_are_the_same(tmp_path, ways):
             assert not path.exists()
 
 
+LONG = BlockKind({"model": "small", "layout": "long"}, (8192, (5 << 20) + 4096))  # more than comes in one call
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
+def test_a_block_is_handed_on_in_pieces(tmp_path, direct):
+    """Into memory that is used again for each; damage in the last of them is a miss, whatever was handed on before."""
+    rng = np.random.default_rng(4)
+    want = [Block(LONG, tuple(torch.from_numpy(rng.integers(0, 256, n, np.uint8)) for n in LONG.buffer_bytes)) for _ in range(2)]
+    whole = [b"".join(bytes(t.numpy()) for t in block.buffers) for block in want]
+    with DiskTier(tmp_path, LONG, "100MB", direct=direct) as tier:
+        tier.put([key(1), key(2)], want).result()
+        for _ in range(2):  # checked, and known
+            came, calls = [bytearray(LONG.num_bytes) for _ in range(3)], []
+
+            def take(which, start, rows, came=came, calls=calls):
+                calls.append((*which, start))
+                for n, row in zip(which, rows, strict=True):
+                    came[n][start : start + len(row)] = row.tobytes()
+
+            assert tier.read_now([key(1), key(9), key(2)], take) == [True, False, True]
+            assert [bytes(came[0]), bytes(came[2])] == whole
+            assert len(calls) > 4
+            assert calls == sorted(calls)
+        (path,) = (p for p in files(tmp_path) if key(1).hex() in p.name)
+        data = path.read_bytes()
+        for wrong in (data[:-1] + bytes([data[-1] ^ 1]), data[:-4096]):
+            path.write_bytes(wrong)
+            assert tier.read_now([key(1), key(2)], take) == [False, True]
+            assert not path.exists()
+        assert tier.stats.refused == 2
+
+
 def test_a_file_system_that_cannot_go_past_its_cache(tmp_path, monkeypatch):
     def cannot(*_):
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(block_io, "write_direct", cannot)
-    monkeypatch.setattr(block_io, "read_direct", cannot)
     with DiskTier(tmp_path, ALIGNED, "1MB", direct=True) as tier:
         assert tier.put([key(1), key(2)], [_aligned(b"a"), _aligned(b"b")]).result() == [True, True]
+    monkeypatch.setattr(block_io, "read_pieces", cannot)
+    with DiskTier(tmp_path, ALIGNED, "1MB", direct=True) as tier:
         assert tier.get([key(1)], [_aligned()]).result()[0] is not None
     assert len(files(tmp_path)) == 2
 
