@@ -195,7 +195,14 @@ class ChunkJobs:
 
     def _run(self, piece: _Piece) -> None:
         job, begin, kind = piece.job, time.monotonic(), self._store.groups[piece.group].kind
-        moved = [] if job.is_over else (self._load if job.is_load else self._save)(piece)
+        moved: Sequence[bytes] = []
+        try:
+            if not job.is_over:
+                moved = (self._load if job.is_load else self._save)(piece)
+        except Exception:  # no failure of the store's, which it has caught: a fault of ours. The job must end, and the thread go on
+            self._logger.exception(
+                "KVX: a thread of the store failed; its blocks were not %s.", "loaded" if job.is_load else "kept"
+            )
         with self._change:
             job.moved.update(moved)
             job.num_bytes += kind.num_bytes * len(moved)

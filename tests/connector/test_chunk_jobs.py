@@ -97,6 +97,24 @@ def test_bytes_of_a_group_go_into_their_spans_wherever_a_piece_ends(where):
         assert np.count_nonzero(rows) == data.size
 
 
+@pytest.mark.parametrize("is_load", [True, False])
+def test_a_fault_in_a_thread_ends_its_job_and_not_the_thread(tmp_path, monkeypatch, caplog, is_load):
+    jobs, _ = open_jobs(tmp_path, threads=2)
+    assert run(jobs, [name(1)], [0], is_load=False).is_whole
+
+    def fail(*args):
+        raise RuntimeError("a fault")
+
+    for _ in range(3):  # more than there are threads
+        with monkeypatch.context() as patch:
+            patch.setattr(ChunkStore, "read" if is_load else "put", fail)
+            done = run(jobs, [name(1)], [1], is_load=is_load)
+        assert not done.is_whole
+    assert f"its blocks were not {'loaded' if is_load else 'kept'}" in caplog.text
+    assert run(jobs, [name(1)], [2], is_load=True).is_whole
+    jobs.close()
+
+
 def test_another_process_finds_them(tmp_path):
     jobs, rows = open_jobs(tmp_path)
     run(jobs, [name(1)], [3], is_load=False)
