@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
 
 from kvx.tiers.directory import _UNFINISHED, Directory
 from tests.tiers.blocks import block, files, found, is_right, key, open_tier, put
@@ -62,7 +63,7 @@ def test_kill_at_200_random_moments(tmp_path):
 
         def work(trial=trial, into=into):
             with open_tier("disk", tmp_path, 1 << 16, threads=1) as tier:
-                for n in range(trial * 1000, trial * 1000 + 1000):
+                for n in count(trial << 20):  # until it is killed: on a busy machine that may be much later
                     put(tier, n)
                     os.write(into, n.to_bytes(4, "little"))
 
