@@ -8,11 +8,12 @@ import torch
 import kvx
 from kvx.adapters.engine_names import namer_of, said
 from kvx.adapters.lmcache import chunk_names, link
-from kvx.adapters.lmcache.chunks import WHOLE, ChunkForm, LmcacheStore, Worker, read_chunk
+from kvx.adapters.lmcache.chunks import WHOLE, ChunkForm, LmcacheStore, Worker, part_of, read_chunk
 from kvx.adapters.lmcache.config import StoreConfig
 from kvx.adapters.lmcache.names import chunk_namer, name_of, names_field, none_hash
 from kvx.errors import BadArgument, Unsupported
 from kvx.handover import NEUTRAL, names
+from kvx.handover.model_parts import ModelPart
 from kvx.spec import CacheSpec
 from kvx.tiers import BlockKind, TierOption
 
@@ -51,6 +52,26 @@ def test_a_spec_says_where_each_number_of_a_chunk_is(name):
     kvx.convert([chunk.view(torch.uint8).reshape(-1)], out, plan=kvx.plan(spec, plain))
     assert all(torch.equal(a.view(torch.bfloat16).reshape(b.shape), b) for a, b in zip(out, want, strict=True))
     assert (spec.layer_start, spec.num_layers) == ((0, L) if form.layer == WHOLE else (form.layer, 1))
+
+
+@pytest.mark.parametrize("shape", [(L, C, H * 2 * D), (1, L, C, H * 2 * D)], ids=str)
+def test_k_and_v_of_a_head_side_by_side(shape):
+    """As LMCache's server takes them from vLLM on a GPU: told from a latent by the number of heads alone."""
+    form, chunk = ChunkForm((shape,), BF16, "KV_MLA_FMT"), torch.randn(shape).bfloat16()
+    assert described(form, head_dim=D)[0] is None
+    assert described(form, Worker(num_kv_heads=2 * H), head_dim=D)[0] is None  # SGLang's K without V would have as many
+    spec, facts = described(form, Worker(num_kv_heads=H), head_dim=D)
+    assert (spec.num_kv_heads, facts) == (H, {})
+    plain = spec.replaced(layout="layer kv | block token head dim")
+    out = kvx.allocate_buffers(plain)
+    kvx.convert([chunk.view(torch.uint8).reshape(-1)], out, plan=kvx.plan(spec, plain))
+    want = chunk.reshape(L, C, H, 2, D).permute(0, 3, 1, 2, 4).reshape(-1, C, H, D)
+    assert all(torch.equal(a.view(torch.bfloat16).reshape(b.shape), b) for a, b in zip(out, want, strict=True))
+    half = ChunkForm(((L, C, H * D),), BF16, "KV_MLA_FMT")  # of two ranks
+    assert [described(half, Worker(r, 2, H), head_dim=D)[0].head_start for r in range(2)] == [0, 2]
+    kv = ModelPart(layers=tuple(range(L)), num_kv_heads=H, head_dim=D)
+    assert part_of(form, [kv], 1) is part_of(half, [kv], 2) is kv
+    assert part_of(form, [kv], 2) is part_of(half, [kv], 1) is None
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, Obje
 from lmcache.v1.distributed.config import add_storage_manager_args, parse_args_to_config
 from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
+from lmcache.v1.multiprocess.transfer_context.base import gather_paged_kv_to_cpu
 
 import kvx
 from kvx.adapters.engine_names import namer_of
@@ -42,6 +43,7 @@ from tests.engines.lmcache_parts import CHUNK, DIM, HEADS, LAYERS, MODEL, some_t
 
 BLOCK = 8  # of an engine
 KV = MemoryLayoutDesc([torch.Size([2, LAYERS, CHUNK, HEADS * DIM])], [torch.bfloat16])
+FUSED = MemoryLayoutDesc([torch.Size([1, LAYERS, CHUNK, HEADS * 2 * DIM])], [torch.bfloat16])  # as from vLLM on a GPU
 LATENT = MemoryLayoutDesc([torch.Size([1, LAYERS, CHUNK, HEADS * DIM])], [torch.bfloat16])
 
 
@@ -130,10 +132,12 @@ def keys_of(tokens: list[int], rank: tuple[int, int] = (0, 1), **more) -> list[O
         (KV, {}),
         (KV, {"layout": "canonical"}),
         (KV, {"head_dim": None}),
+        (FUSED, {"num_kv_heads": HEADS}),
+        (FUSED, {"num_kv_heads": HEADS, "layout": "canonical"}),
         (LATENT, {"head_dim": HEADS * DIM}),
         (MemoryLayoutDesc([torch.Size([LAYERS, CHUNK, HEADS * DIM])], [torch.bfloat16]), {"head_dim": HEADS * DIM}),
     ],
-    ids=["kv", "canonical", "whole", "latent", "latent without an outer axis"],
+    ids=["kv", "canonical", "whole", "fused", "fused, canonical", "latent", "latent without an outer axis"],
 )
 def test_objects_come_back_as_they_were(started, layout, params):
     keys = keys_of(some_tokens(5 * CHUNK))
@@ -222,16 +226,20 @@ def content(memory: list[torch.Tensor], spec: CacheSpec) -> kvx.Digest:
 
 
 OURS = CacheSpec(1, CHUNK, HEADS, DIM, layout="block | kv layer token head dim", format="bf16", num_layers=LAYERS, model=MODEL)
+FUSED_OURS = OURS.replaced(layout="block | layer token head (kv dim)")
 
 
-@pytest.mark.parametrize("block_size", [16, 8, 48])
-def test_vllm_finds_what_the_server_wrote_and_the_other_way(started, tmp_path, block_size):
+@pytest.mark.parametrize(
+    ("block_size", "layout", "ours"), [(16, KV, OURS), (8, KV, OURS), (48, KV, OURS), (48, FUSED, FUSED_OURS)],
+    ids=["16", "8", "48", "48, fused"],
+)  # fmt: skip
+def test_vllm_finds_what_the_server_wrote_and_the_other_way(started, tmp_path, block_size, layout, ours):
     tokens = some_tokens(6 * CHUNK)
-    mine, a = names(tokens, block_size, MODEL), started()
-    want = a.store(keys_of(tokens))
+    mine, a = names(tokens, block_size, MODEL), started(num_kv_heads=HEADS)
+    want = a.store(keys_of(tokens), layout)
     spec, stack, neighbours = vllm(tmp_path, block_size)
     assert neighbours.take_over(tokens, mine) == 6 * CHUNK // block_size
-    assert content([b.buffers[0] for b in stack.get(mine)], spec) == content(want, OURS)
+    assert content([b.buffers[0] for b in stack.get(mine)], spec) == content(want, ours)
     other = some_tokens(6 * CHUNK, seed=7)
     theirs = names(other, block_size, MODEL)
     blocks = [kvx.allocate_buffers(spec) for _ in theirs]
@@ -239,9 +247,32 @@ def test_vllm_finds_what_the_server_wrote_and_the_other_way(started, tmp_path, b
         block.view(torch.bfloat16).copy_(torch.randn(block.numel() // 2))
     stack.put(theirs, [stack.kind.block(b) for b in blocks])
     assert neighbours.lead(other, theirs) == 6
-    b, keys = started(), keys_of(other)
-    assert b.prefetch(keys) == 6
-    assert content(b.read(keys), OURS) == content([block for (block,) in blocks], spec)
+    b, keys = started(num_kv_heads=HEADS), keys_of(other)
+    assert b.prefetch(keys, layout) == 6
+    assert content(b.read(keys), ours) == content([block for (block,) in blocks], spec)
+
+
+@pytest.mark.parametrize("row", ["vllm.0.26.nhd", "vllm.0.26.hnd"])
+def test_chunks_that_lmcache_makes_of_vllms_blocks_on_a_gpu(row):
+    """By its own gathering, whose copies run on a CPU too: K and V of a head stay side by side."""
+    engine = kvx.CacheSpec(5, BLOCK, HEADS, DIM, layout=kvx.engine(row).layout, format="bf16", num_layers=LAYERS, model=MODEL)
+    shape = (5, BLOCK, HEADS, 2 * DIM) if row.endswith("nhd") else (5, HEADS, BLOCK, 2 * DIM)
+    layers = {f"model.layers.{n}.attn": torch.randn(shape).bfloat16() for n in range(LAYERS)}
+    ids, hints = [3, 0, 4, 1][: CHUNK // BLOCK * 2], {"kv_layout": row[-3:].upper()}
+    chunks = gather_paged_kv_to_cpu(layers, ids, CHUNK // BLOCK, hints)
+    assert [list(c.shape) for c in chunks] == [[LAYERS, CHUNK, HEADS * 2 * DIM]] * (len(ids) * BLOCK // CHUNK)
+    assert content(chunks, FUSED_OURS) == kvx.digest(list(layers.values()), engine, blocks=[ids])
+
+
+def test_fused_objects_without_the_number_of_heads_are_found_by_lmcache_alone(started, tmp_path, caplog):
+    tokens = some_tokens(2 * CHUNK)
+    keys, a = keys_of(tokens), started()
+    want = a.store(keys, FUSED)
+    assert "with num_kv_heads in adapter_params that is read" in caplog.text
+    assert vllm(tmp_path, 16)[2].take_over(tokens, names(tokens, 16, MODEL)) == 0
+    b = started()
+    assert b.prefetch(keys, FUSED) == 2
+    assert all(map(torch.equal, b.read(keys), want))
 
 
 # --- what fails --------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 WHOLE = -1  # in place of a layer: the chunk has all of them
 STATE_ROWS_OF_PAGES = ("vllm.sd", "vllm.ds")
 # LMCache's MemoryFormat to a row of docs/layouts.md.
+_FUSED = "layer token head (kv dim)"
 _ROWS = {"KV_2LTD": "lmcache.2ltd", "KV_T2D": "lmcache.t2d", "KV_2TD": "lmcache.2td", "KV_MLA_FMT": "lmcache.mla"}
 
 
@@ -75,7 +76,9 @@ def read_chunk(
     form: ChunkForm, *, model: str, chunk_size: int, head_dim: int, worker: Worker
 ) -> tuple[CacheSpec | None, dict[str, str | int]]:
     """The spec of one such chunk, None where it goes whole, and what else must be equal to read it."""
-    axes, dtype, is_latent = form.axes(), form.dtypes[0], form.format == "KV_MLA_FMT"
+    axes, dtype = form.axes(), form.dtypes[0]
+    is_fused = is_fused_row(form, head_dim, worker.num_kv_heads, worker.size)
+    is_latent = form.format == "KV_MLA_FMT" and not is_fused
     is_known = axes is not None and dtype in FORMATS and axes[1] == chunk_size and head_dim > 0
     if not is_known or axes is None or axes[2] % head_dim or (is_latent and axes[2] != head_dim):
         text = " ".join(f"{list(s)} {d}".replace("torch.", "") for s, d in zip(form.shapes, form.dtypes, strict=True))
@@ -84,9 +87,9 @@ def read_chunk(
             whole["layer"] = form.layer
         return None, whole | _of_rank(worker)
     layers, tokens, row = axes
-    heads = row // head_dim
+    heads = row // head_dim // (2 if is_fused else 1)
     facts, head_start = _heads(heads, is_latent, worker)
-    layout = ENGINES[_ROWS[form.format]].layout.replace("(head dim)", "head dim")
+    layout = _FUSED if is_fused else ENGINES[_ROWS[form.format]].layout.replace("(head dim)", "head dim")
     layout = "block | " + layout.replace("layer block |", "layer").removeprefix("block | ")
     spec = CacheSpec(
         num_blocks=1, block_size=tokens, num_kv_heads=heads, head_dim=head_dim, layout=layout, format=FORMATS[dtype],
@@ -95,18 +98,32 @@ def read_chunk(
     return spec, facts
 
 
+def is_fused_row(form: ChunkForm, head_dim: int, num_kv_heads: int, num_ranks: int) -> bool:
+    """Whether a chunk of one plane has K and V of each head side by side, as LMCache's server takes them from vLLM 0.26 on on GPUs.
+
+    It looks like a latent, or like SGLang's K without V: only who knows the number of heads can tell.
+    """
+    axes = form.axes()
+    if form.format != "KV_MLA_FMT" or axes is None or num_kv_heads < 1:
+        return False
+    return axes[2] == 2 * head_dim * max(1, num_kv_heads // num_ranks)
+
+
 def part_of(form: ChunkForm, parts: Sequence[ModelPart], num_ranks: int) -> ModelPart | None:
     """The part of a model whose K and V such chunks hold; None where none has these sizes, or several have, or they are states."""
-    axes, is_latent = form.axes(), form.format == "KV_MLA_FMT"
+    axes, has_one_plane = form.axes(), form.format == "KV_MLA_FMT"
     if axes is None:
         return None
     layers, _, row = axes
-    found = [
-        p
-        for p in parts
-        if not p.planes and p.is_latent == is_latent and not p.v_head_dim and len(p.layers) == layers
-        and row == p.head_dim * (1 if is_latent else max(1, p.num_kv_heads // num_ranks))
-    ]  # fmt: skip
+
+    def holds(p: ModelPart) -> bool:
+        if p.is_latent:
+            return has_one_plane and row == p.head_dim
+        if has_one_plane:
+            return is_fused_row(form, p.head_dim, p.num_kv_heads, num_ranks)
+        return row == p.head_dim * max(1, p.num_kv_heads // num_ranks)
+
+    found = [p for p in parts if not p.planes and not p.v_head_dim and len(p.layers) == layers and holds(p)]
     return found[0] if len(found) == 1 else None
 
 

@@ -116,7 +116,14 @@ class KvxL2Adapter(L2AdapterInterface):
         """Under which names such objects are kept, and as what. Which layers a group has LMCache does not say."""
         told: dict[str, Any] = {"model": self._config.settings.model, "chunk_size": self._chunk_size}
         if len(self._parts) < 2 and not group:
-            return self._names, read_chunk(form, head_dim=self._head_dim, worker=worker, **told)
+            described = read_chunk(form, head_dim=self._head_dim, worker=worker, **told)
+            if described[0] is None and self._head_dim:
+                LOGGER.warning(
+                    "KVX: objects %s are found by LMCache alone: their rows are not K and V of heads of %d elements. vLLM on a GPU "
+                    "keeps K and V of a head side by side; with num_kv_heads in adapter_params that is read.",
+                    _shapes(form), self._head_dim,
+                )  # fmt: skip
+            return self._names, described
         part = part_of(form, self._parts, worker.size)
         if part is not None and self._groups.setdefault(part, group) == group:
             worker = replace(worker, num_kv_heads=part.num_kv_heads)
@@ -133,10 +140,9 @@ class KvxL2Adapter(L2AdapterInterface):
         why = 'give the folder of the model as "config" in adapter_params'
         if self._parts:
             why = 'they are not one part\'s K and V by the config, nor its states by "states" in adapter_params'
-        shapes = " ".join(str(list(shape)) for shape in form.shapes)
         LOGGER.warning(
             "KVX: objects %s of the group %d are found by LMCache alone, which does not say the layers of a group: %s.",
-            shapes, group, why,
+            _shapes(form), group, why,
         )  # fmt: skip
 
     def _by_store(self, keys: Sequence[Any], forms: Sequence[ChunkForm]) -> list[tuple[LmcacheStore, list[int], list[bytes]]]:
@@ -238,8 +244,13 @@ def _name(key: Any) -> bytes:
     return name_of(key.chunk_hash, *((key.cache_salt,) if key.cache_salt else ()))
 
 
+def _shapes(form: ChunkForm) -> str:
+    return " ".join(str(list(shape)) for shape in form.shapes)
+
+
 def _form(shapes: Sequence[Any], dtypes: Sequence[torch.dtype]) -> ChunkForm:
-    """The server's objects have no format of their own: K and V are two outermost, and a latent is one or has no such axis."""
+    """The server's objects have no format of their own: K and V are two outermost, and a latent, or what has K and V of a head side
+    by side, is one or has no such axis."""
     sizes = tuple(tuple(shape) for shape in shapes)
     is_latent = len(sizes[0]) == 3 or sizes[0][0] == 1
     return ChunkForm(sizes, tuple(dtypes), "KV_MLA_FMT" if is_latent else "KV_2LTD")
