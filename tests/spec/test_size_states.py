@@ -217,7 +217,7 @@ def test_recurrent_gemma_keeps_its_states_on_its_modules():
     with torch.inference_mode():
         model(input_ids=torch.arange(2, 2 + TOKENS)[None], use_cache=True)
         model.model(input_ids=torch.arange(2, 2 + TOKENS)[None], use_cache=True, past_key_values=cache)
-    kv = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    kv = [t for layer in cache.layers for n in ("keys", "values") if (t := getattr(layer, n, None)) is not None]
     states = [t for m in model.modules() for n in ("conv1d_state", "recurrent_states") if (t := getattr(m, n, None)) is not None]
     (row, *_) = engine_sizes(config, context=TOKENS)
     assert len(states) == 4
