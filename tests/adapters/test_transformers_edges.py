@@ -302,6 +302,16 @@ def test_layers_that_keep_more_or_less_than_k_and_v(name, options, says):
         KvxCache(getattr(transformers, f"{name}Config")(**options))
 
 
+def test_states_need_a_newer_transformers(monkeypatch):
+    class Layer:
+        def __init__(self, config=None):
+            """As in transformers 5.8."""
+
+    monkeypatch.setattr(transformers.cache_utils, "LinearAttentionLayer", Layer)
+    with pytest.raises(Unsupported, match=r"layers 0, 3 are '\w+', which is cached by newer versions of transformers \(5.22"):
+        KvxCache(tiny("NemotronH"))
+
+
 @pytest.mark.parametrize(
     ("name", "empty", "keeps"), [("gemma4_text", 2, "K and V of 2"), ("NemotronH", 1, "K and V of 1, states of 2")]
 )

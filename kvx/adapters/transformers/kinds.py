@@ -3,6 +3,7 @@ other is refused by its name."""
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig, cache_utils
@@ -29,6 +30,15 @@ _KEEPS = {
     "minimax_m3_sparse": "keeps keys of an indexer beside K and V, and chooses by them which tokens a query sees",
     "reference_sliding_attention": "keeps all tokens of the prompt and a window of those that follow",
 }
+
+
+_TOO_OLD = "is cached by newer versions of transformers (5.22 and 5.23 are tested) in a way that KVX takes"
+
+
+def _has_states() -> bool:
+    """Whether caches of this transformers hold states, several of a layer. Before, models had classes of their own for it."""
+    layer = getattr(cache_utils, "LinearAttentionLayer", None)
+    return layer is not None and "number_of_states" in signature(layer.__init__).parameters
 
 
 class CachedLayer(NamedTuple):
@@ -59,13 +69,12 @@ def cached_layers(config: PretrainedConfig, call: str = "KvxCache()", instead: s
             f"{call}: a {name}'s model takes no cache but one of its own class, in which states stand beside the layers. {instead}"
         )
     found = _layers(config)
-    has_states = hasattr(cache_utils, "LinearAttentionLayer")  # before transformers 5.x models had classes of their own for it
-    taken = {_FULL, *_WINDOWS, *((*_STATES, *_NOTHING, *_HYBRID) if has_states else ())}
+    taken = {_FULL, *_WINDOWS, *((*_STATES, *_NOTHING, *_HYBRID) if _has_states() else ())}
     others = dict.fromkeys(kind for kind, _ in found if kind not in taken)
     if others:
         where = "; ".join(
             f"layers {', '.join(str(i) for i, (k, _) in enumerate(found) if k == kind)} are {kind!r}, which "
-            f"{_KEEPS.get(kind, 'KVX does not know')}"
+            f"{_KEEPS.get(kind, _TOO_OLD if kind in (*_STATES, *_NOTHING, *_HYBRID) else 'KVX does not know')}"
             for kind in others
         )
         raise Unsupported(
