@@ -167,6 +167,11 @@ def inspect(
     formats: Annotated[bool, typer.Option("--formats", help="List every format with its exact arithmetic.")] = False,
 ) -> None:
     """Show this build, or describe a cache spec or a tensor file."""
+    listed = next((name for name, is_asked in (("--env", env), ("--support", support), ("--formats", formats)) if is_asked), "")
+    if listed and path is not None:
+        raise BadArgument(
+            f"inspect: {listed} lists what this build has and takes no path; {path} was given. Leave one of them out."
+        )
     if env:
         return _show("environment", ("variable", "meaning"), ENVIRONMENT.items(), dict(ENVIRONMENT), as_json)
     if support:

@@ -48,6 +48,9 @@ def test_inspect_formats_and_environment():
     assert "half away from zero" in formats
     assert all(f'"{name}"' in formats for name in ("bf16", "nvfp4", "fp8_v4", "index_fp8_sglang"))
     assert "KVX_CUDA_ARCHS" in run("inspect", "--env")
+    for option in ("--env", "--support", "--formats"):
+        refused = CliRunner().invoke(app, ["inspect", option, "vllm.9"])
+        assert f"{option} lists what this build has and takes no path; vllm.9 was given" in str(refused.exception)
 
 
 def test_inspect_spec(tmp_path):
