@@ -55,29 +55,33 @@ def test_two_processes_at_once(tmp_path):
         assert tier.stats.refused == 0
 
 
+def said_until_killed(work: Callable[[Callable[[int], None]], None], seconds: float) -> set[int]:
+    """The numbers that a child says while it works, which is until it is killed, so long after the first."""
+    out, into = os.pipe()
+    pid = in_child(lambda: work(lambda n: os.write(into, n.to_bytes(4, "little"))))
+    os.close(into)
+    data = os.read(out, 4)
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGKILL)
+    assert exit_code(pid) == -signal.SIGKILL
+    while more := os.read(out, 1 << 16):
+        data += more
+    os.close(out)
+    return {int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data) // 4 * 4, 4)}
+
+
 def test_kill_at_200_random_moments(tmp_path):
     """What a child said was kept is found, whole; nothing else is ever read but right. A child says it after the future is done."""
     rng, done = random.Random(1), set()
     for trial in range(200):
-        out, into = os.pipe()
 
-        def work(trial=trial, into=into):
+        def work(say, trial=trial):
             with open_tier("disk", tmp_path, 1 << 16, threads=1) as tier:
-                for n in count(trial << 20):  # until it is killed: on a busy machine that may be much later
+                for n in count(trial << 20):
                     put(tier, n)
-                    os.write(into, n.to_bytes(4, "little"))
+                    say(n)
 
-        pid = in_child(work)
-        os.close(into)
-        first = os.read(out, 4)  # it has begun
-        time.sleep(rng.random() * 0.006)
-        os.kill(pid, signal.SIGKILL)
-        assert exit_code(pid) == -signal.SIGKILL
-        data = first
-        while more := os.read(out, 1 << 16):
-            data += more
-        os.close(out)
-        done |= {int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data) // 4 * 4, 4)}
+        done |= said_until_killed(work, rng.random() * 0.006)
     killed_writing = len(list(tmp_path.glob("??/.*.partial")))
     with open_tier("disk", tmp_path, 1 << 16) as tier:
         keys = [key(n) for n in sorted(done)]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import time
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from kvx.errors import BadArgument, Incompatible, TierError
 from kvx.tiers import Block, BlockKind, DiskTier, PackTier, TierOption
 from kvx.tiers.pack_file import pack_bytes
 from tests.tiers.blocks import KIND, block, files, found, is_right, key, put
-from tests.tiers.test_disk_processes import exit_code, in_child
+from tests.tiers.test_disk_processes import exit_code, in_child, said_until_killed
 
 PAGES = BlockKind({"model": "small", "layout": "pages"}, (8192,))  # whole pages, which can go past the system's cache
 
@@ -151,24 +149,14 @@ def test_kill_at_100_random_moments(tmp_path):
     """What a child said was kept is found, whole; nothing else is ever read but right."""
     rng, done = random.Random(1), set()
     for trial in range(100):
-        out, into = os.pipe()
 
-        def work(trial=trial, into=into):
+        def work(say, trial=trial):
             with open_packs(tmp_path, threads=1, of=1000) as tier:
-                for n in range(trial * 1000, trial * 1000 + 1000, 10):
+                for n in count(trial << 20, 10):
                     put(tier, *range(n, n + 10))
-                    os.write(into, n.to_bytes(4, "little"))
+                    say(n)
 
-        pid = in_child(work)
-        os.close(into)
-        data = os.read(out, 4)  # it has begun
-        time.sleep(rng.random() * 0.006)
-        os.kill(pid, signal.SIGKILL)
-        assert exit_code(pid) == -signal.SIGKILL
-        while more := os.read(out, 1 << 16):
-            data += more
-        os.close(out)
-        done |= {int.from_bytes(data[i : i + 4], "little") + k for i in range(0, len(data) // 4 * 4, 4) for k in range(10)}
+        done |= {n + k for n in said_until_killed(work, rng.random() * 0.006) for k in range(10)}
     killed_writing = len(list(tmp_path.glob("??/.*.partial")))
     with open_packs(tmp_path, of=1000) as tier:
         keys = tier.names()
