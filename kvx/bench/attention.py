@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import kvx
 from kvx.bench.attention_flashinfer import flashinfer
 from kvx.bench.harness import COLD_BYTES, LAYOUTS, Row, Timing, time_calls
+from kvx.quant.scales import round_scale
 
 CEILINGS = ("read",)
 _RECORD = "fp8_e4m3_per_128_inline"  # with bf16 beside it: 656 bytes a token
@@ -42,6 +43,7 @@ class AttentionCase:
     rope: int = 0  # of a latent cache: the rotary part's width; dim is the latent's
     v_format: str = ""
     v_dim: int = 0  # 0: as wide as K
+    queries: int = 1  # of a sequence, where it is not a prefill: more are drafts
 
     @property
     def label(self) -> dict[str, Any]:
@@ -55,6 +57,7 @@ class AttentionCase:
             "heads": f"{self.heads}/{self.kv_heads}",
             "dim": f"{self.dim}+{self.rope}" if self.rope else f"{self.dim}/{self.v_dim}" if self.v_dim else self.dim,
             "block": self.block,
+            **({"queries": self.queries} if self.queries > 1 else {}),
         }
 
     @property
@@ -75,7 +78,7 @@ class AttentionCase:
 
     @property
     def num_queries(self) -> int:
-        return sum(self.lens) if self.is_prefill else len(self.lens)
+        return sum(self.lens) if self.is_prefill else len(self.lens) * self.queries
 
     @property
     def bytes(self) -> int:
@@ -86,7 +89,7 @@ class AttentionCase:
     def flops(self) -> int:
         """Multiplications and additions of q.k and weight * v, causal: half of the square."""
         if self.rope:
-            return sum(2 * self.heads * n * (2 * self.dim + self.rope) for n in self.lens)
+            return sum(2 * self.queries * self.heads * n * (2 * self.dim + self.rope) for n in self.lens)
         return sum(self.heads * (self.dim + self.out_dim) * n * (n + 1) for n in self.lens) if self.is_prefill else 0
 
 
@@ -119,6 +122,11 @@ def cases(device: str) -> Iterator[AttentionCase]:
     for heads in (16, 128):
         for fmt in ("bf16", _RECORD):
             yield _latent((4096,) * 128, heads, fmt)
+    for fmt in ("bf16", _RECORD):
+        yield _latent((65536,), 128, fmt)
+        yield _latent((8192,) * 32, 128, fmt, queries=2)
+        yield _latent((4096,) * 16, 16, fmt)
+        yield _latent((1024,) * 64, 128, fmt)
 
 
 def _prompts() -> Iterator[AttentionCase]:
@@ -138,8 +146,8 @@ def _wide() -> Iterator[AttentionCase]:
         yield AttentionCase((4096,) * 64, 32, 8, "NHD", dim=dim)
 
 
-def _latent(lens: tuple[int, ...], heads: int, fmt: str = "bf16") -> AttentionCase:
-    return AttentionCase(lens, heads, 1, "latent", fmt, dim=512, block=64, rope=64, v_format="bf16")
+def _latent(lens: tuple[int, ...], heads: int, fmt: str = "bf16", queries: int = 1) -> AttentionCase:
+    return AttentionCase(lens, heads, 1, "latent", fmt, dim=512, block=64, rope=64, v_format="bf16", queries=queries)
 
 
 @dataclass
@@ -170,7 +178,7 @@ def make(case: AttentionCase, device: str, seed: int) -> AttentionBatch:
         first += n
     lens = torch.tensor(case.lens, dtype=torch.int32)
     packed = kvx.PackedTable(table.to(device), lens.to(device))
-    cu = kvx.cu_seqlens(lens if case.is_prefill else torch.ones_like(lens)).to(device)
+    cu = kvx.cu_seqlens(lens if case.is_prefill else torch.full_like(lens, case.queries)).to(device)
     q = torch.randn(case.num_queries, case.heads, case.dim + case.rope, generator=g).to(case.dtype).to(device)
     out = torch.empty(*q.shape[:2], case.out_dim, dtype=q.dtype, device=device)
     made = AttentionBatch(q, storage, packed, cu, out, torch.empty(q.shape[:2], device=device), None)
@@ -204,7 +212,10 @@ def _fill(storage: kvx.Storage, spec: kvx.CacheSpec, g: torch.Generator) -> None
             t.view(torch.uint8).random_(0, 0x50)
     for scale in storage.scales().values():
         if scale is not None:
-            scale.fill_(1 / 64)
+            number, stored = torch.tensor(1 / 64, device=scale.device), spec.plane(0).format.scale
+            if stored is not None and scale.dtype == torch.uint8:  # e4m3 or e8m0
+                number = round_scale(number, stored)
+            scale.copy_(number)
 
 
 def attend(case: AttentionCase, b: AttentionBatch, backend: str = "auto") -> tuple[Tensor, Tensor]:

@@ -17,6 +17,11 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t
          uint64_t(1) << 62;
 }
 
+// What is the same in all lanes anyway, in a register of the warp. Descriptors made of it take one instruction a step;
+// of what the compiler takes for a lane's own they take a dozen, more time than a 64-column multiplication does. It is
+// found anew at each call, so nothing is kept across a loop.
+__device__ __forceinline__ uint32_t for_all_lanes(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
+
 __device__ __forceinline__ void begin_multiplications() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_multiplications() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

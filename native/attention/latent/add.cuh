@@ -10,9 +10,12 @@ template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
   using Tile = LatentTile<kIsFp8>;
   using C = LatentConfig;
   using Numbers = typename Tile::Numbers;
-  using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::keys, Tile::weights;
+  using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::keys, Tile::part_of_keys, Tile::kParts, Tile::weights,
+      Tile::scored;
 
-  // Columns [256 * half, 256 * half + 256).
+  // Columns [128 * half, 128 * half + 128) of each half of the latents.
+
+  static __device__ __forceinline__ int column_of(int n) { return n / 16 * 256 + n % 16 * 8; }  // of eight columns
 
   __device__ __forceinline__ void add(const LatentItem& w, int half) {
     const int thread = int(role_thread()), lane = thread % 32, g = lane / 4, t = lane % 4;
@@ -20,7 +23,8 @@ template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
 #pragma unroll
     for (int i = 0; i < 128; i++) out[i / 64][i % 64] = 0.f;
     for (int i = 0, n = w.num_tiles; i < n; i++, count++) {
-      keys().wait_full();
+#pragma unroll
+      for (int q = 0; q < kParts; q++) part_of_keys(q).wait_full();
       weights().wait_full();
       tiles::show_to_multiplications();
       uint32_t p[4][4];
@@ -41,20 +45,24 @@ template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
 #pragma unroll
         for (int k = 0; k < 128; k++) out[k / 64][k % 64] *= k / 2 % 2 ? shrink.y : shrink.x;
       }
-      const uint64_t values =
-          tiles::matrix_descriptor(keys().tile() + half * 4 * C::kColumnBytes, C::kColumnBytes, 1024);
-      tiles::hold(out[0]), tiles::hold(out[1]);
-      tiles::begin_multiplications();
+      const uint64_t values = tiles::matrix_descriptor(tiles::for_all_lanes(keys().tile() + half * 2 * C::kColumnBytes),
+                                                       C::kColumnBytes, 1024);
 #pragma unroll
-      for (int k = 0; k < 4; k++)
+      for (int q = 0; q < 2; q++) {
+        if (kParts == 2 && q == 1 && i + 1 < n) tiles::wait(scored(), (count + 1) & 1);
+        tiles::hold(out[q]);
+        tiles::begin_multiplications();
 #pragma unroll
-        for (int q = 0; q < 2; q++)
+        for (int k = 0; k < 4; k++)
           tiles::Warpgroup<Numbers, 128>::multiply_turned(
-              out[q], p[k], values + uint32_t((k * 16 * 128 + q * 2 * C::kColumnBytes) >> 4));
-      tiles::commit_multiplications();
-      tiles::wait_multiplications<0>();
-      tiles::hold(out[0]), tiles::hold(out[1]);
-      keys().give_back(lane == 0);
+              out[q], p[k], values + uint32_t((k * 16 * 128 + q * 4 * C::kColumnBytes) >> 4));
+        tiles::commit_multiplications();
+        if (kParts == 1 && q == 0) continue;  // both at once
+        tiles::wait_multiplications<0>();
+        if (kParts == 1) tiles::hold(out[0]);
+        tiles::hold(out[q]);
+        part_of_keys(kParts == 2 ? q : 0).give_back(lane == 0);
+      }
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -64,10 +72,10 @@ template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
         float* part = reinterpret_cast<float*>(a.workspace + a.plan.partial_at + w.part * a.plan.partial_bytes);
         if (half == 0 && t == 0)
           *reinterpret_cast<float2*>(part + kLatentRows * kLatentDim + 2 * r) = make_float2(base[h], sum[h]);
-        float* to = part + r * kLatentDim + half * 256 + 2 * t;
+        float* to = part + r * kLatentDim + half * 128 + 2 * t;
 #pragma unroll
         for (int n = 0; n < 32; n++)
-          __stcg(reinterpret_cast<float2*>(to + 8 * n),
+          __stcg(reinterpret_cast<float2*>(to + column_of(n)),
                  make_float2(out[n / 16][4 * (n % 16) + 2 * h] * unit, out[n / 16][4 * (n % 16) + 2 * h + 1] * unit));
         continue;
       }
@@ -76,7 +84,7 @@ template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
       char* to = a.out.data + (w.first_query + token) * a.out.token + int64_t(head) * a.out.head;
 #pragma unroll
       for (int n = 0; n < 32; n++)
-        store_pair(a.out.dtype, to, half * 256 + 8 * n + 2 * t, out[n / 16][4 * (n % 16) + 2 * h] * inverse,
+        store_pair(a.out.dtype, to, half * 128 + column_of(n) + 2 * t, out[n / 16][4 * (n % 16) + 2 * h] * inverse,
                    out[n / 16][4 * (n % 16) + 2 * h + 1] * inverse);
     }
   }

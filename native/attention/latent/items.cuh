@@ -27,6 +27,7 @@ struct LatentArgs {
   const void* cu_seqlens;
   int32_t cu_bytes;
   int32_t num_seqs, query_len, max_seq_len, is_causal;
+  int32_t together;  // so many workers take the same keys, each for its own block of rows: memory is read once for all
   int32_t is_split;  // this launch takes sequences of at most kMostSplitRows rows, by the plan; else those with more
   FastDivider heads;
   int64_t window, num_tokens;
@@ -44,6 +45,10 @@ __device__ __forceinline__ int32_t latent_queries(const LatentArgs& a, int32_t s
 __device__ __forceinline__ int32_t latent_blocks(const LatentArgs& a, int32_t queries) {  // of rows, in this launch
   const int64_t rows = int64_t(queries) * a.heads.d;
   return (rows <= kMostSplitRows) == bool(a.is_split) ? int32_t((rows + kLatentRows - 1) / kLatentRows) : 0;
+}
+// Of blocks that workers take together.
+__device__ __forceinline__ int32_t latent_groups(const LatentArgs& a, int32_t queries) {
+  return (latent_blocks(a, queries) + a.together - 1) / a.together;
 }
 __device__ __forceinline__ SeqRange latent_range(const LatentArgs& a, int32_t seq, int32_t queries) {
   return seq_range(clamped_length(a.rows.kv, seq, a.max_seq_len), queries, a.window, a.is_causal, kLatentKeys);
@@ -136,7 +141,7 @@ __device__ __forceinline__ LatentItem find_latent_item(const LatentArgs& a, uint
 // in shared memory, moved on by one thread: kept in registers it would take them from sums.
 struct LatentWalk {
   LatentItem item;
-  int32_t at, end, seq, block, tile, part;
+  int32_t at, end, seq, group, tile, part;
 
   __device__ __forceinline__ void begin(const LatentArgs& a, const LatentItem* found) {
     at = 0, end = 1;
@@ -145,10 +150,10 @@ struct LatentWalk {
       return;
     }
     const PlanHeader plan = *reinterpret_cast<const PlanHeader*>(a.workspace);
-    const int32_t worker = int32_t(blockIdx.x);
+    const int32_t worker = int32_t(blockIdx.x) / a.together;
     at = int32_t(worker * plan.tiles / plan.workers), end = int32_t((worker + 1) * plan.tiles / plan.workers);
     const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[worker];
-    seq = start.seq, block = start.head, tile = start.tile, part = 2 * worker;
+    seq = start.seq, group = start.head, tile = start.tile, part = 2 * int32_t(blockIdx.x);
   }
 
   __device__ __forceinline__ void next(const LatentArgs& a) {
@@ -157,14 +162,15 @@ struct LatentWalk {
     } else if (!a.is_split) {
       at = end;
     } else {
-      LatentItem w = latent_item(a, seq, block);
-      while (block >= latent_blocks(a, w.queries))
-        w = latent_item(a, ++seq, block = 0);  // past its last block; some have none
+      const int32_t member = int32_t(blockIdx.x) % a.together;
+      LatentItem w = latent_item(a, seq, group * a.together + member);
+      while (group >= latent_groups(a, w.queries))
+        w = latent_item(a, ++seq, (group = 0) + member);  // past its last block; some have none
       const SeqRange range = latent_range(a, seq, w.queries);
       w.begin = range.begin, w.first_tile = range.begin / kLatentKeys + tile,
       w.num_tiles = min(range.num_tiles - tile, end - at);
       if (w.num_tiles < range.num_tiles) w.part = part;
-      at += w.num_tiles, block++, tile = 0, part |= 1;
+      at += w.num_tiles, group++, tile = 0, part |= 1;
       item = w;
     }
   }

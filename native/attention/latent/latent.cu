@@ -10,78 +10,110 @@ namespace cuda {
 
 namespace {
 
+// How many workers share the tiles. Where all sequences are as long, workers with whole ones have no parts to add up:
+// worth it as long as none has kPartTiles more than an equal share. By all threads of the block.
+__device__ __forceinline__ int32_t count_workers(const LatentArgs& a, const int32_t* first_tile, int32_t tiles) {
+  constexpr int kPartTiles = 4;
+  const int32_t most = a.plan.max_workers / a.together, all = min((tiles + kLeastTiles - 1) / kLeastTiles, most);
+  bool is_same = true;
+  for (int32_t seq = int32_t(threadIdx.x); seq < a.num_seqs; seq += kPlanThreads)
+    is_same &= first_tile[seq + 1] - first_tile[seq] == first_tile[1];
+  if (!__syncthreads_and(is_same) || tiles == 0) return all;
+  int64_t first;
+  const int32_t of_one = latent_range(a, 0, latent_queries(a, 0, &first)).num_tiles, ones = tiles / of_one,
+                each = (ones + most - 1) / most;
+  return ones % each == 0 && each * of_one <= tiles / most + kPartTiles ? ones / each : all;
+}
+
 // One block of threads: a running sum of tiles over the sequences, then every worker's place in it.
 __global__ void __launch_bounds__(kPlanThreads) plan_latent_tiles(const __grid_constant__ LatentArgs a) {
   wait_for_previous();
   int32_t* first_tile = reinterpret_cast<int32_t*>(a.workspace + a.plan.first_tile_at);
   const int32_t tiles = sum_tiles(a.num_seqs, first_tile, [&](int32_t seq) {
     int64_t first;
-    const int32_t queries = latent_queries(a, seq, &first), blocks = latent_blocks(a, queries);
-    return blocks ? blocks * latent_range(a, seq, queries).num_tiles : 0;
+    const int32_t queries = latent_queries(a, seq, &first), groups = latent_groups(a, queries);
+    return groups ? groups * latent_range(a, seq, queries).num_tiles : 0;
   });
-  const int32_t workers = min((tiles + kLeastTiles - 1) / kLeastTiles, a.plan.max_workers);
+  const int32_t workers = count_workers(a, first_tile, tiles);
   if (threadIdx.x == 0) *reinterpret_cast<PlanHeader*>(a.workspace) = PlanHeader{tiles, workers, 0};
   for (int32_t w = int32_t(threadIdx.x); w < workers; w += kPlanThreads) {
     const int32_t tile = int32_t((long long)w * tiles / workers);
     const int32_t low = sequence_of(first_tile, a.num_seqs, tile, 1);
     int64_t first;
-    const int32_t of_block = latent_range(a, low, latent_queries(a, low, &first)).num_tiles,
+    const int32_t of_group = latent_range(a, low, latent_queries(a, low, &first)).num_tiles,
                   inside = tile - first_tile[low];
     reinterpret_cast<WorkerStart*>(a.workspace + a.plan.start_at)[w] =
-        WorkerStart{low, inside / of_block, inside % of_block, 0};
+        WorkerStart{low, inside / of_group, inside % of_group, 0};
   }
 }
 
-// Adds up the parts of every 64 rows that several workers shared: a warp for each query row,
-// parts in the order of the line.
+// Adds up the parts of every 64 rows that several workers shared, in the order of the line: a query row is one warp's,
+// or that of kWarps where there are so few rows that one warp's reads would take as long as the attention itself.
+template <int kWarps>
 __global__ void __launch_bounds__(128) combine_latent(const __grid_constant__ LatentArgs a, int32_t most_rows) {
+  constexpr int kFours = 4 / kWarps;  // a lane's, of four columns each
   wait_for_previous();
   let_next_start();
-  const int lane = threadIdx.x % 32;
-  const int64_t index = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32 % kWarps;
+  const int64_t index = (int64_t(blockIdx.x) * 4 + threadIdx.x / 32) / kWarps;
   const int32_t seq = int32_t(index / most_rows), row = int32_t(index % most_rows);
   if (seq >= a.num_seqs) return;
   int64_t first;
-  const int32_t queries = latent_queries(a, seq, &first), blocks = latent_blocks(a, queries);
-  if (blocks == 0 || row >= queries * int32_t(a.heads.d)) return;
+  const int32_t queries = latent_queries(a, seq, &first), groups = latent_groups(a, queries);
+  if (groups == 0 || row >= queries * int32_t(a.heads.d)) return;
   const PlanHeader plan = *reinterpret_cast<const PlanHeader*>(a.workspace);
   const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
-  const long long of_block = (first_tile[seq + 1] - first_tile[seq]) / blocks,
-                  begin = first_tile[seq] + row / kLatentRows * of_block;
+  const int32_t block = row / kLatentRows, group = block / a.together, member = block % a.together;
+  const long long of_group = (first_tile[seq + 1] - first_tile[seq]) / groups,
+                  begin = first_tile[seq] + group * of_group;
   const int first_worker = int(((begin + 1) * plan.workers - 1) / plan.tiles),
-            last_worker = int(((begin + of_block) * plan.workers - 1) / plan.tiles);
+            last_worker = int(((begin + of_group) * plan.workers - 1) / plan.tiles);
   if (first_worker == last_worker) return;
   // The first worker came to it after other items, unless it began with it.
   const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[first_worker];
-  const int first_slot = start.seq == seq && start.head == row / kLatentRows ? 0 : 1;
+  const int first_slot = start.seq == seq && start.head == group ? 0 : 1;
+  const auto part_of = [&](int w) {
+    return reinterpret_cast<const float*>(
+        a.workspace + a.plan.partial_at +
+        (2 * (int64_t(w) * a.together + member) + (w == first_worker ? first_slot : 0)) * a.plan.partial_bytes);
+  };
   float base = -INFINITY, sum = 0.f;
-  float4 x[4];
+  float4 x[kFours];
 #pragma unroll
-  for (int i = 0; i < 4; i++) x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  for (int w = first_worker; w <= last_worker; w++) {
-    const float* part =
-        reinterpret_cast<const float*>(a.workspace + a.plan.partial_at +
-                                       (2 * int64_t(w) + (w == first_worker ? first_slot : 0)) * a.plan.partial_bytes);
-    const float2 stats = __ldcg(reinterpret_cast<const float2*>(part + kLatentRows * kLatentDim) + row % kLatentRows);
-    float4 y[4];
+  for (int i = 0; i < kFours; i++) x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int from = first_worker; from <= last_worker; from += 32) {  // a lane has a part's base and sum
+    const bool is_there = from + lane <= last_worker;
+    const float2 mine = is_there
+                            ? __ldcg(reinterpret_cast<const float2*>(part_of(from + lane) + kLatentRows * kLatentDim) +
+                                     row % kLatentRows)
+                            : make_float2(-INFINITY, 0.f);
+    float now = fmaxf(base, mine.x);
+    for (int hop = 1; hop < 32; hop *= 2) now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, hop));
+    if (now == -INFINITY) continue;
+    const float old = tiles::exp2_fast(base - now), factor = tiles::exp2_fast(mine.x - now);
+    float fresh = mine.y * factor;
+    for (int hop = 1; hop < 32; hop *= 2) fresh += __shfl_xor_sync(0xffffffffu, fresh, hop);
+    sum = sum * old + fresh, base = now;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      y[i] = __ldcg(reinterpret_cast<const float4*>(part + row % kLatentRows * kLatentDim) + i * 32 + lane);
-    if (stats.x == -INFINITY) continue;
-    const float now = fmaxf(base, stats.x), old = tiles::exp2_fast(base - now), fresh = tiles::exp2_fast(stats.x - now);
-    sum = sum * old + stats.y * fresh, base = now;
+    for (int i = 0; i < kFours; i++) x[i].x *= old, x[i].y *= old, x[i].z *= old, x[i].w *= old;
+    const int num_parts = min(32, last_worker + 1 - from);
+#pragma unroll 8 / kFours + 2
+    for (int k = 0; k < num_parts; k++) {
+      const float by = __shfl_sync(0xffffffffu, factor, k);
+      const float4* part = reinterpret_cast<const float4*>(part_of(from + k) + row % kLatentRows * kLatentDim);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      x[i].x = x[i].x * old + y[i].x * fresh, x[i].y = x[i].y * old + y[i].y * fresh;
-      x[i].z = x[i].z * old + y[i].z * fresh, x[i].w = x[i].w * old + y[i].w * fresh;
+      for (int i = 0; i < kFours; i++) {
+        const float4 y = __ldcg(part + (quarter * kFours + i) * 32 + lane);
+        if (by > 0.f) x[i].x += y.x * by, x[i].y += y.y * by, x[i].z += y.z * by, x[i].w += y.w * by;
+      }
     }
   }
   const int32_t token = int32_t(a.heads.divide(row)), head = row - token * int32_t(a.heads.d);
-  const float inverse = finish_row(a, first + token, head, base, sum, lane == 0);
+  const float inverse = finish_row(a, first + token, head, base, sum, lane == 0 && quarter == 0);
   char* to = a.out.data + (first + token) * a.out.token + int64_t(head) * a.out.head;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int dim = 4 * (i * 32 + lane);
+  for (int i = 0; i < kFours; i++) {
+    const int dim = 4 * ((quarter * kFours + i) * 32 + lane);
     store_pair(a.out.dtype, to, dim, x[i].x * inverse, x[i].y * inverse),
         store_pair(a.out.dtype, to, dim + 2, x[i].z * inverse, x[i].w * inverse);
   }
@@ -110,6 +142,12 @@ bool fits(const RowsParams& r, int64_t unit) {
   return r.is_dense && (reinterpret_cast<uintptr_t>(r.data) | uint64_t(r.token | r.head)) % unit == 0;
 }
 
+// Two, where every sequence has an even number of blocks of 64 rows.
+int workers_together(const AttentionParams& p) {
+  const bool is_even = p.num_heads % (2 * kLatentRows) == 0 ||
+                       (!p.cu_seqlens && (p.query_len * p.num_heads + kLatentRows - 1) / kLatentRows % 2 == 0);
+  return is_even ? 2 : 1;
+}
 LatentArgs make_args(const AttentionParams& p, int num_sms, bool is_split) {
   LatentArgs a = {};
   a.rows = make_row_finder(p);
@@ -117,7 +155,7 @@ LatentArgs make_args(const AttentionParams& p, int num_sms, bool is_split) {
   a.q = p.q, a.out = p.out, a.lse = p.lse, a.lse_token = p.lse_token, a.lse_head = p.lse_head, a.sinks = p.sinks;
   a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;
   a.num_seqs = int32_t(p.num_seqs), a.query_len = int32_t(p.query_len), a.max_seq_len = int32_t(p.max_seq_len),
-  a.is_causal = p.is_causal, a.is_split = is_split;
+  a.is_causal = p.is_causal, a.is_split = is_split, a.together = workers_together(p);
   a.heads = make_fast_divider(p.num_heads);
   a.window = p.window, a.num_tokens = p.num_tokens, a.factor = p.scale * 1.44269504f;
   a.workspace = p.workspace, a.plan = latent_shape(p, num_sms);
@@ -173,8 +211,13 @@ kvx_status_t run_latent(const AttentionParams& p, int num_sms, void* stream) {
     const LatentArgs a = make_args(p, num_sms, true);
     KVX_TRY(launch(a, num_sms));
     const int64_t rows = std::min<int64_t>(p.max_query_len * p.num_heads, kMostSplitRows);
-    KVX_TRY(launch_early("combine_latent", combine_latent, dim3(unsigned((p.num_seqs * rows + 3) / 4)), dim3(128),
-                         stream, a, int32_t(rows)));
+    const int64_t all = p.num_seqs * rows;
+    if (all <= 16 * num_sms)
+      KVX_TRY(
+          launch_early("combine_latent", combine_latent<4>, dim3(unsigned(all)), dim3(128), stream, a, int32_t(rows)));
+    else
+      KVX_TRY(launch_early("combine_latent", combine_latent<1>, dim3(unsigned((all + 3) / 4)), dim3(128), stream, a,
+                           int32_t(rows)));
   }
   if (!may_not_split(p)) return KVX_STATUS_OK;
   // No sequence has more blocks of rows than its own, rounded up: a bound that needs no lengths.

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(LatentConfig::kThreads, 1) attend_latent(const
   const LatentItem* found = a.is_split ? nullptr : reinterpret_cast<const LatentItem*>(shared + LatentConfig::kFoundAt);
   wait_for_previous();
   if (a.is_split) {
-    if (int(blockIdx.x) >= reinterpret_cast<const PlanHeader*>(a.workspace)->workers) return;
+    if (int(blockIdx.x) / a.together >= reinterpret_cast<const PlanHeader*>(a.workspace)->workers) return;
   } else if (threadIdx.x < 32) {
     const LatentItem item = find_latent_item(a, blockIdx.x);
     if (threadIdx.x == 0) *reinterpret_cast<LatentItem*>(shared + LatentConfig::kFoundAt) = item;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(LatentConfig::kThreads, 1) attend_latent(const
     tiles::meet(barrier, 128);
     if (role_thread() == 0) walk.next(a);
     tiles::meet(barrier, 128);
-    return walk.item.seq >= 0;
+    return __any_sync(0xffffffffu, walk.item.seq >= 0) != 0;  // a branch of the whole warp, as the compiler sees it
   };
   if (role == 0) {
     tiles::give_registers<kIsFp8 ? 96 : 64>();

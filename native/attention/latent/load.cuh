@@ -8,10 +8,10 @@ namespace cuda {
 struct LatentLoad : LatentTile<false> {
   static constexpr uint32_t kNoRow = 0xffffffffu;
 
-  // Thread t finds row t % 64 of a tile, and copies chunks t % 16 + 16 m of rows t / 16 + 8 j (of the rotary part:
-  // chunk t % 8 of rows t / 8 + 16 j). Rows that differ by whole eights have the same swizzle, and offsets stand in the
-  // order a thread takes them: a copy is little more than one instruction, and one warp a scheduler keeps the tensor
-  // cores fed.
+  // Thread t finds row t % 64 of a tile, and copies chunks t % 16 + 16 m of a half's rows t / 16 + 8 j (of the rotary
+  // part: chunk t % 8 of rows t / 8 + 16 j). Rows that differ by whole eights have the same swizzle, and offsets stand
+  // in the order a thread takes them: a copy is little more than one instruction, and one warp a scheduler keeps the
+  // tensor cores fed.
 
   // Offsets of a tile to shared memory, and which rows are there (four places: who reads them may be two tiles behind);
   // the next tile's rows are asked for. The role's threads meet here.
@@ -35,9 +35,10 @@ struct LatentLoad : LatentTile<false> {
     return reinterpret_cast<const uint32_t*>(shared + C::kOffsetsAt) + tile % 2 * 2 * kLatentKeys;
   }
 
-  template <bool kIsFull> __device__ __forceinline__ void copy_rows(uint32_t stage, const uint32_t* offsets) const {
-    const uint32_t thread = role_thread(), to = stage + chunk_at(thread / 16, thread % 16);
-    const char* data = a.data[0] + thread % 16 * 16;
+  template <bool kIsFull> __device__ __forceinline__ void copy_rows(uint32_t stage, int part,
+                                                                    const uint32_t* offsets) const {
+    const uint32_t thread = role_thread(), to = stage + chunk_at(thread / 16, thread % 16) + part * 4 * C::kColumnBytes;
+    const char* data = a.data[0] + thread % 16 * 16 + part * kLatentDim;
     const uint4* mine = reinterpret_cast<const uint4*>(offsets + thread / 16 * 8);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -48,7 +49,7 @@ struct LatentLoad : LatentTile<false> {
         const bool is_there = kIsFull || offset[j] != kNoRow;
         const char* from = data + (is_there ? uint64_t(offset[j]) * 16 : 0);
 #pragma unroll
-        for (int m = 0; m < 4; m++) {
+        for (int m = 0; m < 2; m++) {
           if (kIsFull) tiles::copy_16(to + m * 2 * C::kColumnBytes + (4 * h + j) * 1024, from + m * 256);
           else tiles::copy_16(to + m * 2 * C::kColumnBytes + (4 * h + j) * 1024, from + m * 256, is_there ? 16 : 0);
         }
@@ -79,11 +80,14 @@ struct LatentLoad : LatentTile<false> {
       find(&asked, w, tile + 1, length, count);
       const uint32_t stage = keys().tile();
       const bool is_full = is_full_tile(count);
-      keys().wait_free();
-      if (is_full) copy_rows<true>(stage, offsets_of(count));
-      else copy_rows<false>(stage, offsets_of(count));
-      copy_rope(stage, offsets_of(count));
-      keys().arrive_full_when_copied();
+#pragma unroll
+      for (int part = 0; part < kParts; part++) {
+        part_of_keys(part).wait_free();
+        if (is_full) copy_rows<true>(stage, part, offsets_of(count));
+        else copy_rows<false>(stage, part, offsets_of(count));
+        if (part == 1) copy_rope(stage, offsets_of(count));
+        part_of_keys(part).arrive_full_when_copied();
+      }
     }
   }
 };

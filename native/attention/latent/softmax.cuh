@@ -10,8 +10,8 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
   using Tile = LatentTile<kIsFp8>;
   using C = LatentConfig;
   using Numbers = typename Tile::Numbers;
-  using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::keys, Tile::weights, Tile::chunk_at, Tile::kUnit,
-      Tile::power_of_two, Tile::shift_of;
+  using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::keys, Tile::part_of_keys, Tile::kParts, Tile::weights,
+      Tile::scored, Tile::chunk_at, Tile::kUnit, Tile::power_of_two, Tile::shift_of;
 
   // Rows of this thread's scores are r0 = 16 * warp + g and r0 + 8.
 
@@ -87,23 +87,29 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
     if (first == 0) reinterpret_cast<float*>(shared + C::kGrowAt)[r] = power_of_two(exponent + kUnit);
   }
 
+  // By halves of a tile, the first while the second is still loaded.
   __device__ __forceinline__ void multiply_scores(float (&s)[32]) const {
-    uint64_t queries = tiles::matrix_descriptor(at + C::kQueryAt, 16, 1024),
-             rows = tiles::matrix_descriptor(keys().tile(), 16, 1024);
-    asm volatile("" : "+l"(queries), "+l"(rows));  // 72 descriptors ready before the loop would leave no registers
-    keys().wait_full();
-    tiles::show_to_multiplications();
-    tiles::hold(s);
-    tiles::begin_multiplications();
+    const uint64_t queries = tiles::matrix_descriptor(tiles::for_all_lanes(at + C::kQueryAt), 16, 1024),
+                   rows = tiles::matrix_descriptor(tiles::for_all_lanes(keys().tile()), 16, 1024);
 #pragma unroll
-    for (int k = 0; k < C::kColumns * 4; k++) {
-      const uint32_t step = ((k / 4) * C::kColumnBytes + (k % 4) * 32) >> 4;
-      if (k < kLatentDim / 16) tiles::Warpgroup<Numbers, 64>::multiply(s, queries + step, rows + step, k > 0);
-      else tiles::Warpgroup<tiles::Bf16Numbers, 64>::multiply(s, queries + step, rows + step, 1);
+    for (int part = 0; part < kParts; part++) {
+      part_of_keys(part).wait_full();
+      tiles::show_to_multiplications();
+      tiles::hold(s);
+      tiles::begin_multiplications();
+      constexpr int kSteps = C::kColumns * 4;  // and of the first half: 16
+#pragma unroll
+      for (int k = part * 16; k < (part + 1 == kParts ? kSteps : 16); k++) {
+        const uint32_t step = ((k / 4) * C::kColumnBytes + (k % 4) * 32) >> 4;
+        if (k < kLatentDim / 16) tiles::Warpgroup<Numbers, 64>::multiply(s, queries + step, rows + step, k > 0);
+        else tiles::Warpgroup<tiles::Bf16Numbers, 64>::multiply(s, queries + step, rows + step, 1);
+      }
+      tiles::commit_multiplications();
+      tiles::wait_multiplications<0>();
+      tiles::hold(s);
     }
-    tiles::commit_multiplications();
-    tiles::wait_multiplications<0>();
-    tiles::hold(s);
+    __syncwarp();
+    tiles::arrive_for_all(scored(), role_thread() % 32 == 0);
   }
 
   // Tile i's scores to weights.
@@ -212,7 +218,7 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
     Softmax x;
     load_queries(w, &x);
     float s[32];
-    for (int i = 0, n = w.num_tiles; i < n; i++, count++) {
+    for (int i = 0, n = w.num_tiles; __any_sync(0xffffffffu, i < n); i++, count++) {
       multiply_scores(s);
       soften_tile(s, w, i, i + 1 == n, &x);
     }

@@ -29,10 +29,11 @@ struct LatentConfig {
   static constexpr int kShiftsAt = kGrowAt + kLatentRows * 4;  // FP8: [4 tiles]
   static constexpr int kLargestAt = kShiftsAt + 4 * 4;         // FP8: [2 tiles][4 warps], the largest scales
   static constexpr int kUnitAt = kLargestAt + 8 * 4;           // FP8: unit of the item's sums
-  static constexpr int kBarriersAt = kUnitAt + 16;
-  static constexpr int kWeightsBarriersAt = kBarriersAt + Keys::kBarrierBytes,
-                       kArrivedAt = kWeightsBarriersAt + Weights::kBarrierBytes;
-  static constexpr int kFoundAt = kArrivedAt + Keys::kStages * 8;
+  static constexpr int kBarriersAt = kUnitAt + 16;             // [2 halves of a tile]
+  static constexpr int kWeightsBarriersAt = kBarriersAt + 2 * Keys::kBarrierBytes,
+                       kArrivedAt = kWeightsBarriersAt + Weights::kBarrierBytes,
+                       kScoredAt = kArrivedAt + Keys::kStages * 8;
+  static constexpr int kFoundAt = kScoredAt + 8;
   static constexpr int kWalksAt = kFoundAt + int(sizeof(LatentItem));  // [4 roles]
   static constexpr int kSharedBytes = kWalksAt + 4 * int(sizeof(LatentWalk));
   static_assert(kSharedBytes <= 227 * 1024, "shared memory of a block of threads");
@@ -42,8 +43,11 @@ struct LatentConfig {
 // that both follow.
 //
 //   keys     `load` fills; `soften` and both of `add` wait until a tile is full, and `add` gives it back: it comes
-//            after `soften`
+//            after `soften`. 16-bit tiles are filled and given back in halves, latents 0..255 and the rest, each with
+//            barriers of its own: one is loaded again while the other is still multiplied
 //   weights  `soften` fills, both of `add` read
+//   scored   `soften` has the scores of a tile: `add` keeps the second half of the tile before for the time of the
+//            softmax, when nobody else has work for the tensor cores. FP8: not used, its stages are free too late
 template <bool kIsFp8> struct LatentTile {
   using C = LatentConfig;
   using Numbers = typename std::conditional<kIsFp8, tiles::F16Numbers, tiles::Bf16Numbers>::type;  // latents, weights
@@ -52,11 +56,14 @@ template <bool kIsFp8> struct LatentTile {
   uint32_t at;
   uint32_t count = 0;  // tiles so far: stages and phases follow from it
 
+  static constexpr int kParts = kIsFp8 ? 1 : 2;  // of a tile: its halves, or all of it
+
   // Rings at a tile, by its number: made where they are used, since a count of their own would be a register each.
-  __device__ __forceinline__ C::Keys keys(uint32_t tile) const {
-    return C::Keys{at + C::kStagesAt, at + C::kBarriersAt, tile};
+  __device__ __forceinline__ C::Keys keys(uint32_t tile, int part = 0) const {
+    return C::Keys{at + C::kStagesAt, at + C::kBarriersAt + part * C::Keys::kBarrierBytes, tile};
   }
   __device__ __forceinline__ C::Keys keys() const { return keys(count); }
+  __device__ __forceinline__ C::Keys part_of_keys(int part) const { return keys(count, part); }
   __device__ __forceinline__ C::Weights weights() const {
     return C::Weights{at + C::kWeightsAt, at + C::kWeightsBarriersAt, count};
   }
@@ -68,8 +75,11 @@ template <bool kIsFp8> struct LatentTile {
     return (chunk / 8) * C::kColumnBytes + row * 128 + (((chunk % 8) ^ (row % 8)) << 4);
   }
 
+  __device__ __forceinline__ uint32_t scored() const { return at + C::kScoredAt; }
   __device__ __forceinline__ void init_barriers() const {
-    keys().init(128, 8 * tiles::arrivals_of(32)), weights().init(128, 8 * tiles::arrivals_of(32));
+    for (int i = 0; i < kParts; i++) part_of_keys(i).init(128, 8 * tiles::arrivals_of(32));
+    weights().init(128, 8 * tiles::arrivals_of(32));
+    tiles::init_barrier(scored(), 4 * tiles::arrivals_of(32));
     for (int s = 0; s < C::Keys::kStages; s++) tiles::init_barrier(arrived(s), 4);
     tiles::show_barriers();
   }

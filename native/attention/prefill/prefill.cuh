@@ -337,9 +337,10 @@ template <class C> struct Prefill {
         tiles::matrix_descriptor(values.stages + dims_from / 64 * C::kColumnBytes, C::kColumnBytes, 1024);
     const auto multiply_keys = [&]() {
       const uint64_t from = key_matrix + keys.stage() * uint32_t(Rings::kTileBytes >> 4);
-      uint64_t of_queries = query_matrix;
-      if (kSteps > 8) asm volatile("" : "+l"(of_queries));  // added to here, and not kept for all steps
-#pragma unroll(kSteps <= 16 ? kSteps : 8)                   // more would all have their descriptors in registers
+      // Added to here where there are many steps, and not kept in registers for all of them.
+      const uint64_t of_queries =
+          kSteps > 8 ? tiles::matrix_descriptor(tiles::for_all_lanes(query), 16, 1024) : query_matrix;
+#pragma unroll(kSteps <= 16 ? kSteps : 8)  // more would all have their descriptors in registers
       for (int k = 0; k < kSteps; k++) {
         const uint32_t of_query = ((k / 4) * C::kQueryColumnBytes + (k % 4) * 32) >> 4,
                        of_key = ((k / 4) * C::kColumnBytes + (k % 4) * 32) >> 4;

@@ -124,9 +124,8 @@ template <bool kIsFp8> struct SparseTile {
   // ---- soften. Rows of a thread's scores are r0 = 16 * warp + lane / 4 and r0 + 8.
 
   __device__ __forceinline__ void multiply_scores(float (&s)[32]) const {
-    uint64_t queries = tiles::matrix_descriptor(at + C::kQueryAt, 16, 1024),
-             keys = tiles::matrix_descriptor(ring.tile(), 16, 1024);
-    asm volatile("" : "+l"(queries), "+l"(keys));  // 64 descriptors ready before the loop would leave no registers
+    const uint64_t queries = tiles::matrix_descriptor(tiles::for_all_lanes(at + C::kQueryAt), 16, 1024),
+                   keys = tiles::matrix_descriptor(tiles::for_all_lanes(ring.tile()), 16, 1024);
     ring.wait_full();
     tiles::show_to_multiplications();
     tiles::hold(s);
@@ -257,8 +256,8 @@ template <bool kIsFp8> struct SparseTile {
 #pragma unroll
         for (int k = 0; k < 128; k++) out[k / 64][k % 64] *= k / 2 % 2 ? shrink.y : shrink.x;
       }
-      const uint64_t values =
-          tiles::matrix_descriptor(ring.tile() + half * 4 * kSparseColumnBytes, kSparseColumnBytes, 1024);
+      const uint64_t values = tiles::matrix_descriptor(
+          tiles::for_all_lanes(ring.tile() + half * 4 * kSparseColumnBytes), kSparseColumnBytes, 1024);
       tiles::hold(out[0]), tiles::hold(out[1]);
       tiles::begin_multiplications();
 #pragma unroll
