@@ -661,7 +661,9 @@ __global__ void __launch_bounds__(C::kWorkers* C::kTeam * 32, 1) decode(const __
       d.ring.end_fill();
     }
   };
-#pragma unroll
+  // Not unrolled: loads are a page of code, and an H200 takes longer to fetch it than to branch. 4-bit rows gain
+  // nothing.
+#pragma unroll(C::Rows::kBits == 4 ? C::Ring::kStages : 1)
   for (int i = 0; i < C::Ring::kStages - 1; i++) load_next();
   d.begin(now);
   bool is_first_item = true;
