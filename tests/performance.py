@@ -236,26 +236,6 @@ def step_section() -> Iterator[str]:
     yield from table([*head, "GEMMs: share of peak", "attention: share of peak", "step: share of peak"], rows)
 
 
-def x86_section() -> Iterator[str]:
-    path = newest("attention-cpu-x86.txt")
-    lines = path.read_text().splitlines()
-    result = Result(
-        path, "taskset -c 0,1 kvx bench attention --device cpu", lines[0].partition(", two cores")[0] + ", two cores", []
-    )
-    yield from [
-        "## Attention on an x86 CPU",
-        "",
-        *source(result, "Decode over 8 sequences of 4,096 tokens, heads 32/8, head_dim 128."),
-    ]
-    rows = []
-    for line in lines[2:]:
-        found = re.match(r"(\w+) (\w+) ([\d.]+) ms \([\d.]+\) ([\d.]+) GB/s, (\d+) % of read (.*)", line)
-        assert found is not None, f"{path.name}: {line!r}"
-        peer = re.search(r"'sdpa': '([\d.]+) ms", found[6])
-        rows.append([found[1], found[2], f"{found[3]} ms", f"{found[4]} GB/s", f"{found[5]}%", f"{peer[1]} ms" if peer else ""])
-    yield from table(["format", "layout", "kvx", "bandwidth", "share of peak read bandwidth", "torch SDPA, on contiguous KV"], rows)
-
-
 def generate_section() -> Iterator[str]:
     result = read("generate-cpu.json")
     note = f"{result.data['model']}, {result.data['dtype']}, eight answers of 48 tokens in one batch."
@@ -375,7 +355,7 @@ def performance_page() -> str:
         ops_section("Write on a CPU", read("write-cpu.json"), "The torch column is two `index_copy_` calls."),
         ops_section("Gather on a CPU", read("gather-cpu.json"), "The torch column is `index_select`."),
         ops_section("Attention on an Arm CPU", read("attention-cpu.json"), by="kind"),
-        x86_section(),
+        ops_section("Attention on an x86 CPU", read("attention-cpu-x86.json"), by="kind"),
         ops_section("Digest on a CPU", read("digest-cpu.json")),
         ops_section("amax on a CPU", read("amax-cpu.json")),
         generate_section(),

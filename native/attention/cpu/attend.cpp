@@ -177,37 +177,19 @@ struct BF16 : Exact {
   static Vec part(const Raw& raw, int i) { return Vec(__builtin_convertvector(raw.half[i], UVec) << 16); }
 };
 #endif
-#if defined(__AVX512F__)
-struct F16 : Exact {
-  static constexpr int kParts = 2, kBytes = 2;
-  using Raw = Halves;
-  static Raw read(const char* p) { return load<Raw>(p); }
-  // maskz: gcc 12 warns of its own _mm512_cvtph_ps.
-  static Vec part(const Raw& raw, int i) { return Vec(_mm512_maskz_cvtph_ps(0xffff, __m256i(raw.half[i]))); }
+// Numbers of four bits are exact in bf16: its lower and its upper byte, by code. 0 to 7 and -8 to -1; 0 .5 1 1.5 2 3 4
+// 6 with either sign.
+struct Nibbles {
+  uint8_t low[16], high[16];
 };
-struct S8 : Exact {
-  static constexpr int kParts = 1, kBytes = 1;
-  using Raw = Vec;
-  static Raw read(const char* p) {
-    return Vec(_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(p))));
-  }
-  static Vec part(Raw raw, int) { return raw; }
-};
-#elif defined(__AVX2__)
-struct F16 : Exact {
-  static constexpr int kParts = 2, kBytes = 2;
-  using Raw = Halves;
-  static Raw read(const char* p) { return load<Raw>(p); }
-  static Vec part(const Raw& raw, int i) { return Vec(_mm256_cvtph_ps(__m128i(raw.half[i]))); }
-};
-struct S8 : Exact {
-  static constexpr int kParts = 1, kBytes = 1;
-  using Raw = Vec;
-  static Raw read(const char* p) {
-    return Vec(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))));
-  }
-  static Vec part(Raw raw, int) { return raw; }
-};
+constexpr Nibbles kS4 = {{0, 0x80, 0, 0x40, 0x80, 0xa0, 0xc0, 0xe0, 0, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0, 0x80},
+                         {0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf}};
+constexpr Nibbles kE2M1 = {
+    {0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0},
+    {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0}};
+
+#if defined(__AVX2__)
+#include "attention/cpu/attend_avx.h"
 #endif
 
 // Into the second level: the rows of a head lie a power of two apart and would throw each other out of the first.
@@ -604,17 +586,6 @@ void widen_fp8(float* to, const char* row, int64_t n, float scale) {
   });
 }
 
-// Numbers of four bits are exact in bf16: its lower and its upper byte, by code. 0 to 7 and -8 to -1; 0 .5 1 1.5 2 3 4
-// 6 with either sign.
-struct Nibbles {
-  uint8_t low[16], high[16];
-};
-constexpr Nibbles kS4 = {{0, 0x80, 0, 0x40, 0x80, 0xa0, 0xc0, 0xe0, 0, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0, 0x80},
-                         {0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf}};
-constexpr Nibbles kE2M1 = {
-    {0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0},
-    {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0}};
-
 template <const Nibbles& kCodes>
 void widen_nibbles(float* to, const char* row, int64_t n, float scale) {
   const uint8x16_t low_of = vld1q_u8(kCodes.low), high_of = vld1q_u8(kCodes.high);
@@ -741,15 +712,15 @@ const AttendTable KVX_JOIN(attend_, KVX_ISA) = {
      &widen_fp8<E5M2, KVX_DTYPE_F8_E5M2>, nullptr, nullptr, nullptr, nullptr, nullptr, &widen_s8, &widen_nibbles<kS4>,
      &widen_nibbles<kE2M1>},
 #elif defined(__AVX2__)
-    {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
-     &scores<S8>},
-    {nullptr, &sums_of<F16>, &sums_of<BF16>, &sums_of<F32>, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
-     nullptr, &sums_of<S8>},
-    {1, 2 * W, 2 * W, W, 1, 1, 1, 1, 1, 1, 1, W},
-    {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
-    {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
-    {nullptr, &widen<F16>, &widen<BF16>, &widen_f32, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
-     &widen_s8},
+    {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, &scores<E4M3>, &scores<E5M2>, nullptr, nullptr, nullptr,
+     nullptr, nullptr, &scores<S8>},
+    {nullptr, &sums_of<F16>, &sums_of<BF16>, &sums_of<F32>, &sums_of<E4M3>, &sums_of<E5M2>, nullptr, nullptr, nullptr,
+     nullptr, nullptr, &sums_of<S8>},
+    {1, 2 * W, 2 * W, W, 2 * W, 2 * W, 1, 1, 1, 1, 1, W},
+    {1, 1, 1, 1, E4M3::kLiftIn, E5M2::kLiftIn, 1, 1, 1, 1, 1, 1},
+    {1, 1, 1, 1, E4M3::kLiftOut, E5M2::kLiftOut, 1, 1, 1, 1, 1, 1},
+    {nullptr, &widen<F16>, &widen<BF16>, &widen_f32, &widen_fp8<E4M3>, &widen_fp8<E5M2>, nullptr, nullptr, nullptr,
+     nullptr, nullptr, &widen_s8, &widen_nibbles<kS4>, &widen_nibbles<kE2M1>},
 #else
     {nullptr, nullptr, &scores<BF16>, &scores<F32>},
     {nullptr, nullptr, &sums_of<BF16>, &sums_of<F32>},

@@ -204,12 +204,15 @@ struct Reader {
   // Every head of a unit, as they lie; false where that is not possible.
   bool read(const AttendTable& loops, const Tile& tile, int64_t num_heads) {
     if (!is_direct) return false;
-    for (int64_t h = 0; h < num_heads && is_scaled(); h++)
+    const bool is_same = plane->scale.block == 0 && plane->scale.token == 0;  // at every position
+    for (int64_t h = 0; h < num_heads && is_scaled(); h++) {
+      const auto at = [&](int64_t t) {
+        return read_scale(plane->scale, ScaleAt{tile.id[index][t], tile.offset[t], tile.head + h, 0}, 0) * lift;
+      };
+      const float same = is_same ? at(0) : 0.0f;
       for (int64_t t = 0; t < tile.count; t++)
-        scales[size_t(h * kTile + t)] =
-            tile.there[t]
-                ? read_scale(plane->scale, ScaleAt{tile.id[index][t], tile.offset[t], tile.head + h, 0}, 0) * lift
-                : 0.0f;
+        scales[size_t(h * kTile + t)] = !tile.there[t] ? 0.0f : is_same ? same : at(t);
+    }
     bool is_odd = false;
     const bool is_close = plane->head == dim;  // heads without anything between them are one row
     for (int64_t t = 0; t < tile.count && is_fp8(); t++)
@@ -233,8 +236,11 @@ struct Reader {
         const ScaleParams& s = plane->scale;
         const float tensor = s.tensor_scale ? *s.tensor_scale : 1.0f;
         const char* of = scale_at(s, scale, 0);
-        for (int64_t g = 0; g < s.num_groups; g++, of += s.group)
-          widen(row + g * size, cell + span_bytes(plane->dtype, g * size), size, load_scale(of, s.dtype) * tensor);
+        widen(row, cell, plane->head_dim, 1.0f);  // all groups in one call: they may be as small as 16 elements
+        for (int64_t g = 0; g < s.num_groups; g++, of += s.group) {
+          const float by = load_scale(of, s.dtype) * tensor;
+          for (float *x = row + g * size, *end = x + size; x < end; x++) *x *= by;
+        }
       } else gather_row(ops, *plane, f32, reinterpret_cast<char*>(row), cell, scale);
     }
     return TileRows{made_at, tile.count, dim, 1, 0, true, is_scaled() ? scales.data() + h * kTile : nullptr};
