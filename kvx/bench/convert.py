@@ -64,6 +64,7 @@ class ConvertCase:
             "tp": self.tp,
             "format": self.format,
             "to": self.to,
+            **({"dim": self.dim} if self.dim != 128 else {}),
         }
 
     def specs(self) -> tuple[list[kvx.CacheSpec], list[kvx.CacheSpec]]:
@@ -121,8 +122,11 @@ def _kv_cases(device: str) -> Iterator[ConvertCase]:
             yield ConvertCase(src, dst, tokens, blocks)
         for layout in ("vllm.0.26-nhd", "vllm.0.26-hnd", "hnd"):
             yield ConvertCase(layout, layout, tokens, blocks, tp="4:8")
-    for fmt in ("fp8_e4m3_per_token_head", "int8_per_token_head", "fp8_e4m3_per_token_head_inline", "fp8_e4m3", "nvfp4"):
+    eight = ("fp8_e4m3_per_token_head", "int8_per_token_head", "fp8_e4m3_per_token_head_inline", "fp8_e4m3", "mxfp8")
+    for fmt in (*eight, "int4_per_token_head", "mxfp4", "nvfp4"):
         yield ConvertCase("vllm.0.26-nhd", "trtllm", format=fmt)
+    for fmt in ("fp8_e4m3_per_token_head", "nvfp4"):
+        yield ConvertCase("vllm.0.26-nhd", "trtllm", format=fmt, dim=192)
     yield ConvertCase("nhd", "hnd", format="fp8_e4m3_per_token_head")
     yield ConvertCase("nhd", "nhd", format="int8_per_token_head")
     for src, dst in (("stack-nhd", "universal"), ("vllm.0.26-nhd", "trtllm")):

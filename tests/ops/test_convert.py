@@ -439,6 +439,22 @@ def test_floats_to_and_from_every_format(native_backend, fmt, other):
     transcode(native_backend, b, a, src_blocks=[3, 1], dst_blocks=[0, 2])
 
 
+@pytest.mark.parametrize("dim", [32, 96, 192, 224, 576])
+@pytest.mark.parametrize(
+    "fmt",
+    ["fp8_e4m3_per_token_head", "int8_per_token_head_f16", "int4_per_token_head", "int4_per_token_head_inline", "int4_per_group",
+     "mxfp8", "mxfp4", "nvfp4", "fp8_e4m3_per_head"],
+)  # fmt: skip
+def test_floats_to_and_from_codes_of_any_head_size(native_backend, fmt, dim):
+    """Rows whose chunks are no power of two, 4-bit rows, and scales of every type, over more tokens than a block of threads has."""
+    geometry = {"num_blocks": 6, "block_size": 16, "num_kv_heads": 3, "head_dim": dim, "num_layers": 3}
+    a = kvx.CacheSpec(**geometry, layout="layer kv | block token head dim", format="bf16")
+    b = kvx.CacheSpec(**geometry, layout="block layer kv head token dim", format=fmt)
+    given = {"src_blocks": [3, 1, 5, 0], "dst_blocks": [0, 2, 4, 1], "seq_lens": torch.tensor([57])}
+    transcode(native_backend, a, b, **given)
+    transcode(native_backend, b, a, **given)
+
+
 @pytest.mark.parametrize("fmt", ["fp8_e4m3_per_token_head", "int8_per_block_head", "mxfp8", "nvfp4", "int8_per_token_head_inline"])
 @pytest.mark.parametrize("other", ["int8_per_token_head", "fp8_e4m3_per_head", "int8_per_token_head_f16", "fp8_e5m2_per_block"])
 def test_codes_to_codes(native_backend, fmt, other):

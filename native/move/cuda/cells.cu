@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "move/cuda/cells.cuh"
+#include "move/cuda/codes.cuh"
 #include "move/cuda/floats.cuh"
 
 namespace kvx {
@@ -81,12 +81,6 @@ __global__ void __launch_bounds__(kThreads) convert_cell_rows(const __grid_const
 
 enum Found { READ, COMPUTED };
 
-// The largest magnitude among the lanes that share a scale.
-__device__ __forceinline__ uint32_t largest(uint32_t mine, uint32_t lanes) {
-  for (uint32_t hop = lanes / 2; hop > 0; hop /= 2) mine = max(mine, __shfl_xor_sync(0xffffffffu, mine, hop));
-  return mine;
-}
-
 // From IO floats to code C (Encode), or from code C to IO floats, two tokens at a time. Four blocks an SM: with five,
 // registers spill (measured on an H200: 84 % of a copy against 81).
 template <int IO, int C, bool Encode, Found Scale>
@@ -125,8 +119,7 @@ __global__ void __launch_bounds__(kThreads, 4) convert_cell_chunks(const __grid_
       if constexpr (Encode) {
         const uint32_t mine = magnitude_bits(raw[u]);
         if constexpr (Scale == COMPUTED) {
-          uint32_t most = largest(mine, job.group.d);
-          if (__any_sync(0xffffffffu, most >= kInfinity)) most = largest(finite_magnitude_bits(raw[u]), job.group.d);
+          const uint32_t most = largest_of_group(raw[u], mine, job.group.d);
           if (there[u]) {
             float found = divide_by_qmax<C>(__uint_as_float(most));
             found = found > 1e-6f ? found : 1e-6f;
@@ -172,6 +165,11 @@ template <int IO, int C, bool Encode, Found Scale> kvx_status_t run_chunks(const
                       stream, l.args);
 }
 
+template <int IO, int C, bool Encode> kvx_status_t run_codes(const CellLaunch& l, void* stream) {
+  return launch_early("convert_coded_chunks", convert_coded_chunks<IO, C, Encode>, dim3(l.grid), dim3(kThreads), stream,
+                      l.args);
+}
+
 template <int S, int D> kvx_status_t run_floats(const CellLaunch& l, void* stream) {
   return launch_early("convert_float_chunks", convert_float_chunks<S, D>, dim3(l.grid), dim3(kThreads), stream, l.args);
 }
@@ -196,7 +194,7 @@ RunChunks find_floats(int src, int dst, bool across) {
   return nullptr;
 }
 
-// The table of fast instantiations: floats and the 8-bit codes.
+// The table of fast instantiations: floats and the 8-bit codes under f32 scales.
 RunChunks find_chunks(int io, int code, bool encode, bool computed) {
 #define KVX_PAIR(io_, c)                                    \
   if (io == io_ && code == c)                               \
@@ -212,6 +210,24 @@ RunChunks find_chunks(int io, int code, bool encode, bool computed) {
   KVX_PAIR(KVX_DTYPE_F32, KVX_DTYPE_F8_E4M3)
   KVX_PAIR(KVX_DTYPE_F32, KVX_DTYPE_S8)
 #undef KVX_PAIR
+  return nullptr;
+}
+
+// Floats and codes under any scales.
+RunChunks find_codes(int io, int code, bool encode) {
+#define KVX_CODE(io_, c) \
+  if (io == io_ && code == c) return encode ? &run_codes<io_, c, true> : &run_codes<io_, c, false>;
+#define KVX_CODES(io_)             \
+  KVX_CODE(io_, KVX_DTYPE_F8_E4M3) \
+  KVX_CODE(io_, KVX_DTYPE_S8)      \
+  KVX_CODE(io_, KVX_DTYPE_S4)      \
+  KVX_CODE(io_, KVX_DTYPE_E2M1)
+  KVX_CODES(KVX_DTYPE_BF16)
+  KVX_CODES(KVX_DTYPE_F16)
+  KVX_CODES(KVX_DTYPE_F32)
+  KVX_CODE(KVX_DTYPE_F32, KVX_DTYPE_F8_E5M2)
+#undef KVX_CODES
+#undef KVX_CODE
   return nullptr;
 }
 
@@ -257,33 +273,44 @@ int access_width(const CellJob& job, const Bound& bound, int w, int but = -1) {
   return common_alignment(bits);
 }
 
+// Whether a row's elements follow each other.
+bool is_whole(const kvx_plan_format_t& f, int64_t head_dim) {
+  return f.pack == head_dim && (dtype_bits(f.dtype) == 4 || f.dim_inner == dtype_bits(f.dtype) / 8);
+}
+
 // Whether chunks can do it, and the job for them. One unsplit axis of tokens at most; rows whole and aligned on both
-// sides; f32 scales.
+// sides.
 RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, int64_t* blocks_per_unit) {
   const kvx_plan_format_t &src = job.side[SRC].format, &dst = job.side[DST].format;
-  const bool encode = dtype_bits(dst.dtype) == 8, decode = dtype_bits(src.dtype) == 8;
-  const bool floats = !src.granularity && !dst.granularity && !is_quantised(src.dtype) && !is_quantised(dst.dtype);
+  const bool encode = is_quantised(dst.dtype), decode = is_quantised(src.dtype);
+  const bool floats = !src.granularity && !dst.granularity && !encode && !decode;
   if (encode == decode && !floats) return nullptr;
   const kvx_plan_format_t &coded = encode ? dst : src, &plain = encode ? src : dst;
-  RunChunks run = floats ? find_floats(src.dtype, dst.dtype, false)
-                         : find_chunks(plain.dtype, coded.dtype, encode, is_found(coded.granularity));
-  const int64_t lanes = floats ? 1 : coded.group_size / kChunk;
-  const bool is_coded =
-      floats || (coded.group_size % kChunk == 0 && coded.scale_dtype == KVX_DTYPE_F32 &&
-                 coded.tensor_scale_buffer < 0 && coded.granularity && (lanes & (lanes - 1)) == 0 && lanes <= 32);
-  const bool fits = run && is_coded && job.head_dim % kChunk == 0 && src.pack == job.head_dim &&
-                    dst.pack == job.head_dim && src.dim_inner == dtype_bits(src.dtype) / 8 &&
-                    dst.dim_inner == dtype_bits(dst.dtype) / 8;
+  const bool computes = encode && is_found(coded.granularity), has_tensor = coded.tensor_scale_buffer >= 0;
+  RunChunks run = floats ? find_floats(src.dtype, dst.dtype, false) : nullptr;
+  if (!floats && coded.scale_dtype == KVX_DTYPE_F32 && !has_tensor)
+    run = find_chunks(plain.dtype, coded.dtype, encode, computes);
+  if (!floats && !run) run = find_codes(plain.dtype, coded.dtype, encode);
+  // Lanes find a computed scale by shuffles, a power of two of them: other rows have lanes that stand by.
+  const int64_t chunks = job.head_dim / kChunk;
+  int64_t lanes = floats ? 1 : coded.group_size / kChunk, all_chunks = chunks;
+  if (computes && lanes == chunks) {
+    while (lanes & (lanes - 1)) lanes++;
+    all_chunks = lanes;
+  }
+  const bool is_coded = floats || (coded.group_size % kChunk == 0 && coded.granularity &&
+                                   (!computes || ((lanes & (lanes - 1)) == 0 && lanes <= 32)));
+  const bool fits =
+      run && is_coded && job.head_dim % kChunk == 0 && is_whole(src, job.head_dim) && is_whole(dst, job.head_dim);
   if (!fits) return nullptr;
   *out = start_cell(job);
   for (int w = 0; w < 2; w++) out->width[w] = access_width(job, bound, w);
   if (out->width[encode ? SRC : DST] < 16 || out->width[encode ? DST : SRC] < (floats ? 16 : 4)) return nullptr;
-  const int64_t chunks = job.head_dim / kChunk;
   CellDigit columns[kMaxColumns], rest[KVX_PLAN_MAX_DIGITS], token{1, {0, 0}, {0, 0}, 0, 0, {0, 0}};
   int num_columns = 0, num_rest = 0, tokens = 0;
   const int64_t step[2] = {kChunk * dtype_bits(src.dtype) / 8, kChunk * dtype_bits(dst.dtype) / 8};
-  columns[num_columns++] = CellDigit{chunks, {step[0], step[1]}, {0, 0}, 0, 0, {0, 0}};
-  int64_t all = chunks, items = 1;
+  columns[num_columns++] = CellDigit{all_chunks, {step[0], step[1]}, {0, 0}, 0, 0, {0, 0}};
+  int64_t all = all_chunks, items = 1;
   for (int i = 0; i < job.num_digits; i++) {
     const CellDigit& d = job.digit[i];
     if (d.token && ++tokens == 1) token = d;
@@ -307,10 +334,12 @@ RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, i
   for (int i = 0; i < num_rest; i++) out->digit[n++] = to_device(rest[i]);
   out->num_digits = n;
   out->token = to_device(token);
-  // Floats of two types shuffle nothing: their lanes may end anywhere in a warp.
-  const Tile tile = floats && all < kThreads ? Tile{unsigned(all), kThreads / unsigned(all)} : make_tile(all);
+  if (has_tensor && token.layer) return nullptr;  // a thread has one layer's
+  // Where nothing is shuffled, lanes may end anywhere in a warp.
+  Tile tile = make_tile(all);
   const bool fits_warps = tile.columns % unsigned(lanes) == 0 && tile.columns * tile.lanes % 32 == 0;
-  if ((!floats && !fits_warps) || tile.columns * tile.lanes > kThreads) return nullptr;
+  if (!computes && (floats || !fits_warps) && all < kThreads) tile = Tile{unsigned(all), kThreads / unsigned(all)};
+  if ((computes && !fits_warps) || tile.columns * tile.lanes > kThreads) return nullptr;
   out->columns = make_fast_divider(tile.columns), out->tokens_each = tile.lanes, out->all_columns = uint32_t(all);
   const int64_t column_tiles = (all + tile.columns - 1) / tile.columns;
   out->column_tiles = make_fast_divider(column_tiles);
@@ -318,7 +347,7 @@ RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, i
     if (token.stride[w] > kMaxStride || token.scale[w] > kMaxStride) return nullptr;
     out->token_stride[w] = uint32_t(token.stride[w]), out->token_scale[w] = uint32_t(token.scale[w]);
   }
-  out->group = make_fast_divider(lanes);
+  out->group = make_fast_divider(lanes), out->chunks = uint32_t(chunks);
   *blocks_per_unit = items * column_tiles;
   if (*blocks_per_unit > kMaxCount) return nullptr;
   out->per_unit = make_fast_divider(*blocks_per_unit);

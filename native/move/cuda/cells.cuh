@@ -36,6 +36,7 @@ struct DeviceCell {
   uint32_t all_columns, tokens_each;  // chunks: columns of an item; tokens side by side. rows: all_columns = sequences
   uint32_t token_stride[2], token_scale[2];  // chunks: of the tokens
   FastDivider group;                         // chunks that share a scale
+  uint32_t chunks;                           // of a row; digit 0 may be more, for the shuffles
   int32_t width[2];                          // bytes an access to codes may have
   uint32_t first;
 };
@@ -86,7 +87,8 @@ struct CellColumn {
   Here here;
   int64_t scale[2];              // moved
   uint32_t chunk, lane, tokens;  // of a row; the first token; those that are there
-  bool idle;                     // stays for the shuffles
+  uint32_t layer;
+  bool idle;  // stays for the shuffles
 };
 
 // False: nothing of this block of threads is there.
@@ -99,14 +101,15 @@ __device__ __forceinline__ bool find_column(const CellArgs& a, const DeviceCell&
   c->lane = job.columns.divide(threadIdx.x);
   uint32_t column = column_tile * job.columns.d + threadIdx.x - c->lane * job.columns.d;
   c->idle = column >= job.all_columns || c->lane >= job.tokens_each;
-  column = c->idle ? 0 : column;
   c->chunk = column - job.digit[0].size.divide(column) * job.digit[0].size.d;
+  c->idle |= c->chunk >= job.chunks;
+  if (c->idle) column = c->chunk = 0;
   Sum sum = {};
   add_digits(job, 0, job.num_columns, column, &sum);
   add_digits(job, job.num_columns, job.num_digits, item, &sum);
   move_on(a.tables, job.place, sum.byte, sum.step, &c->here);
   c->from = c->here.at[SRC], c->to = c->here.at[DST];
-  c->scale[SRC] = sum.scale[SRC], c->scale[DST] = sum.scale[DST];
+  c->scale[SRC] = sum.scale[SRC], c->scale[DST] = sum.scale[DST], c->layer = sum.layer;
   c->tokens = job.token.size.d;
   if (job.token.token) c->tokens = min(c->tokens, c->here.tokens > sum.token ? c->here.tokens - sum.token : 0u);
   else if (sum.token >= c->here.tokens) c->tokens = 0;
