@@ -142,12 +142,10 @@ bool fits(const RowsParams& r, int64_t unit) {
   return r.is_dense && (reinterpret_cast<uintptr_t>(r.data) | uint64_t(r.token | r.head)) % unit == 0;
 }
 
-// Two, where every sequence has an even number of blocks of 64 rows.
-int workers_together(const AttentionParams& p) {
-  const bool is_even = p.num_heads % (2 * kLatentRows) == 0 ||
-                       (!p.cu_seqlens && (p.query_len * p.num_heads + kLatentRows - 1) / kLatentRows % 2 == 0);
-  return is_even ? 2 : 1;
-}
+// Two, where every query has an even number of blocks of 64 rows. By the heads alone: a plan serves calls with
+// cu_seqlens and without.
+int workers_together(const AttentionParams& p) { return p.num_heads % (2 * kLatentRows) == 0 ? 2 : 1; }
+
 LatentArgs make_args(const AttentionParams& p, int num_sms, bool is_split) {
   LatentArgs a = {};
   a.rows = make_row_finder(p);
