@@ -145,6 +145,32 @@ void convert_tile(const RowTable& ops, const Cells& cells, Row* row, int64_t cou
   }
 }
 
+// Rows whole on both sides, codes on one, under a scale for each or for more: most of what is converted. Their places
+// are known from row to row, and what is written next is asked for meanwhile: rows of a run are far apart where they
+// go.
+bool has_simple_rows(const Row& row) {
+  const PlaneParams &src = row.plane[SRC], &dst = row.plane[DST];
+  const PlaneParams& coded = is_quantised(dst.dtype) ? dst : src;
+  return is_quantised(src.dtype) != is_quantised(dst.dtype) && src.is_dense && dst.is_dense &&
+         coded.scale.num_groups == 1;
+}
+
+void convert_simple_rows(const RowTable& ops, const Cells& cells, Row* row, int64_t count) {
+  const bool encodes = is_quantised(row->plane[DST].dtype);
+  const PlaneParams& plain = row->plane[encodes ? SRC : DST];
+  PlaneParams& coded = row->plane[encodes ? DST : SRC];
+  const int64_t dims = coded.head_dim, bytes = span_bytes(row->plane[DST].dtype, dims),
+                ahead = 4 * cells.run.stride[DST];
+  const auto convert = encodes ? ops.encode[plain.dtype][coded.dtype] : ops.decode[coded.dtype][plain.dtype];
+  const bool finds = coded.scale.mode == SCALE_COMPUTED;
+  for (int64_t i = 0; i < count; i++, cells.step(row)) {
+    if (i + 4 < count)
+      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(row->cell[DST] + ahead + b, 1);
+    const float amax = finds ? ops.amax[plain.dtype](row->cell[SRC], dims) : 0.0f;
+    convert(row->cell[DST], row->cell[SRC], dims, settle_scale(coded.scale, ScaleAt{}, 0, coded.dtype, amax));
+  }
+}
+
 // Visits every run of rows of a job, as far as they are there, by all threads: visit(cells, first row, rows, room for
 // their values).
 template <class Visit>
@@ -217,6 +243,7 @@ void convert_cells(const Bound& bound) {
   find_block_scales(bound);
   for (const CellJob& job : bound.cell_jobs)
     walk(bound, job, [&](const Cells& cells, Row* row, int64_t count, float* values) {
+      if (has_simple_rows(*row)) return convert_simple_rows(ops, cells, row, count);
       const int64_t most = lies_across(cells) ? kTile : 1;
       for (int64_t i = 0; i < count; i += most) {
         if (most > 1) convert_tile(ops, cells, row, least(most, count - i), values);
