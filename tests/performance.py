@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,10 @@ class Result:
     machine: str
     cases: list[Case]
     data: dict[str, Any] = field(default_factory=dict)
+
+    def cases_with(self, size: str, is_there: bool) -> Result:
+        """Of a file with cases of two kinds, those that have this size, or those that do not."""
+        return replace(self, cases=[c for c in self.cases if (size in c.sizes) == is_there])
 
     @property
     def link(self) -> str:
@@ -351,7 +355,8 @@ def performance_page() -> str:
         tiers_section(),
     ]  # fmt: skip
     cpu = [
-        ops_section("Convert on a CPU", read("convert-cpu.json")),
+        ops_section("Convert on a CPU", read("convert-cpu.json").cases_with("states", False)),
+        ops_section("Convert recurrent states on a CPU", read("convert-cpu.json").cases_with("states", True)),
         ops_section("Write on a CPU", read("write-cpu.json"), "The torch column is two `index_copy_` calls."),
         ops_section("Gather on a CPU", read("gather-cpu.json"), "The torch column is `index_select`."),
         ops_section("Attention on an Arm CPU", read("attention-cpu.json"), by="kind"),
