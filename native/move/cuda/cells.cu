@@ -77,69 +77,6 @@ __global__ void __launch_bounds__(kThreads) convert_cell_rows(const __grid_const
   write_row(dst, rows, here.at[DST], reinterpret_cast<const char*>(mine), 0, 0, 0, 0);
 }
 
-// ---- chunks: floats to codes under a scale found from the row or read, and codes to floats
-
-enum Found { READ, COMPUTED };
-
-// From IO floats to code C (Encode), or from code C to IO floats, two tokens at a time. Four blocks an SM: with five,
-// registers spill (measured on an H200: 84 % of a copy against 81).
-template <int IO, int C, bool Encode, Found Scale>
-__global__ void __launch_bounds__(kThreads, 4) convert_cell_chunks(const __grid_constant__ CellArgs a) {
-  constexpr int U = 2, W = Encode ? DST : SRC;
-  const DeviceCell& job = a.job[0];  // one a launch: its fields are then operands, not loads
-  wait_for_previous();
-  CellColumn c;
-  if (!find_column(a, job, &c)) return;
-  const DeviceRow& coded = job.row[W];
-  const uint32_t lane = c.lane, tokens = c.tokens, group = job.group.divide(c.chunk);
-  const bool idle = c.idle, owns = c.chunk == group * job.group.d;
-  char *from = c.from, *to = c.to;
-  // Rows start where chunk 0 does; an inline scale is counted from there.
-  char* scale = scale_of(coded, c.here, W, c.here.at[W] - int64_t(c.chunk) * job.digit[0].stride[W], c.scale[W]) +
-                group * coded.scale.group;
-  const uint32_t scale_step = coded.is_inline ? job.token_stride[W] : job.token_scale[W];
-  for (uint32_t begin = 0; begin < job.token.size.d; begin += U * job.tokens_each) {
-    RawChunk<IO> raw[U] = {};
-    CodeChunk<C> codes[U] = {};
-    bool there[U];
-#pragma unroll
-    for (int u = 0; u < U; u++) {
-      const uint32_t token = begin + u * job.tokens_each + lane;
-      there[u] = !idle && token < tokens;
-      if (there[u]) {
-        if constexpr (Encode) raw[u] = load_raw<IO>(from + uint64_t(token) * job.token_stride[SRC]);
-        else codes[u] = load_codes<C>(from + uint64_t(token) * job.token_stride[SRC], job.width[SRC]);
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < U; u++) {
-      const uint32_t token = begin + u * job.tokens_each + lane;
-      char* place = to + uint64_t(token) * job.token_stride[DST];
-      float* factor = reinterpret_cast<float*>(scale + uint64_t(token) * scale_step);
-      if constexpr (Encode) {
-        const uint32_t mine = magnitude_bits(raw[u]);
-        if constexpr (Scale == COMPUTED) {
-          const uint32_t most = largest_of_group(raw[u], mine, job.group.d);
-          if (there[u]) {
-            float found = divide_by_qmax<C>(__uint_as_float(most));
-            found = found > 1e-6f ? found : 1e-6f;
-            if (owns) *factor = found;
-            encode_chunk<IO, C>(place, raw[u], mine, Quantiser<C>::of_largest(found), job.width[DST]);
-          }
-        } else if (there[u]) {
-          encode_chunk<IO, C>(place, raw[u], mine, Quantiser<C>(*factor), job.width[DST]);
-        }
-      } else if (there[u]) {
-        float x[kChunk];
-        decode_codes<C>(codes[u], x);
-#pragma unroll
-        for (int i = 0; i < kChunk; i++) x[i] = __fmul_rn(x[i], *factor);
-        store_chunk<IO>(place, x);
-      }
-    }
-  }
-}
-
 // ---- preparing
 
 struct CellLaunch : LaunchBase {
@@ -163,11 +100,6 @@ kvx_status_t run_rows(const CellLaunch& l, void* stream) {
 template <int IO, int C, bool Encode, Found Scale> kvx_status_t run_chunks(const CellLaunch& l, void* stream) {
   return launch_early("convert_cell_chunks", convert_cell_chunks<IO, C, Encode, Scale>, dim3(l.grid), dim3(kThreads),
                       stream, l.args);
-}
-
-template <int IO, int C, bool Encode> kvx_status_t run_codes(const CellLaunch& l, void* stream) {
-  return launch_early("convert_coded_chunks", convert_coded_chunks<IO, C, Encode>, dim3(l.grid), dim3(kThreads), stream,
-                      l.args);
 }
 
 template <int S, int D> kvx_status_t run_floats(const CellLaunch& l, void* stream) {
@@ -216,7 +148,7 @@ RunChunks find_chunks(int io, int code, bool encode, bool computed) {
 // Floats and codes under any scales.
 RunChunks find_codes(int io, int code, bool encode) {
 #define KVX_CODE(io_, c) \
-  if (io == io_ && code == c) return encode ? &run_codes<io_, c, true> : &run_codes<io_, c, false>;
+  if (io == io_ && code == c) return encode ? &run_chunks<io_, c, true, ANY> : &run_chunks<io_, c, false, ANY>;
 #define KVX_CODES(io_)             \
   KVX_CODE(io_, KVX_DTYPE_F8_E4M3) \
   KVX_CODE(io_, KVX_DTYPE_S8)      \
