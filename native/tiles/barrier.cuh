@@ -29,6 +29,11 @@ __device__ __forceinline__ void arrive_for_all(uint32_t at, bool is_the_one) {
 __device__ __forceinline__ void arrive_when_copied(uint32_t at) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
 }
+// For so many.
+__device__ __forceinline__ void arrive_times(uint32_t at, int times) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0], %1; }" ::"r"(at), "r"(times)
+               : "memory");
+}
 // Arrives, and so many bytes have to arrive as well before the phase is over.
 __device__ __forceinline__ void arrive_and_expect(uint32_t at, int bytes) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(at), "r"(bytes)

@@ -11,7 +11,7 @@ template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
   using C = LatentConfig;
   using Numbers = typename Tile::Numbers;
   using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::keys, Tile::part_of_keys, Tile::kParts, Tile::weights,
-      Tile::scored;
+      Tile::scored, Tile::show_keys;
 
   // Columns [128 * half, 128 * half + 128) of each half of the latents.
 
@@ -26,7 +26,7 @@ template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
 #pragma unroll
       for (int q = 0; q < kParts; q++) part_of_keys(q).wait_full();
       weights().wait_full();
-      tiles::show_to_multiplications();
+      show_keys();
       uint32_t p[4][4];
 #pragma unroll
       for (int k = 0; k < 4; k++) {

@@ -2,7 +2,7 @@
 #pragma once
 #include "attention/cuda/plan.cuh"
 #include "tiles/block_rows.cuh"
-#include "tiles/ptx.cuh"
+#include "tiles/tensor_map.cuh"
 
 namespace kvx {
 namespace cuda {
@@ -18,6 +18,8 @@ struct LatentShape {  // of the workspace: header | first_tile[num_seqs + 1] | s
 };
 
 struct LatentArgs {
+  CUtensorMap maps[2];  // latents, rotary parts: of 16-bit caches whose blocks the copy engine can be told of
+  int32_t box_shift;    // of such a cache: 1 << box_shift tokens are one copy; -1 = another cache
   tiles::RowFinder rows;
   const char* data[2];  // latents, rotary parts
   RowsParams q, out;

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "attention/cuda/attention.cuh"
+#include "tiles/tensor_map.h"
 
 namespace kvx {
 namespace cuda {
@@ -160,6 +161,20 @@ LatentArgs make_args(const AttentionParams& p, int num_sms, bool is_split) {
   return a;
 }
 
+// For whole tiles to go through the copy engine. A ragged table may have a token's neighbours in other blocks. A driver
+// that refuses a map is no reason to fail: rows of any cache can be copied.
+void make_maps(const AttentionParams& p, LatentArgs* a) {
+  a->box_shift = -1;
+  const int64_t format = p.kv.table.format;
+  if (p.kv.plane[0].dtype != KVX_DTYPE_BF16 || (format != KVX_BLOCK_TABLE_PACKED && format != KVX_BLOCK_TABLE_PAGE_CSR))
+    return;
+  for (int i = 0; i < 2; i++) {
+    const MappedPlane plane{&p.kv.plane[i], 1, p.kv.block_size, p.kv.num_blocks, kLatentKeys};
+    if (!fits_tensor_map(plane) || make_tensor_map(&a->maps[i], plane) != KVX_STATUS_OK) return;
+  }
+  for (int64_t box = box_tokens(p.kv.block_size, kLatentKeys); box > 0; box /= 2) a->box_shift++;
+}
+
 template <bool kIsFp8> kvx_status_t launch_latent(const LatentArgs& a, int64_t blocks, void* stream) {
   KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&attend_latent<kIsFp8>), LatentConfig::kSharedBytes));
   return launch_early_with("attention_latent", attend_latent<kIsFp8>, dim3(unsigned(blocks)),
@@ -206,7 +221,8 @@ kvx_status_t run_latent(const AttentionParams& p, int num_sms, void* stream) {
     return is_fp8 ? launch_latent<true>(a, blocks, stream) : launch_latent<false>(a, blocks, stream);
   };
   if (may_split(p)) {
-    const LatentArgs a = make_args(p, num_sms, true);
+    LatentArgs a = make_args(p, num_sms, true);
+    make_maps(p, &a);
     KVX_TRY(launch(a, num_sms));
     const int64_t rows = std::min<int64_t>(p.max_query_len * p.num_heads, kMostSplitRows);
     const int64_t all = p.num_seqs * rows;
@@ -221,7 +237,9 @@ kvx_status_t run_latent(const AttentionParams& p, int num_sms, void* stream) {
   // No sequence has more blocks of rows than its own, rounded up: a bound that needs no lengths.
   const int64_t blocks = p.cu_seqlens ? p.num_tokens * p.num_heads / kLatentRows + p.num_seqs
                                       : p.num_seqs * ((p.query_len * p.num_heads + kLatentRows - 1) / kLatentRows);
-  return launch(make_args(p, num_sms, false), blocks);
+  LatentArgs a = make_args(p, num_sms, false);
+  make_maps(p, &a);
+  return launch(a, blocks);
 }
 
 }  // namespace cuda

@@ -46,12 +46,12 @@ __global__ void __launch_bounds__(LatentConfig::kThreads, 1) attend_latent(const
     return __any_sync(0xffffffffu, walk.item.seq >= 0) != 0;  // a branch of the whole warp, as the compiler sees it
   };
   if (role == 0) {
-    tiles::give_registers<kIsFp8 ? 96 : 64>();
+    tiles::give_registers<kIsFp8 ? 96 : 40>();
     typename std::conditional<kIsFp8, LatentLoadFp8, LatentLoad>::type p{tile};
     while (next(walks[0], 4)) p.load(walks[0].item);
     tiles::wait_copies<0>();
   } else if (role == 1) {
-    tiles::give_registers<kIsFp8 ? 64 : 96>();
+    tiles::give_registers<kIsFp8 ? 64 : 120>();
     LatentSoften<kIsFp8> p{tile};
     while (next(walks[1], 5)) p.soften(walks[1].item);
     if (a.is_split) let_next_start();

@@ -11,7 +11,7 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
   using C = LatentConfig;
   using Numbers = typename Tile::Numbers;
   using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::keys, Tile::part_of_keys, Tile::kParts, Tile::weights,
-      Tile::scored, Tile::chunk_at, Tile::kUnit, Tile::power_of_two, Tile::shift_of;
+      Tile::scored, Tile::show_keys, Tile::chunk_at, Tile::kUnit, Tile::power_of_two, Tile::shift_of;
 
   // Rows of this thread's scores are r0 = 16 * warp + g and r0 + 8.
 
@@ -32,11 +32,18 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
     if constexpr (kIsFp8) {
       load_f16_queries(w);
     } else {
-      for (int i = thread; i < kLatentRows * kChunks; i += 128) {
-        const uint32_t r = i / kChunks, chunk = i % kChunks;
-        const bool is_there = int32_t(w.first_row + r) < w.rows;
-        tiles::copy_16(at + C::kQueryAt + chunk_at(r, chunk),
-                       is_there ? query_row(w, w.first_row + r) + chunk * 16 : a.q.data, is_there ? 16 : 0);
+      // A warp takes 16 rows one by one, so that where a row lies is found once.
+      const uint32_t lane = thread % 32, first_row = w.first_row, rows = w.rows;
+      const char* first = a.q.data + w.first_query * a.q.token + lane * 16;
+#pragma unroll 4
+      for (uint32_t r = thread / 32 * 16; r < thread / 32 * 16 + 16; r++) {
+        const bool is_there = first_row + r < rows;
+        const uint32_t row = is_there ? first_row + r : 0, token = a.heads.divide(row), head = row - token * a.heads.d;
+        const char* from = first + token * a.q.token + head * a.q.head;
+#pragma unroll
+        for (int i = 0; i < 3; i++)
+          if (i < 2 || lane < kChunks - 64)
+            tiles::copy_16(at + C::kQueryAt + chunk_at(r, lane + 32 * i), from + 512 * i, is_there ? 16 : 0);
       }
       tiles::commit_copies();
       tiles::wait_copies<0>();
@@ -94,7 +101,7 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
 #pragma unroll
     for (int part = 0; part < kParts; part++) {
       part_of_keys(part).wait_full();
-      tiles::show_to_multiplications();
+      show_keys();
       tiles::hold(s);
       tiles::begin_multiplications();
       constexpr int kSteps = C::kColumns * 4;  // and of the first half: 16
@@ -135,7 +142,7 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
           }
       }
     }
-    float shrink[2], smaller = 1.f;
+    float shrink[2] = {1.f, 1.f}, smaller = 1.f;
     float of_shift = 1.f;  // what sums are multiplied by for the shift's sake
     float unit = 1.f;
     if constexpr (kIsFp8) {
@@ -144,22 +151,35 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
       if (shift > x->shift) of_shift = power_of_two(x->shift - shift), x->shift = shift;
       smaller = power_of_two(shift - x->shift);
     }
+    float factor[2], top[2];  // of this thread's scores
+    bool moves = false;       // true for the first score of all, -inf + 8 being -inf
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const float factor = kIsFp8 ? x->factor[h] * unit : a.factor;
-      float top = -INFINITY, other = -INFINITY;
+      factor[h] = kIsFp8 ? x->factor[h] * unit : a.factor;
+      float other = -INFINITY;
+      top[h] = -INFINITY;
 #pragma unroll
       for (int n = 0; n < 8; n += 2)
-        top = fmaxf(top, fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1])),
+        top[h] = fmaxf(top[h], fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1])),
         other = fmaxf(other, fmaxf(s[4 * n + 4 + 2 * h], s[4 * n + 5 + 2 * h]));
-      top = fmaxf(top, other);
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * factor;
-      const bool moves = top > x->base[h] + 8.f;  // true for the first score of all, -inf + 8 being -inf
-      const float now = moves ? __fmaf_rn(fabsf(top), 2.4e-7f, top)
-                              : x->base[h];  // above it by a rounding: scores of 10^8 do not make infinite weights
-      shrink[h] = moves ? tiles::exp2_fast(x->base[h] - now) : 1.f;
-      x->base[h] = now;
+      top[h] = fmaxf(top[h], other) * factor[h];
+      moves |= top[h] > x->base[h] + 8.f;
+    }
+    if (__any_sync(0xffffffffu, moves)) {  // seldom: a row's four threads have to agree only then
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float largest = fmaxf(top[h], __shfl_xor_sync(0xffffffffu, top[h], 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        if (largest > x->base[h] + 8.f) {
+          // Above it by a rounding: scores of 10^8 do not make infinite weights.
+          const float now = __fmaf_rn(fabsf(largest), 2.4e-7f, largest);
+          shrink[h] = tiles::exp2_fast(x->base[h] - now);
+          x->base[h] = now;
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
       const float base = x->base[h] == -INFINITY ? 0.f : x->base[h];
       float total[2] = {0.f, 0.f};
 #pragma unroll
@@ -167,7 +187,7 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           float& p = s[4 * n + 2 * h + e];
-          p = tiles::exp2_fast(__fmaf_rn(p, factor, -base));
+          p = tiles::exp2_fast(__fmaf_rn(p, factor[h], -base));
           total[e] += p;
         }
       x->sum[h] = __fmaf_rn(x->sum[h], shrink[h], total[0] + total[1]);

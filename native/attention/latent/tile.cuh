@@ -67,6 +67,12 @@ template <bool kIsFp8> struct LatentTile {
   __device__ __forceinline__ C::Weights weights() const {
     return C::Weights{at + C::kWeightsAt, at + C::kWeightsBarriersAt, count};
   }
+  // Before a tile that is full is multiplied. What the copy engine wrote needs no showing, and who writes some rows of
+  // a few tiles, or widens them, shows them itself; tiles that are all copied in rows are shown by who reads them, so
+  // that who copies does not wait.
+  __device__ __forceinline__ void show_keys() const {
+    if (!kIsFp8 && a.box_shift < 0) tiles::show_to_multiplications();
+  }
   // FP8: a stage's raw bytes are there.
   __device__ __forceinline__ uint32_t arrived(uint32_t tile) const {
     return at + C::kArrivedAt + keys(tile).stage() * 8;
