@@ -13,7 +13,7 @@ constexpr int kMostSplitRows = 256;  // of a sequence: with more, its blocks of 
 
 struct LatentShape {  // of the workspace: header | first_tile[num_seqs + 1] | start[workers] | parts[2 * workers]
   int64_t first_tile_at, start_at, partial_at, bytes;
-  int64_t partial_bytes;  // of one: [64, 512] f32, then [64, 2] f32 (base, sum)
+  int64_t partial_bytes;  // of one (results.cuh)
   int32_t max_workers;
 };
 
@@ -29,8 +29,9 @@ struct LatentArgs {
   const void* cu_seqlens;
   int32_t cu_bytes;
   int32_t num_seqs, query_len, max_seq_len, is_causal;
-  int32_t together;  // so many workers take the same keys, each for its own block of rows: memory is read once for all
-  int32_t is_split;  // this launch takes sequences of at most kMostSplitRows rows, by the plan; else those with more
+  int32_t together;   // so many workers take the same keys, each for its own block of rows: memory is read once for all
+  int32_t stores_16;  // rows of the output begin on multiples of 16 bytes
+  int32_t is_split;   // this launch takes sequences of at most kMostSplitRows rows, by the plan; else those with more
   FastDivider heads;
   int64_t window, num_tokens;
   float factor;  // softmax scale, log2(e) included
@@ -65,6 +66,12 @@ struct LatentItem {
   int64_t first_query;
 };
 
+__device__ __forceinline__ LatentItem no_item() {
+  LatentItem none = {};
+  none.seq = -1;
+  return none;
+}
+
 // Keys before it are seen by a row.
 __device__ __forceinline__ int32_t limit_of(const LatentArgs& a, const LatentItem& w, int32_t row) {
   return a.is_causal ? w.length - w.queries + 1 + int32_t(a.heads.divide(uint32_t(row))) : w.length;
@@ -89,22 +96,6 @@ __device__ __forceinline__ LatentItem latent_item(const LatentArgs& a, int32_t s
   w.most_low =
       a.window > 0 ? int32_t(limit_of(a, w, max(min(w.first_row + kLatentRows, w.rows) - 1, 0)) - a.window) : 0;
   return w;
-}
-
-// What a row's sums are multiplied by; its LSE is written on the way.
-__device__ __forceinline__ float finish_row(const LatentArgs& a, int64_t token, int32_t head, float base, float sum,
-                                            bool writes) {
-  if (writes && a.lse)
-    *reinterpret_cast<float*>(a.lse + token * a.lse_token + head * a.lse_head) =
-        sum > 0.f ? (base + log2f(sum)) * 0.69314718f : -INFINITY;
-  if (a.sinks && sum > 0.f) sum += tiles::exp2_fast(a.sinks[head] * 1.44269504f - base);
-  return sum > 0.f ? 1.f / sum : 0.f;
-}
-__device__ __forceinline__ void store_pair(int dtype, char* row, int dim, float x, float y) {
-  if (dtype == KVX_DTYPE_F32) *reinterpret_cast<float2*>(row + dim * 4) = make_float2(x, y);
-  else
-    *reinterpret_cast<uint32_t*>(row + dim * 2) =
-        dtype == KVX_DTYPE_BF16 ? tiles::Bf16Numbers::pack(x, y) : tiles::F16Numbers::pack(x, y);
 }
 
 // The item of a block of threads, unsplit: sequences in order; in each, the rows that see most come first. seq -1:
@@ -134,23 +125,14 @@ __device__ __forceinline__ LatentItem find_latent_item(const LatentArgs& a, uint
         max(1, (end + kLatentKeys - 1) / kLatentKeys - w.first_tile);  // somebody has to write the empty result
     return w;
   }
-  LatentItem none = {};
-  none.seq = -1;
-  return none;
+  return no_item();
 }
 
-// A role's way through its items: one that was found, or every one in a worker's share of the line of tiles. It stands
-// in shared memory, moved on by one thread: kept in registers it would take them from sums.
+// The way through the items of a worker's share of the line of tiles. By one thread.
 struct LatentWalk {
-  LatentItem item;
   int32_t at, end, seq, group, tile, part;
 
-  __device__ __forceinline__ void begin(const LatentArgs& a, const LatentItem* found) {
-    at = 0, end = 1;
-    if (found) {
-      item = *found;
-      return;
-    }
+  __device__ __forceinline__ void begin(const LatentArgs& a) {
     const PlanHeader plan = *reinterpret_cast<const PlanHeader*>(a.workspace);
     const int32_t worker = int32_t(blockIdx.x) / a.together;
     at = int32_t(worker * plan.tiles / plan.workers), end = int32_t((worker + 1) * plan.tiles / plan.workers);
@@ -158,23 +140,19 @@ struct LatentWalk {
     seq = start.seq, group = start.head, tile = start.tile, part = 2 * int32_t(blockIdx.x);
   }
 
-  __device__ __forceinline__ void next(const LatentArgs& a) {
-    if (at >= end) {
-      item.seq = -1;
-    } else if (!a.is_split) {
-      at = end;
-    } else {
-      const int32_t member = int32_t(blockIdx.x) % a.together;
-      LatentItem w = latent_item(a, seq, group * a.together + member);
-      while (group >= latent_groups(a, w.queries))
-        w = latent_item(a, ++seq, (group = 0) + member);  // past its last block; some have none
-      const SeqRange range = latent_range(a, seq, w.queries);
-      w.begin = range.begin, w.first_tile = range.begin / kLatentKeys + tile,
-      w.num_tiles = min(range.num_tiles - tile, end - at);
-      if (w.num_tiles < range.num_tiles) w.part = part;
-      at += w.num_tiles, group++, tile = 0, part |= 1;
-      item = w;
-    }
+  // seq -1: there is none.
+  __device__ __forceinline__ LatentItem next(const LatentArgs& a) {
+    if (at >= end) return no_item();
+    const int32_t member = int32_t(blockIdx.x) % a.together;
+    LatentItem w = latent_item(a, seq, group * a.together + member);
+    while (group >= latent_groups(a, w.queries))
+      w = latent_item(a, ++seq, (group = 0) + member);  // past its last block; some have none
+    const SeqRange range = latent_range(a, seq, w.queries);
+    w.begin = range.begin, w.first_tile = range.begin / kLatentKeys + tile,
+    w.num_tiles = min(range.num_tiles - tile, end - at);
+    if (w.num_tiles < range.num_tiles) w.part = part;
+    at += w.num_tiles, group++, tile = 0, part |= 1;
+    return w;
   }
 };
 

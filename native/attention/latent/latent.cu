@@ -74,9 +74,7 @@ __global__ void __launch_bounds__(128) combine_latent(const __grid_constant__ La
   const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[first_worker];
   const int first_slot = start.seq == seq && start.head == group ? 0 : 1;
   const auto part_of = [&](int w) {
-    return reinterpret_cast<const float*>(
-        a.workspace + a.plan.partial_at +
-        (2 * (int64_t(w) * a.together + member) + (w == first_worker ? first_slot : 0)) * a.plan.partial_bytes);
+    return LatentPart::at(a, 2 * (int64_t(w) * a.together + member) + (w == first_worker ? first_slot : 0));
   };
   float base = -INFINITY, sum = 0.f;
   float4 x[kFours];
@@ -84,10 +82,7 @@ __global__ void __launch_bounds__(128) combine_latent(const __grid_constant__ La
   for (int i = 0; i < kFours; i++) x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   for (int from = first_worker; from <= last_worker; from += 32) {  // a lane has a part's base and sum
     const bool is_there = from + lane <= last_worker;
-    const float2 mine = is_there
-                            ? __ldcg(reinterpret_cast<const float2*>(part_of(from + lane) + kLatentRows * kLatentDim) +
-                                     row % kLatentRows)
-                            : make_float2(-INFINITY, 0.f);
+    const float2 mine = is_there ? __ldcg(part_of(from + lane).stats + row % kLatentRows) : make_float2(-INFINITY, 0.f);
     float now = fmaxf(base, mine.x);
     for (int hop = 1; hop < 32; hop *= 2) now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, hop));
     if (now == -INFINITY) continue;
@@ -101,7 +96,7 @@ __global__ void __launch_bounds__(128) combine_latent(const __grid_constant__ La
 #pragma unroll 8 / kFours + 2
     for (int k = 0; k < num_parts; k++) {
       const float by = __shfl_sync(0xffffffffu, factor, k);
-      const float4* part = reinterpret_cast<const float4*>(part_of(from + k) + row % kLatentRows * kLatentDim);
+      const float4* part = reinterpret_cast<const float4*>(part_of(from + k).row(row % kLatentRows));
 #pragma unroll
       for (int i = 0; i < kFours; i++) {
         const float4 y = __ldcg(part + (quarter * kFours + i) * 32 + lane);
@@ -109,14 +104,12 @@ __global__ void __launch_bounds__(128) combine_latent(const __grid_constant__ La
       }
     }
   }
-  const int32_t token = int32_t(a.heads.divide(row)), head = row - token * int32_t(a.heads.d);
-  const float inverse = finish_row(a, first + token, head, base, sum, lane == 0 && quarter == 0);
-  char* to = a.out.data + (first + token) * a.out.token + int64_t(head) * a.out.head;
+  const LatentOut out = latent_out(a, first, row, row + 1, base, sum, lane == 0 && quarter == 0);
 #pragma unroll
   for (int i = 0; i < kFours; i++) {
     const int dim = 4 * ((quarter * kFours + i) * 32 + lane);
-    store_pair(a.out.dtype, to, dim, x[i].x * inverse, x[i].y * inverse),
-        store_pair(a.out.dtype, to, dim + 2, x[i].z * inverse, x[i].w * inverse);
+    store_pair(a.out.dtype, out.to, dim, x[i].x * out.by, x[i].y * out.by),
+        store_pair(a.out.dtype, out.to, dim + 2, x[i].z * out.by, x[i].w * out.by);
   }
 }
 
@@ -128,7 +121,7 @@ LatentShape latent_shape(const AttentionParams& p, int num_sms) {
   s.first_tile_at = aligned(sizeof(PlanHeader));
   s.start_at = s.first_tile_at + aligned((p.num_seqs + 1) * 4);
   s.partial_at = s.start_at + aligned(int64_t(num_sms) * sizeof(WorkerStart));
-  s.partial_bytes = aligned(kLatentRows * (kLatentDim + 2) * 4);
+  s.partial_bytes = aligned(LatentPart::kBytes);
   s.bytes = s.partial_at + 2 * num_sms * s.partial_bytes;
   return s;
 }
@@ -155,6 +148,7 @@ LatentArgs make_args(const AttentionParams& p, int num_sms, bool is_split) {
   a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;
   a.num_seqs = int32_t(p.num_seqs), a.query_len = int32_t(p.query_len), a.max_seq_len = int32_t(p.max_seq_len),
   a.is_causal = p.is_causal, a.is_split = is_split, a.together = workers_together(p);
+  a.stores_16 = fits(p.out, 16);
   a.heads = make_fast_divider(p.num_heads);
   a.window = p.window, a.num_tokens = p.num_tokens, a.factor = p.scale * 1.44269504f;
   a.workspace = p.workspace, a.plan = latent_shape(p, num_sms);
@@ -176,9 +170,10 @@ void make_maps(const AttentionParams& p, LatentArgs* a) {
 }
 
 template <bool kIsFp8> kvx_status_t launch_latent(const LatentArgs& a, int64_t blocks, void* stream) {
-  KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&attend_latent<kIsFp8>), LatentConfig::kSharedBytes));
+  KVX_TRY(
+      allow_shared_memory(reinterpret_cast<const void*>(&attend_latent<kIsFp8>), LatentConfig<kIsFp8>::kSharedBytes));
   return launch_early_with("attention_latent", attend_latent<kIsFp8>, dim3(unsigned(blocks)),
-                           dim3(LatentConfig::kThreads), LatentConfig::kSharedBytes, stream, a);
+                           dim3(LatentConfig<kIsFp8>::kThreads), LatentConfig<kIsFp8>::kSharedBytes, stream, a);
 }
 
 }  // namespace

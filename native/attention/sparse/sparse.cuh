@@ -14,6 +14,7 @@
 
 #include "attention/sparse/head.cuh"
 #include "attention/sparse/load.cuh"
+#include "tiles/softmax.cuh"
 #include "tiles/wgmma.cuh"
 
 namespace kvx {
@@ -157,8 +158,7 @@ template <bool kIsFp8> struct SparseTile {
   __device__ __forceinline__ void soften() {
     tiles::meet(kQueriesMeet, 384);
     const int thread = threadIdx.x % 128, g = thread % 32 / 4, t = thread % 4;
-    float base[2] = {-INFINITY, -INFINITY},
-          sum[2] = {0.f, 0.f};  // weights are 2^(score - base); it moves when a score is past it by 8
+    tiles::TileSoftmax<Numbers, false> softmax;
     float s[32], factors[2];
 #pragma unroll
     for (int h = 0; h < 2; h++)
@@ -168,41 +168,8 @@ template <bool kIsFp8> struct SparseTile {
       multiply_scores(s);
       mask(s);
       float shrink[2];
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const float factor = factors[h];
-        float top = -INFINITY, other = -INFINITY;
-#pragma unroll
-        for (int k = 0; k < 8; k += 2)
-          top = fmaxf(top, fmaxf(s[4 * k + 2 * h], s[4 * k + 2 * h + 1])),
-          other = fmaxf(other, fmaxf(s[4 * k + 4 + 2 * h], s[4 * k + 5 + 2 * h]));
-        top = fmaxf(top, other);
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * factor;
-        const bool moves = top > base[h] + 8.f;  // true for the first score of all, -inf + 8 being -inf
-        const float now = moves ? __fmaf_rn(fabsf(top), 2.4e-7f, top)
-                                : base[h];  // above it by a rounding: scores of 10^8 do not make infinite weights
-        shrink[h] = moves ? tiles::exp2_fast(base[h] - now) : 1.f;
-        base[h] = now;
-        const float from = base[h] == -INFINITY ? 0.f : base[h];
-        float total[2] = {0.f, 0.f};
-#pragma unroll
-        for (int k = 0; k < 8; k++)
-#pragma unroll
-          for (int e = 0; e < 2; e++) {
-            float& x = s[4 * k + 2 * h + e];
-            x = tiles::exp2_fast(__fmaf_rn(x, factor, -from));
-            total[e] += x;
-          }
-        sum[h] = __fmaf_rn(sum[h], shrink[h], total[0] + total[1]);
-      }
       uint4 weights[4];
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        using N = Numbers;
-        weights[k] = make_uint4(N::pack(s[8 * k], s[8 * k + 1]), N::pack(s[8 * k + 2], s[8 * k + 3]),
-                                N::pack(s[8 * k + 4], s[8 * k + 5]), N::pack(s[8 * k + 6], s[8 * k + 7]));
-      }
+      softmax.weigh_tile(s, factors, 1.f, weights, shrink);
       // A thread of `add` has the rows of the thread of the same number here: weights pass as they stand.
       tiles::wait(weights_free(), (ring.step & 1) ^ 1);
 #pragma unroll
@@ -211,12 +178,8 @@ template <bool kIsFp8> struct SparseTile {
         *reinterpret_cast<float2*>(shared + C::kShrinkAt + (thread / 32 * 8 + g) * 8) =
             make_float2(shrink[0], shrink[1]);
       if (i + 1 == n) {
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-          sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1), sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
-        if (t == 0)
-          *reinterpret_cast<float4*>(shared + C::kStatsAt + (thread / 32 * 8 + g) * 16) =
-              make_float4(base[0], base[1], sum[0], sum[1]);
+        const float4 stats = softmax.stats();
+        if (t == 0) *reinterpret_cast<float4*>(shared + C::kStatsAt + (thread / 32 * 8 + g) * 16) = stats;
       }
       tiles::arrive(weights_full());
       ring.next();
