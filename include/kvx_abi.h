@@ -9,6 +9,7 @@
  *   - Strides and shapes are in elements, never bytes, unless a field says bytes.
  *   - Slots, tables, lengths and scales live where the cache lives (host memory for HOST, device memory for DEVICE).
  *   - Device calls only enqueue on `stream`: they never synchronise and never allocate, and may be captured in a graph.
+ *     Conversions and digests may allocate, and say below whether they may be captured.
  *   - Thread-safe as long as two calls do not write the same cache region at once.
  *
  * Normative text: docs/spec.md. */
@@ -845,7 +846,7 @@ KVX_API kvx_status_t kvx_hash_blocks(int32_t hash, const void* parent, const int
 /* Read a plan. Everything in it is checked here, so that running it cannot leave the buffers it names. */
 KVX_API kvx_status_t kvx_plan_load(const void* bytes, uint64_t num_bytes, kvx_plan_t** plan);
 KVX_API void kvx_plan_free(kvx_plan_t* plan); /* NULL is fine; bound plans live on */
-/* Bind, run, let go. What is bound for repeated runs costs less: large tables are put on the device once. */
+/* Bind, run, let go. What runs often costs less when it is bound once: addresses are checked and prepared then. */
 KVX_API kvx_status_t kvx_convert(const kvx_plan_t* plan, const kvx_convert_args_t* args, void* stream);
 /* Add the content digest of the source's blocks to digest[0] and digest[1], which lie where the call runs. `plan` goes
  * from the cache to coordinates (Python makes it); of `args`, what says source, source blocks, lengths and memory is
@@ -855,7 +856,14 @@ KVX_API kvx_status_t kvx_digest(const kvx_plan_t* plan, const kvx_convert_args_t
  * inside a graph capture. */
 KVX_API kvx_status_t kvx_bind(const kvx_plan_t* plan, const kvx_convert_args_t* args, kvx_bound_t** bound);
 KVX_API kvx_status_t kvx_run(const kvx_bound_t* bound, void* stream);
-KVX_API void kvx_bound_free(kvx_bound_t* bound); /* NULL is fine. Runs under way must have ended */
+/* The same for blocks that change while buffers stay. Of `args`, kvx_bind_buffers does not read src_blocks, dst_blocks,
+ * seq_lens, table_memory and errors, and kvx_run_blocks reads nothing but these and the head (version, struct_bytes,
+ * flags). Ids and lengths of the host are checked and copied by each run; they reach a device in stream order, and a
+ * run may be captured: the graph keeps its copy. */
+KVX_API kvx_status_t kvx_bind_buffers(const kvx_plan_t* plan, const kvx_convert_args_t* args, kvx_bound_t** bound);
+KVX_API kvx_status_t kvx_run_blocks(const kvx_bound_t* bound, const kvx_convert_args_t* args, void* stream);
+/* NULL is fine. No call may be in it; what calls have enqueued on a stream goes on. */
+KVX_API void kvx_bound_free(kvx_bound_t* bound);
 
 #ifdef __cplusplus
 }

@@ -15,7 +15,8 @@ kvx_status_t no_cuda() {
 namespace cuda {
 
 kvx_status_t prepare_convert(Bound*) { return no_cuda(); }
-kvx_status_t digest(Bound*, uint64_t*, void*) { return no_cuda(); }
+kvx_status_t convert(const Bound&, const BlockTables&, void*) { return no_cuda(); }
+kvx_status_t digest(const Bound&, const BlockTables&, uint64_t*, void*) { return no_cuda(); }
 uint64_t attention_workspace(const AttentionParams&) { return 0; }
 uint64_t topk_workspace(const TopkParams&) { return 0; }
 uint64_t sparse_workspace(const SparseParams&) { return 0; }

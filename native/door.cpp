@@ -4,11 +4,15 @@
 #include <stdio.h>
 #include <string.h>
 
+#include <memory>
+#include <vector>
+
 #include "append/append.h"
 #include "attention/attention.h"
 #include "attention/merge.h"
 #include "check.h"
 #include "format.h"
+#include "move/convert.h"
 #include "move/copy_blocks.h"
 #include "run.h"
 
@@ -38,6 +42,8 @@ OpenTensor open_tensor = copy_tensor;
 void* (*save_thread)() = nullptr;
 void (*restore_thread)(void*) = nullptr;
 void (*clear_error)() = nullptr;  // forgets what the framework raised
+int64_t (*tuple_size)(void*) = nullptr;
+void* (*tuple_item)(void*, int64_t) = nullptr;
 
 constexpr int kMaxDims = 8;
 constexpr kvx_status_t kPythonError = kvx_status_t(-1);  // the framework has raised already
@@ -203,17 +209,88 @@ typedef struct kvx_door_append_t {  // objects; NULL = absent
   double eps, weight_offset;
 } kvx_door_append_t;
 
-KVX_API void kvx_door_init(void* open, void* save, void* restore, void* clear) {
+KVX_API void kvx_door_init(void* open, void* save, void* restore, void* clear, void* size, void* item) {
   open_tensor = open ? reinterpret_cast<OpenTensor>(open) : copy_tensor;
   save_thread = reinterpret_cast<void* (*)()>(save);
   restore_thread = reinterpret_cast<void (*)(void*)>(restore);
   clear_error = reinterpret_cast<void (*)()>(clear);
+  tuple_size = reinterpret_cast<int64_t (*)(void*)>(size);
+  tuple_item = reinterpret_cast<void* (*)(void*, int64_t)>(item);
 }
 
 }  // extern "C"
 
 namespace kvx {
 namespace {
+
+// Checking some hundred tensors in Python takes longer than moving a block of them. So the buffers of a conversion are
+// noted when they have been checked and bound, and the next call asks whether the same objects come and are what they
+// were. The objects are not held.
+class Sides {
+ public:
+  std::unique_ptr<Bound> bound;
+
+  // False: a tensor is of a kind that cannot be noted, and Python must ask.
+  bool note(void* tensors) {
+    noted_.resize(size_t(tuple_size(tensors)));
+    for (size_t i = 0; i < noted_.size(); i++) {
+      Noted& n = noted_[i];
+      n.object = tuple_item(tensors, int64_t(i));
+      Tensor t;
+      if (!read(n.object, &t.dl) || t.dl.ndim > kMaxDims || !t.dl.strides) return false;
+      n.tensor = t.dl;
+      n.tensor.shape = n.tensor.strides = nullptr;  // they are the tensor's own
+      memcpy(n.shape, t.dl.shape, size_t(t.dl.ndim) * sizeof(int64_t));
+      memcpy(n.stride, t.dl.strides, size_t(t.dl.ndim) * sizeof(int64_t));
+    }
+    return true;
+  }
+
+  bool are(void* tensors) const {
+    if (size_t(tuple_size(tensors)) != noted_.size()) return false;
+    for (size_t i = 0; i < noted_.size(); i++)  // all of them first: opening one takes as long as fifty such looks
+      if (tuple_item(tensors, int64_t(i)) != noted_[i].object) return false;
+    for (const Noted& n : noted_) {
+      DLTensor now;
+      if (!read(n.object, &now) || !is_same(now, n)) return false;
+    }
+    return true;
+  }
+
+ private:
+  struct Noted {
+    void* object;
+    DLTensor tensor;
+    int64_t shape[kMaxDims], stride[kMaxDims];
+  };
+
+  static bool read(void* object, DLTensor* out) {
+    if (open_tensor(object, out) == 0) return true;
+    clear_error();
+    return false;
+  }
+
+  static bool is_same(const DLTensor& now, const Noted& n) {
+    const DLTensor& then = n.tensor;
+    const size_t bytes = size_t(then.ndim) * sizeof(int64_t);
+    return now.data == then.data && now.byte_offset == then.byte_offset && now.device_type == then.device_type &&
+           now.device_id == then.device_id && now.ndim == then.ndim && now.type_code == then.type_code &&
+           now.type_bits == then.type_bits && now.type_lanes == then.type_lanes && now.strides &&
+           memcmp(now.shape, n.shape, bytes) == 0 && memcmp(now.strides, n.stride, bytes) == 0;
+  }
+
+  std::vector<Noted> noted_;
+};
+
+constexpr kvx_status_t kOtherTensors = kvx_status_t(-2);  // not those that were noted: check and bind them
+
+// Block ids: a tensor, or `count` numbers of 64 bits in host memory where that is not negative.
+kvx_status_t open_blocks(Door& door, const char* name, void* ids, int64_t count, kvx_array_t* a) {
+  if (count < 0) return door.array(name, ids, a);
+  a->data = ids, a->data_bytes = uint64_t(count) * 8;
+  a->ndim = 1, a->dtype = KVX_DTYPE_S64, a->shape[0] = count, a->stride[0] = 1;
+  return KVX_STATUS_OK;
+}
 
 // The interpreter lock is released for work worth another thread's while.
 template <class F>
@@ -491,6 +568,50 @@ KVX_API int kvx_door_attention(const kvx_door_spec_t* spec, void* cache0, void* 
     if (attention->step == 1) return run_attention_plan(c, a, stream);
     if (attention->step == 2) return attention_workspace(c, a, reinterpret_cast<uint64_t*>(&attention->bytes));
     return unlocked(int64_t(a.q.data_bytes) * 64, [&] { return run_attention(c, a, stream); });
+  });
+}
+
+// `tensors` is a tuple of all buffers, source first, or NULL where Python finds out by itself whether they are the
+// same. *is_noted: whether kvx_door_convert can.
+KVX_API int kvx_door_sides(const kvx_plan_t* plan, const kvx_convert_args_t* args, void* tensors, void** sides,
+                           int* is_noted) {
+  return entry("convert()", [&]() -> kvx_status_t {
+    kvx_bound_t* bound = nullptr;
+    KVX_TRY(kvx_bind_buffers(plan, args, &bound));
+    auto made = std::make_unique<Sides>();
+    made->bound.reset(reinterpret_cast<Bound*>(bound));
+    *is_noted = tensors != nullptr && made->note(tensors);
+    *sides = made.release();
+    return KVX_STATUS_OK;
+  });
+}
+
+KVX_API void kvx_door_sides_free(void* sides) { delete static_cast<Sides*>(sides); }
+
+KVX_API int kvx_door_convert(const void* sides, void* tensors, void* src_blocks, int64_t num_src, void* dst_blocks,
+                             int64_t num_dst, void* seq_lens, void* errors, void* stream) {
+  const Sides& known = *static_cast<const Sides*>(sides);
+  if (tensors && !known.are(tensors)) return kOtherTensors;
+  return entry("convert()", [&]() -> kvx_status_t {
+    const Bound& bound = *known.bound;
+    Door door;
+    if (num_src >= 0 || num_dst >= 0) door.device_type = 1;
+    kvx_convert_args_t a{};
+    a.version = KVX_ABI_VERSION, a.struct_bytes = sizeof a;
+    KVX_TRY(open_blocks(door, "src_blocks", src_blocks, num_src, &a.src_blocks));
+    KVX_TRY(open_blocks(door, "dst_blocks", dst_blocks, num_dst, &a.dst_blocks));
+    KVX_TRY(door.optional("seq_lens", seq_lens, &a.seq_lens));
+    a.table_memory = kvx_memory_type_t(door.memory());
+    a.errors = errors;
+    KVX_NEED(a.table_memory == KVX_MEMORY_HOST || door.device_id == bound.device,
+             "block ids are on device %d, the caches on device %d. Keep them on one, or on the host.", door.device_id,
+             bound.device);
+    // A device's work is only enqueued. The host's is so many units of the blocks at hand.
+    const kvx_array_t& ids = a.src_blocks;
+    int64_t bytes = 0;
+    for (uint32_t i = 0; i < ids.ndim && !bound.on_device; i++) bytes = mul_most(bytes ? bytes : 1, ids.shape[i]);
+    bytes = mul_most(mul_most(bytes, bound.sizes.block_size[SRC] / bound.sizes.unit_tokens), bound.unit_bytes);
+    return unlocked(bytes, [&] { return run_blocks(bound, a, stream); });
   });
 }
 

@@ -95,8 +95,8 @@ def _open() -> ctypes.CDLL | None:
             f"{library.library_path()} is of another build (door {theirs}, kvx wants {mine}). Rebuild: `make build`."
         )
     api = ctypes.pythonapi
-    save, restore, clear = (ctypes.cast(f, _P).value for f in (api.PyEval_SaveThread, api.PyEval_RestoreThread, api.PyErr_Clear))
-    lib.kvx_door_init(_exchange_function() or None, save, restore, clear)
+    calls = (api.PyEval_SaveThread, api.PyEval_RestoreThread, api.PyErr_Clear, api.PyTuple_Size, api.PyTuple_GetItem)
+    lib.kvx_door_init(_exchange_function() or None, *(ctypes.cast(f, _P).value for f in calls))
     return lib
 
 

@@ -66,7 +66,11 @@ _ROWS = (
     Op("attention_mla", _LATENTS, latents, _ATTENTION, structs.AttentionArgs, "attention"),
     Op(
         "convert", _ANY, None,
-        (*_PLAN, Entry("kvx_bind", (_P,) * 3), Entry("kvx_run", (_P, _P)), Entry("kvx_bound_free", (_P,), None)),
+        (
+            *_PLAN, Entry("kvx_bind", (_P,) * 3), Entry("kvx_run", (_P, _P)), Entry("kvx_bound_free", (_P,), None),
+            Entry("kvx_door_sides", (_P,) * 5), Entry("kvx_door_sides_free", (_P,), None),
+            Entry("kvx_door_convert", (_P, _P, _P, _I64, _P, _I64, _P, _P, _P)),
+        ),
         structs.ConvertArgs,
     ),
     Op("digest", _ANY, None, (*_PLAN, Entry("kvx_digest", (_P,) * 4)), structs.ConvertArgs),
@@ -94,7 +98,7 @@ _OTHERS = (
     Entry("kvx_last_error", (), _TEXT),
     Entry("kvx_get_version", (_P,)),
     Entry("kvx_build_info", (_P,)),
-    Entry("kvx_door_init", (_P,) * 4, None),
+    Entry("kvx_door_init", (_P,) * 6, None),
     Entry("kvx_door_sizes", (_P, _I64), None),
     Entry("kvx_door_append_bytes", (), _I64),
     Entry("kvx_hash_blocks", (_I32, _TEXT, _TEXT, _I64, _I64, _P)),

@@ -5,11 +5,9 @@
 
 #include <algorithm>
 
-#include "array.h"
 #include "move/digest.h"
 #include "move/plan.h"
 #include "run.h"
-#include "table.h"
 
 namespace kvx {
 
@@ -164,27 +162,42 @@ CellJob make_cell_job(const kvx_plan_box_t& box, const Plan& plan, const Bound& 
   return job;
 }
 
-Job make_job(const kvx_plan_box_t& box, const Plan& plan, const Bound& bound, bool counts_tokens) {
+// One box with addresses; its digits are as the plan has them, tokens counted.
+Job make_job(const kvx_plan_box_t& box, const Bound& bound) {
   Job job = {};
   job.run = box.run_bytes;
   job.num_digits = int(box.num_digits);
   for (int i = 0; i < job.num_digits; i++) {
     const kvx_plan_digit_t& d = box.digit[i];
-    job.digit[i] = Digit{d.size, {d.src, d.dst}, counts_tokens ? d.token : 0, {d.src_step, d.dst_step}};
+    job.digit[i] = Digit{d.size, {d.src, d.dst}, d.token, {d.src_step, d.dst_step}};
   }
-  const int64_t num_blocks[2] = {plan.header.src_num_blocks, plan.header.dst_num_blocks};
   for (int w = 0; w < 2; w++) {
     const kvx_plan_side_t& s = side_of(box, w);
     job.buffer[w] = s.buffer, job.block_step[w] = s.block_step, job.offset[w] = s.offset, job.block[w] = s.block;
-    const int64_t block_size = w == SRC ? plan.header.src_block_size : plan.header.dst_block_size;
-    const bool starts_inside = block_size != int64_t(plan.header.unit_tokens);  // units begin elsewhere than at token 0
+    // Units begin elsewhere than at token 0.
+    const bool starts_inside = bound.sizes.block_size[w] != bound.sizes.unit_tokens;
     job.split[w] = s.token_split, job.outer[w] = starts_inside ? s.token_outer : 0,
     job.inner[w] = starts_inside ? s.token_inner : 0;
-    straighten(bound.buffers[w], num_blocks[w], Which(w), &job);
+    straighten(bound.buffers[w], bound.sizes.num_blocks[w], Which(w), &job);
   }
-  fold(&job, bound.on_device ? DST : SRC);
-  job.align = alignment_of(job, bound.buffers, bound.tables.unit_tokens);
   return job;
+}
+
+Job folded(Job job, const Bound& bound, bool counts_tokens) {
+  for (int i = 0; i < job.num_digits && !counts_tokens; i++) job.digit[i].token = 0;
+  fold(&job, bound.on_device ? DST : SRC);
+  job.align = alignment_of(job, bound.buffers, bound.sizes.unit_tokens);
+  return job;
+}
+
+int64_t bytes_of(const kvx_plan_box_t& box, const Plan& plan) {
+  int64_t bytes = box.run_bytes;
+  if (box.cell) {
+    const kvx_plan_cell_t& cell = plan.cells[box.cell - 1];
+    bytes = int64_t(cell.head_dim) * dtype_bits(cell.src.dtype) / 8;
+  }
+  for (uint32_t i = 0; i < box.num_digits; i++) bytes = mul_most(bytes, box.digit[i].size);
+  return bytes;
 }
 
 kvx_status_t check_buffers(const Plan& plan, const kvx_convert_args_t& args, bool has_destination, Bound* out) {
@@ -224,150 +237,72 @@ kvx_status_t check_buffers(const Plan& plan, const kvx_convert_args_t& args, boo
   return KVX_STATUS_OK;
 }
 
-void copy_indices(const kvx_array_t& a, std::vector<int64_t>* out) {
-  const int64_t rows = a.ndim == 2 ? a.shape[0] : 1, columns = a.ndim == 2 ? a.shape[1] : a.shape[0];
-  const int64_t bytes = a.dtype == KVX_DTYPE_S32 ? 4 : 8;
-  out->resize(size_t(rows * columns));
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t c = 0; c < columns; c++)
-      (*out)[size_t(r * columns + c)] =
-          read_index(a.data, ((a.ndim == 2 ? r * a.stride[0] : 0) + c * a.stride[a.ndim - 1]) * bytes, int32_t(bytes));
-}
-
-kvx_status_t bind_tables(const Plan& plan, const kvx_convert_args_t& args, bool has_destination, Bound* out) {
-  const kvx_plan_header_t& h = plan.header;
-  BlockTables& t = out->tables;
-  const kvx_array_t* arrays[2] = {&args.src_blocks, &args.dst_blocks};
-  const char* names[2] = {"src_blocks", "dst_blocks"};
-  const int64_t num_blocks[2] = {h.src_num_blocks, h.dst_num_blocks},
-                block_size[2] = {h.src_block_size, h.dst_block_size};
-  int64_t seqs[2], tokens[2];
-  for (int w = 0; w < 2; w++) {
-    const kvx_array_t& a = *arrays[w];
-    KVX_NEED(a.ndim == 1 || a.ndim == 2, "%s has %u dimensions; it must be [n] or [num_seqs, columns].", names[w],
-             a.ndim);
-    KVX_NEED(a.dtype == KVX_DTYPE_S32 || a.dtype == KVX_DTYPE_S64, "%s is %s; it must be S32 or S64.", names[w],
-             dtype_name(a.dtype));
-    KVX_TRY(check_array("", names[w], a, true));
-    // Each id is some work, and is copied. Sequences may share a row of the source.
-    KVX_NEED(a.shape[a.ndim - 1] <= 1 || a.stride[a.ndim - 1] > 0,
-             "%s has %lld ids of stride 0 in a row; the ids of a row must not be one. Call .contiguous().", names[w],
-             (long long)a.shape[a.ndim - 1]);
-    KVX_NEED(w == SRC || !has_destination || !overlaps_itself(a), "%s strides make two ids share an address.",
-             names[w]);
-    seqs[w] = a.ndim == 2 ? a.shape[0] : 1;
-    t.columns[w] = a.shape[a.ndim - 1];
-    t.num_blocks[w] = num_blocks[w], t.block_size[w] = block_size[w];
-    KVX_NEED(mul_fits(t.columns[w], block_size[w], &tokens[w]), "%s is too long.", names[w]);
-  }
-  KVX_NEED(seqs[0] == seqs[1], "src_blocks has %lld sequences and dst_blocks %lld.", (long long)seqs[0],
-           (long long)seqs[1]);
-  const bool has_lens = args.seq_lens.data != nullptr;
-  if (!has_lens)
-    KVX_NEED(tokens[0] == tokens[1],
-             "src_blocks holds %lld tokens a sequence and dst_blocks %lld. Give seq_lens, or lists of equal length.",
-             (long long)tokens[0], (long long)tokens[1]);
-  if (has_lens) {
-    const kvx_array_t& a = args.seq_lens;
-    KVX_NEED(a.ndim == 1 && a.shape[0] == seqs[0] && (a.dtype == KVX_DTYPE_S32 || a.dtype == KVX_DTYPE_S64),
-             "seq_lens is [%lld] S32 or S64.", (long long)seqs[0]);
-    KVX_TRY(check_array("", "seq_lens", a, true));
-  }
-  t.num_seqs = seqs[0];
-  t.unit_tokens = h.unit_tokens;
-  const int64_t most = std::min(tokens[0], tokens[1]);
-  t.units_per_seq = (most + t.unit_tokens - 1) / t.unit_tokens;
-  int64_t units;
-  KVX_NEED(mul_fits(t.num_seqs, t.units_per_seq, &units), "%lld sequences of %lld units are too many.",
-           (long long)t.num_seqs, (long long)t.units_per_seq);
-  if (out->tables_on_device) {
-    for (int w = 0; w < 2; w++) {
-      const kvx_array_t& a = *arrays[w];
-      t.ids[w] = a.data, t.index_bytes[w] = a.dtype == KVX_DTYPE_S32 ? 4 : 8;
-      t.index_stride[w] = a.stride[a.ndim - 1] * t.index_bytes[w];
-      t.row_stride[w] = a.ndim == 2 ? a.stride[0] * t.index_bytes[w] : 0;
-    }
-    t.seq_lens = has_lens ? args.seq_lens.data : nullptr;
-    t.len_bytes = args.seq_lens.dtype == KVX_DTYPE_S32 ? 4 : 8;
-    t.len_stride = has_lens ? args.seq_lens.stride[0] * t.len_bytes : 0;
-    return KVX_STATUS_OK;
-  }
-  if (has_lens) {
-    copy_indices(args.seq_lens, &out->lens);
-    for (size_t s = 0; s < out->lens.size(); s++)
-      if (out->lens[s] < 0 || out->lens[s] > most)
-        return fail(KVX_STATUS_OUT_OF_RANGE,
-                    "seq_lens[%zu] is %lld; the tables hold %lld tokens. Nothing was converted.", s,
-                    (long long)out->lens[s], (long long)most);
-  }
-  for (int w = 0; w < 2; w++) {
-    copy_indices(*arrays[w], &out->ids[w]);
-    std::vector<int64_t> named;
-    for (int64_t s = 0; s < seqs[w]; s++) {
-      const int64_t used = has_lens ? (out->lens[size_t(s)] + block_size[w] - 1) / block_size[w] : t.columns[w];
-      for (int64_t c = 0; c < used; c++) {
-        const int64_t id = out->ids[w][size_t(s * t.columns[w] + c)];
-        if (id >= num_blocks[w])
-          return fail(KVX_STATUS_OUT_OF_RANGE, "%s[%lld] is %lld; the %s has %lld blocks. Nothing was converted.",
-                      names[w], (long long)(s * t.columns[w] + c), (long long)id, name_of(w), (long long)num_blocks[w]);
-        if (w == DST && has_destination && id >= 0) named.push_back(id);
-      }
-    }
-    std::sort(named.begin(), named.end());
-    const auto twice = std::adjacent_find(named.begin(), named.end());
-    if (twice != named.end())
-      return fail(KVX_STATUS_INVALID_ARGUMENT, "dst_blocks names block %lld twice. Nothing was converted.",
-                  (long long)*twice);
-    t.ids[w] = out->ids[w].data(), t.index_bytes[w] = 8, t.index_stride[w] = 8, t.row_stride[w] = 8 * t.columns[w];
-  }
-  t.seq_lens = has_lens ? out->lens.data() : nullptr;
-  t.len_bytes = 8, t.len_stride = 8;
-  return KVX_STATUS_OK;
-}
-
-kvx_status_t check_memory(const kvx_convert_args_t& args, Bound* out) {
+kvx_status_t check_args(const kvx_convert_args_t& args) {
   if (args.version >> 16 != KVX_ABI_VERSION_MAJOR)
     return fail(KVX_STATUS_INCOMPATIBLE, "args has version 0x%x; this library speaks %d.%d.", args.version,
                 KVX_ABI_VERSION_MAJOR, KVX_ABI_VERSION_MINOR);
   KVX_NEED(args.struct_bytes >= sizeof args && args.flags == 0, "args has %u bytes and flags %llu.", args.struct_bytes,
            (unsigned long long)args.flags);
-  bool device[3];
-  const int32_t memory[3] = {args.src_memory, args.dst_memory, args.table_memory};
-  const char* names[3] = {"src_memory", "dst_memory", "table_memory"};
-  for (int i = 0; i < 3; i++) {
-    device[i] = memory[i] == KVX_MEMORY_DEVICE || memory[i] == KVX_MEMORY_UNIFIED;
-    KVX_NEED(device[i] || memory[i] == KVX_MEMORY_HOST, "%s is %d; say HOST (1), DEVICE (2) or UNIFIED (3).", names[i],
-             memory[i]);
-  }
-  out->on_device = device[0] || device[1];
-  out->tables_on_device = device[2];
-  out->device = args.device;
-  out->errors = static_cast<unsigned long long*>(args.errors);
-  KVX_NEED(out->on_device || !device[2], "both caches are in host memory and the tables are not.");
   return KVX_STATUS_OK;
 }
 
-kvx_status_t bind(const Plan& plan, const kvx_convert_args_t& args, Bound* out) {
-  KVX_TRY(check_memory(args, out));
+kvx_status_t check_memory(const char* name, int32_t memory, bool* is_device) {
+  *is_device = memory == KVX_MEMORY_DEVICE || memory == KVX_MEMORY_UNIFIED;
+  KVX_NEED(*is_device || memory == KVX_MEMORY_HOST, "%s is %d; say HOST (1), DEVICE (2) or UNIFIED (3).", name, memory);
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t check_table_memory(const kvx_convert_args_t& args, const Bound& bound) {
+  bool is_device;
+  KVX_TRY(check_memory("table_memory", args.table_memory, &is_device));
+  KVX_NEED(bound.on_device || !is_device, "both caches are in host memory and the tables are not.");
+  return KVX_STATUS_OK;
+}
+
+// What says where the call runs, and the sizes of blocks.
+kvx_status_t begin_bound(const Plan& plan, const kvx_convert_args_t& args, Bound* out) {
+  KVX_TRY(check_args(args));
+  bool device[2];
+  KVX_TRY(check_memory("src_memory", args.src_memory, &device[SRC]));
+  KVX_TRY(check_memory("dst_memory", args.dst_memory, &device[DST]));
+  out->on_device = device[SRC] || device[DST];
+  out->device = args.device;
+  const kvx_plan_header_t& h = plan.header;
+  out->sizes = {{h.src_num_blocks, h.dst_num_blocks}, {h.src_block_size, h.dst_block_size}, h.unit_tokens};
+  return KVX_STATUS_OK;
+}
+
+enum Blocks { OF_EACH_RUN, OWN };
+
+kvx_status_t bind(const Plan& plan, const kvx_convert_args_t& args, Blocks blocks, Bound* out) {
+  KVX_TRY(begin_bound(plan, args, out));
+  if (blocks == OWN) KVX_TRY(check_table_memory(args, *out));
   KVX_TRY(check_buffers(plan, args, true, out));
-  KVX_TRY(bind_tables(plan, args, true, out));
+  if (blocks == OWN) {
+    out->blocks = std::make_unique<BlockTables>();
+    KVX_TRY(read_block_tables(out->sizes, args, true, out->blocks.get()));
+  }
+  out->unit_bytes = 0;
   for (const kvx_plan_box_t& box : plan.boxes) {
+    out->unit_bytes = std::min(kMaxBytes, out->unit_bytes + bytes_of(box, plan));
     if (box.cell) {
       KVX_TRY(check_buffer_alignment(plan.cells[box.cell - 1], *out));
       out->cell_jobs.push_back(make_cell_job(box, plan, *out));
       continue;
     }
-    out->jobs.push_back(make_job(box, plan, *out, false));
-    if (out->tables.seq_lens) out->cut_jobs.push_back(make_job(box, plan, *out, true));
+    const Job job = make_job(box, *out);
+    out->jobs.push_back(folded(job, *out, false));
+    out->cut_jobs.push_back(folded(job, *out, true));
   }
   return out->on_device ? cuda::prepare_convert(out) : KVX_STATUS_OK;
 }
 
 // A plan to coordinates: the destination is numbers, so it has no buffers and the source's tables.
-kvx_status_t bind_digest(const Plan& plan, kvx_convert_args_t args, Bound* out) {
+kvx_status_t bind_digest(const Plan& plan, kvx_convert_args_t args, Bound* out, BlockTables* blocks) {
   args.dst_memory = args.src_memory;
   args.dst_blocks = args.src_blocks;
-  KVX_TRY(check_memory(args, out));
+  KVX_TRY(begin_bound(plan, args, out));
+  KVX_TRY(check_table_memory(args, *out));
   KVX_NEED(plan.cells.empty(), "a plan that changes formats has no digest.");
   out->content = plan.header.content;
   KVX_NEED(
@@ -379,9 +314,9 @@ kvx_status_t bind_digest(const Plan& plan, kvx_convert_args_t args, Bound* out) 
              "the plan's box %zu reads more than %lld times the %llu bytes of the source.", i, (long long)kMostTimes,
              (unsigned long long)plan.all_bytes[SRC]);
   KVX_TRY(check_buffers(plan, args, false, out));
-  KVX_TRY(bind_tables(plan, args, false, out));
+  KVX_TRY(read_block_tables(out->sizes, args, false, blocks));
   for (const kvx_plan_box_t& box : plan.boxes) {
-    Job job = make_job(box, plan, *out, true);
+    Job job = folded(make_job(box, *out), *out, true);
     job.offset[DST] = box.dst.offset;
     job.align = alignment_of_source(job, *out);
     out->jobs.push_back(job);
@@ -389,11 +324,19 @@ kvx_status_t bind_digest(const Plan& plan, kvx_convert_args_t args, Bound* out) 
   return KVX_STATUS_OK;
 }
 
-kvx_status_t run(const Bound& bound, void* stream) {
-  return bound.on_device ? cuda::convert(bound, stream) : cpu::convert(bound);
+kvx_status_t run(const Bound& bound, const BlockTables& blocks, void* stream) {
+  return bound.on_device ? cuda::convert(bound, blocks, stream) : cpu::convert(bound, blocks);
 }
 
 }  // namespace
+
+kvx_status_t run_blocks(const Bound& bound, const kvx_convert_args_t& args, void* stream) {
+  KVX_TRY(check_args(args));
+  KVX_TRY(check_table_memory(args, bound));
+  thread_local BlockTables blocks;  // its room for ids is kept: a call with as many allocates nothing
+  KVX_TRY(read_block_tables(bound.sizes, args, true, &blocks));
+  return run(bound, blocks, stream);
+}
 
 Digit take_pieces(Job* job) {
   for (int i = 0; i < job->num_digits; i++) {
@@ -465,20 +408,36 @@ kvx_status_t kvx_plan_load(const void* bytes, uint64_t num_bytes, kvx_plan_t** p
 
 void kvx_plan_free(kvx_plan_t* plan) { delete reinterpret_cast<Plan*>(plan); }
 
+static kvx_status_t bind_for(const kvx_plan_t* plan, const kvx_convert_args_t* args, Blocks blocks,
+                             kvx_bound_t** bound) {
+  KVX_NEED(plan != nullptr && args != nullptr && bound != nullptr, "plan, args or bound is NULL.");
+  auto made = std::make_unique<Bound>();
+  KVX_TRY(bind(*reinterpret_cast<const Plan*>(plan), *args, blocks, made.get()));
+  *bound = reinterpret_cast<kvx_bound_t*>(made.release());
+  return KVX_STATUS_OK;
+}
+
 kvx_status_t kvx_bind(const kvx_plan_t* plan, const kvx_convert_args_t* args, kvx_bound_t** bound) {
-  return entry("kvx_bind()", [&]() -> kvx_status_t {
-    KVX_NEED(plan != nullptr && args != nullptr && bound != nullptr, "plan, args or bound is NULL.");
-    auto made = std::make_unique<Bound>();
-    KVX_TRY(bind(*reinterpret_cast<const Plan*>(plan), *args, made.get()));
-    *bound = reinterpret_cast<kvx_bound_t*>(made.release());
-    return KVX_STATUS_OK;
-  });
+  return entry("kvx_bind()", [&] { return bind_for(plan, args, OWN, bound); });
+}
+
+kvx_status_t kvx_bind_buffers(const kvx_plan_t* plan, const kvx_convert_args_t* args, kvx_bound_t** bound) {
+  return entry("kvx_bind_buffers()", [&] { return bind_for(plan, args, OF_EACH_RUN, bound); });
 }
 
 kvx_status_t kvx_run(const kvx_bound_t* bound, void* stream) {
   return entry("kvx_run()", [&]() -> kvx_status_t {
     KVX_NEED(bound != nullptr, "bound is NULL.");
-    return run(*reinterpret_cast<const Bound*>(bound), stream);
+    const Bound& b = *reinterpret_cast<const Bound*>(bound);
+    KVX_NEED(b.blocks != nullptr, "the plan was bound without block ids. Give them with each run: kvx_run_blocks().");
+    return run(b, *b.blocks, stream);
+  });
+}
+
+kvx_status_t kvx_run_blocks(const kvx_bound_t* bound, const kvx_convert_args_t* args, void* stream) {
+  return entry("kvx_run_blocks()", [&]() -> kvx_status_t {
+    KVX_NEED(bound != nullptr && args != nullptr, "bound or args is NULL.");
+    return run_blocks(*reinterpret_cast<const Bound*>(bound), *args, stream);
   });
 }
 
@@ -488,9 +447,10 @@ kvx_status_t kvx_digest(const kvx_plan_t* plan, const kvx_convert_args_t* args, 
   return entry("kvx_digest()", [&]() -> kvx_status_t {
     KVX_NEED(plan != nullptr && args != nullptr && digest != nullptr, "plan, args or digest is NULL.");
     Bound bound;
-    KVX_TRY(bind_digest(*reinterpret_cast<const Plan*>(plan), *args, &bound));
-    if (bound.on_device) return cuda::digest(&bound, digest, stream);
-    cpu::digest(bound, digest);
+    BlockTables blocks;
+    KVX_TRY(bind_digest(*reinterpret_cast<const Plan*>(plan), *args, &bound, &blocks));
+    if (bound.on_device) return cuda::digest(bound, blocks, digest, stream);
+    cpu::digest(bound, blocks, digest);
     return KVX_STATUS_OK;
   });
 }
@@ -499,8 +459,8 @@ kvx_status_t kvx_convert(const kvx_plan_t* plan, const kvx_convert_args_t* args,
   return entry("kvx_convert()", [&]() -> kvx_status_t {
     KVX_NEED(plan != nullptr && args != nullptr, "plan or args is NULL.");
     Bound bound;
-    KVX_TRY(bind(*reinterpret_cast<const Plan*>(plan), *args, &bound));
-    return run(bound, stream);
+    KVX_TRY(bind(*reinterpret_cast<const Plan*>(plan), *args, OF_EACH_RUN, &bound));
+    return run_blocks(bound, *args, stream);
   });
 }
 

@@ -3,11 +3,9 @@
 #include <memory>
 #include <vector>
 
-#include "check.h"
+#include "move/block_tables.h"
 
 namespace kvx {
-
-enum Which { SRC = 0, DST = 1 };
 
 struct Digit {
   int64_t size;
@@ -51,33 +49,23 @@ struct CellJob {
   int64_t offset[2], block[2], split[2], outer[2], inner[2];
 };
 
-// Which blocks: unit i of sequence s covers tokens [i*unit, ...) of it.
-struct BlockTables {
-  const void* ids[2];
-  int64_t row_stride[2], index_stride[2];  // bytes
-  int64_t columns[2], num_blocks[2], block_size[2];
-  int32_t index_bytes[2], len_bytes;
-  const void* seq_lens;  // NULL = full
-  int64_t len_stride;
-  int64_t num_seqs, units_per_seq, unit_tokens;
-};
-
-// What a backend keeps for a bound plan: tables on the device. Freed with it.
+// What a backend keeps for a bound plan, ready to be launched. Freed with it.
 struct Resident {
   virtual ~Resident() = default;
 };
 
+// A plan with the addresses of its buffers. Nothing of it changes after it was made, so any number of threads run it.
 struct Bound {
   std::vector<Job> jobs;      // for units of which every token is there
-  std::vector<Job> cut_jobs;  // with seq_lens: for units that end early; tokens are counted
+  std::vector<Job> cut_jobs;  // for units that end early, which lengths make: tokens are counted
   std::vector<CellJob> cell_jobs;
   std::vector<char*> buffers[2];
-  std::vector<int64_t> ids[2], lens;  // host tables, copied: the caller's may change
-  BlockTables tables;
-  bool on_device, tables_on_device;
+  BlockSizes sizes;
+  std::unique_ptr<BlockTables> blocks;  // those it was bound with; NULL: each run brings its own
+  bool on_device;
   int32_t device;
-  uint32_t content;  // of a digest: what the rows hold
-  unsigned long long* errors;
+  uint32_t content;    // of a digest: what the rows hold
+  int64_t unit_bytes;  // that a unit moves, at most kMaxBytes
   std::unique_ptr<Resident> resident;
 };
 
@@ -89,14 +77,18 @@ void fold(Job* job, Which by);
 // job; one of size 1 where rows are whole.
 Digit take_pieces(Job* job);
 
+// Runs a bound plan with these blocks in place of its own. `args` is read for them, and for `errors`.
+kvx_status_t run_blocks(const Bound& bound, const kvx_convert_args_t& args, void* stream);
+
 namespace cpu {
-kvx_status_t convert(const Bound& bound);
-void digest(const Bound& bound, uint64_t out[2]);  // added to out
+kvx_status_t convert(const Bound& bound, const BlockTables& blocks);
+void digest(const Bound& bound, const BlockTables& blocks, uint64_t out[2]);  // added to out
 }  // namespace cpu
 namespace cuda {
-kvx_status_t prepare_convert(Bound* bound);  // pinned memory checked, tables put on the device
-KVX_ON_DEVICE(convert, Bound)
-kvx_status_t digest(Bound* bound, uint64_t* out, void* stream);  // out is on the device
+kvx_status_t prepare_convert(Bound* bound);  // pinned memory checked, launches made, its tables on their way
+kvx_status_t convert(const Bound& bound, const BlockTables& blocks, void* stream);
+kvx_status_t digest(const Bound& bound, const BlockTables& blocks, uint64_t* out,
+                    void* stream);  // out is on the device
 }  // namespace cuda
 
 }  // namespace kvx

@@ -118,6 +118,7 @@ void add_plan(const Sizes& z, Which kind, Scenes* out) {
     if (!reads_only && kvx_bind(plan, a, &bound) == KVX_STATUS_OK) {
       kvx_plan_free(plan), plan = nullptr;
       status = kvx_run(bound, nullptr);
+      if (status == KVX_STATUS_OK) status = kvx_run_blocks(bound, a, nullptr);
       kvx_bound_free(bound);
     } else if (!reads_only) {
       status = kvx_convert(plan, a, nullptr);

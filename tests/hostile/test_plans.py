@@ -136,7 +136,8 @@ def library(path: str) -> ctypes.CDLL:
     lib = ctypes.CDLL(path)
     lib.kvx_last_error.restype = ctypes.c_char_p
     lib.kvx_plan_load.argtypes = [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_void_p]
-    lib.kvx_bind.argtypes = [ctypes.c_void_p] * 3
+    for name in ("kvx_bind", "kvx_bind_buffers", "kvx_run_blocks"):
+        getattr(lib, name).argtypes = [ctypes.c_void_p] * 3
     lib.kvx_run.argtypes = [ctypes.c_void_p] * 2
     lib.kvx_digest.argtypes = [ctypes.c_void_p] * 4
     for name in ("kvx_plan_free", "kvx_bound_free"):
@@ -241,6 +242,11 @@ def run(lib: ctypes.CDLL, handle: int, plan: Plan) -> int:
             status = lib.kvx_run(bound, None)
             lib.kvx_bound_free(bound)
         assert status in (0, 1, 3), (status, lib.kvx_last_error())
+        apart = lib.kvx_bind_buffers(handle, ctypes.addressof(args), ctypes.addressof(bound))
+        if apart == 0:
+            apart = lib.kvx_run_blocks(bound, ctypes.addressof(args), None)
+            lib.kvx_bound_free(bound)
+        assert apart == status, (apart, lib.kvx_last_error())
         # The digest reads by the same plan: its numbers are nonsense here, its reads are not.
         assert lib.kvx_digest(handle, ctypes.addressof(args), ctypes.addressof(sums), None) in (0, 1, 3)
     for name, side in zip(("source", "destination"), sides, strict=True):
@@ -414,7 +420,8 @@ def test_missing_pointers(library_path):
     for call in ((None, len(data), at), (data, len(data), None), (None, 0, None), (data, 0, at)):
         assert lib.kvx_plan_load(*call) == 1
         assert lib.kvx_last_error().startswith(b"kvx_plan_load(): ")
-    assert lib.kvx_bind(None, None, None) == 1
+    for call in (lib.kvx_bind, lib.kvx_bind_buffers, lib.kvx_run_blocks):
+        assert call(None, None, None) == 1
     assert lib.kvx_run(None, None) == 1
     lib.kvx_plan_free(None)
     lib.kvx_bound_free(None)

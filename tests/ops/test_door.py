@@ -8,7 +8,7 @@ import sys
 WITHOUT_EXCHANGE = """
 import torch
 from kvx.ops import native
-native.LIB.kvx_door_init(None, None, None, None)  # what _open() does where torch has no exchange function
+native.LIB.kvx_door_init(*[None] * 6)  # what _open() does where torch has no exchange function
 native.IS_EXCHANGED = False
 from tests import cases, compare
 for case in (*cases.PLAIN, *cases.QUANTISED, *cases.SHAPES):
@@ -21,6 +21,17 @@ for case in (*cases.PLAIN, *cases.QUANTISED, *cases.SHAPES):
     if case.lens:
         for got, expected in zip(made.gather("cpu"), want.gather("torch"), strict=True):
             compare.bitwise(got, expected, str(case))
+import kvx
+from tests.ops import layouts
+spec = kvx.CacheSpec(8, 4, 2, 8, num_layers=3, layout="layer | block token head (kv dim)")
+src, got, want = (layouts.random_buffers(spec, seed) for seed in (0, 1, 1))
+plan = kvx.plan(spec, spec)
+for ids in ([1, 5], torch.tensor([[2, 7], [3, 6]]), [4]):
+    lens = torch.tensor([3] * len(ids)) if torch.is_tensor(ids) else None
+    for out, backend in ((got, "cpu"), (want, "torch")):
+        kvx.convert(src, out, plan=plan, src_blocks=ids, dst_blocks=ids, seq_lens=lens, backend=backend)
+    for x, y in zip(got, want, strict=True):
+        compare.bitwise(x, y)
 print("same")
 """
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import warnings
 import weakref
-from array import array
 from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +20,17 @@ from kvx.layout.place import num_buffers, num_cache_buffers
 from kvx.layout.plan import Plan
 from kvx.ops import backend as backends
 from kvx.ops import native
-from kvx.ops.move.sides import Buffers, Sides, flat, memory_of, sides_of
+from kvx.ops.move.block_ids import BlockIds, as_numbers, as_table, check_blocks, check_together
+from kvx.ops.move.sides import Buffers, Sides, flat, kept_sides, latest_sides, loaded, memory_of, new_args, sides_of
 from kvx.ops.move.transcode import BY_BLOCK, Rows
 from kvx.ops.scales import unset_words
-from kvx.ops.structs import ABI_VERSION, ConvertArgs
 from kvx.spec.cache_spec import PlaneSpec
 from kvx.spec.formats import Granularity
 
-_run, _run_unlocked = native.entry("kvx_run"), native.entry("kvx_run", keeps_lock=False)
+_run_bound, _run_unlocked = native.entry("kvx_run"), native.entry("kvx_run", keeps_lock=False)
 _bind, _bound_free = native.entry("kvx_bind"), native.entry("kvx_bound_free")
-_plan_load, _plan_free = native.entry("kvx_plan_load"), native.entry("kvx_plan_free")
+_convert = native.entry("kvx_door_convert")
+_OTHER_TENSORS = -2  # what it answers where they are not those of the sides it was given
 
 
 def convert(
@@ -46,11 +47,53 @@ def convert(
     """Move blocks of `src` into blocks of `dst`. A negative id skips its pair.
 
     Ids given as host tensors or lists are checked before anything moves; ids on a device are checked there, and bad ones are
-    skipped and counted in `errors` (kvx.debug() raises).
+    skipped and counted in `errors` (kvx.debug() raises). Never waits for the device: ids of the host are copied, and reach it in
+    stream order. The plan remembers the buffers, so that calls with the same ones and other ids cost little more than the launch.
     """
-    bound = Bound(plan, src, dst, src_blocks, dst_blocks, seq_lens, errors, backend)
-    _say_unset(bound)
-    bound.run()
+    _check_plan(plan)
+    numbers, memory = as_numbers(plan, src_blocks, dst_blocks, seq_lens)
+    # As they come, in the hope that they are flat and those of the last call: the library says if they are.
+    sources, destinations = _side(src), _side(dst)
+    tensors, sides = (*sources, *destinations), latest_sides(plan)
+    status = _OTHER_TENSORS
+    if sides is not None and _takes(sides, backend) and sides.may_be_of(tensors, len(sources)):
+        status = _run(sides, id(tensors), numbers, errors)
+    if status == _OTHER_TENSORS:
+        sources, destinations = list(flat("src", src)), list(flat("dst", dst))
+        tensors, sides = (*sources, *destinations), kept_sides(plan, sources, destinations)
+        if sides is not None and _takes(sides, backend) and sides.may_be_of(tensors, len(sources)):
+            status = _run(sides, id(tensors), numbers, errors)
+    if status == _OTHER_TENSORS:
+        sides = sides_of(plan, sources, destinations)
+        if _choose(backend, sides, sources, destinations) == "torch":
+            Bound(plan, sources, destinations, src_blocks, dst_blocks, seq_lens, errors, backend).run()
+            return _say_unset(plan, destinations)
+        sides.bind(plan, tensors)
+        status = _run(sides, None, numbers, errors)
+    del memory  # of the numbers: until here
+    if status:
+        message = native.last_error()
+        check_together(*check_blocks(plan, src_blocks, dst_blocks, seq_lens), seq_lens)  # Python's own words come first
+        native.raise_status(status, message, call="convert()")
+    if any(_dst_scales(plan)):
+        _say_unset(plan, tensors[len(sources) :])
+
+
+def _run(sides: Sides, tensors: int | None, numbers: tuple[int | None, ...], errors: Tensor | None) -> int:
+    """What the library answers: _OTHER_TENSORS where `tensors`, the id of a tuple, are not those of the sides."""
+    counts = backends.is_debug() and sides.ordinal is not None
+    if counts and errors is None:
+        errors = torch.zeros((), dtype=torch.int64, device=sides.device)
+    status: int = _convert(
+        sides.handle,
+        tensors,
+        *numbers,
+        None if errors is None else errors.data_ptr(),
+        None if sides.ordinal is None else torch._C._cuda_getCurrentRawStream(sides.ordinal),
+    )
+    if counts and errors is not None and status == 0:
+        _raise_counted(errors)
+    return status
 
 
 def bind(
@@ -66,7 +109,7 @@ def bind(
 ) -> Bound:
     """The first half of `convert`, for running often: all is checked and prepared. Ids on a device are read anew by each run."""
     bound = Bound(plan, src, dst, src_blocks, dst_blocks, seq_lens, errors, backend)
-    _say_unset(bound)
+    _say_unset(plan, bound.dst)
     return bound
 
 
@@ -78,39 +121,20 @@ class Bound:
         plan: Plan,
         src: Buffers,
         dst: Buffers,
-        src_blocks: Tensor | Sequence[int] | None,
-        dst_blocks: Tensor | Sequence[int] | None,
+        src_blocks: BlockIds,
+        dst_blocks: BlockIds,
         seq_lens: Tensor | None,
         errors: Tensor | None,
         backend: str,
     ):
-        if not isinstance(plan, Plan):
-            raise BadArgument(f"convert(): plan is {a_type(plan)}; it must be a Plan, made by kvx.plan(src, dst).")
+        _check_plan(plan)
         self.plan = plan
         self.src, self.dst = list(flat("src", src)), list(flat("dst", dst))
         sides = sides_of(plan, self.src, self.dst)
-        if plan.blocks is not None:
-            if (src_blocks is None) != (dst_blocks is None):
-                given, other = ("src_blocks", "dst_blocks") if dst_blocks is None else ("dst_blocks", "src_blocks")
-                raise BadArgument(
-                    f"convert(): {given} is given and {other} is not; the plan's blocks are pairs. Give both, or neither."
-                )
-            if src_blocks is None:
-                src_blocks, dst_blocks = plan.blocks
-        self.src_blocks = blocks_of("convert", "src_blocks", src_blocks, plan.src[0].num_blocks)
-        self.dst_blocks = blocks_of("convert", "dst_blocks", dst_blocks, plan.dst[0].num_blocks)
-        if seq_lens is not None and (not isinstance(seq_lens, Tensor) or seq_lens.dtype not in (torch.int32, torch.int64)):
-            raise BadArgument(f"convert(): seq_lens is {str(seq_lens)[:100]}; it must be a tensor [num_seqs], int32 or int64.")
-        if seq_lens is not None:
-            check_memory("convert", seq_lens=seq_lens)
-        if seq_lens is not None and tuple(seq_lens.shape) != tuple(as_table(self.src_blocks).shape[:1]):
-            raise BadArgument(
-                f"convert(): seq_lens is {list(seq_lens.shape)}; src_blocks has {len(as_table(self.src_blocks))} sequences, and "
-                "each has a length."
-            )
+        self.src_blocks, self.dst_blocks = check_blocks(plan, src_blocks, dst_blocks, seq_lens)
         self.seq_lens, self.errors = seq_lens, errors
         self.device = sides.device
-        self.backend = backends.choose("convert", backend, self.src[0] if self.src[0].device == self.device else self.dst[0])
+        self.backend = _choose(backend, sides, self.src, self.dst)
         self._handle: int | None = None
         if self.backend == "torch":
             check_memory("convert", "torch", src=self.src, dst=self.dst)
@@ -128,25 +152,18 @@ class Bound:
         if self._handle is None:
             return _convert_torch(self)
         if self.device.type == "cuda":
-            status = _run(self._handle, torch._C._cuda_getCurrentRawStream(self.device.index))
+            status = _run_bound(self._handle, torch._C._cuda_getCurrentRawStream(self.device.index))
         else:
             status = _run_unlocked(self._handle, None)
         if status:
             native.raise_status(status, call="convert()")
         if self.errors is not None and backends.is_debug():
-            bad = int(self.errors)
-            if bad:
-                self.errors.zero_()
-                raise OutOfRange(f"convert(): {bad} block ids are outside the caches; those blocks were not converted.")
+            _raise_counted(self.errors)
 
     def _bind(self, sides: Sides) -> None:
         args = new_args(self.device)
-        ids = [self.src_blocks, self.dst_blocks] + ([] if self.seq_lens is None else [self.seq_lens])
-        if len({t.device for t in ids}) > 1:
-            raise BadArgument(
-                f"convert(): block ids and seq_lens are on {', '.join(str(t.device) for t in ids)}; keep them together."
-            )
-        args.table_memory = memory_of(ids)
+        check_together(self.src_blocks, self.dst_blocks, self.seq_lens)
+        args.table_memory = memory_of([self.src_blocks])
         sides.src.fill(args, "src")
         sides.dst.fill(args, "dst")
         native.fill_array(args.src_blocks, self.src_blocks)
@@ -155,20 +172,44 @@ class Bound:
             native.fill_array(args.seq_lens, self.seq_lens)
         args.errors = None if self.errors is None else self.errors.data_ptr()
         handle = ctypes.c_void_p()
-        status = _bind(_loaded(self.plan), ctypes.addressof(args), ctypes.addressof(handle))
+        status = _bind(loaded(self.plan), ctypes.addressof(args), ctypes.addressof(handle))
         if status:
             native.raise_status(status, call="convert()")
         self._handle = handle.value
         weakref.finalize(self, _bound_free, handle.value)
 
 
-def _say_unset(bound: Bound) -> None:
+def _check_plan(plan: object) -> None:
+    if not isinstance(plan, Plan):
+        raise BadArgument(f"convert(): plan is {a_type(plan)}; it must be a Plan, made by kvx.plan(src, dst).")
+
+
+def _choose(backend: str, sides: Sides, src: Sequence[Tensor], dst: Sequence[Tensor]) -> str:
+    return backends.choose("convert", backend, src[0] if src[0].device == sides.device else dst[0])
+
+
+def _takes(sides: Sides, backend: str) -> bool:
+    return backend == "auto" or backend == sides.device.type
+
+
+def _side(buffers: Buffers) -> Sequence[Any]:
+    return buffers if isinstance(buffers, (list, tuple)) else (buffers,)
+
+
+def _raise_counted(errors: Tensor) -> None:
+    bad = int(errors)
+    if bad:
+        errors.zero_()
+        raise OutOfRange(f"convert(): {bad} block ids are outside the caches; those blocks were not converted.")
+
+
+def _say_unset(plan: Plan, dst: Sequence[Tensor]) -> None:
     """That rows are encoded under a scale that nobody set. What convert itself fills counts as set from now on."""
-    read, filled = _dst_scales(bound.plan)
+    read, filled = _dst_scales(plan)
     for at in filled:
-        mark_set(bound.dst[at])
+        mark_set(dst[at])
     for at, plane in read:
-        if is_unset(bound.dst[at]):
+        if is_unset(dst[at]):
             warnings.warn(unset_words("convert", plane), KvxWarning, stacklevel=3)
             return
 
@@ -198,65 +239,6 @@ def _dst_scales(plan: Plan) -> tuple[list[tuple[int, PlaneSpec]], list[int]]:
         first += num_buffers(spec)
     plan.__dict__["_dst_scales"] = kept
     return kept
-
-
-def new_args(device: torch.device) -> ConvertArgs:
-    return ConvertArgs(
-        version=ABI_VERSION,
-        struct_bytes=ctypes.sizeof(ConvertArgs),
-        device=device.index if device.type == "cuda" else -1,
-    )
-
-
-def _loaded(plan: Plan) -> int:
-    """The plan in the library, loaded once."""
-    handle = plan.__dict__.get("_handle")
-    if handle is None:
-        data, out = plan.to_bytes(), ctypes.c_void_p()
-        status = _plan_load(data, len(data), ctypes.addressof(out))
-        if status:
-            native.raise_status(status, call="convert()")
-        handle = plan.__dict__["_handle"] = out.value
-        weakref.finalize(plan, _plan_free, out.value)
-    assert handle is not None
-    return int(handle)
-
-
-def blocks_of(call: str, name: str, ids: Tensor | Sequence[int] | None, num_blocks: int) -> Tensor:
-    if ids is None:
-        return torch.arange(num_blocks, dtype=torch.int32)
-    if not isinstance(ids, Tensor):
-        try:
-            ids = _ids_of(ids)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise BadArgument(
-                f"{call}(): {name} is {str(ids)[:100]}; it must be a row of block ids, whole numbers: {str(error)[:100]}."
-            ) from None
-    if ids.is_meta:
-        raise BadArgument(f"{call}(): {name} is on the meta device and has no memory. Make it on the host or the caches' device.")
-    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() not in (1, 2):
-        raise BadArgument(
-            f"{call}(): {name} is {list(ids.shape)} {ids.dtype}; it must be [n] or [num_seqs, columns], int32 or int64."
-        )
-    return ids
-
-
-def _ids_of(ids: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    """Whole numbers alone: nothing is rounded. A row by way of an array, in a quarter of what torch.tensor takes."""
-    if isinstance(ids, (list, tuple, range)) and ids:
-        try:
-            return torch.frombuffer(array("q", ids), dtype=torch.int64)
-        except TypeError:
-            pass  # rows of them, or no numbers
-    table = torch.tensor(ids)
-    if table.is_floating_point() and table.numel():
-        raise TypeError("they have fractions")
-    return table.to(torch.int64)
-
-
-def as_table(ids: Tensor) -> Tensor:
-    """[num_seqs, columns]: a list is one sequence."""
-    return ids if ids.dim() == 2 else ids.unsqueeze(0)
 
 
 # ---- the definition

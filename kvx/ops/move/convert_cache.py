@@ -21,7 +21,8 @@ from kvx.layout.plan import plan
 from kvx.layout.readings import Reading, read_as
 from kvx.layout.views import layer_views
 from kvx.ops.backend import as_tensor
-from kvx.ops.move.convert import blocks_of, convert
+from kvx.ops.move.block_ids import blocks_of
+from kvx.ops.move.convert import convert
 from kvx.ops.move.sides import Buffers, flat
 from kvx.quant.scales import finite_amax, scale_from_amax
 from kvx.spec.byte_size import byte_text

@@ -27,7 +27,8 @@ from kvx.layout.shards import held_twice
 from kvx.ops import backend as backends
 from kvx.ops import native
 from kvx.ops.move import convert as conversion
-from kvx.ops.move.sides import Buffers, SideArrays, flat, memory_of
+from kvx.ops.move.block_ids import as_table, blocks_of
+from kvx.ops.move.sides import Buffers, SideArrays, flat, memory_of, new_args
 from kvx.spec.cache_spec import Spec
 
 _plan_load, _plan_free = native.entry("kvx_plan_load"), native.entry("kvx_plan_free")
@@ -77,7 +78,7 @@ def digest(
 def _shard(
     tensors: list[Tensor], spec: Spec, blocks: Tensor | Sequence[int] | None, seq_lens: Tensor | None, backend: str
 ) -> Digest:
-    ids = conversion.blocks_of("digest", "blocks", blocks, spec.num_blocks)
+    ids = blocks_of("digest", "blocks", blocks, spec.num_blocks)
     if not has_whole_words(spec):
         return _staged(tensors, spec, ids, seq_lens, backend)
     if backends.choose("digest", backend, tensors[0]) == "torch":
@@ -87,7 +88,7 @@ def _shard(
 
 def _staged(tensors: list[Tensor], spec: Spec, ids: Tensor, seq_lens: Tensor | None, backend: str) -> Digest:
     """Rows that no word of which stands together (transposed V, packed CPU tiles): sequence by sequence through a plain layout."""
-    table = conversion.as_table(ids)
+    table = as_table(ids)
     plain = spec.replaced(layout=spec.plain_layout, num_blocks=table.shape[1], block_bytes=0)
     stage = allocate_buffers(plain, tensors[0].device)
     total = Digest()
@@ -115,7 +116,7 @@ def _digest_native(tensors: list[Tensor], spec: Spec, ids: Tensor, seq_lens: Ten
 
 def add_digest(out: Tensor, tensors: list[Tensor], spec: Spec, ids: Tensor, seq_lens: Tensor | None) -> None:
     """Add one shard's two sums to `out` [2] int64, on the current stream of its device, without waiting."""
-    args = conversion.new_args(tensors[0].device)
+    args = new_args(tensors[0].device)
     args.dst_memory, args.table_memory = memory_of(tensors), memory_of([ids])
     source = SideArrays(tensors)
     source.fill(args, "src")
@@ -145,7 +146,7 @@ def _mix(x: int) -> int:
 
 def _digest_torch(tensors: list[Tensor], boxes: tuple[Box, ...], spec: Spec, ids: Tensor, seq_lens: Tensor | None) -> Digest:
     flat = [bytes_of(t) for t in tensors]
-    rows = conversion.as_table(ids).tolist()
+    rows = as_table(ids).tolist()
     lens = [len(row) * spec.block_size for row in rows] if seq_lens is None else seq_lens.tolist()
     bad = [b for row, n in zip(rows, lens, strict=True) for b in row[: -(-n // spec.block_size)] if b >= spec.num_blocks]
     if bad:

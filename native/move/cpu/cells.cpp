@@ -174,9 +174,9 @@ void convert_simple_rows(const RowTable& ops, const Cells& cells, Row* row, int6
 // Visits every run of rows of a job, as far as they are there, by all threads: visit(cells, first row, rows, room for
 // their values).
 template <class Visit>
-void walk(const Bound& bound, const CellJob& job, Visit&& visit) {
+void walk(const Bound& bound, const BlockTables& blocks, const CellJob& job, Visit&& visit) {
   const Cells cells(bound, job);
-  const int64_t items = bound.tables.num_seqs * bound.tables.units_per_seq * cells.outer;
+  const int64_t items = blocks.num_units() * cells.outer;
   const int granularity = job.side[DST].format.granularity;
   const bool finds =
       granularity == KVX_SCALE_GRANULARITY_PER_TOKEN_HEAD || granularity == KVX_SCALE_GRANULARITY_PER_GROUP;
@@ -191,7 +191,7 @@ void walk(const Bound& bound, const CellJob& job, Visit&& visit) {
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < items; item++) {
       carry([&] {
-        const Unit unit = find_unit(bound.tables, item / cells.outer);
+        const Unit unit = find_unit(blocks, item / cells.outer);
         const int64_t count = unit.tokens ? cells.find(unit, item % cells.outer, &row) : 0;
         visit(cells, &row, count, values.data());
       });
@@ -201,8 +201,8 @@ void walk(const Bound& bound, const CellJob& job, Visit&& visit) {
 }
 
 template <class Visit>
-void each_row(const Bound& bound, const CellJob& job, Visit&& visit) {
-  walk(bound, job, [&](const Cells& cells, Row* row, int64_t count, float* values) {
+void each_row(const Bound& bound, const BlockTables& blocks, const CellJob& job, Visit&& visit) {
+  walk(bound, blocks, job, [&](const Cells& cells, Row* row, int64_t count, float* values) {
     for (int64_t i = 0; i < count; i++, cells.step(row)) visit(*row, values);
   });
 }
@@ -211,11 +211,11 @@ void each_row(const Bound& bound, const CellJob& job, Visit&& visit) {
 // hold the largest magnitude, marked by the sign that no scale has.
 constexpr uint32_t kMark = 0x80000000u;
 
-void find_block_scales(const Bound& bound) {
+void find_block_scales(const Bound& bound, const BlockTables& blocks) {
   const RowTable& ops = best_rows();
   auto each = [&](auto&& visit) {
     for (const CellJob& job : bound.cell_jobs)
-      if (is_by_block(job.side[DST].format)) each_row(bound, job, visit);
+      if (is_by_block(job.side[DST].format)) each_row(bound, blocks, job, visit);
   };
   auto scale_of = [](const Row& row) { return reinterpret_cast<uint32_t*>(row.plane[DST].scale.data); };
   each([&](const Row& row, float*) { __atomic_store_n(scale_of(row), kMark, __ATOMIC_RELAXED); });
@@ -238,11 +238,11 @@ void find_block_scales(const Bound& bound) {
 
 }  // namespace
 
-void convert_cells(const Bound& bound) {
+void convert_cells(const Bound& bound, const BlockTables& blocks) {
   const RowTable& ops = best_rows();
-  find_block_scales(bound);
+  find_block_scales(bound, blocks);
   for (const CellJob& job : bound.cell_jobs)
-    walk(bound, job, [&](const Cells& cells, Row* row, int64_t count, float* values) {
+    walk(bound, blocks, job, [&](const Cells& cells, Row* row, int64_t count, float* values) {
       if (has_simple_rows(*row)) return convert_simple_rows(ops, cells, row, count);
       const int64_t most = lies_across(cells) ? kTile : 1;
       for (int64_t i = 0; i < count; i += most) {

@@ -90,6 +90,7 @@ bool is_alike(const Job& a, const Job& b) {
 struct Walker {
   const RowTable& ops;
   const Bound& bound;
+  const BlockTables& blocks;
   std::vector<Job> jobs;  // alike
   Shape shape;
   Take take;
@@ -107,12 +108,12 @@ struct Walker {
     for (int64_t item = first; item < last; item++) {
       const int64_t u = shape.blocks_inside ? item % units : item / shape.outer;
       if (u != unit_index) {
-        unit = find_unit(bound.tables, u), unit_index = u;
+        unit = find_unit(blocks, u), unit_index = u;
         for (int w = 0; w < 2 && unit.tokens; w++)
           start[w] = unit.block[w] * any.block[w] + unit.start[w] / any.split[w] * any.outer[w] +
                      unit.start[w] % any.split[w] * any.inner[w];
       }
-      if (!unit.tokens || (unit.tokens == bound.tables.unit_tokens) != (take == WHOLE_UNITS)) {
+      if (!unit.tokens || (unit.tokens == blocks.unit_tokens) != (take == WHOLE_UNITS)) {
         if (!shape.blocks_inside) item = (u + 1) * shape.outer - 1;
         continue;
       }
@@ -142,10 +143,11 @@ struct Walker {
   }
 };
 
-void walk_alike(const RowTable& ops, const Bound& bound, std::vector<Job> jobs, Take take, int64_t units) {
+void walk_alike(const RowTable& ops, const Bound& bound, const BlockTables& blocks, std::vector<Job> jobs, Take take) {
+  const int64_t units = blocks.num_units();
   Shape shape = {};
   for (Job& job : jobs) shape = shape_of(&job);
-  const Walker walk{ops, bound, std::move(jobs), shape, take, units};
+  const Walker walk{ops, bound, blocks, std::move(jobs), shape, take, units};
   const Job& any = walk.jobs[0];
   const int64_t items = mul_most(units, shape.outer);
   int64_t item_bytes = mul_most(any.run, int64_t(walk.jobs.size()));
@@ -163,16 +165,16 @@ void walk_alike(const RowTable& ops, const Bound& bound, std::vector<Job> jobs, 
 
 }  // namespace
 
-kvx_status_t convert(const Bound& bound) {
+kvx_status_t convert(const Bound& bound, const BlockTables& blocks) {
   const RowTable& ops = best_rows();
-  const int64_t units = bound.tables.num_seqs * bound.tables.units_per_seq;
-  if (units == 0) return KVX_STATUS_OK;
-  convert_cells(bound);
+  if (blocks.num_units() == 0) return KVX_STATUS_OK;
+  convert_cells(bound, blocks);
   for (const Take take : {WHOLE_UNITS, CUT_UNITS}) {
+    if (take == CUT_UNITS && !blocks.seq_lens) break;
     const std::vector<Job>& all = take == WHOLE_UNITS ? bound.jobs : bound.cut_jobs;
     for (size_t first = 0, end; first < all.size(); first = end) {
       for (end = first + 1; end < all.size() && is_alike(all[first], all[end]);) end++;
-      walk_alike(ops, bound, std::vector<Job>(all.begin() + int64_t(first), all.begin() + int64_t(end)), take, units);
+      walk_alike(ops, bound, blocks, std::vector<Job>(all.begin() + int64_t(first), all.begin() + int64_t(end)), take);
     }
   }
   return KVX_STATUS_OK;

@@ -27,7 +27,7 @@ inline Unit find_unit(const BlockTables& t, int64_t index) {
   return u;
 }
 
-void convert_cells(const Bound& bound);
+void convert_cells(const Bound& bound, const BlockTables& blocks);
 
 }  // namespace cpu
 }  // namespace kvx

@@ -49,10 +49,9 @@ class PendingRows {
 }  // namespace
 
 // Items are all digits but the first, which is walked by steps: divisions would cost more than a row's sums.
-void digest(const Bound& bound, uint64_t out[2]) {
+void digest(const Bound& bound, const BlockTables& t, uint64_t out[2]) {
   const RowTable& ops = best_rows();
-  const BlockTables& t = bound.tables;
-  const int64_t units = t.num_seqs * t.units_per_seq;
+  const int64_t units = t.num_units();
   uint64_t first = 0, second = 0;
   for (Job job : bound.jobs) {
     const Digit pieces = take_pieces(&job);

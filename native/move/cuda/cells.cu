@@ -79,41 +79,79 @@ __global__ void __launch_bounds__(kThreads) convert_cell_rows(const __grid_const
 
 // ---- preparing
 
-struct CellLaunch : LaunchBase {
-  CellArgs args;
-  unsigned grid = 0, threads = kThreads;
-  size_t shared = 0;
-  kvx_status_t (*run)(const CellLaunch& l, void* stream);
-  kvx_status_t start(void* stream) const override { return run(*this, stream); }
-};
+using RunCells = kvx_status_t (*)(const CellArgs& args, unsigned grid, unsigned threads, size_t shared, void* stream);
 
-kvx_status_t run_rows(const CellLaunch& l, void* stream) {
+kvx_status_t run_rows(const CellArgs& args, unsigned grid, unsigned threads, size_t shared, void* stream) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(l.grid), config.blockDim = dim3(l.threads), config.dynamicSmemBytes = l.shared,
+  config.gridDim = dim3(grid), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared,
   config.stream = static_cast<cudaStream_t>(stream);
-  if (l.shared > 48 * 1024)
-    cudaFuncSetAttribute(convert_cell_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, int(l.shared));
-  const cudaError_t error = cudaLaunchKernelEx(&config, convert_cell_rows, l.args);
+  if (shared > 48 * 1024)
+    cudaFuncSetAttribute(convert_cell_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  const cudaError_t error = cudaLaunchKernelEx(&config, convert_cell_rows, args);
   return error == cudaSuccess ? KVX_STATUS_OK : launch_failed("convert_cell_rows", error);
 }
 
-template <int IO, int C, bool Encode, Found Scale> kvx_status_t run_chunks(const CellLaunch& l, void* stream) {
-  return launch_early("convert_cell_chunks", convert_cell_chunks<IO, C, Encode, Scale>, dim3(l.grid), dim3(kThreads),
-                      stream, l.args);
+template <int IO, int C, bool Encode, Found Scale>
+kvx_status_t run_chunks(const CellArgs& args, unsigned grid, unsigned threads, size_t, void* stream) {
+  return launch_early("convert_cell_chunks", convert_cell_chunks<IO, C, Encode, Scale>, dim3(grid), dim3(threads),
+                      stream, args);
 }
 
-template <int S, int D> kvx_status_t run_floats(const CellLaunch& l, void* stream) {
-  return launch_early("convert_float_chunks", convert_float_chunks<S, D>, dim3(l.grid), dim3(kThreads), stream, l.args);
+template <int S, int D>
+kvx_status_t run_floats(const CellArgs& args, unsigned grid, unsigned threads, size_t, void* stream) {
+  return launch_early("convert_float_chunks", convert_float_chunks<S, D>, dim3(grid), dim3(threads), stream, args);
 }
 
-template <int S, int D> kvx_status_t run_tiles(const CellLaunch& l, void* stream) {
-  return launch_early("convert_float_tiles", convert_float_tiles<S, D>, dim3(l.grid), dim3(kThreads), stream, l.args);
+template <int S, int D>
+kvx_status_t run_tiles(const CellArgs& args, unsigned grid, unsigned threads, size_t, void* stream) {
+  return launch_early("convert_float_tiles", convert_float_tiles<S, D>, dim3(grid), dim3(threads), stream, args);
 }
 
-using RunChunks = kvx_status_t (*)(const CellLaunch&, void*);
+// Jobs of one kernel.
+struct CellLaunch : LaunchBase {
+  RunCells run;
+  Pass pass;
+  unsigned threads;
+  size_t shared = 0;
+  int num_jobs = 0;
+  DeviceCell job[kCellJobs];
+  int64_t per_unit[kCellJobs];  // rows: of these, a warp each; otherwise blocks of threads
+
+  bool has_rows() const { return run == &run_rows; }
+
+  kvx_status_t check(const BlockTables& blocks) const override {
+    for (int i = 0; i < num_jobs; i++) {
+      int64_t all;
+      if (mul_fits(per_unit[i], blocks.num_units(), &all) && all <= kMaxCount) continue;
+      return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld %s are more than one launch takes.",
+                  (long long)blocks.num_units(), (long long)per_unit[i], has_rows() ? "rows" : "blocks of threads");
+    }
+    return KVX_STATUS_OK;
+  }
+
+  kvx_status_t start(const Run& given) const override {
+    CellArgs args;
+    args.tables = given.tables, args.pass = pass, args.num_jobs = 0;
+    int64_t grid = 0;
+    for (int i = 0; i < num_jobs; i++) {
+      int64_t all = per_unit[i] * given.blocks.num_units();
+      if (has_rows()) all = (all + threads / 32 - 1) / (threads / 32);
+      if (grid + all > kMaxCount) {
+        KVX_TRY(run(args, unsigned(grid), threads, shared, given.stream));
+        args.num_jobs = 0, grid = 0;
+      }
+      DeviceCell& placed = args.job[args.num_jobs++];
+      placed = job[i];
+      placed.first = uint32_t(grid);
+      if (has_rows()) placed.all_columns = uint32_t(given.blocks.num_seqs);
+      grid += all;
+    }
+    return run(args, unsigned(grid), threads, shared, given.stream);
+  }
+};
 
 // By chunks, or by tiles where rows lie across.
-RunChunks find_floats(int src, int dst, bool across) {
+RunCells find_floats(int src, int dst, bool across) {
 #define KVX_PAIR(s, d) \
   if (src == s && dst == d) return across ? &run_tiles<s, d> : &run_floats<s, d>;
   KVX_PAIR(KVX_DTYPE_F32, KVX_DTYPE_BF16)
@@ -127,7 +165,7 @@ RunChunks find_floats(int src, int dst, bool across) {
 }
 
 // The table of fast instantiations: floats and the 8-bit codes under f32 scales.
-RunChunks find_chunks(int io, int code, bool encode, bool computed) {
+RunCells find_chunks(int io, int code, bool encode, bool computed) {
 #define KVX_PAIR(io_, c)                                    \
   if (io == io_ && code == c)                               \
     return !encode    ? &run_chunks<io_, c, false, READ>    \
@@ -146,7 +184,7 @@ RunChunks find_chunks(int io, int code, bool encode, bool computed) {
 }
 
 // Floats and codes under any scales.
-RunChunks find_codes(int io, int code, bool encode) {
+RunCells find_codes(int io, int code, bool encode) {
 #define KVX_CODE(io_, c) \
   if (io == io_ && code == c) return encode ? &run_chunks<io_, c, true, ANY> : &run_chunks<io_, c, false, ANY>;
 #define KVX_CODES(io_)             \
@@ -212,14 +250,14 @@ bool is_whole(const kvx_plan_format_t& f, int64_t head_dim) {
 
 // Whether chunks can do it, and the job for them. One unsplit axis of tokens at most; rows whole and aligned on both
 // sides.
-RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, int64_t* blocks_per_unit) {
+RunCells make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, int64_t* blocks_per_unit) {
   const kvx_plan_format_t &src = job.side[SRC].format, &dst = job.side[DST].format;
   const bool encode = is_quantised(dst.dtype), decode = is_quantised(src.dtype);
   const bool floats = !src.granularity && !dst.granularity && !encode && !decode;
   if (encode == decode && !floats) return nullptr;
   const kvx_plan_format_t &coded = encode ? dst : src, &plain = encode ? src : dst;
   const bool computes = encode && is_found(coded.granularity), has_tensor = coded.tensor_scale_buffer >= 0;
-  RunChunks run = floats ? find_floats(src.dtype, dst.dtype, false) : nullptr;
+  RunCells run = floats ? find_floats(src.dtype, dst.dtype, false) : nullptr;
   if (!floats && coded.scale_dtype == KVX_DTYPE_F32 && !has_tensor)
     run = find_chunks(plain.dtype, coded.dtype, encode, computes);
   if (!floats && !run) run = find_codes(plain.dtype, coded.dtype, encode);
@@ -287,7 +325,7 @@ RunChunks make_chunks(const CellJob& job, const Bound& bound, DeviceCell* out, i
 }
 
 // Whether rows lie across, and the job for their tiles.
-RunChunks make_tiles(const CellJob& job, const Bound& bound, DeviceCell* out, int64_t* blocks_per_unit) {
+RunCells make_tiles(const CellJob& job, const Bound& bound, DeviceCell* out, int64_t* blocks_per_unit) {
   const kvx_plan_format_t &src = job.side[SRC].format, &dst = job.side[DST].format;
   const bool floats = !src.granularity && !dst.granularity && !is_quantised(src.dtype) && !is_quantised(dst.dtype);
   if (!floats || src.pack != job.head_dim || dst.pack != job.head_dim || dst.dim_inner != dtype_bits(dst.dtype) / 8)
@@ -317,12 +355,11 @@ RunChunks make_tiles(const CellJob& job, const Bound& bound, DeviceCell* out, in
   return find_floats(src.dtype, dst.dtype, true);
 }
 
-kvx_status_t make_rows(const CellJob& job, const Bound& bound, DeviceCell* out, int64_t* rows_per_unit) {
+kvx_status_t make_rows(const CellJob& job, DeviceCell* out, int64_t* rows_per_unit) {
   *out = start_cell(job);
   int64_t rows = 1;
   for (int i = 0; i < job.num_digits; i++) out->digit[i] = to_device(job.digit[i]), rows *= job.digit[i].size;
   out->num_digits = job.num_digits;
-  out->all_columns = uint32_t(bound.tables.num_seqs);
   if (rows > kMaxCount)
     return fail(KVX_STATUS_UNSUPPORTED, "one unit has %lld rows; more than one launch takes.", (long long)rows);
   out->per_unit = make_fast_divider(rows);
@@ -333,73 +370,53 @@ kvx_status_t make_rows(const CellJob& job, const Bound& bound, DeviceCell* out, 
 // One launch for each run of jobs that share a kernel.
 class Builder {
  public:
-  Builder(const DeviceTables& tables, Residue* residue) : tables_(tables), residue_(residue) {}
-  kvx_status_t add(const DeviceCell& cell, RunChunks run, int64_t blocks, Pass pass, unsigned threads, size_t shared) {
-    CellLaunch* l = open_ && open_->run == run && open_->args.pass == pass && open_->threads == threads &&
-                            run == &run_rows && open_->args.num_jobs < kCellJobs
-                        ? open_
-                        : nullptr;
-    if (l && int64_t(l->grid) + blocks > kMaxCount) l = nullptr;
-    if (blocks > kMaxCount)
-      return fail(KVX_STATUS_UNSUPPORTED, "%lld blocks of threads are more than one launch takes.", (long long)blocks);
-    if (!l) {
+  explicit Builder(Residue* residue) : residue_(residue) {}
+  void add(const DeviceCell& cell, RunCells run, int64_t per_unit, Pass pass, unsigned threads, size_t shared) {
+    if (!open_ || open_->run != run || open_->pass != pass || open_->threads != threads || run != &run_rows ||
+        open_->num_jobs == kCellJobs) {
       auto fresh = std::make_unique<CellLaunch>();
-      l = open_ = fresh.get();
-      memset(static_cast<void*>(&l->args), 0, sizeof l->args);
-      l->args.tables = tables_, l->args.pass = pass;
-      l->run = run, l->threads = threads;
+      open_ = fresh.get();
+      open_->run = run, open_->pass = pass, open_->threads = threads;
       residue_->launches.push_back(std::move(fresh));
     }
-    l->shared = std::max(l->shared, shared);
-    DeviceCell placed = cell;
-    placed.first = l->grid;
-    l->args.job[l->args.num_jobs++] = placed;
-    l->grid += unsigned(blocks);
-    return KVX_STATUS_OK;
+    open_->shared = std::max(open_->shared, shared);
+    open_->job[open_->num_jobs] = cell, open_->per_unit[open_->num_jobs] = per_unit;
+    open_->num_jobs++;
   }
 
  private:
-  const DeviceTables& tables_;
   Residue* residue_;
   CellLaunch* open_ = nullptr;
 };
 
 }  // namespace
 
-kvx_status_t add_cell_launches(const Bound& bound, int64_t units, const DeviceTables& tables, Residue* residue) {
-  Builder builder(tables, residue);
+kvx_status_t add_cell_launches(const Bound& bound, Residue* residue) {
+  Builder builder(residue);
   // A row lies in shared memory as f32: fewer warps for longer rows.
   auto add_rows = [&](const CellJob& job, Pass pass) -> kvx_status_t {
     DeviceCell cell;
     int64_t rows;
-    KVX_TRY(make_rows(job, bound, &cell, &rows));
+    KVX_TRY(make_rows(job, &cell, &rows));
     int64_t warps = 8;
     while (warps > 1 && warps * job.head_dim * 4 > 48 * 1024) warps /= 2;
     if (warps * job.head_dim * 4 > 160 * 1024)
       return fail(KVX_STATUS_UNSUPPORTED,
                   "head_dim %lld is more than a device converts between formats; 40960 at most.",
                   (long long)job.head_dim);
-    int64_t all;
-    if (!mul_fits(rows, units, &all) || all > kMaxCount)
-      return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld rows are more than one launch takes.", (long long)units,
-                  (long long)rows);
-    return builder.add(cell, &run_rows, (all + warps - 1) / warps, pass, unsigned(warps) * 32,
-                       size_t(warps) * size_t(job.head_dim) * 4);
+    builder.add(cell, &run_rows, rows, pass, unsigned(warps) * 32, size_t(warps) * size_t(job.head_dim) * 4);
+    return KVX_STATUS_OK;
   };
   for (Pass pass : {CLEAR, LARGEST, FINISH})
     for (const CellJob& job : bound.cell_jobs)
       if (is_by_block(job.side[DST].format.granularity)) KVX_TRY(add_rows(job, pass));
   for (const CellJob& job : bound.cell_jobs) {
     DeviceCell cell;
-    int64_t per_unit, blocks;
-    RunChunks run = make_chunks(job, bound, &cell, &per_unit);
+    int64_t per_unit;
+    RunCells run = make_chunks(job, bound, &cell, &per_unit);
     if (!run) run = make_tiles(job, bound, &cell, &per_unit);
-    if (!run) {
-      KVX_TRY(add_rows(job, WRITE));
-      continue;
-    }
-    if (!mul_fits(per_unit, units, &blocks)) blocks = kMaxCount + 1;
-    KVX_TRY(builder.add(cell, run, blocks, WRITE, kThreads, 0));
+    if (run) builder.add(cell, run, per_unit, WRITE, kThreads, 0);
+    else KVX_TRY(add_rows(job, WRITE));
   }
   return KVX_STATUS_OK;
 }

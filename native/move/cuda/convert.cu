@@ -216,15 +216,6 @@ __global__ void __launch_bounds__(kThreads) convert_tiles(const __grid_constant_
 
 // ---- preparing
 
-struct Launch : LaunchBase {
-  ConvertArgs args;
-  unsigned grid = 0;
-  int width;  // rows: bytes of a vector; tiles: bytes of an element
-  bool is_tile;
-  int variant;  // rows: Share; tiles: Wide
-  kvx_status_t start(void* stream) const override;
-};
-
 DeviceDigit to_device(const Digit& d) {
   return DeviceDigit{make_fast_divider(d.size), uint32_t(d.token), {d.stride[0], d.stride[1]}, {d.step[0], d.step[1]}};
 }
@@ -309,7 +300,7 @@ bool make_tiles(const Job& job, const Bound& bound, DeviceJob* out, int64_t* blo
   // Everything but the element steps must keep 16-byte accesses aligned.
   uint64_t bits = 0;
   for (int w = 0; w < 2; w++) {
-    bits |= uint64_t(job.block[w]) | uint64_t(job.outer[w]) | uint64_t(job.inner[w] * bound.tables.unit_tokens) |
+    bits |= uint64_t(job.block[w]) | uint64_t(job.outer[w]) | uint64_t(job.inner[w] * bound.sizes.unit_tokens) |
             uint64_t(job.offset[w]) | uint64_t(uintptr_t(job.base[w]));
     if (!job.base[w])
       for (char* b : bound.buffers[w]) bits |= uint64_t(uintptr_t(b));
@@ -371,124 +362,178 @@ kvx_status_t check_pinned(const Bound& bound) {
   return KVX_STATUS_OK;
 }
 
-// Long plain copies between host and device: the copy engine does them while the SMs do something else.
-struct EngineCopies : LaunchBase {
-  struct Run {
-    char *dst, *src;
-    int64_t bytes;
-  };
-  std::vector<Run> runs;
-  bool joins;  // one buffer on either side: what follows on there may be one copy. Two allocations may not, even side
-               // by side
-
-  void add(char* dst, char* src, int64_t bytes) {
-    if (joins && !runs.empty() && runs.back().dst + runs.back().bytes == dst &&
-        runs.back().src + runs.back().bytes == src)
-      runs.back().bytes += bytes;
-    else runs.push_back(Run{dst, src, bytes});
-  }
-  kvx_status_t start(void* stream) const override {
-    for (const Run& run : runs) {
-      const cudaError_t error =
-          cudaMemcpyAsync(run.dst, run.src, size_t(run.bytes), cudaMemcpyDefault, static_cast<cudaStream_t>(stream));
-      if (error != cudaSuccess)
-        return fail(KVX_STATUS_INTERNAL_ERROR, "a copy of %lld bytes failed: %s.", (long long)run.bytes,
-                    cudaGetErrorString(error));
-    }
-    return KVX_STATUS_OK;
-  }
-};
-
-bool is_host(const char* p) {
+bool is_host(const std::vector<char*>& buffers) {
   cudaPointerAttributes attributes = {};
-  if (cudaPointerGetAttributes(&attributes, p) != cudaSuccess) cudaGetLastError();
+  if (buffers.empty() || cudaPointerGetAttributes(&attributes, buffers[0]) != cudaSuccess) cudaGetLastError();
   return attributes.type == cudaMemoryTypeHost;
 }
 
-// The job as copies, where it crosses between host and device in pieces worth a copy's few microseconds and block ids
-// are known.
-bool make_copies(const Job& job, const Bound& bound, int64_t units, EngineCopies* out) {
-  constexpr int64_t kLeastBytes = 256 << 10, kMostCopies = 4096;
-  const BlockTables& t = bound.tables;
-  int64_t pieces = units;
-  for (int i = 0; i < job.num_digits; i++) pieces *= job.digit[i].size;
-  if (job.run < kLeastBytes || pieces > kMostCopies || bound.tables_on_device || t.seq_lens) return false;
-  if (is_host(bound.buffers[SRC][0]) == is_host(bound.buffers[DST][0])) return false;
-  out->joins = true;
-  for (int w = 0; w < 2; w++) {
-    if (bound.buffers[w].size() == 1) continue;
-    if (job.base[w]) return false;  // buffers taken as one by their spacing: a run may cross from one to the next
-    out->joins = false;
-  }
-  for (int64_t u = 0; u < units; u++) {
-    const int64_t seq = u / t.units_per_seq, token = u % t.units_per_seq * t.unit_tokens;
-    int64_t block[2], start[2];
+// A job as long plain copies between host and device: the copy engine does them while the SMs do something else.
+class EngineCopies {
+ public:
+  // NULL where it does not cross between the two in pieces worth a copy's few microseconds.
+  static std::unique_ptr<EngineCopies> make(const Job& job, const Bound& bound, bool crosses) {
+    constexpr int64_t kLeastBytes = 256 << 10;
+    if (!crosses || job.run < kLeastBytes) return nullptr;
+    bool joins = true;
     for (int w = 0; w < 2; w++) {
-      block[w] = bound.ids[w][size_t(seq * t.columns[w] + token / t.block_size[w])];
-      const int64_t inside = token % t.block_size[w];
-      start[w] = block[w] * job.block[w] + inside / job.split[w] * job.outer[w] + inside % job.split[w] * job.inner[w];
+      if (bound.buffers[w].size() == 1) continue;
+      if (job.base[w]) return nullptr;  // buffers taken as one by their spacing: a run may cross from one to the next
+      joins = false;
     }
-    if (block[0] < 0 || block[1] < 0) continue;
-    for (int64_t piece = 0; piece < pieces / units; piece++) {
-      int64_t rest = piece;
-      char* at[2] = {job.base[0] + start[0], job.base[1] + start[1]};
-      int64_t step[2] = {0, 0};
-      for (int i = 0; i < job.num_digits; i++) {
-        const Digit& d = job.digit[i];
-        for (int w = 0; w < 2; w++) at[w] += rest % d.size * d.stride[w], step[w] += rest % d.size * d.step[w];
-        rest /= d.size;
-      }
-      for (int w = 0; w < 2; w++)
-        if (!job.base[w])
-          at[w] += uintptr_t(bound.buffers[w][size_t(job.buffer[w] + block[w] * job.block_step[w] + step[w])]) +
-                   job.offset[w];
-      out->add(at[DST], at[SRC], job.run);
-    }
+    return std::unique_ptr<EngineCopies>(new EngineCopies(job, joins));
   }
-  return true;
+
+  // Whether it is for these blocks: their ids are known here, and the copies are not too many.
+  bool takes(const BlockTables& blocks) const {
+    constexpr int64_t kMostCopies = 4096;
+    return !blocks.on_device && !blocks.seq_lens && mul_most(blocks.num_units(), pieces_) <= kMostCopies;
+  }
+
+  kvx_status_t start(const Run& run) const {
+    const BlockTables& t = run.blocks;
+    Piece last = {nullptr, nullptr, 0};
+    for (int64_t u = 0; u < t.num_units(); u++) {
+      const int64_t seq = u / t.units_per_seq, token = u % t.units_per_seq * t.unit_tokens;
+      int64_t block[2], start[2];
+      for (int w = 0; w < 2; w++) {
+        block[w] = t.host_ids[w][size_t(seq * t.columns[w] + token / t.block_size[w])];
+        const int64_t inside = token % t.block_size[w];
+        start[w] =
+            block[w] * job_.block[w] + inside / job_.split[w] * job_.outer[w] + inside % job_.split[w] * job_.inner[w];
+      }
+      if (block[0] < 0 || block[1] < 0) continue;
+      for (int64_t piece = 0; piece < pieces_; piece++) {
+        const Piece next = find(run.bound, block, start, piece);
+        if (joins_ && last.bytes && last.dst + last.bytes == next.dst && last.src + last.bytes == next.src) {
+          last.bytes += next.bytes;
+          continue;
+        }
+        KVX_TRY(copy(last, run.stream));
+        last = next;
+      }
+    }
+    return copy(last, run.stream);
+  }
+
+ private:
+  struct Piece {
+    char *dst, *src;
+    int64_t bytes;
+  };
+
+  EngineCopies(const Job& job, bool joins) : job_(job), joins_(joins) {
+    for (int i = 0; i < job.num_digits; i++) pieces_ = mul_most(pieces_, job.digit[i].size);
+  }
+
+  Piece find(const Bound& bound, const int64_t (&block)[2], const int64_t (&start)[2], int64_t index) const {
+    char* at[2] = {job_.base[0] + start[0], job_.base[1] + start[1]};
+    int64_t step[2] = {0, 0};
+    for (int i = 0; i < job_.num_digits; i++) {
+      const Digit& d = job_.digit[i];
+      for (int w = 0; w < 2; w++) at[w] += index % d.size * d.stride[w], step[w] += index % d.size * d.step[w];
+      index /= d.size;
+    }
+    for (int w = 0; w < 2; w++)
+      if (!job_.base[w])
+        at[w] += uintptr_t(bound.buffers[w][size_t(job_.buffer[w] + block[w] * job_.block_step[w] + step[w])]) +
+                 job_.offset[w];
+    return Piece{at[DST], at[SRC], job_.run};
+  }
+
+  static kvx_status_t copy(const Piece& p, void* stream) {
+    if (!p.bytes) return KVX_STATUS_OK;
+    const cudaError_t error =
+        cudaMemcpyAsync(p.dst, p.src, size_t(p.bytes), cudaMemcpyDefault, static_cast<cudaStream_t>(stream));
+    return error == cudaSuccess ? KVX_STATUS_OK
+                                : fail(KVX_STATUS_INTERNAL_ERROR, "a copy of %lld bytes failed: %s.",
+                                       (long long)p.bytes, cudaGetErrorString(error));
+  }
+
+  const Job job_;
+  const bool joins_;  // one buffer on either side: what follows on there may be one copy. Two allocations may not, even
+                      // side by side
+  int64_t pieces_ = 1;  // of a unit
+};
+
+// Jobs of one kernel. A job that copies do for the blocks at hand is left out.
+struct Launch : LaunchBase {
+  Take take;
+  int width;  // rows: bytes of a vector; tiles: bytes of an element
+  bool is_tile;
+  int variant;  // rows: Share; tiles: Wide
+  int num_jobs = 0;
+  DeviceJob job[kJobs];
+  int64_t per_unit[kJobs];  // blocks of threads
+  std::unique_ptr<EngineCopies> copies[kJobs];
+
+  bool is_copied(int i, const BlockTables& blocks) const { return copies[i] && copies[i]->takes(blocks); }
+  bool is_idle(const BlockTables& blocks) const { return take == CUT_UNITS && !blocks.seq_lens; }
+  kvx_status_t check(const BlockTables& blocks) const override;
+  kvx_status_t start(const Run& run) const override;
+  kvx_status_t launch(const ConvertArgs& args, unsigned grid, void* stream) const;
+};
+
+kvx_status_t Launch::check(const BlockTables& blocks) const {
+  for (int i = 0; i < num_jobs && !is_idle(blocks); i++) {
+    int64_t all;
+    if (!is_copied(i, blocks) && (!mul_fits(per_unit[i], blocks.num_units(), &all) || all > kMaxCount))
+      return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld blocks of threads are more than one launch takes.",
+                  (long long)blocks.num_units(), (long long)per_unit[i]);
+  }
+  return KVX_STATUS_OK;
 }
 
-kvx_status_t add_jobs(const Bound& bound, const std::vector<Job>& jobs, Take take, int64_t units,
-                      const DeviceTables& tables, Residue* residue) {
-  std::vector<Launch*> open;
-  for (const Job& job : jobs) {
-    auto copies = std::make_unique<EngineCopies>();
-    if (make_copies(job, bound, units, copies.get())) {
-      residue->launches.push_back(std::move(copies));
+kvx_status_t Launch::start(const Run& run) const {
+  if (is_idle(run.blocks)) return KVX_STATUS_OK;
+  ConvertArgs args;
+  args.tables = run.tables, args.take = take, args.num_jobs = 0;
+  int64_t grid = 0;
+  for (int i = 0; i < num_jobs; i++) {
+    if (is_copied(i, run.blocks)) {
+      KVX_TRY(copies[i]->start(run));
       continue;
     }
+    const int64_t all = per_unit[i] * run.blocks.num_units();
+    if (grid + all > kMaxCount) {
+      KVX_TRY(launch(args, unsigned(grid), run.stream));
+      args.num_jobs = 0, grid = 0;
+    }
+    DeviceJob& placed = args.job[args.num_jobs++];
+    placed = job[i];
+    placed.first = uint32_t(grid);
+    grid += all;
+  }
+  return args.num_jobs ? launch(args, unsigned(grid), run.stream) : KVX_STATUS_OK;
+}
+
+kvx_status_t add_jobs(const Bound& bound, const std::vector<Job>& jobs, Take take, bool crosses, Residue* residue) {
+  std::vector<Launch*> open;
+  for (const Job& job : jobs) {
     DeviceJob made;
     int64_t per_unit;
     int width = std::min(job.align, 16), variant;
     const bool is_tile = take == WHOLE_UNITS && make_tiles(job, bound, &made, &per_unit, &variant);
     if (is_tile) width = int(job.run);
     else KVX_TRY(make_rows(job, width, &made, &per_unit, &variant));
-    int64_t blocks;
-    if (!mul_fits(per_unit, units, &blocks) || blocks > kMaxCount)
-      return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld blocks of threads are more than one launch takes.",
-                  (long long)units, (long long)per_unit);
     Launch* launch = nullptr;
     for (Launch* l : open)
-      if (l->is_tile == is_tile && l->variant == variant && l->width == width && l->args.num_jobs < kJobs &&
-          int64_t(l->grid) + blocks <= kMaxCount)
-        launch = l;
+      if (l->is_tile == is_tile && l->variant == variant && l->width == width && l->num_jobs < kJobs) launch = l;
     if (!launch) {
       auto fresh = std::make_unique<Launch>();
       launch = fresh.get();
-      memset(static_cast<void*>(&launch->args), 0, sizeof launch->args);
-      launch->args.tables = tables, launch->args.take = take;
-      launch->width = width, launch->is_tile = is_tile, launch->variant = variant;
+      launch->take = take, launch->width = width, launch->is_tile = is_tile, launch->variant = variant;
       open.push_back(launch);
       residue->launches.push_back(std::move(fresh));
     }
-    made.first = launch->grid;
-    launch->args.job[launch->args.num_jobs++] = made;
-    launch->grid += unsigned(blocks);
+    const int at = launch->num_jobs++;
+    launch->job[at] = made, launch->per_unit[at] = per_unit;
+    if (take == WHOLE_UNITS) launch->copies[at] = EngineCopies::make(job, bound, crosses);
   }
   return KVX_STATUS_OK;
 }
 
-kvx_status_t Launch::start(void* stream) const {
+kvx_status_t Launch::launch(const ConvertArgs& args, unsigned grid, void* stream) const {
   const dim3 blocks(grid), block(kThreads);
 #define KVX_TILES(e)                                                                                    \
   case e:                                                                                               \
@@ -533,86 +578,147 @@ DevicePlace make_place(const Job& job) {
   return p;
 }
 
-kvx_status_t place_tables(Bound* bound, Residue* residue, DeviceTables* made) {
-  const BlockTables& t = bound->tables;
-  DeviceTables& out = *made;
-  const bool small_ids = !bound->tables_on_device &&
-                         std::max(bound->ids[0].size(), bound->ids[1].size()) <= kSmallIds &&
-                         std::max(t.num_blocks[0], t.num_blocks[1]) <= 0x7fffffff;
-  bool looks_up[2] = {!bound->cell_jobs.empty(), !bound->cell_jobs.empty()};
-  for (const Job& job : bound->jobs)
-    for (int w = 0; w < 2; w++) looks_up[w] = looks_up[w] || !job.base[w];
-  std::vector<char> image;  // of the device memory
-  auto put = [&](const void* data, size_t bytes) {
-    const size_t at = (image.size() + 15) / 16 * 16;
-    image.resize(at + bytes);
-    if (bytes) memcpy(image.data() + at, data, bytes);
-    return at;
+kvx_status_t place_buffers(const Bound& bound, DeviceTables* out, Ahead* ahead) {
+  bool is_sent[2];
+  size_t at[2], bytes = 0;
+  for (int w = 0; w < 2; w++) {
+    const std::vector<char*>& buffers = bound.buffers[w];
+    const bool looks_up = !bound.cell_jobs.empty() || std::any_of(bound.jobs.begin(), bound.jobs.end(),
+                                                                  [&](const Job& job) { return !job.base[w]; });
+    is_sent[w] = looks_up && buffers.size() > kSmallBuffers;
+    at[w] = bytes;
+    if (is_sent[w]) bytes += buffers.size() * sizeof(char*);
+    else if (looks_up) std::copy(buffers.begin(), buffers.end(), out->small_buffers[w]);
+    out->buffers[w] = nullptr;
+  }
+  if (!bytes) return KVX_STATUS_OK;
+  SlotRef slot;
+  KVX_TRY(take_slot(bytes, &slot));
+  for (int w = 0; w < 2; w++) {
+    if (!is_sent[w]) continue;
+    memcpy(slot->host + at[w], bound.buffers[w].data(), bound.buffers[w].size() * sizeof(char*));
+    out->buffers[w] = reinterpret_cast<char* const*>(slot->device + at[w]);
+  }
+  return ahead->send(std::move(slot), bytes);
+}
+
+// A negative id of any size skips its blocks, also as a narrower number.
+template <class T>
+void narrow(const std::vector<int64_t>& ids, void* out) {
+  std::transform(ids.begin(), ids.end(), static_cast<T*>(out), [](int64_t id) { return T(std::max<int64_t>(id, -1)); });
+}
+
+kvx_status_t place_blocks(const BlockTables& t, DeviceTables* out, SlotRef* slot, size_t* bytes) {
+  out->units_per_seq = make_fast_divider(std::max<int64_t>(1, t.units_per_seq));
+  out->unit_tokens = uint32_t(t.unit_tokens);
+  out->errors = t.errors;
+  out->seq_lens = t.seq_lens, out->len_stride = t.len_stride, out->len_bytes = t.len_bytes;
+  for (int w = 0; w < 2; w++) {
+    out->num_blocks[w] = t.num_blocks[w];
+    out->units_per_block[w] = make_fast_divider(t.block_size[w] / t.unit_tokens);
+    out->ids[w] = t.ids[w], out->row_stride[w] = t.row_stride[w], out->index_stride[w] = t.index_stride[w],
+    out->index_bytes[w] = t.index_bytes[w];
+  }
+  *bytes = 0;
+  if (t.on_device) return KVX_STATUS_OK;
+  const bool is_narrow = std::max(t.num_blocks[0], t.num_blocks[1]) <= 0x7fffffff;
+  const bool is_small = is_narrow && std::max(t.host_ids[0].size(), t.host_ids[1].size()) <= kSmallIds;
+  const int32_t width = is_narrow ? 4 : 8;
+  size_t at[2] = {}, lens_at = 0;
+  const auto put = [&](size_t size) {
+    const size_t begin = *bytes;
+    *bytes += (size + 15) / 16 * 16;
+    return begin;
   };
-  size_t id_at[2] = {}, buffer_at[2] = {}, lens_at = 0;
   for (int w = 0; w < 2; w++) {
-    out.num_blocks[w] = t.num_blocks[w];
-    out.row_stride[w] = t.row_stride[w], out.index_stride[w] = t.index_stride[w], out.index_bytes[w] = t.index_bytes[w];
-    if (small_ids) {
-      out.row_stride[w] = t.columns[w];
-      for (size_t i = 0; i < bound->ids[w].size(); i++) made->small_ids[w][i] = int32_t(bound->ids[w][i]);
-    } else if (!bound->tables_on_device) {
-      id_at[w] = put(bound->ids[w].data(), bound->ids[w].size() * 8);
-    }
-    if (looks_up[w] && bound->buffers[w].size() <= kSmallBuffers)
-      std::copy(bound->buffers[w].begin(), bound->buffers[w].end(), made->small_buffers[w]);
-    else if (looks_up[w]) buffer_at[w] = put(bound->buffers[w].data(), bound->buffers[w].size() * sizeof(char*));
-    out.units_per_block[w] = make_fast_divider(t.block_size[w] / t.unit_tokens);
+    out->index_bytes[w] = width, out->index_stride[w] = width;
+    out->row_stride[w] = is_small ? t.columns[w] : t.columns[w] * width;
+    if (is_small) out->ids[w] = nullptr, narrow<int32_t>(t.host_ids[w], out->small_ids[w]);
+    else at[w] = put(t.host_ids[w].size() * size_t(width));
   }
-  if (t.seq_lens && !bound->tables_on_device) lens_at = put(bound->lens.data(), bound->lens.size() * 8);
-  if (!image.empty()) {
-    cudaError_t error = cudaMalloc(&residue->device_memory, image.size());
-    if (error == cudaSuccess)
-      error = cudaMemcpy(residue->device_memory, image.data(), image.size(), cudaMemcpyHostToDevice);
-    if (error != cudaSuccess)
-      return fail(KVX_STATUS_INTERNAL_ERROR, "%zu bytes of tables could not be put on the device: %s.", image.size(),
-                  cudaGetErrorString(error));
+  if (t.seq_lens) lens_at = put(t.host_lens.size() * sizeof(int64_t));
+  if (!*bytes) return KVX_STATUS_OK;
+  KVX_TRY(take_slot(*bytes, slot));
+  for (int w = 0; w < 2 && !is_small; w++) {
+    out->ids[w] = (*slot)->device + at[w];
+    if (is_narrow) narrow<int32_t>(t.host_ids[w], (*slot)->host + at[w]);
+    else narrow<int64_t>(t.host_ids[w], (*slot)->host + at[w]);
   }
-  char* memory = static_cast<char*>(residue->device_memory);
-  for (int w = 0; w < 2; w++) {
-    out.ids[w] = small_ids ? nullptr : bound->tables_on_device ? t.ids[w] : memory + id_at[w];
-    made->buffers[w] = looks_up[w] && bound->buffers[w].size() > kSmallBuffers
-                           ? reinterpret_cast<char* const*>(memory + buffer_at[w])
-                           : nullptr;
+  if (t.seq_lens) {
+    out->seq_lens = (*slot)->device + lens_at;
+    memcpy((*slot)->host + lens_at, t.host_lens.data(), t.host_lens.size() * sizeof(int64_t));
   }
-  out.seq_lens = !t.seq_lens ? nullptr : bound->tables_on_device ? t.seq_lens : memory + lens_at;
-  out.len_stride = t.len_stride, out.len_bytes = t.len_bytes;
-  out.units_per_seq = make_fast_divider(std::max<int64_t>(1, t.units_per_seq));
-  out.unit_tokens = uint32_t(t.unit_tokens);
-  out.errors = bound->errors;
   return KVX_STATUS_OK;
 }
+
+namespace {
+
+kvx_status_t check_units(const Residue& residue, const BlockTables& blocks) {
+  if (blocks.num_units() > kMaxCount)
+    return fail(KVX_STATUS_UNSUPPORTED, "%lld units are more than one launch takes.", (long long)blocks.num_units());
+  for (const auto& l : residue.launches) KVX_TRY(l->check(blocks));
+  return KVX_STATUS_OK;
+}
+
+}  // namespace
 
 kvx_status_t prepare_convert(Bound* bound) {
   DeviceGuard guard(bound->device);
   KVX_TRY(guard.status());
+  const RelaxedCapture relaxed;
+  SlotRef any;
+  take_slot(1,
+            &any);  // the pool has memory from now on: a run does not ask the driver. Where it has none, most need none
   KVX_TRY(check_pinned(*bound));
   auto residue = std::make_unique<Residue>();
-  auto tables = std::make_unique<DeviceTables>();
-  memset(static_cast<void*>(tables.get()), 0, sizeof *tables);
-  KVX_TRY(place_tables(bound, residue.get(), tables.get()));
-  const int64_t units = bound->tables.num_seqs * bound->tables.units_per_seq;
-  if (units > kMaxCount)
-    return fail(KVX_STATUS_UNSUPPORTED, "%lld units are more than one launch takes.", (long long)units);
-  if (units) {
-    KVX_TRY(add_jobs(*bound, bound->jobs, WHOLE_UNITS, units, *tables, residue.get()));
-    KVX_TRY(add_jobs(*bound, bound->cut_jobs, CUT_UNITS, units, *tables, residue.get()));
-    KVX_TRY(add_cell_launches(*bound, units, *tables, residue.get()));
+  memset(static_cast<void*>(&residue->tables), 0, sizeof residue->tables);
+  const bool crosses = is_host(bound->buffers[SRC]) != is_host(bound->buffers[DST]);
+  KVX_TRY(add_jobs(*bound, bound->jobs, WHOLE_UNITS, crosses, residue.get()));
+  KVX_TRY(add_jobs(*bound, bound->cut_jobs, CUT_UNITS, crosses, residue.get()));
+  KVX_TRY(add_cell_launches(*bound, residue.get()));
+  KVX_TRY(place_buffers(*bound, &residue->tables, &residue->buffers));
+  if (bound->blocks) {
+    KVX_TRY(check_units(*residue, *bound->blocks));
+    SlotRef ids;
+    size_t bytes;
+    KVX_TRY(place_blocks(*bound->blocks, &residue->tables, &ids, &bytes));
+    if (ids) KVX_TRY(residue->blocks.send(std::move(ids), bytes));
   }
   bound->resident = std::move(residue);
   return KVX_STATUS_OK;
 }
 
-kvx_status_t convert(const Bound& bound, void* stream) {
+kvx_status_t convert(const Bound& bound, const BlockTables& blocks, void* stream) {
   DeviceGuard guard(bound.device);
   KVX_TRY(guard.status());
-  for (const auto& l : static_cast<const Residue*>(bound.resident.get())->launches) KVX_TRY(l->start(stream));
-  return KVX_STATUS_OK;
+  const Residue& residue = *static_cast<const Residue*>(bound.resident.get());
+  const bool is_own = &blocks == bound.blocks.get();
+  if (!is_own) KVX_TRY(check_units(residue, blocks));
+  if (blocks.num_units() == 0) return KVX_STATUS_OK;
+  DeviceTables given;
+  std::vector<SlotRef> read;  // by what is launched here
+  for (const Ahead* ahead : {&residue.buffers, is_own ? &residue.blocks : nullptr}) {
+    if (!ahead || !ahead->slot()) continue;
+    KVX_TRY(ahead->put_before(stream));
+    read.push_back(ahead->slot());
+  }
+  if (!is_own) {
+    given = residue.tables;
+    SlotRef slot;
+    size_t bytes;
+    KVX_TRY(place_blocks(blocks, &given, &slot, &bytes));
+    if (slot) {
+      KVX_TRY(send(*slot, bytes, stream));
+      read.push_back(std::move(slot));
+    }
+  }
+  const Run run{bound, blocks, is_own ? residue.tables : given, stream};
+  kvx_status_t status = KVX_STATUS_OK;
+  for (size_t i = 0; i < residue.launches.size() && status == KVX_STATUS_OK; i++)
+    status = residue.launches[i]->start(run);
+  // Also where one failed: those before it are under way.
+  const kvx_status_t held = read.empty() ? KVX_STATUS_OK : hold_until_passed(std::move(read), stream);
+  return status == KVX_STATUS_OK ? held : status;
 }
 
 }  // namespace cuda

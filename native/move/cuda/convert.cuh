@@ -1,6 +1,7 @@
 // What both kinds of conversion need on the device: tables of blocks, addresses of buffers, and where a unit begins.
 #pragma once
 #include "cuda/device.cuh"
+#include "cuda/staging.cuh"
 #include "move/convert.h"
 #include "table.h"
 
@@ -94,25 +95,36 @@ __device__ __forceinline__ void move_on_source(const DeviceTables& t, const Devi
   }
 }
 
-// ---- what is launched, and what a bound plan keeps on the device
+// ---- what is launched, and what a bound plan keeps for it
 
+// What every launch of a run is given.
+struct Run {
+  const Bound& bound;
+  const BlockTables& blocks;
+  const DeviceTables& tables;  // the blocks and the buffers, as kernels read them
+  void* stream;
+};
+
+// Made once for a bound plan: all but the blocks, and the grid that follows from how many there are.
 struct LaunchBase {
   virtual ~LaunchBase() = default;
-  virtual kvx_status_t start(void* stream) const = 0;
+  virtual kvx_status_t check(const BlockTables& blocks) const = 0;  // whether a launch takes so many
+  virtual kvx_status_t start(const Run& run) const = 0;
 };
 
 struct Residue : Resident {
   std::vector<std::unique_ptr<LaunchBase>> launches;
-  void* device_memory = nullptr;  // tables too large to travel with a launch
-  ~Residue() override {
-    if (device_memory) cudaFree(device_memory);
-  }
+  DeviceTables tables;  // with the blocks the plan was bound with, if any
+  Ahead buffers, blocks;
 };
 
 DevicePlace make_place(const Job& job);
-// Tables and addresses: with the launch where they fit, otherwise in device memory that `residue` keeps.
-kvx_status_t place_tables(Bound* bound, Residue* residue, DeviceTables* made);
-kvx_status_t add_cell_launches(const Bound& bound, int64_t units, const DeviceTables& tables, Residue* residue);
+// Addresses of buffers: with each launch where they fit, otherwise sent ahead.
+kvx_status_t place_buffers(const Bound& bound, DeviceTables* out, Ahead* ahead);
+// The blocks of a run. Ids of the host go with each launch where they fit; others, and lengths, are put into `slot`,
+// whose first `bytes` are then to be sent. NULL: nothing is.
+kvx_status_t place_blocks(const BlockTables& blocks, DeviceTables* out, SlotRef* slot, size_t* bytes);
+kvx_status_t add_cell_launches(const Bound& bound, Residue* residue);
 
 }  // namespace cuda
 }  // namespace kvx

@@ -146,24 +146,17 @@ __global__ void __launch_bounds__(kThreads) digest_rows(const __grid_constant__ 
   }
 }
 
-}  // namespace
-
-kvx_status_t digest(Bound* bound, uint64_t* out, void* stream) {
-  DeviceGuard guard(bound->device);
-  KVX_TRY(guard.status());
-  Residue residue;
-  auto tables = std::make_unique<DeviceTables>();
-  memset(static_cast<void*>(tables.get()), 0, sizeof *tables);
-  KVX_TRY(place_tables(bound, &residue, tables.get()));
+kvx_status_t launch_all(const Bound& bound, const BlockTables& blocks, const DeviceTables& tables, uint64_t* out,
+                        void* stream) {
   auto args = std::make_unique<DigestArgs>();
-  const int64_t units = bound->tables.num_seqs * bound->tables.units_per_seq;
-  for (Job job : bound->jobs) {
+  const int64_t units = blocks.num_units();
+  for (Job job : bound.jobs) {
     memset(static_cast<void*>(args.get()), 0, sizeof *args);
-    args->tables = *tables;
+    args->tables = tables;
     const bool is_aligned = job.run % kWordBytes == 0 && job.align >= 16;
     const Digit pieces = take_pieces(&job);
     args->place = make_place(job);
-    args->coordinate = job.offset[DST], args->content = bound->content;
+    args->coordinate = job.offset[DST], args->content = bound.content;
     int64_t rows = 1;
     for (int i = 0; i < job.num_digits; i++) {
       const Digit& d = job.digit[i];
@@ -177,23 +170,42 @@ kvx_status_t digest(Bound* bound, uint64_t* out, void* stream) {
     args->piece_stride = pieces.stride[SRC];
     args->run_bytes = uint32_t(job.run), args->align = job.align;
     const int64_t per_unit = (rows + kThreads - 1) / kThreads;
-    int64_t blocks;
-    if (rows > kMaxCount || words * 32 > kMaxCount || !mul_fits(per_unit, units, &blocks) || blocks > kMaxCount)
+    int64_t all;
+    if (rows > kMaxCount || words * 32 > kMaxCount || !mul_fits(per_unit, units, &all) || all > kMaxCount)
       return fail(KVX_STATUS_UNSUPPORTED, "%lld units of %lld rows are more than one launch takes.", (long long)units,
                   (long long)rows);
     args->rows = uint32_t(rows), args->per_unit = make_fast_divider(per_unit);
     args->out = reinterpret_cast<unsigned long long*>(out);
-    if (blocks == 0) continue;
-    const dim3 grid{unsigned(blocks)}, block(kThreads);
+    if (all == 0) continue;
+    const dim3 grid{unsigned(all)}, block(kThreads);
     auto* kernel = !is_aligned       ? &digest_rows<AT_ANY_ADDRESS>
                    : pieces.size > 1 ? &digest_rows<PIECES>
                                      : &digest_rows<WHOLE_ROWS>;
     KVX_TRY(launch("digest_rows", kernel, grid, block, stream, *args));
   }
-  // Tables that did not fit the launches are let go with this call, so its kernels must have read them.
-  if (residue.device_memory && cudaStreamSynchronize(static_cast<cudaStream_t>(stream)) != cudaSuccess)
-    return fail(KVX_STATUS_INTERNAL_ERROR, "waiting for the digest failed.");
   return KVX_STATUS_OK;
+}
+
+}  // namespace
+
+kvx_status_t digest(const Bound& bound, const BlockTables& blocks, uint64_t* out, void* stream) {
+  DeviceGuard guard(bound.device);
+  KVX_TRY(guard.status());
+  auto tables = std::make_unique<DeviceTables>();
+  memset(static_cast<void*>(tables.get()), 0, sizeof *tables);
+  Ahead buffers;
+  SlotRef ids;
+  size_t bytes;
+  KVX_TRY(place_buffers(bound, tables.get(), &buffers));
+  KVX_TRY(place_blocks(blocks, tables.get(), &ids, &bytes));
+  KVX_TRY(buffers.put_before(stream));
+  if (ids) KVX_TRY(send(*ids, bytes, stream));
+  const kvx_status_t status = launch_all(bound, blocks, *tables, out, stream);
+  std::vector<SlotRef> read;
+  for (const SlotRef& slot : {buffers.slot(), ids})
+    if (slot) read.push_back(slot);
+  const kvx_status_t held = read.empty() ? KVX_STATUS_OK : hold_until_passed(std::move(read), stream);
+  return status == KVX_STATUS_OK ? held : status;
 }
 
 }  // namespace cuda
