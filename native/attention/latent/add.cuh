@@ -7,54 +7,23 @@
 namespace kvx {
 namespace cuda {
 
-// One of two: it adds up columns 0, 1, 3 and 4 of 64 values each, or 2, 5, 6 and 7. So both have as many in all, of
-// which three columns are of a tile's first part.
-template <bool kIsFp8, int kHalf> struct LatentAdd : LatentTile<kIsFp8> {
+template <bool kIsFp8> struct LatentAdd : LatentTile<kIsFp8> {
   using Tile = LatentTile<kIsFp8>;
-  using C = typename Tile::C;
+  using C = LatentConfig;
   using Numbers = typename Tile::Numbers;
-  using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::first, Tile::second, Tile::weights, Tile::scored,
-      Tile::show_keys;
+  using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::keys, Tile::part_of_keys, Tile::kParts, Tile::weights,
+      Tile::scored, Tile::show_keys;
 
-  static constexpr int kFirst = kHalf ? 2 : 0, kSecond = kHalf ? 5 : 3;  // columns that the sums begin with
-  static constexpr int kFew = kHalf ? 1 : 2, kMany = 4 - kFew;           // columns there are
-  float few[kFew * 32], many[kMany * 32];
+  // Columns [128 * half, 128 * half + 128) of each half of the latents.
 
-  // Weights by columns of values, begun.
-  template <int N> static __device__ __forceinline__ void begin_adding(float (&out)[N], const uint32_t (&p)[4][4],
-                                                                       uint32_t columns) {
-    const uint64_t values = tiles::matrix_descriptor(tiles::for_all_lanes(columns), C::kColumnBytes, 1024);
-    tiles::hold(out);
-    tiles::begin_multiplications();
-#pragma unroll
-    for (int k = 0; k < 4; k++)
-      tiles::Warpgroup<Numbers, 2 * N>::multiply_turned(out, p[k], values + uint32_t((k * 16 * 128) >> 4));
-    tiles::commit_multiplications();
-  }
-  template <int N> static __device__ __forceinline__ void end_adding(float (&out)[N]) {
-    tiles::wait_multiplications<0>();
-    tiles::hold(out);
-  }
-  template <class Do> __device__ __forceinline__ void for_all_sums(Do&& change) {
-#pragma unroll
-    for (int k = 0; k < kFew * 32; k++) change(few[k], k / 2 % 2);
-#pragma unroll
-    for (int k = 0; k < kMany * 32; k++) change(many[k], k / 2 % 2);
-  }
-  // Of row r0 or r0 + 8, from the thread's first element on.
-  template <int N> static __device__ __forceinline__ void store_part(float* to, int h, const float (&x)[N]) {
-#pragma unroll
-    for (int n = 0; n < N / 4; n++)
-      __stcg(reinterpret_cast<float2*>(to + 8 * n), make_float2(x[4 * n + 2 * h], x[4 * n + 2 * h + 1]));
-  }
-
-  __device__ __forceinline__ void add(const LatentItem& w) {
+  __device__ __forceinline__ void add(const LatentItem& w, int half) {
     const int thread = int(role_thread()), lane = thread % 32, g = lane / 4;
-    float base[2] = {0.f, 0.f}, sum[2] = {0.f, 0.f}, unit = 1.f;
-    for_all_sums([](float& x, int) { x = 0.f; });
+    float out[2][64], base[2] = {0.f, 0.f}, sum[2] = {0.f, 0.f}, unit = 1.f;
+#pragma unroll
+    for (int i = 0; i < 128; i++) out[i / 64][i % 64] = 0.f;
     for (int i = 0, n = w.num_tiles; i < n; i++, count++) {
-      first().wait_full();
-      if constexpr (C::kParts == 2) second().wait_full();
+#pragma unroll
+      for (int q = 0; q < kParts; q++) part_of_keys(q).wait_full();
       weights().wait_full();
       show_keys();
       uint32_t p[4][4];
@@ -72,28 +41,38 @@ template <bool kIsFp8, int kHalf> struct LatentAdd : LatentTile<kIsFp8> {
       __syncwarp();
       weights().give_back(lane == 0);
       if (__any_sync(0xffffffffu, shrink.x != 1.f || shrink.y != 1.f)) {  // seldom, once the largest scores were met
-        for_all_sums([&](float& x, int second_row) { x *= second_row ? shrink.y : shrink.x; });
+#pragma unroll
+        for (int k = 0; k < 128; k++) out[k / 64][k % 64] *= k / 2 % 2 ? shrink.y : shrink.x;
       }
-      if constexpr (C::kParts == 2) {
-        begin_adding(many, p, second().tile() + (kSecond - C::kFirstColumns) * C::kColumnBytes);
-        end_adding(many);
-        second().give_back(lane == 0);
-        if (i + 1 < n) tiles::wait(scored(), (count + 1) & 1);
-        begin_adding(few, p, first().tile() + kFirst * C::kColumnBytes);
-      } else {
-        begin_adding(many, p, first().tile() + kSecond * C::kColumnBytes);
-        begin_adding(few, p, first().tile() + kFirst * C::kColumnBytes);
-        end_adding(many);
+      const uint64_t values = tiles::matrix_descriptor(tiles::for_all_lanes(keys().tile() + half * 2 * C::kColumnBytes),
+                                                       C::kColumnBytes, 1024);
+#pragma unroll
+      for (int q = 0; q < 2; q++) {
+        if (kParts == 2 && q == 1 && i + 1 < n) tiles::wait(scored(), (count + 1) & 1);
+        tiles::hold(out[q]);
+        tiles::begin_multiplications();
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+          tiles::Warpgroup<Numbers, 128>::multiply_turned(
+              out[q], p[k], values + uint32_t((k * 16 * 128 + q * 4 * C::kColumnBytes) >> 4));
+        tiles::commit_multiplications();
+        if (kParts == 1 && q == 0) continue;  // both at once
+        tiles::wait_multiplications<0>();
+        if (kParts == 1) tiles::hold(out[0]);
+        tiles::hold(out[q]);
+        part_of_keys(kParts == 2 ? q : 0).give_back(lane == 0);
       }
-      end_adding(few);
-      first().give_back(lane == 0);
     }
-    if (kIsFp8) for_all_sums([&](float& x, int) { x *= unit; });
-    store(w, base, sum);
+    if (kIsFp8) {
+#pragma unroll
+      for (int k = 0; k < 128; k++) out[k / 64][k % 64] *= unit;
+    }
+    store(w, half, out, base, sum);
   }
 
   // What of the item's sums is there: to its part, or to rows of the output.
-  __device__ __forceinline__ void store(const LatentItem& w, const float (&base)[2], const float (&sum)[2]) const {
+  __device__ __forceinline__ void store(const LatentItem& w, int half, const float (&x)[2][64], const float (&base)[2],
+                                        const float (&sum)[2]) const {
     const int thread = int(role_thread()), g = thread % 32 / 4, t = thread % 4;
     const int32_t first = w.first_row + thread / 32 * 16, rows = w.rows;
     if (__any_sync(0xffffffffu, first >= rows)) return;
@@ -103,18 +82,21 @@ template <bool kIsFp8, int kHalf> struct LatentAdd : LatentTile<kIsFp8> {
       for (int h = 0; h < 2; h++) {
         const int r = thread / 32 * 16 + g + 8 * h;
         if (w.first_row + r >= rows) continue;
-        store_part(part.row(r) + kFirst * 64 + 2 * t, h, few);
-        store_part(part.row(r) + kSecond * 64 + 2 * t, h, many);
-        if (kHalf == 0 && t == 0) part.stats[r] = make_float2(base[h], sum[h]);
+        float* to = part.row(r) + half * 128 + 2 * t;
+#pragma unroll
+        for (int n = 0; n < 32; n++)
+          __stcg(reinterpret_cast<float2*>(to + n / 16 * 256 + n % 16 * 8),
+                 make_float2(x[n / 16][4 * (n % 16) + 2 * h], x[n / 16][4 * (n % 16) + 2 * h + 1]));
+        if (half == 0 && t == 0) part.stats[r] = make_float2(base[h], sum[h]);
       }
       return;
     }
     LatentOut out[2];
 #pragma unroll
     for (int h = 0; h < 2; h++)
-      out[h] = latent_out(a, w.first_query, first + g + 8 * h, rows, base[h], sum[h], kHalf == 0 && t == 0);
-    store_groups(a, out, kFirst * 64, t, few);
-    store_groups(a, out, kSecond * 64, t, many);
+      out[h] = latent_out(a, w.first_query, first + g + 8 * h, rows, base[h], sum[h], half == 0 && t == 0);
+#pragma unroll
+    for (int q = 0; q < 2; q++) store_groups(a, out, q * 256 + half * 128, t, x[q]);
   }
 };
 

@@ -66,12 +66,6 @@ struct LatentItem {
   int64_t first_query;
 };
 
-__device__ __forceinline__ LatentItem no_item() {
-  LatentItem none = {};
-  none.seq = -1;
-  return none;
-}
-
 // Keys before it are seen by a row.
 __device__ __forceinline__ int32_t limit_of(const LatentArgs& a, const LatentItem& w, int32_t row) {
   return a.is_causal ? w.length - w.queries + 1 + int32_t(a.heads.divide(uint32_t(row))) : w.length;
@@ -125,14 +119,23 @@ __device__ __forceinline__ LatentItem find_latent_item(const LatentArgs& a, uint
         max(1, (end + kLatentKeys - 1) / kLatentKeys - w.first_tile);  // somebody has to write the empty result
     return w;
   }
-  return no_item();
+  LatentItem none = {};
+  none.seq = -1;
+  return none;
 }
 
-// The way through the items of a worker's share of the line of tiles. By one thread.
+// A role's way through its items: one that was found, or every one in a worker's share of the line of tiles. It stands
+// in shared memory, moved on by one thread: kept in registers it would take them from sums.
 struct LatentWalk {
+  LatentItem item;
   int32_t at, end, seq, group, tile, part;
 
-  __device__ __forceinline__ void begin(const LatentArgs& a) {
+  __device__ __forceinline__ void begin(const LatentArgs& a, const LatentItem* found) {
+    at = 0, end = 1;
+    if (found) {
+      item = *found;
+      return;
+    }
     const PlanHeader plan = *reinterpret_cast<const PlanHeader*>(a.workspace);
     const int32_t worker = int32_t(blockIdx.x) / a.together;
     at = int32_t(worker * plan.tiles / plan.workers), end = int32_t((worker + 1) * plan.tiles / plan.workers);
@@ -140,19 +143,23 @@ struct LatentWalk {
     seq = start.seq, group = start.head, tile = start.tile, part = 2 * int32_t(blockIdx.x);
   }
 
-  // seq -1: there is none.
-  __device__ __forceinline__ LatentItem next(const LatentArgs& a) {
-    if (at >= end) return no_item();
-    const int32_t member = int32_t(blockIdx.x) % a.together;
-    LatentItem w = latent_item(a, seq, group * a.together + member);
-    while (group >= latent_groups(a, w.queries))
-      w = latent_item(a, ++seq, (group = 0) + member);  // past its last block; some have none
-    const SeqRange range = latent_range(a, seq, w.queries);
-    w.begin = range.begin, w.first_tile = range.begin / kLatentKeys + tile,
-    w.num_tiles = min(range.num_tiles - tile, end - at);
-    if (w.num_tiles < range.num_tiles) w.part = part;
-    at += w.num_tiles, group++, tile = 0, part |= 1;
-    return w;
+  __device__ __forceinline__ void next(const LatentArgs& a) {
+    if (at >= end) {
+      item.seq = -1;
+    } else if (!a.is_split) {
+      at = end;
+    } else {
+      const int32_t member = int32_t(blockIdx.x) % a.together;
+      LatentItem w = latent_item(a, seq, group * a.together + member);
+      while (group >= latent_groups(a, w.queries))
+        w = latent_item(a, ++seq, (group = 0) + member);  // past its last block; some have none
+      const SeqRange range = latent_range(a, seq, w.queries);
+      w.begin = range.begin, w.first_tile = range.begin / kLatentKeys + tile,
+      w.num_tiles = min(range.num_tiles - tile, end - at);
+      if (w.num_tiles < range.num_tiles) w.part = part;
+      at += w.num_tiles, group++, tile = 0, part |= 1;
+      item = w;
+    }
   }
 };
 

@@ -170,10 +170,9 @@ void make_maps(const AttentionParams& p, LatentArgs* a) {
 }
 
 template <bool kIsFp8> kvx_status_t launch_latent(const LatentArgs& a, int64_t blocks, void* stream) {
-  KVX_TRY(
-      allow_shared_memory(reinterpret_cast<const void*>(&attend_latent<kIsFp8>), LatentConfig<kIsFp8>::kSharedBytes));
+  KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&attend_latent<kIsFp8>), LatentConfig::kSharedBytes));
   return launch_early_with("attention_latent", attend_latent<kIsFp8>, dim3(unsigned(blocks)),
-                           dim3(LatentConfig<kIsFp8>::kThreads), LatentConfig<kIsFp8>::kSharedBytes, stream, a);
+                           dim3(LatentConfig::kThreads), LatentConfig::kSharedBytes, stream, a);
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 //   load     rows through the block table into two stages; FP8 rows become f16 on the way
 //   soften   scores, and the weights they become (64 x 64, left in shared memory) while the values of the tile before
 //            are added
-//   add, 2x  weights by values, half of the latents each, sums in registers
+//   add, 2x  weights by values, 256 of the 512 columns each, sums in registers
 //
 // Sequences with few query rows (decode) are split over the whole device by a plan, as in attention/cuda/plan.cuh, and
 // their parts added up by a second launch; the others have a block of threads for every 64 rows.
@@ -20,61 +20,45 @@ namespace kvx {
 namespace cuda {
 
 template <bool kIsFp8>
-__global__ void __launch_bounds__(LatentConfig<kIsFp8>::kThreads, 1)
-    attend_latent(const __grid_constant__ LatentArgs a) {
+__global__ void __launch_bounds__(LatentConfig::kThreads, 1) attend_latent(const __grid_constant__ LatentArgs a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char shared[];
   const LatentTile<kIsFp8> tile{a, shared, tiles::shared_address(shared)};
+  const LatentItem* found = a.is_split ? nullptr : reinterpret_cast<const LatentItem*>(shared + LatentConfig::kFoundAt);
   wait_for_previous();
-  if (a.is_split && int(blockIdx.x) / a.together >= reinterpret_cast<const PlanHeader*>(a.workspace)->workers) return;
+  if (a.is_split) {
+    if (int(blockIdx.x) / a.together >= reinterpret_cast<const PlanHeader*>(a.workspace)->workers) return;
+  } else if (threadIdx.x < 32) {
+    const LatentItem item = find_latent_item(a, blockIdx.x);
+    if (threadIdx.x == 0) *reinterpret_cast<LatentItem*>(shared + LatentConfig::kFoundAt) = item;
+  }
   if (threadIdx.x == 32) tile.init_barriers();
   __syncthreads();
+  if (found && found->seq < 0) return;
+  // Places in shared memory that do not depend on the role's number are constants, and take no register.
+  LatentWalk* walks = reinterpret_cast<LatentWalk*>(shared + LatentConfig::kWalksAt);
   const int role = threadIdx.x / 128;
-  // The branch is one of the whole warp, as the compiler sees it.
-  const auto is_item = [](const LatentItem& item) { return __any_sync(0xffffffffu, item.seq >= 0) != 0; };
+  if (role_thread() == 0) walks[role].begin(a, found);
+  const auto next = [&](LatentWalk& walk, int barrier) {
+    tiles::meet(barrier, 128);
+    if (role_thread() == 0) walk.next(a);
+    tiles::meet(barrier, 128);
+    return __any_sync(0xffffffffu, walk.item.seq >= 0) != 0;  // a branch of the whole warp, as the compiler sees it
+  };
   if (role == 0) {
     tiles::give_registers<kIsFp8 ? 96 : 40>();
     typename std::conditional<kIsFp8, LatentLoadFp8, LatentLoad>::type p{tile};
-    // The last warp finds the next item while this one is loaded.
-    const bool finds = threadIdx.x == 96;
-    LatentWalk walk;
-    if (a.is_split) {
-      if (finds) {
-        walk.begin(a);
-        p.put_item(walk.next(a), 0);
-      }
-    } else if (threadIdx.x >= 96) {
-      const LatentItem item = find_latent_item(a, blockIdx.x);
-      if (finds) p.put_item(item, 0);
-    }
-    for (;;) {
-      const LatentItem& item = p.next_item();
-      if (!is_item(item)) break;
-      if (finds) p.put_item(a.is_split ? walk.next(a) : no_item(), p.items);
-      __syncwarp();
-      p.load(item);
-    }
+    while (next(walks[0], 4)) p.load(walks[0].item);
     tiles::wait_copies<0>();
   } else if (role == 1) {
     tiles::give_registers<kIsFp8 ? 64 : 120>();
     LatentSoften<kIsFp8> p{tile};
-    for (;;) {
-      const LatentItem& item = p.next_item();
-      if (!is_item(item)) break;
-      p.soften(item);
-    }
+    while (next(walks[1], 5)) p.soften(walks[1].item);
     if (a.is_split) let_next_start();
   } else {
     tiles::take_registers<176>();
-    const auto add_all = [&](auto p) {
-      for (;;) {
-        const LatentItem& item = p.next_item();
-        if (!is_item(item)) break;
-        p.add(item);
-      }
-    };
-    if (role == 2) add_all(LatentAdd<kIsFp8, 0>{tile});
-    else add_all(LatentAdd<kIsFp8, 1>{tile});
+    LatentAdd<kIsFp8> p{tile};
+    while (next(walks[role], 4 + role)) p.add(walks[role].item, role - 2);
   }
 #endif
 }

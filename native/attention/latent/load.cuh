@@ -29,42 +29,35 @@ struct LatentLoad : LatentTile<false> {
     return tiles::ask_row(a.rows, w.seq, tile * kLatentKeys + row, w.begin, row < kLatentKeys ? w.length : 0);
   }
 
-  // ---- by boxes, which three warps ask for, a column of the first part and two of the second; the last warp finds
-  // items (latent.cuh).
+  // ---- by boxes. Warp v has column v of a half's four, and the last the rotary part too.
 
   __device__ __forceinline__ void copy_boxes(const tiles::RowAsked& mine) const {
-    const uint32_t thread = role_thread();
-    if (thread >= 96) return;
+    const uint32_t thread = role_thread(), warp = thread / 32, stage = keys().tile(), num_boxes = 64u >> a.box_shift;
     if (thread == 0) *reinterpret_cast<uint2*>(shared + C::kValidAt + count % 4 * 8) = make_uint2(~0u, ~0u);
-    copy_boxes(first(), 0, mine);
-    copy_boxes(second(), 1, mine);
-  }
-  template <class Part> __device__ __forceinline__ void copy_boxes(const Part& part, int number,
-                                                                   const tiles::RowAsked& mine) const {
-    const uint32_t thread = role_thread(), warp = thread / 32, num_boxes = uint32_t(kLatentKeys) >> a.box_shift;
-    part.wait_free();
-    if (thread == 0) {  // for all: the others' bytes are counted too
-      tiles::expect_bytes(part.full(), Part::kTileBytes);
-      tiles::arrive_times(part.full(), 128);
-    }
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+      const uint32_t full = part_of_keys(part).full(), column = part * 4 + warp;
+      part_of_keys(part).wait_free();
+      if (thread == 0) {  // for all: the others' bytes are counted too
+        tiles::expect_bytes(full, (4 + part) * C::kColumnBytes);
+        tiles::arrive_times(full, 128);
+      }
 #pragma unroll 1
-    for (uint32_t i = 0; i < num_boxes; i++) {
-      const int32_t block = __shfl_sync(0xffffffffu, mine.id, i),
-                    token = __shfl_sync(0xffffffffu, int32_t(mine.inside), i);
-      if (!tiles::is_elected()) continue;
-      const uint32_t to = part.tile() + (i << a.box_shift) * 128;
-      tiles::copy_box(to + warp * C::kColumnBytes, a.maps[0], (number * C::kFirstColumns + warp) * 64, 0, token, block,
-                      part.full());
-      if (number == 0) continue;
-      const bool is_rope = warp == 2;
-      tiles::copy_box(to + (3 + warp) * C::kColumnBytes, a.maps[is_rope], is_rope ? 0 : (2 * 3 + warp) * 64, 0, token,
-                      block, part.full());
+      for (uint32_t i = 0; i < num_boxes; i++) {
+        const int32_t block = __shfl_sync(0xffffffffu, mine.id, i),
+                      token = __shfl_sync(0xffffffffu, int32_t(mine.inside), i);
+        if (!tiles::is_elected()) continue;
+        const uint32_t to = stage + (i << a.box_shift) * 128;
+        tiles::copy_box(to + column * C::kColumnBytes, a.maps[0], column * 64, 0, token, block, full);
+        if (part == 1 && warp == 3)
+          tiles::copy_box(to + kLatentDim / 64 * C::kColumnBytes, a.maps[1], 0, 0, token, block, full);
+      }
     }
   }
 
-  // ---- by rows. Thread t finds row t % 64 of a tile, and copies chunk t % 8 of rows t / 8 + 16 j of every column.
-  // Rows that differ by whole eights have the same swizzle, and offsets stand in the order a thread takes them: a copy
-  // is little more than one instruction.
+  // ---- by rows. Thread t finds row t % 64 of a tile, and copies chunks t % 16 + 16 m of a half's rows t / 16 + 8 j
+  // (of the rotary part: chunk t % 8 of rows t / 8 + 16 j). Rows that differ by whole eights have the same swizzle, and
+  // offsets stand in the order a thread takes them: a copy is little more than one instruction.
 
   __device__ __forceinline__ uint32_t* offsets() const {
     return reinterpret_cast<uint32_t*>(shared + C::kOffsetsAt) + count % 2 * 2 * kLatentKeys;
@@ -72,58 +65,67 @@ struct LatentLoad : LatentTile<false> {
   // Offsets of the tile to shared memory, and which rows are there (four places: who reads them may be two tiles
   // behind). The role's threads meet here.
   __device__ __forceinline__ void find(const tiles::RowAsked& mine) const {
-    const uint32_t thread = role_thread(), row = thread % 64, plane = thread / 64;
+    const uint32_t thread = role_thread(), row = thread % 64;
     const tiles::RowPlace place = tiles::place_row(a.rows, mine, 0);
     const bool is_there = place.block >= 0;
     const uint32_t there = __ballot_sync(0xffffffffu, is_there);
-    offsets()[plane * kLatentKeys + row % 16 * 4 + row / 16] = !is_there ? kNoRow
-                                                               : plane   ? place.offset[1]
-                                                                         : place.offset[0];
+    if (thread < 64) offsets()[row % 8 * 8 + row / 8] = is_there ? place.offset[0] : kNoRow;
+    else offsets()[kLatentKeys + row % 16 * 4 + row / 16] = is_there ? place.offset[1] : kNoRow;
     if (thread == 0 || thread == 32)
       reinterpret_cast<uint32_t*>(shared + C::kValidAt)[count % 4 * 2 + thread / 32] = there;
     tiles::meet(1, 128);
   }
 
-  // `columns` of 64 elements of a plane's rows.
-  template <bool kIsFull> __device__ __forceinline__ void copy_columns(uint32_t to, int plane, int first_column,
-                                                                       int columns) const {
-    const uint32_t thread = role_thread();
-    const uint4 four = *reinterpret_cast<const uint4*>(offsets() + plane * kLatentKeys + thread / 8 * 4);
-    const uint32_t offset[4] = {four.x, four.y, four.z, four.w};
-    to += chunk_at(thread / 8, thread % 8);
+  template <bool kIsFull> __device__ __forceinline__ void copy_half(int part) const {
+    const uint32_t thread = role_thread(),
+                   to = keys().tile() + chunk_at(thread / 16, thread % 16) + part * 4 * C::kColumnBytes;
+    const char* data = a.data[0] + thread % 16 * 16 + part * kLatentDim;
+    const uint4* mine = reinterpret_cast<const uint4*>(offsets() + thread / 16 * 8);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const bool is_there = kIsFull || offset[j] != kNoRow;
-      const char* from =
-          a.data[plane] + first_column * 128 + thread % 8 * 16 + (is_there ? uint64_t(offset[j]) * 16 : 0);
+    for (int h = 0; h < 2; h++) {
+      const uint4 four = mine[h];
+      const uint32_t offset[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-      for (int c = 0; c < columns; c++) {
-        if (kIsFull) tiles::copy_16(to + c * C::kColumnBytes + j * 16 * 128, from + c * 128);
-        else tiles::copy_16(to + c * C::kColumnBytes + j * 16 * 128, from + c * 128, is_there ? 16 : 0);
+      for (int j = 0; j < 4; j++) {
+        const bool is_there = kIsFull || offset[j] != kNoRow;
+        const char* from = data + (is_there ? uint64_t(offset[j]) * 16 : 0);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+          if (kIsFull) tiles::copy_16(to + m * 2 * C::kColumnBytes + (4 * h + j) * 1024, from + m * 256);
+          else tiles::copy_16(to + m * 2 * C::kColumnBytes + (4 * h + j) * 1024, from + m * 256, is_there ? 16 : 0);
+        }
       }
     }
   }
-  template <bool kIsFull> __device__ __forceinline__ void copy_part(uint32_t to, int number) const {
-    constexpr int kFirst = C::kFirstColumns, kLatents = kLatentDim / 64;
-    if (number == 0) return copy_columns<kIsFull>(to, 0, 0, kFirst);
-    copy_columns<kIsFull>(to, 0, kFirst, kLatents - kFirst);
-    copy_columns<kIsFull>(to + (kLatents - kFirst) * C::kColumnBytes, 1, 0, 1);
+  __device__ __forceinline__ void copy_rope() const {
+    const uint32_t thread = role_thread();
+    const uint32_t to = keys().tile() + chunk_at(thread / 8, kLatentDim / 8 + thread % 8);
+    const uint4 four = *reinterpret_cast<const uint4*>(offsets() + kLatentKeys + thread / 8 * 4);
+    const uint32_t offset[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      tiles::copy_16(to + j * 16 * 128,
+                     a.data[1] + thread % 8 * 16 + (offset[j] == kNoRow ? 0 : uint64_t(offset[j]) * 16),
+                     offset[j] == kNoRow ? 0 : 16);
   }
   __device__ __forceinline__ void copy_rows() const {
     const uint2 valid = *reinterpret_cast<const uint2*>(shared + C::kValidAt + count % 4 * 8);
     const bool is_full = (valid.x & valid.y) == 0xffffffffu;
-    copy_rows(first(), 0, is_full);
-    copy_rows(second(), 1, is_full);
-  }
-  template <class Part> __device__ __forceinline__ void copy_rows(const Part& part, int number, bool is_full) const {
-    part.wait_free();
-    if (is_full) copy_part<true>(part.tile(), number);
-    else copy_part<false>(part.tile(), number);
-    if (a.box_shift < 0) return part.arrive_full_when_copied();
-    tiles::commit_copies();
-    tiles::wait_copies<0>();
-    tiles::show_to_multiplications();
-    part.arrive_full();
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+      part_of_keys(part).wait_free();
+      if (is_full) copy_half<true>(part);
+      else copy_half<false>(part);
+      if (part == 1) copy_rope();
+      if (a.box_shift < 0) {
+        part_of_keys(part).arrive_full_when_copied();
+        continue;
+      }
+      tiles::commit_copies();
+      tiles::wait_copies<0>();
+      tiles::show_to_multiplications();
+      part_of_keys(part).arrive_full();
+    }
   }
 
   __device__ __forceinline__ void load(const LatentItem& item) {

@@ -25,7 +25,7 @@ struct LatentLoadFp8 : LatentTile<true> {
 
   static __device__ __forceinline__ uint32_t own_row(uint32_t thread) { return thread / 32 * 16 + thread % 8; }
   static __device__ __forceinline__ uint32_t own_chunk(uint32_t thread) { return thread % 32 / 8; }
-  __device__ __forceinline__ uint32_t records_of(uint32_t tile) const { return first(tile).tile() + kRawAt; }
+  __device__ __forceinline__ uint32_t records_of(uint32_t tile) const { return keys(tile).tile() + kRawAt; }
 
   // Lanes l and l + 16 ask for row l of the warp's.
   __device__ __forceinline__ tiles::RowAsked ask(const LatentItem& w, uint32_t tile) const {
@@ -67,7 +67,7 @@ struct LatentLoadFp8 : LatentTile<true> {
   }
 
   __device__ __forceinline__ void move_rope(uint32_t tile) const {  // chunk t % 8 of rows t / 8 + 16 j
-    const uint32_t thread = role_thread(), row = thread / 8, stage = first(tile).tile();
+    const uint32_t thread = role_thread(), row = thread / 8, stage = keys(tile).tile();
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const uint4 x =
@@ -91,7 +91,7 @@ struct LatentLoadFp8 : LatentTile<true> {
   }
   __device__ __forceinline__ void leave_scales(uint32_t tile) const {
     const uint32_t thread = role_thread(), row = thread / 32 * 16 + thread % 16;
-    const float4 four = *reinterpret_cast<const float4*>(shared + C::kFirstAt + tile % 2 * C::kTileBytes + kRawAt +
+    const float4 four = *reinterpret_cast<const float4*>(shared + C::kStagesAt + tile % 2 * C::kTileBytes + kRawAt +
                                                          row * kRecordBytes + kRecordScalesAt);
     if (thread % 32 < 16) *scales_of(row) = four;
     const float largest = fmaxf(fmaxf(fabsf(four.x), fabsf(four.y)), fmaxf(fabsf(four.z), fabsf(four.w)));
@@ -130,7 +130,7 @@ struct LatentLoadFp8 : LatentTile<true> {
                                                                               int second,
                                                                               const __half2 (&scales)[2][4]) const {
     const uint32_t thread = role_thread(),
-                   place = first(tile).tile() + chunk_at(own_row(thread), 2 * own_chunk(thread)) + second * 1024;
+                   place = keys(tile).tile() + chunk_at(own_row(thread), 2 * own_chunk(thread)) + second * 1024;
 #pragma unroll
     for (int k = 0; k < kCount; k++) {
       const __half2 scale = scales[second][(kFirst + k) / 2];
@@ -155,12 +155,12 @@ struct LatentLoadFp8 : LatentTile<true> {
   // stage is free by then, else after.
   __device__ __forceinline__ void load(const LatentItem& w) {
     tiles::RowAsked asked = ask(w, w.first_tile);
-    first().wait_free();
+    keys().wait_free();
     copy(asked, count);
     asked = ask(w, w.first_tile + 1);
     for (uint32_t left = w.num_tiles; left > 0; left--, count++) {
       const uint32_t next = count + 1;
-      tiles::wait(arrived(count), first().parity());
+      tiles::wait(arrived(count), keys().parity());
       clear_missing(count);
       leave_scales(count);
       uint4 beside[2][kBeside], held[2][kHeld];
@@ -175,15 +175,15 @@ struct LatentLoadFp8 : LatentTile<true> {
       for (int i = 0; i < 2; i++) read_row<kBeside, kHeld>(held[i], count, i);
       tiles::meet(1, 128);
       widen_row<kBeside, kHeld>(held[0], count, 0, scales);
-      const bool is_early = left > 1 && __all_sync(0xffffffffu, first(next).is_free());
+      const bool is_early = left > 1 && __all_sync(0xffffffffu, keys(next).is_free());
       if (is_early) copy(asked, next);
       widen_row<kBeside, kHeld>(held[1], count, 1, scales);
-      if (shift) shift_rope(first().tile(), power_of_two(-shift));
+      if (shift) shift_rope(keys().tile(), power_of_two(-shift));
       tiles::show_to_multiplications();
-      first().arrive_full();
+      keys().arrive_full();
       if (left > 1) {
         if (!is_early) {
-          first(next).wait_free();
+          keys(next).wait_free();
           copy(asked, next);
         }
         asked = ask(w, w.first_tile + w.num_tiles - left + 2);

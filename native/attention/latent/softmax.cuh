@@ -9,16 +9,12 @@ namespace cuda {
 
 template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
   using Tile = LatentTile<kIsFp8>;
-  using C = typename Tile::C;
+  using C = LatentConfig;
   using Numbers = typename Tile::Numbers;
-  using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::first, Tile::second, Tile::weights, Tile::scored,
-      Tile::show_keys, Tile::chunk_at, Tile::kUnit, Tile::power_of_two, Tile::shift_of;
+  using Tile::a, Tile::at, Tile::shared, Tile::count, Tile::keys, Tile::part_of_keys, Tile::kParts, Tile::weights,
+      Tile::scored, Tile::show_keys, Tile::chunk_at, Tile::kUnit, Tile::power_of_two, Tile::shift_of;
 
   // Rows of this thread's scores are r0 = 16 * warp + g and r0 + 8.
-
-  // Of queries, the columns that are held in registers, as multiplications have them: of 16 elements, those of r0 and
-  // of r0 + 8 at 2 t, then at 8 + 2 t.
-  uint32_t held[C::kHeldColumns ? C::kHeldColumns * 4 : 1][4];
 
   struct Softmax : tiles::TileSoftmax<Numbers, !kIsFp8> {
     float factor[2];    // of scores
@@ -29,37 +25,24 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
     const uint32_t token = a.heads.divide(row), head = row - token * a.heads.d;
     return a.q.data + (w.first_query + token) * a.q.token + int64_t(head) * a.q.head;
   }
-  __device__ __forceinline__ void load_queries(const LatentItem& w, Softmax* x) {
+  __device__ __forceinline__ void load_queries(const LatentItem& w, Softmax* x) const {
     const int thread = int(role_thread());
+    constexpr int kChunks = C::kColumns * 8;
     if constexpr (kIsFp8) {
       load_f16_queries(w);
     } else {
       // A warp takes 16 rows one by one, so that where a row lies is found once.
-      constexpr int kHeldBytes = C::kHeldColumns * 128, kChunks = (C::kColumns - C::kHeldColumns) * 8;
       const uint32_t lane = thread % 32, first_row = w.first_row, rows = w.rows;
-      const char* all = a.q.data + w.first_query * a.q.token;
-      const auto place = [&](uint32_t row) {
-        const uint32_t token = a.heads.divide(row);
-        return all + token * a.q.token + (row - token * a.heads.d) * a.q.head;
-      };
+      const char* first = a.q.data + w.first_query * a.q.token + lane * 16;
 #pragma unroll 4
       for (uint32_t r = thread / 32 * 16; r < thread / 32 * 16 + 16; r++) {
         const bool is_there = first_row + r < rows;
-        const char* from = place(is_there ? first_row + r : 0) + kHeldBytes + lane * 16;
+        const uint32_t row = is_there ? first_row + r : 0, token = a.heads.divide(row), head = row - token * a.heads.d;
+        const char* from = first + token * a.q.token + head * a.q.head;
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-          if (i < 1 || lane < kChunks - 32)
+        for (int i = 0; i < 3; i++)
+          if (i < 2 || lane < kChunks - 64)
             tiles::copy_16(at + C::kQueryAt + chunk_at(r, lane + 32 * i), from + 512 * i, is_there ? 16 : 0);
-      }
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const uint32_t row = first_row + thread / 32 * 16 + lane / 4 + 8 * h;
-        const bool is_there = row < rows;
-        const uint32_t* from = reinterpret_cast<const uint32_t*>(place(is_there ? row : 0)) + lane % 4;
-#pragma unroll
-        for (int k = 0; k < C::kHeldColumns * 4; k++)
-#pragma unroll
-          for (int e = 0; e < 2; e++) held[k][2 * e + h] = is_there ? __ldg(from + 8 * k + 4 * e) : 0u;
       }
       tiles::commit_copies();
       tiles::wait_copies<0>();
@@ -108,43 +91,27 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
     if (first == 0) reinterpret_cast<float*>(shared + C::kGrowAt)[r] = power_of_two(exponent + kUnit);
   }
 
-  // Columns of keys from `first_column` on, which begin at `keys`; queries in shared memory.
-  __device__ __forceinline__ void multiply_columns(float (&s)[32], uint32_t keys, int first_column) const {
-    const uint64_t queries = tiles::matrix_descriptor(tiles::for_all_lanes(at + C::kQueryAt), 16, 1024),
-                   rows = tiles::matrix_descriptor(tiles::for_all_lanes(keys), 16, 1024);
-    tiles::hold(s);
-    tiles::begin_multiplications();
-#pragma unroll
-    for (int k = first_column * 4; k < C::kColumns * 4; k++) {
-      const uint32_t step = ((k / 4 - first_column) * C::kColumnBytes + (k % 4) * 32) >> 4;
-      if (k < kLatentDim / 16) tiles::Warpgroup<Numbers, 64>::multiply(s, queries + step, rows + step, k > 0);
-      else tiles::Warpgroup<tiles::Bf16Numbers, 64>::multiply(s, queries + step, rows + step, 1);
-    }
-    tiles::commit_multiplications();
-  }
-  __device__ __forceinline__ void multiply_held(float (&s)[32], uint32_t keys) const {
-    const uint64_t rows = tiles::matrix_descriptor(tiles::for_all_lanes(keys), 16, 1024);
-    tiles::hold(s);
-    tiles::begin_multiplications();
-#pragma unroll
-    for (int k = 0; k < C::kHeldColumns * 4; k++)
-      tiles::Warpgroup<Numbers, 64>::multiply_held(s, held[k], rows + (((k / 4) * C::kColumnBytes + (k % 4) * 32) >> 4),
-                                                   k > 0);
-    tiles::commit_multiplications();
-    tiles::wait_multiplications<0>();
-    tiles::hold(s);
-  }
-  // Of a tile in two parts, the first while the second is still loaded. Begun, not ended.
+  // By halves of a tile, the first while the second is still loaded. Begun, not ended.
   __device__ __forceinline__ void multiply_scores(float (&s)[32]) const {
-    first().wait_full();
-    show_keys();
-    if constexpr (C::kParts == 2) {
-      multiply_held(s, first().tile());
-      second().wait_full();
+    const uint64_t queries = tiles::matrix_descriptor(tiles::for_all_lanes(at + C::kQueryAt), 16, 1024),
+                   rows = tiles::matrix_descriptor(tiles::for_all_lanes(keys().tile()), 16, 1024);
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+      part_of_keys(part).wait_full();
       show_keys();
-      multiply_columns(s, second().tile(), C::kHeldColumns);
-    } else {
-      multiply_columns(s, first().tile(), 0);
+      tiles::hold(s);
+      tiles::begin_multiplications();
+      constexpr int kSteps = C::kColumns * 4;  // and of the first half: 16
+#pragma unroll
+      for (int k = part * 16; k < (part + 1 == kParts ? kSteps : 16); k++) {
+        const uint32_t step = ((k / 4) * C::kColumnBytes + (k % 4) * 32) >> 4;
+        if (k < kLatentDim / 16) tiles::Warpgroup<Numbers, 64>::multiply(s, queries + step, rows + step, k > 0);
+        else tiles::Warpgroup<tiles::Bf16Numbers, 64>::multiply(s, queries + step, rows + step, 1);
+      }
+      tiles::commit_multiplications();
+      if (part + 1 == kParts) continue;
+      tiles::wait_multiplications<0>();
+      tiles::hold(s);
     }
   }
 
