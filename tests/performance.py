@@ -264,7 +264,7 @@ def cache_section() -> Iterator[str]:
 
 def call_section() -> Iterator[str]:
     result = read("call-cpu.json")
-    yield from ["## One Python call", "", *source(result, "`kvx.write` of one token, including all checks.")]
+    yield from ["## One Python call", "", *source(result, "`kvx.write` of one token and `kvx.convert` of small caches on the host, including all checks.")]
     d = result.data
     rows = [
         ["`kvx.write` from Python", time_text(d["python_call"]["median_us"])],
@@ -272,6 +272,9 @@ def call_section() -> Iterator[str]:
         ["an empty ctypes call", time_text(d["empty_ctypes_call"]["median_us"])],
         ["`kvx.write` minus the kernel itself", time_text(d["overhead_us"])],
     ]
+    for r in d["convert"]:
+        what = f"`kvx.convert` of {r['ids']:,} blocks, {r['buffers']} buffers"
+        rows += [[f"{what}, {which} block ids", time_text(r[key]["median_us"])] for key, which in (("new_ids", "other"), ("same_ids", "the same"))]
     yield from table(["call", "median"], rows)
 
 

@@ -1,15 +1,19 @@
-"""kvx bench call: what one Python call costs over the kernel itself, checks included, on a cache too small to matter."""
+"""kvx bench call: what one Python call costs the host, checks included: kvx.write over its kernel on a cache too small to matter, and
+kvx.convert with block ids of the host, which on a GPU only has to queue its work."""
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import asdict
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import kvx
-from kvx.bench.harness import Timing, machine, time_host
+from kvx.bench.harness import Timing, machine, summarise, time_host
 from kvx.ops import library, native
 from kvx.ops.door_spec import door_spec
 from kvx.ops.structs import Array, DoorSpec
@@ -35,7 +39,35 @@ def measure(seconds: float = 1.0) -> dict[str, Any]:
         "empty_ctypes_call": asdict(nothing),
         "kernel_us": kernel_alone,
         "overhead_us": python.median_us - kernel_alone,
+        "convert": [_convert(*case) for case in _CONVERTS[: 3 if torch.cuda.is_available() else 2]],
     }
+
+
+_CONVERTS = ((1, 64, 8), (47, 64, 8), (5, 16384, 16384))  # layers, blocks, ids; the last is 2.7 GB a side, and for a GPU alone
+
+
+def _convert(layers: int, num_blocks: int, num_ids: int, calls: int = 40) -> dict[str, Any]:
+    """Calls one after the other, each with other ids than the one before, or all with the same; on a GPU nothing is waited for."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    src = kvx.CacheSpec(num_blocks, 16, 8, 128, num_layers=layers, layout="layer kv | block token head dim")
+    dst = replace(src, layout="block layer kv head token dim")
+    plan, source, target = kvx.plan(src, dst), kvx.allocate_buffers(src, device), kvx.allocate_buffers(dst, device)
+    g = torch.Generator().manual_seed(0)
+    ids = [tuple(torch.randperm(num_blocks, generator=g)[:num_ids] for _ in range(2)) for _ in range(calls)]
+
+    def timed(pairs: Sequence[tuple[Tensor, ...]]) -> Timing:
+        samples = []
+        for a, b in (*pairs[:5], *pairs):
+            start = time.perf_counter()
+            kvx.convert(source, target, plan=plan, src_blocks=a, dst_blocks=b)
+            samples.append((time.perf_counter() - start) * 1e6)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return summarise(samples[5:])
+
+    new, same = timed(ids), timed(ids[:1] * calls)
+    label = {"device": device, "buffers": len(source) + len(target), "ids": num_ids}
+    return {**label, "new_ids": asdict(new), "same_ids": asdict(same)}
 
 
 def _empty_call() -> Any:
@@ -45,7 +77,7 @@ def _empty_call() -> Any:
     return lambda: call(1, 2)
 
 
-def _kernel_loop(spec: kvx.CacheSpec, cache: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> Any:
+def _kernel_loop(spec: kvx.CacheSpec, cache: Any, k: Tensor, v: Tensor, slots: Tensor) -> Any:
     """kvx_write with descriptors made beforehand."""
     lib = ctypes.PyDLL(library.library_path())
     call = lib.kvx_write
@@ -86,7 +118,7 @@ class _WriteArgs(ctypes.Structure):
     ]
 
 
-def _fill(array: Any, t: torch.Tensor, dtype: int) -> None:
+def _fill(array: Any, t: Tensor, dtype: int) -> None:
     array.data, array.data_bytes, array.ndim, array.dtype = t.data_ptr(), t.numel() * t.element_size(), t.dim(), dtype
     array.shape[: t.dim()] = t.shape
     array.stride[: t.dim()] = t.stride()
@@ -94,7 +126,14 @@ def _fill(array: Any, t: torch.Tensor, dtype: int) -> None:
 
 def show(result: dict[str, Any]) -> str:
     p, c = (Timing(**result[n]) for n in ("python_call", "c_call_through_ctypes"))
-    return (
+    lines = [
         f" call kvx.write | {p.median_us:.2f} us ({p.p10_us:.2f}-{p.p90_us:.2f}) | C through ctypes {c.median_us:.2f} us | "
         f"kernel and its checks {result['kernel_us']:.2f} us | overhead {result['overhead_us']:.2f} us"
-    )
+    ]
+    for r in result["convert"]:
+        new, same = Timing(**r["new_ids"]), Timing(**r["same_ids"])
+        lines.append(
+            f" call kvx.convert on {r['device']}, {r['buffers']} buffers, {r['ids']:,} ids of the host | new ids {new.median_us:.1f} us "
+            f"({new.p10_us:.1f}-{new.p90_us:.1f}) | the same again {same.median_us:.1f} us ({same.p10_us:.1f}-{same.p90_us:.1f})"
+        )
+    return "\n".join(lines)
