@@ -264,7 +264,11 @@ def cache_section() -> Iterator[str]:
 
 def call_section() -> Iterator[str]:
     result = read("call-cpu.json")
-    yield from ["## One Python call", "", *source(result, "`kvx.write` of one token and `kvx.convert` of small caches on the host, including all checks.")]
+    yield from [
+        "## One Python call",
+        "",
+        *source(result, "`kvx.write` of one token and `kvx.convert` of small caches on the host, including all checks."),
+    ]
     d = result.data
     rows = [
         ["`kvx.write` from Python", time_text(d["python_call"]["median_us"])],
@@ -273,8 +277,10 @@ def call_section() -> Iterator[str]:
         ["`kvx.write` minus the kernel itself", time_text(d["overhead_us"])],
     ]
     for r in d["convert"]:
-        what = f"`kvx.convert` of {r['ids']:,} blocks, {r['buffers']} buffers"
-        rows += [[f"{what}, {which} block ids", time_text(r[key]["median_us"])] for key, which in (("new_ids", "other"), ("same_ids", "the same"))]
+        what = f"`kvx.convert` of {r['ids']:,} block{'s' if r['ids'] > 1 else ''}, {r['buffers']} buffers"
+        rows += [
+            [f"{what}, {ids} ids", time_text(r[key]["median_us"])] for key, ids in (("new_ids", "other"), ("same_ids", "the same"))
+        ]
     yield from table(["call", "median"], rows)
 
 
