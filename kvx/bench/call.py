@@ -1,5 +1,5 @@
-"""kvx bench call: what one Python call costs the host, checks included, on caches too small to matter: kvx.write over its kernel, and
-kvx.convert with block ids of the host."""
+"""kvx bench call: what one Python call costs the host, checks included, on caches too small to matter: kvx.write over its kernel,
+and kvx.convert with block ids of the host."""
 
 from __future__ import annotations
 
