@@ -116,6 +116,8 @@ def as_numbers(
     if seq_lens is None:
         return (src, num_src, dst, num_dst, None), (src_memory, dst_memory)
     check_lens(seq_lens)
+    if seq_lens.numel() == 0:  # has no address, which the library takes for no lengths at all
+        check_blocks(plan, src_blocks, dst_blocks, seq_lens)
     [lens], lens_memory = native.handles(seq_lens)
     return (src, num_src, dst, num_dst, lens), (src_memory, dst_memory, lens_memory)
 
