@@ -193,11 +193,7 @@ kvx_status_t run_any_split(const AttentionParams& p, int num_sms, int64_t* rows,
   *rows = c.rows;
   c.args.is_split = 1, c.args.d.plan = shape_of(p, c, num_sms);
   KVX_TRY(start(p, &c, c.args.d.plan.max_workers, stream));
-  const int64_t count = p.num_seqs * p.num_kv_heads * c.rows;
-  const dim3 grid{unsigned((count + 3) / 4)}, block(128);
-  const DecodeArgs& d = c.args.d;  // of which scales are none: they are in the parts
-  return p.v_head_dim <= 128 ? launch_early("attention_combine", combine<4>, grid, block, stream, d, false)
-                             : launch_early("attention_combine", combine<16>, grid, block, stream, d, false);
+  return launch_combine(c.args.d, false, stream);  // scales are in the parts already
 }
 
 bool takes_any(const AttentionParams& p) {

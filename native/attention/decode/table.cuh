@@ -46,9 +46,7 @@ kvx_status_t launch_decode(const DecodeArgs& args, int blocks, int workers, void
   KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&decode<C>), workers * C::kWorkerBytes));
   KVX_TRY(launch_early_with("attention_decode", decode<C>, dim3(unsigned(blocks)),
                             dim3(unsigned(workers) * C::kTeam * 32), workers * C::kWorkerBytes, stream, args));
-  const int64_t rows = int64_t(args.num_seqs) * args.num_kv_heads * args.plan.rows;
-  return launch_early("attention_combine", combine<(C::Tile::kValueDims + 31) / 32>, dim3(unsigned((rows + 3) / 4)),
-                      dim3(128), stream, args, C::kScales == ONE_SCALE);
+  return launch_combine(args, C::kScales == ONE_SCALE, stream);
 }
 
 template <class Rows, class Tile, int kColumns, ScaleKind kScales, bool kOwnCaches> DecodeChoice decode_choice() {

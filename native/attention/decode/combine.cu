@@ -1,0 +1,96 @@
+// What ends a decode whose sequences were shared out: the parts of several workers become one row.
+#include "attention/decode/combine.cuh"
+
+namespace kvx {
+namespace cuda {
+
+namespace {
+
+// Adds up the parts of every (sequence, head) that several workers shared: a warp for each query row, parts in the
+// order of the line.
+template <int kPerLane>
+__global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArgs a, bool one_scale) {
+  let_next_start();
+  // The plan and the sequences' ends are older than the launch before this one, which waited for them: they are read
+  // ahead of its end. Nobody leaves before that: whoever comes after waits for this launch alone.
+  const int lane = threadIdx.x % 32;
+  const int64_t index = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
+  const int32_t row = int32_t(index % a.plan.rows), kv_head = int32_t(index / a.plan.rows % a.num_kv_heads);
+  const int64_t seq64 = index / a.plan.rows / a.num_kv_heads;
+  const int32_t seq = int32_t(min(seq64, int64_t(a.num_seqs) - 1));
+  const int lines = a.plan.lines, head_of_line = kv_head / lines, line = kv_head - head_of_line * lines;
+  int first_share = 0, last_share = 0, first_slot = 0;
+  if (seq64 < a.num_seqs && row < rows_of(a, seq)) {
+    const PlanHeader plan = load_now<PlanHeader>(a.workspace);
+    const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
+    const long long from = __ldcg(first_tile + seq), of_seq = __ldcg(first_tile + seq + 1) - from,
+                    begin = from * (a.num_kv_heads / lines) + head_of_line * of_seq;
+    first_share = int(((begin + 1) * plan.workers - 1) / plan.tiles),
+    last_share = int(((begin + of_seq) * plan.workers - 1) / plan.tiles);
+    // The first worker came to it after other items, unless it began with it.
+    const WorkerStart start =
+        load_now<WorkerStart>(a.workspace + a.plan.start_at + first_share * int64_t(sizeof(WorkerStart)));
+    first_slot = start.seq == seq && start.head + line == kv_head ? 0 : 1;
+  }
+  constexpr int kUnroll = kPerLane > 8 ? 4 : 8;
+  wait_for_previous();
+  if (first_share >= last_share) return;  // one worker had it alone, or there is none
+  const int width = a.dims[1] + 2;
+  const auto has_dim = [&](int i) { return i * 32 + lane < a.dims[1]; };
+  const char* parts = a.workspace + a.plan.partial_at;
+  float largest = -INFINITY, total = 0.f, x[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane; i++) x[i] = 0.f;
+  for (int s = first_share; s <= last_share; s += kUnroll) {
+    float part[kUnroll][kPerLane], top[kUnroll], under[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; u++) {
+      const int of = min(s + u, last_share);
+      const float* p = reinterpret_cast<const float*>(
+                           parts + (2 * (int64_t(of) * lines + line) + (of == first_share ? first_slot : 0)) *
+                                       a.plan.partial_bytes) +
+                       row * width;
+      top[u] = s + u > last_share ? -INFINITY : __ldcg(p), under[u] = __ldcg(p + 1);
+#pragma unroll
+      for (int i = 0; i < kPerLane; i++) part[u][i] = has_dim(i) ? __ldcg(p + 2 + i * 32 + lane) : 0.f;
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; u++) {
+      if (top[u] == -INFINITY) continue;
+      const float now = fmaxf(largest, top[u]), old = tiles::exp2_fast(largest - now),
+                  fresh = tiles::exp2_fast(top[u] - now);
+      total = total * old + under[u] * fresh;
+#pragma unroll
+      for (int i = 0; i < kPerLane; i++) x[i] = x[i] * old + part[u][i] * fresh;
+      largest = now;
+    }
+  }
+  const int64_t first = first_query(a, seq);
+  const int32_t token = row / a.group, head = kv_head * a.group + row - token * a.group;
+  const float inverse =
+      finish(a, first + token, head, largest, total, scale_of(a.scales[1], kv_head, one_scale), lane == 0);
+  char* out = a.out.data + (first + token) * a.out.token + int64_t(head) * a.out.head;
+#pragma unroll
+  for (int i = 0; i < kPerLane; i++)
+    if (has_dim(i)) write(a.out, out, i * 32 + lane, x[i] * inverse);
+}
+
+auto choose_combine(int32_t dims) {
+  return dims <= 64    ? combine<2>
+         : dims <= 96  ? combine<3>
+         : dims <= 128 ? combine<4>
+         : dims <= 192 ? combine<6>
+         : dims <= 256 ? combine<8>
+                       : combine<16>;
+}
+
+}  // namespace
+
+kvx_status_t launch_combine(const DecodeArgs& args, bool one_scale, void* stream) {
+  const int64_t rows = int64_t(args.num_seqs) * args.num_kv_heads * args.plan.rows;
+  return launch_early("attention_combine", choose_combine(args.dims[1]), dim3(unsigned((rows + 3) / 4)), dim3(128),
+                      stream, args, one_scale);
+}
+
+}  // namespace cuda
+}  // namespace kvx
