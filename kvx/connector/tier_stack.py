@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 
 from kvx.tiers import Block, BlockKind, HostTier, Tier, TierError, TierOption
@@ -41,8 +42,15 @@ class TierStack:
         return [any(answers) for answers in zip(*found, strict=True)]
 
     def put(self, names: Sequence[bytes], blocks: Sequence[Block]) -> None:
-        for wait in [tier.put(names, blocks) for tier in self.tiers]:
-            wait.result()
+        """When it returns or raises, no tier reads the blocks any more: a caller may fill them with others."""
+        puts: list[Future[list[bool]]] = []
+        try:
+            for tier in self.tiers:
+                puts.append(tier.put(names, blocks))
+        finally:
+            wait(puts)
+        for done in puts:
+            done.result()
 
     def get(self, names: Sequence[bytes], into: Sequence[Block] | None = None) -> list[Block | None]:
         """Read and checked; None is a miss. Read only. `into` is memory for those that do not lie in memory already."""
