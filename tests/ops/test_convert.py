@@ -342,6 +342,7 @@ def test_shards_of_different_caches():
         ({"src_blocks": torch.zeros(2, 1, dtype=torch.int64), "dst_blocks": [3]}, kvx.BadArgument, "2 sequences|sequences"),
         ({"src_blocks": torch.zeros(1), "dst_blocks": [3]}, kvx.BadArgument, "int32 or int64"),
         ({"src_blocks": ["a"], "dst_blocks": [3]}, kvx.BadArgument, r"src_blocks is \['a'\]; it must be a row of block ids"),
+        ({"src_blocks": 2, "dst_blocks": [3]}, kvx.BadArgument, r"src_blocks is the number 2; .* For one block give \[2\]"),
         ({"src_blocks": [1.0], "dst_blocks": [3]}, kvx.BadArgument, r"src_blocks is \[1.0\]; it must be a row of block ids"),
         (
             {"src_blocks": [[1.0]], "dst_blocks": [[3]]},

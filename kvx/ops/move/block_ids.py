@@ -19,6 +19,8 @@ BlockIds = Tensor | Sequence[int] | None  # None: the plan's, or all in order
 def blocks_of(call: str, name: str, ids: BlockIds, num_blocks: int) -> Tensor:
     if ids is None:
         return torch.arange(num_blocks, dtype=torch.int32)
+    if isinstance(ids, int):
+        raise BadArgument(f"{call}(): {name} is the number {ids}; it must be a row of block ids. For one block give [{ids}].")
     if not isinstance(ids, Tensor):
         try:
             ids = _ids_of(ids)
