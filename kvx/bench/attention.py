@@ -25,6 +25,7 @@ from kvx.quant.scales import round_scale
 
 CEILINGS = ("read",)
 _RECORD = "fp8_e4m3_per_128_inline"  # with bf16 beside it: 656 bytes a token
+_SMALLER = ("fp8_e4m3", "int8_per_token_head", "mxfp8", "int4_per_token_head", "int4_per_group", "nvfp4", "mxfp4")
 _MLA_SCALE = 192**-0.5  # of a model whose own heads are 128 + 64
 _SKEWED = (65536, *(2048,) * 63)  # one long conversation among short ones
 
@@ -98,10 +99,15 @@ def cases(device: str) -> Iterator[AttentionCase]:
         for fmt in ("f32", "bf16"):
             for layout in ("NHD", "HND"):
                 yield AttentionCase((4096,) * 8, 32, 8, layout, fmt, fmt)
-        for fmt in ("f16", "fp8_e4m3", "int8_per_token_head"):
+        for fmt in ("f16", *_SMALLER):
             yield AttentionCase((4096,) * 8, 32, 8, "NHD", fmt, "f16" if fmt == "f16" else "bf16")
+        for dim in (72, 256):
+            for fmt in ("bf16", "fp8_e4m3", "int8_per_token_head"):
+                yield AttentionCase((4096,) * 4, 32, 8, "NHD", fmt, dim=dim)
         yield AttentionCase((16384, *(512,) * 7), 32, 8, "NHD")
         yield AttentionCase((512,) * 2, 32, 8, "NHD", "f32", "f32", is_prefill=True)
+        for fmt in ("bf16", "fp8_e4m3", "int8_per_token_head"):
+            yield AttentionCase((512,) * 2, 32, 8, "NHD", fmt, is_prefill=True)
         yield _latent((2048,) * 4, 16)
         yield _latent((2048,) * 4, 16, _RECORD)
         return

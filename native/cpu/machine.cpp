@@ -5,6 +5,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 #include "attention/cpu/attend.h"
 #include "cpu/rows.h"
 #include "run.h"
@@ -19,10 +26,26 @@ struct Tables {
   const AttendTable& attend;
 };
 
+#if defined(__aarch64__)
+bool has_dotprod() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has;
+#else
+  return false;
+#endif
+}
+#endif
+
 Tables choose() {
-#if defined(__x86_64__)
   // KVX_SIMD (debugging) takes away instruction sets, so that each path can be tested on one machine.
-  const char* cap = getenv("KVX_SIMD");
+  [[maybe_unused]] const char* cap = getenv("KVX_SIMD");
+#if defined(__aarch64__)
+  if (has_dotprod() && !(cap && !strcmp(cap, "plain"))) return {rows_plain, attend_dotprod};
+#elif defined(__x86_64__)
   const bool plain = cap && !strcmp(cap, "plain"), avx2_only = cap && !strcmp(cap, "avx2"),
              no_bf16 = cap && !strcmp(cap, "avx512");
   __builtin_cpu_init();

@@ -194,10 +194,10 @@ def test_groups_of_any_size(backend, fmt, dim, generator):
 
 
 @pytest.mark.parametrize("size", [1e-12, 1e-3, 3e4])
-@pytest.mark.parametrize("fmt", ["fp8_e4m3_per_head", "f16"])
+@pytest.mark.parametrize("fmt", ["fp8_e4m3_per_head", "int8_per_head", "f16"])
 @pytest.mark.parametrize("dim", [128, 192])
 def test_bf16_queries_of_any_size(backend, dim, fmt, size, generator):
-    """f16 does not have bf16's range: kernels that multiply in it fit each row, and each slice that a warp has of it."""
+    """f16 and fixed point do not have bf16's range: what multiplies in them fits each row, and each slice that a warp has of it."""
     case = Case(lens=(200, 40), queries=(150, 1), format=fmt, io="bf16", dim=dim, scale=dim**-0.5 / size)
     made = case.make(backend.device, generator)
     made.q *= size
@@ -223,6 +223,18 @@ def test_infinities_and_nan_of_fp8_values_stay(fmt, code, dim, generator):
     compare.bitwise(torch.isnan(out), torch.isnan(want))
     compare.bitwise(torch.isinf(out), torch.isinf(want))
     torch.testing.assert_close(out, want, atol=0.05, rtol=0.02, equal_nan=True)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3_per_head", "int8_per_head", "int8_per_token_head"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_query_that_is_no_number_spoils_its_own_row_alone(backend, bad, fmt, generator):
+    made = Case(lens=(150, 40), format=fmt, io="bf16", dim=128).make(backend.device, generator)
+    out, lse = made.run(backend.name)
+    made.q[0, 1, 5] = bad
+    spoiled, _ = made.run(backend.name)
+    assert torch.isnan(spoiled[0, 1]).all()
+    spoiled[0, 1] = out[0, 1]
+    compare.bitwise(spoiled, out)
 
 
 def test_strided_queries_and_outputs(backend, generator):

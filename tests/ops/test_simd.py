@@ -31,23 +31,26 @@ for case in (*attention_cases.DECODE, *attention_cases.FORMATS, *attention_cases
     made.check(*made.run("cpu"))
 """
 
-# Group sizes, dims and query types of bf16 caches; what is printed shows whether two runs computed alike.
-BF16 = """
+# Group sizes, dims and query types of caches of one format; what is printed shows whether two runs computed alike.
+PRODUCTS = """
 import hashlib
 import torch
 from tests.ops import attention_cases
 case, lse = attention_cases.Case, hashlib.sha256()
-for io in ("bf16", "f16", "f32"):
-    for heads, dim in ((2, 64), (4, 96), (8, 128), (16, 256)):
-        for more in ({}, {"soft_cap": 5.0}, {"window": 9, "queries": 2}, {"scale": -0.3}):
-            one = case(lens=(700, 1, 33), heads=heads, dim=dim, format="bf16", io=io, **more)
-            made = one.make("cpu", torch.Generator().manual_seed(0))
-            got = made.run("cpu")
-            made.check(*got)
-            if io == {io!r}:
-                lse.update(got[1].numpy().tobytes())
+for heads, dim in ((2, 64), (4, 96), (8, 128), (16, 256), (4, 144)):
+    for more in ({}, {"soft_cap": 5.0}, {"window": 9, "queries": 2}, {"scale": -0.3}, {"layout": "HND"}):
+        one = case(lens=(700, 1, 33), heads=heads, dim=dim, format=FORMAT, io=IO, **more)
+        made = one.make("cpu", torch.Generator().manual_seed(0))
+        got = made.run("cpu")
+        made.check(*got)
+        lse.update(got[1].numpy().tobytes())
 print(lse.hexdigest())
 """
+
+
+def _has(flag: str) -> bool:
+    info = Path("/proc/cpuinfo")
+    return info.exists() and flag in info.read_text().split()
 
 
 def _run(code: str, simd: str | None) -> str:
@@ -60,15 +63,25 @@ def _run(code: str, simd: str | None) -> str:
 @pytest.mark.parametrize("io", ["bf16", "f16", "f32"])
 def test_bf16_products(io):
     """AVX512_BF16 multiplies bf16 keys by 16-bit queries: as near as without it, by another way. f32 queries do not use it."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists() or "avx512_bf16" not in info.read_text():
+    if not _has("avx512_bf16"):
         pytest.skip("this CPU has no AVX512_BF16")
-    code = BF16.replace("{io!r}", repr(io))
+    code = f"FORMAT, IO = 'bf16', {io!r}" + PRODUCTS
     assert (_run(code, None) != _run(code, "avx512")) == (io != "f32")
+
+
+@pytest.mark.parametrize("io", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("fmt", ["int8", "int8_per_token_head"])
+def test_int8_products(fmt, io):
+    """Arm's SDOT multiplies int8 rows by queries and weights in parts of 8 bits: as near as without it, by another way."""
+    if not _has("asimddp"):
+        pytest.skip("this CPU is not an Arm with dot products of bytes")
+    code = f"FORMAT, IO = {fmt!r}, {io!r}" + PRODUCTS
+    assert _run(code, None) != _run(code, "plain")
 
 
 @pytest.mark.parametrize("simd", ["plain", "avx2"])
 def test_narrower_instruction_sets_agree(simd):
-    if platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip("KVX_SIMD chooses among x86 instruction sets; Arm has one, which every other test runs")
-    _run(CHECK.format(simd=simd), simd)
+    is_arm = platform.machine() in ("aarch64", "arm64")
+    if is_arm and simd != "plain":
+        pytest.skip("an instruction set of x86")
+    _run(CHECK.format(simd="neon" if is_arm else simd), simd)

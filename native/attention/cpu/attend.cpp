@@ -1,5 +1,5 @@
-// Compiled once per instruction set: KVX_ISA is plain, avx2, avx512 or avx512bf16 (CMakeLists.txt sets it and the
-// flags), here with fused multiply-add: attention promises an error, not bits. Written with the compiler's vectors;
+// Compiled once per instruction set: KVX_ISA is plain, dotprod, avx2, avx512 or avx512bf16 (CMakeLists.txt sets it and
+// the flags), here with fused multiply-add: attention promises an error, not bits. Written with the compiler's vectors;
 // what it does not see by itself is said in a few intrinsics.
 #ifndef KVX_ISA
 #define KVX_ISA plain
@@ -10,6 +10,7 @@
 #include <math.h>
 
 #include <type_traits>
+#include <utility>
 
 #include "format.h"
 
@@ -37,6 +38,8 @@ constexpr int kPositions = 4, kVectors = 4;
 constexpr int kPositions = 2, kVectors = 2;
 #endif
 using cpu::kLanes;
+using cpu::WidenRow;
+#define KVX_INLINE inline __attribute__((always_inline))
 
 typedef float Vec __attribute__((vector_size(4 * W)));
 typedef int32_t IVec __attribute__((vector_size(4 * W)));
@@ -271,13 +274,10 @@ inline void each_run(const cpu::TileStates& s, int64_t head, F&& f) {
 // Calls f(position, head) for blocks of positions, in the order of memory.
 template <class F>
 inline void each_block(const cpu::TileRows& rows, int64_t positions, F&& f) {
-  if (rows.by_head) {
-    for (int64_t h = 0; h < rows.heads; h++)
-      for (int64_t t = 0; t < rows.count; t += positions) f(t, h);
-  } else {
-    for (int64_t t = 0; t < rows.count; t += positions)
-      for (int64_t h = 0; h < rows.heads; h++) f(t, h);
-  }
+  const int64_t blocks = (rows.count + positions - 1) / positions;
+  const int64_t outer = rows.by_head ? rows.heads : blocks, inner = rows.by_head ? blocks : rows.heads;
+  for (int64_t i = 0; i < outer; i++)
+    for (int64_t j = 0; j < inner; j++) f((rows.by_head ? j : i) * positions, rows.by_head ? i : j);
 }
 
 #if defined(__aarch64__)
@@ -309,7 +309,7 @@ void scores(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::TileSt
 //
 // V has no use for it: its pairs would be two positions, whose rows had to be interleaved in two steps a vector, as
 // many as widen it by shifts, and weights would need three parts.
-void pack_bf16(float* q, int64_t n) {
+void pack_bf16(float* q, int64_t n, int) {
   for (int64_t d = 0; d < n; d += 2 * W) {
     const Vec low = load<Vec>(q + d), high = load<Vec>(q + d + W);
     const __m512bh first = _mm512_cvtne2ps_pbh(__m512(high), __m512(low));
@@ -353,7 +353,7 @@ void dots_bf16(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::Til
     each_run(s, head, [&](int64_t state, auto rows) {
       const float* q = s.q + state * kLanes * k.dim;
       float* to = s.scores + (state * cpu::kTile + t) * kLanes;
-      if (s.has_second_parts) dot_block<rows, P, true>(k.at + t, head * k.head, k.dim, asking, q, to);
+      if (s.parts == 2) dot_block<rows, P, true>(k.at + t, head * k.head, k.dim, asking, q, to);
       else dot_block<rows, P, false>(k.at + t, head * k.head, k.dim, asking, q, to);
     });
   });
@@ -482,138 +482,11 @@ void values_f32(const float* v, int64_t count, int64_t dim, const char* const*, 
   });
 }
 
-// ---- rows as f32
-
-void widen_f32(float* to, const char* row, int64_t n, float) { memcpy(to, row, size_t(n) * 4); }
-
-template <class T>
-void widen(float* to, const char* row, int64_t n, float) {
-  constexpr int64_t kStep = W * T::kParts;
-  int64_t d = 0;
-  for (; d + kStep <= n; d += kStep) {
-    const typename T::Raw raw = T::read(row + d * T::kBytes);
-#pragma GCC unroll 2
-    for (int part = 0; part < T::kParts; part++) store(to + d + part * W, T::part(raw, part));
-  }
-  if (d == n) return;
-  char rest[kStep * T::kBytes] = {};
-  memcpy(rest, row + d * T::kBytes, size_t(n - d) * T::kBytes);
-  float last[kStep];
-  const typename T::Raw raw = T::read(rest);
-  for (int part = 0; part < T::kParts; part++) store(last + part * W, T::part(raw, part));
-  memcpy(to + d, last, size_t(n - d) * 4);
-}
-
-// Sixteen elements at a time; what is left over goes through a row of sixteen.
-template <class F>
-inline void widen_bytes(float* to, const char* row, int64_t n, F&& sixteen) {
-  int64_t d = 0;
-  for (; d + 16 <= n; d += 16) sixteen(to + d, row + d);
-  if (d == n) return;
-  char rest[16] = {};
-  float last[16];
-  memcpy(rest, row + d, size_t(n - d));
-  sixteen(last, rest);
-  memcpy(to + d, last, size_t(n - d) * 4);
-}
-
-void widen_s8(float* to, const char* row, int64_t n, float scale) {
-  widen_bytes(to, row, n, [scale](float* out, const char* in) {
-#if defined(__aarch64__)
-    const int8x16_t c = vld1q_s8(reinterpret_cast<const int8_t*>(in));
-    const auto four = [&](int32x4_t x, float* at) { vst1q_f32(at, vmulq_n_f32(vcvtq_f32_s32(x), scale)); };
-    const int16x8_t low = vmovl_s8(vget_low_s8(c)), high = vmovl_high_s8(c);
-    four(vmovl_s16(vget_low_s16(low)), out), four(vmovl_high_s16(low), out + 4);
-    four(vmovl_s16(vget_low_s16(high)), out + 8), four(vmovl_high_s16(high), out + 12);
-#else
-    int32_t wide[16];  // one width a loop: each then vectorises
-    for (int i = 0; i < 16; i++) wide[i] = int8_t(in[i]);
-    for (int i = 0; i < 16; i++) out[i] = float(wide[i]) * scale;
+#if defined(__ARM_FEATURE_DOTPROD)
+#include "attention/cpu/attend_s8.h"
 #endif
-  });
-}
 
-// e4m3's NaN and e5m2's, with its infinities, which Raw passes over, in a row: codes from there on, whatever the sign.
-bool has_nan(int dtype, const char* row, int64_t n) {
-  uint8_t most = 0;
-  int64_t d = 0;
-#if defined(__aarch64__)
-  uint8x16_t mosts[4] = {};  // four: each step waits for the one before
-  for (; d + 64 <= n; d += 64)
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-      mosts[i] = vmaxq_u8(mosts[i], vorrq_u8(load<uint8x16_t>(row + d + 16 * i), vdupq_n_u8(0x80)));
-  for (; d + 16 <= n; d += 16) mosts[0] = vmaxq_u8(mosts[0], vorrq_u8(load<uint8x16_t>(row + d), vdupq_n_u8(0x80)));
-  most = vmaxvq_u8(vmaxq_u8(vmaxq_u8(mosts[0], mosts[1]), vmaxq_u8(mosts[2], mosts[3])));
-#endif
-  for (; d < n; d++) {
-    const uint8_t code = uint8_t(row[d]) | 0x80;
-    most = most > code ? most : code;
-  }
-  return most >= (dtype == KVX_DTYPE_F8_E4M3 ? 0xff : 0xfc);
-}
-
-#if defined(__aarch64__)
-// fp8 by way of f16: e4m3 moved into its places is the number times 2^-8, subnormal or not, but for NaN, and e5m2 is
-// its upper byte.
-template <class T>
-inline float16x8_t as_f16(uint8x8_t c) {
-  if constexpr (std::is_same_v<T, E5M2>) return vreinterpretq_f16_u16(vshll_n_u8(c, 8));
-  const int16x8_t wide =
-      vshll_n_s8(vreinterpret_s8_u8(c), 7);  // the sign stays above: bit 15, and 14, which is cleared
-  const uint16x8_t half = vbicq_u16(vreinterpretq_u16_s16(wide), vdupq_n_u16(0x4000));
-  const uint16x8_t nan = vceqq_u16(vandq_u16(half, vdupq_n_u16(0x3f80)), vdupq_n_u16(0x3f80));
-  return vreinterpretq_f16_u16(vorrq_u16(half, vandq_u16(nan, vdupq_n_u16(0x7fff))));
-}
-
-// The scale takes the lift in, unless there is NaN in the row or the lifted scale is too large for f32.
-template <class T, int kDtype>
-void widen_fp8(float* to, const char* row, int64_t n, float scale) {
-  const float by = scale * T::kLiftIn * T::kLiftOut;
-  if (isfinite(by) && !has_nan(kDtype, row, n))
-    return widen_bytes(to, row, n, [by](float* out, const char* in) {
-      const typename T::Raw raw = T::read(in);
-#pragma GCC unroll 4
-      for (int part = 0; part < 4; part++) store(out + part * W, T::part(raw, part) * by);
-    });
-  widen_bytes(to, row, n, [scale](float* out, const char* in) {
-    const float by = std::is_same_v<T, E4M3> ? scale * 256 : scale;
-    for (int i = 0; i < 16; i += 8) {
-      const float16x8_t f = as_f16<T>(vld1_u8(reinterpret_cast<const uint8_t*>(in) + i));
-      vst1q_f32(out + i, vmulq_n_f32(vcvt_f32_f16(vget_low_f16(f)), by)),
-          vst1q_f32(out + i + 4, vmulq_n_f32(vcvt_high_f32_f16(f), by));
-    }
-  });
-}
-
-template <const Nibbles& kCodes>
-void widen_nibbles(float* to, const char* row, int64_t n, float scale) {
-  const uint8x16_t low_of = vld1q_u8(kCodes.low), high_of = vld1q_u8(kCodes.high);
-  const auto sixteen = [&](float* out, uint8x16_t c) {
-    const uint8x16_t low = vqtbl1q_u8(low_of, c), high = vqtbl1q_u8(high_of, c);
-    const auto eight = [&](uint8x16_t half, float* at) {
-      for (int i = 0; i < 2; i++) store(at + 4 * i, BF16::part(vreinterpretq_u16_u8(half), i) * scale);
-    };
-    eight(vzip1q_u8(low, high), out), eight(vzip2q_u8(low, high), out + 8);
-  };
-  int64_t d = 0;
-  for (; d + 32 <= n; d += 32) {
-    const uint8x16_t c = load<uint8x16_t>(row + d / 2), even = vandq_u8(c, vdupq_n_u8(15)), odd = vshrq_n_u8(c, 4);
-    sixteen(to + d, vzip1q_u8(even, odd)), sixteen(to + d + 16, vzip2q_u8(even, odd));
-  }
-  const auto codes = [](uint8x8_t c) {
-    const uint8x8_t even = vand_u8(c, vdup_n_u8(15)), odd = vshr_n_u8(c, 4);
-    return vcombine_u8(vzip1_u8(even, odd), vzip2_u8(even, odd));
-  };
-  if (d + 16 <= n) sixteen(to + d, codes(load<uint8x8_t>(row + d / 2))), d += 16;
-  if (d == n) return;
-  uint8_t rest[8] = {};
-  float last[16];
-  memcpy(rest, row + d / 2, size_t(n - d + 1) / 2);
-  sixteen(last, codes(vld1_u8(rest)));
-  memcpy(to + d, last, size_t(n - d) * 4);
-}
-#endif
+#include "attention/cpu/attend_widen.h"
 
 // ---- softmax
 
@@ -699,28 +572,53 @@ namespace cpu {
 #define KVX_JOIN(a, b) KVX_JOIN2(a, b)
 using namespace KVX_ISA;
 
+// int8: how its queries, scores and sums are made.
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr auto kPackS8 = &pack_s8;
+constexpr auto kUnpackS4 = &unpack_s4;
+constexpr auto kUnpackE2M1 = &unpack_e2m1;
+constexpr auto kScoresS8 = &dots_s8;
+constexpr auto kSumsS8 = &sums_s8;
+using LiftS8 = Exact;
+#else
+constexpr void (*kPackS8)(float*, int64_t, int) = nullptr;
+constexpr void (*kUnpackS4)(char*, const char*, int64_t) = nullptr;
+constexpr void (*kUnpackE2M1)(char*, const char*, int64_t) = nullptr;
+#if defined(__AVX2__) || defined(__aarch64__)
+constexpr auto kScoresS8 = &scores<S8>;
+constexpr auto kSumsS8 = &sums_of<S8>;
+using LiftS8 = S8;
+#endif
+#endif
+
 const AttendTable KVX_JOIN(attend_, KVX_ISA) = {
 #if defined(__aarch64__)
     {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, &scores<E4M3>, &scores<E5M2>, nullptr, nullptr, nullptr,
-     nullptr, nullptr, &scores<S8>},
+     nullptr, nullptr, kScoresS8},
     {nullptr, &sums_of<F16>, &sums_of<BF16>, &sums_of<F32>, &sums_of<E4M3>, &sums_of<E5M2>, nullptr, nullptr, nullptr,
-     nullptr, nullptr, &sums_of<S8>},
+     nullptr, nullptr, kSumsS8},
     {1, 2 * W, 2 * W, 2 * W, 4 * W, 4 * W, 1, 1, 1, 1, 1, 4 * W},
-    {1, 1, 1, 1, E4M3::kLiftIn, E5M2::kLiftIn, 1, 1, 1, 1, 1, S8::kLiftIn},
-    {1, 1, 1, 1, E4M3::kLiftOut, E5M2::kLiftOut, 1, 1, 1, 1, 1, S8::kLiftOut},
+    {1, 1, 1, 1, E4M3::kLiftIn, E5M2::kLiftIn, 1, 1, 1, 1, 1, LiftS8::kLiftIn},
+    {1, 1, 1, 1, E4M3::kLiftOut, E5M2::kLiftOut, 1, 1, 1, 1, 1, LiftS8::kLiftOut},
     {nullptr, &widen<F16>, &widen<BF16>, &widen_f32, &widen_fp8<E4M3, KVX_DTYPE_F8_E4M3>,
      &widen_fp8<E5M2, KVX_DTYPE_F8_E5M2>, nullptr, nullptr, nullptr, nullptr, nullptr, &widen_s8, &widen_nibbles<kS4>,
      &widen_nibbles<kE2M1>},
+    {nullptr, nullptr, nullptr, nullptr, &widen_groups<&widen_fp8<E4M3, KVX_DTYPE_F8_E4M3>, 8>,
+     &widen_groups<&widen_fp8<E5M2, KVX_DTYPE_F8_E5M2>, 8>, nullptr, nullptr, nullptr, nullptr, nullptr,
+     &widen_groups<&widen_s8, 8>, &widen_groups<&widen_nibbles<kS4>, 4>, &widen_groups<&widen_nibbles<kE2M1>, 4>},
 #elif defined(__AVX2__)
     {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, &scores<E4M3>, &scores<E5M2>, nullptr, nullptr, nullptr,
-     nullptr, nullptr, &scores<S8>},
+     nullptr, nullptr, kScoresS8},
     {nullptr, &sums_of<F16>, &sums_of<BF16>, &sums_of<F32>, &sums_of<E4M3>, &sums_of<E5M2>, nullptr, nullptr, nullptr,
-     nullptr, nullptr, &sums_of<S8>},
+     nullptr, nullptr, kSumsS8},
     {1, 2 * W, 2 * W, W, 2 * W, 2 * W, 1, 1, 1, 1, 1, W},
     {1, 1, 1, 1, E4M3::kLiftIn, E5M2::kLiftIn, 1, 1, 1, 1, 1, 1},
     {1, 1, 1, 1, E4M3::kLiftOut, E5M2::kLiftOut, 1, 1, 1, 1, 1, 1},
     {nullptr, &widen<F16>, &widen<BF16>, &widen_f32, &widen_fp8<E4M3>, &widen_fp8<E5M2>, nullptr, nullptr, nullptr,
      nullptr, nullptr, &widen_s8, &widen_nibbles<kS4>, &widen_nibbles<kE2M1>},
+    {nullptr, nullptr, nullptr, nullptr, &widen_groups<&widen_fp8<E4M3>, 8>, &widen_groups<&widen_fp8<E5M2>, 8>,
+     nullptr, nullptr, nullptr, nullptr, nullptr, &widen_groups<&widen_s8, 8>, &widen_groups<&widen_nibbles<kS4>, 4>,
+     &widen_groups<&widen_nibbles<kE2M1>, 4>},
 #else
     {nullptr, nullptr, &scores<BF16>, &scores<F32>},
     {nullptr, nullptr, &sums_of<BF16>, &sums_of<F32>},
@@ -729,11 +627,16 @@ const AttendTable KVX_JOIN(attend_, KVX_ISA) = {
     {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
     {nullptr, nullptr, &widen<BF16>, &widen_f32, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
      &widen_s8},
+    {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+     &widen_groups<&widen_s8, 8>},
 #endif
     &has_nan,
     &weigh,
     &exp2_one,
     {nullptr, nullptr, nullptr, &values_f32},
+    kPackS8,
+    {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+     kUnpackS4, kUnpackE2M1},
 #if defined(__AVX512BF16__)
     &pack_bf16,
     &dots_bf16,

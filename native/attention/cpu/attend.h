@@ -21,17 +21,20 @@ struct TileRows {
   int64_t heads, head;           // heads, and bytes from one to the next
   bool by_head;                  // heads are far apart: each is walked alone. Else whole tokens are, front to back
   const float* scale = nullptr;  // [heads, kTile]: factors of scores, or of weights; NULL = 1
+  // Of int8 rows of one head: [dim / group, kTile], factors of every 16 or 32 elements. NULL = none
+  const float* group_scale = nullptr;
+  int64_t group = 0;
 };
 
 // Query rows: the states of one head are `fours` runs of four rows, of which [first, last) see the tile. The final run
 // may have fewer than four rows.
 struct TileStates {
   int64_t fours, first, last;
-  int final_rows;                 // 1, 2 or 4: rows of run fours - 1 that are computed
-  const float* q;                 // [heads, fours, 4, k dim]; for `dots`, by `pack`
-  float* scores;                  // [heads, fours, kTile, 4]: scores, then weights
-  float* out;                     // [heads, fours, 4, v dim]
-  bool has_second_parts = false;  // of packed queries: those of f16 have, of bf16 not
+  int final_rows;  // 1, 2 or 4: rows of run fours - 1 that are computed
+  const float* q;  // [heads, fours, 4, k dim]; for `dots`, by `pack`
+  float* scores;   // [heads, fours, kTile, 4]: scores, then weights
+  float* out;      // [heads, fours, 4, v dim]
+  int parts = 1;   // of each number of packed queries
 };
 
 // Four query rows: what they may see, and their softmax so far.
@@ -51,6 +54,8 @@ struct ScoreRule {
 
 using WidenRow = void (*)(float* to, const char* row, int64_t n,
                           float scale);  // a row as f32, times the scale of a quantised one
+using WidenGroups = void (*)(float* to, const char* row, int64_t n, const float* scales,
+                             int64_t size);  // with a scale for every `size` elements
 
 // `next`: rows that will be wanted after these and are asked for meanwhile, a line for every line read. NULL = none.
 struct AttendTable {
@@ -63,6 +68,7 @@ struct AttendTable {
   // by the first; scores by their scale, or sums in the end, by the second.
   float lift_in[14], lift_out[14];
   WidenRow widen[14];                                      // by kvx_dtype_t; NULL: row.h's way
+  WidenGroups widen_groups[14];                            // the same
   bool (*has_nan)(int dtype, const char* row, int64_t n);  // of fp8, infinities too: `scores` and `sums` see neither
   void (*weigh)(Softmax* softmax, float* scores, int64_t first, int64_t count,
                 const ScoreRule& rule);  // scores become weights
@@ -72,16 +78,23 @@ struct AttendTable {
   void (*values[4])(const float* v, int64_t count, int64_t dim, const char* const* from, float* to,
                     const char* const* next, const TileStates& states, const Softmax* softmax);
 
+  // What scores of int8 rows take: n numbers of a query in 2 or 3 parts, in place. NULL: they take them as they are.
+  void (*pack_s8)(float* q, int64_t n, int parts);
+  // Rows of 4 bits as int8, the lower half of a byte first; e2m1's numbers are doubled. By kvx_dtype_t, or NULL.
+  void (*unpack[14])(char* to, const char* row, int64_t bytes);
+
   // Scores of bf16 rows against queries that came as bf16 or f16, in parts of bf16: pack makes n of them so, in place
   // and before any scaling. NULL where a machine has no such instruction.
-  void (*pack)(float* q, int64_t n);
+  void (*pack)(float* q, int64_t n, int parts);
   void (*dots)(const TileRows& k, const TileRows* next, const TileStates& states);
 
   int step(int dtype) const { return steps[dtype]; }
 };
 
 extern const AttendTable attend_plain;
-#if defined(__x86_64__)
+#if defined(__aarch64__)
+extern const AttendTable attend_dotprod;
+#elif defined(__x86_64__)
 extern const AttendTable attend_avx2;
 extern const AttendTable attend_avx512;
 extern const AttendTable attend_avx512bf16;  // for rows_avx512

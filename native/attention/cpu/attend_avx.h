@@ -67,7 +67,7 @@ struct E5M2 : Exact {  // f16's upper byte
 // ---- rows as f32
 
 template <class T>
-void widen_fp8(float* to, const char* row, int64_t n, float scale) {
+KVX_INLINE void widen_fp8(float* to, const char* row, int64_t n, float scale) {
   constexpr int64_t kStep = 2 * W;
   const auto step = [scale](float* out, const char* in) {
     typename T::Raw raw = T::read(in);
@@ -85,7 +85,7 @@ void widen_fp8(float* to, const char* row, int64_t n, float scale) {
 }
 
 template <const Nibbles& kCodes>
-void widen_nibbles(float* to, const char* row, int64_t n, float scale) {
+KVX_INLINE void widen_nibbles(float* to, const char* row, int64_t n, float scale) {
   const __m128i low_of = load<__m128i>(kCodes.low), high_of = load<__m128i>(kCodes.high), nibble = _mm_set1_epi8(15);
   const __m256 by = _mm256_set1_ps(scale);
   const auto eight = [&](float* out, __m128i bf16) {

@@ -19,7 +19,6 @@ struct Incoming {
 };
 
 // Through registers: what was just stored would be loaded too late for the first multiplications.
-#define KVX_INLINE inline __attribute__((always_inline))
 
 // An even number of positions into four rows of sums, [4, dim].
 struct SumBlock {

@@ -8,7 +8,7 @@
 
 #include <vector>
 
-#include "attention/cpu/attend.h"
+#include "attention/cpu/tile_reader.h"
 #include "cpu/carry.h"
 #include "cpu/row.h"
 #include "run.h"
@@ -121,132 +121,6 @@ std::vector<Unit> make_units(const AttentionParams& p, const std::vector<Queries
   return units;
 }
 
-int64_t padded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-
-// Where the positions of a tile lie, from KV head `head` on.
-struct Tile {
-  int64_t first, count, head;
-  const char*
-      at[2][kTile + kRoom];  // that head's row of K and of V, of zeros where there is none. Past count, the last again
-  int64_t id[2][kTile];      // block ids, for scales
-  int64_t offset[kTile];     // in the block
-  int32_t there[kTile];      // -1, or 0 where K or V has no block
-  bool is_whole;
-
-  void find(const GatherParams& kv, int64_t seq, int64_t begin, int64_t end, const char* zeros) {
-    first = begin, count = end - begin, is_whole = true;
-    const bool ragged = kv.table.format == KVX_BLOCK_TABLE_RAGGED;
-    BlockPlace place[2] = {};
-    int64_t offset_now = begin % kv.block_size, logical = begin / kv.block_size;
-    for (int64_t t = 0; t < count; t++) {
-      if (t == 0 || offset_now == 0 || ragged)
-        for (int i = 0; i < 2; i++) place[i] = find_any_block(kv, seq, begin + t, logical, i);
-      offset[t] = offset_now;
-      there[t] = place[0].state == BLOCK_FOUND && place[1].state == BLOCK_FOUND ? -1 : 0;
-      is_whole &= there[t] != 0;
-      for (int i = 0; i < 2; i++)
-        at[i][t] = there[t] ? place[i].base + offset_now * kv.plane[i].token + head * kv.plane[i].head : zeros,
-        id[i][t] = place[i].id;
-      if (++offset_now == kv.block_size) offset_now = 0, logical++;
-    }
-    for (int i = 0; i < 2; i++)
-      for (int64_t t = count; t < kTile + kRoom; t++) at[i][t] = at[i][count - 1];
-  }
-};
-
-// How rows of K or V reach the inner loops. Types the loops know are taken as they lie, every head of the tile at once;
-// anything else is made f32 first, a head at a time.
-struct Reader {
-  const PlaneParams* plane;
-  int index;
-  bool is_direct;
-  int dtype;                  // of the rows the loops see
-  int64_t dim;                // of those rows
-  float lift;                 // of scales
-  float lower;                // what rows with NaN in them are made with, instead of their scale
-  WidenRow widen;             // NULL: by row.h
-  std::vector<float> made;    // [kTile, dim], of a head
-  std::vector<float> scales;  // [heads, kTile]
-  const char* made_at[kTile + kRoom];
-
-  void open(const AttentionParams& p, const AttendTable& loops, int i, int64_t rows, int64_t heads) {
-    plane = &p.kv.plane[i], index = i;
-    const int d = plane->dtype;
-    // Above two fours of rows, turning a row into f32 once is cheaper than each time it is
-    // used; V's are also put close together.
-    is_direct = loops.scores[d] && plane->is_dense && plane->scale.num_groups <= 1 &&
-                plane->head_dim % loops.step(d) == 0 && ((d == KVX_DTYPE_F32 && i == 0) || rows <= 2 * kLanes);
-    dtype = is_direct ? d : KVX_DTYPE_F32;
-    dim = padded(plane->head_dim, loops.step(dtype));
-    lift = i == 0 ? loops.lift_out[dtype] : loops.lift_in[dtype];
-    lower = 1 / loops.lift_in[dtype] / loops.lift_out[dtype];
-    widen = plane->is_dense ? loops.widen[d] : nullptr;
-    if (is_scaled()) scales.resize(size_t(heads * kTile));
-    if (is_direct && !is_fp8()) return;
-    made.assign(size_t(kTile * dim), 0.0f);
-    for (int64_t t = 0; t < kTile + kRoom; t++)
-      made_at[t] = reinterpret_cast<const char*>(made.data() + least(t, kTile - 1) * dim);
-  }
-
-  bool is_fp8() const { return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2; }
-  bool is_scaled() const { return is_direct && is_quantised(dtype); }
-
-  TileRows lie(const Tile& tile, int64_t num_heads) const {
-    return TileRows{tile.at[index],
-                    tile.count,
-                    dim,
-                    num_heads,
-                    plane->head,
-                    plane->head > plane->token,
-                    is_scaled() ? scales.data() : nullptr};
-  }
-
-  // Every head of a unit, as they lie; false where that is not possible.
-  bool read(const AttendTable& loops, const Tile& tile, int64_t num_heads) {
-    if (!is_direct) return false;
-    const bool is_same = plane->scale.block == 0 && plane->scale.token == 0;  // at every position
-    for (int64_t h = 0; h < num_heads && is_scaled(); h++) {
-      const auto at = [&](int64_t t) {
-        return read_scale(plane->scale, ScaleAt{tile.id[index][t], tile.offset[t], tile.head + h, 0}, 0) * lift;
-      };
-      const float same = is_same ? at(0) : 0.0f;
-      for (int64_t t = 0; t < tile.count; t++)
-        scales[size_t(h * kTile + t)] = !tile.there[t] ? 0.0f : is_same ? same : at(t);
-    }
-    bool is_odd = false;
-    const bool is_close = plane->head == dim;  // heads without anything between them are one row
-    for (int64_t t = 0; t < tile.count && is_fp8(); t++)
-      for (int64_t h = 0; h < (is_close ? 1 : num_heads); h++)
-        is_odd |= loops.has_nan(dtype, tile.at[index][t] + h * plane->head, is_close ? num_heads * dim : dim);
-    return !is_odd;
-  }
-
-  // The unit's head h, made f32.
-  TileRows make(const RowTable& ops, const Tile& tile, int64_t h) {
-    const RowsParams f32{nullptr, 0, 0, 4, KVX_DTYPE_F32, 1};
-    for (int64_t t = 0; t < tile.count; t++) {
-      float* row = made.data() + t * dim;
-      char* cell = const_cast<char*>(tile.at[index][t]) + h * plane->head;
-      const ScaleAt scale{tile.id[index][t], tile.offset[t], tile.head + h, 0};
-      const int64_t size = plane->scale.group_size;
-      if (!tile.there[t]) memset(row, 0, size_t(plane->head_dim) * 4);
-      else if (widen && plane->scale.num_groups <= 1)
-        widen(row, cell, plane->head_dim, is_direct ? lower : read_scale(plane->scale, scale, 0));
-      else if (widen && plane->scale.data) {
-        const ScaleParams& s = plane->scale;
-        const float tensor = s.tensor_scale ? *s.tensor_scale : 1.0f;
-        const char* of = scale_at(s, scale, 0);
-        widen(row, cell, plane->head_dim, 1.0f);  // all groups in one call: they may be as small as 16 elements
-        for (int64_t g = 0; g < s.num_groups; g++, of += s.group) {
-          const float by = load_scale(of, s.dtype) * tensor;
-          for (float *x = row + g * size, *end = x + size; x < end; x++) *x *= by;
-        }
-      } else gather_row(ops, *plane, f32, reinterpret_cast<char*>(row), cell, scale);
-    }
-    return TileRows{made_at, tile.count, dim, 1, 0, true, is_scaled() ? scales.data() + h * kTile : nullptr};
-  }
-};
-
 // The loops read bytes as subnormal numbers, which a caller may have told this thread to take for zero.
 struct Subnormals {
 #if defined(__aarch64__)
@@ -310,7 +184,10 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
   desk.softmax.resize(size_t(states));
   desk.row.resize(size_t(p.v_head_dim));
   const bool is_packed = loops.pack && k.dtype == KVX_DTYPE_BF16 && p.q.dtype != KVX_DTYPE_F32;
+  const auto pack = is_packed ? loops.pack : k.dtype == KVX_DTYPE_S8 ? loops.pack_s8 : nullptr;
   const auto scores = is_packed ? loops.dots : loops.scores[k.dtype];
+  // A query of bf16 is one number of bf16 and one of f16 is two. Of int8's digits, two are as exact as 16-bit numbers.
+  const int parts = is_packed ? 1 + (p.q.dtype == KVX_DTYPE_F16) : 2 + (p.q.dtype == KVX_DTYPE_F32);
   const float scale = (p.soft_cap != 0 ? p.scale : p.scale * kLog2e) * loops.lift_in[k.dtype];
   const float scale_before = is_packed ? 1 : scale,
               scale_after = is_packed ? scale : 1;  // of scores: a scaled query would be bf16 no longer
@@ -324,13 +201,11 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
       float* q = desk.q.data() + (s * kLanes + r) * k.dim;
       load_query(p, ops, row_of(p, g, u.head + s / fours, i), q);
       for (int64_t d = 0; d < p.head_dim; d++) q[d] *= scale_before;
-      if (is_packed) loops.pack(q, k.dim);
+      if (pack) pack(q, k.dim, parts);
     }
   const int final_rows = int(rows - (fours - 1) * kLanes);
-  const TileStates all{fours,           0,
-                       fours,           final_rows == 3 ? 4 : final_rows,
-                       desk.q.data(),   desk.scores.data(),
-                       desk.out.data(), p.q.dtype == KVX_DTYPE_F16};
+  const TileStates all{
+      fours, 0, fours, final_rows == 3 ? 4 : final_rows, desk.q.data(), desk.scores.data(), desk.out.data(), parts};
 
   // A tile's K and V, of all heads, stay in the second level together with what is asked for.
   const int64_t token_bytes =
@@ -342,7 +217,10 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
   for (int64_t pos = u.begin; pos < u.end; pos += size) {
     const int64_t end = least(pos + size, u.end);
     const bool is_last = end == u.end;
-    if (!is_last) after->find(p.kv, g.seq, end, least(end + size, u.end), desk.zeros.data());
+    if (!is_last) {
+      after->find(p.kv, g.seq, end, least(end + size, u.end), desk.zeros.data());
+      k.ask_scales(*after), v.ask_scales(*after);
+    }
     TileStates seeing = all;  // rows are in the order of their queries, so those that see a tile are next to each other
     while (seeing.first < fours && desk.softmax[size_t(seeing.first)].last[kLanes - 1] < pos) seeing.first++;
     while (seeing.last > seeing.first && desk.softmax[size_t(seeing.last - 1)].low[0] >= end) seeing.last--;
@@ -357,7 +235,8 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
     if (k.read(loops, *tile, u.num_heads)) scores(k.lie(*tile, u.num_heads), &v_rows, seeing);
     else
       for (int64_t h = 0; h < u.num_heads; h++)
-        loops.scores[KVX_DTYPE_F32](k.make(ops, *tile, h), nullptr, states_of(h));
+        if (k.copy(loops, *tile, h, &v_rows)) scores(k.rows_of(*tile, h), nullptr, states_of(h));
+        else loops.scores[KVX_DTYPE_F32](k.make(ops, *tile, h, &v_rows), nullptr, states_of(h));
     for (int64_t h = 0; h < u.num_heads; h++)
       for (int64_t b = seeing.first; b < seeing.last; b++) {
         Softmax& s = desk.softmax[size_t(h * fours + b)];
@@ -369,8 +248,12 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
       loops.sums[v.dtype](v_rows, is_last ? nullptr : &k_next, seeing, desk.softmax.data());
     else
       for (int64_t h = 0; h < u.num_heads; h++) {
-        const TileRows made = v.make(ops, *tile, h);
         const Softmax* softmax = desk.softmax.data() + h * fours;
+        if (v.copy(loops, *tile, h, is_last ? nullptr : &k_next)) {
+          loops.sums[v.dtype](v.rows_of(*tile, h), nullptr, states_of(h), softmax);
+          continue;
+        }
+        const TileRows made = v.make(ops, *tile, h, is_last ? nullptr : &k_next);
         if (made.scale) loops.sums[KVX_DTYPE_F32](made, nullptr, states_of(h), softmax);
         else
           loops.values[KVX_DTYPE_F32](v.made.data(), tile->count, v.dim, nullptr, nullptr, nullptr, states_of(h),

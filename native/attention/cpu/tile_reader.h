@@ -1,0 +1,250 @@
+// Where the rows of a tile of positions lie, and how they reach the inner loops (attend.h).
+#pragma once
+#include <string.h>
+
+#include <vector>
+
+#include "attention/attention.h"
+#include "attention/cpu/attend.h"
+#include "cpu/row.h"
+#include "table.h"
+
+namespace kvx {
+namespace cpu {
+
+inline int64_t padded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// Where the positions of a tile lie, from KV head `head` on.
+struct Tile {
+  int64_t first, count, head;
+  const char*
+      at[2][kTile + kRoom];  // that head's row of K and of V, of zeros where there is none. Past count, the last again
+  int64_t id[2][kTile];      // block ids, for scales
+  int64_t offset[kTile];     // in the block
+  int32_t there[kTile];      // -1, or 0 where K or V has no block
+  bool is_whole;
+
+  void find(const GatherParams& kv, int64_t seq, int64_t begin, int64_t end, const char* zeros) {
+    first = begin, count = end - begin, is_whole = true;
+    const bool ragged = kv.table.format == KVX_BLOCK_TABLE_RAGGED;
+    BlockPlace place[2] = {};
+    int64_t offset_now = begin % kv.block_size, logical = begin / kv.block_size;
+    for (int64_t t = 0; t < count; t++) {
+      if (t == 0 || offset_now == 0 || ragged)
+        for (int i = 0; i < 2; i++) place[i] = find_any_block(kv, seq, begin + t, logical, i);
+      offset[t] = offset_now;
+      there[t] = place[0].state == BLOCK_FOUND && place[1].state == BLOCK_FOUND ? -1 : 0;
+      is_whole &= there[t] != 0;
+      for (int i = 0; i < 2; i++)
+        at[i][t] = there[t] ? place[i].base + offset_now * kv.plane[i].token + head * kv.plane[i].head : zeros,
+        id[i][t] = place[i].id;
+      if (++offset_now == kv.block_size) offset_now = 0, logical++;
+    }
+    for (int i = 0; i < 2; i++)
+      for (int64_t t = count; t < kTile + kRoom; t++) at[i][t] = at[i][count - 1];
+  }
+};
+
+// The numbers of a scale's 256 codes; NULL: it has more. Rows have many of them, and a look-up is the shortest way.
+inline const float* byte_scales_of(int dtype) {
+  struct Codes {
+    float of[256];
+    explicit Codes(int dtype) {
+      for (int i = 0; i < 256; i++) {
+        const char code = char(i);
+        of[i] = load_scale(&code, dtype);
+      }
+    }
+  };
+  static const Codes e4m3(KVX_DTYPE_F8_E4M3), e8m0(KVX_DTYPE_E8M0);
+  return dtype == KVX_DTYPE_F8_E4M3 ? e4m3.of : dtype == KVX_DTYPE_E8M0 ? e8m0.of : nullptr;
+}
+
+// How rows of K or V reach the inner loops. Types the loops know are taken as they lie, every head of the tile at once.
+// Of those, rows that are no whole number of the loops' steps are copied and padded, and rows of 4 bits are copied as
+// int8 where the loops can multiply bytes, a head at a time. Anything else is made f32, a head at a time.
+struct Reader {
+  const PlaneParams* plane;
+  int index;
+  bool is_direct, is_copied;
+  bool is_grouped;       // copied, with several scales a row
+  bool has_f32 = false;  // `made`, since rows were copied
+  int dtype;             // of the rows the loops see
+  int64_t dim;           // of those rows
+  float lift;            // of scales
+  float lower;           // what rows with NaN in them are made with, instead of their scale
+  WidenRow widen;        // NULL: by row.h
+  WidenGroups widen_groups;
+  const float* byte_scales;         // by code; NULL: scales are wider
+  std::vector<float> made;          // [kTile, dim], of a head: f32, or copied rows where those would begin
+  std::vector<float> scales;        // [heads, kTile]; grouped ones, of one head: [groups, kTile]
+  std::vector<float> group_scales;  // of a row
+  const char *made_at[kTile + kRoom], *copied_at[kTile + kRoom];
+
+  void open(const AttentionParams& p, const AttendTable& loops, int i, int64_t rows, int64_t heads) {
+    plane = &p.kv.plane[i], index = i, has_f32 = false;
+    const bool is_unpacked = loops.unpack[plane->dtype];
+    const int d = is_unpacked ? KVX_DTYPE_S8 : plane->dtype;
+    // Above two fours of rows, turning a row into f32 once is cheaper than each time it is
+    // used; V's are also put close together. Products of bytes are cheaper than either.
+    const bool is_cheap = (d == KVX_DTYPE_F32 && i == 0) || (d == KVX_DTYPE_S8 && loops.pack_s8) || rows <= 2 * kLanes;
+    const ScaleParams& s = plane->scale;
+    is_grouped = is_unpacked && plane->is_dense && s.data && s.num_groups > 1 &&
+                 (s.group_size == 16 || s.group_size == 32) && p.q.dtype != KVX_DTYPE_F32;
+    is_direct = is_cheap && loops.scores[d] && plane->is_dense && (is_grouped || s.num_groups <= 1);
+    is_copied = is_direct && (is_unpacked || plane->head_dim % loops.step(d) != 0);
+    dtype = is_direct ? d : KVX_DTYPE_F32;
+    dim = padded(plane->head_dim, loops.step(dtype));
+    lift = i == 0 ? loops.lift_out[dtype] : loops.lift_in[dtype];
+    if (is_copied && plane->dtype == KVX_DTYPE_E2M1) lift /= 2;  // its numbers are doubled
+    lower = 1 / loops.lift_in[dtype] / loops.lift_out[dtype];
+    widen = plane->is_dense ? loops.widen[plane->dtype] : nullptr;
+    widen_groups = plane->is_dense ? loops.widen_groups[plane->dtype] : nullptr;
+    group_scales.resize(size_t(s.num_groups));
+    byte_scales = byte_scales_of(s.dtype);
+    if (is_scaled()) scales.resize(size_t(heads * kTile));
+    if (is_grouped) scales.resize(size_t(s.num_groups * kTile));
+    if (is_direct && !is_copied && !is_fp8()) return;
+    made.assign(size_t(kTile * dim), 0.0f);
+    for (int64_t t = 0; t < kTile + kRoom; t++) {
+      const int64_t row = least(t, kTile - 1);
+      made_at[t] = reinterpret_cast<const char*>(made.data() + row * dim);
+      copied_at[t] = reinterpret_cast<const char*>(made.data()) + row * span_bytes(dtype, dim);
+    }
+  }
+
+  bool is_fp8() const { return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2; }
+  bool is_scaled() const { return is_direct && !is_grouped && is_quantised(dtype); }
+
+  TileRows lie(const Tile& tile, int64_t num_heads) const {
+    return TileRows{tile.at[index],
+                    tile.count,
+                    dim,
+                    num_heads,
+                    plane->head,
+                    plane->head > plane->token,
+                    is_scaled() ? scales.data() : nullptr};
+  }
+
+  // Of every head and position, times the lift; 0 where there is no row.
+  void read_scales(const Tile& tile, int64_t num_heads) {
+    const ScaleParams& s = plane->scale;
+    const auto fill = [&](auto&& of) {  // of(head, position)
+      for (int64_t t = 0; t < tile.count; t++)
+        for (int64_t h = 0; h < num_heads; h++) scales[size_t(h * kTile + t)] = tile.there[t] ? of(h, t) * lift : 0.0f;
+    };
+    if (s.data && s.dtype == KVX_DTYPE_F32 && s.mode != SCALE_NONE && !s.tensor_scale)
+      fill([&](int64_t h, int64_t t) {
+        return *reinterpret_cast<const float*>(
+            scale_at(s, ScaleAt{tile.id[index][t], tile.offset[t], tile.head + h, 0}, 0));
+      });
+    else
+      fill([&](int64_t h, int64_t t) {
+        return read_scale(s, ScaleAt{tile.id[index][t], tile.offset[t], tile.head + h, 0}, 0);
+      });
+  }
+
+  // Every head of a unit, as they lie; false where that is not possible.
+  bool read(const AttendTable& loops, const Tile& tile, int64_t num_heads) {
+    if (is_scaled()) read_scales(tile, num_heads);
+    if (!is_direct || is_copied) return false;
+    bool is_odd = false;
+    const bool is_close = plane->head == dim;  // heads without anything between them are one row
+    for (int64_t t = 0; t < tile.count && is_fp8(); t++)
+      for (int64_t h = 0; h < (is_close ? 1 : num_heads); h++)
+        is_odd |= loops.has_nan(dtype, tile.at[index][t] + h * plane->head, is_close ? num_heads * dim : dim);
+    return !is_odd;
+  }
+
+  // The unit's head h, made or copied.
+  TileRows rows_of(const Tile& tile, int64_t h) const {
+    TileRows rows{has_f32 ? made_at : copied_at, tile.count, dim, 1, 0, true};
+    if (is_scaled()) rows.scale = scales.data() + h * kTile;
+    if (is_grouped) rows.group_scale = scales.data(), rows.group = plane->scale.group_size;
+    return rows;
+  }
+
+  // Scales of a tile that comes next.
+  inline __attribute__((always_inline)) void ask_scales(const Tile& tile) const {
+    const ScaleParams& s = plane->scale;
+    if (s.data && s.token != 0)
+      for (int64_t t = 0; t < tile.count; t++)
+        if (tile.there[t])
+          __builtin_prefetch(scale_at(s, ScaleAt{tile.id[index][t], tile.offset[t], tile.head, 0}, 0), 0, 2);
+  }
+
+  // Rows that will be wanted after these are asked for meanwhile: a line for every line read. Inlined, or gcc finds
+  // that calls have no effect and leaves them out.
+  inline __attribute__((always_inline)) void ask(const TileRows* next, int64_t t, int64_t h) const {
+    const int64_t bytes = span_bytes(plane->dtype, plane->head_dim);
+    for (int64_t b = 0; next && b < bytes; b += 64) __builtin_prefetch(next->at[t] + h * next->head + b, 0, 2);
+  }
+
+  // The unit's head h, copied; false where rows are not, or have to be made f32.
+  bool copy(const AttendTable& loops, const Tile& tile, int64_t h, const TileRows* next) {
+    if (!is_copied) return false;
+    if (has_f32) made.assign(made.size(), 0.0f), has_f32 = false;  // what pads rows is zeros
+    const int64_t bytes = span_bytes(plane->dtype, plane->head_dim);
+    const auto unpack = loops.unpack[plane->dtype];
+    bool is_odd = false;
+    for (int64_t t = 0; t < tile.count; t++) {
+      char* row = const_cast<char*>(copied_at[t]);
+      const char* cell = tile.at[index][t] + h * plane->head;
+      ask(next, t, h);
+      if (unpack) unpack(row, cell, bytes);
+      else copy_row(row, cell, bytes);
+      is_odd |= is_fp8() && loops.has_nan(dtype, row, dim);
+      if (!is_grouped) continue;
+      const ScaleAt scale{tile.id[index][t], tile.offset[t], tile.head + h, 0};
+      if (tile.there[t]) read_group_scales(scale_at(plane->scale, scale, 0), lift, scales.data() + t, kTile);
+      else
+        for (int64_t g = 0; g < plane->scale.num_groups; g++) scales[size_t(g * kTile + t)] = 0;
+    }
+    return !is_odd;
+  }
+
+  // Rows are short: calls of memcpy take longer than they do. The last step goes back over the one before.
+  static void copy_row(char* to, const char* row, int64_t bytes) {
+    if (bytes < 16) return void(memcpy(to, row, size_t(bytes)));
+    for (int64_t i = 0; i + 16 < bytes; i += 16) memcpy(to + i, row + i, 16);
+    memcpy(to + bytes - 16, row + bytes - 16, 16);
+  }
+
+  // Of one row, from `at` on, times `by`.
+  void read_group_scales(const char* at, float by, float* to, int64_t stride) const {
+    const ScaleParams& s = plane->scale;
+    if (s.tensor_scale) by *= *s.tensor_scale;
+    if (byte_scales)
+      for (int64_t g = 0; g < s.num_groups; g++) to[g * stride] = byte_scales[uint8_t(at[g * s.group])] * by;
+#if defined(__ARM_FP16_FORMAT_IEEE)
+    else if (s.dtype == KVX_DTYPE_F16)
+      for (int64_t g = 0; g < s.num_groups; g++)
+        to[g * stride] = float(*reinterpret_cast<const __fp16*>(at + g * s.group)) * by;
+#endif
+    else
+      for (int64_t g = 0; g < s.num_groups; g++) to[g * stride] = load_scale(at + g * s.group, s.dtype) * by;
+  }
+
+  // The unit's head h, made f32.
+  TileRows make(const RowTable& ops, const Tile& tile, int64_t h, const TileRows* next) {
+    has_f32 = true;
+    const RowsParams f32{nullptr, 0, 0, 4, KVX_DTYPE_F32, 1};
+    for (int64_t t = 0; t < tile.count; t++) {
+      float* row = made.data() + t * dim;
+      char* cell = const_cast<char*>(tile.at[index][t]) + h * plane->head;
+      const ScaleAt scale{tile.id[index][t], tile.offset[t], tile.head + h, 0};
+      ask(next, t, h);
+      if (!tile.there[t]) memset(row, 0, size_t(plane->head_dim) * 4);
+      else if (widen && plane->scale.num_groups <= 1)
+        widen(row, cell, plane->head_dim, is_direct ? lower : read_scale(plane->scale, scale, 0));
+      else if (widen_groups && plane->scale.data) {
+        read_group_scales(scale_at(plane->scale, scale, 0), 1, group_scales.data(), 1);
+        widen_groups(row, cell, plane->head_dim, group_scales.data(), plane->scale.group_size);
+      } else gather_row(ops, *plane, f32, reinterpret_cast<char*>(row), cell, scale);
+    }
+    return rows_of(tile, h);
+  }
+};
+
+}  // namespace cpu
+}  // namespace kvx
