@@ -146,6 +146,10 @@ def value_text(name: str, value: Any) -> str:
     )
 
 
+def _flops(tera: float) -> str:
+    return f"{tera:.0f}" if tera >= 10 else f"{tera:.2g}"
+
+
 def cases_table(cases: Sequence[Case], with_share: bool = True, without: str = "") -> list[str]:
     """Sizes that differ are columns; those that do not are a sentence above."""
     names = list(dict.fromkeys(name for case in cases for name in case.sizes))
@@ -163,7 +167,7 @@ def cases_table(cases: Sequence[Case], with_share: bool = True, without: str = "
     for c in cases:
         row = [value_text(n, c.sizes[n]) if n in c.sizes else "" for n in moving] + [time_text(c.us)]
         row += ([percent(c.share)] if c.share is not None else [""]) if with_share else []
-        row += [f"{float(c.sizes['tflops']):.0f}" if "tflops" in c.sizes else ""] if has_flops else []
+        row += [_flops(float(c.sizes["tflops"])) if "tflops" in c.sizes else ""] if has_flops else []
         row += [next((time_text(c.peers[p]) for p in peers if PEERS[p] == t and p in c.peers), "") for t in titles]
         rows.append(row)
     same = ", ".join(f"{NAMES.get(n, n)} {value_text(n, cases[0].sizes[n])}" for n in fixed)
