@@ -197,7 +197,7 @@ def test_latents_become_latents():
         ((64, 16, 8, 256), {"block_size": 64}, "Give blocks=, the block table of one sequence"),
         ((64, 16, 8, 256), {"heads": 8}, "there is no argument heads=. It takes format, .* sizes of the source: num_layers"),
         ((64, 16, 8, 256), {"num_kv_heads": 7}, "no layout"),
-        ((64, 16, 8, 256), {"blocks": 3}, r"blocks is \[\] torch.int64; it must be \[n\]"),
+        ((64, 16, 8, 256), {"blocks": 3}, r"blocks is the number 3; .* For one block give \[3\]"),
         ((64, 16, 8, 256), {"blocks": [1.5]}, r"blocks is \[1.5\]; it must be a row of block ids, whole numbers"),
         ((64, 16, 8, 256), {"block_size": -16}, "block_size is -16; it takes the tokens per block"),
         ((64, 16, 8, 256), {"format": "fp9"}, 'format "fp9" does not exist'),
