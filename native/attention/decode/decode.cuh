@@ -661,14 +661,21 @@ __global__ void __launch_bounds__(C::kWorkers* C::kTeam * 32, 1) decode(const __
       d.ring.end_fill();
     }
   };
-  // Not unrolled: loads are a page of code. On an H200 8-bit rows are up to 6 % faster so, 4-bit ones 3 % slower.
-#pragma unroll(C::Rows::kBits == 4 ? C::Ring::kStages : 1)
-  for (int i = 0; i < C::Ring::kStages - 1; i++) load_next();
-  d.begin(now);
-  bool is_first_item = true;
-  for (long long i = begin; i < end; i++) {
-    d.ring.wait_full();
+  // The first rounds only load: in the same loop, so that loading, a page of code, stands in the kernel once. On an
+  // H200 short calls are 0.3 us faster so, and 4-bit rows 1 to 5 %; 8-bit rows of 192 are 6 % slower.
+  constexpr bool kLoadsOnce = C::Rows::kBits != 8 || C::Rows::kScaleDims != 0;
+  constexpr int kAhead = C::Ring::kStages - 1;
+#pragma unroll 1
+  for (int i = kLoadsOnce ? kAhead : 0; i < kAhead; i++) load_next();
+  bool is_first_item = true, enters = true;
+#pragma unroll 1
+  for (long long i = kLoadsOnce ? begin - kAhead : begin; i < end; i++) {
+    if (!kLoadsOnce || i >= begin) {
+      if (enters) d.begin(now), enters = false;
+      d.ring.wait_full();
+    }
     load_next();
+    if (kLoadsOnce && i < begin) continue;
     d.compute(now);
     d.ring.give_back();
     const bool item_ends = now.tile + 1 == now.range.num_tiles;
@@ -678,10 +685,7 @@ __global__ void __launch_bounds__(C::kWorkers* C::kTeam * 32, 1) decode(const __
       if (is_whole) d.store(now);
       else d.store_part(now, worker, is_first_item);
       is_first_item = false;
-      if (i + 1 < end) {
-        d.step(&now);
-        d.begin(now);
-      }
+      if (i + 1 < end) d.step(&now), enters = true;
     } else {
       now.tile++;
     }
