@@ -222,6 +222,20 @@ def test_workspace_and_plan(native_backend, case, generator):
         compare.bitwise(got[1], lse)
 
 
+@pytest.mark.parametrize("case", [Case(lens=LONG), record(lens=LONG), record(lens=LONG, heads=128)], ids=str)
+def test_workspace_keeps_nothing_of_a_longer_plan(native_backend, case, generator):
+    """Thread blocks without work in the second plan had some in the first."""
+    made = case.make(native_backend.device, generator)
+    size = kvx.attention_workspace_bytes(made.q, made.cache.cache, made.table, spec=made.cache.spec, latent=True)
+    workspace = torch.empty(size, dtype=torch.uint8, device=native_backend.device) if size else None
+    short = kvx.PackedTable(made.table.block_table, made.table.seq_lens.clamp(max=9))
+    want = made.run(native_backend.name, table=short)
+    made.run(native_backend.name, workspace=workspace)
+    got = made.run(native_backend.name, table=short, workspace=workspace)
+    compare.bitwise(got[0], want[0])
+    compare.bitwise(got[1], want[1])
+
+
 @pytest.mark.parametrize("is_planned", [False, True])
 @pytest.mark.parametrize("case", [
     Case(lens=(300, 1, 90, 512)),

@@ -86,6 +86,21 @@ __device__ __forceinline__ SeqRange seq_range(int32_t length, int32_t query_len,
   return r;
 }
 
+// A piece of a plan, asked for here and not where it is first used.
+template <class T> __device__ __forceinline__ T load_now(const char* from) {
+  static_assert(sizeof(T) % 16 == 0, "whole loads");
+  union {
+    uint32_t words[sizeof(T) / 4];
+    T x;
+  } u;
+#pragma unroll
+  for (int i = 0; i < int(sizeof(T) / 16); i++)
+    asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(u.words[4 * i]), "=r"(u.words[4 * i + 1]), "=r"(u.words[4 * i + 2]), "=r"(u.words[4 * i + 3])
+                 : "l"(from + 16 * i));
+  return u.x;
+}
+
 constexpr int kPlanThreads = 1024;
 
 // Running sums of tiles over the sequences, by one block of kPlanThreads threads: first_tile[seq], and after the last

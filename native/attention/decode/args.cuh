@@ -56,18 +56,5 @@ __device__ __forceinline__ int32_t rows_of(const DecodeArgs& a, int32_t seq) {
   return query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.plan.rows);
 }
 
-// 16 bytes, asked for here and not where they are first used.
-template <class T> __device__ __forceinline__ T load_now(const char* from) {
-  static_assert(sizeof(T) == 16, "one load");
-  union {
-    uint32_t words[4];
-    T x;
-  } u;
-  asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(u.words[0]), "=r"(u.words[1]), "=r"(u.words[2]), "=r"(u.words[3])
-               : "l"(from));
-  return u.x;
-}
-
 }  // namespace cuda
 }  // namespace kvx

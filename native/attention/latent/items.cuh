@@ -11,10 +11,20 @@ constexpr int kLatentRows = 64, kLatentKeys = 64;  // of a tile: query rows, key
 constexpr int kLatentDim = 512, kRopeDim = 64;
 constexpr int kMostSplitRows = 256;  // of a sequence: with more, its blocks of rows fill the device unsplit
 
-struct LatentShape {  // of the workspace: header | first_tile[num_seqs + 1] | start[workers] | parts[2 * workers]
+// Of the workspace: header | first_tile[num_seqs + 1] | start[max_workers] | parts[2 * max_workers].
+struct LatentShape {
   int64_t first_tile_at, start_at, partial_at, bytes;
   int64_t partial_bytes;  // of one (results.cuh)
   int32_t max_workers;
+};
+
+// What a worker begins with, all in one place: read one after the other, the plan's header, its start and the lengths
+// would be three waits for memory before the first keys are asked for.
+struct alignas(16) LatentStart {
+  int32_t seq, group, tile;              // tile of the group
+  int32_t num_tiles;                     // of the worker's share; 0 = it has none
+  int32_t first_query, queries, length;  // of the sequence
+  int32_t reserved;
 };
 
 struct LatentArgs {
@@ -59,10 +69,11 @@ __device__ __forceinline__ SeqRange latent_range(const LatentArgs& a, int32_t se
 
 // 64 rows of a sequence and the tiles of keys they are multiplied with.
 struct LatentItem {
-  int32_t seq, first_row, rows, queries, length;  // rows: of the sequence
-  int32_t first_tile, num_tiles, begin;           // begin: the first position that is seen
-  int32_t part;                                   // where the result goes: -1 = out, else a place in the workspace
-  int32_t least_limit, most_low;                  // keys in [most_low, least_limit) are seen by every row
+  int32_t seq, queries, length;          // of the sequence, as first_query is
+  int32_t first_row, rows;               // rows: of the sequence
+  int32_t first_tile, num_tiles, begin;  // begin: the first position that is seen
+  int32_t part;                          // where the result goes: -1 = out, else a place in the workspace
+  int32_t least_limit, most_low;         // keys in [most_low, least_limit) are seen by every row
   int64_t first_query;
 };
 
@@ -79,17 +90,17 @@ __device__ __forceinline__ uint32_t role_thread() {
   return x % 128;
 }
 
-__device__ __forceinline__ LatentItem latent_item(const LatentArgs& a, int32_t seq, int32_t block) {
-  LatentItem w = {};
-  w.seq = seq, w.part = -1;
-  w.queries = latent_queries(a, seq, &w.first_query);
-  w.rows = w.queries * int32_t(a.heads.d), w.first_row = block * kLatentRows;
-  const int64_t length = sequence_length(a.rows.kv.table, seq, a.rows.kv.block_size);
-  w.length = int32_t(length < 0 ? 0 : length > a.max_seq_len ? a.max_seq_len : length);
-  w.least_limit = limit_of(a, w, w.first_row);
-  w.most_low =
-      a.window > 0 ? int32_t(limit_of(a, w, max(min(w.first_row + kLatentRows, w.rows) - 1, 0)) - a.window) : 0;
-  return w;
+// What an item knows of its sequence.
+__device__ __forceinline__ void enter_sequence(const LatentArgs& a, int32_t seq, LatentItem* w) {
+  w->seq = seq, w->queries = latent_queries(a, seq, &w->first_query);
+  w->length = clamped_length(a.rows.kv, seq, a.max_seq_len);
+}
+// And of its rows, once the sequence is known.
+__device__ __forceinline__ void enter_block(const LatentArgs& a, int32_t block, LatentItem* w) {
+  w->rows = w->queries * int32_t(a.heads.d), w->first_row = block * kLatentRows, w->part = -1;
+  w->least_limit = limit_of(a, *w, w->first_row);
+  w->most_low =
+      a.window > 0 ? int32_t(limit_of(a, *w, max(min(w->first_row + kLatentRows, w->rows) - 1, 0)) - a.window) : 0;
 }
 
 // The item of a block of threads, unsplit: sequences in order; in each, the rows that see most come first. seq -1:
@@ -111,7 +122,9 @@ __device__ __forceinline__ LatentItem find_latent_item(const LatentArgs& a, uint
       continue;
     }
     const int which = __ffs(int(found)) - 1;
-    LatentItem w = latent_item(a, from + which, int32_t(__shfl_sync(0xffffffffu, sum, which) - 1 - index));
+    LatentItem w = {};
+    enter_sequence(a, from + which, &w);
+    enter_block(a, int32_t(__shfl_sync(0xffffffffu, sum, which) - 1 - index), &w);
     const int32_t end = limit_of(a, w, min(w.first_row + kLatentRows, w.rows) - 1),
                   low = a.window > 0 ? int32_t(max(int64_t(0), w.least_limit - a.window)) : 0;
     w.begin = low, w.first_tile = low / kLatentKeys;
@@ -127,37 +140,40 @@ __device__ __forceinline__ LatentItem find_latent_item(const LatentArgs& a, uint
 // A role's way through its items: one that was found, or every one in a worker's share of the line of tiles. It stands
 // in shared memory, moved on by one thread: kept in registers it would take them from sums.
 struct LatentWalk {
-  LatentItem item;
-  int32_t at, end, seq, group, tile, part;
+  LatentItem item;                  // its sequence is known from the start
+  int32_t left, block, tile, part;  // tiles of the share that are left; where the next item begins, and its part
 
   __device__ __forceinline__ void begin(const LatentArgs& a, const LatentItem* found) {
-    at = 0, end = 1;
+    left = 1;
     if (found) {
       item = *found;
       return;
     }
-    const PlanHeader plan = *reinterpret_cast<const PlanHeader*>(a.workspace);
-    const int32_t worker = int32_t(blockIdx.x) / a.together;
-    at = int32_t(worker * plan.tiles / plan.workers), end = int32_t((worker + 1) * plan.tiles / plan.workers);
-    const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[worker];
-    seq = start.seq, group = start.head, tile = start.tile, part = 2 * int32_t(blockIdx.x);
+    const int32_t index = int32_t(blockIdx.x), worker = index / a.together;
+    const LatentStart start =
+        load_now<LatentStart>(a.workspace + a.plan.start_at + worker * int64_t(sizeof(LatentStart)));
+    item.seq = start.seq, item.queries = start.queries, item.length = start.length,
+    item.first_query = start.first_query;
+    left = start.num_tiles, block = (start.group - worker) * a.together + index, tile = start.tile, part = 2 * index;
   }
 
   __device__ __forceinline__ void next(const LatentArgs& a) {
-    if (at >= end) {
+    if (left == 0) {
       item.seq = -1;
     } else if (!a.is_split) {
-      at = end;
+      left = 0;
     } else {
-      const int32_t member = int32_t(blockIdx.x) % a.together;
-      LatentItem w = latent_item(a, seq, group * a.together + member);
-      while (group >= latent_groups(a, w.queries))
-        w = latent_item(a, ++seq, (group = 0) + member);  // past its last block; some have none
-      const SeqRange range = latent_range(a, seq, w.queries);
+      LatentItem w = item;
+      // Past the sequence's last block: to the same member's place in the next one that has any. A sequence has as many
+      // blocks for each of those that go together.
+      for (int32_t blocks; block >= (blocks = latent_blocks(a, w.queries)); block -= blocks)
+        enter_sequence(a, w.seq + 1, &w);
+      enter_block(a, block, &w);
+      const SeqRange range = seq_range(w.length, w.queries, a.window, a.is_causal, kLatentKeys);
       w.begin = range.begin, w.first_tile = range.begin / kLatentKeys + tile,
-      w.num_tiles = min(range.num_tiles - tile, end - at);
+      w.num_tiles = min(range.num_tiles - tile, left);
       if (w.num_tiles < range.num_tiles) w.part = part;
-      at += w.num_tiles, group++, tile = 0, part |= 1;
+      left -= w.num_tiles, block += a.together, tile = 0, part |= 1;
       item = w;
     }
   }

@@ -37,14 +37,19 @@ __global__ void __launch_bounds__(kPlanThreads) plan_latent_tiles(const __grid_c
   });
   const int32_t workers = count_workers(a, first_tile, tiles);
   if (threadIdx.x == 0) *reinterpret_cast<PlanHeader*>(a.workspace) = PlanHeader{tiles, workers, 0};
-  for (int32_t w = int32_t(threadIdx.x); w < workers; w += kPlanThreads) {
-    const int32_t tile = int32_t((long long)w * tiles / workers);
-    const int32_t low = sequence_of(first_tile, a.num_seqs, tile, 1);
-    int64_t first;
-    const int32_t of_group = latent_range(a, low, latent_queries(a, low, &first)).num_tiles,
-                  inside = tile - first_tile[low];
-    reinterpret_cast<WorkerStart*>(a.workspace + a.plan.start_at)[w] =
-        WorkerStart{low, inside / of_group, inside % of_group, 0};
+  // Those without a share have to know it: what a plan before this one left to them is still there.
+  for (int32_t w = int32_t(threadIdx.x); w < a.plan.max_workers; w += kPlanThreads) {
+    LatentStart start = {};
+    if (w < workers) {
+      const int32_t tile = int32_t((long long)w * tiles / workers), end = int32_t((w + 1ll) * tiles / workers);
+      const int32_t seq = sequence_of(first_tile, a.num_seqs, tile, 1);
+      int64_t first;
+      const int32_t queries = latent_queries(a, seq, &first), length = clamped_length(a.rows.kv, seq, a.max_seq_len),
+                    of_group = seq_range(length, queries, a.window, a.is_causal, kLatentKeys).num_tiles,
+                    inside = tile - first_tile[seq];
+      start = {seq, inside / of_group, inside % of_group, end - tile, int32_t(first), queries, length, 0};
+    }
+    reinterpret_cast<LatentStart*>(a.workspace + a.plan.start_at)[w] = start;
   }
 }
 
@@ -53,26 +58,31 @@ __global__ void __launch_bounds__(kPlanThreads) plan_latent_tiles(const __grid_c
 template <int kWarps>
 __global__ void __launch_bounds__(128) combine_latent(const __grid_constant__ LatentArgs a, int32_t most_rows) {
   constexpr int kFours = 4 / kWarps;  // a lane's, of four columns each
-  wait_for_previous();
   let_next_start();
+  // The plan and the sequences' ends are older than the launch before this one, which lets this one start only after it
+  // has waited for them (attend_latent): they are read ahead of its end. Nobody leaves before that: whoever comes after
+  // waits for this launch alone.
   const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32 % kWarps;
   const int64_t index = (int64_t(blockIdx.x) * 4 + threadIdx.x / 32) / kWarps;
   const int32_t seq = int32_t(index / most_rows), row = int32_t(index % most_rows);
-  if (seq >= a.num_seqs) return;
-  int64_t first;
-  const int32_t queries = latent_queries(a, seq, &first), groups = latent_groups(a, queries);
-  if (groups == 0 || row >= queries * int32_t(a.heads.d)) return;
-  const PlanHeader plan = *reinterpret_cast<const PlanHeader*>(a.workspace);
-  const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
   const int32_t block = row / kLatentRows, group = block / a.together, member = block % a.together;
-  const long long of_group = (first_tile[seq + 1] - first_tile[seq]) / groups,
-                  begin = first_tile[seq] + group * of_group;
-  const int first_worker = int(((begin + 1) * plan.workers - 1) / plan.tiles),
-            last_worker = int(((begin + of_group) * plan.workers - 1) / plan.tiles);
-  if (first_worker == last_worker) return;
-  // The first worker came to it after other items, unless it began with it.
-  const WorkerStart start = reinterpret_cast<const WorkerStart*>(a.workspace + a.plan.start_at)[first_worker];
-  const int first_slot = start.seq == seq && start.head == group ? 0 : 1;
+  int64_t first = 0;
+  const int32_t queries = seq < a.num_seqs ? latent_queries(a, seq, &first) : 0, groups = latent_groups(a, queries);
+  int first_worker = 0, last_worker = 0, first_slot = 0;
+  if (groups > 0 && row < queries * int32_t(a.heads.d)) {
+    const PlanHeader plan = load_now<PlanHeader>(a.workspace);
+    const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
+    const long long from = __ldcg(first_tile + seq), of_group = (__ldcg(first_tile + seq + 1) - from) / groups,
+                    begin = from + group * of_group;
+    first_worker = int(((begin + 1) * plan.workers - 1) / plan.tiles),
+    last_worker = int(((begin + of_group) * plan.workers - 1) / plan.tiles);
+    // The first worker came to it after other items, unless it began with it.
+    const LatentStart start =
+        load_now<LatentStart>(a.workspace + a.plan.start_at + first_worker * int64_t(sizeof(LatentStart)));
+    first_slot = start.seq == seq && start.group == group ? 0 : 1;
+  }
+  wait_for_previous();
+  if (first_worker >= last_worker) return;  // one worker had it alone, or there is none
   const auto part_of = [&](int w) {
     return LatentPart::at(a, 2 * (int64_t(w) * a.together + member) + (w == first_worker ? first_slot : 0));
   };
@@ -120,7 +130,7 @@ LatentShape latent_shape(const AttentionParams& p, int num_sms) {
   s.max_workers = num_sms;
   s.first_tile_at = aligned(sizeof(PlanHeader));
   s.start_at = s.first_tile_at + aligned((p.num_seqs + 1) * 4);
-  s.partial_at = s.start_at + aligned(int64_t(num_sms) * sizeof(WorkerStart));
+  s.partial_at = s.start_at + aligned(int64_t(num_sms) * sizeof(LatentStart));
   s.partial_bytes = aligned(LatentPart::kBytes);
   s.bytes = s.partial_at + 2 * num_sms * s.partial_bytes;
   return s;

@@ -25,16 +25,19 @@ __global__ void __launch_bounds__(LatentConfig::kThreads, 1) attend_latent(const
   extern __shared__ __align__(1024) char shared[];
   const LatentTile<kIsFp8> tile{a, shared, tiles::shared_address(shared)};
   const LatentItem* found = a.is_split ? nullptr : reinterpret_cast<const LatentItem*>(shared + LatentConfig::kFoundAt);
-  wait_for_previous();
-  if (a.is_split) {
-    if (int(blockIdx.x) / a.together >= reinterpret_cast<const PlanHeader*>(a.workspace)->workers) return;
-  } else if (threadIdx.x < 32) {
-    const LatentItem item = find_latent_item(a, blockIdx.x);
-    if (threadIdx.x == 0) *reinterpret_cast<LatentItem*>(shared + LatentConfig::kFoundAt) = item;
-  }
+  // What needs nothing of earlier launches is done while they end.
+  if (threadIdx.x == 0 && a.box_shift >= 0) tiles::prefetch_map(a.maps[0]), tiles::prefetch_map(a.maps[1]);
   if (threadIdx.x == 32) tile.init_barriers();
   __syncthreads();
-  if (found && found->seq < 0) return;
+  wait_for_previous();
+  if (found) {
+    if (threadIdx.x < 32) {
+      const LatentItem item = find_latent_item(a, blockIdx.x);
+      if (threadIdx.x == 0) *reinterpret_cast<LatentItem*>(shared + LatentConfig::kFoundAt) = item;
+    }
+    __syncthreads();
+    if (found->seq < 0) return;
+  }
   // Places in shared memory that do not depend on the role's number are constants, and take no register.
   LatentWalk* walks = reinterpret_cast<LatentWalk*>(shared + LatentConfig::kWalksAt);
   const int role = threadIdx.x / 128;
