@@ -21,31 +21,27 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
     int shift = -1000;  // sums of values are in units of 2^(kUnit + shift): the largest shift so far
   };
 
-  __device__ __forceinline__ const char* query_row(const LatentItem& w, uint32_t row) const {
-    const uint32_t token = a.heads.divide(row), head = row - token * a.heads.d;
-    return a.q.data + (w.first_query + token) * a.q.token + int64_t(head) * a.q.head;
-  }
+  // A warp takes 16 rows one by one, so that where a row lies is found once, and waits once for all.
   __device__ __forceinline__ void load_queries(const LatentItem& w, Softmax* x) const {
     const int thread = int(role_thread());
     constexpr int kChunks = C::kColumns * 8;
-    if constexpr (kIsFp8) {
-      load_f16_queries(w);
-    } else {
-      // A warp takes 16 rows one by one, so that where a row lies is found once.
-      const uint32_t lane = thread % 32, first_row = w.first_row, rows = w.rows;
-      const char* first = a.q.data + w.first_query * a.q.token + lane * 16;
+    const uint32_t lane = thread % 32, first_row = w.first_row, rows = w.rows;
+    const char* first = a.q.data + w.first_query * a.q.token + lane * 16;
 #pragma unroll 4
-      for (uint32_t r = thread / 32 * 16; r < thread / 32 * 16 + 16; r++) {
-        const bool is_there = first_row + r < rows;
-        const uint32_t row = is_there ? first_row + r : 0, token = a.heads.divide(row), head = row - token * a.heads.d;
-        const char* from = first + token * a.q.token + head * a.q.head;
+    for (uint32_t r = thread / 32 * 16; r < thread / 32 * 16 + 16; r++) {
+      const bool is_there = first_row + r < rows;
+      const uint32_t row = is_there ? first_row + r : 0, token = a.heads.divide(row), head = row - token * a.heads.d;
+      const char* from = first + token * a.q.token + head * a.q.head;
 #pragma unroll
-        for (int i = 0; i < 3; i++)
-          if (i < 2 || lane < kChunks - 64)
-            tiles::copy_16(at + C::kQueryAt + chunk_at(r, lane + 32 * i), from + 512 * i, is_there ? 16 : 0);
-      }
-      tiles::commit_copies();
-      tiles::wait_copies<0>();
+      for (int i = 0; i < 3; i++)
+        if (i < 2 || lane < kChunks - 64)
+          tiles::copy_16(at + C::kQueryAt + chunk_at(r, lane + 32 * i), from + 512 * i, is_there ? 16 : 0);
+    }
+    tiles::commit_copies();
+    tiles::wait_copies<0>();
+    if constexpr (kIsFp8) {
+      __syncwarp();
+      fit_queries();
     }
     tiles::show_to_multiplications();
     tiles::meet(2, 128);
@@ -56,37 +52,41 @@ template <bool kIsFp8> struct LatentSoften : LatentTile<kIsFp8> {
         x->factor[h] *= reinterpret_cast<const float*>(shared + C::kGrowAt)[thread / 32 * 16 + thread % 32 / 4 + 8 * h];
     }
   }
-  // Queries become f16 by a power of two that is exact, two threads a row; their rotary part stays bf16, in the same
-  // units as the keys'.
-  __device__ __forceinline__ void load_f16_queries(const LatentItem& w) const {
-    const int thread = int(role_thread());
-    const uint32_t r = thread / 2, first = thread % 2;
-    const bool is_there = int32_t(w.first_row + r) < w.rows;
-    const uint4* row = reinterpret_cast<const uint4*>(is_there ? query_row(w, w.first_row + r) : a.q.data);
+  // Queries become f16 where they stand, by a power of two that is exact; their rotary part stays bf16, in the same
+  // units as the keys'. A warp has the rows it has loaded, two lanes each: l and l + 16, so that eight neighbours meet
+  // in no bank.
+  __device__ __forceinline__ void fit_queries() const {
+    const uint32_t thread = role_thread(), r = thread / 32 * 16 + thread % 16, first = thread % 32 / 16;
     const auto low = [](uint32_t x) { return __uint_as_float(x << 16); };
     const auto high = [](uint32_t x) { return __uint_as_float(x & 0xffff0000u); };
     float largest = 0.f;
 #pragma unroll 8
     for (uint32_t c = first; c < kLatentDim / 8; c += 2) {
-      const uint4 x = __ldg(row + c);
+      const uint4 x = tiles::load_shared_16(at + C::kQueryAt + chunk_at(r, c));
       for (uint32_t word : {x.x, x.y, x.z, x.w}) largest = fmaxf(largest, fmaxf(fabsf(low(word)), fabsf(high(word))));
     }
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    int exponent = largest > 0.f && largest < INFINITY ? ilogbf(largest) - 8 : 0;
-    exponent = is_there ? min(max(exponent, -100), 100) : 0;
-    const float shrink = is_there ? power_of_two(-exponent) : 0.f;
-#pragma unroll 6
-    for (uint32_t c = first; c < C::kColumns * 8; c += 2) {
-      const uint4 x = __ldg(row + c);
-      const uint32_t in[4] = {x.x, x.y, x.z, x.w};
-      uint32_t out[4];
-      const bool is_rope = c >= kLatentDim / 8;
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
+    const int exponent = largest > 0.f && largest < INFINITY ? min(max(ilogbf(largest) - 8, -100), 100) : 0;
+    const float shrink = power_of_two(-exponent);
+    // A column's chunks are all read before the first is written: nobody waits for each.
+#pragma unroll 1
+    for (uint32_t column = 0; column < C::kColumns; column++) {
+      const bool is_rope = column >= kLatentDim / 64;
       const float by = is_rope ? shrink * power_of_two(-kUnit) : shrink;
-      for (int i = 0; i < 4; i++)
-        out[i] = is_rope ? tiles::Bf16Numbers::pack(low(in[i]) * by, high(in[i]) * by)
-                         : Numbers::pack(low(in[i]) * by, high(in[i]) * by);
-      tiles::store_shared_16(at + C::kQueryAt + chunk_at(r, c),
-                             is_there ? make_uint4(out[0], out[1], out[2], out[3]) : make_uint4(0, 0, 0, 0));
+      uint4 x[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        x[k] = tiles::load_shared_16(at + C::kQueryAt + chunk_at(r, column * 8 + 2 * k + first));
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const uint32_t in[4] = {x[k].x, x[k].y, x[k].z, x[k].w};
+        uint32_t out[4];
+        for (int i = 0; i < 4; i++)
+          out[i] = is_rope ? tiles::Bf16Numbers::pack(low(in[i]) * by, high(in[i]) * by)
+                           : Numbers::pack(low(in[i]) * by, high(in[i]) * by);
+        tiles::store_shared_16(at + C::kQueryAt + chunk_at(r, column * 8 + 2 * k + first),
+                               make_uint4(out[0], out[1], out[2], out[3]));
+      }
     }
     if (first == 0) reinterpret_cast<float*>(shared + C::kGrowAt)[r] = power_of_two(exponent + kUnit);
   }
