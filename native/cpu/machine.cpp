@@ -10,6 +10,10 @@
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
+#elif defined(KVX_HAS_AMX) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include "attention/cpu/attend.h"
@@ -40,6 +44,19 @@ bool has_dotprod() {
 }
 #endif
 
+#if defined(KVX_HAS_AMX) && defined(__linux__)
+// Besides the instructions, the kernel's leave to use tiles, which it gives a process on request.
+bool has_amx() {
+  unsigned a, b, c, d = 0;
+  const unsigned bf16 = 1u << 22, tile = 1u << 24;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & bf16) == 0 || (d & tile) == 0) return false;
+  constexpr long kAsk = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return __builtin_cpu_supports("avx512vbmi") && syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
+}
+#elif defined(__x86_64__)
+bool has_amx() { return false; }
+#endif
+
 Tables choose() {
   // KVX_SIMD (debugging) takes away instruction sets, so that each path can be tested on one machine.
   [[maybe_unused]] const char* cap = getenv("KVX_SIMD");
@@ -52,8 +69,12 @@ Tables choose() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && !plain && !avx2_only && !no_bf16 && __builtin_cpu_supports("avx512bf16"))
+  if (avx512 && !plain && !avx2_only && !no_bf16 && __builtin_cpu_supports("avx512bf16")) {
+#if defined(KVX_HAS_AMX)
+    if (!(cap && !strcmp(cap, "avx512bf16")) && has_amx()) return {rows_avx512, attend_amx};
+#endif
     return {rows_avx512, attend_avx512bf16};
+  }
   if (avx512 && !plain && !avx2_only) return {rows_avx512, attend_avx512};
   if (avx2 && !plain) return {rows_avx2, attend_avx2};
 #endif

@@ -1,6 +1,6 @@
-// Compiled once per instruction set: KVX_ISA is plain, dotprod, avx2, avx512 or avx512bf16 (CMakeLists.txt sets it and
-// the flags), here with fused multiply-add: attention promises an error, not bits. Written with the compiler's vectors;
-// what it does not see by itself is said in a few intrinsics.
+// Compiled once per instruction set: KVX_ISA is plain, dotprod, avx2, avx512, avx512bf16 or amx (CMakeLists.txt sets it
+// and the flags), here with fused multiply-add: attention promises an error, not bits. Written with the compiler's
+// vectors; what it does not see by itself is said in a few intrinsics.
 #ifndef KVX_ISA
 #define KVX_ISA plain
 #endif
@@ -301,7 +301,7 @@ void scores(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::TileSt
   });
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 // bf16 K by the instruction that adds products of pairs of bf16 numbers to f32 sums: nothing is widened. A query that
 // came as bf16 is one such number and one that came as f16 the sum of two, exactly; one of f32 would take three, and as
 // many instructions as widening does. The instruction takes subnormal numbers, below 2^-126, for zero: a score moves by
@@ -484,6 +484,8 @@ void values_f32(const float* v, int64_t count, int64_t dim, const char* const*, 
 
 #if defined(__ARM_FEATURE_DOTPROD)
 #include "attention/cpu/attend_s8.h"
+#elif defined(__AMX_BF16__)
+#include "attention/cpu/attend_amx.h"
 #endif
 
 #include "attention/cpu/attend_widen.h"
@@ -517,9 +519,10 @@ inline Quad capped(Quad x, float cap) {
   return (t - 1.0f) / (t + 1.0f) * (cap * log2e);
 }
 
-inline Quad larger(Quad a, Quad b) {  // NaN is passed over here and comes back through exp2
+template <class V>
+inline V larger(V a, V b) {  // NaN is passed over here and comes back through exp2
 #if defined(__aarch64__)
-  return Quad(vmaxnmq_f32(float32x4_t(a), float32x4_t(b)));
+  return V(vmaxnmq_f32(float32x4_t(a), float32x4_t(b)));
 #else
   return b > a ? b : a;
 #endif
@@ -529,8 +532,13 @@ void weigh(cpu::Softmax* s, float* scores, int64_t first, int64_t count, const c
   const Quad none = splat4(-INFINITY), before = load<Quad>(s->most);
   const IQuad low = load<IQuad>(s->low), last = load<IQuad>(s->last);
   const int64_t whole = (count + 3) / 4 * 4;
+  int64_t t = 0;
+  if (rule.cap == 0 && !rule.is_masked)  // sixteen at a time
+    for (; t + 4 <= count && rule.scale != 1; t += 4)
+#pragma GCC unroll 4
+      for (int i = 0; i < 16; i += W) store(scores + t * kLanes + i, load<Vec>(scores + t * kLanes + i) * rule.scale);
   if (rule.scale != 1 || rule.cap != 0 || rule.is_masked)
-    for (int64_t t = 0; t < count; t++) {
+    for (; t < count; t++) {
       Quad x = load<Quad>(scores + t * kLanes) * rule.scale;
       if (rule.cap != 0) x = capped(x, rule.cap);
       const IQuad pos = int32_t(first + t) - IQuad{};
@@ -538,18 +546,21 @@ void weigh(cpu::Softmax* s, float* scores, int64_t first, int64_t count, const c
       if (rule.there) seen &= rule.there[t];
       store(scores + t * kLanes, rule.is_masked ? (seen ? x : none) : x);
     }
-  for (int64_t t = count; t < whole; t++) store(scores + t * kLanes, none);
-  Quad mosts[4] = {before, none, none, none};  // four: each step waits for the one before
-  for (int64_t t = 0; t < whole; t += 4)
+  for (t = count; t < whole; t++) store(scores + t * kLanes, none);
+  constexpr int kTogether = 16 / W;  // four positions: each step waits for the one before
+  Vec mosts[kTogether];
+  for (Vec& x : mosts) x = splat(-INFINITY);
+  for (t = 0; t < whole; t += 4)
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) mosts[i] = larger(mosts[i], load<Quad>(scores + (t + i) * kLanes));
-  const Quad most = larger(larger(mosts[0], mosts[1]), larger(mosts[2], mosts[3]));
+    for (int i = 0; i < kTogether; i++) mosts[i] = larger(mosts[i], load<Vec>(scores + t * kLanes + i * W));
+  Quad four[4];
+  memcpy(four, mosts, sizeof four);
+  const Quad most = larger(larger(larger(four[0], four[1]), larger(four[2], four[3])), before);
   const Quad base =
       most == none ? splat4(0) : most;  // nothing seen: -inf - 0 gives weight 0, where -inf - -inf would be NaN
   Quad wide[W / kLanes];
   for (Quad& part : wide) part = base;
   const Vec bases = load<Vec>(wide);
-  constexpr int kTogether = 16 / W;  // four positions: the steps of one exp2 wait for each other
   Vec total = {};
   for (int64_t i = 0; i < whole * kLanes; i += 16) {
     Vec p[kTogether];
@@ -575,15 +586,11 @@ using namespace KVX_ISA;
 // int8: how its queries, scores and sums are made.
 #if defined(__ARM_FEATURE_DOTPROD)
 constexpr auto kPackS8 = &pack_s8;
-constexpr auto kUnpackS4 = &unpack_s4;
-constexpr auto kUnpackE2M1 = &unpack_e2m1;
 constexpr auto kScoresS8 = &dots_s8;
 constexpr auto kSumsS8 = &sums_s8;
 using LiftS8 = Exact;
 #else
 constexpr void (*kPackS8)(float*, int64_t, int) = nullptr;
-constexpr void (*kUnpackS4)(char*, const char*, int64_t) = nullptr;
-constexpr void (*kUnpackE2M1)(char*, const char*, int64_t) = nullptr;
 #if defined(__AVX2__) || defined(__aarch64__)
 constexpr auto kScoresS8 = &scores<S8>;
 constexpr auto kSumsS8 = &sums_of<S8>;
@@ -609,8 +616,13 @@ const AttendTable KVX_JOIN(attend_, KVX_ISA) = {
 #elif defined(__AVX2__)
     {nullptr, &scores<F16>, &scores<BF16>, &scores<F32>, &scores<E4M3>, &scores<E5M2>, nullptr, nullptr, nullptr,
      nullptr, nullptr, kScoresS8},
+#if defined(__AMX_BF16__)
+    {nullptr, &sums_of<F16>, &sums_tiles, &sums_of<F32>, &sums_of<E4M3>, &sums_of<E5M2>, nullptr, nullptr, nullptr,
+     nullptr, nullptr, kSumsS8},
+#else
     {nullptr, &sums_of<F16>, &sums_of<BF16>, &sums_of<F32>, &sums_of<E4M3>, &sums_of<E5M2>, nullptr, nullptr, nullptr,
      nullptr, nullptr, kSumsS8},
+#endif
     {1, 2 * W, 2 * W, W, 2 * W, 2 * W, 1, 1, 1, 1, 1, W},
     {1, 1, 1, 1, E4M3::kLiftIn, E5M2::kLiftIn, 1, 1, 1, 1, 1, 1},
     {1, 1, 1, 1, E4M3::kLiftOut, E5M2::kLiftOut, 1, 1, 1, 1, 1, 1},
@@ -635,12 +647,31 @@ const AttendTable KVX_JOIN(attend_, KVX_ISA) = {
     &exp2_one,
     {nullptr, nullptr, nullptr, &values_f32},
     kPackS8,
+#if defined(__ARM_FEATURE_DOTPROD)
     {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
-     kUnpackS4, kUnpackE2M1},
-#if defined(__AVX512BF16__)
-    &pack_bf16,
-    &dots_bf16,
+     &unpack_s4, &unpack_e2m1},
+    KVX_DTYPE_S8,
+#elif defined(__AMX_BF16__)
+    {nullptr, nullptr, nullptr, nullptr, &unpack_bytes<kE4M3Codes, false>, &unpack_bytes<kE5M2Codes, false>, nullptr,
+     nullptr, nullptr, nullptr, nullptr, &unpack_bytes<kS8Codes, true>, &unpack_nibbles<kS4>, &unpack_nibbles<kE2M1>},
+    KVX_DTYPE_BF16,
 #else
+    {},
+    KVX_DTYPE_INVALID,
+#endif
+#if defined(__AMX_BF16__)
+    nullptr,
+    &pack_tiles,
+    &dots_tiles,
+    &split_row,
+#elif defined(__AVX512BF16__)
+    &pack_bf16,
+    nullptr,
+    &dots_bf16,
+    nullptr,
+#else
+    nullptr,
+    nullptr,
     nullptr,
     nullptr,
 #endif

@@ -31,7 +31,7 @@ struct TileRows {
 struct TileStates {
   int64_t fours, first, last;
   int final_rows;  // 1, 2 or 4: rows of run fours - 1 that are computed
-  const float* q;  // [heads, fours, 4, k dim]; for `dots`, by `pack`
+  const float* q;  // [heads, fours, 4, k dim]; for `dots`, as packed
   float* scores;   // [heads, fours, kTile, 4]: scores, then weights
   float* out;      // [heads, fours, 4, v dim]
   int parts = 1;   // of each number of packed queries
@@ -80,13 +80,17 @@ struct AttendTable {
 
   // What scores of int8 rows take: n numbers of a query in 2 or 3 parts, in place. NULL: they take them as they are.
   void (*pack_s8)(float* q, int64_t n, int parts);
-  // Rows of 4 bits as int8, the lower half of a byte first; e2m1's numbers are doubled. By kvx_dtype_t, or NULL.
+  // Rows of few bits as `unpacked`, by kvx_dtype_t, or NULL. As int8: those of 4 bits, e2m1's numbers doubled. As bf16:
+  // those of 8 bits too, where queries are not f32.
   void (*unpack[14])(char* to, const char* row, int64_t bytes);
+  int unpacked;
 
-  // Scores of bf16 rows against queries that came as bf16 or f16, in parts of bf16: pack makes n of them so, in place
-  // and before any scaling. NULL where a machine has no such instruction.
+  // Scores of bf16 rows against queries that came as bf16 or f16, in parts of bf16, before any scaling. `pack` makes n
+  // numbers so in place, `pack_tiles` all rows of a head, [fours, 4, dim], into as much memory. NULL: not this way.
   void (*pack)(float* q, int64_t n, int parts);
+  void (*pack_tiles)(const float* q, int64_t fours, int64_t dim, int parts, float* to);
   void (*dots)(const TileRows& k, const TileRows* next, const TileStates& states);
+  void (*split)(const float* row, int64_t n, char* to);  // f32 as two parts of bf16, [2, n]; with pack_tiles
 
   int step(int dtype) const { return steps[dtype]; }
 };
@@ -97,7 +101,7 @@ extern const AttendTable attend_dotprod;
 #elif defined(__x86_64__)
 extern const AttendTable attend_avx2;
 extern const AttendTable attend_avx512;
-extern const AttendTable attend_avx512bf16;  // for rows_avx512
+extern const AttendTable attend_avx512bf16, attend_amx;  // for rows_avx512
 #endif
 
 const AttendTable& best_attend();

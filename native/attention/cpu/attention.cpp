@@ -136,7 +136,7 @@ struct Desk {
   Reader reader[2];
   Tile tile[2];
   std::vector<char> zeros;  // a row for each head, of K or of V
-  std::vector<float> q, out, scores, row;
+  std::vector<float> q, packed, out, scores, row;
   std::vector<Softmax> softmax;
 };
 
@@ -179,12 +179,14 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
     desk.zeros.assign(size_t((u.num_heads - 1) * greatest(k.plane->head, v.plane->head) + 4 * greatest(k.dim, v.dim)),
                       0);
   desk.q.assign(size_t(states * kLanes * k.dim), 0.0f);
-  desk.out.assign(size_t(states * kLanes * v.dim), 0.0f);
+  desk.out.assign(size_t(states * kLanes * v.dim) + 16, 0.0f);
+  float* const out = aligned(desk.out.data());
   desk.scores.resize(size_t(states * kTile * kLanes));
   desk.softmax.resize(size_t(states));
   desk.row.resize(size_t(p.v_head_dim));
-  const bool is_packed = loops.pack && k.dtype == KVX_DTYPE_BF16 && p.q.dtype != KVX_DTYPE_F32;
+  const bool is_packed = loops.dots && k.dtype == KVX_DTYPE_BF16 && p.q.dtype != KVX_DTYPE_F32;
   const auto pack = is_packed ? loops.pack : k.dtype == KVX_DTYPE_S8 ? loops.pack_s8 : nullptr;
+  const auto pack_tiles = is_packed ? loops.pack_tiles : nullptr;
   const auto scores = is_packed ? loops.dots : loops.scores[k.dtype];
   // A query of bf16 is one number of bf16 and one of f16 is two. Of int8's digits, two are as exact as 16-bit numbers.
   const int parts = is_packed ? 1 + (p.q.dtype == KVX_DTYPE_F16) : 2 + (p.q.dtype == KVX_DTYPE_F32);
@@ -203,14 +205,22 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
       for (int64_t d = 0; d < p.head_dim; d++) q[d] *= scale_before;
       if (pack) pack(q, k.dim, parts);
     }
+  const float* queries = desk.q.data();
+  if (pack_tiles) {
+    desk.packed.resize(desk.q.size() + 16);
+    float* to = aligned(desk.packed.data());
+    for (int64_t h = 0; h < u.num_heads; h++)
+      pack_tiles(queries + h * fours * kLanes * k.dim, fours, k.dim, parts, to + h * fours * kLanes * k.dim);
+    queries = to;
+  }
   const int final_rows = int(rows - (fours - 1) * kLanes);
-  const TileStates all{
-      fours, 0, fours, final_rows == 3 ? 4 : final_rows, desk.q.data(), desk.scores.data(), desk.out.data(), parts};
+  const TileStates all{fours, 0, fours, final_rows == 3 ? 4 : final_rows, queries, desk.scores.data(), out, parts};
 
   // A tile's K and V, of all heads, stay in the second level together with what is asked for.
   const int64_t token_bytes =
       u.num_heads * greatest(1, span_bytes(k.plane->dtype, p.head_dim) + span_bytes(v.plane->dtype, p.v_head_dim));
-  const int64_t size = greatest(16, least(kTile, kTileBytes / token_bytes / 16 * 16));
+  const int64_t tile_bytes = loops.pack_tiles ? 2 * kTileBytes : kTileBytes;  // CPUs with tiles have 2 MB of it
+  const int64_t size = greatest(16, least(kTile, tile_bytes / token_bytes / 16 * 16));
   Tile *tile = &desk.tile[0], *after = &desk.tile[1];
   tile->head = after->head = u.head;
   if (u.begin < u.end) tile->find(p.kv, g.seq, u.begin, least(u.begin + size, u.end), desk.zeros.data());
@@ -255,9 +265,7 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
         }
         const TileRows made = v.make(ops, *tile, h, is_last ? nullptr : &k_next);
         if (made.scale) loops.sums[KVX_DTYPE_F32](made, nullptr, states_of(h), softmax);
-        else
-          loops.values[KVX_DTYPE_F32](v.made.data(), tile->count, v.dim, nullptr, nullptr, nullptr, states_of(h),
-                                      softmax);
+        else loops.values[KVX_DTYPE_F32](v.made, tile->count, v.dim, nullptr, nullptr, nullptr, states_of(h), softmax);
       }
     Tile* swap = tile;
     tile = after, after = swap;
@@ -269,7 +277,7 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
     for (int64_t i = 0; i < rows; i++) {
       const Softmax& s = desk.softmax[size_t(h * fours + i / kLanes)];
       const float most = s.most[i % kLanes], sum = s.sum[i % kLanes];
-      const float* values = desk.out.data() + (h * fours * kLanes + i) * v.dim;
+      const float* values = out + (h * fours * kLanes + i) * v.dim;
       if (u.partial < 0) {
         finish(p, ops, loops, row_of(p, g, u.head + h, i), most, sum, values, desk.row.data());
       } else {

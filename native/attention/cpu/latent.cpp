@@ -1,6 +1,8 @@
-// Attention over a latent cache (MLA) on the host. All heads read one row a token, so a tile of rows is made f32 once,
-// latent and rotary part side by side, and serves up to kRowsTogether query rows twice: whole for scores, its latents
-// for values. The loops are attend.h's.
+// Attention over a latent cache (MLA) on the host. All heads read one row a token, latent and rotary part side by side,
+// so a tile of rows serves up to kRowsTogether query rows twice: whole for scores, its latents for values. The loops
+// are attend.h's. Rows are made f32 for them. Where they multiply tiles and queries are of 16 bits, rows of bf16 are
+// taken as they are and others are made two parts of bf16, 2^-17 of a number off at most: scores are then of rows twice
+// as long, against each query twice, and values of twice as many rows, with each weight twice.
 #include "attention/attention.h"
 
 #include <math.h>
@@ -8,7 +10,7 @@
 
 #include <vector>
 
-#include "attention/cpu/attend.h"
+#include "attention/cpu/tile_reader.h"
 #include "cpu/carry.h"
 #include "cpu/row.h"
 #include "run.h"
@@ -21,7 +23,6 @@ namespace {
 
 constexpr int64_t kRowsTogether =
     64;  // query rows (a query and a head): with their sums and a tile they fill half a second level
-constexpr int64_t kTilePositions = 32;
 constexpr int64_t kLeastSpan = 256;       // positions worth a unit of their own
 constexpr int64_t kThreadWork = 1 << 14;  // rows times positions: below, waking threads costs more than they bring
 
@@ -113,51 +114,81 @@ std::vector<Unit> make_units(const std::vector<Unit>& groups, int64_t* work, int
 
 int64_t partial_floats(const AttentionParams& p) { return p.head_dim + 2; }  // most, sum, values
 
+// How rows reach the loops: as f32, as bf16 where they lie or copied, or made two parts of bf16.
+enum class Rows { F32, BF16, TWO_PARTS };
+
 // What a thread works in.
 struct Desk {
-  int64_t dim;              // of a key, and what pads it to whole vectors: zeros
-  std::vector<float> tile;  // [kTilePositions, dim]
-  std::vector<float> q, out, scores, row;
+  Rows rows;
+  int64_t dim;      // of a key, and what pads it to whole vectors: zeros
+  int64_t k_dim;    // of what scores are made with
+  int64_t out_dim;  // of a row of sums
+  int64_t size;     // positions of a tile
+  std::vector<float> room, q, packed, sums, scores, row;
+  float *tile, *out;  // tile: [size, dim] of f32, or as many bytes
   std::vector<Softmax> softmax;
-  const char* at[kTilePositions + kLanes];
-  int32_t there[kTilePositions];  // -1, or 0 where the latent or the rotary part has no block
+  const char* at[kTile + kRoom];  // where a row begins; in two parts, where it does, then where the second parts do
+  int32_t there[kTile];           // -1, or 0 where the latent or the rotary part has no block
   bool is_whole;
 
   void open(const AttentionParams& p, const AttendTable& loops) {
-    const int64_t step = loops.step(KVX_DTYPE_F32);
-    dim = (p.head_dim + p.rope_dim + step - 1) / step * step;
-    tile.assign(size_t(kTilePositions * dim), 0.0f);
-    row.resize(size_t(dim));
-    for (int64_t t = 0; t < kTilePositions + kLanes; t++)
-      at[t] = reinterpret_cast<const char*>(tile.data() + t % kTilePositions * dim);
+    const auto is_bf16 = [&](int i) { return p.kv.plane[i].dtype == KVX_DTYPE_BF16 && p.kv.plane[i].is_dense; };
+    const bool by_tiles = loops.pack_tiles && p.q.dtype != KVX_DTYPE_F32;
+    rows = !by_tiles ? Rows::F32 : is_bf16(0) && is_bf16(1) ? Rows::BF16 : Rows::TWO_PARTS;
+    const int64_t step = loops.step(by_tiles ? KVX_DTYPE_BF16 : KVX_DTYPE_F32);
+    dim = padded(p.head_dim + p.rope_dim, step), k_dim = rows == Rows::TWO_PARTS ? 2 * dim : dim;
+    // Sums of the rotary columns come along where rows are f32, an eighth more work: rows stay one run of memory.
+    out_dim = by_tiles ? padded(p.head_dim, step) : dim;
+    size = rows == Rows::BF16 ? kTile : kTile / 2;
+    room.assign(size_t(size * dim) + 16, 0.0f);
+    tile = aligned(room.data());
+    row.assign(size_t(dim), 0.0f);
   }
 
-  // Positions [begin, end) of a sequence as f32; what is not there as zeros.
+  float* row_of(int64_t t) { return rows == Rows::BF16 ? tile + t * dim / 2 : tile + t * dim; }
+
+  // Positions [begin, end) of a sequence; what is not there as zeros.
   void read(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, int64_t seq, int64_t begin,
             int64_t end) {
-    const RowsParams f32{nullptr, 0, 0, 4, KVX_DTYPE_F32, 1};
+    const int64_t count = end - begin, wide = p.head_dim + p.rope_dim;
     is_whole = true;
-    for (int64_t pos = begin; pos < end; pos++) {
-      const int64_t logical = pos / p.kv.block_size, offset = pos % p.kv.block_size;
-      float* key = tile.data() + (pos - begin) * dim;
+    for (int64_t t = 0; t < count; t++) {
+      const int64_t pos = begin + t, logical = pos / p.kv.block_size, offset = pos % p.kv.block_size;
       BlockPlace place[2];
       for (int i = 0; i < 2; i++) place[i] = find_block(p.kv, seq, pos, logical, i);
       const bool found = place[0].state == BLOCK_FOUND && place[1].state == BLOCK_FOUND;
-      there[pos - begin] = found ? -1 : 0;
+      there[t] = found ? -1 : 0;
       is_whole &= found;
-      if (!found) memset(key, 0, size_t(p.head_dim + p.rope_dim) * 4);
-      for (int i = 0; i < 2 && found; i++) {
-        const PlaneParams& plane = p.kv.plane[i];
-        char* cell = place[i].base + offset * plane.token;
-        float* to = key + (i ? p.head_dim : 0);
-        const ScaleAt scale{place[i].id, offset, 0, 0};
-        const WidenRow widen = plane.is_dense ? loops.widen[plane.dtype] : nullptr;
-        const int64_t size = plane.scale.group_size;
-        if (!widen) gather_row(ops, plane, f32, reinterpret_cast<char*>(to), cell, scale);
-        for (int64_t g = 0; widen && g < plane.scale.num_groups; g++)
-          widen(to + g * size, cell + span_bytes(plane.dtype, g * size), size, read_scale(plane.scale, scale, g));
+      char* to = reinterpret_cast<char*>(row_of(t));
+      at[t] = to;
+      if (!found) {
+        memset(to, 0, size_t(rows == Rows::BF16 ? dim * 2 : dim * 4));
+      } else if (rows == Rows::BF16) {
+        const char* cell[2];
+        for (int i = 0; i < 2; i++) cell[i] = place[i].base + offset * p.kv.plane[i].token;
+        if (cell[1] == cell[0] + p.head_dim * 2 && dim == wide) at[t] = cell[0];
+        else memcpy(to, cell[0], size_t(p.head_dim) * 2), memcpy(to + p.head_dim * 2, cell[1], size_t(p.rope_dim) * 2);
+      } else {
+        float* key = rows == Rows::F32 ? row_of(t) : row.data();
+        for (int i = 0; i < 2; i++) widen_row(p, ops, loops, i, place[i], offset, key + (i ? p.head_dim : 0));
+        if (rows == Rows::TWO_PARTS) loops.split(key, dim, to);
       }
+      if (rows == Rows::TWO_PARTS) at[count + t] = to + dim * 2;
     }
+    for (int64_t t = rows == Rows::TWO_PARTS ? 2 * count : count; t < kTile + kRoom; t++) at[t] = at[count - 1];
+  }
+
+  static void widen_row(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, int i,
+                        const BlockPlace& place, int64_t offset, float* to) {
+    const RowsParams f32{nullptr, 0, 0, 4, KVX_DTYPE_F32, 1};
+    const PlaneParams& plane = p.kv.plane[i];
+    char* cell = place.base + offset * plane.token;
+    const ScaleAt scale{place.id, offset, 0, 0};
+    const WidenRow widen = plane.is_dense ? loops.widen[plane.dtype] : nullptr;
+    const int64_t size = plane.scale.group_size;
+    if (!widen) gather_row(ops, plane, f32, reinterpret_cast<char*>(to), cell, scale);
+    for (int64_t g = 0; widen && g < plane.scale.num_groups; g++)
+      widen(to + g * size, cell + span_bytes(plane.dtype, g * size), size, read_scale(plane.scale, scale, g));
   }
 };
 
@@ -184,9 +215,11 @@ void finish(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
 
 void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Unit& u, Desk& desk,
             float* partials) {
-  const int64_t fours = (u.count + kLanes - 1) / kLanes, dim = desk.dim;
-  desk.q.assign(size_t(fours * kLanes * dim), 0.0f);
-  desk.out.assign(size_t(fours * kLanes * dim), 0.0f);
+  const int64_t fours = (u.count + kLanes - 1) / kLanes, k_dim = desk.k_dim;
+  const bool by_tiles = desk.rows != Rows::F32, is_twice = desk.rows == Rows::TWO_PARTS;
+  desk.q.assign(size_t(fours * kLanes * k_dim), 0.0f);
+  desk.sums.assign(size_t(fours * kLanes * desk.out_dim) + 16, 0.0f);
+  desk.out = aligned(desk.sums.data());
   desk.scores.resize(size_t(fours * kTile * kLanes));
   desk.softmax.resize(size_t(fours));
   for (int64_t i = 0; i < fours * kLanes; i++) {
@@ -194,34 +227,47 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
     const int64_t row = u.first + least(i, u.count - 1), r = i % kLanes;
     s.most[r] = -INFINITY, s.sum[r] = 0;
     s.low[r] = int32_t(first_seen(p, u, row / p.num_heads)), s.last[r] = int32_t(last_seen(p, u, row / p.num_heads));
-    if (i < u.count) load_query(p, ops, u, row, desk.q.data() + i * dim);
+    if (i >= u.count) continue;
+    float* q = desk.q.data() + i * k_dim;
+    load_query(p, ops, u, row, q);
+    if (is_twice) memcpy(q + desk.dim, q, size_t(desk.dim) * 4);
   }
-  const int final_rows = int(u.count - (fours - 1) * kLanes);
-  TileStates states{fours,          0, fours, final_rows == 3 ? 4 : final_rows, desk.q.data(), desk.scores.data(),
-                    desk.out.data()};
-  for (int64_t pos = u.begin; pos < u.end; pos += kTilePositions) {
-    const int64_t end = least(pos + kTilePositions, u.end);
+  const int final_rows = int(u.count - (fours - 1) * kLanes), parts = 1 + (p.q.dtype == KVX_DTYPE_F16);
+  TileStates states{fours,    0,    fours, final_rows == 3 ? 4 : final_rows, desk.q.data(), desk.scores.data(),
+                    desk.out, parts};
+  if (by_tiles) {
+    desk.packed.resize(desk.q.size() + 16);
+    float* packed = aligned(desk.packed.data());
+    loops.pack_tiles(desk.q.data(), fours, k_dim, parts, packed);
+    states.q = packed;
+  }
+  for (int64_t pos = u.begin; pos < u.end; pos += desk.size) {
+    const int64_t end = least(pos + desk.size, u.end), count = end - pos;
     desk.read(p, ops, loops, u.seq, pos, end);
     states.first = 0,
     states.last = fours;  // rows are in the order of their queries, so those that see a tile are next to each other
     while (states.first < fours && desk.softmax[size_t(states.first)].last[kLanes - 1] < pos) states.first++;
     while (states.last > states.first && desk.softmax[size_t(states.last - 1)].low[0] >= end) states.last--;
-    loops.scores[KVX_DTYPE_F32](TileRows{desk.at, end - pos, dim, 1, 0, true}, nullptr, states);
+    (by_tiles ? loops.dots : loops.scores[KVX_DTYPE_F32])(TileRows{desk.at, count, k_dim, 1, 0, true}, nullptr, states);
     for (int64_t b = states.first; b < states.last; b++) {
       Softmax& s = desk.softmax[size_t(b)];
       const bool whole = desk.is_whole && s.low[kLanes - 1] <= pos && s.last[0] >= end - 1;
       const ScoreRule rule{p.soft_cap != 0 ? p.scale : p.scale * kLog2e, p.soft_cap, !whole,
                            desk.is_whole ? nullptr : desk.there};
-      loops.weigh(&s, desk.scores.data() + b * kTile * kLanes, pos, end - pos, rule);
+      float* scores = desk.scores.data() + b * kTile * kLanes;
+      loops.weigh(&s, scores, pos, count, rule);
+      if (is_twice) memcpy(scores + count * kLanes, scores, size_t(count * kLanes) * 4);
     }
-    // Sums of the rotary columns come along, an eighth more work, and are left: rows stay one run of memory.
-    loops.values[KVX_DTYPE_F32](desk.tile.data(), end - pos, dim, nullptr, nullptr, nullptr, states,
-                                desk.softmax.data());
+    if (by_tiles)
+      loops.sums[KVX_DTYPE_BF16](TileRows{desk.at, is_twice ? 2 * count : count, desk.out_dim, 1, 0, true}, nullptr,
+                                 states, desk.softmax.data());
+    else
+      loops.values[KVX_DTYPE_F32](desk.tile, count, desk.dim, nullptr, nullptr, nullptr, states, desk.softmax.data());
   }
   for (int64_t i = 0; i < u.count; i++) {
     const Softmax& s = desk.softmax[size_t(i / kLanes)];
     const float most = s.most[i % kLanes], sum = s.sum[i % kLanes];
-    const float* values = desk.out.data() + i * dim;
+    const float* values = desk.out + i * desk.out_dim;
     if (u.partial < 0) {
       finish(p, ops, loops, u, u.first + i, most, sum, values, desk.row.data());
     } else {
@@ -238,15 +284,15 @@ void merge(const AttentionParams& p, const RowTable& ops, const AttendTable& loo
   for (int64_t i = 0; i < first->count; i++) {
     float most = -INFINITY, sum = 0;
     for (const Unit* u = first; u < last; u++) most = fmaxf(most, partials[(u->partial + i) * partial_floats(p)]);
-    desk.out.assign(size_t(p.head_dim), 0.0f);
+    desk.sums.assign(size_t(p.head_dim), 0.0f);
     for (const Unit* u = first; u < last; u++) {
       const float* part = partials + (u->partial + i) * partial_floats(p);
       if (part[1] == 0) continue;  // saw nothing
       const float keep = loops.exp2(part[0] - most);
       sum += part[1] * keep;
-      for (int64_t d = 0; d < p.head_dim; d++) desk.out[size_t(d)] += part[2 + d] * keep;
+      for (int64_t d = 0; d < p.head_dim; d++) desk.sums[size_t(d)] += part[2 + d] * keep;
     }
-    finish(p, ops, loops, *first, first->first + i, most, sum, desk.out.data(), desk.row.data());
+    finish(p, ops, loops, *first, first->first + i, most, sum, desk.sums.data(), desk.row.data());
   }
 }
 

@@ -12,6 +12,9 @@
 namespace kvx {
 namespace cpu {
 
+inline float* aligned(float* p) {  // to a line: fifteen more may have to be there
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64);
+}
 inline int64_t padded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // Where the positions of a tile lie, from KV head `head` on.
@@ -61,8 +64,9 @@ inline const float* byte_scales_of(int dtype) {
 }
 
 // How rows of K or V reach the inner loops. Types the loops know are taken as they lie, every head of the tile at once.
-// Of those, rows that are no whole number of the loops' steps are copied and padded, and rows of 4 bits are copied as
-// int8 where the loops can multiply bytes, a head at a time. Anything else is made f32, a head at a time.
+// Of those, rows that are no whole number of the loops' steps are copied and padded, and rows of few bits are copied as
+// int8 where the loops multiply bytes and as bf16 where they multiply tiles, a head at a time. Anything else is made
+// f32, a head at a time.
 struct Reader {
   const PlaneParams* plane;
   int index;
@@ -73,30 +77,34 @@ struct Reader {
   int64_t dim;           // of those rows
   float lift;            // of scales
   float lower;           // what rows with NaN in them are made with, instead of their scale
-  WidenRow widen;        // NULL: by row.h
+  void (*unpack)(char* to, const char* row, int64_t bytes);  // of copied rows; NULL: they stay as they are
+  WidenRow widen;                                            // NULL: by row.h
   WidenGroups widen_groups;
   const float* byte_scales;         // by code; NULL: scales are wider
-  std::vector<float> made;          // [kTile, dim], of a head: f32, or copied rows where those would begin
+  std::vector<float> room;          // what `made` lies in
+  float* made;                      // [kTile, dim], of a head: f32, or copied rows where those would begin
   std::vector<float> scales;        // [heads, kTile]; grouped ones, of one head: [groups, kTile]
   std::vector<float> group_scales;  // of a row
   const char *made_at[kTile + kRoom], *copied_at[kTile + kRoom];
 
   void open(const AttentionParams& p, const AttendTable& loops, int i, int64_t rows, int64_t heads) {
     plane = &p.kv.plane[i], index = i, has_f32 = false;
-    const bool is_unpacked = loops.unpack[plane->dtype];
-    const int d = is_unpacked ? KVX_DTYPE_S8 : plane->dtype;
+    const bool is_16_bit = p.q.dtype != KVX_DTYPE_F32;
+    unpack = is_16_bit || loops.unpacked == KVX_DTYPE_S8 ? loops.unpack[plane->dtype] : nullptr;
+    const int d = unpack ? loops.unpacked : plane->dtype;
     // Above two fours of rows, turning a row into f32 once is cheaper than each time it is
-    // used; V's are also put close together. Products of bytes are cheaper than either.
-    const bool is_cheap = (d == KVX_DTYPE_F32 && i == 0) || (d == KVX_DTYPE_S8 && loops.pack_s8) || rows <= 2 * kLanes;
+    // used; V's are also put close together. Products of bytes and of tiles are cheaper than either.
+    const bool is_cheap = (d == KVX_DTYPE_F32 && i == 0) || (d == KVX_DTYPE_S8 && loops.pack_s8) ||
+                          (d == KVX_DTYPE_BF16 && loops.pack_tiles && is_16_bit) || rows <= 2 * kLanes;
     const ScaleParams& s = plane->scale;
-    is_grouped = is_unpacked && plane->is_dense && s.data && s.num_groups > 1 &&
-                 (s.group_size == 16 || s.group_size == 32) && p.q.dtype != KVX_DTYPE_F32;
+    is_grouped = unpack && d == KVX_DTYPE_S8 && plane->is_dense && s.data && s.num_groups > 1 &&
+                 (s.group_size == 16 || s.group_size == 32) && is_16_bit;
     is_direct = is_cheap && loops.scores[d] && plane->is_dense && (is_grouped || s.num_groups <= 1);
-    is_copied = is_direct && (is_unpacked || plane->head_dim % loops.step(d) != 0);
+    is_copied = is_direct && (unpack || plane->head_dim % loops.step(d) != 0);
     dtype = is_direct ? d : KVX_DTYPE_F32;
     dim = padded(plane->head_dim, loops.step(dtype));
     lift = i == 0 ? loops.lift_out[dtype] : loops.lift_in[dtype];
-    if (is_copied && plane->dtype == KVX_DTYPE_E2M1) lift /= 2;  // its numbers are doubled
+    if (is_copied && plane->dtype == KVX_DTYPE_E2M1 && dtype == KVX_DTYPE_S8) lift /= 2;  // its numbers are doubled
     lower = 1 / loops.lift_in[dtype] / loops.lift_out[dtype];
     widen = plane->is_dense ? loops.widen[plane->dtype] : nullptr;
     widen_groups = plane->is_dense ? loops.widen_groups[plane->dtype] : nullptr;
@@ -105,16 +113,17 @@ struct Reader {
     if (is_scaled()) scales.resize(size_t(heads * kTile));
     if (is_grouped) scales.resize(size_t(s.num_groups * kTile));
     if (is_direct && !is_copied && !is_fp8()) return;
-    made.assign(size_t(kTile * dim), 0.0f);
+    room.assign(size_t(kTile * dim) + 16, 0.0f);
+    made = aligned(room.data());
     for (int64_t t = 0; t < kTile + kRoom; t++) {
       const int64_t row = least(t, kTile - 1);
-      made_at[t] = reinterpret_cast<const char*>(made.data() + row * dim);
-      copied_at[t] = reinterpret_cast<const char*>(made.data()) + row * span_bytes(dtype, dim);
+      made_at[t] = reinterpret_cast<const char*>(made + row * dim);
+      copied_at[t] = reinterpret_cast<const char*>(made) + row * span_bytes(dtype, dim);
     }
   }
 
   bool is_fp8() const { return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2; }
-  bool is_scaled() const { return is_direct && !is_grouped && is_quantised(dtype); }
+  bool is_scaled() const { return is_direct && !is_grouped && is_quantised(plane->dtype); }
 
   TileRows lie(const Tile& tile, int64_t num_heads) const {
     return TileRows{tile.at[index],
@@ -183,9 +192,8 @@ struct Reader {
   // The unit's head h, copied; false where rows are not, or have to be made f32.
   bool copy(const AttendTable& loops, const Tile& tile, int64_t h, const TileRows* next) {
     if (!is_copied) return false;
-    if (has_f32) made.assign(made.size(), 0.0f), has_f32 = false;  // what pads rows is zeros
+    if (has_f32) room.assign(room.size(), 0.0f), has_f32 = false;  // what pads rows is zeros
     const int64_t bytes = span_bytes(plane->dtype, plane->head_dim);
-    const auto unpack = loops.unpack[plane->dtype];
     bool is_odd = false;
     for (int64_t t = 0; t < tile.count; t++) {
       char* row = const_cast<char*>(copied_at[t]);
@@ -230,7 +238,7 @@ struct Reader {
     has_f32 = true;
     const RowsParams f32{nullptr, 0, 0, 4, KVX_DTYPE_F32, 1};
     for (int64_t t = 0; t < tile.count; t++) {
-      float* row = made.data() + t * dim;
+      float* row = made + t * dim;
       char* cell = const_cast<char*>(tile.at[index][t]) + h * plane->head;
       const ScaleAt scale{tile.id[index][t], tile.offset[t], tile.head + h, 0};
       ask(next, t, h);

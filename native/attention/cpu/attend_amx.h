@@ -1,0 +1,517 @@
+// Attention by AMX, which multiplies tiles of bf16: sixteen rows of 64 bytes. Included by attend.cpp, in its namespace.
+//
+// Scores: sixteen rows of K are the left tile as they lie in the cache, and queries the right one, packed once: the
+// product is [position, query row], as everything about scores is. Values: weights are the left tile and V the right
+// one, with the rows of two positions interleaved. Types of a byte or less become bf16 on the way, exactly; their scale
+// multiplies scores and weights in f32. Queries are bf16, or f16 in two parts; a weight is two parts of bf16, 2^-17 of
+// it off at most. AMX takes subnormal numbers, below 2^-126, for zero.
+
+constexpr int64_t kSide = 16;  // rows of a tile, and columns of f32
+constexpr int64_t kPair = 32;  // numbers of bf16 in a row of a tile
+constexpr int64_t kWide =
+    128;  // columns of V that are interleaved at a time: with 64 positions a third of a first level
+constexpr int64_t kTileHalves = kSide * kPair;
+
+// Of the eight tiles, how many rows and bytes a row.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start = 0, unused[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  void set(int tile, int64_t of_rows, int64_t of_bytes) {
+    rows[tile] = uint8_t(of_rows), bytes[tile] = uint16_t(of_bytes);
+  }
+};
+
+// The next part of 32 numbers, rounded to bf16; what is left of them stays in x. Infinity leaves nothing.
+KVX_INLINE __m512i round_pair(Vec (&x)[2]) {
+  const __m512bh pairs = _mm512_cvtne2ps_pbh(__m512(x[1]), __m512(x[0]));
+  const Halves back = load<Halves>(&pairs);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const Vec rest = x[i] - BF16::part(back, i);
+    x[i] = Vec(IVec(rest) & IVec(rest == rest));
+  }
+  return load<__m512i>(&pairs);
+}
+
+// Query rows of one head, in groups of sixteen, the last group in fours: a group is [parts, dim / 32, 16, rows, 2].
+inline int64_t group_rows(int64_t fours, int64_t group) {
+  return (fours - 4 * group < 4 ? fours - 4 * group : 4) * kLanes;
+}
+inline int64_t group_halves(int64_t group, int64_t dim, int parts) { return group * kSide * dim * parts; }
+
+void pack_tiles(const float* q, int64_t fours, int64_t dim, int parts, float* to) {
+  for (int64_t run = 0; run < fours; run++) {
+    const int64_t group = run / 4, rows = group_rows(fours, group);
+    uint16_t* tiles = reinterpret_cast<uint16_t*>(to) + group_halves(group, dim, parts);
+    for (int64_t d = 0; d < dim; d += kPair) {
+      Vec x[kLanes][2];
+      for (int r = 0; r < kLanes; r++)
+        for (int i = 0; i < 2; i++) x[r][i] = load<Vec>(q + (run * kLanes + r) * dim + d + i * W);
+      for (int part = 0; part < parts; part++) {
+        __m512i pairs[kLanes];
+        for (int r = 0; r < kLanes; r++) pairs[r] = round_pair(x[r]);
+        // Words of four rows beside each other: word 4 * lane + i of each row is in lane `lane` of words[i].
+        const __m512i a = _mm512_unpacklo_epi32(pairs[0], pairs[1]), b = _mm512_unpacklo_epi32(pairs[2], pairs[3]),
+                      c = _mm512_unpackhi_epi32(pairs[0], pairs[1]), e = _mm512_unpackhi_epi32(pairs[2], pairs[3]);
+        const __m512i words[4] = {_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b), _mm512_unpacklo_epi64(c, e),
+                                  _mm512_unpackhi_epi64(c, e)};
+        uint16_t* tile = tiles + (part * (dim / kPair) + d / kPair) * kPair * rows + run % 4 * kLanes * 2;
+        for (int i = 0; i < 4; i++) {
+          __m128i lanes[4];
+          memcpy(lanes, &words[i], sizeof lanes);
+          for (int lane = 0; lane < 4; lane++) store(tile + (4 * lane + i) * rows * 2, lanes[lane]);
+        }
+      }
+    }
+  }
+}
+
+// Bytes from one position to the next in each sixteen of a tile; 0: they differ, or some are past the last.
+struct Strides {
+  int64_t of[cpu::kTile / kSide];
+
+  explicit Strides(const cpu::TileRows& rows) {
+    for (int64_t t = 0; t < rows.count; t += kSide) {
+      int64_t stride = t + kSide <= rows.count ? rows.at[t + 1] - rows.at[t] : 0;
+      for (int64_t i = 2; i < kSide && stride; i++)
+        if (rows.at[t + i] - rows.at[t + i - 1] != stride) stride = 0;
+      of[t / kSide] = stride;
+    }
+  }
+};
+
+// Scores of 32 positions from t on, or of sixteen: tiles 0 and 1. Queries are tile 4, rows of K 2 and 3.
+template <bool kTwo>
+KVX_INLINE void dot_tiles(const cpu::TileRows& k, const cpu::TileRows* next, const Strides& strides, int64_t t,
+                          int64_t head, const uint16_t* queries, int64_t columns, int parts) {
+  alignas(64) char room[2][kSide * 64];
+  const int64_t steps = k.dim / kPair;
+  _tile_zero(0);
+  if constexpr (kTwo) _tile_zero(1);
+  for (int64_t step = 0; step < steps; step++) {
+    const char* first[2];
+    int64_t stride[2];
+#pragma GCC unroll 2
+    for (int i = 0; i <= int(kTwo); i++) {
+      const int64_t from = t + i * kSide, offset = head * k.head + step * 64;
+      if (next)
+        for (int64_t j = 0; j < kSide; j++)
+          ask(next->at[from + j < k.count ? from + j : k.count - 1] + head * next->head + step * 64);
+      first[i] = k.at[from] + offset, stride[i] = strides.of[from / kSide];
+      if (stride[i]) continue;
+      for (int64_t j = 0; j < kSide; j++)
+        store(room[i] + j * 64, load<Vec>(k.at[from + j < k.count ? from + j : k.count - 1] + offset));
+      first[i] = room[i], stride[i] = 64;
+    }
+    _tile_loadd(2, first[0], stride[0]);
+    if constexpr (kTwo) _tile_loadd(3, first[1], stride[1]);
+    for (int part = 0; part < parts; part++) {
+      _tile_loadd(4, queries + (part * steps + step) * kPair * columns, columns * 4);
+      _tile_dpbf16ps(0, 2, 4);
+      if constexpr (kTwo) _tile_dpbf16ps(1, 3, 4);
+    }
+  }
+}
+
+// What is in a product [16, columns] goes to the runs its columns are of, times the scales of its positions.
+inline void spread_scores(const float* product, int64_t columns, const float* scale, float* scores) {
+  for (int64_t i = 0; i < kSide; i++)
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      Quad x = load<Quad>(product + i * columns + c);
+      if (scale) x *= scale[i];
+      store(scores + (c * cpu::kTile + i * kLanes), x);
+    }
+}
+
+void dots_tiles(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::TileStates& s) {
+  alignas(64) float product[2][kSide * kSide];
+  const Strides strides(k);
+  TileShapes shapes;
+  for (int tile : {2, 3}) shapes.set(tile, kSide, 64);
+  for (int64_t group = s.first / 4; group * 4 < s.last; group++) {
+    const int64_t columns = group_rows(s.fours, group);
+    if (shapes.bytes[4] != columns * 4) {
+      for (int tile : {0, 1, 4}) shapes.set(tile, kSide, columns * 4);
+      _tile_loadconfig(&shapes);
+    }
+    each_block(k, 2 * kSide, [&](int64_t t, int64_t head) {
+      const uint16_t* queries = reinterpret_cast<const uint16_t*>(s.q + head * s.fours * kLanes * k.dim) +
+                                group_halves(group, k.dim, s.parts);
+      const bool two = t + kSide < k.count;
+      const cpu::TileRows* asked = group == s.first / 4 ? next : nullptr;
+      if (two) dot_tiles<true>(k, asked, strides, t, head, queries, columns, s.parts);
+      else dot_tiles<false>(k, asked, strides, t, head, queries, columns, s.parts);
+      float* scores = s.scores + ((head * s.fours + group * 4) * cpu::kTile + t) * kLanes;
+      if (columns == kLanes && !k.scale) {
+        _tile_stored(0, scores, kLanes * 4);
+        if (two) _tile_stored(1, scores + kSide * kLanes, kLanes * 4);
+        return;
+      }
+      _tile_stored(0, product[0], columns * 4);
+      if (two) _tile_stored(1, product[1], columns * 4);
+      for (int i = 0; i <= int(two); i++)
+        spread_scores(product[i], columns, k.scale ? k.scale + head * cpu::kTile + t + i * kSide : nullptr,
+                      scores + i * kSide * kLanes);
+    });
+  }
+  _tile_release();
+}
+
+// ---- values
+
+// 32 columns of a head's rows into four rows of sums, by f32: for rows with infinities or NaN, since zero times one of
+// them is NaN, and tiles have zeros.
+void add_columns(const cpu::TileRows& v, int64_t head, int64_t column, const float* weights, float* out) {
+  for (int64_t t = 0; t < v.count; t++) {
+    const Halves raw = load<Halves>(v.at[t] + head * v.head + column * 2);
+    const float scale = v.scale ? v.scale[head * cpu::kTile + t] : 1;
+    for (int r = 0; r < kLanes; r++)
+      for (int i = 0; i < 2; i++) {
+        float* to = out + r * v.dim + column + i * W;
+        store(to, load<Vec>(to) + BF16::part(raw, i) * (weights[t * kLanes + r] * scale));
+      }
+  }
+}
+
+// Columns of a tile's rows with those of two positions beside each other: tiles [positions / 32, columns / 16]. What is
+// past the last position is zeros. False: there are infinities or NaN among them.
+inline bool pair_rows(const cpu::TileRows& v, const cpu::TileRows* next, int64_t head, int64_t first, int64_t columns,
+                      uint16_t* to) {
+  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  const int64_t end = (v.count + kPair - 1) / kPair * kPair;
+  __m512i most[2] = {};
+  for (int64_t t = 0; t < end; t += 2) {
+    uint16_t* row = to + t / kPair * kPair * columns + t % kPair / 2 * kPair;
+    const int64_t offset = head * v.head + first * 2;
+    const char* at[2];
+    for (int i = 0; i < 2; i++) at[i] = v.at[t + i < v.count ? t + i : v.count - 1] + offset;
+    const __mmask32 is_there[2] = {t < v.count ? ~__mmask32(0) : 0, t + 1 < v.count ? ~__mmask32(0) : 0};
+    for (int64_t d = 0; d < columns; d += kPair, row += 2 * kTileHalves) {
+      if (next && is_there[1])
+        for (int i = 0; i < 2; i++) ask(next->at[t + i] + head * next->head + (first + d) * 2);
+      const __m512i a = _mm512_maskz_loadu_epi16(is_there[0], at[0] + d * 2),
+                    b = _mm512_maskz_loadu_epi16(is_there[1], at[1] + d * 2);
+      most[0] = _mm512_max_epu16(most[0], _mm512_slli_epi16(a, 1));
+      most[1] = _mm512_max_epu16(most[1], _mm512_slli_epi16(b, 1));
+      const __m512i lower = _mm512_unpacklo_epi16(a, b), upper = _mm512_unpackhi_epi16(a, b);
+      store(row, _mm512_permutex2var_epi64(lower, low, upper));
+      store(row + kTileHalves, _mm512_permutex2var_epi64(lower, high, upper));
+    }
+  }
+  return _mm512_cmpge_epu16_mask(_mm512_max_epu16(most[0], most[1]), _mm512_set1_epi16(int16_t(0xff00))) == 0;
+}
+
+// Weights of four rows at four positions, times scales; zeros from `count` on.
+KVX_INLINE Vec weights_of(const float* weights, const float* scale, int64_t count) {
+  const __m512i by_position = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  const unsigned seen = count >= 4 ? 4 : count <= 0 ? 0 : unsigned(count);
+  const Vec w = Vec(_mm512_maskz_loadu_ps(__mmask16((1u << (4 * seen)) - 1), weights));
+  if (!scale) return w;
+  const __m128 four = _mm_maskz_loadu_ps(__mmask8((1u << seen) - 1), scale);
+  return w * Vec(_mm512_permutexvar_ps(by_position, _mm512_castps128_ps512(four)));
+}
+
+// Lanes of 128 bits: i of vector j becomes j of vector i.
+KVX_INLINE void turn_lanes(__m512i (&x)[4]) {
+  const __m512i a = _mm512_shuffle_i64x2(x[0], x[1], 0x44), b = _mm512_shuffle_i64x2(x[2], x[3], 0x44),
+                c = _mm512_shuffle_i64x2(x[0], x[1], 0xee), d = _mm512_shuffle_i64x2(x[2], x[3], 0xee);
+  x[0] = _mm512_shuffle_i64x2(a, b, 0x88), x[1] = _mm512_shuffle_i64x2(a, b, 0xdd);
+  x[2] = _mm512_shuffle_i64x2(c, d, 0x88), x[3] = _mm512_shuffle_i64x2(c, d, 0xdd);
+}
+
+// Weights of four rows at 32 positions as two parts of bf16: rows of 64 bytes, a tile from one part to the next.
+inline void split_weights(const float* weights, const float* scale, int64_t count, uint16_t* to) {
+  alignas(64) static constexpr uint16_t kByRow[32] = {0, 4, 8,  12, 16, 20, 24, 28, 1, 5, 9,  13, 17, 21, 25, 29,
+                                                      2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31};
+  const __m512i by_row = load<__m512i>(kByRow);  // of words [position, row]
+  __m512i x[2][4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    Vec w[2];
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+      const int64_t t = 8 * i + 4 * j;
+      w[j] = weights_of(weights + t * kLanes, scale ? scale + t : nullptr, count - t);
+    }
+    x[0][i] = _mm512_permutexvar_epi16(by_row, round_pair(w));
+    x[1][i] = _mm512_permutexvar_epi16(by_row, round_pair(w));
+  }
+#pragma GCC unroll 2
+  for (int part = 0; part < 2; part++) {
+    turn_lanes(x[part]);
+#pragma GCC unroll 4
+    for (int r = 0; r < kLanes; r++) store(to + part * kTileHalves + r * kPair, x[part][r]);
+  }
+}
+
+// Tiles of weights of up to four groups: [group, positions / 32, part, 16, 32].
+struct WeightTiles {
+  static constexpr int64_t kGroups = 4, kHalves = 4 * kTileHalves;
+  alignas(64) uint16_t tiles[kGroups * kHalves];
+
+  void read(const cpu::TileRows& v, const cpu::TileStates& s, int64_t head, int64_t first, int64_t last) {
+    for (int64_t run = first * 4; run < last * 4 && run < s.fours; run++)
+      for (int64_t t = 0; t < v.count; t += kPair) {
+        uint16_t* to = tiles + (run / 4 - first) * kHalves + t / kPair * 2 * kTileHalves + run % 4 * kLanes * kPair;
+        const bool sees = run >= s.first && run < s.last;  // of one that does not, what lies here are no weights
+        split_weights(s.scores + ((head * s.fours + run) * cpu::kTile + t) * kLanes,
+                      v.scale ? v.scale + head * cpu::kTile + t : nullptr, sees ? v.count - t : 0, to);
+      }
+  }
+};
+
+// Sums of `columns` columns: tiles 0 to 3 are weights, 4 and 5 values, 6 and 7 sums.
+inline void add_tiles(const uint16_t* weights, const uint16_t* values, int64_t columns, bool two, float* out,
+                      int64_t dim) {
+  _tile_loadd(0, weights, 64);
+  _tile_loadd(1, weights + kTileHalves, 64);
+  if (two) {
+    _tile_loadd(2, weights + 2 * kTileHalves, 64);
+    _tile_loadd(3, weights + 3 * kTileHalves, 64);
+  }
+  for (int64_t d = 0; d < columns; d += 2 * kSide) {
+    const uint16_t* at = values + d / kSide * kTileHalves;
+    _tile_loadd(6, out + d, dim * 4);
+    _tile_loadd(7, out + d + kSide, dim * 4);
+    _tile_loadd(4, at, 64);
+    _tile_loadd(5, at + kTileHalves, 64);
+    _tile_dpbf16ps(6, 1, 4);
+    _tile_dpbf16ps(7, 1, 5);
+    _tile_dpbf16ps(6, 0, 4);
+    _tile_dpbf16ps(7, 0, 5);
+    if (two) {
+      _tile_loadd(4, at + kPair * columns, 64);
+      _tile_loadd(5, at + kPair * columns + kTileHalves, 64);
+      _tile_dpbf16ps(6, 3, 4);
+      _tile_dpbf16ps(7, 3, 5);
+      _tile_dpbf16ps(6, 2, 4);
+      _tile_dpbf16ps(7, 2, 5);
+    }
+    _tile_stored(6, out + d, dim * 4);
+    _tile_stored(7, out + d + kSide, dim * 4);
+  }
+}
+
+// Few query rows: interleaving V would take longer than it saves. Rows of V are the right tile as they lie, sixteen
+// positions of 32 columns, and the left one has each weight in four rows, as either part, for even columns or odd ones:
+// beside it is a zero, for the column that it does not want.
+struct EvenOdd {
+  static constexpr int64_t kMostRuns = 2;
+  alignas(64) uint32_t tiles[kMostRuns][cpu::kTile / kSide][kSide * kSide];  // [part and parity, row, position]
+
+  void read(const cpu::TileRows& v, const cpu::TileStates& s, int64_t head) {
+    const float* scale = v.scale ? v.scale + head * cpu::kTile : nullptr;
+    for (int64_t run = s.first; run < s.last; run++)
+      for (int64_t t = 0; t < v.count; t += kSide) {
+        const float* weights = s.scores + ((head * s.fours + run) * cpu::kTile + t) * kLanes;
+        const __m512i by_row = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        __m512i x[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+          const Vec w = weights_of(weights + 4 * i * kLanes, scale ? scale + t + 4 * i : nullptr, v.count - t - 4 * i);
+          x[i] = _mm512_permutexvar_epi32(by_row, __m512i(w));
+        }
+        turn_lanes(x);
+        uint32_t* tile = tiles[run - s.first][t / kSide];
+#pragma GCC unroll 4
+        for (int r = 0; r < kLanes; r++) {
+          Vec row = Vec(x[r]);
+#pragma GCC unroll 2
+          for (int part = 0; part < 2; part++) {
+            const __m256bh rounded = _mm512_cvtneps_pbh(__m512(row));
+            const UVec even = __builtin_convertvector(load<Halves::Half>(&rounded), UVec), odd = even << 16;
+            store(tile + (part * kLanes + r) * kSide, even), store(tile + ((2 + part) * kLanes + r) * kSide, odd);
+            row = row - Vec(odd);
+          }
+        }
+      }
+  }
+};
+
+// The product of 32 columns, [part and parity, row, column], into four rows of sums. False, and nothing done: it is
+// NaN.
+inline bool add_product(const float* product, float* out, int64_t dim) {
+  const IVec low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
+  Vec even[kLanes], odd[kLanes];
+  IVec is_nan = {};
+#pragma GCC unroll 4
+  for (int r = 0; r < kLanes; r++) {
+    const auto row = [&](int i) { return load<Vec>(product + (i * kLanes + r) * kSide); };
+    even[r] = row(0) + row(1), odd[r] = row(2) + row(3);
+    const Vec both = even[r] + odd[r];
+    is_nan |= both != both;
+  }
+  if (_mm512_test_epi32_mask(__m512i(is_nan), __m512i(is_nan))) return false;
+#pragma GCC unroll 4
+  for (int r = 0; r < kLanes; r++) {
+    float* to = out + r * dim;
+    store(to, load<Vec>(to) + Vec(_mm512_permutex2var_ps(__m512(even[r]), __m512i(low), __m512(odd[r]))));
+    store(to + W, load<Vec>(to + W) + Vec(_mm512_permutex2var_ps(__m512(even[r]), __m512i(high), __m512(odd[r]))));
+  }
+  return true;
+}
+
+// Tiles 0 and 1 are sums, 2 weights, 3 rows of V.
+void sum_even_odd(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::TileStates& s) {
+  alignas(64) float product[2][kSide * kSide];
+  alignas(64) char room[kSide * 64];
+  EvenOdd weights;
+  const Strides strides(v);
+  TileShapes shapes;
+  for (int tile = 0; tile < 4; tile++) shapes.set(tile, kSide, 64);
+  _tile_loadconfig(&shapes);
+  const bool two = s.last - s.first > 1;
+  for (int64_t head = 0; head < v.heads; head++) {
+    weights.read(v, s, head);
+    for (int64_t column = 0; column < v.dim; column += kPair) {
+      const int64_t offset = head * v.head + column * 2;
+      _tile_zero(0);
+      if (two) _tile_zero(1);
+      for (int64_t t = 0; t < v.count; t += kSide) {
+        if (next)
+          for (int64_t i = 0; i < kSide; i++) ask(next->at[t + i] + head * next->head + column * 2);
+        if (strides.of[t / kSide]) {
+          _tile_loadd(3, v.at[t] + offset, strides.of[t / kSide]);
+        } else {
+          for (int64_t i = 0; i < kSide; i++)
+            store(room + i * 64, t + i < v.count ? load<Vec>(v.at[t + i] + offset) : Vec{});
+          _tile_loadd(3, room, 64);
+        }
+        _tile_loadd(2, weights.tiles[0][t / kSide], 64);
+        _tile_dpbf16ps(0, 2, 3);
+        if (!two) continue;
+        _tile_loadd(2, weights.tiles[1][t / kSide], 64);
+        _tile_dpbf16ps(1, 2, 3);
+      }
+      _tile_stored(0, product[0], 64);
+      if (two) _tile_stored(1, product[1], 64);
+      for (int64_t run = s.first; run < s.last; run++) {
+        const int64_t state = head * s.fours + run;
+        float* out = s.out + state * kLanes * v.dim;
+        if (!add_product(product[run - s.first], out + column, v.dim))
+          add_columns(v, head, column, s.scores + state * cpu::kTile * kLanes, out);
+      }
+    }
+  }
+}
+
+// Runs of rows that see nothing of the tile are left out of a group by weights of zero.
+void sum_pairs(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::TileStates& s) {
+  alignas(64) uint16_t columns[cpu::kTile * kWide];
+  WeightTiles weights;
+  int64_t rows = 0;  // the tiles are set up for
+  for (int64_t head = 0; head < v.heads; head++)
+    for (int64_t from = s.first / 4, last = (s.last + 3) / 4; from < last; from += WeightTiles::kGroups) {
+      const int64_t to = from + WeightTiles::kGroups < last ? from + WeightTiles::kGroups : last;
+      weights.read(v, s, head, from, to);
+      for (int64_t first = 0; first < v.dim; first += kWide) {
+        const int64_t width = v.dim - first < kWide ? v.dim - first : kWide;
+        const bool is_usual = pair_rows(v, from == s.first / 4 ? next : nullptr, head, first, width, columns);
+        for (int64_t run = from * 4; !is_usual && run < to * 4; run++)
+          for (int64_t d = first; d < first + width && run >= s.first && run < s.last; d += kPair)
+            add_columns(v, head, d, s.scores + (head * s.fours + run) * cpu::kTile * kLanes,
+                        s.out + (head * s.fours + run) * kLanes * v.dim);
+        for (int64_t group = from; is_usual && group < to; group++) {
+          if (rows != group_rows(s.fours, group)) {
+            rows = group_rows(s.fours, group);
+            TileShapes shapes;
+            for (int tile : {0, 1, 2, 3, 6, 7}) shapes.set(tile, rows, 64);
+            for (int tile : {4, 5}) shapes.set(tile, kSide, 64);
+            _tile_loadconfig(&shapes);
+          }
+          add_tiles(weights.tiles + (group - from) * WeightTiles::kHalves, columns, width, v.count > kPair,
+                    s.out + (head * s.fours + group * 4) * kLanes * v.dim + first, v.dim);
+        }
+      }
+    }
+}
+
+void sums_tiles(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::TileStates& s,
+                const cpu::Softmax* softmax) {
+  if (s.parts == 3) return sums_of<BF16>(v, next, s, softmax);  // queries of f32: weights keep their 24 bits
+  shrink(s, v.heads, v.dim, softmax);
+  if (s.last - s.first <= EvenOdd::kMostRuns) sum_even_odd(v, next, s);
+  else sum_pairs(v, next, s);
+  _tile_release();
+}
+
+// ---- rows as bf16
+
+// The upper and the lower byte of the bf16 number of each code, without its sign: 128 of them.
+struct Codes {
+  uint8_t high[128], low[128];
+};
+constexpr uint16_t bf16_of(int mantissa, int exponent) {  // mantissa * 2^exponent, exactly; the mantissa up to 8 bits
+  if (mantissa == 0) return 0;
+  while (mantissa < 128) mantissa *= 2, exponent--;
+  return uint16_t((exponent + 7 + 127) << 7 | (mantissa & 127));
+}
+template <class F>
+constexpr Codes make_codes(F&& of) {
+  Codes codes = {};
+  for (int i = 0; i < 128; i++) codes.high[i] = uint8_t(of(i) >> 8), codes.low[i] = uint8_t(of(i));
+  return codes;
+}
+constexpr uint16_t kNaN = 0x7fc0, kInfinity = 0x7f80;
+constexpr Codes kE4M3Codes = make_codes([](int c) {
+  const int e = c >> 3, m = c & 7;
+  return c == 127 ? kNaN : e ? bf16_of(8 + m, e - 10) : bf16_of(m, -9);
+});
+constexpr Codes kE5M2Codes = make_codes([](int c) {
+  const int e = c >> 2, m = c & 3;
+  return e == 31 ? (m ? kNaN : kInfinity) : e ? bf16_of(4 + m, e - 17) : bf16_of(m, -16);
+});
+constexpr Codes kS8Codes = make_codes([](int c) { return bf16_of(c, 0); });  // of a magnitude
+
+// 64 bytes in order: pairs of a lower and an upper byte.
+inline void store_pairs(char* to, __m512i low, __m512i high, int64_t n) {
+  const __m512i first = _mm512_unpacklo_epi8(low, high), second = _mm512_unpackhi_epi8(low, high);
+  if (n >= 64) return store(to, first), store(to + 64, second);
+  const uint64_t seen = (uint64_t(1) << n) - 1;
+  _mm512_mask_storeu_epi16(to, __mmask32(seen), first),
+      _mm512_mask_storeu_epi16(to + 64, __mmask32(seen >> 32), second);
+}
+// What unpacklo and unpackhi take apart lane by lane comes out in order.
+inline __m512i spread_lanes(__m512i x) {
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), x);
+}
+
+template <const Codes& kCodes, bool kIsInteger>
+void unpack_bytes(char* to, const char* row, int64_t bytes) {
+  const __m512i high0 = load<__m512i>(kCodes.high), high1 = load<__m512i>(kCodes.high + 64),
+                low0 = load<__m512i>(kCodes.low), low1 = load<__m512i>(kCodes.low + 64), sign = _mm512_set1_epi8(-128);
+  for (int64_t i = 0; i < bytes; i += 64) {
+    const int64_t n = bytes - i;
+    const __m512i x =
+        spread_lanes(n >= 64 ? load<__m512i>(row + i) : _mm512_maskz_loadu_epi8((uint64_t(1) << n) - 1, row + i));
+    const __m512i code = kIsInteger ? _mm512_abs_epi8(x) : x;  // a look-up takes seven bits: -128 is 0 there
+    __m512i high = _mm512_permutex2var_epi8(high0, code, high1), low = _mm512_permutex2var_epi8(low0, code, low1);
+    if constexpr (kIsInteger)
+      high = _mm512_mask_mov_epi8(high, _mm512_cmpeq_epi8_mask(x, sign), _mm512_set1_epi8(0x43));
+    store_pairs(to + 2 * i, low, _mm512_ternarylogic_epi32(high, x, sign, 0xf8), n);  // high | (x & sign)
+  }
+}
+
+void split_row(const float* row, int64_t n, char* to) {
+  for (int64_t d = 0; d < n; d += kPair) {
+    Vec x[2] = {load<Vec>(row + d), load<Vec>(row + d + W)};
+    store(to + d * 2, round_pair(x)), store(to + (n + d) * 2, round_pair(x));
+  }
+}
+
+// Rows of 4 bits, the lower half of a byte first.
+template <const Nibbles& kCodes>
+void unpack_nibbles(char* to, const char* row, int64_t bytes) {
+  const __m512i low_of = _mm512_broadcast_i32x4(load<__m128i>(kCodes.low)),
+                high_of = _mm512_broadcast_i32x4(load<__m128i>(kCodes.high));
+  for (int64_t i = 0; i < bytes; i += 32) {
+    const int64_t n = bytes - i;
+    const __m512i x = _mm512_cvtepu8_epi16(n >= 32 ? load<__m256i>(row + i)
+                                                   : _mm256_maskz_loadu_epi8((uint32_t(1) << n) - 1, row + i));
+    const __m512i both = _mm512_or_si512(x, _mm512_slli_epi16(x, 4));
+    const __m512i codes = spread_lanes(_mm512_and_si512(both, _mm512_set1_epi8(15)));
+    store_pairs(to + 4 * i, _mm512_shuffle_epi8(low_of, codes), _mm512_shuffle_epi8(high_of, codes), 2 * n);
+  }
+}
