@@ -57,6 +57,9 @@ using WidenRow = void (*)(float* to, const char* row, int64_t n,
 using WidenGroups = void (*)(float* to, const char* row, int64_t n, const float* scales,
                              int64_t size);  // with a scale for every `size` elements
 
+using Unpack = void (*)(const TileRows& rows, int64_t head, int64_t bytes, char* to, int64_t stride,
+                        const TileRows* next);
+
 // `next`: rows that will be wanted after these and are asked for meanwhile, a line for every line read. NULL = none.
 struct AttendTable {
   // By kvx_dtype_t of rows as they lie; NULL: they have to be made f32 first.
@@ -80,9 +83,9 @@ struct AttendTable {
 
   // What scores of int8 rows take: n numbers of a query in 2 or 3 parts, in place. NULL: they take them as they are.
   void (*pack_s8)(float* q, int64_t n, int parts);
-  // Rows of few bits as `unpacked`, by kvx_dtype_t, or NULL. As int8: those of 4 bits, e2m1's numbers doubled. As bf16:
-  // those of 8 bits too, where queries are not f32.
-  void (*unpack[14])(char* to, const char* row, int64_t bytes);
+  // Rows of few bits, of one head, as `unpacked`; by kvx_dtype_t, or NULL. As int8: those of 4 bits, e2m1's numbers
+  // doubled. As bf16: those of 8 bits too, where queries are not f32.
+  Unpack unpack[14];
   int unpacked;
 
   // Scores of bf16 rows against queries that came as bf16 or f16, in parts of bf16, before any scaling. `pack` makes n

@@ -479,19 +479,23 @@ inline __m512i spread_lanes(__m512i x) {
 }
 
 template <const Codes& kCodes, bool kIsInteger>
-void unpack_bytes(char* to, const char* row, int64_t bytes) {
+void unpack_bytes(const cpu::TileRows& rows, int64_t head, int64_t bytes, char* to, int64_t stride,
+                  const cpu::TileRows* next) {
   const __m512i high0 = load<__m512i>(kCodes.high), high1 = load<__m512i>(kCodes.high + 64),
                 low0 = load<__m512i>(kCodes.low), low1 = load<__m512i>(kCodes.low + 64), sign = _mm512_set1_epi8(-128);
-  for (int64_t i = 0; i < bytes; i += 64) {
-    const int64_t n = bytes - i;
-    const __m512i x =
-        spread_lanes(n >= 64 ? load<__m512i>(row + i) : _mm512_maskz_loadu_epi8((uint64_t(1) << n) - 1, row + i));
-    const __m512i code = kIsInteger ? _mm512_abs_epi8(x) : x;  // a look-up takes seven bits: -128 is 0 there
-    __m512i high = _mm512_permutex2var_epi8(high0, code, high1), low = _mm512_permutex2var_epi8(low0, code, low1);
-    if constexpr (kIsInteger)
-      high = _mm512_mask_mov_epi8(high, _mm512_cmpeq_epi8_mask(x, sign), _mm512_set1_epi8(0x43));
-    store_pairs(to + 2 * i, low, _mm512_ternarylogic_epi32(high, x, sign, 0xf8), n);  // high | (x & sign)
-  }
+  each_packed(rows, head, bytes, next, [&](int64_t t, const char* row) {
+    for (int64_t i = 0; i < bytes; i += 64) {
+      const int64_t n = bytes - i;
+      const __m512i x =
+          spread_lanes(n >= 64 ? load<__m512i>(row + i) : _mm512_maskz_loadu_epi8((uint64_t(1) << n) - 1, row + i));
+      const __m512i code = kIsInteger ? _mm512_abs_epi8(x) : x;  // a look-up takes seven bits: -128 is 0 there
+      __m512i high = _mm512_permutex2var_epi8(high0, code, high1), low = _mm512_permutex2var_epi8(low0, code, low1);
+      if constexpr (kIsInteger)
+        high = _mm512_mask_mov_epi8(high, _mm512_cmpeq_epi8_mask(x, sign), _mm512_set1_epi8(0x43));
+      store_pairs(to + t * stride + 2 * i, low, _mm512_ternarylogic_epi32(high, x, sign, 0xf8),
+                  n);  // high | (x & sign)
+    }
+  });
 }
 
 void split_row(const float* row, int64_t n, char* to) {
@@ -503,15 +507,19 @@ void split_row(const float* row, int64_t n, char* to) {
 
 // Rows of 4 bits, the lower half of a byte first.
 template <const Nibbles& kCodes>
-void unpack_nibbles(char* to, const char* row, int64_t bytes) {
+void unpack_nibbles(const cpu::TileRows& rows, int64_t head, int64_t bytes, char* to, int64_t stride,
+                    const cpu::TileRows* next) {
   const __m512i low_of = _mm512_broadcast_i32x4(load<__m128i>(kCodes.low)),
                 high_of = _mm512_broadcast_i32x4(load<__m128i>(kCodes.high));
-  for (int64_t i = 0; i < bytes; i += 32) {
-    const int64_t n = bytes - i;
-    const __m512i x = _mm512_cvtepu8_epi16(n >= 32 ? load<__m256i>(row + i)
-                                                   : _mm256_maskz_loadu_epi8((uint32_t(1) << n) - 1, row + i));
-    const __m512i both = _mm512_or_si512(x, _mm512_slli_epi16(x, 4));
-    const __m512i codes = spread_lanes(_mm512_and_si512(both, _mm512_set1_epi8(15)));
-    store_pairs(to + 4 * i, _mm512_shuffle_epi8(low_of, codes), _mm512_shuffle_epi8(high_of, codes), 2 * n);
-  }
+  each_packed(rows, head, bytes, next, [&](int64_t t, const char* row) {
+    for (int64_t i = 0; i < bytes; i += 32) {
+      const int64_t n = bytes - i;
+      const __m512i x = _mm512_cvtepu8_epi16(n >= 32 ? load<__m256i>(row + i)
+                                                     : _mm256_maskz_loadu_epi8((uint32_t(1) << n) - 1, row + i));
+      const __m512i both = _mm512_or_si512(x, _mm512_slli_epi16(x, 4));
+      const __m512i codes = spread_lanes(_mm512_and_si512(both, _mm512_set1_epi8(15)));
+      store_pairs(to + t * stride + 4 * i, _mm512_shuffle_epi8(low_of, codes), _mm512_shuffle_epi8(high_of, codes),
+                  2 * n);
+    }
+  });
 }

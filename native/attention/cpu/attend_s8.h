@@ -75,13 +75,20 @@ inline void unpack_nibbles(char* to, const char* row, int64_t bytes, F&& sixteen
   some(rest, last);
   memcpy(to + 2 * i, last, size_t(2 * (bytes - i)));
 }
-void unpack_s4(char* to, const char* row, int64_t bytes) {
-  unpack_nibbles(to, row, bytes, [](uint8x16_t x) { return vshrq_n_s8(vreinterpretq_s8_u8(vshlq_n_u8(x, 4)), 4); });
+void unpack_s4(const cpu::TileRows& rows, int64_t head, int64_t bytes, char* to, int64_t stride,
+               const cpu::TileRows* next) {
+  each_packed(rows, head, bytes, next, [&](int64_t t, const char* row) {
+    unpack_nibbles(to + t * stride, row, bytes,
+                   [](uint8x16_t x) { return vshrq_n_s8(vreinterpretq_s8_u8(vshlq_n_u8(x, 4)), 4); });
+  });
 }
-void unpack_e2m1(char* to, const char* row, int64_t bytes) {
+void unpack_e2m1(const cpu::TileRows& rows, int64_t head, int64_t bytes, char* to, int64_t stride,
+                 const cpu::TileRows* next) {
   const int8_t doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
   const int8x16_t numbers = vld1q_s8(doubled);
-  unpack_nibbles(to, row, bytes, [&](uint8x16_t x) { return vqtbl1q_s8(numbers, x); });
+  each_packed(rows, head, bytes, next, [&](int64_t t, const char* row) {
+    unpack_nibbles(to + t * stride, row, bytes, [&](uint8x16_t x) { return vqtbl1q_s8(numbers, x); });
+  });
 }
 
 // Four positions against R query rows: scores [4, 4]. `next`: rows that are asked for meanwhile; NULL: none.

@@ -6,6 +6,7 @@
 #include <math.h>
 #include <string.h>
 
+#include <memory>
 #include <vector>
 
 #include "attention/cpu/tile_reader.h"
@@ -318,7 +319,7 @@ kvx_status_t attention(const AttentionParams& p) {
   const AttendTable& loops = best_attend();
   int64_t partial_rows, bytes = 0;
   const std::vector<Unit> units = make_units(p, queries, &partial_rows);
-  std::vector<float> partials(size_t(partial_rows * partial_floats(p)));
+  const std::unique_ptr<float[]> partials(new float[size_t(partial_rows * partial_floats(p))]);  // all are written
   for (const Queries& g : queries)
     bytes += (g.end - g.begin) * p.num_kv_heads * g.count *
              (span_bytes(p.kv.plane[0].dtype, p.head_dim) + span_bytes(p.kv.plane[1].dtype, p.v_head_dim));
@@ -327,11 +328,11 @@ kvx_status_t attention(const AttentionParams& p) {
 #pragma omp parallel if (bytes >= kThreadBytes)
   {
     [[maybe_unused]] const Subnormals kept;
-    Desk desk;
+    static thread_local Desk desk;  // kept: fresh memory at every call would cost page faults
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++)
       carry([&] {
-        attend(p, ops, loops, queries[size_t(units[size_t(i)].queries)], units[size_t(i)], desk, partials.data());
+        attend(p, ops, loops, queries[size_t(units[size_t(i)].queries)], units[size_t(i)], desk, partials.get());
       });
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) {
@@ -341,7 +342,7 @@ kvx_status_t attention(const AttentionParams& p) {
       int64_t end = i + 1;
       while (end < count && units[size_t(end)].queries == u.queries && units[size_t(end)].head == u.head) end++;
       for (int64_t h = 0; h < u.num_heads; h++)
-        carry([&] { merge(p, ops, loops, g, &units[size_t(i)], units.data() + end, h, partials.data(), desk); });
+        carry([&] { merge(p, ops, loops, g, &units[size_t(i)], units.data() + end, h, partials.get(), desk); });
     }
   }
   carry.rethrow();

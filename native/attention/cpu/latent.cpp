@@ -8,6 +8,7 @@
 #include <math.h>
 #include <string.h>
 
+#include <memory>
 #include <vector>
 
 #include "attention/cpu/tile_reader.h"
@@ -127,8 +128,9 @@ struct Desk {
   std::vector<float> room, q, packed, sums, scores, row;
   float *tile, *out;  // tile: [size, dim] of f32, or as many bytes
   std::vector<Softmax> softmax;
-  const char* at[kTile + kRoom];  // where a row begins; in two parts, where it does, then where the second parts do
-  int32_t there[kTile];           // -1, or 0 where the latent or the rotary part has no block
+  const char* at[kTile + kRoom];    // where a row begins; in two parts, where it does, then where the second parts do
+  const char* next[kTile + kRoom];  // where rows of the next tile lie, to be asked for
+  int32_t there[kTile];             // -1, or 0 where the latent or the rotary part has no block
   bool is_whole;
 
   void open(const AttentionParams& p, const AttendTable& loops) {
@@ -140,7 +142,8 @@ struct Desk {
     // Sums of the rotary columns come along where rows are f32, an eighth more work: rows stay one run of memory.
     out_dim = by_tiles ? padded(p.head_dim, step) : dim;
     size = rows == Rows::BF16 ? kTile : kTile / 2;
-    room.assign(size_t(size * dim) + 16, 0.0f);
+    room.resize(size_t(size * dim) + 16);
+    if (dim != p.head_dim + p.rope_dim) room.assign(room.size(), 0.0f);
     tile = aligned(room.data());
     row.assign(size_t(dim), 0.0f);
   }
@@ -176,6 +179,15 @@ struct Desk {
       if (rows == Rows::TWO_PARTS) at[count + t] = to + dim * 2;
     }
     for (int64_t t = rows == Rows::TWO_PARTS ? 2 * count : count; t < kTile + kRoom; t++) at[t] = at[count - 1];
+  }
+
+  void find_next(const AttentionParams& p, int64_t seq, int64_t begin, int64_t end) {
+    for (int64_t t = 0; t < kTile + kRoom; t++) {
+      const int64_t pos = least(begin + t, end - 1);
+      const BlockPlace place = find_block(p.kv, seq, pos, pos / p.kv.block_size, 0);
+      next[t] = place.state == BLOCK_FOUND ? place.base + pos % p.kv.block_size * p.kv.plane[0].token
+                                           : at[least(t, kTile - 1)];
+    }
   }
 
   static void widen_row(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, int i,
@@ -248,7 +260,10 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
     states.last = fours;  // rows are in the order of their queries, so those that see a tile are next to each other
     while (states.first < fours && desk.softmax[size_t(states.first)].last[kLanes - 1] < pos) states.first++;
     while (states.last > states.first && desk.softmax[size_t(states.last - 1)].low[0] >= end) states.last--;
-    (by_tiles ? loops.dots : loops.scores[KVX_DTYPE_F32])(TileRows{desk.at, count, k_dim, 1, 0, true}, nullptr, states);
+    const TileRows keys{desk.at, count, k_dim, 1, 0, true}, next{desk.next, count, k_dim, 1, 0, true};
+    const bool asks = desk.rows == Rows::BF16 && end < u.end;
+    if (asks) desk.find_next(p, u.seq, end, least(end + desk.size, u.end));
+    (by_tiles ? loops.dots : loops.scores[KVX_DTYPE_F32])(keys, asks ? &next : nullptr, states);
     for (int64_t b = states.first; b < states.last; b++) {
       Softmax& s = desk.softmax[size_t(b)];
       const bool whole = desk.is_whole && s.low[kLanes - 1] <= pos && s.last[0] >= end - 1;
@@ -307,15 +322,15 @@ kvx_status_t attention_latent(const AttentionParams& p) {
   const AttendTable& loops = best_attend();
   int64_t work, partial_rows;
   const std::vector<Unit> units = make_units(groups, &work, &partial_rows);
-  std::vector<float> partials(size_t(partial_rows * partial_floats(p)));
+  const std::unique_ptr<float[]> partials(new float[size_t(partial_rows * partial_floats(p))]);  // all are written
   const int64_t count = int64_t(units.size());
   Carry carry;
 #pragma omp parallel if (work >= kThreadWork)
   {
-    Desk desk;
+    static thread_local Desk desk;  // kept: fresh memory at every call would cost page faults
     carry([&] { desk.open(p, loops); });
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) carry([&] { attend(p, ops, loops, units[size_t(i)], desk, partials.data()); });
+    for (int64_t i = 0; i < count; i++) carry([&] { attend(p, ops, loops, units[size_t(i)], desk, partials.get()); });
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) {
       const Unit& u = units[size_t(i)];
@@ -323,7 +338,7 @@ kvx_status_t attention_latent(const AttentionParams& p) {
         continue;  // whole already, or not the first of its spans
       int64_t end = i + 1;
       while (end < count && is_same_group(u, units[size_t(end)])) end++;
-      carry([&] { merge(p, ops, loops, &u, units.data() + end, partials.data(), desk); });
+      carry([&] { merge(p, ops, loops, &u, units.data() + end, partials.get(), desk); });
     }
   }
   carry.rethrow();

@@ -77,8 +77,8 @@ struct Reader {
   int64_t dim;           // of those rows
   float lift;            // of scales
   float lower;           // what rows with NaN in them are made with, instead of their scale
-  void (*unpack)(char* to, const char* row, int64_t bytes);  // of copied rows; NULL: they stay as they are
-  WidenRow widen;                                            // NULL: by row.h
+  Unpack unpack;         // of copied rows; NULL: they stay as they are
+  WidenRow widen;        // NULL: by row.h
   WidenGroups widen_groups;
   const float* byte_scales;         // by code; NULL: scales are wider
   std::vector<float> room;          // what `made` lies in
@@ -113,7 +113,8 @@ struct Reader {
     if (is_scaled()) scales.resize(size_t(heads * kTile));
     if (is_grouped) scales.resize(size_t(s.num_groups * kTile));
     if (is_direct && !is_copied && !is_fp8()) return;
-    room.assign(size_t(kTile * dim) + 16, 0.0f);
+    room.resize(size_t(kTile * dim) + 16);
+    if (dim != plane->head_dim) room.assign(room.size(), 0.0f);  // what pads rows is zeros
     made = aligned(room.data());
     for (int64_t t = 0; t < kTile + kRoom; t++) {
       const int64_t row = least(t, kTile - 1);
@@ -138,19 +139,19 @@ struct Reader {
   // Of every head and position, times the lift; 0 where there is no row.
   void read_scales(const Tile& tile, int64_t num_heads) {
     const ScaleParams& s = plane->scale;
-    const auto fill = [&](auto&& of) {  // of(head, position)
-      for (int64_t t = 0; t < tile.count; t++)
-        for (int64_t h = 0; h < num_heads; h++) scales[size_t(h * kTile + t)] = tile.there[t] ? of(h, t) * lift : 0.0f;
-    };
-    if (s.data && s.dtype == KVX_DTYPE_F32 && s.mode != SCALE_NONE && !s.tensor_scale)
-      fill([&](int64_t h, int64_t t) {
-        return *reinterpret_cast<const float*>(
-            scale_at(s, ScaleAt{tile.id[index][t], tile.offset[t], tile.head + h, 0}, 0));
-      });
-    else
-      fill([&](int64_t h, int64_t t) {
-        return read_scale(s, ScaleAt{tile.id[index][t], tile.offset[t], tile.head + h, 0}, 0);
-      });
+    const bool is_f32 = s.data && s.dtype == KVX_DTYPE_F32 && s.mode != SCALE_NONE && !s.tensor_scale;
+    for (int64_t t = 0; t < tile.count; t++) {
+      float* to = scales.data() + t;
+      const ScaleAt first{tile.id[index][t], tile.offset[t], tile.head, 0};
+      if (!tile.there[t])
+        for (int64_t h = 0; h < num_heads; h++) to[h * kTile] = 0;
+      else if (is_f32)
+        for (int64_t h = 0; h < num_heads; h++)
+          to[h * kTile] = *reinterpret_cast<const float*>(scale_at(s, first, 0) + h * s.head) * lift;
+      else
+        for (int64_t h = 0; h < num_heads; h++)
+          to[h * kTile] = read_scale(s, ScaleAt{first.block, first.offset, tile.head + h, 0}, 0) * lift;
+    }
   }
 
   // Every head of a unit, as they lie; false where that is not possible.
@@ -192,17 +193,18 @@ struct Reader {
   // The unit's head h, copied; false where rows are not, or have to be made f32.
   bool copy(const AttendTable& loops, const Tile& tile, int64_t h, const TileRows* next) {
     if (!is_copied) return false;
-    if (has_f32) room.assign(room.size(), 0.0f), has_f32 = false;  // what pads rows is zeros
+    if (has_f32 && dim != plane->head_dim) room.assign(room.size(), 0.0f);
+    has_f32 = false;
     const int64_t bytes = span_bytes(plane->dtype, plane->head_dim);
     bool is_odd = false;
-    for (int64_t t = 0; t < tile.count; t++) {
+    if (unpack) unpack(lie(tile, h + 1), h, bytes, const_cast<char*>(copied_at[0]), span_bytes(dtype, dim), next);
+    for (int64_t t = 0; t < tile.count && !unpack; t++) {
       char* row = const_cast<char*>(copied_at[t]);
-      const char* cell = tile.at[index][t] + h * plane->head;
       ask(next, t, h);
-      if (unpack) unpack(row, cell, bytes);
-      else copy_row(row, cell, bytes);
+      copy_row(row, tile.at[index][t] + h * plane->head, bytes);
       is_odd |= is_fp8() && loops.has_nan(dtype, row, dim);
-      if (!is_grouped) continue;
+    }
+    for (int64_t t = 0; t < tile.count && is_grouped; t++) {
       const ScaleAt scale{tile.id[index][t], tile.offset[t], tile.head + h, 0};
       if (tile.there[t]) read_group_scales(scale_at(plane->scale, scale, 0), lift, scales.data() + t, kTile);
       else
