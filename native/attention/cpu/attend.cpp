@@ -660,13 +660,18 @@ const AttendTable KVX_JOIN(attend_, KVX_ISA) = {
     {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
      &unpack_s4, &unpack_e2m1},
     KVX_DTYPE_S8,
+    {},
 #elif defined(__AMX_BF16__)
     {nullptr, nullptr, nullptr, nullptr, &unpack_bytes<kE4M3Codes, false>, &unpack_bytes<kE5M2Codes, false>, nullptr,
      nullptr, nullptr, nullptr, nullptr, &unpack_bytes<kS8Codes, true>, &unpack_nibbles<kS4>, &unpack_nibbles<kE2M1>},
     KVX_DTYPE_BF16,
+    {nullptr, nullptr, nullptr, nullptr, &unpack_scaled_bytes<kE4M3Codes, false>,
+     &unpack_scaled_bytes<kE5M2Codes, false>, nullptr, nullptr, nullptr, nullptr, nullptr,
+     &unpack_scaled_bytes<kS8Codes, true>, &unpack_scaled_nibbles<kS4>, &unpack_scaled_nibbles<kE2M1>},
 #else
     {},
     KVX_DTYPE_INVALID,
+    {},
 #endif
 #if defined(__AMX_BF16__)
     nullptr,

@@ -57,8 +57,17 @@ using WidenRow = void (*)(float* to, const char* row, int64_t n,
 using WidenGroups = void (*)(float* to, const char* row, int64_t n, const float* scales,
                              int64_t size);  // with a scale for every `size` elements
 
+// Rows of one head in another type, `stride` bytes apart.
 using Unpack = void (*)(const TileRows& rows, int64_t head, int64_t bytes, char* to, int64_t stride,
                         const TileRows* next);
+// The same for rows with a scale of a byte, KVX_DTYPE_F8_E4M3 or E8M0, for every `size` elements.
+struct ByteScales {
+  const uint8_t* const* at;  // the first of each position
+  int64_t group, size;       // bytes from one to the next, elements under one
+  int dtype;
+};
+using UnpackScaled = void (*)(const TileRows& rows, int64_t head, int64_t n, const ByteScales& scales, char* to,
+                              int64_t stride, const TileRows* next);
 
 // `next`: rows that will be wanted after these and are asked for meanwhile, a line for every line read. NULL = none.
 struct AttendTable {
@@ -87,6 +96,7 @@ struct AttendTable {
   // doubled. As bf16: those of 8 bits too, where queries are not f32.
   Unpack unpack[14];
   int unpacked;
+  UnpackScaled unpack_scaled[14];  // as bf16, exactly. 4-bit rows: 16 or 32 elements a scale; 8-bit ones: 32, of E8M0
 
   // Scores of bf16 rows against queries that came as bf16 or f16, in parts of bf16, before any scaling. `pack` makes n
   // numbers so in place, `pack_tiles` all rows of a head, [fours, 4, dim], into as much memory. NULL: not this way.

@@ -71,14 +71,15 @@ struct Reader {
   const PlaneParams* plane;
   int index;
   bool is_direct, is_copied;
-  bool is_grouped;       // copied, with several scales a row
-  bool has_f32 = false;  // `made`, since rows were copied
-  int dtype;             // of the rows the loops see
-  int64_t dim;           // of those rows
-  float lift;            // of scales
-  float lower;           // what rows with NaN in them are made with, instead of their scale
-  Unpack unpack;         // of copied rows; NULL: they stay as they are
-  WidenRow widen;        // NULL: by row.h
+  bool is_grouped;             // copied, with several scales a row
+  bool has_f32 = false;        // `made`, since rows were copied
+  int dtype;                   // of the rows the loops see
+  int64_t dim;                 // of those rows
+  float lift;                  // of scales
+  float lower;                 // what rows with NaN in them are made with, instead of their scale
+  Unpack unpack;               // of copied rows; NULL: they stay as they are
+  UnpackScaled unpack_scaled;  // the same, where rows have several scales
+  WidenRow widen;              // NULL: by row.h
   WidenGroups widen_groups;
   const float* byte_scales;         // by code; NULL: scales are wider
   std::vector<float> room;          // what `made` lies in
@@ -97,7 +98,8 @@ struct Reader {
     const bool is_cheap = (d == KVX_DTYPE_F32 && i == 0) || (d == KVX_DTYPE_S8 && loops.pack_s8) ||
                           (d == KVX_DTYPE_BF16 && loops.pack_tiles && is_16_bit) || rows <= 2 * kLanes;
     const ScaleParams& s = plane->scale;
-    is_grouped = unpack && d == KVX_DTYPE_S8 && plane->is_dense && s.data && s.num_groups > 1 &&
+    unpack_scaled = is_16_bit && can_unpack_scaled(s) ? loops.unpack_scaled[plane->dtype] : nullptr;
+    is_grouped = unpack && (d == KVX_DTYPE_S8 || unpack_scaled) && plane->is_dense && s.data && s.num_groups > 1 &&
                  (s.group_size == 16 || s.group_size == 32) && is_16_bit;
     is_direct = is_cheap && loops.scores[d] && plane->is_dense && (is_grouped || s.num_groups <= 1);
     is_copied = is_direct && (unpack || plane->head_dim % loops.step(d) != 0);
@@ -112,6 +114,7 @@ struct Reader {
     byte_scales = byte_scales_of(s.dtype);
     if (is_scaled()) scales.resize(size_t(heads * kTile));
     if (is_grouped) scales.resize(size_t(s.num_groups * kTile));
+    if (unpack_scaled) scales.assign(size_t(kTile), s.tensor_scale ? *s.tensor_scale : 1.0f);
     if (is_direct && !is_copied && !is_fp8()) return;
     room.resize(size_t(kTile * dim) + 16);
     if (dim != plane->head_dim) room.assign(room.size(), 0.0f);  // what pads rows is zeros
@@ -170,7 +173,8 @@ struct Reader {
   TileRows rows_of(const Tile& tile, int64_t h) const {
     TileRows rows{has_f32 ? made_at : copied_at, tile.count, dim, 1, 0, true};
     if (is_scaled()) rows.scale = scales.data() + h * kTile;
-    if (is_grouped) rows.group_scale = scales.data(), rows.group = plane->scale.group_size;
+    if (is_grouped && unpack_scaled) rows.scale = plane->scale.tensor_scale ? scales.data() : nullptr;
+    else if (is_grouped) rows.group_scale = scales.data(), rows.group = plane->scale.group_size;
     return rows;
   }
 
@@ -197,6 +201,7 @@ struct Reader {
     has_f32 = false;
     const int64_t bytes = span_bytes(plane->dtype, plane->head_dim);
     bool is_odd = false;
+    if (is_grouped && unpack_scaled) return copy_scaled(tile, h, next), true;
     if (unpack) unpack(lie(tile, h + 1), h, bytes, const_cast<char*>(copied_at[0]), span_bytes(dtype, dim), next);
     for (int64_t t = 0; t < tile.count && !unpack; t++) {
       char* row = const_cast<char*>(copied_at[t]);
@@ -211,6 +216,27 @@ struct Reader {
         for (int64_t g = 0; g < plane->scale.num_groups; g++) scales[size_t(g * kTile + t)] = 0;
     }
     return !is_odd;
+  }
+
+  // With their scales in them: all but that of the tensor.
+  void copy_scaled(const Tile& tile, int64_t h, const TileRows* next) {
+    const ScaleParams& s = plane->scale;
+    const uint8_t* at[kTile];
+    for (int64_t t = 0; t < tile.count; t++) {
+      const ScaleAt scale{tile.id[index][t], tile.offset[t], tile.head + h, 0};
+      at[t] = reinterpret_cast<const uint8_t*>(tile.there[t] ? scale_at(s, scale, 0) : s.data);
+    }
+    const int64_t stride = span_bytes(dtype, dim);
+    unpack_scaled(lie(tile, h + 1), h, plane->head_dim, ByteScales{at, s.group, s.group_size, s.dtype},
+                  const_cast<char*>(copied_at[0]), stride, next);
+    for (int64_t t = 0; t < tile.count && !tile.is_whole; t++)
+      if (!tile.there[t]) memset(const_cast<char*>(copied_at[t]), 0, size_t(stride));
+  }
+
+  // Whether elements times scales are exact in bf16.
+  bool can_unpack_scaled(const ScaleParams& s) const {
+    if (dtype_bits(plane->dtype) == 4) return s.dtype == KVX_DTYPE_F8_E4M3 || s.dtype == KVX_DTYPE_E8M0;
+    return s.dtype == KVX_DTYPE_E8M0 && s.group_size == 32;
   }
 
   // Rows are short: calls of memcpy take longer than they do. The last step goes back over the one before.
