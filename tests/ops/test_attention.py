@@ -227,14 +227,19 @@ def test_infinities_and_nan_of_fp8_values_stay(fmt, code, dim, generator):
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3_per_head", "int8_per_head", "int8_per_token_head"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_query_that_is_no_number_spoils_its_own_row_alone(backend, bad, fmt, generator):
-    made = Case(lens=(150, 40), format=fmt, io="bf16", dim=128).make(backend.device, generator)
-    out, _ = made.run(backend.name)
+@pytest.mark.parametrize("lens", [(150, 40), (5000, 40)])  # by one worker of a GPU, and by several
+@pytest.mark.parametrize("queries", [1, (40, 40)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_query_that_is_no_number_spoils_its_own_row_alone(backend, bad, fmt, lens, queries, sinks, generator):
+    made = Case(lens=lens, queries=queries, format=fmt, io="bf16", dim=128, sinks=sinks).make(backend.device, generator)
+    out, lse = made.run(backend.name)
     made.q[0, 1, 5] = bad
-    spoiled, _ = made.run(backend.name)
+    spoiled, spoiled_lse = made.run(backend.name)
     assert torch.isnan(spoiled[0, 1]).all()
-    spoiled[0, 1] = out[0, 1]
+    assert not torch.isfinite(spoiled_lse[0, 1])
+    spoiled[0, 1], spoiled_lse[0, 1] = out[0, 1], lse[0, 1]
     compare.bitwise(spoiled, out)
+    compare.bitwise(spoiled_lse, lse)
 
 
 def test_strided_queries_and_outputs(backend, generator):

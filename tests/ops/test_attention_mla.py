@@ -192,6 +192,22 @@ def test_empty_batch(backend):
     assert lse.shape == (0, 4)
 
 
+@pytest.mark.parametrize("fmt", ["bf16", RECORD])
+@pytest.mark.parametrize("lens", [(150, 40), (5000, 40)])  # by one worker of a GPU, and by several
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_query_that_is_not_a_number_spoils_its_own_row_alone(backend, fmt, lens, sinks, generator):
+    v_format = "" if fmt == "bf16" else "bf16"
+    made = Case(lens=lens, queries=2, format=fmt, v_format=v_format, sinks=sinks).make(backend.device, generator)
+    out, lse = made.run(backend.name)
+    made.q[1, 3, 5] = math.nan
+    spoiled, spoiled_lse = made.run(backend.name)
+    assert torch.isnan(spoiled[1, 3]).all()
+    assert torch.isnan(spoiled_lse[1, 3])
+    spoiled[1, 3], spoiled_lse[1, 3] = out[1, 3], lse[1, 3]
+    compare.bitwise(spoiled, out)
+    compare.bitwise(spoiled_lse, lse)
+
+
 def test_parts_merge_by_lse(backend, generator):
     made = Case(lens=(192,), causal=False, io="f32").make(backend.device, generator)
     want, want_lse = made.run(backend.name)

@@ -161,14 +161,15 @@ void dots_tiles(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::Ti
 
 // ---- values
 
-// 32 columns of a head's rows into four rows of sums, by f32: for rows with infinities or NaN, since zero times one of
-// them is NaN, and tiles have zeros.
-void add_columns(const cpu::TileRows& v, int64_t head, int64_t column, const float* weights, float* out) {
+// 32 columns of a head's rows into some of four rows of sums, by f32: where V has infinities or NaN, since zero times
+// one of them is NaN, and tiles have zeros.
+void add_columns(const cpu::TileRows& v, int64_t head, int64_t column, const float* weights, float* out,
+                 unsigned rows = 15) {
   for (int64_t t = 0; t < v.count; t++) {
     const Halves raw = load<Halves>(v.at[t] + head * v.head + column * 2);
     const float scale = v.scale ? v.scale[head * cpu::kTile + t] : 1;
     for (int r = 0; r < kLanes; r++)
-      for (int i = 0; i < 2; i++) {
+      for (int i = 0; i < 2 && (rows >> r & 1); i++) {
         float* to = out + r * v.dim + column + i * W;
         store(to, load<Vec>(to) + BF16::part(raw, i) * (weights[t * kLanes + r] * scale));
       }
@@ -330,27 +331,24 @@ struct EvenOdd {
   }
 };
 
-// The product of 32 columns, [part and parity, row, column], into four rows of sums. False, and nothing done: it is
-// NaN.
-inline bool add_product(const float* product, float* out, int64_t dim) {
+// The product of 32 columns, [part and parity, row, column], into four rows of sums. Returns the rows, as bits, whose
+// product has NaN, and leaves them.
+inline unsigned add_product(const float* product, float* out, int64_t dim) {
   const IVec low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
-  Vec even[kLanes], odd[kLanes];
-  IVec is_nan = {};
+  unsigned left = 0;
 #pragma GCC unroll 4
   for (int r = 0; r < kLanes; r++) {
-    const auto row = [&](int i) { return load<Vec>(product + (i * kLanes + r) * kSide); };
-    even[r] = row(0) + row(1), odd[r] = row(2) + row(3);
-    const Vec both = even[r] + odd[r];
-    is_nan |= both != both;
-  }
-  if (_mm512_test_epi32_mask(__m512i(is_nan), __m512i(is_nan))) return false;
-#pragma GCC unroll 4
-  for (int r = 0; r < kLanes; r++) {
+    const auto part = [&](int i) { return load<Vec>(product + (i * kLanes + r) * kSide); };
+    const __m512 even = __m512(part(0) + part(1)), odd = __m512(part(2) + part(3));
+    if (_mm512_cmp_ps_mask(even, odd, _CMP_UNORD_Q)) {
+      left |= 1u << r;
+      continue;
+    }
     float* to = out + r * dim;
-    store(to, load<Vec>(to) + Vec(_mm512_permutex2var_ps(__m512(even[r]), __m512i(low), __m512(odd[r]))));
-    store(to + W, load<Vec>(to + W) + Vec(_mm512_permutex2var_ps(__m512(even[r]), __m512i(high), __m512(odd[r]))));
+    store(to, load<Vec>(to) + Vec(_mm512_permutex2var_ps(even, __m512i(low), odd)));
+    store(to + W, load<Vec>(to + W) + Vec(_mm512_permutex2var_ps(even, __m512i(high), odd)));
   }
-  return true;
+  return left;
 }
 
 // Tiles 0 and 1 are sums, 2 weights, 3 rows of V.
@@ -390,8 +388,8 @@ void sum_even_odd(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::
       for (int64_t run = s.first; run < s.last; run++) {
         const int64_t state = head * s.fours + run;
         float* out = s.out + state * kLanes * v.dim;
-        if (!add_product(product[run - s.first], out + column, v.dim))
-          add_columns(v, head, column, s.scores + state * cpu::kTile * kLanes, out);
+        if (const unsigned left = add_product(product[run - s.first], out + column, v.dim))
+          add_columns(v, head, column, s.scores + state * cpu::kTile * kLanes, out, left);
       }
     }
   }

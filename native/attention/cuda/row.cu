@@ -87,14 +87,14 @@ __global__ void __launch_bounds__(kThreads) attend_row(const __grid_constant__ A
   float top = -INFINITY, all = 0.f, weight[kWarps];
   for (int w = 0; w < kWarps; w++) top = fmaxf(top, stats[2 * w]);
   for (int w = 0; w < kWarps; w++) {
-    weight[w] = top == -INFINITY || stats[2 * w] == -INFINITY ? 0.f : exp2f(stats[2 * w] - top);
+    weight[w] = exp2f(stats[2 * w] - (top == -INFINITY ? 0.f : top));
     all += stats[2 * w + 1] * weight[w];
   }
   if (threadIdx.x == 0 && p.lse)
     *reinterpret_cast<float*>(p.lse + token * p.lse_token + head * p.lse_head) =
-        all > 0.f ? (top + log2f(all)) * 0.69314718f : -INFINITY;
-  if (p.sinks && top != -INFINITY) all += exp2f(p.sinks[head] * 1.44269504f - top);
-  const float inverse = all > 0.f ? 1.f / all : 0.f;
+        all != 0.f ? (top + log2f(all)) * 0.69314718f : -INFINITY;  // NaN stays
+  if (p.sinks && all != 0.f) all += exp2f(p.sinks[head] * 1.44269504f - top);
+  const float inverse = all != 0.f ? 1.f / all : 0.f;
   char* out = p.out.data + token * p.out.token + head * p.out.head;
   for (int64_t d = threadIdx.x; d < p.v_head_dim; d += kThreads) {
     float x = 0.f;

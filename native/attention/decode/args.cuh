@@ -29,14 +29,15 @@ struct DecodeArgs {
   PlanShape plan;
 };
 
-// What a row of sums is multiplied by; its LSE is written on the way.
+// What a row of sums is multiplied by; its LSE is written on the way. A total of zero: nothing was seen. NaN stays.
 __device__ __forceinline__ float finish(const DecodeArgs& a, int64_t token, int32_t head, float largest, float total,
                                         float value_scale, bool writes) {
   if (writes && a.lse)
     *reinterpret_cast<float*>(a.lse + token * a.lse_token + head * a.lse_head) =
-        total > 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
-  if (a.sinks) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - (largest == -INFINITY ? 0.f : largest));
-  return total > 0.f && largest != -INFINITY ? value_scale / total : 0.f;
+        total != 0.f ? (largest + log2f(total)) * 0.69314718f : -INFINITY;
+  if (total == 0.f) return 0.f;
+  if (a.sinks) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - largest);
+  return value_scale / total;
 }
 
 __device__ __forceinline__ void write(const RowsParams& out, char* row, int dim, float x) {

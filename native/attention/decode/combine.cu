@@ -50,13 +50,13 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArg
                            parts + (2 * (int64_t(of) * lines + line) + (of == first_share ? first_slot : 0)) *
                                        a.plan.partial_bytes) +
                        row * width;
-      top[u] = s + u > last_share ? -INFINITY : __ldcg(p), under[u] = __ldcg(p + 1);
+      top[u] = __ldcg(p), under[u] = s + u > last_share ? 0.f : __ldcg(p + 1);
 #pragma unroll
       for (int i = 0; i < kPerLane; i++) part[u][i] = has_dim(i) ? __ldcg(p + 2 + i * 32 + lane) : 0.f;
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; u++) {
-      if (top[u] == -INFINITY) continue;
+      if (under[u] == 0.f) continue;
       const float now = fmaxf(largest, top[u]), old = tiles::exp2_fast(largest - now),
                   fresh = tiles::exp2_fast(top[u] - now);
       total = total * old + under[u] * fresh;

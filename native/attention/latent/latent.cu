@@ -95,8 +95,9 @@ __global__ void __launch_bounds__(128) combine_latent(const __grid_constant__ La
     const float2 mine = is_there ? __ldcg(part_of(from + lane).stats + row % kLatentRows) : make_float2(-INFINITY, 0.f);
     float now = fmaxf(base, mine.x);
     for (int hop = 1; hop < 32; hop *= 2) now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, hop));
-    if (now == -INFINITY) continue;
-    const float old = tiles::exp2_fast(base - now), factor = tiles::exp2_fast(mine.x - now);
+    if (__all_sync(0xffffffffu, mine.y == 0.f)) continue;  // nothing was seen
+    const float at = now == -INFINITY ? 0.f : now;         // of sums that are NaN
+    const float old = tiles::exp2_fast(base - at), factor = tiles::exp2_fast(mine.x - at);
     float fresh = mine.y * factor;
     for (int hop = 1; hop < 32; hop *= 2) fresh += __shfl_xor_sync(0xffffffffu, fresh, hop);
     sum = sum * old + fresh, base = now;

@@ -24,9 +24,9 @@ __device__ __forceinline__ LatentOut latent_out(const LatentArgs& a, int64_t fir
   const int64_t at = first_query + token;
   if (writes_lse && a.lse)
     *reinterpret_cast<float*>(a.lse + at * a.lse_token + head * a.lse_head) =
-        sum > 0.f ? (base + log2f(sum)) * 0.69314718f : -INFINITY;
-  if (a.sinks && sum > 0.f) sum += tiles::exp2_fast(a.sinks[head] * 1.44269504f - base);
-  out.by = sum > 0.f ? 1.f / sum : 0.f;
+        sum != 0.f ? (base + log2f(sum)) * 0.69314718f : -INFINITY;  // NaN stays
+  if (a.sinks && sum != 0.f) sum += tiles::exp2_fast(a.sinks[head] * 1.44269504f - base);
+  out.by = sum != 0.f ? 1.f / sum : 0.f;
   out.to = a.out.data + at * a.out.token + int64_t(head) * a.out.head;
   return out;
 }

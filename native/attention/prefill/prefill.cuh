@@ -197,9 +197,9 @@ template <class C> struct Prefill {
       const bool is_there = row < w.rows;
       if (threadIdx.x % 4 == 0 && dims_from == 0 && a.lse && is_there)
         *reinterpret_cast<float*>(a.lse + (w.first_query + token) * a.lse_token + head * a.lse_head) =
-            total > 0.f ? (x.base[h] + log2f(total)) * 0.69314718f : -INFINITY;
-      if (a.sinks && is_there && total > 0.f) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - x.base[h]);
-      inverse[h] = total > 0.f ? of_values / total : 0.f;
+            total != 0.f ? (x.base[h] + log2f(total)) * 0.69314718f : -INFINITY;  // NaN stays
+      if (a.sinks && is_there && total != 0.f) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - x.base[h]);
+      inverse[h] = total != 0.f ? of_values / total : 0.f;
     }
   }
 
