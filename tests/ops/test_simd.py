@@ -66,7 +66,17 @@ def test_bf16_products(io):
     if not _has("avx512_bf16"):
         pytest.skip("this CPU has no AVX512_BF16")
     code = f"FORMAT, IO = 'bf16', {io!r}" + PRODUCTS
-    assert (_run(code, None) != _run(code, "avx512")) == (io != "f32")
+    assert (_run(code, "avx512bf16") != _run(code, "avx512")) == (io != "f32")
+
+
+@pytest.mark.parametrize("io", ["bf16", "f16"])
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "int4_per_token_head"])
+def test_tiles(fmt, io):
+    """AMX multiplies tiles of bf16, whatever the cache's elements are: as near as without it, by another way."""
+    if not _has("amx_bf16"):
+        pytest.skip("this CPU has no AMX")
+    code = f"FORMAT, IO = {fmt!r}, {io!r}" + PRODUCTS
+    assert _run(code, None) != _run(code, "avx512bf16")
 
 
 @pytest.mark.parametrize("io", ["bf16", "f16", "f32"])
