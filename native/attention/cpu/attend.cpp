@@ -495,6 +495,7 @@ void values_f32(const float* v, int64_t count, int64_t dim, const char* const*, 
 #include "attention/cpu/attend_s8.h"
 #elif defined(__AMX_BF16__)
 #include "attention/cpu/attend_amx.h"
+#include "attention/cpu/unpack_bf16.h"
 #endif
 
 #include "attention/cpu/attend_widen.h"

@@ -101,6 +101,7 @@ struct Reader {
     unpack_scaled = is_16_bit && can_unpack_scaled(s) ? loops.unpack_scaled[plane->dtype] : nullptr;
     is_grouped = unpack && (d == KVX_DTYPE_S8 || unpack_scaled) && plane->is_dense && s.data && s.num_groups > 1 &&
                  (s.group_size == 16 || s.group_size == 32) && is_16_bit;
+    if (!is_grouped) unpack_scaled = nullptr;
     is_direct = is_cheap && loops.scores[d] && plane->is_dense && (is_grouped || s.num_groups <= 1);
     is_copied = is_direct && (unpack || plane->head_dim % loops.step(d) != 0);
     dtype = is_direct ? d : KVX_DTYPE_F32;
@@ -173,7 +174,7 @@ struct Reader {
   TileRows rows_of(const Tile& tile, int64_t h) const {
     TileRows rows{has_f32 ? made_at : copied_at, tile.count, dim, 1, 0, true};
     if (is_scaled()) rows.scale = scales.data() + h * kTile;
-    if (is_grouped && unpack_scaled) rows.scale = plane->scale.tensor_scale ? scales.data() : nullptr;
+    if (unpack_scaled) rows.scale = plane->scale.tensor_scale ? scales.data() : nullptr;
     else if (is_grouped) rows.group_scale = scales.data(), rows.group = plane->scale.group_size;
     return rows;
   }
@@ -201,7 +202,7 @@ struct Reader {
     has_f32 = false;
     const int64_t bytes = span_bytes(plane->dtype, plane->head_dim);
     bool is_odd = false;
-    if (is_grouped && unpack_scaled) return copy_scaled(tile, h, next), true;
+    if (unpack_scaled) return copy_scaled(tile, h, next), true;
     if (unpack) unpack(lie(tile, h + 1), h, bytes, const_cast<char*>(copied_at[0]), span_bytes(dtype, dim), next);
     for (int64_t t = 0; t < tile.count && !unpack; t++) {
       char* row = const_cast<char*>(copied_at[t]);
