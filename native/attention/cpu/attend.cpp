@@ -283,10 +283,8 @@ inline void each_block(const cpu::TileRows& rows, int64_t positions, F&& f) {
 // Calls f(position, row) for rows of one head, and asks for as much of those that come next.
 template <class F>
 KVX_INLINE void each_packed(const cpu::TileRows& rows, int64_t head, int64_t bytes, const cpu::TileRows* next, F&& f) {
-  for (int64_t t = 0; t < rows.count; t++) {
-    for (int64_t b = 0; next && b < bytes; b += 64) ask(next->at[t] + head * next->head + b);
-    f(t, rows.at[t] + head * rows.head);
-  }
+  cpu::AskAhead ahead(next, head);
+  for (int64_t t = 0; t < rows.count; t++) ahead.step(bytes), f(t, rows.at[t] + head * rows.head);
 }
 
 #if defined(__aarch64__)

@@ -144,17 +144,19 @@ struct Reader {
   void read_scales(const Tile& tile, int64_t num_heads) {
     const ScaleParams& s = plane->scale;
     const bool is_f32 = s.data && s.dtype == KVX_DTYPE_F32 && s.mode != SCALE_NONE && !s.tensor_scale;
+    const int64_t head = s.head;
+    const float by = lift;  // a store of a float might change it
     for (int64_t t = 0; t < tile.count; t++) {
       float* to = scales.data() + t;
       const ScaleAt first{tile.id[index][t], tile.offset[t], tile.head, 0};
+      const char* at = is_f32 ? scale_at(s, first, 0) : nullptr;
       if (!tile.there[t])
         for (int64_t h = 0; h < num_heads; h++) to[h * kTile] = 0;
       else if (is_f32)
-        for (int64_t h = 0; h < num_heads; h++)
-          to[h * kTile] = *reinterpret_cast<const float*>(scale_at(s, first, 0) + h * s.head) * lift;
+        for (int64_t h = 0; h < num_heads; h++, at += head) to[h * kTile] = *reinterpret_cast<const float*>(at) * by;
       else
         for (int64_t h = 0; h < num_heads; h++)
-          to[h * kTile] = read_scale(s, ScaleAt{first.block, first.offset, tile.head + h, 0}, 0) * lift;
+          to[h * kTile] = read_scale(s, ScaleAt{first.block, first.offset, tile.head + h, 0}, 0) * by;
     }
   }
 
@@ -188,13 +190,6 @@ struct Reader {
           __builtin_prefetch(scale_at(s, ScaleAt{tile.id[index][t], tile.offset[t], tile.head, 0}, 0), 0, 2);
   }
 
-  // Rows that will be wanted after these are asked for meanwhile: a line for every line read. Inlined, or gcc finds
-  // that calls have no effect and leaves them out.
-  inline __attribute__((always_inline)) void ask(const TileRows* next, int64_t t, int64_t h) const {
-    const int64_t bytes = span_bytes(plane->dtype, plane->head_dim);
-    for (int64_t b = 0; next && b < bytes; b += 64) __builtin_prefetch(next->at[t] + h * next->head + b, 0, 2);
-  }
-
   // The unit's head h, copied; false where rows are not, or have to be made f32.
   bool copy(const AttendTable& loops, const Tile& tile, int64_t h, const TileRows* next) {
     if (!is_copied) return false;
@@ -204,9 +199,10 @@ struct Reader {
     bool is_odd = false;
     if (unpack_scaled) return copy_scaled(tile, h, next), true;
     if (unpack) unpack(lie(tile, h + 1), h, bytes, const_cast<char*>(copied_at[0]), span_bytes(dtype, dim), next);
+    AskAhead ahead(next, h);
     for (int64_t t = 0; t < tile.count && !unpack; t++) {
       char* row = const_cast<char*>(copied_at[t]);
-      ask(next, t, h);
+      ahead.step(bytes);
       copy_row(row, tile.at[index][t] + h * plane->head, bytes);
       is_odd |= is_fp8() && loops.has_nan(dtype, row, dim);
     }
@@ -266,11 +262,13 @@ struct Reader {
   TileRows make(const RowTable& ops, const Tile& tile, int64_t h, const TileRows* next) {
     has_f32 = true;
     const RowsParams f32{nullptr, 0, 0, 4, KVX_DTYPE_F32, 1};
+    const int64_t bytes = span_bytes(plane->dtype, plane->head_dim);
+    AskAhead ahead(next, h);
     for (int64_t t = 0; t < tile.count; t++) {
       float* row = made + t * dim;
       char* cell = const_cast<char*>(tile.at[index][t]) + h * plane->head;
       const ScaleAt scale{tile.id[index][t], tile.offset[t], tile.head + h, 0};
-      ask(next, t, h);
+      ahead.step(bytes);
       if (!tile.there[t]) memset(row, 0, size_t(plane->head_dim) * 4);
       else if (widen && plane->scale.num_groups <= 1)
         widen(row, cell, plane->head_dim, is_direct ? lower : read_scale(plane->scale, scale, 0));
