@@ -53,7 +53,7 @@ bool has_amx() {
   constexpr long kAsk = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return __builtin_cpu_supports("avx512vbmi") && syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
 }
-#elif defined(__x86_64__)
+#elif defined(KVX_HAS_AMX)
 bool has_amx() { return false; }
 #endif
 
@@ -69,12 +69,8 @@ Tables choose() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && !plain && !avx2_only && !no_bf16 && __builtin_cpu_supports("avx512bf16")) {
-#if defined(KVX_HAS_AMX)
-    if (!(cap && !strcmp(cap, "avx512bf16")) && has_amx()) return {rows_avx512, attend_amx};
-#endif
+  if (avx512 && !plain && !avx2_only && !no_bf16 && __builtin_cpu_supports("avx512bf16"))
     return {rows_avx512, attend_avx512bf16};
-  }
   if (avx512 && !plain && !avx2_only) return {rows_avx512, attend_avx512};
   if (avx2 && !plain) return {rows_avx2, attend_avx2};
 #endif
@@ -89,7 +85,17 @@ const Tables& best() {
 }  // namespace
 
 const RowTable& best_rows() { return best().rows; }
-const AttendTable& best_attend() { return best().attend; }
+// Attention alone asks for tiles: a process that has them needs larger stacks for signals.
+const AttendTable& best_attend() {
+#if defined(KVX_HAS_AMX)
+  static const bool by_tiles = [] {
+    const char* cap = getenv("KVX_SIMD");
+    return &best().attend == &attend_avx512bf16 && !(cap && !strcmp(cap, "avx512bf16")) && has_amx();
+  }();
+  if (by_tiles) return attend_amx;
+#endif
+  return best().attend;
+}
 
 const char* simd_name() {
 #if defined(__aarch64__)

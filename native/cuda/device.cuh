@@ -39,8 +39,8 @@ kvx_status_t launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3
 }
 
 // Like launch, but the kernel may be put on the device while the one before it on the stream still drains; it must call
-// wait_for_previous() before it touches memory. Hides a microsecond of launch on Hopper
-// and later; elsewhere a plain launch.
+// wait_for_previous() before it touches memory, but for what is older than the kernel before it, if that one waited
+// before it let the next start. Hides a microsecond of launch on Hopper and later; elsewhere a plain launch.
 bool can_launch_early();
 
 template <class... Params, class... Args>

@@ -10,25 +10,34 @@ constexpr int64_t kPair = 32;   // numbers of bf16 in a row of a tile
 constexpr int64_t kWide = 128;  // columns of V interleaved at a time: of 64 positions, a third of a first level
 constexpr int64_t kTileHalves = kSide * kPair;
 
+// A tile's number is a constant. Compilers do not see that the intrinsics of their headers read memory, and some
+// leave out the stores before them: these say so.
+#define KVX_LOAD_TILE(tile, from, stride)                                                                     \
+  asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(static_cast<const void*>(from)), "r"(int64_t(stride)) \
+               : "memory")
+
 // Of the eight tiles, how many rows and bytes a row.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start = 0, unused[14] = {};
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 
-  void set(int tile, int64_t of_rows, int64_t of_bytes) {
-    rows[tile] = uint8_t(of_rows), bytes[tile] = uint16_t(of_bytes);
+  void set(int first, int last, int64_t of_rows, int64_t of_bytes) {  // of tiles from first to last
+    for (int i = first; i <= last; i++) rows[i] = uint8_t(of_rows), bytes[i] = uint16_t(of_bytes);
   }
+  void use() const { asm volatile("ldtilecfg %0" ::"m"(*this)); }
 };
+static_assert(sizeof(TileShapes) == 64, "what ldtilecfg reads");
 
-// The next part of 32 numbers, rounded to bf16; what is left of them stays in x. Infinity leaves nothing.
+// The next part of 32 numbers, rounded to bf16; what is left of them stays in x. A part that is infinite leaves
+// nothing.
 KVX_INLINE __m512i round_pair(Vec (&x)[2]) {
   const __m512bh pairs = _mm512_cvtne2ps_pbh(__m512(x[1]), __m512(x[0]));
   const Halves back = load<Halves>(&pairs);
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
     const Vec rest = x[i] - BF16::part(back, i);
-    x[i] = Vec(IVec(rest) & IVec(rest == rest));
+    x[i] = Vec(IVec(rest) & IVec(rest - rest == 0));
   }
   return load<__m512i>(&pairs);
 }
@@ -72,9 +81,10 @@ struct Strides {
 
   explicit Strides(const cpu::TileRows& rows) {
     for (int64_t t = 0; t < rows.count; t += kSide) {
-      int64_t stride = t + kSide <= rows.count ? rows.at[t + 1] - rows.at[t] : 0;
+      const auto step = [&](int64_t i) { return intptr_t(rows.at[t + i]) - intptr_t(rows.at[t + i - 1]); };
+      int64_t stride = t + kSide <= rows.count ? step(1) : 0;
       for (int64_t i = 2; i < kSide && stride; i++)
-        if (rows.at[t + i] - rows.at[t + i - 1] != stride) stride = 0;
+        if (step(i) != stride) stride = 0;
       of[t / kSide] = stride;
     }
   }
@@ -103,10 +113,10 @@ KVX_INLINE void dot_tiles(const cpu::TileRows& k, const cpu::TileRows* next, con
         store(room[i] + j * 64, load<Vec>(k.at[from + j < k.count ? from + j : k.count - 1] + offset));
       first[i] = room[i], stride[i] = 64;
     }
-    _tile_loadd(2, first[0], stride[0]);
-    if constexpr (kTwo) _tile_loadd(3, first[1], stride[1]);
+    KVX_LOAD_TILE(2, first[0], stride[0]);
+    if constexpr (kTwo) KVX_LOAD_TILE(3, first[1], stride[1]);
     for (int part = 0; part < parts; part++) {
-      _tile_loadd(4, queries + (part * steps + step) * kPair * columns, columns * 4);
+      KVX_LOAD_TILE(4, queries + (part * steps + step) * kPair * columns, columns * 4);
       _tile_dpbf16ps(0, 2, 4);
       if constexpr (kTwo) _tile_dpbf16ps(1, 3, 4);
     }
@@ -127,12 +137,12 @@ void dots_tiles(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::Ti
   alignas(64) float product[2][kSide * kSide];
   const Strides strides(k);
   TileShapes shapes;
-  for (int tile : {2, 3}) shapes.set(tile, kSide, 64);
+  shapes.set(2, 3, kSide, 64);
   for (int64_t group = s.first / 4; group * 4 < s.last; group++) {
     const int64_t columns = group_rows(s.fours, group);
     if (shapes.bytes[4] != columns * 4) {
-      for (int tile : {0, 1, 4}) shapes.set(tile, kSide, columns * 4);
-      _tile_loadconfig(&shapes);
+      shapes.set(0, 1, kSide, columns * 4), shapes.set(4, 4, kSide, columns * 4);
+      shapes.use();
     }
     each_block(k, 2 * kSide, [&](int64_t t, int64_t head) {
       const uint16_t* queries = reinterpret_cast<const uint16_t*>(s.q + head * s.fours * kLanes * k.dim) +
@@ -264,25 +274,25 @@ struct WeightTiles {
 // Sums of `columns` columns: tiles 0 to 3 are weights, 4 and 5 values, 6 and 7 sums.
 inline void add_tiles(const uint16_t* weights, const uint16_t* values, int64_t columns, bool two, float* out,
                       int64_t dim) {
-  _tile_loadd(0, weights, 64);
-  _tile_loadd(1, weights + kTileHalves, 64);
+  KVX_LOAD_TILE(0, weights, 64);
+  KVX_LOAD_TILE(1, weights + kTileHalves, 64);
   if (two) {
-    _tile_loadd(2, weights + 2 * kTileHalves, 64);
-    _tile_loadd(3, weights + 3 * kTileHalves, 64);
+    KVX_LOAD_TILE(2, weights + 2 * kTileHalves, 64);
+    KVX_LOAD_TILE(3, weights + 3 * kTileHalves, 64);
   }
   for (int64_t d = 0; d < columns; d += 2 * kSide) {
     const uint16_t* at = values + d / kSide * kTileHalves;
-    _tile_loadd(6, out + d, dim * 4);
-    _tile_loadd(7, out + d + kSide, dim * 4);
-    _tile_loadd(4, at, 64);
-    _tile_loadd(5, at + kTileHalves, 64);
+    KVX_LOAD_TILE(6, out + d, dim * 4);
+    KVX_LOAD_TILE(7, out + d + kSide, dim * 4);
+    KVX_LOAD_TILE(4, at, 64);
+    KVX_LOAD_TILE(5, at + kTileHalves, 64);
     _tile_dpbf16ps(6, 1, 4);
     _tile_dpbf16ps(7, 1, 5);
     _tile_dpbf16ps(6, 0, 4);
     _tile_dpbf16ps(7, 0, 5);
     if (two) {
-      _tile_loadd(4, at + kPair * columns, 64);
-      _tile_loadd(5, at + kPair * columns + kTileHalves, 64);
+      KVX_LOAD_TILE(4, at + kPair * columns, 64);
+      KVX_LOAD_TILE(5, at + kPair * columns + kTileHalves, 64);
       _tile_dpbf16ps(6, 3, 4);
       _tile_dpbf16ps(7, 3, 5);
       _tile_dpbf16ps(6, 2, 4);
@@ -356,8 +366,8 @@ void sum_even_odd(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::
   EvenOdd weights;
   const Strides strides(v);
   TileShapes shapes;
-  for (int tile = 0; tile < 4; tile++) shapes.set(tile, kSide, 64);
-  _tile_loadconfig(&shapes);
+  shapes.set(0, 3, kSide, 64);
+  shapes.use();
   const bool two = s.last - s.first > 1;
   for (int64_t head = 0; head < v.heads; head++) {
     weights.read(v, s, head);
@@ -369,16 +379,16 @@ void sum_even_odd(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::
         if (next)
           for (int64_t i = 0; i < kSide; i++) ask(next->at[t + i] + head * next->head + column * 2);
         if (strides.of[t / kSide]) {
-          _tile_loadd(3, v.at[t] + offset, strides.of[t / kSide]);
+          KVX_LOAD_TILE(3, v.at[t] + offset, strides.of[t / kSide]);
         } else {
           for (int64_t i = 0; i < kSide; i++)
             store(room + i * 64, t + i < v.count ? load<Vec>(v.at[t + i] + offset) : Vec{});
-          _tile_loadd(3, room, 64);
+          KVX_LOAD_TILE(3, room, 64);
         }
-        _tile_loadd(2, weights.tiles[0][t / kSide], 64);
+        KVX_LOAD_TILE(2, weights.tiles[0][t / kSide], 64);
         _tile_dpbf16ps(0, 2, 3);
         if (!two) continue;
-        _tile_loadd(2, weights.tiles[1][t / kSide], 64);
+        KVX_LOAD_TILE(2, weights.tiles[1][t / kSide], 64);
         _tile_dpbf16ps(1, 2, 3);
       }
       _tile_stored(0, product[0], 64);
@@ -413,9 +423,8 @@ void sum_pairs(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::Til
           if (rows != group_rows(s.fours, group)) {
             rows = group_rows(s.fours, group);
             TileShapes shapes;
-            for (int tile : {0, 1, 2, 3, 6, 7}) shapes.set(tile, rows, 64);
-            for (int tile : {4, 5}) shapes.set(tile, kSide, 64);
-            _tile_loadconfig(&shapes);
+            shapes.set(0, 3, rows, 64), shapes.set(4, 5, kSide, 64), shapes.set(6, 7, rows, 64);
+            shapes.use();
           }
           add_tiles(weights.tiles + (group - from) * WeightTiles::kHalves, columns, width, v.count > kPair,
                     s.out + (head * s.fours + group * 4) * kLanes * v.dim + first, v.dim);

@@ -1,5 +1,6 @@
 // Rows of 8 and of 4 bits as bf16, exactly, for what multiplies tiles (attend_amx.h). Included by attend.cpp, in its
-// namespace. A scale of a group is multiplied in where that is exact too; other scales multiply scores and weights.
+// namespace. A scale of a group is multiplied in, which is exact for those it takes; scales of rows multiply scores and
+// weights later.
 
 // The upper and the lower byte of the bf16 number of each code, without its sign: 128 of them.
 struct Codes {
