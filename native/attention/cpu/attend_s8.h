@@ -59,12 +59,16 @@ inline void pack_digits(float* q, int64_t n) {
 }
 void pack_s8(float* q, int64_t n, int digits) { digits == 2 ? pack_digits<2>(q, n) : pack_digits<3>(q, n); }
 
-// Rows of 4 bits, the lower half of a byte first.
+// Rows of 4 bits, the lower half of a byte first. `split` makes two vectors of a byte's halves: each shift then serves
+// sixteen elements, and a core has one pipe for shifts.
+struct Halved {
+  int8x16_t low, high;
+};
 template <class F>
-inline void unpack_nibbles(char* to, const char* row, int64_t bytes, F&& sixteen) {
+inline void unpack_nibbles(char* to, const char* row, int64_t bytes, F&& split) {
   const auto some = [&](const char* from, int8_t(&out)[32]) {
-    const uint8x16_t x = load<uint8x16_t>(from), low = vandq_u8(x, vdupq_n_u8(15)), high = vshrq_n_u8(x, 4);
-    store(out, sixteen(vzip1q_u8(low, high))), store(out + 16, sixteen(vzip2q_u8(low, high)));
+    const Halved x = split(load<uint8x16_t>(from));
+    store(out, vzip1q_s8(x.low, x.high)), store(out + 16, vzip2q_s8(x.low, x.high));
   };
   int64_t i = 0;
   for (; i + 16 <= bytes; i += 16) some(row + i, *reinterpret_cast<int8_t(*)[32]>(to + 2 * i));
@@ -78,8 +82,10 @@ inline void unpack_nibbles(char* to, const char* row, int64_t bytes, F&& sixteen
 void unpack_s4(const cpu::TileRows& rows, int64_t head, int64_t bytes, char* to, int64_t stride,
                const cpu::TileRows* next) {
   each_packed(rows, head, bytes, next, [&](int64_t t, const char* row) {
-    unpack_nibbles(to + t * stride, row, bytes,
-                   [](uint8x16_t x) { return vshrq_n_s8(vreinterpretq_s8_u8(vshlq_n_u8(x, 4)), 4); });
+    unpack_nibbles(to + t * stride, row, bytes, [](uint8x16_t x) {
+      const int8x16_t both = vreinterpretq_s8_u8(x);
+      return Halved{vshrq_n_s8(vshlq_n_s8(both, 4), 4), vshrq_n_s8(both, 4)};
+    });
   });
 }
 void unpack_e2m1(const cpu::TileRows& rows, int64_t head, int64_t bytes, char* to, int64_t stride,
@@ -87,7 +93,9 @@ void unpack_e2m1(const cpu::TileRows& rows, int64_t head, int64_t bytes, char* t
   const int8_t doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
   const int8x16_t numbers = vld1q_s8(doubled);
   each_packed(rows, head, bytes, next, [&](int64_t t, const char* row) {
-    unpack_nibbles(to + t * stride, row, bytes, [&](uint8x16_t x) { return vqtbl1q_s8(numbers, x); });
+    unpack_nibbles(to + t * stride, row, bytes, [&](uint8x16_t x) {
+      return Halved{vqtbl1q_s8(numbers, vandq_u8(x, vdupq_n_u8(15))), vqtbl1q_s8(numbers, vshrq_n_u8(x, 4))};
+    });
   });
 }
 
