@@ -108,8 +108,8 @@ def cases(device: str) -> Iterator[AttentionCase]:
         yield AttentionCase((512,) * 2, 32, 8, "NHD", "f32", "f32", is_prefill=True)
         for fmt in ("bf16", "fp8_e4m3", "int8_per_token_head"):
             yield AttentionCase((512,) * 2, 32, 8, "NHD", fmt, is_prefill=True)
-        yield _latent((2048,) * 4, 16)
-        yield _latent((2048,) * 4, 16, _RECORD)
+        yield _latent((4096,) * 8, 16)
+        yield _latent((4096,) * 8, 16, _RECORD)
         return
     shapes = (((8192,) * 64, 64), ((32768,) * 8, 64), ((1024,) * 256, 32))
     for lens, heads in shapes:

@@ -48,8 +48,8 @@ bool has_dotprod() {
 // Besides the instructions, the kernel's leave to use tiles, which it gives a process on request.
 bool has_amx() {
   unsigned a, b, c, d = 0;
-  const unsigned bf16 = 1u << 22, tile = 1u << 24;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & bf16) == 0 || (d & tile) == 0) return false;
+  const unsigned all = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tiles, int8
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & all) != all) return false;
   constexpr long kAsk = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return __builtin_cpu_supports("avx512vbmi") && syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
 }

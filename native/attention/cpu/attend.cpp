@@ -283,8 +283,8 @@ inline void each_block(const cpu::TileRows& rows, int64_t positions, F&& f) {
 // Calls f(position, row) for rows of one head, and asks for as much of those that come next.
 template <class F>
 KVX_INLINE void each_packed(const cpu::TileRows& rows, int64_t head, int64_t bytes, const cpu::TileRows* next, F&& f) {
-  cpu::AskAhead ahead(next, head);
-  for (int64_t t = 0; t < rows.count; t++) ahead.step(bytes), f(t, rows.at[t] + head * rows.head);
+  cpu::AskAhead ahead(next, head, bytes);
+  for (int64_t t = 0; t < rows.count; t++) ahead.ask(bytes), f(t, rows.at[t] + head * rows.head);
 }
 
 #if defined(__aarch64__)
@@ -493,6 +493,7 @@ void values_f32(const float* v, int64_t count, int64_t dim, const char* const*, 
 #include "attention/cpu/attend_s8.h"
 #elif defined(__AMX_BF16__)
 #include "attention/cpu/attend_amx.h"
+#include "attention/cpu/attend_amx_s8.h"
 #include "attention/cpu/unpack_bf16.h"
 #endif
 
@@ -677,16 +678,48 @@ const AttendTable KVX_JOIN(attend_, KVX_ISA) = {
     &pack_tiles,
     &dots_tiles,
     &split_row,
+    {{},
+     {},
+     {},
+     {},
+     made_loops<E4M3Elements>(0x1p8f),
+     made_loops<E5M2Elements>(0x1p16f),
+     {},
+     {},
+     {},
+     {},
+     {},
+     byte_loops<S8Elements>(1),
+     byte_loops<S4Elements>(0x1p-4f),
+     made_loops<NibbleElements<kE2M1>>()},
+    {{},
+     {},
+     {},
+     {},
+     made_loops<ScaledE4M3>(),
+     made_loops<ScaledE5M2>(),
+     {},
+     {},
+     {},
+     {},
+     {},
+     {},
+     made_loops<ScaledNibbles<kS4>>(),
+     made_loops<ScaledNibbles<kE2M1>>()},
 #elif defined(__AVX512BF16__)
     &pack_bf16,
     nullptr,
     &dots_bf16,
     nullptr,
+    {},
+    {},
 #else
     nullptr,
     nullptr,
     nullptr,
     nullptr,
+    {},
+    {},
 #endif
 };
 

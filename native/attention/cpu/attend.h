@@ -17,31 +17,49 @@ constexpr int kRoom = 8;   // positions past the last that loops may look at
 // Rows of K or V at the positions of a tile.
 struct TileRows {
   const char* const* at;         // where the first head's row begins; kRoom more than count, all good to read
-  int64_t count, dim;            // dim a multiple of the type's step
+  int64_t count, dim;            // dim a multiple of the type's step, or of 64 for TileLoops
   int64_t heads, head;           // heads, and bytes from one to the next
   bool by_head;                  // heads are far apart: each is walked alone. Else whole tokens are, front to back
   const float* scale = nullptr;  // [heads, kTile]: factors of scores, or of weights; NULL = 1
   // Of int8 rows of one head: [dim / group, kTile], factors of every 16 or 32 elements. NULL = none
   const float* group_scale = nullptr;
   int64_t group = 0;
+  int64_t stride = 0;  // bytes from each row to the next, where that is known to be the same for all
+  // Elements of a row, up to dim: what tiles are loaded from. 0 = dim. For TileLoops: scales of groups, if there are.
+  int64_t width = 0;
+  const struct ByteScales* byte_scales = nullptr;
 };
 
-// Rows that will be wanted next, asked for one by one while a head's rows are made into others: whole tokens, front to
-// back, where their heads lie side by side, as memory is fastest. A pass for each head asks for its share of them.
-// Inlined, or gcc finds that calls have no effect and leaves them out.
+// Rows that will be wanted next, asked for while others are read: whole tokens, front to back, where their heads lie
+// side by side, as memory is fastest. A pass for each head asks for its share of them. Inlined, or gcc finds that calls
+// have no effect and leaves them out.
 struct AskAhead {
-  const TileRows* next;  // NULL: none
-  int64_t t, head;
+  const TileRows* next;              // NULL: none
+  int64_t t = 0, head = 0, run = 1;  // where `now` is, and heads that lie without anything between them
+  int64_t bytes, owed = 0;           // of a row; of what is to be asked for
+  const char *now = nullptr, *end = nullptr;
 
-  AskAhead(const TileRows* rows, int64_t of_head) : next(rows), t(0), head(of_head) {
-    if (next && !next->by_head) t = of_head * next->count / next->heads, head = of_head * next->count % next->heads;
-  }
-  inline __attribute__((always_inline)) void step(int64_t bytes) {
+  AskAhead(const TileRows* rows, int64_t of_head, int64_t row_bytes) : next(rows), bytes(row_bytes) {
     if (!next) return;
-    const char* row = next->at[t] + head * next->head;
-    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
-    if (next->by_head) t++;
-    else if (++head == next->heads) head = 0, t++;
+    const bool by_head = next->by_head;
+    t = by_head ? 0 : of_head * next->count / next->heads;
+    head = by_head ? of_head : of_head * next->count % next->heads;
+    run = !by_head && next->head == bytes ? next->heads : 1;
+    go();
+  }
+  void go() { now = next->at[t] + head * next->head, end = now + (run > 1 ? run - head : 1) * bytes; }
+  inline __attribute__((always_inline)) void ask(int64_t n) {  // n bytes more
+    if (!next) return;
+    for (owed += n; owed >= 64;) {
+      for (; owed >= 256 && end - now >= 256; owed -= 256, now += 256)
+        for (int i = 0; i < 256; i += 64) __builtin_prefetch(now + i, 0, 2);
+      for (; owed >= 64 && now < end; owed -= 64, now += 64) __builtin_prefetch(now, 0, 2);
+      if (now < end) return;
+      if (next->by_head || run > 1) head = run > 1 ? 0 : head, t++;
+      else if (++head == next->heads) head = 0, t++;
+      t = t < kTile ? t : kTile;
+      go();
+    }
   }
 };
 
@@ -81,12 +99,21 @@ using Unpack = void (*)(const TileRows& rows, int64_t head, int64_t bytes, char*
                         const TileRows* next);
 // The same for rows with a scale of a byte, KVX_DTYPE_F8_E4M3 or E8M0, for every `size` elements.
 struct ByteScales {
-  const uint8_t* const* at;  // the first of each position
+  const uint8_t* const* at;  // the first of each position; NULL: the row is zeros
   int64_t group, size;       // bytes from one to the next, elements under one
   int dtype;
+  int64_t head = 0;  // bytes from a head's to the next one's
 };
 using UnpackScaled = void (*)(const TileRows& rows, int64_t head, int64_t n, const ByteScales& scales, char* to,
                               int64_t stride, const TileRows* next);
+
+// Loops for queries that came as bf16 or f16, up to two fours of rows, over rows of K and V of any type as they lie.
+struct TileLoops {
+  void (*pack)(const float* q, int64_t fours, int64_t dim, int parts, float* to);  // all rows of a head
+  void (*dots)(const TileRows& k, const TileRows* next, const TileStates& states);
+  void (*sums)(const TileRows& v, const TileRows* next, const TileStates& states, const Softmax* softmax);
+  float lift;  // numbers are read this many times too small: scales are multiplied by it
+};
 
 // `next`: rows that will be wanted after these and are asked for meanwhile, a line for every line read. NULL = none.
 struct AttendTable {
@@ -123,6 +150,7 @@ struct AttendTable {
   void (*pack_tiles)(const float* q, int64_t fours, int64_t dim, int parts, float* to);
   void (*dots)(const TileRows& k, const TileRows* next, const TileStates& states);
   void (*split)(const float* row, int64_t n, char* to);  // f32 as two parts of bf16, [2, n]; with pack_tiles
+  TileLoops few[14], few_scaled[14];  // by kvx_dtype_t: with up to one scale a row; with those unpack_scaled takes
 
   int step(int dtype) const { return steps[dtype]; }
 };

@@ -10,11 +10,45 @@ constexpr int64_t kPair = 32;   // numbers of bf16 in a row of a tile
 constexpr int64_t kWide = 128;  // columns of V interleaved at a time: of 64 positions, a third of a first level
 constexpr int64_t kTileHalves = kSide * kPair;
 
-// A tile's number is a constant. Compilers do not see that the intrinsics of their headers read memory, and some
-// leave out the stores before them: these say so.
-#define KVX_LOAD_TILE(tile, from, stride)                                                                     \
-  asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(static_cast<const void*>(from)), "r"(int64_t(stride)) \
-               : "memory")
+// Compilers do not see that the intrinsics of their headers read memory, and some leave out the stores before them:
+// these say so. A tile's number is a constant.
+template <int T>
+KVX_INLINE void load_tile(const void* from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
+}
+template <int T>
+KVX_INLINE void store_tile(void* to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");
+}
+template <int T>
+KVX_INLINE void zero_tile() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(T));
+}
+template <int kSum, int kLeft, int kRight>
+KVX_INLINE void multiply_tiles() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
+}
+
+// The unit that multiplies tiles falls asleep after some 500 cycles without a product, and takes as many to wake up
+// (measured on Sapphire Rapids). Where vectors work for longer, a product that nobody wants keeps it awake.
+
+// Calls f(i as a constant) for i from 0 to N - 1, up to four. A product takes 52 cycles and another begins every 16:
+// several sums have to be under way.
+template <int N, class F>
+KVX_INLINE void each_tile(F&& f) {
+  f(std::integral_constant<int, 0>());
+  if constexpr (N > 1) f(std::integral_constant<int, 1>());
+  if constexpr (N > 2) f(std::integral_constant<int, 2>());
+  if constexpr (N > 3) f(std::integral_constant<int, 3>());
+}
+// Calls f(n as a constant), n from 1 to 4.
+template <class F>
+KVX_INLINE void with_count(int64_t n, F&& f) {
+  if (n >= 4) f(std::integral_constant<int, 4>());
+  else if (n == 3) f(std::integral_constant<int, 3>());
+  else if (n == 2) f(std::integral_constant<int, 2>());
+  else f(std::integral_constant<int, 1>());
+}
 
 // Of the eight tiles, how many rows and bytes a row.
 struct alignas(64) TileShapes {
@@ -82,44 +116,63 @@ struct Strides {
   explicit Strides(const cpu::TileRows& rows) {
     for (int64_t t = 0; t < rows.count; t += kSide) {
       const auto step = [&](int64_t i) { return intptr_t(rows.at[t + i]) - intptr_t(rows.at[t + i - 1]); };
-      int64_t stride = t + kSide <= rows.count ? step(1) : 0;
-      for (int64_t i = 2; i < kSide && stride; i++)
+      int64_t stride = t + kSide > rows.count ? 0 : rows.stride ? rows.stride : step(1);
+      for (int64_t i = 2; i < kSide && stride && !rows.stride; i++)
         if (step(i) != stride) stride = 0;
       of[t / kSide] = stride;
     }
   }
 };
 
-// Scores of 32 positions from t on, or of sixteen: tiles 0 and 1. Queries are tile 4, rows of K 2 and 3.
-template <bool kTwo>
-KVX_INLINE void dot_tiles(const cpu::TileRows& k, const cpu::TileRows* next, const Strides& strides, int64_t t,
-                          int64_t head, const uint16_t* queries, int64_t columns, int parts) {
-  alignas(64) char room[2][kSide * 64];
+// Sixteen positions of one head, 64 elements of each. By value: what is stored may be anything, for a compiler.
+struct Sixteen {
+  const char* const* at;
+  int64_t offset, left;                   // of the elements in a row, and how many there are from there on
+  const uint8_t* const* scale = nullptr;  // of each position, and where those of these elements are: every sixteen's
+  int64_t of[4] = {};
+
+  Sixteen(const cpu::TileRows& rows, int64_t bytes, int64_t t, int64_t head, int64_t block)
+      : at(rows.at + t), offset(head * rows.head + block * bytes), left(rows.width - block * 64) {
+    if (!rows.byte_scales) return;
+    const cpu::ByteScales& s = *rows.byte_scales;
+    const bool is_16 = s.size == 16;
+    scale = s.at + t;
+    const int64_t first = head * s.head + (block << (is_16 ? 2 : 1)) * s.group;
+    for (int64_t i = 0; i < 4; i++)  // past the last element there may be none
+      of[i] = 16 * i < left ? first + (is_16 ? i : i / 2) * s.group : first;
+  }
+  const char* row(int64_t j) const { return at[j] + offset; }
+};
+
+// 32 numbers of a row from `column` on, zeros past its last.
+KVX_INLINE __m512i row_part(const cpu::TileRows& rows, int64_t t, int64_t head, int64_t column) {
+  const int64_t left = rows.width ? rows.width - column : kPair;
+  return _mm512_maskz_loadu_epi16(left >= kPair ? ~__mmask32(0) : (__mmask32(1) << left) - 1,
+                                  rows.at[t] + head * rows.head + column * 2);
+}
+inline bool is_whole(const cpu::TileRows& rows, int64_t column) { return !rows.width || column + kPair <= rows.width; }
+
+// Scores of N sixteens of positions: tiles 0 to N - 1. Tiles 4 and 7 are the parts of queries, 5 and 6 rows of K.
+template <int N>
+KVX_INLINE void dot_tiles(const cpu::TileRows& k, cpu::AskAhead asking, const Strides& strides, int64_t head,
+                          const uint16_t* queries, int64_t columns, int parts) {
+  alignas(64) char room[N][kSide * 64];
   const int64_t steps = k.dim / kPair;
-  _tile_zero(0);
-  if constexpr (kTwo) _tile_zero(1);
+  each_tile<N>([](auto i) { zero_tile<i>(); });
   for (int64_t step = 0; step < steps; step++) {
-    const char* first[2];
-    int64_t stride[2];
-#pragma GCC unroll 2
-    for (int i = 0; i <= int(kTwo); i++) {
-      const int64_t from = t + i * kSide, offset = head * k.head + step * 64;
-      if (next)
-        for (int64_t j = 0; j < kSide; j++)
-          ask(next->at[from + j < k.count ? from + j : k.count - 1] + head * next->head + step * 64);
-      first[i] = k.at[from] + offset, stride[i] = strides.of[from / kSide];
-      if (stride[i]) continue;
-      for (int64_t j = 0; j < kSide; j++)
-        store(room[i] + j * 64, load<Vec>(k.at[from + j < k.count ? from + j : k.count - 1] + offset));
-      first[i] = room[i], stride[i] = 64;
-    }
-    KVX_LOAD_TILE(2, first[0], stride[0]);
-    if constexpr (kTwo) KVX_LOAD_TILE(3, first[1], stride[1]);
-    for (int part = 0; part < parts; part++) {
-      KVX_LOAD_TILE(4, queries + (part * steps + step) * kPair * columns, columns * 4);
-      _tile_dpbf16ps(0, 2, 4);
-      if constexpr (kTwo) _tile_dpbf16ps(1, 3, 4);
-    }
+    const int64_t column = step * kPair;
+    load_tile<4>(queries + step * kPair * columns, columns * 4);
+    if (parts == 2) load_tile<7>(queries + (steps + step) * kPair * columns, columns * 4);
+    each_tile<N>([&](auto i) {
+      constexpr int kRows = 5 + i % 2;
+      const int64_t from = i * kSide, stride = is_whole(k, column) ? strides.of[i] : 0;
+      asking.ask(kSide * 64);
+      for (int64_t j = 0; j < kSide && !stride; j++)
+        store(room[i] + j * 64, row_part(k, from + j < k.count ? from + j : k.count - 1, head, column));
+      load_tile<kRows>(stride ? k.at[from] + head * k.head + column * 2 : room[i], stride ? stride : 64);
+      multiply_tiles<i, kRows, 4>();
+      if (parts == 2) multiply_tiles<i, kRows, 7>();
+    });
   }
 }
 
@@ -133,36 +186,47 @@ inline void spread_scores(const float* product, int64_t columns, const float* sc
     }
 }
 
+// Four positions of a run: sixteen numbers, times the scales of positions.
+KVX_INLINE Vec scaled(Vec four, const float* scale) {
+  const __m512i by_position = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  return four * Vec(_mm512_permutexvar_ps(by_position, _mm512_castps128_ps512(load<__m128>(scale))));
+}
+
+// Tiles 0 to N - 1, times the scales of positions.
+template <int N>
+KVX_INLINE void store_scores(int64_t columns, const float* scale, float* scores) {
+  alignas(64) float product[N][kSide * kSide];
+  each_tile<N>([&](auto i) {  // all first: a load waits until its tile is stored
+    if (columns == kLanes) store_tile<i>(scores + i * kSide * kLanes, kLanes * 4);
+    else store_tile<i>(product[i], columns * 4);
+  });
+  for (int64_t i = 0; i < N && columns != kLanes; i++)
+    spread_scores(product[i], columns, scale ? scale + i * kSide : nullptr, scores + i * kSide * kLanes);
+  for (int64_t t = 0; t < N * kSide && scale && columns == kLanes; t += 4)
+    store(scores + t * kLanes, scaled(load<Vec>(scores + t * kLanes), scale + t));
+}
+
 void dots_tiles(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::TileStates& s) {
-  alignas(64) float product[2][kSide * kSide];
   const Strides strides(k);
   TileShapes shapes;
-  shapes.set(2, 3, kSide, 64);
+  shapes.set(5, 6, kSide, 64);
   for (int64_t group = s.first / 4; group * 4 < s.last; group++) {
     const int64_t columns = group_rows(s.fours, group);
     if (shapes.bytes[4] != columns * 4) {
-      shapes.set(0, 1, kSide, columns * 4), shapes.set(4, 4, kSide, columns * 4);
+      shapes.set(0, 4, kSide, columns * 4), shapes.set(7, 7, kSide, columns * 4);
       shapes.use();
     }
-    each_block(k, 2 * kSide, [&](int64_t t, int64_t head) {
+    for (int64_t head = 0; head < k.heads; head++) {
       const uint16_t* queries = reinterpret_cast<const uint16_t*>(s.q + head * s.fours * kLanes * k.dim) +
                                 group_halves(group, k.dim, s.parts);
-      const bool two = t + kSide < k.count;
-      const cpu::TileRows* asked = group == s.first / 4 ? next : nullptr;
-      if (two) dot_tiles<true>(k, asked, strides, t, head, queries, columns, s.parts);
-      else dot_tiles<false>(k, asked, strides, t, head, queries, columns, s.parts);
-      float* scores = s.scores + ((head * s.fours + group * 4) * cpu::kTile + t) * kLanes;
-      if (columns == kLanes && !k.scale) {
-        _tile_stored(0, scores, kLanes * 4);
-        if (two) _tile_stored(1, scores + kSide * kLanes, kLanes * 4);
-        return;
-      }
-      _tile_stored(0, product[0], columns * 4);
-      if (two) _tile_stored(1, product[1], columns * 4);
-      for (int i = 0; i <= int(two); i++)
-        spread_scores(product[i], columns, k.scale ? k.scale + head * cpu::kTile + t + i * kSide : nullptr,
-                      scores + i * kSide * kLanes);
-    });
+      float* scores = s.scores + (head * s.fours + group * 4) * cpu::kTile * kLanes;
+      const float* scale = k.scale ? k.scale + head * cpu::kTile : nullptr;
+      with_count((k.count + kSide - 1) / kSide, [&](auto tiles) {
+        const cpu::AskAhead asking(group == s.first / 4 ? next : nullptr, head, k.dim * 2);
+        dot_tiles<tiles>(k, asking, strides, head, queries, columns, s.parts);
+        store_scores<tiles>(columns, scale, scores);
+      });
+    }
   }
   _tile_release();
 }
@@ -171,10 +235,11 @@ void dots_tiles(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::Ti
 
 // 32 columns of a head's rows into some of four rows of sums, by f32: where V has infinities or NaN, since zero times
 // one of them is NaN, and tiles have zeros.
-void add_columns(const cpu::TileRows& v, int64_t head, int64_t column, const float* weights, float* out,
-                 unsigned rows = 15) {
+template <class F>
+void add_columns(const cpu::TileRows& v, int64_t head, int64_t column, const float* weights, float* out, unsigned rows,
+                 F&& columns_of) {
   for (int64_t t = 0; t < v.count; t++) {
-    const Halves raw = load<Halves>(v.at[t] + head * v.head + column * 2);
+    const Halves raw = columns_of(t);
     const float scale = v.scale ? v.scale[head * cpu::kTile + t] : 1;
     for (int r = 0; r < kLanes; r++)
       for (int i = 0; i < 2 && (rows >> r & 1); i++) {
@@ -182,6 +247,12 @@ void add_columns(const cpu::TileRows& v, int64_t head, int64_t column, const flo
         store(to, load<Vec>(to) + BF16::part(raw, i) * (weights[t * kLanes + r] * scale));
       }
   }
+}
+
+void add_columns(const cpu::TileRows& v, int64_t head, int64_t column, const float* weights, float* out,
+                 unsigned rows = 15) {
+  add_columns(v, head, column, weights, out, rows,
+              [&](int64_t t) { return load<Halves>(v.at[t] + head * v.head + column * 2); });
 }
 
 // Columns of a tile's rows with those of two positions beside each other: tiles [positions / 32, columns / 16]. What is
@@ -192,6 +263,7 @@ inline bool pair_rows(const cpu::TileRows& v, const cpu::TileRows* next, int64_t
   const int64_t end = (v.count + kPair - 1) / kPair * kPair;
   __m512i most[2] = {};
   for (int64_t t = 0; t < end; t += 2) {
+    if (t % kSide == 0) multiply_tiles<6, 0, 4>();  // keeps tiles awake
     uint16_t* row = to + t / kPair * kPair * columns + t % kPair / 2 * kPair;
     const int64_t offset = head * v.head + first * 2;
     const char* at[2];
@@ -214,12 +286,10 @@ inline bool pair_rows(const cpu::TileRows& v, const cpu::TileRows* next, int64_t
 
 // Weights of four rows at four positions, times scales; zeros from `count` on.
 KVX_INLINE Vec weights_of(const float* weights, const float* scale, int64_t count) {
-  const __m512i by_position = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
   const unsigned seen = count >= 4 ? 4 : count <= 0 ? 0 : unsigned(count);
-  const Vec w = Vec(_mm512_maskz_loadu_ps(__mmask16((1u << (4 * seen)) - 1), weights));
-  if (!scale) return w;
-  const __m128 four = _mm_maskz_loadu_ps(__mmask8((1u << seen) - 1), scale);
-  return w * Vec(_mm512_permutexvar_ps(by_position, _mm512_castps128_ps512(four)));
+  const __mmask16 mask = __mmask16((1u << (4 * seen)) - 1);
+  const Vec w = Vec(_mm512_maskz_loadu_ps(mask, weights));
+  return scale ? Vec(_mm512_maskz_mov_ps(mask, __m512(scaled(w, scale)))) : w;
 }
 
 // Lanes of 128 bits: i of vector j becomes j of vector i.
@@ -263,6 +333,7 @@ struct WeightTiles {
   void read(const cpu::TileRows& v, const cpu::TileStates& s, int64_t head, int64_t first, int64_t last) {
     for (int64_t run = first * 4; run < last * 4 && run < s.fours; run++)
       for (int64_t t = 0; t < v.count; t += kPair) {
+        if (run % 4 == 0 && t == 0) multiply_tiles<6, 0, 4>();  // keeps tiles awake
         uint16_t* to = tiles + (run / 4 - first) * kHalves + t / kPair * 2 * kTileHalves + run % 4 * kLanes * kPair;
         const bool sees = run >= s.first && run < s.last;  // of one that does not, what lies here are no weights
         split_weights(s.scores + ((head * s.fours + run) * cpu::kTile + t) * kLanes,
@@ -274,32 +345,32 @@ struct WeightTiles {
 // Sums of `columns` columns: tiles 0 to 3 are weights, 4 and 5 values, 6 and 7 sums.
 inline void add_tiles(const uint16_t* weights, const uint16_t* values, int64_t columns, bool two, float* out,
                       int64_t dim) {
-  KVX_LOAD_TILE(0, weights, 64);
-  KVX_LOAD_TILE(1, weights + kTileHalves, 64);
+  load_tile<0>(weights, 64);
+  load_tile<1>(weights + kTileHalves, 64);
   if (two) {
-    KVX_LOAD_TILE(2, weights + 2 * kTileHalves, 64);
-    KVX_LOAD_TILE(3, weights + 3 * kTileHalves, 64);
+    load_tile<2>(weights + 2 * kTileHalves, 64);
+    load_tile<3>(weights + 3 * kTileHalves, 64);
   }
   for (int64_t d = 0; d < columns; d += 2 * kSide) {
     const uint16_t* at = values + d / kSide * kTileHalves;
-    KVX_LOAD_TILE(6, out + d, dim * 4);
-    KVX_LOAD_TILE(7, out + d + kSide, dim * 4);
-    KVX_LOAD_TILE(4, at, 64);
-    KVX_LOAD_TILE(5, at + kTileHalves, 64);
-    _tile_dpbf16ps(6, 1, 4);
-    _tile_dpbf16ps(7, 1, 5);
-    _tile_dpbf16ps(6, 0, 4);
-    _tile_dpbf16ps(7, 0, 5);
+    load_tile<6>(out + d, dim * 4);
+    load_tile<7>(out + d + kSide, dim * 4);
+    load_tile<4>(at, 64);
+    load_tile<5>(at + kTileHalves, 64);
+    multiply_tiles<6, 1, 4>();
+    multiply_tiles<7, 1, 5>();
+    multiply_tiles<6, 0, 4>();
+    multiply_tiles<7, 0, 5>();
     if (two) {
-      KVX_LOAD_TILE(4, at + kPair * columns, 64);
-      KVX_LOAD_TILE(5, at + kPair * columns + kTileHalves, 64);
-      _tile_dpbf16ps(6, 3, 4);
-      _tile_dpbf16ps(7, 3, 5);
-      _tile_dpbf16ps(6, 2, 4);
-      _tile_dpbf16ps(7, 2, 5);
+      load_tile<4>(at + kPair * columns, 64);
+      load_tile<5>(at + kPair * columns + kTileHalves, 64);
+      multiply_tiles<6, 3, 4>();
+      multiply_tiles<7, 3, 5>();
+      multiply_tiles<6, 2, 4>();
+      multiply_tiles<7, 2, 5>();
     }
-    _tile_stored(6, out + d, dim * 4);
-    _tile_stored(7, out + d + kSide, dim * 4);
+    store_tile<6>(out + d, dim * 4);
+    store_tile<7>(out + d + kSide, dim * 4);
   }
 }
 
@@ -359,46 +430,70 @@ inline unsigned add_product(const float* product, float* out, int64_t dim) {
   return left;
 }
 
-// Tiles 0 and 1 are sums, 2 weights, 3 rows of V.
-void sum_even_odd(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::TileStates& s) {
-  alignas(64) float product[2][kSide * kSide];
+// Tiles 0 to N - 1 into sums: 32 columns a tile, or a tile of each run. columns_of(position, column): 32 of a row.
+template <int N, int kRuns, class F>
+KVX_INLINE void store_sums(const cpu::TileRows& v, const cpu::TileStates& s, int64_t head, int64_t column,
+                           F&& columns_of) {
+  alignas(64) float product[N][kSide * kSide];
+  each_tile<N>([&](auto i) { store_tile<i>(product[i], 64); });  // all first: a load waits until its tile is stored
+  for (int i = 0; i < N; i++) {
+    const int64_t state = head * s.fours + s.first + i % kRuns, first = column + i / kRuns * kPair;
+    float* out = s.out + state * kLanes * v.dim;
+    if (const unsigned left = add_product(product[i], out + first, v.dim))
+      add_columns(v, head, first, s.scores + state * cpu::kTile * kLanes, out, left,
+                  [&](int64_t t) { return columns_of(t, first); });
+  }
+}
+
+// N times 32 columns from `column` on, of one head. Tiles 0 to 3 are sums, of both runs where there are two, 4 and 5
+// weights, 6 and 7 rows of V.
+template <int N, bool kTwoRuns>
+KVX_INLINE void sum_columns(const cpu::TileRows& v, cpu::AskAhead& asking, const Strides& strides,
+                            const EvenOdd& weights, const cpu::TileStates& s, int64_t head, int64_t column) {
   alignas(64) char room[kSide * 64];
+  constexpr int kRuns = kTwoRuns ? 2 : 1, kSums = N * kRuns;
+  each_tile<kSums>([](auto i) { zero_tile<i>(); });
+  for (int64_t t = 0; t < v.count; t += kSide) {
+    load_tile<4>(weights.tiles[0][t / kSide], 64);
+    if constexpr (kTwoRuns) load_tile<5>(weights.tiles[1][t / kSide], 64);
+    each_tile<N>([&](auto i) {
+      constexpr int kRows = 6 + i % 2;
+      const int64_t first = column + i * kPair, stride = is_whole(v, first) ? strides.of[t / kSide] : 0;
+      asking.ask(kSide * 64);
+      for (int64_t j = 0; j < kSide && !stride; j++)
+        store(room + j * 64, t + j < v.count ? row_part(v, t + j, head, first) : __m512i{});
+      load_tile<kRows>(stride ? v.at[t] + head * v.head + first * 2 : room, stride ? stride : 64);
+      multiply_tiles<i * kRuns, 4, kRows>();
+      if constexpr (kTwoRuns) multiply_tiles<i * kRuns + 1, 5, kRows>();
+    });
+  }
+  store_sums<kSums, kRuns>(v, s, head, column, [&](int64_t t, int64_t first) {
+    const __m512i x = row_part(v, t, head, first);
+    return load<Halves>(&x);
+  });
+}
+
+void sum_even_odd(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::TileStates& s) {
   EvenOdd weights;
   const Strides strides(v);
   TileShapes shapes;
-  shapes.set(0, 3, kSide, 64);
+  shapes.set(0, 7, kSide, 64);
   shapes.use();
-  const bool two = s.last - s.first > 1;
   for (int64_t head = 0; head < v.heads; head++) {
     weights.read(v, s, head);
-    for (int64_t column = 0; column < v.dim; column += kPair) {
-      const int64_t offset = head * v.head + column * 2;
-      _tile_zero(0);
-      if (two) _tile_zero(1);
-      for (int64_t t = 0; t < v.count; t += kSide) {
-        if (next)
-          for (int64_t i = 0; i < kSide; i++) ask(next->at[t + i] + head * next->head + column * 2);
-        if (strides.of[t / kSide]) {
-          KVX_LOAD_TILE(3, v.at[t] + offset, strides.of[t / kSide]);
-        } else {
-          for (int64_t i = 0; i < kSide; i++)
-            store(room + i * 64, t + i < v.count ? load<Vec>(v.at[t + i] + offset) : Vec{});
-          KVX_LOAD_TILE(3, room, 64);
-        }
-        KVX_LOAD_TILE(2, weights.tiles[0][t / kSide], 64);
-        _tile_dpbf16ps(0, 2, 3);
-        if (!two) continue;
-        KVX_LOAD_TILE(2, weights.tiles[1][t / kSide], 64);
-        _tile_dpbf16ps(1, 2, 3);
-      }
-      _tile_stored(0, product[0], 64);
-      if (two) _tile_stored(1, product[1], 64);
-      for (int64_t run = s.first; run < s.last; run++) {
-        const int64_t state = head * s.fours + run;
-        float* out = s.out + state * kLanes * v.dim;
-        if (const unsigned left = add_product(product[run - s.first], out + column, v.dim))
-          add_columns(v, head, column, s.scores + state * cpu::kTile * kLanes, out, left);
-      }
+    multiply_tiles<5, 6, 7>();  // keeps tiles awake
+    cpu::AskAhead asking(next, head, v.dim * 2);
+    for (int64_t column = 0; column < v.dim;) {
+      const int64_t left = (v.dim - column) / kPair;
+      if (s.last - s.first == 1)
+        with_count(left, [&](auto n) { sum_columns<n, false>(v, asking, strides, weights, s, head, column); }),
+            column += 4 * kPair;
+      else
+        with_count(left < 2 ? left : 2,
+                   [&](auto n) {
+                     if constexpr (n <= 2) sum_columns<n, true>(v, asking, strides, weights, s, head, column);
+                   }),
+            column += 2 * kPair;
     }
   }
 }
@@ -408,6 +503,14 @@ void sum_pairs(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::Til
   alignas(64) uint16_t columns[cpu::kTile * kWide];
   WeightTiles weights;
   int64_t rows = 0;  // the tiles are set up for
+  const auto set_up = [&](int64_t group) {
+    if (rows == group_rows(s.fours, group)) return;
+    rows = group_rows(s.fours, group);
+    TileShapes shapes;
+    shapes.set(0, 3, rows, 64), shapes.set(4, 5, kSide, 64), shapes.set(6, 7, rows, 64);
+    shapes.use();
+  };
+  set_up(s.first / 4);
   for (int64_t head = 0; head < v.heads; head++)
     for (int64_t from = s.first / 4, last = (s.last + 3) / 4; from < last; from += WeightTiles::kGroups) {
       const int64_t to = from + WeightTiles::kGroups < last ? from + WeightTiles::kGroups : last;
@@ -420,12 +523,7 @@ void sum_pairs(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::Til
             add_columns(v, head, d, s.scores + (head * s.fours + run) * cpu::kTile * kLanes,
                         s.out + (head * s.fours + run) * kLanes * v.dim);
         for (int64_t group = from; is_usual && group < to; group++) {
-          if (rows != group_rows(s.fours, group)) {
-            rows = group_rows(s.fours, group);
-            TileShapes shapes;
-            shapes.set(0, 3, rows, 64), shapes.set(4, 5, kSide, 64), shapes.set(6, 7, rows, 64);
-            shapes.use();
-          }
+          set_up(group);
           add_tiles(weights.tiles + (group - from) * WeightTiles::kHalves, columns, width, v.count > kPair,
                     s.out + (head * s.fours + group * 4) * kLanes * v.dim + first, v.dim);
         }
@@ -436,6 +534,7 @@ void sum_pairs(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::Til
 void sums_tiles(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::TileStates& s,
                 const cpu::Softmax* softmax) {
   if (s.parts == 3) return sums_of<BF16>(v, next, s, softmax);  // queries of f32: weights keep their 24 bits
+  if (s.first == s.last) return;
   shrink(s, v.heads, v.dim, softmax);
   if (s.last - s.first <= EvenOdd::kMostRuns) sum_even_odd(v, next, s);
   else sum_pairs(v, next, s);

@@ -185,27 +185,44 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
   desk.scores.resize(size_t(states * kTile * kLanes));
   desk.softmax.resize(size_t(states));
   desk.row.resize(size_t(p.v_head_dim));
-  const bool is_packed = loops.dots && k.dtype == KVX_DTYPE_BF16 && p.q.dtype != KVX_DTYPE_F32;
+  const bool is_packed = k.few || (loops.dots && k.dtype == KVX_DTYPE_BF16 && p.q.dtype != KVX_DTYPE_F32);
   const auto pack = is_packed ? loops.pack : k.dtype == KVX_DTYPE_S8 ? loops.pack_s8 : nullptr;
-  const auto pack_tiles = is_packed ? loops.pack_tiles : nullptr;
-  const auto scores = is_packed ? loops.dots : loops.scores[k.dtype];
+  const auto pack_tiles = k.few ? k.few->pack : is_packed ? loops.pack_tiles : nullptr;
+  const auto scores = k.few ? k.few->dots : is_packed ? loops.dots : loops.scores[k.dtype];
+  const auto sums = v.few ? v.few->sums : loops.sums[v.dtype];
   // A query of bf16 is one number of bf16 and one of f16 is two. Of int8's digits, two are as exact as 16-bit numbers.
   const int parts = is_packed ? 1 + (p.q.dtype == KVX_DTYPE_F16) : 2 + (p.q.dtype == KVX_DTYPE_F32);
-  const float scale = (p.soft_cap != 0 ? p.scale : p.scale * kLog2e) * loops.lift_in[k.dtype];
+  const float scale = (p.soft_cap != 0 ? p.scale : p.scale * kLog2e) * k.lift_in;
   const float scale_before = is_packed ? 1 : scale,
               scale_after = is_packed ? scale : 1;  // of scores: a scaled query would be bf16 no longer
-  for (int64_t s = 0; s < states; s++)
-    for (int64_t r = 0; r < kLanes; r++) {
-      const int64_t i = s % fours * kLanes + r, query = g.first + least(i, rows - 1) / p.group;
+
+  // A tile's K and V, of all heads, stay in the second level together with what is asked for.
+  const int64_t k_bytes = span_bytes(k.plane->dtype, p.head_dim), v_bytes = span_bytes(v.plane->dtype, p.v_head_dim);
+  const int64_t tile_bytes = loops.pack_tiles ? 2 * kTileBytes : kTileBytes;  // CPUs with tiles have 2 MB of it
+  const int64_t size =
+      greatest(16, least(kTile, tile_bytes / greatest(1, u.num_heads * (k_bytes + v_bytes)) / 16 * 16));
+  Tile *tile = &desk.tile[0], *after = &desk.tile[1];
+  tile->head = after->head = u.head;
+  const bool sees = u.begin < u.end;
+  if (sees) tile->find(p.kv, g.seq, u.begin, least(u.begin + size, u.end), desk.zeros.data());
+
+  // While queries are read the first K is asked for.
+  const TileRows k_first = k.lie(*tile, u.num_heads);
+  for (int64_t h = 0; h < u.num_heads; h++) {
+    AskAhead ahead(sees ? &k_first : nullptr, h, k_bytes);
+    for (int64_t i = 0; i < fours * kLanes; i++) {
+      ahead.ask(k_first.count * k_bytes / (fours * kLanes));
+      const int64_t s = h * fours + i / kLanes, r = i % kLanes, query = g.first + least(i, rows - 1) / p.group;
       desk.softmax[s].most[r] = -INFINITY, desk.softmax[s].sum[r] = 0;
       desk.softmax[s].low[r] = int32_t(first_seen(p, g, query)),
       desk.softmax[s].last[r] = int32_t(last_seen(p, g, query));
       if (i >= rows) continue;
       float* q = desk.q.data() + (s * kLanes + r) * k.dim;
-      load_query(p, ops, row_of(p, g, u.head + s / fours, i), q);
-      for (int64_t d = 0; d < p.head_dim; d++) q[d] *= scale_before;
+      load_query(p, ops, row_of(p, g, u.head + h, i), q);
+      for (int64_t d = 0; d < p.head_dim && scale_before != 1; d++) q[d] *= scale_before;
       if (pack) pack(q, k.dim, parts);
     }
+  }
   const float* queries = desk.q.data();
   if (pack_tiles) {
     desk.packed.resize(desk.q.size() + 16);
@@ -217,14 +234,6 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
   const int final_rows = int(rows - (fours - 1) * kLanes);
   const TileStates all{fours, 0, fours, final_rows == 3 ? 4 : final_rows, queries, desk.scores.data(), out, parts};
 
-  // A tile's K and V, of all heads, stay in the second level together with what is asked for.
-  const int64_t token_bytes =
-      u.num_heads * greatest(1, span_bytes(k.plane->dtype, p.head_dim) + span_bytes(v.plane->dtype, p.v_head_dim));
-  const int64_t tile_bytes = loops.pack_tiles ? 2 * kTileBytes : kTileBytes;  // CPUs with tiles have 2 MB of it
-  const int64_t size = greatest(16, least(kTile, tile_bytes / token_bytes / 16 * 16));
-  Tile *tile = &desk.tile[0], *after = &desk.tile[1];
-  tile->head = after->head = u.head;
-  if (u.begin < u.end) tile->find(p.kv, g.seq, u.begin, least(u.begin + size, u.end), desk.zeros.data());
   for (int64_t pos = u.begin; pos < u.end; pos += size) {
     const int64_t end = least(pos + size, u.end);
     const bool is_last = end == u.end;
@@ -255,13 +264,12 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
         const ScoreRule rule{scale_after, p.soft_cap, !whole, tile->is_whole ? nullptr : tile->there};
         loops.weigh(&s, desk.scores.data() + (h * fours + b) * kTile * kLanes, pos, tile->count, rule);
       }
-    if (v.read(loops, *tile, u.num_heads))
-      loops.sums[v.dtype](v_rows, is_last ? nullptr : &k_next, seeing, desk.softmax.data());
+    if (v.read(loops, *tile, u.num_heads)) sums(v_rows, is_last ? nullptr : &k_next, seeing, desk.softmax.data());
     else
       for (int64_t h = 0; h < u.num_heads; h++) {
         const Softmax* softmax = desk.softmax.data() + h * fours;
         if (v.copy(loops, *tile, h, is_last ? nullptr : &k_next)) {
-          loops.sums[v.dtype](v.rows_of(*tile, h), nullptr, states_of(h), softmax);
+          sums(v.rows_of(*tile, h), nullptr, states_of(h), softmax);
           continue;
         }
         const TileRows made = v.make(ops, *tile, h, is_last ? nullptr : &k_next);
@@ -271,8 +279,8 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
     Tile* swap = tile;
     tile = after, after = swap;
   }
-  if (loops.lift_out[v.dtype] != 1)
-    for (float& x : desk.out) x *= loops.lift_out[v.dtype];
+  if (v.lift_out != 1)
+    for (float& x : desk.out) x *= v.lift_out;
 
   for (int64_t h = 0; h < u.num_heads; h++)
     for (int64_t i = 0; i < rows; i++) {
@@ -289,9 +297,27 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
     }
 }
 
-// Spans [first, last) of the same queries and heads into one result, row by row.
-void merge(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Queries& g, const Unit* first,
-           const Unit* last, int64_t h, const float* partials, Desk& desk) {
+// Units [first, last) are spans of the same queries; h: one of their heads.
+struct Spans {
+  const Unit *first, *last;
+  int64_t h;
+};
+std::vector<Spans> find_spans(const std::vector<Unit>& units) {
+  std::vector<Spans> spans;
+  for (const Unit *u = units.data(), *end = u + units.size(); u < end;) {
+    const Unit* last = u + 1;
+    while (last < end && last->queries == u->queries && last->head == u->head) last++;
+    for (int64_t h = 0; h < u->num_heads && u->partial >= 0; h++) spans.push_back(Spans{u, last, h});
+    u = last;
+  }
+  return spans;
+}
+
+// Spans of the same queries and head into one result, row by row.
+void merge(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Queries& g,
+           const Spans& spans, const float* partials, Desk& desk) {
+  const Unit *first = spans.first, *last = spans.last;
+  const int64_t h = spans.h;
   const int64_t rows = g.count * p.group, floats = partial_floats(p);
   desk.row.resize(size_t(p.v_head_dim));
   for (int64_t i = 0; i < rows; i++) {
@@ -323,7 +349,8 @@ kvx_status_t attention(const AttentionParams& p) {
   for (const Queries& g : queries)
     bytes += (g.end - g.begin) * p.num_kv_heads * g.count *
              (span_bytes(p.kv.plane[0].dtype, p.head_dim) + span_bytes(p.kv.plane[1].dtype, p.v_head_dim));
-  const int64_t count = int64_t(units.size());
+  const std::vector<Spans> spans = find_spans(units);
+  const int64_t count = int64_t(units.size()), num_spans = int64_t(spans.size());
   Carry carry;
 #pragma omp parallel if (bytes >= kThreadBytes)
   {
@@ -335,14 +362,9 @@ kvx_status_t attention(const AttentionParams& p) {
         attend(p, ops, loops, queries[size_t(units[size_t(i)].queries)], units[size_t(i)], desk, partials.get());
       });
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) {
-      const Unit& u = units[size_t(i)];
-      const Queries& g = queries[size_t(u.queries)];
-      if (u.partial < 0 || u.begin != g.begin) continue;  // whole already, or not the first of its spans
-      int64_t end = i + 1;
-      while (end < count && units[size_t(end)].queries == u.queries && units[size_t(end)].head == u.head) end++;
-      for (int64_t h = 0; h < u.num_heads; h++)
-        carry([&] { merge(p, ops, loops, g, &units[size_t(i)], units.data() + end, h, partials.get(), desk); });
+    for (int64_t i = 0; i < num_spans; i++) {
+      const Spans& s = spans[size_t(i)];
+      carry([&] { merge(p, ops, loops, queries[size_t(s.first->queries)], s, partials.get(), desk); });
     }
   }
   carry.rethrow();

@@ -155,10 +155,13 @@ struct Desk {
             int64_t end) {
     const int64_t count = end - begin, wide = p.head_dim + p.rope_dim;
     is_whole = true;
+    const bool ragged = p.kv.table.format == KVX_BLOCK_TABLE_RAGGED;
+    BlockPlace place[2] = {};
+    int64_t logical = begin / p.kv.block_size, offset = begin % p.kv.block_size - 1;
     for (int64_t t = 0; t < count; t++) {
-      const int64_t pos = begin + t, logical = pos / p.kv.block_size, offset = pos % p.kv.block_size;
-      BlockPlace place[2];
-      for (int i = 0; i < 2; i++) place[i] = find_block(p.kv, seq, pos, logical, i);
+      if (++offset == p.kv.block_size) offset = 0, logical++;
+      for (int i = 0; i < 2 && (t == 0 || offset == 0 || ragged); i++)
+        place[i] = find_block(p.kv, seq, begin + t, logical, i);
       const bool found = place[0].state == BLOCK_FOUND && place[1].state == BLOCK_FOUND;
       there[t] = found ? -1 : 0;
       is_whole &= found;
@@ -182,12 +185,15 @@ struct Desk {
   }
 
   void find_next(const AttentionParams& p, int64_t seq, int64_t begin, int64_t end) {
-    for (int64_t t = 0; t < kTile + kRoom; t++) {
-      const int64_t pos = least(begin + t, end - 1);
-      const BlockPlace place = find_block(p.kv, seq, pos, pos / p.kv.block_size, 0);
-      next[t] = place.state == BLOCK_FOUND ? place.base + pos % p.kv.block_size * p.kv.plane[0].token
-                                           : at[least(t, kTile - 1)];
+    const bool ragged = p.kv.table.format == KVX_BLOCK_TABLE_RAGGED;
+    BlockPlace place = {};
+    int64_t logical = begin / p.kv.block_size, offset = begin % p.kv.block_size - 1;
+    for (int64_t t = 0; t < end - begin; t++) {
+      if (++offset == p.kv.block_size) offset = 0, logical++;
+      if (t == 0 || offset == 0 || ragged) place = find_block(p.kv, seq, begin + t, logical, 0);
+      next[t] = place.state == BLOCK_FOUND ? place.base + offset * p.kv.plane[0].token : at[0];
     }
+    for (int64_t t = end - begin; t < kTile + kRoom; t++) next[t] = next[end - begin - 1];
   }
 
   static void widen_row(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, int i,
@@ -260,10 +266,13 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
     states.last = fours;  // rows are in the order of their queries, so those that see a tile are next to each other
     while (states.first < fours && desk.softmax[size_t(states.first)].last[kLanes - 1] < pos) states.first++;
     while (states.last > states.first && desk.softmax[size_t(states.last - 1)].low[0] >= end) states.last--;
-    const TileRows keys{desk.at, count, k_dim, 1, 0, true}, next{desk.next, count, k_dim, 1, 0, true};
+    const TileRows keys{desk.at, count, k_dim, 1, 0, true}, next{desk.next, count, desk.out_dim, 1, 0, true};
     const bool asks = desk.rows == Rows::BF16 && end < u.end;
+    // Scores take the shorter time: most of the next tile is asked for by the sums, and here what these do not read.
     if (asks) desk.find_next(p, u.seq, end, least(end + desk.size, u.end));
-    (by_tiles ? loops.dots : loops.scores[KVX_DTYPE_F32])(keys, asks ? &next : nullptr, states);
+    for (int64_t t = 0; t < count && asks; t++)
+      for (int64_t b = desk.out_dim * 2; b < desk.dim * 2; b += 64) __builtin_prefetch(desk.next[t] + b, 0, 2);
+    (by_tiles ? loops.dots : loops.scores[KVX_DTYPE_F32])(keys, nullptr, states);
     for (int64_t b = states.first; b < states.last; b++) {
       Softmax& s = desk.softmax[size_t(b)];
       const bool whole = desk.is_whole && s.low[kLanes - 1] <= pos && s.last[0] >= end - 1;
@@ -274,8 +283,8 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
       if (is_twice) memcpy(scores + count * kLanes, scores, size_t(count * kLanes) * 4);
     }
     if (by_tiles)
-      loops.sums[KVX_DTYPE_BF16](TileRows{desk.at, is_twice ? 2 * count : count, desk.out_dim, 1, 0, true}, nullptr,
-                                 states, desk.softmax.data());
+      loops.sums[KVX_DTYPE_BF16](TileRows{desk.at, is_twice ? 2 * count : count, desk.out_dim, 1, 0, true},
+                                 asks ? &next : nullptr, states, desk.softmax.data());
     else
       loops.values[KVX_DTYPE_F32](desk.tile, count, desk.dim, nullptr, nullptr, nullptr, states, desk.softmax.data());
   }
@@ -293,25 +302,39 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
   }
 }
 
-// Spans [first, last) of the same rows into one result.
-void merge(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Unit* first, const Unit* last,
-           const float* partials, Desk& desk) {
-  for (int64_t i = 0; i < first->count; i++) {
-    float most = -INFINITY, sum = 0;
-    for (const Unit* u = first; u < last; u++) most = fmaxf(most, partials[(u->partial + i) * partial_floats(p)]);
-    desk.sums.assign(size_t(p.head_dim), 0.0f);
-    for (const Unit* u = first; u < last; u++) {
-      const float* part = partials + (u->partial + i) * partial_floats(p);
-      if (part[1] == 0) continue;  // saw nothing
-      const float keep = loops.exp2(part[0] - most);
-      sum += part[1] * keep;
-      for (int64_t d = 0; d < p.head_dim; d++) desk.sums[size_t(d)] += part[2 + d] * keep;
-    }
-    finish(p, ops, loops, *first, first->first + i, most, sum, desk.sums.data(), desk.row.data());
+// Units [first, last) are spans of the same rows; row: one of them.
+struct Spans {
+  const Unit *first, *last;
+  int64_t row;
+};
+std::vector<Spans> find_spans(const std::vector<Unit>& units) {
+  std::vector<Spans> spans;
+  for (const Unit *u = units.data(), *end = u + units.size(); u < end;) {
+    const Unit* last = u + 1;
+    while (last < end && last->seq == u->seq && last->first == u->first) last++;
+    for (int64_t row = 0; row < u->count && u->partial >= 0; row++) spans.push_back(Spans{u, last, row});
+    u = last;
   }
+  return spans;
 }
 
-bool is_same_group(const Unit& a, const Unit& b) { return a.seq == b.seq && a.first == b.first; }
+// Spans of a row into one result.
+void merge(const AttentionParams& p, const RowTable& ops, const AttendTable& loops, const Spans& spans,
+           const float* partials, Desk& desk) {
+  float most = -INFINITY, sum = 0;
+  const auto part_of = [&](const Unit* u) { return partials + (u->partial + spans.row) * partial_floats(p); };
+  for (const Unit* u = spans.first; u < spans.last; u++) most = fmaxf(most, part_of(u)[0]);
+  desk.sums.assign(size_t(p.head_dim), 0.0f);
+  float* const sums = desk.sums.data();
+  for (const Unit* u = spans.first; u < spans.last; u++) {
+    const float* part = part_of(u);
+    if (part[1] == 0) continue;  // saw nothing
+    const float keep = loops.exp2(part[0] - most);
+    sum += part[1] * keep;
+    for (int64_t d = 0; d < p.head_dim; d++) sums[d] += part[2 + d] * keep;
+  }
+  finish(p, ops, loops, *spans.first, spans.first->first + spans.row, most, sum, sums, desk.row.data());
+}
 
 }  // namespace
 
@@ -323,7 +346,8 @@ kvx_status_t attention_latent(const AttentionParams& p) {
   int64_t work, partial_rows;
   const std::vector<Unit> units = make_units(groups, &work, &partial_rows);
   const std::unique_ptr<float[]> partials(new float[size_t(partial_rows * partial_floats(p))]);  // all are written
-  const int64_t count = int64_t(units.size());
+  const std::vector<Spans> spans = find_spans(units);
+  const int64_t count = int64_t(units.size()), num_spans = int64_t(spans.size());
   Carry carry;
 #pragma omp parallel if (work >= kThreadWork)
   {
@@ -332,14 +356,8 @@ kvx_status_t attention_latent(const AttentionParams& p) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) carry([&] { attend(p, ops, loops, units[size_t(i)], desk, partials.get()); });
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) {
-      const Unit& u = units[size_t(i)];
-      if (u.partial < 0 || (i > 0 && is_same_group(units[size_t(i - 1)], u)))
-        continue;  // whole already, or not the first of its spans
-      int64_t end = i + 1;
-      while (end < count && is_same_group(u, units[size_t(end)])) end++;
-      carry([&] { merge(p, ops, loops, &u, units.data() + end, partials.get(), desk); });
-    }
+    for (int64_t i = 0; i < num_spans; i++)
+      carry([&] { merge(p, ops, loops, spans[size_t(i)], partials.get(), desk); });
   }
   carry.rethrow();
   return KVX_STATUS_OK;

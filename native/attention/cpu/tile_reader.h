@@ -64,7 +64,8 @@ inline const float* byte_scales_of(int dtype) {
 }
 
 // How rows of K or V reach the inner loops. Types the loops know are taken as they lie, every head of the tile at once.
-// Of those, rows that are no whole number of the loops' steps are copied and padded, and rows of few bits are copied as
+// So are those of few bits for a few query rows, where the loops multiply tiles (TileLoops). Of the others, rows that
+// are no whole number of the loops' steps are copied and padded, and rows of few bits are copied as
 // int8 where the loops multiply bytes and as bf16 where they multiply tiles, a head at a time. Anything else is made
 // f32, a head at a time.
 struct Reader {
@@ -73,8 +74,10 @@ struct Reader {
   bool is_direct, is_copied;
   bool is_grouped;             // copied, with several scales a row
   bool has_f32 = false;        // `made`, since rows were copied
+  const TileLoops* few;        // NULL: other loops
   int dtype;                   // of the rows the loops see
   int64_t dim;                 // of those rows
+  float lift_in, lift_out;     // AttendTable's, of these rows
   float lift;                  // of scales
   float lower;                 // what rows with NaN in them are made with, instead of their scale
   Unpack unpack;               // of copied rows; NULL: they stay as they are
@@ -87,26 +90,34 @@ struct Reader {
   std::vector<float> scales;        // [heads, kTile]; grouped ones, of one head: [groups, kTile]
   std::vector<float> group_scales;  // of a row
   const char *made_at[kTile + kRoom], *copied_at[kTile + kRoom];
+  const uint8_t* scale_of[kTile];  // the first of each position, where scales are bytes
+  ByteScales bytes_now;
 
   void open(const AttentionParams& p, const AttendTable& loops, int i, int64_t rows, int64_t heads) {
     plane = &p.kv.plane[i], index = i, has_f32 = false;
     const bool is_16_bit = p.q.dtype != KVX_DTYPE_F32;
+    const ScaleParams& s = plane->scale;
+    few = is_16_bit && rows <= 2 * kLanes && plane->is_dense ? choose_few(loops) : nullptr;
     unpack = is_16_bit || loops.unpacked == KVX_DTYPE_S8 ? loops.unpack[plane->dtype] : nullptr;
+    if (few) unpack = nullptr;
     const int d = unpack ? loops.unpacked : plane->dtype;
     // Above two fours of rows, turning a row into f32 once is cheaper than each time it is
     // used; V's are also put close together. Products of bytes and of tiles are cheaper than either.
     const bool is_cheap = (d == KVX_DTYPE_F32 && i == 0) || (d == KVX_DTYPE_S8 && loops.pack_s8) ||
                           (d == KVX_DTYPE_BF16 && loops.pack_tiles && is_16_bit) || rows <= 2 * kLanes;
-    const ScaleParams& s = plane->scale;
     unpack_scaled = is_16_bit && can_unpack_scaled(s) ? loops.unpack_scaled[plane->dtype] : nullptr;
     is_grouped = unpack && (d == KVX_DTYPE_S8 || unpack_scaled) && plane->is_dense && s.data && s.num_groups > 1 &&
                  (s.group_size == 16 || s.group_size == 32) && is_16_bit;
-    if (!is_grouped) unpack_scaled = nullptr;
-    is_direct = is_cheap && loops.scores[d] && plane->is_dense && (is_grouped || s.num_groups <= 1);
-    is_copied = is_direct && (unpack || plane->head_dim % loops.step(d) != 0);
+    if (few) is_grouped = s.num_groups > 1;
+    if (!is_grouped || few) unpack_scaled = nullptr;
+    is_direct = few || (is_cheap && loops.scores[d] && plane->is_dense && (is_grouped || s.num_groups <= 1));
+    const bool by_tiles = d == KVX_DTYPE_BF16 && loops.pack_tiles && is_16_bit && rows <= 2 * kLanes;
+    is_copied = is_direct && !few && (unpack || (plane->head_dim % loops.step(d) != 0 && !by_tiles));
     dtype = is_direct ? d : KVX_DTYPE_F32;
-    dim = padded(plane->head_dim, loops.step(dtype));
-    lift = i == 0 ? loops.lift_out[dtype] : loops.lift_in[dtype];
+    dim = padded(plane->head_dim, few ? 64 : loops.step(dtype));
+    lift_in = few ? 1 : loops.lift_in[dtype], lift_out = few ? 1 : loops.lift_out[dtype];
+    lift = few ? few->lift : i == 0 ? lift_out : lift_in;
+    bytes_now = ByteScales{scale_of, s.group, s.group_size, s.dtype, s.head};
     if (is_copied && plane->dtype == KVX_DTYPE_E2M1 && dtype == KVX_DTYPE_S8) lift /= 2;  // its numbers are doubled
     lower = 1 / loops.lift_in[dtype] / loops.lift_out[dtype];
     widen = plane->is_dense ? loops.widen[plane->dtype] : nullptr;
@@ -114,9 +125,10 @@ struct Reader {
     group_scales.resize(size_t(s.num_groups));
     byte_scales = byte_scales_of(s.dtype);
     if (is_scaled()) scales.resize(size_t(heads * kTile));
-    if (is_grouped) scales.resize(size_t(s.num_groups * kTile));
+    if (is_grouped && !few) scales.resize(size_t(s.num_groups * kTile));
+    if (is_grouped && few) scales.assign(size_t(heads * kTile), s.tensor_scale ? *s.tensor_scale : 1.0f);
     if (unpack_scaled) scales.assign(size_t(kTile), s.tensor_scale ? *s.tensor_scale : 1.0f);
-    if (is_direct && !is_copied && !is_fp8()) return;
+    if (is_direct && !is_copied && (few || !is_fp8())) return;
     room.resize(size_t(kTile * dim) + 16);
     if (dim != plane->head_dim) room.assign(room.size(), 0.0f);  // what pads rows is zeros
     made = aligned(room.data());
@@ -130,14 +142,27 @@ struct Reader {
   bool is_fp8() const { return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2; }
   bool is_scaled() const { return is_direct && !is_grouped && is_quantised(plane->dtype); }
 
+  // NULL: these rows have none.
+  const TileLoops* choose_few(const AttendTable& loops) const {
+    const ScaleParams& s = plane->scale;
+    const bool is_one = s.num_groups <= 1,
+               is_taken = s.data && can_unpack_scaled(s) && (s.group_size == 16 || s.group_size == 32);
+    const TileLoops* found = is_one ? &loops.few[plane->dtype] : is_taken ? &loops.few_scaled[plane->dtype] : nullptr;
+    return found && found->dots ? found : nullptr;
+  }
+
   TileRows lie(const Tile& tile, int64_t num_heads) const {
-    return TileRows{tile.at[index],
-                    tile.count,
-                    dim,
-                    num_heads,
-                    plane->head,
-                    plane->head > plane->token,
-                    is_scaled() ? scales.data() : nullptr};
+    const bool has_scale = is_scaled() || (few && plane->scale.tensor_scale);
+    TileRows rows{tile.at[index],
+                  tile.count,
+                  dim,
+                  num_heads,
+                  plane->head,
+                  plane->head > plane->token,
+                  has_scale ? scales.data() : nullptr};
+    rows.width = plane->head_dim;
+    if (few && is_grouped) rows.byte_scales = &bytes_now;
+    return rows;
   }
 
   // Of every head and position, times the lift; 0 where there is no row.
@@ -163,6 +188,8 @@ struct Reader {
   // Every head of a unit, as they lie; false where that is not possible.
   bool read(const AttendTable& loops, const Tile& tile, int64_t num_heads) {
     if (is_scaled()) read_scales(tile, num_heads);
+    if (few && is_grouped) find_byte_scales(tile, tile.head);
+    if (few) return true;
     if (!is_direct || is_copied) return false;
     bool is_odd = false;
     const bool is_close = plane->head == dim;  // heads without anything between them are one row
@@ -175,6 +202,7 @@ struct Reader {
   // The unit's head h, made or copied.
   TileRows rows_of(const Tile& tile, int64_t h) const {
     TileRows rows{has_f32 ? made_at : copied_at, tile.count, dim, 1, 0, true};
+    if (!has_f32) rows.stride = span_bytes(dtype, dim);
     if (is_scaled()) rows.scale = scales.data() + h * kTile;
     if (unpack_scaled) rows.scale = plane->scale.tensor_scale ? scales.data() : nullptr;
     else if (is_grouped) rows.group_scale = scales.data(), rows.group = plane->scale.group_size;
@@ -199,10 +227,10 @@ struct Reader {
     bool is_odd = false;
     if (unpack_scaled) return copy_scaled(tile, h, next), true;
     if (unpack) unpack(lie(tile, h + 1), h, bytes, const_cast<char*>(copied_at[0]), span_bytes(dtype, dim), next);
-    AskAhead ahead(next, h);
+    AskAhead ahead(next, h, bytes);
     for (int64_t t = 0; t < tile.count && !unpack; t++) {
       char* row = const_cast<char*>(copied_at[t]);
-      ahead.step(bytes);
+      ahead.ask(bytes);
       copy_row(row, tile.at[index][t] + h * plane->head, bytes);
       is_odd |= is_fp8() && loops.has_nan(dtype, row, dim);
     }
@@ -217,17 +245,20 @@ struct Reader {
 
   // With their scales in them: all but that of the tensor.
   void copy_scaled(const Tile& tile, int64_t h, const TileRows* next) {
-    const ScaleParams& s = plane->scale;
-    const uint8_t* at[kTile];
-    for (int64_t t = 0; t < tile.count; t++) {
-      const ScaleAt scale{tile.id[index][t], tile.offset[t], tile.head + h, 0};
-      at[t] = reinterpret_cast<const uint8_t*>(tile.there[t] ? scale_at(s, scale, 0) : s.data);
-    }
+    find_byte_scales(tile, tile.head + h);
     const int64_t stride = span_bytes(dtype, dim);
-    unpack_scaled(lie(tile, h + 1), h, plane->head_dim, ByteScales{at, s.group, s.group_size, s.dtype},
-                  const_cast<char*>(copied_at[0]), stride, next);
+    for (int64_t t = 0; t < tile.count && !tile.is_whole; t++)
+      if (!tile.there[t]) scale_of[t] = reinterpret_cast<const uint8_t*>(plane->scale.data);
+    unpack_scaled(lie(tile, h + 1), h, plane->head_dim, bytes_now, const_cast<char*>(copied_at[0]), stride, next);
     for (int64_t t = 0; t < tile.count && !tile.is_whole; t++)
       if (!tile.there[t]) memset(const_cast<char*>(copied_at[t]), 0, size_t(stride));
+  }
+  void find_byte_scales(const Tile& tile, int64_t head) {
+    for (int64_t i = 0; i < kTile; i++) {
+      const int64_t t = least(i, tile.count - 1);
+      const ScaleAt scale{tile.id[index][t], tile.offset[t], head, 0};
+      scale_of[i] = reinterpret_cast<const uint8_t*>(tile.there[t] ? scale_at(plane->scale, scale, 0) : nullptr);
+    }
   }
 
   // Whether elements times scales are exact in bf16.
@@ -263,12 +294,12 @@ struct Reader {
     has_f32 = true;
     const RowsParams f32{nullptr, 0, 0, 4, KVX_DTYPE_F32, 1};
     const int64_t bytes = span_bytes(plane->dtype, plane->head_dim);
-    AskAhead ahead(next, h);
+    AskAhead ahead(next, h, bytes);
     for (int64_t t = 0; t < tile.count; t++) {
       float* row = made + t * dim;
       char* cell = const_cast<char*>(tile.at[index][t]) + h * plane->head;
       const ScaleAt scale{tile.id[index][t], tile.offset[t], tile.head + h, 0};
-      ahead.step(bytes);
+      ahead.ask(bytes);
       if (!tile.there[t]) memset(row, 0, size_t(plane->head_dim) * 4);
       else if (widen && plane->scale.num_groups <= 1)
         widen(row, cell, plane->head_dim, is_direct ? lower : read_scale(plane->scale, scale, 0));

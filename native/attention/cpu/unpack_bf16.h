@@ -1,6 +1,9 @@
 // Rows of 8 and of 4 bits as bf16, exactly, for what multiplies tiles (attend_amx.h). Included by attend.cpp, in its
 // namespace. A scale of a group is multiplied in, which is exact for those it takes; scales of rows multiply scores and
 // weights later.
+//
+// For many query rows, the rows of a head are copied as bf16 (unpack). For a few, sixteen rows of 64 elements become
+// two tiles just before these are multiplied: vectors and tiles then work at the same time.
 
 // The upper and the lower byte of the bf16 number of each code, without its sign: 128 of them.
 struct Codes {
@@ -18,14 +21,16 @@ constexpr Codes make_codes(F&& of) {
   return codes;
 }
 constexpr uint16_t kNaN = 0x7fc0, kInfinity = 0x7f80;
-constexpr Codes kE4M3Codes = make_codes([](int c) {
+constexpr uint16_t bf16_of_e4m3(int c, int lift) {  // times 2^-lift
   const int e = c >> 3, m = c & 7;
-  return c == 127 ? kNaN : e ? bf16_of(8 + m, e - 10) : bf16_of(m, -9);
-});
-constexpr Codes kE5M2Codes = make_codes([](int c) {
+  return c == 127 ? kNaN : e ? bf16_of(8 + m, e - 10 - lift) : bf16_of(m, -9 - lift);
+}
+constexpr uint16_t bf16_of_e5m2(int c, int lift) {
   const int e = c >> 2, m = c & 3;
-  return e == 31 ? (m ? kNaN : kInfinity) : e ? bf16_of(4 + m, e - 17) : bf16_of(m, -16);
-});
+  return e == 31 ? (m ? kNaN : kInfinity) : e ? bf16_of(4 + m, e - 17 - lift) : bf16_of(m, -16 - lift);
+}
+constexpr Codes kE4M3Codes = make_codes([](int c) { return bf16_of_e4m3(c, 0); });
+constexpr Codes kE5M2Codes = make_codes([](int c) { return bf16_of_e5m2(c, 0); });
 constexpr Codes kS8Codes = make_codes([](int c) { return bf16_of(c, 0); });  // of a magnitude
 
 // 64 codes as bf16. What unpacklo and unpackhi take apart lane by lane comes out in order.
@@ -163,4 +168,289 @@ void unpack_scaled_nibbles(const cpu::TileRows& rows, int64_t head, int64_t n, c
       store_halves(to + t * stride + 2 * d, _mm512_permutexvar_epi16(_mm512_or_si512(codes, second), table), left);
     }
   });
+}
+
+// ---- a few query rows
+
+KVX_INLINE void store_pairs(char* to, int64_t j, const Pairs& x) {
+  store(to + j * 64, x.half[0]), store(to + (kSide + j) * 64, x.half[1]);
+}
+
+// What makes elements rows of tiles: make() sixteen of two tiles, at() one of them. `scale_dtype`: if they are scaled.
+
+// fp8: sign, exponent and mantissa move to bf16's places. The upper bits of the exponent are the same for all, which
+// makes numbers 2^8 times too small, and those of e5m2 2^16. Subnormal numbers, zero and what is no number are left to
+// a look-up of all sixteen rows, and so are the next few sixteens: where there is one there are more. kLeast and kMost:
+// the codes between them are usual.
+constexpr Codes kE4M3Lifted = make_codes([](int c) { return bf16_of_e4m3(c, 8); });
+constexpr Codes kE5M2Lifted = make_codes([](int c) { return bf16_of_e5m2(c, 16); });
+
+template <int kShift, int kMask, int kLeast, int kMost>
+struct Fp8Bits {
+  const __m512i mask = _mm512_set1_epi16(int16_t(kMask)), least = _mm512_set1_epi8(char(2 * kLeast));
+  __m512i most = {};
+
+  KVX_INLINE void see(const char* row) {
+    const __m512i x = load<__m512i>(row);
+    most = _mm512_max_epu8(most, _mm512_sub_epi8(_mm512_add_epi8(x, x), least));  // without the sign
+  }
+  bool are_usual() const { return !_mm512_cmpgt_epu8_mask(most, _mm512_set1_epi8(char(2 * (kMost - kLeast)))); }
+  static KVX_INLINE __m512i moved(const char* half) {
+    return _mm512_slli_epi16(_mm512_cvtepi8_epi16(load<__m256i>(half)), kShift);
+  }
+};
+using E4M3Bits = Fp8Bits<4, 0x87f0, 0x08, 0x7e>;
+using E5M2Bits = Fp8Bits<5, 0x8fe0, 0x04, 0x7b>;
+
+template <class Bits, const Codes& kCodes, int kBias>
+struct Fp8Elements {
+  static constexpr int64_t kBytes = 64;
+  const ByteTable<kCodes, false> table;
+  mutable int looked_up = 0;  // sixteens that will be, without another try
+
+  explicit Fp8Elements(int) {}
+  Pairs at(const Sixteen& rows, int64_t j) const { return table.look_up(rows.row(j), rows.left); }
+  KVX_INLINE void make(const Sixteen& rows, char* to) const {
+    const __m512i bias = _mm512_set1_epi16(int16_t(kBias));
+    const bool tries = rows.left >= 64 && looked_up-- <= 0;
+    Bits bits;
+    for (int64_t j = 0; j < kSide && tries; j++) {
+      const char* row = rows.row(j);
+      const auto number = [&](const char* half) {
+        return _mm512_ternarylogic_epi32(Bits::moved(half), bits.mask, bias, 0xea);  // moved & mask | bias
+      };
+      bits.see(row);
+      store_pairs(to, j, Pairs{{number(row), number(row + 32)}});
+    }
+    if (tries && bits.are_usual()) return;
+    if (tries) looked_up = 4;
+    for (int64_t j = 0; j < kSide; j++) store_pairs(to, j, at(rows, j));
+  }
+};
+using E4M3Elements = Fp8Elements<E4M3Bits, kE4M3Lifted, 112 << 7>;
+using E5M2Elements = Fp8Elements<E5M2Bits, kE5M2Lifted, 96 << 7>;
+
+// The same with a power of two for every 32 elements, which is added to the exponents together with the bias.
+template <class Bits, const Codes& kCodes, int kBias>
+struct ScaledFp8 {
+  static constexpr int64_t kBytes = 64;
+  const ByteTable<kCodes, false> table;
+  mutable int looked_up = 0;
+
+  explicit ScaledFp8(int) {}
+  Pairs at(const Sixteen& rows, int64_t j) const {
+    const uint8_t* scale = rows.scale[j];
+    if (!scale) return Pairs{};
+    const Pairs x = table.look_up(rows.row(j), rows.left);
+    return Pairs{{scale_by_power(x.half[0], scale[rows.of[0]]), scale_by_power(x.half[1], scale[rows.of[2]])}};
+  }
+  KVX_INLINE void make(const Sixteen& rows, char* to) const {
+    Bits bits;
+    const bool tries = rows.left >= 64 && looked_up-- <= 0;
+    bool is_usual = tries;
+    for (int64_t j = 0; j < kSide && is_usual; j++) {
+      const uint8_t* scale = rows.scale[j];
+      if (!scale) {
+        is_usual = false;
+        break;
+      }
+      const char* row = rows.row(j);
+      const uint8_t codes[2] = {scale[rows.of[0]], scale[rows.of[2]]};
+      const auto number = [&](int h) {
+        is_usual &= uint8_t(codes[h] - 17) <= 222;  // as scale_by_power
+        const __m512i bias = _mm512_set1_epi16(int16_t(kBias + (codes[h] - 127) * 128));
+        return _mm512_add_epi16(_mm512_and_si512(Bits::moved(row + 32 * h), bits.mask), bias);
+      };
+      bits.see(row);
+      store_pairs(to, j, Pairs{{number(0), number(1)}});
+    }
+    if (is_usual && bits.are_usual()) return;
+    if (tries) looked_up = 4;
+    for (int64_t j = 0; j < kSide; j++) store_pairs(to, j, at(rows, j));
+  }
+};
+using ScaledE4M3 = ScaledFp8<E4M3Bits, kE4M3Codes, 120 << 7>;
+using ScaledE5M2 = ScaledFp8<E5M2Bits, kE5M2Codes, 112 << 7>;
+
+// Sixteen bytes of codes of four bits: the lower half of each word begins with one, and has anything after it.
+KVX_INLINE __m512i spread_nibbles(__m128i x) {
+  return _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x000c000800040000), _mm512_cvtepu16_epi64(x));
+}
+inline __m128i some_nibbles(const char* row, int64_t n) {  // the first n of 32, the others zeros
+  return n >= kPair ? load<__m128i>(row) : _mm_maskz_loadu_epi8(n > 0 ? (1u << n / 2) - 1 : 0, row);
+}
+
+template <const Nibbles& kCodes>
+struct NibbleElements {
+  static constexpr int64_t kBytes = 32;
+  __m512i table;  // twice: a look-up takes five bits
+
+  explicit NibbleElements(int) {
+    uint16_t numbers[32];
+    for (int i = 0; i < 32; i++) numbers[i] = uint16_t(kCodes.high[i % 16] << 8 | kCodes.low[i % 16]);
+    table = load<__m512i>(numbers);
+  }
+  KVX_INLINE Pairs at(const Sixteen& rows, int64_t j) const {
+    const auto half = [&](int64_t h) {
+      return _mm512_permutexvar_epi16(spread_nibbles(some_nibbles(rows.row(j) + 16 * h, rows.left - kPair * h)), table);
+    };
+    return Pairs{{half(0), half(1)}};
+  }
+  KVX_INLINE void make(const Sixteen& rows, char* to) const {
+    for (int64_t j = 0; j < kSide; j++) store_pairs(to, j, at(rows, j));
+  }
+};
+
+// A look-up of words in the products of two scales, sixteen each.
+template <const Nibbles& kCodes>
+struct ScaledNibbles {
+  static constexpr int64_t kBytes = 32;
+  const uint16_t (*const products)[16];
+
+  explicit ScaledNibbles(int scale_dtype) : products(products_of(scale_dtype)) {}
+  Pairs at(const Sixteen& rows, int64_t j) const {
+    const uint8_t* scale = rows.scale[j];
+    if (!scale) return Pairs{};
+    const char* row = rows.row(j);
+    return Pairs{{number(some_nibbles(row, rows.left), scale[rows.of[0]], scale[rows.of[1]]),
+                  number(some_nibbles(row + 16, rows.left - kPair), scale[rows.of[2]], scale[rows.of[3]])}};
+  }
+  KVX_INLINE void make(const Sixteen& rows, char* to) const {
+    for (int64_t j = 0; j < kSide; j++) {
+      const uint8_t* scale = rows.scale[j];
+      if (!scale || rows.left < 64) {
+        store_pairs(to, j, at(rows, j));
+        continue;
+      }
+      const char* row = rows.row(j);
+      store_pairs(to, j,
+                  Pairs{{number(load<__m128i>(row), scale[rows.of[0]], scale[rows.of[1]]),
+                         number(load<__m128i>(row + 16), scale[rows.of[2]], scale[rows.of[3]])}});
+    }
+  }
+
+ private:
+  KVX_INLINE __m512i number(__m128i codes, uint8_t first, uint8_t then) const {
+    const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    const __m512i table =
+        _mm512_inserti64x4(_mm512_castsi256_si512(load<__m256i>(products[first])), load<__m256i>(products[then]), 1);
+    return _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(spread_nibbles(codes), _mm512_set1_epi16(15), second,
+                                                              0xea),  // codes & 15 | second
+                                    table);
+  }
+  static const uint16_t (*products_of(int scale_dtype))[16] {
+    static const Products<kCodes> by_e4m3(KVX_DTYPE_F8_E4M3), by_e8m0(KVX_DTYPE_E8M0);
+    return scale_dtype == KVX_DTYPE_E8M0 ? by_e8m0.of : by_e4m3.of;
+  }
+};
+
+inline int scale_dtype_of(const cpu::TileRows& rows) { return rows.byte_scales ? rows.byte_scales->dtype : 0; }
+
+// Scores of N sixteens of positions: tiles 0 to N - 1. Tiles 4 and 7 are queries, 5 and 6 rows of K.
+template <int N, class E>
+KVX_INLINE void dot_made(const cpu::TileRows& k, const E& elements, cpu::AskAhead asking, int64_t head,
+                         const uint16_t* queries, int64_t columns, int parts) {
+  alignas(64) char room[N][2 * kSide * 64];
+  const int64_t halves = kPair * columns, steps = k.dim / kPair;
+  each_tile<N>([](auto i) { zero_tile<i>(); });
+  for (int64_t block = 0; 2 * block < steps; block++) {
+    const auto make = [&](int64_t i) {
+      asking.ask(kSide * E::kBytes);
+      elements.make(Sixteen(k, E::kBytes, i * kSide, head, block), room[i]);
+    };
+    const auto load_queries = [&](int part) {
+      const uint16_t* at = queries + (part * steps + 2 * block) * halves;
+      load_tile<4>(at, columns * 4), load_tile<7>(at + halves, columns * 4);
+    };
+    make(0);
+    load_queries(0);
+    each_tile<N>([&](auto i) {
+      if constexpr (i + 1 < N) make(i + 1);
+      load_tile<5>(room[i], 64), load_tile<6>(room[i] + kSide * 64, 64);
+      multiply_tiles<i, 5, 4>(), multiply_tiles<i, 6, 7>();
+      if (parts == 1) return;
+      load_queries(1);
+      multiply_tiles<i, 5, 4>(), multiply_tiles<i, 6, 7>();
+      load_queries(0);
+    });
+  }
+}
+
+template <class E>
+void dots_made(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::TileStates& s) {
+  const E elements(scale_dtype_of(k));
+  const int64_t columns = s.fours * kLanes;
+  TileShapes shapes;
+  shapes.set(0, 4, kSide, columns * 4), shapes.set(5, 6, kSide, 64), shapes.set(7, 7, kSide, columns * 4);
+  shapes.use();
+  for (int64_t head = 0; head < k.heads; head++) {
+    const cpu::AskAhead asking(next, head, k.dim * E::kBytes / 64);
+    const uint16_t* queries = reinterpret_cast<const uint16_t*>(s.q + head * s.fours * kLanes * k.dim);
+    with_count((k.count + kSide - 1) / kSide, [&](auto tiles) {
+      dot_made<tiles>(k, elements, asking, head, queries, columns, s.parts);
+      store_scores<tiles>(columns, k.scale ? k.scale + head * cpu::kTile : nullptr,
+                          s.scores + head * s.fours * cpu::kTile * kLanes);
+    });
+  }
+  _tile_release();
+}
+
+// N times 64 columns from 64 * block on. Tiles 0 to 3 are sums, of both runs where there are two, 4 and 5 weights, 6
+// and 7 rows of V.
+template <int N, bool kTwoRuns, class E>
+KVX_INLINE void sum_made(const cpu::TileRows& v, const E& elements, cpu::AskAhead& asking, const EvenOdd& weights,
+                         const cpu::TileStates& s, int64_t head, int64_t block) {
+  alignas(64) char room[2][N][2 * kSide * 64];
+  constexpr int kRuns = kTwoRuns ? 2 : 1, kSums = 2 * N * kRuns;
+  const auto make = [&](int64_t t) {
+    for (int64_t i = 0; i < N && t < v.count; i++) {
+      asking.ask(kSide * E::kBytes);
+      elements.make(Sixteen(v, E::kBytes, t, head, block + i), room[t / kSide % 2][i]);
+    }
+  };
+  each_tile<kSums>([](auto i) { zero_tile<i>(); });
+  make(0);
+  for (int64_t t = 0; t < v.count; t += kSide) {
+    load_tile<4>(weights.tiles[0][t / kSide], 64);
+    if constexpr (kTwoRuns) load_tile<5>(weights.tiles[1][t / kSide], 64);
+    make(t + kSide);
+    each_tile<2 * N>([&](auto i) {
+      constexpr int kRows = 6 + i % 2;
+      load_tile<kRows>(room[t / kSide % 2][i / 2] + i % 2 * kSide * 64, 64);
+      multiply_tiles<i * kRuns, 4, kRows>();
+      if constexpr (kTwoRuns) multiply_tiles<i * kRuns + 1, 5, kRows>();
+    });
+  }
+  store_sums<kSums, kRuns>(v, s, head, block * 64, [&](int64_t t, int64_t first) {
+    const Pairs x = elements.at(Sixteen(v, E::kBytes, t, head, first / 64), 0);
+    return load<Halves>(&x.half[first / kPair % 2]);
+  });
+}
+
+template <class E>
+void sums_made(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::TileStates& s,
+               const cpu::Softmax* softmax) {
+  if (s.first == s.last) return;
+  shrink(s, v.heads, v.dim, softmax);
+  const E elements(scale_dtype_of(v));
+  EvenOdd weights;
+  TileShapes shapes;
+  shapes.set(0, 7, kSide, 64);
+  shapes.use();
+  for (int64_t head = 0; head < v.heads; head++) {
+    weights.read(v, s, head);
+    multiply_tiles<5, 6, 7>();  // keeps tiles awake
+    cpu::AskAhead asking(next, head, v.dim * E::kBytes / 64);
+    const int64_t blocks = v.dim / 64;
+    for (int64_t block = 0; block < blocks;)
+      if (s.last - s.first > 1) sum_made<1, true>(v, elements, asking, weights, s, head, block), block++;
+      else if (block + 1 < blocks) sum_made<2, false>(v, elements, asking, weights, s, head, block), block += 2;
+      else sum_made<1, false>(v, elements, asking, weights, s, head, block), block++;
+  }
+  _tile_release();
+}
+
+template <class E>
+constexpr cpu::TileLoops made_loops(float lift = 1) {
+  return {&pack_tiles, &dots_made<E>, &sums_made<E>, lift};
 }
