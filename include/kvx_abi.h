@@ -345,6 +345,9 @@ typedef struct kvx_amax_args_t {
 /* MLA: cache.k holds latent rows, cache.v their rotary parts, one KV head of each. q is [T, Hq, Dk + Dv], a key is
  * latent | rotary, a value is the latent again: out is [T, Hq, Dk]. */
 #define KVX_ATTENTION_LATENT 4u
+/* Queries and softmax weights may be rounded to F8_E4M3 where that is faster: prefill over caches of that type, on
+ * devices that have a kernel for it. Others compute as they do without it. */
+#define KVX_ATTENTION_FP8_PRODUCTS 8u
 
 /* Attention of queries over cached keys and values, softmax in f32. */
 typedef struct kvx_attention_args_t {

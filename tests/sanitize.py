@@ -23,6 +23,7 @@ from tests.ops import (
     test_append,
     test_append_batched,
     test_attention_batched,
+    test_attention_fp8_products,
     test_attention_prefill,
     test_convert,
     test_copy_blocks,
@@ -117,6 +118,16 @@ def prefill_cases() -> int:
     for case in test_attention_prefill.MANY[::3]:
         test_attention_prefill.check_each_as_alone(case, window=50, count=20)
     return attend(test_attention_prefill.CASES[::3] + test_attention_prefill.WIDE[::4] + test_attention_prefill.CODES[::4])
+
+
+def fp8_products_cases() -> int:
+    chosen = test_attention_fp8_products.TAKEN[::2]
+    for case in chosen:
+        made = case.make("cuda", torch.Generator().manual_seed(0))
+        test_attention_fp8_products.check(made, *made.run("cuda", fp8_products=True))
+    many = test_attention_prefill.many(format="fp8_e4m3")
+    test_attention_prefill.check_each_as_alone(many, window=50, count=20, fp8_products=True)
+    return len(chosen) + 1
 
 
 def latent_cases() -> int:
@@ -219,7 +230,8 @@ def rows_and_tables() -> int:
 
 PARTS = {
     "rows": rows_and_tables, "convert": convert_cases, "append": append_cases, "decode": decode_cases,
-    "small": small_cases, "prefill": prefill_cases, "latent": latent_cases, "own_caches": own_cache_cases,
+    "small": small_cases, "prefill": prefill_cases, "fp8_products": fp8_products_cases, "latent": latent_cases,
+    "own_caches": own_cache_cases,
     "append_swa": append_swa_cases, "compress": compress_cases, "windows": window_cases, "index": index_cases,
     "sparse": sparse_cases,
 }  # fmt: skip

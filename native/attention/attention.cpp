@@ -26,8 +26,11 @@ kvx_status_t lower_attention(const kvx_cache_t& cache, const kvx_attention_args_
   }
   KVX_TRY(lower_cache(c, out->kv.plane));
   KVX_TRY(check_header("args", a.version, a.struct_bytes, sizeof(kvx_attention_args_t)));
-  KVX_NEED((a.flags & ~uint64_t(KVX_ATTENTION_CAUSAL | KVX_ATTENTION_PLANNED | KVX_ATTENTION_LATENT)) == 0,
-           "args.flags is %llu; CAUSAL (1), PLANNED (2) and LATENT (4) are known.", (unsigned long long)a.flags);
+  constexpr uint64_t kFlags =
+      KVX_ATTENTION_CAUSAL | KVX_ATTENTION_PLANNED | KVX_ATTENTION_LATENT | KVX_ATTENTION_FP8_PRODUCTS;
+  KVX_NEED((a.flags & ~kFlags) == 0,
+           "args.flags is %llu; CAUSAL (1), PLANNED (2), LATENT (4) and FP8_PRODUCTS (8) are known.",
+           (unsigned long long)a.flags);
   for (uint64_t word : a.reserved) KVX_NEED(word == 0, "args.reserved is not 0.");
   KVX_TRY(lower_table(c, a.table, &out->kv));
   const int64_t seqs = out->kv.table.num_seqs * out->kv.table.beam_width, tokens = a.q.ndim == 3 ? a.q.shape[0] : 0;
@@ -103,6 +106,7 @@ kvx_status_t lower_attention(const kvx_cache_t& cache, const kvx_attention_args_
   out->scale = a.softmax_scale, out->soft_cap = a.soft_cap,
   out->window = a.window < out->max_seq_len ? a.window : 0;  // a wider one hides nothing
   out->is_causal = a.flags & KVX_ATTENTION_CAUSAL, out->is_planned = a.flags & KVX_ATTENTION_PLANNED;
+  out->allows_fp8 = a.flags & KVX_ATTENTION_FP8_PRODUCTS;
   out->num_tokens = tokens, out->num_seqs = seqs;
   out->num_heads = heads, out->num_kv_heads = c.num_kv_heads, out->group = heads / c.num_kv_heads;
   out->head_dim = c.k_head_dim, out->v_head_dim = value_dim;

@@ -14,8 +14,8 @@ struct AttentionParams {
   int32_t cu_bytes;
   const float* sinks;  // [Hq], dense; NULL = none
   float scale, soft_cap;
-  bool is_causal, is_planned;
-  int64_t window;  // 0 = none
+  bool is_causal, is_planned, allows_fp8;  // fp8: queries and weights may be rounded to it
+  int64_t window;                          // 0 = none
   int64_t num_tokens, num_seqs, query_len, max_query_len, max_seq_len;
   int64_t skip_rows;  // sequences of up to so many query rows (queries * group) are another kernel's; 0 = none are
   int64_t num_heads, num_kv_heads, group;  // query heads, KV heads, and how many of the first share one of the second

@@ -209,6 +209,11 @@ using Bf16Rows = Halves<Bf16Numbers>;
 using F16Rows = Halves<F16Numbers>;
 using E4m3Rows = Bytes<ConvertE4m3>;
 using E5m2Rows = Bytes<ConvertE5m2>;
+// Multiplied as they are (prefill).
+struct E4m3Products {
+  using Numbers = E4m3Numbers;
+  static constexpr int kBytes = 1;
+};
 using S8Rows = Bytes<ConvertS8>;
 using S4Rows = Nibbles<ConvertS4>;
 using S4GroupRows = Grouped<S4Rows, F16Scales, 32>;

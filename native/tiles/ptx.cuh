@@ -45,6 +45,9 @@ __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[
                : "memory");
 #endif
 }
+__device__ __forceinline__ void store_shared_8(uint32_t to, uint32_t lo, uint32_t hi) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(lo), "r"(hi) : "memory");
+}
 __device__ __forceinline__ void store_shared_16(uint32_t to, const uint4& x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
@@ -95,6 +98,20 @@ struct F16Numbers {
         "%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+};
+
+struct E4m3Numbers {
+  // Rounded to the nearest; past 448 is 448, and NaN stays.
+  static __device__ __forceinline__ uint32_t pack(float a, float b, float c, float d) {
+    uint32_t r = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    asm("{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3; "
+        "mov.b32 %0, {lo, hi}; }"
+        : "=r"(r)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+#endif
+    return r;
   }
 };
 

@@ -52,6 +52,7 @@ template <int kStages_, int kTileBytes_> struct Ring {
   }
 
   __device__ __forceinline__ void wait_full() const { wait(full(), parity()); }
+  __device__ __forceinline__ bool is_full() const { return is_over(full(), parity()); }
   // `arrives`: this thread does so for those it has met with. All who read step on.
   __device__ __forceinline__ void give_back(bool arrives) {
     arrive_for_all(free(), arrives);

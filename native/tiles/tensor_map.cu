@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include "format.h"
+
 namespace kvx {
 namespace cuda {
 
@@ -83,7 +85,7 @@ kvx_status_t make(CUtensorMap* map, const Shape& s) {
 
 Shape shape_of(const MappedPlane& p) {
   return {p.plane->data,
-          p.plane->head_dim,
+          p.plane->head_dim * common::dtype_bits(p.plane->dtype) / 16,
           {p.num_heads, p.block_size, p.num_blocks},
           {p.plane->head, p.plane->token, p.plane->block},
           1,
@@ -100,7 +102,9 @@ Shape shape_of(const MappedQueries& q) {
 
 }  // namespace
 
-bool fits_tensor_map(const MappedPlane& p) { return p.plane->is_dense && fits(shape_of(p)); }
+bool fits_tensor_map(const MappedPlane& p) {
+  return p.plane->is_dense && p.plane->head_dim * common::dtype_bits(p.plane->dtype) % 128 == 0 && fits(shape_of(p));
+}
 kvx_status_t make_tensor_map(CUtensorMap* map, const MappedPlane& p) { return make(map, shape_of(p)); }
 
 bool fits_tensor_map(const MappedQueries& q) { return q.rows->is_dense && fits(shape_of(q)); }

@@ -10,7 +10,7 @@
 namespace kvx {
 namespace cuda {
 
-// A plane of 16-bit elements and the geometry that goes with it.
+// A plane of 16- or 8-bit elements and the geometry that goes with it. A pair of bytes counts as one element here.
 struct MappedPlane {
   const PlaneParams* plane;
   int64_t num_heads, block_size, num_blocks;

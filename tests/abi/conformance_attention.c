@@ -136,11 +136,15 @@ static void test_call(const char* name, int is_latent) {
   a.window = 3;
   CHECK_OK(kvx_attention(&c, &a, NULL));
   check_all(is_latent, 3, 1);
+  a.flags |= KVX_ATTENTION_FP8_PRODUCTS; /* allowed, and nothing that a host does */
+  CHECK_OK(kvx_attention(&c, &a, NULL));
+  check_all(is_latent, 3, 1);
+  a.flags &= ~(uint64_t)KVX_ATTENTION_FP8_PRODUCTS;
   a.lse.data = NULL; /* not wanted */
   CHECK_OK(kvx_attention(&c, &a, NULL));
 
   REFUSES(a.struct_bytes, 8, kvx_attention(&c, &a, NULL));
-  REFUSES(a.flags, 8, kvx_attention(&c, &a, NULL));
+  REFUSES(a.flags, 16, kvx_attention(&c, &a, NULL));
   REFUSES(a.reserved[0], 1, kvx_attention(&c, &a, NULL));
   REFUSES(a.flags, a.flags ^ KVX_ATTENTION_LATENT, kvx_attention(&c, &a, NULL)); /* shapes of the other kind */
   REFUSES(a.q.shape[2], is_latent ? RANK : D - 1, kvx_attention(&c, &a, NULL));

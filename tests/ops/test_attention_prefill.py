@@ -92,10 +92,14 @@ def test_prompts_over_blocks(backend, case, generator):
 
 
 # On a device a block of threads goes from item to item (a sequence's rows for a KV head) without a pause, where there are many.
+def many(**more: object) -> AttentionCase:
+    return AttentionCase((), 32, 16, **more)
+
+
 MANY = [
-    *(AttentionCase((), 32, 16, dim=d, v_dim=v, format=f, io=io) for d, v, io in _WIDTHS for f in (io,)),
-    *(AttentionCase((), 32, 16, dim=d, format=f) for d in (64, 128, 256) for f in ("fp8_e4m3", "int8_per_token_head")),
-    AttentionCase((), 32, 16, format="f16"),
+    *(many(dim=d, v_dim=v, format=f, io=io) for d, v, io in _WIDTHS for f in (io,)),
+    *(many(dim=d, format=f) for d in (64, 128, 256) for f in ("fp8_e4m3", "int8_per_token_head")),
+    many(format="f16"),
     AttentionCase((), 48, 16, dim=80, block=24),  # 64 rows are no whole tokens, and blocks no whole boxes
     AttentionCase((), 112, 16, "HND", block=128),
 ]
@@ -108,12 +112,12 @@ def test_many_prompts_are_each_as_alone(case, window):
     check_each_as_alone(case, window, count=90)
 
 
-def check_each_as_alone(case: AttentionCase, window: int, count: int) -> None:
+def check_each_as_alone(case: AttentionCase, window: int, count: int, **more: bool) -> None:
     """Bit for bit: an item's numbers do not depend on those before it in its block of threads."""
     lens = [40 + 37 * i % 311 for i in range(count)]  # not so few rows that they are the kernel's for decode
     case = replace(case, lens=tuple(lens), is_prefill=True)
     b = make(case, "cuda", 0)
-    given = {"spec": case.spec, "window": window, **b.storage.scales()}
+    given = {"spec": case.spec, "window": window, **b.storage.scales(), **more}
     out, lse = kvx.attention_varlen(b.q, b.storage.cache, b.table, cu_seqlens=b.cu, max_query_len=max(lens), **given)
     first = 0
     for i, n in enumerate(lens):

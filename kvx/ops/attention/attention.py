@@ -76,15 +76,21 @@ def attention_varlen(
     max_seq_len: int = 0,
     workspace: Tensor | None = None,
     planned: bool = False,
+    fp8_products: bool = False,  # allow rounding queries and softmax weights to fp8 e4m3 where that is faster
     errors: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of prefill chunks and decodes in one call; everything else as in attention_decode.
 
+    `fp8_products` is a permission: prefill over an fp8 e4m3 cache on Hopper is then 1.4 times as fast and less exact
+    (docs/attention.md has the error). Everything else computes as without it. kvx.supports says which specs it changes.
+
     Of rows of q that are in no sequence's range, `out` and `lse` are left alone where the caller gave them, so that a graph can be
     captured for more tokens than a step has; where they are made here, such rows are 0 and -inf.
     """
-    options = Options(default_scale(scale, q), causal, window, soft_cap, max_query_len, max_seq_len, planned)
+    options = Options(
+        default_scale(scale, q), causal, window, soft_cap, max_query_len, max_seq_len, planned, fp8_products=fp8_products
+    )
     view = CacheView.of("attention_varlen", cache, spec, scales_of(k_scale, v_scale, k_tensor_scale, v_tensor_scale), errors)
     queries = Queries(q, cu_seqlens, out, lse, sinks, workspace)
     return body.attend("attention_varlen", queries, view, table, options, backend)

@@ -26,11 +26,14 @@ from kvx.tables import TABLES, PackedTable, Table
 
 _call = native.entry("kvx_door_attention")
 _IO = (torch.float16, torch.bfloat16, torch.float32)
-_CAUSAL, _PLANNED, _LATENT = 1, 2, 4  # KVX_ATTENTION_*
+_CAUSAL, _PLANNED, _LATENT, _FP8_PRODUCTS = 1, 2, 4, 8  # KVX_ATTENTION_*
 RUN, PLAN, WORKSPACE = 0, 1, 2  # kvx_door_attention_t.step
 # Of custom ops: a cache, and Options.
 _CACHE = "Tensor[] cache, Tensor? k_pointers, Tensor[] beside, str spec"
-_OPTIONS = "float scale, bool causal, int window, float soft_cap, int max_query_len, int max_seq_len, bool planned, bool latent"
+_OPTIONS = (
+    "float scale, bool causal, int window, float soft_cap, int max_query_len, int max_seq_len, bool planned, bool latent, "
+    "bool fp8_products"
+)
 
 
 class Queries(NamedTuple):
@@ -55,6 +58,7 @@ class Options(NamedTuple):
     max_seq_len: int  # 0: as the table allows
     planned: bool = False
     latent: bool = False
+    fp8_products: bool = False
 
 
 def query_dim(spec: CacheSpec, latent: bool) -> int:
@@ -214,6 +218,7 @@ def call_native(step: int, queries: Queries, view: CacheView, table: Table, o: O
     extra = native.extra(rest)
     door = door_table.open_table(view, table, o.max_seq_len, cu)
     flags = (_CAUSAL if o.causal else 0) | (_PLANNED if o.planned else 0) | (_LATENT if o.latent else 0)
+    flags |= _FP8_PRODUCTS if o.fp8_products else 0
     args = structs.AttentionArgs(hq, ho, hl, hs, hw, step, flags, o.window, o.max_query_len, 0, o.scale, o.soft_cap)
     status = _call(door.spec, *door.cache, door.address, native.address_of(extra), native.address_of(args), native.stream_of(q))
     del keep

@@ -19,6 +19,7 @@ MOST_PREFILL_DIMS = 256  # where queries are of another type than the cache
 MOST_SMALL_DIMS = 128  # decode over 4-bit elements, or scales along rows
 SMALL = ("nvfp4", "mxfp4", "mxfp8", "int4_per_group", "int4_per_token_head")  # which those are
 HOPPER = 90
+PRODUCTS_DIMS = range(80, 129)  # of the larger of K and V: rows that products of fp8 are multiplied by, where a call allows them
 # Of K and V in models: what `kvx inspect --support` and the tests go through.
 HEAD_SIZES = (
     *((n, n) for n in (64, 80, 96, 112, 128, 160)), (192, 192), (192, 128), *((n, n) for n in (224, 256, 512)),
@@ -37,6 +38,7 @@ class Kernel:
     name: str  # fast, general or row
     share: str = ""  # measured, as text; "" where nothing was
     why: str = ""  # not fast
+    takes_fp8_products: bool = False  # where a call allows them
 
     @property
     def is_fast(self) -> bool:
@@ -44,6 +46,7 @@ class Kernel:
 
     def __str__(self) -> str:
         measured = f", {self.share}" if self.share else ""
+        measured += ", with fp8_products=True in fp8" if self.takes_fp8_products else ""
         return f"the fast {self.kind} kernel{measured}" if self.is_fast else f"the {self.name} kernel{measured}: {self.why}"
 
 
@@ -62,7 +65,7 @@ def attention_kernel(spec: CacheSpec, kind: str = "decode", *, queries: str = ""
     why = _why_not_fast(spec, kind, queries, arch)
     if not why:
         small = _SMALL_SHARE[spec.plane(0).format.element.bits] if _is_small(spec) else _DECODE_SHARE
-        return Kernel(kind, "fast", small if kind == "decode" else "")
+        return Kernel(kind, "fast", small if kind == "decode" else "", "", kind == "prefill" and _takes_fp8_products(spec))
     odd = [f for f in (p.format for p in spec.planes) if f.group_size % 8]
     if _most(spec) > MOST_DIMS or odd:
         return Kernel(kind, "row", "", why)
@@ -125,6 +128,16 @@ def _why_not_fast(spec: CacheSpec, kind: str, queries: str, arch: int) -> str:
     if any(p.format.row_bytes(p.head_dim) % 16 for p in (k, v)) or spec.block_bytes % 16:
         return "rows do not begin at multiples of 16 bytes"
     return "" if is_small else _why_not_scales(k.format, v.format, k.head_dim, v.head_dim)
+
+
+def _takes_fp8_products(spec: CacheSpec) -> bool:
+    """Of what prefill is fast for: blocks that a tensor map describes, and one scale a head."""
+    k, v = spec.plane(0).format, spec.plane(1).format
+    coarse = (Granularity.NONE, Granularity.TENSOR, Granularity.HEAD)
+    if k.element.name != "fp8_e4m3" or any(f.granularity not in coarse for f in (k, v)) or _most(spec) not in PRODUCTS_DIMS:
+        return False
+    block = spec.block_size
+    return block % 128 == 0 or (block >= 8 and 128 % block == 0)
 
 
 def _why_not_scales(k: Format, v: Format, k_dim: int, v_dim: int) -> str:

@@ -27,12 +27,22 @@ bool find_scales(const AttentionParams& p, ScaleKind* kind) {
 
 bool is_16_bit(const PlaneParams& plane) { return plane.dtype == KVX_DTYPE_BF16 || plane.dtype == KVX_DTYPE_F16; }
 
+// Products of e4m3 that the caller allows. Rows of up to 64 elements would fill half of their tiles: they are faster as
+// f16.
+bool wants_products(const AttentionParams& p) {
+  ScaleKind kind;
+  return p.allows_fp8 && p.kv.plane[0].dtype == KVX_DTYPE_F8_E4M3 && most_dims(p) > 64 &&
+         most_dims(p) <= kMostPrefillDims && find_scales(p, &kind) && kind == ONE_SCALE;
+}
+
 // For whole blocks to go through the copy engine; box 0: they cannot, and rows are copied 16 bytes at a time. A ragged
 // table may have a token's neighbours in other blocks. A driver that refuses a map is no reason to fail: rows of any
 // cache can be copied.
 void make_maps(const AttentionParams& p, PrefillArgs* a) {
   const int64_t format = p.kv.table.format;
-  if (!is_16_bit(p.kv.plane[0]) || (format != KVX_BLOCK_TABLE_PACKED && format != KVX_BLOCK_TABLE_PAGE_CSR)) return;
+  if (!(is_16_bit(p.kv.plane[0]) || wants_products(p)) ||
+      (format != KVX_BLOCK_TABLE_PACKED && format != KVX_BLOCK_TABLE_PAGE_CSR))
+    return;
   MappedPlane planes[2];
   for (int i = 0; i < 2; i++) {
     planes[i] = MappedPlane{&p.kv.plane[i], p.num_kv_heads, p.kv.block_size, p.kv.num_blocks, tile_keys(p)};
@@ -93,6 +103,7 @@ kvx_status_t run_prefill(const AttentionParams& p, int num_sms, void* stream) {
   a.waves = ItemWaves{uint32_t(items), uint32_t(num_sms)};
   const int64_t blocks = a.waves.share_out();
   const bool is_wide = most_dims(p) > kMostPrefillDims;
+  if (a.box > 0 && wants_products(p)) return start_prefill_products(p, a, blocks, stream);
   switch (p.kv.plane[0].dtype) {
     case KVX_DTYPE_BF16:
       return is_wide ? start_wide_prefill_bf16(p, a, blocks, stream) : start_prefill_bf16(p, a, blocks, stream);

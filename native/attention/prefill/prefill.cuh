@@ -7,7 +7,8 @@
 // tile's scores is computed. A block of threads has several items (items.cuh), and goes from one to the next without a
 // pause: keys of the next are loaded and multiplied before the results of the last are stored. Whole blocks go through
 // the copy engine where tensor maps can tell of them (tiles/map_filler.cuh), else rows are copied
-// (tiles/row_filler.cuh); eight-bit rows become f16 on their way (attention/prefill/bytes.cuh). Rows that are no tile's
+// (tiles/row_filler.cuh); eight-bit rows become f16 on their way (attention/prefill/bytes.cuh), or are multiplied as
+// they are, where the caller allows it (attention/prefill/products.cuh). Rows that are no tile's
 // width run in the next tile: columns of Q, K and V past them are zeros, and those of the result are not stored. Of 512
 // elements a warpgroup has registers for half the values of 64 rows: items are 64 query rows then, both warpgroups
 // multiply all of their keys, and each adds up one half of the values.
@@ -38,25 +39,27 @@ template <class Rows_, class Tile, bool kCaps_, ScaleKind kScales_> struct Prefi
   using Numbers = typename Rows::Numbers;
   static constexpr ScaleKind kScales = kScales_;
   static constexpr bool kIsBytes = Rows::kBytes == 1, kIsF16 = std::is_same<Numbers, tiles::F16Numbers>::value;
+  static constexpr int kElementBytes = std::is_same<Numbers, tiles::E4m3Numbers>::value ? 1 : 2;  // as multiplied
   static constexpr bool kCaps = kCaps_;  // scores are capped: its registers are not there otherwise
   static constexpr int kKeyDims = Tile::kKeyDims, kValueDims = Tile::kValueDims, kKeys = Tile::kKeys,
                        kStages = Tile::kStages;
   static constexpr bool kSplitsValues = Tile::kSplitsValues;
   static constexpr int kRows = kSplitsValues ? 64 : 128,
                        kOutDims = kSplitsValues ? kValueDims / 2 : kValueDims;  // of a warpgroup's results
-  using Rings = tiles::KvRings<kKeyDims * 2, kStages, kKeys, kValueDims * 2>;
+  using Rings = tiles::KvRings<kKeyDims * kElementBytes, kStages, kKeys, kValueDims * kElementBytes>;
   static constexpr int kColumnBytes = Rings::kColumnBytes,
                        kQueryColumnBytes = kRows * 128;  // of K or V, and of Q: 64 elements of a tile's rows
   static constexpr int kQueryAt = 0, kRingsAt = kRows * kKeyDims * 2, kItemsAt = kRingsAt + Rings::kBytes,
                        kWorkAt = kItemsAt + ItemWaves::kMost * int(sizeof(PrefillItem));
-  // Where f16 is multiplied: what a query row was divided by. Eight-bit rows alone: [4 tiles] of scales, a pair of
-  // keys' K and logarithms of V together, then the inverses of V; raw bytes of K and V, which of wide rows lie in the
-  // stages themselves.
+  // Where f16 or e4m3 is multiplied: what a query row was divided by. Eight-bit rows alone: [4 tiles] of scales, a pair
+  // of keys' K and logarithms of V together, then the inverses of V; raw bytes of K and V, which of wide rows lie in
+  // the stages themselves.
   static constexpr int kQueryBarriersAt = kWorkAt + 16, kStagingAt = kQueryBarriersAt + 16,
-                       kGrowAt = kStagingAt + 8 * 1024, kScalesAt = kGrowAt + (kIsF16 ? kRows * 4 : 0),
+                       kGrowAt = kStagingAt + 8 * 1024,
+                       kScalesAt = kGrowAt + (kIsF16 || kElementBytes == 1 ? kRows * 4 : 0),
                        kScaleBytes = kScales == ROW_SCALES ? kKeys * 12 : 0;
   static constexpr int kRawAt = kScalesAt + 4 * kScaleBytes,
-                       kRawBytes = kIsBytes && kKeyDims <= 128 ? kKeys * kKeyDims : 0;
+                       kRawBytes = kIsBytes && kElementBytes == 2 && kKeyDims <= 128 ? kKeys * kKeyDims : 0;
   static constexpr int kSharedBytes = kRawAt + 2 * kRawBytes + 1024;  // 1024: to begin on a multiple of it
   static_assert(kSharedBytes <= 227 * 1024, "shared memory of a block of threads");
   static_assert(!kIsBytes || kKeyDims == kValueDims, "eight-bit tiles are as wide as each other");
@@ -183,24 +186,33 @@ template <class C> struct Prefill {
   };
 
   // This thread's rows of an item are over: their log-sum-exps are stored, and what their results are multiplied by
-  // returned. `first_row`: of the item's sequence, this thread's first; the other is eight on.
-  __device__ __forceinline__ void finish_sums(const PrefillItem& w, const Softened& x, int32_t first_row, int dims_from,
-                                              float (&inverse)[2]) const {
+  // returned. `total`: of the row's weights. `first_row`: of the item's sequence, this thread's first; the other is
+  // eight on.
+  __device__ __forceinline__ void finish_rows(const PrefillItem& w, const float (&base)[2], float (&total)[2],
+                                              int32_t first_row, int dims_from, float (&inverse)[2]) const {
     const float of_values = C::kIsBytes ? scale_of(a.scales[1], w.head, C::kScales == ONE_SCALE) : 1.f;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float total = x.sum[h];
-      total += __shfl_xor_sync(0xffffffffu, total, 1);
-      total += __shfl_xor_sync(0xffffffffu, total, 2);
       const int32_t row = first_row + 8 * h, token = int32_t(a.group.divide(row)),
                     head = w.head * int32_t(a.group.d) + row - token * int32_t(a.group.d);
       const bool is_there = row < w.rows;
       if (threadIdx.x % 4 == 0 && dims_from == 0 && a.lse && is_there)
         *reinterpret_cast<float*>(a.lse + (w.first_query + token) * a.lse_token + head * a.lse_head) =
-            total != 0.f ? (x.base[h] + log2f(total)) * 0.69314718f : -INFINITY;  // NaN stays
-      if (a.sinks && is_there && total != 0.f) total += tiles::exp2_fast(a.sinks[head] * 1.44269504f - x.base[h]);
-      inverse[h] = total != 0.f ? of_values / total : 0.f;
+            total[h] != 0.f ? (base[h] + log2f(total[h])) * 0.69314718f : -INFINITY;  // NaN stays
+      if (a.sinks && is_there && total[h] != 0.f) total[h] += tiles::exp2_fast(a.sinks[head] * 1.44269504f - base[h]);
+      inverse[h] = total[h] != 0.f ? of_values / total[h] : 0.f;
     }
+  }
+  // Of this thread's own sums.
+  __device__ __forceinline__ void finish_sums(const PrefillItem& w, const Softened& x, int32_t first_row, int dims_from,
+                                              float (&inverse)[2]) const {
+    float total[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      total[h] = x.sum[h] + __shfl_xor_sync(0xffffffffu, x.sum[h], 1);
+      total[h] += __shfl_xor_sync(0xffffffffu, total[h], 2);
+    }
+    finish_rows(w, x.base, total, first_row, dims_from, inverse);
   }
 
   __device__ __forceinline__ void store_results(const PrefillItem& w, const float (&out)[kOut],
@@ -267,6 +279,68 @@ template <class C> struct Prefill {
     }
   }
 
+  // What this thread's two rows of an item see.
+  struct Limits {
+    int32_t limit[2], low[2], least_limit, most_low;  // of rows; least and most: tiles between them need no mask
+    int32_t left, first;                              // tiles of the item from this one on; its first key
+  };
+  // `rows_from`: the warpgroup's first row of the item. `row_from`: this thread's; the other is eight on.
+  __device__ __forceinline__ Limits find_limits(const PrefillItem& item, int rows_from, int row_from) const {
+    Limits x;
+    const int32_t from = item.length - item.queries + 1;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int32_t row = item.first_row + row_from + 8 * h;
+      x.limit[h] = row >= item.rows ? 0 : a.is_causal ? from + int32_t(a.group.divide(row)) : item.length;
+      x.low[h] = a.window > 0 ? int32_t(x.limit[h] - a.window) : 0;
+    }
+    const int32_t group_first = item.first_row + rows_from, group_last = min(group_first + 63, item.rows - 1);
+    x.least_limit = a.is_causal ? from + int32_t(a.group.divide(group_first)) : item.length;
+    x.most_low =
+        a.window > 0
+            ? int32_t((a.is_causal ? from + int32_t(a.group.divide(max(group_last, 0))) : item.length) - a.window)
+            : 0;
+    x.left = item.num_tiles, x.first = item.first_tile * C::kKeys;
+    return x;
+  }
+
+  // Scores of keys that a row does not see are -infinity. `tile`: counts those of all items. `is_whole`: all of its
+  // rows are there.
+  __device__ __forceinline__ void hide(const PrefillItem& w, const Limits& x, uint32_t tile, bool is_whole,
+                                       float (&s)[C::kKeys / 2]) const {
+    const int t = threadIdx.x % 4;
+    if (x.first < x.most_low || !is_whole) {
+      const uint4 valid = *Rings::valid(rings(), tile);
+      const uint32_t words[4] = {valid.x, valid.y, valid.z, valid.w};
+      if (a.rows.kv.errors && w.head == 0 && threadIdx.x == 128) {  // positions whose block is none
+        uint32_t missing = 0;
+        for (int k = 0; k < C::kKeys / 32; k++)
+          missing += __popc(tiles::rows_within(x.first + 32 * k, w.begin, w.length) & ~words[k]);
+        if (missing) atomicAdd(a.rows.kv.errors, (unsigned long long)missing);
+      }
+#pragma unroll
+      for (int n = 0; n < C::kKeys / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const int32_t key = 8 * n + 2 * t + e;
+          const bool is_valid = words[n / 4] >> (key % 32) & 1;
+#pragma unroll
+          for (int h = 0; h < 2; h++)
+            if (!is_valid || x.first + key >= x.limit[h] || x.first + key < x.low[h]) s[4 * n + 2 * h + e] = -INFINITY;
+        }
+    } else if (x.first + C::kKeys > x.least_limit) {  // the usual one: a limit, and nothing missing
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int32_t of_row = x.limit[h] - x.first - 2 * t;
+#pragma unroll
+        for (int n = 0; n < C::kKeys / 8; n++)
+#pragma unroll
+          for (int e = 0; e < 2; e++)
+            if (8 * n + e >= of_row) s[4 * n + 2 * h + e] = -INFINITY;
+      }
+    }
+  }
+
   // Rows of this thread's scores: r0 = 16 * warp + g and r0 + 8 of its warpgroup's 64.
   //
   // Items are one stream of tiles: while a tile's values are added, the next tile's scores are softened, whichever item
@@ -278,32 +352,19 @@ template <class C> struct Prefill {
     const int thread = threadIdx.x - 128, group = thread / 128, warp = thread % 128 / 32, lane = thread % 32,
               g = lane / 4, t = lane % 4;
     const int rows_from = C::kSplitsValues ? 0 : group * 64,
-              dims_from = C::kSplitsValues ? group * C::kOutDims : 0;   // of this warpgroup
-    const int row_from = rows_from + warp * 16 + g;                     // of this thread, in an item
-    const PrefillItem *w = items, *const last = items + num_items - 1;  // w: whose scores are softened
+              dims_from = C::kSplitsValues ? group * C::kOutDims : 0;  // of this warpgroup
+    const int row_from = rows_from + warp * 16 + g;                    // of this thread, in an item
+    const PrefillItem* w = items;                                      // whose scores are softened
+    uint32_t num_later = num_items - 1;                                // items after it
 
-    int32_t limit[2], low[2], least_limit, most_low;  // of rows; least and most: tiles between them need no mask
-    int32_t left, first;                              // tiles of the item from this one on; its first key
-    float scale[2];                                   // of a row's scores
+    Limits sight;
+    float scale[2];  // of a row's scores
     Softened x;
     const auto scale_of_keys = [&](const PrefillItem& item) {
       return C::kIsBytes ? scale_of(a.scales[0], item.head, C::kScales == ONE_SCALE) : 1.f;
     };
     const auto begin_item = [&](const PrefillItem& item) {
-      const int32_t from = item.length - item.queries + 1;
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int32_t row = item.first_row + row_from + 8 * h;
-        limit[h] = row >= item.rows ? 0 : a.is_causal ? from + int32_t(a.group.divide(row)) : item.length;
-        low[h] = a.window > 0 ? int32_t(limit[h] - a.window) : 0;
-      }
-      const int32_t group_first = item.first_row + rows_from, group_last = min(group_first + 63, item.rows - 1);
-      least_limit = a.is_causal ? from + int32_t(a.group.divide(group_first)) : item.length;
-      most_low =
-          a.window > 0
-              ? int32_t((a.is_causal ? from + int32_t(a.group.divide(max(group_last, 0))) : item.length) - a.window)
-              : 0;
-      left = item.num_tiles, first = item.first_tile * C::kKeys;
+      sight = find_limits(item, rows_from, row_from);
       const float of_head = scale_of_keys(item);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -381,47 +442,19 @@ template <class C> struct Prefill {
             }
         }
       }
-      if (first < most_low || !is_whole) {
-        const uint4 valid = *Rings::valid(rings(), i);
-        const uint32_t words[4] = {valid.x, valid.y, valid.z, valid.w};
-        if (a.rows.kv.errors && w->head == 0 && thread == 0) {  // positions whose block is none
-          uint32_t missing = 0;
-          for (int k = 0; k < C::kKeys / 32; k++)
-            missing += __popc(tiles::rows_within(first + 32 * k, w->begin, w->length) & ~words[k]);
-          if (missing) atomicAdd(a.rows.kv.errors, (unsigned long long)missing);
-        }
-#pragma unroll
-        for (int n = 0; n < C::kKeys / 8; n++)
-#pragma unroll
-          for (int e = 0; e < 2; e++) {
-            const int32_t key = 8 * n + 2 * t + e;
-            const bool is_valid = words[n / 4] >> (key % 32) & 1;
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-              if (!is_valid || first + key >= limit[h] || first + key < low[h]) s[4 * n + 2 * h + e] = -INFINITY;
-          }
-      } else if (first + C::kKeys > least_limit) {  // the usual one: a limit, and nothing missing
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const int32_t of_row = limit[h] - first - 2 * t;
-#pragma unroll
-          for (int n = 0; n < C::kKeys / 8; n++)
-#pragma unroll
-            for (int e = 0; e < 2; e++)
-              if (8 * n + e >= of_row) s[4 * n + 2 * h + e] = -INFINITY;
-        }
-      }
+      hide(*w, sight, i, is_whole, s);
       // Four chains a row: one of 32 dependent steps would take longer than the multiplications it hides behind.
       float tops[2][4], totals[2][4];
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
-        for (int c = 0; c < 4; c++) tops[h][c] = fmaxf(s[4 * c + 2 * h], s[4 * c + 2 * h + 1]), totals[h][c] = 0.f;
+        for (int c = 0; c < 4; c++) tops[h][c] = s[4 * (c / 2) + 2 * h + c % 2], totals[h][c] = 0.f;
 #pragma unroll
-      for (int n = 4; n < C::kKeys / 8; n++)
+      for (int n = 2; n < C::kKeys / 8; n++)
 #pragma unroll
         for (int h = 0; h < 2; h++)
-          tops[h][n % 4] = fmaxf(tops[h][n % 4], fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1]));
+#pragma unroll
+          for (int e = 0; e < 2; e++) tops[h][n % 2 * 2 + e] = fmaxf(tops[h][n % 2 * 2 + e], s[4 * n + 2 * h + e]);
       bool rises = false;
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -481,16 +514,16 @@ template <class C> struct Prefill {
     tiles::hold(s);
     bool is_whole = Rings::is_full(*Rings::valid(rings(), keys.step));
     keys.give_back(arrives);
-    if (left == 1 && w != last) ask_queries(w[1]);
+    if (sight.left == 1 && num_later) ask_queries(w[1]);
     float shrink[2];
     soften(is_whole, shrink);
     pack();
     if (group == 1) tiles::pass(3, 256);
     for (;;) {  // keys are a tile ahead of values
-      const bool ends = left == 1;
+      const bool ends = sight.left == 1;
       if (ends) {
-        if (w == last) break;
-        finish_queries(group, scale_of_keys(w[1]), uint32_t(w + 1 - items));
+        if (num_later == 0) break;
+        finish_queries(group, scale_of_keys(w[1]), num_items - num_later);
       }
       wait_full(keys);
       tiles::hold(s), tiles::hold(out);
@@ -504,14 +537,14 @@ template <class C> struct Prefill {
       float inverse[2];
       if (ends) {
         finish_sums(*w, x, w->first_row + row_from, dims_from, inverse);
-        begin_item(*++w);
+        num_later--, begin_item(*++w);
       } else {
-        left--, first += C::kKeys;
+        sight.left--, sight.first += C::kKeys;
       }
       tiles::wait_multiplications<1>();
       tiles::hold(s);
       keys.give_back(arrives);
-      if (left == 1 && w != last) ask_queries(w[1]);
+      if (sight.left == 1 && num_later) ask_queries(w[1]);
       const bool shrinks = soften(is_whole, shrink);
       // Softened before the wait, not after: that is the overlap. A sum is never negative; that it might be, and be
       // stored, keeps the assembler from waiting first (13.0 moves the wait up to where registers suit it).

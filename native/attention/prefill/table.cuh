@@ -12,7 +12,8 @@ using StartPrefill = kvx_status_t(const AttentionParams& p, const PrefillArgs& a
 using StartScaledPrefill = kvx_status_t(const AttentionParams& p, const PrefillArgs& args, int64_t blocks,
                                         ScaleKind scales, void* stream);
 StartPrefill start_prefill_bf16, start_wide_prefill_bf16, start_prefill_f16, start_wide_prefill_f16, start_prefill_e5m2,
-    start_wide_prefill_e5m2;  // e5m2: of ONE_SCALE
+    start_wide_prefill_e5m2;          // e5m2: of ONE_SCALE
+StartPrefill start_prefill_products;  // e4m3 by e4m3, ONE_SCALE, rows of up to 128 elements, blocks with tensor maps
 StartScaledPrefill start_prefill_e4m3, start_wide_prefill_e4m3, start_prefill_s8, start_wide_prefill_s8;
 
 template <class C>
