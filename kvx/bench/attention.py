@@ -258,7 +258,8 @@ def check(case: AttentionCase, b: AttentionBatch) -> None:
         want, want_lse = definition(b.q[rows].float(), b.storage.cache, table, **given)
         for name, got, expected in (("out", b.out[rows], want), ("lse", b.lse[rows], want_lse)):
             most = 0.02 * float(expected.abs().max()) if case.io != "f32" or name == "out" else 1e-3
-            most = max(most, 0.08 * float(expected.abs().max())) if case.fp8_products else most
+            if case.fp8_products:  # weights are off by up to 1/16, and their sum
+                most = 0.1 if name == "lse" else 0.08 * float(expected.abs().max())
             if not float((got.float() - expected).abs().max()) <= most:
                 raise AssertionError(f"attention differs from the definition in {name} for {case}; nothing was timed")
 

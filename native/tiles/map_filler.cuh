@@ -8,6 +8,8 @@
 // zeros too, so the warps copy that one box 16 bytes at a time.
 //
 // Proxies. Boxes are written and multiplications read by the async proxy: a barrier is enough between them, either way.
+// Who reads a stage with ordinary loads instead (ValueTurner in attention/prefill/products.cuh) fences before giving it
+// back.
 // The last box is written by the generic one: its writers wait for their copies and fence (show_to_multiplications)
 // before the stage is called full, and that fence also stands before the engine's next write there, which follows the
 // readers' giving back. A box's bytes are over when its barrier's phase is, so copies into a stage the engine filled

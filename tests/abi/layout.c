@@ -304,6 +304,7 @@ FIELD(kvx_amax_args_t, reserved, 368, 16);
 VALUE(KVX_ATTENTION_CAUSAL, 1u);
 VALUE(KVX_ATTENTION_PLANNED, 2u);
 VALUE(KVX_ATTENTION_LATENT, 4u);
+VALUE(KVX_ATTENTION_FP8_PRODUCTS, 8u);
 
 STRUCT(kvx_attention_args_t, 1072);
 FIELD(kvx_attention_args_t, version, 0, 4);

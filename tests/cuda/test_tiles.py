@@ -559,11 +559,12 @@ def test_boxes(own, layout, block_size, width, generator):
 
 
 def test_planes_that_fit_a_tensor_map(own):
-    def fits(block_size: int = 16, heads: int = 3, dim: int = 128, is_dense: int = 1, num_blocks: int = 4, **steps: int) -> bool:
+    def fits(block_size: int = 16, dim: int = 128, is_dense: int = 1, num_blocks: int = 4, is_bytes: int = 0, **steps: int) -> bool:
+        heads = steps.pop("heads", 3)
         table = Table(block_size=block_size, num_blocks=num_blocks)
         for name, step in {"head": 16, "token": 48, "block": 48 * block_size, **steps}.items():
             setattr(table, name, (step, step))
-        return bool(own.calls.fits_map(ctypes.byref(table), heads, dim, is_dense))
+        return bool(own.calls.fits_map(ctypes.byref(table), heads, dim, is_dense, is_bytes))
 
     sizes = [n for n in range(1, 600) if fits(block_size=n)]
     assert sizes == [8, 16, 32, 64, 128, 256, 384, 512]
@@ -572,6 +573,8 @@ def test_planes_that_fit_a_tensor_map(own):
     assert fits(dim=80)
     assert fits(dim=96)
     assert not fits(dim=100)
+    assert fits(dim=80, is_bytes=1)
+    assert not fits(dim=72, is_bytes=1)
     assert not fits(is_dense=0)
     assert not fits(num_blocks=0)
     for name, only_one in (("head", {"heads": 1}), ("block", {"num_blocks": 1})):

@@ -395,7 +395,7 @@ bool make_map(CUtensorMap* map, const Table& t, int plane, char* data, int num_h
   kvx::PlaneParams p = {};
   p.data = data, p.block = int64_t(t.block[plane]) * 16, p.token = int64_t(t.token[plane]) * 16,
   p.head = int64_t(t.head[plane]) * 16;
-  p.head_dim = row_bytes / 2, p.is_dense = 1;
+  p.dtype = KVX_DTYPE_BF16, p.head_dim = row_bytes / 2, p.is_dense = 1;
   const MappedPlane mapped{&p, num_heads, t.block_size, t.num_blocks};
   return fits_tensor_map(mapped) && make_tensor_map(map, mapped) == KVX_STATUS_OK;
 }
@@ -627,8 +627,9 @@ int copy_boxes(const Table* table, char* data, int num_heads, int row_bytes, con
   return finish();
 }
 // Whether a tensor map can be made of plane 0: no device is needed.
-int fits_map(const Table* table, int num_heads, int head_dim, int is_dense) {
+int fits_map(const Table* table, int num_heads, int head_dim, int is_dense, int is_bytes) {
   kvx::PlaneParams p = {};
+  p.dtype = is_bytes ? KVX_DTYPE_F8_E4M3 : KVX_DTYPE_BF16;
   p.block = int64_t(table->block[0]) * 16, p.token = int64_t(table->token[0]) * 16,
   p.head = int64_t(table->head[0]) * 16, p.head_dim = head_dim, p.is_dense = is_dense;
   return fits_tensor_map(MappedPlane{&p, num_heads, table->block_size, table->num_blocks});

@@ -47,6 +47,7 @@ TAKEN = [
     case(scale=2.0, note="peaks"),
     case(scale=1e-30, note="all_alike"),
     case(lens=(2000,), queries=(300,), heads=16, note="laps"),
+    case(lens=(200, 0, 33), queries=(80, 40, 60), note="more_queries_than_tokens"),
 ]
 NOT_TAKEN = [
     case(dim=64),
@@ -75,6 +76,9 @@ def check(made: Made, out: Tensor, lse: Tensor) -> None:
     for s, (length, n) in enumerate(zip(c.lens, c.counts, strict=True)):
         rows = slice(first, first + n)
         first += n
+        if length == 0:
+            assert bool((out[rows] == 0).all() & (lse[rows] == -math.inf).all())
+            continue
         q, k, v = rounded(made.q[rows].cpu()), made.k[s, :length].double(), made.v[s, :length].double()
         k, v = (x.repeat_interleave(c.heads // c.kv_heads, dim=1) for x in (k, v))
         scores = torch.einsum("nhd,phd->hnp", q, k) * scale
@@ -87,7 +91,7 @@ def check(made: Made, out: Tensor, lse: Tensor) -> None:
             hidden = hidden | (position <= last - c.window)
         scores = scores.masked_fill(hidden, -math.inf)
         want_lse = torch.logsumexp(scores, -1)
-        weights = torch.exp(scores - want_lse[..., None])
+        weights = torch.exp(scores - want_lse[..., None]).nan_to_num(0)  # a row that sees nothing has none
         off = torch.maximum(weights / 16, torch.minimum(weights, weights.amax(-1, keepdim=True) * 2**-17))
         off_sum = off.sum(-1)
         if made.sinks is not None:
@@ -99,8 +103,10 @@ def check(made: Made, out: Tensor, lse: Tensor) -> None:
         bound = bound + size * (2 * slack + 4 * 2**-13) + want.abs() * torch.finfo(out.dtype).eps / 2 + 1e-30
         worst = float(((out[rows].cpu().double() - want).abs() / bound).max())
         assert worst <= 1, f"sequence {s}: out is off by {worst:.2f} times what rounding can do"
-        away = float((lse[rows].cpu().double() - want_lse.T).abs().max())
-        assert away <= -math.log(1 - 1 / 16) + slack + 1e-5, f"sequence {s}: lse is off by {away:.4f}"
+        got_lse, sees = lse[rows].cpu().double(), torch.isfinite(want_lse.T)
+        assert bool((got_lse[~sees] == -math.inf).all()), f"sequence {s}: a row that sees nothing has an lse"
+        away = (got_lse - want_lse.T).abs()[sees] + torch.log1p(-off_sum.T)[sees]
+        assert float(away.max()) <= slack + 1e-5, f"sequence {s}: lse is off by {float(away.max()):.4f} more than rounding can do"
 
 
 @on_hopper
@@ -131,14 +137,15 @@ def test_many_prompts_are_each_as_alone(dim, window):
 
 @on_hopper
 def test_errors_do_not_grow_with_the_number_of_keys(generator):
-    """Sums of a tensor core alone would lose 2^-13 of a long one at every step."""
+    """Sums of a tensor core alone would lose 2^-13 of a long one at every step: 0.04 or more of what is asserted here."""
     found = []
     for length in (1024, 65536):
         made = case(lens=(length,), queries=(64,), scale=1e-30, note="all_alike").make("cuda", generator)
-        out, _ = made.run("cuda", fp8_products=True)
+        out = torch.empty(64, 4, 128, device="cuda")
+        made.run("cuda", fp8_products=True, out=out)
         want = made.v[0, :length].double().mean(0).repeat_interleave(2, 0)
         found.append(float((out[-1].cpu().double() - want).abs().max() / made.v.double().std()) * math.sqrt(length))
-    assert found[1] <= 2 * found[0] + 1, found
+    assert found[1] <= 2 * found[0] + 0.005, found
 
 
 @on_hopper

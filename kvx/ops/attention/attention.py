@@ -82,8 +82,8 @@ def attention_varlen(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of prefill chunks and decodes in one call; everything else as in attention_decode.
 
-    `fp8_products` is a permission: prefill over an fp8 e4m3 cache on Hopper is then 1.4 times as fast and less exact
-    (docs/attention.md has the error). Everything else computes as without it. kvx.supports says which specs it changes.
+    `fp8_products` is a permission: prefill of long prompts over an fp8 e4m3 cache on Hopper is then 1.4 times as fast and
+    less exact (docs/attention.md has the error). Everything else computes as without it. kvx.supports says which specs it changes.
 
     Of rows of q that are in no sequence's range, `out` and `lse` are left alone where the caller gave them, so that a graph can be
     captured for more tokens than a step has; where they are made here, such rows are 0 and -inf.

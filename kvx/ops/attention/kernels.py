@@ -19,7 +19,7 @@ MOST_PREFILL_DIMS = 256  # where queries are of another type than the cache
 MOST_SMALL_DIMS = 128  # decode over 4-bit elements, or scales along rows
 SMALL = ("nvfp4", "mxfp4", "mxfp8", "int4_per_group", "int4_per_token_head")  # which those are
 HOPPER = 90
-PRODUCTS_DIMS = range(80, 129)  # of the larger of K and V: rows that products of fp8 are multiplied by, where a call allows them
+PRODUCTS_DIMS = range(80, 129)  # head sizes of the kernel that multiplies in fp8, the larger of K's and V's
 # Of K and V in models: what `kvx inspect --support` and the tests go through.
 HEAD_SIZES = (
     *((n, n) for n in (64, 80, 96, 112, 128, 160)), (192, 192), (192, 128), *((n, n) for n in (224, 256, 512)),

@@ -22,6 +22,7 @@ struct ProductsConfig : PrefillConfig<tiles::E4m3Products, PrefillTile<128, 128,
                        kTurnedAt = kSmallQueriesAt + Base::kRows * Base::kKeyDims,
                        kTurnedBarriersAt = kTurnedAt + Base::kStages * Turned::kTileBytes,
                        kSharedBytes = kTurnedBarriersAt + Turned::kBarrierBytes + 1024;
+  static_assert(kSharedBytes <= 227 * 1024, "shared memory of a block of threads");
 };
 
 // Warps that turn tiles of V, 128 keys by 128 dims, half of the dims each.
