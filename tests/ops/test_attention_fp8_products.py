@@ -184,6 +184,13 @@ def test_bad_ids_are_counted(block, generator):
     assert bool(out.isfinite().all())
 
 
+@pytest.mark.parametrize("given", ["no", "e4m3", 0, None])
+def test_what_is_neither_true_nor_false_is_refused(given, generator):
+    made = case(lens=(40,), queries=(30,)).make("cpu", generator)
+    with pytest.raises(kvx.BadArgument, match=r"attention_varlen\(\): fp8_products is .*; it must be True or False\."):
+        made.run("cpu", fp8_products=given)
+
+
 def test_compiles_with_it(generator):
     made = case(lens=(40,), queries=(30,)).make("cpu", generator)
     given = {"cu_seqlens": made.cu, "fp8_products": True, **made.given}

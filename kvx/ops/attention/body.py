@@ -82,6 +82,8 @@ def check_cache(call: str, q: Tensor, view: CacheView, table: Table, options: Op
             f"part of a causal mask: pass causal=True, window={options.window}; or causal=False, window=0, where every query sees "
             "the whole sequence."
         )
+    if not isinstance(options.fp8_products, bool):
+        raise BadArgument(f"{call}(): fp8_products is {options.fp8_products!r}; it must be True or False.")
     if options.latent:
         backends.require("attention_mla", view.spec)
     door_table.check(call, view, table)

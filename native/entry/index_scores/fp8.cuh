@@ -20,20 +20,6 @@ struct IndexFp8Args {
   int32_t box;  // keys of a copy: all of a page, or a part of it that divides a tile
 };
 
-// D[64 x 64] += A[64 x 32] * B[32 x 64] of e4m3; A and B in shared memory, both K-major. `adds` 0 starts from nothing.
-__device__ __forceinline__ void multiply_e4m3(float (&d)[32], uint64_t a, uint64_t b, int adds) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
-      "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, "
-      "1; }\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "l"(a), "l"(b), "r"(adds));
-}
-
 struct IndexFp8 {
   static constexpr int kKeyBytes = kIndexDim + 4, kStages = 4, kTileBytes = kIndexKeys * kIndexDim,
                        kQueryBytes = kIndexHeads * kIndexDim, kGroupBytes = kIndexTokens * kQueryBytes;
@@ -126,8 +112,8 @@ struct IndexFp8 {
         tiles::begin_multiplications();
 #pragma unroll
         for (int k = 0; k < kIndexDim / 32; k++)
-          multiply_e4m3(sums[m], key_matrix + m * (64 * kIndexDim / 16) + 2 * k,
-                        query_matrix + i * (kQueryBytes / 16) + 2 * k, k > 0);
+          tiles::Warpgroup<tiles::E4m3Numbers, 64>::multiply(sums[m], key_matrix + m * (64 * kIndexDim / 16) + 2 * k,
+                                                             query_matrix + i * (kQueryBytes / 16) + 2 * k, k > 0);
         tiles::commit_multiplications();
       };
       const auto finish = [&](int m, int i) {
