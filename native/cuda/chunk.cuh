@@ -4,6 +4,8 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <type_traits>
+
 #include "cuda/device.cuh"
 
 namespace kvx {
@@ -44,31 +46,37 @@ template <int IO> __device__ __forceinline__ float element(const RawChunk<IO>& r
   return element_of<IO>(r.w, i);
 }
 
-// Bits of the largest magnitude as f32; at or above kInfinity when a NaN or an infinity is among them.
-template <int IO> __device__ __forceinline__ uint32_t magnitude_bits(const RawChunk<IO>& r) {
+// Bits of the largest magnitude of N elements as f32; at or above kInfinity when a NaN or an infinity is among them.
+template <int IO, int N> __device__ __forceinline__ uint32_t magnitude_bits(const uint32_t* w) {
   if constexpr (IO == KVX_DTYPE_F32) {
     uint32_t m = 0;
 #pragma unroll
-    for (int i = 0; i < kChunk; i++) m = max(m, r.w[i] & 0x7fffffffu);
+    for (int i = 0; i < N; i++) m = max(m, w[i] & 0x7fffffffu);
     return m;
   } else {
     // Magnitudes order as their bits do: two at a time, three operands a step.
     uint32_t m = 0;
 #pragma unroll
-    for (int i = 0; i < kChunk / 2; i += 2) m = __vimax3_u16x2(m, r.w[i] & 0x7fff7fffu, r.w[i + 1] & 0x7fff7fffu);
+    for (int i = 0; i < N / 2; i += 2) m = __vimax3_u16x2(m, w[i] & 0x7fff7fffu, w[i + 1] & 0x7fff7fffu);
     m = max(m & 0xffffu, m >> 16);
     return IO == KVX_DTYPE_BF16 ? m << 16 : __float_as_uint(__half2float(__ushort_as_half(uint16_t(m))));
   }
 }
+template <int IO> __device__ __forceinline__ uint32_t magnitude_bits(const RawChunk<IO>& r) {
+  return magnitude_bits<IO, kChunk>(r.w);
+}
 
-template <int IO> __device__ __forceinline__ uint32_t finite_magnitude_bits(const RawChunk<IO>& r) {
+template <int IO, int N> __device__ __forceinline__ uint32_t finite_magnitude_bits(const uint32_t* w) {
   uint32_t m = 0;
 #pragma unroll
-  for (int i = 0; i < kChunk; i++) {
-    const uint32_t b = __float_as_uint(element(r, i)) & 0x7fffffffu;
+  for (int i = 0; i < N; i++) {
+    const uint32_t b = __float_as_uint(element_of<IO>(w, i)) & 0x7fffffffu;
     m = max(m, b < kInfinity ? b : 0u);
   }
   return m;
+}
+template <int IO> __device__ __forceinline__ uint32_t finite_magnitude_bits(const RawChunk<IO>& r) {
+  return finite_magnitude_bits<IO, kChunk>(r.w);
 }
 
 __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {  // NaN becomes 0x7fff, as format.h has it
@@ -153,8 +161,8 @@ template <int C> struct Quantiser {
   }
 };
 
-// Codes of four elements in the bytes of a word (4-bit types: in its low nibbles' bytes, packed later). `Tame`: no NaN,
-// and magnitudes that an int32 holds, so integers need no care.
+// Codes of four elements in the bytes of a word. `Tame`: no NaN, and magnitudes that an int32 holds, so integers need
+// no care.
 template <int C, bool Tame> __device__ __forceinline__ uint32_t encode_four(float a, float b, float c, float d) {
   if constexpr (C == KVX_DTYPE_F8_E4M3 || C == KVX_DTYPE_F8_E5M2) {
     constexpr __nv_fp8_interpretation_t kind = C == KVX_DTYPE_F8_E4M3 ? __NV_E4M3 : __NV_E5M2;
@@ -177,41 +185,77 @@ template <int C, bool Tame> __device__ __forceinline__ uint32_t encode_four(floa
   }
 }
 
-template <int C, bool Tame> __device__ __forceinline__ void store_codes(char* p, const float (&x)[kChunk], int width) {
-  uint32_t w[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) w[i] = encode_four<C, Tame>(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
-  if constexpr (element_bits<C> == 4) {  // bytes 0y0x -> nibbles yx: two words of four become one of eight
-#pragma unroll
-    for (int i = 0; i < 4; i++) w[i] |= w[i] >> 4;
-    w[0] = __byte_perm(w[0], w[1], 0x6420);
-    w[1] = __byte_perm(w[2], w[3], 0x6420);
-    if (width >= 8) {
-      store_once(p, make_uint2(w[0], w[1]));
-    } else {
-      store_once(p, w[0]), store_once(p + 4, w[1]);
-    }
-  } else if (width >= 16) {
+// e2m1 of two tame elements, without their signs, in the halves of a word. Under 2 values are 0.5 apart, then 1, then
+// 2, and a sum with 2^22, 2^23 or 2^24 is rounded to that. Its last bits count steps; the least of the three is the
+// code.
+__device__ __forceinline__ uint32_t e2m1_magnitudes(float a, float b) {
+  a = fminf(fabsf(a), 6.f), b = fminf(fabsf(b), 6.f);
+  const auto halves = [&](float magic) {
+    return __byte_perm(__float_as_uint(__fadd_rn(a, magic)), __float_as_uint(__fadd_rn(b, magic)), 0x5410);
+  };
+  return __vimin3_u16x2(halves(0x1p22f), halves(0x1p23f + 2.f), halves(0x1p24f + 8.f));
+}
+
+// Codes of eight elements in the nibbles of a word.
+template <int C, bool Tame> __device__ __forceinline__ uint32_t encode_eight(const float* x) {
+  if constexpr (C == KVX_DTYPE_E2M1 && Tame) {
+    const auto tops = [&](int i) {  // bytes with the signs of x[i], x[i + 2], x[i + 4] and x[i + 6]
+      return __byte_perm(__byte_perm(__float_as_uint(x[i]), __float_as_uint(x[i + 2]), 0x0073),
+                         __byte_perm(__float_as_uint(x[i + 4]), __float_as_uint(x[i + 6]), 0x0073), 0x5410);
+    };
+    const auto bytes = [&](int i) {
+      return __byte_perm(e2m1_magnitudes(x[i], x[i + 2]), e2m1_magnitudes(x[i + 4], x[i + 6]), 0x6420);
+    };
+    return bytes(0) | bytes(1) << 4 | (tops(0) >> 4 & 0x08080808u) | (tops(1) & 0x80808080u);
+  } else {  // bytes 0y0x -> nibbles yx: two words of four become one of eight
+    uint32_t lo = encode_four<C, Tame>(x[0], x[1], x[2], x[3]), hi = encode_four<C, Tame>(x[4], x[5], x[6], x[7]);
+    lo |= lo >> 4, hi |= hi >> 4;
+    return __byte_perm(lo, hi, 0x6420);
+  }
+}
+
+// N words, adjacent; `width`: bytes an access may have.
+template <int N> __device__ __forceinline__ void store_words(char* p, const uint32_t* w, int width) {
+  if (N == 4 && width >= 16) {
     store_once(p, make_uint4(w[0], w[1], w[2], w[3]));
+  } else if (N >= 2 && width >= 8) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) store_once(p + 4 * i, make_uint2(w[i], w[i + 1]));
   } else {  // cells with inline scales are multiples of 4 bytes
 #pragma unroll
-    for (int i = 0; i < 4; i++) store_once(p + 4 * i, w[i]);
+    for (int i = 0; i < N; i++) store_once(p + 4 * i, w[i]);
+  }
+}
+
+// The first half of a chunk by scale `a`, the second by `b`. `is_tame`: magnitudes are under the limits of both.
+template <int IO, int C> __device__ __forceinline__ void encode_words(const RawChunk<IO>& raw, bool is_tame,
+                                                                      const Quantiser<C>& a, const Quantiser<C>& b,
+                                                                      uint32_t (&codes)[chunk_bytes<C> / 4]) {
+  float x[kChunk];
+  const auto encode = [&](auto tame) {
+#pragma unroll
+    for (int i = 0; i < chunk_bytes<C> / 4; i++) {
+      if constexpr (element_bits<C> == 4) codes[i] = encode_eight<C, decltype(tame)::value>(x + 8 * i);
+      else codes[i] = encode_four<C, decltype(tame)::value>(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+    }
+  };
+  if (is_tame) {
+#pragma unroll
+    for (int i = 0; i < kChunk; i++) x[i] = (i < kChunk / 2 ? a : b).template quotient<IO>(element(raw, i));
+    encode(std::true_type{});
+  } else {
+#pragma unroll
+    for (int i = 0; i < kChunk; i++) x[i] = __fdiv_rn(element(raw, i), (i < kChunk / 2 ? a : b).s);
+    encode(std::false_type{});
   }
 }
 
 template <int IO, int C> __device__ __forceinline__ void encode_chunk(char* p, const RawChunk<IO>& raw,
                                                                       uint32_t magnitude, const Quantiser<C>& quantiser,
                                                                       int width) {
-  float x[kChunk];
-  if (magnitude < quantiser.limit_bits) {
-#pragma unroll
-    for (int i = 0; i < kChunk; i++) x[i] = quantiser.template quotient<IO>(element(raw, i));
-    store_codes<C, true>(p, x, width);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kChunk; i++) x[i] = __fdiv_rn(element(raw, i), quantiser.s);
-    store_codes<C, false>(p, x, width);
-  }
+  uint32_t codes[chunk_bytes<C> / 4];
+  encode_words<IO, C>(raw, magnitude < quantiser.limit_bits, quantiser, quantiser, codes);
+  store_words<chunk_bytes<C> / 4>(p, codes, width);
 }
 
 template <int IO, int C> __device__ __forceinline__ void cast_chunk(char* p, const RawChunk<IO>& raw) {
@@ -311,6 +355,10 @@ __device__ __forceinline__ float settle_scale(const ScaleParams& s, int dtype, i
   if (s.dtype == KVX_DTYPE_F32) {
     scale = one_nan(scale);
     if (owns) *reinterpret_cast<float*>(place) = scale;
+  } else if (s.dtype == KVX_DTYPE_F8_E4M3) {  // by the instructions for it
+    const __nv_fp8_storage_t code = __nv_cvt_float_to_fp8(scale, __NV_SATFINITE, __NV_E4M3);
+    if (owns) *reinterpret_cast<__nv_fp8_storage_t*>(place) = code;
+    scale = __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
   } else {
     alignas(4) char stored[4];
     store_scale(stored, s.dtype, scale);

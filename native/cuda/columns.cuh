@@ -49,6 +49,34 @@ __device__ __forceinline__ Column find_column(const Columns& c) {
   return out;
 }
 
+// Scales found from each row, f32, with nothing on top: the common kind of quantised cache, in 32 bits.
+struct PlainScale {
+  char* data;
+  uint32_t block, token, head, group;
+
+  __device__ __forceinline__ float* place(uint32_t block_id, uint32_t offset, uint32_t head_id,
+                                          uint32_t group_id) const {
+    return reinterpret_cast<float*>(data + step(block_id, block) + step(offset, token) + step(head_id, head) +
+                                    step(group_id, group));
+  }
+};
+
+inline bool is_plain(const ScaleParams& s) {
+  for (int64_t stride : {s.block, s.token, s.head, s.group})
+    if (stride > kMaxStride) return false;
+  return s.mode == SCALE_COMPUTED && s.dtype == KVX_DTYPE_F32 && !s.tensor_scale;
+}
+
+inline PlainScale make_plain(const ScaleParams& s) {
+  return PlainScale{s.data, uint32_t(s.block), uint32_t(s.token), uint32_t(s.head), uint32_t(s.group)};
+}
+
+// `amax`: bits of the largest magnitude.
+template <int C> __device__ __forceinline__ float plain_scale(uint32_t amax) {
+  const float found = divide_by_qmax<C>(__uint_as_float(amax));
+  return found > 1e-6f ? found : 1e-6f;
+}
+
 inline bool has_dense_pieces(const PlaneParams& p) {
   const int bits = dtype_bits(p.dtype);
   return bits == 4 || p.dim_lo == bits / 8;

@@ -25,8 +25,9 @@ namespace tiles {
 
 template <class Rings> struct MapFiller {
   static constexpr int kWarpsEach = Rings::kColumns > 1 && Rings::kValueColumns > 1 ? 2 : 1;
-  static constexpr int kWarps = 2 * kWarpsEach, kArrivals = kWarpsEach;  // arrivals a tile, on the full side
-  const CUtensorMap (&maps)[2];                                          // K, V
+  static constexpr int kWarps = 2 * kWarpsEach,
+                       kArrivals = kWarpsEach * arrivals_of(32);  // arrivals a tile, on the full side
+  const CUtensorMap (&maps)[2];                                   // K, V
   const RowFinder& finder;
   const char* const (&data)[2];
   uint32_t box;        // tokens: a power of two, 8..kRows, that divides blocks or is one
@@ -140,7 +141,7 @@ template <class Rings> struct MapFiller {
     }
     __syncwarp();
     if (cut < num_boxes) copy_rows(tile_at() + cut * box * 128, __shfl_sync(0xffffffffu, block, cut), token, left);
-    if (is_elected()) ring.arrive_full();
+    arrive_for_all(ring.full(), is_elected());
     ring.next();
     tile++;
     ask();

@@ -1,6 +1,9 @@
-// Norm, rotation and append on the device, one launch a call. Two kernels: sixteen elements a lane with everything in
-// registers, and one row a warp by way of shared memory for the rest (odd sizes, strided elements, casts, formats that
-// differ in K and V).
+// Norm, rotation and append on the device, one launch a call. Two kernels: sixteen elements a lane, and one row a warp
+// by way of shared memory for the rest (odd sizes, strided elements, casts, formats that differ in K and V).
+//
+// What the first needs most is many threads on their way to memory: few registers each. So weights are in shared
+// memory, cos and sin are read again for every row (L1 has them), and halves of a row that rotate together are coded
+// where they are, not brought back into order first.
 #include "append/append.h"
 
 #include "cuda/columns.cuh"
@@ -44,9 +47,12 @@ struct CellPlace {
 struct LaneArgs {
   NormRopeParams norm_rope;
   RowPlace row[ROW_KINDS];
+  const char* packed;  // rows of all kinds, if they follow each other in one tensor; or NULL
+  uint32_t packed_token, packed_head;
   CellPlace cell[2];
   ScaleParams scale[2];
-  PieceMap map[2];  // Q and K; V
+  PlainScale plain[2];  // data NULL: scale says which
+  PieceMap map[2];      // Q and K; V
   const void* slots;
   int64_t num_slots, invalid;
   unsigned long long* errors;
@@ -55,9 +61,13 @@ struct LaneArgs {
   uint32_t num_tokens, num_rows, q_end, k_end, rounds;
   uint32_t lanes, lane_shift;  // of a row: a power of two
   uint32_t scale_lanes;        // that share a scale
+  uint32_t half_lanes;         // that share one where a lane's halves have different ones (is_split)
+  uint32_t group_shift;        // log2 of elements under a scale; 31: all of a row
   uint32_t slot_stride;
   int32_t slot_bytes, width;  // width: bytes a store of codes may have
   bool has_cache, is_ordered, has_norm, finds_scale;
+  bool reorders;  // K's pieces go back into order before they are coded
+  bool is_split;  // K's; where all is usual, V's too
 };
 
 // What a lane needs of the row it works on; found when the row is asked for, a round ahead.
@@ -71,11 +81,59 @@ struct LaneRow {
 // Q and K are both normed or neither is. Lanes 0 with NORM_AS_TOLD is everything else.
 enum NormKind { NORM_NONE, NORM_BOTH, NORM_AS_TOLD };
 
+// Weights of Q, then of K, as lanes read them: 16 bytes of each lane, four times.
+__device__ __forceinline__ void put_weights(const NormRopeParams& n, const PieceMap& map, uint32_t lane_shift,
+                                            float* weights) {
+  const uint32_t pairs = map.pieces * kPiece / 2;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < 2 * pairs; i += kThreads) {
+    const uint32_t k = i >= pairs, d = 2 * (i - k * pairs), piece = d / kPiece;
+    if (!n.weight[k]) continue;
+    const uint32_t quarter = 4 * k + 2 * map.is_b(piece) + d % kPiece / 4;
+    const int dtype = n.weight_dtype[k], size = dtype == KVX_DTYPE_F32 ? 4 : 2;
+    float* to = weights + ((quarter << lane_shift) + map.lane_of(piece)) * 4 + d % 4;
+#pragma unroll
+    for (int e = 0; e < 2; e++) to[e] = __fadd_rn(load_float(n.weight[k] + (d + e) * size, dtype), n.weight_offset);
+  }
+}
+
+// The largest magnitude among this lane's `sharing` lanes; `most`: as many as any lane has. Every lane of the warp
+// comes here.
+template <int kLanes>
+__device__ __forceinline__ uint32_t largest_among(uint32_t mine, uint32_t sharing, uint32_t most) {
+#pragma unroll
+  for (int hop = kLanes / 2; hop > 0; hop /= 2) {
+    if (hop >= int(most)) continue;
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, mine, hop);
+    mine = hop < int(sharing) ? max(mine, other) : mine;
+  }
+  return mine;
+}
+
+// The first or the second four of eight numbers of a table, widened.
+__device__ __forceinline__ void load_four(const char* p, int half, int dtype, float* x) {
+  if (dtype == KVX_DTYPE_F32) {
+    const float4 v = __ldg(reinterpret_cast<const float4*>(p) + half);
+    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+    return;
+  }
+  const uint2 v = __ldg(reinterpret_cast<const uint2*>(p) + half);
+  const uint32_t w[2] = {v.x, v.y};
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    x[i] = dtype == KVX_DTYPE_BF16 ? element_of<KVX_DTYPE_BF16>(w, i) : element_of<KVX_DTYPE_F16>(w, i);
+}
+
+__device__ __forceinline__ void prefetch(const char* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+
+// Blocks of threads that an SM holds: memory is kept busy by many of them.
+template <int IO, int Lanes> constexpr int kLaneBlocks = IO == KVX_DTYPE_F32 ? 5 : Lanes ? 8 : 6;
+
 // Everything of a token is found once; its rows then go by with the next one already on its way.
 template <int IO, int C, int Lanes, int Norm>
-__global__ void __launch_bounds__(kThreads, IO == KVX_DTYPE_F32 ? 4 : 5)
-    append_lanes(const __grid_constant__ LaneArgs a) {
+__global__ void __launch_bounds__(kThreads, kLaneBlocks<IO, Lanes>) append_lanes(const __grid_constant__ LaneArgs a) {
   constexpr bool is_usual = Lanes != 0;
+  __shared__ float4 weights[Norm == NORM_NONE ? 1 : 2 * 4 * (is_usual ? Lanes : 32)];
   const NormRopeParams& n = a.norm_rope;
   const uint32_t lanes = is_usual ? Lanes : a.lanes, lane_shift = is_usual ? (Lanes == 4   ? 2
                                                                               : Lanes == 8 ? 3
@@ -87,12 +145,12 @@ __global__ void __launch_bounds__(kThreads, IO == KVX_DTYPE_F32 ? 4 : 5)
   const uint32_t index = blockIdx.x * (kThreads >> lane_shift) + (threadIdx.x >> lane_shift);
   const uint32_t token = a.share.divide(index), first = index - token * a.share.d;
   const bool is_token = token < a.num_tokens;
-  // Bytes of this lane's pieces inside a row of Q or K, and of V: in order where they will be coded.
-  constexpr bool is_v_alike = is_usual && C == IO;
+  // Bytes of this lane's pieces inside a row of Q or K, and of V: in order where the two may differ.
   const uint32_t qk_a = map.a(lane) * piece_bytes<IO>, qk_b = map.b(lane) * piece_bytes<IO>;
-  const uint32_t v_a = is_v_alike ? qk_a : 2 * lane * piece_bytes<IO>, v_b = is_v_alike ? qk_b : v_a + piece_bytes<IO>;
+  const uint32_t v_a = is_usual ? qk_a : 2 * lane * piece_bytes<IO>, v_b = is_usual ? qk_b : v_a + piece_bytes<IO>;
   const bool has_qk = is_usual || !map.is_idle(lane), has_v = is_usual || !a.map[1].is_idle(lane);
   wait_for_previous();
+  let_next_start();
 
   const auto find = [&](uint32_t row) {
     LaneRow r;
@@ -105,10 +163,11 @@ __global__ void __launch_bounds__(kThreads, IO == KVX_DTYPE_F32 ? 4 : 5)
   };
   const auto piece_a = [&](const LaneRow& r) { return r.kind == ROW_V ? v_a : qk_a; };
   const auto piece_b = [&](const LaneRow& r) { return r.kind == ROW_V ? v_b : qk_b; };
-  const auto load = [&](const LaneRow& r) {
+  const auto load = [&](const LaneRow& r, uint32_t row) {
     if (!is_token || !r.is_busy) return RawChunk<IO>{};
     const RowPlace& place = a.row[r.kind];
-    const char* p = place.in + step(token, place.in_token) + step(r.head, place.in_head);
+    const char* p = a.packed ? a.packed + step(token, a.packed_token) + step(row, a.packed_head)
+                             : place.in + step(token, place.in_token) + step(r.head, place.in_head);
     return load_pieces<IO>(p + piece_a(r), p + piece_b(r));
   };
 
@@ -116,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, IO == KVX_DTYPE_F32 ? 4 : 5)
   if (is_token && a.has_cache) slot = read_index(a.slots, step(token, a.slot_stride), a.slot_bytes);
   if (is_token && n.rotary) at = read_index(n.positions, token * n.position_stride, n.position_bytes);
   LaneRow next = find(first);
-  RawChunk<IO> next_chunk = load(next);
+  RawChunk<IO> next_chunk = load(next, first);
 
   const bool is_placed = is_token && (n.rotary == 0 || uint64_t(at) < uint64_t(n.max_positions));
   const bool is_cached = is_placed && uint64_t(slot) < uint64_t(a.num_slots) && slot != a.invalid;
@@ -125,15 +184,14 @@ __global__ void __launch_bounds__(kThreads, IO == KVX_DTYPE_F32 ? 4 : 5)
     atomicAdd(a.errors, 1ull);
 
   const bool rotates = is_usual || (n.rotary && is_placed && lane * kChunk < uint32_t(n.rotary));
-  float c[kPiece], s[kPiece];
   if (!is_placed) at = 0;  // rows that are never stored rotate by the first position
-  if (rotates) {
-    const uint32_t size = n.table_dtype == KVX_DTYPE_F32 ? 4 : 2;
-    load_eight(n.cos + at * n.cos_row + lane * kPiece * size, n.table_dtype, c);
-    load_eight(n.sin + at * n.sin_row + lane * kPiece * size, n.table_dtype, s);
+  const uint32_t table_piece = lane * kPiece * (n.table_dtype == KVX_DTYPE_F32 ? 4 : 2);
+  const char *cos = n.cos + at * n.cos_row + table_piece, *sin = n.sin + at * n.sin_row + table_piece;
+  if (rotates) prefetch(cos), prefetch(sin);
+  if (Norm == NORM_BOTH || (Norm == NORM_AS_TOLD && a.has_norm)) {
+    put_weights(n, map, lane_shift, &weights[0].x);
+    __syncthreads();
   }
-  float w[kChunk];
-  int weight_of = -1;  // whose weight w is
 
   for (uint32_t round = 0, row = first; round < a.rounds; round++) {
     const LaneRow here = next;
@@ -141,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, IO == KVX_DTYPE_F32 ? 4 : 5)
     row += a.share.d;
     if (round + 1 < a.rounds) {
       next = find(row);
-      next_chunk = load(next);
+      next_chunk = load(next, row);
     }
     const bool is_busy = here.is_busy && is_placed;
     const bool is_changed = here.kind != ROW_V && (is_usual || n.rotary || n.weight[here.kind]);
@@ -153,26 +211,28 @@ __global__ void __launch_bounds__(kThreads, IO == KVX_DTYPE_F32 ? 4 : 5)
         const float sum = sum_row(add_squares(x), add_squares(x + kPiece), map, lane, lanes, is_usual || a.is_ordered);
         const char* weight = here.kind == ROW_V ? nullptr : n.weight[here.kind];
         if (is_usual ? is_changed : weight && here.is_busy) {
-          if (here.kind != weight_of) {
-            weight_of = here.kind;
-            const int dtype = n.weight_dtype[here.kind];
-            load_eight(weight + (dtype == KVX_DTYPE_F32 ? 4 : 2) * (qk_a / element_bytes<IO>), dtype, w);
-            load_eight(weight + (dtype == KVX_DTYPE_F32 ? 4 : 2) * (qk_b / element_bytes<IO>), dtype, w + kPiece);
-#pragma unroll
-            for (int j = 0; j < kChunk; j++) w[j] = __fadd_rn(w[j], n.weight_offset);
-          }
           const float r = norm_factor(sum, n.inverse_dim, n.eps);
+          const float4* of_lane = weights + here.kind * 4 * lanes + lane;
 #pragma unroll
-          for (int j = 0; j < kChunk; j++) x[j] = __fmul_rn(__fmul_rn(x[j], r), w[j]);
+          for (int j = 0; j < 4; j++) {
+            const float4 four = of_lane[j * lanes];
+            const float w[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int k = 0; k < 4; k++) x[4 * j + k] = __fmul_rn(__fmul_rn(x[4 * j + k], r), w[k]);
+          }
         }
       }
-      if (rotates) {
-        if (is_half) {
+      if (rotates) {  // from L1 for every row, four at a time: registers are worth more
 #pragma unroll
-          for (int j = 0; j < kPiece; j++) rotate_pair(&x[j], &x[j + kPiece], c[j], s[j]);
-        } else {
+        for (int half = 0; half < 2; half++) {
+          float c[4], s[4];
+          load_four(cos, half, n.table_dtype, c), load_four(sin, half, n.table_dtype, s);
 #pragma unroll
-          for (int j = 0; j < kPiece; j++) rotate_pair(&x[2 * j], &x[2 * j + 1], c[j], s[j]);
+          for (int k = 0; k < 4; k++) {
+            const int j = 4 * half + k;
+            if (is_half) rotate_pair(&x[j], &x[j + kPiece], c[k], s[k]);
+            else rotate_pair(&x[2 * j], &x[2 * j + 1], c[k], s[k]);
+          }
         }
       }
       if (is_changed) chunk = round_chunk<IO>(x);
@@ -193,31 +253,63 @@ __global__ void __launch_bounds__(kThreads, IO == KVX_DTYPE_F32 ? 4 : 5)
     if constexpr (C != IO) {
       const bool is_coded = a.has_cache && is_busy && is_cached && here.kind != ROW_Q;
       if (!__any_sync(0xffffffffu, is_coded)) continue;
-      if (map.paired) {
+      uint32_t of_a = piece_a(here) / piece_bytes<IO>, of_b = piece_b(here) / piece_bytes<IO>;  // pieces
+      if (!is_usual && a.reorders) {
         const RawChunk<IO> ordered = in_order(chunk, map, lane, lanes);
-        if (here.kind == ROW_K) chunk = ordered;
+        if (here.kind == ROW_K) chunk = ordered, of_a = 2 * lane, of_b = 2 * lane + 1;
       }
       if (!is_coded) chunk = RawChunk<IO>{};  // also lanes past the row, which must not raise its largest magnitude
-      const uint32_t mine = magnitude_bits(chunk);
-      uint32_t most = mine;
+      constexpr int kWords = chunk_bytes<IO> / 8;  // of a piece
+      const uint32_t mine[2] = {magnitude_bits<IO, kPiece>(chunk.w), magnitude_bits<IO, kPiece>(chunk.w + kWords)};
+      const bool is_split = a.is_split && (is_usual || here.kind == ROW_K);
+      const uint32_t sharing = is_split ? a.half_lanes : a.scale_lanes;
+      uint32_t most[2] = {is_split ? mine[0] : max(mine[0], mine[1]), mine[1]};
       if (a.finds_scale) {
-        for (uint32_t hop = a.scale_lanes / 2; hop > 0; hop /= 2)
-          most = max(most, __shfl_xor_sync(0xffffffffu, most, int(hop)));
-        if (__any_sync(0xffffffffu,
-                       most >= kInfinity)) {  // rare: a NaN or an infinity somewhere in the warp, which does not count
-          most = finite_magnitude_bits(chunk);
-          for (uint32_t hop = a.scale_lanes / 2; hop > 0; hop /= 2)
-            most = max(most, __shfl_xor_sync(0xffffffffu, most, int(hop)));
+        const auto largest = [&](uint32_t x) {
+          return largest_among<is_usual ? Lanes : 32>(x, sharing, a.is_split ? a.half_lanes : a.scale_lanes);
+        };
+        const auto all_largest = [&] {
+          most[0] = largest(most[0]);
+          if (a.is_split) most[1] = largest(most[1]);
+        };
+        all_largest();
+        // Rare: a NaN or an infinity somewhere in the warp, which does not count.
+        if (__any_sync(0xffffffffu, max(most[0], most[1]) >= kInfinity)) {
+          most[0] = finite_magnitude_bits<IO, kPiece>(chunk.w),
+          most[1] = finite_magnitude_bits<IO, kPiece>(chunk.w + kWords);
+          if (!is_split) most[0] = max(most[0], most[1]);
+          all_largest();
         }
       }
       if (is_coded) {
         const int i = here.kind - 1;
-        const uint32_t group = a.scale[i].num_groups > 1 ? lane / a.scale_lanes : 0;
-        const bool owns = (lane & (a.scale_lanes - 1)) == 0;
-        const Quantiser<C> q(
-            settle_scale(a.scale[i], C, token, block, offset, here.head, group, __uint_as_float(most), owns));
-        encode_chunk<IO, C>(a.cell[i].row(block, offset, here.head) + a.cell[i].element<C>(lane * kChunk), chunk, mine,
-                            q, a.width);
+        const bool owns = (lane & (sharing - 1)) == 0;
+        const auto quantiser = [&](uint32_t piece, uint32_t amax) {
+          const uint32_t group = (piece * kPiece) >> a.group_shift;
+          const PlainScale& plain = a.plain[i];
+          if (plain.data) {
+            const float found = plain_scale<C>(amax);
+            if (owns) *plain.place(block, offset, here.head, group) = found;
+            return Quantiser<C>::of_largest(found);
+          }
+          return Quantiser<C>(
+              settle_scale(a.scale[i], C, token, block, offset, here.head, group, __uint_as_float(amax), owns));
+        };
+        const Quantiser<C> first_half = quantiser(of_a, most[0]);
+        const Quantiser<C> second_half = is_split ? quantiser(of_b, most[1]) : first_half;
+        uint32_t codes[chunk_bytes<C> / 4];
+        encode_words<IO, C>(chunk, mine[0] < first_half.limit_bits && mine[1] < second_half.limit_bits, first_half,
+                            second_half, codes);
+        const CellPlace& cell = a.cell[i];
+        char* row = cell.row(block, offset, here.head);
+        char* place = row + cell.element<C>(of_a * kPiece);
+        constexpr int kHalf = chunk_bytes<C> / 8;  // words of a piece
+        if (of_b == of_a + 1) {
+          store_words<2 * kHalf>(place, codes, a.width);
+        } else {
+          store_words<kHalf>(place, codes, a.width);
+          store_words<kHalf>(row + cell.element<C>(of_b * kPiece), codes + kHalf, a.width);
+        }
       }
     }
   }
@@ -360,12 +452,26 @@ bool fits_lanes(const AppendParams& p) {
 // keeping, and such that few threads are left over.
 uint32_t rounds_of(int64_t tokens, uint32_t rows, uint32_t lanes, int num_sms) {
   uint32_t best = 1, waste = rows;
-  for (uint32_t rounds = 4; rounds > 1; rounds--) {
+  for (uint32_t rounds = 6; rounds > 1; rounds--) {
     const uint32_t share = uint32_t(divide_up(rows, rounds)), idle = share * rounds - rows;
     if (tokens * share * lanes >= int64_t(num_sms) * 1024 && idle < waste && idle * 8 <= rows)
       best = rounds, waste = idle;
   }
   return best;
+}
+
+// Q, K and V as slices of one tensor, one after the other.
+void set_packed(const AppendParams& p, LaneArgs* a) {
+  const RowsParams* first = nullptr;
+  const char* end = nullptr;
+  for (int kind = 0; kind < ROW_KINDS; kind++) {
+    const RowsParams& rows = p.rows[kind];
+    if (p.heads[kind] == 0) continue;
+    if (first && (rows.data != end || rows.token != first->token || rows.head != first->head)) return;
+    if (!first) first = &rows;
+    end = rows.data + p.heads[kind] * rows.head;
+  }
+  a->packed = first->data, a->packed_token = uint32_t(first->token), a->packed_head = uint32_t(first->head);
 }
 
 kvx_status_t run_lanes(const AppendParams& p, int num_sms, void* stream) {
@@ -379,6 +485,7 @@ kvx_status_t run_lanes(const AppendParams& p, int num_sms, void* stream) {
         RowPlace{in.data, out.data, uint32_t(in.token), uint32_t(in.head), uint32_t(out.token), uint32_t(out.head)};
     if (p.heads[kind]) widest = p.dim[kind] > widest ? p.dim[kind] : widest;
   }
+  set_packed(p, &a);
   for (a.lanes = 1; a.lanes * kChunk < widest; a.lanes *= 2) a.lane_shift++;
   const int64_t dim = p.heads[ROW_Q] ? p.dim[ROW_Q] : p.dim[ROW_K];
   a.map[0] = PieceMap{n.style == KVX_ROPE_HALF ? uint32_t(n.rotary / kChunk) : 0u, uint32_t(dim / kPiece)};
@@ -403,11 +510,17 @@ kvx_status_t run_lanes(const AppendParams& p, int num_sms, void* stream) {
       a.cell[i] = CellPlace{c.data,           p.bases[i],         uint32_t(c.block),        uint32_t(c.token),
                             uint32_t(c.head), uint32_t(c.dim_hi), make_fast_divider(c.pack)};
       a.scale[i] = c.scale;
+      if (is_plain(c.scale)) a.plain[i] = make_plain(c.scale);
       a.finds_scale = a.finds_scale || c.scale.mode == SCALE_COMPUTED;
       bits |= uint64_t(uintptr_t(c.data)) | cell_address_bits(c);
     }
     const ScaleParams& scale = p.kv.plane[0].scale;
-    a.scale_lanes = scale.num_groups > 1 ? uint32_t(scale.group_size / kChunk) : a.lanes;
+    a.scale_lanes = a.lanes, a.group_shift = 31;
+    if (scale.num_groups > 1) {
+      a.scale_lanes = uint32_t(scale.group_size / kChunk), a.half_lanes = uint32_t(scale.group_size / kPiece);
+      a.group_shift = uint32_t(__builtin_ctz(unsigned(scale.group_size)));
+      a.is_split = a.map[0].paired > 0 && a.is_ordered, a.reorders = a.map[0].paired > 0 && !a.is_ordered;
+    }
     a.width = common_alignment(bits);
     a.slots = p.kv.slots, a.num_slots = p.kv.num_slots, a.invalid = p.kv.invalid_slot;
     a.slot_stride = uint32_t(p.kv.slot_stride), a.slot_bytes = p.kv.slot_bytes;
@@ -429,6 +542,7 @@ kvx_status_t run_lanes(const AppendParams& p, int num_sms, void* stream) {
     KVX_USUAL(KVX_DTYPE_BF16, KVX_DTYPE_BF16, 4)
     KVX_USUAL(KVX_DTYPE_BF16, KVX_DTYPE_F8_E4M3, 8)
     KVX_USUAL(KVX_DTYPE_BF16, KVX_DTYPE_S8, 8)
+    KVX_USUAL(KVX_DTYPE_BF16, KVX_DTYPE_E2M1, 8)
     KVX_USUAL(KVX_DTYPE_F16, KVX_DTYPE_F16, 8)
     KVX_USUAL(KVX_DTYPE_F16, KVX_DTYPE_F8_E4M3, 8)
   }

@@ -24,12 +24,6 @@ struct CopyArgs {
   SlotParams slots;
 };
 
-// Scales computed from each row, f32, with nothing on top: the common kind of quantised cache, in 32 bits.
-struct PlainScale {
-  char* data;
-  uint32_t block, token, head, group;
-};
-
 // How a kernel comes by the scale of a chunk. FIXED: the same for every token, read once. PLAIN: found from the row;
 // PLAIN_8 where eight threads share one (head_dim 128), so that the hops are known. ANY: whatever ScaleParams can say.
 enum ScaleKind { SCALE_FIXED, SCALE_PLAIN, SCALE_PLAIN_8, SCALE_ANY };
@@ -73,6 +67,7 @@ __global__ void __launch_bounds__(256) write_copy(const __grid_constant__ CopyAr
   using T = typename Vec<Width>::T;
   const Column c = find_column(a.columns);
   wait_for_previous();
+  let_next_start();
   if (c.plane < 0) return;
   const ColumnPlane& plane = a.columns.plane[c.plane];
   const uint32_t first = blockIdx.x * (U * blockDim.y) + threadIdx.y;
@@ -110,6 +105,7 @@ template <int IO, int C, int Kind, int U>
 __global__ void __launch_bounds__(256, IO == KVX_DTYPE_F32 ? 3 : 5) write_chunks(const __grid_constant__ ChunkArgs a) {
   Column c = find_column(a.columns);
   wait_for_previous();
+  let_next_start();
   const bool idle = c.plane < 0;  // stays for the shuffles
   if (idle) c.plane = a.columns.count[0] ? 0 : 1;
   const ColumnPlane& plane = a.columns.plane[c.plane];
@@ -150,12 +146,8 @@ __global__ void __launch_bounds__(256, IO == KVX_DTYPE_F32 ? 3 : 5) write_chunks
         const uint32_t group = Kind == SCALE_PLAIN_8 ? c.index / 8 : a.group[c.plane].divide(c.index);
         const bool owns = c.index == group * lanes;
         if constexpr (is_plain) {
-          const PlainScale& plain = a.plain[c.plane];
-          float found = divide_by_qmax<C>(__uint_as_float(most));
-          found = found > 1e-6f ? found : 1e-6f;
-          if (owns)
-            *reinterpret_cast<float*>(plain.data + step(s.block, plain.block) + step(s.offset, plain.token) +
-                                      step(c.head, plain.head) + step(group, plain.group)) = found;
+          const float found = plain_scale<C>(most);
+          if (owns) *a.plain[c.plane].place(s.block, s.offset, c.head, group) = found;
           encode_chunk<IO, C>(place, raw[u], mine, Quantiser<C>::of_largest(found), a.width);
           continue;
         }
@@ -281,8 +273,7 @@ kvx_status_t run_rows(const WriteParams& p, int plane, unsigned long long* error
 
 ScaleKind kind_of(const ScaleParams& s) {
   if (s.mode <= SCALE_READ && s.block == 0 && s.token == 0) return SCALE_FIXED;
-  const bool small = s.block <= kMaxStride && s.token <= kMaxStride && s.head <= kMaxStride && s.group <= kMaxStride;
-  if (s.mode != SCALE_COMPUTED || s.dtype != KVX_DTYPE_F32 || s.tensor_scale || !small) return SCALE_ANY;
+  if (!is_plain(s)) return SCALE_ANY;
   return s.group_size == 8 * kChunk ? SCALE_PLAIN_8 : SCALE_PLAIN;
 }
 
@@ -328,9 +319,7 @@ kvx_status_t write_planes(const WriteParams& p, int first, int last, unsigned lo
       set_chunk_columns(p.plane[i], p.rows[i], p.num_heads, &a.columns.plane[i], &a.columns.count[i]);
       a.scale[i] = p.plane[i].scale;
       a.group[i] = make_fast_divider(p.plane[i].scale.group_size / kChunk);
-      const ScaleParams& scale = p.plane[i].scale;
-      a.plain[i] = PlainScale{scale.data, uint32_t(scale.block), uint32_t(scale.token), uint32_t(scale.head),
-                              uint32_t(scale.group)};
+      a.plain[i] = make_plain(p.plane[i].scale);
     }
     const Tile tile = make_tile(int64_t(a.columns.count[0]) + a.columns.count[1]);
     for (int i = first; i <= last; i++)
