@@ -124,6 +124,7 @@ kvx_status_t place_buffers(const Bound& bound, DeviceTables* out, Ahead* ahead);
 // The blocks of a run. Ids of the host go with each launch where they fit; others, and lengths, are put into `slot`,
 // whose first `bytes` are then to be sent. NULL: nothing is.
 kvx_status_t place_blocks(const BlockTables& blocks, DeviceTables* out, SlotRef* slot, size_t* bytes);
+kvx_status_t add_box_launches(const Bound& bound, Residue* residue);
 kvx_status_t add_cell_launches(const Bound& bound, Residue* residue);
 
 }  // namespace cuda
