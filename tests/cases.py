@@ -246,6 +246,10 @@ SHAPES = [
     Case(layout="kv | block head dim/4 token dim%4", format="int4_per_group", head_dim=64, note="packed_int4"),
     Case(layout="packed8", format="fp8_e4m3_per_token_head", head_dim=64, note="packed_fp8"),
     Case(layout="block kv head dim/8 token dim%8", note="packed_interleaved"),
+    Case(layout="kv block head dim/16 token dim%16", format="fp8_e4m3_per_token_head", head_dim=64, note="packed16_fp8"),
+    Case(layout="kv block head dim/32 token dim%32", format="nvfp4", head_dim=128, note="packed32_nvfp4"),
+    Case(head_dim=64, v_head_dim=128, format="nvfp4", note="uneven_groups"),
+    Case(head_dim=128, v_head_dim=64, format="nvfp4", note="uneven_groups"),
     Case(layout="(kv head) block token dim", format="mxfp8", head_dim=64, note="kv_with_head"),
 ]
 ALL = [*PLAIN, *QUANTISED, *SHAPES]

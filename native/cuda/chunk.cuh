@@ -186,8 +186,8 @@ template <int C, bool Tame> __device__ __forceinline__ uint32_t encode_four(floa
 }
 
 // e2m1 of two tame elements, without their signs, in the halves of a word. Under 2 values are 0.5 apart, then 1, then
-// 2, and a sum with 2^22, 2^23 or 2^24 is rounded to that. Its last bits count steps; the least of the three is the
-// code.
+// 2, and a sum with 2^22, 2^23 or 2^24 is rounded to that. Its last bits count steps, with 2 or 4 added for the smaller
+// steps there were before; the least of the three is the code.
 __device__ __forceinline__ uint32_t e2m1_magnitudes(float a, float b) {
   a = fminf(fabsf(a), 6.f), b = fminf(fabsf(b), 6.f);
   const auto halves = [&](float magic) {
@@ -355,10 +355,12 @@ __device__ __forceinline__ float settle_scale(const ScaleParams& s, int dtype, i
   if (s.dtype == KVX_DTYPE_F32) {
     scale = one_nan(scale);
     if (owns) *reinterpret_cast<float*>(place) = scale;
-  } else if (s.dtype == KVX_DTYPE_F8_E4M3) {  // by the instructions for it
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890  // which have instructions for it
+  } else if (s.dtype == KVX_DTYPE_F8_E4M3) {
     const __nv_fp8_storage_t code = __nv_cvt_float_to_fp8(scale, __NV_SATFINITE, __NV_E4M3);
     if (owns) *reinterpret_cast<__nv_fp8_storage_t*>(place) = code;
     scale = __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
+#endif
   } else {
     alignas(4) char stored[4];
     store_scale(stored, s.dtype, scale);

@@ -71,7 +71,7 @@ __device__ __forceinline__ void rotate_pair(float* lo, float* hi, float c, float
   *hi = __fadd_rn(__fmul_rn(b, c), __fmul_rn(a, s));
 }
 
-// Eight numbers of a table or a weight, widened. 16-byte aligned.
+// Eight numbers, widened. 16-byte aligned.
 __device__ __forceinline__ void load_eight(const char* p, int dtype, float* x) {
   if (dtype == KVX_DTYPE_F32) {
     const float4 lo = __ldg(reinterpret_cast<const float4*>(p)), hi = __ldg(reinterpret_cast<const float4*>(p + 16));

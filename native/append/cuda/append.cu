@@ -1,9 +1,9 @@
 // Norm, rotation and append on the device, one launch a call. Two kernels: sixteen elements a lane, and one row a warp
 // by way of shared memory for the rest (odd sizes, strided elements, casts, formats that differ in K and V).
 //
-// What the first needs most is many threads on their way to memory: few registers each. So weights are in shared
+// What the first needs most is many threads on their way to memory, so few registers each: weights are in shared
 // memory, cos and sin are read again for every row (L1 has them), and halves of a row that rotate together are coded
-// where they are, not brought back into order first.
+// where they are. Only rows that rotate in part, and have scales of groups, are brought back into order first.
 #include "append/append.h"
 
 #include "cuda/columns.cuh"
@@ -448,8 +448,8 @@ bool fits_lanes(const AppendParams& p) {
   return (k.num_groups > 1) == (v.num_groups > 1) && (k.num_groups == 1 || k.group_size == v.group_size);
 }
 
-// Rows a thread sees: few where the device would not be filled, otherwise enough to make cos, sin and weights worth
-// keeping, and such that few threads are left over.
+// Rows a thread sees: few where the device would not be filled, otherwise as many as slot, position and weights are
+// worth being read for, and such that few threads are left over.
 uint32_t rounds_of(int64_t tokens, uint32_t rows, uint32_t lanes, int num_sms) {
   uint32_t best = 1, waste = rows;
   for (uint32_t rounds = 6; rounds > 1; rounds--) {
