@@ -161,7 +161,7 @@ test-engines: engines
 	$(LMCACHE)/bin/python -m pytest tests/engines/test_lmcache.py tests/engines/test_lmcache_faults.py tests/engines/test_lmcache_hybrids.py tests/engines/test_lmcache_remote.py tests/engines/test_lmcache_server.py tests/engines/test_lmcache_vllm.py
 
 build-gpu:
-	KVX_REQUIRE_CUDA=1 KVX_CUDA_ARCHS="$(TEST_ARCHS)" cmake -S . -B $(GPU_BUILD) -G Ninja -DCMAKE_INSTALL_PREFIX="$(CURDIR)" >/dev/null
+	KVX_REQUIRE_CUDA=1 KVX_LINEINFO=ON KVX_CUDA_ARCHS="$(TEST_ARCHS)" cmake -S . -B $(GPU_BUILD) -G Ninja -DCMAKE_INSTALL_PREFIX="$(CURDIR)" >/dev/null
 	cmake --build $(GPU_BUILD)
 	cmake --install $(GPU_BUILD) >/dev/null
 

@@ -31,7 +31,7 @@ def folder(tmp_path_factory) -> Path:
 def configure(folder: Path, *, gpus: str = "", nvcc: bool = True, keep: bool = False, **env: str) -> str:
     """What cmake says on a machine with these GPUs, in a folder that is new to it or, with `keep`, as the last case left it."""
     write_command(folder / "bin", "nvidia-smi", f"printf '%s\\n' {gpus}")
-    names = ("KVX_CUDA", "KVX_CUDA_ARCHS", "KVX_REQUIRE_CUDA", "KVX_STATIC", "KVX_SANITIZE")
+    names = ("KVX_CUDA", "KVX_CUDA_ARCHS", "KVX_REQUIRE_CUDA", "KVX_LINEINFO", "KVX_STATIC", "KVX_SANITIZE")
     clean = {name: value for name, value in os.environ.items() if name not in names}
     clean |= {"PATH": f"{folder / 'bin'}:{BIN}:{os.environ['PATH']}", **env}
     args = ["cmake", "-S", str(ROOT), "-B", str(folder / "build"), "-G", "Ninja"]
@@ -63,6 +63,16 @@ def test_a_gpu_is_compiled_for(folder, gpus, archs):
     said = configure(folder, gpus=gpus)
     assert f"kvx: built for the CPU and for CUDA {archs}" in said
     assert f'"cuda_archs": "{archs}"' in (folder / "build/libkvx.json").read_text()  # for kvx/ops/library.py
+
+
+@needs_nvcc
+def test_line_numbers_of_kernels_are_kept_where_asked_for(folder):
+    """They make the library three times as large."""
+    flags = folder / "build/build.ninja"
+    configure(folder, gpus="9.0")
+    assert "--fmad=false" in flags.read_text() and "-lineinfo" not in flags.read_text()
+    configure(folder, gpus="9.0", KVX_LINEINFO="ON")
+    assert "-lineinfo" in flags.read_text()
 
 
 @needs_nvcc
