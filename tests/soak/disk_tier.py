@@ -37,6 +37,7 @@ STEADY, NUM_WORKERS, MOST_THREADS = 0, 3, 4
 WAIT_S = 40.0  # for one call of a tier; a worker is stopped for 6 s at most
 # What a call may say to a process that was stopped long: others took its unfinished file for a killed one's.
 LATE = "No such file"
+ENDING = (signal.SIGINT, signal.SIGTERM)
 SHOWN = ("hits", "killed", "stopped", "evicted", "rests")  # without which a trial shows nothing
 
 
@@ -140,6 +141,7 @@ class Slot:
             try:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to all; the parent ends its children
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
                 faulthandler.enable()
                 for fd in (self.commands, self._said, *(fd for o in others for fd in (o.commands, o._said))):
                     os.close(fd)
@@ -229,7 +231,12 @@ class Trial:
 
     def _start(self, n: int) -> None:
         others = [s for i, s in self.slots.items() if i != n]
-        self.slots[n] = Slot(self.folder, self.rng.randrange(1 << 30), others)
+        # Ctrl-C waits: what Python runs around a fork loses a KeyboardInterrupt, and the lock of logging with it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        try:
+            self.slots[n] = Slot(self.folder, self.rng.randrange(1 << 30), others)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if n != STEADY:
             self.slots[n].ends_s = time.monotonic() + self.rng.choice((0.02, 0.3, 3)) * self.rng.random()
 
