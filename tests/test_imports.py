@@ -172,6 +172,7 @@ def test_types_are_strict_but_where_others_have_none():
     assert settings["strict"] is True
     ours = {name for row in settings["overrides"] for name in row["module"] if name.startswith("kvx")}
     assert ours == {
+        "kvx.runner.few_rows",
         "kvx.runner.fused",
         "kvx.adapters.lmcache.*",
         "kvx.adapters.sglang.*",

@@ -130,10 +130,10 @@ def _gemms(model: Model, batch: int) -> Callable[[], None]:
 
     def run() -> None:
         for layer in w.layers:
-            x @ layer.qkv
-            heads @ layer.out
-            x @ layer.gate_up
-            wide @ layer.down
+            model.gemm(x, layer.qkv)
+            model.gemm_parts(heads, layer.out)
+            model.gated(x, layer.gate_up)
+            model.gemm_parts(wide, layer.down)
         model.logits(x)
 
     return run

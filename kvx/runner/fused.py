@@ -1,20 +1,37 @@
-"""Small steps between GEMMs as one kernel each, on a GPU with Triton: at a few rows they are launches and little else."""
+"""Small steps between GEMMs as one kernel each, on a GPU with Triton: at a few rows they are launches and little else.
+
+From Hopper on they are launched early, and let the next kernel start before they wait for the one ahead of them. That next one is
+a GEMM: those of few_rows.py read nothing but weights until they have waited too, and those of torch are not launched early.
+"""
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _add_rms_norm(h, x, weight, out, eps, width: tl.constexpr, block: tl.constexpr):
+def _add_rms_norm(h, x, weight, out, eps, plane, parts, width: tl.constexpr, block: tl.constexpr, is_early: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, block)
     inside = at < width
+    if is_early:
+        gdc_launch_dependents()
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    new = tl.load(h + row + at, mask=inside, other=0.0) + tl.load(x + row + at, mask=inside, other=0.0)
+    if is_early:
+        gdc_wait()
+    x += row + at
+    product = tl.load(x, mask=inside, other=0.0)
+    for _ in range(1, parts):
+        x += plane
+        product += tl.load(x, mask=inside, other=0.0)
+    old = tl.load(h + row + at, mask=inside, other=0.0)
+    new = old + product.to(old.dtype)
     tl.store(h + row + at, new, mask=inside)
     y = new.to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y) / width + eps) * w
@@ -22,28 +39,54 @@ def _add_rms_norm(h, x, weight, out, eps, width: tl.constexpr, block: tl.constex
 
 
 @triton.jit
-def _silu_mul(gate_up, out, width, block: tl.constexpr):
+def _silu_mul(gate_up, out, width, block: tl.constexpr, is_early: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width
+    if is_early:
+        gdc_launch_dependents()
+        gdc_wait()
     gate = tl.load(gate_up + 2 * row * width + at, mask=inside, other=0.0)
     up = tl.load(gate_up + (2 * row + 1) * width + at, mask=inside, other=0.0)
     g = gate.to(tl.float32)
     tl.store(out + row * width + at, (g / (1.0 + tl.exp(-g))).to(gate.dtype) * up, mask=inside)
 
 
+def work_on(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+@cache
+def _starts_early(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def add_rms_norm(h: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """h += x, rounded to h's type; then h's norm."""
+    """h += x, rounded to h's type; then h's norm. x may be parts [parts, rows, width], which are added up first, in their order."""
     rows, width = h.shape
-    out = torch.empty_like(h)
+    parts = x.shape[0] if x.dim() == 3 else 1
+    out, is_early = torch.empty_like(h), _starts_early(h.device)
     with torch.cuda.device(h.device):  # Triton launches on the current one
-        _add_rms_norm[(rows,)](h, x, weight, out, eps, width, triton.next_power_of_2(width), num_warps=8)
+        _add_rms_norm[(rows,)](
+            h,
+            x,
+            weight,
+            out,
+            eps,
+            rows * width,
+            parts,
+            width,
+            triton.next_power_of_2(width),
+            is_early,
+            num_warps=8,
+            launch_pdl=is_early,
+        )
     return out
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [rows, (gate, up)]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, width)
+    out, is_early = gate_up.new_empty(rows, width), _starts_early(gate_up.device)
     with torch.cuda.device(gate_up.device):
-        _silu_mul[(rows, triton.cdiv(width, 1024))](gate_up, out, width, 1024, num_warps=4)
+        _silu_mul[(rows, triton.cdiv(width, 1024))](gate_up, out, width, 1024, is_early, num_warps=4, launch_pdl=is_early)
     return out

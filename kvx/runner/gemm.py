@@ -25,13 +25,14 @@ def pack(rows: Tensor, *, may_share: bool = False) -> Tensor:
     """A matrix of [out, in] as `gemm` takes it: [in, out], or in oneDNN's own order where torch's BLAS would pack it in every call.
 
     That is OpenBLAS, on Arm: with 8 rows SmolLM2's GEMMs take 65 ms a step that way and 50 packed (Neoverse N1, 2 cores). With
-    one row they take 29 and 32. The two ops are those of torch's own Inductor.
+    one row they take 29 and 32. The two ops are those of torch's own Inductor. On a GPU it stays as it is: GEMMs take either order,
+    and few_rows.py this one.
     `may_share`: not a copy where nothing is packed, as for a head that is the embedding too.
     """
     if _is_packed_here(rows):
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(rows.contiguous())
         return packed
-    return rows.t() if may_share else rows.t().contiguous()
+    return rows.t() if may_share or rows.is_cuda else rows.t().contiguous()
 
 
 def unpack(w: Tensor) -> Tensor:

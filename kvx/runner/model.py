@@ -1,11 +1,10 @@
-"""Model: a decoder over a PagedCache. torch does the GEMMs and the norms over the hidden size; KVX does what touches the cache."""
+"""Model: a decoder over a PagedCache. KVX does what touches the cache; torch the rest, but for small batches on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -54,6 +53,17 @@ def layer_groups(config: ModelConfig, *, num_blocks: int, block_size: int, kv_fo
     return [LayerGroup("full", tuple(range(config.num_layers)), spec)]
 
 
+def _kernels(name: str, device: torch.device) -> Any:
+    """A module of Triton kernels; None on a host, on a device that they do not run on, and without Triton or with an old one."""
+    if device.type != "cuda":
+        return None
+    try:
+        module = import_module(f"kvx.runner.{name}")
+    except ImportError:
+        return None
+    return module if module.work_on(device) else None
+
+
 class Model:
     is_one_pass = True
 
@@ -64,7 +74,7 @@ class Model:
         self._cos, self._sin = (f(angles).to(dtype).float() for f in (torch.cos, torch.sin))
         self._is_mixed = weights.embed.dtype != dtype
         self.workspace: Tensor | None = None
-        self._fused = import_module("kvx.runner.fused") if cache.device.type == "cuda" and find_spec("triton") is not None else None
+        self._fused, self._few_rows = _kernels("fused", cache.device), _kernels("few_rows", cache.device)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch) -> Tensor:
@@ -79,20 +89,20 @@ class Model:
         x = rms_norm(h, (c.hidden_size,), w.layers[0].norm, c.norm_eps)
         for i, layer in enumerate(w.layers):
             handle = self.cache.layer(i)
-            qkv = self._gemm(x, layer.qkv, layer.qkv_bias)
+            qkv = self.gemm(x, layer.qkv, layer.qkv_bias)
             qkv_norm_rope_append(
                 q, handle.cache, qkv, slot_mapping=batch.slot_mapping(handle.group), spec=handle.spec, q_weight=layer.q_norm,
                 k_weight=layer.k_norm, eps=c.norm_eps, **(rotation if c.does_rotate(i) else {}), **handle.scales,
             )  # fmt: skip
             attend(q, handle.cache, batch.table(handle.group), spec=handle.spec, out=attended, lse=lse, **how, **handle.scales)
             x = self._add_norm(h, attended.view(tokens, -1), layer.out, layer.mlp_norm)
-            x = self._add_norm(h, self._gated(self._gemm(x, layer.gate_up)), layer.down, norms[i])
+            x = self._add_norm(h, self.gated(x, layer.gate_up), layer.down, norms[i])
         return x
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] f32."""
-        return self._gemm(hidden, self.weights.head).float()
+        return self.gemm(hidden, self.weights.head).float()
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits after each sequence's last token of this step."""
@@ -113,26 +123,42 @@ class Model:
             how |= {"workspace": self.workspace, "planned": True}
         return (attention_decode if is_decode else attention_varlen), how
 
-    def _gemm(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    def gemm(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[rows, out] of x [rows, in]."""
+        if self._few_rows is not None and self._few_rows.takes(x, w):
+            few: Tensor = self._few_rows.gemm(x, w, bias)
+            return few
         if self._is_mixed:
             x = x.to(w.dtype)
         y = gemm(x, w, bias)
         return y.to(self.dtype) if self._is_mixed else y
 
+    def gemm_parts(self, x: Tensor, w: Tensor) -> Tensor:
+        """The same, or [parts, rows, out] in f32 that add up to it."""
+        if self._few_rows is not None and self._few_rows.takes(x, w):
+            parts: Tensor = self._few_rows.gemm_parts(x, w)
+            return parts
+        return self.gemm(x, w)
+
     def _add_norm(self, h: Tensor, x: Tensor, w: Tensor, norm: Tensor) -> Tensor:
         """h += x @ w; then its norm. 16-bit sums round the product first, as Transformers' do."""
         if self._fused is not None:
-            normed: Tensor = self._fused.add_rms_norm(h, self._gemm(x, w), norm, self.config.norm_eps)
+            normed: Tensor = self._fused.add_rms_norm(h, self.gemm_parts(x, w), norm, self.config.norm_eps)
             return normed
         if self.dtype == torch.float32:
             gemm_add(h, x, w)
         else:
-            h.add_(self._gemm(x, w))
+            h.add_(self.gemm(x, w))
         return rms_norm(h, norm.shape, norm, self.config.norm_eps)
 
-    def _gated(self, gate_up: Tensor) -> Tensor:
-        """The activation of gate, times up."""
-        if self._fused is not None and self.config.activation == "silu":
+    def gated(self, x: Tensor, w: Tensor) -> Tensor:
+        """[rows, out]: the activation of gate, times up, of x times [in, (gate, up)]."""
+        is_silu = self.config.activation == "silu"
+        if is_silu and self._few_rows is not None and self._few_rows.takes(x, w):
+            few: Tensor = self._few_rows.gemm_silu_mul(x, w)
+            return few
+        gate_up = self.gemm(x, w)
+        if is_silu and self._fused is not None:
             gated: Tensor = self._fused.silu_mul(gate_up)
             return gated
         gate, up = gate_up.chunk(2, -1)

@@ -83,8 +83,11 @@ def random_weights(config: ModelConfig, *, dtype: torch.dtype, device: str | tor
     """A model of this shape that says nothing: for timing."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
-    def matrix(*shape: int) -> Tensor:
+    def normal(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02, generator=generator)
+
+    def matrix(fan_in: int, fan_out: int) -> Tensor:
+        return normal(fan_out, fan_in).t()  # as a checkpoint has it
 
     def ones(n: int) -> Tensor:
         return torch.ones(n, dtype=dtype, device=device)
@@ -95,7 +98,7 @@ def random_weights(config: ModelConfig, *, dtype: torch.dtype, device: str | tor
         LayerWeights(
             norm=ones(c.hidden_size),
             qkv=matrix(c.hidden_size, q + 2 * kv),
-            qkv_bias=matrix(q + 2 * kv) if c.has_qkv_bias else None,
+            qkv_bias=normal(q + 2 * kv) if c.has_qkv_bias else None,
             q_norm=ones(c.head_dim) if c.has_qk_norm else None,
             k_norm=ones(c.head_dim) if c.has_qk_norm else None,
             out=matrix(q, c.hidden_size),
@@ -105,6 +108,6 @@ def random_weights(config: ModelConfig, *, dtype: torch.dtype, device: str | tor
         )
         for _ in range(c.num_layers)
     )
-    embed = matrix(c.vocab_size, c.hidden_size)
-    head = embed if c.is_tied else matrix(c.vocab_size, c.hidden_size)
+    embed = normal(c.vocab_size, c.hidden_size)
+    head = embed if c.is_tied else normal(c.vocab_size, c.hidden_size)
     return Weights(embed, layers, ones(c.hidden_size), pack(head, may_share=head is embed), c.inverse_frequencies().to(device))
