@@ -8,7 +8,8 @@ namespace cuda {
 
 namespace {
 
-// One block of threads: a running sum of tiles over the sequences, then every share's place in it.
+// One block of threads: a running sum of tiles over the sequences, then every share's place in it, and every item's
+// shares.
 __global__ void __launch_bounds__(kPlanThreads) make_plan(const __grid_constant__ PlanArgs a) {
   wait_for_previous();
   int32_t* first_tile = reinterpret_cast<int32_t*>(a.workspace + a.shape.first_tile_at);
@@ -34,6 +35,22 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const __grid_constant_
     start[w] =
         WorkerStart{low, inside / of_seq * a.shape.lines, inside % of_seq, clamped_length(a.kv, low, a.max_seq_len)};
   }
+  __syncthreads();
+  PlanItem* items = reinterpret_cast<PlanItem*>(a.workspace + a.shape.item_at);
+  const int64_t num_items = int64_t(a.num_seqs) * a.line_heads;
+  for (int64_t i = threadIdx.x; i < num_items; i += kPlanThreads) {
+    const int32_t seq = int32_t(i / a.line_heads), head = int32_t(i % a.line_heads),
+                  of_seq = first_tile[seq + 1] - first_tile[seq];
+    PlanItem item = {0, 0, 0, 0};
+    if (of_seq) {
+      const long long begin = (long long)first_tile[seq] * a.line_heads + (long long)head * of_seq;
+      item.first_share = int32_t(((begin + 1) * workers - 1) / tiles),
+      item.last_share = int32_t(((begin + of_seq) * workers - 1) / tiles);
+      const WorkerStart first = start[item.first_share];
+      item.first_slot = first.seq == seq && first.head == head * a.shape.lines ? 0 : 1;
+    }
+    items[i] = item;
+  }
 }
 
 int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -52,7 +69,8 @@ PlanShape plan_shape(const AttentionParams& p, int rows, int workers) {
   s.max_workers = workers, s.rows = rows, s.lines = lines_of(p.num_kv_heads, workers);
   s.first_tile_at = aligned(sizeof(PlanHeader));
   s.start_at = s.first_tile_at + aligned((p.num_seqs + 1) * 4);
-  s.partial_at = s.start_at + aligned(int64_t(workers) * sizeof(WorkerStart));
+  s.item_at = s.start_at + aligned(int64_t(workers) * sizeof(WorkerStart));
+  s.partial_at = s.item_at + aligned(p.num_seqs * (p.num_kv_heads / s.lines) * int64_t(sizeof(PlanItem)));
   s.partial_bytes = aligned(rows * (p.v_head_dim + 2) * 4);
   s.bytes = s.partial_at + 2 * workers * s.partial_bytes;
   return s;

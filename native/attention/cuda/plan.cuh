@@ -7,7 +7,8 @@
 // heads l, l + lines, ..., head by head in each sequence. A (sequence, head) that several workers share leaves parts in
 // the workspace, which a second, small launch adds up in the order of the line: results do not depend on who was first.
 //
-//   workspace: header | first_tile[num_seqs + 1] | start[shares] | parts[2 * workers]
+//   workspace: header | first_tile[num_seqs + 1] | start[shares] | items[num_seqs * heads of a line] | parts[2 *
+//   workers]
 #pragma once
 #include "attention/attention.h"
 #include "cuda/device.cuh"
@@ -29,8 +30,14 @@ struct WorkerStart {
   int32_t length;           // of the sequence, so that nobody has to ask for it first
 };
 
+// A (sequence, head) of every line, for who adds its parts up: the shares that have one, and which of the first share's
+// two it is. The first share came to it after other items, unless it began with it.
+struct PlanItem {
+  int32_t first_share, last_share, first_slot, reserved;
+};
+
 struct PlanShape {
-  int64_t first_tile_at, start_at, partial_at, bytes;
+  int64_t first_tile_at, start_at, item_at, partial_at, bytes;
   int64_t partial_bytes;  // of one: [rows, v_head_dim] f32 and [rows, 2] f32 (largest score, sum)
   int32_t max_workers, rows, lines;
 };

@@ -21,16 +21,9 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArg
   const int lines = a.plan.lines, head_of_line = kv_head / lines, line = kv_head - head_of_line * lines;
   int first_share = 0, last_share = 0, first_slot = 0;
   if (seq64 < a.num_seqs && row < rows_of(a, seq)) {
-    const PlanHeader plan = load_now<PlanHeader>(a.workspace);
-    const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
-    const long long from = __ldcg(first_tile + seq), of_seq = __ldcg(first_tile + seq + 1) - from,
-                    begin = from * (a.num_kv_heads / lines) + head_of_line * of_seq;
-    first_share = int(((begin + 1) * plan.workers - 1) / plan.tiles),
-    last_share = int(((begin + of_seq) * plan.workers - 1) / plan.tiles);
-    // The first worker came to it after other items, unless it began with it.
-    const WorkerStart start =
-        load_now<WorkerStart>(a.workspace + a.plan.start_at + first_share * int64_t(sizeof(WorkerStart)));
-    first_slot = start.seq == seq && start.head + line == kv_head ? 0 : 1;
+    const int64_t number = int64_t(seq) * (a.num_kv_heads / lines) + head_of_line;
+    const PlanItem item = load_now<PlanItem>(a.workspace + a.plan.item_at + number * int64_t(sizeof(PlanItem)));
+    first_share = item.first_share, last_share = item.last_share, first_slot = item.first_slot;
   }
   constexpr int kUnroll = kPerLane > 8 ? 4 : 8;
   wait_for_previous();
@@ -50,9 +43,10 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArg
                            parts + (2 * (int64_t(of) * lines + line) + (of == first_share ? first_slot : 0)) *
                                        a.plan.partial_bytes) +
                        row * width;
-      top[u] = __ldcg(p), under[u] = s + u > last_share ? 0.f : __ldcg(p + 1);
+      const bool is_part = s + u <= last_share;  // most rows have two or three
+      top[u] = is_part ? __ldcg(p) : 0.f, under[u] = is_part ? __ldcg(p + 1) : 0.f;
 #pragma unroll
-      for (int i = 0; i < kPerLane; i++) part[u][i] = has_dim(i) ? __ldcg(p + 2 + i * 32 + lane) : 0.f;
+      for (int i = 0; i < kPerLane; i++) part[u][i] = is_part && has_dim(i) ? __ldcg(p + 2 + i * 32 + lane) : 0.f;
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; u++) {
