@@ -222,23 +222,21 @@ def tiers_section() -> Iterator[str]:
 
 
 def step_section() -> Iterator[str]:
-    path = newest("step-cuda.txt")
-    text = path.read_text()
-    result = Result(path, "kvx bench step", ", ".join(text.splitlines()[0].split(" · ")[:3]), [])
+    result = read("step-cuda.json")
     yield from ["## A decode step of an 8B model", "", *source(result, _STEP)]
     rows = []
-    steps = re.findall(r" step KV (\w+): (\d+) us.*?need (\d+) us: .*?\n(.*?)(?=\n step|\Z)", text, re.S)
-    for name, total, least, parts in steps:
-        times = dict(re.findall(r"^ +(\w+) +(\d+) us", parts, re.M))
-        shares = dict(re.findall(r"^ +(\w+) .*?(\d+)% of read", parts, re.M))
-        ms = [f"{int(x) / 1e3:.2f} ms" for x in (total, times["GEMM"], times["attention"], times["rest"], least)]
-        rows.append([name, *ms, f"{shares['GEMM']}%", f"{shares['attention']}%", percent(int(least) / int(total))])
+    for r in result.data["rows"]:
+        step, gemm, by_torch, attention = (r[k]["median_us"] for k in ("whole", "gemm", "torch_gemm", "attention"))
+        weights, kv = (r[k] / r["ceiling_gbps"] / 1e3 for k in ("weight_bytes", "kv_bytes"))
+        ms = [f"{us / 1e3:.2f} ms" for us in (step, gemm, by_torch, attention, step - gemm - attention, weights + kv)]
+        rows.append([r["kv_format"], *ms, percent(weights / gemm), percent(kv / attention), percent((weights + kv) / step)])
     head = [
         "KV format",
         "step",
         "GEMMs",
+        "GEMMs by torch",
         "attention",
-        "norms, append, activations",
+        "norms, append",
         "lower bound: its memory traffic at peak bandwidth",
     ]
     yield from table([*head, "GEMMs: share of peak", "attention: share of peak", "step: share of peak"], rows)

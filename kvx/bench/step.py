@@ -1,8 +1,8 @@
 """kvx bench step: one decode step of a model of Qwen3-8B's shape, as a CUDA graph, beside the time of its memory traffic.
 
 Weights are random and the cache's numbers too: times do not hang on them. Bytes are every weight once, and K and V of every token
-once; the share is of what the device can read. GEMMs and attention are also timed alone; what is left is norms, append, activations
-and the gaps between kernels.
+once; the share is of what the device can read. GEMMs and attention are also timed alone; what is left is norms, append and the gaps
+between kernels. Beside the GEMMs stands what torch takes for them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ KV_FORMATS = ("bf16", "fp8", "int8")
 class StepRow:
     kv_format: str
     whole: Timing
-    gemm: Timing
+    gemm: Timing  # with the activation between two of them, which is in their kernel
+    torch_gemm: Timing
     attention: Timing
     weight_bytes: int
     kv_bytes: int
@@ -55,8 +56,9 @@ class StepRow:
             f" step KV {self.kv_format}: {self.whole.median_us:.0f} us ({self.whole.p10_us:.0f}-{self.whole.p90_us:.0f}); "
             f"memory traffic at peak bandwidth {self.needed_us:.0f} us: {self.needed_us / self.whole.median_us:.0%} of peak\n"
             + part("GEMM", self.gemm.median_us, self.weight_bytes)
+            + part("by torch", self.torch_gemm.median_us, self.weight_bytes)
             + part("attention", self.attention.median_us, self.kv_bytes)
-            + f"   {'rest':<10} {rest:8.0f} us | norms, append, activations, residuals"
+            + f"   {'rest':<10} {rest:8.0f} us | norms, append, residuals"
         )
 
 
@@ -71,8 +73,9 @@ def measure(config: ModelConfig = QWEN3_8B, batch: int = BATCH, context: int = C
         _check(model, work)
         step = cache.plan(work)
         row = StepRow(
-            name, _time(partial(model.forward, step)), _time(_gemms(model, batch)), _time(_attention(model, step)),
-            _weight_bytes(model), batch * context * sum(g.spec.of_kv.token_bytes * len(g.layers) for g in cache.groups), ceiling,
+            name, _time(partial(model.forward, step)), _time(_gemms(model, batch)), _time(_torch_gemms(model, batch)),
+            _time(_attention(model, step)), _weight_bytes(model),
+            batch * context * sum(g.spec.of_kv.token_bytes * len(g.layers) for g in cache.groups), ceiling,
         )  # fmt: skip
         rows.append(row)
         del model, cache, step
@@ -90,7 +93,7 @@ def measure(config: ModelConfig = QWEN3_8B, batch: int = BATCH, context: int = C
 def show(result: dict[str, Any]) -> str:
     lines = []
     for r in result["rows"]:
-        times = {k: Timing(**r[k]) for k in ("whole", "gemm", "attention")}
+        times = {k: Timing(**r[k]) for k in ("whole", "gemm", "torch_gemm", "attention")}
         lines.append(str(StepRow(**{**r, **times})))
     return "\n".join(lines)
 
@@ -135,6 +138,18 @@ def _gemms(model: Model, batch: int) -> Callable[[], None]:
             model.gated(x, layer.gate_up)
             model.gemm_parts(wide, layer.down)
         model.logits(x)
+
+    return run
+
+
+def _torch_gemms(model: Model, batch: int) -> Callable[[], None]:
+    c, w = model.config, model.weights
+    inputs = {n: torch.randn(batch, n, dtype=torch.bfloat16, device="cuda") for n in (c.hidden_size, c.intermediate_size)}
+    inputs[c.num_heads * c.head_dim] = torch.randn(batch, c.num_heads * c.head_dim, dtype=torch.bfloat16, device="cuda")
+
+    def run() -> None:
+        for matrix in (*(m for layer in w.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)), w.head):
+            inputs[matrix.shape[0]] @ matrix
 
     return run
 
