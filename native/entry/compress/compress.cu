@@ -48,16 +48,14 @@ template <int IO> kvx_status_t run_running(PoolArgs a, unsigned tasks, int share
   }
   auto kernel = IO == 0 || a.format == LANES_NONE ? pool_running<IO, FINISH_ANY> : pool_running < IO,
        IO == 0 ? FINISH_ANY : FINISH_LANES > ;
-  int fixed = sizeof(Pool) * kRunThreads * kWide<IO> + 8, threads = kRunThreads;
+  int fixed = sizeof(Pool) * kRunThreads * kWide<IO> + 8;
   if constexpr (IO != 0) {
     // Where pairs of windows are enough for nearly every multiprocessor.
     const int64_t pairs = divide_up(p.step.num_tokens, 2 * p.ratio);
     if (is_long && a.format != LANES_NONE && a.cluster == kRowCluster && p.dim == kRowChannels &&
         p.ratio % kPairBatch<IO> == 0 && pairs * kRowCluster * 10 >= num_sms * 9) {
-      const bool is_wide = pairs * kRowCluster <= num_sms;
-      kernel = is_wide ? pool_windows<IO, 2 * kRunThreads> : pool_windows<IO, kRunThreads>;
-      threads = is_wide ? 2 * kRunThreads : kRunThreads,
-      shared = 2 * (shared + int(sizeof(Pool)) * threads * kWide<IO>), fixed = 8;
+      kernel = pool_windows<IO>;
+      shared = 2 * (shared + int(sizeof(Pool)) * kRunThreads * kWide<IO>), fixed = 8;
       a.windows = uint32_t(pairs), tasks = unsigned(pairs + p.step.num_seqs);
     }
   }
@@ -68,7 +66,8 @@ template <int IO> kvx_status_t run_running(PoolArgs a, unsigned tasks, int share
   attributes[1].id = cudaLaunchAttributeClusterDimension, attributes[1].val.clusterDim.x = a.cluster,
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(tasks * a.cluster), config.blockDim = dim3(threads), config.dynamicSmemBytes = size_t(shared);
+  config.gridDim = dim3(tasks * a.cluster), config.blockDim = dim3(kRunThreads),
+  config.dynamicSmemBytes = size_t(shared);
   config.stream = static_cast<cudaStream_t>(stream), config.attrs = attributes,
   config.numAttrs = a.cluster > 1        ? 2
                     : can_launch_early() ? 1

@@ -139,10 +139,9 @@ template <int IO> __device__ __forceinline__ void pool_run(const PoolArgs& a, in
 }
 
 // Pools of one channel by all groups, added to m: the largest score first, so that weights do not wait for each other.
-template <int W, int Threads = kRunThreads> __device__ __forceinline__ void add_groups(Pool& m, const Pool* parts,
-                                                                                       uint32_t wide, uint32_t local) {
-  constexpr int kMost = Threads / 32;
-  const int groups = Threads >> (__ffs(wide) - 1);
+template <int W> __device__ __forceinline__ void add_groups(Pool& m, const Pool* parts, uint32_t wide, uint32_t local) {
+  constexpr int kMost = kRunWarps;
+  const int groups = kRunThreads >> (__ffs(wide) - 1);
   Pool part[kMost];
   float top = m.top;
 #pragma unroll
@@ -267,8 +266,8 @@ template <int IO> constexpr int kPairBatch = 4;  // tokens of each window that a
 
 // Tokens of both windows, token[w] on; -1: there is none. Pools of the block's 128 channels come out of `parts`, the
 // second window's after the first's. Batches are dealt to warps.
-template <int IO, int Threads> __device__ __forceinline__ void pool_pair(const PoolArgs& a, const int32_t (&token)[2],
-                                                                         uint32_t channel0, Pool* parts) {
+template <int IO> __device__ __forceinline__ void pool_pair(const PoolArgs& a, const int32_t (&token)[2],
+                                                            uint32_t channel0, Pool* parts) {
   constexpr int W = kWide<IO>, B = kPairBatch<IO>;
   const CompressParams& p = a.p;
   const uint32_t group = threadIdx.x / 32, quad = threadIdx.x % 32, channel = channel0 + quad * W;
@@ -279,7 +278,7 @@ template <int IO, int Threads> __device__ __forceinline__ void pool_pair(const P
     for (int i = 0; i < W; i++) m[w][i] = empty_pool();
   }
 #pragma unroll 1
-  for (int32_t i = int32_t(group) * B; i < p.ratio; i += Threads / 32 * B) {
+  for (int32_t i = int32_t(group) * B; i < p.ratio; i += kRunWarps * B) {
     Tokens<IO, B> t[2];
 #pragma unroll
     for (int w = 0; w < 2; w++) {
@@ -310,21 +309,21 @@ template <int IO, int Threads> __device__ __forceinline__ void pool_pair(const P
 #pragma unroll
   for (int w = 0; w < 2; w++) {
 #pragma unroll
-    for (int i = 0; i < W; i++) parts[w * Threads * W + part_place<W>(32, group, quad, i)] = m[w][i];
+    for (int i = 0; i < W; i++) parts[w * kRunThreads * W + part_place<W>(32, group, quad, i)] = m[w][i];
   }
   __syncthreads();
 }
 
 // The same of one stretch, of any length.
-template <int IO, int Threads> __device__ __forceinline__ void pool_few(const PoolArgs& a, const Run& r,
-                                                                        uint32_t channel0, Pool* parts) {
+template <int IO> __device__ __forceinline__ void pool_few(const PoolArgs& a, const Run& r, uint32_t channel0,
+                                                           Pool* parts) {
   constexpr int W = kWide<IO>;
   const uint32_t group = threadIdx.x / 32, quad = threadIdx.x % 32, channel = channel0 + quad * W;
   Pool m[W];
 #pragma unroll
   for (int i = 0; i < W; i++) m[i] = empty_pool();
 #pragma unroll 1
-  for (int32_t i = int32_t(group) * kBatch; i < r.count; i += Threads / 32 * kBatch) {
+  for (int32_t i = int32_t(group) * kBatch; i < r.count; i += kRunWarps * kBatch) {
     const auto t = load_tokens<IO, kBatch>(a.p, r.token + i, 0, r.count - i, channel);
     add_slots(m, slots_of<IO>(a.p, t, 0, r.row + i, 0, r.count - i, channel));
   }
@@ -334,10 +333,10 @@ template <int IO, int Threads> __device__ __forceinline__ void pool_few(const Po
   __syncthreads();
 }
 
-// Whole windows by pairs, and after them the sequences' edges: those have less to do. Blocks are wide where there is
-// one for each multiprocessor, and else two, so that one pools while another finishes.
-template <int IO, int Threads> __global__ void __launch_bounds__(Threads, 512 / Threads)
-    pool_windows(const __grid_constant__ PoolArgs a) {
+// Whole windows by pairs, and after them the sequences' edges: those have less to do. Two blocks fit a multiprocessor,
+// so that one pools while another finishes. Where only one does, clusters have to wait for each other even if there are
+// no more blocks than multiprocessors, because the four of a cluster stand side by side.
+template <int IO> __global__ void __launch_bounds__(kRunThreads, 2) pool_windows(const __grid_constant__ PoolArgs a) {
   constexpr int W = kWide<IO>;
   constexpr uint32_t kSlice = kRowChannels / kRowCluster;
   extern __shared__ __align__(16) float rows[];
@@ -371,12 +370,12 @@ template <int IO, int Threads> __global__ void __launch_bounds__(Threads, 512 / 
     const int sent = int(token[0] >= 0) + int(token[1] >= 0);
     if (sent == 0) return;
     expect_means(&barrier, rank, sent * int(4 * kRowChannels));
-    pool_pair<IO, Threads>(a, token, channel0, parts);
+    pool_pair<IO>(a, token, channel0, parts);
     cluster_wait();
     const uint32_t w = threadIdx.x / kSlice, local = threadIdx.x % kSlice;
     if (w < 2 && (w ? token[1] : token[0]) >= 0) {
       Pool m = empty_pool();
-      add_groups<W, Threads>(m, parts + w * Threads * W, 32, local);
+      add_groups<W>(m, parts + w * kRunThreads * W, 32, local);
       send_mean(rows + w * uint32_t(a.row_floats) + channel0 + local, &barrier, mean_of(m));
     }
   } else {
@@ -393,11 +392,11 @@ template <int IO, int Threads> __global__ void __launch_bounds__(Threads, 512 / 
     for (int i = 0; i < 2; i++) {
       const Run r = i ? edge.run[1] : edge.run[0];
       if (!r.is_there) continue;
-      pool_few<IO, Threads>(a, r, channel0, parts);
+      pool_few<IO>(a, r, channel0, parts);
       if (threadIdx.x >= kSlice) continue;
       Pool m = empty_pool();
       if (r.adds) m = Pool{state[0], state[kRowChannels], state[kRowChannels] * state[2 * kRowChannels]};
-      add_groups<W, Threads>(m, parts, 32, threadIdx.x);
+      add_groups<W>(m, parts, 32, threadIdx.x);
       const float mean = r.count ? mean_of(m) : 0.0f;
       if (i) state[0] = m.top, state[kRowChannels] = m.sum, state[2 * kRowChannels] = mean;
       else send_mean(rows + channel0 + threadIdx.x, &barrier, mean);
