@@ -233,8 +233,8 @@ def step_section() -> Iterator[str]:
     head = [
         "KV format",
         "step",
-        "GEMMs",
-        "GEMMs by torch",
+        "GEMMs with SiLU",
+        "GEMMs alone, by torch",
         "attention",
         "norms, append",
         "lower bound: its memory traffic at peak bandwidth",
@@ -319,9 +319,8 @@ _CONVERT = (
 )
 _TIERS = "KV of 32 layers, 8 heads x 128, converted to another layout as it is moved: 4.3 GB to pinned host memory, 0.5 GB to disk."
 _WRITE = (
-    "The torch column is two `index_copy_` calls. FlashInfer 0.7.2 was not installed for this run; in "
-    "[an earlier one](../bench/results/2026-11-15-write-cuda.json) its append took 37.4 us for 16,384 tokens of bf16 in NHD and "
-    "142 us for 65,536, where KVX took 36.6 us and 136 us."
+    "The torch column is two `index_copy_` calls. In [a run beside FlashInfer 0.7.2](../bench/results/2026-11-15-write-cuda.json) "
+    "its append took 37.4 us for 16,384 tokens of bf16 in NHD and 142 us for 65,536, and KVX beside it 36.5 us and 139 us."
 )
 _STEP = (
     "The shapes of Qwen3-8B with bf16 weights, 64 sequences of 2,048 tokens; the whole step is one CUDA graph. "

@@ -35,8 +35,8 @@ KV_FORMATS = ("bf16", "fp8", "int8")
 class StepRow:
     kv_format: str
     whole: Timing
-    gemm: Timing  # with the activation between two of them, which is in their kernel
-    torch_gemm: Timing
+    gemm: Timing  # with what is in their kernels or follows at once: SiLU, and logits in f32
+    torch_gemm: Timing  # alone
     attention: Timing
     weight_bytes: int
     kv_bytes: int

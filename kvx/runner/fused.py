@@ -1,7 +1,7 @@
 """Small steps between GEMMs as one kernel each, on a GPU with Triton: at a few rows they are launches and little else.
 
-From Hopper on they are launched early, and let the next kernel start before they wait for the one ahead of them. That next one is
-a GEMM: those of few_rows.py read nothing but weights until they have waited too, and those of torch are not launched early.
+From Hopper on they are launched before the kernel ahead of them has ended, and let the next one start before they wait for that. So
+whatever comes next and is launched early has to wait before it reads anything that a step computes; few_rows.py waits first of all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # before Triton 3.4: then nothing is launched early
+    gdc_launch_dependents = gdc_wait = None
 
 
 @triton.jit
@@ -57,7 +61,12 @@ def work_on(device: torch.device) -> bool:
 
 @cache
 def _starts_early(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return gdc_wait is not None and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _early(is_early: bool) -> dict[str, bool]:
+    """Options of a launch. Triton for ROCm refuses this one, whatever its value."""
+    return {"launch_pdl": True} if is_early else {}
 
 
 def add_rms_norm(h: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -67,19 +76,9 @@ def add_rms_norm(h: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out, is_early = torch.empty_like(h), _starts_early(h.device)
     with torch.cuda.device(h.device):  # Triton launches on the current one
         _add_rms_norm[(rows,)](
-            h,
-            x,
-            weight,
-            out,
-            eps,
-            rows * width,
-            parts,
-            width,
-            triton.next_power_of_2(width),
-            is_early,
-            num_warps=8,
-            launch_pdl=is_early,
-        )
+            h, x, weight, out, eps, rows * width, parts, width, triton.next_power_of_2(width), is_early, num_warps=8,
+            **_early(is_early),
+        )  # fmt: skip
     return out
 
 
@@ -88,5 +87,5 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out, is_early = gate_up.new_empty(rows, width), _starts_early(gate_up.device)
     with torch.cuda.device(gate_up.device):
-        _silu_mul[(rows, triton.cdiv(width, 1024))](gate_up, out, width, 1024, is_early, num_warps=4, launch_pdl=is_early)
+        _silu_mul[(rows, triton.cdiv(width, 1024))](gate_up, out, width, 1024, is_early, num_warps=4, **_early(is_early))
     return out

@@ -1,4 +1,4 @@
-"""Model: a decoder over a PagedCache. KVX does what touches the cache; torch the rest, but for small batches on a GPU."""
+"""Model: a decoder over a PagedCache. KVX's ops do what touches the cache; torch and Triton (fused.py, few_rows.py) the rest."""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ SHAPES = [  # rows, inputs, outputs
 
 @pytest.fixture(scope="module")
 def few_rows():
-    module = pytest.importorskip("kvx.runner.few_rows", reason="Triton is not installed, or is older than 3.4")
+    module = pytest.importorskip(
+        "kvx.runner.few_rows", reason="Triton is not installed, or is older than 3.4", exc_type=ImportError
+    )
     if not module.work_on(torch.device("cuda")):
         pytest.skip("the GPU is not a Hopper")
     return module
@@ -76,6 +78,15 @@ def test_rows_do_not_depend_on_each_other(few_rows):
     assert few_rows.gemm(x, w)[5].isnan().all()
 
 
+@pytest.mark.parametrize("rows", [64, 9])
+def test_rows_of_a_wider_tensor(few_rows, rows):
+    wide, w = numbers(rows, 3072, dtype=torch.bfloat16, seed=1), numbers(512, 1024, dtype=torch.bfloat16, seed=2).t()
+    x = wide[:, 1024:2048]
+    assert few_rows.takes(x, w)
+    assert torch.equal(few_rows.gemm(x, w), few_rows.gemm(x.contiguous(), w))
+    assert torch.equal(few_rows.gemm_silu_mul(x, w), few_rows.gemm_silu_mul(x.contiguous(), w))
+
+
 def test_parts_are_added_up_by_the_norm(few_rows):
     fused = pytest.importorskip("kvx.runner.fused", reason="Triton is not installed")
     x, w = numbers(40, 4096, dtype=torch.bfloat16, seed=1), numbers(1024, 4096, dtype=torch.bfloat16, seed=2).t()
@@ -96,6 +107,8 @@ def test_what_is_left_to_torch(few_rows):
     assert few_rows.takes(numbers(8, 512, dtype=torch.bfloat16, seed=1)[:, :256], w)
     assert not few_rows.takes(x.repeat(9, 1), w), "more than 64 rows"
     assert not few_rows.takes(x[:0], w), "no rows"
+    assert not few_rows.takes(x[:, :128], w), "another number of inputs"
+    assert not few_rows.takes(x[:1].expand(8, -1), w), "one row over and over"
     assert not few_rows.takes(x, w.contiguous()), "the other order"
     assert not few_rows.takes(x.float(), w.float()), "f32"
     assert not few_rows.takes(x.half(), w), "two types"

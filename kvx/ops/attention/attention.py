@@ -125,8 +125,8 @@ def attention_plan(
 ) -> None:  # fmt: skip
     """Share out the work of a step by the lengths on the device, into the workspace; each layer's call then says planned=True.
 
-    One plan serves every layer of the same shapes, mask and table. `latent`: for attention_mla. Nothing waits. On the host, and
-    on torch, there is nothing to plan.
+    One plan serves every layer of the same shapes, types, formats, mask and table. `latent`: for attention_mla. Nothing waits. On
+    the host, and on torch, there is nothing to plan.
     """
     options = Options(1.0, causal, window, 0.0, max_query_len, max_seq_len, latent=latent)
     view = CacheView.of("attention_plan", cache, spec, errors=errors)

@@ -68,9 +68,9 @@ PlanShape plan_shape(const AttentionParams& p, int rows, int workers) {
   PlanShape s = {};
   s.max_workers = workers, s.rows = rows, s.lines = lines_of(p.num_kv_heads, workers);
   s.first_tile_at = aligned(sizeof(PlanHeader));
-  s.start_at = s.first_tile_at + aligned((p.num_seqs + 1) * 4);
-  s.item_at = s.start_at + aligned(int64_t(workers) * sizeof(WorkerStart));
-  s.partial_at = s.item_at + aligned(p.num_seqs * (p.num_kv_heads / s.lines) * int64_t(sizeof(PlanItem)));
+  s.item_at = s.first_tile_at + aligned((p.num_seqs + 1) * 4);
+  s.start_at = s.item_at + aligned(p.num_seqs * (p.num_kv_heads / s.lines) * int64_t(sizeof(PlanItem)));
+  s.partial_at = s.start_at + aligned(int64_t(workers) * sizeof(WorkerStart));
   s.partial_bytes = aligned(rows * (p.v_head_dim + 2) * 4);
   s.bytes = s.partial_at + 2 * workers * s.partial_bytes;
   return s;

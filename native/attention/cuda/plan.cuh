@@ -7,8 +7,7 @@
 // heads l, l + lines, ..., head by head in each sequence. A (sequence, head) that several workers share leaves parts in
 // the workspace, which a second, small launch adds up in the order of the line: results do not depend on who was first.
 //
-//   workspace: header | first_tile[num_seqs + 1] | start[shares] | items[num_seqs * heads of a line] | parts[2 *
-//   workers]
+//   workspace: header | first_tile[num_seqs + 1] | items[num_seqs * line_heads] | start[shares] | parts[2 * workers]
 #pragma once
 #include "attention/attention.h"
 #include "cuda/device.cuh"
