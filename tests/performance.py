@@ -67,16 +67,17 @@ class Result:
         return f"[{self.path.name}](../bench/results/{self.path.name})"
 
 
-def newest(name: str) -> Path:
-    """The latest file of that name; names begin with a date."""
+def newest(name: str, beside: str = "") -> Path:
+    """The latest file of that name; names begin with a date. `beside`: the latest with times of this peer."""
     found = sorted(p for p in RESULTS.iterdir() if re.fullmatch(rf"\d{{4}}-\d\d-\d\d-{re.escape(name)}", p.name))
-    assert found, f"bench/results has no DATE-{name}"
+    found = [p for p in found if beside in p.read_text()]
+    assert found, f"bench/results has no DATE-{name}{f' beside {beside}' if beside else ''}"
     return found[-1]
 
 
-def read(name: str) -> Result:
+def read(name: str, beside: str = "") -> Result:
     """A result that `kvx bench` saved as JSON."""
-    path = newest(name)
+    path = newest(name, beside)
     data = json.loads(path.read_text())
     m = data["machine"]
     where = m["gpu"] or f"{m['cpu']}, {m['threads']} threads, {m['simd']}"

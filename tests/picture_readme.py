@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 
 import kvx
 from kvx.layout.place import buffer_bytes, places
-from tests.performance import ROOT, newest, read
+from tests.performance import ROOT, read
 
 STYLE = """<style>
 .bg{fill:#ffffff}.text{fill:#1f2328}.soft{fill:#59636e}.k{fill:#b6d3f2}.v{fill:#f6d5b4}.peer{fill:#c4ccd4}.kvx{fill:#1b6ca8}
@@ -104,14 +104,15 @@ class Bar(NamedTuple):
 def figures() -> list[tuple[str, list[Bar]]]:
     """What is charted: each of it in one result file, ours first."""
 
-    def case(name: str, **sizes: object) -> tuple[float, dict[str, float]]:
-        found = [c for c in read(name).cases if all(c.sizes.get(k) == v for k, v in sizes.items())]
-        assert len(found) == 1, f"{newest(name).name}: {sizes} is {len(found)} cases"
+    def case(name: str, beside: str = "", **sizes: object) -> tuple[float, dict[str, float]]:
+        result = read(name, beside)
+        found = [c for c in result.cases if all(c.sizes.get(k) == v for k, v in sizes.items())]
+        assert len(found) == 1, f"{result.path.name}: {sizes} is {len(found)} cases"
         return found[0].us, found[0].peers
 
     sizes = {"batch": 64, "length": 8192, "layout": "NHD"}
     convert = case("convert-cuda.json", src="vllm.0.26-nhd", dst="trtllm", block=16, blocks=128, format="bf16", to="same")
-    write = case("write-cuda.json", format="bf16", layout="NHD", tokens=65536, slots="blocks")
+    write = case("write-cuda.json", "flashinfer", format="bf16", layout="NHD", tokens=65536, slots="blocks")
     decode = case("attention-cuda.json", kind="decode", format="bf16", **sizes)
     fp8 = case("attention-cuda.json", kind="decode", format="fp8_e4m3", **sizes)
     found = [r for r in read("cache-cpu.json").data["rows"] if r["case"].startswith("lookup") and r["hash"] == "sha256"]
