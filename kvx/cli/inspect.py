@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "KVX_CUDA_ARCHS": "build: architectures, e.g. 90a or 80;90a;120+PTX",
     "KVX_STATIC": "build: ON = also libkvx.a",
     "CUDA_HOME, CUDA_PATH": "build: where the CUDA toolkit is",
-    "KVX_SIMD": "debug: plain, avx2, avx512 or avx512bf16 disables wider instruction sets; plain also disables those for SHA-256",
+    "KVX_SIMD": "debug: plain, avx2, avx512, avx512vnni or avx512bf16 disables wider instruction sets, plain those for SHA-256 too",
     "OMP_NUM_THREADS": "run: maximum number of CPU threads per call",
 }
 

@@ -63,16 +63,26 @@ Tables choose() {
 #if defined(__aarch64__)
   if (has_dotprod() && !(cap && !strcmp(cap, "plain"))) return {rows_plain, attend_dotprod};
 #elif defined(__x86_64__)
-  const bool plain = cap && !strcmp(cap, "plain"), avx2_only = cap && !strcmp(cap, "avx2"),
-             no_bf16 = cap && !strcmp(cap, "avx512");
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && !plain && !avx2_only && !no_bf16 && __builtin_cpu_supports("avx512bf16"))
-    return {rows_avx512, attend_avx512bf16};
-  if (avx512 && !plain && !avx2_only) return {rows_avx512, attend_avx512};
-  if (avx2 && !plain) return {rows_avx2, attend_avx2};
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  const struct {
+    const char* name;
+    bool is_there;
+    Tables tables;
+  } sets[] = {{"avx512bf16", vnni && __builtin_cpu_supports("avx512bf16"), {rows_avx512, attend_avx512bf16}},
+              {"avx512vnni", vnni, {rows_avx512, attend_avx512vnni}},
+              {"avx512", avx512, {rows_avx512, attend_avx512}},
+              {"avx2", avx2, {rows_avx2, attend_avx2}},
+              {"plain", true, {rows_plain, attend_plain}}};
+  bool is_known = false, is_allowed = false;
+  for (const auto& set : sets) is_known |= cap && !strcmp(cap, set.name);
+  for (const auto& set : sets) {
+    is_allowed |= !is_known || !strcmp(cap, set.name);
+    if (is_allowed && set.is_there) return set.tables;
+  }
 #endif
   return {rows_plain, attend_plain};
 }

@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import kvx
 
 CHECK = """
 import torch
@@ -86,18 +89,45 @@ def test_tiles(fmt, io):
 
 
 @pytest.mark.parametrize("io", ["bf16", "f16", "f32"])
-@pytest.mark.parametrize("fmt", ["int8", "int8_per_token_head"])
-def test_int8_products(fmt, io):
-    """Arm's SDOT multiplies int8 rows by queries and weights in parts of 8 bits: as near as without it, by another way."""
-    if not _has("asimddp"):
-        pytest.skip("this CPU is not an Arm with dot products of bytes")
+@pytest.mark.parametrize("fmt", ["int8", "int8_per_token_head", "int4_per_token_head"])
+def test_integer_products(fmt, io):
+    """SDOT and VNNI multiply bytes by queries and weights in parts of 8 bits: as near as without them, by another way. With
+    queries in f32 VNNI is not used."""
+    if _has("asimddp"):
+        wide, narrow = None, "plain"
+    elif _has("avx512_vnni"):
+        wide, narrow = "avx512vnni", "avx512"
+    else:
+        pytest.skip("this CPU has no instruction that adds up products of bytes")
     code = f"FORMAT, IO = {fmt!r}, {io!r}" + PRODUCTS
-    assert _run(code, None) != _run(code, "plain")
+    assert (_run(code, wide) != _run(code, narrow)) == (io != "f32" or narrow == "plain")
 
 
-@pytest.mark.parametrize("simd", ["plain", "avx2"])
+@pytest.mark.parametrize("fmt", ["int8_per_token_head", "int4_per_token_head"])
+@pytest.mark.parametrize("dim", [64, 72, 512, 576, 1024])
+def test_sums_of_the_largest_integers(dim, fmt):
+    """Where products of bytes are added up in 32 bits, the largest of them fit, in rows of any length."""
+    heads, kv_heads, tokens = 8, 2, 70
+    spec = kvx.CacheSpec(tokens // 16 + 1, 16, kv_heads, dim, layout=kvx.NHD, format=fmt)
+    storage = kvx.allocate(spec)
+    for t in storage.cache:
+        t.view(torch.uint8).fill_(0x80 if fmt.startswith("int8") else 0x88)  # the least integer, in every element
+    for scale in storage.scales().values():
+        scale.fill_(1 / 64)
+    table = kvx.PackedTable(torch.arange(spec.num_blocks, dtype=torch.int32)[None], torch.tensor([tokens], dtype=torch.int32))
+    q = torch.tensor([1.0, -1.0] * (heads // 2))[None, :, None].expand(1, heads, dim).to(torch.bfloat16).contiguous()
+    given = {"spec": spec, **storage.scales()}
+    got, lse = kvx.attention_decode(q, storage.cache, table, **given, backend="cpu")
+    want, want_lse = kvx.attention_decode(q.double().float(), storage.cache, table, **given, backend="torch")
+    torch.testing.assert_close(got.float(), want, rtol=2**-8, atol=0)
+    torch.testing.assert_close(lse, want_lse, rtol=2**-14, atol=0)
+
+
+@pytest.mark.parametrize("simd", ["plain", "avx2", "avx512"])
 def test_narrower_instruction_sets_agree(simd):
     is_arm = platform.machine() in ("aarch64", "arm64")
     if is_arm and simd != "plain":
         pytest.skip("an instruction set of x86")
+    if simd == "avx512" and not _has("avx512dq"):
+        pytest.skip("this CPU has no AVX-512")
     _run(CHECK.format(simd="neon" if is_arm else simd), simd)

@@ -1,6 +1,6 @@
-// Compiled once per instruction set: KVX_ISA is plain, dotprod, avx2, avx512, avx512bf16 or amx (CMakeLists.txt sets it
-// and the flags), here with fused multiply-add: attention promises an error, not bits. Written with the compiler's
-// vectors; what it does not see by itself is said in a few intrinsics.
+// Compiled once per instruction set: KVX_ISA is plain, dotprod, avx2, avx512, avx512vnni, avx512bf16 or amx
+// (CMakeLists.txt sets it and the flags), here with fused multiply-add: attention promises an error, not bits. Written
+// with the compiler's vectors; what it does not see by itself is said in a few intrinsics.
 #ifndef KVX_ISA
 #define KVX_ISA plain
 #endif
@@ -79,9 +79,22 @@ inline Quad sums(Vec a, Vec b, Vec c, Vec d) {
 #endif
 }
 
+// The weights of four rows. Where they multiply from memory, they wait there: a block has more than registers hold.
+#if defined(__aarch64__)
+using Weights = Quad;
+#else
+struct Weights {
+  alignas(16) float of[kLanes];
+
+  Weights() = default;
+  Weights(Quad four) { memcpy(of, &four, sizeof of); }
+  float operator[](int r) const { return of[r]; }
+};
+#endif
+
 // acc + v * weights[R]
 template <int R>
-inline Vec weighted(Vec acc, Vec v, Quad weights) {
+inline Vec weighted(Vec acc, Vec v, const Weights& weights) {
 #if defined(__aarch64__)
   return Vec(vfmaq_laneq_f32(float32x4_t(acc), float32x4_t(v), float32x4_t(weights), R));
 #else
@@ -92,7 +105,7 @@ inline Vec weighted(Vec acc, Vec v, Quad weights) {
 // The same in place, with weights that stay in registers: in assembly, since the compiler would spread each over one of
 // its own.
 template <int R>
-inline void add_weighted(Vec& acc, Vec v, Quad weights) {
+inline void add_weighted(Vec& acc, Vec v, const Weights& weights) {
 #if defined(__aarch64__)
   asm("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(acc) : "w"(v), "w"(weights), "i"(R));
 #else
@@ -172,12 +185,21 @@ struct F32 : Exact {
 struct Halves {
   typedef uint16_t Half __attribute__((vector_size(2 * W)));
   Half half[2];
+
+  // In two loads: of one, gcc stores both halves to memory and loads them again.
+  static Halves read(const void* p) { return {{load<Half>(p), load<Half>(static_cast<const char*>(p) + 2 * W)}}; }
 };
 struct BF16 : Exact {
   static constexpr int kParts = 2, kBytes = 2;
   using Raw = Halves;
-  static Raw read(const char* p) { return load<Raw>(p); }
-  static Vec part(const Raw& raw, int i) { return Vec(__builtin_convertvector(raw.half[i], UVec) << 16); }
+  static Raw read(const char* p) { return Halves::read(p); }
+  static Vec part(const Raw& raw, int i) {
+#if defined(__AVX512F__)  // what gcc makes of a conversion of vectors takes five instructions
+    return Vec(_mm512_slli_epi32(_mm512_cvtepu16_epi32(__m256i(raw.half[i])), 16));
+#else
+    return Vec(__builtin_convertvector(raw.half[i], UVec) << 16);
+#endif
+  }
 };
 #endif
 // Numbers of four bits are exact in bf16: its lower and its upper byte, by code. 0 to 7 and -8 to -1; 0 .5 1 1.5 2 3 4
@@ -193,6 +215,9 @@ constexpr Nibbles kE2M1 = {
 
 #if defined(__AVX2__)
 #include "attention/cpu/attend_avx.h"
+#endif
+#if defined(__AVX512F__)
+#include "attention/cpu/attend_avx512.h"
 #endif
 
 // Into the second level: the rows of a head lie a power of two apart and would throw each other out of the first.
@@ -220,6 +245,24 @@ struct Asking {
 };
 
 // ---- scores
+
+// Sums of P positions against R rows, across lanes: scores [P, 4].
+template <int P, int R>
+KVX_INLINE void store_scores(const Vec (&sum)[P][R], const float* scale, float* scores) {
+#if defined(__AVX512F__)
+  const Vec four = add_lanes(sum);
+  store(scores, scale ? scaled(four, scale) : four);
+#else
+  const Vec zero = {};
+#pragma GCC unroll 4
+  for (int i = 0; i < P; i++) {
+    Quad s = sums(sum[i][0], R > 1 ? sum[i][R > 1 ? 1 : 0] : zero, R > 2 ? sum[i][R > 2 ? 2 : 0] : zero,
+                  R > 2 ? sum[i][R > 2 ? 3 : 0] : zero);
+    if (scale) s *= scale[i];
+    store(scores + i * kLanes, s);
+  }
+#endif
+}
 
 // P positions against R rows: scores [P, 4].
 template <class T, int R, int P>
@@ -250,14 +293,7 @@ inline void score_block(const char* const* at, int64_t offset, int64_t dim, Aski
         for (int i = 0; i < P; i++) sum[i][r] += x[i][part] * y[part];
     }
   }
-  const Vec zero = {};
-#pragma GCC unroll 4
-  for (int i = 0; i < P; i++) {
-    Quad s = sums(sum[i][0], R > 1 ? sum[i][R > 1 ? 1 : 0] : zero, R > 2 ? sum[i][R > 2 ? 2 : 0] : zero,
-                  R > 2 ? sum[i][R > 2 ? 3 : 0] : zero);
-    if (scale) s *= scale[i];
-    store(scores + i * kLanes, s);
-  }
+  store_scores(sum, scale, scores);
 }
 
 // Calls f(run, its number of rows as a constant) for the runs of a head that see the tile.
@@ -321,11 +357,12 @@ inline void sum_block(const char* const* at, int64_t offset, int64_t dim, Asking
                       const float* weights, float* out) {
   constexpr int C = T::kParts, kStep = W * C;
   const char* row[P];
-  Quad w[P];
+  Weights w[P];
 #pragma GCC unroll 8
   for (int i = 0; i < P; i++) {
-    row[i] = at[i] + offset, w[i] = load<Quad>(weights + i * kLanes);
-    if (scale) w[i] *= scale[i];
+    row[i] = at[i] + offset;
+    const Quad four = load<Quad>(weights + i * kLanes);
+    w[i] = scale ? four * scale[i] : four;
   }
   typename T::Raw raw = T::read(row[0]);
   Vec x[C];
@@ -406,7 +443,7 @@ inline void sum_chunk(const float* v, int64_t count, int64_t dim, const float* w
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) sum[r][c] = load<Vec>(out + r * dim + c * W) * splat(keep[r]);
   for (int64_t t = 0; t < count; t++, v += dim) {
-    const Quad w = load<Quad>(weights + t * kLanes);
+    const Weights w = load<Quad>(weights + t * kLanes);
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) {
       const Vec x = load<Vec>(v + c * W);
@@ -440,6 +477,11 @@ void values_f32(const float* v, int64_t count, int64_t dim, const char* const*, 
 #include "attention/cpu/attend_amx.h"
 #include "attention/cpu/attend_amx_s8.h"
 #include "attention/cpu/unpack_bf16.h"
+#elif defined(__AVX512VNNI__)
+#include "attention/cpu/attend_vnni.h"
+#endif
+#if defined(__AVX512F__)
+#include "attention/cpu/attend_groups.h"
 #endif
 
 #include "attention/cpu/attend_widen.h"
@@ -651,19 +693,61 @@ const AttendTable KVX_JOIN(attend_, KVX_ISA) = {
      {},
      made_loops<ScaledNibbles<kS4>>(),
      made_loops<ScaledNibbles<kE2M1>>()},
-#elif defined(__AVX512BF16__)
+#else
+#if defined(__AVX512BF16__)
     &pack_bf16,
     nullptr,
     &dots_bf16,
     nullptr,
-    {},
-    {},
 #else
     nullptr,
     nullptr,
     nullptr,
     nullptr,
+#endif
+#if defined(__AVX512F__)
+    {{},
+     {},
+     {},
+     {},
+     fp8_loops<E4M3, false>(),
+     fp8_loops<E5M2, false>(),
+     {},
+     {},
+     {},
+     {},
+     {},
+#if defined(__AVX512VNNI__)
+     byte_loops<S8Bytes>(1),
+     byte_loops<S4Bytes>(1),
+     byte_loops<E2M1Bytes>(0.5f)},
+#else
+     {},
+     {},
+     {}},
+#endif
+    {{},
+     {},
+     {},
+     {},
+     fp8_loops<E4M3, true>(),
+     fp8_loops<E5M2, true>(),
+     {},
+     {},
+     {},
+     {},
+     {},
+     {},
+     nibble_loops<kS4, false>(),
+     nibble_loops<kE2M1, false>()},
+#else
     {},
+    {},
+#endif
+#endif
+#if defined(__AVX512F__)
+    nibble_loops<kS4, true>(),
+#else
     {},
 #endif
 };

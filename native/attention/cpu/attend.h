@@ -97,12 +97,14 @@ using WidenGroups = void (*)(float* to, const char* row, int64_t n, const float*
 // Rows of one head in another type, `stride` bytes apart.
 using Unpack = void (*)(const TileRows& rows, int64_t head, int64_t bytes, char* to, int64_t stride,
                         const TileRows* next);
-// The same for rows with a scale of a byte, KVX_DTYPE_F8_E4M3 or E8M0, for every `size` elements.
+// The same for rows with a scale of a byte, KVX_DTYPE_F8_E4M3 or E8M0, for every `size` elements. For TileLoops they
+// may be F16.
 struct ByteScales {
   const uint8_t* const* at;  // the first of each position; NULL: the row is zeros
   int64_t group, size;       // bytes from one to the next, elements under one
   int dtype;
-  int64_t head = 0;  // bytes from a head's to the next one's
+  int64_t head = 0;                // bytes from a head's to the next one's
+  const float* numbers = nullptr;  // by code, of bytes
 };
 using UnpackScaled = void (*)(const TileRows& rows, int64_t head, int64_t n, const ByteScales& scales, char* to,
                               int64_t stride, const TileRows* next);
@@ -151,6 +153,7 @@ struct AttendTable {
   void (*dots)(const TileRows& k, const TileRows* next, const TileStates& states);
   void (*split)(const float* row, int64_t n, char* to);  // f32 as two parts of bf16, [2, n]; with pack_tiles
   TileLoops few[14], few_scaled[14];  // by kvx_dtype_t: with up to one scale a row; with those unpack_scaled takes
+  TileLoops few_s4_by_f16;            // integers of 4 bits, with scales of f16
 
   int step(int dtype) const { return steps[dtype]; }
 };
@@ -161,7 +164,7 @@ extern const AttendTable attend_dotprod;
 #elif defined(__x86_64__)
 extern const AttendTable attend_avx2;
 extern const AttendTable attend_avx512;
-extern const AttendTable attend_avx512bf16, attend_amx;  // for rows_avx512
+extern const AttendTable attend_avx512vnni, attend_avx512bf16, attend_amx;  // for rows_avx512
 #endif
 
 const AttendTable& best_attend();

@@ -186,12 +186,6 @@ inline void spread_scores(const float* product, int64_t columns, const float* sc
     }
 }
 
-// Four positions of a run: sixteen numbers, times the scales of positions.
-KVX_INLINE Vec scaled(Vec four, const float* scale) {
-  const __m512i by_position = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-  return four * Vec(_mm512_permutexvar_ps(by_position, _mm512_castps128_ps512(load<__m128>(scale))));
-}
-
 // Tiles 0 to N - 1, times the scales of positions.
 template <int N>
 KVX_INLINE void store_scores(int64_t columns, const float* scale, float* scores) {
@@ -282,22 +276,6 @@ inline bool pair_rows(const cpu::TileRows& v, const cpu::TileRows* next, int64_t
     }
   }
   return _mm512_cmpge_epu16_mask(_mm512_max_epu16(most[0], most[1]), _mm512_set1_epi16(int16_t(0xff00))) == 0;
-}
-
-// Weights of four rows at four positions, times scales; zeros from `count` on.
-KVX_INLINE Vec weights_of(const float* weights, const float* scale, int64_t count) {
-  const unsigned seen = count >= 4 ? 4 : count <= 0 ? 0 : unsigned(count);
-  const __mmask16 mask = __mmask16((1u << (4 * seen)) - 1);
-  const Vec w = Vec(_mm512_maskz_loadu_ps(mask, weights));
-  return scale ? Vec(_mm512_maskz_mov_ps(mask, __m512(scaled(w, scale)))) : w;
-}
-
-// Lanes of 128 bits: i of vector j becomes j of vector i.
-KVX_INLINE void turn_lanes(__m512i (&x)[4]) {
-  const __m512i a = _mm512_shuffle_i64x2(x[0], x[1], 0x44), b = _mm512_shuffle_i64x2(x[2], x[3], 0x44),
-                c = _mm512_shuffle_i64x2(x[0], x[1], 0xee), d = _mm512_shuffle_i64x2(x[2], x[3], 0xee);
-  x[0] = _mm512_shuffle_i64x2(a, b, 0x88), x[1] = _mm512_shuffle_i64x2(a, b, 0xdd);
-  x[2] = _mm512_shuffle_i64x2(c, d, 0x88), x[3] = _mm512_shuffle_i64x2(c, d, 0xdd);
 }
 
 // Weights of four rows at 32 positions as two parts of bf16: rows of 64 bytes, a tile from one part to the next.

@@ -1,41 +1,11 @@
 // int8 rows, and 4-bit integers as int8, by AMX, which multiplies tiles of bytes: sixteen rows of 64. Included by
 // attend.cpp, in its namespace. For up to two fours of query rows that came as bf16 or f16.
 //
-// Queries and softmax weights become integers of 16 bits, times a factor a row: two signed bytes, digits to the base
-// 256. Sums of products are exact; what is rounded is a query, by 2^-16 of the largest of its row, and a weight, by as
-// much of the largest of its tile (as attend_s8.h does for Arm).
+// Queries and softmax weights are integers of two digits (attend_avx512.h).
 
 template <int kSum, int kLeft, int kRight>
 KVX_INLINE void multiply_bytes() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
-}
-
-// Numbers of rows whose largest magnitudes are `most`, times `first` times `second`, are those integers; `back` makes
-// them numbers again. Two factors: one would be infinite where all are small.
-template <class V>
-struct Fixed {
-  static constexpr float kMost = 127 * 256;  // nearly what the digits hold: rounding may go past
-  V first, second, back;
-
-  explicit Fixed(V most) {
-    const V one = 1.0f - V{}, zero = {};
-    first = most < 0x1p-60f ? one * 0x1p100f : one;
-    const V lifted = most * first;
-    second = lifted > 0 ? kMost / lifted : zero;
-    back = most / kMost + (most - most);  // NaN, for infinity too: so is what comes of it
-  }
-};
-
-// Sixteen numbers as integers whose bytes 0 and 1 are their digits; what is above them is anything.
-KVX_INLINE __m512i digits_of(Vec fixed) {
-  const __m512i bias = _mm512_set1_epi32(0x8080);
-  return _mm512_xor_si512(_mm512_add_epi32(_mm512_cvtps_epi32(__m512(fixed)), bias), bias);
-}
-
-// The largest magnitude; NaN stays.
-KVX_INLINE Vec larger_magnitude(Vec most, Vec x) {
-  const Vec magnitude = Vec(IVec(x) & 0x7fffffff);
-  return magnitude > most || magnitude != magnitude ? magnitude : most;
 }
 
 // Queries of a head, [fours, 4, dim], as right tiles: [dim / 64, 16, fours, digit, 4, 4 bytes], the upper digit first.
@@ -52,9 +22,9 @@ void pack_digits(const float* q, int64_t fours, int64_t dim, int, float* to) {
     const Fixed<Vec> fixed(splat(most[0]));
     factors_of(to, fours, dim)[row] = fixed.back[0];
     for (int64_t d = 0; d < dim; d += W) {
-      const __m512i digits = digits_of(load<Vec>(from + d) * fixed.first * fixed.second);
+      const Integers x(load<Vec>(from + d) * fixed.first * fixed.second);
       uint32_t upper[4], lower[4];
-      store(upper, _mm512_cvtepi32_epi8(_mm512_srli_epi32(digits, 8))), store(lower, _mm512_cvtepi32_epi8(digits));
+      store(upper, x.upper()), store(lower, x.lower());
       for (int64_t i = 0; i < 4; i++) {
         int8_t* at = tiles + ((d / 4 + i) * fours + row / kLanes) * 2 * kSide + row % kLanes * 4;
         store(at, upper[i]), store(at + kSide, lower[i]);
@@ -203,7 +173,7 @@ struct FixedWeights {
         __m512i x[4];
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)
-          x[i] = _mm512_permutexvar_epi32(by_row, digits_of(w[t / 4 + i] * fixed.first * fixed.second));
+          x[i] = _mm512_permutexvar_epi32(by_row, Integers(w[t / 4 + i] * fixed.first * fixed.second).digits);
         turn_lanes(x);
 #pragma GCC unroll 4
         for (int r = 0; r < kLanes; r++) {
@@ -214,14 +184,6 @@ struct FixedWeights {
     }
   }
 };
-
-// 64 bytes of four positions: those of four neighbouring columns of a lane come together, four positions of each.
-KVX_INLINE void interleave_four(__m512i (&x)[4]) {
-  const __m512i ab0 = _mm512_unpacklo_epi8(x[0], x[1]), ab1 = _mm512_unpackhi_epi8(x[0], x[1]),
-                cd0 = _mm512_unpacklo_epi8(x[2], x[3]), cd1 = _mm512_unpackhi_epi8(x[2], x[3]);
-  x[0] = _mm512_unpacklo_epi16(ab0, cd0), x[1] = _mm512_unpackhi_epi16(ab0, cd0);
-  x[2] = _mm512_unpacklo_epi16(ab1, cd1), x[3] = _mm512_unpackhi_epi16(ab1, cd1);
-}
 
 // 64 columns of a head's rows as four right tiles: tile i has columns 16 * lane + 4 * i and the three after them, of
 // four lanes, and a row of it four positions of each.

@@ -3,7 +3,7 @@
 struct F16 : Exact {
   static constexpr int kParts = 2, kBytes = 2;
   using Raw = Halves;
-  static Raw read(const char* p) { return load<Raw>(p); }
+  static Raw read(const char* p) { return Halves::read(p); }
   static Vec part(const Raw& raw, int i) {
 #if defined(__AVX512F__)
     return Vec(_mm512_maskz_cvtph_ps(0xffff, __m256i(raw.half[i])));  // maskz: gcc 12 warns of its own _mm512_cvtph_ps
@@ -26,42 +26,56 @@ struct S8 : Exact {
   static Vec part(Raw raw, int) { return raw; }
 };
 
+#if defined(__AVX512F__)
+KVX_INLINE Halves halves_of(__m512i x) {
+  return {{Halves::Half(_mm512_castsi512_si256(x)), Halves::Half(_mm512_extracti64x4_epi64(x, 1))}};
+}
+#else
+KVX_INLINE Halves halves_of(__m256i x) {
+  return {{Halves::Half(_mm256_castsi256_si128(x)), Halves::Half(_mm256_extracti128_si256(x, 1))}};
+}
+#endif
+
 // fp8 by way of f16, whose conversion takes subnormal numbers at full speed. Moved into f32's places instead, fp8's
 // subnormal numbers would be f32's, and a multiplication by such a number takes a hundred cycles.
-struct E4M3 {  // the number times 2^-8, but for NaN, which comes out as 480 times that
+struct E4M3 {  // the number times 2^-8, but for NaN, which comes out as 480 times that unless it is kept
   static constexpr float kLiftIn = 16, kLiftOut = 16;
   static constexpr int kParts = 2, kBytes = 1;
   using Raw = Halves;
+  template <bool kKeepsNan = false>
   static Raw read(const char* p) {
     // The sign stays above: bit 15, and 14, which is cleared.
 #if defined(__AVX512F__)
-    const __m512i wide = _mm512_slli_epi16(_mm512_cvtepi8_epi16(load<__m256i>(p)), 7),
-                  half = _mm512_and_si512(wide, _mm512_set1_epi16(int16_t(0xbfff)));
+    const __m512i wide = _mm512_slli_epi16(_mm512_cvtepi8_epi16(load<__m256i>(p)), 7), most = _mm512_set1_epi16(0x3f80);
+    __m512i half = _mm512_and_si512(wide, _mm512_set1_epi16(int16_t(0xbfff)));
+    if constexpr (kKeepsNan)
+      half = _mm512_mask_mov_epi16(half, _mm512_cmpeq_epi16_mask(_mm512_and_si512(half, most), most),
+                                   _mm512_set1_epi16(0x7fff));
 #else
-    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load<__m128i>(p)), 7),
-                  half = _mm256_and_si256(wide, _mm256_set1_epi16(int16_t(0xbfff)));
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load<__m128i>(p)), 7), most = _mm256_set1_epi16(0x3f80);
+    __m256i half = _mm256_and_si256(wide, _mm256_set1_epi16(int16_t(0xbfff)));
+    if constexpr (kKeepsNan)
+      half = _mm256_or_si256(
+          half, _mm256_and_si256(_mm256_cmpeq_epi16(_mm256_and_si256(half, most), most), _mm256_set1_epi16(0x7fff)));
 #endif
-    return load<Raw>(&half);
+    return halves_of(half);
   }
   static Vec part(const Raw& raw, int i) { return F16::part(raw, i); }
-  static void keep_nan(Raw* raw) {
-    for (auto& half : raw->half) half |= Halves::Half((half & 0x3f80) == 0x3f80) & 0x7fff;
-  }
 };
 
 struct E5M2 : Exact {  // f16's upper byte
   static constexpr int kParts = 2, kBytes = 1;
   using Raw = Halves;
+  template <bool = true>
   static Raw read(const char* p) {
 #if defined(__AVX512F__)
     const __m512i half = _mm512_slli_epi16(_mm512_cvtepu8_epi16(load<__m256i>(p)), 8);
 #else
     const __m256i half = _mm256_slli_epi16(_mm256_cvtepu8_epi16(load<__m128i>(p)), 8);
 #endif
-    return load<Raw>(&half);
+    return halves_of(half);
   }
   static Vec part(const Raw& raw, int i) { return F16::part(raw, i); }
-  static void keep_nan(Raw*) {}
 };
 
 // ---- rows as f32
@@ -70,8 +84,7 @@ template <class T>
 KVX_INLINE void widen_fp8(float* to, const char* row, int64_t n, float scale) {
   constexpr int64_t kStep = 2 * W;
   const auto step = [scale](float* out, const char* in) {
-    typename T::Raw raw = T::read(in);
-    T::keep_nan(&raw);
+    const typename T::Raw raw = T::template read<true>(in);
     for (int i = 0; i < 2; i++) store(out + i * W, T::part(raw, i) * (T::kLiftIn * T::kLiftOut) * scale);
   };
   int64_t d = 0;

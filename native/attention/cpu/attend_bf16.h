@@ -38,11 +38,7 @@ inline void dot_block(const char* const* at, int64_t offset, int64_t dim, Asking
         for (int i = 0; i < P; i++) sum[i][r] = Vec(_mm512_dpbf16_ps(__m512(sum[i][r]), x[i], y));
       }
   }
-  const Vec zero = {};
-#pragma GCC unroll 4
-  for (int i = 0; i < P; i++)
-    store(scores + i * kLanes, sums(sum[i][0], R > 1 ? sum[i][R > 1 ? 1 : 0] : zero,
-                                    R > 2 ? sum[i][R > 2 ? 2 : 0] : zero, R > 2 ? sum[i][R > 2 ? 3 : 0] : zero));
+  store_scores(sum, nullptr, scores);
 }
 
 void dots_bf16(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::TileStates& s) {

@@ -117,16 +117,16 @@ struct Reader {
     dim = padded(plane->head_dim, few ? 64 : loops.step(dtype));
     lift_in = few ? 1 : loops.lift_in[dtype], lift_out = few ? 1 : loops.lift_out[dtype];
     lift = few ? few->lift : i == 0 ? lift_out : lift_in;
-    bytes_now = ByteScales{scale_of, s.group, s.group_size, s.dtype, s.head};
     if (is_copied && plane->dtype == KVX_DTYPE_E2M1 && dtype == KVX_DTYPE_S8) lift /= 2;  // its numbers are doubled
     lower = 1 / loops.lift_in[dtype] / loops.lift_out[dtype];
     widen = plane->is_dense ? loops.widen[plane->dtype] : nullptr;
     widen_groups = plane->is_dense ? loops.widen_groups[plane->dtype] : nullptr;
     group_scales.resize(size_t(s.num_groups));
     byte_scales = byte_scales_of(s.dtype);
+    bytes_now = ByteScales{scale_of, s.group, s.group_size, s.dtype, s.head, byte_scales};
     if (is_scaled()) scales.resize(size_t(heads * kTile));
     if (is_grouped && !few) scales.resize(size_t(s.num_groups * kTile));
-    if (is_grouped && few) scales.assign(size_t(heads * kTile), s.tensor_scale ? *s.tensor_scale : 1.0f);
+    if (is_grouped && few) scales.assign(size_t(heads * kTile), (s.tensor_scale ? *s.tensor_scale : 1.0f) * lift);
     if (unpack_scaled) scales.assign(size_t(kTile), s.tensor_scale ? *s.tensor_scale : 1.0f);
     if (is_direct && !is_copied && (few || !is_fp8())) return;
     room.resize(size_t(kTile * dim) + 16);
@@ -145,14 +145,17 @@ struct Reader {
   // NULL: these rows have none.
   const TileLoops* choose_few(const AttendTable& loops) const {
     const ScaleParams& s = plane->scale;
-    const bool is_one = s.num_groups <= 1,
-               is_taken = s.data && can_unpack_scaled(s) && (s.group_size == 16 || s.group_size == 32);
-    const TileLoops* found = is_one ? &loops.few[plane->dtype] : is_taken ? &loops.few_scaled[plane->dtype] : nullptr;
+    const bool is_taken = s.data && (s.group_size == 16 || s.group_size == 32);
+    const TileLoops* found = s.num_groups <= 1                  ? &loops.few[plane->dtype]
+                             : is_taken && can_unpack_scaled(s) ? &loops.few_scaled[plane->dtype]
+                             : is_taken && plane->dtype == KVX_DTYPE_S4 && s.dtype == KVX_DTYPE_F16
+                                 ? &loops.few_s4_by_f16
+                                 : nullptr;
     return found && found->dots ? found : nullptr;
   }
 
   TileRows lie(const Tile& tile, int64_t num_heads) const {
-    const bool has_scale = is_scaled() || (few && plane->scale.tensor_scale);
+    const bool has_scale = is_scaled() || (few && is_grouped && (plane->scale.tensor_scale || lift != 1));
     TileRows rows{tile.at[index],
                   tile.count,
                   dim,
@@ -169,19 +172,33 @@ struct Reader {
   void read_scales(const Tile& tile, int64_t num_heads) {
     const ScaleParams& s = plane->scale;
     const bool is_f32 = s.data && s.dtype == KVX_DTYPE_F32 && s.mode != SCALE_NONE && !s.tensor_scale;
-    const int64_t head = s.head;
+    if (is_f32 && s.head == 4 && num_heads <= 64) return turn_scales(tile, num_heads);
     const float by = lift;  // a store of a float might change it
-    for (int64_t t = 0; t < tile.count; t++) {
+    for (int64_t t = 0; t < tile.count; t++)
+      for (int64_t h = 0; h < num_heads; h++) {
+        const ScaleAt scale{tile.id[index][t], tile.offset[t], tile.head + h, 0};
+        scales[size_t(h * kTile + t)] = !tile.there[t] ? 0
+                                        : is_f32       ? *reinterpret_cast<const float*>(scale_at(s, scale, 0)) * by
+                                                       : read_scale(s, scale, 0) * by;
+      }
+  }
+
+  // f32 scales of a token's heads, which lie side by side: four tokens at a time, so that what is written does too.
+  void turn_scales(const Tile& tile, int64_t num_heads) {
+    static constexpr float kNone[64] = {};
+    const float by = lift;
+    for (int64_t t = 0; t < tile.count; t += 4) {
+      const float* at[4];
+      for (int64_t i = 0; i < 4; i++) {
+        const int64_t pos = least(t + i, tile.count - 1);
+        const ScaleAt first{tile.id[index][pos], tile.offset[pos], tile.head, 0};
+        at[i] = tile.there[pos] ? reinterpret_cast<const float*>(scale_at(plane->scale, first, 0)) : kNone;
+      }
       float* to = scales.data() + t;
-      const ScaleAt first{tile.id[index][t], tile.offset[t], tile.head, 0};
-      const char* at = is_f32 ? scale_at(s, first, 0) : nullptr;
-      if (!tile.there[t])
-        for (int64_t h = 0; h < num_heads; h++) to[h * kTile] = 0;
-      else if (is_f32)
-        for (int64_t h = 0; h < num_heads; h++, at += head) to[h * kTile] = *reinterpret_cast<const float*>(at) * by;
-      else
-        for (int64_t h = 0; h < num_heads; h++)
-          to[h * kTile] = read_scale(s, ScaleAt{first.block, first.offset, tile.head + h, 0}, 0) * by;
+      for (int64_t h = 0; h < num_heads; h++, to += kTile) {
+        const float four[4] = {at[0][h] * by, at[1][h] * by, at[2][h] * by, at[3][h] * by};
+        memcpy(to, four, sizeof four);
+      }
     }
   }
 
