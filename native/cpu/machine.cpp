@@ -27,7 +27,7 @@ namespace {
 
 struct Tables {
   const RowTable& rows;
-  const AttendTable& attend;
+  const AttendTable attend;
 };
 
 #if defined(__aarch64__)
@@ -67,21 +67,27 @@ Tables choose() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni"), bf16 = vnni && __builtin_cpu_supports("avx512bf16");
   const struct {
     const char* name;
     bool is_there;
-    Tables tables;
-  } sets[] = {{"avx512bf16", vnni && __builtin_cpu_supports("avx512bf16"), {rows_avx512, attend_avx512bf16}},
-              {"avx512vnni", vnni, {rows_avx512, attend_avx512vnni}},
-              {"avx512", avx512, {rows_avx512, attend_avx512}},
-              {"avx2", avx2, {rows_avx2, attend_avx2}},
-              {"plain", true, {rows_plain, attend_plain}}};
+    const RowTable& rows;
+    const AttendTable& attend;
+    void (*adds[2])(AttendTable*);
+  } sets[] = {{"avx512bf16", bf16, rows_avx512, attend_avx512, {&add_vnni, &add_bf16}},
+              {"avx512vnni", vnni, rows_avx512, attend_avx512, {&add_vnni}},
+              {"avx512", avx512, rows_avx512, attend_avx512, {}},
+              {"avx2", avx2, rows_avx2, attend_avx2, {}},
+              {"plain", true, rows_plain, attend_plain, {}}};
   bool is_known = false, is_allowed = false;
   for (const auto& set : sets) is_known |= cap && !strcmp(cap, set.name);
   for (const auto& set : sets) {
     is_allowed |= !is_known || !strcmp(cap, set.name);
-    if (is_allowed && set.is_there) return set.tables;
+    if (!is_allowed || !set.is_there) continue;
+    AttendTable attend = set.attend;
+    for (const auto add : set.adds)
+      if (add) add(&attend);
+    return {set.rows, attend};
   }
 #endif
   return {rows_plain, attend_plain};
@@ -98,11 +104,15 @@ const RowTable& best_rows() { return best().rows; }
 // Attention alone asks for tiles: a process that has them needs larger stacks for signals.
 const AttendTable& best_attend() {
 #if defined(KVX_HAS_AMX)
-  static const bool by_tiles = [] {
+  static const AttendTable* const by_tiles = []() -> const AttendTable* {
     const char* cap = getenv("KVX_SIMD");
-    return &best().attend == &attend_avx512bf16 && !(cap && !strcmp(cap, "avx512bf16")) && has_amx();
+    const bool has_bf16 = best().attend.pack != nullptr;
+    if (!has_bf16 || (cap && !strcmp(cap, "avx512bf16")) || !has_amx()) return nullptr;
+    static AttendTable attend = best().attend;
+    add_amx(&attend);
+    return &attend;
   }();
-  if (by_tiles) return attend_amx;
+  if (by_tiles) return *by_tiles;
 #endif
   return best().attend;
 }

@@ -164,7 +164,10 @@ extern const AttendTable attend_dotprod;
 #elif defined(__x86_64__)
 extern const AttendTable attend_avx2;
 extern const AttendTable attend_avx512;
-extern const AttendTable attend_avx512vnni, attend_avx512bf16, attend_amx;  // for rows_avx512
+// What instructions add to attend_avx512, one after the other.
+void add_vnni(AttendTable* table);
+void add_bf16(AttendTable* table);
+void add_amx(AttendTable* table);
 #endif
 
 const AttendTable& best_attend();

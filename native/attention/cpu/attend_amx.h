@@ -1,4 +1,5 @@
-// Attention by AMX, which multiplies tiles of bf16: sixteen rows of 64 bytes. Included by attend.cpp, in its namespace.
+// Attention by AMX, which multiplies tiles of bf16: sixteen rows of 64 bytes. Included by attend_amx.cpp, in its
+// namespace.
 //
 // Scores: sixteen rows of K are the left tile as they lie in the cache, and queries the right one, packed once: the
 // product is [position, query row], as everything about scores is. Values: weights are the left tile and V the right
@@ -511,7 +512,8 @@ void sum_pairs(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::Til
 
 void sums_tiles(const cpu::TileRows& v, const cpu::TileRows* next, const cpu::TileStates& s,
                 const cpu::Softmax* softmax) {
-  if (s.parts == 3) return sums_of<BF16>(v, next, s, softmax);  // queries of f32: weights keep their 24 bits
+  if (s.parts == 3)  // queries of f32: weights keep their 24 bits
+    return cpu::attend_avx512.sums[KVX_DTYPE_BF16](v, next, s, softmax);
   if (s.first == s.last) return;
   shrink(s, v.heads, v.dim, softmax);
   if (s.last - s.first <= EvenOdd::kMostRuns) sum_even_odd(v, next, s);

@@ -1,5 +1,5 @@
 // int8 rows, and 4-bit integers as int8, by AMX, which multiplies tiles of bytes: sixteen rows of 64. Included by
-// attend.cpp, in its namespace. For up to two fours of query rows that came as bf16 or f16.
+// attend_amx.cpp, in its namespace. For up to two fours of query rows that came as bf16 or f16.
 //
 // Queries and softmax weights are integers of two digits (attend_avx512.h).
 

@@ -1,4 +1,4 @@
-// Rows of 16-bit floats, bytes and 4-bit numbers on AVX2 and AVX-512. Included by attend.cpp, in its namespace.
+// Rows of 16-bit floats, bytes and 4-bit numbers on AVX2 and AVX-512. Included by attend_loops.h, in its namespace.
 
 struct F16 : Exact {
   static constexpr int kParts = 2, kBytes = 2;

@@ -1,5 +1,5 @@
-// What AVX-512's loops share: sums across lanes, weights, and numbers in fixed point. Included by attend.cpp, in its
-// namespace.
+// What AVX-512's loops share: sums across lanes, weights, and numbers in fixed point. Included by attend_loops.h, in
+// its namespace.
 //
 // Queries and softmax weights that multiply int8 become integers of 16 bits, times a factor a row: two signed bytes,
 // digits to the base 256. Sums of products are exact; what is rounded is a query, by 2^-16 of the largest of its row,

@@ -1,6 +1,6 @@
-// Rows of 8 and of 4 bits as bf16, exactly, for what multiplies tiles (attend_amx.h). Included by attend.cpp, in its
-// namespace. A scale of a group is multiplied in, which is exact for those it takes; scales of rows multiply scores and
-// weights later.
+// Rows of 8 and of 4 bits as bf16, exactly, for what multiplies tiles (attend_amx.h). Included by attend_amx.cpp, in
+// its namespace. A scale of a group is multiplied in, which is exact for those it takes; scales of rows multiply scores
+// and weights later.
 //
 // For many query rows, the rows of a head are copied as bf16 (unpack). For a few, sixteen rows of 64 elements become
 // two tiles just before these are multiplied: vectors and tiles then work at the same time.

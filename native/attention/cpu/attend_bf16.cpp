@@ -1,5 +1,4 @@
-// bf16 K by the instruction that adds products of pairs of bf16 numbers to f32 sums: nothing is widened. Included by
-// attend.cpp, in its namespace.
+// bf16 K by the instruction that adds products of pairs of bf16 numbers to f32 sums: nothing is widened.
 //
 // A query that came as bf16 is one such number and one that came as f16 the sum of two, exactly; one of f32 would take
 // three, and as many instructions as widening does. The instruction takes subnormal numbers, below 2^-126, for zero: a
@@ -7,6 +6,12 @@
 //
 // V has no use for it: its pairs would be two positions, whose rows had to be interleaved in two steps a vector, as
 // many as widen it by shifts, and weights would need three parts.
+#define KVX_ISA avx512bf16
+#include "attention/cpu/attend_loops.h"
+
+namespace kvx {
+namespace avx512bf16 {
+namespace {
 
 void pack_bf16(float* q, int64_t n, int) {
   for (int64_t d = 0; d < n; d += 2 * W) {
@@ -53,3 +58,15 @@ void dots_bf16(const cpu::TileRows& k, const cpu::TileRows* next, const cpu::Til
     });
   });
 }
+
+}  // namespace
+}  // namespace avx512bf16
+
+namespace cpu {
+
+using namespace avx512bf16;
+
+void add_bf16(AttendTable* table) { table->pack = &pack_bf16, table->dots = &dots_bf16; }
+
+}  // namespace cpu
+}  // namespace kvx

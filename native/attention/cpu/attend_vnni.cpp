@@ -1,9 +1,14 @@
 // int8 rows, and 4-bit numbers as int8, by the instruction that adds four products of bytes to a 32-bit sum (VNNI).
-// Included by attend.cpp, in its namespace. For up to two fours of query rows that came as bf16 or f16, whose digits
-// attend_avx512.h makes.
+// For up to two fours of query rows that came as bf16 or f16, whose digits attend_avx512.h makes.
 //
 // The instruction takes bytes without a sign on one side: elements have a bias there, and what it comes to, the bias
 // times the sum of a row's digits, is known when they are made and taken away from sums in the end.
+#define KVX_ISA avx512vnni
+#include "attention/cpu/attend_loops.h"
+
+namespace kvx {
+namespace avx512vnni {
+namespace {
 
 constexpr int64_t kBlock = 64;     // elements of a row at a time
 constexpr int64_t kPiece = 512;    // elements whose products 32 bits hold, whatever they are
@@ -276,3 +281,19 @@ template <class E>
 constexpr cpu::TileLoops byte_loops(float lift) {
   return {&pack_digits, &dots_bytes<E>, &sums_bytes<E>, lift};
 }
+
+}  // namespace
+}  // namespace avx512vnni
+
+namespace cpu {
+
+using namespace avx512vnni;
+
+void add_vnni(AttendTable* table) {
+  table->few[KVX_DTYPE_S8] = byte_loops<S8Bytes>(1);
+  table->few[KVX_DTYPE_S4] = byte_loops<S4Bytes>(1);
+  table->few[KVX_DTYPE_E2M1] = byte_loops<E2M1Bytes>(0.5f);
+}
+
+}  // namespace cpu
+}  // namespace kvx
