@@ -625,7 +625,8 @@ typedef struct kvx_build_info_t {
   uint32_t struct_bytes;  /* in: sizeof at the caller                                                   */
   uint32_t has_cuda;      /* 1 = device code is in the library                                          */
   const char* cuda_archs; /* "80,90a,120+PTX"; "" without CUDA                                          */
-  const char* simd;       /* "avx512", "avx2", "neon" or "plain": what this machine runs                */
+  const char* simd;       /* the widest instructions used: "amx", "avx512bf16", "avx512vnni", "avx512",
+                             "avx2", "neon-dotprod", "neon" or "plain"                                  */
   int32_t max_threads;    /* OpenMP threads a host call may use; 1 without OpenMP                       */
   int32_t cuda_devices;   /* devices usable now; 0 without a driver                                     */
   int32_t cuda_runtime;   /* CUDA runtime version, 1000 * major + 10 * minor; 0 without CUDA            */

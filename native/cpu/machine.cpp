@@ -26,6 +26,7 @@ namespace cpu {
 namespace {
 
 struct Tables {
+  const char* name;
   const RowTable& rows;
   const AttendTable attend;
 };
@@ -45,23 +46,28 @@ bool has_dotprod() {
 #endif
 
 #if defined(KVX_HAS_AMX) && defined(__linux__)
-// Besides the instructions, the kernel's leave to use tiles, which it gives a process on request.
-bool has_amx() {
+// The instructions, and a kernel that lets processes use tiles: `ask` for leave, without which it may say that it
+// would.
+bool has_amx(bool asks) {
   unsigned a, b, c, d = 0;
   const unsigned all = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tiles, int8
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & all) != all) return false;
-  constexpr long kAsk = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return __builtin_cpu_supports("avx512vbmi") && syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & all) != all || !__builtin_cpu_supports("avx512vbmi"))
+    return false;
+  constexpr long kSupported = 0x1021, kAsk = 0x1023, kTileData = 18;  // ARCH_GET_XCOMP_SUPP, ARCH_REQ_XCOMP_PERM
+  if (asks) return syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
+  unsigned long features = 0;
+  return syscall(SYS_arch_prctl, kSupported, &features) == 0 && (features >> kTileData & 1);
 }
 #elif defined(KVX_HAS_AMX)
-bool has_amx() { return false; }
+bool has_amx(bool) { return false; }
 #endif
 
 Tables choose() {
   // KVX_SIMD (debugging) takes away instruction sets, so that each path can be tested on one machine.
   [[maybe_unused]] const char* cap = getenv("KVX_SIMD");
 #if defined(__aarch64__)
-  if (has_dotprod() && !(cap && !strcmp(cap, "plain"))) return {rows_plain, attend_dotprod};
+  if (has_dotprod() && !(cap && !strcmp(cap, "plain"))) return {"neon-dotprod", rows_plain, attend_dotprod};
+  return {"neon", rows_plain, attend_plain};  // every 64-bit Arm has it: rows_plain is compiled with it
 #elif defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
@@ -87,16 +93,23 @@ Tables choose() {
     AttendTable attend = set.attend;
     for (const auto add : set.adds)
       if (add) add(&attend);
-    return {set.rows, attend};
+    return {set.name, set.rows, attend};
   }
 #endif
-  return {rows_plain, attend_plain};
+  return {"plain", rows_plain, attend_plain};
 }
 
 const Tables& best() {
   static const Tables tables = choose();
   return tables;
 }
+
+#if defined(KVX_HAS_AMX)
+bool uses_amx(bool asks) {
+  const char* cap = getenv("KVX_SIMD");
+  return !strcmp(best().name, "avx512bf16") && !(cap && !strcmp(cap, "avx512bf16")) && has_amx(asks);
+}
+#endif
 
 }  // namespace
 
@@ -105,9 +118,7 @@ const RowTable& best_rows() { return best().rows; }
 const AttendTable& best_attend() {
 #if defined(KVX_HAS_AMX)
   static const AttendTable* const by_tiles = []() -> const AttendTable* {
-    const char* cap = getenv("KVX_SIMD");
-    const bool has_bf16 = best().attend.pack != nullptr;
-    if (!has_bf16 || (cap && !strcmp(cap, "avx512bf16")) || !has_amx()) return nullptr;
+    if (!uses_amx(true)) return nullptr;
     static AttendTable attend = best().attend;
     add_amx(&attend);
     return &attend;
@@ -118,11 +129,10 @@ const AttendTable& best_attend() {
 }
 
 const char* simd_name() {
-#if defined(__aarch64__)
-  return "neon";  // every 64-bit Arm has it: rows_plain is compiled with it
-#else
-  return best_rows().name;
+#if defined(KVX_HAS_AMX)
+  if (uses_amx(false)) return "amx";
 #endif
+  return best().name;
 }
 
 int max_threads() {

@@ -618,12 +618,9 @@ void stream_fence() {
 namespace cpu {
 #define KVX_JOIN2(a, b) a##b
 #define KVX_JOIN(a, b) KVX_JOIN2(a, b)
-#define KVX_TEXT2(a) #a
-#define KVX_TEXT(a) KVX_TEXT2(a)
 using namespace KVX_ISA;
 
 const RowTable KVX_JOIN(rows_, KVX_ISA) = {
-    KVX_TEXT(KVX_ISA),
     {{nullptr}, KVX_ENCODE_FROM(KVX_DTYPE_F16), KVX_ENCODE_FROM(KVX_DTYPE_BF16), KVX_ENCODE_FROM(KVX_DTYPE_F32)},
     {KVX_NO_DECODE, KVX_DECODE_TO(cast_row, KVX_DTYPE_F16), KVX_DECODE_TO(cast_row, KVX_DTYPE_BF16),
      KVX_DECODE_TO(cast_row, KVX_DTYPE_F32), KVX_DECODE_TO(decode_row, KVX_DTYPE_F8_E4M3),

@@ -56,7 +56,6 @@ struct RopeRow {
 using RotateRow = void (*)(char* dst, const char* src, const RopeRow& rope);  // dst may be src
 
 struct RowTable {
-  const char* name;
   EncodeRow encode[4][14];  // [IO dtype][cache dtype], kvx_dtype_t values; NULL where there is none
   DecodeRow decode[14][4];  // [cache dtype][IO dtype]
   AmaxRow amax[4];          // [IO dtype]
