@@ -46,8 +46,8 @@ bool has_dotprod() {
 #endif
 
 #if defined(KVX_HAS_AMX) && defined(__linux__)
-// The instructions, and a kernel that lets processes use tiles: `ask` for leave, without which it may say that it
-// would.
+// The instructions, and a kernel that lets processes use tiles. `asks`: this process asks for leave; else it is only
+// looked whether the kernel knows tiles.
 bool has_amx(bool asks) {
   unsigned a, b, c, d = 0;
   const unsigned all = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tiles, int8

@@ -42,7 +42,7 @@ import torch
 from tests.ops import attention_cases
 case, lse = attention_cases.Case, hashlib.sha256()
 for heads, dim in ((2, 64), (4, 96), (8, 128), (16, 256), (4, 144)):
-    if dim % 32 and FORMAT.startswith("mx"):
+    if dim % 32 and (FORMAT.startswith("mx") or FORMAT == "int4_per_group"):
         continue
     for more in ({}, {"soft_cap": 5.0}, {"window": 9, "queries": 2}, {"scale": -0.3}, {"layout": "HND"}):
         one = case(lens=(700, 1, 33), heads=heads, dim=dim, format=FORMAT, io=IO, **more)
@@ -103,6 +103,15 @@ def test_integer_products(fmt, io):
     assert (_run(code, wide) != _run(code, narrow)) == (io != "f32" or narrow == "plain")
 
 
+@pytest.mark.parametrize("level", ["avx512", "avx512vnni", "avx512bf16"])
+def test_small_formats_on_avx512(level):
+    """Every way rows of few bits take for a few query rows, on each set of instructions that has its own."""
+    if not _has({"avx512": "avx512dq", "avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}[level]):
+        pytest.skip(f"this CPU has no {level}")
+    formats = ("int8", "int4_per_token_head", "int4_per_group", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp4", "nvfp4")
+    _run("".join(f"FORMAT, IO = {fmt!r}, {io!r}" + PRODUCTS for fmt in formats for io in ("bf16", "f16")), level)
+
+
 @pytest.mark.parametrize("fmt", ["int8_per_token_head", "int4_per_token_head"])
 @pytest.mark.parametrize("dim", [64, 72, 512, 576, 1024])
 def test_sums_of_the_largest_integers(dim, fmt):
@@ -123,11 +132,11 @@ def test_sums_of_the_largest_integers(dim, fmt):
     torch.testing.assert_close(lse, want_lse, rtol=2**-14, atol=0)
 
 
-@pytest.mark.parametrize("simd", ["plain", "avx2", "avx512"])
+@pytest.mark.parametrize("simd", ["plain", "avx2", "avx512", "avx512vnni"])
 def test_narrower_instruction_sets_agree(simd):
     is_arm = platform.machine() in ("aarch64", "arm64")
     if is_arm and simd != "plain":
         pytest.skip("an instruction set of x86")
-    if simd == "avx512" and not _has("avx512dq"):
-        pytest.skip("this CPU has no AVX-512")
+    if not is_arm and not _has({"plain": "sse2", "avx2": "f16c", "avx512": "avx512dq", "avx512vnni": "avx512_vnni"}[simd]):
+        pytest.skip(f"this CPU has no {simd}")
     _run(CHECK.format(simd="neon" if is_arm else simd), simd)

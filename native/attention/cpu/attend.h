@@ -31,15 +31,16 @@ struct TileRows {
 };
 
 // Rows that will be wanted next, asked for while others are read: whole tokens, front to back, where their heads lie
-// side by side, as memory is fastest. A pass for each head asks for its share of them. Inlined, or gcc finds that calls
-// have no effect and leaves them out.
+// side by side, as memory is fastest. A pass for each head asks for its share of them. Inlined: gcc finds that calls
+// have no effect and leaves them out, and a function made for wide instructions might be linked for a CPU without them.
 struct AskAhead {
   const TileRows* next;              // NULL: none
   int64_t t = 0, head = 0, run = 1;  // where `now` is, and heads that lie without anything between them
   int64_t bytes, owed = 0;           // of a row; of what is to be asked for
   const char *now = nullptr, *end = nullptr;
 
-  AskAhead(const TileRows* rows, int64_t of_head, int64_t row_bytes) : next(rows), bytes(row_bytes) {
+  inline __attribute__((always_inline)) AskAhead(const TileRows* rows, int64_t of_head, int64_t row_bytes)
+      : next(rows), bytes(row_bytes) {
     if (!next) return;
     const bool by_head = next->by_head;
     t = by_head ? 0 : of_head * next->count / next->heads;
@@ -47,7 +48,9 @@ struct AskAhead {
     run = !by_head && next->head == bytes ? next->heads : 1;
     go();
   }
-  void go() { now = next->at[t] + head * next->head, end = now + (run > 1 ? run - head : 1) * bytes; }
+  inline __attribute__((always_inline)) void go() {
+    now = next->at[t] + head * next->head, end = now + (run > 1 ? run - head : 1) * bytes;
+  }
   inline __attribute__((always_inline)) void ask(int64_t n) {  // n bytes more
     if (!next) return;
     for (owed += n; owed >= 64;) {
@@ -152,7 +155,7 @@ struct AttendTable {
   void (*pack_tiles)(const float* q, int64_t fours, int64_t dim, int parts, float* to);
   void (*dots)(const TileRows& k, const TileRows* next, const TileStates& states);
   void (*split)(const float* row, int64_t n, char* to);  // f32 as two parts of bf16, [2, n]; with pack_tiles
-  TileLoops few[14], few_scaled[14];  // by kvx_dtype_t: with up to one scale a row; with those unpack_scaled takes
+  TileLoops few[14], few_scaled[14];  // by kvx_dtype_t: with up to one scale a row; with a byte for every 16 or 32
   TileLoops few_s4_by_f16;            // integers of 4 bits, with scales of f16
 
   int step(int dtype) const { return steps[dtype]; }

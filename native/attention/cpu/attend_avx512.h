@@ -2,8 +2,8 @@
 // its namespace.
 //
 // Queries and softmax weights that multiply int8 become integers of 16 bits, times a factor a row: two signed bytes,
-// digits to the base 256. Sums of products are exact; what is rounded is a query, by 2^-16 of the largest of its row,
-// and a weight, by as much of the largest of its tile (as attend_s8.h does for Arm).
+// digits to the base 256. Sums of products are exact; what is rounded is a query, by about 2^-16 of the largest of its
+// row, and a weight, by as much of the largest of its tile (as attend_s8.h does for Arm).
 
 // The sums of four vectors within each 128 bits: lane r of every four is of x[r].
 template <class V>
@@ -27,7 +27,7 @@ KVX_INLINE V add_lanes(const V (&x)[4][R]) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) of[i] = add_within(x[i][0], x[i][1], x[i][2], x[i][3]);
     return add_pairs(add_pairs(of[0], of[1]), add_pairs(of[2], of[3]));
-  } else {  // lane 2 * position + row of every lane of 128 bits, or lane `position`
+  } else {  // number 2 * position + row of each 256 bits, or number `position` of each 128
     const V some = R == 2 ? add_pairs(add_within(x[0][0], x[0][R - 1], x[1][0], x[1][R - 1]),
                                       add_within(x[2][0], x[2][R - 1], x[3][0], x[3][R - 1]))
                           : add_within(x[0][0], x[1][0], x[2][0], x[3][0]);
@@ -84,7 +84,10 @@ KVX_INLINE __m512i digits_of(__m512i whole) {
 struct Integers {
   __m512i whole, digits;
 
-  KVX_INLINE explicit Integers(Vec fixed) : whole(_mm512_cvtps_epi32(__m512(fixed))), digits(digits_of(whole)) {}
+  // NaN is 0: what it is multiplied by in the end is NaN too, and its sums stay small.
+  KVX_INLINE explicit Integers(Vec fixed)
+      : whole(_mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(__m512(fixed), __m512(fixed), _CMP_ORD_Q), __m512(fixed))),
+        digits(digits_of(whole)) {}
   KVX_INLINE __m128i upper() const { return _mm512_cvtepi32_epi8(_mm512_srli_epi32(digits, 8)); }
   KVX_INLINE __m128i lower() const { return _mm512_cvtepi32_epi8(digits); }
 };

@@ -186,7 +186,10 @@ void attend(const AttentionParams& p, const RowTable& ops, const AttendTable& lo
   desk.softmax.resize(size_t(states));
   desk.row.resize(size_t(p.v_head_dim));
   const bool is_packed = k.few || (loops.dots && k.dtype == KVX_DTYPE_BF16 && p.q.dtype != KVX_DTYPE_F32);
-  const auto pack = is_packed ? loops.pack : k.dtype == KVX_DTYPE_S8 ? loops.pack_s8 : nullptr;
+  const auto pack = k.few                     ? nullptr  // its own pack, of all rows
+                    : is_packed               ? loops.pack
+                    : k.dtype == KVX_DTYPE_S8 ? loops.pack_s8
+                                              : nullptr;
   const auto pack_tiles = k.few ? k.few->pack : is_packed ? loops.pack_tiles : nullptr;
   const auto scores = k.few ? k.few->dots : is_packed ? loops.dots : loops.scores[k.dtype];
   const auto sums = v.few ? v.few->sums : loops.sums[v.dtype];

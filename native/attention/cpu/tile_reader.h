@@ -64,10 +64,9 @@ inline const float* byte_scales_of(int dtype) {
 }
 
 // How rows of K or V reach the inner loops. Types the loops know are taken as they lie, every head of the tile at once.
-// So are those of few bits for a few query rows, where the loops multiply tiles (TileLoops). Of the others, rows that
-// are no whole number of the loops' steps are copied and padded, and rows of few bits are copied as
-// int8 where the loops multiply bytes and as bf16 where they multiply tiles, a head at a time. Anything else is made
-// f32, a head at a time.
+// So are those of few bits for a few query rows, where there are TileLoops for them. Of the others, rows that are no
+// whole number of the loops' steps are copied and padded, and rows of few bits are copied as int8 where the loops
+// multiply bytes and as bf16 where they multiply tiles, a head at a time. Anything else is made f32, a head at a time.
 struct Reader {
   const PlaneParams* plane;
   int index;
