@@ -10,7 +10,6 @@ import os
 import stat
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -63,7 +62,7 @@ class DiskTier(Tier):
         # A thread holds room for one file while it writes: more threads than blocks would pass the capacity.
         super().__init__(kind, threads=min(threads, self.capacity_blocks), max_pending=max_pending, on_event=on_event)
         self._lock = threading.Lock()
-        self._coming: Counter[bytes] = Counter()  # blocks being written, whose room is taken; one may have several writers
+        self._coming: dict[int, bytes] = {}  # by thread: the block it is writing, whose room is taken
         self._refreshed_s = time.monotonic()
         self._told: set[str] = set()  # folders that could not be read, and were told of
         self._tell_unreadable()
@@ -82,16 +81,14 @@ class DiskTier(Tier):
         if self._holds(key) and self._touch(key):
             return False
         with self._lock:
-            self._coming[key] += 1
+            self._coming[threading.get_ident()] = key
             self._directory.recency.forget([key])  # of a wrong size, or gone: its place is this one's
         try:
             self._make_room()
             self._write(key, block)
         finally:
             with self._lock:
-                self._coming[key] -= 1
-                if not self._coming[key]:
-                    del self._coming[key]
+                self._coming.pop(threading.get_ident(), None)
         return True
 
     def _make_room(self) -> None:
@@ -99,8 +96,7 @@ class DiskTier(Tier):
             if time.monotonic() - self._refreshed_s >= self.refresh_s:
                 self._directory.refresh()
                 self._refreshed_s = time.monotonic()
-            # One that has its name already, while its thread is not done, is known: it is counted there.
-            coming = sum(key not in self._directory.recency for key in self._coming)
+            coming = sum(key not in self._directory.recency for key in set(self._coming.values()))
             evicted = list(self._directory.evict_to(self.capacity_blocks - coming))
         self._tell_unreadable()
         for key, error in evicted:
@@ -138,6 +134,7 @@ class DiskTier(Tier):
                 raise
             with self._lock:
                 self._directory.use(key, used_ns)
+                del self._coming[threading.get_ident()]  # or it would have room twice, once evicted
             if self.fsync:
                 os.fsync(folder)
 
