@@ -39,7 +39,7 @@ kvx_status_t attention_sparse_any(const SparseParams& p, void* stream) {
   a.p = p;
   a.window_rows = make_fast_divider(p.window.rows), a.entry_rows = make_fast_divider(std::max(1, p.entries.rows)),
   a.fresh_rows = make_fast_divider(std::max(1, p.fresh.rows));
-  a.head_blocks = 1, a.splits = 1;
+  a.head_groups = a.splits = make_fast_divider(1), a.ratio = make_fast_divider(p.ratio);
   if (bytes > 48 * 1024) KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&attend_sparse_any), bytes));
   return launch_early_with("attend_sparse_any", attend_sparse_any,
                            dim3(unsigned(p.step.num_tokens), unsigned(p.num_heads)), dim3(kHeadThreads), bytes, stream,

@@ -21,8 +21,10 @@ struct KeyAt {
 
 __device__ __forceinline__ KeyAt find_key(const SparseArgs& a, const SparseItem& w, int32_t key, bool counts) {
   const SparseParams& p = a.p;
-  KeyAsked k = ask_key(a, w, key);
-  ask_page(a, w, &k, counts);
+  KeyAsked k;
+  if (const int32_t* at = number_at(a, w, key, &k)) k.number = __ldg(at);
+  if (const int32_t* at = page_at(a, w, &k)) k.loaded = __ldg(at);
+  look_at_page(a, &k, counts);
   uint32_t row = 0;
   if (k.kind == KEY_ENTRY) {
     page_and_row(a.entry_rows, k.number, &row);
@@ -33,7 +35,7 @@ __device__ __forceinline__ KeyAt find_key(const SparseArgs& a, const SparseItem&
     return KeyAt{&p.fresh, page, int32_t(row)};
   }
   page_and_row(a.window_rows, k.number, &row);
-  return KeyAt{k.kind == KEY_WINDOW && k.loaded == k.number ? &p.window : nullptr, w.slot, int32_t(row)};
+  return KeyAt{k.kind == KEY_WINDOW ? &p.window : nullptr, w.slot, int32_t(row)};
 }
 
 // base and sum of the head's weights, in powers of two; sums of values are left in numbers[dim, 2 * dim). The threads

@@ -5,6 +5,7 @@
 // asked for tiles ahead.
 #pragma once
 #include "entry/cuda/step.cuh"
+#include "tiles/ptx.cuh"
 
 namespace kvx {
 namespace cuda {
@@ -14,8 +15,8 @@ constexpr int kSparseRows = 64, kSparseKeys = 64, kSparseDim = 512;  // of a til
 struct SparseArgs {
   SparseParams p;
   FastDivider window_rows, entry_rows, fresh_rows;
-  int32_t head_blocks, splits;
-  float factor;  // softmax scale, log2(e) included
+  FastDivider head_groups, ratio, splits;  // blocks of 64 heads; how many an item's keys are split into
+  float factor;                            // softmax scale, log2(e) included
 };
 
 // Partial results in the workspace, one for each (item, split): [64, 512] f32, then (base, sum) of the 64.
@@ -34,7 +35,8 @@ struct SparseItem {
 __device__ __forceinline__ SparseItem sparse_item(const SparseArgs& a, int32_t index, int32_t split) {
   const SparseParams& p = a.p;
   SparseItem w = {};
-  w.token = index / a.head_blocks, w.first_head = index % a.head_blocks * kSparseRows;
+  w.token = int32_t(a.head_groups.divide(uint32_t(index))),
+  w.first_head = (index - w.token * int32_t(a.head_groups.d)) * kSparseRows;
   const StepToken t = find_token(p.step, w.token);
   w.slot = t.slot;
   const bool counts = w.first_head == 0 && split == 0 && p.errors && threadIdx.x % 32 == 0;
@@ -43,16 +45,16 @@ __device__ __forceinline__ SparseItem sparse_item(const SparseArgs& a, int32_t i
   w.position = t.position(w.token), w.begin = t.begin, w.start = t.start;
   if (p.cos && w.position >= p.num_positions && counts) atomicAdd(p.errors, 1ull);
   w.num_window = min(p.window_tokens, w.position + 1);
-  w.visible = (w.position + 1) / p.ratio;
+  w.visible = int32_t(a.ratio.divide(uint32_t(w.position + 1)));
   const int32_t entries = !p.entries.data ? 0
                           : p.selected    ? p.num_selected
                                           : int32_t(min(int64_t(w.visible), p.max_entries));
   if (p.entries.data && !p.selected && w.visible > p.max_entries && counts)
     atomicAdd(p.errors, (unsigned long long)(w.visible - p.max_entries));
   w.num_keys = w.num_window + entries;
-  const int32_t tiles = (w.num_keys + kSparseKeys - 1) / kSparseKeys;
-  w.first_tile = int32_t(int64_t(split) * tiles / a.splits),
-  w.num_tiles = int32_t(int64_t(split + 1) * tiles / a.splits) - w.first_tile;
+  const uint32_t tiles = uint32_t(w.num_keys + kSparseKeys - 1) / kSparseKeys;
+  w.first_tile = int32_t(a.splits.divide(uint32_t(split) * tiles)),
+  w.num_tiles = int32_t(a.splits.divide(uint32_t(split + 1) * tiles)) - w.first_tile;
   return w;
 }
 
@@ -69,39 +71,41 @@ struct KeyPlace {
   const char* scales;
 };
 
-// Its number.
-__device__ __forceinline__ KeyAsked ask_key(const SparseArgs& a, const SparseItem& w, int32_t key) {
+// Its kind and number; where it has to be loaded, from where.
+__device__ __forceinline__ const int32_t* number_at(const SparseArgs& a, const SparseItem& w, int32_t key,
+                                                    KeyAsked* k) {
   const SparseParams& p = a.p;
-  if (key >= w.num_keys) return KeyAsked{KEY_NONE, 0, 0};
-  if (key >= w.num_window) {
-    const int32_t i = key - w.num_window;
-    return KeyAsked{KEY_ENTRY,
-                    p.selected ? __ldg(reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(p.selected) +
-                                                                        w.token * p.selected_token) +
-                                       i)
-                               : i,
-                    0};
+  *k = KeyAsked{KEY_NONE, 0, 0};
+  if (key >= w.num_keys) return nullptr;
+  if (key < w.num_window) {
+    k->number = w.position - w.num_window + 1 + key;
+    k->kind = p.fresh.data && k->number >= w.start ? KEY_FRESH : KEY_WINDOW;
+    return nullptr;
   }
-  const int32_t position = w.position - w.num_window + 1 + key;
-  return KeyAsked{p.fresh.data && position >= w.start ? KEY_FRESH : KEY_WINDOW, position, 0};
+  k->kind = KEY_ENTRY, k->number = key - w.num_window;
+  return p.selected ? reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(p.selected) +
+                                                       w.token * p.selected_token) +
+                          k->number
+                    : nullptr;
 }
-
-// What stands there.
-__device__ __forceinline__ void ask_page(const SparseArgs& a, const SparseItem& w, KeyAsked* k, bool counts) {
+// Where it is said what stands there. `look_at_page` looks at that when it is needed.
+__device__ __forceinline__ const int32_t* page_at(const SparseArgs& a, const SparseItem& w, KeyAsked* k) {
   const SparseParams& p = a.p;
   if (k->kind == KEY_WINDOW) {
     const uint32_t row = uint32_t(k->number) - a.window_rows.divide(uint32_t(k->number)) * a.window_rows.d;
-    k->loaded = __ldg(p.positions + int64_t(w.slot) * p.window.rows + row);
-  } else if (k->kind == KEY_ENTRY) {
-    if (k->number < 0 || k->number >= w.visible) {
-      k->kind = KEY_NONE;
-      return;
-    }
-    bool is_bad = false;
-    k->loaded = entry_page(p.table, p.entries, w.slot, int32_t(a.entry_rows.divide(uint32_t(k->number))), &is_bad);
-    if (is_bad && counts && p.errors) atomicAdd(p.errors, 1ull);
-    if (k->loaded < 0) k->kind = KEY_NONE;
+    return p.positions + int64_t(w.slot) * p.window.rows + row;
   }
+  if (k->kind == KEY_ENTRY && (k->number < 0 || k->number >= w.visible)) k->kind = KEY_NONE;
+  if (k->kind != KEY_ENTRY) return nullptr;
+  const int32_t* at = entry_page_at(p.table, w.slot, int32_t(a.entry_rows.divide(uint32_t(k->number))));
+  if (!at) k->loaded = INT32_MAX;
+  return at;
+}
+__device__ __forceinline__ void look_at_page(const SparseArgs& a, KeyAsked* k, bool counts) {
+  if (k->kind == KEY_WINDOW && k->loaded != k->number) k->kind = KEY_NONE;
+  if (k->kind != KEY_ENTRY || (k->loaded >= 0 && k->loaded < a.p.entries.num_pages)) return;
+  k->kind = KEY_NONE;
+  if (k->loaded >= 0 && counts && a.p.errors) atomicAdd(a.p.errors, 1ull);
 }
 
 __device__ __forceinline__ KeyPlace place_row(const RowPages& r, int64_t page, int64_t row) {
@@ -115,8 +119,9 @@ __device__ __forceinline__ int64_t page_and_row(const FastDivider& rows, int32_t
   return page;
 }
 
-__device__ __forceinline__ KeyPlace place_key(const SparseArgs& a, const SparseItem& w, const KeyAsked& k) {
+__device__ __forceinline__ KeyPlace place_key(const SparseArgs& a, const SparseItem& w, KeyAsked k, bool counts) {
   const SparseParams& p = a.p;
+  look_at_page(a, &k, counts);
   uint32_t row;
   if (k.kind == KEY_ENTRY) {
     page_and_row(a.entry_rows, k.number, &row);
@@ -126,12 +131,65 @@ __device__ __forceinline__ KeyPlace place_key(const SparseArgs& a, const SparseI
     const int64_t page = page_and_row(a.fresh_rows, w.begin + k.number - w.start, &row);
     return place_row(p.fresh, page, row);
   }
-  if (k.kind == KEY_WINDOW && k.loaded == k.number) {
+  if (k.kind == KEY_WINDOW) {
     page_and_row(a.window_rows, k.number, &row);
     return place_row(p.window, w.slot, row);
   }
   return KeyPlace{nullptr, nullptr};
 }
+
+// Where a warp's keys of two tiles are, sixteen of each: lane l has key l % 16 of its sixteen, lanes from 16 on that of
+// the second tile. Numbers are asked for four tiles ahead and pages two. They come to shared memory, as copies that are
+// committed and waited for with the caller's: a register that is still to be loaded is not moved without waiting.
+struct KeyFinder {
+  static constexpr int kTiles = 2, kSlotBytes = 8;  // of a lane: a number and a page
+  const SparseArgs& a;
+  const SparseItem& w;
+  uint32_t slot;
+  int32_t key, tile;     // the lane's, of those that are found next
+  bool counts;           // bad pages
+  KeyAsked asked, next;  // of them, and of those after
+
+  __device__ __forceinline__ KeyFinder(const SparseArgs& a, const SparseItem& w, uint32_t slots)
+      : a(a),
+        w(w),
+        slot(slots + threadIdx.x % 128 * kSlotBytes),
+        tile(int32_t(threadIdx.x % 32 / 16)),
+        counts(w.first_head == 0) {
+    key = (w.first_tile + tile) * kSparseKeys + int32_t(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16);
+    ask(slot, number_at(a, w, key, &next), next.number);
+    wait();
+    ask_next();
+    wait();
+  }
+  __device__ __forceinline__ KeyPlace find() {
+    asked.loaded = int32_t(tiles::load_shared_4(slot + 4));
+    const KeyPlace place = tile < w.num_tiles ? place_key(a, w, asked, counts) : KeyPlace{nullptr, nullptr};
+    tile += kTiles, key += kTiles * kSparseKeys;
+    ask_next();
+    return place;
+  }
+
+ private:
+  static __device__ __forceinline__ void wait() {
+    tiles::commit_copies();
+    tiles::wait_copies<0>();
+  }
+  static __device__ __forceinline__ void ask(uint32_t to, const int32_t* from, int32_t known) {
+    if (from) tiles::copy_4(to, from, 4);
+    else tiles::store_shared_4(to, uint32_t(known));
+  }
+  // The page of the key whose number has come, and the number of the one after.
+  __device__ __forceinline__ void ask_next() {
+    asked = next, asked.number = int32_t(tiles::load_shared_4(slot));
+    if (tile < w.num_tiles) {
+      const int32_t* at = page_at(a, w, &asked);
+      ask(slot + 4, at, asked.loaded);
+    }
+    const int32_t* at = number_at(a, w, key + kTiles * kSparseKeys, &next);
+    ask(slot, at, next.number);
+  }
+};
 
 // What a head's sums are multiplied by, base, sum and sink (-inf: none) being in powers of two; its LSE is written on
 // the way.

@@ -57,9 +57,9 @@ __global__ void __launch_bounds__(128) combine_sparse(const __grid_constant__ Sp
   float4 x[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  const int64_t item = int64_t(token) * a.head_blocks + head / kSparseRows;
-  for (int s = 0; t.slot >= 0 && s < a.splits; s++) {
-    const float* part = reinterpret_cast<const float*>(p.workspace + (item * a.splits + s) * kSparsePartBytes);
+  const int64_t item = int64_t(token) * a.head_groups.d + head / kSparseRows;
+  for (int s = 0; t.slot >= 0 && s < int(a.splits.d); s++) {
+    const float* part = reinterpret_cast<const float*>(p.workspace + (item * a.splits.d + s) * kSparsePartBytes);
     const float2 stats = __ldcg(reinterpret_cast<const float2*>(part + kSparseRows * kSparseDim) + head % kSparseRows);
     float4 y[4];
 #pragma unroll
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(128) combine_sparse(const __grid_constant__ Sp
 
 template <bool kIsFp8> kvx_status_t launch_sparse(const SparseArgs& a, int64_t items, void* stream) {
   KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&attend_sparse<kIsFp8>), SparseConfig::kSharedBytes));
-  return launch_early_with("attend_sparse", attend_sparse<kIsFp8>, dim3(unsigned(items), unsigned(a.splits)),
+  return launch_early_with("attend_sparse", attend_sparse<kIsFp8>, dim3(unsigned(items), a.splits.d),
                            dim3(SparseConfig::kThreads), SparseConfig::kSharedBytes, stream, a);
 }
 
@@ -110,14 +110,15 @@ kvx_status_t attention_sparse(const SparseParams& p, void* stream) {
   a.p = p;
   a.window_rows = make_fast_divider(p.window.rows), a.entry_rows = make_fast_divider(std::max(1, p.entries.rows)),
   a.fresh_rows = make_fast_divider(std::max(1, p.fresh.rows));
-  a.head_blocks = int32_t((p.num_heads + kSparseRows - 1) / kSparseRows), a.splits = num_splits(p, guard.num_sms()),
+  a.head_groups = make_fast_divider((p.num_heads + kSparseRows - 1) / kSparseRows),
+  a.splits = make_fast_divider(num_splits(p, guard.num_sms())), a.ratio = make_fast_divider(p.ratio),
   a.factor = p.scale * 1.44269504f;
   const int64_t items = num_items(p);
-  if (items > kMaxCount || items / a.head_blocks * p.num_heads > kMaxCount)
+  if (items > kMaxCount || items / a.head_groups.d * p.num_heads > kMaxCount)
     return fail(KVX_STATUS_UNSUPPORTED, "%lld tokens of %d heads are more than one launch takes; split the batch.",
                 (long long)p.step.num_tokens, p.num_heads);
   KVX_TRY(is_fp8_row(p.window) ? launch_sparse<true>(a, items, stream) : launch_sparse<false>(a, items, stream));
-  if (a.splits == 1) return KVX_STATUS_OK;
+  if (a.splits.d == 1) return KVX_STATUS_OK;
   const int64_t warps = p.step.num_tokens * p.num_heads;
   return launch_early("combine_sparse", combine_sparse, dim3(unsigned((warps + 3) / 4)), dim3(128), stream, a);
 }

@@ -3,7 +3,7 @@
 //
 // Four warpgroups have a job each, and hand tiles on through barriers, as in attention/latent/latent.cuh:
 //
-//   load     rows of the list into two stages, FP8 rows as f16 (attention/sparse/load.cuh)
+//   load     rows of the list into two stages (attention/sparse/load.cuh), FP8 rows as f16 (load_fp8.cuh)
 //   soften   scores, and the weights they become (64 x 64, left in shared memory) while the values of the tile before
 //            are added
 //   add, 2x  weights by values, 256 of the 512 columns each, sums in registers
@@ -13,7 +13,7 @@
 #include <type_traits>
 
 #include "attention/sparse/head.cuh"
-#include "attention/sparse/load.cuh"
+#include "attention/sparse/load_fp8.cuh"
 #include "tiles/softmax.cuh"
 #include "tiles/wgmma.cuh"
 
@@ -32,12 +32,13 @@ struct SparseConfig {
   static constexpr int kStatsAt = kShrinkAt + kSparseRows * 4;  // base and sum of the rows
   static constexpr int kValidAt = kStatsAt + kSparseRows * 8;   // [4 tiles][4 warps], a bit a key, twice
   static constexpr int kBarriersAt = kValidAt + 4 * 4 * 4;      // of the ring, then weights full and free
-  static constexpr int kGrowAt =
-      kBarriersAt + SparseRing::kBarrierBytes + 2 * 8;       // FP8: what a row's scores are multiplied by
-  static constexpr int kWideAt = kGrowAt + kSparseRows * 4;  // FP8: whether some row did not fit
+  static constexpr int kGrowAt = kShrinkAt;  // FP8: what a row's scores are multiplied by; read by its warp at first
+  static constexpr int kWideAt = kBarriersAt + SparseRing::kBarrierBytes + 2 * 8;  // FP8: whether some row did not fit
   static constexpr int kItemAt = kWideAt + 16;
   static constexpr int kRawAt = (kItemAt + int(sizeof(SparseItem)) + 15) / 16 * 16;
-  static constexpr int kSharedBytes = kRawAt + kSparseSlots * kSparseSlotBytes;
+  static constexpr int kFinderAt = kRawAt + SparseLoad::kRawBytes;
+  static_assert(SparseLoad::kRawBytes == SparseLoadFp8::kRawBytes, "either is followed by the finder's slots");
+  static constexpr int kSharedBytes = kFinderAt + 128 * (KeyFinder::kSlotBytes + 8);
   static_assert(kSharedBytes <= 227 * 1024, "shared memory of a block of threads");
 };
 
@@ -55,7 +56,7 @@ template <bool kIsFp8> struct SparseTile {
   using Multiply = tiles::Warpgroup<Numbers, 64>;
   using Add = tiles::Warpgroup<Numbers, 128>;
   static constexpr int kQueriesMeet = 3;  // where those who wrote the queries pass, and who multiplies them waits
-  static constexpr float kUnit = kIsFp8 ? 1.f / (1 << SparseLoad<kIsFp8>::kUnit) : 1.f;  // of keys in the stages
+  static constexpr float kUnit = kIsFp8 ? 1.f / (1 << SparseLoadFp8::kUnit) : 1.f;  // of keys in the stages
   const SparseArgs& a;
   const SparseItem& w;
   char* shared;
@@ -73,30 +74,29 @@ template <bool kIsFp8> struct SparseTile {
 
   // ---- queries, by those who add and have nothing to do yet: half a row of 512 at a time, eight rows a warp
 
-  struct Queries {
-    uint4 x[16];
-  };
-  static __device__ __forceinline__ Queries load_queries(const SparseArgs& a) {
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x % 256 / 32;
-    const int32_t token = int32_t(blockIdx.x) / a.head_blocks,
-                  first_head = int32_t(blockIdx.x) % a.head_blocks * kSparseRows + int32_t(warp) * 8;
-    const char* q = a.p.q.data + token * a.p.q.token + int64_t(first_head) * a.p.q.head + lane * 16;
-    Queries got;
-#pragma unroll
-    for (int i = 0; i < 16; i++)
-      got.x[i] = first_head + i / 2 < a.p.num_heads
-                     ? __ldg(reinterpret_cast<const uint4*>(q + i / 2 * a.p.q.head + i % 2 * 512))
-                     : make_uint4(0, 0, 0, 0);
-    return got;
+  __device__ __forceinline__ uint32_t query_at(uint32_t row, int half) const {
+    return at + C::kQueryAt + sparse_chunk_at(threadIdx.x % 256 / 32 * 8 + row, half * 32 + threadIdx.x % 32);
   }
-  // To shared memory; as f16 by a power of two that is exact, which the row's scores are multiplied by again.
-  __device__ __forceinline__ void store_queries(const Queries& got) const {
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x % 256 / 32;
+  // On their way when this returns. Which token and heads these are does not depend on what the item is found to be.
+  __device__ __forceinline__ void ask_queries() const {
+    const uint32_t token = a.head_groups.divide(blockIdx.x),
+                   first_head = (blockIdx.x - token * a.head_groups.d) * kSparseRows + threadIdx.x % 256 / 32 * 8;
+    const char* row = a.p.q.data + token * a.p.q.token + first_head * a.p.q.head + threadIdx.x % 32 * 16;
 #pragma unroll
-    for (int r = 0; r < 8; r++) {
-      const uint32_t row = warp * 8 + r;
-      uint4 x[2] = {got.x[2 * r], got.x[2 * r + 1]};
-      if constexpr (kIsFp8) {
+    for (uint32_t r = 0; r < 8; r++, row += a.p.q.head) {
+      const bool is_there = int32_t(first_head + r) < a.p.num_heads;
+      for (int half = 0; half < 2; half++) tiles::copy_16(query_at(r, half), row + half * 512, is_there ? 16 : 0);
+    }
+    tiles::commit_copies();
+  }
+  // A lane looks at what it asked for itself. As f16 by a power of two that is exact, which the row's scores are
+  // multiplied by again.
+  __device__ __forceinline__ void finish_queries() const {
+    tiles::wait_copies<0>();
+    if constexpr (kIsFp8) {
+#pragma unroll 2
+      for (uint32_t r = 0; r < 8; r++) {
+        uint4 x[2] = {tiles::load_shared_16(query_at(r, 0)), tiles::load_shared_16(query_at(r, 1))};
         uint32_t most = 0;
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -111,13 +111,13 @@ template <bool kIsFp8> struct SparseTile {
           const auto narrow = [&](uint32_t w) {
             return Numbers::pack(__uint_as_float(w << 16) * shrink, __uint_as_float(w & 0xffff0000u) * shrink);
           };
-          x[i] = make_uint4(narrow(x[i].x), narrow(x[i].y), narrow(x[i].z), narrow(x[i].w));
+          tiles::store_shared_16(query_at(r, i),
+                                 make_uint4(narrow(x[i].x), narrow(x[i].y), narrow(x[i].z), narrow(x[i].w)));
         }
-        if (lane == 0)
-          reinterpret_cast<float*>(shared + C::kGrowAt)[row] = __uint_as_float(uint32_t(127 + exponent) << 23) * kUnit;
+        if (threadIdx.x % 32 == 0)
+          reinterpret_cast<float*>(shared + C::kGrowAt)[threadIdx.x % 256 / 32 * 8 + r] =
+              __uint_as_float(uint32_t(127 + exponent) << 23) * kUnit;
       }
-#pragma unroll
-      for (int i = 0; i < 2; i++) tiles::store_shared_16(at + C::kQueryAt + sparse_chunk_at(row, i * 32 + lane), x[i]);
     }
     tiles::show_to_multiplications();
   }
@@ -164,6 +164,7 @@ template <bool kIsFp8> struct SparseTile {
     for (int h = 0; h < 2; h++)
       factors[h] = kIsFp8 ? a.factor * reinterpret_cast<const float*>(shared + C::kGrowAt)[thread / 32 * 16 + g + 8 * h]
                           : a.factor;
+    __syncwarp();
     for (int32_t i = 0, n = w.num_tiles; i < n; i++) {
       multiply_scores(s);
       mask(s);
@@ -238,7 +239,7 @@ template <bool kIsFp8> struct SparseTile {
       if (half == 0) compute_anew();
       return;
     }
-    if (a.splits > 1) {
+    if (a.splits.d > 1) {
       write_part(out, r0, half, t, base, sum);
       return;
     }
@@ -299,7 +300,7 @@ template <bool kIsFp8> struct SparseTile {
   __device__ __forceinline__ void write_part(const float (&out)[2][64], int32_t r0, int half, int t,
                                              const float (&base)[2], const float (&sum)[2]) const {
     float* part =
-        reinterpret_cast<float*>(a.p.workspace + (int64_t(blockIdx.x) * a.splits + blockIdx.y) * kSparsePartBytes);
+        reinterpret_cast<float*>(a.p.workspace + (int64_t(blockIdx.x) * a.splits.d + blockIdx.y) * kSparsePartBytes);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int32_t r = r0 + 8 * h;
@@ -319,12 +320,12 @@ template <bool kIsFp8> struct SparseTile {
 #pragma unroll 1
     for (int32_t r = 0; r < kSparseRows && w.first_head + r < a.p.num_heads; r++) {
       const float2 stats = attend_head(a, w, w.first_head + r, first, end, numbers, false);
-      if (a.splits == 1) {
+      if (a.splits.d == 1) {
         write_head(a.p, w, w.first_head + r, stats, numbers + kSparseDim);
         continue;
       }
       float* part =
-          reinterpret_cast<float*>(a.p.workspace + (int64_t(blockIdx.x) * a.splits + blockIdx.y) * kSparsePartBytes);
+          reinterpret_cast<float*>(a.p.workspace + (int64_t(blockIdx.x) * a.splits.d + blockIdx.y) * kSparsePartBytes);
       for (int32_t d = threadIdx.x % 128; d < kSparseDim; d += 128) part[r * kSparseDim + d] = numbers[kSparseDim + d];
       if (threadIdx.x % 128 == 0) *reinterpret_cast<float2*>(part + kSparseRows * kSparseDim + 2 * r) = stats;
     }
@@ -352,8 +353,7 @@ __global__ void __launch_bounds__(SparseConfig::kThreads, 1) attend_sparse(const
   wait_for_previous();
   let_next_start();
   const int role = threadIdx.x / 128;
-  typename SparseTile<kIsFp8>::Queries queries;
-  if (role >= 2) queries = SparseTile<kIsFp8>::load_queries(a);
+  if (role >= 2) tile.ask_queries();
   if (threadIdx.x < 32) {
     const SparseItem found = sparse_item(a, int32_t(blockIdx.x), int32_t(blockIdx.y));
     if (threadIdx.x == 0) *item = found, *reinterpret_cast<uint32_t*>(shared + C::kWideAt) = 0;
@@ -361,23 +361,28 @@ __global__ void __launch_bounds__(SparseConfig::kThreads, 1) attend_sparse(const
   if (threadIdx.x == 32) tile.init_barriers();
   __syncthreads();
   if (item->slot < 0) {
-    if (a.splits == 1) tile.write_nothing();  // what is split is written by the second launch
+    if (role >= 2) tiles::wait_copies<0>();
+    if (a.splits.d == 1) tile.write_nothing();  // what is split is written by the second launch
     return;
   }
   if (role == 0) {
     tiles::give_registers<88>();
-    SparseLoad<kIsFp8> load{a,
-                            *item,
-                            tile.ring,
-                            reinterpret_cast<uint32_t*>(shared + C::kValidAt),
-                            reinterpret_cast<uint32_t*>(shared + C::kWideAt),
-                            at + C::kRawAt + threadIdx.x * 16};
-    load.load();
+    uint32_t* valid = reinterpret_cast<uint32_t*>(shared + C::kValidAt);
+    if constexpr (kIsFp8)
+      SparseLoadFp8{a,
+                    *item,
+                    tile.ring,
+                    valid,
+                    reinterpret_cast<uint32_t*>(shared + C::kWideAt),
+                    at + C::kRawAt,
+                    at + C::kFinderAt}
+          .load();
+    else SparseLoad{a, *item, tile.ring, valid, at + C::kRawAt, at + C::kFinderAt}.load();
   } else if (role == 1) {
     tiles::give_registers<72>();
     tile.soften();
   } else {
-    tile.store_queries(queries);
+    tile.finish_queries();
     // racecheck does not see that what passes here comes before what waits for weights.
     if constexpr (tiles::kAllArrive) tiles::meet(SparseTile<kIsFp8>::kQueriesMeet, 384);
     else tiles::pass(SparseTile<kIsFp8>::kQueriesMeet, 384);

@@ -29,31 +29,38 @@ __device__ __forceinline__ StepToken open_sequence(const StepParams& s, int32_t 
 // The sequence of a token. All lanes of a warp come here with the same one: 32 places of
 // cu_seqlens are looked at in a go.
 __device__ __forceinline__ StepToken find_token(const StepParams& s, int32_t token) {
+  if (s.num_seqs == 0) return StepToken{-1, -1, 0, 0, 0, false};
   const int lane = threadIdx.x % 32;
   int32_t first = 0,
           count = s.num_seqs;  // the answer is in [first, first + count): the last place that is not above token
-  while (count > 1) {
-    const int32_t stride = (count + 31) / 32, at = lane * stride;
-    const unsigned under = __ballot_sync(0xffffffffu, at < count && __ldg(s.cu_seqlens + first + at) <= token);
-    if (under == 0) break;
-    const int32_t hop = (31 - __clz(int(under))) * stride;
-    first += hop, count = min(stride, count - hop);
+  int32_t stride = (count + 31) / 32, at = lane * stride, begin = __ldg(s.cu_seqlens + min(at, count));
+  // Where each sequence has one token it is that of the same number: asked for beside the first places.
+  StepToken t = open_sequence(s, min(token, count - 1));
+  if (token < t.begin || token >= t.end) {
+    while (count > 1) {
+      const unsigned under = __ballot_sync(0xffffffffu, at < count && begin <= token);
+      if (under == 0) break;
+      const int32_t hop = (31 - __clz(int(under))) * stride;
+      first += hop, count = min(stride, count - hop);
+      stride = (count + 31) / 32, at = lane * stride, begin = __ldg(s.cu_seqlens + first + min(at, count));
+    }
+    t = open_sequence(s, first);
+    if (token < t.begin || token >= t.end) t.seq = -1, t.slot = -1, t.is_bad = false;
   }
-  if (s.num_seqs == 0) return StepToken{-1, -1, 0, 0, 0, false};
-  StepToken t = open_sequence(s, first);
-  if (token < t.begin || token >= t.end) t.seq = -1, t.slot = -1, t.is_bad = false;
   return t;
 }
 
+// Where the table has an entry's page, -1 where the request has none. NULL: it ends before that.
+__device__ __forceinline__ const int32_t* entry_page_at(const EntryTable& t, int32_t slot, int32_t column) {
+  return column < t.columns
+             ? reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(t.pages) + slot * t.row) + column
+             : nullptr;
+}
 // The page of an entry, -1 where the request has none; *is_bad: its number is outside the pool.
 __device__ __forceinline__ int32_t entry_page(const EntryTable& t, const RowPages& rows, int32_t slot, int32_t column,
                                               bool* is_bad) {
-  if (column >= t.columns) {
-    *is_bad = true;
-    return -1;
-  }
-  const int32_t page =
-      __ldg(reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(t.pages) + slot * t.row) + column);
+  const int32_t* at = entry_page_at(t, slot, column);
+  const int32_t page = at ? __ldg(at) : INT32_MAX;
   if (page >= rows.num_pages) *is_bad = true;
   return page < rows.num_pages ? page : -1;
 }
