@@ -66,14 +66,21 @@ template <int IO> __device__ __forceinline__ uint32_t magnitude_bits(const RawCh
   return magnitude_bits<IO, kChunk>(r.w);
 }
 
+// The same of those that are finite.
 template <int IO, int N> __device__ __forceinline__ uint32_t finite_magnitude_bits(const uint32_t* w) {
-  uint32_t m = 0;
+  constexpr int kWords = N * element_bits<IO> / 32;
+  uint32_t finite[kWords];
 #pragma unroll
-  for (int i = 0; i < N; i++) {
-    const uint32_t b = __float_as_uint(element_of<IO>(w, i)) & 0x7fffffffu;
-    m = max(m, b < kInfinity ? b : 0u);
+  for (int i = 0; i < kWords; i++) {
+    if constexpr (IO == KVX_DTYPE_F32) {
+      finite[i] = (w[i] & 0x7fffffffu) < kInfinity ? w[i] : 0u;
+    } else {  // what is added carries into the top bit of others, which then becomes a whole half of ones
+      const uint32_t magnitudes = w[i] & 0x7fff7fffu,
+                     top = (magnitudes + (IO == KVX_DTYPE_BF16 ? 0x00800080u : 0x04000400u)) & 0x80008000u;
+      finite[i] = magnitudes & ~(top | (top - (top >> 15)));
+    }
   }
-  return m;
+  return magnitude_bits<IO, N>(finite);
 }
 template <int IO> __device__ __forceinline__ uint32_t finite_magnitude_bits(const RawChunk<IO>& r) {
   return finite_magnitude_bits<IO, kChunk>(r.w);
@@ -161,15 +168,14 @@ template <int C> struct Quantiser {
   }
 };
 
-// Codes of four elements in the bytes of a word. `Tame`: no NaN, and magnitudes that an int32 holds, so integers need
-// no care.
-template <int C, bool Tame> __device__ __forceinline__ uint32_t encode_four(float a, float b, float c, float d) {
+// Codes of four elements in the bytes of a word. Integers: no NaN, and magnitudes that an int32 holds.
+template <int C> __device__ __forceinline__ uint32_t encode_four(float a, float b, float c, float d) {
   if constexpr (C == KVX_DTYPE_F8_E4M3 || C == KVX_DTYPE_F8_E5M2) {
     constexpr __nv_fp8_interpretation_t kind = C == KVX_DTYPE_F8_E4M3 ? __NV_E4M3 : __NV_E5M2;
     const uint32_t lo = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kind),
                    hi = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, kind);
     return __byte_perm(lo, hi, 0x5410);
-  } else if constexpr (C == KVX_DTYPE_S8 && Tame) {
+  } else if constexpr (C == KVX_DTYPE_S8) {
     const float x[4] = {a, b, c, d};
     int32_t v[4];
 #pragma unroll
@@ -196,9 +202,9 @@ __device__ __forceinline__ uint32_t e2m1_magnitudes(float a, float b) {
   return __vimin3_u16x2(halves(0x1p22f), halves(0x1p23f + 2.f), halves(0x1p24f + 8.f));
 }
 
-// Codes of eight elements in the nibbles of a word.
-template <int C, bool Tame> __device__ __forceinline__ uint32_t encode_eight(const float* x) {
-  if constexpr (C == KVX_DTYPE_E2M1 && Tame) {
+// Codes of eight tame elements in the nibbles of a word.
+template <int C> __device__ __forceinline__ uint32_t encode_eight(const float* x) {
+  if constexpr (C == KVX_DTYPE_E2M1) {
     const auto tops = [&](int i) {  // bytes with the signs of x[i], x[i + 2], x[i + 4] and x[i + 6]
       return __byte_perm(__byte_perm(__float_as_uint(x[i]), __float_as_uint(x[i + 2]), 0x0073),
                          __byte_perm(__float_as_uint(x[i + 4]), __float_as_uint(x[i + 6]), 0x0073), 0x5410);
@@ -208,9 +214,35 @@ template <int C, bool Tame> __device__ __forceinline__ uint32_t encode_eight(con
     };
     return bytes(0) | bytes(1) << 4 | (tops(0) >> 4 & 0x08080808u) | (tops(1) & 0x80808080u);
   } else {  // bytes 0y0x -> nibbles yx: two words of four become one of eight
-    uint32_t lo = encode_four<C, Tame>(x[0], x[1], x[2], x[3]), hi = encode_four<C, Tame>(x[4], x[5], x[6], x[7]);
+    uint32_t lo = encode_four<C>(x[0], x[1], x[2], x[3]), hi = encode_four<C>(x[4], x[5], x[6], x[7]);
     lo |= lo >> 4, hi |= hi >> 4;
     return __byte_perm(lo, hi, 0x6420);
+  }
+}
+
+// Any chunk, the first half divided by `a` and the second by `b`: one element after the other, since sixteen divisions
+// side by side were most of a kernel's instructions. Registers have no index, so elements leave the words of `raw` at
+// one end and codes enter theirs at the other.
+template <int IO, int C>
+__device__ __forceinline__ void divide_words(RawChunk<IO> raw, float a, float b,
+                                             uint32_t (&codes)[chunk_bytes<C> / 4]) {
+  constexpr int kIn = chunk_bytes<IO> / 4, kOut = chunk_bytes<C> / 4, kBits = element_bits<C>;
+#pragma unroll
+  for (int j = 0; j < kOut; j++) codes[j] = 0;
+#pragma unroll 1
+  for (int i = 0; i < kChunk; i++) {
+    const float x = __fdiv_rn(element(raw, 0), i < kChunk / 2 ? a : b);
+    uint32_t code;
+    if constexpr (C == KVX_DTYPE_F8_E4M3 || C == KVX_DTYPE_F8_E5M2)
+      code = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, C == KVX_DTYPE_F8_E4M3 ? __NV_E4M3 : __NV_E5M2);
+    else code = encode8(x, C);
+#pragma unroll
+    for (int j = 0; j + 1 < kIn; j++)
+      raw.w[j] = element_bits<IO> == 32 ? raw.w[j + 1] : __funnelshift_r(raw.w[j], raw.w[j + 1], 16);
+    if (element_bits<IO> == 16) raw.w[kIn - 1] >>= 16;
+#pragma unroll
+    for (int j = 0; j + 1 < kOut; j++) codes[j] = __funnelshift_r(codes[j], codes[j + 1], kBits);
+    codes[kOut - 1] = codes[kOut - 1] >> kBits | code << (32 - kBits);
   }
 }
 
@@ -231,22 +263,14 @@ template <int N> __device__ __forceinline__ void store_words(char* p, const uint
 template <int IO, int C> __device__ __forceinline__ void encode_words(const RawChunk<IO>& raw, bool is_tame,
                                                                       const Quantiser<C>& a, const Quantiser<C>& b,
                                                                       uint32_t (&codes)[chunk_bytes<C> / 4]) {
+  if (!is_tame) return divide_words<IO, C>(raw, a.s, b.s, codes);
   float x[kChunk];
-  const auto encode = [&](auto tame) {
 #pragma unroll
-    for (int i = 0; i < chunk_bytes<C> / 4; i++) {
-      if constexpr (element_bits<C> == 4) codes[i] = encode_eight<C, decltype(tame)::value>(x + 8 * i);
-      else codes[i] = encode_four<C, decltype(tame)::value>(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
-    }
-  };
-  if (is_tame) {
+  for (int i = 0; i < kChunk; i++) x[i] = (i < kChunk / 2 ? a : b).template quotient<IO>(element(raw, i));
 #pragma unroll
-    for (int i = 0; i < kChunk; i++) x[i] = (i < kChunk / 2 ? a : b).template quotient<IO>(element(raw, i));
-    encode(std::true_type{});
-  } else {
-#pragma unroll
-    for (int i = 0; i < kChunk; i++) x[i] = __fdiv_rn(element(raw, i), (i < kChunk / 2 ? a : b).s);
-    encode(std::false_type{});
+  for (int i = 0; i < chunk_bytes<C> / 4; i++) {
+    if constexpr (element_bits<C> == 4) codes[i] = encode_eight<C>(x + 8 * i);
+    else codes[i] = encode_four<C>(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
   }
 }
 

@@ -188,7 +188,7 @@ __device__ __forceinline__ uint32_t e4m3_four(float a, float b, float c, float d
       : "f"(a), "f"(b), "f"(c), "f"(d));
   return w;
 #else
-  return encode_four<KVX_DTYPE_F8_E4M3, false>(a, b, c, d);
+  return encode_four<KVX_DTYPE_F8_E4M3>(a, b, c, d);
 #endif
 }
 
