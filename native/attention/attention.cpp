@@ -4,6 +4,8 @@
 #include <math.h>
 #include <string.h>
 
+#include <algorithm>
+
 #include "array.h"
 #include "lower.h"
 
@@ -103,7 +105,9 @@ kvx_status_t lower_attention(const kvx_cache_t& cache, const kvx_attention_args_
   out->kv.device = c.device;
   out->kv.max_seq_len = out->max_seq_len;
   out->kv.errors = reinterpret_cast<unsigned long long*>(a.errors);
-  out->scale = a.softmax_scale, out->soft_cap = a.soft_cap,
+  // A larger one changes no score either, and what kernels make of it would not be finite.
+  constexpr float kMostCap = 1e20f;
+  out->scale = a.softmax_scale, out->soft_cap = std::min(a.soft_cap, kMostCap),
   out->window = a.window < out->max_seq_len ? a.window : 0;  // a wider one hides nothing
   out->is_causal = a.flags & KVX_ATTENTION_CAUSAL, out->is_planned = a.flags & KVX_ATTENTION_PLANNED;
   out->allows_fp8 = a.flags & KVX_ATTENTION_FP8_PRODUCTS;

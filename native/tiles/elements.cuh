@@ -46,7 +46,7 @@ template <class Numbers_> struct Halves {
     return f * 16 + 2 * t + (slot & 1) + (slot / 2) * 8;
   }
   // Which dim rows g (half 0) and g + 8 (half 1) of a fragment of V are.
-  static __device__ __forceinline__ int value_dim(int f, int half, int g) { return f * 16 + g + 8 * half; }
+  static constexpr __device__ __forceinline__ int value_dim(int f, int half, int g) { return f * 16 + g + 8 * half; }
 };
 
 // Eight-bit elements: a group is 32 dims, two fragments. Dims are taken in the order that bytes fall out of a matrix of
@@ -80,7 +80,7 @@ template <class Convert_> struct Bytes {
     }
   }
   static __device__ __forceinline__ int query_dim(int f, int slot, int t) { return f * 16 + 4 * t + slot; }
-  static __device__ __forceinline__ int value_dim(int f, int half, int g) { return f * 16 + 2 * g + half; }
+  static constexpr __device__ __forceinline__ int value_dim(int f, int half, int g) { return f * 16 + 2 * g + half; }
 };
 
 // Four-bit elements: a group is 64 dims, two chunks of 32, four fragments. A word of a matrix has eight codes, which
@@ -128,7 +128,7 @@ template <class Convert_> struct Nibbles {
   static __device__ __forceinline__ int query_dim(int f, int slot, int t) {
     return f / 2 * 32 + 8 * t + f % 2 * 2 + slot / 2 + slot % 2 * 4;
   }
-  static __device__ __forceinline__ int value_dim(int f, int half, int g) {
+  static constexpr __device__ __forceinline__ int value_dim(int f, int half, int g) {
     return f / 2 * 32 + 4 * g + f % 2 * 2 + half;
   }
 };

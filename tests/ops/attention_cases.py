@@ -218,6 +218,7 @@ DECODE = [
     *(Case(lens=(300, 40, 1), heads=h, kv_heads=h, format="bf16", io="bf16", note="lines") for h in (8, 100, 541)),
     Case(lens=(900, 30, 400), heads=32, kv_heads=8, format="int8_per_token_head", io="bf16", dim=128, note="lines"),
     Case(soft_cap=2.0),
+    Case(soft_cap=3e38, format="bf16", io="bf16"),
     Case(soft_cap=30.0, window=9, queries=2),
     Case(sinks=True),
     Case(sinks=True, lens=(0, 1, 40), queries=2, note="sink_alone"),

@@ -345,7 +345,7 @@ template <class C> struct Any {
 
   __device__ __forceinline__ void begin() {
     const int32_t group = a.d.group;
-    const int64_t first = first_query(a.d, w.seq);
+    const int64_t first = queries_of(a.d, w.seq).first;
     const int units = a.plane[0].units;
     for (int i = thread; i < C::kRows * units; i += kAnyThreads) {
       const int r = i / units, unit = i - r * units;
@@ -552,7 +552,7 @@ template <class C> struct Any {
 
   __device__ __forceinline__ void store() {
     float2* of_columns = settle();
-    const int64_t first = first_query(a.d, w.seq);
+    const int64_t first = queries_of(a.d, w.seq).first;
     const auto token_of = [&](int c) { return (w.first_row + c) / a.d.group; };
     const auto head_of = [&](int c) { return w.head * a.d.group + (w.first_row + c) - token_of(c) * a.d.group; };
     if (sub == 0 && column < w.rows) {
@@ -580,7 +580,8 @@ template <class C> struct Any {
 // A sequence's work where few rows are shared out by a plan.
 __device__ __forceinline__ AnyWork split_work(const AnyArgs& a, int32_t seq, int32_t head, int32_t length) {
   AnyWork w = {};
-  w.seq = seq, w.head = head, w.rows = rows_of(a.d, seq), w.queries = queries_of(a.d, seq), w.length = length;
+  const SeqQueries queries = queries_of(a.d, seq);
+  w.seq = seq, w.head = head, w.rows = rows_of(a.d, queries), w.queries = queries.count, w.length = length;
   const SeqRange range = seq_range(length, w.queries, a.d.window, a.d.is_causal, a.tokens);
   w.begin = range.begin, w.end = range.end, w.num_tiles = range.num_tiles, w.first = range.begin / a.tokens * a.tokens;
   w.counts = a.d.rows.kv.errors && head == 0;
@@ -598,8 +599,9 @@ template <int kRows> __device__ __forceinline__ AnyWork own_work(const AnyArgs& 
     uint32_t mine = 0;
     int32_t queries = 0;
     if (seq < a.d.num_seqs) {
-      queries = queries_of(a.d, seq);
-      const int64_t first = first_query(a.d, seq);
+      const SeqQueries found = queries_of(a.d, seq);
+      const int64_t first = found.first;
+      queries = found.count;
       if (queries < 0 || first < 0 || queries > a.d.num_tokens - first || int64_t(queries) * a.d.group <= a.skip_rows)
         queries = 0;
       mine = uint32_t((int64_t(queries) * a.d.group + kRows - 1) / kRows) * a.d.num_kv_heads;
@@ -669,7 +671,7 @@ __global__ void __launch_bounds__(kAnyThreads, C::kBlocks) attend_any(const __gr
       return;
     }
     head -= a.d.num_kv_heads;
-    while (++seq < a.d.num_seqs && a.d.cu_seqlens && rows_of(a.d, seq) == 0) {}
+    while (++seq < a.d.num_seqs && a.d.cu_seqlens && rows_of(a.d, queries_of(a.d, seq)) == 0) {}
     if (seq < a.d.num_seqs) next = split_work(a, seq, head, clamped_length(a.d.rows.kv, seq, a.d.max_seq_len));
   };
   any.w = next;

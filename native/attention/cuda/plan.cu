@@ -14,12 +14,10 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const __grid_constant_
   wait_for_previous();
   int32_t* first_tile = reinterpret_cast<int32_t*>(a.workspace + a.shape.first_tile_at);
   const int32_t base = sum_tiles(a.num_seqs, first_tile, [&](int32_t seq) {
-    const int32_t queries = query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
-    const bool is_ours =
-        query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.shape.rows) > 0;
-    return is_ours ? seq_range(clamped_length(a.kv, seq, a.max_seq_len), queries, a.window, a.is_causal, a.tile_tokens)
-                         .num_tiles
-                   : 0;
+    const SeqQueries queries = queries_of(a, seq);
+    if (query_rows(queries, a.num_tokens, a.group, a.shape.rows) == 0) return 0;
+    const int32_t length = clamped_length(a.kv, seq, a.max_seq_len);
+    return seq_range(length, queries.count, a.window, a.is_causal, a.tile_tokens).num_tiles;
   });
   const long long tiles = (long long)base * a.line_heads;
   const long long most = (tiles + kLeastTiles - 1) / kLeastTiles;

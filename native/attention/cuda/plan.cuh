@@ -57,19 +57,21 @@ struct PlanArgs {
   PlanShape shape;
 };
 
-__device__ __forceinline__ int32_t query_length(const void* cu, int bytes, int32_t all, int32_t seq) {
-  if (!cu) return all;
-  return int32_t(read_index(cu, int64_t(seq + 1) * bytes, bytes) - read_index(cu, int64_t(seq) * bytes, bytes));
+// A sequence's queries: which are its first one and how many, as cu_seqlens has it, which may point outside q.
+struct SeqQueries {
+  int64_t first;
+  int32_t count;
+};
+template <class Args> __device__ __forceinline__ SeqQueries queries_of(const Args& a, int32_t seq) {
+  if (!a.cu_seqlens) return SeqQueries{int64_t(seq) * a.query_len, a.query_len};
+  const int64_t at = int64_t(seq) * a.cu_bytes, first = read_index(a.cu_seqlens, at, a.cu_bytes);
+  return SeqQueries{first, int32_t(read_index(a.cu_seqlens, at + a.cu_bytes, a.cu_bytes) - first)};
 }
 
-// Query rows of a sequence, for a kernel that takes up to `most`; 0 where it has more, or where cu_seqlens points
-// outside q.
-__device__ __forceinline__ int32_t query_rows(const void* cu, int bytes, int32_t all, int32_t seq, int64_t num_tokens,
-                                              int32_t group, int32_t most) {
-  const int64_t first = cu ? read_index(cu, int64_t(seq) * bytes, bytes) : int64_t(seq) * all,
-                queries = query_length(cu, bytes, all, seq);
-  return first >= 0 && queries >= 0 && queries <= num_tokens - first && queries * group <= most
-             ? int32_t(queries) * group
+// Their rows, for a kernel that takes up to `most`; 0 where there are more, or where they are outside q.
+__device__ __forceinline__ int32_t query_rows(const SeqQueries& q, int64_t num_tokens, int32_t group, int32_t most) {
+  return q.first >= 0 && q.count >= 0 && q.count <= num_tokens - q.first && int64_t(q.count) * group <= most
+             ? q.count * group
              : 0;
 }
 

@@ -47,14 +47,8 @@ __device__ __forceinline__ void write(const RowsParams& out, char* row, int dim,
   else *reinterpret_cast<float*>(p) = x;
 }
 
-__device__ __forceinline__ int32_t queries_of(const DecodeArgs& a, int32_t seq) {
-  return query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
-}
-__device__ __forceinline__ int64_t first_query(const DecodeArgs& a, int32_t seq) {
-  return a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(seq) * a.cu_bytes, a.cu_bytes) : int64_t(seq) * a.query_len;
-}
-__device__ __forceinline__ int32_t rows_of(const DecodeArgs& a, int32_t seq) {
-  return query_rows(a.cu_seqlens, a.cu_bytes, a.query_len, seq, a.num_tokens, a.group, a.plan.rows);
+__device__ __forceinline__ int32_t rows_of(const DecodeArgs& a, const SeqQueries& queries) {
+  return query_rows(queries, a.num_tokens, a.group, a.plan.rows);
 }
 
 }  // namespace cuda

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArg
   const int32_t seq = int32_t(min(seq64, int64_t(a.num_seqs) - 1));
   const int lines = a.plan.lines, head_of_line = kv_head / lines, line = kv_head - head_of_line * lines;
   int first_share = 0, last_share = 0, first_slot = 0;
-  if (seq64 < a.num_seqs && row < rows_of(a, seq)) {
+  if (seq64 < a.num_seqs && row < rows_of(a, queries_of(a, seq))) {
     const int64_t number = int64_t(seq) * (a.num_kv_heads / lines) + head_of_line;
     const PlanItem item = load_now<PlanItem>(a.workspace + a.plan.item_at + number * int64_t(sizeof(PlanItem)));
     first_share = item.first_share, last_share = item.last_share, first_slot = item.first_slot;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArg
       largest = now;
     }
   }
-  const int64_t first = first_query(a, seq);
+  const int64_t first = queries_of(a, seq).first;
   const int32_t token = row / a.group, head = kv_head * a.group + row - token * a.group;
   const float inverse =
       finish(a, first + token, head, largest, total, scale_of(a.scales[1], kv_head, one_scale), lane == 0);

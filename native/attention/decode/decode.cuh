@@ -86,8 +86,8 @@ template <class C> struct Decode {
   }
 
   // What a cursor knows of its sequence. Read when it comes to it, not once a tile.
-  __device__ __forceinline__ void enter(Cursor* c, int32_t length) const {
-    c->range = seq_range(length, queries_of(a, c->seq), a.window, a.is_causal, C::kTokens);
+  __device__ __forceinline__ void enter(Cursor* c, int32_t length, int32_t queries) const {
+    c->range = seq_range(length, queries, a.window, a.is_causal, C::kTokens);
     if constexpr (C::kOwnCaches) c->own = tiles::find_own_cache(a.rows, c->seq, a.workspace);
   }
   __device__ __forceinline__ void step(Cursor* c) const {
@@ -96,8 +96,12 @@ template <class C> struct Decode {
     if ((c->head += a.plan.lines) < a.num_kv_heads) return;
     c->head -= a.num_kv_heads;  // the line's first: lines divide the heads
     // Sequences without rows of ours have no tiles (make_plan); whoever steps knows that tiles are left.
-    while (++c->seq < a.num_seqs && a.cu_seqlens && rows_of(a, c->seq) == 0) {}
-    if (c->seq < a.num_seqs) enter(c, clamped_length(a.rows.kv, c->seq, a.max_seq_len));
+    SeqQueries queries;
+    do {
+      if (++c->seq >= a.num_seqs) return;
+      queries = queries_of(a, c->seq);
+    } while (a.cu_seqlens && rows_of(a, queries) == 0);
+    enter(c, clamped_length(a.rows.kv, c->seq, a.max_seq_len), queries.count);
   }
 
   struct Asked {
@@ -201,13 +205,13 @@ template <class C> struct Decode {
   // Query rows of a (sequence, head) as fragments: column n = query token n / group, head n % group. All words are
   // asked for before the first is used: a worker waits once, not once a word.
   __device__ __forceinline__ void begin(const Cursor& c) {
-    const int32_t queries = queries_of(a, c.seq), rows = rows_of(a, c.seq);
-    const int64_t first = first_query(a, c.seq);
+    const SeqQueries queries = queries_of(a, c.seq);
+    const int32_t rows = rows_of(a, queries);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++) {
       const int32_t column = n * 8 + g, token = column / a.group, head = column - token * a.group;
       const char* row =
-          a.q.data + (first + token) * a.q.token + (int64_t(c.head) * a.group + head) * a.q.head + key_from * 2;
+          a.q.data + (queries.first + token) * a.q.token + (int64_t(c.head) * a.group + head) * a.q.head + key_from * 2;
       const int dims = column < rows ? a.dims[0] - key_from : 0;
 #pragma unroll
       for (int d = 0; d < kKeyTiles; d++)
@@ -234,12 +238,12 @@ template <class C> struct Decode {
       for (int j = 0; j < 2; j++) {  // of the columns of this lane's scores
         const int32_t mine = n * 8 + 2 * t + j, of = mine / a.group;
         factor[n][j] = scale * __shfl_sync(0xffffffffu, grow, (2 * t + j) * 4);
-        limit[n][j] = mine >= rows ? 0 : a.is_causal ? c.range.end - queries + 1 + of : c.range.end;
+        limit[n][j] = mine >= rows ? 0 : a.is_causal ? c.range.end - queries.count + 1 + of : c.range.end;
         low[n][j] = a.window > 0 ? int32_t(limit[n][j] - a.window) : 0;
         most[n][j] = -INFINITY, sum[n][j] = 0.f;
       }
     }
-    least_limit = a.is_causal ? c.range.end - queries + 1 : c.range.end;
+    least_limit = a.is_causal ? c.range.end - queries.count + 1 : c.range.end;
     most_low = a.window > 0 ? int32_t(c.range.end - a.window) : 0;
 #pragma unroll
     for (int d = 0; d < kValueTiles; d++)
@@ -264,33 +268,33 @@ template <class C> struct Decode {
         }
   }
 
-  // Where f16 is multiplied: a column of queries into its range, by a power of two, which is
-  // exact; returns what undoes it.
+  // Where f16 is multiplied: a column of queries into its range, by a power of two, which is exact; returns what undoes
+  // it. Magnitudes order as their bits do. A NaN makes its column NaN, whatever that is multiplied by.
   __device__ __forceinline__ float fit_query(int n) {
     const bool is_bf16 = a.q.dtype == KVX_DTYPE_BF16;
-    const auto low_of = [&](uint32_t x) {
-      return is_bf16 ? __uint_as_float(x << 16) : __half2float(__ushort_as_half(uint16_t(x)));
+    const auto pair_of = [&](uint32_t x) {
+      const float2 as_f16 = __half22float2(*reinterpret_cast<const __half2*>(&x));
+      return is_bf16 ? make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)) : as_f16;
     };
-    const auto high_of = [&](uint32_t x) {
-      return is_bf16 ? __uint_as_float(x & 0xffff0000u) : __half2float(__ushort_as_half(uint16_t(x >> 16)));
-    };
-    float largest = 0.f;
+    uint32_t most = 0;
 #pragma unroll
     for (int d = 0; d < kKeyTiles; d++)
 #pragma unroll
-      for (int i = 0; i < 2; i++)
-        largest = fmaxf(largest, fmaxf(fabsf(low_of(query[0][d][n][i])), fabsf(high_of(query[0][d][n][i]))));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    int exponent = largest > 0.f && largest < INFINITY ? ilogbf(largest) - 8 : 0;
-    exponent = max(exponent, -100);
-    const float shrink = ldexpf(1.f, -exponent);
+      for (int i = 0; i < 2; i++) most = __vmaxu2(most, query[0][d][n][i] & 0x7fff7fffu);
+    most = max(most >> 16, most & 0xffffu);
+    most = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    most = max(most, __shfl_xor_sync(0xffffffffu, most, 2));
+    const float largest = pair_of(most).x;
+    const int exponent = largest > 0.f && largest < INFINITY ? max(int(__float_as_uint(largest) >> 23) - 135, -100) : 0;
+    const float shrink = __uint_as_float(uint32_t(127 - exponent) << 23);
 #pragma unroll
     for (int d = 0; d < kKeyTiles; d++)
 #pragma unroll
-      for (int i = 0; i < 2; i++)
-        query[0][d][n][i] = Numbers::pack(low_of(query[0][d][n][i]) * shrink, high_of(query[0][d][n][i]) * shrink);
-    return ldexpf(1.f, exponent);
+      for (int i = 0; i < 2; i++) {
+        const float2 pair = pair_of(query[0][d][n][i]);
+        query[0][d][n][i] = Numbers::pack(pair.x * shrink, pair.y * shrink);
+      }
+    return __uint_as_float(uint32_t(127 + exponent) << 23);
   }
 
   // A team's parts of a tile's scores become their sum, the same in every warp: two are added in either order, more in
@@ -457,13 +461,13 @@ template <class C> struct Decode {
             for (int j = 0; j < 2; j++) s[m][n][2 * h + j] *= of_key;
         }
     if (a.soft_cap > 0.f) {
-      const float cap = a.soft_cap * 1.44269504f;
+      const float cap = a.soft_cap * 1.44269504f, inverse = 1.f / cap;
 #pragma unroll
       for (int m = 0; m < kTokenTiles; m++)
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
-          for (int i = 0; i < 4; i++) s[m][n][i] = cap * tanhf(s[m][n][i] / cap);
+          for (int i = 0; i < 4; i++) s[m][n][i] = cap * tanhf(s[m][n][i] * inverse);
     }
     bool all_there = first + C::kTokens <= least_limit && first >= most_low;
     uint32_t valid[kRowsPerLane];
@@ -570,7 +574,9 @@ template <class C> struct Decode {
       }
   }
 
-  __device__ __forceinline__ int dim_of(int d, int half) const { return value_from + Rows::value_dim(d, half, g); }
+  // Of a row of results, this lane's first element, and how far from it another is.
+  __device__ __forceinline__ int first_dim() const { return value_from + Rows::value_dim(0, 0, g); }
+  static __device__ __forceinline__ constexpr int dims_on(int d, int half) { return Rows::value_dim(d, half, 0); }
 
   // Result of a (sequence, head) that this worker had alone.
   __device__ __forceinline__ void store(const Cursor& c) {
@@ -578,8 +584,8 @@ template <class C> struct Decode {
     for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
       for (int j = 0; j < 2; j++) sum_lanes(&sum[n][j]);
-    const int32_t rows = rows_of(a, c.seq);
-    const int64_t first = first_query(a, c.seq);
+    const SeqQueries queries = queries_of(a, c.seq);
+    const int32_t rows = rows_of(a, queries);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -587,14 +593,33 @@ template <class C> struct Decode {
         const int32_t column = n * 8 + 2 * t + j, token = column / a.group,
                       head = c.head * a.group + column - token * a.group;
         if (column >= rows) continue;
-        const float inverse = finish(a, first + token, head, most[n][j] - kBoost, sum[n][j], value_scale * Rows::kUnit,
-                                     member == 0 && g == 0);
-        char* row = a.out.data + (first + token) * a.out.token + int64_t(head) * a.out.head;
+        const float inverse = finish(a, queries.first + token, head, most[n][j] - kBoost, sum[n][j],
+                                     value_scale * Rows::kUnit, member == 0 && g == 0);
+        const int64_t step = a.out.dim;
+        char* row =
+            a.out.data + (queries.first + token) * a.out.token + int64_t(head) * a.out.head + first_dim() * step;
+        const int left = a.dims[1] - first_dim();
+        // The type is asked for once: as a question of each element it would be most of a kernel's code.
+        if (a.out.dtype == KVX_DTYPE_F32) {
+#pragma unroll
+          for (int d = 0; d < kValueTiles; d++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+              if (dims_on(d, half) < left)
+                *reinterpret_cast<float*>(row + dims_on(d, half) * step) = out[d][n][2 * half + j] * inverse;
+          continue;
+        }
+        const bool is_bf16 = a.out.dtype == KVX_DTYPE_BF16;
 #pragma unroll
         for (int d = 0; d < kValueTiles; d++)
 #pragma unroll
-          for (int half = 0; half < 2; half++)
-            if (dim_of(d, half) < a.dims[1]) write(a.out, row, dim_of(d, half), out[d][n][2 * half + j] * inverse);
+          for (int half = 0; half < 2; half++) {
+            const float x = out[d][n][2 * half + j] * inverse;
+            const uint16_t as_bf16 = __bfloat16_as_ushort(__float2bfloat16(x)),
+                           as_f16 = __half_as_ushort(__float2half(x));
+            if (dims_on(d, half) < left)
+              *reinterpret_cast<uint16_t*>(row + dims_on(d, half) * step) = is_bf16 ? as_bf16 : as_f16;
+          }
       }
   }
 
@@ -606,10 +631,10 @@ template <class C> struct Decode {
 
   // Part of a (sequence, head) that others have parts of: `combine` adds them up.
   __device__ __forceinline__ void store_part(const Cursor& c, int worker, bool is_first_item) {
-    const int32_t rows = rows_of(a, c.seq);
+    const int32_t rows = rows_of(a, queries_of(a, c.seq));
     float* mine = reinterpret_cast<float*>(a.workspace + a.plan.partial_at +
                                            (2 * int64_t(worker) + (is_first_item ? 0 : 1)) * a.plan.partial_bytes);
-    const int width = a.dims[1] + 2;
+    const int width = a.dims[1] + 2, left = a.dims[1] - first_dim();
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -617,12 +642,12 @@ template <class C> struct Decode {
         sum_lanes(&sum[n][j]);
         const int32_t column = n * 8 + 2 * t + j;
         if (column >= rows) continue;
+        float* to = mine + column * width + 2 + first_dim();
 #pragma unroll
         for (int d = 0; d < kValueTiles; d++)
 #pragma unroll
           for (int half = 0; half < 2; half++)
-            if (dim_of(d, half) < a.dims[1])
-              mine[column * width + 2 + dim_of(d, half)] = out[d][n][2 * half + j] * Rows::kUnit;
+            if (dims_on(d, half) < left) to[dims_on(d, half)] = out[d][n][2 * half + j] * Rows::kUnit;
         if (member == 0 && g == 0) mine[column * width] = most[n][j] - kBoost, mine[column * width + 1] = sum[n][j];
       }
   }
@@ -645,7 +670,7 @@ __global__ void __launch_bounds__(C::kWorkers* C::kTeam * 32, 1) decode(const __
   d.clear();
   const long long begin = share * plan.tiles / plan.workers, end = (share + 1) * plan.tiles / plan.workers;
   Cursor now{start.seq, start.head + line, start.tile};
-  d.enter(&now, start.length);
+  d.enter(&now, start.length, queries_of(a, now.seq).count);
   Cursor ahead = now;
   long long loaded = begin;
   auto asked = d.ask(ahead);
@@ -662,8 +687,8 @@ __global__ void __launch_bounds__(C::kWorkers* C::kTeam * 32, 1) decode(const __
     }
   };
   // The first rounds only load: in the same loop, so that loading, a page of code, stands in the kernel once. On an
-  // H200 short calls are 0.3 us faster so, and 4-bit rows 1 to 5 %; 8-bit rows of 192 are 6 % slower.
-  constexpr bool kLoadsOnce = C::Rows::kBits != 8 || C::Rows::kScaleDims != 0;
+  // H200 short calls are 0.3 us faster so, and 4-bit rows 1 to 5 %; 8-bit rows of 192 were 6 % slower.
+  constexpr bool kLoadsOnce = C::Rows::kBits != 8 || C::Rows::kScaleDims != 0 || C::kKeyDims * C::kTeam != 192;
   constexpr int kAhead = C::Ring::kStages - 1;
 #pragma unroll 1
   for (int i = kLoadsOnce ? kAhead : 0; i < kAhead; i++) load_next();

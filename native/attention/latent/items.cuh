@@ -51,9 +51,9 @@ struct LatentArgs {
 
 // Queries of a sequence, 0 where cu_seqlens points outside q.
 __device__ __forceinline__ int32_t latent_queries(const LatentArgs& a, int32_t seq, int64_t* first) {
-  *first = a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(seq) * a.cu_bytes, a.cu_bytes) : int64_t(seq) * a.query_len;
-  const int32_t queries = query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
-  return queries < 0 || *first < 0 || *first + queries > a.num_tokens ? 0 : queries;
+  const SeqQueries q = queries_of(a, seq);
+  *first = q.first;
+  return q.count < 0 || q.first < 0 || q.first + q.count > a.num_tokens ? 0 : q.count;
 }
 __device__ __forceinline__ int32_t latent_blocks(const LatentArgs& a, int32_t queries) {  // of rows, in this launch
   const int64_t rows = int64_t(queries) * a.heads.d;

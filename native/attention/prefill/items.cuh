@@ -98,10 +98,9 @@ template <int kRows, int kKeys> __device__ __forceinline__ uint32_t find_items(c
     int32_t queries = 0;
     int64_t begins = 0, length = 0;
     if (seq < a.num_seqs) {
-      queries = query_length(a.cu_seqlens, a.cu_bytes, a.query_len, seq);
+      const SeqQueries found = queries_of(a, seq);
+      queries = found.count, begins = found.first;
       length = sequence_length(a.rows.kv.table, seq, a.rows.kv.block_size);
-      begins =
-          a.cu_seqlens ? read_index(a.cu_seqlens, int64_t(seq) * a.cu_bytes, a.cu_bytes) : int64_t(seq) * a.query_len;
       if (queries < 0 || begins < 0 || queries > a.num_tokens - begins || int64_t(queries) * a.group.d <= a.skip_rows)
         queries = 0;
       mine = uint32_t((int64_t(queries) * a.group.d + kRows - 1) / kRows) * a.num_kv_heads;

@@ -103,7 +103,7 @@ kvx_status_t run_prefill(const AttentionParams& p, int num_sms, void* stream) {
   a.waves = ItemWaves{uint32_t(items), uint32_t(num_sms)};
   const int64_t blocks = a.waves.share_out();
   const bool is_wide = most_dims(p) > kMostPrefillDims;
-  if (a.box > 0 && wants_products(p)) return start_prefill_products(p, a, blocks, stream);
+  if (a.box > 0 && wants_products(p)) return start_prefill_products(a, blocks, stream);
   switch (p.kv.plane[0].dtype) {
     case KVX_DTYPE_BF16:
       return is_wide ? start_wide_prefill_bf16(p, a, blocks, stream) : start_prefill_bf16(p, a, blocks, stream);

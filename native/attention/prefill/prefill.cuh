@@ -34,13 +34,12 @@ template <int kKeyDims_, int kValueDims_, int kKeys_, int kStages_ = 2,
       kSplitsValues_;  // the two warpgroups have the same rows, and half of their values each
 };
 
-template <class Rows_, class Tile, bool kCaps_, ScaleKind kScales_> struct PrefillConfig {
+template <class Rows_, class Tile, ScaleKind kScales_> struct PrefillConfig {
   using Rows = Rows_;
   using Numbers = typename Rows::Numbers;
   static constexpr ScaleKind kScales = kScales_;
   static constexpr bool kIsBytes = Rows::kBytes == 1, kIsF16 = std::is_same<Numbers, tiles::F16Numbers>::value;
   static constexpr int kElementBytes = std::is_same<Numbers, tiles::E4m3Numbers>::value ? 1 : 2;  // as multiplied
-  static constexpr bool kCaps = kCaps_;  // scores are capped: its registers are not there otherwise
   static constexpr int kKeyDims = Tile::kKeyDims, kValueDims = Tile::kValueDims, kKeys = Tile::kKeys,
                        kStages = Tile::kStages;
   static constexpr bool kSplitsValues = Tile::kSplitsValues;
@@ -150,8 +149,8 @@ template <class C> struct Prefill {
 
   // A warp's 16 rows of results, 32 elements at a time: through shared memory, so that four lanes store 64 bytes of a
   // row. `rows`: of the two rows of 16-bit elements that this lane stores to, null where there is none.
-  template <class To> __device__ __forceinline__ void store_16(const float (&out)[kOut], const float (&inverse)[2],
-                                                               int dims_from, char* const (&rows)[2]) const {
+  template <class To>
+  __device__ __forceinline__ void store_16(const float (&out)[kOut], int dims_from, char* const (&rows)[2]) const {
     const uint32_t lane = threadIdx.x % 32, staging = at + C::kStagingAt + (threadIdx.x / 32 - 4) * 1024,
                    row = lane % 16, of_row = staging + row * 64, turn = row / 2 % 4;
 #pragma unroll
@@ -162,7 +161,7 @@ template <class C> struct Prefill {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const float* pair = out + 16 * m + 8 * k + 4 * (i / 2) + 2 * (i % 2);
-          x[i] = To::pack(pair[0] * inverse[i % 2], pair[1] * inverse[i % 2]);
+          x[i] = To::pack(pair[0], pair[1]);
         }
         tiles::store_matrices(of_row + (((2 * k + lane / 16) ^ turn) << 4), x);
       }
@@ -215,9 +214,11 @@ template <class C> struct Prefill {
     finish_rows(w, x.base, total, first_row, dims_from, inverse);
   }
 
-  __device__ __forceinline__ void store_results(const PrefillItem& w, const float (&out)[kOut],
-                                                const float (&inverse)[2], int32_t first_row, int dims_from) const {
+  __device__ __forceinline__ void store_results(const PrefillItem& w, float (&out)[kOut], const float (&inverse)[2],
+                                                int32_t first_row, int dims_from) const {
     const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int k = 0; k < kOut; k++) out[k] *= inverse[k / 2 % 2];
     char* to[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -227,8 +228,8 @@ template <class C> struct Prefill {
     }
     if (a.stores_16 && a.out.dtype != KVX_DTYPE_F32) {
       // A lane's row of results, in the order they are stored in, is that of its scores too: lane / 4 and eight on.
-      if (a.out.dtype == KVX_DTYPE_BF16) store_16<tiles::Bf16Numbers>(out, inverse, dims_from, to);
-      else store_16<tiles::F16Numbers>(out, inverse, dims_from, to);
+      if (a.out.dtype == KVX_DTYPE_BF16) store_16<tiles::Bf16Numbers>(out, dims_from, to);
+      else store_16<tiles::F16Numbers>(out, dims_from, to);
       return;
     }
 #pragma unroll 1  // seldom, and both rows at once would not leave registers for the rest
@@ -237,8 +238,7 @@ template <class C> struct Prefill {
 #pragma unroll
       for (int n = 0; n < C::kOutDims / 8; n++) {
         if (dims_from + 8 * n >= a.dims[1]) break;
-        const float lo = (h ? out[4 * n + 2] : out[4 * n]) * inverse[h],
-                    hi = (h ? out[4 * n + 3] : out[4 * n + 1]) * inverse[h];
+        const float lo = h ? out[4 * n + 2] : out[4 * n], hi = h ? out[4 * n + 3] : out[4 * n + 1];
         const int dim = dims_from + 8 * n + 2 * t;
         if (a.out.dtype == KVX_DTYPE_F32)
           reinterpret_cast<float*>(to[h])[dim] = lo, reinterpret_cast<float*>(to[h])[dim + 1] = hi;
@@ -341,6 +341,17 @@ template <class C> struct Prefill {
     }
   }
 
+  // Scores that `factor` makes powers of two become such that it makes their capped ones. What is 0 stays 0.
+  template <int kScores> static __device__ __forceinline__ void cap_scores(float soft_cap, const float (&factor)[2],
+                                                                           float (&s)[kScores]) {
+    const float cap = soft_cap * 1.44269504f;
+    float in[2], back[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) in[h] = factor[h] / cap, back[h] = fminf(cap / factor[h], 1e37f);
+#pragma unroll
+    for (int k = 0; k < kScores; k++) s[k] = tanhf(s[k] * in[k / 2 % 2]) * back[k / 2 % 2];
+  }
+
   // Rows of this thread's scores: r0 = 16 * warp + g and r0 + 8 of its warpgroup's 64.
   //
   // Items are one stream of tiles: while a tile's values are added, the next tile's scores are softened, whichever item
@@ -358,7 +369,6 @@ template <class C> struct Prefill {
     uint32_t num_later = num_items - 1;                                // items after it
 
     Limits sight;
-    float scale[2];  // of a row's scores
     Softened x;
     const auto scale_of_keys = [&](const PrefillItem& item) {
       return C::kIsBytes ? scale_of(a.scales[0], item.head, C::kScales == ONE_SCALE) : 1.f;
@@ -368,11 +378,10 @@ template <class C> struct Prefill {
       const float of_head = scale_of_keys(item);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        scale[h] = a.scale;
+        x.factor[h] = a.scale * 1.44269504f;
         if (C::kIsF16 && fits_queries())
-          scale[h] *= (C::kScales == ONE_SCALE ? fabsf(of_head) : of_head) *
-                      reinterpret_cast<const float*>(shared + C::kGrowAt)[row_from + 8 * h];
-        x.factor[h] = C::kCaps ? 1.44269504f : scale[h] * 1.44269504f;
+          x.factor[h] *= (C::kScales == ONE_SCALE ? fabsf(of_head) : of_head) *
+                         reinterpret_cast<const float*>(shared + C::kGrowAt)[row_from + 8 * h];
         if (C::kIsBytes && x.factor[h] == 0.f) x.factor[h] = 1e-37f;  // a head of zeros: not 0 * infinity
         x.base[h] = Softened::kNoBase, x.sum[h] = 0.f;
       }
@@ -421,26 +430,26 @@ template <class C> struct Prefill {
     const auto soften = [&](bool is_whole, float(&shrink)[2]) {
       const uint32_t i = keys.step - 1;
       const float* scales = reinterpret_cast<const float*>(shared + C::kScalesAt + i % 4 * C::kScaleBytes);
-      if constexpr (C::kCaps && C::kScales != ROW_SCALES) {
-        const float in = scale[0] / a.soft_cap, in_8 = C::kIsF16 ? scale[1] / a.soft_cap : in;  // of row r0 + 8
-#pragma unroll
-        for (int k = 0; k < C::kKeys / 2; k++) s[k] = a.soft_cap * tanhf(s[k] * (k / 2 % 2 ? in_8 : in));
-      }
       // With a scale a row, scores are what weights are powers of: factor and V's scale are in them.
       if constexpr (C::kScales == ROW_SCALES) {
+        const auto join_scales = [&](auto caps) {
+          const float cap = a.soft_cap * 1.44269504f, in[2] = {x.factor[0] / cap, x.factor[1] / cap};
 #pragma unroll
-        for (int n = 0; n < C::kKeys / 8; n++) {
-          const float4 pair = reinterpret_cast<const float4*>(scales)[4 * n + t];
+          for (int n = 0; n < C::kKeys / 8; n++) {
+            const float4 pair = reinterpret_cast<const float4*>(scales)[4 * n + t];
 #pragma unroll
-          for (int h = 0; h < 2; h++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-              float& y = s[4 * n + 2 * h + e];
-              y *= e ? pair.y : pair.x;
-              if (C::kCaps) y = a.soft_cap * tanhf(y * (scale[h] / a.soft_cap));
-              y = __fmaf_rn(y, x.factor[h], e ? pair.w : pair.z);
+            for (int i = 0; i < 4; i++) {
+              float& y = s[4 * n + i];
+              y *= i % 2 ? pair.y : pair.x;
+              if constexpr (decltype(caps)::value) y = __fmaf_rn(tanhf(y * in[i / 2]), cap, i % 2 ? pair.w : pair.z);
+              else y = __fmaf_rn(y, x.factor[i / 2], i % 2 ? pair.w : pair.z);
             }
-        }
+          }
+        };
+        if (__builtin_expect(a.soft_cap > 0.f, false)) join_scales(std::true_type{});
+        else join_scales(std::false_type{});
+      } else if (__builtin_expect(a.soft_cap > 0.f, false)) {  // its code shall not stand in the way
+        cap_scores(a.soft_cap, x.factor, s);
       }
       hide(*w, sight, i, is_whole, s);
       // Four chains a row: one of 32 dependent steps would take longer than the multiplications it hides behind.

@@ -15,9 +15,9 @@ template <class C> kvx_status_t launch(const PrefillArgs& args, int64_t blocks, 
 
 }  // namespace
 
-kvx_status_t start_prefill_products(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream) {
-  return p.soft_cap > 0.f ? launch<ProductsConfig<true>>(args, blocks, stream)
-                          : launch<ProductsConfig<false>>(args, blocks, stream);
+kvx_status_t start_prefill_products(const PrefillArgs& args, int64_t blocks, void* stream) {
+  return args.soft_cap > 0.f ? launch<ProductsConfig<true>>(args, blocks, stream)
+                             : launch<ProductsConfig<false>>(args, blocks, stream);
 }
 
 }  // namespace cuda

@@ -12,9 +12,10 @@ using StartPrefill = kvx_status_t(const AttentionParams& p, const PrefillArgs& a
 using StartScaledPrefill = kvx_status_t(const AttentionParams& p, const PrefillArgs& args, int64_t blocks,
                                         ScaleKind scales, void* stream);
 StartPrefill start_prefill_bf16, start_wide_prefill_bf16, start_prefill_f16, start_wide_prefill_f16, start_prefill_e5m2,
-    start_wide_prefill_e5m2;          // e5m2: of ONE_SCALE
-StartPrefill start_prefill_products;  // e4m3 by e4m3, ONE_SCALE, rows of up to 128 elements, blocks with tensor maps
+    start_wide_prefill_e5m2;  // e5m2: of ONE_SCALE
 StartScaledPrefill start_prefill_e4m3, start_wide_prefill_e4m3, start_prefill_s8, start_wide_prefill_s8;
+// e4m3 by e4m3, ONE_SCALE, rows of up to 128 elements, blocks with tensor maps
+kvx_status_t start_prefill_products(const PrefillArgs& args, int64_t blocks, void* stream);
 
 template <class C>
 kvx_status_t launch_prefill(const PrefillArgs& args, int64_t blocks, void* stream) {
@@ -24,9 +25,8 @@ kvx_status_t launch_prefill(const PrefillArgs& args, int64_t blocks, void* strea
 }
 
 template <class Rows, class Tile, ScaleKind kScales>
-kvx_status_t start_prefill_tile(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream) {
-  return p.soft_cap > 0.f ? launch_prefill<PrefillConfig<Rows, Tile, true, kScales>>(args, blocks, stream)
-                          : launch_prefill<PrefillConfig<Rows, Tile, false, kScales>>(args, blocks, stream);
+kvx_status_t start_prefill_tile(const PrefillArgs& args, int64_t blocks, void* stream) {
+  return launch_prefill<PrefillConfig<Rows, Tile, kScales>>(args, blocks, stream);
 }
 
 constexpr int64_t kMostPrefillDims = 128, kMostWidePrefillDims = 256,
@@ -37,20 +37,19 @@ inline int64_t tile_queries(const AttentionParams& p) { return most_dims(p) <= k
 
 template <class Rows, ScaleKind kScales>
 kvx_status_t start_prefill(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream) {
-  if (most_dims(p) <= 64) return start_prefill_tile<Rows, PrefillTile<64, 64, 128>, kScales>(p, args, blocks, stream);
-  return start_prefill_tile<Rows, PrefillTile<128, 128, 128>, kScales>(p, args, blocks, stream);
+  if (most_dims(p) <= 64) return start_prefill_tile<Rows, PrefillTile<64, 64, 128>, kScales>(args, blocks, stream);
+  return start_prefill_tile<Rows, PrefillTile<128, 128, 128>, kScales>(args, blocks, stream);
 }
 
 template <class Rows, ScaleKind kScales>
 kvx_status_t start_wide_prefill(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream) {
   if constexpr (Rows::kBytes == 2) {
-    if (tile_keys(p) == 128)
-      return start_prefill_tile<Rows, PrefillTile<192, 128, 128>, kScales>(p, args, blocks, stream);
+    if (tile_keys(p) == 128) return start_prefill_tile<Rows, PrefillTile<192, 128, 128>, kScales>(args, blocks, stream);
     if (most_dims(p) > kMostWidePrefillDims)
-      return start_prefill_tile<Rows, PrefillTile<512, 512, 64, 1, true>, kScales>(p, args, blocks, stream);
+      return start_prefill_tile<Rows, PrefillTile<512, 512, 64, 1, true>, kScales>(args, blocks, stream);
   }
-  if (most_dims(p) <= 192) return start_prefill_tile<Rows, PrefillTile<192, 192, 64>, kScales>(p, args, blocks, stream);
-  return start_prefill_tile<Rows, PrefillTile<256, 256, 64>, kScales>(p, args, blocks, stream);
+  if (most_dims(p) <= 192) return start_prefill_tile<Rows, PrefillTile<192, 192, 64>, kScales>(args, blocks, stream);
+  return start_prefill_tile<Rows, PrefillTile<256, 256, 64>, kScales>(args, blocks, stream);
 }
 
 }  // namespace cuda
