@@ -66,21 +66,14 @@ template <int IO> __device__ __forceinline__ uint32_t magnitude_bits(const RawCh
   return magnitude_bits<IO, kChunk>(r.w);
 }
 
-// The same of those that are finite.
 template <int IO, int N> __device__ __forceinline__ uint32_t finite_magnitude_bits(const uint32_t* w) {
-  constexpr int kWords = N * element_bits<IO> / 32;
-  uint32_t finite[kWords];
+  uint32_t m = 0;
 #pragma unroll
-  for (int i = 0; i < kWords; i++) {
-    if constexpr (IO == KVX_DTYPE_F32) {
-      finite[i] = (w[i] & 0x7fffffffu) < kInfinity ? w[i] : 0u;
-    } else {  // what is added carries into the top bit of others, which then becomes a whole half of ones
-      const uint32_t magnitudes = w[i] & 0x7fff7fffu,
-                     top = (magnitudes + (IO == KVX_DTYPE_BF16 ? 0x00800080u : 0x04000400u)) & 0x80008000u;
-      finite[i] = magnitudes & ~(top | (top - (top >> 15)));
-    }
+  for (int i = 0; i < N; i++) {
+    const uint32_t b = __float_as_uint(element_of<IO>(w, i)) & 0x7fffffffu;
+    m = max(m, b < kInfinity ? b : 0u);
   }
-  return magnitude_bits<IO, N>(finite);
+  return m;
 }
 template <int IO> __device__ __forceinline__ uint32_t finite_magnitude_bits(const RawChunk<IO>& r) {
   return finite_magnitude_bits<IO, kChunk>(r.w);
@@ -168,26 +161,24 @@ template <int C> struct Quantiser {
   }
 };
 
-// Codes of four elements in the bytes of a word. Integers: no NaN, and magnitudes that an int32 holds.
+// Integers' codes before they saturate: of numbers that are no NaN, and that an int32 holds.
+__device__ __forceinline__ int32_t rounded(float x) {
+  return __float2int_rz(__fadd_rn(x, __uint_as_float((__float_as_uint(x) & 0x80000000u) | 0x3effffffu)));
+}
+
+// Codes of four elements in the bytes of a word; of int8, tame ones.
 template <int C> __device__ __forceinline__ uint32_t encode_four(float a, float b, float c, float d) {
-  if constexpr (C == KVX_DTYPE_F8_E4M3 || C == KVX_DTYPE_F8_E5M2) {
+  if constexpr (C == KVX_DTYPE_S8) {
+    uint32_t w;  // two integers saturate into two bytes at a time; the third operand goes above them
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(w) : "r"(rounded(d)), "r"(rounded(c)), "r"(0));
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(w) : "r"(rounded(b)), "r"(rounded(a)), "r"(w));
+    return w;
+  } else {
+    static_assert(C == KVX_DTYPE_F8_E4M3 || C == KVX_DTYPE_F8_E5M2, "codes of a byte");
     constexpr __nv_fp8_interpretation_t kind = C == KVX_DTYPE_F8_E4M3 ? __NV_E4M3 : __NV_E5M2;
     const uint32_t lo = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kind),
                    hi = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, kind);
     return __byte_perm(lo, hi, 0x5410);
-  } else if constexpr (C == KVX_DTYPE_S8) {
-    const float x[4] = {a, b, c, d};
-    int32_t v[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      v[i] = __float2int_rz(__fadd_rn(x[i], __uint_as_float((__float_as_uint(x[i]) & 0x80000000u) | 0x3effffffu)));
-    uint32_t w;  // two integers saturate into two bytes at a time; the third operand goes above them
-    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(w) : "r"(v[3]), "r"(v[2]), "r"(0));
-    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(w) : "r"(v[1]), "r"(v[0]), "r"(w));
-    return w;
-  } else {
-    return uint32_t(encode8(a, C)) | uint32_t(encode8(b, C)) << 8 | uint32_t(encode8(c, C)) << 16 |
-           uint32_t(encode8(d, C)) << 24;
   }
 }
 
@@ -213,10 +204,13 @@ template <int C> __device__ __forceinline__ uint32_t encode_eight(const float* x
       return __byte_perm(e2m1_magnitudes(x[i], x[i + 2]), e2m1_magnitudes(x[i + 4], x[i + 6]), 0x6420);
     };
     return bytes(0) | bytes(1) << 4 | (tops(0) >> 4 & 0x08080808u) | (tops(1) & 0x80808080u);
-  } else {  // bytes 0y0x -> nibbles yx: two words of four become one of eight
-    uint32_t lo = encode_four<C>(x[0], x[1], x[2], x[3]), hi = encode_four<C>(x[4], x[5], x[6], x[7]);
-    lo |= lo >> 4, hi |= hi >> 4;
-    return __byte_perm(lo, hi, 0x6420);
+  } else {
+    static_assert(C == KVX_DTYPE_S4, "codes of four bits");
+    uint32_t w = 0;
+#pragma unroll
+    for (int i = 6; i >= 0; i -= 2)  // as bytes of int8 are packed
+      asm("cvt.pack.sat.s4.s32.b32 %0, %1, %2, %3;" : "=r"(w) : "r"(rounded(x[i + 1])), "r"(rounded(x[i])), "r"(w));
+    return w;
   }
 }
 
@@ -388,7 +382,8 @@ __device__ __forceinline__ float settle_scale(const ScaleParams& s, int dtype, i
   } else {
     alignas(4) char stored[4];
     store_scale(stored, s.dtype, scale);
-    if (owns) store_scale(place, s.dtype, scale);
+    if (owns && dtype_bits(s.dtype) == 16) *reinterpret_cast<uint16_t*>(place) = *reinterpret_cast<uint16_t*>(stored);
+    else if (owns) *place = *stored;
     scale = load_scale(stored, s.dtype);
   }
   return s.tensor_scale ? scale * *s.tensor_scale : scale;

@@ -220,24 +220,24 @@ kvx_status_t run_copy(const CopyArgs& a, int width, int num_sms, void* stream) {
   });
 }
 
-template <int IO, int C, int Kind>
-kvx_status_t run_chunks_as(const ChunkArgs& a, int num_sms, void* stream) {
-  return with_grid(a.columns, a.slots.num_tokens, num_sms, [&](dim3 grid, dim3 block, bool unroll) {
-    return unroll ? launch_early("write_chunks", write_chunks<IO, C, Kind, 2>, grid, block, stream, a)
-                  : launch_early("write_chunks", write_chunks<IO, C, Kind, 1>, grid, block, stream, a);
-  });
-}
+// Of one token a thread and of two.
+using WriteChunks = void (*)(ChunkArgs);
+struct ChunkKernels {
+  WriteChunks one, two;
+};
+template <int IO, int C, int Kind> constexpr ChunkKernels kChunkKernels = {write_chunks<IO, C, Kind, 1>,
+                                                                           write_chunks<IO, C, Kind, 2>};
 
 // The table of fast instantiations: every IO type into every cache type.
-kvx_status_t run_chunks(const ChunkArgs& a, int io, int dtype, ScaleKind kind, int num_sms, void* stream) {
+ChunkKernels find_chunks(int io, int dtype, ScaleKind kind) {
 #define KVX_CAST(io_, c) \
-  case c: return run_chunks_as<io_, c, SCALE_FIXED>(a, num_sms, stream);
-#define KVX_CODE(io_, c)                                                                      \
-  case c:                                                                                     \
-    return kind == SCALE_FIXED     ? run_chunks_as<io_, c, SCALE_FIXED>(a, num_sms, stream)   \
-           : kind == SCALE_PLAIN   ? run_chunks_as<io_, c, SCALE_PLAIN>(a, num_sms, stream)   \
-           : kind == SCALE_PLAIN_8 ? run_chunks_as<io_, c, SCALE_PLAIN_8>(a, num_sms, stream) \
-                                   : run_chunks_as<io_, c, SCALE_ANY>(a, num_sms, stream);
+  case c: return kChunkKernels<io_, c, SCALE_FIXED>;
+#define KVX_CODE(io_, c)                                                  \
+  case c:                                                                 \
+    return kind == SCALE_FIXED     ? kChunkKernels<io_, c, SCALE_FIXED>   \
+           : kind == SCALE_PLAIN   ? kChunkKernels<io_, c, SCALE_PLAIN>   \
+           : kind == SCALE_PLAIN_8 ? kChunkKernels<io_, c, SCALE_PLAIN_8> \
+                                   : kChunkKernels<io_, c, SCALE_ANY>;
 #define KVX_FROM(io_)                  \
   case io_:                            \
     switch (dtype) {                   \
@@ -259,7 +259,15 @@ kvx_status_t run_chunks(const ChunkArgs& a, int io, int dtype, ScaleKind kind, i
 #undef KVX_FROM
 #undef KVX_CODE
 #undef KVX_CAST
-  return fail(KVX_STATUS_INTERNAL_ERROR, "no kernel from %s to %s.", dtype_name(io), dtype_name(dtype));
+  return ChunkKernels{nullptr, nullptr};
+}
+
+kvx_status_t run_chunks(const ChunkArgs& a, int io, int dtype, ScaleKind kind, int num_sms, void* stream) {
+  const ChunkKernels found = find_chunks(io, dtype, kind);
+  if (!found.one) return fail(KVX_STATUS_INTERNAL_ERROR, "no kernel from %s to %s.", dtype_name(io), dtype_name(dtype));
+  return with_grid(a.columns, a.slots.num_tokens, num_sms, [&](dim3 grid, dim3 block, bool unroll) {
+    return launch_early("write_chunks", unroll ? found.two : found.one, grid, block, stream, a);
+  });
 }
 
 kvx_status_t run_rows(const WriteParams& p, int plane, unsigned long long* errors, int num_sms, void* stream) {

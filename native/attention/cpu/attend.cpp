@@ -206,12 +206,14 @@ inline V exp2_of(V x) {
 
 float exp2_one(float x) { return exp2_of<Quad, IQuad>(splat4(x))[0]; }
 
-// cap * tanh(x / cap), by exp2. Its absolute error is what counts in a score, and that is a few 2^-24 of the cap.
+// cap * tanh(x / cap), by exp2; near 0, where that would lose its digits, by tanh's series to the seventh power. Its
+// absolute error is what counts in a score, and that is a few 2^-24 of the cap, and of the score.
 inline Quad capped(Quad x, float cap) {
   const float log2e = 1.44269504088896341f;
-  const Quad y = x * (2 * log2e / cap);
+  const Quad part = x * (1 / cap), y = part * (2 * log2e), square = part * part;
   const Quad t = exp2_of<Quad, IQuad>(y > 60.0f ? splat4(60.0f) : y);
-  return (t - 1.0f) / (t + 1.0f) * (cap * log2e);
+  const Quad series = part * (1 + square * (-1.0f / 3 + square * (2.0f / 15 - square * (17.0f / 315))));
+  return (square < 0.0625f ? series : (t - 1.0f) / (t + 1.0f)) * (cap * log2e);
 }
 
 template <class V>

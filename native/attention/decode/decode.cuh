@@ -687,8 +687,8 @@ __global__ void __launch_bounds__(C::kWorkers* C::kTeam * 32, 1) decode(const __
     }
   };
   // The first rounds only load: in the same loop, so that loading, a page of code, stands in the kernel once. On an
-  // H200 short calls are 0.3 us faster so, and 4-bit rows 1 to 5 %; 8-bit rows of 192 were 6 % slower.
-  constexpr bool kLoadsOnce = C::Rows::kBits != 8 || C::Rows::kScaleDims != 0 || C::kKeyDims * C::kTeam != 192;
+  // H200 short calls are 0.3 us faster so, and 4-bit rows 1 to 5 %; wide 8-bit rows that fill no tile are 2 % slower.
+  constexpr bool kLoadsOnce = C::Rows::kBits != 8 || C::Rows::kScaleDims != 0 || C::kTeam == 1;
   constexpr int kAhead = C::Ring::kStages - 1;
 #pragma unroll 1
   for (int i = kLoadsOnce ? kAhead : 0; i < kAhead; i++) load_next();

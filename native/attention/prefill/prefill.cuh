@@ -446,9 +446,9 @@ template <class C> struct Prefill {
             }
           }
         };
-        if (__builtin_expect(a.soft_cap > 0.f, false)) join_scales(std::true_type{});
+        if (a.soft_cap > 0.f) join_scales(std::true_type{});
         else join_scales(std::false_type{});
-      } else if (__builtin_expect(a.soft_cap > 0.f, false)) {  // its code shall not stand in the way
+      } else if (a.soft_cap > 0.f) {
         cap_scores(a.soft_cap, x.factor, s);
       }
       hide(*w, sight, i, is_whole, s);

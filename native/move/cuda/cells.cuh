@@ -64,6 +64,7 @@ struct Sum {
 };
 
 __device__ __forceinline__ void add_digits(const DeviceCell& job, int first, int last, uint32_t index, Sum* sum) {
+#pragma unroll 1  // few, and once a thread: side by side they would be a fifth of a kernel's code
   for (int i = first; i < last; i++) {
     const CellDeviceDigit& d = job.digit[i];
     const uint32_t q = d.size.divide(index), n = index - q * d.size.d;
