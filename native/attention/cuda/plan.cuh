@@ -57,7 +57,7 @@ struct PlanArgs {
   PlanShape shape;
 };
 
-// A sequence's queries: which are its first one and how many, as cu_seqlens has it, which may point outside q.
+// A sequence's queries: the number of its first one in q, and how many. cu_seqlens may point outside q.
 struct SeqQueries {
   int64_t first;
   int32_t count;

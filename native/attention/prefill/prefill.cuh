@@ -341,7 +341,8 @@ template <class C> struct Prefill {
     }
   }
 
-  // Scores that `factor` makes powers of two become such that it makes their capped ones. What is 0 stays 0.
+  // Caps scores, in the unit they are in: `factor` makes a score an exponent of two, capped or not. Where `factor` is
+  // tiny its inverse is held back from infinity, which a score of 0 would turn into NaN.
   template <int kScores> static __device__ __forceinline__ void cap_scores(float soft_cap, const float (&factor)[2],
                                                                            float (&s)[kScores]) {
     const float cap = soft_cap * 1.44269504f;

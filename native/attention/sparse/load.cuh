@@ -1,6 +1,6 @@
 // Sparse attention's loading role, rows of bf16: 64 of the list into a stage, 16 a warp.
 //
-// A lane has kSparseSlots chunks of 16 bytes on their way at any time, across tiles, to slots that it alone reads: as
+// A lane has kSlots chunks of 16 bytes on their way at any time, across tiles, to slots that it alone reads: as
 // one is stored the next is asked for, and the rows of the next tile are known by then.
 #pragma once
 #include "attention/sparse/item.cuh"
