@@ -53,6 +53,7 @@ class AttentionCase:
         return {
             "kind": "prefill" if self.is_prefill else "mla" if self.rope else "decode",
             "format": self.format,
+            **({} if self.io == self._usual_io else {"q": self.io}),
             "layout": self.layout,
             "batch": len(self.lens),
             "length": self.lens[0] if same else f"{max(self.lens)}+{len(self.lens) - 1}x{min(self.lens)}",
@@ -62,6 +63,10 @@ class AttentionCase:
             **({"queries": self.queries} if self.queries > 1 else {}),
             **({"products": "fp8"} if self.fp8_products else {}),
         }
+
+    @property
+    def _usual_io(self) -> str:
+        return self.format if self.format in ("f32", "f16") else "bf16"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,6 +126,9 @@ def cases(device: str) -> Iterator[AttentionCase]:
             yield AttentionCase(lens, heads, 8, "NHD", fmt)
     for layout in ("NHD", "HND"):
         yield AttentionCase(_SKEWED, 64, 8, layout)
+    for length in (512, 2048, 8192):
+        yield AttentionCase((length,), 32, 8)
+    yield from _formats()
     yield from _wide()
     yield AttentionCase((8192,) * 4, 32, 8, "NHD", is_prefill=True)
     yield AttentionCase((8192,) * 4, 32, 8, "NHD", block=8192, is_prefill=True)  # contiguous: what paging costs
@@ -145,6 +153,18 @@ def _prompts() -> Iterator[AttentionCase]:
         yield AttentionCase(lens, heads, 8, is_prefill=True)
     for dim, v_dim, heads, kv_heads in ((64, 0, 32, 8), (256, 0, 16, 4), (192, 0, 16, 4), (192, 128, 32, 32), (512, 0, 8, 1)):
         yield AttentionCase((4096,) * 4, heads, kv_heads, dim=dim, v_dim=v_dim, is_prefill=True)
+
+
+def _formats() -> Iterator[AttentionCase]:
+    """Caches of another type than their queries, each kind of scale, and the formats of few bits."""
+    for fmt, io in (("bf16", "bf16"), ("f16", "f16"), ("f16", "bf16"), ("bf16", "f16")):
+        yield AttentionCase((4096,) * 16, 32, 8, format=fmt, io=io)
+    for scales in ("", "_per_head", "_per_block", "_per_block_head", "_per_token_head"):
+        yield AttentionCase((4096,) * 16, 32, 8, format=f"fp8_e4m3{scales}")
+    yield AttentionCase((4096,) * 16, 32, 8, format="fp8_e5m2")
+    for batch in (16, 64):
+        for fmt in ("mxfp8", "int4_per_token_head", "int4_per_group", "nvfp4", "mxfp4"):
+            yield AttentionCase((4096,) * batch, 32, 8, format=fmt)
 
 
 def _wide() -> Iterator[AttentionCase]:

@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from kvx.bench.attention import AttentionBatch, AttentionCase
 
 _WORKSPACE = 512 << 20
+_DIMS = (64, 128, 256)  # others it compiles for minutes when it is called, refuses, or (80) reads past their end
 
 
 def flashinfer(case: AttentionCase, batches: list[AttentionBatch], softmax_scale: float | None) -> dict[str, Timing]:
     """{} where it is not installed or has no such cache: fused K|V, scales other than one a tensor, 656-byte records."""
     is_fp8 = case.format == "fp8_e4m3" and not case.is_prefill and not case.rope
-    if find_spec("flashinfer") is None or case.layout == "fused" or case.v_dim or not (is_fp8 or case.format in ("bf16", "f16")):
+    is_one_type = is_fp8 or (case.format in ("bf16", "f16") and case.format == case.io)
+    has_dims = case.rope > 0 or (case.dim in _DIMS and not case.v_dim)
+    if find_spec("flashinfer") is None or case.layout == "fused" or not (is_one_type and has_dims):
         return {}
     plan = _mla if case.rope else _prefill if case.is_prefill else _decode
     try:

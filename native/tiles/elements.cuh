@@ -28,6 +28,7 @@ template <class Numbers_> struct Halves {
   static constexpr int kParts = 1;      // numbers that make a query or a weight
   static constexpr int kScaleDims = 0;  // elements under one scale, where rows have several
   static constexpr float kUnit = 1.f;   // what numbers are to be multiplied by
+  static constexpr float kBias = 0.f;   // what codes are more than they mean, as they are multiplied
 
   // Tokens [16 m, 16 m + 16) by dims of `group`.
   template <int kRowBytes>
@@ -56,6 +57,7 @@ template <class Convert_> struct Bytes {
   using Numbers = F16Numbers;
   static constexpr int kBytes = 1, kBits = 8, kGroupDims = 32, kParts = 1, kScaleDims = 0;
   static constexpr float kUnit = 1.f;
+  static constexpr float kBias = 0.f;
 
   template <int kRowBytes>
   static __device__ __forceinline__ void load_k(uint32_t (&a)[2][4], uint32_t tile, int m, int group, int lane) {
@@ -93,7 +95,7 @@ template <class Convert_> struct Nibbles {
   using Convert = Convert_;
   using Numbers = F16Numbers;
   static constexpr int kBits = 4, kGroupDims = 64, kParts = 1, kScaleDims = 0;
-  static constexpr float kUnit = Convert::kUnit;
+  static constexpr float kUnit = Convert::kUnit, kBias = Convert::kBias;
 
   template <int kRowBytes, class Of = AsTheyAre> static __device__ __forceinline__ void load_k(uint32_t (&a)[4][4],
                                                                                                uint32_t tile, int m,
@@ -160,14 +162,27 @@ struct ConvertS8 {
   }
 };
 
-// Codes i and i + 4 of eight, i from 0 to 3. Over 1024, an f16 has a code under 16 in its low bits.
+// Codes i and i + 4 of eight, i from 0 to 3. By themselves an f16's low bits are a number under 2^-14: a code is
+// multiplied as (code + 8) * 2^-20 at odd places of a word, at even ones as a 16th of that.
 struct ConvertS4 {
-  static constexpr float kUnit = 1.f;
+  static constexpr float kUnit = 1048576.f, kBias = 8.f;
+  static __device__ __forceinline__ void pairs(uint32_t x, uint32_t (&pair)[4]) {
+    x ^= 0x88888888u;
+    pair[0] = x & 0x000f000fu, pair[1] = x & 0x00f000f0u;
+    pair[2] = x >> 8 & 0x000f000fu, pair[3] = x >> 8 & 0x00f000f0u;
+  }
+};
+// As they are, where every group of them has a scale of its own. Over 1024, an f16 has a code under 16 in its low bits.
+struct ConvertS4Groups {
+  static constexpr float kUnit = 1.f, kBias = 0.f;
   static __device__ __forceinline__ void pairs(uint32_t x, uint32_t (&pair)[4]) {
     const __half2 base = __float2half2_rn(-1032.f), part = __float2half2_rn(0.0625f), rest = __float2half2_rn(-72.f);
+    // Constants in registers: one instruction a pair, where an instruction could have one of two in itself.
+    uint32_t masks[2] = {0x000f000fu, 0x00f000f0u}, tops[2] = {0x64086408u, 0x64806480u};
+    asm("" : "+r"(masks[0]), "+r"(masks[1]), "+r"(tops[0]), "+r"(tops[1]));
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const uint32_t of = x >> 8 * i, low = (of & 0x000f000fu) ^ 0x64086408u, high = (of & 0x00f000f0u) ^ 0x64806480u;
+      const uint32_t of = x >> 8 * i, low = (of & masks[0]) ^ tops[0], high = (of & masks[1]) ^ tops[1];
       const __half2 a = __hadd2(*reinterpret_cast<const __half2*>(&low), base),
                     b = __hfma2(*reinterpret_cast<const __half2*>(&high), part, rest);
       pair[2 * i] = *reinterpret_cast<const uint32_t*>(&a), pair[2 * i + 1] = *reinterpret_cast<const uint32_t*>(&b);
@@ -176,7 +191,7 @@ struct ConvertS4 {
 };
 // Sign, exponent and mantissa moved to f16's places make x * 2^-14, 0 and 0.5 as well. Four high bytes at a time.
 struct ConvertE2m1 {
-  static constexpr float kUnit = 16384.f;
+  static constexpr float kUnit = 16384.f, kBias = 0.f;
   static __device__ __forceinline__ void pairs(uint32_t x, uint32_t (&pair)[4]) {
     const uint32_t even = (x << 4 & 0x80808080u) | (x << 1 & 0x0e0e0e0eu),
                    odd = (x & 0x80808080u) | (x >> 3 & 0x0e0e0e0eu);
@@ -216,7 +231,7 @@ struct E4m3Products {
 };
 using S8Rows = Bytes<ConvertS8>;
 using S4Rows = Nibbles<ConvertS4>;
-using S4GroupRows = Grouped<S4Rows, F16Scales, 32>;
+using S4GroupRows = Grouped<Nibbles<ConvertS4Groups>, F16Scales, 32>;
 using Nvfp4Rows = Grouped<Nibbles<ConvertE2m1>, E4m3Scales, 16>;
 using Mxfp4Rows = Grouped<Nibbles<ConvertE2m1>, E8m0Scales, 32>;
 using Mxfp8Rows = Grouped<E4m3Rows, E8m0Scales, 32>;

@@ -25,6 +25,9 @@ template <int kStages_, int kTileBytes_> struct GroupRing {
   uint32_t stages_at;  // as a shared address
   int filling = 0, reading = 0;
 
+  explicit __device__ __forceinline__ GroupRing(char* at)
+      : stages(static_cast<char*>(kept_address(at))), stages_at(shared_address(stages)) {}
+
   __device__ __forceinline__ char* tile(int stage) const { return stages + stage * kTileBytes; }
   __device__ __forceinline__ uint32_t tile_at(int stage) const { return stages_at + stage * kTileBytes; }
   __device__ __forceinline__ uint32_t* note(int stage) const {

@@ -289,7 +289,7 @@ template <int kStages> __global__ void feed_kernel(const uint4* from, uint4* to,
 // One warp copies a tile a step and reads what another lane has copied. Some lanes come late, others at every step.
 template <int kStages> __global__ void group_kernel(const uint4* from, uint4* to, int steps) {
   __shared__ __align__(128) char stages[kStages * 32 * 16];
-  GroupRing<kStages, 32 * 16> ring{stages, shared_address(stages)};
+  GroupRing<kStages, 32 * 16> ring(stages);
   const int lane = threadIdx.x, other = (lane + 13) % 32;
   int filled = 0;
   const auto fill_next = [&]() {

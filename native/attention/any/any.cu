@@ -138,7 +138,7 @@ bool find_own(const AttentionParams& p, AnyChoice* c) {
 }
 
 PlanShape shape_of(const AttentionParams& p, const AnyChoice& c, int num_sms) {
-  return plan_shape(p, c.rows, num_sms * any_blocks(int(p.v_head_dim), c.rows, c.parts));
+  return plan_shape(p, c.rows, num_sms * any_blocks(int(p.v_head_dim), c.rows, c.parts), 1);
 }
 
 kvx_status_t start(const AttentionParams& p, AnyChoice* c, int64_t blocks, void* stream) {

@@ -644,18 +644,15 @@ __global__ void __launch_bounds__(kAnyThreads, C::kBlocks) attend_any(const __gr
   wait_for_previous();
   if (a.is_split) let_next_start();  // what adds up parts is then there when this ends
   Any<C> any(a, shared);
-  const int worker = int(blockIdx.x);
-  int32_t count;  // tiles
-  AnyWork next;   // what the next tile belongs to
+  int32_t count, worker = 0;  // tiles, and who has them
+  AnyWork next;               // what the next tile belongs to
   int32_t next_tile = 0;
   if (a.is_split) {
-    const int share = worker / a.d.plan.lines, line = worker - share * a.d.plan.lines;
-    const PlanHeader plan = load_now<PlanHeader>(a.d.workspace);
     const WorkerStart start =
-        load_now<WorkerStart>(a.d.workspace + a.d.plan.start_at + share * int64_t(sizeof(WorkerStart)));
-    if (share >= plan.workers) return;
-    count = int32_t((share + 1) * plan.tiles / plan.workers - share * plan.tiles / plan.workers);
-    next = split_work(a, start.seq, start.head + line, start.length), next_tile = start.tile;
+        load_now<WorkerStart>(a.d.workspace + a.d.plan.start_at + blockIdx.x * int64_t(sizeof(WorkerStart)));
+    if (start.count == 0) return;
+    count = start.count, worker = start.worker;
+    next = split_work(a, start.seq, start.head, start.length), next_tile = start.tile;
   } else {
     next = own_work<C::kRows>(a, blockIdx.x);
     if (next.seq < 0) return;

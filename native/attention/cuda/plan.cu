@@ -8,6 +8,15 @@ namespace cuda {
 
 namespace {
 
+// Of a line's tiles. Where there are workers enough, a (sequence, head) is cut into up to kManyParts of two tiles or
+// more. Otherwise shares are of kLeastTiles or more.
+__device__ __forceinline__ int32_t count_shares(const PlanArgs& a, long long tiles, int32_t max_shares) {
+  const long long items = (long long)a.num_seqs * a.line_heads, of_item = (tiles + items - 1) / items;
+  long long each = min((long long)kLeastTiles, max(2ll, (of_item + kManyParts - 1) / kManyParts));
+  if (tiles > each * max_shares) each = kLeastTiles;
+  return int32_t(min((tiles + each - 1) / each, (long long)max_shares));
+}
+
 // One block of threads: a running sum of tiles over the sequences, then every share's place in it, and every item's
 // shares.
 __global__ void __launch_bounds__(kPlanThreads) make_plan(const __grid_constant__ PlanArgs a) {
@@ -20,20 +29,24 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const __grid_constant_
     return seq_range(length, queries.count, a.window, a.is_causal, a.tile_tokens).num_tiles;
   });
   const long long tiles = (long long)base * a.line_heads;
-  const long long most = (tiles + kLeastTiles - 1) / kLeastTiles;
-  const int32_t max_workers = a.shape.max_workers / a.shape.lines,
-                workers = int32_t(most < max_workers ? most : max_workers);
-  if (threadIdx.x == 0) *reinterpret_cast<PlanHeader*>(a.workspace) = PlanHeader{tiles, workers, 0};
+  const int32_t lines = a.shape.lines, shares = count_shares(a, tiles, a.shape.max_workers / lines),
+                blocks = a.shape.blocks, of_block = a.shape.max_workers / blocks,
+                busy = (shares * lines + blocks - 1) / blocks;  // of a block's workers
   WorkerStart* start = reinterpret_cast<WorkerStart*>(a.workspace + a.shape.start_at);
-  for (int32_t w = int32_t(threadIdx.x); w < workers; w += kPlanThreads) {
-    const long long tile = w * tiles / workers;
-    const int32_t low = sequence_of(first_tile, a.num_seqs, tile, a.line_heads);
-    const int32_t of_seq = first_tile[low + 1] - first_tile[low],
-                  inside = int32_t(tile - (long long)first_tile[low] * a.line_heads);
-    start[w] =
-        WorkerStart{low, inside / of_seq * a.shape.lines, inside % of_seq, clamped_length(a.kv, low, a.max_seq_len)};
+  for (int32_t i = int32_t(threadIdx.x); i < a.shape.max_workers; i += kPlanThreads) {
+    const int32_t block = i / of_block, worker = block * busy + i - block * of_block, share = worker / lines;
+    WorkerStart s = {};
+    if (i - block * of_block < busy && share < shares) {
+      const long long tile = share * tiles / shares;
+      const int32_t low = sequence_of(first_tile, a.num_seqs, tile, a.line_heads);
+      const int32_t of_seq = first_tile[low + 1] - first_tile[low],
+                    inside = int32_t(tile - (long long)first_tile[low] * a.line_heads);
+      s.seq = low, s.head = inside / of_seq * lines + worker - share * lines, s.tile = inside % of_seq;
+      s.length = clamped_length(a.kv, low, a.max_seq_len);
+      s.count = int32_t((share + 1) * tiles / shares - tile), s.worker = worker;
+    }
+    start[i] = s;
   }
-  __syncthreads();
   PlanItem* items = reinterpret_cast<PlanItem*>(a.workspace + a.shape.item_at);
   const int64_t num_items = int64_t(a.num_seqs) * a.line_heads;
   for (int64_t i = threadIdx.x; i < num_items; i += kPlanThreads) {
@@ -42,10 +55,9 @@ __global__ void __launch_bounds__(kPlanThreads) make_plan(const __grid_constant_
     PlanItem item = {0, 0, 0, 0};
     if (of_seq) {
       const long long begin = (long long)first_tile[seq] * a.line_heads + (long long)head * of_seq;
-      item.first_share = int32_t(((begin + 1) * workers - 1) / tiles),
-      item.last_share = int32_t(((begin + of_seq) * workers - 1) / tiles);
-      const WorkerStart first = start[item.first_share];
-      item.first_slot = first.seq == seq && first.head == head * a.shape.lines ? 0 : 1;
+      item.first_share = int32_t(((begin + 1) * shares - 1) / tiles),
+      item.last_share = int32_t(((begin + of_seq) * shares - 1) / tiles);
+      item.first_slot = item.first_share * tiles / shares == begin ? 0 : 1;
     }
     items[i] = item;
   }
@@ -62,10 +74,11 @@ int32_t lines_of(int64_t heads, int workers) {
 
 }  // namespace
 
-PlanShape plan_shape(const AttentionParams& p, int rows, int workers) {
+PlanShape plan_shape(const AttentionParams& p, int rows, int blocks, int workers_each) {
   PlanShape s = {};
-  s.max_workers = workers, s.rows = rows, s.lines = lines_of(p.num_kv_heads, workers);
-  s.first_tile_at = aligned(sizeof(PlanHeader));
+  const int workers = blocks * workers_each;
+  s.max_workers = workers, s.blocks = blocks, s.rows = rows, s.lines = lines_of(p.num_kv_heads, workers);
+  s.first_tile_at = 0;
   s.item_at = s.first_tile_at + aligned((p.num_seqs + 1) * 4);
   s.start_at = s.item_at + aligned(p.num_seqs * (p.num_kv_heads / s.lines) * int64_t(sizeof(PlanItem)));
   s.partial_at = s.start_at + aligned(int64_t(workers) * sizeof(WorkerStart));

@@ -3,11 +3,13 @@
 // Every KV head has a line of tiles, sequence by sequence; a sequence without query rows of ours (query_rows) has none.
 // All lines are cut alike: share s is tiles [s * tiles / shares, (s + 1) * tiles / shares) of each, and worker s *
 // lines + l has it of line l. So the warps of a block read all heads of the same tokens together, which lie together: a
-// token's scales are one sector for eight heads. Where heads would leave too many workers idle, a line has several:
-// heads l, l + lines, ..., head by head in each sequence. A (sequence, head) that several workers share leaves parts in
-// the workspace, which a second, small launch adds up in the order of the line: results do not depend on who was first.
+// token's scales are one sector for eight heads. Where there is less work than workers, it is spread over all blocks of
+// threads: one multiprocessor reads no more than its part of memory's speed. Where heads would leave too many workers
+// idle, a line has several: heads l, l + lines, ..., head by head in each sequence. A (sequence, head) that several
+// workers share leaves parts in the workspace, which a second, small launch adds up in the order of the line: results
+// do not depend on who was first.
 //
-//   workspace: header | first_tile[num_seqs + 1] | items[num_seqs * line_heads] | start[shares] | parts[2 * workers]
+//   workspace: first_tile[num_seqs + 1] | items[num_seqs * line_heads] | start[workers] | parts[2 * workers]
 #pragma once
 #include "attention/attention.h"
 #include "cuda/device.cuh"
@@ -17,16 +19,15 @@ namespace kvx {
 namespace cuda {
 
 constexpr int kLeastTiles = 4;  // of a worker: fewer would cost more to add up than they save
+constexpr int kManyParts = 8;   // of a (sequence, head): as many as are added up at once
 
-struct PlanHeader {
-  long long tiles;  // of a line
-  int32_t workers;  // of a line: its shares
-  int32_t reserved;
-};
-
+// Of a warp, in the order of the launch: all it has to know before it asks for its first rows.
 struct WorkerStart {
-  int32_t seq, head, tile;  // of line 0; line l begins with head + l. Tile of the (seq, head)
+  int32_t seq, head, tile;  // of the first tile; `tile` of the (seq, head)
   int32_t length;           // of the sequence, so that nobody has to ask for it first
+  int32_t count;            // of tiles; 0: there is no work for it
+  int32_t worker;           // share * lines + line: where its parts are
+  int32_t reserved[2];
 };
 
 // A (sequence, head) of every line, for who adds its parts up: the shares that have one, and which of the first share's
@@ -37,8 +38,8 @@ struct PlanItem {
 
 struct PlanShape {
   int64_t first_tile_at, start_at, item_at, partial_at, bytes;
-  int64_t partial_bytes;  // of one: [rows, v_head_dim] f32 and [rows, 2] f32 (largest score, sum)
-  int32_t max_workers, rows, lines;
+  int64_t partial_bytes;                     // of one: [rows, v_head_dim] f32 and [rows, 2] f32 (largest score, sum)
+  int32_t max_workers, blocks, rows, lines;  // blocks: of threads; each has as many workers
 };
 
 // Positions of a sequence that any of its queries sees: [first, end), in tiles from first / kTokens on.
@@ -160,7 +161,7 @@ __device__ __forceinline__ int32_t sequence_of(const int32_t* first_tile, int32_
   return low;
 }
 
-PlanShape plan_shape(const AttentionParams& p, int rows, int workers);
+PlanShape plan_shape(const AttentionParams& p, int rows, int blocks, int workers_each);
 kvx_status_t launch_plan(const AttentionParams& p, const PlanShape& shape, int tile_tokens, void* stream);
 
 }  // namespace cuda

@@ -23,8 +23,8 @@ struct DecodeArgs {
   float scale, soft_cap;
   int32_t is_causal;
   ScaleParams scales[2];
-  uint32_t scale_steps[2][3];  // of block, token and head, in bytes, where 32 bits hold every offset; else 0
-  int32_t scale_words[2];      // GROUP_SCALES: ScaleWords
+  int32_t scale_steps[2][3];  // of block, token and head, in bytes
+  int32_t scale_words[2];     // GROUP_SCALES: ScaleWords
   char* workspace;
   PlanShape plan;
 };

@@ -39,16 +39,14 @@ ScaleWords scale_words(const AttentionParams& p, const ScaleParams& s, int64_t d
   return row == 2 && s.head == 2 && p.num_kv_heads % 2 == 0 ? WORDS_OF_TWO_HEADS : NO_WORDS;
 }
 
-// Steps of a plane's scales, where every offset is under 2^32.
-void find_steps(const AttentionParams& p, const ScaleParams& s, uint32_t (&steps)[3]) {
-  const int64_t all[3] = {s.block, s.token, s.head}, counts[3] = {p.kv.num_blocks, p.kv.block_size, p.num_kv_heads};
-  int64_t last = 0;
+// Steps of a plane's scales; false where a block's scales are 2 GB or more apart, or blocks' are.
+bool find_steps(const AttentionParams& p, const ScaleParams& s, int32_t (&steps)[3]) {
+  const int64_t all[3] = {s.block, s.token, s.head}, counts[3] = {1, p.kv.block_size, p.num_kv_heads};
   for (int i = 0; i < 3; i++) {
-    if (all[i] < 0 || all[i] > kMaxCount || all[i] * counts[i] > kMaxCount) return;
-    last += all[i] * counts[i];
+    if (std::abs(all[i]) > kMaxCount / counts[i]) return false;
+    steps[i] = int32_t(all[i]);
   }
-  if (last <= kMaxCount)
-    for (int i = 0; i < 3; i++) steps[i] = uint32_t(all[i]);
+  return std::abs(s.token) * p.kv.block_size + std::abs(s.head) * p.num_kv_heads <= kMaxCount;
 }
 
 bool find_choice(const AttentionParams& p, DecodeChoice* out) {
@@ -111,7 +109,7 @@ int workers_of(const DecodeChoice& choice) {
 }
 
 PlanShape shape_of(const AttentionParams& p, const DecodeChoice& choice, int num_sms) {
-  return plan_shape(p, choice.columns, num_sms * workers_of(choice));
+  return plan_shape(p, choice.columns, num_sms, workers_of(choice));
 }
 
 bool takes_decode(const AttentionParams& p) {
@@ -149,7 +147,9 @@ kvx_status_t run_decode(const AttentionParams& p, int num_sms, void* stream) {
   a.dims[0] = int32_t(p.head_dim), a.dims[1] = int32_t(p.v_head_dim);
   for (int i = 0; i < 2; i++) {
     a.scale_words[i] = scale_words(p, a.scales[i], a.dims[i]);
-    find_steps(p, a.scales[i], a.scale_steps[i]);
+    if (!find_steps(p, a.scales[i], a.scale_steps[i]))
+      return fail(KVX_STATUS_UNSUPPORTED, "the scales of %s have strides of 2 GB or more; make them contiguous.",
+                  i ? "V" : "K");
   }
   for (int i = 0; i < 2; i++) a.chunks[i] = a.dims[i] * dtype_bits(p.kv.plane[i].dtype) / 128;
   a.q = p.q, a.out = p.out, a.lse = p.lse, a.lse_token = p.lse_token, a.lse_head = p.lse_head, a.sinks = p.sinks;

@@ -38,7 +38,13 @@ template <class C> struct Decode {
   // Scales that join the exponents of weights: of rows, and the largest of a row's groups. What is left of groups' is
   // at most 1, and weights are that much larger to begin with: f16 goes down to 2^-24.
   static constexpr bool kJoinsScales = C::kScales == ROW_SCALES || Rows::kScaleDims == 32;
-  static constexpr float kBoost = Rows::kScaleDims == 32 ? 15.f : 0.f;
+  static constexpr float kBoost = Rows::kScaleDims == 32 ? 11.f : 0.f;
+  // Weights are relative to a column's base: the largest score there was when it was set. It is set anew, and what was
+  // added up multiplied, where a score is past it by kRise: seldom, and only then lanes have to agree on the largest.
+  // Weights are at most 2^(kBoost + kRise), which f16 holds.
+  static constexpr float kRise = Rows::kScaleDims == 32 ? 4.f : 8.f;
+  // Codes that are multiplied as what they are above the least one (tiles/elements.cuh): what that adds is taken off.
+  static constexpr bool kHasBias = Rows::kBias != 0.f;
 
   const DecodeArgs& a;
   const int team, member;  // this worker's number in the block, and this warp's in it
@@ -54,7 +60,8 @@ template <class C> struct Decode {
               [2];  // of a column's scores: softmax scale, K's scale, what the query was divided by; log2(e) included
   float out[kValueTiles][kColumnTiles][4];
   float most[kColumnTiles][2],
-      sum[kColumnTiles][2];  // a column's largest score so far, and this lane's part of its sum
+      sum[kColumnTiles][2];                                        // a column's base, and this lane's part of its sum
+  float query_bias[kColumnTiles][2], value_bias[kColumnTiles][4];  // kHasBias: of scores; sums of weights
   int32_t limit[kColumnTiles][2], low[kColumnTiles][2], least_limit, most_low;
   float value_scale;
 
@@ -65,8 +72,8 @@ template <class C> struct Decode {
         lane(threadIdx.x % 32),
         g(lane / 4),
         t(lane % 4),
-        ring{shared + of_member * C::Ring::kBytes, tiles::shared_address(shared + of_member * C::Ring::kBytes)},
-        places(reinterpret_cast<float4*>(shared + C::kTeam * C::Ring::kBytes)),
+        ring(shared + of_member * C::Ring::kBytes),
+        places(static_cast<float4*>(tiles::kept_address(shared + C::kTeam * C::Ring::kBytes))),
         key_from(of_member * C::kKeyDims),
         value_from(of_member * C::kValueDims),
         key_chunks(min(max(a.chunks[0] - of_member * C::kKeyChunks, 0), C::kKeyChunks)),
@@ -134,6 +141,7 @@ template <class C> struct Decode {
                   kRowsAtOnce = 32 / kWidth, kSteps = kRowsAtOnce >= 8 ? 1 : 8 / kRowsAtOnce;
     const uint32_t chunk = kFirst + lane % kWidth, sub = lane / kWidth;
     const char* from = data + chunk * 16;
+    asm("" : "+l"(from));  // in a register: an address is one instruction then, and not three
 #pragma unroll
     for (int j = 0; j < 32 / kRowsAtOnce; j++) {
       const uint32_t r = j * kRowsAtOnce + sub;
@@ -160,13 +168,12 @@ template <class C> struct Decode {
         value_chunks);
   }
 
-  // Where the scales of a row begin.
+  // Where the scales of a row begin; of one that is not there, some that are.
   __device__ __forceinline__ const char* scales_of(int plane, int32_t block, uint32_t inside, int32_t head) const {
-    const ScaleParams& s = a.scales[plane];
-    if (a.scale_steps[plane][0])
-      return s.data + (uint32_t(block) * a.scale_steps[plane][0] + inside * a.scale_steps[plane][1] +
-                       uint32_t(head) * a.scale_steps[plane][2]);
-    return s.data + block * s.block + inside * s.token + head * s.head;
+    const int32_t(&steps)[3] = a.scale_steps[plane];
+    const char* of_block = a.scales[plane].data + int64_t(max(block, 0)) * steps[0];
+    asm("" : "+l"(of_block));
+    return of_block + (int32_t(inside) * steps[1] + head * steps[2]);
   }
 
   // Puts a tile's loads under way.
@@ -183,10 +190,8 @@ template <class C> struct Decode {
       if (C::kScales == ROW_SCALES && member == 0) {  // who tells the others of its team
 #pragma unroll
         for (int plane = 0; plane < 2; plane++) {
-          const ScaleParams& s = a.scales[plane];
-          const char* from = scales_of(plane, mine.block, f.row[i].inside, head);
-          tiles::copy_4(at + C::kTileBytes + (plane * C::kTokens + i * 32 + lane) * 4, mine.block >= 0 ? from : s.data,
-                        mine.block >= 0 ? 4 : 0);
+          tiles::copy_4(at + C::kTileBytes + (plane * C::kTokens + i * 32 + lane) * 4,
+                        scales_of(plane, mine.block, f.row[i].inside, head), mine.block >= 0 ? 4 : 0);
         }
       }
       if constexpr (C::kScales == GROUP_SCALES)
@@ -234,6 +239,7 @@ template <class C> struct Decode {
       float grow = 1.f;
       if constexpr (kIsF16)
         if (Rows::kBits <= 8 || a.q.dtype == KVX_DTYPE_BF16) grow = fit_query(n);
+      if constexpr (kHasBias) find_bias(n);
 #pragma unroll
       for (int j = 0; j < 2; j++) {  // of the columns of this lane's scores
         const int32_t mine = n * 8 + 2 * t + j, of = mine / a.group;
@@ -251,6 +257,42 @@ template <class C> struct Decode {
       for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) out[d][n][i] = 0.f;
+    if constexpr (kHasBias)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) value_bias[n][i] = 0.f;
+  }
+
+  // Codes at even places of a word are multiplied 16 times too small: queries make up for it here, results of values in
+  // take_off_bias. And what keys' bias adds to every score.
+  __device__ __forceinline__ void find_bias(int n) {
+    float total = 0.f;
+#pragma unroll
+    for (int d = 0; d < kKeyTiles; d++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&query[0][d][n][i]));
+        total += x.x + x.y;
+      }
+      query[0][d][n][0] = multiply_f16(query[0][d][n][0], 0x4c004c00u);
+    }
+    total += __shfl_xor_sync(0xffffffffu, total, 1);
+    total += __shfl_xor_sync(0xffffffffu, total, 2);
+    total *= -Rows::kBias / Rows::kUnit;
+#pragma unroll
+    for (int j = 0; j < 2; j++) query_bias[n][j] = __shfl_sync(0xffffffffu, total, (2 * t + j) * 4);
+  }
+  __device__ __forceinline__ void take_off_bias() {
+#pragma unroll
+    for (int d = 0; d < kValueTiles; d++)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const float of_weights = value_bias[n][j] * (Rows::kBias / Rows::kUnit);
+          out[d][n][j] = __fmaf_rn(out[d][n][j], 16.f, -of_weights), out[d][n][2 + j] -= of_weights;
+        }
   }
 
   // Queries in f16 over a cache in bf16: two bf16 have all of their digits.
@@ -393,7 +435,7 @@ template <class C> struct Decode {
 #pragma unroll
       for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[m][n][i] = 0.f;
+        for (int i = 0; i < 4; i++) s[m][n][i] = kHasBias ? query_bias[n][i % 2] : 0.f;
     if constexpr (Rows::kScaleDims == 32) {
       Groups::prepare(stage_bytes + C::kTileBytes, places, lane, a.scale_words, c.head);
       score_groups(s, at);
@@ -429,7 +471,7 @@ template <class C> struct Decode {
     // The sum of the weights without it divides by it again: one exponential serves both. A
     // scale of 0 counts as a tiny one.
     float of_value[kTokenTiles][2], without[kTokenTiles][2];
-    const float* scales = reinterpret_cast<const float*>(stage_bytes + C::kTileBytes);
+    const float* scales = reinterpret_cast<const float*>(stage_bytes + C::kTileBytes);  // [K, V][token]
     const float4* of_tokens = nullptr;
     if constexpr (C::kTeam > 1) of_tokens = add_up(s, scales);
     if constexpr (Rows::kScaleDims == 32)
@@ -496,34 +538,23 @@ template <class C> struct Decode {
               if (!is_valid || position >= limit[n][j] || position < low[n][j]) s[m][n][2 * h + j] = -INFINITY;
         }
     }
-    float shift[kColumnTiles][2];
-    bool changed = false;
+    float largest[kColumnTiles][2];
+    bool rises = false;
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        float largest = most[n][j];
+        largest[n][j] = -INFINITY;
 #pragma unroll
         for (int m = 0; m < kTokenTiles; m++)
 #pragma unroll
-          for (int h = 0; h < 2; h++)
-            largest = fmaxf(largest, kJoinsScales ? s[m][n][2 * h + j] + of_value[m][h] : s[m][n][2 * h + j]);
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 4));
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 8));
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
-        shift[n][j] = largest == most[n][j] ? 1.f : tiles::exp2_fast(most[n][j] - largest);
-        changed = changed || largest != most[n][j];
-        most[n][j] = largest;
-        sum[n][j] *= shift[n][j];
+          for (int h = 0; h < 2; h++) {
+            if constexpr (kJoinsScales) s[m][n][2 * h + j] += of_value[m][h];
+            largest[n][j] = fmaxf(largest[n][j], s[m][n][2 * h + j]);
+          }
+        rises = rises || largest[n][j] > most[n][j] + kRise;
       }
-    if (__any_sync(0xffffffffu, changed)) {
-#pragma unroll
-      for (int d = 0; d < kValueTiles; d++)
-#pragma unroll
-        for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) out[d][n][i] *= shift[n][i % 2];
-    }
+    if (__any_sync(0xffffffffu, rises)) set_bases(largest);
     uint32_t weights[kParts][kTokenTiles][kColumnTiles][2];
 #pragma unroll
     for (int m = 0; m < kTokenTiles; m++)
@@ -535,13 +566,9 @@ template <class C> struct Decode {
 #pragma unroll
           for (int j = 0; j < 2; j++) {
             const float from = most[n][j] == -INFINITY ? 0.f : most[n][j] - kBoost;
-            if constexpr (kJoinsScales) {
-              p[j] = tiles::exp2_fast(s[m][n][2 * h + j] + (of_value[m][h] - from));
-              sum[n][j] = __fmaf_rn(p[j], without[m][h], sum[n][j]);
-            } else {
-              p[j] = tiles::exp2_fast(s[m][n][2 * h + j] - from);
-              sum[n][j] += p[j];
-            }
+            p[j] = tiles::exp2_fast(s[m][n][2 * h + j] - from);
+            if constexpr (kJoinsScales) sum[n][j] = __fmaf_rn(p[j], without[m][h], sum[n][j]);
+            else sum[n][j] += p[j];
           }
           const uint32_t pair = Numbers::pack(p[0], p[1]);
           weights[0][m][n][h] = tiles::turn_matrix(pair);
@@ -572,6 +599,38 @@ template <class C> struct Decode {
                 Numbers::multiply(out[d * kFragments + f][n], values[f], weights[part][k][n]);
         }
       }
+    if constexpr (kHasBias) {
+      const uint32_t ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
+#pragma unroll
+      for (int k = 0; k < kTokenTiles; k++)
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++) Numbers::multiply(value_bias[n], ones, weights[0][k][n]);
+    }
+  }
+
+  // A column's base becomes the largest score there was, if that is past it. `largest`: of this lane's part of a tile.
+  __device__ __forceinline__ void set_bases(const float (&largest)[kColumnTiles][2]) {
+    float shift[kColumnTiles][2];
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        float x = fmaxf(most[n][j], largest[n][j]);
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4));
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 16));
+        if (!(x > most[n][j] + kRise)) x = most[n][j];  // another column's does: each by itself
+        shift[n][j] = x == most[n][j] ? 1.f : tiles::exp2_fast(most[n][j] - x);
+        most[n][j] = x;
+        sum[n][j] *= shift[n][j];
+        if constexpr (kHasBias) value_bias[n][j] *= shift[n][j];
+      }
+#pragma unroll
+    for (int d = 0; d < kValueTiles; d++)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) out[d][n][i] *= shift[n][i % 2];
   }
 
   // Of a row of results, this lane's first element, and how far from it another is.
@@ -580,6 +639,7 @@ template <class C> struct Decode {
 
   // Result of a (sequence, head) that this worker had alone.
   __device__ __forceinline__ void store(const Cursor& c) {
+    if constexpr (kHasBias) take_off_bias();
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -631,6 +691,7 @@ template <class C> struct Decode {
 
   // Part of a (sequence, head) that others have parts of: `combine` adds them up.
   __device__ __forceinline__ void store_part(const Cursor& c, int worker, bool is_first_item) {
+    if constexpr (kHasBias) take_off_bias();
     const int32_t rows = rows_of(a, queries_of(a, c.seq));
     float* mine = reinterpret_cast<float*>(a.workspace + a.plan.partial_at +
                                            (2 * int64_t(worker) + (is_first_item ? 0 : 1)) * a.plan.partial_bytes);
@@ -658,27 +719,22 @@ __global__ void __launch_bounds__(C::kWorkers* C::kTeam * 32, 1) decode(const __
   extern __shared__ __align__(128) char shared[];
   wait_for_previous();
   let_next_start();  // what adds up parts is then there when this ends
-  const int warp = int(threadIdx.x / 32), team = warp / C::kTeam,
-            worker =
-                int(blockIdx.x * (blockDim.x / (32 * C::kTeam))) + team;  // as many a block as its shared memory takes
-  const int share = worker / a.plan.lines, line = worker - share * a.plan.lines;
-  // Both are asked for before the first is used: a place for a start is there, whether the worker has a share or not.
-  const PlanHeader plan = load_now<PlanHeader>(a.workspace);
-  const WorkerStart start = load_now<WorkerStart>(a.workspace + a.plan.start_at + share * int64_t(sizeof(WorkerStart)));
-  if (share >= plan.workers) return;
+  const int warp = int(threadIdx.x / 32), team = warp / C::kTeam;
+  const int64_t place = int64_t(blockIdx.x) * (blockDim.x / (32 * C::kTeam)) + team;
+  const WorkerStart start = load_now<WorkerStart>(a.workspace + a.plan.start_at + place * int64_t(sizeof(WorkerStart)));
+  if (start.count == 0) return;
   Decode<C> d(a, shared + team * C::kWorkerBytes, team, warp - team * C::kTeam);
   d.clear();
-  const long long begin = share * plan.tiles / plan.workers, end = (share + 1) * plan.tiles / plan.workers;
-  Cursor now{start.seq, start.head + line, start.tile};
+  Cursor now{start.seq, start.head, start.tile};
   d.enter(&now, start.length, queries_of(a, now.seq).count);
   Cursor ahead = now;
-  long long loaded = begin;
+  int32_t loaded = 0;
   auto asked = d.ask(ahead);
   int32_t asked_head = ahead.head;
   auto load_next = [&]() {
-    if (loaded < end) {
+    if (loaded < start.count) {
       d.load(asked, asked_head, ahead.own);
-      if (++loaded < end) {
+      if (++loaded < start.count) {
         d.step(&ahead);
         asked = d.ask(ahead), asked_head = ahead.head;
       }
@@ -687,30 +743,25 @@ __global__ void __launch_bounds__(C::kWorkers* C::kTeam * 32, 1) decode(const __
     }
   };
   // The first rounds only load: in the same loop, so that loading, a page of code, stands in the kernel once. On an
-  // H200 short calls are 0.3 us faster so, and 4-bit rows 1 to 5 %; wide 8-bit rows that fill no tile are 2 % slower.
-  constexpr bool kLoadsOnce = C::Rows::kBits != 8 || C::Rows::kScaleDims != 0 || C::kTeam == 1;
+  // H200 short calls are 0.3 us faster so, and 4-bit rows 1 to 5 %.
   constexpr int kAhead = C::Ring::kStages - 1;
-#pragma unroll 1
-  for (int i = kLoadsOnce ? kAhead : 0; i < kAhead; i++) load_next();
   bool is_first_item = true, enters = true;
 #pragma unroll 1
-  for (long long i = kLoadsOnce ? begin - kAhead : begin; i < end; i++) {
-    if (!kLoadsOnce || i >= begin) {
+  for (int32_t i = -kAhead; i < start.count; i++) {
+    if (i >= 0) {
       if (enters) d.begin(now), enters = false;
       d.ring.wait_full();
     }
     load_next();
-    if (kLoadsOnce && i < begin) continue;
+    if (i < 0) continue;
     d.compute(now);
     d.ring.give_back();
     const bool item_ends = now.tile + 1 == now.range.num_tiles;
-    if (item_ends || i + 1 == end) {
-      const long long item_first = i - now.tile, item_last = item_first + now.range.num_tiles - 1;
-      const bool is_whole = item_first >= begin && item_last < end;
-      if (is_whole) d.store(now);
-      else d.store_part(now, worker, is_first_item);
+    if (item_ends || i + 1 == start.count) {
+      if (item_ends && now.tile <= i) d.store(now);  // begun and ended here
+      else d.store_part(now, start.worker, is_first_item);
       is_first_item = false;
-      if (i + 1 < end) d.step(&now), enters = true;
+      if (i + 1 < start.count) d.step(&now), enters = true;
     } else {
       now.tile++;
     }

@@ -40,7 +40,7 @@ template <class Rows, int kKeyDims, int kValueDims, int kTokens> struct GroupRow
       from -= skipped(words, head);
 #pragma unroll
       for (int i = 0; i < kRow / 4; i++)
-        tiles::copy_4(tiles::shared_address(to + i * 4), is_there ? from + i * 4 : s.data, is_there ? 4 : 0);
+        tiles::copy_4(tiles::shared_address(to + i * 4), from + i * 4, is_there ? 4 : 0);
       return;
     }
 #pragma unroll 1
@@ -129,48 +129,72 @@ struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, 32> : GroupRows<Rows, kK
     const char *of_keys = scales + Base::skipped(words[0], head),
                *of_values = scales + Base::kValuesAt + Base::skipped(words[1], head);
 #pragma unroll
-    for (int token = lane; token < kTokens; token += 32) {
-      float* keys = static_cast<float*>(prepared) + token * Base::kKeys;
+    for (int first = 0; first < kTokens; first += 32) {
+      const int token = first + lane;
+      Keys keys;
       uint16_t* values = reinterpret_cast<uint16_t*>(static_cast<char*>(prepared) + kValuesAt) + token;
       float2* row = reinterpret_cast<float2*>(static_cast<char*>(prepared) + kRowsAt) + token;
-      prepare_row(Scales(), of_keys + token * Base::kKeyRow, of_values + token * Base::kValueRow, keys, values, row);
+      // All of them before the first is stored: the compiler cannot know that they stand elsewhere.
+      Row<Base::kKeys> of_key;
+      Row<Base::kValues> of_value;
+      of_key.load(of_keys + token * Base::kKeyRow), of_value.load(of_values + token * Base::kValueRow);
+      prepare_row(Scales(), of_key, of_value, keys.of, values, row);
+      static_cast<Keys*>(prepared)[token] = keys;
     }
     __syncwarp();
   }
 
-  // Powers of two by their exponents. Under 2^-60 a row's largest counts as that: its inverse is a number still.
-  static __device__ __forceinline__ void prepare_row(tiles::E8m0Scales, const char* of_keys, const char* of_values,
-                                                     float* keys, uint16_t* values, float2* row) {
-    const uint8_t* code = reinterpret_cast<const uint8_t*>(of_keys);
+  // Scales of a row, in words.
+  template <int kScales> struct Row {
+    static constexpr int kWords = (kScales * Scales::kBytes + 3) / 4;
+    uint32_t words[kWords];
+    __device__ __forceinline__ void load(const char* from) {
 #pragma unroll
-    for (int i = 0; i < Base::kKeys; i++) keys[i] = e8m0_to_f32(code[i]);
-    code = reinterpret_cast<const uint8_t*>(of_values);
+      for (int i = 0; i < kWords; i++)
+        if constexpr (kScales * Scales::kBytes % 4 == 0) words[i] = reinterpret_cast<const uint32_t*>(from)[i];
+        else words[i] = *reinterpret_cast<const uint16_t*>(from);
+    }
+    __device__ __forceinline__ uint32_t code(int i) const {
+      constexpr int kOfWord = 4 / Scales::kBytes;
+      return words[i / kOfWord] >> i % kOfWord * 8 * Scales::kBytes & (Scales::kBytes == 1 ? 0xffu : 0xffffu);
+    }
+  };
+
+  // Powers of two by their exponents. Under 2^-60 a row's largest counts as that: its inverse is a number still.
+  static __device__ __forceinline__ void prepare_row(tiles::E8m0Scales, const Row<Base::kKeys>& of_key,
+                                                     const Row<Base::kValues>& of_value, float (&keys)[Base::kKeys],
+                                                     uint16_t* values, float2* row) {
+    // 2^-127 and NaN, the first code and the last, are the others' bits with the mantissa's highest.
+#pragma unroll
+    for (int i = 0; i < Base::kKeys; i++) {
+      const uint32_t code = of_key.code(i);
+      keys[i] = __uint_as_float(code << 23 | ((code + 1 & 0xfeu) == 0 ? 0x400000u : 0u));
+    }
     int largest = 127 - 60;
 #pragma unroll
-    for (int i = 0; i < Base::kValues; i++) largest = max(largest, code[i] == 255 ? 0 : int(code[i]));
+    for (int i = 0; i < Base::kValues; i++) largest = max(largest, of_value.code(i) == 255 ? 0 : int(of_value.code(i)));
 #pragma unroll
     for (int i = 0; i < Base::kValues; i++) {
-      const int under = largest - code[i];
-      values[i * kTokens] = uint16_t(code[i] == 255 ? 0x7fff
-                                     : under < 15   ? (15 - under) << 10
-                                     : under < 25   ? 1 << (24 - under)
-                                                    : 0);
+      const uint32_t code = of_value.code(i);
+      const float under = __uint_as_float(uint32_t(max(127 + int(code) - largest, 0)) << 23);
+      values[i * kTokens] = code == 255 ? uint16_t(0x7fff) : __half_as_ushort(__float2half(under));
     }
-    *row = make_float2(float(largest - 127), e8m0_to_f32(uint8_t(254 - largest)));
+    *row =
+        make_float2(float(largest - 127), __uint_as_float(largest == 254 ? 0x400000u : uint32_t(254 - largest) << 23));
   }
-  static __device__ __forceinline__ void prepare_row(tiles::F16Scales, const char* of_keys, const char* of_values,
-                                                     float* keys, uint16_t* values, float2* row) {
-    const __half* x = reinterpret_cast<const __half*>(of_keys);
+  static __device__ __forceinline__ void prepare_row(tiles::F16Scales, const Row<Base::kKeys>& of_key,
+                                                     const Row<Base::kValues>& of_value, float (&keys)[Base::kKeys],
+                                                     uint16_t* values, float2* row) {
+    const auto number = [](uint32_t code) { return __half2float(__ushort_as_half(uint16_t(code))); };
 #pragma unroll
-    for (int i = 0; i < Base::kKeys; i++) keys[i] = __half2float(x[i]);
-    x = reinterpret_cast<const __half*>(of_values);
+    for (int i = 0; i < Base::kKeys; i++) keys[i] = number(of_key.code(i));
     float largest = 9.3132257e-10f;  // 2^-30, under all that f16 has
 #pragma unroll
-    for (int i = 0; i < Base::kValues; i++) largest = fmaxf(largest, fabsf(__half2float(x[i])));
+    for (int i = 0; i < Base::kValues; i++) largest = fmaxf(largest, fabsf(number(of_value.code(i))));
     const float inverse = tiles::inverse_fast(largest);
 #pragma unroll
     for (int i = 0; i < Base::kValues; i++)
-      values[i * kTokens] = __half_as_ushort(__float2half(__half2float(x[i]) * inverse));
+      values[i * kTokens] = __half_as_ushort(__float2half(number(of_value.code(i)) * inverse));
     *row = make_float2(tiles::log2_fast(largest), inverse);
   }
 };

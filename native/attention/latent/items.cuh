@@ -12,6 +12,12 @@ constexpr int kLatentDim = 512, kRopeDim = 64;
 constexpr int kMostSplitRows = 256;  // of a sequence: with more, its blocks of rows fill the device unsplit
 
 // Of the workspace: header | first_tile[num_seqs + 1] | start[max_workers] | parts[2 * max_workers].
+struct PlanHeader {
+  long long tiles;  // of all sequences
+  int32_t workers;  // with a share of them
+  int32_t reserved;
+};
+
 struct LatentShape {
   int64_t first_tile_at, start_at, partial_at, bytes;
   int64_t partial_bytes;  // of one (results.cuh)

@@ -189,7 +189,7 @@ template <class P> struct PrefillBytes {
 // bf16 has the digits but not the range: a row is divided by a power of two, which is exact, and what undoes it is left
 // beside. `flips`: K's one scale is negative; scores are compared before they are multiplied by it. A thread has the
 // chunks that it copied itself (Prefill::ask_queries).
-template <class P> __device__ __forceinline__ void fit_queries(const P& p, bool flips) {
+template <class P> __device__ __forceinline__ void fit_queries(const P& p, uint32_t buffer, bool flips) {
   using Queries = typename P::Queries;
   const uint32_t chunk = Queries::chunk(), flip = flips ? 0x80008000u : 0u;
   const bool is_bf16 = p.a.q.dtype == KVX_DTYPE_BF16;
@@ -198,7 +198,7 @@ template <class P> __device__ __forceinline__ void fit_queries(const P& p, bool 
   const auto power_of_two = [](int e) { return __uint_as_float(uint32_t(e + 127) << 23); };
 #pragma unroll 2
   for (int j = 0; j < Queries::kMine; j++) {
-    const uint32_t r = Queries::row(j), at = p.at + P::query_at(r, chunk);
+    const uint32_t r = Queries::row(j), at = p.at + buffer + P::query_at(r, chunk);
     const bool has_chunk = Queries::kLanes == Queries::kChunks || chunk < uint32_t(Queries::kChunks);
     const uint4 x = has_chunk ? tiles::load_shared_16(at) : make_uint4(0, 0, 0, 0);
     uint32_t words[4] = {x.x, x.y, x.z, x.w};

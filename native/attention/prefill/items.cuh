@@ -12,7 +12,7 @@ namespace kvx {
 namespace cuda {
 
 // Which items a block of threads has. Blocks are begun in order, one a multiprocessor at first: the first wave of them
-// has half of all items, the next one half of what is left, and the last ones have one each. So most items follow
+// has five eighths of all items, the next one of what is left, and the last ones have one each. So most items follow
 // another, and yet all multiprocessors end together. Items of a wave are dealt out in turn: what is read at the same
 // time stands together.
 struct ItemWaves {
@@ -29,7 +29,7 @@ struct ItemWaves {
     return run.first + i * width + (run.block + i * turn) % width;
   }
   __host__ __device__ __forceinline__ uint32_t of_wave(uint32_t left) const {
-    const uint32_t share = left / width / 2;
+    const uint32_t share = uint32_t(uint64_t(left / width) * 5 / 8);
     return share < 1 ? 1 : share > kMost ? kMost : share;
   }
   __device__ __forceinline__ Run run(uint32_t block) const {

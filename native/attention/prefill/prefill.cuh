@@ -43,26 +43,35 @@ template <class Rows_, class Tile, ScaleKind kScales_> struct PrefillConfig {
   static constexpr int kKeyDims = Tile::kKeyDims, kValueDims = Tile::kValueDims, kKeys = Tile::kKeys,
                        kStages = Tile::kStages;
   static constexpr bool kSplitsValues = Tile::kSplitsValues;
-  static constexpr int kRows = kSplitsValues ? 64 : 128,
+  // Warpgroups that multiply. Rows of 64 elements leave registers for a third, whose exponentials, as many as
+  // multiplications, then run beside those of the others.
+  static constexpr int kGroups = kElementBytes == 2 && !kIsBytes && kKeyDims <= 64 ? 3 : 2;
+  static constexpr int kRows = kSplitsValues ? 64 : 64 * kGroups,
                        kOutDims = kSplitsValues ? kValueDims / 2 : kValueDims;  // of a warpgroup's results
   using Rings = tiles::KvRings<kKeyDims * kElementBytes, kStages, kKeys, kValueDims * kElementBytes>;
   static constexpr int kColumnBytes = Rings::kColumnBytes,
                        kQueryColumnBytes = kRows * 128;  // of K or V, and of Q: 64 elements of a tile's rows
-  static constexpr int kQueryAt = 0, kRingsAt = kRows * kKeyDims * 2, kItemsAt = kRingsAt + Rings::kBytes,
+  // Queries of the next item arrive while this one's are multiplied, where there is room for both.
+  static constexpr int kQueryBuffers = kElementBytes == 2 && !kIsBytes && kKeyDims <= 128 ? 2 : 1,
+                       kQueryBytes = kRows * kKeyDims * 2;
+  static constexpr int kQueryAt = 0, kRingsAt = kQueryBuffers * kQueryBytes, kItemsAt = kRingsAt + Rings::kBytes,
                        kWorkAt = kItemsAt + ItemWaves::kMost * int(sizeof(PrefillItem));
   // Where f16 or e4m3 is multiplied: what a query row was divided by. Eight-bit rows alone: [4 tiles] of scales, a pair
   // of keys' K and logarithms of V together, then the inverses of V; raw bytes of K and V, which of wide rows lie in
   // the stages themselves.
-  static constexpr int kQueryBarriersAt = kWorkAt + 16, kStagingAt = kQueryBarriersAt + 16,
-                       kGrowAt = kStagingAt + 8 * 1024,
+  // Raw bytes begin a line: rows that straddle lines arrive in more pieces.
+  static constexpr int kQueryBarriersAt = kWorkAt + 16, kStagingAt = kWorkAt + 128,
+                       kGrowAt = kStagingAt + kGroups * 4 * 1024,
                        kScalesAt = kGrowAt + (kIsF16 || kElementBytes == 1 ? kRows * 4 : 0),
                        kScaleBytes = kScales == ROW_SCALES ? kKeys * 12 : 0;
   static constexpr int kRawAt = kScalesAt + 4 * kScaleBytes,
                        kRawBytes = kIsBytes && kElementBytes == 2 && kKeyDims <= 128 ? kKeys * kKeyDims : 0;
   static constexpr int kSharedBytes = kRawAt + 2 * kRawBytes + 1024;  // 1024: to begin on a multiple of it
   static_assert(kSharedBytes <= 227 * 1024, "shared memory of a block of threads");
+  static_assert(kRawBytes == 0 || kRawAt % 128 == 0, "whole lines");
   static_assert(!kIsBytes || kKeyDims == kValueDims, "eight-bit tiles are as wide as each other");
-  static constexpr int kThreads = 384, kLoadRegisters = 40, kMultiplyRegisters = 232;
+  static constexpr int kThreads = 128 * (1 + kGroups), kLoadRegisters = kGroups == 3 ? 32 : 40,
+                       kMultiplyRegisters = kGroups == 3 ? 160 : 232;
 };
 
 template <class C> struct Prefill {
@@ -79,6 +88,10 @@ template <class C> struct Prefill {
   __device__ __forceinline__ char* rings() const { return shared + C::kRingsAt; }
   static __device__ __forceinline__ uint32_t chunk_at(uint32_t row, uint32_t chunk) {
     return Rings::chunk_at(row, chunk);
+  }
+  // Where a row's chunk is; `item` counts those of this block of threads.
+  static __device__ __forceinline__ uint32_t query_buffer(uint32_t item) {
+    return C::kQueryBuffers == 2 ? (item & 1) * C::kQueryBytes : 0;
   }
   static __device__ __forceinline__ uint32_t query_at(uint32_t row, uint32_t chunk) {
     return C::kQueryAt + (chunk / 8) * C::kQueryColumnBytes + row * 128 + (((chunk % 8) ^ (row % 8)) << 4);
@@ -103,8 +116,10 @@ template <class C> struct Prefill {
     return C::kIsBytes || (C::kIsF16 && !C::kSplitsValues && a.q.dtype == KVX_DTYPE_BF16);
   }
 
-  // An item's queries, on their way when this returns. The multiplications that read the last ones are over.
-  __device__ __forceinline__ void ask_queries(const PrefillItem& w) const {
+  // An item's queries, on their way when this returns. The multiplications that read those before them in their place
+  // are over.
+  __device__ __forceinline__ void ask_queries(const PrefillItem& w, uint32_t item) const {
+    const uint32_t buffer = at + query_buffer(item);
     if (C::kSplitsValues) tiles::meet(2, 256);
     if (a.has_query_map) {
       const uint32_t thread = threadIdx.x - 128;
@@ -115,7 +130,7 @@ template <class C> struct Prefill {
         tiles::arrive_and_expect(barrier, 64 * C::kKeyDims * 2);
 #pragma unroll
         for (int column = 0; column < C::kKeyDims / 64; column++)
-          tiles::copy_box(at + C::kQueryAt + column * C::kQueryColumnBytes + from * 128, a.query_map, column * 64,
+          tiles::copy_box(buffer + C::kQueryAt + column * C::kQueryColumnBytes + from * 128, a.query_map, column * 64,
                           w.head * int32_t(a.group.d), token, 0, barrier);
       }
       return;
@@ -130,21 +145,21 @@ template <class C> struct Prefill {
         const uint32_t chunk = part * Queries::kLanes + Queries::chunk();
         const bool is_there = int32_t(row) < w.rows && int32_t(chunk * 8) < a.dims[0];
         if (Queries::kChunks % Queries::kLanes == 0 || chunk < uint32_t(Queries::kChunks))
-          tiles::copy_16(at + query_at(r, chunk), is_there ? from + chunk * 16 : a.q.data, is_there ? 16 : 0);
+          tiles::copy_16(buffer + query_at(r, chunk), is_there ? from + chunk * 16 : a.q.data, is_there ? 16 : 0);
       }
     }
     tiles::commit_copies();
   }
-  // They are there, and as they are multiplied. `of_head`: K's scale. `item`: counts those of this block of threads.
+  // They are there, and as they are multiplied. `of_head`: K's scale.
   __device__ __forceinline__ void finish_queries(int group, float of_head, uint32_t item) const {
     if (a.has_query_map) tiles::wait(query_barrier(group), item & 1);
     else tiles::wait_copies<0>();
     if constexpr (C::kIsF16 && !C::kSplitsValues)
-      if (fits_queries()) fit_queries(*this, C::kScales == ONE_SCALE && of_head < 0.f);
+      if (fits_queries()) fit_queries(*this, query_buffer(item), C::kScales == ONE_SCALE && of_head < 0.f);
     if (a.has_query_map && !fits_queries()) return;
     tiles::show_to_multiplications();
     if (C::kSplitsValues) tiles::meet(2, 256);
-    else tiles::meet(5 + group, 128);
+    else tiles::meet(3 + C::kGroups + group, 128);
   }
 
   // A warp's 16 rows of results, 32 elements at a time: through shared memory, so that four lanes store 64 bytes of a
@@ -394,7 +409,7 @@ template <class C> struct Prefill {
     const uint32_t query = at + C::kQueryAt + rows_from * 128;
     typename Rings::Ring keys = Rings::keys(at + C::kRingsAt);
     typename Rings::ValueRing values = Rings::values(at + C::kRingsAt);
-    const bool arrives = thread % 128 == 0;  // one of two that give a stage back
+    const bool arrives = thread % 128 == 0;  // one of a warpgroup gives a stage back
     // Copies of rows are shown to multiplications here; other fillers have done so.
     const auto wait_full = [&](const auto& ring) {
       ring.wait_full();
@@ -402,8 +417,8 @@ template <class C> struct Prefill {
     };
 
     // Descriptors count 16 bytes in their low bits: stepping through a tile is one addition.
-    const uint64_t query_matrix = tiles::matrix_descriptor(query, 16, 1024),
-                   key_matrix = tiles::matrix_descriptor(keys.stages, 16, 1024);
+    uint64_t query_matrix = tiles::matrix_descriptor(query, 16, 1024);
+    const uint64_t key_matrix = tiles::matrix_descriptor(keys.stages, 16, 1024);
     const uint64_t value_matrix =
         tiles::matrix_descriptor(values.stages + dims_from / 64 * C::kColumnBytes, C::kColumnBytes, 1024);
     const auto multiply_keys = [&]() {
@@ -514,9 +529,11 @@ template <class C> struct Prefill {
         for (int i = 0; i < 4; i++) p[k][i] = Numbers::pack(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
     };
 
-    ask_queries(*w);
+    constexpr bool kAsksEarly = C::kQueryBuffers == 2;
+    ask_queries(*w, 0);
     finish_queries(group, scale_of_keys(*w), 0);
     begin_item(*w);
+    if (kAsksEarly && num_later) ask_queries(w[1], 1);
     wait_full(keys);
     tiles::begin_multiplications();
     multiply_keys();
@@ -524,37 +541,40 @@ template <class C> struct Prefill {
     tiles::hold(s);
     bool is_whole = Rings::is_full(*Rings::valid(rings(), keys.step));
     keys.give_back(arrives);
-    if (sight.left == 1 && num_later) ask_queries(w[1]);
+    if (!kAsksEarly && sight.left == 1 && num_later) ask_queries(w[1], 1);
     float shrink[2];
     soften(is_whole, shrink);
     pack();
-    if (group == 1) tiles::pass(3, 256);
+    if (group == C::kGroups - 1) tiles::pass(3, 256);
     for (;;) {  // keys are a tile ahead of values
       const bool ends = sight.left == 1;
       if (ends) {
         if (num_later == 0) break;
-        finish_queries(group, scale_of_keys(w[1]), num_items - num_later);
+        const uint32_t next = num_items - num_later;
+        finish_queries(group, scale_of_keys(w[1]), next);
+        if (C::kQueryBuffers == 2) query_matrix = tiles::matrix_descriptor(query + query_buffer(next), 16, 1024);
       }
       wait_full(keys);
       tiles::hold(s), tiles::hold(out);
-      tiles::meet(3 + group, 256);  // the two take turns: one multiplies while the other softens
+      tiles::meet(3 + group, 256);  // they take turns: one multiplies while others soften
       tiles::begin_multiplications();
       multiply_keys();
       wait_full(values);
       multiply_values();
-      tiles::pass(4 - group, 256);
+      tiles::pass(group + 1 == C::kGroups ? 3 : 4 + group, 256);
       is_whole = Rings::is_full(*Rings::valid(rings(), keys.step));
       float inverse[2];
       if (ends) {
         finish_sums(*w, x, w->first_row + row_from, dims_from, inverse);
         num_later--, begin_item(*++w);
+        if (kAsksEarly && num_later) ask_queries(w[1], num_items - num_later);
       } else {
         sight.left--, sight.first += C::kKeys;
       }
       tiles::wait_multiplications<1>();
       tiles::hold(s);
       keys.give_back(arrives);
-      if (sight.left == 1 && num_later) ask_queries(w[1]);
+      if (!kAsksEarly && sight.left == 1 && num_later) ask_queries(w[1], num_items - num_later);
       const bool shrinks = soften(is_whole, shrink);
       // Softened before the wait, not after: that is the overlap. A sum is never negative; that it might be, and be
       // stored, keeps the assembler from waiting first (13.0 moves the wait up to where registers suit it).
@@ -600,9 +620,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill(const __grid_constant_
   }
   if (threadIdx.x == 32) {
     const int fills = !C::kIsBytes && a.box > 0 ? tiles::MapFiller<typename C::Rings>::kArrivals : 128;
-    C::Rings::keys(at + C::kRingsAt).init(fills, 2 * tiles::arrivals_of(128));
-    C::Rings::values(at + C::kRingsAt).init(fills, 2 * tiles::arrivals_of(128));
-    for (int group = 0; group < 2; group++) tiles::init_barrier(at + C::kQueryBarriersAt + group * 8, 1);
+    C::Rings::keys(at + C::kRingsAt).init(fills, C::kGroups * tiles::arrivals_of(128));
+    C::Rings::values(at + C::kRingsAt).init(fills, C::kGroups * tiles::arrivals_of(128));
+    for (int group = 0; group < C::kGroups; group++) tiles::init_barrier(at + C::kQueryBarriersAt + group * 8, 1);
     tiles::show_barriers();
   }
   __syncthreads();

@@ -287,7 +287,7 @@ template <class C> struct PrefillProducts : Prefill<C> {
         for (int k = 0; k < C::kKeys / 2; k++) s[k] = a.soft_cap * tanhf(s[k] * (scale[k / 2 % 2] / a.soft_cap));
       }
       if (!is_plain) {
-        if (sight.left == 1 && num_later) Base::ask_queries(w[1]);
+        if (sight.left == 1 && num_later) Base::ask_queries(w[1], num_items - num_later);
         Base::hide(*w, sight, keys.step - 1, is_whole, s);
       }
       if (!is_plain && is_fresh) {  // of the first tile, mostly
@@ -352,7 +352,7 @@ template <class C> struct PrefillProducts : Prefill<C> {
       }
     };
 
-    Base::ask_queries(*w);
+    Base::ask_queries(*w, 0);
     finish_queries(*w, group, 0);
     begin_item(*w);
     keys.wait_full();

@@ -33,7 +33,10 @@ constexpr int64_t kMostPrefillDims = 128, kMostWidePrefillDims = 256,
                   kMostSplitPrefillDims = 512;  // split: of 16-bit caches under queries of their type
 inline int64_t most_dims(const AttentionParams& p) { return p.head_dim > p.v_head_dim ? p.head_dim : p.v_head_dim; }
 inline int64_t tile_keys(const AttentionParams& p) { return p.head_dim <= 192 && p.v_head_dim <= 128 ? 128 : 64; }
-inline int64_t tile_queries(const AttentionParams& p) { return most_dims(p) <= kMostWidePrefillDims ? 128 : 64; }
+inline int64_t tile_queries(const AttentionParams& p) {
+  if (most_dims(p) > kMostWidePrefillDims) return 64;
+  return most_dims(p) <= 64 && dtype_bits(p.kv.plane[0].dtype) == 16 ? 192 : 128;
+}
 
 template <class Rows, ScaleKind kScales>
 kvx_status_t start_prefill(const AttentionParams& p, const PrefillArgs& args, int64_t blocks, void* stream) {
