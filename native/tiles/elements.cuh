@@ -2,7 +2,8 @@
 //
 // S = K * q has tokens down and queries across; out = V * p has dims down and queries across: with few queries a
 // sequence, 16 rows of keys fill a tensor core's tall side and no query row is padded to 16. Rows of eight and of four
-// bits become f16 on the way, exactly but for a power of two that they share (kUnit).
+// bits become f16 on the way, exactly but for a power of two that they share (kUnit), and what is added to them
+// (kBias).
 #pragma once
 #include "tiles/ptx.cuh"
 

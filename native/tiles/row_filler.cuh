@@ -2,10 +2,10 @@
 // copied 16 bytes at a time.
 //
 // Thread t finds row t of a tile for all, then every thread copies a chunk of every eighth (or sixteenth) row, of wide
-// rows one in each part of 256 (or 128) bytes. One warp a scheduler has to keep up with two that multiply, so a copy is
-// two instructions: offsets lie in the order a thread takes them, four to a load, and its rows differ by whole groups
-// of eight, which leaves the swizzle alone. Copies arrive on their own, so who multiplies
-// shows them to multiplications first.
+// rows one in each part of 256 (or 128) bytes. One warp a scheduler has to keep up with two or three that multiply, so
+// a copy is two instructions: offsets lie in the order a thread takes them, four to a load, and its rows differ by
+// whole groups of eight, which leaves the swizzle alone. Copies arrive on their own, so who multiplies shows them to
+// multiplications first.
 #pragma once
 #include "tiles/block_rows.cuh"
 #include "tiles/kv_rings.cuh"

@@ -19,7 +19,7 @@ namespace kvx {
 namespace cuda {
 
 constexpr int kLeastTiles = 4;  // of a worker: fewer would cost more to add up than they save
-constexpr int kManyParts = 8;   // of a (sequence, head): as many as are added up at once
+constexpr int kManyParts = 8;   // of a (sequence, head), on average: as many as a warp adds up at once
 
 // Of a warp, in the order of the launch: all it has to know before it asks for its first rows.
 struct WorkerStart {

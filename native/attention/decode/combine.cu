@@ -101,7 +101,7 @@ template <int kWarps> auto choose_combine(int32_t dims) {
 
 kvx_status_t launch_combine(const DecodeArgs& args, bool one_scale, void* stream) {
   const int64_t rows = int64_t(args.num_seqs) * args.num_kv_heads * args.plan.rows;
-  // Sixteen warps a multiprocessor, which all run at once.
+  // Few enough for all of their warps to run at once.
   if (rows <= 4 * int64_t(args.plan.blocks))
     return launch_early("attention_combine", choose_combine<4>(args.dims[1]), dim3(unsigned(rows)), dim3(128), stream,
                         args, one_scale);

@@ -39,14 +39,16 @@ ScaleWords scale_words(const AttentionParams& p, const ScaleParams& s, int64_t d
   return row == 2 && s.head == 2 && p.num_kv_heads % 2 == 0 ? WORDS_OF_TWO_HEADS : NO_WORDS;
 }
 
-// Steps of a plane's scales; false where a block's scales are 2 GB or more apart, or blocks' are.
+// Steps of a plane's scales; false where those of a block, or of two blocks side by side, lie 2 GB or more apart.
 bool find_steps(const AttentionParams& p, const ScaleParams& s, int32_t (&steps)[3]) {
-  const int64_t all[3] = {s.block, s.token, s.head}, counts[3] = {1, p.kv.block_size, p.num_kv_heads};
+  const int64_t all[3] = {s.block, s.token, s.head}, most[3] = {1, p.kv.block_size - 1, p.num_kv_heads - 1};
+  int64_t last = 0;  // of a block
   for (int i = 0; i < 3; i++) {
-    if (std::abs(all[i]) > kMaxCount / counts[i]) return false;
-    steps[i] = int32_t(all[i]);
+    if (most[i] > 0 && std::abs(all[i]) > kMaxCount / most[i]) return false;
+    if (i > 0) last += std::abs(all[i]) * most[i];
+    steps[i] = most[i] > 0 ? int32_t(all[i]) : 0;
   }
-  return std::abs(s.token) * p.kv.block_size + std::abs(s.head) * p.num_kv_heads <= kMaxCount;
+  return last <= kMaxCount;
 }
 
 bool find_choice(const AttentionParams& p, DecodeChoice* out) {
@@ -148,8 +150,10 @@ kvx_status_t run_decode(const AttentionParams& p, int num_sms, void* stream) {
   for (int i = 0; i < 2; i++) {
     a.scale_words[i] = scale_words(p, a.scales[i], a.dims[i]);
     if (!find_steps(p, a.scales[i], a.scale_steps[i]))
-      return fail(KVX_STATUS_UNSUPPORTED, "the scales of %s have strides of 2 GB or more; make them contiguous.",
-                  i ? "V" : "K");
+      return fail(
+          KVX_STATUS_UNSUPPORTED,
+          "scales of %s in one block, or in two blocks side by side, lie 2 GB or more apart; make them contiguous.",
+          i ? "V" : "K");
   }
   for (int i = 0; i < 2; i++) a.chunks[i] = a.dims[i] * dtype_bits(p.kv.plane[i].dtype) / 128;
   a.q = p.q, a.out = p.out, a.lse = p.lse, a.lse_token = p.lse_token, a.lse_head = p.lse_head, a.sinks = p.sinks;

@@ -11,13 +11,13 @@ constexpr int kLatentRows = 64, kLatentKeys = 64;  // of a tile: query rows, key
 constexpr int kLatentDim = 512, kRopeDim = 64;
 constexpr int kMostSplitRows = 256;  // of a sequence: with more, its blocks of rows fill the device unsplit
 
-// Of the workspace: header | first_tile[num_seqs + 1] | start[max_workers] | parts[2 * max_workers].
-struct PlanHeader {
+struct LatentHeader {
   long long tiles;  // of all sequences
   int32_t workers;  // with a share of them
   int32_t reserved;
 };
 
+// Of the workspace: header | first_tile[num_seqs + 1] | start[max_workers] | parts[2 * max_workers].
 struct LatentShape {
   int64_t first_tile_at, start_at, partial_at, bytes;
   int64_t partial_bytes;  // of one (results.cuh)

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_latent_tiles(const __grid_c
     return groups ? groups * latent_range(a, seq, queries).num_tiles : 0;
   });
   const int32_t workers = count_workers(a, first_tile, tiles);
-  if (threadIdx.x == 0) *reinterpret_cast<PlanHeader*>(a.workspace) = PlanHeader{tiles, workers, 0};
+  if (threadIdx.x == 0) *reinterpret_cast<LatentHeader*>(a.workspace) = LatentHeader{tiles, workers, 0};
   // Those without a share have to know it: what a plan before this one left to them is still there.
   for (int32_t w = int32_t(threadIdx.x); w < a.plan.max_workers; w += kPlanThreads) {
     LatentStart start = {};
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(128) combine_latent(const __grid_constant__ La
   const int32_t queries = seq < a.num_seqs ? latent_queries(a, seq, &first) : 0, groups = latent_groups(a, queries);
   int first_worker = 0, last_worker = 0, first_slot = 0;
   if (groups > 0 && row < queries * int32_t(a.heads.d)) {
-    const PlanHeader plan = load_now<PlanHeader>(a.workspace);
+    const LatentHeader plan = load_now<LatentHeader>(a.workspace);
     const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
     const long long from = __ldcg(first_tile + seq), of_group = (__ldcg(first_tile + seq + 1) - from) / groups,
                     begin = from + group * of_group;
@@ -129,7 +129,7 @@ int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 LatentShape latent_shape(const AttentionParams& p, int num_sms) {
   LatentShape s = {};
   s.max_workers = num_sms;
-  s.first_tile_at = aligned(sizeof(PlanHeader));
+  s.first_tile_at = aligned(sizeof(LatentHeader));
   s.start_at = s.first_tile_at + aligned((p.num_seqs + 1) * 4);
   s.partial_at = s.start_at + aligned(int64_t(num_sms) * sizeof(LatentStart));
   s.partial_bytes = aligned(LatentPart::kBytes);

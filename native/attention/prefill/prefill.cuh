@@ -1,12 +1,12 @@
-// Attention of many queries a sequence, on Hopper: items of 128 query rows against tiles of 128 keys, or of 64 where
-// values are wider than 128.
+// Attention of many queries a sequence, on Hopper: items of 128 query rows (192 of up to 64 elements) against tiles of
+// 128 keys, or of 64 where values are wider than 128.
 //
 // A query row is one head of one token; rows of all heads that share a KV head stand in one item (GQA packed), so that
 // its keys and values are loaded once for all of them. One warpgroup loads (rows through the block table, zeros where
-// nothing stands), two multiply, 64 rows each: while the tensor cores add a tile's values, the softmax of the next
-// tile's scores is computed. A block of threads has several items (items.cuh), and goes from one to the next without a
-// pause: keys of the next are loaded and multiplied before the results of the last are stored. Whole blocks go through
-// the copy engine where tensor maps can tell of them (tiles/map_filler.cuh), else rows are copied
+// nothing stands), the others multiply, 64 rows each: while the tensor cores add a tile's values, the softmax of the
+// next tile's scores is computed. A block of threads has several items (items.cuh), and goes from one to the next
+// without a pause: keys of the next are loaded and multiplied before the results of the last are stored. Whole blocks
+// go through the copy engine where tensor maps can tell of them (tiles/map_filler.cuh), else rows are copied
 // (tiles/row_filler.cuh); eight-bit rows become f16 on their way (attention/prefill/bytes.cuh), or are multiplied as
 // they are, where the caller allows it (attention/prefill/products.cuh). Rows that are no tile's
 // width run in the next tile: columns of Q, K and V past them are zeros, and those of the result are not stored. Of 512
@@ -89,7 +89,7 @@ template <class C> struct Prefill {
   static __device__ __forceinline__ uint32_t chunk_at(uint32_t row, uint32_t chunk) {
     return Rings::chunk_at(row, chunk);
   }
-  // Where a row's chunk is; `item` counts those of this block of threads.
+  // Where an item's queries are, and in them a row's chunk. `item` counts those of this block of threads.
   static __device__ __forceinline__ uint32_t query_buffer(uint32_t item) {
     return C::kQueryBuffers == 2 ? (item & 1) * C::kQueryBytes : 0;
   }
@@ -533,7 +533,11 @@ template <class C> struct Prefill {
     ask_queries(*w, 0);
     finish_queries(group, scale_of_keys(*w), 0);
     begin_item(*w);
-    if (kAsksEarly && num_later) ask_queries(w[1], 1);
+    if (kAsksEarly && num_later) {
+      // All have seen the first queries arrive: whoever came after the second did would wait for the third.
+      tiles::meet(3 + C::kGroups + group, 128);
+      ask_queries(w[1], 1);
+    }
     wait_full(keys);
     tiles::begin_multiplications();
     multiply_keys();
@@ -592,7 +596,7 @@ template <class C> struct Prefill {
       }
       pack();
     }
-    if (group == 0) tiles::meet(3, 256);  // the other's last word
+    if (group == 0) tiles::meet(3, 256);  // the last one's last word
     wait_full(values);
     tiles::hold(out);
     tiles::begin_multiplications();
