@@ -7,8 +7,8 @@ namespace cuda {
 namespace {
 
 // Adds up the parts of every (sequence, head) that several workers shared, in the order of the line: a query row is one
-// warp's, or that of kWarps where there are so few rows that reading a long sequence's parts by one would take as long
-// as the attention itself. Each then adds up every kWarps-th part, and the first their sums.
+// warp's, or that of kWarps where there are few rows: a warp alone would wait for memory once for every eight
+// parts of a long sequence. Each then adds up every kWarps-th part, and the first their sums.
 template <int kPerLane, int kWarps>
 __global__ void __launch_bounds__(128) combine(const __grid_constant__ DecodeArgs a, bool one_scale) {
   let_next_start();
