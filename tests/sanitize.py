@@ -111,13 +111,13 @@ def decode_cases() -> int:
 
 def small_cases() -> int:
     """Formats whose scales stand along a row, and the kernel for any."""
-    return attend(attention_cases.SMALL[::2] + attention_cases.GENERAL)
+    return attend(attention_cases.SMALL[::2] + attention_cases.ODD[::2] + attention_cases.GENERAL)
 
 
 def prefill_cases() -> int:
     for case in test_attention_prefill.MANY[::3]:
         test_attention_prefill.check_each_as_alone(case, window=50, count=20)
-    return attend(test_attention_prefill.CASES[::3] + test_attention_prefill.WIDE[::4] + test_attention_prefill.CODES[::4])
+    return attend(test_attention_prefill.CASES[::3] + test_attention_prefill.WIDE[::4] + test_attention_prefill.CODES[::3])
 
 
 def fp8_products_cases() -> int:

@@ -25,7 +25,8 @@ from kvx.quant.scales import round_scale
 
 CEILINGS = ("read",)
 _RECORD = "fp8_e4m3_per_128_inline"  # with bf16 beside it: 656 bytes a token
-_SMALLER = ("fp8_e4m3", "int8_per_token_head", "mxfp8", "int4_per_token_head", "int4_per_group", "nvfp4", "mxfp4")
+_SCALED_OR_SMALL = ("mxfp8", "int4_per_token_head", "int4_per_group", "nvfp4", "mxfp4")  # scales along rows, or 4 bits
+_SMALLER = ("fp8_e4m3", "int8_per_token_head", *_SCALED_OR_SMALL)
 _MLA_SCALE = 192**-0.5  # of a model whose own heads are 128 + 64
 _SKEWED = (65536, *(2048,) * 63)  # one long conversation among short ones
 
@@ -153,6 +154,12 @@ def _prompts() -> Iterator[AttentionCase]:
         yield AttentionCase(lens, heads, 8, is_prefill=True)
     for dim, v_dim, heads, kv_heads in ((64, 0, 32, 8), (256, 0, 16, 4), (192, 0, 16, 4), (192, 128, 32, 32), (512, 0, 8, 1)):
         yield AttentionCase((4096,) * 4, heads, kv_heads, dim=dim, v_dim=v_dim, is_prefill=True)
+    for fmt in (*_SCALED_OR_SMALL, "fp8_e5m2_per_token_head", "int8_per_token_head_f16"):
+        yield AttentionCase((4096,) * 4, 32, 8, format=fmt, is_prefill=True)
+    for fmt in ("fp8_e4m3", "int8_per_token_head", *_SCALED_OR_SMALL):
+        yield AttentionCase((4096,) * 4, 16, 4, format=fmt, dim=256, is_prefill=True)
+    for fmt in ("fp8_e4m3", "int8_per_token_head"):
+        yield AttentionCase((4096,) * 4, 8, 1, format=fmt, dim=512, is_prefill=True)
 
 
 def _formats() -> Iterator[AttentionCase]:
@@ -163,8 +170,12 @@ def _formats() -> Iterator[AttentionCase]:
         yield AttentionCase((4096,) * 16, 32, 8, format=f"fp8_e4m3{scales}")
     yield AttentionCase((4096,) * 16, 32, 8, format="fp8_e5m2")
     for batch in (16, 64):
-        for fmt in ("mxfp8", "int4_per_token_head", "int4_per_group", "nvfp4", "mxfp4"):
+        for fmt in _SCALED_OR_SMALL:
             yield AttentionCase((4096,) * batch, 32, 8, format=fmt)
+    for fmt in ("bf16", "f16", "fp8_e4m3", "int8_per_token_head"):
+        yield AttentionCase((4096,) * 64, 32, 8, format=fmt, io="f32")
+    for fmt in ("int8_per_token_head_f16", "fp8_e4m3_per_token_head_inline", "int4_per_token_head_inline"):
+        yield AttentionCase((4096,) * 64, 32, 8, format=fmt)
 
 
 def _wide() -> Iterator[AttentionCase]:
@@ -172,8 +183,11 @@ def _wide() -> Iterator[AttentionCase]:
     for dim, v_dim, heads, kv_heads in ((256, 0, 16, 2), (192, 0, 16, 4), (192, 128, 32, 4), (512, 0, 8, 1)):
         for fmt in ("bf16", "fp8_e4m3", "fp8_e4m3_per_token_head", "int8_per_token_head"):
             yield AttentionCase((4096,) * 64, heads, kv_heads, "NHD", fmt, dim=dim, v_dim=v_dim)
+        for fmt in _SCALED_OR_SMALL:
+            yield AttentionCase((4096,) * 64, heads, kv_heads, "NHD", fmt, dim=dim, v_dim=v_dim)
     for dim in (40, 72, 112, 160, 224, 320):
-        yield AttentionCase((4096,) * 64, 32, 8, "NHD", dim=dim)
+        for fmt in ("bf16", "fp8_e4m3", "int4_per_token_head"):
+            yield AttentionCase((4096,) * 64, 32, 8, "NHD", fmt, dim=dim)
 
 
 def _latent(lens: tuple[int, ...], heads: int, fmt: str = "bf16", queries: int = 1) -> AttentionCase:

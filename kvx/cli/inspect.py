@@ -23,7 +23,7 @@ from kvx.layout.place import buffer_sizes
 from kvx.layout.planes import cache_shapes
 from kvx.ops import backend as backends
 from kvx.ops import library, native
-from kvx.ops.attention.kernels import HEAD_SIZES, Listed, attention_kernel, listed_kernels
+from kvx.ops.attention.kernels import HEAD_SIZES, MOST_F32_ROWS, Listed, attention_kernel, listed_kernels
 from kvx.ops.registry import OPS
 from kvx.ops.support import BACKENDS
 from kvx.spec import ALL_FORMATS
@@ -256,7 +256,8 @@ def _show_support(as_json: bool) -> None:
     title = "attention on cuda, head_dim 128, Hopper; % of read: share of the bandwidth of reading the same bytes"
     _show(title, ("format", "decode", "prefill"), _kernels(), None, False)
     sizes = " ".join(_size(k, v) for k, v in HEAD_SIZES)
-    title = f"attention on cuda, Hopper: which head_dim of {sizes} have a fast kernel; the others run on the general kernel"
+    title = f"attention on cuda, Hopper: which head_dim of {sizes} have a fast kernel; the others run on the general kernel, "
+    title += f"and so do queries in f32 with more than {MOST_F32_ROWS} query rows a KV head"
     _show(title, ("KV formats (query dtypes)", "decode", "prefill"), _by_head_size(), None, False)
     _show("not supported on any backend", ("what", "ops", "why, and what to do"), _joined(refused), None, False)
     for name in BACKENDS:

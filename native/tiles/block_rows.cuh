@@ -12,12 +12,12 @@ namespace kvx {
 namespace cuda {
 namespace tiles {
 
-// What finds rows: the table and the planes, in the numbers a device is quick with. Offsets
-// count 16 bytes: 64 GB in 32 bits.
+// What finds rows: the table and the planes, in the numbers a device is quick with. Offsets count units, of 16 bytes
+// unless the caller asks for less: 64 GB in 32 bits.
 struct RowFinder {
   GatherParams kv;
   FastDivider block_size;
-  uint32_t block[2], token[2], head[2];  // steps in units of 16 bytes, K and V
+  uint32_t block[2], token[2], head[2];  // steps in units, K and V
   bool is_packed_32;                     // PACKED with 32-bit ids: the common table
 };
 
@@ -29,7 +29,7 @@ struct RowAsked {
 };
 
 struct RowPlace {
-  uint32_t offset[2];  // from the plane's start, in units of 16 bytes
+  uint32_t offset[2];  // from the plane's start, in units
   int32_t block;       // id, -1 = not there
 };
 

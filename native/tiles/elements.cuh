@@ -25,11 +25,12 @@ template <int kBytes> struct Swizzle {
 // Sixteen-bit elements. A group is 16 dims: one fragment.
 template <class Numbers_> struct Halves {
   using Numbers = Numbers_;
-  static constexpr int kBytes = 2, kBits = 16, kGroupDims = 16;
-  static constexpr int kParts = 1;      // numbers that make a query or a weight
-  static constexpr int kScaleDims = 0;  // elements under one scale, where rows have several
-  static constexpr float kUnit = 1.f;   // what numbers are to be multiplied by
-  static constexpr float kBias = 0.f;   // what codes are more than they mean, as they are multiplied
+  static constexpr int kBits = 16, kGroupDims = 16;
+  static constexpr int kParts = 1;          // numbers that make a query or a weight
+  static constexpr bool kHasRests = false;  // queries in f32: as many numbers again have what those leave over
+  static constexpr int kScaleDims = 0;      // elements under one scale, where rows have several
+  static constexpr float kUnit = 1.f;       // what numbers are to be multiplied by
+  static constexpr float kBias = 0.f;       // what codes are more than they mean, as they are multiplied
 
   // Tokens [16 m, 16 m + 16) by dims of `group`.
   template <int kRowBytes>
@@ -56,7 +57,8 @@ template <class Numbers_> struct Halves {
 template <class Convert_> struct Bytes {
   using Convert = Convert_;
   using Numbers = F16Numbers;
-  static constexpr int kBytes = 1, kBits = 8, kGroupDims = 32, kParts = 1, kScaleDims = 0;
+  static constexpr int kBits = 8, kGroupDims = 32, kParts = 1, kScaleDims = 0;
+  static constexpr bool kHasRests = false;
   static constexpr float kUnit = 1.f;
   static constexpr float kBias = 0.f;
 
@@ -96,6 +98,7 @@ template <class Convert_> struct Nibbles {
   using Convert = Convert_;
   using Numbers = F16Numbers;
   static constexpr int kBits = 4, kGroupDims = 64, kParts = 1, kScaleDims = 0;
+  static constexpr bool kHasRests = false;
   static constexpr float kUnit = Convert::kUnit, kBias = Convert::kBias;
 
   template <int kRowBytes, class Of = AsTheyAre> static __device__ __forceinline__ void load_k(uint32_t (&a)[4][4],
@@ -203,12 +206,15 @@ struct ConvertE2m1 {
 
 // What a scale along a row is stored as.
 struct E8m0Scales {
+  using Code = uint8_t;
   static constexpr int kBytes = 1;
 };
 struct E4m3Scales {
+  using Code = uint8_t;
   static constexpr int kBytes = 1;
 };
 struct F16Scales {
+  using Code = uint16_t;
   static constexpr int kBytes = 2;
 };
 template <class Rows, class Scales_, int kDims> struct Grouped : Rows {
@@ -221,6 +227,11 @@ struct Bf16RowsInParts : Halves<Bf16Numbers> {
   static constexpr int kParts = 2;
 };
 
+// Under queries in f32. Of f16 numbers there are two, of 22 digits together, and of bf16 numbers four.
+template <class Rows> struct UnderF32 : Rows {
+  static constexpr bool kHasRests = true;
+};
+
 using Bf16Rows = Halves<Bf16Numbers>;
 using F16Rows = Halves<F16Numbers>;
 using E4m3Rows = Bytes<ConvertE4m3>;
@@ -228,7 +239,7 @@ using E5m2Rows = Bytes<ConvertE5m2>;
 // Multiplied as they are (prefill).
 struct E4m3Products {
   using Numbers = E4m3Numbers;
-  static constexpr int kBytes = 1;
+  static constexpr int kBits = 8;
 };
 using S8Rows = Bytes<ConvertS8>;
 using S4Rows = Nibbles<ConvertS4>;

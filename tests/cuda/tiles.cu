@@ -91,7 +91,7 @@ template <class Rows, int kRowBytes> __global__ void multiply_rows_kernel(const 
                                                                           const float* weights, float* scores,
                                                                           float* out) {
   using Numbers = typename Rows::Numbers;
-  constexpr int kDims = kRowBytes / Rows::kBytes, kChunks = kRowBytes / 16, kFragments = Rows::kGroupDims / 16;
+  constexpr int kDims = kRowBytes * 8 / Rows::kBits, kChunks = kRowBytes / 16, kFragments = Rows::kGroupDims / 16;
   __shared__ __align__(128) char tile[kTokens * kRowBytes];
   const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
   const uint32_t at = shared_address(tile);

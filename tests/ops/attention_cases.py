@@ -282,26 +282,29 @@ GENERAL = [
     *(
         Case(lens=(33, 1, 270), format=f, io=io, dim=d)
         for f, io, d in (
-            ("f32", "f32", 64), ("nvfp4", "bf16", 64), ("int4_per_group", "f16", 64), ("bf16", "f16", 72), ("f32", "f32", 512),
+            ("f32", "f32", 64), ("nvfp4", "f32", 64), ("int4_per_group", "f32", 64), ("fp8_e5m2", "f32", 72), ("f32", "f32", 512),
         )
     ),
     *(
         Case(lens=(90, 33), queries=(40, 1), format=f, io=io, dim=d)
         for f, io, d in (
-            ("mxfp8", "bf16", 64), ("fp8_e5m2_per_token_head", "bf16", 64), ("int8_per_token_head_inline", "bf16", 40),
-            ("mxfp4", "f16", 256),
+            ("mxfp8", "f16", 64), ("fp8_e5m2_per_token_head", "f32", 64), ("int8_per_token_head_inline", "f32", 40),
+            ("mxfp4", "f16", 256), ("bf16", "f16", 72), ("nvfp4", "bf16", 512),
         )
     ),
-    Case(lens=(90, 33), queries=(40, 1), format="int4_per_token_head", io="bf16", dim=128, window=20),
+    Case(lens=(90, 33), queries=(40, 1), format="int4_per_token_head", io="f32", dim=128, window=20),
 ]  # fmt: skip
-# Few queries over rows of four bits, over rows with scales along them, and in f16 over bf16: a GPU's decode kernel, in tiles of 64
-# and 128 that rows may end before, with groups of up to 8 query rows and of up to 16.
+# Few queries over rows of four bits, over rows with scales along them, and in f16 over bf16: a GPU's decode kernel, in tiles that
+# rows may end before, with groups of up to 8 query rows and of up to 16.
 _GROUPED = ("nvfp4", "mxfp4", "mxfp8", "int4_per_group")
 SMALL = [
     *(
         Case(lens=(700, 33, 1, 0), heads=h, dim=d, v_dim=v, format=f, io=io)
         for f in (*_GROUPED, "int4_per_token_head")
-        for d, v, h, io in ((64, 0, 32, "f16"), (128, 0, 8, "bf16"), (128, 0, 32, "f16"), (96, 32, 8, "bf16"), (32, 128, 8, "f16"))
+        for d, v, h, io in (
+            (64, 0, 32, "f16"), (128, 0, 8, "bf16"), (128, 0, 32, "f16"), (96, 32, 8, "bf16"), (32, 128, 8, "f16"),
+            (256, 0, 8, "bf16"), (192, 128, 32, "f16"), (512, 0, 8, "f16"), (160, 0, 8, "bf16"), (96, 320, 32, "bf16"),
+        )
     ),
     *(
         Case(
@@ -320,6 +323,36 @@ SMALL = [
         for h in (8, 32)
     ),
     Case(lens=(900, 70, 5), queries=4, dim=128, format="bf16", io="f16", window=100, soft_cap=9.0, sinks=True),
+]  # fmt: skip
+# What a GPU's decode kernel takes in groups of 16 query rows alone: rows at multiples of 8 and of 4 bytes, scales of f16, a scale
+# per row beside one per head; and queries in f32.
+ODD = [
+    *(
+        Case(lens=(700, 33, 1), heads=h, dim=d, format=f, io=io)
+        for f, d, h, io in (
+            ("bf16", 100, 4, "bf16"), ("f16", 36, 32, "f16"), ("bf16", 66, 4, "f16"), ("fp8_e4m3", 72, 4, "bf16"),
+            ("fp8_e5m2", 100, 32, "f16"), ("int8_per_token_head", 40, 4, "bf16"), ("int8_per_token_head", 200, 4, "bf16"),
+            ("int4_per_token_head", 40, 4, "f16"), ("int4_per_token_head", 72, 32, "bf16"), ("nvfp4", 80, 4, "bf16"),
+            ("nvfp4", 112, 32, "f16"), ("nvfp4", 208, 4, "bf16"), ("fp8_e4m3_per_token_head_inline", 128, 4, "bf16"),
+            ("int8_per_token_head_inline", 256, 32, "f16"), ("int4_per_token_head_inline", 64, 4, "bf16"),
+            ("int8_per_token_head_f16", 128, 4, "bf16"), ("int8_per_token_head_f16", 512, 32, "bf16"),
+            ("fp8_e5m2_per_token_head", 128, 4, "f16"), ("fp8_e5m2_per_block", 192, 32, "bf16"),
+            ("bf16", 64, 4, "f32"), ("bf16", 256, 16, "f32"), ("bf16", 100, 4, "f32"), ("f16", 128, 16, "f32"),
+            ("f16", 512, 4, "f32"), ("fp8_e4m3", 128, 4, "f32"), ("fp8_e4m3_per_token_head", 256, 16, "f32"),
+            ("int8_per_token_head", 128, 16, "f32"), ("int8_per_token_head_f16", 72, 4, "f32"),
+        )
+    ),
+    *(
+        Case(lens=(700, 33, 1), heads=8, dim=d, format=f, v_format=v, io=io, note="scales")
+        for f, v, d, io in (
+            ("fp8_e4m3_per_token_head", "fp8_e4m3", 128, "bf16"), ("fp8_e4m3_per_head", "fp8_e4m3_per_block", 256, "f16"),
+            ("int8", "int8_per_token_head_f16", 64, "bf16"), ("fp8_e5m2_per_token_head", "fp8_e5m2_per_head", 72, "bf16"),
+            ("int8_per_token_head", "int8", 128, "f32"),
+        )
+    ),
+    Case(lens=(900, 70, 5), queries=4, heads=4, dim=128, format="fp8_e4m3", io="f32", window=100, soft_cap=9.0, sinks=True),
+    Case(lens=(900, 70, 5), queries=2, heads=8, dim=72, format="int8_per_token_head_inline", io="bf16", window=33, sinks=True),
+    Case(lens=(3000, 40, 700), queries=(1, 20, 3), heads=4, dim=128, format="bf16", io="f32", note="both"),
 ]  # fmt: skip
 LAYOUTS = [
     *(Case(layout=layout, format="bf16", io="bf16") for layout in cases.LAYOUTS if layout != "NHD"),

@@ -18,7 +18,7 @@ from tests.ops.test_gather import kv_offsets
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch saying it has no bf16 instructions
 ALL = [
     *attention_cases.DECODE, *attention_cases.WIDE, *attention_cases.FORMATS, *attention_cases.LAYOUTS, *attention_cases.VARLEN,
-    *attention_cases.BYTES, *attention_cases.GENERAL, *attention_cases.SMALL,
+    *attention_cases.BYTES, *attention_cases.GENERAL, *attention_cases.SMALL, *attention_cases.ODD,
 ]  # fmt: skip
 
 
@@ -452,6 +452,20 @@ def test_cache_beyond_two_to_the_31_elements(native_backend):
         for c, s, at in ((cache, spec, last), (tuple(c[last:] for c in cache), small, 0))
     ]
     compare.bitwise(outs[0], outs[1])
+
+
+@pytest.mark.skipif(backends.reason_missing("cuda") is not None, reason=f"cuda: {backends.reason_missing('cuda')}")
+def test_scales_2_gb_apart_are_refused_on_cuda():
+    """The decode kernel counts a block's scales in 32 bits."""
+    if torch.cuda.mem_get_info()[0] < 4 << 30:
+        pytest.skip("needs 4 GB of free device memory")
+    spec = kvx.CacheSpec(4, 16, 2, 64, format="int8_per_token_head")
+    storage = kvx.allocate(spec, "cuda")
+    far = torch.ones((1 << 29) + 64, device="cuda").as_strided((4, 16, 2), (16, 1, 1 << 29))
+    table = kvx.PackedTable(*(torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([[0, 1]], [20])))
+    q = torch.ones(1, 2, 64, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(kvx.Unsupported, match="2 GB or more apart; make them contiguous"):
+        kvx.attention_decode(q, storage.cache, table, spec=spec, backend="cuda", **(storage.scales() | {"k_scale": far}))
 
 
 def test_workspace_and_plan(native_backend, generator):

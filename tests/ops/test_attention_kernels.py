@@ -16,34 +16,41 @@ from kvx.ops import backend as backends
 from kvx.ops.attention.kernels import (
     HEAD_SIZES,
     MOST_DIMS,
+    MOST_F32_ROWS,
     MOST_PREFILL_DIMS,
-    MOST_SMALL_DIMS,
     QUERIES,
     SMALL,
+    UNDER_F32,
     attention_kernel,
     listed_kernels,
 )
 
 NATIVE = Path(__file__).resolve().parents[2] / "native" / "attention"
-COARSE = ("", "_per_head", "_per_block", "_per_block_head", "_per_token_head")
-FAST = ["bf16", "f16", *(f"{e}{s}" for e in ("fp8_e4m3", "int8") for s in COARSE), "fp8_e5m2", "fp8_e5m2_per_head"]
-# SMALL ones have a fast decode kernel, of rows of up to 128. What runs on the general kernel: a format that gets a fast one moves
-# up, and one that loses it fails.
-GENERAL = {
-    "f32": "f32", "int8_per_token_head_f16": "f16",
-    "int8_per_token_head_inline": "16 bytes", "fp8_e4m3_per_token_head_inline": "16 bytes",
-    "fp8_e5m2_per_token_head_inline": "16 bytes", "int4_per_token_head_inline": "int4", "fp8_e4m3_per_128_inline": "16 bytes",
-    "fp8_e5m2_per_block": "e5m2", "fp8_e5m2_per_block_head": "e5m2", "fp8_e5m2_per_token_head": "e5m2",
-}  # fmt: skip
+COARSE = ("", "_per_head", "_per_block", "_per_block_head", "_per_token_head", "_per_token_head_inline")
+FAST = [
+    "bf16", "f16", "int8_per_token_head_f16", "int4_per_token_head", "int4_per_token_head_inline",
+    *(f"{e}{s}" for e in ("fp8_e4m3", "fp8_e5m2", "int8") for s in COARSE), *SMALL,
+]  # fmt: skip
+# What runs on the general kernel: a format that gets a fast one moves up, and one that loses it fails. fp8_e4m3_per_128 has one
+# scale a row at head_dim 128, and several above that.
+GENERAL = {"f32": "f32"}
+PER_128 = ("fp8_e4m3_per_128", "fp8_e4m3_per_128_inline")
 
 
 def spec(fmt: str, dim: int = 128, v_dim: int = 0, layout: str = kvx.NHD) -> kvx.CacheSpec:
     return kvx.CacheSpec(4, 16, 2, dim, v_head_dim=v_dim, format=fmt, layout=layout)
 
 
+def has_groups(fmt: str, dim: int, v_dim: int) -> bool:
+    """A row's elements are whole groups of those under one scale."""
+    return all(d % max(kvx.FORMATS[fmt].group_size, 1) == 0 for d in (dim, v_dim or dim))
+
+
 @pytest.mark.parametrize("fmt", FAST)
 @pytest.mark.parametrize(("dim", "v_dim"), HEAD_SIZES)
 def test_listed_head_sizes_and_formats_decode_fast(dim, v_dim, fmt):
+    if not has_groups(fmt, dim, v_dim):
+        return  # no cache can have it
     for layout in (kvx.NHD, kvx.HND, "block token head (kv dim)"):
         kernel = attention_kernel(spec(fmt, dim, v_dim, layout))
         assert kernel.is_fast, f"{fmt} of {dim}/{v_dim or dim}: {kernel}"
@@ -52,35 +59,35 @@ def test_listed_head_sizes_and_formats_decode_fast(dim, v_dim, fmt):
 @pytest.mark.parametrize("fmt", FAST)
 @pytest.mark.parametrize(("dim", "v_dim"), HEAD_SIZES)
 def test_listed_head_sizes_and_formats_prefill_fast_on_hopper(dim, v_dim, fmt):
+    if not has_groups(fmt, dim, v_dim):
+        return  # no cache can have it
     kernel = attention_kernel(spec(fmt, dim, v_dim), "prefill")
-    assert kernel.is_fast == (dim <= 256 or fmt in ("bf16", "f16")), str(kernel)
+    assert kernel.is_fast == (dim <= 256 or not (fmt in SMALL or fmt.startswith("int4"))), str(kernel)
     assert attention_kernel(spec(fmt, dim, v_dim), "prefill", arch=80).name == "general"
 
 
 @pytest.mark.parametrize("fmt", SMALL)
-def test_small_elements_and_scales_along_rows_decode_fast(fmt):
+def test_scales_along_rows(fmt):
     for layout in (kvx.NHD, kvx.HND, "block token head (kv dim)"):
-        for dim in (32, 64, 96, 128):
+        for dim in (32, 64, 96, 128, 256, 512):
             for queries in ("bf16", "f16"):
                 assert attention_kernel(spec(fmt, dim, layout=layout), queries=queries).is_fast
-    assert "over 128" in attention_kernel(spec(fmt, 256)).why
-    assert "in f32" in attention_kernel(spec(fmt), queries="f32").why
-    assert attention_kernel(spec(fmt), "prefill").name == "general"
+    assert "under queries in f32" in attention_kernel(spec(fmt), queries="f32").why
+    assert "over 256" in attention_kernel(spec(fmt, 512), "prefill").why
+    assert "under f16 queries" in attention_kernel(spec(fmt), "prefill", queries="f16").why
 
 
 def is_promised(fmt: str, dim: int, v_dim: int, kind: str, queries: str) -> bool:
     """Which combinations of a listed head size, a format and a type of queries have a fast kernel on Hopper. One that loses it
     fails; one that gets it is written down here."""
-    most = max(dim, v_dim)
-    if queries == "f32" or fmt in GENERAL:
+    most, element = max(dim, v_dim), kvx.FORMATS[fmt].element
+    if fmt in GENERAL or (fmt in PER_128 and most > 128):
         return False
-    if fmt == "fp8_e4m3_per_128":
-        return most == 128
-    if fmt in SMALL:
-        return kind == "decode" and most <= 128 and dim % 32 == 0
-    if kind == "decode" or fmt == queries:
-        return True
-    return most <= 256 and (fmt, queries) != ("bf16", "f16")
+    if kind == "decode":
+        return queries != "f32" or (element.name in UNDER_F32 and fmt not in SMALL)
+    if queries == "f32" or (queries == "f16" and (fmt in SMALL or fmt == "bf16")):
+        return False
+    return most <= 256 or fmt == queries or (element.bits == 8 and fmt not in SMALL and queries == "bf16")
 
 
 def test_listed_combinations_have_the_kernels_that_are_promised():
@@ -101,10 +108,10 @@ def test_listed_combinations_have_the_kernels_that_are_promised():
 
 def test_every_format_is_listed():
     known = {name for name, f in kvx.FORMATS.items() if not f.element.is_moved_only}
-    at_128 = {"fp8_e4m3_per_128"}  # one scale a row there
-    assert known == {*FAST, *SMALL, *GENERAL, *at_128}
-    assert attention_kernel(spec("fp8_e4m3_per_128")).is_fast
-    assert "128 elements" in attention_kernel(spec("fp8_e4m3_per_128", 256)).why
+    assert known == {*FAST, *GENERAL, *PER_128}
+    for fmt in PER_128:
+        assert attention_kernel(spec(fmt)).is_fast
+        assert "128 elements" in attention_kernel(spec(fmt, 256)).why
 
 
 @pytest.mark.parametrize("fmt", GENERAL)
@@ -118,12 +125,10 @@ def test_what_is_not_fast_says_why(fmt):
 @pytest.mark.parametrize(
     ("of", "queries", "why"),
     [
-        (spec("f16"), "f32", "queries in f32"),
-        (spec("bf16", 100), "", "no multiples of 8"),
-        (spec("int8", 72), "", "no multiples of 16"),
-        (spec("nvfp4", 80), "", "no multiples of 32"),
-        (spec("int4_per_token_head", 48), "", "no multiples of 32"),
-        (kvx.CacheSpec(4, 16, 2, 128, format="nvfp4", v_format="mxfp4"), "", "elements are e2m1"),
+        (spec("bf16", 33), "", "no multiples of 4 bytes"),
+        (spec("int8", 70), "", "no multiples of 4 bytes"),
+        (spec("int4_per_token_head", 100), "", "no multiples of 4 bytes"),
+        (kvx.CacheSpec(4, 16, 2, 128, format="nvfp4", v_format="mxfp4"), "", "K is nvfp4 and V mxfp4"),
         (spec("bf16", layout="kv | block head dim/x token dim%x"), "", "not contiguous"),
         (spec("bf16", 576), "", "over 512"),
         (kvx.CacheSpec(4, 16, 2, 128, format="fp8_e4m3", v_format="int8"), "", "K is fp8_e4m3 and V int8"),
@@ -133,6 +138,22 @@ def test_shapes_that_are_not_fast_say_why(of, queries, why):
     kernel = attention_kernel(of, queries=queries)
     assert why in kernel.why
     assert kernel.name == ("row" if of.head_dim > 512 else "general")
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "f16", "fp8_e4m3", "int8_per_token_head", "int8_per_token_head_f16"])
+def test_queries_in_f32_decode_fast_in_few_rows(fmt):
+    kernel = attention_kernel(spec(fmt), queries="f32")
+    assert kernel.is_fast
+    assert "up to 8 query rows a KV head" in str(kernel)
+    assert attention_kernel(spec(fmt), "prefill", queries="f32").name == "general"
+
+
+def test_rows_at_multiples_of_four_bytes():
+    for fmt, dim in (("bf16", 100), ("int8", 72), ("int4_per_token_head", 40), ("nvfp4", 80)):
+        assert attention_kernel(spec(fmt, dim)).is_fast
+    assert attention_kernel(spec("int8", 72), "prefill").is_fast
+    assert "multiples of 8" in attention_kernel(spec("int8", 100), "prefill").why
+    assert "multiples of 8" in attention_kernel(spec("bf16", 100), "prefill").why
 
 
 def test_f16_caches_take_bf16_queries():
@@ -156,7 +177,7 @@ def test_the_table_is_that_of_the_sources():
     assert number("decode/table.cuh", "kMostWideDims") == MOST_DIMS
     assert number("prefill/table.cuh", "kMostSplitPrefillDims") == MOST_DIMS
     assert number("prefill/table.cuh", "kMostWidePrefillDims") == MOST_PREFILL_DIMS
-    assert number("decode/table.cuh", "kMostNarrowDims") == MOST_SMALL_DIMS
+    assert number("cuda/attention.cuh", "kMostRows") == 2 * MOST_F32_ROWS
     assert number("any/any.cuh", "kMostAnyDims") == MOST_DIMS
 
 
@@ -171,10 +192,10 @@ def test_support_says_which_kernel(monkeypatch):
     monkeypatch.setattr(backends, "reason_missing", lambda name: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert "the fast decode kernel" in str(kvx.supports("attention_decode", spec("bf16"), "cuda"))
-    answer = kvx.supports("attention_varlen", spec("nvfp4"), "cuda")
+    answer = kvx.supports("attention_varlen", spec("nvfp4", 512), "cuda")
     assert answer
     assert [k.name for k in answer.kernels] == ["fast", "general"]
-    assert "elements are e2m1" in str(answer)
+    assert "rows of 512 elements, over 256" in str(answer)
     assert kvx.supports("gather", spec("nvfp4"), "cuda").kernels == ()
 
 
@@ -182,17 +203,26 @@ def test_inspect_support_lists_kernels():
     facts = json.loads(CliRunner().invoke(app, ["inspect", "--support", "--json"]).stdout)
     rows = {row["format"]: row for row in facts["attention on cuda"]}
     assert rows["bf16"]["decode"].startswith("the fast decode kernel")
-    assert "general kernel" in rows["mxfp4"]["prefill"]
+    assert rows["mxfp4"]["prefill"].startswith("the fast prefill kernel")
+    assert "general kernel" in rows["f32"]["prefill"]
     of = {(x["format"], x["queries"], x["head_dim"], x["v_head_dim"]): x for x in facts["attention on cuda by head size"]}
     assert of["bf16", "bf16", 192, 128]["prefill"] == "the fast prefill kernel"
     assert of["bf16", "f16", 256, 256]["prefill"].startswith("the general kernel: a bf16 cache under f16 queries")
-    assert of["fp8_e4m3", "f32", 64, 64]["decode"].endswith("queries in f32")
+    assert "up to 8 query rows" in of["fp8_e4m3", "f32", 64, 64]["decode"]
+    assert of["fp8_e4m3", "f32", 64, 64]["prefill"].endswith("queries in f32")
 
 
 def test_inspect_support_shows_kernels_by_head_size(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("COLUMNS", "2000")  # a row of the table on one line
     shown = CliRunner().invoke(app, ["inspect", "--support"]).stdout
-    rows = {cells[1]: cells[2:4] for line in shown.splitlines() if len(cells := [c.strip() for c in line.split("│")]) == 5}
-    assert rows["bf16 (bf16), f16 (f16)"] == ["all", "all"]
-    assert rows["bf16 (f16)"] == ["all", "none"]
+    rows = {
+        label: cells[2:4]
+        for line in shown.splitlines()
+        if len(cells := [c.strip() for c in line.split("│")]) == 5
+        for label in cells[1].split(", ")
+    }
+    assert rows["bf16 (bf16)"] == rows["f16 (f16)"] == rows["fp8_e5m2_per_block (bf16)"] == ["all", "all"]
+    assert rows["bf16 (f16 f32)"] == ["all", "none"]
+    assert rows["f32 (bf16 f16 f32)"] == ["none", "none"]
+    assert rows["nvfp4 (bf16)"] == ["all", "64 80 96 112 128 160 192 192/128 224 256"]
     assert rows["fp8_e4m3_per_128 (bf16 f16)"] == ["128", "128"]

@@ -68,7 +68,8 @@ WIDE = [
     *(case(16, dim=d, v_dim=v, io=io, heads=8, kv_heads=1, soft_cap=4.0, sinks=True) for d, v, io in _WIDTHS),
     *(case(16, dim=d, v_dim=v, io=io, lens=(3000, 40, 700), queries=(1, 40, 3), heads=40, note="both") for d, v, io in _WIDTHS),
 ]
-# A byte an element, widened on the way; and f16 caches under bf16 queries.
+# Elements of 8 and 4 bits, widened on the way, with each kind of scale, and rows at multiples of 8 and of 4 bytes; and f16 caches
+# under bf16 queries.
 _CODES = ("fp8_e4m3", "fp8_e4m3_per_token_head", "fp8_e5m2_per_head", "int8_per_head", "int8_per_token_head")
 CODES = [
     *(
@@ -82,7 +83,33 @@ CODES = [
         for d, b, w, c in ((256, 16, 0, 0.0), (160, 48, 300, 5.0))
     ),
     Case(lens=(301, 129, 7), queries=(70, 129, 1), format="f16", io="bf16", dim=128, soft_cap=5.0, sinks=True),
-]
+    *(
+        Case(lens=(301, 129, 7), queries=(70, 129, 1), format=f, io="bf16", dim=d, v_dim=v)
+        for f in ("nvfp4", "mxfp4", "mxfp8", "int4_per_group", "int4_per_token_head")
+        for d, v in ((64, 0), (128, 0), (192, 128), (256, 0), (96, 32))
+    ),
+    *(
+        Case(lens=(301, 129, 7), queries=(70, 129, 1), format=f, v_format=v, io=io, dim=d)
+        for f, v, d, io in (
+            ("int4_per_token_head", "", 128, "f16"), ("int4_per_token_head", "", 40, "bf16"), ("nvfp4", "", 80, "bf16"),
+            ("fp8_e4m3", "", 72, "bf16"), ("fp8_e4m3", "", 200, "f16"), ("int8_per_token_head_inline", "", 40, "bf16"),
+            ("fp8_e4m3_per_token_head_inline", "", 256, "bf16"), ("int4_per_token_head_inline", "", 64, "f16"),
+            ("int8_per_token_head_f16", "", 128, "bf16"), ("int8_per_token_head_f16", "", 192, "f16"),
+            ("fp8_e5m2_per_token_head", "", 128, "bf16"), ("fp8_e5m2_per_block", "", 64, "f16"), ("fp8_e4m3", "", 512, "bf16"),
+            ("int8_per_token_head", "", 512, "bf16"), ("fp8_e5m2_per_head", "", 320, "bf16"),
+            ("int8_per_token_head_inline", "", 512, "bf16"), ("fp8_e4m3_per_token_head", "fp8_e4m3", 128, "bf16"),
+            ("int8_per_head", "int8_per_token_head_f16", 256, "bf16"),
+        )
+    ),
+    *(
+        Case(lens=(1500, 897), queries=(80, 20), format=f, io="bf16", dim=d, block=b, window=w, soft_cap=c, sinks=True, note="laps")
+        for f, d, b, w, c in (
+            ("nvfp4", 128, 16, 0, 0.0), ("mxfp4", 256, 48, 300, 5.0), ("mxfp8", 64, 16, 300, 0.0),
+            ("int4_per_group", 128, 1, 0, 5.0), ("int4_per_token_head", 256, 16, 0, 0.0),
+            ("fp8_e4m3", 512, 16, 300, 5.0), ("int8_per_token_head", 72, 16, 0, 0.0),
+        )
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES + PADDED + WIDE + CODES, ids=str)
@@ -99,6 +126,9 @@ def many(**more: object) -> AttentionCase:
 MANY = [
     *(many(dim=d, v_dim=v, format=f, io=io) for d, v, io in _WIDTHS for f in (io,)),
     *(many(dim=d, format=f) for d in (64, 128, 256) for f in ("fp8_e4m3", "int8_per_token_head")),
+    *(many(dim=d, format=f) for d, f in ((128, "nvfp4"), (256, "mxfp4"), (64, "mxfp8"), (128, "int4_per_token_head"))),
+    many(dim=512, format="fp8_e4m3"),
+    many(dim=72, format="int8_per_token_head"),
     many(format="f16"),
     AttentionCase((), 48, 16, dim=80, block=24),  # 64 rows are no whole tokens, and blocks no whole boxes
     AttentionCase((), 112, 16, "HND", block=128),

@@ -11,22 +11,24 @@ from typing import NamedTuple
 from kvx.errors import BadArgument
 from kvx.layout.planes import plane_maps
 from kvx.spec.cache_spec import CacheSpec
-from kvx.spec.formats import FORMATS, Format, Granularity
+from kvx.spec.formats import FORMATS, Granularity
 
 QUERIES = ("bf16", "f16", "f32")
 MOST_DIMS = 512  # of the fast kernels and of the general one
-MOST_PREFILL_DIMS = 256  # where queries are of another type than the cache
-MOST_SMALL_DIMS = 128  # decode over 4-bit elements, or scales along rows
-SMALL = ("nvfp4", "mxfp4", "mxfp8", "int4_per_group", "int4_per_token_head")  # which those are
+MOST_PREFILL_DIMS = 256  # where what is multiplied is of another type than the queries
+MOST_F32_ROWS = 8  # of queries in f32, a sequence and KV head: the fast decode kernel, over
+UNDER_F32 = ("bf16", "f16", "fp8_e4m3", "int8")
+SMALL = ("nvfp4", "mxfp4", "mxfp8", "int4_per_group")  # elements of 4 bits or scales along rows, in one format for K and V
 HOPPER = 90
 PRODUCTS_DIMS = range(80, 129)  # head sizes of the kernel that multiplies in fp8, the larger of K's and V's
 # Of K and V in models: what `kvx inspect --support` and the tests go through.
 HEAD_SIZES = (
     *((n, n) for n in (64, 80, 96, 112, 128, 160)), (192, 192), (192, 128), *((n, n) for n in (224, 256, 512)),
 )  # fmt: skip
-# Decode at head_dim 128 on an H200, as a share of reading the same bytes (bench/results); the general kernel by bits of an element.
+# Decode on an H200, as a share of reading the same bytes (bench/results), by bits of an element; the general one of 128 elements.
 _DECODE_SHARE = "63 to 99 % of read"
-_SMALL_SHARE = {8: "56 to 82 % of read", 4: "32 to 62 % of read"}
+_SMALL_SHARE = {8: "34 to 89 % of read", 4: "25 to 76 % of read"}
+_ODD_SHARE = {16: "18 to 49 % of read", 8: "14 to 49 % of read", 4: "15 to 30 % of read"}
 _GENERAL_SHARE = {32: "16 to 35 % of read", 16: "16 to 29 % of read", 8: "7 to 16 % of read", 4: "4 to 9 % of read"}
 
 
@@ -64,8 +66,8 @@ def attention_kernel(spec: CacheSpec, kind: str = "decode", *, queries: str = ""
         raise BadArgument(f'attention_kernel(): queries is "{queries}"; it must be {", ".join(QUERIES)}.')
     why = _why_not_fast(spec, kind, queries, arch)
     if not why:
-        small = _SMALL_SHARE[spec.plane(0).format.element.bits] if _is_small(spec) else _DECODE_SHARE
-        return Kernel(kind, "fast", small if kind == "decode" else "", "", kind == "prefill" and _takes_fp8_products(spec))
+        share = "" if kind == "prefill" else _decode_share(spec, queries)
+        return Kernel(kind, "fast", share, "", kind == "prefill" and _takes_fp8_products(spec))
     odd = [f for f in (p.format for p in spec.planes) if f.group_size % 8]
     if _most(spec) > MOST_DIMS or odd:
         return Kernel(kind, "row", "", why)
@@ -103,31 +105,54 @@ def _is_small(spec: CacheSpec) -> bool:
     return spec.plane(0).format.name == spec.plane(1).format.name and spec.plane(0).format.name in SMALL
 
 
+def _decode_share(spec: CacheSpec, queries: str) -> str:
+    bits = spec.plane(0).format.element.bits
+    shares = _ODD_SHARE if _is_odd(spec) else _SMALL_SHARE
+    share = shares[bits] if _is_odd(spec) or _is_small(spec) or bits == 4 else _DECODE_SHARE
+    return f"{share}, for up to {MOST_F32_ROWS} query rows a KV head (more: the general kernel)" if queries == "f32" else share
+
+
+def _is_odd(spec: CacheSpec) -> bool:
+    """Rows that do not begin and end at multiples of 16 bytes, or scales of f16: decode takes them, but not as fast."""
+    k, v = spec.plane(0), spec.plane(1)
+    if any(p.head_dim * p.format.element.bits % 128 or p.format.row_bytes(p.head_dim) % 16 for p in (k, v)):
+        return True
+    return any(p.format.scale is not None and p.format.scale.name == "f16" and not _is_small(spec) for p in (k, v))
+
+
 def _why_not_fast(spec: CacheSpec, kind: str, queries: str, arch: int) -> str:
     k, v = spec.plane(0), spec.plane(1)
     element, bits = k.format.element.name, k.format.element.bits
-    if kind == "prefill" and arch != HOPPER:
+    is_decode, is_small = kind == "decode", _is_small(spec)
+    if not is_decode and arch != HOPPER:
         return f"the fast one is Hopper's (sm_90), this is sm_{arch}"
-    if queries == "f32":
+    if queries == "f32" and not is_decode:
         return "queries in f32"
     if element != v.format.element.name:
         return f"K is {element} and V {v.format.element.name}"
-    is_small = kind == "decode" and _is_small(spec)
-    if element not in ("bf16", "f16", "fp8_e4m3", "fp8_e5m2", "int8") and not is_small:
-        return f"elements are {element}"
-    if element == "bf16" and queries == "f16" and kind == "prefill":
-        return "a bf16 cache under f16 queries"
-    most = MOST_SMALL_DIMS if is_small else MOST_DIMS if kind == "decode" or element == queries else MOST_PREFILL_DIMS
+    if element == "f32":
+        return "elements are f32"
+    if queries == "f32" and (is_small or element not in UNDER_F32):
+        return f"{k.format if is_small else element} under queries in f32"
+    if queries == "f16" and not is_decode and (is_small or element == "bf16"):
+        return f"{k.format if is_small else 'a bf16 cache'} under f16 queries"
+    is_split = is_decode or element == queries or (bits == 8 and not is_small and queries == "bf16")
+    most = MOST_DIMS if is_split else MOST_PREFILL_DIMS
     if _most(spec) > most:
         return f"rows of {_most(spec)} elements, over {most}"
-    unit = 128 // bits
-    if any(p.head_dim % unit for p in (k, v)):
-        return f"rows of {k.head_dim} and {v.head_dim} elements, no multiples of {unit}"
+    if not is_decode and any(p.head_dim % 8 for p in (k, v)):
+        return f"rows of {k.head_dim} and {v.head_dim} elements, no multiples of 8"
+    unit = 4 if is_decode or bits < 16 else 16  # bytes that rows, and their places, are multiples of
+    if any(p.head_dim * bits % (8 * unit) for p in (k, v)):
+        return f"rows of {k.head_dim} and {v.head_dim} elements, no multiples of {unit} bytes"
     if any(m.axes[-1] != "dim" or m.dim[-1] != len(m.shape) - 1 for m in plane_maps(spec)):
         return "the elements of a row are not contiguous"
-    if any(p.format.row_bytes(p.head_dim) % 16 for p in (k, v)) or spec.block_bytes % 16:
-        return "rows do not begin at multiples of 16 bytes"
-    return "" if is_small else _why_not_scales(k.format, v.format, k.head_dim, v.head_dim)
+    if any(p.format.row_bytes(p.head_dim) % unit for p in (k, v)) or spec.block_bytes % unit:
+        return f"rows do not begin at multiples of {unit} bytes"
+    odd = [p.format.group_size for p in (k, v) if p.format.num_groups(p.head_dim) > 1]
+    if is_small or not odd:
+        return ""
+    return f"one scale per {odd[0]} elements" if k.format.name == v.format.name else f"K is {k.format} and V {v.format}"
 
 
 def _takes_fp8_products(spec: CacheSpec) -> bool:
@@ -138,17 +163,3 @@ def _takes_fp8_products(spec: CacheSpec) -> bool:
         return False
     block = spec.block_size
     return block % 128 == 0 or (block >= 8 and 128 % block == 0)
-
-
-def _why_not_scales(k: Format, v: Format, k_dim: int, v_dim: int) -> str:
-    for f, dim in ((k, k_dim), (v, v_dim)):
-        if f.num_groups(dim) > 1:
-            return f"one scale per {f.group_size} elements"
-        if f.scale is not None and f.scale.name != "f32":
-            return f"scales in {f.scale.name}"
-    by_row = [f.granularity not in (Granularity.NONE, Granularity.TENSOR, Granularity.HEAD) for f in (k, v)]
-    if by_row[0] != by_row[1]:
-        return "per-row scales in only one of K and V"
-    if k.element.name == "fp8_e5m2" and by_row[0]:
-        return "e5m2 with per-row or per-block scales"
-    return ""

@@ -36,35 +36,44 @@ kvx_status_t allow_shared_memory(const void* kernel, int bytes) {
 
 namespace {
 
-// Rows of a plane whose blocks are `block` bytes apart, in units of 16 bytes from its start.
-bool fits_offsets(const AttentionParams& p, const PlaneParams& plane, int64_t num_blocks, int64_t block) {
+// Rows of a plane whose blocks are `block` bytes apart, in units from its start.
+bool fits_offsets(const AttentionParams& p, const PlaneParams& plane, int64_t num_blocks, int64_t block, int unit) {
   constexpr int64_t kMost = 0xffffffff;  // the last one stands for no row
   const int64_t last =
       (num_blocks - 1) * block + (p.kv.block_size - 1) * plane.token + (p.num_kv_heads - 1) * plane.head;
-  if (!plane.is_dense || (reinterpret_cast<uintptr_t>(plane.data) | uint64_t(block | plane.token | plane.head)) % 16)
+  if (!plane.is_dense || (reinterpret_cast<uintptr_t>(plane.data) | uint64_t(block | plane.token | plane.head)) % unit)
     return false;
   for (int64_t bytes : {last, block, plane.token, plane.head})
-    if (bytes / 16 >= kMost) return false;
+    if (bytes / unit >= kMost) return false;
   return true;
 }
 
 }  // namespace
 
-bool fits_row_finder(const AttentionParams& p) {
+bool fits_row_finder(const AttentionParams& p, int unit) {
   if (p.kv.table.format == KVX_BLOCK_TABLE_KV_OFFSETS || p.kv.bases[0]) return false;
   for (const PlaneParams& plane : p.kv.plane)
-    if (!fits_offsets(p, plane, p.kv.num_blocks, plane.block)) return false;
+    if (!fits_offsets(p, plane, p.kv.num_blocks, plane.block, unit)) return false;
   return true;
 }
 
-bool fits_own_caches(const AttentionParams& p) {
+bool fits_own_caches(const AttentionParams& p, int unit) {
   if (!p.kv.bases[0] || p.kv.table.format != KVX_BLOCK_TABLE_PACKED || p.kv.table.max_blocks != 1) return false;
   for (const PlaneParams& plane : p.kv.plane)
-    if (!fits_offsets(p, plane, 1, 0)) return false;
+    if (!fits_offsets(p, plane, 1, 0, unit)) return false;
   return p.kv.num_blocks <= kMaxCount;
 }
 
-tiles::RowFinder make_row_finder(const AttentionParams& p) {
+int row_unit(const AttentionParams& p) {
+  const int64_t bits[2] = {p.head_dim * dtype_bits(p.kv.plane[0].dtype),
+                           p.v_head_dim * dtype_bits(p.kv.plane[1].dtype)};
+  for (int unit : {16, 8, 4})
+    if ((bits[0] | bits[1]) % (8 * unit) == 0 && (p.kv.bases[0] ? fits_own_caches(p, unit) : fits_row_finder(p, unit)))
+      return unit;
+  return 0;
+}
+
+tiles::RowFinder make_row_finder(const AttentionParams& p, int unit) {
   tiles::RowFinder f = {};
   f.kv = p.kv;
   f.block_size = make_fast_divider(p.kv.block_size);
@@ -72,8 +81,8 @@ tiles::RowFinder make_row_finder(const AttentionParams& p) {
       p.kv.table.format == KVX_BLOCK_TABLE_PACKED && p.kv.table.index_bytes == 4 && p.kv.table.index_stride == 4;
   for (int i = 0; i < 2; i++) {
     const PlaneParams& plane = p.kv.plane[i];
-    f.block[i] = p.kv.bases[i] ? 0 : uint32_t(plane.block / 16), f.token[i] = uint32_t(plane.token / 16),
-    f.head[i] = uint32_t(plane.head / 16);
+    f.block[i] = p.kv.bases[i] ? 0 : uint32_t(plane.block / unit), f.token[i] = uint32_t(plane.token / unit),
+    f.head[i] = uint32_t(plane.head / unit);
   }
   return f;
 }

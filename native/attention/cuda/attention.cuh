@@ -41,9 +41,14 @@ kvx_status_t plan_latent(const AttentionParams& p, int num_sms, void* stream);
 kvx_status_t run_latent(const AttentionParams& p, int num_sms, void* stream);
 kvx_status_t run_latent_any(const AttentionParams& p, void* stream);
 
-bool fits_row_finder(const AttentionParams& p);  // dense rows at multiples of 16 bytes, offsets that it can count
-bool fits_own_caches(const AttentionParams& p);  // the same inside of one cache a sequence, whose address is in a table
-tiles::RowFinder make_row_finder(const AttentionParams& p);
+// Dense rows at multiples of `unit` bytes, and offsets that it can count.
+bool fits_row_finder(const AttentionParams& p, int unit = 16);
+// The same inside of one cache a sequence, whose address is in a table.
+bool fits_own_caches(const AttentionParams& p, int unit = 16);
+// The most bytes, up to 16, that rows of both planes and their places are multiples of, as copies take them; 0:
+// under 4.
+int row_unit(const AttentionParams& p);
+tiles::RowFinder make_row_finder(const AttentionParams& p, int unit = 16);
 
 // More than 48 KB of shared memory has to be asked for, once a kernel and device.
 int max_shared_memory();  // of a block of threads, on the current device

@@ -11,7 +11,7 @@ namespace {
 // Of a line's tiles. Where there are workers enough, a (sequence, head) is cut into kManyParts on average, of two tiles
 // or more. Otherwise shares are of kLeastTiles or more.
 __device__ __forceinline__ int32_t count_shares(const PlanArgs& a, long long tiles, int32_t max_shares) {
-  const long long items = (long long)a.num_seqs * a.line_heads, of_item = (tiles + items - 1) / items;
+  const long long items = max(1ll, (long long)a.num_seqs * a.line_heads), of_item = (tiles + items - 1) / items;
   long long each = min((long long)kLeastTiles, max(2ll, (of_item + kManyParts - 1) / kManyParts));
   if (tiles > each * max_shares) each = kLeastTiles;
   return int32_t(min((tiles + each - 1) / each, (long long)max_shares));

@@ -13,9 +13,24 @@ inline bool scale_kind(const ScaleParams& s, ScaleKind* kind) {
     *kind = s.tensor_scale ? ONE_SCALE : NO_SCALES;
     return true;
   }
-  if (s.dtype != KVX_DTYPE_F32 || s.num_groups > 1) return false;
   *kind = s.block || s.token ? ROW_SCALES : ONE_SCALE;
+  return s.num_groups == 1 && (s.dtype == KVX_DTYPE_F32 || (s.dtype == KVX_DTYPE_F16 && *kind == ROW_SCALES));
+}
+
+// Scales of `dims` elements each, in K and in V. Where they lie does not matter: a plan is made without them.
+inline bool has_group_scales(const AttentionParams& p, int dtype, int dims) {
+  for (const PlaneParams& plane : p.kv.plane)
+    if (!plane.scale.data || plane.scale.dtype != dtype || plane.scale.group_size != dims || plane.head_dim % dims ||
+        plane.scale.num_groups != plane.head_dim / dims)
+      return false;
   return true;
+}
+
+// A row's scales follow each other, and begin and end at words.
+inline bool are_words(const ScaleParams& s) {
+  const int64_t bytes = dtype_bits(s.dtype) / 8;
+  const uint64_t where = reinterpret_cast<uintptr_t>(s.data) | uint64_t(s.block | s.token | s.head);
+  return s.group == bytes && (where | uint64_t(s.num_groups * bytes)) % 4 == 0;
 }
 
 // The one scale of a plane's head; 1 where rows have their own.

@@ -10,8 +10,9 @@ namespace cuda {
 
 struct DecodeArgs {
   tiles::RowFinder rows;
-  const char* data[2];         // planes
-  int32_t dims[2], chunks[2];  // of a row of K and of V; chunks are 16 bytes
+  const char* data[2];  // planes
+  int32_t dims[2];      // of a row of K and of V
+  int32_t unit;         // bytes of a copy, and of what rows' offsets count: 16, 8 or 4
   RowsParams q, out;
   char* lse;
   int64_t lse_token, lse_head;
@@ -25,6 +26,7 @@ struct DecodeArgs {
   ScaleParams scales[2];
   int32_t scale_steps[2][3];  // of block, token and head, in bytes
   int32_t scale_words[2];     // GROUP_SCALES: ScaleWords
+  int32_t has_one_scale[2];   // ROW_SCALES: a plane that has one a head all the same
   char* workspace;
   PlanShape plan;
 };

@@ -34,9 +34,8 @@ template <class Rows_, class Tile_, int kColumns_, ScaleKind kScales_, bool kOwn
                                      : 64;
   static constexpr int kKeyBytes = kTokens * kKeyRowBytes, kValueBytes = kTokens * kValueRowBytes,
                        kTileBytes = kKeyBytes + kValueBytes;
-  using Groups = GroupScales<Rows, kKeyDims, kValueDims, kTokens>;
-  static_assert((kScales == GROUP_SCALES) == (Rows::kScaleDims > 0) && (kScales != GROUP_SCALES || kTeam == 1),
-                "scales along rows of one warp");
+  using Groups = GroupScales<Rows, kKeyDims, kValueDims, kTokens, kTeam>;
+  static_assert((kScales == GROUP_SCALES) == (Rows::kScaleDims > 0), "scales along rows are of such rows");
   static constexpr int kScaleBytes = kScales == ROW_SCALES ? 2 * kTokens * 4 : Groups::kBytes;
   // Where a team meets: the scores of each warp, and of every token what its scales come to. There are two such places,
   // so that warps meet once a tile; one, where two would leave room for a team less.
@@ -44,13 +43,13 @@ template <class Rows_, class Tile_, int kColumns_, ScaleKind kScales_, bool kOwn
                        kPlaceBytes = kTeam * kScoreBytes + (kScales == ROW_SCALES ? kTokens * 16 : 0);
   static constexpr int kPlaces = kTeam == 1 ? 0 : kTeam == 4 && kColumns == 16 && Rows::kBits == 8 ? 1 : 2;
   static constexpr int worker_bytes(int stages) {
-    return kTeam * tiles::GroupRing<3, kTileBytes + kScaleBytes>::bytes(stages) + kPlaces * kPlaceBytes +
-           Groups::kPreparedBytes;
+    return kTeam * (tiles::GroupRing<3, kTileBytes + kScaleBytes>::bytes(stages) + Groups::kPreparedBytes) +
+           kPlaces * kPlaceBytes;
   }
   // 128 KB in flight an SM, and half as much again being worked on. Rows of fewer bits take more instructions a byte:
   // more warps hide them.
   static constexpr int most_warps() {
-    if (kTeam > 1) return 12;
+    if (kTeam > 1) return Rows::kBits == 4 && kColumns == 16 ? 8 : 12;
     if (Rows::kBits == 4 && kColumns == 8) return kValueDims <= 64 ? 16 : 12;
     return Rows::kBits <= 8 ? 8 : 6;
   }

@@ -9,34 +9,30 @@ namespace cuda {
 
 namespace {
 
-// Scales of `dims` elements each, in K and in V. Where they lie does not matter: a plan is made without them.
-bool has_groups(const AttentionParams& p, int dtype, int dims) {
-  for (const PlaneParams& plane : p.kv.plane)
-    if (!plane.scale.data || plane.scale.dtype != dtype || plane.scale.group_size != dims || plane.head_dim % dims ||
-        plane.scale.num_groups != plane.head_dim / dims)
-      return false;
-  return true;
-}
-
 // Rows with several scales each.
-bool find_grouped(const AttentionParams& p, const DecodeShape& shape, DecodeChoice* out) {
+bool find_grouped(const AttentionParams& p, const DecodeShape& shape, bool is_wide, DecodeChoice* out) {
   const int dtype = p.kv.plane[0].dtype;
-  if (dtype == KVX_DTYPE_E2M1 && has_groups(p, KVX_DTYPE_F8_E4M3, 16)) *out = choose_decode_nvfp4(shape);
-  else if (dtype == KVX_DTYPE_E2M1 && has_groups(p, KVX_DTYPE_E8M0, 32)) *out = choose_decode_mxfp4(shape);
-  else if (dtype == KVX_DTYPE_F8_E4M3 && has_groups(p, KVX_DTYPE_E8M0, 32)) *out = choose_decode_mxfp8(shape);
-  else if (dtype == KVX_DTYPE_S4 && has_groups(p, KVX_DTYPE_F16, 32)) *out = choose_decode_s4(shape, GROUP_SCALES);
+  if (dtype == KVX_DTYPE_E2M1 && has_group_scales(p, KVX_DTYPE_F8_E4M3, 16))
+    *out = is_wide ? choose_wide_decode_nvfp4(shape) : choose_decode_nvfp4(shape);
+  else if (dtype == KVX_DTYPE_E2M1 && has_group_scales(p, KVX_DTYPE_E8M0, 32))
+    *out = is_wide ? choose_wide_decode_mxfp4(shape) : choose_decode_mxfp4(shape);
+  else if (dtype == KVX_DTYPE_F8_E4M3 && has_group_scales(p, KVX_DTYPE_E8M0, 32))
+    *out = is_wide ? choose_wide_decode_mxfp8(shape) : choose_decode_mxfp8(shape);
+  else if (dtype == KVX_DTYPE_S4 && has_group_scales(p, KVX_DTYPE_F16, 32))
+    *out = is_wide ? choose_wide_decode_s4(shape, GROUP_SCALES) : choose_decode_s4(shape, GROUP_SCALES);
   else return false;
   return true;
 }
 
-// A row's scales follow each other, begin at words, and fill what a tile has for them.
+// A row's scales follow each other and begin at words, and fill what a tile of one warp has for them.
 ScaleWords scale_words(const AttentionParams& p, const ScaleParams& s, int64_t dims) {
-  const int64_t bytes = dtype_bits(s.dtype) / 8, row = s.num_groups * bytes,
-                tile = std::max(p.head_dim, p.v_head_dim) <= 64 ? 64 : 128;
+  const int64_t most = std::max(p.head_dim, p.v_head_dim);
+  if (most <= kMostNarrowDims && dims != (most <= 64 ? 64 : kMostNarrowDims)) return NO_WORDS;
+  if (are_words(s)) return WHOLE_WORDS;
+  const int64_t bytes = dtype_bits(s.dtype) / 8;
   const uint64_t where = reinterpret_cast<uintptr_t>(s.data) | uint64_t(s.block | s.token);
-  if (s.group != bytes || dims != tile || where % 4) return NO_WORDS;
-  if (row % 4 == 0 && s.head % 4 == 0) return WHOLE_WORDS;
-  return row == 2 && s.head == 2 && p.num_kv_heads % 2 == 0 ? WORDS_OF_TWO_HEADS : NO_WORDS;
+  const bool is_pair = s.group == bytes && s.num_groups * bytes == 2 && s.head == 2 && p.num_kv_heads % 2 == 0;
+  return is_pair && where % 4 == 0 && most <= 64 ? WORDS_OF_TWO_HEADS : NO_WORDS;
 }
 
 // Steps of a plane's scales; false where those of a block, or of two blocks side by side, lie 2 GB or more apart.
@@ -54,27 +50,29 @@ bool find_steps(const AttentionParams& p, const ScaleParams& s, int32_t (&steps)
 bool find_choice(const AttentionParams& p, DecodeChoice* out) {
   const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
   const int64_t rows = p.group * p.max_query_len;
-  if (!p.q.is_dense || p.q.token % 4 || p.q.head % 4 || reinterpret_cast<uintptr_t>(p.q.data) % 4 ||
-      p.q.dtype == KVX_DTYPE_F32)
+  if (!p.q.is_dense || p.q.token % 4 || p.q.head % 4 || reinterpret_cast<uintptr_t>(p.q.data) % 4) return false;
+  const bool is_f32 = p.q.dtype == KVX_DTYPE_F32;
+  if (rows > (is_f32 ? kMostRows / 2 : kMostRows) || rows < 1 || p.num_seqs * p.num_kv_heads * kMostRows > kMaxCount)
     return false;
-  if (rows > kMostRows || rows < 1 || p.num_seqs * p.num_kv_heads * kMostRows > kMaxCount) return false;
   const bool own = p.kv.bases[0] != nullptr;
-  if (!(own ? fits_own_caches(p) : fits_row_finder(p))) return false;
   const bool is_16_bit = k->dtype == KVX_DTYPE_BF16 || k->dtype == KVX_DTYPE_F16;
-  const DecodeShape shape{p.head_dim, p.v_head_dim, rows};
+  const int unit = row_unit(p);
+  DecodeShape shape{p.head_dim, p.v_head_dim, unit < 16 ? kMostRows : rows};
   const bool is_wide = shape.most_dims() > kMostNarrowDims;
   const int bits = dtype_bits(k->dtype);
   if (bits != 4 && bits != 8 && bits != 16) return false;
-  if (k->dtype != v->dtype || (p.head_dim | p.v_head_dim) % (128 / bits) || shape.most_dims() > kMostWideDims ||
-      (own && is_wide))
-    return false;
-  if (!own && !is_wide && bits <= 8 && find_grouped(p, shape, out)) return true;
+  if (k->dtype != v->dtype || unit == 0 || shape.most_dims() > kMostWideDims || (own && is_wide)) return false;
+  if (!own && bits <= 8 && !is_f32 && find_grouped(p, shape, is_wide, out)) return true;
   ScaleKind kind[2];
   if (!scale_kind(k->scale, &kind[0]) || !scale_kind(v->scale, &kind[1])) return false;
-  const bool by_row = kind[0] == ROW_SCALES && kind[1] == ROW_SCALES,
-             by_head = kind[0] != ROW_SCALES && kind[1] != ROW_SCALES;
+  const bool by_row = kind[0] == ROW_SCALES || kind[1] == ROW_SCALES;
+  for (int i = 0; i < 2; i++)  // scales that only kernels of 16 columns take
+    if (by_row &&
+        (kind[i] != ROW_SCALES || p.kv.plane[i].scale.dtype != KVX_DTYPE_F32 || k->dtype == KVX_DTYPE_F8_E5M2))
+      shape.rows = kMostRows;
   if (is_16_bit) {
     if (kind[0] != NO_SCALES || kind[1] != NO_SCALES) return false;
+    if (is_f32) return !own && choose_decode_under_f32(shape, k->dtype, out);
     // f16 holds what bf16 queries are, but for their range (fit_query); the other way round it takes two numbers.
     if (k->dtype == KVX_DTYPE_BF16 && p.q.dtype == KVX_DTYPE_F16) {
       if (own) return false;
@@ -84,13 +82,14 @@ bool find_choice(const AttentionParams& p, DecodeChoice* out) {
     else *out = is_wide ? choose_wide_decode_f16(shape) : choose_decode_f16(shape, own);
     return true;
   }
-  if (own || !(by_row || by_head)) return false;
+  if (own) return false;
+  if (is_f32) return choose_decode_under_f32(shape, k->dtype, out);
   const ScaleKind scales = by_row ? ROW_SCALES : ONE_SCALE;
   if (k->dtype == KVX_DTYPE_F8_E4M3) {
     *out = is_wide ? choose_wide_decode_e4m3(shape, scales) : choose_decode_e4m3(shape, scales);
     return true;
   }
-  if (k->dtype == KVX_DTYPE_F8_E5M2 && by_head) {
+  if (k->dtype == KVX_DTYPE_F8_E5M2) {
     *out = is_wide ? choose_wide_decode_e5m2(shape) : choose_decode_e5m2(shape);
     return true;
   }
@@ -98,8 +97,8 @@ bool find_choice(const AttentionParams& p, DecodeChoice* out) {
     *out = is_wide ? choose_wide_decode_s8(shape, scales) : choose_decode_s8(shape, scales);
     return true;
   }
-  if (k->dtype == KVX_DTYPE_S4 && by_row && !is_wide) {
-    *out = choose_decode_s4(shape, scales);
+  if (k->dtype == KVX_DTYPE_S4 && by_row) {
+    *out = is_wide ? choose_wide_decode_s4(shape, ROW_SCALES) : choose_decode_s4(shape, ROW_SCALES);
     return true;
   }
   return false;
@@ -111,7 +110,8 @@ int workers_of(const DecodeChoice& choice) {
 }
 
 PlanShape shape_of(const AttentionParams& p, const DecodeChoice& choice, int num_sms) {
-  return plan_shape(p, choice.columns, num_sms, workers_of(choice));
+  const int rows = p.q.dtype == KVX_DTYPE_F32 ? choice.columns / 2 : choice.columns;
+  return plan_shape(p, rows, num_sms, workers_of(choice));
 }
 
 bool takes_decode(const AttentionParams& p) {
@@ -124,7 +124,8 @@ bool takes_decode(const AttentionParams& p) {
 DecodePart decode_part(const AttentionParams& p, AttentionParams* part) {
   *part = p;
   if (takes_decode(p)) return DECODE_ALL;
-  if (!p.cu_seqlens) return DECODE_NONE;
+  // Queries in f32: the general kernel splits up to 16 rows where this one has up to eight, so it takes a mixed batch.
+  if (!p.cu_seqlens || p.q.dtype == KVX_DTYPE_F32) return DECODE_NONE;
   part->max_query_len = kMostRows / p.group;
   return takes_decode(*part) ? DECODE_SHORT : DECODE_NONE;
 }
@@ -144,10 +145,12 @@ kvx_status_t run_decode(const AttentionParams& p, int num_sms, void* stream) {
   DecodeChoice choice;
   if (!find_choice(p, &choice)) return fail(KVX_STATUS_INTERNAL_ERROR, "no decode kernel.");
   DecodeArgs a = {};
-  a.rows = make_row_finder(p);
+  a.unit = row_unit(p), a.rows = make_row_finder(p, a.unit);
   for (int i = 0; i < 2; i++) a.data[i] = p.kv.plane[i].data, a.scales[i] = p.kv.plane[i].scale;
   a.dims[0] = int32_t(p.head_dim), a.dims[1] = int32_t(p.v_head_dim);
   for (int i = 0; i < 2; i++) {
+    ScaleKind kind;
+    a.has_one_scale[i] = scale_kind(a.scales[i], &kind) && kind != ROW_SCALES;
     a.scale_words[i] = scale_words(p, a.scales[i], a.dims[i]);
     if (!find_steps(p, a.scales[i], a.scale_steps[i]))
       return fail(
@@ -155,7 +158,6 @@ kvx_status_t run_decode(const AttentionParams& p, int num_sms, void* stream) {
           "scales of %s in one block, or in two blocks side by side, lie 2 GB or more apart; make them contiguous.",
           i ? "V" : "K");
   }
-  for (int i = 0; i < 2; i++) a.chunks[i] = a.dims[i] * dtype_bits(p.kv.plane[i].dtype) / 128;
   a.q = p.q, a.out = p.out, a.lse = p.lse, a.lse_token = p.lse_token, a.lse_head = p.lse_head, a.sinks = p.sinks;
   a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;
   a.num_seqs = int32_t(p.num_seqs), a.num_kv_heads = int32_t(p.num_kv_heads), a.group = int32_t(p.group),

@@ -11,27 +11,21 @@
 #pragma once
 #include <type_traits>
 
-#include "attention/decode/config.cuh"
+#include "attention/decode/load.cuh"
 #include "tiles/barrier.cuh"
 
 namespace kvx {
 namespace cuda {
 
-// Where a worker stands in the line of tiles.
-struct Cursor {
-  int32_t seq, head, tile;  // tile of this (seq, head)
-  SeqRange range;
-  tiles::OwnCache own;  // kOwnCaches alone
-};
-
-template <class C> struct Decode {
+template <class C> struct Decode : DecodeLoads<C> {
+  using Loads = DecodeLoads<C>;
+  using Loads::a, Loads::kRowsPerLane, Loads::lane, Loads::member, Loads::ring;
   using Rows = typename C::Rows;
   using Numbers = typename Rows::Numbers;
   static constexpr int kKeyGroups = C::kKeyDims / Rows::kGroupDims, kValueGroups = C::kValueDims / Rows::kGroupDims,
                        kFragments = Rows::kGroupDims / 16;
   static constexpr int kKeyTiles = C::kKeyDims / 16, kValueTiles = C::kValueDims / 16, kTokenTiles = C::kTokens / 16,
                        kColumnTiles = C::kColumns / 8;
-  static constexpr int kRowsPerLane = C::kTokens / 32;
   static constexpr bool kIsF16 = std::is_same<Numbers, tiles::F16Numbers>::value;
   static constexpr int kParts = Rows::kParts;
   using Groups = typename C::Groups;
@@ -45,15 +39,18 @@ template <class C> struct Decode {
   static constexpr float kRise = Rows::kScaleDims == 32 ? 4.f : 8.f;
   // Codes that are multiplied as what they are above the least one (tiles/elements.cuh): what that adds is taken off.
   static constexpr bool kHasBias = Rows::kBias != 0.f;
+  // Queries in f32, and their weights, have more digits than a number that is multiplied: a column has what one holds,
+  // and the column eight further what that leaves over, kRest times as large.
+  static constexpr bool kHasRests = Rows::kHasRests;
+  static constexpr float kRest = kIsF16 ? 2048.f : 1.f;
+  static_assert(!kHasRests || kColumnTiles == 2, "two columns a query row");
 
-  const DecodeArgs& a;
-  const int team, member;  // this worker's number in the block, and this warp's in it
-  const int lane, g, t;
-  typename C::Ring ring;
-  float4* places;     // where the team adds up scores, or a warp's scales of groups stand as they are multiplied
-  uint32_t turn = 0;  // which of their places is next
-  const int key_from, value_from, key_chunks,
-      value_chunks;  // the slice's first element in a row, and how many chunks of it rows have
+  const int team;  // this worker's number in the block
+  const int g, t;
+  float4* places;                  // where the team adds up scores
+  void* prepared;                  // this warp's scales of groups, as they are multiplied
+  uint32_t turn = 0;               // which of the team's places is next
+  const int key_from, value_from;  // the slice's first element in a row
 
   uint32_t query[kParts][kKeyTiles][kColumnTiles][2];
   float factor[kColumnTiles]
@@ -66,183 +63,33 @@ template <class C> struct Decode {
   float value_scale;
 
   __device__ __forceinline__ Decode(const DecodeArgs& args, char* shared, int of_team, int of_member)
-      : a(args),
+      : Loads(args, shared, of_member),
         team(of_team),
-        member(of_member),
-        lane(threadIdx.x % 32),
         g(lane / 4),
         t(lane % 4),
-        ring(shared + of_member * C::Ring::kBytes),
         places(static_cast<float4*>(tiles::kept_address(shared + C::kTeam * C::Ring::kBytes))),
+        prepared(reinterpret_cast<char*>(places) + C::kPlaces * C::kPlaceBytes + of_member * Groups::kPreparedBytes),
         key_from(of_member * C::kKeyDims),
-        value_from(of_member * C::kValueDims),
-        key_chunks(min(max(a.chunks[0] - of_member * C::kKeyChunks, 0), C::kKeyChunks)),
-        value_chunks(min(max(a.chunks[1] - of_member * C::kValueChunks, 0), C::kValueChunks)) {}
+        value_from(of_member * C::kValueDims) {}
 
-  // Chunks of K past the end of rows meet queries of zero, so they must be numbers: zeros from the start. No copy
-  // writes there.
-  __device__ __forceinline__ void clear() const {
-    if (key_chunks == C::kKeyChunks) return;
-    for (int stage = 0; stage < C::Ring::kStages; stage++)
-      for (int i = lane; i < C::kTokens * C::kKeyChunks; i += 32)
-        if (i % C::kKeyChunks >= key_chunks)
-          tiles::store_shared_16(
-              ring.tile_at(stage) + tiles::Swizzle<C::kKeyRowBytes>::at(i / C::kKeyChunks, i % C::kKeyChunks),
-              make_uint4(0, 0, 0, 0));
-    __syncwarp();
-  }
-
-  // What a cursor knows of its sequence. Read when it comes to it, not once a tile.
-  __device__ __forceinline__ void enter(Cursor* c, int32_t length, int32_t queries) const {
-    c->range = seq_range(length, queries, a.window, a.is_causal, C::kTokens);
-    if constexpr (C::kOwnCaches) c->own = tiles::find_own_cache(a.rows, c->seq, a.workspace);
-  }
-  __device__ __forceinline__ void step(Cursor* c) const {
-    if (++c->tile < c->range.num_tiles) return;
-    c->tile = 0;
-    if ((c->head += a.plan.lines) < a.num_kv_heads) return;
-    c->head -= a.num_kv_heads;  // the line's first: lines divide the heads
-    // Sequences without rows of ours have no tiles (make_plan); whoever steps knows that tiles are left.
-    SeqQueries queries;
-    do {
-      if (++c->seq >= a.num_seqs) return;
-      queries = queries_of(a, c->seq);
-    } while (a.cu_seqlens && rows_of(a, queries) == 0);
-    enter(c, clamped_length(a.rows.kv, c->seq, a.max_seq_len), queries.count);
-  }
-
-  struct Asked {
-    tiles::RowAsked row[kRowsPerLane];
-  };
-  __device__ __forceinline__ Asked ask(const Cursor& c) const {
-    Asked f;
-    const uint32_t first = uint32_t(c.range.begin / C::kTokens + c.tile) * C::kTokens;
-#pragma unroll
-    for (int i = 0; i < kRowsPerLane; i++) {
-      const uint32_t position = first + i * 32 + lane;
-      if constexpr (C::kOwnCaches)
-        f.row[i] = tiles::RowAsked{
-            position >= uint32_t(c.range.begin) && position < uint32_t(c.range.end) ? c.own.id : -1, position};
-      else f.row[i] = tiles::ask_row(a.rows, c.seq, position, c.range.begin, c.range.end);
-    }
-    return f;
-  }
-
-  // 32 rows' chunks from kFirst to kEnd, of those `chunks` that are there (kIsWhole: all). Lanes hold a row's place
-  // each and hand it round. Places in shared memory are alike every eight rows.
-  template <bool kIsFull, bool kIsWhole, int kRowBytes, int kFirst, int kEnd> __device__ __forceinline__ void
-  load_chunks(uint32_t to, const char* data, uint32_t of_mine, uint32_t valid, uint32_t chunks) const {
-    constexpr int kLeft = kEnd - kFirst,
-                  kWidth = kLeft >= 16  ? 16
-                           : kLeft >= 8 ? 8
-                           : kLeft >= 4 ? 4
-                           : kLeft >= 2 ? 2
-                                        : 1,
-                  kRowsAtOnce = 32 / kWidth, kSteps = kRowsAtOnce >= 8 ? 1 : 8 / kRowsAtOnce;
-    const uint32_t chunk = kFirst + lane % kWidth, sub = lane / kWidth;
-    const char* from = data + chunk * 16;
-    asm("" : "+l"(from));  // in a register: an address is one instruction then, and not three
-#pragma unroll
-    for (int j = 0; j < 32 / kRowsAtOnce; j++) {
-      const uint32_t r = j * kRowsAtOnce + sub;
-      const uint32_t offset = __shfl_sync(0xffffffffu, of_mine, r);
-      const uint32_t place = to + tiles::Swizzle<kRowBytes>::at(j % kSteps * kRowsAtOnce + sub, chunk) +
-                             j / kSteps * kSteps * kRowsAtOnce * kRowBytes;
-      if (!kIsWhole && chunk >= chunks) continue;
-      if constexpr (kIsFull) tiles::copy_16(place, from + uint64_t(offset) * 16);
-      else tiles::copy_16(place, from + uint64_t(offset) * 16, valid >> r & 1 ? 16 : 0);
-    }
-    if constexpr (kLeft > kWidth)
-      load_chunks<kIsFull, kIsWhole, kRowBytes, kFirst + kWidth, kEnd>(to, data, of_mine, valid, chunks);
-  }
-
-  template <bool kIsFull, bool kIsWhole> __device__ __forceinline__ void load_rows(uint32_t at,
-                                                                                   const tiles::RowPlace& mine,
-                                                                                   uint32_t valid, uint32_t first_row,
-                                                                                   const tiles::OwnCache& own) const {
-    const char *keys = C::kOwnCaches ? own.data[0] : a.data[0], *values = C::kOwnCaches ? own.data[1] : a.data[1];
-    load_chunks<kIsFull, kIsWhole, C::kKeyRowBytes, 0, C::kKeyChunks>(
-        at + first_row * C::kKeyRowBytes, keys + key_from * Rows::kBits / 8, mine.offset[0], valid, key_chunks);
-    load_chunks<kIsFull, kIsWhole, C::kValueRowBytes, 0, C::kValueChunks>(
-        at + C::kKeyBytes + first_row * C::kValueRowBytes, values + value_from * Rows::kBits / 8, mine.offset[1], valid,
-        value_chunks);
-  }
-
-  // Where the scales of a row begin; of one that is not there, some that are.
-  __device__ __forceinline__ const char* scales_of(int plane, int32_t block, uint32_t inside, int32_t head) const {
-    const int32_t(&steps)[3] = a.scale_steps[plane];
-    const char* of_block = a.scales[plane].data + int64_t(max(block, 0)) * steps[0];
-    asm("" : "+l"(of_block));
-    return of_block + (int32_t(inside) * steps[1] + head * steps[2]);
-  }
-
-  // Puts a tile's loads under way.
-  __device__ __forceinline__ void load(const Asked& f, int32_t head, const tiles::OwnCache& own) {
-    const uint32_t at = ring.tile_at(ring.filling);
-#pragma unroll
-    for (int i = 0; i < kRowsPerLane; i++) {
-      const tiles::RowPlace mine = tiles::place_row(a.rows, f.row[i], head);
-      const uint32_t valid = __ballot_sync(0xffffffffu, mine.block >= 0);
-      const bool is_whole = key_chunks == C::kKeyChunks && value_chunks == C::kValueChunks;
-      if (Rows::kBits <= 8 && valid == 0xffffffffu && is_whole) load_rows<true, true>(at, mine, valid, i * 32, own);
-      else if (Rows::kBits == 8 && valid == 0xffffffffu) load_rows<true, false>(at, mine, valid, i * 32, own);
-      else load_rows<false, false>(at, mine, valid, i * 32, own);
-      if (C::kScales == ROW_SCALES && member == 0) {  // who tells the others of its team
-#pragma unroll
-        for (int plane = 0; plane < 2; plane++) {
-          tiles::copy_4(at + C::kTileBytes + (plane * C::kTokens + i * 32 + lane) * 4,
-                        scales_of(plane, mine.block, f.row[i].inside, head), mine.block >= 0 ? 4 : 0);
-        }
-      }
-      if constexpr (C::kScales == GROUP_SCALES)
-#pragma unroll
-        for (int plane = 0; plane < 2; plane++) {
-          const ScaleParams& s = a.scales[plane];
-          Groups::copy(plane, s, a.scale_words[plane], mine.block >= 0,
-                       scales_of(plane, mine.block, f.row[i].inside, head), head,
-                       ring.tile(ring.filling) + C::kTileBytes, i * 32 + lane);
-        }
-      if (lane == 0) ring.note(ring.filling)[i] = valid;
-    }
-    ring.end_fill();
-  }
-
-  // Query rows of a (sequence, head) as fragments: column n = query token n / group, head n % group. All words are
-  // asked for before the first is used: a worker waits once, not once a word.
   __device__ __forceinline__ void begin(const Cursor& c) {
     const SeqQueries queries = queries_of(a, c.seq);
     const int32_t rows = rows_of(a, queries);
+    float grow_all = 1.f;
+    if constexpr (kHasRests) grow_all = load_f32_query(c, queries, rows);
+    else load_query(c, queries, rows);
+    if constexpr (kParts == 2 && !kHasRests) split_query();
+    const float scale = a.scale * 1.44269504f * Rows::kUnit * scale_of(a.scales[0], c.head, has_one_scale(0));
+    value_scale = scale_of(a.scales[1], c.head, has_one_scale(1));
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++) {
-      const int32_t column = n * 8 + g, token = column / a.group, head = column - token * a.group;
-      const char* row =
-          a.q.data + (queries.first + token) * a.q.token + (int64_t(c.head) * a.group + head) * a.q.head + key_from * 2;
-      const int dims = column < rows ? a.dims[0] - key_from : 0;
-#pragma unroll
-      for (int d = 0; d < kKeyTiles; d++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const int dim = Rows::query_dim(d, 2 * i, t), next = Rows::query_dim(d, 2 * i + 1, t);
-          if constexpr (Rows::kBits == 4)  // pairs whose elements are apart
-            query[0][d][n][i] = dim < dims
-                                    ? uint32_t(__ldg(reinterpret_cast<const uint16_t*>(row + dim * 2))) |
-                                          uint32_t(__ldg(reinterpret_cast<const uint16_t*>(row + next * 2))) << 16
-                                    : 0u;
-          else query[0][d][n][i] = dim < dims ? __ldg(reinterpret_cast<const uint32_t*>(row + dim * 2)) : 0u;
-        }
-    }
-    if constexpr (kParts == 2) split_query();
-    const float scale = a.scale * 1.44269504f * Rows::kUnit * scale_of(a.scales[0], c.head, C::kScales == ONE_SCALE);
-    value_scale = scale_of(a.scales[1], c.head, C::kScales == ONE_SCALE);
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; n++) {
-      float grow = 1.f;
-      if constexpr (kIsF16)
+      float grow = grow_all;
+      if constexpr (kIsF16 && !kHasRests)
         if (Rows::kBits <= 8 || a.q.dtype == KVX_DTYPE_BF16) grow = fit_query(n);
       if constexpr (kHasBias) find_bias(n);
 #pragma unroll
       for (int j = 0; j < 2; j++) {  // of the columns of this lane's scores
-        const int32_t mine = n * 8 + 2 * t + j, of = mine / a.group;
+        const int32_t mine = (kHasRests ? 0 : n * 8) + 2 * t + j, of = mine / a.group;
         factor[n][j] = scale * __shfl_sync(0xffffffffu, grow, (2 * t + j) * 4);
         limit[n][j] = mine >= rows ? 0 : a.is_causal ? c.range.end - queries.count + 1 + of : c.range.end;
         low[n][j] = a.window > 0 ? int32_t(limit[n][j] - a.window) : 0;
@@ -265,7 +112,7 @@ template <class C> struct Decode {
   }
 
   // Codes at even places of a word are multiplied 16 times too small: queries make up for it here, results of values in
-  // take_off_bias. And what keys' bias adds to every score.
+  // finish_sums. And what keys' bias adds to every score.
   __device__ __forceinline__ void find_bias(int n) {
     float total = 0.f;
 #pragma unroll
@@ -283,16 +130,110 @@ template <class C> struct Decode {
 #pragma unroll
     for (int j = 0; j < 2; j++) query_bias[n][j] = __shfl_sync(0xffffffffu, total, (2 * t + j) * 4);
   }
-  __device__ __forceinline__ void take_off_bias() {
+  // What was added up becomes the sums of an item: without bias, and with what rests come to.
+  __device__ __forceinline__ void finish_sums() {
+    if constexpr (kHasBias)
 #pragma unroll
-    for (int d = 0; d < kValueTiles; d++)
+      for (int d = 0; d < kValueTiles; d++)
 #pragma unroll
-      for (int n = 0; n < kColumnTiles; n++)
+        for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-          const float of_weights = value_bias[n][j] * (Rows::kBias / Rows::kUnit);
-          out[d][n][j] = __fmaf_rn(out[d][n][j], 16.f, -of_weights), out[d][n][2 + j] -= of_weights;
+          for (int j = 0; j < 2; j++) {
+            const float of_weights = value_bias[n][j] * (Rows::kBias / Rows::kUnit);
+            out[d][n][j] = __fmaf_rn(out[d][n][j], 16.f, -of_weights), out[d][n][2 + j] -= of_weights;
+          }
+    if constexpr (kHasRests)
+#pragma unroll
+      for (int d = 0; d < kValueTiles; d++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) out[d][0][i] = __fmaf_rn(out[d][kColumnTiles - 1][i], 1.f / kRest, out[d][0][i]);
+  }
+
+  __device__ __forceinline__ bool has_one_scale(int plane) const {
+    return C::kScales == ONE_SCALE || (C::kScales == ROW_SCALES && Loads::kTakesOdd && a.has_one_scale[plane]);
+  }
+
+  // Query rows of a (sequence, head) as fragments: column n = query token n / group, head n % group. All words are
+  // asked for before the first is used: a worker waits once, not once a word.
+  __device__ __forceinline__ void load_query(const Cursor& c, const SeqQueries& queries, int32_t rows) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++) {
+      const int32_t column = n * 8 + g, token = column / a.group, head = column - token * a.group;
+      const char* row =
+          a.q.data + (queries.first + token) * a.q.token + (int64_t(c.head) * a.group + head) * a.q.head + key_from * 2;
+      const int dims = column < rows ? a.dims[0] - key_from : 0;
+#pragma unroll
+      for (int d = 0; d < kKeyTiles; d++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int dim = Rows::query_dim(d, 2 * i, t), next = Rows::query_dim(d, 2 * i + 1, t);
+          if constexpr (Rows::kBits == 4)  // pairs whose elements are apart
+            query[0][d][n][i] = dim < dims
+                                    ? uint32_t(__ldg(reinterpret_cast<const uint16_t*>(row + dim * 2))) |
+                                          uint32_t(__ldg(reinterpret_cast<const uint16_t*>(row + next * 2))) << 16
+                                    : 0u;
+          else query[0][d][n][i] = dim < dims ? __ldg(reinterpret_cast<const uint32_t*>(row + dim * 2)) : 0u;
         }
+    }
+  }
+
+  // Queries in f32: up to eight rows, a lane's column by itself and what is left of it. Returns what undoes that rows
+  // are brought into f16's range.
+  __device__ __forceinline__ float load_f32_query(const Cursor& c, const SeqQueries& queries, int32_t rows) {
+    const int32_t token = g / a.group, head = g - token * a.group;
+    const char* row =
+        a.q.data + (queries.first + token) * a.q.token + (int64_t(c.head) * a.group + head) * a.q.head + key_from * 4;
+    const int dims = g < rows ? a.dims[0] - key_from : 0;
+    float x[kKeyTiles][2][2], largest = 0.f;
+#pragma unroll
+    for (int d = 0; d < kKeyTiles; d++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int dim = Rows::query_dim(d, i, t);
+        x[d][i / 2][i % 2] = dim < dims ? __ldg(reinterpret_cast<const float*>(row + dim * 4)) : 0.f;
+      }
+    float shrink = 1.f, grow = 1.f;
+    if constexpr (kIsF16) {
+#pragma unroll
+      for (int d = 0; d < kKeyTiles; d++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(x[d][i / 2][i % 2]));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const int exponent = exponent_over_f16(largest);
+      shrink = power_of_two(-exponent), grow = power_of_two(exponent);
+    }
+#pragma unroll
+    for (int d = 0; d < kKeyTiles; d++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float pair[2] = {x[d][i][0] * shrink, x[d][i][1] * shrink};
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++) {
+#pragma unroll
+          for (int part = 0; part < kParts; part++) query[part][d][n][i] = pack_and_leave(pair);
+          pair[0] *= kRest, pair[1] *= kRest;
+        }
+      }
+    return grow;
+  }
+  // A pair of numbers as they are multiplied; leaves of them what that does not hold.
+  static __device__ __forceinline__ uint32_t pack_and_leave(float (&pair)[2]) {
+    const uint32_t packed = Numbers::pack(pair[0], pair[1]);
+    if constexpr (kIsF16) {
+      const float2 held = __half22float2(*reinterpret_cast<const __half2*>(&packed));
+      pair[0] -= held.x, pair[1] -= held.y;
+    } else {
+      pair[0] -= __uint_as_float(packed << 16), pair[1] -= __uint_as_float(packed & 0xffff0000u);
+    }
+    return packed;
+  }
+  static __device__ __forceinline__ float power_of_two(int exponent) {
+    return __uint_as_float(uint32_t(127 + exponent) << 23);
+  }
+  // By how many powers of two a row with that largest element is divided: 2^8 and a little is what is left of it.
+  static __device__ __forceinline__ int exponent_over_f16(float largest) {
+    return largest > 0.f && largest < INFINITY ? max(int(__float_as_uint(largest) >> 23) - 135, -100) : 0;
   }
 
   // Queries in f16 over a cache in bf16: two bf16 have all of their digits.
@@ -304,9 +245,9 @@ template <class C> struct Decode {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&query[0][d][n][i]));
-          query[0][d][n][i] = Numbers::pack(x.x, x.y);
-          query[kParts - 1][d][n][i] = Numbers::pack(x.x - __uint_as_float(query[0][d][n][i] << 16),
-                                                     x.y - __uint_as_float(query[0][d][n][i] & 0xffff0000u));
+          float pair[2] = {x.x, x.y};
+#pragma unroll
+          for (int part = 0; part < kParts; part++) query[part][d][n][i] = pack_and_leave(pair);
         }
   }
 
@@ -327,8 +268,8 @@ template <class C> struct Decode {
     most = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
     most = max(most, __shfl_xor_sync(0xffffffffu, most, 2));
     const float largest = pair_of(most).x;
-    const int exponent = largest > 0.f && largest < INFINITY ? max(int(__float_as_uint(largest) >> 23) - 135, -100) : 0;
-    const float shrink = __uint_as_float(uint32_t(127 - exponent) << 23);
+    const int exponent = exponent_over_f16(largest);
+    const float shrink = power_of_two(-exponent);
 #pragma unroll
     for (int d = 0; d < kKeyTiles; d++)
 #pragma unroll
@@ -336,7 +277,7 @@ template <class C> struct Decode {
         const float2 pair = pair_of(query[0][d][n][i]);
         query[0][d][n][i] = Numbers::pack(pair.x * shrink, pair.y * shrink);
       }
-    return __uint_as_float(uint32_t(127 + exponent) << 23);
+    return power_of_two(exponent);
   }
 
   // A team's parts of a tile's scores become their sum, the same in every warp: two are added in either order, more in
@@ -386,7 +327,7 @@ template <class C> struct Decode {
   __device__ __forceinline__ void score_groups(float (&s)[kTokenTiles][kColumnTiles][4], uint32_t at) const {
 #pragma unroll
     for (int m = 0; m < kTokenTiles; m++) {
-      const auto low = Groups::of_keys(places, m * 16 + g), high = Groups::of_keys(places, m * 16 + 8 + g);
+      const auto low = Groups::of_keys(prepared, m * 16 + g), high = Groups::of_keys(prepared, m * 16 + 8 + g);
 #pragma unroll
       for (int k = 0; k < kKeyGroups; k++) {
         uint32_t keys[kFragments][4];
@@ -414,8 +355,8 @@ template <class C> struct Decode {
 #pragma unroll
     for (int pair = 0; pair < kFragments / 2; pair++) {
       const int group = d * (kFragments / 2) + pair;
-      const uint32_t low = Groups::of_value(places, k * 16 + 2 * t, group),
-                     high = Groups::of_value(places, k * 16 + 8 + 2 * t, group);
+      const uint32_t low = Groups::of_value(prepared, k * 16 + 2 * t, group),
+                     high = Groups::of_value(prepared, k * 16 + 8 + 2 * t, group);
 #pragma unroll
       for (int n = 0; n < kColumnTiles; n++) {
         const uint32_t scaled[2] = {multiply_f16(weights[n][0], low), multiply_f16(weights[n][1], high)};
@@ -437,7 +378,7 @@ template <class C> struct Decode {
 #pragma unroll
         for (int i = 0; i < 4; i++) s[m][n][i] = kHasBias ? query_bias[n][i % 2] : 0.f;
     if constexpr (Rows::kScaleDims == 32) {
-      Groups::prepare(stage_bytes + C::kTileBytes, places, lane, a.scale_words, c.head);
+      Groups::prepare(stage_bytes + C::kTileBytes, prepared, lane, member, a.scale_words, c.head);
       score_groups(s, at);
     } else {
 #pragma unroll
@@ -461,6 +402,12 @@ template <class C> struct Decode {
         }
     }
     // Scores: s[m][n][2 * h + j] is token 16 m + 8 h + g, column 8 n + 2 t + j. A warp of a team has its own `factor`.
+    if constexpr (kHasRests)
+#pragma unroll
+      for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          s[m][0][i] = s[m][kColumnTiles - 1][i] = __fmaf_rn(s[m][kColumnTiles - 1][i], 1.f / kRest, s[m][0][i]);
 #pragma unroll
     for (int m = 0; m < kTokenTiles; m++)
 #pragma unroll
@@ -479,7 +426,7 @@ template <class C> struct Decode {
       for (int m = 0; m < kTokenTiles; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const float2 x = Groups::of_row(places, m * 16 + h * 8 + g);
+          const float2 x = Groups::of_row(prepared, m * 16 + h * 8 + g);
           of_value[m][h] = x.x, without[m][h] = x.y;
         }
     if constexpr (C::kScales == ROW_SCALES)
@@ -565,17 +512,14 @@ template <class C> struct Decode {
           float p[2];
 #pragma unroll
           for (int j = 0; j < 2; j++) {
-            const float from = most[n][j] == -INFINITY ? 0.f : most[n][j] - kBoost;
-            p[j] = tiles::exp2_fast(s[m][n][2 * h + j] - from);
+            p[j] = weight_of(s[m][n][2 * h + j], most[n][j]);
             if constexpr (kJoinsScales) sum[n][j] = __fmaf_rn(p[j], without[m][h], sum[n][j]);
             else sum[n][j] += p[j];
           }
-          const uint32_t pair = Numbers::pack(p[0], p[1]);
-          weights[0][m][n][h] = tiles::turn_matrix(pair);
-          if constexpr (kParts == 2)
-            weights[kParts - 1][m][n][h] = tiles::turn_matrix(
-                Numbers::pack(p[0] - __uint_as_float(pair << 16), p[1] - __uint_as_float(pair & 0xffff0000u)));
+#pragma unroll
+          for (int part = 0; part < kParts; part++) weights[part][m][n][h] = tiles::turn_matrix(pack_and_leave(p));
         }
+    if constexpr (kHasRests) find_rests(s, weights);
 #pragma unroll
     for (int k = 0; k < kTokenTiles; k++)
 #pragma unroll
@@ -606,6 +550,28 @@ template <class C> struct Decode {
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++) Numbers::multiply(value_bias[n], ones, weights[0][k][n]);
     }
+  }
+
+  // Queries in f32: what a weight is more than the numbers that stand for it, in the column eight further.
+  __device__ __forceinline__ void find_rests(const float (&s)[kTokenTiles][kColumnTiles][4],
+                                             uint32_t (&weights)[kParts][kTokenTiles][kColumnTiles][2]) const {
+    constexpr int kLast = kColumnTiles - 1;
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; m++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float p[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) p[j] = weight_of(s[m][0][2 * h + j], most[0][j]);
+#pragma unroll
+        for (int part = 0; part < kParts; part++) pack_and_leave(p);
+        p[0] *= kRest, p[1] *= kRest;
+#pragma unroll
+        for (int part = 0; part < kParts; part++) weights[part][m][kLast][h] = tiles::turn_matrix(pack_and_leave(p));
+      }
+  }
+  static __device__ __forceinline__ float weight_of(float score, float base) {
+    return tiles::exp2_fast(score - (base == -INFINITY ? 0.f : base - kBoost));
   }
 
   // A column's base becomes the largest score there was, if that is past it. `largest`: of this lane's part of a tile.
@@ -639,7 +605,7 @@ template <class C> struct Decode {
 
   // Result of a (sequence, head) that this worker had alone.
   __device__ __forceinline__ void store(const Cursor& c) {
-    if constexpr (kHasBias) take_off_bias();
+    finish_sums();
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -691,7 +657,7 @@ template <class C> struct Decode {
 
   // Part of a (sequence, head) that others have parts of: `combine` adds them up.
   __device__ __forceinline__ void store_part(const Cursor& c, int worker, bool is_first_item) {
-    if constexpr (kHasBias) take_off_bias();
+    finish_sums();
     const int32_t rows = rows_of(a, queries_of(a, c.seq));
     float* mine = reinterpret_cast<float*>(a.workspace + a.plan.partial_at +
                                            (2 * int64_t(worker) + (is_first_item ? 0 : 1)) * a.plan.partial_bytes);

@@ -17,7 +17,8 @@ __device__ __forceinline__ uint32_t multiply_f16(uint32_t x, uint32_t y) {
 }
 
 // Rows without such scales.
-template <class Rows, int kKeyDims, int kValueDims, int kTokens, int kScaleDims = Rows::kScaleDims> struct GroupScales {
+template <class Rows, int kKeyDims, int kValueDims, int kTokens, int kTeam, int kScaleDims = Rows::kScaleDims>
+struct GroupScales {
   static constexpr int kBytes = 0, kPreparedBytes = 0;
 };
 
@@ -25,36 +26,65 @@ template <class Rows, int kKeyDims, int kValueDims, int kTokens, int kScaleDims 
 // them, an even one and the next.
 enum ScaleWords { NO_WORDS, WHOLE_WORDS, WORDS_OF_TWO_HEADS };
 
-// How a row's scales come to a tile: [K, V][token][scales of a row], zeros where there are none.
-template <class Rows, int kKeyDims, int kValueDims, int kTokens> struct GroupRows {
+// Of a row that does not begin and end at words, or whose scales are `step` bytes apart: `there` are, the others become
+// zeros. Seldom, and apart from the kernels' own code. All are asked for before the first is stored.
+template <class Code, int kScales, int kRow>
+static __device__ __noinline__ void copy_scales(const char* from, int64_t step, int there, uint32_t* to) {
+  constexpr int kBytes = int(sizeof(Code)), kWords = kRow / 4;
+  static_assert(kRow % 4 == 0, "rows of words");
+  if (step == kBytes) {  // the words that hold them, moved into place
+    const int bytes = there * kBytes, skipped = int(reinterpret_cast<uintptr_t>(from) % 4);
+    const uint32_t* first = reinterpret_cast<const uint32_t*>(from - skipped);
+    uint32_t words[kWords + 1];
+#pragma unroll
+    for (int i = 0; i <= kWords; i++) words[i] = 4 * i - skipped < bytes ? first[i] : 0;
+#pragma unroll
+    for (int i = 0; i < kWords; i++) {
+      const int left = bytes - 4 * i;
+      const uint32_t mask = left >= 4 ? ~0u : left > 0 ? ~0u >> (32 - 8 * left) : 0;
+      to[i] = __funnelshift_r(words[i], words[i + 1], 8 * skipped) & mask;
+    }
+    return;
+  }
+  Code codes[kScales];
+#pragma unroll
+  for (int i = 0; i < kScales; i++) codes[i] = i < there ? *reinterpret_cast<const Code*>(from + i * step) : Code(0);
+#pragma unroll
+  for (int i = 0; i < kScales; i++) reinterpret_cast<Code*>(to)[i] = codes[i];
+}
+
+// How a row's scales come to a tile: [K, V][token][scales of a row], zeros where there are none. Of K those of a warp's
+// slice; of V as well, or where the largest of a row is asked for, the whole team's.
+template <class Rows, int kKeyDims, int kValueDims, int kTokens, int kTeam> struct GroupRows {
   using Scales = typename Rows::Scales;
   static constexpr int kKeys = kKeyDims / Rows::kScaleDims, kValues = kValueDims / Rows::kScaleDims;
+  static constexpr int kRowValues = Rows::kScaleDims == 32 ? kValues * kTeam : kValues;
   static constexpr int row_bytes(int scales) { return scales * Scales::kBytes < 4 ? 4 : scales * Scales::kBytes; }
-  static constexpr int kKeyRow = row_bytes(kKeys), kValueRow = row_bytes(kValues);
+  static constexpr int kKeyRow = row_bytes(kKeys), kValueRow = row_bytes(kRowValues);
   static constexpr int kValuesAt = kTokens * kKeyRow, kBytes = kTokens * (kKeyRow + kValueRow);
 
+  // From the row's scale number `first` on.
   template <int kScales, int kRow> static __device__ __forceinline__ void copy_row(const ScaleParams& s, int words,
                                                                                    bool is_there, const char* from,
-                                                                                   int32_t head, char* to) {
-    if (words != NO_WORDS) {
-      from -= skipped(words, head);
-#pragma unroll
-      for (int i = 0; i < kRow / 4; i++)
-        tiles::copy_4(tiles::shared_address(to + i * 4), from + i * 4, is_there ? 4 : 0);
+                                                                                   int32_t head, int first, char* to) {
+    if (words == NO_WORDS) {
+      copy_scales<typename Scales::Code, kScales, kRow>(
+          from + first * s.group, s.group, is_there ? int(s.num_groups) - first : 0, reinterpret_cast<uint32_t*>(to));
       return;
     }
-#pragma unroll 1
-    for (int i = 0; i < kScales; i++) {
-      const bool is_one = is_there && i < s.num_groups;
-      if constexpr (Scales::kBytes == 1)
-        reinterpret_cast<uint8_t*>(to)[i] = is_one ? *reinterpret_cast<const uint8_t*>(from + i * s.group) : 0;
-      else reinterpret_cast<uint16_t*>(to)[i] = is_one ? *reinterpret_cast<const uint16_t*>(from + i * s.group) : 0;
-    }
+    from += first * Scales::kBytes - skipped(words, head);
+    // Of rows that are shorter than a team's tile is wide, some are past the end.
+    const int there = kTeam > 1 ? int(s.num_groups - first) * Scales::kBytes / 4 : kRow / 4;
+#pragma unroll
+    for (int i = 0; i < kRow / 4; i++)
+      tiles::copy_4(tiles::shared_address(to + i * 4), from + i * 4, is_there && i < there ? 4 : 0);
   }
   static __device__ __forceinline__ void copy(int plane, const ScaleParams& s, int words, bool is_there,
-                                              const char* from, int32_t head, char* to, int token) {
-    if (plane == 0) copy_row<kKeys, kKeyRow>(s, words, is_there, from, head, to + token * kKeyRow);
-    else copy_row<kValues, kValueRow>(s, words, is_there, from, head, to + kValuesAt + token * kValueRow);
+                                              const char* from, int32_t head, int member, char* to, int token) {
+    if (plane == 0) copy_row<kKeys, kKeyRow>(s, words, is_there, from, head, member * kKeys, to + token * kKeyRow);
+    else
+      copy_row<kRowValues, kValueRow>(s, words, is_there, from, head, kRowValues == kValues ? member * kValues : 0,
+                                      to + kValuesAt + token * kValueRow);
   }
   // Bytes of a word that are the head's before.
   static __device__ __forceinline__ int skipped(int words, int32_t head) {
@@ -62,9 +92,10 @@ template <class Rows, int kKeyDims, int kValueDims, int kTokens> struct GroupRow
   }
 };
 
-template <class Rows, int kKeyDims, int kValueDims, int kTokens>
-struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, 16> : GroupRows<Rows, kKeyDims, kValueDims, kTokens> {
-  using Base = GroupRows<Rows, kKeyDims, kValueDims, kTokens>;
+template <class Rows, int kKeyDims, int kValueDims, int kTokens, int kTeam>
+struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, kTeam, 16>
+    : GroupRows<Rows, kKeyDims, kValueDims, kTokens, kTeam> {
+  using Base = GroupRows<Rows, kKeyDims, kValueDims, kTokens, kTeam>;
   static constexpr int kPreparedBytes = 0;
 
   // A pair of scales for each word of four matrices (tiles/elements.cuh: Nibbles).
@@ -100,12 +131,13 @@ struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, 16> : GroupRows<Rows, kK
   }
 };
 
-template <class Rows, int kKeyDims, int kValueDims, int kTokens>
-struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, 32> : GroupRows<Rows, kKeyDims, kValueDims, kTokens> {
-  using Base = GroupRows<Rows, kKeyDims, kValueDims, kTokens>;
+template <class Rows, int kKeyDims, int kValueDims, int kTokens, int kTeam>
+struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, kTeam, 32>
+    : GroupRows<Rows, kKeyDims, kValueDims, kTokens, kTeam> {
+  using Base = GroupRows<Rows, kKeyDims, kValueDims, kTokens, kTeam>;
   using Scales = typename Rows::Scales;
-  // Prepared: K's in f32 [token][scales] | V's, what the largest leaves of them, in f16 [scales][token] | the largest's
-  // logarithm and inverse [token].
+  // Prepared, of a warp's slice: K's in f32 [token][scales] | V's, what the row's largest leaves of them, in f16
+  // [scales][token] | the largest's logarithm and inverse [token].
   static constexpr int kValuesAt = kTokens * Base::kKeys * 4, kRowsAt = kValuesAt + kTokens * Base::kValues * 2,
                        kPreparedBytes = kRowsAt + kTokens * 8;
 
@@ -124,8 +156,8 @@ struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, 32> : GroupRows<Rows, kK
   }
 
   // A tile's, by one warp: a lane has a token of 32.
-  static __device__ __forceinline__ void prepare(const char* scales, void* prepared, int lane, const int (&words)[2],
-                                                 int32_t head) {
+  static __device__ __forceinline__ void prepare(const char* scales, void* prepared, int lane, int member,
+                                                 const int (&words)[2], int32_t head) {
     const char *of_keys = scales + Base::skipped(words[0], head),
                *of_values = scales + Base::kValuesAt + Base::skipped(words[1], head);
 #pragma unroll
@@ -136,9 +168,11 @@ struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, 32> : GroupRows<Rows, kK
       float2* row = reinterpret_cast<float2*>(static_cast<char*>(prepared) + kRowsAt) + token;
       // All of them before the first is stored: the compiler cannot know that they stand elsewhere.
       Row<Base::kKeys> of_key;
+      Row<Base::kRowValues> of_row;
       Row<Base::kValues> of_value;
-      of_key.load(of_keys + token * Base::kKeyRow), of_value.load(of_values + token * Base::kValueRow);
-      prepare_row(Scales(), of_key, of_value, keys.of, values, row);
+      of_key.load(of_keys + token * Base::kKeyRow), of_row.load(of_values + token * Base::kValueRow);
+      of_value.load(of_values + token * Base::kValueRow + (kTeam > 1 ? member * Base::kValues * Scales::kBytes : 0));
+      prepare_row(Scales(), of_key, of_row, of_value, keys.of, values, row);
       static_cast<Keys*>(prepared)[token] = keys;
     }
     __syncwarp();
@@ -162,6 +196,7 @@ struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, 32> : GroupRows<Rows, kK
 
   // Powers of two by their exponents. Under 2^-60 a row's largest counts as that: its inverse is a number still.
   static __device__ __forceinline__ void prepare_row(tiles::E8m0Scales, const Row<Base::kKeys>& of_key,
+                                                     const Row<Base::kRowValues>& of_row,
                                                      const Row<Base::kValues>& of_value, float (&keys)[Base::kKeys],
                                                      uint16_t* values, float2* row) {
     // 2^-127 and NaN, the first code and the last, are the others' bits with the mantissa's highest.
@@ -172,7 +207,7 @@ struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, 32> : GroupRows<Rows, kK
     }
     int largest = 127 - 60;
 #pragma unroll
-    for (int i = 0; i < Base::kValues; i++) largest = max(largest, of_value.code(i) == 255 ? 0 : int(of_value.code(i)));
+    for (int i = 0; i < Base::kRowValues; i++) largest = max(largest, of_row.code(i) == 255 ? 0 : int(of_row.code(i)));
 #pragma unroll
     for (int i = 0; i < Base::kValues; i++) {
       const uint32_t code = of_value.code(i);
@@ -183,6 +218,7 @@ struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, 32> : GroupRows<Rows, kK
         make_float2(float(largest - 127), __uint_as_float(largest == 254 ? 0x400000u : uint32_t(254 - largest) << 23));
   }
   static __device__ __forceinline__ void prepare_row(tiles::F16Scales, const Row<Base::kKeys>& of_key,
+                                                     const Row<Base::kRowValues>& of_row,
                                                      const Row<Base::kValues>& of_value, float (&keys)[Base::kKeys],
                                                      uint16_t* values, float2* row) {
     const auto number = [](uint32_t code) { return __half2float(__ushort_as_half(uint16_t(code))); };
@@ -190,7 +226,7 @@ struct GroupScales<Rows, kKeyDims, kValueDims, kTokens, 32> : GroupRows<Rows, kK
     for (int i = 0; i < Base::kKeys; i++) keys[i] = number(of_key.code(i));
     float largest = 9.3132257e-10f;  // 2^-30, under all that f16 has
 #pragma unroll
-    for (int i = 0; i < Base::kValues; i++) largest = fmaxf(largest, fabsf(number(of_value.code(i))));
+    for (int i = 0; i < Base::kRowValues; i++) largest = fmaxf(largest, fabsf(number(of_row.code(i))));
     const float inverse = tiles::inverse_fast(largest);
 #pragma unroll
     for (int i = 0; i < Base::kValues; i++)

@@ -25,11 +25,14 @@ constexpr int64_t kMostNarrowDims = 128, kMostWideDims = 512;
 // again would serve few.
 DecodeChoice choose_decode_bf16(const DecodeShape& shape, bool own);
 DecodeChoice choose_decode_f16(const DecodeShape& shape, bool own);
+// `scales` are ONE_SCALE, or ROW_SCALES, which takes one a head or tensor as well, as e5m2 and int4 have it.
 DecodeChoice choose_decode_e4m3(const DecodeShape& shape, ScaleKind scales);
-DecodeChoice choose_decode_e5m2(const DecodeShape& shape);  // of ONE_SCALE
+DecodeChoice choose_decode_e5m2(const DecodeShape& shape);
 DecodeChoice choose_decode_s8(const DecodeShape& shape, ScaleKind scales);
 DecodeChoice choose_decode_bf16_in_parts(const DecodeShape& shape);  // queries in f16
-// Rows of 4 bits, and those with scales along them, are of up to kMostNarrowDims.
+// Queries in f32, narrow and wide, up to half of kMostRows, over elements of that type. Others have no kernels for
+// them.
+bool choose_decode_under_f32(const DecodeShape& shape, int dtype, DecodeChoice* choice);
 DecodeChoice choose_decode_s4(const DecodeShape& shape, ScaleKind scales);  // ROW_SCALES, or GROUP_SCALES: f16 of 32
 DecodeChoice choose_decode_nvfp4(const DecodeShape& shape);
 DecodeChoice choose_decode_mxfp4(const DecodeShape& shape);
@@ -40,13 +43,17 @@ DecodeChoice choose_wide_decode_f16(const DecodeShape& shape);
 DecodeChoice choose_wide_decode_e4m3(const DecodeShape& shape, ScaleKind scales);
 DecodeChoice choose_wide_decode_e5m2(const DecodeShape& shape);
 DecodeChoice choose_wide_decode_s8(const DecodeShape& shape, ScaleKind scales);
+DecodeChoice choose_wide_decode_s4(const DecodeShape& shape, ScaleKind scales);
+DecodeChoice choose_wide_decode_nvfp4(const DecodeShape& shape);
+DecodeChoice choose_wide_decode_mxfp4(const DecodeShape& shape);
+DecodeChoice choose_wide_decode_mxfp8(const DecodeShape& shape);
 
 template <class C>
 kvx_status_t launch_decode(const DecodeArgs& args, int blocks, int workers, void* stream) {
   KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&decode<C>), workers * C::kWorkerBytes));
   KVX_TRY(launch_early_with("attention_decode", decode<C>, dim3(unsigned(blocks)),
                             dim3(unsigned(workers) * C::kTeam * 32), workers * C::kWorkerBytes, stream, args));
-  return launch_combine(args, C::kScales == ONE_SCALE, stream);
+  return launch_combine(args, C::kScales == ONE_SCALE || (C::kScales == ROW_SCALES && args.has_one_scale[1]), stream);
 }
 
 template <class Rows, class Tile, int kColumns, ScaleKind kScales, bool kOwnCaches> DecodeChoice decode_choice() {
@@ -56,8 +63,10 @@ template <class Rows, class Tile, int kColumns, ScaleKind kScales, bool kOwnCach
 
 template <class Rows, class Tile, ScaleKind kScales, bool kOwnCaches = false> DecodeChoice choose_columns(
     int64_t rows) {
+  // Scales of either kind are asked for in kernels of 16 columns (load.cuh), so e5m2 has ROW_SCALES there alone.
+  constexpr ScaleKind kOfMany = std::is_same<Rows, tiles::E5m2Rows>::value ? ROW_SCALES : kScales;
   return rows <= 8 ? decode_choice<Rows, Tile, 8, kScales, kOwnCaches>()
-                   : decode_choice<Rows, Tile, 16, kScales, kOwnCaches>();
+                   : decode_choice<Rows, Tile, 16, kOfMany, kOwnCaches>();
 }
 
 // Of blocks in one buffer, 16-bit rows have tiles of 80 and 96 too.
@@ -71,11 +80,14 @@ template <class Rows, ScaleKind kScales, bool kOwnCaches = false> DecodeChoice c
                     : choose_columns<Rows, DecodeTile<128, 128, 1>, kScales, kOwnCaches>(shape.rows);
 }
 
+// Rows of 4 bits and those with scales along them have no tiles of 192: slices of 64 would take more instructions a
+// byte than the rest of 256 costs.
 template <class Rows, ScaleKind kScales> DecodeChoice choose_wide_decode(const DecodeShape& shape) {
   const int64_t dims = shape.most_dims();
-  if (dims <= 192)
-    return shape.value_dims <= 128 ? choose_columns<Rows, DecodeTile<192, 128, 2>, kScales>(shape.rows)
-                                   : choose_columns<Rows, DecodeTile<192, 192, 3>, kScales>(shape.rows);
+  if constexpr (Rows::kBits > 4 && kScales != GROUP_SCALES)
+    if (dims <= 192)
+      return shape.value_dims <= 128 ? choose_columns<Rows, DecodeTile<192, 128, 2>, kScales>(shape.rows)
+                                     : choose_columns<Rows, DecodeTile<192, 192, 3>, kScales>(shape.rows);
   return dims <= 256 ? choose_columns<Rows, DecodeTile<256, 256, 2>, kScales>(shape.rows)
                      : choose_columns<Rows, DecodeTile<512, 512, 4>, kScales>(shape.rows);
 }

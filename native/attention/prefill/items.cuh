@@ -59,7 +59,9 @@ struct PrefillArgs {
   tiles::RowFinder rows;
   const char* data[2];
   int32_t dims[2],
-      row_chunks[2];  // of K (and Q) and of V (and results); chunks of 16 bytes that a row of the cache has
+      row_chunks[2];  // of K (and Q) and of V (and results); chunks of 16 bytes that a row of the cache has, begun ones
+                      // too
+  int32_t unit;       // bytes that rows' offsets count, and that rows are multiples of: 16; of codes 8 and 4 as well
   RowsParams q, out;
   char* lse;
   int64_t lse_token, lse_head;
@@ -72,7 +74,10 @@ struct PrefillArgs {
   float scale, soft_cap;
   int32_t is_causal;
   ScaleParams scales[2];
-  int32_t stores_16;  // results begin on multiples of 16 bytes
+  int32_t type;              // of elements, where they are codes
+  int32_t has_one_scale[2];  // ROW_SCALES: a plane that has one a head all the same
+  int32_t scale_words[2];    // GROUP_SCALES: a row's are copied as words; else one by one
+  int32_t stores_16;         // results begin on multiples of 16 bytes
   int32_t has_query_map;
   ItemWaves waves;
 };

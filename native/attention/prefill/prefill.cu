@@ -14,15 +14,23 @@ bool fits_rows(const RowsParams& r, bool to_16) {
   return r.is_dense && r.token % unit == 0 && r.head % unit == 0 && reinterpret_cast<uintptr_t>(r.data) % unit == 0;
 }
 
-// For eight-bit caches: scales of both planes alike, and kernels for them.
+// For caches of codes: scales that there are kernels for. Where elements become bf16, with scales along rows and in
+// rows of more than 256 elements, queries in f16 would lose digits.
 bool find_scales(const AttentionParams& p, ScaleKind* kind) {
   const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
+  const bool has_groups =
+      k->dtype == KVX_DTYPE_E2M1 ? has_group_scales(p, KVX_DTYPE_F8_E4M3, 16) || has_group_scales(p, KVX_DTYPE_E8M0, 32)
+      : k->dtype == KVX_DTYPE_F8_E4M3 ? has_group_scales(p, KVX_DTYPE_E8M0, 32)
+                                      : k->dtype == KVX_DTYPE_S4 && has_group_scales(p, KVX_DTYPE_F16, 32);
+  if (has_groups) {
+    *kind = GROUP_SCALES;
+    return p.q.dtype == KVX_DTYPE_BF16;
+  }
   ScaleKind kinds[2];
   if (!scale_kind(k->scale, &kinds[0]) || !scale_kind(v->scale, &kinds[1])) return false;
-  if ((kinds[0] == ROW_SCALES) != (kinds[1] == ROW_SCALES)) return false;
-  *kind = kinds[0] == ROW_SCALES ? ROW_SCALES : ONE_SCALE;
-  return k->dtype == KVX_DTYPE_F8_E4M3 || k->dtype == KVX_DTYPE_S8 ||
-         (k->dtype == KVX_DTYPE_F8_E5M2 && *kind == ONE_SCALE);
+  *kind = kinds[0] == ROW_SCALES || kinds[1] == ROW_SCALES ? ROW_SCALES : ONE_SCALE;
+  if (k->dtype == KVX_DTYPE_S4) return *kind == ROW_SCALES;
+  return k->dtype == KVX_DTYPE_F8_E4M3 || k->dtype == KVX_DTYPE_S8 || k->dtype == KVX_DTYPE_F8_E5M2;
 }
 
 bool is_16_bit(const PlaneParams& plane) { return plane.dtype == KVX_DTYPE_BF16 || plane.dtype == KVX_DTYPE_F16; }
@@ -63,27 +71,36 @@ void make_query_map(const AttentionParams& p, PrefillArgs* a) {
 
 bool takes_prefill(const AttentionParams& p) {
   const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
-  if (!has_warpgroups() || p.scale <= 0.f || !fits_row_finder(p)) return false;
+  if (!has_warpgroups() || p.scale <= 0.f || p.kv.bases[0]) return false;
   if (k->dtype != v->dtype) return false;
   if (p.q.dtype != KVX_DTYPE_BF16 && p.q.dtype != KVX_DTYPE_F16) return false;
   ScaleKind kind;
-  if (most_dims(p) > (k->dtype == p.q.dtype ? kMostSplitPrefillDims : kMostWidePrefillDims) ||
-      (p.head_dim | p.v_head_dim) % (is_16_bit(*k) ? 8 : 16))
+  // Rows of more than that are split, and queries of such a tile do not become f16.
+  const bool is_split = k->dtype == p.q.dtype || (dtype_bits(k->dtype) == 8 && p.q.dtype == KVX_DTYPE_BF16);
+  if (most_dims(p) > (is_split ? kMostSplitPrefillDims : kMostWidePrefillDims) || (p.head_dim | p.v_head_dim) % 8 ||
+      row_unit(p) < (is_16_bit(*k) ? 16 : 4))
     return false;
   // f16 holds what bf16 queries are, but for their range; the other way round digits would be lost.
   if (is_16_bit(*k) ? k->dtype != p.q.dtype && k->dtype != KVX_DTYPE_F16 : !find_scales(p, &kind)) return false;
+  if (!is_16_bit(*k) && kind == GROUP_SCALES && most_dims(p) > kMostWidePrefillDims) return false;
   if (!fits_rows(p.q, true) || !fits_rows(p.out, false) || p.num_tokens * p.group > kMaxCount) return false;
   return true;
 }
 
 kvx_status_t run_prefill(const AttentionParams& p, int num_sms, void* stream) {
   PrefillArgs a = {};
-  a.rows = make_row_finder(p);
+  a.unit = row_unit(p), a.rows = make_row_finder(p, a.unit);
   make_maps(p, &a);
   make_query_map(p, &a);
   for (int i = 0; i < 2; i++) a.data[i] = p.kv.plane[i].data, a.scales[i] = p.kv.plane[i].scale;
   a.dims[0] = int32_t(p.head_dim), a.dims[1] = int32_t(p.v_head_dim);
-  for (int i = 0; i < 2; i++) a.row_chunks[i] = a.dims[i] * dtype_bits(p.kv.plane[i].dtype) / 128;
+  a.type = p.kv.plane[0].dtype;
+  for (int i = 0; i < 2; i++) {
+    ScaleKind kind;
+    a.has_one_scale[i] = scale_kind(a.scales[i], &kind) && kind != ROW_SCALES;
+    a.scale_words[i] = are_words(a.scales[i]);
+  }
+  for (int i = 0; i < 2; i++) a.row_chunks[i] = (a.dims[i] * dtype_bits(p.kv.plane[i].dtype) + 127) / 128;
   a.q = p.q, a.out = p.out, a.lse = p.lse, a.lse_token = p.lse_token, a.lse_head = p.lse_head, a.sinks = p.sinks;
   a.cu_seqlens = p.cu_seqlens, a.cu_bytes = p.cu_bytes;
   a.num_seqs = int32_t(p.num_seqs), a.num_kv_heads = int32_t(p.num_kv_heads), a.query_len = int32_t(p.query_len),
@@ -113,15 +130,12 @@ kvx_status_t run_prefill(const AttentionParams& p, int num_sms, void* stream) {
   }
   ScaleKind kind;
   if (!find_scales(p, &kind)) return fail(KVX_STATUS_INTERNAL_ERROR, "no prefill kernel.");
-  switch (p.kv.plane[0].dtype) {
-    case KVX_DTYPE_S8:
-      return is_wide ? start_wide_prefill_s8(p, a, blocks, kind, stream) : start_prefill_s8(p, a, blocks, kind, stream);
-    case KVX_DTYPE_F8_E5M2:
-      return is_wide ? start_wide_prefill_e5m2(p, a, blocks, stream) : start_prefill_e5m2(p, a, blocks, stream);
-    default:
-      return is_wide ? start_wide_prefill_e4m3(p, a, blocks, kind, stream)
-                     : start_prefill_e4m3(p, a, blocks, kind, stream);
-  }
+  if (kind == GROUP_SCALES)
+    return p.kv.plane[0].dtype == KVX_DTYPE_F8_E4M3 ? start_prefill_mxfp8(p, a, blocks, stream)
+                                                    : start_prefill_nibbles(p, a, blocks, stream);
+  if (p.kv.plane[0].dtype == KVX_DTYPE_S4) return start_prefill_s4(p, a, blocks, stream);
+  return is_wide ? start_wide_prefill_bytes(p, a, blocks, kind, stream)
+                 : start_prefill_bytes(p, a, blocks, kind, stream);
 }
 
 }  // namespace cuda

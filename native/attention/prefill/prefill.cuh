@@ -7,15 +7,15 @@
 // next tile's scores is computed. A block of threads has several items (items.cuh), and goes from one to the next
 // without a pause: keys of the next are loaded and multiplied before the results of the last are stored. Whole blocks
 // go through the copy engine where tensor maps can tell of them (tiles/map_filler.cuh), else rows are copied
-// (tiles/row_filler.cuh); eight-bit rows become f16 on their way (attention/prefill/bytes.cuh), or are multiplied as
-// they are, where the caller allows it (attention/prefill/products.cuh). Rows that are no tile's
-// width run in the next tile: columns of Q, K and V past them are zeros, and those of the result are not stored. Of 512
+// (tiles/row_filler.cuh); rows of eight and four bits are widened on their way (attention/prefill/codes.cuh), or are
+// multiplied as they are, where the caller allows it (attention/prefill/products.cuh). Rows that are no tile's width
+// run in the next tile: columns of Q, K and V past them are zeros, and those of the result are not stored. Of 512
 // elements a warpgroup has registers for half the values of 64 rows: items are 64 query rows then, both warpgroups
 // multiply all of their keys, and each adds up one half of the values.
 #pragma once
 #include <type_traits>
 
-#include "attention/prefill/bytes.cuh"
+#include "attention/prefill/codes.cuh"
 #include "attention/prefill/items.cuh"
 #include "tiles/elements.cuh"
 #include "tiles/map_filler.cuh"
@@ -38,38 +38,45 @@ template <class Rows_, class Tile, ScaleKind kScales_> struct PrefillConfig {
   using Rows = Rows_;
   using Numbers = typename Rows::Numbers;
   static constexpr ScaleKind kScales = kScales_;
-  static constexpr bool kIsBytes = Rows::kBytes == 1, kIsF16 = std::is_same<Numbers, tiles::F16Numbers>::value;
+  static constexpr bool kIsCodes = Rows::kBits <= 8, kIsF16 = std::is_same<Numbers, tiles::F16Numbers>::value;
   static constexpr int kElementBytes = std::is_same<Numbers, tiles::E4m3Numbers>::value ? 1 : 2;  // as multiplied
+  static constexpr bool kFitsQueries = kIsCodes && !std::is_same<Numbers, tiles::Bf16Numbers>::value;
   static constexpr int kKeyDims = Tile::kKeyDims, kValueDims = Tile::kValueDims, kKeys = Tile::kKeys,
                        kStages = Tile::kStages;
   static constexpr bool kSplitsValues = Tile::kSplitsValues;
   // Warpgroups that multiply. Rows of 64 elements leave registers for a third, whose exponentials, as many as
   // multiplications, then run beside those of the others.
-  static constexpr int kGroups = kElementBytes == 2 && !kIsBytes && kKeyDims <= 64 ? 3 : 2;
+  static constexpr int kGroups = kElementBytes == 2 && !kIsCodes && kKeyDims <= 64 ? 3 : 2;
   static constexpr int kRows = kSplitsValues ? 64 : 64 * kGroups,
                        kOutDims = kSplitsValues ? kValueDims / 2 : kValueDims;  // of a warpgroup's results
   using Rings = tiles::KvRings<kKeyDims * kElementBytes, kStages, kKeys, kValueDims * kElementBytes>;
   static constexpr int kColumnBytes = Rings::kColumnBytes,
                        kQueryColumnBytes = kRows * 128;  // of K or V, and of Q: 64 elements of a tile's rows
   // Queries of the next item arrive while this one's are multiplied, where there is room for both.
-  static constexpr int kQueryBuffers = kElementBytes == 2 && !kIsBytes && kKeyDims <= 128 ? 2 : 1,
+  static constexpr int kQueryBuffers = kElementBytes == 2 && !kIsCodes && kKeyDims <= 128 ? 2 : 1,
                        kQueryBytes = kRows * kKeyDims * 2;
   static constexpr int kQueryAt = 0, kRingsAt = kQueryBuffers * kQueryBytes, kItemsAt = kRingsAt + Rings::kBytes,
                        kWorkAt = kItemsAt + ItemWaves::kMost * int(sizeof(PrefillItem));
-  // Where f16 or e4m3 is multiplied: what a query row was divided by. Eight-bit rows alone: [4 tiles] of scales, a pair
-  // of keys' K and logarithms of V together, then the inverses of V; raw bytes of K and V, which of wide rows lie in
-  // the stages themselves.
+  // Where f16 or e4m3 is multiplied: what a query row was divided by. Rows of codes alone: [4 tiles] of scales (one a
+  // row: a pair of keys' K and logarithms of V together, then the inverses of V; several: those of K's rows, then of
+  // V's); raw bytes of K and V, which of wide rows lie in the stages themselves.
   // Raw bytes begin a line: rows that straddle lines arrive in more pieces.
   static constexpr int kQueryBarriersAt = kWorkAt + 16, kStagingAt = kWorkAt + 128,
                        kGrowAt = kStagingAt + kGroups * 4 * 1024,
                        kScalesAt = kGrowAt + (kIsF16 || kElementBytes == 1 ? kRows * 4 : 0),
-                       kScaleBytes = kScales == ROW_SCALES ? kKeys * 12 : 0;
+                       kScaleRow = Rows::kBits == 4    ? kKeyDims / 16
+                                   : kKeyDims / 32 < 4 ? 4
+                                                       : kKeyDims / 32,
+                       kScaleBytes = kScales == ROW_SCALES     ? kKeys * 12
+                                     : kScales == GROUP_SCALES ? 2 * kKeys * kScaleRow
+                                                               : 0;
   static constexpr int kRawAt = kScalesAt + 4 * kScaleBytes,
-                       kRawBytes = kIsBytes && kElementBytes == 2 && kKeyDims <= 128 ? kKeys * kKeyDims : 0;
+                       kRawBytes =
+                           kIsCodes && kElementBytes == 2 && kKeyDims <= 128 ? kKeys * kKeyDims * Rows::kBits / 8 : 0;
   static constexpr int kSharedBytes = kRawAt + 2 * kRawBytes + 1024;  // 1024: to begin on a multiple of it
   static_assert(kSharedBytes <= 227 * 1024, "shared memory of a block of threads");
   static_assert(kRawBytes == 0 || kRawAt % 128 == 0, "whole lines");
-  static_assert(!kIsBytes || kKeyDims == kValueDims, "eight-bit tiles are as wide as each other");
+  static_assert(!kIsCodes || kKeyDims == kValueDims, "tiles of codes are as wide as each other");
   static constexpr int kThreads = 128 * (1 + kGroups), kLoadRegisters = kGroups == 3 ? 32 : 40,
                        kMultiplyRegisters = kGroups == 3 ? 160 : 232;
 };
@@ -113,7 +120,11 @@ template <class C> struct Prefill {
     return at + C::kQueryBarriersAt + (C::kSplitsValues ? 0 : group * 8);
   }
   __device__ __forceinline__ bool fits_queries() const {
-    return C::kIsBytes || (C::kIsF16 && !C::kSplitsValues && a.q.dtype == KVX_DTYPE_BF16);
+    return C::kFitsQueries || (C::kIsF16 && !C::kSplitsValues && a.q.dtype == KVX_DTYPE_BF16);
+  }
+
+  __device__ __forceinline__ bool has_one_scale(int plane) const {
+    return C::kScales == ONE_SCALE || (C::kScales == ROW_SCALES && a.has_one_scale[plane]);
   }
 
   // An item's queries, on their way when this returns. The multiplications that read those before them in their place
@@ -155,7 +166,7 @@ template <class C> struct Prefill {
     if (a.has_query_map) tiles::wait(query_barrier(group), item & 1);
     else tiles::wait_copies<0>();
     if constexpr (C::kIsF16 && !C::kSplitsValues)
-      if (fits_queries()) fit_queries(*this, query_buffer(item), C::kScales == ONE_SCALE && of_head < 0.f);
+      if (fits_queries()) fit_queries(*this, query_buffer(item), C::kScales != ROW_SCALES && of_head < 0.f);
     if (a.has_query_map && !fits_queries()) return;
     tiles::show_to_multiplications();
     if (C::kSplitsValues) tiles::meet(2, 256);
@@ -204,7 +215,7 @@ template <class C> struct Prefill {
   // eight on.
   __device__ __forceinline__ void finish_rows(const PrefillItem& w, const float (&base)[2], float (&total)[2],
                                               int32_t first_row, int dims_from, float (&inverse)[2]) const {
-    const float of_values = C::kIsBytes ? scale_of(a.scales[1], w.head, C::kScales == ONE_SCALE) : 1.f;
+    const float of_values = C::kIsCodes ? scale_of(a.scales[1], w.head, has_one_scale(1)) : 1.f;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int32_t row = first_row + 8 * h, token = int32_t(a.group.divide(row)),
@@ -273,8 +284,8 @@ template <class C> struct Prefill {
     }
   }
   __device__ __forceinline__ void load() const {
-    if constexpr (C::kIsBytes) {
-      PrefillBytes<Prefill<C>>{*this}.load();
+    if constexpr (C::kIsCodes) {
+      PrefillCodes<Prefill<C>>{*this}.load();
     } else if (a.box > 0) {
       if (threadIdx.x >= tiles::MapFiller<Rings>::kWarps * 32) return;
       tiles::MapFiller<Rings> filler{a.maps,
@@ -387,7 +398,7 @@ template <class C> struct Prefill {
     Limits sight;
     Softened x;
     const auto scale_of_keys = [&](const PrefillItem& item) {
-      return C::kIsBytes ? scale_of(a.scales[0], item.head, C::kScales == ONE_SCALE) : 1.f;
+      return C::kIsCodes ? scale_of(a.scales[0], item.head, has_one_scale(0)) : 1.f;
     };
     const auto begin_item = [&](const PrefillItem& item) {
       sight = find_limits(item, rows_from, row_from);
@@ -395,10 +406,10 @@ template <class C> struct Prefill {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         x.factor[h] = a.scale * 1.44269504f;
+        x.factor[h] *= C::kScales == ROW_SCALES ? of_head : fabsf(of_head);
         if (C::kIsF16 && fits_queries())
-          x.factor[h] *= (C::kScales == ONE_SCALE ? fabsf(of_head) : of_head) *
-                         reinterpret_cast<const float*>(shared + C::kGrowAt)[row_from + 8 * h];
-        if (C::kIsBytes && x.factor[h] == 0.f) x.factor[h] = 1e-37f;  // a head of zeros: not 0 * infinity
+          x.factor[h] *= reinterpret_cast<const float*>(shared + C::kGrowAt)[row_from + 8 * h];
+        if (C::kIsCodes && x.factor[h] == 0.f) x.factor[h] = 1e-37f;  // a head of zeros: not 0 * infinity
         x.base[h] = Softened::kNoBase, x.sum[h] = 0.f;
       }
     };
@@ -413,7 +424,7 @@ template <class C> struct Prefill {
     // Copies of rows are shown to multiplications here; other fillers have done so.
     const auto wait_full = [&](const auto& ring) {
       ring.wait_full();
-      if (!C::kIsBytes && a.box == 0) tiles::show_to_multiplications();
+      if (!C::kIsCodes && a.box == 0) tiles::show_to_multiplications();
     };
 
     // Descriptors count 16 bytes in their low bits: stepping through a tile is one addition.
@@ -623,7 +634,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill(const __grid_constant_
     if (threadIdx.x == 0) num_items = found;
   }
   if (threadIdx.x == 32) {
-    const int fills = !C::kIsBytes && a.box > 0 ? tiles::MapFiller<typename C::Rings>::kArrivals : 128;
+    const int fills = !C::kIsCodes && a.box > 0 ? tiles::MapFiller<typename C::Rings>::kArrivals : 128;
     C::Rings::keys(at + C::kRingsAt).init(fills, C::kGroups * tiles::arrivals_of(128));
     C::Rings::values(at + C::kRingsAt).init(fills, C::kGroups * tiles::arrivals_of(128));
     for (int group = 0; group < C::kGroups; group++) tiles::init_barrier(at + C::kQueryBarriersAt + group * 8, 1);
