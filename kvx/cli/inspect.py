@@ -23,7 +23,7 @@ from kvx.layout.place import buffer_sizes
 from kvx.layout.planes import cache_shapes
 from kvx.ops import backend as backends
 from kvx.ops import library, native
-from kvx.ops.attention.kernels import HEAD_SIZES, MOST_F32_ROWS, Listed, attention_kernel, listed_kernels
+from kvx.ops.attention.kernels import HEAD_SIZES, MOST_F32_ROWS, QUERIES, Listed, attention_kernel, listed_kernels
 from kvx.ops.registry import OPS
 from kvx.ops.support import BACKENDS
 from kvx.spec import ALL_FORMATS
@@ -253,12 +253,16 @@ def _show_support(as_json: bool) -> None:
         )
         return
     _show("ops", ("op", *BACKENDS, "specs"), rows, None, False)
-    title = "attention on cuda, head_dim 128, Hopper; % of read: share of the bandwidth of reading the same bytes"
+    title = "attention on cuda, head_dim 128, Hopper; % of read: of the bandwidth of reading the same bytes, on an H200; "
+    title += "% of 790 TFLOP/s: of what its tensor cores reach, with prompts of 4,096 tokens"
     _show(title, ("format", "decode", "prefill"), _kernels(), None, False)
-    sizes = " ".join(_size(k, v) for k, v in HEAD_SIZES)
-    title = f"attention on cuda, Hopper: which head_dim of {sizes} have a fast kernel; the others run on the general kernel, "
-    title += f"and so do queries in f32 with more than {MOST_F32_ROWS} query rows a KV head"
-    _show(title, ("KV formats (query dtypes)", "decode", "prefill"), _by_head_size(), None, False)
+    sizes = " ".join(f"{k}" if k == v else f"{k}/{v}" for k, v in HEAD_SIZES)
+    title = (
+        f"attention on cuda, Hopper: which head_dim of {sizes} have a fast kernel, by the dtype of queries; the others run on the "
+    )
+    title += f"general kernel, and so do queries in f32 with more than {MOST_F32_ROWS} query rows per KV head"
+    columns = [f"{kind}, {q}" for kind in ("decode", "prefill") for q in QUERIES]
+    _show(title, ("KV format", *columns), _by_head_size(), None, False)
     _show("not supported on any backend", ("what", "ops", "why, and what to do"), _joined(refused), None, False)
     for name in BACKENDS:
         if (why := backends.reason_missing(name)) is not None:
@@ -271,23 +275,26 @@ def _kernels() -> list[tuple[str, str, str]]:
     return [(s.format, str(attention_kernel(s, "decode")), str(attention_kernel(s, "prefill"))) for s in specs]
 
 
-def _by_head_size() -> list[tuple[str, str, str]]:
-    """In rows of which listed sizes a format has fast kernels, under queries of a type; those that are alike side by side."""
-    rows: dict[tuple[str, str], list[Listed]] = {}
+def _by_head_size() -> list[tuple[str, ...]]:
+    """In rows of which listed sizes a format has fast kernels, by the dtype of queries; formats that are alike side by side."""
+    of: dict[str, dict[str, list[Listed]]] = {}
     for x in listed_kernels():
-        rows.setdefault((x.format, x.queries), []).append(x)
-    alike: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for (name, queries), of in rows.items():
-        cells = tuple(
-            "all" if all(fast) else " ".join(_size(x.head_dim, x.v_head_dim) for x, f in zip(of, fast, strict=True) if f) or "none"
-            for fast in ([x.decode.is_fast for x in of], [x.prefill.is_fast for x in of])
-        )
-        alike.setdefault((cells[0], cells[1]), {}).setdefault(name, []).append(queries)
-    return [(", ".join(f"{n} ({' '.join(of)})" for n, of in names.items()), *cells) for cells, names in alike.items()]
+        of.setdefault(x.format, {}).setdefault(x.queries, []).append(x)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, by_queries in of.items():
+        cells = tuple(_fast_sizes(by_queries[q], kind) for kind in ("decode", "prefill") for q in QUERIES)
+        alike.setdefault(cells, []).append(name)
+    return [(", ".join(names), *cells) for cells, names in alike.items()]
 
 
-def _size(k: int, v: int) -> str:
-    return str(k) if k == v else f"{k}/{v}"
+def _fast_sizes(listed: list[Listed], kind: str) -> str:
+    sizes = {(x.head_dim, x.v_head_dim): getattr(x, kind).is_fast for x in listed}
+    if len(set(sizes.values())) == 1:
+        return "all" if all(sizes.values()) else "none"
+    most = max(max(size) for size, is_fast in sizes.items() if is_fast)
+    if any(not is_fast and max(size) <= most for size, is_fast in sizes.items()):
+        return " ".join(f"{k}/{v}" for (k, v), is_fast in sizes.items() if is_fast)
+    return f"up to {most}"
 
 
 def _refusals() -> Iterator[tuple[str, str, kvx.Support]]:
