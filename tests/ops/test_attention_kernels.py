@@ -63,7 +63,9 @@ def test_listed_head_sizes_and_formats_prefill_fast_on_hopper(dim, v_dim, fmt):
         return  # no cache can have it
     kernel = attention_kernel(spec(fmt, dim, v_dim), "prefill")
     assert kernel.is_fast == (dim <= 256 or not (fmt in SMALL or fmt.startswith("int4"))), str(kernel)
-    assert attention_kernel(spec(fmt, dim, v_dim), "prefill", arch=80).name == "general"
+    on_another = attention_kernel(spec(fmt, dim, v_dim), "prefill", arch=80)
+    assert on_another.name == ("portable" if dim <= 256 else "general"), str(on_another)
+    assert "Hopper's (sm_90)" in on_another.why
 
 
 @pytest.mark.parametrize("fmt", SMALL)
@@ -101,7 +103,7 @@ def test_listed_combinations_have_the_kernels_that_are_promised():
             assert kernel.is_fast == promised, (
                 f"{x.format} of {x.head_dim}/{x.v_head_dim}, {x.queries} queries, {kernel.kind}: {kernel}"
             )
-            assert kernel.name in ("fast", "general"), "the kernel of last resort is for no listed size"
+            assert kernel.name in ("fast", "portable", "general"), "the kernel of last resort is for no listed size"
             assert kernel.is_fast or kernel.why
         assert "% of read" in x.decode.share
 
@@ -175,6 +177,28 @@ def test_bf16_caches_take_f16_queries_in_decode():
     assert "bf16 cache under f16" in attention_kernel(spec("bf16"), "prefill", queries="f16").why
 
 
+def test_prompts_that_hoppers_kernel_refuses():
+    """Rows of up to 256 elements, each of which is one number of 16 bits."""
+
+    def name(of: kvx.CacheSpec, queries: str = "") -> str:
+        kernel = attention_kernel(of, "prefill", queries=queries)
+        assert kernel.is_fast or kernel.why
+        return kernel.name
+
+    for fmt in ("bf16", "fp8_e4m3", "mxfp8", "mxfp4"):
+        assert name(spec(fmt, 256), "f16") == ("fast" if fmt == "fp8_e4m3" else "portable")
+        assert name(spec(fmt, 256), "f32") == "general"
+        assert name(spec(fmt, 512), "f16") == "general"
+    assert name(spec("nvfp4"), "f16") == "portable"  # four digits of e2m1 times a scale's four
+    assert name(spec("int4_per_group"), "f16") == "general"  # of a scale in f16 there are too many
+    assert name(spec("bf16", layout="kv | block head dim/x token dim%x")) == "portable"
+    assert name(spec("bf16", 33)) == name(spec("int8", 100)) == name(spec("f16", 33), "bf16") == "portable"
+    assert name(spec("fp8_e4m3_per_128", 256)) == "portable"
+    assert name(kvx.CacheSpec(4, 16, 2, 128, format="bf16", v_format="fp8_e4m3")) == "portable"
+    assert name(kvx.CacheSpec(4, 16, 2, 128, format="f16", v_format="fp8_e4m3")) == "general"
+    assert name(spec("f32")) == "general"
+
+
 def test_the_table_is_that_of_the_sources():
     """Limits stand in the sources too: who moves one there moves it here."""
 
@@ -185,7 +209,8 @@ def test_the_table_is_that_of_the_sources():
     assert number("prefill/table.cuh", "kMostSplitPrefillDims") == MOST_DIMS
     assert number("prefill/table.cuh", "kMostWidePrefillDims") == MOST_PREFILL_DIMS
     assert number("cuda/attention.cuh", "kMostRows") == 2 * MOST_F32_ROWS
-    assert number("any/any.cuh", "kMostAnyDims") == MOST_DIMS
+    assert number("any/load.cuh", "kMostAnyDims") == MOST_DIMS
+    assert number("any/table.cuh", "kMostPromptDims") == MOST_PREFILL_DIMS
 
 
 def test_wrong_questions():
@@ -214,7 +239,7 @@ def test_inspect_support_lists_kernels():
     assert "general kernel" in rows["f32"]["prefill"]
     of = {(x["format"], x["queries"], x["head_dim"], x["v_head_dim"]): x for x in facts["attention on cuda by head size"]}
     assert of["bf16", "bf16", 192, 128]["prefill"] == "the fast prefill kernel, 39 to 73 % of 790 TFLOP/s"
-    assert of["bf16", "f16", 256, 256]["prefill"].startswith("the general kernel: a bf16 cache under f16 queries")
+    assert of["bf16", "f16", 256, 256]["prefill"] == "the portable kernel: a bf16 cache under f16 queries"
     assert "up to 8 query rows" in of["fp8_e4m3", "f32", 64, 64]["decode"]
     assert of["fp8_e4m3", "f32", 64, 64]["prefill"].endswith("queries in f32")
 

@@ -6,6 +6,10 @@ after the end is NaN. They are 64, 128, 192 or 256 columns wide: rows in between
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -111,8 +115,38 @@ CODES = [
     ),
 ]  # fmt: skip
 
+# What the kernel for prompts on any GPU takes where Hopper's does not: rows whose elements lie apart or begin anywhere, queries of
+# another type than the cache, K and V in two formats.
+_LONG = {"lens": (301, 129, 7, 0), "queries": (70, 129, 7, 3)}
+OTHERS = [
+    *(
+        replace(case(16, dim=d, v_dim=v, io="f16"), format="bf16")
+        for d, v in ((64, 0), (128, 0), (192, 128), (256, 0), (72, 0), (33, 0))
+    ),
+    *(case(16, "old_vllm", dim=d, io=io) for d, io in ((64, "f16"), (128, "bf16"), (256, "bf16"))),
+    *(case(block, dim=d) for block, d in ((16, 100), (48, 66), (16, 33), (1, 20), (16, 250))),
+    *(
+        Case(**_LONG, format=f, v_format=v, io=io, dim=d, v_dim=w)
+        for f, v, io, d, w in (
+            ("fp8_e4m3", "int8", "bf16", 128, 0), ("nvfp4", "mxfp4", "bf16", 64, 0), ("bf16", "fp8_e4m3", "bf16", 128, 256),
+            ("mxfp8", "", "f16", 128, 0), ("mxfp4", "", "f16", 256, 0), ("int8", "", "bf16", 100, 0),
+            ("fp8_e4m3", "bf16", "f16", 64, 0), ("fp8_e4m3_per_128", "", "bf16", 256, 0), ("f16", "", "bf16", 33, 0),
+            ("int4_per_token_head", "", "bf16", 100, 0),
+        )
+    ),
+    *(
+        Case(lens=(1500, 897), queries=(80, 20), format=f, io=io, dim=d, window=w, soft_cap=c, sinks=True, note="laps")
+        for f, io, d, w, c in (
+            ("bf16", "f16", 128, 300, 5.0), ("bf16", "f16", 256, 0, 0.0), ("f16", "bf16", 66, 65, 9.0),
+            ("mxfp8", "f16", 64, 1, 0.0),
+        )
+    ),
+    Case(**_LONG, format="bf16", io="f16", dim=128, causal=False, window=70, heads=7, kv_heads=1),
+    Case(**_LONG, format="bf16", io="f16", dim=128, scale=2e-6),
+]  # fmt: skip
 
-@pytest.mark.parametrize("case", CASES + PADDED + WIDE + CODES, ids=str)
+
+@pytest.mark.parametrize("case", CASES + PADDED + WIDE + CODES + OTHERS, ids=str)
 def test_prompts_over_blocks(backend, case, generator):
     made = case.make(backend.device, generator)
     made.check(*made.run(backend.name))
@@ -158,6 +192,16 @@ def check_each_as_alone(case: AttentionCase, window: int, count: int, **more: bo
         assert torch.equal(out[rows], alone), (i, n)
         assert torch.equal(lse[rows], alone_lse), (i, n)
         first += n
+
+
+@pytest.mark.skipif(backends.reason_missing("cuda") is not None, reason=f"cuda: {backends.reason_missing('cuda')}")
+@pytest.mark.skipif(os.environ.get("KVX_GPU") == "portable", reason="this is what other GPUs run")
+def test_prompts_on_other_gpus():
+    """The kernels that GPUs other than Hopper run, on this one: all that is tested here, in a process of its own."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "cuda", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env={**os.environ, "KVX_GPU": "portable"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert re.search(r"\d+ passed", done.stdout)
 
 
 def widen(x: Tensor, width: int, fill: float) -> tuple[Tensor, Tensor]:

@@ -36,10 +36,11 @@ _GENERAL_SHARE = {32: "16 to 35 % of read", 16: "16 to 29 % of read", 8: "7 to 1
 
 @dataclass(frozen=True)
 class Kernel:
-    """`fast` names the kernel of the kind asked for; `general` takes every format, `row` is the last resort."""
+    """`fast` names the kernel of the kind asked for, `portable` the one for prompts on any GPU; `general` takes every format, `row`
+    is the last resort."""
 
     kind: str  # decode or prefill
-    name: str  # fast, general or row
+    name: str  # fast, portable, general or row
     share: str = ""  # measured, as text; "" where nothing was
     why: str = ""  # not fast
     takes_fp8_products: bool = False  # where a call allows them
@@ -70,6 +71,8 @@ def attention_kernel(spec: CacheSpec, kind: str = "decode", *, queries: str = ""
     if not why:
         share = _prefill_share(spec) if kind == "prefill" else _decode_share(spec, queries)
         return Kernel(kind, "fast", share, "", kind == "prefill" and _takes_fp8_products(spec))
+    if kind == "prefill" and _takes_portable(spec, queries):
+        return Kernel(kind, "portable", "", why)
     odd = [f for f in (p.format for p in spec.planes) if f.group_size % 8]
     if _most(spec) > MOST_DIMS or odd:
         return Kernel(kind, "row", "", why)
@@ -176,6 +179,24 @@ def _why_not_fast(spec: CacheSpec, kind: str, queries: str, arch: int) -> str:
     if is_small or not odd:
         return ""
     return f"one scale per {odd[0]} elements" if k.format.name == v.format.name else f"K is {k.format} and V {v.format}"
+
+
+# Digits of a number's mantissa, the first one included.
+_DIGITS = {"e8m0": 1, "e2m1": 2, "fp8_e5m2": 3, "fp8_e4m3": 4, "int4": 4, "int8": 8, "bf16": 8, "f16": 11, "f32": 24}
+
+
+def _takes_portable(spec: CacheSpec, queries: str) -> bool:
+    """Queries of 16 bits over elements that one number of 16 bits holds, in rows of up to 256."""
+    formats = [p.format for p in spec.planes]
+    if queries == "f32" or _most(spec) > MOST_PREFILL_DIMS or any(f.group_size % 8 for f in formats):
+        return False
+    if all(f.element.name == "f16" for f in formats):
+        return True
+    for f, p in zip(formats, spec.planes, strict=True):
+        of_scale = _DIGITS[f.scale.name] if f.scale is not None and f.num_groups(p.head_dim) > 1 else 0
+        if _DIGITS[f.element.name] + (0 if queries == "bf16" else of_scale) > 8:
+            return False
+    return True
 
 
 def _takes_fp8_products(spec: CacheSpec) -> bool:

@@ -11,6 +11,7 @@ namespace {
 
 struct AnyChoice {
   int rows, parts;
+  PromptKind prompt;  // NO_PROMPT: the kernel for any format
   AnyArgs args;
 };
 
@@ -64,37 +65,62 @@ AnyPlane make_plane(const AttentionParams& p, int i) {
 
 int32_t aligned(int64_t bytes) { return int32_t((bytes + 127) / 128 * 128); }
 
-// Shared memory for tiles of so many tokens. Room for scales does not depend on where they
-// lie: plans are made without them.
-void lay_out(AnyChoice* c, int tokens, bool is_staged = true) {
-  AnyArgs& a = c->args;
-  int64_t scale_words = 0;
+// How a plane's units are shared out to threads, and the room for `buffers` of their bytes.
+void stage(AnyPlane* plane, int threads, int tokens, int buffers, int64_t* bytes) {
+  if (plane->load_bytes)
+    plane->split = make_fast_divider(plane->units), plane->row_step = threads / plane->units, plane->unit_step = 0,
+    plane->threads = plane->row_step * plane->units;
+  else
+    plane->split = make_fast_divider(tokens), plane->row_step = 0, plane->unit_step = threads / tokens,
+    plane->threads = threads;
+  // Room does not depend on how units are loaded.
+  plane->raw_steps = (tokens + threads / plane->units - 1) / (threads / plane->units), plane->raw_at = aligned(*bytes),
+  plane->is_staged = buffers && plane->load_bytes;
+  if (buffers) *bytes = plane->raw_at + int64_t(buffers) * plane->raw_steps * threads * plane->bits;
+}
+
+// Of rows of scales, in words; room for them does not depend on where they lie: plans are made without them.
+int64_t scale_words_of(const AnyArgs& a) {
+  int64_t words = 0;
   for (const AnyPlane& plane : a.plane)
     if (plane.bits <= 8)
-      scale_words += std::min<int64_t>((plane.p.scale.num_groups * dtype_bits(plane.p.scale.dtype) / 8 + 3) / 4, 16);
+      words += std::min<int64_t>((plane.p.scale.num_groups * dtype_bits(plane.p.scale.dtype) / 8 + 3) / 4, 16);
+  return words;
+}
+
+// Shared memory for tiles of so many tokens.
+void lay_out(AnyChoice* c, int tokens, bool is_staged = true) {
+  AnyArgs& a = c->args;
   const int other = c->parts == 3 ? 3 : 2;
   a.tokens = tokens, a.row_bytes = aligned(std::max(a.plane[0].units, a.plane[1].units) * 16);
+  a.last_raw = 1;
   a.tile_at = aligned(2 * tokens * sizeof(AnyRow));
   a.query_at = a.tile_at + c->parts * tokens * a.row_bytes;
   a.scores_at = a.query_at + other * c->rows * a.row_bytes;
   a.weights_at = aligned(a.scores_at + c->rows * (tokens + 4 + 3) * 4);
   a.scales_at = a.weights_at + other * c->rows * 128;
-  int64_t bytes = a.scales_at + 2 * tokens * scale_words * 4;
+  int64_t bytes = a.scales_at + 2 * tokens * scale_words_of(a) * 4;
   for (AnyPlane& plane : a.plane) {
     if (!is_staged && c->parts < 3)
       plane.load_bytes = 0;  // without a stage, kernels of three parts read units whole, others element by element
-    if (plane.load_bytes)
-      plane.split = make_fast_divider(plane.units), plane.row_step = kAnyThreads / plane.units, plane.unit_step = 0,
-      plane.threads = plane.row_step * plane.units;
-    else
-      plane.split = make_fast_divider(tokens), plane.row_step = 0, plane.unit_step = kAnyThreads / tokens,
-      plane.threads = kAnyThreads;
-    // Room does not depend on how units are loaded, either.
-    plane.raw_steps = (tokens + kAnyThreads / plane.units - 1) / (kAnyThreads / plane.units),
-    plane.raw_at = aligned(bytes);
-    plane.is_staged = is_staged && plane.load_bytes;
-    if (is_staged) bytes = plane.raw_at + 2 * plane.raw_steps * kAnyThreads * plane.bits;
+    stage(&plane, kAnyThreads, tokens, is_staged ? 2 : 0, &bytes);
   }
+  a.bytes = int32_t(bytes);
+}
+
+// The same for prompts: K and V have a tile each, two where rows go there as they are, else one and a buffer of raw
+// bytes.
+void lay_out_prompt(AnyChoice* c, int tokens) {
+  AnyArgs& a = c->args;
+  a.tokens = tokens, a.row_bytes = 2 * prompt_dims(std::max(a.d.dims[0], a.d.dims[1]));
+  a.planes_apart = 1, a.last_raw = 0;
+  a.tile_at =
+      (2 * tokens * sizeof(AnyRow) + a.row_bytes - 1) / a.row_bytes * a.row_bytes;  // rows are where `^` finds them
+  a.query_at = a.tile_at + (a.is_straight ? 4 : 2) * tokens * a.row_bytes;
+  a.scores_at = a.query_at + (c->prompt == PROMPT_PARTS ? 2 : 1) * c->rows * a.row_bytes;
+  a.scales_at = aligned(a.scores_at + (c->rows + 2 * kMostAnyTokens + 8) * 4);
+  int64_t bytes = a.scales_at + 2 * tokens * scale_words_of(a) * 4;
+  for (AnyPlane& plane : a.plane) stage(&plane, kPromptThreads, tokens, a.is_straight ? 0 : 1, &bytes);
   a.bytes = int32_t(bytes);
 }
 
@@ -110,7 +136,7 @@ bool find_tile(AnyChoice* c) {
 }
 
 bool find_choice(const AttentionParams& p, int rows, AnyChoice* c) {
-  c->parts = 1, c->rows = rows, c->args = AnyArgs{};
+  c->parts = 1, c->rows = rows, c->prompt = NO_PROMPT, c->args = AnyArgs{};
   if (std::max(p.head_dim, p.v_head_dim) > kMostAnyDims || (rows == kManyRows && p.v_head_dim > kMostManyDims) ||
       p.num_seqs * p.num_kv_heads * kManyRows > kMaxCount || p.num_tokens * p.group > kMaxCount)
     return false;
@@ -126,6 +152,46 @@ bool find_choice(const AttentionParams& p, int rows, AnyChoice* c) {
   return find_tile(c);
 }
 
+// Prompts: queries of 16 bits, and elements that one number of 16 bits holds. Under queries in bf16 a code times a
+// scale of more digits is rounded to it, as those of a bf16 cache were.
+bool find_prompt(const AttentionParams& p, AnyChoice* c) {
+  c->parts = 1, c->prompt = NO_PROMPT, c->args = AnyArgs{};
+  const bool is_bf16 = p.q.dtype == KVX_DTYPE_BF16;
+  const int most = int(std::max(p.head_dim, p.v_head_dim));
+  if ((!is_bf16 && p.q.dtype != KVX_DTYPE_F16) || most > kMostPromptDims || p.num_tokens * p.group > kMaxCount ||
+      !(p.scale > 0.f))
+    return false;
+  const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
+  if (k->dtype == KVX_DTYPE_F16 && v->dtype == KVX_DTYPE_F16) c->prompt = PROMPT_F16;
+  else c->prompt = is_bf16 ? PROMPT_BF16 : PROMPT_PARTS;
+  const int own = c->prompt == PROMPT_F16 ? KVX_DTYPE_F16 : KVX_DTYPE_BF16;
+  AnyArgs& a = c->args;
+  a.is_straight = 1;
+  for (int i = 0; i < 2; i++) {
+    const PlaneParams& plane = p.kv.plane[i];
+    if (c->prompt != PROMPT_F16) {
+      const int digits = digits_of(plane.dtype);
+      if (digits == 0 || digits > 8 || (has_groups(plane) && plane.scale.group_size % kUnit) ||
+          (plane.pack % 2 && dtype_bits(plane.dtype) == 4))
+        return false;
+      if (!is_bf16 && parts_of(p, plane) > 1) return false;
+    }
+    a.plane[i] = make_plane(p, i);
+    a.plane[i].units = (a.plane[i].dims + 63) / 64 * 8, a.d.dims[i] = a.plane[i].dims;
+    if (plane.dtype != own || a.plane[i].load_bytes != 16) a.is_straight = 0;
+    if (a.plane[i].bits <= 8) a.scales_rows = 1;
+  }
+  c->rows = prompt_rows(prompt_dims(most), c->prompt == PROMPT_PARTS);
+  for (int room :
+       {(max_shared_memory() + 1024) / 2 - 1024, max_shared_memory()})  // two blocks of threads on an SM, one
+    for (int tokens : {64, 32, 16}) {
+      if (tokens == 16 && most <= 128) continue;
+      lay_out_prompt(c, tokens);
+      if (a.bytes <= room) return true;
+    }
+  return false;
+}
+
 // For sequences of few rows, shared out by a plan.
 bool find_split(const AttentionParams& p, AnyChoice* c) {
   const int64_t rows = p.group * p.max_query_len;
@@ -134,7 +200,7 @@ bool find_split(const AttentionParams& p, AnyChoice* c) {
 
 // For blocks of rows of their own: many at once where they fit.
 bool find_own(const AttentionParams& p, AnyChoice* c) {
-  return find_choice(p, kManyRows, c) || find_choice(p, kFewRows, c);
+  return find_prompt(p, c) || find_choice(p, kManyRows, c) || find_choice(p, kFewRows, c);
 }
 
 PlanShape shape_of(const AttentionParams& p, const AnyChoice& c, int num_sms) {
@@ -157,6 +223,7 @@ kvx_status_t start(const AttentionParams& p, AnyChoice* c, int64_t blocks, void*
   a.query_parts = p.q.dtype == KVX_DTYPE_BF16 ? 1 : p.q.dtype == KVX_DTYPE_F16 ? 2 : 3;
   a.skip_rows = int32_t(p.skip_rows);
   a.is_common = d.rows.is_packed_32 && !p.kv.bases[0];
+  if (c->prompt != NO_PROMPT) return start_prompt(a, c->prompt, blocks, stream);
   switch (c->parts) {
     case 1: return start_any_1(a, c->rows, blocks, stream);
     case 2: return start_any_2(a, c->rows, blocks, stream);

@@ -15,6 +15,14 @@ kvx_status_t start_any_1(const AnyArgs& args, int rows, int64_t blocks, void* st
 kvx_status_t start_any_2(const AnyArgs& args, int rows, int64_t blocks, void* stream);
 kvx_status_t start_any_3(const AnyArgs& args, int rows, int64_t blocks, void* stream);
 
+// Of prompts (prompt.cuh), what numbers are multiplied: bf16; f16; bf16 with queries and weights in two parts.
+enum PromptKind { NO_PROMPT, PROMPT_BF16, PROMPT_F16, PROMPT_PARTS };
+constexpr int kPromptThreads = 128, kMostPromptDims = 256;
+constexpr int prompt_dims(int most) { return most <= 64 ? 64 : most <= 128 ? 128 : 256; }  // of the tile they run in
+// Query rows of a block: as many as leave registers for their sums.
+constexpr int prompt_rows(int dims, bool has_parts) { return dims <= 128 && !has_parts ? 128 : 64; }
+kvx_status_t start_prompt(const AnyArgs& args, PromptKind kind, int64_t blocks, void* stream);
+
 template <class C> kvx_status_t launch_any(const AnyArgs& args, int64_t blocks, void* stream) {
   KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&attend_any<C>), max_shared_memory() - kOwnBytes));
   return launch_early_with("attend_any", attend_any<C>, dim3(unsigned(blocks)), dim3(kAnyThreads), args.bytes, stream,
