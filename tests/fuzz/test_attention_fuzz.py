@@ -21,6 +21,13 @@ def test_random_shapes_are_near_the_answer(backend):
     assert not counts["wrong"]
 
 
+@pytest.mark.parametrize("number", [1000930, 1001479])
+def test_shapes_that_were_wrong_once(backend, number):
+    """lse of f32 queries where V has a scale per row, which joins the exponents of softmax weights on a device."""
+    device = "cuda" if backend.name == "cuda" else "cpu"
+    assert attention.run_case(attention.random_case(number), backend.name, device, number) < 1
+
+
 def test_cases_reach_everything_that_is_asked_for():
     cases = [attention.random_case(number) for number in range(2000)]
     plain = [a.case for a in cases if not isinstance(a.case, mla_cases.Case)]

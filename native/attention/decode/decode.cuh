@@ -32,6 +32,8 @@ template <class C> struct Decode : DecodeLoads<C> {
   // Scales that join the exponents of weights: of rows, and the largest of a row's groups. What is left of groups' is
   // at most 1, and weights are that much larger to begin with: f16 goes down to 2^-24.
   static constexpr bool kJoinsScales = C::kScales == ROW_SCALES || Rows::kScaleDims == 32;
+  // Under queries in f32, a scale's power of two alone joins the exponent, exactly: the rest of it multiplies weights.
+  static constexpr bool kJoinsPowers = Rows::kHasRests && C::kScales == ROW_SCALES;
   static constexpr float kBoost = Rows::kScaleDims == 32 ? 11.f : 0.f;
   // Weights are relative to a column's base: the largest score there was when it was set. It is set anew, and what was
   // added up multiplied, where a score is past it by kRise: seldom, and only then lanes have to agree on the largest.
@@ -290,9 +292,8 @@ template <class C> struct Decode : DecodeLoads<C> {
     if constexpr (C::kPlaces == 1) tiles::meet(1 + team, C::kTeam * 32);  // the last tile's have been read
     else turn ^= 1;
     if (C::kScales == ROW_SCALES && member == 0) {
-      const float of_value = positive(scales[C::kTokens + lane]);
-      all[C::kTeam * kPlace] =
-          make_float4(scales[lane], tiles::log2_fast(of_value), tiles::inverse_fast(of_value), 0.f);
+      const float3 of_value = joined(scales[C::kTokens + lane]);
+      all[C::kTeam * kPlace] = make_float4(scales[lane], of_value.x, of_value.y, of_value.z);
     }
 #pragma unroll
     for (int m = 0; m < kTokenTiles; m++)
@@ -321,7 +322,17 @@ template <class C> struct Decode : DecodeLoads<C> {
       }
     return place + C::kTeam * kPlace;
   }
-  static __device__ __forceinline__ float positive(float scale) { return fmaxf(scale, 7.8886091e-31f); }  // 2^-100
+  // A scale of V: what joins the exponent, what takes that away from a weight again, and what multiplies it in V alone.
+  static __device__ __forceinline__ float3 joined(float scale) {
+    const float x = fmaxf(scale, 7.8886091e-31f);  // 2^-100
+    if constexpr (kJoinsPowers) {
+      const int exponent = min(int(__float_as_uint(x) >> 23) - 127, 126);
+      const float inverse = power_of_two(-exponent);
+      return make_float3(float(exponent), inverse, x * inverse);
+    } else {
+      return make_float3(tiles::log2_fast(x), tiles::inverse_fast(x), 1.f);
+    }
+  }
 
   // Scores where a scale is of 32 elements, two fragments: each such part is multiplied by it in f32.
   __device__ __forceinline__ void score_groups(float (&s)[kTokenTiles][kColumnTiles][4], uint32_t at) const {
@@ -417,7 +428,7 @@ template <class C> struct Decode : DecodeLoads<C> {
     // With a scale a row of V, weights are p times that scale: it joins the exponent, and `most` is over the weights.
     // The sum of the weights without it divides by it again: one exponential serves both. A
     // scale of 0 counts as a tiny one.
-    float of_value[kTokenTiles][2], without[kTokenTiles][2];
+    float of_value[kTokenTiles][2], without[kTokenTiles][2], more[kTokenTiles][2];
     const float* scales = reinterpret_cast<const float*>(stage_bytes + C::kTileBytes);  // [K, V][token]
     const float4* of_tokens = nullptr;
     if constexpr (C::kTeam > 1) of_tokens = add_up(s, scales);
@@ -438,11 +449,10 @@ template <class C> struct Decode : DecodeLoads<C> {
           float of_key;
           if constexpr (C::kTeam > 1) {
             const float4 x = of_tokens[token];
-            of_key = x.x, of_value[m][h] = x.y, without[m][h] = x.z;
+            of_key = x.x, of_value[m][h] = x.y, without[m][h] = x.z, more[m][h] = x.w;
           } else {
-            const float scale = positive(scales[C::kTokens + token]);
-            of_key = scales[token], of_value[m][h] = tiles::log2_fast(scale),
-            without[m][h] = tiles::inverse_fast(scale);
+            const float3 x = joined(scales[C::kTokens + token]);
+            of_key = scales[token], of_value[m][h] = x.x, without[m][h] = x.y, more[m][h] = x.z;
           }
 #pragma unroll
           for (int n = 0; n < kColumnTiles; n++)
@@ -496,8 +506,13 @@ template <class C> struct Decode : DecodeLoads<C> {
         for (int m = 0; m < kTokenTiles; m++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            if constexpr (kJoinsScales) s[m][n][2 * h + j] += of_value[m][h];
-            largest[n][j] = fmaxf(largest[n][j], s[m][n][2 * h + j]);
+            float& x = s[m][n][2 * h + j];
+            if constexpr (kJoinsPowers) {
+              largest[n][j] = fmaxf(largest[n][j], x + of_value[m][h]);
+            } else {
+              if constexpr (kJoinsScales) x += of_value[m][h];
+              largest[n][j] = fmaxf(largest[n][j], x);
+            }
           }
         rises = rises || largest[n][j] > most[n][j] + kRise;
       }
@@ -512,14 +527,15 @@ template <class C> struct Decode : DecodeLoads<C> {
           float p[2];
 #pragma unroll
           for (int j = 0; j < 2; j++) {
-            p[j] = weight_of(s[m][n][2 * h + j], most[n][j]);
+            p[j] = weight_of(s[m][n][2 * h + j], most[n][j] - (kJoinsPowers ? of_value[m][h] : 0.f));
             if constexpr (kJoinsScales) sum[n][j] = __fmaf_rn(p[j], without[m][h], sum[n][j]);
             else sum[n][j] += p[j];
+            if constexpr (kJoinsPowers) p[j] *= more[m][h];
           }
 #pragma unroll
           for (int part = 0; part < kParts; part++) weights[part][m][n][h] = tiles::turn_matrix(pack_and_leave(p));
         }
-    if constexpr (kHasRests) find_rests(s, weights);
+    if constexpr (kHasRests) find_rests(s, of_value, more, weights);
 #pragma unroll
     for (int k = 0; k < kTokenTiles; k++)
 #pragma unroll
@@ -554,6 +570,8 @@ template <class C> struct Decode : DecodeLoads<C> {
 
   // Queries in f32: what a weight is more than the numbers that stand for it, in the column eight further.
   __device__ __forceinline__ void find_rests(const float (&s)[kTokenTiles][kColumnTiles][4],
+                                             const float (&of_value)[kTokenTiles][2],
+                                             const float (&more)[kTokenTiles][2],
                                              uint32_t (&weights)[kParts][kTokenTiles][kColumnTiles][2]) const {
     constexpr int kLast = kColumnTiles - 1;
 #pragma unroll
@@ -562,7 +580,10 @@ template <class C> struct Decode : DecodeLoads<C> {
       for (int h = 0; h < 2; h++) {
         float p[2];
 #pragma unroll
-        for (int j = 0; j < 2; j++) p[j] = weight_of(s[m][0][2 * h + j], most[0][j]);
+        for (int j = 0; j < 2; j++) {
+          p[j] = weight_of(s[m][0][2 * h + j], most[0][j] - (kJoinsPowers ? of_value[m][h] : 0.f));
+          if constexpr (kJoinsPowers) p[j] *= more[m][h];
+        }
 #pragma unroll
         for (int part = 0; part < kParts; part++) pack_and_leave(p);
         p[0] *= kRest, p[1] *= kRest;
