@@ -152,6 +152,7 @@ def _prompts() -> Iterator[AttentionCase]:
     """Prefill of one long prompt, of many short ones, and of other widths of a head."""
     for lens, heads in (((32768,), 32), ((2048,) * 16, 32), ((512,) * 32, 32), ((1024,) * 8, 64)):
         yield AttentionCase(lens, heads, 8, is_prefill=True)
+    yield AttentionCase((4096,) * 4, 32, 8, io="f16", is_prefill=True)  # the kernel that other GPUs run
     for dim, v_dim, heads, kv_heads in ((64, 0, 32, 8), (256, 0, 16, 4), (192, 0, 16, 4), (192, 128, 32, 32), (512, 0, 8, 1)):
         yield AttentionCase((4096,) * 4, heads, kv_heads, dim=dim, v_dim=v_dim, is_prefill=True)
     for fmt in (*_SCALED_OR_SMALL, "fp8_e5m2_per_token_head", "int8_per_token_head_f16"):

@@ -24,7 +24,7 @@ _DIMS = (64, 128, 256)  # others it compiles for minutes when it is called, refu
 def flashinfer(case: AttentionCase, batches: list[AttentionBatch], softmax_scale: float | None) -> dict[str, Timing]:
     """{} where it is not installed or has no such cache: fused K|V, scales other than one a tensor, 656-byte records, other
     head sizes."""
-    is_fp8 = case.format == "fp8_e4m3" and not case.is_prefill and not case.rope
+    is_fp8 = case.format == "fp8_e4m3" and case.io != "f32" and not case.is_prefill and not case.rope
     is_one_type = is_fp8 or (case.format in ("bf16", "f16") and case.format == case.io)
     has_dims = case.rope > 0 or (case.dim in _DIMS and not case.v_dim)
     if find_spec("flashinfer") is None or case.layout == "fused" or not (is_one_type and has_dims):

@@ -79,13 +79,18 @@ def _run(name: str, device: str, out: Path | None, only: str, as_json: bool) -> 
     for kind in getattr(bench, "CEILINGS", ("copy",)):  # a case of a bench that has both says which is its
         ceilings[kind] = harness.read_ceiling_gbps(device) if kind == "read" else harness.copy_ceiling_gbps(device)
         say(f" {kind} ceiling {ceilings[kind] / 1e3:.3f} TB/s" + (" (bytes read + bytes written)" if kind == "copy" else ""))
-    rows = []
-    for case in bench.cases(device):
-        if only and only not in f"{getattr(case, 'op', name)} " + " ".join(f"{k}={v}" for k, v in case.label.items()):
-            continue
-        row = bench.run(case, device, ceilings[getattr(case, "ceiling", next(iter(ceilings)))])
-        rows.append(row)
-        say(str(row))
+    rows: list[Any] = []
+    try:
+        for case in bench.cases(device):
+            if only and only not in f"{getattr(case, 'op', name)} " + " ".join(f"{k}={v}" for k, v in case.label.items()):
+                continue
+            row = bench.run(case, device, ceilings[getattr(case, "ceiling", next(iter(ceilings)))])
+            rows.append(row)
+            say(str(row))
+    except BaseException:  # Ctrl-C too: what took minutes to measure is not lost
+        if rows and not only and (out is not None or as_json):
+            _hand_over(harness.result(name, device, rows, ceilings), device, out, as_json, is_part=True)
+        raise
     if as_json or not only:
         _hand_over(harness.result(name, device, rows, ceilings), device, out, as_json)
 
@@ -102,20 +107,21 @@ def _measure(bench: Any, device: str, out: Path | None, as_json: bool, /, **opti
     _hand_over(result, device, out, as_json)
 
 
-def _hand_over(result: dict[str, Any], device: str, out: Path | None, as_json: bool) -> None:
+def _hand_over(result: dict[str, Any], device: str, out: Path | None, as_json: bool, is_part: bool = False) -> None:
+    """`is_part`: of a bench that was stopped; its file has another name."""
     made = {
         "bench": result["bench"],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"kvx bench {result['bench']}" + ("" if result["bench"] in ONE_DEVICE else f" --device {device}"),
     }
-    text = json.dumps(made | result, indent=1)
+    text = json.dumps(made | result | ({"is_part": True} if is_part else {}), indent=1)
     if as_json:
         typer.echo(text)
         return
     if out is None:
         typer.echo("not saved; --out FOLDER saves the result there")
         return
-    path = out / f"{datetime.now(UTC):%Y-%m-%d}-{result['bench']}-{device}.json"
+    path = out / f"{datetime.now(UTC):%Y-%m-%d}-{result['bench']}-{device}{'-part' if is_part else ''}.json"
     try:
         path.write_text(text + "\n")
     except OSError as error:  # what was measured is not lost with it

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import kvx
 import kvx.cli.main
+from kvx.bench.harness import Row, Timing
 from kvx.cli import bench
 from kvx.cli.main import app
 from tests.interrupts import ctrl_c
@@ -191,6 +192,26 @@ def test_bench_call_writes_a_result(tmp_path):
     result = json.loads(next(tmp_path.glob("*.json")).read_text())
     assert result["overhead_us"] > 0
     assert result["machine"]["kvx"] == kvx.__version__
+
+
+def test_bench_keeps_what_it_measured_before_it_stopped(monkeypatch, tmp_path):
+    first, second = list(bench.amax_bench.cases("cpu"))[:2]
+    row = Row("amax", first.label, 1, Timing(1.0, 1.0, 1.0, 1), None, 1.0, {})
+
+    def measure(case: object, *_: object) -> Row:
+        if case is second:
+            raise KeyboardInterrupt
+        return row
+
+    monkeypatch.setattr(bench.amax_bench, "cases", lambda device: iter([first, second]))
+    monkeypatch.setattr(bench.amax_bench, "run", measure)
+    monkeypatch.setattr(bench.harness, "copy_ceiling_gbps", lambda device: 10.0)
+    assert CliRunner().invoke(app, ["bench", "amax", "--out", str(tmp_path)]).exit_code == 130
+    (path,) = tmp_path.iterdir()
+    assert path.name.endswith("-amax-cpu-part.json")
+    result = json.loads(path.read_text())
+    assert result["is_part"]
+    assert [r["case"] for r in result["rows"]] == [first.label]
 
 
 def test_bench_as_json_is_json_alone(tmp_path):
