@@ -1,4 +1,8 @@
-"""Every kernel once, on shapes that reach each path, for compute-sanitizer: `make sanitize-gpu`. Checks results too."""
+"""Every kernel once, on shapes that reach each path, for compute-sanitizer: `make sanitize-gpu`. Checks results too.
+
+python3 tests/sanitize.py                    all parts
+python3 tests/sanitize.py small prefill:0/3  some of them; of attention's, the first third of the cases
+"""
 
 from __future__ import annotations
 
@@ -96,8 +100,12 @@ def append_cases() -> int:
     return count + len(test_copy_blocks.FORMATS) + len(test_copy_blocks.OTHERS) + 4
 
 
+SHARE = slice(None)  # of attention's cases, so that several processes can go through a part
+
+
 def attend(chosen: list) -> int:
     """With poison in everything that no query may see."""
+    chosen = chosen[SHARE]
     for case in chosen:
         made = case.make("cuda", torch.Generator().manual_seed(0))
         made.check(*made.run("cuda"))
@@ -115,9 +123,10 @@ def small_cases() -> int:
 
 
 def prefill_cases() -> int:
-    for case in test_attention_prefill.MANY[::3]:
+    for case in test_attention_prefill.MANY[::3][SHARE]:
         test_attention_prefill.check_each_as_alone(case, window=50, count=20)
-    return attend(test_attention_prefill.CASES[::3] + test_attention_prefill.WIDE[::4] + test_attention_prefill.CODES[::3])
+    made = test_attention_prefill
+    return attend(made.CASES[::3] + made.WIDE[::4] + made.CODES[::3] + made.OTHERS[::2])
 
 
 def fp8_products_cases() -> int:
@@ -239,11 +248,15 @@ PARTS = {
 
 def main() -> None:
     """All parts, or those named."""
-    for name in sys.argv[1:] or PARTS:
+    global SHARE
+    for asked in sys.argv[1:] or PARTS:
+        name, _, share = asked.partition(":")
+        first, _, of = share.partition("/")
+        SHARE = slice(int(first), None, int(of)) if share else slice(None)
         begin = time.perf_counter()
         count = PARTS[name]()
         torch.cuda.synchronize()
-        print(f"{name}: {count} cases, every result equal to the definition, {time.perf_counter() - begin:.0f} s", flush=True)
+        print(f"{asked}: {count} cases, every result equal to the definition, {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
