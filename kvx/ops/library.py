@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
 import warnings
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from kvx.ops.registry import ENTRIES
 _PACKAGE = Path(__file__).resolve().parent.parent
 _NAMES = ("libkvx.so", "libkvx.dylib", "kvx.dll")
 _CUDA_PACKAGE = "kvx_cu13"  # of several wheels, which have a folder each (wheels/build.py)
+# What the library reads from the environment, for debugging, and the values it knows.
+SETTINGS = {"KVX_SIMD": ("plain", "avx2", "avx512", "avx512vnni", "avx512bf16"), "KVX_GPU": ("portable",)}
 
 
 def include_dir() -> str:
@@ -145,6 +148,9 @@ def load(*, keeps_lock: bool = True) -> ctypes.CDLL | None:
         path = library_path()
     except Unsupported:
         return None
+    for name, values in SETTINGS.items():
+        if (value := os.environ.get(name)) and value not in values:
+            warnings.warn(f"{name}={value} is ignored: it takes {', '.join(values)}.", KvxWarning, stacklevel=2)
     lib = ctypes.PyDLL(path) if keeps_lock else ctypes.CDLL(path)
     for entry in ENTRIES.values():
         if not hasattr(lib, entry.name):

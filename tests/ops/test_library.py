@@ -1,8 +1,9 @@
-"""Which libkvx is taken where several are: the package's own, or one of kvx-cu13."""
+"""Which libkvx is taken where several are, the package's own or one of kvx-cu13, and the environment it reads."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,19 @@ def test_a_wheel_without_its_library_is_said(parts, monkeypatch):
 
 def test_the_driver_is_asked():
     assert all(gpu >= 50 for gpu in library._gpus())  # none on most machines, and no error there
+
+
+def test_settings_that_mean_nothing_are_said(monkeypatch):
+    monkeypatch.setenv("KVX_SIMD", "avx1024")
+    monkeypatch.setenv("KVX_GPU", "portable")
+    with pytest.warns(KvxWarning) as said:
+        library.load.__wrapped__()
+    assert [str(w.message) for w in said] == ["KVX_SIMD=avx1024 is ignored: it takes plain, avx2, avx512, avx512vnni, avx512bf16."]
+
+
+def test_settings_are_those_that_the_sources_read():
+    native = Path(library.__file__).parents[2] / "native"
+    read = {name for path in native.rglob("*.c*") for name in re.findall(r'getenv\("(KVX_\w+)"\)', path.read_text())}
+    assert read == set(library.SETTINGS)
+    machine = (native / "cpu" / "machine.cpp").read_text()
+    assert set(library.SETTINGS["KVX_SIMD"]) == set(re.findall(r'\{"([a-z0-9]+)", \w+, rows_', machine))
