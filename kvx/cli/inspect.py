@@ -258,9 +258,9 @@ def _show_support(as_json: bool) -> None:
     title += "% of 790 TFLOP/s: of what its tensor cores reach, with prompts of 4,096 tokens"
     _show(title, ("format", "decode", "prefill"), _kernels(), None, False)
     sizes = " ".join(f"{k}" if k == v else f"{k}/{v}" for k, v in HEAD_SIZES)
-    title = f"attention on cuda, Hopper: which head_dim of {sizes} have a fast kernel, by the dtype of queries. Other prompts run "
-    title += "on the portable kernel, as all do on other GPUs, if rows have up to 256 elements that fit 16 bits; the rest runs on "
-    title += f"the general kernel, also queries in f32 with more than {MOST_F32_ROWS} query rows per KV head"
+    title = f"attention on cuda, Hopper: which head_dim of {sizes} have a fast kernel, by the dtype of queries. Other prompts, and "
+    title += "all prompts on other GPUs, run on the portable kernel if rows have up to 256 elements that fit 16 bits. Everything "
+    title += f"else runs on the general kernel, also queries in f32 with more than {MOST_F32_ROWS} query rows per KV head."
     columns = [f"{kind}, {q}" for kind in ("decode", "prefill") for q in QUERIES]
     _show(title, ("KV format", *columns), _by_head_size(), None, False)
     _show("not supported on any backend", ("what", "ops", "why, and what to do"), _joined(refused), None, False)
