@@ -131,7 +131,7 @@ def _kv_cases(device: str) -> Iterator[ConvertCase]:
     yield ConvertCase("nhd", "nhd", format="int8_per_token_head")
     for src, dst in (("stack-nhd", "universal"), ("vllm.0.26-nhd", "trtllm")):
         yield ConvertCase(src, dst, 16, 1)
-    for blocks in (820, 3280):  # 8.6 and 34 GB read and written: more memory than a GPU knows the pages of
+    for blocks in (820, 3280):  # 8.6 and 34 GB, read and written
         for src, dst in (("nhd", "hnd"), ("vllm.0.26-nhd", "trtllm")):
             yield ConvertCase(src, dst, 16, blocks)
     for src, dst in (("vllm.0.26-nhd", "trtllm"), ("stack-nhd", "universal"), ("trtllm", "trtllm")):

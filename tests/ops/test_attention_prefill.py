@@ -143,6 +143,8 @@ OTHERS = [
     ),
     Case(**_LONG, format="bf16", io="f16", dim=128, causal=False, window=70, heads=7, kv_heads=1),
     Case(**_LONG, format="bf16", io="f16", dim=128, scale=2e-6),
+    *(Case(**_LONG, format="bf16", io="f16", dim=128, soft_cap=c) for c in (1e6, 3e38)),
+    Case(**_LONG, format="f16", io="bf16", dim=33, scale=1e-30),
 ]  # fmt: skip
 
 

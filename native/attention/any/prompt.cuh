@@ -254,19 +254,20 @@ template <class C> struct Prompt : AnyLoads<1, kPromptThreads, true> {
       there[i] = valid_words[inside / 32 + i] & whole, is_masked = is_masked || there[i] != whole;
     }
     if (a.scales_rows) multiply_by(s, row_scales(0) + inside);
-    float factor[C::kM][2];
+    float factor[C::kM][2];  // not 0: hidden scores are -infinity
 #pragma unroll
     for (int m = 0; m < C::kM; m++)
 #pragma unroll
-      for (int h = 0; h < 2; h++) factor[m][h] = a.d.scale * 1.44269504f * (kIsF16 ? grow()[row_of(m, h)] : 1.f);
-    if (a.d.soft_cap > 0.f)
+      for (int h = 0; h < 2; h++)
+        factor[m][h] = fmaxf(a.d.scale * 1.44269504f * (kIsF16 ? grow()[row_of(m, h)] : 1.f), 1e-37f);
+    const float cap = a.d.soft_cap * 1.44269504f;
+    if (cap > 0.f)
 #pragma unroll
       for (int m = 0; m < C::kM; m++)
 #pragma unroll
         for (int n = 0; n < kKeyTiles; n++)
 #pragma unroll
-          for (int i = 0; i < 4; i++)
-            s[m][n][i] = capped(s[m][n][i] * factor[m][i / 2], a.d.soft_cap * 1.44269504f) / factor[m][i / 2];
+          for (int i = 0; i < 4; i++) s[m][n][i] = cap * tanhf(s[m][n][i] * factor[m][i / 2] / cap) / factor[m][i / 2];
     if (is_masked)
 #pragma unroll
       for (int m = 0; m < C::kM; m++)
@@ -347,10 +348,6 @@ template <class C> struct Prompt : AnyLoads<1, kPromptThreads, true> {
 #pragma unroll
         for (int i = 0; i < 4; i++) s[m][n][i] *= i % 2 ? of_keys.y : of_keys.x;
     }
-  }
-  // cap * tanh(x / cap), as exact as the largest score is.
-  static __device__ __forceinline__ float capped(float x, float cap) {
-    return cap - __fdividef(2.f * cap, 1.f + tiles::exp2_fast(x * (2.f * 1.44269504f) / cap));
   }
 
   __device__ __forceinline__ void add_values(Scores& s, uint32_t values_at) {
