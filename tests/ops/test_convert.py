@@ -93,6 +93,20 @@ def test_engine_shapes(backend, a, b):
     run(backend, kvx.CacheSpec(**geometry, layout=a), kvx.CacheSpec(**geometry, layout=b), [[4, 0, 5]], [[1, 3, 2]])
 
 
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_layers_more_than_32_mib_apart(backend, heads):
+    """Layers of large caches are moved one after the other, those of small ones block by block."""
+    spec = kvx.CacheSpec((33 << 20) // (16 * 64 * heads * 2) + 1, 16, heads, 64, num_layers=2, layout="layer kv block token head dim")
+    (a,), (b,) = (kvx.allocate_buffers(spec, backend.device) for _ in range(2))
+    a.view(torch.int64).copy_(torch.arange(1, a.numel() // 8 + 1, device=a.device))
+    ids = torch.randperm(spec.num_blocks, generator=torch.Generator().manual_seed(2))[:700]
+    convert([a], [b], plan=kvx.plan(spec, spec), src_blocks=ids[:350], dst_blocks=ids[350:], backend=backend.name)
+    got, source = (x.view(torch.int64).view(4, spec.num_blocks, -1) for x in (b, a))
+    want = torch.zeros_like(got)
+    want[:, ids[350:]] = source[:, ids[:350]]
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize(("tp_src", "tp_dst"), [(1, 4), (4, 8), (8, 2), (3, 1), (1, 3), (6, 4), (2, 24)])
 def test_tensor_parallel(backend, tp_src, tp_dst):
     heads = 12 if tp_dst != 8 and tp_src != 8 else 8

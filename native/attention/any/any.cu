@@ -112,7 +112,7 @@ void lay_out(AnyChoice* c, int tokens, bool is_staged = true) {
 // bytes.
 void lay_out_prompt(AnyChoice* c, int tokens) {
   AnyArgs& a = c->args;
-  a.tokens = tokens, a.row_bytes = 2 * prompt_dims(std::max(a.d.dims[0], a.d.dims[1]));
+  a.tokens = tokens, a.row_bytes = 2 * prompt_dims(std::max(a.d.dims[0], a.d.dims[1]), c->prompt == PROMPT_PARTS);
   a.planes_apart = 1, a.last_raw = 0;
   a.tile_at =
       (2 * tokens * sizeof(AnyRow) + a.row_bytes - 1) / a.row_bytes * a.row_bytes;  // rows are where `^` finds them
@@ -181,11 +181,12 @@ bool find_prompt(const AttentionParams& p, AnyChoice* c) {
     if (plane.dtype != own || a.plane[i].load_bytes != 16) a.is_straight = 0;
     if (a.plane[i].bits <= 8) a.scales_rows = 1;
   }
-  c->rows = prompt_rows(prompt_dims(most), c->prompt == PROMPT_PARTS);
+  const bool has_parts = c->prompt == PROMPT_PARTS, is_wide = most > 128;
+  c->rows = prompt_rows(prompt_dims(most, has_parts), has_parts);
   for (int room :
        {(max_shared_memory() + 1024) / 2 - 1024, max_shared_memory()})  // two blocks of threads on an SM, one
     for (int tokens : {64, 32, 16}) {
-      if (tokens == 16 && most <= 128) continue;
+      if (is_wide ? has_parts && tokens > 16 : tokens == 16) continue;  // no kernel
       lay_out_prompt(c, tokens);
       if (a.bytes <= room) return true;
     }

@@ -12,13 +12,13 @@ template <class C> kvx_status_t launch_prompt(const AnyArgs& args, int64_t block
 }
 
 template <class Numbers, int kOther> kvx_status_t start(const AnyArgs& args, int64_t blocks, void* stream) {
-  switch (prompt_dims(args.d.dims[0] > args.d.dims[1] ? args.d.dims[0] : args.d.dims[1])) {
-    case 64: return launch_prompt<PromptConfig<Numbers, 64, 32, kOther>>(args, blocks, stream);
-    case 128: return launch_prompt<PromptConfig<Numbers, 128, 32, kOther>>(args, blocks, stream);
-    default:
-      return args.tokens == 16 ? launch_prompt<PromptConfig<Numbers, 256, 16, kOther>>(args, blocks, stream)
-                               : launch_prompt<PromptConfig<Numbers, 256, 32, kOther>>(args, blocks, stream);
+  const int dims = args.row_bytes / 2;  // of the tile
+  if (dims == 128) return launch_prompt<PromptConfig<Numbers, 128, 32, kOther>>(args, blocks, stream);
+  if constexpr (kOther == 1) {
+    if (dims == 64) return launch_prompt<PromptConfig<Numbers, 64, 32, kOther>>(args, blocks, stream);
+    if (args.tokens > 16) return launch_prompt<PromptConfig<Numbers, 256, 32, kOther>>(args, blocks, stream);
   }
+  return launch_prompt<PromptConfig<Numbers, 256, 16, kOther>>(args, blocks, stream);
 }
 }  // namespace
 

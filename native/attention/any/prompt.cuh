@@ -437,10 +437,7 @@ template <class C> struct Prompt : AnyLoads<1, kPromptThreads, true> {
 };
 
 // Tile i is multiplied while i + 1 is on its way and the rows of i + 2 are found.
-template <class C>
-__global__ void __launch_bounds__(kPromptThreads, C::kBlocks) attend_prompt(const __grid_constant__ AnyArgs a) {
-  extern __shared__ __align__(512) char shared[];
-  wait_for_previous();
+template <class C> __device__ __forceinline__ void attend_rows(const AnyArgs& a, char* shared) {
   Prompt<C> m(a, shared);
   m.w = own_work<C::kRows>(a, blockIdx.x);
   if (m.w.seq < 0) return;
@@ -462,6 +459,20 @@ __global__ void __launch_bounds__(kPromptThreads, C::kBlocks) attend_prompt(cons
     m.multiply_tile(i);
   }
   m.store();
+}
+
+// Multiprocessors of these have room for two tiles of 32 tokens of 256 elements, and never run slices of 16.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+constexpr bool kHasRoom = true;
+#else
+constexpr bool kHasRoom = false;
+#endif
+
+template <class C>
+__global__ void __launch_bounds__(kPromptThreads, C::kBlocks) attend_prompt(const __grid_constant__ AnyArgs a) {
+  extern __shared__ __align__(512) char shared[];
+  wait_for_previous();
+  if constexpr (!kHasRoom || C::kSlice == 32 || C::kOther > 1) attend_rows<C>(a, shared);
 }
 
 }  // namespace cuda

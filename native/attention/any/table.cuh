@@ -18,7 +18,8 @@ kvx_status_t start_any_3(const AnyArgs& args, int rows, int64_t blocks, void* st
 // Of prompts (prompt.cuh), what numbers are multiplied: bf16; f16; bf16 with queries and weights in two parts.
 enum PromptKind { NO_PROMPT, PROMPT_BF16, PROMPT_F16, PROMPT_PARTS };
 constexpr int kPromptThreads = 128, kMostPromptDims = 256;
-constexpr int prompt_dims(int most) { return most <= 64 ? 64 : most <= 128 ? 128 : 256; }  // of the tile they run in
+// The tile that rows run in. Those in parts are rare: they have kernels of two widths.
+constexpr int prompt_dims(int most, bool has_parts) { return most <= 64 && !has_parts ? 64 : most <= 128 ? 128 : 256; }
 // Query rows of a block: as many as leave registers for their sums.
 constexpr int prompt_rows(int dims, bool has_parts) { return dims <= 128 && !has_parts ? 128 : 64; }
 kvx_status_t start_prompt(const AnyArgs& args, PromptKind kind, int64_t blocks, void* stream);

@@ -30,7 +30,8 @@ struct DeviceJob {
   uint32_t inner_vectors;  // rows: of one item; tiles: tiles of one unit
   FastDivider per_item;    // rows: blocks of threads an item takes (BY_BLOCK), or vectors
   uint32_t num_items;      // rows: of a unit
-  FastDivider per_unit;    // blocks of threads a unit takes
+  FastDivider per_unit;    // blocks of threads a unit takes in one pass over the units
+  FastDivider per_pass;    // ... and all units do
   uint32_t first;          // block of threads this job begins with
   // tiles
   uint32_t rows, columns;  // of a tile: elements along the destination's and along the source's adjacent axis
@@ -70,6 +71,16 @@ __device__ __forceinline__ const DeviceJob& find_job(const ConvertArgs& a) {
   return a.job[n];
 }
 
+// The unit a block of threads works on, and which of the unit's blocks it is.
+struct Turn {
+  uint32_t unit, rest;
+};
+__device__ __forceinline__ Turn find_turn(const DeviceJob& job) {
+  const uint32_t index = blockIdx.x - job.first, pass = job.per_pass.divide(index),
+                 inside = index - pass * job.per_pass.d, unit = job.per_unit.divide(inside);
+  return Turn{unit, pass * job.per_unit.d + inside - unit * job.per_unit.d};
+}
+
 // Who shares an item, and with it the look-up of digits and buffers: all threads; a warp, where items are smaller than
 // a block's work; nobody, where they are smaller than a warp's.
 enum Share { BY_BLOCK, BY_WARP, BY_VECTOR };
@@ -80,8 +91,7 @@ __global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__
   using T = typename Vec<W>::T;
   const DeviceJob& job = find_job(a);
   wait_for_previous();
-  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index),
-                 rest = index - unit * job.per_unit.d;
+  const auto [unit, rest] = find_turn(job);
   const Here whole = find_unit(a.tables, job.place, unit, a.take, threadIdx.x == 0 && rest == 0);
   if (whole.tokens == 0) return;
   Here here = whole;
@@ -163,8 +173,7 @@ __global__ void __launch_bounds__(kThreads) convert_tiles(const __grid_constant_
   };
   const DeviceJob& job = find_job(a);
   wait_for_previous();
-  const uint32_t index = blockIdx.x - job.first, unit = job.per_unit.divide(index),
-                 rest = index - unit * job.per_unit.d;
+  const auto [unit, rest] = find_turn(job);
   const Here here = find_unit(a.tables, job.place, unit, a.take, threadIdx.x == 0 && rest == 0);
   if (here.tokens == 0) return;
   const uint32_t first = rest * job.tiles, count = min(job.tiles, job.inner_vectors - first);
@@ -228,6 +237,13 @@ DeviceJob start_job(const Job& job) {
 
 bool has_step(const Digit& d) { return d.step[0] || d.step[1]; }
 
+// Layers of large caches: one after the other over all units, so that what is read and written at a time lies in few
+// pages of memory. A side whose blocks have their layers together is better read as it lies.
+bool is_far(const Digit& d) {
+  constexpr int64_t kFar = int64_t(32) << 20;
+  return (d.step[SRC] || d.stride[SRC] >= kFar) && (d.step[DST] || d.stride[DST] >= kFar);
+}
+
 // Digits in the order threads take them: first along the run, then so that both sides stay in long stretches of memory.
 kvx_status_t make_rows(const Job& job, int width, DeviceJob* out, int64_t* blocks_per_unit, int* share) {
   *out = start_job(job);
@@ -271,6 +287,8 @@ kvx_status_t make_rows(const Job& job, int width, DeviceJob* out, int64_t* block
   out->num_inner = n;
   int64_t items = 1;
   for (const Digit& d : outer) out->digit[n++] = to_device(d), items *= d.size;
+  int64_t passes = 1;
+  for (auto d = outer.rbegin(); d != outer.rend() && is_far(*d); ++d) passes *= d->size;
   out->num_digits = n;
   *share = vectors >= kBlockVectors || items == 1 ? BY_BLOCK : vectors % kWarpVectors == 0 ? BY_WARP : BY_VECTOR;
   const int64_t per_item = (vectors + kBlockVectors - 1) / kBlockVectors;
@@ -281,7 +299,8 @@ kvx_status_t make_rows(const Job& job, int width, DeviceJob* out, int64_t* block
   out->inner_vectors = uint32_t(vectors);
   out->num_items = uint32_t(items);
   out->per_item = make_fast_divider(*share == BY_BLOCK ? per_item : vectors);
-  out->per_unit = make_fast_divider(*blocks_per_unit);
+  if (*share != BY_BLOCK && items / passes * vectors % kBlockVectors) passes = 1;  // a block's work would be of two
+  out->per_unit = make_fast_divider(*blocks_per_unit / passes);
   return KVX_STATUS_OK;
 }
 
@@ -390,7 +409,8 @@ kvx_status_t Launch::start(const Run& run) const {
     }
     DeviceJob& placed = args.job[args.num_jobs++];
     placed = job[i];
-    placed.first = uint32_t(grid);
+    placed.first = uint32_t(grid),
+    placed.per_pass = make_fast_divider(std::max<int64_t>(all, 1) / (per_unit[i] / placed.per_unit.d));
     grid += all;
   }
   return args.num_jobs ? launch(args, unsigned(grid), run.stream) : KVX_STATUS_OK;
