@@ -171,6 +171,13 @@ __device__ __forceinline__ void store_if_negative(uint32_t to, float x) {
                : "memory");
 }
 
+// 1 / x of what is neither tiny nor 0, good to a step of f32. NaN stays.
+__device__ __forceinline__ float inverse(float x) {
+  x = x > 3e38f ? 3e38f : x;
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return __fmaf_rn(y, __fmaf_rn(-x, y, 1.f), y);
+}
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

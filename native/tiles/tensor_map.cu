@@ -91,13 +91,13 @@ Shape shape_of(const MappedPlane& p) {
           1,
           box_tokens(p.block_size, p.tile_rows)};
 }
-Shape shape_of(const MappedQueries& q) {
+Shape shape_of(const MappedRows& q) {
   return {q.rows->data,
           q.head_dim,
           {q.num_heads, q.num_tokens, 1},
           {q.rows->head, q.rows->token, 0},
           q.group,
-          q.group <= 64 && 64 % q.group == 0 ? 64 / q.group : 0};
+          q.box_rows % q.group == 0 ? q.box_rows / q.group : 0};
 }
 
 }  // namespace
@@ -107,8 +107,8 @@ bool fits_tensor_map(const MappedPlane& p) {
 }
 kvx_status_t make_tensor_map(CUtensorMap* map, const MappedPlane& p) { return make(map, shape_of(p)); }
 
-bool fits_tensor_map(const MappedQueries& q) { return q.rows->is_dense && fits(shape_of(q)); }
-kvx_status_t make_tensor_map(CUtensorMap* map, const MappedQueries& q) { return make(map, shape_of(q)); }
+bool fits_tensor_map(const MappedRows& q) { return q.rows->is_dense && fits(shape_of(q)); }
+kvx_status_t make_tensor_map(CUtensorMap* map, const MappedRows& q) { return make(map, shape_of(q)); }
 
 }  // namespace cuda
 }  // namespace kvx

@@ -33,6 +33,18 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, in
       : "memory");
 }
 
+// The other way, out of shared memory that has been shown to the engine; what is outside of the plane is not written.
+// Boxes end in groups, which a thread commits and waits for: that they were read, or that they are written.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from, int32_t dim, int32_t head,
+                                          int32_t token) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+               "r"(from), "r"(dim), "r"(head), "r"(token), "r"(0)
+               : "memory");
+}
+__device__ __forceinline__ void commit_boxes() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_boxes_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void wait_boxes() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // True in one lane, always the same one. The assembler knows that it is one: instructions of the copy engine are not
 // looped over the warp.
 __device__ __forceinline__ bool is_elected() {

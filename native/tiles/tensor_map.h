@@ -17,10 +17,11 @@ struct MappedPlane {
   int64_t tile_rows = 128;  // of tiles that are whole boxes: 128 or 64
 };
 
-// Query rows of 16-bit elements, [token][head][dim]: a box is `group` heads, of as many tokens as make 64 rows.
-struct MappedQueries {
+// Rows of queries or results, of 16-bit elements, [token][head][dim]: a box is `group` heads, of as many tokens as make
+// box_rows.
+struct MappedRows {
   const RowsParams* rows;
-  int64_t head_dim, num_heads, num_tokens, group;
+  int64_t head_dim, num_heads, num_tokens, group, box_rows;
 };
 
 // Tokens of a box: whole blocks, or a tile's tokens of larger ones; tiles are then whole boxes. 0 = blocks that do not
@@ -38,9 +39,9 @@ bool fits_tensor_map(const MappedPlane& p);
 // outside: also past the end of rows, where they are no whole 64s.
 kvx_status_t make_tensor_map(CUtensorMap* map, const MappedPlane& p);
 
-// Likewise, a box of 64 elements of group heads; what 64 rows are no multiple of does not fit.
-bool fits_tensor_map(const MappedQueries& p);
-kvx_status_t make_tensor_map(CUtensorMap* map, const MappedQueries& p);
+// Likewise, a box of 64 elements of group heads; what box_rows is no multiple of does not fit.
+bool fits_tensor_map(const MappedRows& p);
+kvx_status_t make_tensor_map(CUtensorMap* map, const MappedRows& p);
 
 }  // namespace cuda
 }  // namespace kvx

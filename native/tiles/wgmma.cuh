@@ -52,9 +52,10 @@ template <> struct Warpgroup<Bf16Numbers, 64> {
         : "l"(a), "l"(b), "r"(adds));
   }
   // A in registers, B in shared memory and MN-major.
-  static __device__ __forceinline__ void multiply_turned(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void multiply_turned(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
+                                                         int adds = 1) {
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
         "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, "
         "%34, %35}, %36, p, 1, 1, 1; }\n"
@@ -62,7 +63,7 @@ template <> struct Warpgroup<Bf16Numbers, 64> {
           "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
           "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
           "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
   }
 };
 
@@ -86,9 +87,10 @@ template <> struct Warpgroup<Bf16Numbers, 128> {
         : "l"(a), "l"(b), "r"(adds));
   }
   // A in registers, B in shared memory and MN-major.
-  static __device__ __forceinline__ void multiply_turned(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void multiply_turned(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
+                                                         int adds = 1) {
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+        "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
         "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, "
         "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, "
@@ -101,7 +103,7 @@ template <> struct Warpgroup<Bf16Numbers, 128> {
           "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
           "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
           "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
   }
 };
 
@@ -120,9 +122,10 @@ template <> struct Warpgroup<F16Numbers, 64> {
         : "l"(a), "l"(b), "r"(adds));
   }
   // A in registers, B in shared memory and MN-major.
-  static __device__ __forceinline__ void multiply_turned(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void multiply_turned(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
+                                                         int adds = 1) {
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
         "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, "
         "%34, %35}, %36, p, 1, 1, 1; }\n"
@@ -130,7 +133,7 @@ template <> struct Warpgroup<F16Numbers, 64> {
           "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
           "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
           "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
   }
 };
 
@@ -154,9 +157,10 @@ template <> struct Warpgroup<F16Numbers, 128> {
         : "l"(a), "l"(b), "r"(adds));
   }
   // A in registers, B in shared memory and MN-major.
-  static __device__ __forceinline__ void multiply_turned(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void multiply_turned(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
+                                                         int adds = 1) {
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+        "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
         "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, "
         "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, "
@@ -169,15 +173,16 @@ template <> struct Warpgroup<F16Numbers, 128> {
           "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
           "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
           "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
   }
 };
 
 template <> struct Warpgroup<Bf16Numbers, 192> {
   // A in registers, B in shared memory and MN-major.
-  static __device__ __forceinline__ void multiply_turned(float (&d)[96], const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void multiply_turned(float (&d)[96], const uint32_t (&a)[4], uint64_t b,
+                                                         int adds = 1) {
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+        "{ .reg .pred p; setp.ne.b32 p, %101, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
         "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, "
         "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, "
@@ -196,15 +201,16 @@ template <> struct Warpgroup<Bf16Numbers, 192> {
           "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]),
           "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]),
           "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
   }
 };
 
 template <> struct Warpgroup<Bf16Numbers, 256> {
   // A in registers, B in shared memory and MN-major.
-  static __device__ __forceinline__ void multiply_turned(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void multiply_turned(float (&d)[128], const uint32_t (&a)[4], uint64_t b,
+                                                         int adds = 1) {
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+        "{ .reg .pred p; setp.ne.b32 p, %133, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
         "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, "
         "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, "
@@ -229,15 +235,16 @@ template <> struct Warpgroup<Bf16Numbers, 256> {
           "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]),
           "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]),
           "+f"(d[126]), "+f"(d[127])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
   }
 };
 
 template <> struct Warpgroup<F16Numbers, 192> {
   // A in registers, B in shared memory and MN-major.
-  static __device__ __forceinline__ void multiply_turned(float (&d)[96], const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void multiply_turned(float (&d)[96], const uint32_t (&a)[4], uint64_t b,
+                                                         int adds = 1) {
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+        "{ .reg .pred p; setp.ne.b32 p, %101, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
         "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, "
         "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, "
@@ -256,15 +263,16 @@ template <> struct Warpgroup<F16Numbers, 192> {
           "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]),
           "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]),
           "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
   }
 };
 
 template <> struct Warpgroup<F16Numbers, 256> {
   // A in registers, B in shared memory and MN-major.
-  static __device__ __forceinline__ void multiply_turned(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
+  static __device__ __forceinline__ void multiply_turned(float (&d)[128], const uint32_t (&a)[4], uint64_t b,
+                                                         int adds = 1) {
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+        "{ .reg .pred p; setp.ne.b32 p, %133, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
         "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, "
         "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, "
@@ -289,7 +297,7 @@ template <> struct Warpgroup<F16Numbers, 256> {
           "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]),
           "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]),
           "+f"(d[126]), "+f"(d[127])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
   }
 };
 

@@ -63,8 +63,14 @@ void make_maps(const AttentionParams& p, PrefillArgs* a) {
 
 // Where 64 rows are whole tokens of a group's heads; others are copied 16 bytes at a time.
 void make_query_map(const AttentionParams& p, PrefillArgs* a) {
-  const MappedQueries queries{&p.q, p.head_dim, p.num_heads, p.num_tokens, p.group};
-  a->has_query_map = fits_tensor_map(queries) && make_tensor_map(&a->query_map, queries) == KVX_STATUS_OK;
+  const MappedRows rows{&p.q, p.head_dim, p.num_heads, p.num_tokens, p.group, 64};
+  a->has_query_map = fits_tensor_map(rows) && make_tensor_map(&a->query_map, rows) == KVX_STATUS_OK;
+}
+// Likewise, of the 16 rows that a warp has.
+void make_out_map(const AttentionParams& p, PrefillArgs* a) {
+  const MappedRows rows{&p.out, p.v_head_dim, p.num_heads, p.num_tokens, p.group, 16};
+  a->has_out_map =
+      p.out.dtype == p.q.dtype && fits_tensor_map(rows) && make_tensor_map(&a->out_map, rows) == KVX_STATUS_OK;
 }
 
 }  // namespace
@@ -92,6 +98,7 @@ kvx_status_t run_prefill(const AttentionParams& p, int num_sms, void* stream) {
   a.unit = row_unit(p), a.rows = make_row_finder(p, a.unit);
   make_maps(p, &a);
   make_query_map(p, &a);
+  make_out_map(p, &a);
   for (int i = 0; i < 2; i++) a.data[i] = p.kv.plane[i].data, a.scales[i] = p.kv.plane[i].scale;
   a.dims[0] = int32_t(p.head_dim), a.dims[1] = int32_t(p.v_head_dim);
   a.type = p.kv.plane[0].dtype;

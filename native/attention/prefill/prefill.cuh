@@ -57,6 +57,8 @@ template <class Rows_, class Tile, ScaleKind kScales_> struct PrefillConfig {
                        kQueryBytes = kRows * kKeyDims * 2;
   static constexpr int kQueryAt = 0, kRingsAt = kQueryBuffers * kQueryBytes, kItemsAt = kRingsAt + Rings::kBytes,
                        kWorkAt = kItemsAt + ItemWaves::kMost * int(sizeof(PrefillItem));
+  // Results leave through the place of their item's queries, by the copy engine.
+  static constexpr bool kLeavesByBoxes = kQueryBuffers == 2 && !kSplitsValues && kOutDims <= kKeyDims;
   // Where f16 or e4m3 is multiplied: what a query row was divided by. Rows of codes alone: [4 tiles] of scales (one a
   // row: a pair of keys' K and logarithms of V together, then the inverses of V; several: those of K's rows, then of
   // V's); raw bytes of K and V, which of wide rows lie in the stages themselves.
@@ -176,7 +178,8 @@ template <class C> struct Prefill {
   // A warp's 16 rows of results, 32 elements at a time: through shared memory, so that four lanes store 64 bytes of a
   // row. `rows`: of the two rows of 16-bit elements that this lane stores to, null where there is none.
   template <class To>
-  __device__ __forceinline__ void store_16(const float (&out)[kOut], int dims_from, char* const (&rows)[2]) const {
+  __device__ __forceinline__ void store_16(const float (&out)[kOut], const float (&inverse)[2], int dims_from,
+                                           char* const (&rows)[2]) const {
     const uint32_t lane = threadIdx.x % 32, staging = at + C::kStagingAt + (threadIdx.x / 32 - 4) * 1024,
                    row = lane % 16, of_row = staging + row * 64, turn = row / 2 % 4;
 #pragma unroll
@@ -187,7 +190,7 @@ template <class C> struct Prefill {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const float* pair = out + 16 * m + 8 * k + 4 * (i / 2) + 2 * (i % 2);
-          x[i] = To::pack(pair[0], pair[1]);
+          x[i] = To::pack(pair[0] * inverse[i % 2], pair[1] * inverse[i % 2]);
         }
         tiles::store_matrices(of_row + (((2 * k + lane / 16) ^ turn) << 4), x);
       }
@@ -203,6 +206,47 @@ template <class C> struct Prefill {
     }
   }
 
+  // A warp's 16 rows of an item by the copy engine, out of the place of their queries, which nobody multiplies any
+  // more. Whoever asks for others there waits until they were read.
+  template <class To> __device__ __forceinline__ void store_boxes(const PrefillItem& w, const float (&out)[kOut],
+                                                                  const float (&inverse)[2], uint32_t item) const {
+    const uint32_t lane = threadIdx.x % 32, row = lane % 16, first = (threadIdx.x / 32 - 4) * 16,
+                   from = at + query_buffer(item) + C::kQueryAt + first * 128, to = from + row * 128;
+#pragma unroll
+    for (int k = 0; k < C::kOutDims / 16; k++) {
+      uint32_t x[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float* pair = out + 8 * k + 4 * (i / 2) + 2 * (i % 2);
+        x[i] = To::pack(pair[0] * inverse[i % 2], pair[1] * inverse[i % 2]);
+      }
+      tiles::store_matrices(to + k / 4 * C::kQueryColumnBytes + (((k % 4 * 2 + lane / 16) ^ (row % 8)) << 4), x);
+    }
+    tiles::show_to_multiplications();
+    __syncwarp();
+    if (tiles::is_elected()) {
+      const int32_t token = int32_t(w.first_query + a.group.divide(w.first_row + first));
+#pragma unroll
+      for (int column = 0; column < C::kOutDims / 64; column++)
+        tiles::store_box(a.out_map, from + column * C::kQueryColumnBytes, column * 64, w.head * int32_t(a.group.d),
+                         token);
+      tiles::commit_boxes();
+    }
+  }
+  // Results of item `item` of this block of threads, by boxes if that `may` be and all of the warp's rows are there.
+  __device__ __forceinline__ void store(const PrefillItem& w, const float (&out)[kOut], const float (&inverse)[2],
+                                        uint32_t item, bool may, int32_t first_row, int dims_from) const {
+    if constexpr (C::kLeavesByBoxes) {
+      const int32_t first = w.first_row + (int32_t(threadIdx.x) / 32 - 4) * 16;
+      if (may && __all_sync(0xffffffffu, first + 16 <= w.rows)) {
+        if (!C::kIsF16 || a.out.dtype == KVX_DTYPE_BF16) store_boxes<tiles::Bf16Numbers>(w, out, inverse, item);
+        else store_boxes<tiles::F16Numbers>(w, out, inverse, item);
+        return;
+      }
+    }
+    store_results(w, out, inverse, first_row, dims_from);
+  }
+
   // What is added up of a row's weights: sums of this thread's keys. A weight is 2 to the power of score * factor -
   // base.
   struct Softened {
@@ -216,16 +260,28 @@ template <class C> struct Prefill {
   __device__ __forceinline__ void finish_rows(const PrefillItem& w, const float (&base)[2], float (&total)[2],
                                               int32_t first_row, int dims_from, float (&inverse)[2]) const {
     const float of_values = C::kIsCodes ? scale_of(a.scales[1], w.head, has_one_scale(1)) : 1.f;
+    const auto find = [&](int32_t row, int32_t* token, int32_t* head) {
+      *token = int32_t(a.group.divide(row)), *head = w.head * int32_t(a.group.d) + row - *token * int32_t(a.group.d);
+      return row < w.rows;
+    };
+    int32_t token, head;
+    if (a.lse && dims_from == 0) {  // of a row's four threads the first two store one row each
+      const bool is_second = threadIdx.x % 4 == 1;
+      const float sum = is_second ? total[1] : total[0];
+      if (find(first_row + 8 * is_second, &token, &head) && threadIdx.x % 4 < 2)
+        *reinterpret_cast<float*>(a.lse + (w.first_query + token) * a.lse_token + head * a.lse_head) =
+            sum != 0.f ? ((is_second ? base[1] : base[0]) + log2f(sum)) * 0.69314718f : -INFINITY;  // NaN stays
+    }
+    if (a.sinks)
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+        if (find(first_row + 8 * h, &token, &head) && total[h] != 0.f)
+          total[h] += tiles::exp2_fast(a.sinks[head] * 1.44269504f - base[h]);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int32_t row = first_row + 8 * h, token = int32_t(a.group.divide(row)),
-                    head = w.head * int32_t(a.group.d) + row - token * int32_t(a.group.d);
-      const bool is_there = row < w.rows;
-      if (threadIdx.x % 4 == 0 && dims_from == 0 && a.lse && is_there)
-        *reinterpret_cast<float*>(a.lse + (w.first_query + token) * a.lse_token + head * a.lse_head) =
-            total[h] != 0.f ? (base[h] + log2f(total[h])) * 0.69314718f : -INFINITY;  // NaN stays
-      if (a.sinks && is_there && total[h] != 0.f) total[h] += tiles::exp2_fast(a.sinks[head] * 1.44269504f - base[h]);
-      inverse[h] = total[h] != 0.f ? of_values / total[h] : 0.f;
+      // Without scales that they hold a total is 1 or more: the largest weight was 1 when it was met.
+      const float inverse_of = C::kScales == ROW_SCALES ? 1.f / total[h] : tiles::inverse(total[h]);
+      inverse[h] = total[h] != 0.f ? of_values * inverse_of : 0.f;
     }
   }
   // Of this thread's own sums.
@@ -240,11 +296,10 @@ template <class C> struct Prefill {
     finish_rows(w, x.base, total, first_row, dims_from, inverse);
   }
 
-  __device__ __forceinline__ void store_results(const PrefillItem& w, float (&out)[kOut], const float (&inverse)[2],
-                                                int32_t first_row, int dims_from) const {
+  // Results are not changed: their registers are written by multiplications alone, or the assembler waits for each.
+  __device__ __forceinline__ void store_results(const PrefillItem& w, const float (&out)[kOut],
+                                                const float (&inverse)[2], int32_t first_row, int dims_from) const {
     const int t = threadIdx.x % 4;
-#pragma unroll
-    for (int k = 0; k < kOut; k++) out[k] *= inverse[k / 2 % 2];
     char* to[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -254,8 +309,8 @@ template <class C> struct Prefill {
     }
     if (a.stores_16 && a.out.dtype != KVX_DTYPE_F32) {
       // A lane's row of results, in the order they are stored in, is that of its scores too: lane / 4 and eight on.
-      if (a.out.dtype == KVX_DTYPE_BF16) store_16<tiles::Bf16Numbers>(out, dims_from, to);
-      else store_16<tiles::F16Numbers>(out, dims_from, to);
+      if (a.out.dtype == KVX_DTYPE_BF16) store_16<tiles::Bf16Numbers>(out, inverse, dims_from, to);
+      else store_16<tiles::F16Numbers>(out, inverse, dims_from, to);
       return;
     }
 #pragma unroll 1  // seldom, and both rows at once would not leave registers for the rest
@@ -264,7 +319,8 @@ template <class C> struct Prefill {
 #pragma unroll
       for (int n = 0; n < C::kOutDims / 8; n++) {
         if (dims_from + 8 * n >= a.dims[1]) break;
-        const float lo = h ? out[4 * n + 2] : out[4 * n], hi = h ? out[4 * n + 3] : out[4 * n + 1];
+        const float by = h ? inverse[1] : inverse[0], lo = by * (h ? out[4 * n + 2] : out[4 * n]),
+                    hi = by * (h ? out[4 * n + 3] : out[4 * n + 1]);
         const int dim = dims_from + 8 * n + 2 * t;
         if (a.out.dtype == KVX_DTYPE_F32)
           reinterpret_cast<float*>(to[h])[dim] = lo, reinterpret_cast<float*>(to[h])[dim + 1] = hi;
@@ -316,8 +372,9 @@ template <class C> struct Prefill {
     const int32_t from = item.length - item.queries + 1;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int32_t row = item.first_row + row_from + 8 * h;
-      x.limit[h] = row >= item.rows ? 0 : a.is_causal ? from + int32_t(a.group.divide(row)) : item.length;
+      const int32_t row = item.first_row + row_from + 8 * h,
+                    end = a.is_causal ? from + int32_t(a.group.divide(row)) : item.length;
+      x.limit[h] = row >= item.rows ? 0 : end;
       x.low[h] = a.window > 0 ? int32_t(x.limit[h] - a.window) : 0;
     }
     const int32_t group_first = item.first_row + rows_from, group_last = min(group_first + 63, item.rows - 1);
@@ -415,8 +472,7 @@ template <class C> struct Prefill {
     };
     float out[kOut], s[C::kKeys / 2];
     uint32_t p[kKeySteps][4];
-#pragma unroll
-    for (int i = 0; i < kOut; i++) out[i] = 0.f;
+    bool adds = false;  // values are: the item's first are what its results begin with
     const uint32_t query = at + C::kQueryAt + rows_from * 128;
     typename Rings::Ring keys = Rings::keys(at + C::kRingsAt);
     typename Rings::ValueRing values = Rings::values(at + C::kRingsAt);
@@ -448,8 +504,10 @@ template <class C> struct Prefill {
     const auto multiply_values = [&]() {
       const uint64_t from = value_matrix + values.stage() * uint32_t(Rings::kValueTileBytes >> 4);
 #pragma unroll
-      for (int k = 0; k < kKeySteps; k++) Out::multiply_turned(out, p[k], from + uint32_t(k * 16 * 128 >> 4));
+      for (int k = 0; k < kKeySteps; k++)
+        Out::multiply_turned(out, p[k], from + uint32_t(k * 16 * 128 >> 4), k > 0 || adds);
       tiles::commit_multiplications();
+      adds = true;
     };
     // Scores of the tile whose keys were given back last to weights, in place: powers of two, relative to the row's
     // base. That is the largest score there was when it was set: as long as none is 256 times its weight it stays, and
@@ -561,6 +619,14 @@ template <class C> struct Prefill {
     soften(is_whole, shrink);
     pack();
     if (group == C::kGroups - 1) tiles::pass(3, 256);
+    bool is_owed = false;  // queries that were not asked for, since results had to leave their place
+    const auto ask_owed = [&]() {
+      if (!C::kLeavesByBoxes || !is_owed) return;
+      tiles::wait_boxes_read();
+      tiles::meet(3 + C::kGroups + group, 128);
+      ask_queries(w[1], num_items - num_later);
+      is_owed = false;
+    };
     for (;;) {  // keys are a tile ahead of values
       const bool ends = sight.left == 1;
       if (ends) {
@@ -570,6 +636,7 @@ template <class C> struct Prefill {
         if (C::kQueryBuffers == 2) query_matrix = tiles::matrix_descriptor(query + query_buffer(next), 16, 1024);
       }
       wait_full(keys);
+      if (!ends) ask_owed();  // not while multiplications are under way: the assembler would wait for each of them
       tiles::hold(s), tiles::hold(out);
       tiles::meet(3 + group, 256);  // they take turns: one multiplies while others soften
       tiles::begin_multiplications();
@@ -579,10 +646,13 @@ template <class C> struct Prefill {
       tiles::pass(group + 1 == C::kGroups ? 3 : 4 + group, 256);
       is_whole = Rings::is_full(*Rings::valid(rings(), keys.step));
       float inverse[2];
+      bool by_boxes = false;
       if (ends) {
         finish_sums(*w, x, w->first_row + row_from, dims_from, inverse);
         num_later--, begin_item(*++w);
-        if (kAsksEarly && num_later) ask_queries(w[1], num_items - num_later);
+        // An item of one tile has no time for its successor's queries to be late.
+        by_boxes = C::kLeavesByBoxes && a.has_out_map && sight.left > 1;
+        if (kAsksEarly && num_later && !by_boxes) ask_queries(w[1], num_items - num_later);
       } else {
         sight.left--, sight.first += C::kKeys;
       }
@@ -598,9 +668,8 @@ template <class C> struct Prefill {
       tiles::hold(out);
       values.give_back(arrives);
       if (ends) {
-        store_results(w[-1], out, inverse, w[-1].first_row + row_from, dims_from);
-#pragma unroll
-        for (int k = 0; k < kOut; k++) out[k] = 0.f;
+        store(w[-1], out, inverse, num_items - 2 - num_later, by_boxes, w[-1].first_row + row_from, dims_from);
+        adds = false, is_owed = by_boxes && num_later > 0;
       } else if (shrinks) {
 #pragma unroll
         for (int k = 0; k < kOut; k++) out[k] *= shrink[k / 2 % 2];
@@ -616,7 +685,9 @@ template <class C> struct Prefill {
     tiles::hold(out);
     float inverse[2];
     finish_sums(*w, x, w->first_row + row_from, dims_from, inverse);
-    store_results(*w, out, inverse, w->first_row + row_from, dims_from);
+    if (C::kLeavesByBoxes) tiles::meet(3 + C::kGroups + group, 128);  // nobody multiplies the queries any more
+    store(*w, out, inverse, num_items - 1, a.has_out_map, w->first_row + row_from, dims_from);
+    if (C::kLeavesByBoxes) tiles::wait_boxes();
   }
 };
 
