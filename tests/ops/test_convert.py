@@ -96,7 +96,8 @@ def test_engine_shapes(backend, a, b):
 @pytest.mark.parametrize("heads", [1, 3, 8])
 def test_layers_more_than_32_mib_apart(backend, heads):
     """Layers of large caches are moved one after the other, those of small ones block by block."""
-    spec = kvx.CacheSpec((33 << 20) // (16 * 64 * heads * 2) + 1, 16, heads, 64, num_layers=2, layout="layer kv block token head dim")
+    blocks = (33 << 20) // (16 * 64 * heads * 2) + 1
+    spec = kvx.CacheSpec(blocks, 16, heads, 64, num_layers=2, layout="layer kv block token head dim")
     (a,), (b,) = (kvx.allocate_buffers(spec, backend.device) for _ in range(2))
     a.view(torch.int64).copy_(torch.arange(1, a.numel() // 8 + 1, device=a.device))
     ids = torch.randperm(spec.num_blocks, generator=torch.Generator().manual_seed(2))[:700]

@@ -54,8 +54,8 @@ struct ItemWaves {
 };
 
 struct PrefillArgs {
-  CUtensorMap maps[2], query_map, out_map;  // maps: K, V. The copy engine wants them on multiples of 64 bytes
-  int32_t box;                              // tokens of a map's box; 0 = there are no maps, rows are copied
+  CUtensorMap maps[2], query_map;  // K, V; the copy engine wants them on multiples of 64 bytes
+  int32_t box;                     // tokens of a map's box; 0 = there are no maps, rows are copied
   tiles::RowFinder rows;
   const char* data[2];
   int32_t dims[2],
@@ -78,8 +78,10 @@ struct PrefillArgs {
   int32_t has_one_scale[2];  // ROW_SCALES: a plane that has one a head all the same
   int32_t scale_words[2];    // GROUP_SCALES: a row's are copied as words; else one by one
   int32_t stores_16;         // results begin on multiples of 16 bytes
-  int32_t has_query_map, has_out_map;
+  int32_t has_query_map;
   ItemWaves waves;
+  int32_t has_out_map;
+  CUtensorMap out_map;
 };
 
 struct PrefillItem : tiles::TileRange {

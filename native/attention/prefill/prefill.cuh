@@ -363,8 +363,8 @@ template <class C> struct Prefill {
 
   // What this thread's two rows of an item see.
   struct Limits {
-    int32_t limit[2], low[2], least_limit, most_low;  // of rows; least and most: tiles between them need no mask
-    int32_t left, first;                              // tiles of the item from this one on; its first key
+    int32_t limit[2], least_limit, most_low;  // of rows; least and most: tiles between them need no mask
+    int32_t left, first;                      // tiles of the item from this one on; its first key
   };
   // `rows_from`: the warpgroup's first row of the item. `row_from`: this thread's; the other is eight on.
   __device__ __forceinline__ Limits find_limits(const PrefillItem& item, int rows_from, int row_from) const {
@@ -372,10 +372,13 @@ template <class C> struct Prefill {
     const int32_t from = item.length - item.queries + 1;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int32_t row = item.first_row + row_from + 8 * h,
-                    end = a.is_causal ? from + int32_t(a.group.divide(row)) : item.length;
-      x.limit[h] = row >= item.rows ? 0 : end;
-      x.low[h] = a.window > 0 ? int32_t(x.limit[h] - a.window) : 0;
+      const int32_t row = item.first_row + row_from + 8 * h;
+      if constexpr (C::kElementBytes == 1) {  // in one step: with a branch its registers would not suffice
+        const int32_t end = a.is_causal ? from + int32_t(a.group.divide(row)) : item.length;
+        x.limit[h] = row >= item.rows ? 0 : end;
+      } else {  // in two: in one the assembler has multiplications of f16 wait for each other
+        x.limit[h] = row >= item.rows ? 0 : a.is_causal ? from + int32_t(a.group.divide(row)) : item.length;
+      }
     }
     const int32_t group_first = item.first_row + rows_from, group_last = min(group_first + 63, item.rows - 1);
     x.least_limit = a.is_causal ? from + int32_t(a.group.divide(group_first)) : item.length;
@@ -394,6 +397,9 @@ template <class C> struct Prefill {
     const int t = threadIdx.x % 4;
     if (x.first < x.most_low || !is_whole) {
       const uint4 valid = *Rings::valid(rings(), tile);
+      int32_t low[2];  // first keys that rows see
+#pragma unroll
+      for (int h = 0; h < 2; h++) low[h] = a.window > 0 ? int32_t(x.limit[h] - a.window) : 0;
       const uint32_t words[4] = {valid.x, valid.y, valid.z, valid.w};
       if (a.rows.kv.errors && w.head == 0 && threadIdx.x == 128) {  // positions whose block is none
         uint32_t missing = 0;
@@ -409,7 +415,7 @@ template <class C> struct Prefill {
           const bool is_valid = words[n / 4] >> (key % 32) & 1;
 #pragma unroll
           for (int h = 0; h < 2; h++)
-            if (!is_valid || x.first + key >= x.limit[h] || x.first + key < x.low[h]) s[4 * n + 2 * h + e] = -INFINITY;
+            if (!is_valid || x.first + key >= x.limit[h] || x.first + key < low[h]) s[4 * n + 2 * h + e] = -INFINITY;
         }
     } else if (x.first + C::kKeys > x.least_limit) {  // the usual one: a limit, and nothing missing
 #pragma unroll
