@@ -65,12 +65,13 @@ done; [ "$$tenth" != - ] || echo
 endef
 
 # Of what was compiled: a kernel whose tensor-core multiplications wait for each other is right, and half as fast; ptxas alone says
-# so. A few registers more or less decide it, often those of another line. Known: prefill of 8-bit rows of 257 to 512 elements.
+# so. A few registers more or less decide it, often those of another line, and each ptxas decides for itself: a warning, and a failure with
+# STRICT=1 (.ci/run). Known: prefill of 8-bit rows of 257 to 512 elements.
 WAITING = grep 'wgmma.* serialized' $(LOG) | grep -v 'BytesAsBf16.*PrefillTileILi512'
 build: export KVX_CUDA_ARCHS := $(TEST_ARCHS)
 build: $(VENV)/bin/kvx
 	$(COMPILE)
-	@if $(WAITING) >&2; then echo "ptxas has the multiplications of these kernels wait for each other: half of their speed is lost." >&2; exit 1; fi
+	@if $(WAITING) >&2; then echo "ptxas has the multiplications of these kernels wait for each other: half of their speed is lost." >&2; exit $(or $(STRICT),0); fi
 
 # CUDA_LIB=kvx/lib packs the CUDA library that `make test` has compiled, for one architecture, instead of compiling for hours.
 wheels: $(VENV)/ready
