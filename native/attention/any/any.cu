@@ -181,12 +181,14 @@ bool find_prompt(const AttentionParams& p, AnyChoice* c) {
     if (plane.dtype != own || a.plane[i].load_bytes != 16) a.is_straight = 0;
     if (a.plane[i].bits <= 8) a.scales_rows = 1;
   }
-  const bool has_parts = c->prompt == PROMPT_PARTS, is_wide = most > 128;
+  const bool has_parts = c->prompt == PROMPT_PARTS, is_wide = most > 128,
+             has_room = max_shared_memory() >= 200 << 10;  // Hopper's 227 KB
   c->rows = prompt_rows(prompt_dims(most, has_parts), has_parts);
   for (int room :
        {(max_shared_memory() + 1024) / 2 - 1024, max_shared_memory()})  // two blocks of threads on an SM, one
     for (int tokens : {64, 32, 16}) {
-      if (is_wide ? has_parts && tokens > 16 : tokens == 16) continue;  // no kernel
+      const bool has_kernel = !is_wide ? tokens > 16 : has_parts ? tokens == 16 : tokens > 16 || !has_room;
+      if (!has_kernel) continue;
       lay_out_prompt(c, tokens);
       if (a.bytes <= room) return true;
     }

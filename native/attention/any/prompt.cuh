@@ -461,8 +461,9 @@ template <class C> __device__ __forceinline__ void attend_rows(const AnyArgs& a,
   m.store();
 }
 
-// Multiprocessors of these have room for two tiles of 32 tokens of 256 elements, and never run slices of 16.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+// Hopper has room for two tiles of 32 tokens of 256 elements: find_prompt asks for slices of 16 of it nowhere, and they
+// are not compiled. Code for it alone runs on no other device.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr bool kHasRoom = true;
 #else
 constexpr bool kHasRoom = false;
