@@ -66,8 +66,8 @@ endef
 
 # Of what was compiled: a kernel whose tensor-core multiplications wait for each other is right, and half as fast; ptxas alone says
 # so. A few registers more or less decide it, often those of another line, and each ptxas decides for itself: a warning, and a failure with
-# STRICT=1 (.ci/run). Known: prefill of 8-bit rows of 257 to 512 elements.
-WAITING = grep 'wgmma.* serialized' $(LOG) | grep -v 'BytesAsBf16.*PrefillTileILi512'
+# STRICT=1 (.ci/run).
+WAITING = grep 'wgmma.* serialized' $(LOG)
 build: export KVX_CUDA_ARCHS := $(TEST_ARCHS)
 build: $(VENV)/bin/kvx
 	$(COMPILE)

@@ -47,7 +47,7 @@ def cells(spec: CacheSpec, backend: str) -> str:
 
 def kernels_of(op: str, spec: CacheSpec, arch: int) -> tuple[Kernel, ...]:
     """Of attention on a GPU: decode takes few query rows a sequence, varlen few and many."""
-    kinds = {"attention_decode": ("decode",), "attention_varlen": ("decode", "prefill")}.get(op, ())
+    kinds = {"attention_decode": ("decode",), "attention_varlen": ("decode", "prefill"), "attention_mla": ("mla",)}.get(op, ())
     return tuple(attention_kernel(spec, kind, arch=arch) for kind in kinds)
 
 

@@ -38,6 +38,7 @@ kvx_status_t attention(const AttentionParams& p);
 kvx_status_t attention_latent(const AttentionParams& p);
 }  // namespace cpu
 namespace cuda {
+constexpr int kLatentDim = 512, kRopeDim = 64;  // of latent caches that have kernels of their own
 uint64_t attention_workspace(const AttentionParams& p);
 KVX_ON_DEVICE(plan_attention, AttentionParams)
 KVX_ON_DEVICE(attention, AttentionParams)

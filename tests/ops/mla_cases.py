@@ -87,6 +87,10 @@ DECODE = [
     *(Case(heads=n, lens=(70, 5)) for n in (1, 7, 128)),
     *(Case(lens=(600, 1, 129, 450), heads=n, note="long") for n in (16, 128)),
     *(Case(queries=n, lens=(200, 17, 3)) for n in (2, 3)),
+    # Up to eight rows: decode's kernel on every GPU.
+    Case(heads=8, lens=(2050, 1, 129, 33)),
+    Case(heads=4, queries=2, window=50, lens=(200, 17, 3), layout="two"),
+    Case(heads=5, sinks=True, soft_cap=5.0, block=16, lens=(70, 0, 33)),
     Case(queries=2, heads=128, lens=(300, 70)),
     Case(queries=5, lens=(3, 9, 0), note="more_queries_than_tokens"),
     *(Case(window=w, lens=(200, 17)) for w in (1, 64, 1000)),

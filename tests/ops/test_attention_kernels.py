@@ -15,6 +15,7 @@ from kvx.cli.main import app
 from kvx.ops import backend as backends
 from kvx.ops.attention.kernels import (
     HEAD_SIZES,
+    LATENT_DIMS,
     MOST_DIMS,
     MOST_F32_ROWS,
     MOST_PREFILL_DIMS,
@@ -24,6 +25,7 @@ from kvx.ops.attention.kernels import (
     attention_kernel,
     listed_kernels,
 )
+from tests import cases
 
 NATIVE = Path(__file__).resolve().parents[2] / "native" / "attention"
 COARSE = ("", "_per_head", "_per_block", "_per_block_head", "_per_token_head", "_per_token_head_inline")
@@ -199,6 +201,44 @@ def test_prompts_that_hoppers_kernel_refuses():
     assert name(spec("f32")) == "general"
 
 
+def latent(fmt: str = "bf16", dim: int = 512, rotary: int = 64, layout: str = cases.LATENT, rotary_format: str = "bf16"):
+    return kvx.CacheSpec(4, 64, 1, dim, v_head_dim=rotary, layout=layout, format=fmt, v_format=rotary_format)
+
+
+RECORD = "fp8_e4m3_per_128_inline"
+
+
+@pytest.mark.parametrize("layout", [cases.LATENT, kvx.NHD, kvx.HND])
+def test_latents_of_bf16_are_fast_on_every_gpu(layout):
+    assert attention_kernel(latent(layout=layout), "mla").is_fast
+    for arch in (80, 89, 100, 120):
+        elsewhere = attention_kernel(latent(layout=layout), "mla", arch=arch)
+        assert elsewhere.name == "portable"
+        assert f"this is sm_{arch}; more than 16 queries" in elsewhere.why
+
+
+@pytest.mark.parametrize(
+    ("of", "queries", "arch", "why"),
+    [
+        (latent(RECORD), "bf16", 80, "for records of 656 bytes is Hopper's (sm_90), this is sm_80"),
+        (latent(RECORD, layout=kvx.NHD), "bf16", 90, f"bf16 queries over a latent in {RECORD}"),
+        (latent("fp8_e4m3", layout=kvx.NHD), "bf16", 90, "over a latent in fp8_e4m3 and a rotary part in bf16; fast kernels take"),
+        (latent(), "f16", 90, "f16 queries over a latent in bf16"),
+        (latent("f16", rotary_format="f16"), "", 90, "f16 queries over a latent in f16 and a rotary part in f16"),
+        (latent(dim=256), "", 90, "a latent of 256 and a rotary part of 64 elements"),
+        (latent(rotary=32), "", 80, "a latent of 512 and a rotary part of 32 elements"),
+    ],
+)
+def test_other_latents_say_why_they_are_slow(of, queries, arch, why):
+    kernel = attention_kernel(of, "mla", queries=queries, arch=arch)
+    assert (kernel.name, kernel.share) == ("row", "under 1 % of read")
+    assert why in kernel.why
+
+
+def test_records_are_fast_on_hopper():
+    assert attention_kernel(latent(RECORD), "mla").is_fast
+
+
 def test_the_table_is_that_of_the_sources():
     """Limits stand in the sources too: who moves one there moves it here."""
 
@@ -210,11 +250,13 @@ def test_the_table_is_that_of_the_sources():
     assert number("prefill/table.cuh", "kMostWidePrefillDims") == MOST_PREFILL_DIMS
     assert number("cuda/attention.cuh", "kMostRows") == 2 * MOST_F32_ROWS
     assert number("any/load.cuh", "kMostAnyDims") == MOST_DIMS
+    latents = re.search(r"kLatentDim = (\d+), kRopeDim = (\d+)", (NATIVE / "attention.h").read_text())
+    assert tuple(map(int, latents.groups())) == LATENT_DIMS
     assert number("any/table.cuh", "kMostPromptDims") == MOST_PREFILL_DIMS
 
 
 def test_wrong_questions():
-    with pytest.raises(kvx.BadArgument, match="decode or prefill"):
+    with pytest.raises(kvx.BadArgument, match="decode, prefill or mla"):
         attention_kernel(spec("bf16"), "mixed")
     with pytest.raises(kvx.BadArgument, match="bf16, f16, f32"):
         attention_kernel(spec("bf16"), queries="int8")

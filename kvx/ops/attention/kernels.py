@@ -1,5 +1,6 @@
-"""Which CUDA kernel attention takes for a cache, and why not a faster one: what decode/decode.cu, prefill/prefill.cu and
-any/any.cu in native/attention ask of a call, answered without a device. Tests hold listed head sizes and formats to a fast one.
+"""Which CUDA kernel attention takes for a cache, and why not a faster one: what decode/decode.cu, prefill/prefill.cu, any/any.cu
+and latent/latent.cu in native/attention ask of a call, answered without a device. Tests hold listed head sizes and formats to a
+fast one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ MOST_F32_ROWS = 8  # of queries in f32, a sequence and KV head: the fast decode 
 UNDER_F32 = ("bf16", "f16", "fp8_e4m3", "int8")
 SMALL = ("nvfp4", "mxfp4", "mxfp8", "int4_per_group")  # elements of 4 bits or scales along rows, in one format for K and V
 HOPPER = 90
+LATENT_DIMS = (512, 64)  # of the kernels for latent caches (MLA): the latent and its rotary part
+LATENT_RECORD = "fp8_e4m3_per_128_inline"  # the latent's format in records of 656 bytes
 PRODUCTS_DIMS = range(80, 129)  # head sizes of the kernel that multiplies in fp8, the larger of K's and V's
 # Of K and V in models: what `kvx inspect --support` and the tests go through.
 HEAD_SIZES = (
@@ -28,18 +31,20 @@ HEAD_SIZES = (
 # Decode on an H200, as a share of reading the same bytes (bench/results), by bits of an element; the general one of 128 elements.
 _DECODE_SHARE = "63 to 99 % of read"
 _SMALL_SHARE = {8: "34 to 89 % of read", 4: "25 to 76 % of read"}
-_ODD_SHARE = {16: "18 to 49 % of read", 8: "14 to 49 % of read", 4: "15 to 30 % of read"}
+_ODD_SHARE = {16: "18 to 49 % of read", 8: "14 to 49 % of read", 4: "16 to 33 % of read"}
 # Prefill of four prompts of 4,096 tokens; odd ones include 8-bit rows of more than 256 elements.
-_PREFILL_SHARE = {"16-bit": "39 to 73 %", "8-bit": "32 to 58 %", "small": "37 to 46 %", "odd": "13 to 39 %"}
+_PREFILL_SHARE = {"16-bit": "39 to 73 %", "8-bit": "32 to 58 %", "small": "37 to 46 %", "odd": "18 to 39 %"}
+# MLA, 128 sequences of 4,096 tokens: with up to 16 heads, as a share of reading the same bytes; with 128 heads bound by arithmetic.
+_LATENT_SHARE = "88 to 91 % of read with up to 16 heads, 67 % of 790 TFLOP/s with 128"
 _GENERAL_SHARE = {32: "16 to 35 % of read", 16: "16 to 29 % of read", 8: "7 to 16 % of read", 4: "4 to 9 % of read"}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """`fast` names the kernel of the kind asked for, `portable` the one for prompts on any GPU; `general` takes every format, `row`
-    is the last resort."""
+    """`fast` names the kernel of the kind asked for, `portable` one for any GPU, of prompts or of latents; `general` takes every
+    format, `row` is the last resort."""
 
-    kind: str  # decode or prefill
+    kind: str  # decode, prefill or mla
     name: str  # fast, portable, general or row
     share: str = ""  # measured, as text; "" where nothing was
     why: str = ""  # not fast
@@ -56,17 +61,19 @@ class Kernel:
 
 
 def attention_kernel(spec: CacheSpec, kind: str = "decode", *, queries: str = "", arch: int = HOPPER) -> Kernel:
-    """The kernel of a call with few query rows a sequence (`decode`: up to 16) or many (`prefill`).
+    """The kernel of a call with few query rows a sequence (`decode`: up to 16) or many (`prefill`), or over a latent cache (`mla`).
 
     queries  their type; "": the cache's own where it is bf16, f16 or f32, else bf16
     arch     the device's compute capability as a number: 80, 90, 120
     """
-    if kind not in ("decode", "prefill"):
-        raise BadArgument(f'attention_kernel(): kind is "{kind}"; it must be decode or prefill.')
+    if kind not in ("decode", "prefill", "mla"):
+        raise BadArgument(f'attention_kernel(): kind is "{kind}"; it must be decode, prefill or mla.')
     element = spec.plane(0).format.element.name
     queries = queries or (element if element in QUERIES else "bf16")
     if queries not in QUERIES:
         raise BadArgument(f'attention_kernel(): queries is "{queries}"; it must be {", ".join(QUERIES)}.')
+    if kind == "mla":
+        return _latent_kernel(spec, queries, arch)
     why = _why_not_fast(spec, kind, queries, arch)
     if not why:
         share = _prefill_share(spec) if kind == "prefill" else _decode_share(spec, queries)
@@ -179,6 +186,27 @@ def _why_not_fast(spec: CacheSpec, kind: str, queries: str, arch: int) -> str:
     if is_small or not odd:
         return ""
     return f"one scale per {odd[0]} elements" if k.format.name == v.format.name else f"K is {k.format} and V {v.format}"
+
+
+def _latent_kernel(spec: CacheSpec, queries: str, arch: int) -> Kernel:
+    latent, rotary = (p.format.name for p in spec.planes)
+    takes = "fast kernels take bf16 queries over 512 + 64 elements in bf16"
+    of_latent, of_rotary = plane_maps(spec)
+    is_record = latent == LATENT_RECORD and of_rotary.buffer == 0 and of_latent.shape[-1] == 656
+    if (dims := tuple(p.head_dim for p in spec.planes)) != LATENT_DIMS:
+        why = f"a latent of {dims[0]} and a rotary part of {dims[1]} elements; {takes}"
+    elif queries != "bf16" or rotary != "bf16" or not (latent == "bf16" or is_record):
+        why = f"{queries} queries over a latent in {latent} and a rotary part in {rotary}; {takes}, or in records of 656 bytes"
+    elif any(m.axes[-1] != "dim" or m.dim[-1] != len(m.shape) - 1 for m in (of_latent, of_rotary)):
+        why = "the elements of a row are not contiguous"
+    elif arch == HOPPER:
+        return Kernel("mla", "fast", _LATENT_SHARE)
+    elif is_record:
+        why = f"the fast one for records of 656 bytes is Hopper's (sm_90), this is sm_{arch}"
+    else:
+        why = f"the fast one is Hopper's (sm_90), this is sm_{arch}; more than 16 queries per sequence take the slow row kernel"
+        return Kernel("mla", "portable", "", why)
+    return Kernel("mla", "row", "under 1 % of read", why)
 
 
 # Digits of a number's mantissa, the first one included.

@@ -107,9 +107,10 @@ bool has_warpgroups() {
 namespace {
 
 // Who has the sequences of few query rows: what of a call that is, and the plan they need.
-enum Splitter { NOBODY, DECODER, ANY_SPLITTER };
+enum Splitter { NOBODY, DECODER, ANY_SPLITTER, LATENT };
 Splitter find_splitter(const AttentionParams& p, AttentionParams* part, DecodePart* which) {
   if ((*which = decode_part(p, part)) != DECODE_NONE) return DECODER;
+  if (p.is_latent) return takes_latent(p) ? LATENT : NOBODY;
   if (takes_prefill(p)) return NOBODY;  // rows that are many for decode
   return (*which = any_part(p, part)) != DECODE_NONE ? ANY_SPLITTER : NOBODY;
 }
@@ -119,12 +120,12 @@ Splitter find_splitter(const AttentionParams& p, AttentionParams* part, DecodePa
 uint64_t attention_workspace(const AttentionParams& p) {
   DeviceGuard guard(p.kv.device);
   if (guard.status() != KVX_STATUS_OK) return 0;
-  if (p.is_latent) return takes_latent(p) ? latent_workspace(p, guard.num_sms()) : 0;
   AttentionParams part;
   DecodePart which;
   switch (find_splitter(p, &part, &which)) {
     case DECODER: return decode_workspace(part, guard.num_sms());
     case ANY_SPLITTER: return any_workspace(part, guard.num_sms());
+    case LATENT: return latent_workspace(p, guard.num_sms());
     default: return 0;
   }
 }
@@ -133,12 +134,12 @@ kvx_status_t plan_attention(const AttentionParams& p, void* stream) {
   DeviceGuard guard(p.kv.device);
   KVX_TRY(guard.status());
   if (p.num_tokens == 0) return KVX_STATUS_OK;
-  if (p.is_latent) return takes_latent(p) ? plan_latent(p, guard.num_sms(), stream) : KVX_STATUS_OK;
   AttentionParams part;
   DecodePart which;
   switch (find_splitter(p, &part, &which)) {
     case DECODER: return plan_decode(part, guard.num_sms(), stream);
     case ANY_SPLITTER: return plan_any(part, guard.num_sms(), stream);
+    case LATENT: return plan_latent(p, guard.num_sms(), stream);
     default: return KVX_STATUS_OK;
   }
 }
@@ -147,11 +148,6 @@ kvx_status_t attention(const AttentionParams& p, void* stream) {
   DeviceGuard guard(p.kv.device);
   KVX_TRY(guard.status());
   if (p.num_tokens == 0) return KVX_STATUS_OK;
-  if (p.is_latent) {
-    if (!takes_latent(p)) return run_latent_any(p, stream);
-    if (!p.is_planned) KVX_TRY(plan_latent(p, guard.num_sms(), stream));
-    return run_latent(p, guard.num_sms(), stream);
-  }
   // A long sequence with one query needs the whole device, which sharing it out gives it; a chunk of a prompt has
   // enough rows by itself. Which sequence is which only the device knows: both run, and
   // each leaves the other's rows alone.
@@ -167,9 +163,13 @@ kvx_status_t attention(const AttentionParams& p, void* stream) {
       if (!p.is_planned) KVX_TRY(plan_any(part, guard.num_sms(), stream));
       KVX_TRY(run_any_split(part, guard.num_sms(), &rest.skip_rows, stream));
       break;
+    case LATENT:
+      if (!p.is_planned) KVX_TRY(plan_latent(p, guard.num_sms(), stream));
+      return run_latent(p, guard.num_sms(), stream);
     default: break;
   }
   if (which == DECODE_ALL) return KVX_STATUS_OK;
+  if (p.is_latent) return run_latent_any(p, stream);
   if (takes_prefill(rest)) return run_prefill(rest, guard.num_sms(), stream);
   return takes_any(rest) ? run_any(rest, stream) : run_row(rest, stream);
 }

@@ -7,21 +7,31 @@
 namespace kvx {
 namespace cuda {
 
-// Widths of a tile's rows, in elements, and how many warps share them.
-template <int kKeyDims_, int kValueDims_, int kTeam_> struct DecodeTile {
+// Widths of a tile's rows in the two planes, in elements, and how many warps share them. Of a latent cache the first
+// plane is the latent, key and value at once, and the second the rotary part, which only keys have.
+template <int kKeyDims_, int kValueDims_, int kTeam_, bool kIsLatent_ = false> struct DecodeTile {
   static constexpr int kKeyDims = kKeyDims_, kValueDims = kValueDims_, kTeam = kTeam_;
+  static constexpr bool kIsLatent = kIsLatent_;
   static_assert(kKeyDims % (16 * kTeam) == 0 && kValueDims % (16 * kTeam) == 0, "slices of whole multiplications");
 };
 
-template <class Rows_, class Tile_, int kColumns_, ScaleKind kScales_, bool kOwnCaches_> struct DecodeConfig {
+template <class Rows_, class Tile_, int kColumns_, ScaleKind kScales_, bool kOwnCaches_,
+          bool kTakesOdd_ = false> struct DecodeConfig {
   using Rows = Rows_;
   using Tile = Tile_;
   static constexpr int kTeam = Tile::kTeam, kKeyDims = Tile::kKeyDims / kTeam,
                        kValueDims = Tile::kValueDims / kTeam;  // of a warp's slice
-  static constexpr int kColumns = kColumns_;                   // query rows, 8 or 16
+  static constexpr bool kIsLatent = Tile::kIsLatent;
+  // What of a slice queries are multiplied with, and weights.
+  static constexpr int kScoreDims = kIsLatent ? kKeyDims + kValueDims : kKeyDims,
+                       kOutDims = kIsLatent ? kKeyDims : kValueDims;
+  static constexpr int kColumns = kColumns_;  // query rows, 8 or 16
   static constexpr ScaleKind kScales = kScales_;
   static constexpr bool kOwnCaches =
       kOwnCaches_;  // every sequence has a buffer, found by a table of addresses; else blocks of one buffer
+  // Rows at multiples of fewer than 16 bytes, scales of f16, and one of a head beside others of rows: kernels of 16
+  // columns take them, and a few of their own for fewer rows (table.cuh). What asks for them costs a short call 4 %.
+  static constexpr bool kTakesOdd = kTakesOdd_ || (kColumns == 16 && !kIsLatent);
   static_assert(kKeyDims % Rows::kGroupDims == 0 && kValueDims % Rows::kGroupDims == 0, "rows of whole groups");
   static constexpr int kKeyChunks = kKeyDims * Rows::kBits / 128, kValueChunks = kValueDims * Rows::kBits / 128;
   // A row in shared memory has room for whole swizzles; what is past its chunks is not multiplied.
@@ -55,8 +65,11 @@ template <class Rows_, class Tile_, int kColumns_, ScaleKind kScales_, bool kOwn
   }
   static constexpr int kMostBytes = 227 * 1024, kMostWarps = most_warps();
   static constexpr int least(int x, int y) { return x < y ? x : y; }
-  static constexpr int kWorkers = least(kMostWarps / kTeam, kMostBytes / worker_bytes(3));
-  static constexpr int kStages = kWorkers * worker_bytes(4) <= kMostBytes ? 4 : 3;
+  // Of a latent cache two: on an H200 two teams with two stages each are 16 % faster than one with four, and one fits
+  // into the 99 KB that smaller GPUs have.
+  static constexpr int kLeastStages = kIsLatent ? 2 : 3;
+  static constexpr int kWorkers = least(kMostWarps / kTeam, kMostBytes / worker_bytes(kLeastStages));
+  static constexpr int kStages = !kIsLatent && kWorkers * worker_bytes(4) <= kMostBytes ? 4 : kLeastStages;
   using Ring = tiles::GroupRing<kStages, kTileBytes + kScaleBytes>;  // of a warp; noted are the rows that are there
   static constexpr int kWorkerBytes = worker_bytes(kStages);
   static_assert(kWorkers > 0, "shared memory of a block of threads");

@@ -47,6 +47,16 @@ bool find_steps(const AttentionParams& p, const ScaleParams& s, int32_t (&steps)
   return last <= kMaxCount;
 }
 
+// Of a latent cache, whose planes are latents and rotary parts.
+bool find_latent(const AttentionParams& p, const DecodeShape& shape, DecodeChoice* out) {
+  for (const PlaneParams& plane : p.kv.plane)
+    if (plane.dtype != KVX_DTYPE_BF16 || plane.scale.data || plane.scale.tensor_scale) return false;
+  if (p.head_dim != kLatentDim || p.rope_dim != kRopeDim || p.q.dtype != KVX_DTYPE_BF16 || !fits_row_finder(p))
+    return false;
+  *out = choose_decode_latent(shape);
+  return true;
+}
+
 bool find_choice(const AttentionParams& p, DecodeChoice* out) {
   const PlaneParams *k = &p.kv.plane[0], *v = &p.kv.plane[1];
   const int64_t rows = p.group * p.max_query_len;
@@ -54,10 +64,11 @@ bool find_choice(const AttentionParams& p, DecodeChoice* out) {
   const bool is_f32 = p.q.dtype == KVX_DTYPE_F32;
   if (rows > (is_f32 ? kMostRows / 2 : kMostRows) || rows < 1 || p.num_seqs * p.num_kv_heads * kMostRows > kMaxCount)
     return false;
+  if (p.is_latent) return find_latent(p, DecodeShape{p.head_dim, p.v_head_dim, rows, false}, out);
   const bool own = p.kv.bases[0] != nullptr;
   const bool is_16_bit = k->dtype == KVX_DTYPE_BF16 || k->dtype == KVX_DTYPE_F16;
   const int unit = row_unit(p);
-  DecodeShape shape{p.head_dim, p.v_head_dim, unit < 16 ? kMostRows : rows};
+  DecodeShape shape{p.head_dim, p.v_head_dim, rows, unit < 16};
   const bool is_wide = shape.most_dims() > kMostNarrowDims;
   const int bits = dtype_bits(k->dtype);
   if (bits != 4 && bits != 8 && bits != 16) return false;
@@ -66,10 +77,10 @@ bool find_choice(const AttentionParams& p, DecodeChoice* out) {
   ScaleKind kind[2];
   if (!scale_kind(k->scale, &kind[0]) || !scale_kind(v->scale, &kind[1])) return false;
   const bool by_row = kind[0] == ROW_SCALES || kind[1] == ROW_SCALES;
-  for (int i = 0; i < 2; i++)  // scales that only kernels of 16 columns take
+  for (int i = 0; i < 2; i++)
     if (by_row &&
         (kind[i] != ROW_SCALES || p.kv.plane[i].scale.dtype != KVX_DTYPE_F32 || k->dtype == KVX_DTYPE_F8_E5M2))
-      shape.rows = kMostRows;
+      shape.is_odd = true;
   if (is_16_bit) {
     if (kind[0] != NO_SCALES || kind[1] != NO_SCALES) return false;
     if (is_f32) return !own && choose_decode_under_f32(shape, k->dtype, out);
@@ -123,6 +134,17 @@ bool takes_decode(const AttentionParams& p) {
 
 DecodePart decode_part(const AttentionParams& p, AttentionParams* part) {
   *part = p;
+  if (p.is_latent) {
+    // Hopper has a kernel that takes 64 rows at once: as fast as this one from nine rows on. Elsewhere heads are cut
+    // into groups, each with a KV head that stands where the others' do: the first that reads a row finds it in memory,
+    // the others in L2. A plan knows no soft cap, so none is asked for here.
+    const int64_t most = (has_warpgroups() ? kMostRows / 2 : kMostRows) / std::max<int64_t>(p.max_query_len, 1);
+    if (most == 0 || (has_warpgroups() && p.group > most)) return DECODE_NONE;
+    while (part->group > most || p.num_heads % part->group) part->group--;
+    part->num_kv_heads = p.num_heads / part->group;
+    for (PlaneParams& plane : part->kv.plane) plane.head = 0;
+    return takes_decode(*part) ? DECODE_ALL : DECODE_NONE;
+  }
   if (takes_decode(p)) return DECODE_ALL;
   // Queries in f32: the general kernel splits up to 16 rows where this one has up to eight, so it takes a mixed batch.
   if (!p.cu_seqlens || p.q.dtype == KVX_DTYPE_F32) return DECODE_NONE;
@@ -147,7 +169,7 @@ kvx_status_t run_decode(const AttentionParams& p, int num_sms, void* stream) {
   DecodeArgs a = {};
   a.unit = row_unit(p), a.rows = make_row_finder(p, a.unit);
   for (int i = 0; i < 2; i++) a.data[i] = p.kv.plane[i].data, a.scales[i] = p.kv.plane[i].scale;
-  a.dims[0] = int32_t(p.head_dim), a.dims[1] = int32_t(p.v_head_dim);
+  a.dims[0] = int32_t(p.head_dim + p.rope_dim), a.dims[1] = int32_t(p.v_head_dim);
   for (int i = 0; i < 2; i++) {
     ScaleKind kind;
     a.has_one_scale[i] = scale_kind(a.scales[i], &kind) && kind != ROW_SCALES;

@@ -22,9 +22,9 @@ template <class C> struct Decode : DecodeLoads<C> {
   using Loads::a, Loads::kRowsPerLane, Loads::lane, Loads::member, Loads::ring;
   using Rows = typename C::Rows;
   using Numbers = typename Rows::Numbers;
-  static constexpr int kKeyGroups = C::kKeyDims / Rows::kGroupDims, kValueGroups = C::kValueDims / Rows::kGroupDims,
+  static constexpr int kKeyGroups = C::kScoreDims / Rows::kGroupDims, kValueGroups = C::kOutDims / Rows::kGroupDims,
                        kFragments = Rows::kGroupDims / 16;
-  static constexpr int kKeyTiles = C::kKeyDims / 16, kValueTiles = C::kValueDims / 16, kTokenTiles = C::kTokens / 16,
+  static constexpr int kKeyTiles = C::kScoreDims / 16, kValueTiles = C::kOutDims / 16, kTokenTiles = C::kTokens / 16,
                        kColumnTiles = C::kColumns / 8;
   static constexpr bool kIsF16 = std::is_same<Numbers, tiles::F16Numbers>::value;
   static constexpr int kParts = Rows::kParts;
@@ -72,7 +72,7 @@ template <class C> struct Decode : DecodeLoads<C> {
         places(static_cast<float4*>(tiles::kept_address(shared + C::kTeam * C::Ring::kBytes))),
         prepared(reinterpret_cast<char*>(places) + C::kPlaces * C::kPlaceBytes + of_member * Groups::kPreparedBytes),
         key_from(of_member * C::kKeyDims),
-        value_from(of_member * C::kValueDims) {}
+        value_from(of_member * C::kOutDims) {}
 
   __device__ __forceinline__ void begin(const Cursor& c) {
     const SeqQueries queries = queries_of(a, c.seq);
@@ -168,7 +168,7 @@ template <class C> struct Decode : DecodeLoads<C> {
       for (int d = 0; d < kKeyTiles; d++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const int dim = Rows::query_dim(d, 2 * i, t), next = Rows::query_dim(d, 2 * i + 1, t);
+          const int dim = Rows::query_dim(d, 2 * i, t) + skipped(d), next = Rows::query_dim(d, 2 * i + 1, t);
           if constexpr (Rows::kBits == 4)  // pairs whose elements are apart
             query[0][d][n][i] = dim < dims
                                     ? uint32_t(__ldg(reinterpret_cast<const uint16_t*>(row + dim * 2))) |
@@ -177,6 +177,14 @@ template <class C> struct Decode : DecodeLoads<C> {
           else query[0][d][n][i] = dim < dims ? __ldg(reinterpret_cast<const uint32_t*>(row + dim * 2)) : 0u;
         }
     }
+  }
+
+  // Of a query over a latent cache this warp's rotary elements do not follow its latent ones: all latent ones stand
+  // first.
+  __device__ __forceinline__ int skipped(int fragment) const {
+    return C::kIsLatent && fragment * 16 >= C::kKeyDims
+               ? C::Tile::kKeyDims - C::kKeyDims - key_from + member * C::kValueDims
+               : 0;
   }
 
   // Queries in f32: up to eight rows, a lane's column by itself and what is left of it. Returns what undoes that rows
@@ -400,6 +408,9 @@ template <class C> struct Decode : DecodeLoads<C> {
           if constexpr (Rows::kScaleDims == 16) {
             const auto of = Groups::of_keys(stage_bytes + C::kTileBytes, m, k, g, t);
             Rows::template load_k<C::kKeyRowBytes>(keys, at, m, k, lane, of);
+          } else if (C::kIsLatent && k * Rows::kGroupDims >= C::kKeyDims) {  // of the rotary part
+            Rows::template load_k<C::kValueRowBytes>(keys, at + C::kKeyBytes, m, k - C::kKeyDims / Rows::kGroupDims,
+                                                     lane);
           } else {
             Rows::template load_k<C::kKeyRowBytes>(keys, at, m, k, lane);
           }
@@ -544,6 +555,8 @@ template <class C> struct Decode : DecodeLoads<C> {
         if constexpr (Rows::kScaleDims == 16) {
           const auto of = Groups::of_values(stage_bytes + C::kTileBytes, k, d, g, t);
           Rows::template load_v<C::kValueRowBytes>(values, at + C::kKeyBytes, k, d, lane, of);
+        } else if constexpr (C::kIsLatent) {
+          Rows::template load_v<C::kKeyRowBytes>(values, at, k, d, lane);
         } else {
           Rows::template load_v<C::kValueRowBytes>(values, at + C::kKeyBytes, k, d, lane);
         }

@@ -41,9 +41,7 @@ template <class C> struct DecodeLoads {
   using Rows = typename C::Rows;
   using Groups = typename C::Groups;
   static constexpr int kRowsPerLane = C::kTokens / 32;
-  // Rows at multiples of fewer than 16 bytes, scales of f16, and one of a head beside others of rows: kernels of 16
-  // columns alone take them, since what asks for them costs a short call 4 %.
-  static constexpr bool kTakesOdd = C::kColumns == 16;
+  static constexpr bool kTakesOdd = C::kTakesOdd;
   static constexpr int kKeySlice = C::kKeyDims * Rows::kBits / 8, kValueSlice = C::kValueDims * Rows::kBits / 8;
 
   const DecodeArgs& a;
@@ -62,6 +60,7 @@ template <class C> struct DecodeLoads {
   // Of a row in this warp's slice.
   __device__ __forceinline__ int bytes_of(int plane) const {
     const int slice = plane ? kValueSlice : kKeySlice;
+    if (C::kIsLatent) return slice;
     return min(max(a.dims[plane] * Rows::kBits / 8 - member * slice, 0), slice);
   }
 
@@ -180,7 +179,7 @@ template <class C> struct DecodeLoads {
       } else if (Rows::kBits <= 8 && valid == 0xffffffffu && is_whole)
         load_rows<true, true>(at, mine, valid, i * 32, own);
       else if (Rows::kBits == 8 && valid == 0xffffffffu) load_rows<true, false>(at, mine, valid, i * 32, own);
-      else load_rows<false, false>(at, mine, valid, i * 32, own);
+      else load_rows<false, C::kIsLatent>(at, mine, valid, i * 32, own);
       if (C::kScales == ROW_SCALES && member == 0) {  // who tells the others of its team
 #pragma unroll
         for (int plane = 0; plane < 2; plane++) {

@@ -15,6 +15,7 @@ struct DecodeChoice {
 // Elements of a row of K and of V, and query rows of a sequence.
 struct DecodeShape {
   int64_t key_dims, value_dims, rows;
+  bool is_odd;  // rows or scales that DecodeConfig::kTakesOdd is for
   int64_t most_dims() const { return key_dims > value_dims ? key_dims : value_dims; }
 };
 
@@ -37,6 +38,7 @@ DecodeChoice choose_decode_s4(const DecodeShape& shape, ScaleKind scales);  // R
 DecodeChoice choose_decode_nvfp4(const DecodeShape& shape);
 DecodeChoice choose_decode_mxfp4(const DecodeShape& shape);
 DecodeChoice choose_decode_mxfp8(const DecodeShape& shape);
+DecodeChoice choose_decode_latent(const DecodeShape& shape);  // 512 + 64 elements, bf16
 DecodeChoice choose_wide_decode_bf16(const DecodeShape& shape);
 DecodeChoice choose_wide_decode_bf16_in_parts(const DecodeShape& shape);
 DecodeChoice choose_wide_decode_f16(const DecodeShape& shape);
@@ -48,6 +50,12 @@ DecodeChoice choose_wide_decode_nvfp4(const DecodeShape& shape);
 DecodeChoice choose_wide_decode_mxfp4(const DecodeShape& shape);
 DecodeChoice choose_wide_decode_mxfp8(const DecodeShape& shape);
 
+// Odd rows have kernels of eight columns too where those are faster by a fifth or more: of 4 bits (under scales of 32
+// elements they are never odd), and of 8 bits in tiles of 256, which end with their scale where it is inline.
+template <class Rows, class Tile, ScaleKind kScales> constexpr bool kHasOddKernel =
+    (Rows::kBits == 4 && Rows::kScaleDims != 32 && Tile::kKeyDims <= 256) ||
+    (Rows::kBits == 8 && Tile::kKeyDims == 256 && kScales == ROW_SCALES);
+
 template <class C>
 kvx_status_t launch_decode(const DecodeArgs& args, int blocks, int workers, void* stream) {
   KVX_TRY(allow_shared_memory(reinterpret_cast<const void*>(&decode<C>), workers * C::kWorkerBytes));
@@ -56,28 +64,31 @@ kvx_status_t launch_decode(const DecodeArgs& args, int blocks, int workers, void
   return launch_combine(args, C::kScales == ONE_SCALE || (C::kScales == ROW_SCALES && args.has_one_scale[1]), stream);
 }
 
-template <class Rows, class Tile, int kColumns, ScaleKind kScales, bool kOwnCaches> DecodeChoice decode_choice() {
-  using C = DecodeConfig<Rows, Tile, kColumns, kScales, kOwnCaches>;
+template <class Rows, class Tile, int kColumns, ScaleKind kScales, bool kOwnCaches, bool kTakesOdd = false> DecodeChoice
+decode_choice() {
+  using C = DecodeConfig<Rows, Tile, kColumns, kScales, kOwnCaches, kTakesOdd>;
   return DecodeChoice{&launch_decode<C>, C::kTokens, kColumns, C::kWorkers, C::kWorkerBytes};
 }
 
 template <class Rows, class Tile, ScaleKind kScales, bool kOwnCaches = false> DecodeChoice choose_columns(
-    int64_t rows) {
-  // Scales of either kind are asked for in kernels of 16 columns (load.cuh), so e5m2 has ROW_SCALES there alone.
+    const DecodeShape& shape) {
+  // Scales of either kind are asked for in kernels for odd rows (load.cuh), so e5m2 has ROW_SCALES there alone.
   constexpr ScaleKind kOfMany = std::is_same<Rows, tiles::E5m2Rows>::value ? ROW_SCALES : kScales;
-  return rows <= 8 ? decode_choice<Rows, Tile, 8, kScales, kOwnCaches>()
-                   : decode_choice<Rows, Tile, 16, kOfMany, kOwnCaches>();
+  if constexpr (kHasOddKernel<Rows, Tile, kScales>)
+    if (shape.is_odd && shape.rows <= 8) return decode_choice<Rows, Tile, 8, kScales, kOwnCaches, true>();
+  return shape.rows <= 8 && !shape.is_odd ? decode_choice<Rows, Tile, 8, kScales, kOwnCaches>()
+                                          : decode_choice<Rows, Tile, 16, kOfMany, kOwnCaches>();
 }
 
 // Of blocks in one buffer, 16-bit rows have tiles of 80 and 96 too.
 template <class Rows, ScaleKind kScales, bool kOwnCaches = false> DecodeChoice choose_decode(const DecodeShape& shape) {
   const int64_t dims = shape.most_dims();
   if constexpr (Rows::kBits == 16 && !kOwnCaches) {
-    if (dims > 64 && dims <= 80) return choose_columns<Rows, DecodeTile<80, 80, 1>, kScales>(shape.rows);
-    if (dims > 80 && dims <= 96) return choose_columns<Rows, DecodeTile<96, 96, 1>, kScales>(shape.rows);
+    if (dims > 64 && dims <= 80) return choose_columns<Rows, DecodeTile<80, 80, 1>, kScales>(shape);
+    if (dims > 80 && dims <= 96) return choose_columns<Rows, DecodeTile<96, 96, 1>, kScales>(shape);
   }
-  return dims <= 64 ? choose_columns<Rows, DecodeTile<64, 64, 1>, kScales, kOwnCaches>(shape.rows)
-                    : choose_columns<Rows, DecodeTile<128, 128, 1>, kScales, kOwnCaches>(shape.rows);
+  return dims <= 64 ? choose_columns<Rows, DecodeTile<64, 64, 1>, kScales, kOwnCaches>(shape)
+                    : choose_columns<Rows, DecodeTile<128, 128, 1>, kScales, kOwnCaches>(shape);
 }
 
 // Rows of 4 bits and those with scales along them have no tiles of 192: slices of 64 would take more instructions a
@@ -86,10 +97,10 @@ template <class Rows, ScaleKind kScales> DecodeChoice choose_wide_decode(const D
   const int64_t dims = shape.most_dims();
   if constexpr (Rows::kBits > 4 && kScales != GROUP_SCALES)
     if (dims <= 192)
-      return shape.value_dims <= 128 ? choose_columns<Rows, DecodeTile<192, 128, 2>, kScales>(shape.rows)
-                                     : choose_columns<Rows, DecodeTile<192, 192, 3>, kScales>(shape.rows);
-  return dims <= 256 ? choose_columns<Rows, DecodeTile<256, 256, 2>, kScales>(shape.rows)
-                     : choose_columns<Rows, DecodeTile<512, 512, 4>, kScales>(shape.rows);
+      return shape.value_dims <= 128 ? choose_columns<Rows, DecodeTile<192, 128, 2>, kScales>(shape)
+                                     : choose_columns<Rows, DecodeTile<192, 192, 3>, kScales>(shape);
+  return dims <= 256 ? choose_columns<Rows, DecodeTile<256, 256, 2>, kScales>(shape)
+                     : choose_columns<Rows, DecodeTile<512, 512, 4>, kScales>(shape);
 }
 
 }  // namespace cuda

@@ -8,13 +8,12 @@ namespace kvx {
 namespace cuda {
 
 constexpr int kLatentRows = 64, kLatentKeys = 64;  // of a tile: query rows, keys
-constexpr int kLatentDim = 512, kRopeDim = 64;
 constexpr int kMostSplitRows = 256;  // of a sequence: with more, its blocks of rows fill the device unsplit
 
 struct LatentHeader {
   long long tiles;  // of all sequences
   int32_t workers;  // with a share of them
-  int32_t reserved;
+  int32_t is_cut;   // some share begins inside an item, so there are parts to add up
 };
 
 // Of the workspace: header | first_tile[num_seqs + 1] | start[max_workers] | parts[2 * max_workers].

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_latent_tiles(const __grid_c
     return groups ? groups * latent_range(a, seq, queries).num_tiles : 0;
   });
   const int32_t workers = count_workers(a, first_tile, tiles);
-  if (threadIdx.x == 0) *reinterpret_cast<LatentHeader*>(a.workspace) = LatentHeader{tiles, workers, 0};
+  bool is_cut = false;
   // Those without a share have to know it: what a plan before this one left to them is still there.
   for (int32_t w = int32_t(threadIdx.x); w < a.plan.max_workers; w += kPlanThreads) {
     LatentStart start = {};
@@ -48,29 +48,36 @@ __global__ void __launch_bounds__(kPlanThreads) plan_latent_tiles(const __grid_c
                     of_group = seq_range(length, queries, a.window, a.is_causal, kLatentKeys).num_tiles,
                     inside = tile - first_tile[seq];
       start = {seq, inside / of_group, inside % of_group, end - tile, int32_t(first), queries, length, 0};
+      is_cut |= start.tile > 0;
     }
     reinterpret_cast<LatentStart*>(a.workspace + a.plan.start_at)[w] = start;
   }
+  is_cut = __syncthreads_or(is_cut) != 0;
+  if (threadIdx.x == 0) *reinterpret_cast<LatentHeader*>(a.workspace) = LatentHeader{tiles, workers, is_cut};
 }
 
 // Adds up the parts of every 64 rows that several workers shared, in the order of the line: a query row is one warp's,
-// or that of kWarps where there are so few rows that one warp's reads would take as long as the attention itself.
+// or that of kWarps where there are so few rows that one warp's reads would take as long as the attention itself: four
+// with a quarter of its columns each, and of fewer rows yet four such teams, with every fourth part each.
 template <int kWarps>
-__global__ void __launch_bounds__(128) combine_latent(const __grid_constant__ LatentArgs a, int32_t most_rows) {
-  constexpr int kFours = 4 / kWarps;  // a lane's, of four columns each
+__global__ void __launch_bounds__(kWarps < 4 ? 128 : kWarps * 32)
+    combine_latent(const __grid_constant__ LatentArgs a, int32_t most_rows) {
+  constexpr int kQuarters = kWarps < 4 ? 1 : 4, kTeams = kWarps / kQuarters,
+                kFours = 4 / kQuarters;  // a lane's, of four columns each
   let_next_start();
   // The plan and the sequences' ends are older than the launch before this one, which lets this one start only after it
   // has waited for them (attend_latent): they are read ahead of its end. Nobody leaves before that: whoever comes after
   // waits for this launch alone.
-  const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32 % kWarps;
-  const int64_t index = (int64_t(blockIdx.x) * 4 + threadIdx.x / 32) / kWarps;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = warp % kQuarters,
+            team = warp / kQuarters % kTeams;
+  const int64_t index = (int64_t(blockIdx.x) * (blockDim.x / 32) + warp) / kWarps;
   const int32_t seq = int32_t(index / most_rows), row = int32_t(index % most_rows);
   const int32_t block = row / kLatentRows, group = block / a.together, member = block % a.together;
   int64_t first = 0;
   const int32_t queries = seq < a.num_seqs ? latent_queries(a, seq, &first) : 0, groups = latent_groups(a, queries);
   int first_worker = 0, last_worker = 0, first_slot = 0;
-  if (groups > 0 && row < queries * int32_t(a.heads.d)) {
-    const LatentHeader plan = load_now<LatentHeader>(a.workspace);
+  const LatentHeader plan = load_now<LatentHeader>(a.workspace);
+  if (plan.is_cut && groups > 0 && row < queries * int32_t(a.heads.d)) {
     const int32_t* first_tile = reinterpret_cast<const int32_t*>(a.workspace + a.plan.first_tile_at);
     const long long from = __ldcg(first_tile + seq), of_group = (__ldcg(first_tile + seq + 1) - from) / groups,
                     begin = from + group * of_group;
@@ -105,7 +112,7 @@ __global__ void __launch_bounds__(128) combine_latent(const __grid_constant__ La
     for (int i = 0; i < kFours; i++) x[i].x *= old, x[i].y *= old, x[i].z *= old, x[i].w *= old;
     const int num_parts = min(32, last_worker + 1 - from);
 #pragma unroll 8 / kFours + 2
-    for (int k = 0; k < num_parts; k++) {
+    for (int k = team; k < num_parts; k += kTeams) {
       const float by = __shfl_sync(0xffffffffu, factor, k);
       const float4* part = reinterpret_cast<const float4*>(part_of(from + k).row(row % kLatentRows));
 #pragma unroll
@@ -113,6 +120,18 @@ __global__ void __launch_bounds__(128) combine_latent(const __grid_constant__ La
         const float4 y = __ldcg(part + (quarter * kFours + i) * 32 + lane);
         if (by > 0.f) x[i].x += y.x * by, x[i].y += y.y * by, x[i].z += y.z * by, x[i].w += y.w * by;
       }
+    }
+  }
+  if constexpr (kTeams > 1) {  // all warps of the block are the row's, and have the same base
+    __shared__ float4 others[kTeams - 1][kQuarters][32];
+    static_assert(kFours == 1, "a quarter of the columns");
+    if (team) others[team - 1][quarter][lane] = x[0];
+    __syncthreads();
+    if (team) return;
+#pragma unroll
+    for (int i = 0; i < kTeams - 1; i++) {
+      const float4 y = others[i][quarter][lane];
+      x[0].x += y.x, x[0].y += y.y, x[0].z += y.z, x[0].w += y.w;
     }
   }
   const LatentOut out = latent_out(a, first, row, row + 1, base, sum, lane == 0 && quarter == 0);
@@ -231,7 +250,10 @@ kvx_status_t run_latent(const AttentionParams& p, int num_sms, void* stream) {
     KVX_TRY(launch(a, num_sms));
     const int64_t rows = std::min<int64_t>(p.max_query_len * p.num_heads, kMostSplitRows);
     const int64_t all = p.num_seqs * rows;
-    if (all <= 16 * num_sms)
+    if (all <= num_sms)
+      KVX_TRY(
+          launch_early("combine_latent", combine_latent<16>, dim3(unsigned(all)), dim3(512), stream, a, int32_t(rows)));
+    else if (all <= 16 * num_sms)
       KVX_TRY(
           launch_early("combine_latent", combine_latent<4>, dim3(unsigned(all)), dim3(128), stream, a, int32_t(rows)));
     else

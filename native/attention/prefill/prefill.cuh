@@ -499,11 +499,17 @@ template <class C> struct Prefill {
       // Added to here where there are many steps, and not kept in registers for all of them.
       const uint64_t of_queries =
           kSteps > 8 ? tiles::matrix_descriptor(tiles::for_all_lanes(query), 16, 1024) : query_matrix;
-#pragma unroll(kSteps <= 16 ? kSteps : 8)  // more would all have their descriptors in registers
+      // Of more steps than 16 descriptors are found anew every eight: kept, or stepped through in a loop, they leave
+      // too few registers, and multiplications wait for each other.
+      uint64_t q = of_queries, key = from;
+#pragma unroll
       for (int k = 0; k < kSteps; k++) {
         const uint32_t of_query = ((k / 4) * C::kQueryColumnBytes + (k % 4) * 32) >> 4,
                        of_key = ((k / 4) * C::kColumnBytes + (k % 4) * 32) >> 4;
-        Scores::multiply(s, of_queries + of_query, from + of_key, k > 0);
+        if (kSteps > 16 && k % 8 == 0)
+          q = tiles::matrix_descriptor(tiles::for_all_lanes(query), 16, 1024),
+          key = tiles::matrix_descriptor(tiles::for_all_lanes(keys.tile()), 16, 1024);
+        Scores::multiply(s, q + of_query, key + of_key, k > 0);
       }
       tiles::commit_multiplications();
     };
