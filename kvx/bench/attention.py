@@ -138,7 +138,7 @@ def cases(device: str) -> Iterator[AttentionCase]:
     for batch, length in ((2, 8192), (4, 8192), (1, 32768), (16, 2048)):
         yield AttentionCase((length,) * batch, 32, 8, "NHD", "fp8_e4m3", is_prefill=True, fp8_products=True)
     yield from _prompts()
-    for heads in (16, 128):
+    for heads in (8, 16, 128):
         for fmt in ("bf16", _RECORD):
             yield _latent((4096,) * 128, heads, fmt)
     for fmt in ("bf16", _RECORD):
