@@ -9,85 +9,61 @@
 // scores; from there on all have the same numbers. Rows may be shorter than a tile is wide: what is past their end is
 // not read, counts as zeros, and is not stored.
 #pragma once
-#include <type_traits>
-
-#include "attention/decode/load.cuh"
+#include "attention/decode/sums.cuh"
 #include "tiles/barrier.cuh"
 
 namespace kvx {
 namespace cuda {
 
-template <class C> struct Decode : DecodeLoads<C> {
+template <class C> struct Decode : DecodeSums<C> {
+  using Sums = DecodeSums<C>;
   using Loads = DecodeLoads<C>;
   using Loads::a, Loads::kRowsPerLane, Loads::lane, Loads::member, Loads::ring;
+  using Sums::g, Sums::t, Sums::query, Sums::out, Sums::most, Sums::sum, Sums::value_bias, Sums::value_scale;
+  using Sums::kBoost, Sums::kRise, Sums::kHasBias, Sums::kHasRests, Sums::kRest, Sums::kIsF16, Sums::kParts;
+  using Sums::kKeyTiles, Sums::kValueTiles, Sums::kColumnTiles;
+  using Sums::pack_and_leave, Sums::power_of_two;
   using Rows = typename C::Rows;
   using Numbers = typename Rows::Numbers;
-  static constexpr int kKeyGroups = C::kScoreDims / Rows::kGroupDims, kValueGroups = C::kOutDims / Rows::kGroupDims,
-                       kFragments = Rows::kGroupDims / 16;
-  static constexpr int kKeyTiles = C::kScoreDims / 16, kValueTiles = C::kOutDims / 16, kTokenTiles = C::kTokens / 16,
-                       kColumnTiles = C::kColumns / 8;
-  static constexpr bool kIsF16 = std::is_same<Numbers, tiles::F16Numbers>::value;
-  static constexpr int kParts = Rows::kParts;
   using Groups = typename C::Groups;
+  static constexpr int kKeyGroups = C::kScoreDims / Rows::kGroupDims, kValueGroups = C::kOutDims / Rows::kGroupDims,
+                       kFragments = Rows::kGroupDims / 16, kTokenTiles = C::kTokens / 16;
   // Scales that join the exponents of weights: of rows, and the largest of a row's groups. What is left of groups' is
-  // at most 1, and weights are that much larger to begin with: f16 goes down to 2^-24.
+  // at most 1, and weights are that much larger to begin with (kBoost): f16 goes down to 2^-24.
   static constexpr bool kJoinsScales = C::kScales == ROW_SCALES || Rows::kScaleDims == 32;
   // Under queries in f32, a scale's power of two alone joins the exponent, exactly: the rest of it multiplies weights.
   static constexpr bool kJoinsPowers = Rows::kHasRests && C::kScales == ROW_SCALES;
-  static constexpr float kBoost = Rows::kScaleDims == 32 ? 11.f : 0.f;
-  // Weights are relative to a column's base: the largest score there was when it was set. It is set anew, and what was
-  // added up multiplied, where a score is past it by kRise: seldom, and only then lanes have to agree on the largest.
-  // Weights are at most 2^(kBoost + kRise), which f16 holds.
-  static constexpr float kRise = Rows::kScaleDims == 32 ? 4.f : 8.f;
-  // Codes that are multiplied as what they are above the least one (tiles/elements.cuh): what that adds is taken off.
-  static constexpr bool kHasBias = Rows::kBias != 0.f;
-  // Queries in f32, and their weights, have more digits than a number that is multiplied: a column has what one holds,
-  // and the column eight further what that leaves over, kRest times as large.
-  static constexpr bool kHasRests = Rows::kHasRests;
-  static constexpr float kRest = kIsF16 ? 2048.f : 1.f;
-  static_assert(!kHasRests || kColumnTiles == 2, "two columns a query row");
 
-  const int team;  // this worker's number in the block
-  const int g, t;
-  float4* places;                  // where the team adds up scores
-  void* prepared;                  // this warp's scales of groups, as they are multiplied
-  uint32_t turn = 0;               // which of the team's places is next
-  const int key_from, value_from;  // the slice's first element in a row
+  const int team;     // this worker's number in the block
+  float4* places;     // where the team adds up scores
+  void* prepared;     // this warp's scales of groups, as they are multiplied
+  uint32_t turn = 0;  // which of the team's places is next
 
-  uint32_t query[kParts][kKeyTiles][kColumnTiles][2];
-  float factor[kColumnTiles]
-              [2];  // of a column's scores: softmax scale, K's scale, what the query was divided by; log2(e) included
-  float out[kValueTiles][kColumnTiles][4];
-  float most[kColumnTiles][2],
-      sum[kColumnTiles][2];                                        // a column's base, and this lane's part of its sum
-  float query_bias[kColumnTiles][2], value_bias[kColumnTiles][4];  // kHasBias: of scores; sums of weights
+  // Of a column's scores: softmax scale, K's scale, what the query was divided by; log2(e) included.
+  float factor[kColumnTiles][2];
+  float query_bias[kColumnTiles][2];  // kHasBias: of scores
   int32_t limit[kColumnTiles][2], low[kColumnTiles][2], least_limit, most_low;
-  float value_scale;
 
   __device__ __forceinline__ Decode(const DecodeArgs& args, char* shared, int of_team, int of_member)
-      : Loads(args, shared, of_member),
+      : Sums(args, shared, of_member),
         team(of_team),
-        g(lane / 4),
-        t(lane % 4),
         places(static_cast<float4*>(tiles::kept_address(shared + C::kTeam * C::Ring::kBytes))),
-        prepared(reinterpret_cast<char*>(places) + C::kPlaces * C::kPlaceBytes + of_member * Groups::kPreparedBytes),
-        key_from(of_member * C::kKeyDims),
-        value_from(of_member * C::kOutDims) {}
+        prepared(reinterpret_cast<char*>(places) + C::kPlaces * C::kPlaceBytes + of_member * Groups::kPreparedBytes) {}
 
   __device__ __forceinline__ void begin(const Cursor& c) {
     const SeqQueries queries = queries_of(a, c.seq);
     const int32_t rows = rows_of(a, queries);
     float grow_all = 1.f;
-    if constexpr (kHasRests) grow_all = load_f32_query(c, queries, rows);
-    else load_query(c, queries, rows);
-    if constexpr (kParts == 2 && !kHasRests) split_query();
+    if constexpr (kHasRests) grow_all = this->load_f32_query(c, queries, rows);
+    else this->load_query(c, queries, rows);
+    if constexpr (kParts == 2 && !kHasRests) this->split_query();
     const float scale = a.scale * 1.44269504f * Rows::kUnit * scale_of(a.scales[0], c.head, has_one_scale(0));
     value_scale = scale_of(a.scales[1], c.head, has_one_scale(1));
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++) {
       float grow = grow_all;
       if constexpr (kIsF16 && !kHasRests)
-        if (Rows::kBits <= 8 || a.q.dtype == KVX_DTYPE_BF16) grow = fit_query(n);
+        if (Rows::kBits <= 8 || a.q.dtype == KVX_DTYPE_BF16) grow = this->fit_query(n);
       if constexpr (kHasBias) find_bias(n);
 #pragma unroll
       for (int j = 0; j < 2; j++) {  // of the columns of this lane's scores
@@ -132,162 +108,8 @@ template <class C> struct Decode : DecodeLoads<C> {
 #pragma unroll
     for (int j = 0; j < 2; j++) query_bias[n][j] = __shfl_sync(0xffffffffu, total, (2 * t + j) * 4);
   }
-  // What was added up becomes the sums of an item: without bias, and with what rests come to.
-  __device__ __forceinline__ void finish_sums() {
-    if constexpr (kHasBias)
-#pragma unroll
-      for (int d = 0; d < kValueTiles; d++)
-#pragma unroll
-        for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-          for (int j = 0; j < 2; j++) {
-            const float of_weights = value_bias[n][j] * (Rows::kBias / Rows::kUnit);
-            out[d][n][j] = __fmaf_rn(out[d][n][j], 16.f, -of_weights), out[d][n][2 + j] -= of_weights;
-          }
-    if constexpr (kHasRests)
-#pragma unroll
-      for (int d = 0; d < kValueTiles; d++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) out[d][0][i] = __fmaf_rn(out[d][kColumnTiles - 1][i], 1.f / kRest, out[d][0][i]);
-  }
-
   __device__ __forceinline__ bool has_one_scale(int plane) const {
     return C::kScales == ONE_SCALE || (C::kScales == ROW_SCALES && Loads::kTakesOdd && a.has_one_scale[plane]);
-  }
-
-  // Query rows of a (sequence, head) as fragments: column n = query token n / group, head n % group. All words are
-  // asked for before the first is used: a worker waits once, not once a word.
-  __device__ __forceinline__ void load_query(const Cursor& c, const SeqQueries& queries, int32_t rows) {
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; n++) {
-      const int32_t column = n * 8 + g, token = column / a.group, head = column - token * a.group;
-      const char* row =
-          a.q.data + (queries.first + token) * a.q.token + (int64_t(c.head) * a.group + head) * a.q.head + key_from * 2;
-      const int dims = column < rows ? a.dims[0] - key_from : 0;
-#pragma unroll
-      for (int d = 0; d < kKeyTiles; d++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const int dim = Rows::query_dim(d, 2 * i, t) + skipped(d), next = Rows::query_dim(d, 2 * i + 1, t);
-          if constexpr (Rows::kBits == 4)  // pairs whose elements are apart
-            query[0][d][n][i] = dim < dims
-                                    ? uint32_t(__ldg(reinterpret_cast<const uint16_t*>(row + dim * 2))) |
-                                          uint32_t(__ldg(reinterpret_cast<const uint16_t*>(row + next * 2))) << 16
-                                    : 0u;
-          else query[0][d][n][i] = dim < dims ? __ldg(reinterpret_cast<const uint32_t*>(row + dim * 2)) : 0u;
-        }
-    }
-  }
-
-  // Of a query over a latent cache this warp's rotary elements do not follow its latent ones: all latent ones stand
-  // first.
-  __device__ __forceinline__ int skipped(int fragment) const {
-    return C::kIsLatent && fragment * 16 >= C::kKeyDims
-               ? C::Tile::kKeyDims - C::kKeyDims - key_from + member * C::kValueDims
-               : 0;
-  }
-
-  // Queries in f32: up to eight rows, a lane's column by itself and what is left of it. Returns what undoes that rows
-  // are brought into f16's range.
-  __device__ __forceinline__ float load_f32_query(const Cursor& c, const SeqQueries& queries, int32_t rows) {
-    const int32_t token = g / a.group, head = g - token * a.group;
-    const char* row =
-        a.q.data + (queries.first + token) * a.q.token + (int64_t(c.head) * a.group + head) * a.q.head + key_from * 4;
-    const int dims = g < rows ? a.dims[0] - key_from : 0;
-    float x[kKeyTiles][2][2], largest = 0.f;
-#pragma unroll
-    for (int d = 0; d < kKeyTiles; d++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int dim = Rows::query_dim(d, i, t);
-        x[d][i / 2][i % 2] = dim < dims ? __ldg(reinterpret_cast<const float*>(row + dim * 4)) : 0.f;
-      }
-    float shrink = 1.f, grow = 1.f;
-    if constexpr (kIsF16) {
-#pragma unroll
-      for (int d = 0; d < kKeyTiles; d++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(x[d][i / 2][i % 2]));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      const int exponent = exponent_over_f16(largest);
-      shrink = power_of_two(-exponent), grow = power_of_two(exponent);
-    }
-#pragma unroll
-    for (int d = 0; d < kKeyTiles; d++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        float pair[2] = {x[d][i][0] * shrink, x[d][i][1] * shrink};
-#pragma unroll
-        for (int n = 0; n < kColumnTiles; n++) {
-#pragma unroll
-          for (int part = 0; part < kParts; part++) query[part][d][n][i] = pack_and_leave(pair);
-          pair[0] *= kRest, pair[1] *= kRest;
-        }
-      }
-    return grow;
-  }
-  // A pair of numbers as they are multiplied; leaves of them what that does not hold.
-  static __device__ __forceinline__ uint32_t pack_and_leave(float (&pair)[2]) {
-    const uint32_t packed = Numbers::pack(pair[0], pair[1]);
-    if constexpr (kIsF16) {
-      const float2 held = __half22float2(*reinterpret_cast<const __half2*>(&packed));
-      pair[0] -= held.x, pair[1] -= held.y;
-    } else {
-      pair[0] -= __uint_as_float(packed << 16), pair[1] -= __uint_as_float(packed & 0xffff0000u);
-    }
-    return packed;
-  }
-  static __device__ __forceinline__ float power_of_two(int exponent) {
-    return __uint_as_float(uint32_t(127 + exponent) << 23);
-  }
-  // By how many powers of two a row with that largest element is divided: 2^8 and a little is what is left of it.
-  static __device__ __forceinline__ int exponent_over_f16(float largest) {
-    return largest > 0.f && largest < INFINITY ? max(int(__float_as_uint(largest) >> 23) - 135, -100) : 0;
-  }
-
-  // Queries in f16 over a cache in bf16: two bf16 have all of their digits.
-  __device__ __forceinline__ void split_query() {
-#pragma unroll
-    for (int d = 0; d < kKeyTiles; d++)
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&query[0][d][n][i]));
-          float pair[2] = {x.x, x.y};
-#pragma unroll
-          for (int part = 0; part < kParts; part++) query[part][d][n][i] = pack_and_leave(pair);
-        }
-  }
-
-  // Where f16 is multiplied: a column of queries into its range, by a power of two, which is exact; returns what undoes
-  // it. Magnitudes order as their bits do. A NaN makes its column NaN, whatever that is multiplied by.
-  __device__ __forceinline__ float fit_query(int n) {
-    const bool is_bf16 = a.q.dtype == KVX_DTYPE_BF16;
-    const auto pair_of = [&](uint32_t x) {
-      const float2 as_f16 = __half22float2(*reinterpret_cast<const __half2*>(&x));
-      return is_bf16 ? make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)) : as_f16;
-    };
-    uint32_t most = 0;
-#pragma unroll
-    for (int d = 0; d < kKeyTiles; d++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) most = __vmaxu2(most, query[0][d][n][i] & 0x7fff7fffu);
-    most = max(most >> 16, most & 0xffffu);
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, 2));
-    const float largest = pair_of(most).x;
-    const int exponent = exponent_over_f16(largest);
-    const float shrink = power_of_two(-exponent);
-#pragma unroll
-    for (int d = 0; d < kKeyTiles; d++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float2 pair = pair_of(query[0][d][n][i]);
-        query[0][d][n][i] = Numbers::pack(pair.x * shrink, pair.y * shrink);
-      }
-    return power_of_two(exponent);
   }
 
   // A team's parts of a tile's scores become their sum, the same in every warp: two are added in either order, more in
@@ -527,7 +349,7 @@ template <class C> struct Decode : DecodeLoads<C> {
           }
         rises = rises || largest[n][j] > most[n][j] + kRise;
       }
-    if (__any_sync(0xffffffffu, rises)) set_bases(largest);
+    if (__any_sync(0xffffffffu, rises)) this->set_bases(largest);
     uint32_t weights[kParts][kTokenTiles][kColumnTiles][2];
 #pragma unroll
     for (int m = 0; m < kTokenTiles; m++)
@@ -606,111 +428,6 @@ template <class C> struct Decode : DecodeLoads<C> {
   }
   static __device__ __forceinline__ float weight_of(float score, float base) {
     return tiles::exp2_fast(score - (base == -INFINITY ? 0.f : base - kBoost));
-  }
-
-  // A column's base becomes the largest score there was, if that is past it. `largest`: of this lane's part of a tile.
-  __device__ __forceinline__ void set_bases(const float (&largest)[kColumnTiles][2]) {
-    float shift[kColumnTiles][2];
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        float x = fmaxf(most[n][j], largest[n][j]);
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4));
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 16));
-        if (!(x > most[n][j] + kRise)) x = most[n][j];  // another column's does: each by itself
-        shift[n][j] = x == most[n][j] ? 1.f : tiles::exp2_fast(most[n][j] - x);
-        most[n][j] = x;
-        sum[n][j] *= shift[n][j];
-        if constexpr (kHasBias) value_bias[n][j] *= shift[n][j];
-      }
-#pragma unroll
-    for (int d = 0; d < kValueTiles; d++)
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) out[d][n][i] *= shift[n][i % 2];
-  }
-
-  // Of a row of results, this lane's first element, and how far from it another is.
-  __device__ __forceinline__ int first_dim() const { return value_from + Rows::value_dim(0, 0, g); }
-  static __device__ __forceinline__ constexpr int dims_on(int d, int half) { return Rows::value_dim(d, half, 0); }
-
-  // Result of a (sequence, head) that this worker had alone.
-  __device__ __forceinline__ void store(const Cursor& c) {
-    finish_sums();
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) sum_lanes(&sum[n][j]);
-    const SeqQueries queries = queries_of(a, c.seq);
-    const int32_t rows = rows_of(a, queries);
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const int32_t column = n * 8 + 2 * t + j, token = column / a.group,
-                      head = c.head * a.group + column - token * a.group;
-        if (column >= rows) continue;
-        const float inverse = finish(a, queries.first + token, head, most[n][j] - kBoost, sum[n][j],
-                                     value_scale * Rows::kUnit, member == 0 && g == 0);
-        const int64_t step = a.out.dim;
-        char* row =
-            a.out.data + (queries.first + token) * a.out.token + int64_t(head) * a.out.head + first_dim() * step;
-        const int left = a.dims[1] - first_dim();
-        // The type is asked for once: as a question of each element it would be most of a kernel's code.
-        if (a.out.dtype == KVX_DTYPE_F32) {
-#pragma unroll
-          for (int d = 0; d < kValueTiles; d++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-              if (dims_on(d, half) < left)
-                *reinterpret_cast<float*>(row + dims_on(d, half) * step) = out[d][n][2 * half + j] * inverse;
-          continue;
-        }
-        const bool is_bf16 = a.out.dtype == KVX_DTYPE_BF16;
-#pragma unroll
-        for (int d = 0; d < kValueTiles; d++)
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            const float x = out[d][n][2 * half + j] * inverse;
-            const uint16_t as_bf16 = __bfloat16_as_ushort(__float2bfloat16(x)),
-                           as_f16 = __half_as_ushort(__float2half(x));
-            if (dims_on(d, half) < left)
-              *reinterpret_cast<uint16_t*>(row + dims_on(d, half) * step) = is_bf16 ? as_bf16 : as_f16;
-          }
-      }
-  }
-
-  __device__ __forceinline__ static void sum_lanes(float* x) {
-    *x += __shfl_xor_sync(0xffffffffu, *x, 4);
-    *x += __shfl_xor_sync(0xffffffffu, *x, 8);
-    *x += __shfl_xor_sync(0xffffffffu, *x, 16);
-  }
-
-  // Part of a (sequence, head) that others have parts of: `combine` adds them up.
-  __device__ __forceinline__ void store_part(const Cursor& c, int worker, bool is_first_item) {
-    finish_sums();
-    const int32_t rows = rows_of(a, queries_of(a, c.seq));
-    float* mine = reinterpret_cast<float*>(a.workspace + a.plan.partial_at +
-                                           (2 * int64_t(worker) + (is_first_item ? 0 : 1)) * a.plan.partial_bytes);
-    const int width = a.dims[1] + 2, left = a.dims[1] - first_dim();
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        sum_lanes(&sum[n][j]);
-        const int32_t column = n * 8 + 2 * t + j;
-        if (column >= rows) continue;
-        float* to = mine + column * width + 2 + first_dim();
-#pragma unroll
-        for (int d = 0; d < kValueTiles; d++)
-#pragma unroll
-          for (int half = 0; half < 2; half++)
-            if (dims_on(d, half) < left) to[dims_on(d, half)] = out[d][n][2 * half + j] * Rows::kUnit;
-        if (member == 0 && g == 0) mine[column * width] = most[n][j] - kBoost, mine[column * width + 1] = sum[n][j];
-      }
   }
 };
 
