@@ -23,7 +23,17 @@ from kvx.layout.place import buffer_sizes
 from kvx.layout.planes import cache_shapes
 from kvx.ops import backend as backends
 from kvx.ops import library, native
-from kvx.ops.attention.kernels import HEAD_SIZES, MOST_F32_ROWS, QUERIES, Listed, attention_kernel, listed_kernels
+from kvx.ops.attention.kernels import (
+    HEAD_SIZES,
+    HOPPER,
+    LATENT_DIMS,
+    LATENT_RECORD,
+    MOST_F32_ROWS,
+    QUERIES,
+    Listed,
+    attention_kernel,
+    listed_kernels,
+)
 from kvx.ops.registry import OPS
 from kvx.ops.support import BACKENDS
 from kvx.spec import ALL_FORMATS
@@ -249,6 +259,7 @@ def _show_support(as_json: bool) -> None:
             {**x._asdict(), "decode": str(x.decode), "prefill": str(x.prefill)} for x in listed_kernels()
         ]
         data["attention on cuda"] = [dict(zip(("format", "decode", "prefill"), r, strict=True)) for r in _kernels()]
+        data["attention_mla on cuda"] = [dict(zip(("latent", "hopper", "other"), r, strict=True)) for r in _latent_kernels()]
         typer.echo(
             json.dumps({**data, "refused": [dict(zip(("what", "op", "reason"), r, strict=True)) for r in refused]}, indent=1)
         )
@@ -263,6 +274,8 @@ def _show_support(as_json: bool) -> None:
     title += f"else runs on the general kernel, also queries in f32 with more than {MOST_F32_ROWS} query rows per KV head."
     columns = [f"{kind}, {q}" for kind in ("decode", "prefill") for q in QUERIES]
     _show(title, ("KV format", *columns), _by_head_size(), None, False)
+    title = f"attention_mla on cuda: a latent of {LATENT_DIMS[0]} and a rotary part of {LATENT_DIMS[1]} elements, queries in bf16"
+    _show(title, ("latent", "Hopper", "other GPUs, here sm_80"), _latent_kernels(), None, False)
     _show("not supported on any backend", ("what", "ops", "why, and what to do"), _joined(refused), None, False)
     for name in BACKENDS:
         if (why := backends.reason_missing(name)) is not None:
@@ -273,6 +286,20 @@ def _kernels() -> list[tuple[str, str, str]]:
     """A format's kernels, for few query rows and for many."""
     specs = [kvx.CacheSpec(4, 16, 2, 128, format=f.name) for f in kvx.FORMATS.values() if not f.element.is_moved_only]
     return [(s.format, str(attention_kernel(s, "decode")), str(attention_kernel(s, "prefill"))) for s in specs]
+
+
+def _latent_kernels() -> list[tuple[str, str, str]]:
+    """A latent's format and its kernels: of each that has a fast one, and of one that has none."""
+    dim, rotary = LATENT_DIMS
+    specs = [
+        kvx.CacheSpec(4, 64, 1, dim, v_head_dim=rotary, layout="block token (head kv dim)", format=f, v_format=v)
+        for f, v in (("bf16", "bf16"), (LATENT_RECORD, "bf16"), ("f16", "f16"))
+    ]
+
+    def kernel(spec: kvx.CacheSpec, arch: int) -> str:
+        return str(attention_kernel(spec, "mla", queries="bf16", arch=arch))
+
+    return [(s.format, kernel(s, HOPPER), kernel(s, 80)) for s in specs]
 
 
 def _by_head_size() -> list[tuple[str, ...]]:

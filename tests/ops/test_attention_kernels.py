@@ -269,6 +269,7 @@ def test_support_says_which_kernel(monkeypatch):
     answer = kvx.supports("attention_varlen", spec("nvfp4", 512), "cuda")
     assert answer
     assert [k.name for k in answer.kernels] == ["fast", "general"]
+    assert [k.name for k in kvx.supports("attention_mla", latent(), "cuda").kernels] == ["fast"]
     assert "rows of 512 elements, over 256" in str(answer)
     assert kvx.supports("gather", spec("nvfp4"), "cuda").kernels == ()
 
@@ -284,6 +285,13 @@ def test_inspect_support_lists_kernels():
     assert of["bf16", "f16", 256, 256]["prefill"] == "the portable kernel: a bf16 cache under f16 queries"
     assert "up to 8 query rows" in of["fp8_e4m3", "f32", 64, 64]["decode"]
     assert of["fp8_e4m3", "f32", 64, 64]["prefill"].endswith("queries in f32")
+    latents = {row["latent"]: row for row in facts["attention_mla on cuda"]}
+    assert set(latents) == {"bf16", RECORD, "f16"}
+    assert latents["bf16"]["hopper"].startswith("the fast mla kernel, 87 to 91 % of read")
+    assert latents[RECORD]["hopper"].startswith("the fast mla kernel, 51 % of read")
+    assert latents["bf16"]["other"].startswith("the portable kernel: ")
+    assert "row kernel" in latents[RECORD]["other"]
+    assert "row kernel" in latents["f16"]["hopper"]
 
 
 def test_inspect_support_shows_kernels_by_head_size(monkeypatch):

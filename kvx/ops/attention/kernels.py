@@ -34,8 +34,11 @@ _SMALL_SHARE = {8: "34 to 89 % of read", 4: "25 to 76 % of read"}
 _ODD_SHARE = {16: "18 to 49 % of read", 8: "14 to 49 % of read", 4: "16 to 33 % of read"}
 # Prefill of four prompts of 4,096 tokens; odd ones include 8-bit rows of more than 256 elements.
 _PREFILL_SHARE = {"16-bit": "39 to 73 %", "8-bit": "32 to 58 %", "small": "37 to 46 %", "odd": "18 to 39 %"}
-# MLA, 128 sequences of 4,096 tokens: with up to 16 heads, as a share of reading the same bytes; with 128 heads bound by arithmetic.
-_LATENT_SHARE = "88 to 91 % of read with up to 16 heads, 67 % of 790 TFLOP/s with 128"
+# MLA, 128 sequences of 4,096 tokens: with few heads, as a share of reading the same bytes; 128 heads are bound by arithmetic.
+_LATENT_SHARE = {
+    "bf16": "87 to 91 % of read with up to 16 heads, 63 to 73 % of 790 TFLOP/s with 128",
+    LATENT_RECORD: "51 % of read with 16 heads, 56 % of 790 TFLOP/s with 128",
+}
 _GENERAL_SHARE = {32: "16 to 35 % of read", 16: "16 to 29 % of read", 8: "7 to 16 % of read", 4: "4 to 9 % of read"}
 
 
@@ -200,7 +203,7 @@ def _latent_kernel(spec: CacheSpec, queries: str, arch: int) -> Kernel:
     elif any(m.axes[-1] != "dim" or m.dim[-1] != len(m.shape) - 1 for m in (of_latent, of_rotary)):
         why = "the elements of a row are not contiguous"
     elif arch == HOPPER:
-        return Kernel("mla", "fast", _LATENT_SHARE)
+        return Kernel("mla", "fast", _LATENT_SHARE[latent])
     elif is_record:
         why = f"the fast one for records of 656 bytes is Hopper's (sm_90), this is sm_{arch}"
     else:
