@@ -207,8 +207,8 @@ def _latent_kernel(spec: CacheSpec, queries: str, arch: int) -> Kernel:
     elif is_record:
         why = f"the fast one for records of 656 bytes is Hopper's (sm_90), this is sm_{arch}"
     else:
-        why = f"the fast one is Hopper's (sm_90), this is sm_{arch}; more than 16 queries per sequence (max_query_len) take the slow "
-        why += "row kernel"
+        why = f"the fast one is Hopper's (sm_90), this is sm_{arch}; more than 16 queries per sequence (max_query_len) take the "
+        why += "slow row kernel"
         return Kernel("mla", "portable", "", why)
     return Kernel("mla", "row", "under 1 % of read", why)
 
