@@ -33,22 +33,25 @@ def ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def signalled_at_every_point(prepare: Callable[[], tuple[S, Callable[[], Any]]], *modules: ModuleType) -> Iterator[S]:
+def signalled_at_every_point(
+    prepare: Callable[[], tuple[S, Callable[[], Any]]], *modules: ModuleType, is_hooked: bool = False
+) -> Iterator[S]:
     """Send SIGINT to a call at the first point in these modules where Python looks for signals, to the next call at the second ...
 
     `prepare` makes what is to be looked at, and the call on it; each is yielded after its call was interrupted. That is what a
-    Ctrl-C does: Python looks for signals when a function begins, when a loop jumps back, and after a call of a C function.
+    Ctrl-C does: Python looks for signals when a function begins, when a loop jumps back, and after a call of a C function. And
+    after a call of a Python function where frames are evaluated through a hook (`is_hooked`): torch.compile sets one, debuggers do.
     """
     files = {str(m.__file__) for m in modules}
     _signalled(lambda: None, 0, {__file__})  # Python 3.12 follows no instructions the first time that a process asks for them
     for number in itertools.count():
         made, call = prepare()
-        if not _signalled(call, number, files):
+        if not _signalled(call, number, files, is_hooked):
             return
         yield made
 
 
-def _signalled(call: Callable[[], Any], number: int, files: set[str]) -> bool:
+def _signalled(call: Callable[[], Any], number: int, files: set[str], is_hooked: bool = False) -> bool:
     """Whether the call has so many points, and so was interrupted."""
     last: dict[FrameType, str] = {}  # the instruction that each frame does now
     calling: set[FrameType] = set()  # that have called a Python function in it
@@ -64,7 +67,7 @@ def _signalled(call: Callable[[], Any], number: int, files: set[str]) -> bool:
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         elif event == "opcode":
             before, last[frame] = last.get(frame, "RESUME"), _names(frame.f_code)[frame.f_lasti]
-            is_python_call = before in ("CALL", "CALL_KW") and frame in calling
+            is_python_call = not is_hooked and before in ("CALL", "CALL_KW") and frame in calling
             calling.discard(frame)
             if not is_python_call and (before in ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME") or "BACKWARD" in before):
                 left -= 1

@@ -22,12 +22,14 @@ class Admitted:
         self.free_rows = list(range(max_seqs - 1, -1, -1))
         self._next_id = 0
 
-    def new(self, call: str) -> Sequence:
+    def new(self, call: str, out: list[Sequence]) -> Sequence:
+        """Also put into `out`, before it lives: the caller has it wherever Ctrl-C comes."""
         if not self.free_rows:
             raise OutOfBlocks(f"{call}(): all {len(self.tokens)} sequences are in use (max_seqs). Release one first.")
         row = self.free_rows[-1]
         seq = Sequence(self._owner, self._next_id, row, self.tokens[row], len(self._groups))
         self._next_id += 1
+        out.append(seq)
         del self.free_rows[-1]
         self.live[seq.id] = seq
         return seq

@@ -143,6 +143,7 @@ class PagedCache(Shown):
         extras: Extras = (),
         snapshot_at: Listing[int] = (),
         is_brought_back: bool = True,
+        out: list[Sequence] | None = None,
     ) -> Sequence:
         """A sequence of these tokens. Its length is what the prefix cache had of them, never all: the last is left to compute.
 
@@ -151,6 +152,9 @@ class PagedCache(Shown):
         hash of an image whose placeholders begin there. `snapshot_at` is after how many tokens states are to be kept besides what
         their kind says, such as the end of a system prompt: at the end of the last block before it. OutOfBlocks where max_seqs are
         admitted already.
+
+        `out` gets the sequence too, for callers that go on after Ctrl-C: it may come while the result is on its way back, where
+        torch.compile or a debugger evaluates Python's frames. What is in `out` and not released is there.
         """
         ids = token_ids("admit()", tokens)
         n = len(ids)
@@ -160,12 +164,13 @@ class PagedCache(Shown):
         begun = checked_extras("admit", extras, n) if extras else []
         asked = () if isinstance(snapshot_at, tuple) and not snapshot_at else self._asked("admit", snapshot_at)
         root = b"" if self.prefix is None else self.prefix.root(extra)
-        guard, seq = self._guard, None
+        guard, made = self._guard, [] if out is None else out
+        first = len(made)
         try:
             with guard.lock:
                 if guard.is_torn:
                     guard.mend()
-                seq = self._admitted.new("admit")
+                seq = self._admitted.new("admit", made)
                 seq.extra, seq.extras, seq.snapshot_at, seq.snapshot_end = extra, begun, asked, self._snapshot_end(n)
                 seq.token_row[:n] = ids
                 seq.num_tokens = n
@@ -180,15 +185,16 @@ class PagedCache(Shown):
                     if self.prefix.hears_requests:
                         self.prefix.tell_request("admitted", seq)
             return seq
-        except BaseException:  # nobody has the sequence
-            if seq is not None:
+        except BaseException:
+            for seq in made[first:]:  # nobody has it. Without a call: a second Ctrl-C may come as soon as something is called
                 guard.is_torn, seq.cache = True, None
-                self._mend()
+            self._mend_torn()
             raise
 
-    def _mend(self) -> None:
+    def _mend_torn(self) -> None:
         with self._guard.lock:
-            self._guard.mend()
+            if self._guard.is_torn:
+                self._guard.mend()
 
     def attach(self, backing: Backing | None, *, finder: Finder | None = None) -> None:
         """Offer it what is evicted from now on, and ask it for more of every prefix. None: no more.
@@ -510,23 +516,27 @@ class PagedCache(Shown):
                 prefix.put_checked(table.index, hashes[first : first + len(ids)], ids, stretch)
         seq.num_stored = max(seq.num_stored, full * bs)
 
-    def fork(self, seq: Sequence) -> Sequence:
-        """Another sequence with the same tokens and blocks. The first to write into a shared last block gets a copy of it."""
-        guard, other = self._guard, None
+    def fork(self, seq: Sequence, *, out: list[Sequence] | None = None) -> Sequence:
+        """Another sequence with the same tokens and blocks. The first to write into a shared last block gets a copy of it.
+
+        `out` gets it too, as admit() says.
+        """
+        guard, made = self._guard, [] if out is None else out
+        first = len(made)
         try:
             with guard.lock:
                 if guard.is_torn:
                     guard.mend()
                 self._check_live("fork", seq)
-                other = self._admitted.new("fork")
+                other = self._admitted.new("fork", made)
                 self._share(seq, other)
                 if self.prefix is not None and self.prefix.hears_requests:
                     self.prefix.tell_request("forked", other)
             return other
-        except BaseException:  # nobody has the sequence
-            if other is not None:
+        except BaseException:
+            for other in made[first:]:  # nobody has it
                 guard.is_torn, other.cache = True, None
-                self._mend()
+            self._mend_torn()
             raise
 
     def _share(self, seq: Sequence, other: Sequence) -> None:
@@ -721,8 +731,7 @@ class PagedCache(Shown):
     def check(self) -> None:
         """Recount every block, name and row; InternalError names the first thing that does not agree."""
         with self._guard.lock:
-            if self._guard.is_torn:
-                self._guard.mend()
+            self._mend_torn()
             self._admitted.check(self.prefix)
 
     def _check_live(self, call: str, seq: Sequence) -> None:

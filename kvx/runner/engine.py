@@ -165,7 +165,8 @@ class Engine:
         """Of the engine: whoever adds to it from outside holds its lock."""
         return self._guard
 
-    def add_completions(self, prompt: Prompt, params: Params) -> list[Completion]:
+    def add_completions(self, prompt: Prompt, params: Params, *, mine: set[int] | None = None) -> list[Completion]:
+        """Its answers, which steps fill. `mine` gets the request's number first, so that the caller can cancel it after Ctrl-C."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise BadArgument("add(): the model has no tokenizer; give the prompt as token ids.")
@@ -195,6 +196,8 @@ class Engine:
                 if guard.is_torn:
                     guard.mend()
                 number, self._next_request = self._next_request, self._next_request + 1
+                if mine is not None:
+                    mine.add(number)
                 answers = [Completion(number, i, list(ids), len(ids), params, limit) for i in range(params.n)]
                 answers[0].siblings = answers[1:]
                 if self.tokenizer is not None:
@@ -247,6 +250,7 @@ class Engine:
             self.scheduler.reset()
             self._texts.clear()
         self.scheduler.drop(lambda c: bool(c.finish))
+        self.scheduler.drop_begun()
         self._drop_cancelled()
         self._is_step_broken = False
 
@@ -255,7 +259,7 @@ class Engine:
         mine: set[int] = set()
         try:
             for prompt in prompts:
-                mine.add(self.add(prompt, params))
+                self.add_completions(prompt, params or Params(), mine=mine)
             while not self.scheduler.is_idle:
                 yield from self.step()
         finally:
@@ -269,8 +273,7 @@ class Engine:
         mine: set[int] = set()
         try:
             for prompt in prompts:
-                requests.append(self.add_completions(prompt, params or Params()))
-                mine.add(requests[-1][0].request)
+                requests.append(self.add_completions(prompt, params or Params(), mine=mine))
             while not all(c.finish for group in requests for c in group):
                 self.step()
         except BaseException:

@@ -28,19 +28,23 @@ def export_sequence(
     format: str = "",  # of the handover; "": as the cache has it
 ) -> Handover:
     """A prompt's K and V, computed as far as the prefix cache does not have them. Of a running request: all that is computed."""
-    with engine.guard.lock:
-        return _export(engine, prompt, model, block_size, format)
+    guard = engine.guard
+    with guard.lock:
+        try:
+            made = _export(engine, prompt, model, block_size, format)
+        finally:  # gives back what begun has; first said, then done: Ctrl-C may come as soon as something is called
+            guard.is_torn = True
+            guard.mend()
+    return made
 
 
 def _export(engine: Engine, prompt: Prompt | int, model: str, block_size: int, format: str) -> Handover:
-    is_running = isinstance(prompt, int)
-    seq = _running(engine, prompt) if isinstance(prompt, int) else _prefill(engine, _ids(engine, "export_sequence", prompt))
+    if isinstance(prompt, int):
+        seq = _running(engine, prompt)
+    else:
+        seq = _prefill(engine, _ids(engine, "export_sequence", prompt))
     name, size = model or name_of(engine.model.config), block_size or engine.cache.block_size
-    try:
-        return read_sequence(engine.cache, seq, model=name, block_size=size, format=format)
-    finally:
-        if not is_running:
-            engine.cache.release(seq)
+    return read_sequence(engine.cache, seq, model=name, block_size=size, format=format)
 
 
 def import_sequence(engine: Engine, handover: Handover, *, model: str = "") -> int:
@@ -51,13 +55,15 @@ def import_sequence(engine: Engine, handover: Handover, *, model: str = "") -> i
     cache = engine.cache
     if cache.prefix is None:
         raise BadArgument("import_sequence(): the engine has no prefix cache, where it would be found. Use resume().")
-    with engine.guard.lock:
-        seq = cache.admit(handover.tokens)
+    guard = engine.guard
+    with guard.lock:
         try:
+            seq = cache.admit(handover.tokens, out=engine.scheduler.begun)
             write_sequence(cache, seq, handover, model=model or name_of(engine.model.config), is_last_left=False)
             return handover.num_tokens // cache.block_size * cache.block_size
-        finally:
-            cache.release(seq)
+        finally:  # as in export_sequence()
+            guard.is_torn = True
+            guard.mend()
 
 
 def resume(
@@ -69,9 +75,15 @@ def resume(
     model: str = "",
 ) -> list[Answer]:
     """The answers to a prompt whose K and V, as far as they are in the handover, are not computed. Other requests go on as well."""
-    requests = _add(engine, handover, prompt, params or Params(), model)
-    while not all(c.finish for c in requests):
-        engine.step()
+    mine: set[int] = set()
+    try:
+        requests = _add(engine, handover, prompt, params or Params(), model, mine)
+        while not all(c.finish for c in requests):
+            engine.step()
+    except BaseException:
+        for request in mine:
+            engine.cancel(request)
+        raise
     return [Answer(c.text, tuple(c.generated), c.finish, max(0, c.num_cached)) for c in requests]
 
 
@@ -79,7 +91,7 @@ def add_request(
     engine: Engine, handover: Handover, prompt: Prompt | None = None, params: Params | None = None, *, model: str = ""
 ) -> int:
     """As `resume`, for whoever calls Engine.step(): the request's number."""
-    return _add(engine, handover, prompt, params or Params(), model)[0].request
+    return _add(engine, handover, prompt, params or Params(), model, set())[0].request
 
 
 def name_of(config: DecoderConfig) -> str:
@@ -91,18 +103,14 @@ def name_of(config: DecoderConfig) -> str:
 
 
 def _prefill(engine: Engine, ids: list[int]) -> Sequence:
-    """A sequence whose tokens are all in the cache."""
+    """A sequence whose tokens are all in the cache, until the call ends."""
     cache = engine.cache
-    seq = cache.admit(ids)
-    try:
-        while left := len(ids) - seq.length:
-            n = cache.until_snapshot(seq, min(left, engine.scheduler.max_batch_tokens))
-            cache.extend(seq, n)
-            engine.model.forward(cache.plan([(seq, n)]))
-            cache.commit(seq)
-    except BaseException:
-        cache.release(seq)
-        raise
+    seq = cache.admit(ids, out=engine.scheduler.begun)
+    while left := len(ids) - seq.length:
+        n = cache.until_snapshot(seq, min(left, engine.scheduler.max_batch_tokens))
+        cache.extend(seq, n)
+        engine.model.forward(cache.plan([(seq, n)]))
+        cache.commit(seq)
     return seq
 
 
@@ -114,25 +122,26 @@ def _running(engine: Engine, request: int) -> Sequence:
     return found[0]
 
 
-def _add(engine: Engine, handover: Handover, prompt: Prompt | None, params: Params, model: str) -> list[Completion]:
+def _add(engine: Engine, handover: Handover, prompt: Prompt | None, params: Params, model: str, mine: set[int]) -> list[Completion]:
+    """The request's answers; `mine` gets its number first."""
     ids = handover.tokens.tolist() if prompt is None else _ids(engine, "resume", prompt)
-    with engine.guard.lock:
-        seq = engine.cache.admit(ids)
-        requests: list[Completion] = []
+    guard, scheduler = engine.guard, engine.scheduler
+    with guard.lock:
         try:
+            requests = engine.add_completions(ids, params, mine=mine)
+            seq = engine.cache.admit(ids, out=scheduler.begun)
             write_sequence(engine.cache, seq, handover, model=model or name_of(engine.model.config))
-            requests = engine.add_completions(ids, params)
             # Where the scheduler puts one that it admits, with more of its tokens in the cache already.
-            scheduler = engine.scheduler
-            one = scheduler.waiting.pop()
-            assert one is requests[0]
+            one = requests[0]
             one.seq, one.num_cached = seq, seq.length
             scheduler.running.append(one)
+            scheduler.waiting.remove(one)
+            scheduler.begun.clear()
         except BaseException:
-            if requests:
-                engine.cancel(requests[0].request)
-            if not seq.is_released:
-                engine.cache.release(seq)
+            guard.is_torn = True
+            for request in mine:
+                engine.cancel(request)
+            guard.mend()
             raise
         scheduler.counts.prompt_tokens += one.num_prompt
         scheduler.counts.reused_tokens += seq.length

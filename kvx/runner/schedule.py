@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvx.cache.paged import PagedCache
+from kvx.cache.sequence import Sequence
 from kvx.errors import BadArgument, OutOfBlocks
 from kvx.runner.request import Completion
 
@@ -59,6 +60,7 @@ class Scheduler:
         self.waiting: deque[Completion] = deque()
         self.running: list[Completion] = []  # oldest first
         self.counts = Counts()
+        self.begun: list[Sequence] = []  # sequences on their way to a completion, or of a call's own: what is left is given back
 
     @property
     def is_idle(self) -> bool:
@@ -114,8 +116,9 @@ class Scheduler:
     def _admit(self, c: Completion) -> bool:
         """False: not now."""
         # First see whether it may stay.
-        c.seq = self.cache.admit(c.tokens, snapshot_at=c.params.snapshot_at, is_brought_back=False)
-        seq = c.seq
+        seq = self.cache.admit(c.tokens, snapshot_at=c.params.snapshot_at, is_brought_back=False, out=self.begun)
+        c.seq = seq
+        self.begun.clear()
         left = len(c.tokens) - seq.length
         reserve = self.reserve_blocks * self.cache.block_size * (len(self.running) + 1)
         if self.running and self.cache.room(seq) < left + reserve:
@@ -152,8 +155,8 @@ class Scheduler:
 
     def _preempt(self, c: Completion) -> None:
         self._release(c, is_preempted=True)
+        self.waiting.appendleft(c)  # first: Ctrl-C between the two finds it twice, not nowhere
         self.running.remove(c)
-        self.waiting.appendleft(c)
         self.counts.preemptions += 1
 
     def branch(self, c: Completion) -> list[Completion]:
@@ -164,7 +167,8 @@ class Scheduler:
             if len(self.running) >= self.cache.max_seqs:
                 self.waiting.appendleft(other)
                 continue
-            other.seq = self.cache.fork(c.seq)
+            other.seq = self.cache.fork(c.seq, out=self.begun)
+            self.begun.clear()
             other.num_cached = other.num_prompt
             self.running.append(other)
             self.counts.forks += 1
@@ -183,6 +187,13 @@ class Scheduler:
         self.drop(lambda c: True)
         if self.cache.prefix is not None:
             self.cache.prefix.clear()
+
+    def drop_begun(self) -> None:
+        """After a call: it has ended, or was broken off, and nobody goes on with these."""
+        for seq in self.begun:
+            if not seq.is_released:
+                self.cache.release(seq)
+        self.begun.clear()
 
     def drop(self, is_dropped: Callable[[Completion], bool]) -> int:
         """End some completions where they are, with those that wait for them: how many. Also what a broken step left half done."""

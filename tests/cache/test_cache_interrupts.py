@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -112,11 +113,12 @@ CALLS = {
 OF_NAMES = ("admit a prefix", "pin", "unpin", "clear", "lookup", "put")
 
 
+@pytest.mark.parametrize("is_hooked", [False, True], ids=["plain", "hooked"])
 @pytest.mark.parametrize(
     ("kind", "window", "name"),
     [(k, w, n) for k, w in (("plain", 0), ("prefix", 6), ("backed", 6)) for n in CALLS if k != "plain" or n not in OF_NAMES],
 )
-def test_ctrl_c_at_every_point_of_a_call(kind, window, name):
+def test_ctrl_c_at_every_point_of_a_call(kind, window, name, is_hooked):
     call, before, after = CALLS[name], crowded(window, kind != "plain"), crowded(window, kind != "plain")
     call(after)
     may = (truth(before), truth(after))
@@ -126,7 +128,7 @@ def test_ctrl_c_at_every_point_of_a_call(kind, window, name):
         return made, lambda: call(made)
 
     count = 0
-    for made in signalled_at_every_point(prepare, *CACHE):
+    for made in signalled_at_every_point(prepare, *CACHE, is_hooked=is_hooked):
         made.check()
         got = truth(made)
         if name != "clear" and kind != "backed":  # names of groups go one after the other; a backing brings back more
@@ -147,6 +149,30 @@ def test_ctrl_c_at_every_point_of_a_call(kind, window, name):
         assert all(a.num_free == a.num_blocks for a in made.allocators)
         count += 1
     assert count >= 1
+
+
+OF_NEW = {
+    "admit": lambda c, out: c.admit(list(range(200, 230)), out=out),
+    "admit a prefix": lambda c, out: c.admit(LONG, out=out),
+    "fork": lambda c, out: c.fork(c.sequences[0], out=out),
+}
+
+
+@pytest.mark.parametrize("name", OF_NEW)
+def test_a_new_sequence_is_in_out_wherever_ctrl_c_comes(name):
+    """Also when its result is lost on the way back, which the last points here are."""
+
+    def prepare():
+        made, out = crowded(6, True), []
+        return (made, out), lambda: OF_NEW[name](made, out)
+
+    lost = 0
+    for made, out in signalled_at_every_point(prepare, *CACHE, sys.modules[__name__], is_hooked=True):
+        made.check()
+        there = [seq for seq in out if not seq.is_released]
+        assert made.sequences[4:] == tuple(there)
+        lost += len(there)
+    assert lost
 
 
 ALLOCATOR = {

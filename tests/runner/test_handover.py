@@ -237,7 +237,7 @@ def test_what_is_refused_changes_nothing():
         (lambda: resume(to, bad), Damaged, "part 0"),
         (lambda: import_sequence(to, handover.shard(3)[1]), Incompatible, "num_kv_heads is 1; here it is 3"),
         (lambda: resume(to, handover, [*prompt()[:20], 5, *prompt()[21:]]), Incompatible, "token 20 is 5; of the handover"),
-        (lambda: resume(to, handover, prompt() + [1] * 2000), BadArgument, "max_seq_len is 1024"),
+        (lambda: resume(to, handover, prompt() + [1] * 2000), BadArgument, "the context is 1024"),
         (lambda: export_sequence(to, []), BadArgument, "there are 0 tokens; tokens are one row of int32 ids, 1 or more"),
         (lambda: export_sequence(to, [1, 10**6]), BadArgument, "1 to 1000000"),
         (lambda: export_sequence(to, [1, 2.5]), BadArgument, r"export_sequence\(\): tokens\[1\] is 2.5"),
@@ -249,8 +249,9 @@ def test_what_is_refused_changes_nothing():
     assert to.cache.num_seqs == to.cache.prefix.num_blocks == 0
     to.cache.check()
     small = engine(num_tokens=32)
-    for call in (import_sequence, resume, lambda e, h: export_sequence(e, prompt())):
-        with pytest.raises(OutOfBlocks):
+    calls = ((import_sequence, OutOfBlocks), (resume, BadArgument), (lambda e, h: export_sequence(e, prompt()), OutOfBlocks))
+    for call, error in calls:
+        with pytest.raises(error, match=r"block|context"):
             call(small, handover)
         assert small.cache.num_seqs == 0
         small.cache.check()
