@@ -316,20 +316,33 @@ struct ScaledNibbles {
                   number(some_nibbles(row + 16, rows.left - kPair), scale[rows.of[2]], scale[rows.of[3]])}};
   }
   KVX_INLINE void make(const Sixteen& rows, char* to) const {
-    for (int64_t j = 0; j < kSide; j++) {
-      const uint8_t* scale = rows.scale[j];
-      if (!scale || rows.left < 64) {
-        store_pairs(to, j, at(rows, j));
-        continue;
-      }
-      const char* row = rows.row(j);
-      store_pairs(to, j,
-                  Pairs{{number(load<__m128i>(row), scale[rows.of[0]], scale[rows.of[1]]),
-                         number(load<__m128i>(row + 16), scale[rows.of[2]], scale[rows.of[3]])}});
-    }
+    const int64_t* of = rows.of;
+    if (rows.left >= 64 && of[1] - of[0] == 1) make_whole<16>(rows, to);
+    else if (rows.left >= 64 && of[1] == of[0] && of[2] - of[0] == 1) make_whole<32>(rows, to);
+    else
+      for (int64_t j = 0; j < kSide; j++) store_pairs(to, j, at(rows, j));
   }
 
  private:
+  // Rows of 64 elements whose scales, of kSize elements each, lie beside each other.
+  template <int kSize>
+  KVX_INLINE void make_whole(const Sixteen& rows, char* to) const {
+    for (int64_t j = 0; j < kSide; j++) {
+      if (!rows.scale[j]) {
+        store_pairs(to, j, Pairs{});
+        continue;
+      }
+      const uint8_t* scale = rows.scale[j] + rows.of[0];
+      const __m128i low = load<__m128i>(rows.row(j)), high = load<__m128i>(rows.row(j) + 16);
+      if constexpr (kSize == 16)
+        store_pairs(to, j, Pairs{{number(low, scale[0], scale[1]), number(high, scale[2], scale[3])}});
+      else store_pairs(to, j, Pairs{{number(low, scale[0]), number(high, scale[1])}});
+    }
+  }
+  // Products of one scale, twice: a look-up takes five bits.
+  KVX_INLINE __m512i number(__m128i codes, uint8_t scale) const {
+    return _mm512_permutexvar_epi16(spread_nibbles(codes), _mm512_broadcast_i64x4(load<__m256i>(products[scale])));
+  }
   KVX_INLINE __m512i number(__m128i codes, uint8_t first, uint8_t then) const {
     const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
     const __m512i table =
