@@ -1,11 +1,12 @@
 """Guard: one lock for a cache and all that it is made of, and what makes it whole again after a call that was broken off.
 
 A call changes two kinds of things. What holds true is few: the sequences and their tables, the names, the pins. It changes last,
-in statements without a call in them, between which Python looks for no signal. (It also looks for them when a call of a Python
-function has ended, before the result is stored, once torch.compile or a debugger evaluates frames: so what a caller must give back
-is put into a list of the caller's, `out`.) The rest follows from it: counts, lists of free
+in statements without a call in them, between which Python looks for no signal. The rest follows from it: counts, lists of free
 blocks, the queue of idle ones. A call that Ctrl-C breaks off may leave the rest behind; then it is counted again. So nothing has to
 be deferred, an interrupt ends a wait for a tier at once, and a second one while things are counted again only delays that.
+
+Once torch.compile has run, or under a debugger, Python also looks for signals between the end of a Python function and the store of
+its result. So what a caller will have to give back goes into a list of the caller's, `out`, before it is there.
 
 The lock is held for the length of a call, also while a backing is asked. Locks are taken in one order: an engine's, a cache's, a
 mover's, a tier's. Whoever is told something by a mover or a tier must not call the cache from there.

@@ -35,7 +35,7 @@ from kvx.cache.resuming import Resuming
 from kvx.cache.sequence import Sequence
 from kvx.cache.state_table import StateTable
 from kvx.cache.tokens import token_ids
-from kvx.errors import BadArgument, OutOfBlocks
+from kvx.errors import BadArgument, OutOfBlocks, a_type
 from kvx.layout.device_memory import check_device, check_fits
 from kvx.spec.byte_size import byte_text
 from kvx.spec.cache_spec import CacheSpec
@@ -164,7 +164,7 @@ class PagedCache(Shown):
         begun = checked_extras("admit", extras, n) if extras else []
         asked = () if isinstance(snapshot_at, tuple) and not snapshot_at else self._asked("admit", snapshot_at)
         root = b"" if self.prefix is None else self.prefix.root(extra)
-        guard, made = self._guard, [] if out is None else out
+        guard, made = self._guard, _list("admit", out)
         first = len(made)
         try:
             with guard.lock:
@@ -521,7 +521,7 @@ class PagedCache(Shown):
 
         `out` gets it too, as admit() says.
         """
-        guard, made = self._guard, [] if out is None else out
+        guard, made = self._guard, _list("fork", out)
         first = len(made)
         try:
             with guard.lock:
@@ -744,6 +744,12 @@ class PagedCache(Shown):
     def _check_length(self, call: str, seq: Sequence, end: int) -> None:
         if end > self.max_seq_len:
             raise BadArgument(f"{call}(): {seq} would have {end} tokens; max_seq_len is {self.max_seq_len}. Nothing changed.")
+
+
+def _list(call: str, out: list[Sequence] | None) -> list[Sequence]:
+    if out is not None and not isinstance(out, list):
+        raise BadArgument(f"{call}(): out is {a_type(out)}; it must be a list, which gets the new sequence. Nothing changed.")
+    return [] if out is None else out
 
 
 def _hits(stats: PrefixStats) -> str:

@@ -175,6 +175,14 @@ def test_a_new_sequence_is_in_out_wherever_ctrl_c_comes(name):
     assert lost
 
 
+def test_out_is_a_list():
+    cache = crowded(0, False)
+    for call in (lambda: cache.admit([1], out=5), lambda: cache.fork(cache.sequences[0], out=())):
+        with pytest.raises(kvx.BadArgument, match=r"\(\): out is .*; it must be a list"):
+            call()
+    assert cache.num_seqs == 4
+
+
 ALLOCATOR = {
     "allocate": lambda a: a.allocate(1),
     "allocate and evict": lambda a: a.allocate(3),
