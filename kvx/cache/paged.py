@@ -153,8 +153,9 @@ class PagedCache(Shown):
         their kind says, such as the end of a system prompt: at the end of the last block before it. OutOfBlocks where max_seqs are
         admitted already.
 
-        `out` gets the sequence too, for callers that go on after Ctrl-C: it may come while the result is on its way back, where
-        torch.compile or a debugger evaluates Python's frames. What is in `out` and not released is there.
+        `out` is a list that gets the sequence too, before the call returns. Pass it if your program continues after Ctrl-C: once
+        torch.compile has run, Ctrl-C may come between the call's end and the assignment of its result. Then release what is in
+        `out` and not yet released.
         """
         ids = token_ids("admit()", tokens)
         n = len(ids)
@@ -519,7 +520,7 @@ class PagedCache(Shown):
     def fork(self, seq: Sequence, *, out: list[Sequence] | None = None) -> Sequence:
         """Another sequence with the same tokens and blocks. The first to write into a shared last block gets a copy of it.
 
-        `out` gets it too, as admit() says.
+        `out` is a list that gets it too, as in admit().
         """
         guard, made = self._guard, _list("fork", out)
         first = len(made)
